@@ -1,0 +1,42 @@
+from pannier.v1 import records_pb2 as _records_pb2
+from pannier.v1 import save_pb2 as _save_pb2
+from pannier.v1 import sidecar_pb2 as _sidecar_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class RankReport(_message.Message):
+    __slots__ = ("context", "attempt", "status", "receipt", "failure")
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    RECEIPT_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    context: _sidecar_pb2.SaveContext
+    attempt: str
+    status: _save_pb2.RankStatus
+    receipt: _records_pb2.Receipt
+    failure: _save_pb2.Failure
+    def __init__(self, context: _Optional[_Union[_sidecar_pb2.SaveContext, _Mapping]] = ..., attempt: _Optional[str] = ..., status: _Optional[_Union[_save_pb2.RankStatus, _Mapping]] = ..., receipt: _Optional[_Union[_records_pb2.Receipt, _Mapping]] = ..., failure: _Optional[_Union[_save_pb2.Failure, _Mapping]] = ...) -> None: ...
+
+class AttachRequest(_message.Message):
+    __slots__ = ("wire_version", "host", "sidecar", "reports")
+    WIRE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    SIDECAR_FIELD_NUMBER: _ClassVar[int]
+    REPORTS_FIELD_NUMBER: _ClassVar[int]
+    wire_version: int
+    host: str
+    sidecar: str
+    reports: _containers.RepeatedCompositeFieldContainer[RankReport]
+    def __init__(self, wire_version: _Optional[int] = ..., host: _Optional[str] = ..., sidecar: _Optional[str] = ..., reports: _Optional[_Iterable[_Union[RankReport, _Mapping]]] = ...) -> None: ...
+
+class AttachResponse(_message.Message):
+    __slots__ = ("saves",)
+    SAVES_FIELD_NUMBER: _ClassVar[int]
+    saves: _containers.RepeatedCompositeFieldContainer[_save_pb2.SaveStatus]
+    def __init__(self, saves: _Optional[_Iterable[_Union[_save_pb2.SaveStatus, _Mapping]]] = ...) -> None: ...

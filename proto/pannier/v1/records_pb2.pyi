@@ -1,0 +1,125 @@
+from pannier.v1 import plan_pb2 as _plan_pb2
+from pannier.v1 import save_pb2 as _save_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    OUTCOME_UNSPECIFIED: _ClassVar[Outcome]
+    OUTCOME_COMMIT: _ClassVar[Outcome]
+    OUTCOME_ABORT: _ClassVar[Outcome]
+OUTCOME_UNSPECIFIED: Outcome
+OUTCOME_COMMIT: Outcome
+OUTCOME_ABORT: Outcome
+
+class IncarnationRecord(_message.Message):
+    __slots__ = ("number", "job", "incarnation", "created_at")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    CREATED_AT_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    job: str
+    incarnation: str
+    created_at: float
+    def __init__(self, number: _Optional[int] = ..., job: _Optional[str] = ..., incarnation: _Optional[str] = ..., created_at: _Optional[float] = ...) -> None: ...
+
+class Member(_message.Message):
+    __slots__ = ("rank", "host", "digest")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    host: str
+    digest: str
+    def __init__(self, rank: _Optional[int] = ..., host: _Optional[str] = ..., digest: _Optional[str] = ...) -> None: ...
+
+class PlanManifest(_message.Message):
+    __slots__ = ("save", "attempt", "checkpoint_id", "incarnation_number", "members", "metadata", "owner", "position", "external")
+    SAVE_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    METADATA_FIELD_NUMBER: _ClassVar[int]
+    OWNER_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    EXTERNAL_FIELD_NUMBER: _ClassVar[int]
+    save: _save_pb2.SaveId
+    attempt: str
+    checkpoint_id: str
+    incarnation_number: int
+    members: _containers.RepeatedCompositeFieldContainer[Member]
+    metadata: _plan_pb2.GlobalMetadata
+    owner: _containers.RepeatedScalarFieldContainer[int]
+    position: _containers.RepeatedScalarFieldContainer[int]
+    external: bool
+    def __init__(self, save: _Optional[_Union[_save_pb2.SaveId, _Mapping]] = ..., attempt: _Optional[str] = ..., checkpoint_id: _Optional[str] = ..., incarnation_number: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., metadata: _Optional[_Union[_plan_pb2.GlobalMetadata, _Mapping]] = ..., owner: _Optional[_Iterable[int]] = ..., position: _Optional[_Iterable[int]] = ..., external: _Optional[bool] = ...) -> None: ...
+
+class DataFile(_message.Message):
+    __slots__ = ("name", "size", "crc32c")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    CRC32C_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    size: int
+    crc32c: int
+    def __init__(self, name: _Optional[str] = ..., size: _Optional[int] = ..., crc32c: _Optional[int] = ...) -> None: ...
+
+class VaryingItem(_message.Message):
+    __slots__ = ("position", "file", "offset", "length")
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    FILE_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    position: int
+    file: str
+    offset: int
+    length: int
+    def __init__(self, position: _Optional[int] = ..., file: _Optional[str] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ...) -> None: ...
+
+class Receipt(_message.Message):
+    __slots__ = ("attempt", "plan_id", "rank", "host", "files", "varying")
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    PLAN_ID_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    FILES_FIELD_NUMBER: _ClassVar[int]
+    VARYING_FIELD_NUMBER: _ClassVar[int]
+    attempt: str
+    plan_id: str
+    rank: int
+    host: str
+    files: _containers.RepeatedCompositeFieldContainer[DataFile]
+    varying: _containers.RepeatedCompositeFieldContainer[VaryingItem]
+    def __init__(self, attempt: _Optional[str] = ..., plan_id: _Optional[str] = ..., rank: _Optional[int] = ..., host: _Optional[str] = ..., files: _Optional[_Iterable[_Union[DataFile, _Mapping]]] = ..., varying: _Optional[_Iterable[_Union[VaryingItem, _Mapping]]] = ...) -> None: ...
+
+class Decision(_message.Message):
+    __slots__ = ("outcome", "save", "attempt", "incarnation_number", "plan_id", "metadata_size", "metadata_crc32c", "failures", "decided_by", "decided_at")
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    SAVE_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    PLAN_ID_FIELD_NUMBER: _ClassVar[int]
+    METADATA_SIZE_FIELD_NUMBER: _ClassVar[int]
+    METADATA_CRC32C_FIELD_NUMBER: _ClassVar[int]
+    FAILURES_FIELD_NUMBER: _ClassVar[int]
+    DECIDED_BY_FIELD_NUMBER: _ClassVar[int]
+    DECIDED_AT_FIELD_NUMBER: _ClassVar[int]
+    outcome: Outcome
+    save: _save_pb2.SaveId
+    attempt: str
+    incarnation_number: int
+    plan_id: str
+    metadata_size: int
+    metadata_crc32c: int
+    failures: _containers.RepeatedCompositeFieldContainer[_save_pb2.Failure]
+    decided_by: str
+    decided_at: float
+    def __init__(self, outcome: _Optional[_Union[Outcome, str]] = ..., save: _Optional[_Union[_save_pb2.SaveId, _Mapping]] = ..., attempt: _Optional[str] = ..., incarnation_number: _Optional[int] = ..., plan_id: _Optional[str] = ..., metadata_size: _Optional[int] = ..., metadata_crc32c: _Optional[int] = ..., failures: _Optional[_Iterable[_Union[_save_pb2.Failure, _Mapping]]] = ..., decided_by: _Optional[str] = ..., decided_at: _Optional[float] = ...) -> None: ...

@@ -1,0 +1,169 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class SaveState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    SAVE_STATE_UNSPECIFIED: _ClassVar[SaveState]
+    SAVE_STATE_PLANNING: _ClassVar[SaveState]
+    SAVE_STATE_STAGING: _ClassVar[SaveState]
+    SAVE_STATE_INGESTED: _ClassVar[SaveState]
+    SAVE_STATE_UPLOADING: _ClassVar[SaveState]
+    SAVE_STATE_COMMITTED: _ClassVar[SaveState]
+    SAVE_STATE_ABORTED: _ClassVar[SaveState]
+    SAVE_STATE_IN_DOUBT: _ClassVar[SaveState]
+
+class RankPhase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    RANK_PHASE_UNSPECIFIED: _ClassVar[RankPhase]
+    RANK_PHASE_MISSING: _ClassVar[RankPhase]
+    RANK_PHASE_PLANNED: _ClassVar[RankPhase]
+    RANK_PHASE_STREAMING: _ClassVar[RankPhase]
+    RANK_PHASE_INGESTED: _ClassVar[RankPhase]
+    RANK_PHASE_DURABLE: _ClassVar[RankPhase]
+    RANK_PHASE_FAILED: _ClassVar[RankPhase]
+
+class FailureKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    FAILURE_KIND_UNSPECIFIED: _ClassVar[FailureKind]
+    FAILURE_KIND_SKIPPED: _ClassVar[FailureKind]
+    FAILURE_KIND_CLIENT: _ClassVar[FailureKind]
+    FAILURE_KIND_DISAGREEMENT: _ClassVar[FailureKind]
+    FAILURE_KIND_INVALID_PLAN: _ClassVar[FailureKind]
+    FAILURE_KIND_STORAGE: _ClassVar[FailureKind]
+    FAILURE_KIND_INTEGRITY: _ClassVar[FailureKind]
+    FAILURE_KIND_DEADLINE: _ClassVar[FailureKind]
+    FAILURE_KIND_LOST: _ClassVar[FailureKind]
+    FAILURE_KIND_SPOOL: _ClassVar[FailureKind]
+    FAILURE_KIND_INTERNAL: _ClassVar[FailureKind]
+SAVE_STATE_UNSPECIFIED: SaveState
+SAVE_STATE_PLANNING: SaveState
+SAVE_STATE_STAGING: SaveState
+SAVE_STATE_INGESTED: SaveState
+SAVE_STATE_UPLOADING: SaveState
+SAVE_STATE_COMMITTED: SaveState
+SAVE_STATE_ABORTED: SaveState
+SAVE_STATE_IN_DOUBT: SaveState
+RANK_PHASE_UNSPECIFIED: RankPhase
+RANK_PHASE_MISSING: RankPhase
+RANK_PHASE_PLANNED: RankPhase
+RANK_PHASE_STREAMING: RankPhase
+RANK_PHASE_INGESTED: RankPhase
+RANK_PHASE_DURABLE: RankPhase
+RANK_PHASE_FAILED: RankPhase
+FAILURE_KIND_UNSPECIFIED: FailureKind
+FAILURE_KIND_SKIPPED: FailureKind
+FAILURE_KIND_CLIENT: FailureKind
+FAILURE_KIND_DISAGREEMENT: FailureKind
+FAILURE_KIND_INVALID_PLAN: FailureKind
+FAILURE_KIND_STORAGE: FailureKind
+FAILURE_KIND_INTEGRITY: FailureKind
+FAILURE_KIND_DEADLINE: FailureKind
+FAILURE_KIND_LOST: FailureKind
+FAILURE_KIND_SPOOL: FailureKind
+FAILURE_KIND_INTERNAL: FailureKind
+
+class SaveId(_message.Message):
+    __slots__ = ("job", "incarnation", "group", "number")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    incarnation: str
+    group: str
+    number: int
+    def __init__(self, job: _Optional[str] = ..., incarnation: _Optional[str] = ..., group: _Optional[str] = ..., number: _Optional[int] = ...) -> None: ...
+
+class Failure(_message.Message):
+    __slots__ = ("rank", "host", "kind", "message")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    host: str
+    kind: FailureKind
+    message: str
+    def __init__(self, rank: _Optional[int] = ..., host: _Optional[str] = ..., kind: _Optional[_Union[FailureKind, str]] = ..., message: _Optional[str] = ...) -> None: ...
+
+class RankStatus(_message.Message):
+    __slots__ = ("rank", "host", "phase", "bytes_staged", "bytes_ingested", "bytes_uploaded", "bytes_durable", "retries", "last_error", "seconds_since_heard")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    BYTES_STAGED_FIELD_NUMBER: _ClassVar[int]
+    BYTES_INGESTED_FIELD_NUMBER: _ClassVar[int]
+    BYTES_UPLOADED_FIELD_NUMBER: _ClassVar[int]
+    BYTES_DURABLE_FIELD_NUMBER: _ClassVar[int]
+    RETRIES_FIELD_NUMBER: _ClassVar[int]
+    LAST_ERROR_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_SINCE_HEARD_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    host: str
+    phase: RankPhase
+    bytes_staged: int
+    bytes_ingested: int
+    bytes_uploaded: int
+    bytes_durable: int
+    retries: int
+    last_error: str
+    seconds_since_heard: float
+    def __init__(self, rank: _Optional[int] = ..., host: _Optional[str] = ..., phase: _Optional[_Union[RankPhase, str]] = ..., bytes_staged: _Optional[int] = ..., bytes_ingested: _Optional[int] = ..., bytes_uploaded: _Optional[int] = ..., bytes_durable: _Optional[int] = ..., retries: _Optional[int] = ..., last_error: _Optional[str] = ..., seconds_since_heard: _Optional[float] = ...) -> None: ...
+
+class WaitingOn(_message.Message):
+    __slots__ = ("ranks", "text", "deadline_s")
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
+    ranks: _containers.RepeatedScalarFieldContainer[int]
+    text: str
+    deadline_s: float
+    def __init__(self, ranks: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., deadline_s: _Optional[float] = ...) -> None: ...
+
+class SaveStatus(_message.Message):
+    __slots__ = ("save", "id", "checkpoint_id", "attempt", "state", "ranks", "failures", "waiting_on", "created_at", "planned_s", "ingested_s", "durable_s", "committed_s", "bytes_total")
+    SAVE_FIELD_NUMBER: _ClassVar[int]
+    ID_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    FAILURES_FIELD_NUMBER: _ClassVar[int]
+    WAITING_ON_FIELD_NUMBER: _ClassVar[int]
+    CREATED_AT_FIELD_NUMBER: _ClassVar[int]
+    PLANNED_S_FIELD_NUMBER: _ClassVar[int]
+    INGESTED_S_FIELD_NUMBER: _ClassVar[int]
+    DURABLE_S_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_S_FIELD_NUMBER: _ClassVar[int]
+    BYTES_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    save: SaveId
+    id: str
+    checkpoint_id: str
+    attempt: str
+    state: SaveState
+    ranks: _containers.RepeatedCompositeFieldContainer[RankStatus]
+    failures: _containers.RepeatedCompositeFieldContainer[Failure]
+    waiting_on: WaitingOn
+    created_at: float
+    planned_s: float
+    ingested_s: float
+    durable_s: float
+    committed_s: float
+    bytes_total: int
+    def __init__(self, save: _Optional[_Union[SaveId, _Mapping]] = ..., id: _Optional[str] = ..., checkpoint_id: _Optional[str] = ..., attempt: _Optional[str] = ..., state: _Optional[_Union[SaveState, str]] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[Failure, _Mapping]]] = ..., waiting_on: _Optional[_Union[WaitingOn, _Mapping]] = ..., created_at: _Optional[float] = ..., planned_s: _Optional[float] = ..., ingested_s: _Optional[float] = ..., durable_s: _Optional[float] = ..., committed_s: _Optional[float] = ..., bytes_total: _Optional[int] = ...) -> None: ...
+
+class ErrorDetail(_message.Message):
+    __slots__ = ("type", "message", "failures")
+    TYPE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    FAILURES_FIELD_NUMBER: _ClassVar[int]
+    type: str
+    message: str
+    failures: _containers.RepeatedCompositeFieldContainer[Failure]
+    def __init__(self, type: _Optional[str] = ..., message: _Optional[str] = ..., failures: _Optional[_Iterable[_Union[Failure, _Mapping]]] = ...) -> None: ...

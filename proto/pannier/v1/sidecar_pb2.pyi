@@ -1,0 +1,186 @@
+from pannier.v1 import plan_pb2 as _plan_pb2
+from pannier.v1 import records_pb2 as _records_pb2
+from pannier.v1 import save_pb2 as _save_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class ConnectRequest(_message.Message):
+    __slots__ = ("wire_version", "client_version", "job", "incarnation", "rank", "world_size", "host", "pid", "client")
+    WIRE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_FIELD_NUMBER: _ClassVar[int]
+    wire_version: int
+    client_version: str
+    job: str
+    incarnation: str
+    rank: int
+    world_size: int
+    host: str
+    pid: int
+    client: str
+    def __init__(self, wire_version: _Optional[int] = ..., client_version: _Optional[str] = ..., job: _Optional[str] = ..., incarnation: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., client: _Optional[str] = ...) -> None: ...
+
+class Welcome(_message.Message):
+    __slots__ = ("wire_version", "sidecar_version", "host", "coordinator", "max_message_bytes", "embedded", "draining")
+    WIRE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    SIDECAR_VERSION_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    COORDINATOR_FIELD_NUMBER: _ClassVar[int]
+    MAX_MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    EMBEDDED_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    wire_version: int
+    sidecar_version: str
+    host: str
+    coordinator: str
+    max_message_bytes: int
+    embedded: bool
+    draining: bool
+    def __init__(self, wire_version: _Optional[int] = ..., sidecar_version: _Optional[str] = ..., host: _Optional[str] = ..., coordinator: _Optional[str] = ..., max_message_bytes: _Optional[int] = ..., embedded: _Optional[bool] = ..., draining: _Optional[bool] = ...) -> None: ...
+
+class ConnectResponse(_message.Message):
+    __slots__ = ("welcome", "save")
+    WELCOME_FIELD_NUMBER: _ClassVar[int]
+    SAVE_FIELD_NUMBER: _ClassVar[int]
+    welcome: Welcome
+    save: _save_pb2.SaveStatus
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., save: _Optional[_Union[_save_pb2.SaveStatus, _Mapping]] = ...) -> None: ...
+
+class SaveContext(_message.Message):
+    __slots__ = ("save", "checkpoint_id", "ranks", "world_size", "rank", "host")
+    SAVE_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_ID_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    save: _save_pb2.SaveId
+    checkpoint_id: str
+    ranks: _containers.RepeatedScalarFieldContainer[int]
+    world_size: int
+    rank: int
+    host: str
+    def __init__(self, save: _Optional[_Union[_save_pb2.SaveId, _Mapping]] = ..., checkpoint_id: _Optional[str] = ..., ranks: _Optional[_Iterable[int]] = ..., world_size: _Optional[int] = ..., rank: _Optional[int] = ..., host: _Optional[str] = ...) -> None: ...
+
+class PlanRequest(_message.Message):
+    __slots__ = ("context", "plan", "digest", "timeout_s", "save_timeout_s")
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    SAVE_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    context: SaveContext
+    plan: _plan_pb2.LocalPlan
+    digest: str
+    timeout_s: float
+    save_timeout_s: float
+    def __init__(self, context: _Optional[_Union[SaveContext, _Mapping]] = ..., plan: _Optional[_Union[_plan_pb2.LocalPlan, _Mapping]] = ..., digest: _Optional[str] = ..., timeout_s: _Optional[float] = ..., save_timeout_s: _Optional[float] = ...) -> None: ...
+
+class PlanResponse(_message.Message):
+    __slots__ = ("plan",)
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    plan: _plan_pb2.FinalPlan
+    def __init__(self, plan: _Optional[_Union[_plan_pb2.FinalPlan, _Mapping]] = ...) -> None: ...
+
+class BeginRequest(_message.Message):
+    __slots__ = ("context", "save_timeout_s")
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    SAVE_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    context: SaveContext
+    save_timeout_s: float
+    def __init__(self, context: _Optional[_Union[SaveContext, _Mapping]] = ..., save_timeout_s: _Optional[float] = ...) -> None: ...
+
+class BeginResponse(_message.Message):
+    __slots__ = ("attempt",)
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    attempt: str
+    def __init__(self, attempt: _Optional[str] = ...) -> None: ...
+
+class FileHeader(_message.Message):
+    __slots__ = ("context", "attempt", "name", "size")
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    context: SaveContext
+    attempt: str
+    name: str
+    size: int
+    def __init__(self, context: _Optional[_Union[SaveContext, _Mapping]] = ..., attempt: _Optional[str] = ..., name: _Optional[str] = ..., size: _Optional[int] = ...) -> None: ...
+
+class WriteRequest(_message.Message):
+    __slots__ = ("header", "offset", "crc32c", "data")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    CRC32C_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    header: FileHeader
+    offset: int
+    crc32c: int
+    data: bytes
+    def __init__(self, header: _Optional[_Union[FileHeader, _Mapping]] = ..., offset: _Optional[int] = ..., crc32c: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class WriteResponse(_message.Message):
+    __slots__ = ("committed",)
+    COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    committed: int
+    def __init__(self, committed: _Optional[int] = ...) -> None: ...
+
+class HandOverRequest(_message.Message):
+    __slots__ = ("context", "attempt", "plan_id", "files", "varying")
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    PLAN_ID_FIELD_NUMBER: _ClassVar[int]
+    FILES_FIELD_NUMBER: _ClassVar[int]
+    VARYING_FIELD_NUMBER: _ClassVar[int]
+    context: SaveContext
+    attempt: str
+    plan_id: str
+    files: _containers.RepeatedCompositeFieldContainer[_records_pb2.DataFile]
+    varying: _containers.RepeatedCompositeFieldContainer[_records_pb2.VaryingItem]
+    def __init__(self, context: _Optional[_Union[SaveContext, _Mapping]] = ..., attempt: _Optional[str] = ..., plan_id: _Optional[str] = ..., files: _Optional[_Iterable[_Union[_records_pb2.DataFile, _Mapping]]] = ..., varying: _Optional[_Iterable[_Union[_records_pb2.VaryingItem, _Mapping]]] = ...) -> None: ...
+
+class HandOverResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class FinishRequest(_message.Message):
+    __slots__ = ("context", "attempt", "metadata", "timeout_s")
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    METADATA_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    context: SaveContext
+    attempt: str
+    metadata: _plan_pb2.GlobalMetadata
+    timeout_s: float
+    def __init__(self, context: _Optional[_Union[SaveContext, _Mapping]] = ..., attempt: _Optional[str] = ..., metadata: _Optional[_Union[_plan_pb2.GlobalMetadata, _Mapping]] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+
+class FinishResponse(_message.Message):
+    __slots__ = ("status",)
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    status: _save_pb2.SaveStatus
+    def __init__(self, status: _Optional[_Union[_save_pb2.SaveStatus, _Mapping]] = ...) -> None: ...
+
+class FailRequest(_message.Message):
+    __slots__ = ("context", "failure")
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    context: SaveContext
+    failure: _save_pb2.Failure
+    def __init__(self, context: _Optional[_Union[SaveContext, _Mapping]] = ..., failure: _Optional[_Union[_save_pb2.Failure, _Mapping]] = ...) -> None: ...
+
+class FailResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

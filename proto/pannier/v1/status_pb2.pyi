@@ -1,0 +1,54 @@
+from pannier.v1 import save_pb2 as _save_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class ListSavesRequest(_message.Message):
+    __slots__ = ("job", "states", "limit")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    STATES_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    states: _containers.RepeatedScalarFieldContainer[_save_pb2.SaveState]
+    limit: int
+    def __init__(self, job: _Optional[str] = ..., states: _Optional[_Iterable[_Union[_save_pb2.SaveState, str]]] = ..., limit: _Optional[int] = ...) -> None: ...
+
+class ListSavesResponse(_message.Message):
+    __slots__ = ("saves", "daemon_state", "host", "version")
+    SAVES_FIELD_NUMBER: _ClassVar[int]
+    DAEMON_STATE_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    saves: _containers.RepeatedCompositeFieldContainer[_save_pb2.SaveStatus]
+    daemon_state: str
+    host: str
+    version: str
+    def __init__(self, saves: _Optional[_Iterable[_Union[_save_pb2.SaveStatus, _Mapping]]] = ..., daemon_state: _Optional[str] = ..., host: _Optional[str] = ..., version: _Optional[str] = ...) -> None: ...
+
+class GetSaveRequest(_message.Message):
+    __slots__ = ("id",)
+    ID_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    def __init__(self, id: _Optional[str] = ...) -> None: ...
+
+class GetSaveResponse(_message.Message):
+    __slots__ = ("save",)
+    SAVE_FIELD_NUMBER: _ClassVar[int]
+    save: _save_pb2.SaveStatus
+    def __init__(self, save: _Optional[_Union[_save_pb2.SaveStatus, _Mapping]] = ...) -> None: ...
+
+class WatchSaveRequest(_message.Message):
+    __slots__ = ("id",)
+    ID_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    def __init__(self, id: _Optional[str] = ...) -> None: ...
+
+class WatchSaveResponse(_message.Message):
+    __slots__ = ("save",)
+    SAVE_FIELD_NUMBER: _ClassVar[int]
+    save: _save_pb2.SaveStatus
+    def __init__(self, save: _Optional[_Union[_save_pb2.SaveStatus, _Mapping]] = ...) -> None: ...

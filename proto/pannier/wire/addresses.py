@@ -1,0 +1,77 @@
+"""Addresses of daemons and the gRPC options both ends use.
+
+An address is ``unix:///path`` or ``host:port``.
+"""
+
+import os
+import re
+from pathlib import Path
+
+from pannier.wire.chunks import MAX_MESSAGE_BYTES
+from pannier.wire.errors import ConfigurationError
+from pannier.wire.version import WIRE_VERSION
+
+ChannelOptions = list[tuple[str, int]]
+
+_HOST_PORT = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+):(\d{1,5})")
+_MAX_SOCKET_PATH = 107
+
+
+def parse_address(address: str, *, setting: str) -> str:
+    """``address`` in the form that gRPC takes.
+
+    Raises ConfigurationError naming ``setting`` when it is neither ``unix:///path``
+    nor ``host:port``.
+    """
+    if address.startswith("unix:///"):
+        path = address.removeprefix("unix://")
+        if len(os.fsencode(path)) > _MAX_SOCKET_PATH:
+            raise ConfigurationError(
+                f"{setting}={address}: a socket path has at most {_MAX_SOCKET_PATH} bytes, this one "
+                f"has {len(os.fsencode(path))}; choose a shorter directory"
+            )
+        return address
+    match = _HOST_PORT.fullmatch(address)
+    if match is None or not 0 < int(match[2]) < 65536:
+        raise ConfigurationError(f"{setting}={address!r} is neither unix:///path nor host:port")
+    return address
+
+
+def channel_options() -> ChannelOptions:
+    """Options for channels and servers: message limits, quick reconnects, and the receiver's memory."""
+    return [
+        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        # Without it a TCP receiver grows its window to 50 MiB a stream.
+        ("grpc.http2.bdp_probe", 0),
+        ("grpc.initial_reconnect_backoff_ms", 50),
+        ("grpc.min_reconnect_backoff_ms", 50),
+        ("grpc.max_reconnect_backoff_ms", 200),
+        # A peer on the same host is never reached through a web proxy.
+        ("grpc.enable_http_proxy", 0),
+    ]
+
+
+def runtime_dir() -> Path:
+    """Directory of the embedded daemons' sockets: one per user and wire version.
+
+    ``PANNIER_RUNTIME_DIR``, else below ``XDG_RUNTIME_DIR``, else below ``/tmp``.
+    It is not created here.
+    """
+    configured = os.environ.get("PANNIER_RUNTIME_DIR")
+    if configured:
+        return Path(configured)
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    if base and os.access(base, os.W_OK):
+        return Path(base) / f"pannier-v{WIRE_VERSION}"
+    return Path(f"/tmp/pannier-{os.getuid()}-v{WIRE_VERSION}")
+
+
+def embedded_sidecar(directory: Path) -> str:
+    """Address of the embedded sidecar."""
+    return f"unix://{directory}/sidecar.sock"
+
+
+def embedded_coordinator(directory: Path) -> str:
+    """Address of the embedded coordinator."""
+    return f"unix://{directory}/coordinator.sock"

@@ -1,0 +1,141 @@
+"""The errors that users see, and how they cross a gRPC connection.
+
+An error carries what happened to which save, rank and host, the value, and what
+to do. On the wire it is a gRPC status whose trailing metadata holds an
+:class:`~pannier.v1.save_pb2.ErrorDetail`; :func:`from_rpc_error` makes the same
+error of it on the other side.
+"""
+
+from collections.abc import Iterable, Mapping
+
+import grpc
+
+from pannier.v1 import save_pb2
+
+_KEY = "pannier-error-bin"
+
+
+class PannierError(Exception):
+    """Base of all errors of this package."""
+
+    code = grpc.StatusCode.UNKNOWN
+
+    def __init__(self, message: str, failures: Iterable[save_pb2.Failure] = ()) -> None:
+        super().__init__(message)
+        self.failures: Mapping[int, save_pb2.Failure] = {f.rank: f for f in failures}
+        """Causes by global rank; -1 when no single rank is to blame."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild, (
+            type(self).__name__,
+            str(self),
+            [f.SerializeToString() for f in self.failures.values()],
+        )
+
+
+class InvalidRequestError(PannierError, ValueError):
+    """An argument, a state dict or a message is not acceptable; nothing was done."""
+
+    code = grpc.StatusCode.INVALID_ARGUMENT
+
+
+class ConfigurationError(PannierError, ValueError):
+    """A setting is missing or wrong."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+
+
+class VersionMismatchError(PannierError):
+    """Client and daemon speak different wire versions."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+
+
+class UnavailableError(PannierError):
+    """A daemon can't be reached, or takes no new saves."""
+
+    code = grpc.StatusCode.UNAVAILABLE
+
+
+class DeadlineError(PannierError):
+    """A wait reached its deadline; the message says whom it waited for."""
+
+    code = grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+class SaveAbortedError(PannierError):
+    """The save ended without a checkpoint; ``failures`` says why, by rank."""
+
+    code = grpc.StatusCode.ABORTED
+
+
+class SaveSkippedError(SaveAbortedError):
+    """The save was skipped on some rank (``on_busy="skip"``), and so on all."""
+
+
+class BusyError(PannierError):
+    """Earlier saves are still in flight or the spool is full (``on_busy="raise"``)."""
+
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+class StorageError(PannierError):
+    """Storage refused or lost an operation."""
+
+    code = grpc.StatusCode.UNKNOWN
+
+
+class IntegrityError(PannierError):
+    """Bytes differ from their checksum."""
+
+    code = grpc.StatusCode.DATA_LOSS
+
+
+def _subclasses(cls: type[PannierError]) -> Iterable[type[PannierError]]:
+    yield cls
+    for sub in cls.__subclasses__():
+        yield from _subclasses(sub)
+
+
+def _rebuild(name: str, message: str, failures: Iterable[bytes]) -> PannierError:
+    types = {cls.__name__: cls for cls in _subclasses(PannierError)}
+    return types.get(name, PannierError)(
+        message, [save_pb2.Failure.FromString(f) for f in failures]
+    )
+
+
+def trailing_metadata(error: PannierError) -> tuple[tuple[str, bytes], ...]:
+    """Trailing metadata that carries ``error``; its status code is ``error.code``."""
+    detail = save_pb2.ErrorDetail(
+        type=type(error).__name__, message=str(error), failures=list(error.failures.values())
+    )
+    return ((_KEY, detail.SerializeToString()),)
+
+
+def from_rpc_error(error: grpc.RpcError, *, peer: str) -> PannierError:
+    """The PannierError behind a failed call.
+
+    Args:
+        error: a failed call, synchronous or aio.
+        peer: who was called, for people: ``sidecar at unix:///run/pannier/sidecar.sock``.
+    """
+    metadata = getattr(error, "trailing_metadata", lambda: None)() or ()
+    for key, value in metadata:
+        if key == _KEY:
+            detail = save_pb2.ErrorDetail.FromString(value)
+            return _rebuild(
+                detail.type, detail.message, [f.SerializeToString() for f in detail.failures]
+            )
+    code = getattr(error, "code", lambda: None)()
+    details = getattr(error, "details", lambda: "")() or str(error)
+    if code is grpc.StatusCode.UNAVAILABLE:
+        return UnavailableError(f"{peer} can't be reached: {details}")
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return DeadlineError(f"{peer} did not answer within the deadline: {details}")
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return InvalidRequestError(f"a message to {peer} is above its limit: {details}")
+    if code is grpc.StatusCode.UNIMPLEMENTED:
+        return VersionMismatchError(
+            f"{peer} doesn't know the call ({details}): is it an older version?"
+        )
+    return PannierError(f"{peer}: {code.name if code else 'error'}: {details}")

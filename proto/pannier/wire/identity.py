@@ -1,0 +1,144 @@
+"""Names of saves, groups, attempts and the objects of a checkpoint in storage.
+
+Everything that names a thing in a bucket or a log is built here, so that an
+attempt's objects can be told from another's by their names alone.
+"""
+
+import hashlib
+import posixpath
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pannier.v1 import save_pb2
+from pannier.wire.errors import InvalidRequestError
+
+METADATA = ".metadata"
+"""DCP's metadata object; its existence is the checkpoint's."""
+
+_PRIVATE = ".pannier"
+_JOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+_TOKEN = re.compile(r"[a-z0-9]{1,32}")
+_ATTEMPT = re.compile(r"i(\d{1,12})-(g[0-9a-f]{8})-s(\d{1,12})")
+
+
+def group_name(ranks: Sequence[int]) -> str:
+    """Name of the group with these global ranks, whatever their order."""
+    text = ",".join(str(rank) for rank in sorted(ranks))
+    return "g" + hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def check_save_id(save: save_pb2.SaveId) -> None:
+    """Raises InvalidRequestError when a part of ``save`` isn't a plain word."""
+    if not _JOB.fullmatch(save.job):
+        raise InvalidRequestError(
+            f"job name {save.job!r} is not valid: use 1 to 63 letters, digits, '.', '_' or '-', "
+            "beginning with a letter or digit"
+        )
+    for what, value in (("incarnation", save.incarnation), ("group", save.group)):
+        if not _TOKEN.fullmatch(value):
+            raise InvalidRequestError(
+                f"{what} {value!r} is not 1 to 32 lower-case letters and digits"
+            )
+    if save.number < 1:
+        raise InvalidRequestError(f"save number {save.number} is not positive")
+
+
+def save_text(save: save_pb2.SaveId) -> str:
+    """Text form of a save's identity, as status and the command line show it."""
+    return f"{save.job}/{save.incarnation}/{save.group}/{save.number}"
+
+
+@dataclass(frozen=True, order=True)
+class Attempt:
+    """An attempt's place in the order of attempts: a greater one is newer."""
+
+    incarnation_number: int
+    number: int
+    group: str
+
+    @property
+    def name(self) -> str:
+        """As it stands in object names: ``i3-g1a2b3c4d-s12``."""
+        return f"i{self.incarnation_number}-{self.group}-s{self.number}"
+
+    @classmethod
+    def parse(cls, name: str) -> "Attempt":
+        """Inverse of :attr:`name`. Raises InvalidRequestError."""
+        match = _ATTEMPT.fullmatch(name)
+        if match is None:
+            raise InvalidRequestError(f"{name!r} is not the name of an attempt")
+        return cls(int(match[1]), int(match[3]), match[2])
+
+
+def data_file(attempt: str, rank: int, index: int) -> str:
+    """Name of a rank's ``index``-th data file of planned slots."""
+    return f"__{attempt}_{rank}_{index}.distcp"
+
+
+def objects_file(attempt: str, rank: int) -> str:
+    """Name of a rank's data file of archives that vary in size."""
+    return f"__{attempt}_{rank}_objects.distcp"
+
+
+def check_data_file(name: str, attempt: str, rank: int) -> None:
+    """Raises InvalidRequestError unless ``name`` is one of that rank's in that attempt."""
+    Attempt.parse(attempt)
+    prefix, suffix = f"__{attempt}_{rank}_", ".distcp"
+    middle = name[len(prefix) : -len(suffix)]
+    if not (
+        name.startswith(prefix)
+        and name.endswith(suffix)
+        and (middle == "objects" or (middle.isascii() and middle.isdigit()))
+    ):
+        raise InvalidRequestError(
+            f"{name!r} is not a data file of rank {rank} in attempt {attempt}"
+        )
+
+
+def attempts_prefix() -> str:
+    """Where a checkpoint keeps the records of its attempts."""
+    return f"{_PRIVATE}/"
+
+
+def manifest(attempt: str) -> str:
+    """The global plan of an attempt."""
+    return f"{_PRIVATE}/{attempt}/manifest"
+
+
+def receipt(attempt: str, rank: int) -> str:
+    """A rank's receipt."""
+    return f"{_PRIVATE}/{attempt}/receipts/{rank}"
+
+
+def decision(attempt: str) -> str:
+    """The object that ends an attempt."""
+    return f"{_PRIVATE}/{attempt}/decision"
+
+
+def metadata_candidate(attempt: str) -> str:
+    """The bytes that ``.metadata`` gets when the attempt commits."""
+    return f"{_PRIVATE}/{attempt}/metadata"
+
+
+def incarnations_prefix() -> str:
+    """Where a root keeps its numbered incarnations."""
+    return f"{_PRIVATE}/incarnations/"
+
+
+def split_checkpoint_id(checkpoint_id: str) -> tuple[str, str]:
+    """``(root, name)`` of a checkpoint id: its parent, which orders attempts, and its last part.
+
+    Raises InvalidRequestError when there is no parent or the id contains ``..``.
+    """
+    scheme, separator, path = checkpoint_id.rpartition("://")
+    absolute = path.startswith("/")
+    parts = [part for part in path.split("/") if part not in ("", ".")]
+    least = 1 if scheme in ("", "file", "memory") else 2
+    if ".." in parts or len(parts) < least or (not separator and not absolute):
+        raise InvalidRequestError(
+            f"checkpoint id {checkpoint_id!r} is not an absolute path or a URL with a name below a "
+            "root, like /checkpoints/step-100 or gs://bucket/run/step-100"
+        )
+    root = posixpath.join("/" if absolute else "", *parts[:-1])
+    return f"{scheme}{separator}{root}", parts[-1]
