@@ -1,0 +1,216 @@
+"""``make bench``: Pannier beside torch's own asynchronous saves and a plain memcpy.
+
+Every method saves the same bytes to the same place in a fresh process, one after
+another in the same run; what counts are the ratios. Prints a table and writes
+``bench-results/bench.json``.
+"""
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from support.gcs_server import GcsServer
+
+from pannier.wire.version import package_version
+
+WORKER = Path(__file__).with_name("worker.py")
+METHODS = ("pannier", "torch-thread", "torch-process")
+BUCKET = "bench"
+
+
+class SidecarMemory(threading.Thread):
+    """Samples the anonymous memory of the sidecar below a runtime directory."""
+
+    def __init__(self, runtime: Path) -> None:
+        super().__init__(daemon=True)
+        self._runtime = str(runtime)
+        self._stop = threading.Event()
+        self.peak = 0
+
+    def run(self) -> None:
+        """Until :meth:`stop`."""
+        while not self._stop.wait(0.05):
+            for process in _daemons(self._runtime):
+                try:
+                    if "sidecar" in process.cmdline():
+                        rollup = Path(f"/proc/{process.pid}/smaps_rollup").read_text()
+                        self.peak = max(self.peak, _anonymous(rollup))
+                except (psutil.Error, OSError):
+                    continue
+
+    def stop(self) -> int:
+        """Peak in bytes."""
+        self._stop.set()
+        self.join()
+        return self.peak
+
+
+def _anonymous(rollup: str) -> int:
+    line = next(line for line in rollup.splitlines() if line.startswith("Anonymous:"))
+    return int(line.split()[1]) * 1024
+
+
+def _daemons(runtime: str) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if (
+                "pannier.cli" in process.cmdline()
+                and process.environ().get("PANNIER_RUNTIME_DIR") == runtime
+            ):
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def measure(method: str, target: str, options: argparse.Namespace, gcs: str) -> dict[str, Any]:
+    """One method to one place, with daemons of its own; removes what it wrote."""
+    with tempfile.TemporaryDirectory(prefix="pannier-bench-") as directory:
+        runtime = Path(directory) / "run"
+        spool = Path("/dev/shm") / Path(directory).name
+        environment = dict(
+            os.environ,
+            PANNIER_RUNTIME_DIR=str(runtime),
+            PANNIER_SPOOL=str(spool),
+            STORAGE_EMULATOR_HOST=gcs,
+            GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT="false",
+            OMP_NUM_THREADS="1",
+            PYTHONWARNINGS="ignore",
+        )
+        place = f"gs://{BUCKET}/{method}" if target == "gcs" else f"{options.directory}/{method}"
+        memory = SidecarMemory(runtime)
+        memory.start()
+        command = [sys.executable, str(WORKER), method, place]
+        command += [f"--bytes={options.bytes}", f"--tensors={options.tensors}"]
+        command += [f"--saves={options.saves}"]
+        try:
+            finished = subprocess.run(
+                command, env=environment, stdout=subprocess.PIPE, text=True, timeout=900, check=True
+            )
+            result: dict[str, Any] = json.loads(finished.stdout.splitlines()[-1])
+        finally:
+            peak = memory.stop()
+            for process in _daemons(str(runtime)):
+                process.terminate()
+            psutil.wait_procs(_daemons(str(runtime)), timeout=10)
+            shutil.rmtree(spool, ignore_errors=True)
+            if target == "disk":
+                shutil.rmtree(place, ignore_errors=True)
+        return {"method": method, "target": target, "sidecar_peak_bytes": peak, **summary(result)}
+
+
+def summary(result: dict[str, Any]) -> dict[str, Any]:
+    """Medians over the saves from the third on; steps against the quiet ones of the same process."""
+    quiet, busy = sorted(result["quiet_step_s"]), sorted(result["busy_step_s"])
+
+    def p99(values: list[float]) -> float:
+        return values[int(len(values) * 0.99)]
+
+    return {
+        "memcpy_s": result["memcpy_s"],
+        "stall_first_s": result["stall_s"][0],
+        "stall_s": statistics.median(result["stall_s"][2:]),
+        "durable_s": statistics.median(result["durable_s"][2:]),
+        "step_median_ratio": statistics.median(busy) / statistics.median(quiet),
+        "step_p99_ratio": p99(busy) / p99(quiet),
+        "trainer_growth_bytes": result["trainer_growth_bytes"],
+    }
+
+
+def main() -> None:
+    """Runs every method against every place."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--bytes", type=int, default=1 << 30, help="of the state (default 1 GiB)")
+    parser.add_argument("--tensors", type=int, default=200)
+    parser.add_argument("--saves", type=int, default=7, help="the first two aren't counted")
+    parser.add_argument("--targets", nargs="+", default=["disk", "gcs"], choices=["disk", "gcs"])
+    parser.add_argument("--methods", nargs="+", default=METHODS, choices=METHODS)
+    parser.add_argument("--directory", help="on the disk to measure (default: a temporary one)")
+    parser.add_argument("--output", type=Path, default=Path("bench-results"))
+    options = parser.parse_args()
+    if options.saves < 3:
+        parser.error("--saves must be at least 3: the first two aren't counted")
+    console = Console(width=120)
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="pannier-bench-", dir=options.directory) as directory:
+        options.directory = directory
+        with GcsServer(Path(directory) / "gcs", buckets=[BUCKET]) as server:
+            for target in options.targets:
+                for method in options.methods:
+                    console.print(f"{time.strftime('%H:%M:%S')} {method} -> {target}")
+                    rows.append(measure(method, target, options, server.url))
+    machine = {
+        "cores": os.cpu_count(),
+        "processor": platform.processor() or platform.machine(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "pannier": package_version(),
+    }
+    options.output.mkdir(exist_ok=True)
+    report = {
+        "machine": machine,
+        "bytes": options.bytes,
+        "tensors": options.tensors,
+        "saves": options.saves,
+        "rows": rows,
+    }
+    (options.output / "bench.json").write_text(json.dumps(report, indent=2) + "\n")
+    console.print(table(report))
+
+
+def table(report: dict[str, Any]) -> Table:
+    """The figures of one run, for people."""
+    gib = report["bytes"] / (1 << 30)
+    out = Table(title=f"{gib:g} GiB in {report['tensors']} tensors, medians from the third save on")
+    out.add_column("to")
+    out.add_column("method")
+    for column in (
+        "stall",
+        "÷ memcpy",
+        "first stall",
+        "durable",
+        "step median",
+        "step p99",
+        "trainer grew",
+        "sidecar peak",
+    ):
+        out.add_column(column, justify="right")
+    for row in report["rows"]:
+        out.add_row(
+            row["target"],
+            row["method"],
+            f"{row['stall_s'] * 1e3:.0f} ms",
+            f"{row['stall_s'] / row['memcpy_s']:.1f} ×",
+            f"{row['stall_first_s'] * 1e3:.0f} ms",
+            f"{row['durable_s']:.2f} s",
+            f"{row['step_median_ratio']:.2f} ×",
+            f"{row['step_p99_ratio']:.1f} ×",
+            f"{row['trainer_growth_bytes'] / (1 << 20):.0f} MiB",
+            f"{row['sidecar_peak_bytes'] / (1 << 20):.0f} MiB"
+            if row["method"] == "pannier"
+            else "–",
+        )
+    return out
+
+
+if __name__ == "__main__":
+    main()

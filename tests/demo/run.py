@@ -1,0 +1,258 @@
+"""The demo: train, save while training, kill the trainers, restore into another layout.
+
+Exit status 0 means that everything in the closing table was seen to be true.
+"""
+
+import json
+import math
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from pannier.v1 import save_pb2, status_pb2, status_pb2_grpc
+from pannier.wire.addresses import embedded_sidecar
+
+TRAIN = Path(__file__).with_name("train.py")
+SAVE_EVERY = 8
+KILL_AT = 3 * SAVE_EVERY
+RESTORED_STEPS = 3
+DEADLINE_S = 120.0
+
+console = Console(width=100, highlight=False)
+
+
+class Trainer:
+    """One ``torchrun`` and its events, in a process group of its own."""
+
+    def __init__(self, ranks: int, environment: dict[str, str], *arguments: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+            + [f"--nproc-per-node={ranks}", str(TRAIN), *arguments],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL if "CI" in os.environ else None,
+            text=True,
+            start_new_session=True,
+        )
+        self._timer = threading.Timer(DEADLINE_S, self.kill)
+        self._timer.start()
+
+    def events(self) -> Iterator[dict[str, Any]]:
+        """What rank 0 tells, until its end."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith("{"):
+                yield json.loads(line)
+
+    def kill(self) -> None:
+        """SIGKILL to torchrun and every rank."""
+        self._timer.cancel()
+        for process in psutil.Process(self.process.pid).children(recursive=True):
+            process.kill()
+        self.process.kill()
+        self.process.wait()
+
+    def wait(self) -> int:
+        """Exit status; the deadline kills."""
+        code = self.process.wait()
+        self._timer.cancel()
+        return code
+
+
+class Progress(threading.Thread):
+    """Follows the embedded sidecar's status and prints a line whenever a save moves."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(daemon=True)
+        self._stub = status_pb2_grpc.StatusStub(grpc.insecure_channel(address))
+        self.saves: dict[str, save_pb2.SaveStatus] = {}
+        self._changed = threading.Condition()
+
+    def run(self) -> None:
+        """Polls as an operator would; the daemon may not be up yet."""
+        shown: dict[str, str] = {}
+        while True:
+            try:
+                saves = self._stub.ListSaves(status_pb2.ListSavesRequest(), timeout=5).saves
+            except grpc.RpcError:
+                saves = []
+            with self._changed:
+                for save in saves:
+                    name = Path(save.checkpoint_id).name
+                    self.saves[name] = save
+                    line = _line(name, save)
+                    if shown.get(name) != line:
+                        shown[name] = line
+                        console.print(line)
+                self._changed.notify_all()
+                self._changed.wait(0.1)
+
+    def wait_for(self, name: str, *states: int) -> float:
+        """Seconds until the save is in one of ``states``; raises TimeoutError."""
+        begun = time.monotonic()
+        with self._changed:
+            reached = self._changed.wait_for(
+                lambda: name in self.saves and self.saves[name].state in states, DEADLINE_S
+            )
+        if not reached:
+            raise TimeoutError(f"{name} did not reach {states}: {self.saves.get(name)}")
+        return time.monotonic() - begun
+
+
+def _line(name: str, save: save_pb2.SaveStatus) -> str:
+    state = save_pb2.SaveState.Name(save.state).removeprefix("SAVE_STATE_").lower()
+    bars = []
+    for rank in sorted(save.ranks, key=lambda rank: rank.rank):
+        full = rank.bytes_staged or 1
+        done = min(10, 5 * rank.bytes_ingested // full + 5 * rank.bytes_durable // full)
+        bars.append(f"rank {rank.rank} {'█' * done}{'·' * (10 - done)}")
+    return f"    [dim]save {name:<8} {state:<10} {'  '.join(bars)}[/dim]"
+
+
+def _coordinator() -> psutil.Process:
+    runtime = os.environ["PANNIER_RUNTIME_DIR"]
+    for process in psutil.process_iter(["cmdline", "environ"]):
+        command = process.info["cmdline"] or []
+        here = (process.info["environ"] or {}).get("PANNIER_RUNTIME_DIR") == runtime
+        if here and "coordinator" in command:
+            return process
+    raise RuntimeError("the embedded coordinator is not running")
+
+
+def _stop_daemons() -> None:
+    runtime = os.environ["PANNIER_RUNTIME_DIR"]
+    daemons = [
+        process
+        for process in psutil.process_iter(["cmdline", "environ"])
+        if "pannier.cli" in " ".join(process.info["cmdline"] or [])
+        and (process.info["environ"] or {}).get("PANNIER_RUNTIME_DIR") == runtime
+    ]
+    for process in daemons:
+        process.terminate()
+    for process in psutil.wait_procs(daemons, timeout=10)[1]:
+        process.kill()
+
+
+def demo(workplace: Path, progress: Progress) -> bool:
+    """Runs the three acts; returns whether all of it was true."""
+    root = workplace / "checkpoints"
+    environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONWARNINGS="ignore")
+
+    console.print(f"\n[bold]1. Training on 2 ranks (FSDP2), a save every {SAVE_EVERY} steps")
+    trainer = Trainer(
+        2, environment, "--root", str(root), "--steps=1000", f"--save-every={SAVE_EVERY}"
+    )
+    steps: dict[bool, list[float]] = {True: [], False: []}
+    stalls: list[float] = []
+    losses: dict[int, float] = {}
+    last = f"step-{KILL_AT}"
+    coordinator: psutil.Process | None = None
+    for event in trainer.events():
+        if event["event"] == "step":
+            losses[event["step"]] = event["loss"]
+            if event["step"] > 1:
+                steps[event["saving"]].append(event["seconds"])
+            console.print(
+                f"  step {event['step']:>3}  loss {event['loss']:.4f}  "
+                f"{event['seconds'] * 1e3:6.0f} ms{'  (save in flight)' if event['saving'] else ''}"
+            )
+            if event["step"] > KILL_AT:
+                break
+        elif event["event"] == "save":
+            stalls.append(event["stall"])
+            console.print(f"  save {event['step']:>3}  stalled {event['stall'] * 1e3:.0f} ms")
+            if event["step"] == KILL_AT:
+                # So that this save can't be committed before the trainers are dead.
+                coordinator = _coordinator()
+                coordinator.suspend()
+    if coordinator is None:
+        console.print("[red]training ended before its time")
+        return False
+
+    console.print("\n[bold]2. SIGKILL to all trainers, once the last save is ingested")
+    ingested = (save_pb2.SAVE_STATE_INGESTED, save_pb2.SAVE_STATE_UPLOADING)
+    try:
+        progress.wait_for(last, *ingested)
+        trainer.kill()
+        unseen = not (root / last / ".metadata").exists()
+    finally:
+        coordinator.resume()
+    committed_after = progress.wait_for(last, save_pb2.SAVE_STATE_COMMITTED)
+    visible = (root / last / ".metadata").exists()
+    console.print(f"  trainers are gone; {last} was committed {committed_after:.1f} s later")
+    verify = subprocess.run(
+        [sys.executable, "-m", "pannier.cli", "verify", str(root / last)], capture_output=True
+    )
+
+    console.print("\n[bold]3. Restored on 1 rank, from the checkpoint of 2")
+    restore = Trainer(
+        1,
+        environment,
+        *("--root", str(root), "--restore", str(root / last)),
+        f"--steps={KILL_AT + RESTORED_STEPS}",
+    )
+    restored: dict[int, float] = {}
+    for event in restore.events():
+        if event["event"] == "step":
+            restored[event["step"]] = event["loss"]
+            console.print(f"  step {event['step']:>3}  loss {event['loss']:.4f}")
+    exit_code = restore.wait()
+    following = KILL_AT + 1
+    continues = exit_code == 0 and math.isclose(
+        restored.get(following, math.inf), losses[following], rel_tol=1e-3
+    )
+
+    def milliseconds(values: list[float]) -> str:
+        return f"{statistics.median(values) * 1e3:.0f} ms" if values else "none seen"
+
+    table = Table("what", "seen", "", title="Pannier demo")
+    checks = [
+        ("step, no save in flight (median)", milliseconds(steps[False]), None),
+        ("step, save in flight (median)", milliseconds(steps[True]), None),
+        ("stall of each save", ", ".join(f"{s * 1e3:.0f} ms" for s in stalls), len(stalls) == 3),
+        ("not committed when the trainers died", str(unseen), unseen),
+        ("committed without them", f"after {committed_after:.1f} s", visible),
+        ("bytes in storage equal the receipts", "pannier verify", verify.returncode == 0),
+        (
+            f"loss of step {following}, before and after",
+            f"{losses[following]:.5f}, {restored.get(following, math.nan):.5f}",
+            continues,
+        ),
+    ]
+    for what, seen, true in checks:
+        table.add_row(what, seen, "" if true is None else "[green]✓" if true else "[red]✗")
+    console.print()
+    console.print(table)
+    return all(true is not False for _, _, true in checks)
+
+
+def main() -> int:
+    """Sets a private place up, runs the demo, takes it down again."""
+    with tempfile.TemporaryDirectory(prefix="pannier-demo-") as directory:
+        workplace = Path(directory)
+        os.environ["PANNIER_RUNTIME_DIR"] = str(workplace / "run")
+        os.environ["PANNIER_SPOOL"] = str(workplace / "spool")
+        progress = Progress(embedded_sidecar(workplace / "run"))
+        progress.start()
+        try:
+            return 0 if demo(workplace, progress) else 1
+        finally:
+            _stop_daemons()
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    sys.exit(main())
