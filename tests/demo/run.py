@@ -39,8 +39,10 @@ class Trainer:
 
     def __init__(self, ranks: int, environment: dict[str, str], *arguments: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-            + [f"--nproc-per-node={ranks}", str(TRAIN), *arguments],
+            [
+                *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+                *(f"--nproc-per-node={ranks}", str(TRAIN), *arguments),
+            ],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL if "CI" in os.environ else None,
