@@ -1,0 +1,122 @@
+"""Every test leaves the machine as it found it, and shows its daemons' logs when it fails."""
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from support import processes
+from support.daemons import Daemons, memory_directory, short_directory
+
+os.environ[processes.MARKER] = processes.SESSION
+# Inherited by everything that is started here; see gcsfs' layout lookup.
+os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
+
+# Helpers of Python itself that live as long as the interpreter.
+_PYTHONS_OWN = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    report = yield
+    if report.failed:
+        report.sections.extend((f"log of {title}", text) for title, text in processes.logs())
+    return report
+
+
+def _left_processes() -> dict[int, psutil.Process]:
+    found = {}
+    for process in processes.marked():
+        try:
+            command = " ".join(process.cmdline())
+        except psutil.Error:
+            continue
+        if not any(word in command for word in _PYTHONS_OWN):
+            found[process.pid] = process
+    return found
+
+
+def _left_files() -> set[str]:
+    pattern = f"pannier-{processes.SESSION}*"
+    return {str(path) for root in ("/tmp", "/dev/shm") for path in Path(root).glob(pattern)}
+
+
+def _describe(process: psutil.Process) -> str:
+    try:
+        return f"process {process.pid}: {' '.join(process.cmdline())[:200]}"
+    except psutil.Error:
+        return f"process {process.pid}"
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing_behind() -> Iterator[None]:
+    """Fails a test that leaves processes, sockets or shared memory; removes them all the same."""
+    processes.forget_logs()
+    known, files = set(_left_processes()), _left_files()
+    yield
+    deadline = time.monotonic() + 3
+    while True:
+        left = [p for pid, p in _left_processes().items() if pid not in known]
+        if not left or time.monotonic() > deadline:
+            break
+        # Processes that were just told to end may need a moment.
+        psutil.wait_procs(left, timeout=0.05)
+    complaints = [_describe(process) for process in left]
+    for process in left:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+    for path in _left_files() - files:
+        complaints.append(path)
+        shutil.rmtree(path, ignore_errors=True)
+        Path(path).unlink(missing_ok=True)
+    if complaints:
+        pytest.fail("left behind: " + ", ".join(complaints))
+
+
+@pytest.fixture(autouse=True)
+def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests don't see the settings of whoever runs them."""
+    for name in list(os.environ):
+        if name.startswith("PANNIER_") and name != processes.MARKER:
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def daemons(tmp_path: Path) -> Iterator[Daemons]:
+    """One coordinator and one sidecar, ready."""
+    with Daemons(tmp_path) as running:
+        yield running
+
+
+@pytest.fixture
+def embedded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Runtime directory for embedded daemons of this test, which are ended with it."""
+    directory, spool = short_directory(), memory_directory()
+    monkeypatch.setenv("PANNIER_RUNTIME_DIR", str(directory))
+    monkeypatch.setenv("PANNIER_SPOOL", str(spool))
+    before = set(_left_processes())
+    yield directory
+    logs = [(path.name, path.read_text(errors="replace")) for path in directory.glob("*.log")]
+    processes.keep_logs(logs)
+    started = [p for pid, p in _left_processes().items() if pid not in before]
+    for process in started:
+        # The supervisor may be told to restart what is killed: stop it first.
+        try:
+            process.send_signal(signal.SIGSTOP)
+        except psutil.NoSuchProcess:
+            continue
+    for process in started:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+    psutil.wait_procs(started, timeout=5)
+    shutil.rmtree(directory, ignore_errors=True)
+    shutil.rmtree(spool, ignore_errors=True)

@@ -1,0 +1,153 @@
+"""Child processes of tests: each in its own process group, logged to a file, killed at the end."""
+
+import atexit
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+SESSION = uuid.uuid4().hex[:8]
+"""Id of this pytest process; part of the names of all it creates in /tmp and /dev/shm."""
+MARKER = "PANNIER_TEST_SESSION"
+"""Environment variable that every process of this session inherits, however far it detaches."""
+LOG_TAIL = 64 << 10
+
+_running: set["Process"] = set()
+_logs: list[tuple[str, str]] = []
+
+
+class Process:
+    """One child process.
+
+    Args:
+        name: for people: ``sidecar 0``.
+        command: arguments; started in a new session, so that signals of the
+            terminal and of pytest don't reach it.
+        environment: the whole environment; the session's marker is added.
+        log: file that takes standard output and error.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        *,
+        environment: Mapping[str, str],
+        log: Path,
+        cwd: Path | None = None,
+    ) -> None:
+        self.name = name
+        self._log = log
+        with log.open("ab") as sink:
+            self._process = subprocess.Popen(
+                command,
+                env={**environment, MARKER: SESSION, "PYTHONUNBUFFERED": "1"},
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                cwd=cwd,
+            )
+        _running.add(self)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """None while it runs."""
+        return self._process.poll()
+
+    def log(self) -> str:
+        """End of what it wrote so far."""
+        if not self._log.exists():
+            return ""
+        with self._log.open("rb") as file:
+            file.seek(max(0, self._log.stat().st_size - LOG_TAIL))
+            return file.read().decode(errors="replace")
+
+    def signal(self, number: signal.Signals) -> None:
+        """Sends a signal to the process alone."""
+        self._process.send_signal(number)
+
+    def pause(self) -> None:
+        self.signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self.signal(signal.SIGCONT)
+
+    def wait(self, timeout: float) -> int:
+        """Exit status. Raises AssertionError with the log when it is still there."""
+        try:
+            return self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(
+                f"{self.name} still runs after {timeout} s:\n{self.log()}"
+            ) from None
+
+    def stop(self, timeout: float = 15) -> int:
+        """SIGTERM, then the exit status."""
+        if self.returncode is None:
+            self.signal(signal.SIGTERM)
+        return self.wait(timeout)
+
+    def kill(self) -> None:
+        """SIGKILL to its whole process group; returns when the process is gone."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._process.wait(10)
+
+    def close(self) -> None:
+        """Kills what is left and keeps the log for the report of a failed test."""
+        if self not in _running:
+            return
+        self.kill()
+        _running.discard(self)
+        _logs.append((f"{self.name} (exit {self.returncode})", self.log()))
+
+
+def logs() -> list[tuple[str, str]]:
+    """Title and text of the logs of this test's processes, ended or not."""
+    return [*_logs, *((f"{p.name} (running)", p.log()) for p in _running)]
+
+
+def keep_logs(more: list[tuple[str, str]]) -> None:
+    """Adds logs of processes that were not started here."""
+    _logs.extend(more)
+
+
+def forget_logs() -> None:
+    """Called when a test begins."""
+    _logs.clear()
+
+
+def marked() -> Iterator[psutil.Process]:
+    """Living processes of this pytest session, also those that detached from it."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            if (
+                process.pid != os.getpid()
+                and process.status() != psutil.STATUS_ZOMBIE
+                and process.environ().get(MARKER) == SESSION
+            ):
+                yield process
+
+
+def python(*arguments: str) -> list[str]:
+    """Command line of this interpreter."""
+    return [sys.executable, *arguments]
+
+
+def _kill_all() -> None:
+    for process in list(_running):
+        process.close()
+
+
+atexit.register(_kill_all)
