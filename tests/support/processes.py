@@ -99,9 +99,15 @@ class Process:
         return self.wait(timeout)
 
     def kill(self) -> None:
-        """SIGKILL to its whole process group; returns when the process is gone."""
-        with suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
+        """SIGKILL to it and all its descendants, without a chance to clean up or to notice."""
+        with suppress(psutil.NoSuchProcess):
+            # torchrun's workers lead sessions of their own: a process group isn't enough.
+            root = psutil.Process(self.pid)
+            with suppress(ProcessLookupError):
+                self._process.send_signal(signal.SIGSTOP)
+            for process in (*root.children(recursive=True), root):
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
         self._process.wait(10)
 
     def close(self) -> None:
