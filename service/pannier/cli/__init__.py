@@ -1,0 +1,1 @@
+"""The ``pannier`` command: one module per subcommand, none of which imports torch."""

@@ -1,0 +1,50 @@
+"""``pannier coordinator``: flags in, a checked CoordinatorConfig out to the daemon.
+
+The only subcommand that imports torch, and only when it runs.
+"""
+
+from typing import Any
+
+import click
+
+from pannier.cli.options import Address, Seconds, daemon_options, option
+from pannier.cli.sidecar import daemon_settings
+
+DEFAULT_ADDRESS = "unix:///run/pannier/coordinator.sock"
+
+
+@click.command("coordinator")
+@option(
+    "--address",
+    type=Address(),
+    default=DEFAULT_ADDRESS,
+    show_default=True,
+    help="Where sidecars reach it: unix:///path or host:port.",
+)
+@option(
+    "--planner",
+    multiple=True,
+    metavar="MODULE:CLASS",
+    help="A planner class that overrides global planning and is trusted to run here; may be "
+    "given several times (separated by spaces in the variable).",
+)
+@option(
+    "--suspect-after",
+    type=Seconds(),
+    default=5,
+    show_default=True,
+    metavar="SECONDS",
+    help="Silence after which a rank is shown as suspect.",
+)
+@daemon_options
+def command(**settings: Any) -> None:
+    """Run the daemon that plans and commits a job's checkpoints.
+
+    One per job. It keeps nothing on disk: killed and started again anywhere, it
+    goes on from what the sidecars report and what is in storage.
+    """
+    from pannier.coordinator.config import CoordinatorConfig
+    from pannier.coordinator.serve import run
+
+    ctx = click.get_current_context()
+    ctx.exit(run(CoordinatorConfig(**daemon_settings(settings))))

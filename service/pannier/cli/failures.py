@@ -1,0 +1,64 @@
+"""From an exception to a message with a hint on standard error, and an exit status."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import click
+
+OK = 0
+NEGATIVE = 1
+"""The answer is no: aborted, damaged, not there."""
+USAGE = 2
+UNREACHABLE = 3
+
+EXIT_STATUSES = (
+    "Exit status: 0 well; 1 the answer is no (aborted, damaged, not found); 2 wrong usage or "
+    "configuration; 3 a daemon or the storage can't be reached."
+)
+
+
+@contextmanager
+def reported() -> Iterator[None]:
+    """Turns what users can act on into a message and an exit status; bugs keep their traceback."""
+    # Imported late: most commands don't fail, and errors bring gRPC along.
+    try:
+        yield
+    except click.exceptions.Exit as stop:
+        sys.exit(stop.exit_code)
+    except click.Abort:
+        sys.exit(130)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except BrokenPipeError:
+        # The reader of our output has seen enough (`pannier ls … | head`).
+        sys.stderr.close()
+        sys.exit(OK)
+    except Exception as error:
+        status, hint = _judge(error)
+        if status is None:
+            raise
+        click.echo(f"error: {error}", err=True)
+        if hint:
+            click.echo(f"hint: {hint}", err=True)
+        sys.exit(status)
+
+
+def _judge(error: Exception) -> tuple[int | None, str]:
+    from pannier.wire import errors
+
+    if isinstance(error, (errors.ConfigurationError, errors.InvalidRequestError)):
+        return USAGE, "run the command with --help to see what it takes"
+    if isinstance(error, (errors.UnavailableError, errors.DeadlineError)):
+        return UNREACHABLE, (
+            "is the daemon running, and is this its address? Give it with --address or "
+            "PANNIER_SIDECAR"
+        )
+    if isinstance(error, errors.VersionMismatchError):
+        return UNREACHABLE, "install the same version of pannier on both sides"
+    if isinstance(error, errors.StorageError):
+        return UNREACHABLE, "check the URL, the credentials and their permissions"
+    if isinstance(error, errors.PannierError):
+        return NEGATIVE, ""
+    return None, ""

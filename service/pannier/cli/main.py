@@ -1,0 +1,61 @@
+"""The command line's root: in comes ``sys.argv``, out go a subcommand's output and an exit status.
+
+Subcommands are imported when they are used: ``pannier up`` is the parent of long-lived
+processes and stays small, and ``--help`` is quick.
+"""
+
+import importlib
+import sys
+
+import click
+
+from pannier.cli.failures import EXIT_STATUSES, reported
+from pannier.wire.version import package_version
+
+_SUMMARIES = {
+    "sidecar": "Run the daemon that carries this host's checkpoints to storage.",
+    "coordinator": "Run the daemon that plans and commits a job's checkpoints.",
+    "up": "Run one sidecar and one coordinator on this host, supervised.",
+    "status": "Show saves and how far they are.",
+    "watch": "Follow one save until it is committed or aborted.",
+    "ls": "List the checkpoints below a root in storage.",
+    "verify": "Re-read a checkpoint and compare it with its receipts.",
+}
+
+
+class _Commands(click.Group):
+    """Subcommand ``x`` is the attribute ``command`` of module ``pannier.cli.x``."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_SUMMARIES)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _SUMMARIES:
+            return None
+        command: click.Command = importlib.import_module(f"pannier.cli.{cmd_name}").command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(_SUMMARIES.items()))
+
+
+@click.command(
+    cls=_Commands,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog=EXIT_STATUSES,
+)
+@click.version_option(package_version(), prog_name="pannier")
+def cli() -> None:
+    """Pannier carries PyTorch distributed checkpoints to storage while training goes on.
+
+    Every option can also be given as an environment variable; --help of a
+    command names it.
+    """
+
+
+def main() -> None:
+    """Entry point of the ``pannier`` script."""
+    with reported():
+        code = cli.main(prog_name="pannier", standalone_mode=False)
+    sys.exit(code if isinstance(code, int) else 0)

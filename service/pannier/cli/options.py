@@ -1,0 +1,137 @@
+"""What an option's text means: sizes, durations, addresses; and options that commands share."""
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?", re.IGNORECASE)
+_UNITS = {"b": 1}
+for _power, _letter in enumerate("kmgt", start=1):
+    _UNITS[f"{_letter}ib"] = 1024**_power
+    _UNITS[f"{_letter}b"] = 1000**_power
+
+
+class Size(click.ParamType[int]):
+    """Bytes: ``201326592``, ``192MiB``, ``1.5 GiB``, ``2GB``."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Bytes as an int."""
+        if isinstance(value, int):
+            return value
+        match = _SIZE.fullmatch(value.strip())
+        if match is None:
+            self.fail(f"{value!r} is not a size like 192MiB, 2GiB or 1000000", param, ctx)
+        number = float(match[1]) * _UNITS[(match[2] or "B").lower()]
+        if number < 1:
+            self.fail(f"{value!r} is not a positive number of bytes", param, ctx)
+        return int(number)
+
+
+class Seconds(click.ParamType[float]):
+    """A positive duration in seconds, without a unit."""
+
+    name = "seconds"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        """Seconds as a float."""
+        try:
+            seconds = float(value)
+        except ValueError:
+            self.fail(f"{value!r} is not a number of seconds", param, ctx)
+        if not 0 < seconds < float("inf"):
+            self.fail(f"{value!r} is not a positive number of seconds", param, ctx)
+        return seconds
+
+
+class Address(click.ParamType[str]):
+    """``unix:///path`` or ``host:port``."""
+
+    name = "address"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """The address, checked."""
+        from pannier.wire.addresses import parse_address
+        from pannier.wire.errors import ConfigurationError
+
+        setting = param.opts[0] if param is not None and param.opts else "address"
+        try:
+            return parse_address(value, setting=setting)
+        except ConfigurationError as error:
+            raise click.BadParameter(str(error), ctx, param) from error
+
+
+class JsonObject(click.ParamType[dict[str, Any]]):
+    """A JSON object on one line."""
+
+    name = "json"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> dict[str, Any]:
+        """The object as a dict."""
+        if isinstance(value, dict):
+            return value
+        try:
+            parsed = json.loads(value)
+        except json.JSONDecodeError as error:
+            self.fail(f"not valid JSON: {error}", param, ctx)
+        if not isinstance(parsed, dict):
+            self.fail(f"{value!r} is not a JSON object", param, ctx)
+        return parsed
+
+
+def option(flag: str, *declarations: str, **attributes: Any) -> Callable[[_Command], _Command]:
+    """``click.option`` that also reads ``PANNIER_<FLAG>`` and says so in the help."""
+    variable = "PANNIER_" + flag.removeprefix("--").replace("-", "_").upper()
+    attributes.setdefault("envvar", variable)
+    attributes.setdefault("show_envvar", True)
+    return click.option(flag, *declarations, **attributes)
+
+
+def combined(*parts: Callable[[_Command], _Command]) -> Callable[[_Command], _Command]:
+    """One decorator that adds ``parts`` in this order."""
+
+    def decorate(command: _Command) -> _Command:
+        for part in reversed(parts):
+            command = part(command)
+        return command
+
+    return decorate
+
+
+storage_options = option(
+    "--storage-options",
+    type=JsonObject(),
+    default="{}",
+    metavar="JSON",
+    help='Arguments of the fsspec file system, like \'{"endpoint_url": "http://localhost:4443"}\'. '
+    "Credentials usually come from the environment instead.",
+)
+
+daemon_options = combined(
+    option(
+        "--listen",
+        type=Address(),
+        metavar="HOST:PORT",
+        help="Also listen here. There is no authentication: keep it within the cluster.",
+    ),
+    option(
+        "--allow",
+        multiple=True,
+        metavar="ROOT",
+        help="Only accept checkpoints below this directory or URL; may be given several times "
+        "(separated by spaces in the variable). Default: any.",
+    ),
+    storage_options,
+    option("--host", help="Name of this host in status and errors.  [default: the hostname]"),
+    option("--embedded", is_flag=True, hidden=True, help="Set by `pannier up`."),
+)

@@ -1,0 +1,81 @@
+"""``pannier sidecar``: flags in, a checked SidecarConfig out to the daemon."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from pannier.cli.options import Address, Seconds, Size, daemon_options, option
+
+DEFAULT_ADDRESS = "unix:///run/pannier/sidecar.sock"
+
+
+@click.command("sidecar")
+@option(
+    "--address",
+    type=Address(),
+    default=DEFAULT_ADDRESS,
+    show_default=True,
+    help="Where trainers reach it: unix:///path or host:port.",
+)
+@option(
+    "--coordinator",
+    type=Address(),
+    required=True,
+    help="Where the job's coordinator listens: unix:///path or host:port.",
+)
+@option(
+    "--spool",
+    type=click.Path(file_okay=False, path_type=Path),
+    required=True,
+    metavar="DIRECTORY",
+    help="Holds data files until they are in storage; tmpfs or a fast local disk.",
+)
+@option(
+    "--spool-budget",
+    type=Size(),
+    metavar="SIZE",
+    help="Most bytes the spool may hold, like 64GiB.  [default: what its file system has]",
+)
+@option(
+    "--memory",
+    type=Size(),
+    default="192MiB",
+    show_default=True,
+    metavar="SIZE",
+    help="Most bytes of upload buffers.",
+)
+@option(
+    "--grace",
+    type=Seconds(),
+    default=30,
+    show_default=True,
+    metavar="SECONDS",
+    help="After SIGTERM, time to finish uploads; the rest goes on at the next start.",
+)
+@option(
+    "--idle-exit",
+    type=Seconds(),
+    metavar="SECONDS",
+    help="Exit after this long without a client or anything to upload.  [default: never]",
+)
+@daemon_options
+def command(**settings: Any) -> None:
+    """Run the daemon that carries this host's checkpoints to storage.
+
+    Trainers on this host hand it their data files; it uploads them, confirms
+    their checksums and reports to the coordinator. Killed and started again on
+    the same spool, it goes on where it was. Storage credentials and endpoints
+    come from the environment, as gcsfs and s3fs know them.
+    """
+    from pannier.sidecar.config import SidecarConfig
+    from pannier.sidecar.serve import run
+
+    ctx = click.get_current_context()
+    ctx.exit(run(SidecarConfig(**daemon_settings(settings))))
+
+
+def daemon_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    """Flags as the fields of a daemon's config: an absent one keeps the field's default."""
+    renamed = {"idle_exit": "idle_exit_s", "grace": "grace_s", "suspect_after": "suspect_after_s"}
+    return {renamed.get(name, name): value for name, value in settings.items() if value is not None}
