@@ -1,0 +1,253 @@
+"""Keeps one sidecar and one coordinator process running for the jobs of one user.
+
+In: two command lines and a runtime directory. Out: an exit status, when the
+sidecar left for idleness, when a signal said so, or when a daemon can't run.
+Single-threaded; it waits for signals only. Imports nothing big, since it lives
+as long as the daemons do.
+"""
+
+import ctypes
+import logging
+import os
+import signal
+import stat
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import filelock
+
+_log = logging.getLogger(__name__)
+
+LOCK = "up.lock"
+PID = "up.pid"
+
+_FIRST_BACKOFF_S = 0.2
+_LAST_BACKOFF_S = 10.0
+_STEADY_S = 30.0
+"""A daemon that ran this long begins again with the first back-off and a clean slate."""
+_MAX_CRASHES = 12
+"""Crashes in a row before the supervisor gives up: after about a minute."""
+_MARGIN_S = 5.0
+"""A daemon's time to exit on top of its grace period, before SIGKILL."""
+
+_OK, _GAVE_UP, _MISCONFIGURED = 0, 1, 2
+_PR_SET_PDEATHSIG = 1
+
+
+class AlreadyRunningError(Exception):
+    """Another supervisor holds this runtime directory."""
+
+
+class UnsafeDirectoryError(Exception):
+    """The runtime directory belongs to someone else, or isn't a directory."""
+
+
+class _Daemon:
+    """One child: its process, and when it is to be started again."""
+
+    def __init__(self, name: str, command: Sequence[str], environment: dict[str, str]) -> None:
+        self.name = name
+        self._command = command
+        self._environment = environment
+        self._process: subprocess.Popen[bytes] | None = None
+        self._started = 0.0
+        self.crashes = 0
+        self.due: float | None = 0.0
+        """When to start it, on the monotonic clock; None while it runs."""
+
+    def start(self) -> None:
+        self._process = subprocess.Popen(
+            self._command,
+            env=self._environment,
+            stdin=subprocess.DEVNULL,
+            # A terminal's Ctrl-C is for the supervisor, which tells the daemons in order.
+            start_new_session=True,
+            preexec_fn=_child_setup(os.getpid()),
+        )
+        self._started = time.monotonic()
+        self.due = None
+        _log.info("%s started, process %d", self.name, self._process.pid)
+
+    def poll(self) -> int | None:
+        """Exit status when it has just ended."""
+        if self.due is not None or self._process is None:
+            return None
+        return self._process.poll()
+
+    def crashed(self, code: int) -> None:
+        """Plans the next start."""
+        now = time.monotonic()
+        if now - self._started >= _STEADY_S:
+            self.crashes = 0
+        delay = min(_FIRST_BACKOFF_S * 2**self.crashes, _LAST_BACKOFF_S)
+        self.crashes += 1
+        self.due = now + delay
+        _log.warning("%s ended with %s; starts again in %.1f s", self.name, _ending(code), delay)
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def signal(self, number: int) -> None:
+        if self._process is not None:
+            self._process.send_signal(number)
+
+
+class Supervisor:
+    """Owner of both daemons. :meth:`run` is called once, in the main thread.
+
+    Args:
+        directory: holds the lock and the pid file; created with mode 0700.
+        coordinator, sidecar: command lines.
+        grace_s: what the sidecar was given to finish its uploads after SIGTERM.
+    """
+
+    def __init__(
+        self, directory: Path, *, coordinator: Sequence[str], sidecar: Sequence[str], grace_s: float
+    ) -> None:
+        self._directory = directory
+        self._grace_s = grace_s
+        environment = {k: v for k, v in os.environ.items() if k not in _OF_OTHER_DAEMONS}
+        self._coordinator = _Daemon("coordinator", coordinator, environment)
+        self._sidecar = _Daemon("sidecar", sidecar, environment)
+        self._daemons = (self._coordinator, self._sidecar)
+        # Whoever started us with these ignored (nohup, a shell's background job) means it.
+        self._stops = {
+            number
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+            if signal.getsignal(number) is not signal.SIG_IGN
+        }
+
+    def run(self) -> int:
+        """Exit status: 0 idle or told to stop, 1 a daemon keeps crashing, 2 one refuses its configuration.
+
+        Raises:
+            AlreadyRunningError: there is a supervisor for this directory.
+            UnsafeDirectoryError: someone else could have put sockets there.
+        """
+        _own_directory(self._directory)
+        lock = self._lock()
+        previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, *self._stops})
+        pid_file = self._directory / PID
+        try:
+            pid_file.write_text(f"{os.getpid()}\n")
+            return self._supervise()
+        finally:
+            # Gone before the daemons end: a successor then waits for the lock.
+            pid_file.unlink(missing_ok=True)
+            self._end(self._sidecar, self._grace_s + _MARGIN_S)
+            self._end(self._coordinator, _MARGIN_S)
+            signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+            lock.release()
+
+    def _lock(self) -> filelock.BaseFileLock:
+        lock = filelock.FileLock(self._directory / LOCK, mode=0o600)
+        while True:
+            try:
+                lock.acquire(timeout=0.5)
+            except filelock.Timeout:
+                pid = _read(self._directory / PID)
+                if pid:
+                    raise AlreadyRunningError(
+                        f"process {pid} already supervises {self._directory}"
+                    ) from None
+                # Its holder is just leaving, within its grace period.
+            else:
+                return lock
+
+    def _supervise(self) -> int:
+        while True:
+            for daemon in self._daemons:
+                if daemon.due is not None and daemon.due <= time.monotonic():
+                    daemon.start()
+            if self._wait_for_signal(self._next_start()) in self._stops:
+                _log.info("told to stop")
+                return _OK
+            for daemon in self._daemons:
+                code = daemon.poll()
+                if code is None:
+                    continue
+                if daemon is self._sidecar and code == _OK:
+                    _log.info("the sidecar was idle and left")
+                    return _OK
+                if code == _MISCONFIGURED:
+                    _log.error("%s refuses its configuration; see its message above", daemon.name)
+                    return _MISCONFIGURED
+                daemon.crashed(code)
+                if daemon.crashes > _MAX_CRASHES:
+                    _log.error("%s crashed %d times in a row; giving up", daemon.name, _MAX_CRASHES)
+                    return _GAVE_UP
+
+    def _next_start(self) -> float | None:
+        """Seconds until a daemon is to be started; None when both run."""
+        due = [daemon.due for daemon in self._daemons if daemon.due is not None]
+        return max(0.0, min(due) - time.monotonic()) if due else None
+
+    def _wait_for_signal(self, timeout: float | None) -> int | None:
+        waited = {signal.SIGCHLD, *self._stops}
+        if timeout is None:
+            return signal.sigwaitinfo(waited).si_signo
+        info = signal.sigtimedwait(waited, timeout)
+        return info.si_signo if info is not None else None
+
+    def _end(self, daemon: _Daemon, patience_s: float) -> None:
+        """SIGTERM; SIGKILL when it is still there at the deadline or we are told to stop again."""
+        if not daemon.running:
+            return
+        daemon.signal(signal.SIGTERM)
+        deadline = time.monotonic() + patience_s
+        while daemon.running:
+            left = deadline - time.monotonic()
+            if left <= 0 or self._wait_for_signal(left) in self._stops:
+                _log.warning("%s did not end in time; killed", daemon.name)
+                daemon.signal(signal.SIGKILL)
+                break
+
+
+_OF_OTHER_DAEMONS = frozenset(
+    f"PANNIER_{name}" for name in ("ADDRESS", "LISTEN", "SIDECAR", "COORDINATOR", "IDLE_EXIT")
+)
+"""Variables that may describe a trainer's configured daemons; ours get flags, and never listen on TCP."""
+
+
+def _child_setup(parent: int) -> Callable[[], None]:
+    """What a child does before exec: unblock signals, and end when the supervisor does."""
+    prctl = ctypes.CDLL(None).prctl
+
+    def setup() -> None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        if os.getppid() != parent:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return setup
+
+
+def _own_directory(directory: Path) -> None:
+    """Creates the runtime directory with mode 0700, or checks that it is ours and makes it so."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.mkdir(mode=0o700)
+    except FileExistsError:
+        found = directory.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+            raise UnsafeDirectoryError(
+                f"{directory} is not a directory of user {os.getuid()}; name another one with "
+                "--runtime-dir or PANNIER_RUNTIME_DIR"
+            ) from None
+        directory.chmod(0o700)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except FileNotFoundError:
+        return ""
+
+
+def _ending(code: int) -> str:
+    if code < 0:
+        return signal.Signals(-code).name
+    return f"exit status {code}"
