@@ -6,7 +6,7 @@ import warnings
 from pannier.v1 import coordinator_pb2 as pannier_dot_v1_dot_coordinator__pb2
 from pannier.v1 import sidecar_pb2 as pannier_dot_v1_dot_sidecar__pb2
 
-GRPC_GENERATED_VERSION = '1.85.1'
+GRPC_GENERATED_VERSION = '1.72.2'
 GRPC_VERSION = grpc.__version__
 _version_not_supported = False
 
@@ -19,14 +19,14 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in pannier/v1/coordinator_pb2_grpc.py depends on'
+        + f' but the generated code in pannier/v1/coordinator_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
     )
 
 
-class CoordinatorStub:
+class CoordinatorStub(object):
     """What a coordinator takes from the sidecars of a job.
     """
 
@@ -63,7 +63,7 @@ class CoordinatorStub:
                 _registered_method=True)
 
 
-class CoordinatorServicer:
+class CoordinatorServicer(object):
     """What a coordinator takes from the sidecars of a job.
     """
 
@@ -136,7 +136,7 @@ def add_CoordinatorServicer_to_server(servicer, server):
 
 
  # This class is part of an EXPERIMENTAL API.
-class Coordinator:
+class Coordinator(object):
     """What a coordinator takes from the sidecars of a job.
     """
 

@@ -30,7 +30,7 @@ class TensorProperties(_message.Message):
     requires_grad: bool
     memory_format: str
     pin_memory: bool
-    def __init__(self, dtype: _Optional[str] = ..., layout: _Optional[str] = ..., requires_grad: _Optional[bool] = ..., memory_format: _Optional[str] = ..., pin_memory: _Optional[bool] = ...) -> None: ...
+    def __init__(self, dtype: _Optional[str] = ..., layout: _Optional[str] = ..., requires_grad: bool = ..., memory_format: _Optional[str] = ..., pin_memory: bool = ...) -> None: ...
 
 class PathElement(_message.Message):
     __slots__ = ("key", "index")
@@ -84,7 +84,7 @@ class PlannerOptions(_message.Message):
     flatten_sharded_tensors: bool
     dedup_save_to_lowest_rank: bool
     custom_global_plan: bool
-    def __init__(self, planner: _Optional[str] = ..., flatten_state_dict: _Optional[bool] = ..., flatten_sharded_tensors: _Optional[bool] = ..., dedup_save_to_lowest_rank: _Optional[bool] = ..., custom_global_plan: _Optional[bool] = ...) -> None: ...
+    def __init__(self, planner: _Optional[str] = ..., flatten_state_dict: bool = ..., flatten_sharded_tensors: bool = ..., dedup_save_to_lowest_rank: bool = ..., custom_global_plan: bool = ...) -> None: ...
 
 class LocalPlan(_message.Message):
     __slots__ = ("items", "head", "body", "tail", "mappings", "options")
@@ -146,4 +146,4 @@ class GlobalMetadata(_message.Message):
     placement: Placement
     mappings: _containers.RepeatedCompositeFieldContainer[FlattenMapping]
     has_mappings: bool
-    def __init__(self, items: _Optional[_Union[Items, _Mapping]] = ..., files: _Optional[_Iterable[str]] = ..., placement: _Optional[_Union[Placement, _Mapping]] = ..., mappings: _Optional[_Iterable[_Union[FlattenMapping, _Mapping]]] = ..., has_mappings: _Optional[bool] = ...) -> None: ...
+    def __init__(self, items: _Optional[_Union[Items, _Mapping]] = ..., files: _Optional[_Iterable[str]] = ..., placement: _Optional[_Union[Placement, _Mapping]] = ..., mappings: _Optional[_Iterable[_Union[FlattenMapping, _Mapping]]] = ..., has_mappings: bool = ...) -> None: ...

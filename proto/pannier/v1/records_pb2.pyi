@@ -60,7 +60,7 @@ class PlanManifest(_message.Message):
     owner: _containers.RepeatedScalarFieldContainer[int]
     position: _containers.RepeatedScalarFieldContainer[int]
     external: bool
-    def __init__(self, save: _Optional[_Union[_save_pb2.SaveId, _Mapping]] = ..., attempt: _Optional[str] = ..., checkpoint_id: _Optional[str] = ..., incarnation_number: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., metadata: _Optional[_Union[_plan_pb2.GlobalMetadata, _Mapping]] = ..., owner: _Optional[_Iterable[int]] = ..., position: _Optional[_Iterable[int]] = ..., external: _Optional[bool] = ...) -> None: ...
+    def __init__(self, save: _Optional[_Union[_save_pb2.SaveId, _Mapping]] = ..., attempt: _Optional[str] = ..., checkpoint_id: _Optional[str] = ..., incarnation_number: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., metadata: _Optional[_Union[_plan_pb2.GlobalMetadata, _Mapping]] = ..., owner: _Optional[_Iterable[int]] = ..., position: _Optional[_Iterable[int]] = ..., external: bool = ...) -> None: ...
 
 class DataFile(_message.Message):
     __slots__ = ("name", "size", "crc32c")

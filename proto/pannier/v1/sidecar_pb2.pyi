@@ -47,7 +47,7 @@ class Welcome(_message.Message):
     max_message_bytes: int
     embedded: bool
     draining: bool
-    def __init__(self, wire_version: _Optional[int] = ..., sidecar_version: _Optional[str] = ..., host: _Optional[str] = ..., coordinator: _Optional[str] = ..., max_message_bytes: _Optional[int] = ..., embedded: _Optional[bool] = ..., draining: _Optional[bool] = ...) -> None: ...
+    def __init__(self, wire_version: _Optional[int] = ..., sidecar_version: _Optional[str] = ..., host: _Optional[str] = ..., coordinator: _Optional[str] = ..., max_message_bytes: _Optional[int] = ..., embedded: bool = ..., draining: bool = ...) -> None: ...
 
 class ConnectResponse(_message.Message):
     __slots__ = ("welcome", "save")

@@ -5,7 +5,7 @@ import warnings
 
 from pannier.v1 import sidecar_pb2 as pannier_dot_v1_dot_sidecar__pb2
 
-GRPC_GENERATED_VERSION = '1.85.1'
+GRPC_GENERATED_VERSION = '1.72.2'
 GRPC_VERSION = grpc.__version__
 _version_not_supported = False
 
@@ -18,14 +18,14 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in pannier/v1/sidecar_pb2_grpc.py depends on'
+        + f' but the generated code in pannier/v1/sidecar_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
     )
 
 
-class SidecarStub:
+class SidecarStub(object):
     """The daemon on the trainer's own host.
     """
 
@@ -72,7 +72,7 @@ class SidecarStub:
                 _registered_method=True)
 
 
-class SidecarServicer:
+class SidecarServicer(object):
     """The daemon on the trainer's own host.
     """
 
@@ -178,7 +178,7 @@ def add_SidecarServicer_to_server(servicer, server):
 
 
  # This class is part of an EXPERIMENTAL API.
-class Sidecar:
+class Sidecar(object):
     """The daemon on the trainer's own host.
     """
 

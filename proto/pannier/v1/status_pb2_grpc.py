@@ -5,7 +5,7 @@ import warnings
 
 from pannier.v1 import status_pb2 as pannier_dot_v1_dot_status__pb2
 
-GRPC_GENERATED_VERSION = '1.85.1'
+GRPC_GENERATED_VERSION = '1.72.2'
 GRPC_VERSION = grpc.__version__
 _version_not_supported = False
 
@@ -18,14 +18,14 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in pannier/v1/status_pb2_grpc.py depends on'
+        + f' but the generated code in pannier/v1/status_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
     )
 
 
-class StatusStub:
+class StatusStub(object):
     """Read-only; the same on sidecar and coordinator.
     """
 
@@ -52,7 +52,7 @@ class StatusStub:
                 _registered_method=True)
 
 
-class StatusServicer:
+class StatusServicer(object):
     """Read-only; the same on sidecar and coordinator.
     """
 
@@ -103,7 +103,7 @@ def add_StatusServicer_to_server(servicer, server):
 
 
  # This class is part of an EXPERIMENTAL API.
-class Status:
+class Status(object):
     """Read-only; the same on sidecar and coordinator.
     """
 

@@ -43,8 +43,15 @@ def command(**settings: Any) -> None:
     One per job. It keeps nothing on disk: killed and started again anywhere, it
     goes on from what the sidecars report and what is in storage.
     """
-    from pannier.coordinator.config import CoordinatorConfig
-    from pannier.coordinator.serve import run
+    try:
+        from pannier.coordinator.config import CoordinatorConfig
+        from pannier.coordinator.serve import run
+    except ModuleNotFoundError as error:
+        if error.name not in ("torch", "numpy"):
+            raise
+        raise click.UsageError(
+            f"the coordinator needs {error.name}: pip install 'pannier[torch]'"
+        ) from error
 
     ctx = click.get_current_context()
     ctx.exit(run(CoordinatorConfig(**daemon_settings(settings))))

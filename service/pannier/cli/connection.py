@@ -1,0 +1,101 @@
+"""A channel to a daemon's Status service: calls in, messages or PannierErrors out. Blocking."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+
+import grpc
+
+from pannier.cli.options import Address, option
+from pannier.v1 import save_pb2, status_pb2, status_pb2_grpc
+from pannier.wire import addresses, errors
+
+CALL_S = 10.0
+"""Deadline of a call that is answered at once."""
+RECONNECT_S = 10.0
+"""How long a daemon may be away while a save is watched: a restart."""
+
+TERMINAL = (save_pb2.SAVE_STATE_COMMITTED, save_pb2.SAVE_STATE_ABORTED)
+
+address_option = option(
+    "--address",
+    envvar="PANNIER_SIDECAR",
+    type=Address(),
+    help="The daemon to ask, a sidecar or the coordinator: unix:///path or host:port.  "
+    "[default: this user's embedded sidecar]",
+)
+
+
+class StatusClient:
+    """One daemon's Status service. A context manager; not for several threads.
+
+    All methods raise PannierError subclasses: UnavailableError and DeadlineError
+    when the daemon can't be reached.
+    """
+
+    def __init__(self, address: str | None) -> None:
+        if address is None:
+            address = addresses.embedded_sidecar(addresses.runtime_dir())
+        self.address = address
+        self._channel = grpc.insecure_channel(address, options=addresses.channel_options())
+        self._stub = status_pb2_grpc.StatusStub(self._channel)
+
+    def list_saves(self, request: status_pb2.ListSavesRequest) -> status_pb2.ListSavesResponse:
+        """Newest first."""
+        with self._translated():
+            response: status_pb2.ListSavesResponse = self._stub.ListSaves(request, timeout=CALL_S)
+            return response
+
+    def get_save(self, save: str) -> status_pb2.GetSaveResponse:
+        """By id, or the newest of a checkpoint id."""
+        with self._translated():
+            response: status_pb2.GetSaveResponse = self._stub.GetSave(
+                status_pb2.GetSaveRequest(id=save), timeout=CALL_S
+            )
+            return response
+
+    def watch_save(self, save: str) -> Iterator[status_pb2.WatchSaveResponse]:
+        """Every change until the terminal state; goes on when the daemon is restarted meanwhile."""
+        heard = False
+        while True:
+            try:
+                with self._translated():
+                    for response in self._stub.WatchSave(status_pb2.WatchSaveRequest(id=save)):
+                        heard = True
+                        yield response
+                        if response.save.state in TERMINAL:
+                            return
+                raise errors.UnavailableError(
+                    f"the daemon at {self.address} stopped telling about {save}"
+                )
+            except errors.UnavailableError:
+                # A daemon that never answered isn't waited for.
+                if not heard or not self._ready_again():
+                    raise
+
+    def _ready_again(self) -> bool:
+        try:
+            grpc.channel_ready_future(self._channel).result(RECONNECT_S)
+        except grpc.FutureTimeoutError:
+            return False
+        return True
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.NOT_FOUND:
+                raise errors.PannierError(f"{self.address}: {error.details()}") from error
+            raise errors.from_rpc_error(error, peer=f"the daemon at {self.address}") from error
+
+    def __enter__(self) -> "StatusClient":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._channel.close()

@@ -1,0 +1,71 @@
+"""``pannier status``: what a daemon knows of its saves, as a table or as JSON."""
+
+import click
+
+from pannier.cli import render
+from pannier.cli.connection import StatusClient, address_option
+from pannier.v1 import save_pb2, status_pb2
+
+_STATES = [
+    name.removeprefix("SAVE_STATE_").lower()
+    for name, number in save_pb2.SaveState.items()
+    if number != save_pb2.SAVE_STATE_UNSPECIFIED
+]
+
+
+@click.command("status")
+@click.argument("save", required=False)
+@address_option
+@click.option("--job", help="Only saves of this job.")
+@click.option(
+    "--state",
+    "states",
+    multiple=True,
+    type=click.Choice(_STATES, case_sensitive=False),
+    help="Only saves in this state; may be given several times.",
+)
+@click.option(
+    "--limit", type=click.IntRange(1, 10000), default=20, show_default=True, help="Most saves."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
+def command(
+    *,
+    save: str | None,
+    address: str | None,
+    job: str | None,
+    states: tuple[str, ...],
+    limit: int,
+    as_json: bool,
+) -> None:
+    """Show saves and how far they are; with SAVE, one of them with its ranks.
+
+    SAVE is an id from the list, or a checkpoint id, which means its newest save.
+
+    The JSON is a stable contract: pannier.v1.ListSavesResponse, with SAVE
+    pannier.v1.GetSaveResponse, in proto3's JSON form with the protos' field
+    names, every field present (so 64-bit integers are strings).
+    """
+    with StatusClient(address) as client:
+        if save is not None:
+            found = client.get_save(save)
+            if as_json:
+                render.print_json(render.as_json(found))
+            else:
+                render.console().print(render.save_details(found.save))
+            return
+        listed = client.list_saves(
+            status_pb2.ListSavesRequest(
+                job=job or "",
+                states=[f"SAVE_STATE_{state.upper()}" for state in states],
+                limit=limit,
+            )
+        )
+    if as_json:
+        render.print_json(render.as_json(listed))
+        return
+    out = render.console()
+    out.print(f"{listed.host}: {listed.daemon_state}, pannier {listed.version}")
+    if listed.saves:
+        out.print(render.saves_table(listed.saves))
+    else:
+        out.print("no saves")
