@@ -76,6 +76,8 @@ class Store(ABC):
     """Objects below one directory URL."""
 
     url: str
+    upload_memory: int
+    """Most bytes of memory that one running upload takes for its buffers."""
 
     @abstractmethod
     async def upload(
@@ -117,7 +119,7 @@ class Store(ABC):
 
     @abstractmethod
     async def read(self, key: str, offset: int = 0, length: int | None = None) -> bytes:
-        """Content, or a range of it. Raises NotFoundError."""
+        """Content, or a range of it, shorter where the object ends. Raises NotFoundError."""
 
     @abstractmethod
     async def stat(self, key: str) -> ObjectInfo | None:
@@ -129,7 +131,10 @@ class Store(ABC):
 
     @abstractmethod
     async def delete(self, key: str, *, generation: str | None = None) -> None:
-        """Removes ``key`` (only that generation, when given). No error when it is gone."""
+        """Removes ``key`` (only that generation, when given). No error when it is gone.
+
+        Another generation than the one given stays, without an error.
+        """
 
     @abstractmethod
     async def probe(self) -> None:

@@ -1,0 +1,80 @@
+"""Stores: where checkpoints go. :func:`open_store` makes the one for a URL.
+
+Each store keeps rule 1 in its own way: an object is created if absent, or
+replaces exactly the generation that was seen.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pannier.storage.base import (
+    ConflictError,
+    DeniedError,
+    IntegrityError,
+    NotFoundError,
+    ObjectInfo,
+    Source,
+    StorageError,
+    Store,
+)
+from pannier.storage.local import LocalStore
+from pannier.storage.location import check_allowed, parse
+from pannier.storage.memory import MemoryStore
+from pannier.wire.errors import ConfigurationError
+
+
+def open_store(
+    url: str, *, storage_options: Mapping[str, Any] | None = None, deadline_s: float = 300
+) -> Store:
+    """The store of one directory; connects on first use, in the loop that uses it.
+
+    Args:
+        url: an absolute path, ``file://``, ``gs://`` (``gcs://``), ``s3://`` or
+            ``memory://`` (within this process).
+        storage_options: arguments of gcsfs' or s3fs' file system (credentials,
+            ``endpoint_url``); the others take none.
+        deadline_s: seconds after which an operation, or an upload without
+            progress, is no longer tried again.
+
+    Raises:
+        InvalidRequestError: the URL's form, or an unknown scheme.
+        ConfigurationError: the package for the scheme isn't installed.
+    """
+    location = parse(url)
+    options = dict(storage_options or {})
+    if location.scheme == "file":
+        return LocalStore(location, deadline_s=deadline_s)
+    if location.scheme == "memory":
+        return MemoryStore(location)
+    if location.scheme == "gs":
+        try:
+            from pannier.storage.gcs import GcsStore
+        except ModuleNotFoundError as error:
+            raise _missing(url, "gcs", error) from error
+        return GcsStore(location, options, deadline_s=deadline_s)
+    try:
+        from pannier.storage.s3 import S3Store
+    except ModuleNotFoundError as error:
+        raise _missing(url, "s3", error) from error
+    return S3Store(location, options, deadline_s=deadline_s)
+
+
+def _missing(url: str, extra: str, error: ModuleNotFoundError) -> ConfigurationError:
+    return ConfigurationError(
+        f"{url} needs a package that isn't installed ({error.name}): "
+        f"pip install pannier[{extra}] where the daemons run"
+    )
+
+
+__all__ = [
+    "ConflictError",
+    "DeniedError",
+    "IntegrityError",
+    "NotFoundError",
+    "ObjectInfo",
+    "Source",
+    "StorageError",
+    "Store",
+    "check_allowed",
+    "open_store",
+]

@@ -1,0 +1,112 @@
+"""Where a checkpoint lies: from a URL or path as people write it to its scheme and parts.
+
+The sidecar and the coordinator ask :func:`check_allowed` before they touch anything.
+"""
+
+import os
+import posixpath
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pannier.wire.errors import InvalidRequestError
+
+SUPPORTED = "an absolute path, file://, gs:// (gcs://), s3:// or memory://"
+_SCHEMES = {
+    "": "file",
+    "file": "file",
+    "gs": "gs",
+    "gcs": "gs",
+    "s3": "s3",
+    "memory": "memory",
+}
+
+
+@dataclass(frozen=True)
+class Location:
+    """A directory URL, taken apart."""
+
+    scheme: str
+    """``file``, ``gs``, ``s3`` or ``memory``."""
+    bucket: str
+    """Empty for ``file`` and ``memory``."""
+    parts: tuple[str, ...]
+    """Names below the bucket, or below the root of the file system."""
+
+    @property
+    def path(self) -> str:
+        """``parts`` as an absolute path."""
+        return "/" + "/".join(self.parts)
+
+    @property
+    def prefix(self) -> str:
+        """What the names of the directory's objects start with; empty at the bucket's top."""
+        return "".join(f"{part}/" for part in self.parts)
+
+
+def parse(url: str) -> Location:
+    """Takes a URL or an absolute path apart.
+
+    Raises InvalidRequestError for unknown schemes, relative paths, ``..``, empty
+    names and control characters.
+    """
+    scheme, separator, rest = url.partition("://")
+    if not separator or "/" in scheme:
+        scheme, separator, rest = "", "", url
+    known = _SCHEMES.get(scheme)
+    if known is None or (separator and not scheme):
+        raise InvalidRequestError(f"{url!r} has an unknown scheme; use {SUPPORTED}")
+    if any(ord(character) < 32 or ord(character) == 127 for character in url):
+        raise InvalidRequestError(f"{url!r} contains a control character")
+    local = known == "file"
+    if local and not rest.startswith("/"):
+        raise InvalidRequestError(f"{url!r} is not absolute; use {SUPPORTED}")
+    names = rest.split("/")
+    if ".." in names:
+        raise InvalidRequestError(f"{url!r} contains '..'")
+    parts = tuple(name for name in names if name not in ("", "."))
+    if local or known == "memory":
+        return Location(known, "", parts)
+    if not names[0]:
+        raise InvalidRequestError(f"{url!r} names no bucket")
+    if "" in names[1:-1] or "." in names:
+        # An object store takes such names literally, a path library doesn't.
+        raise InvalidRequestError(f"{url!r} has an empty or '.' path segment")
+    return Location(known, parts[0], parts[1:])
+
+
+def check_allowed(checkpoint_id: str, allowed: Sequence[str]) -> None:
+    """Raises InvalidRequestError unless ``checkpoint_id`` lies strictly below one of ``allowed``.
+
+    Args:
+        checkpoint_id: URL or absolute path.
+        allowed: roots in the same form; none means everywhere.
+
+    Local paths are compared after their symbolic links are resolved, as far as
+    they exist now.
+    """
+    wanted = _resolved(parse(checkpoint_id))
+    for root in allowed:
+        place = _resolved(parse(root))
+        if (place.scheme, place.bucket) == (wanted.scheme, wanted.bucket):
+            depth = len(place.parts)
+            if len(wanted.parts) > depth and wanted.parts[:depth] == place.parts:
+                return
+    if allowed:
+        raise InvalidRequestError(
+            f"checkpoint id {checkpoint_id!r} is not below an allowed root "
+            f"({', '.join(allowed)}); choose one below, or start the daemon with another --allow"
+        )
+
+
+def _resolved(location: Location) -> Location:
+    if location.scheme != "file":
+        return location
+    real = os.path.realpath(location.path)
+    return Location("file", "", tuple(part for part in real.split("/") if part))
+
+
+def check_key(key: str) -> str:
+    """``key`` itself. Raises InvalidRequestError unless it names something below the directory."""
+    if not key or posixpath.normpath(key) != key or key.startswith(("/", "..")) or "\0" in key:
+        raise InvalidRequestError(f"{key!r} is not a name below a checkpoint")
+    return key

@@ -1,0 +1,71 @@
+"""A lock of one directory, held across processes and, where the file system can, hosts.
+
+The lock file exists only while somebody holds or wants it, so that a checkpoint
+directory stays as plain DCP writes it.
+"""
+
+import asyncio
+import errno
+import fcntl
+import os
+import random
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from pannier.storage.base import StorageError
+from pannier.storage.draft import HIDDEN
+from pannier.storage.threads import in_thread
+
+_NAME = f"{HIDDEN}lock"
+_RETRY_S = 0.005
+
+
+@asynccontextmanager
+async def locked(directory: Path, deadline_s: float) -> AsyncIterator[None]:
+    """Holds the lock of an existing ``directory``.
+
+    Raises:
+        StorageError: somebody else held it until the deadline.
+        OSError: the directory doesn't exist or can't be written.
+    """
+    path = directory / _NAME
+    deadline = time.monotonic() + deadline_s
+    while (fd := await in_thread(_try, path)) is None:
+        if time.monotonic() > deadline:
+            raise StorageError(
+                f"{path} was held by another process for {deadline_s:.0f} s: is one stopped? "
+                "It is free again when that process ends"
+            )
+        # The kernel offers no wait for a file lock with a deadline.
+        await asyncio.sleep(_RETRY_S * (0.5 + random.random()))
+    try:
+        yield
+    finally:
+        await in_thread(_release, path, fd)
+
+
+def _try(path: Path) -> int | None:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        current = os.stat(path)
+        mine = os.fstat(fd)
+        if (current.st_dev, current.st_ino) == (mine.st_dev, mine.st_ino):
+            return fd
+    except FileNotFoundError:
+        # The holder before us removed it with its lock.
+        pass
+    except OSError as error:
+        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+            os.close(fd)
+            raise
+    os.close(fd)
+    return None
+
+
+def _release(path: Path, fd: int) -> None:
+    # First the name, then the lock: whoever locks the old file sees that it is old.
+    path.unlink(missing_ok=True)
+    os.close(fd)

@@ -1,0 +1,136 @@
+"""Checkpoints in fsspec's memory file system: for tests within one process.
+
+``FsspecReader("memory://...")`` reads them in the same process.
+"""
+
+import itertools
+import threading
+import weakref
+from typing import Any
+
+import crc32c
+from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
+
+from pannier.storage import probing
+from pannier.storage.base import (
+    ConflictError,
+    IntegrityError,
+    NotFoundError,
+    ObjectInfo,
+    Progress,
+    Retried,
+    Source,
+    Store,
+)
+from pannier.storage.feed import Feed
+from pannier.storage.location import Location, check_key
+from pannier.storage.threads import BUFFER
+
+_lock = threading.Lock()
+_counter = itertools.count(1)
+_generations: "weakref.WeakKeyDictionary[Any, int]" = weakref.WeakKeyDictionary()
+
+
+class MemoryStore(Store):
+    """A directory of this process's memory."""
+
+    upload_memory = BUFFER
+
+    def __init__(self, location: Location) -> None:
+        self._directory = location.path.rstrip("/")
+        self.url = f"memory://{location.path}"
+        self._fs = MemoryFileSystem()
+
+    def _path(self, key: str) -> str:
+        return f"{self._directory}/{check_key(key)}"
+
+    async def upload(
+        self, key: str, source: Source, *, progress: Progress, retried: Retried
+    ) -> ObjectInfo:
+        """See :meth:`Store.upload`."""
+        data = bytearray(source.size)
+        for last in (False, True):
+            feed = Feed(source)
+            try:
+                with memoryview(data) as view:
+                    for offset in range(0, source.size, BUFFER):
+                        await feed.fill(view[offset : offset + BUFFER], offset)
+                        progress(min(offset + BUFFER, source.size))
+                await feed.confirm()
+                break
+            except IntegrityError as error:
+                if last:
+                    raise
+                retried(str(error))
+            finally:
+                feed.close()
+        return await self.create(key, bytes(data))
+
+    async def create(self, key: str, data: bytes) -> ObjectInfo:
+        """See :meth:`Store.create`."""
+        return await self.replace(key, data, expected=None)
+
+    async def replace(self, key: str, data: bytes, *, expected: str | None) -> ObjectInfo:
+        """See :meth:`Store.replace`."""
+        path = self._path(key)
+        with _lock:
+            file = self._fs.store.get(path)
+            current = _info(key, file) if file is not None else None
+            if (current.generation if current else None) == expected:
+                fresh = MemoryFile(self._fs, path, data)
+                self._fs.store[path] = fresh
+                return _info(key, fresh)
+            if file is not None and file.getvalue() == data:
+                return _info(key, file)
+        stands = f"generation {current.generation}" if current else "nothing"
+        raise ConflictError(
+            f"memory:/{path}: {stands} stands there, not {expected or 'nothing'}", current
+        )
+
+    async def read(self, key: str, offset: int = 0, length: int | None = None) -> bytes:
+        """See :meth:`Store.read`."""
+        path = self._path(key)
+        file = self._fs.store.get(path)
+        if file is None:
+            raise NotFoundError(f"memory:/{path} doesn't exist")
+        with file.getbuffer() as view:
+            return bytes(view[offset : None if length is None else offset + length])
+
+    async def stat(self, key: str) -> ObjectInfo | None:
+        """See :meth:`Store.stat`."""
+        file = self._fs.store.get(self._path(key))
+        return None if file is None else _info(key, file)
+
+    async def list(self, prefix: str = "") -> list[ObjectInfo]:
+        """See :meth:`Store.list`."""
+        start = f"{self._directory}/"
+        found = [
+            (path.removeprefix(start), file)
+            for path, file in list(self._fs.store.items())
+            if path.startswith(start + prefix)
+        ]
+        return [_info(key, file) for key, file in sorted(found, key=lambda pair: pair[0])]
+
+    async def delete(self, key: str, *, generation: str | None = None) -> None:
+        """See :meth:`Store.delete`."""
+        path = self._path(key)
+        with _lock:
+            file = self._fs.store.get(path)
+            if file is not None and generation in (None, _info(key, file).generation):
+                del self._fs.store[path]
+
+    async def probe(self) -> None:
+        """See :meth:`Store.probe`."""
+        await probing.probe(self)
+
+    async def close(self) -> None:
+        """The objects stay as long as the process."""
+
+
+def _info(key: str, file: Any) -> ObjectInfo:
+    # fsspec makes a new MemoryFile for what is written anew; appending changes the rest.
+    number = _generations.setdefault(file, next(_counter))
+    modified = file.modified.timestamp()
+    with file.getbuffer() as view:
+        size, crc = len(view), crc32c.crc32c(view)
+    return ObjectInfo(key, size, f"{number}-{size}-{modified}", crc, modified)
