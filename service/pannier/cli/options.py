@@ -1,6 +1,7 @@
 """What an option's text means: sizes, durations, addresses; and options that commands share."""
 
 import json
+import os
 import re
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -87,6 +88,17 @@ class JsonObject(click.ParamType[dict[str, Any]]):
         if not isinstance(parsed, dict):
             self.fail(f"{value!r} is not a JSON object", param, ctx)
         return parsed
+
+
+class Location(click.ParamType[str]):
+    """A directory in storage: a URL, or a path, which is made absolute."""
+
+    name = "location"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """The URL or absolute path."""
+        text = str(value)
+        return text if "://" in text else os.path.abspath(text)
 
 
 def option(flag: str, *declarations: str, **attributes: Any) -> Callable[[_Command], _Command]:
