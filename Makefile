@@ -1,0 +1,87 @@
+# Everything a developer or CI does. Needs Python 3.10 or newer (tested with 3.11) and make.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+STUBS_VENV := .venv-stubs
+STUBS_INSTALLED := $(STUBS_VENV)/.installed
+PIP := python -m pip --disable-pip-version-check
+
+PROTOS = $(notdir $(wildcard proto/pannier/v1/*.proto))
+# $(1): where the stubs go, relative to proto/.
+generate = cd proto && ../$(STUBS_VENV)/bin/python -m grpc_tools.protoc -I. \
+	--python_out=$(1) --pyi_out=$(1) --grpc_python_out=$(1) $(addprefix pannier/v1/,$(PROTOS))
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test pytest lint format stubs check-stubs bench lock clean distclean
+
+help:  ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(INSTALLED)  ## Train, kill, restore: what Pannier does, in under three minutes
+	$(BIN)/python tests/demo/run.py
+
+test: lint pytest  ## Everything that must pass: lint, then the tests
+
+pytest: $(INSTALLED)  ## The tests alone; choose some with ARGS="tests/unit -k cli"
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(INSTALLED) check-stubs  ## Style, types, import layers, protos, freshness of the stubs
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	cd proto && ../$(BIN)/buf lint
+	cd proto && ../$(BIN)/buf format --diff --exit-code
+
+format: $(INSTALLED)  ## Rewrite sources and protos in the project's style
+	$(BIN)/ruff check --fix-only
+	$(BIN)/ruff format
+	cd proto && ../$(BIN)/buf format --write
+
+stubs: $(STUBS_INSTALLED)  ## Generate the Python stubs from the protos
+	rm -f proto/pannier/v1/*_pb2*.py proto/pannier/v1/*_pb2.pyi
+	$(call generate,.)
+
+check-stubs: $(STUBS_INSTALLED)
+	@new=$$(mktemp -d) && trap 'rm -rf "$$new"' EXIT && ( $(call generate,$$new) ) && \
+	for file in proto/pannier/v1/*_pb2*; do \
+		diff -u "$$file" "$$new/pannier/v1/$${file##*/}" || \
+		{ echo "$$file is stale: run 'make stubs'" >&2; exit 1; }; \
+	done
+
+bench: $(INSTALLED)  ## Measure against torch's own async_save; needs a quiet machine
+	$(BIN)/python tests/bench/run.py $(ARGS)
+
+lock:  ## Resolve pyproject.toml anew and rewrite requirements.lock
+	rm -rf .venv-lock
+	$(PYTHON) -m venv .venv-lock
+	.venv-lock/bin/$(PIP) install --quiet -e '.[dev]' hatchling==1.33.0
+	sed -n '/^#/p' requirements.lock > requirements.lock.new
+	.venv-lock/bin/$(PIP) freeze --exclude-editable \
+		| sed -E -e '/^(nvidia-|cuda-|triton)/d' -e 's/^(torch==[^+]*).*/\1/' >> requirements.lock.new
+	mv requirements.lock.new requirements.lock
+	rm -rf .venv-lock
+
+clean:  ## Remove caches and results, but not the environments
+	rm -rf build dist bench-results .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find proto client service tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean  ## Remove the environments too
+	rm -rf $(VENV) $(STUBS_VENV)
+
+$(INSTALLED): requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+		{ echo "Python 3.10 or newer is needed; name one with PYTHON=python3.11" >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
+		{ rm -rf $(VENV); echo "hint: on Debian and Ubuntu, apt install python3-venv" >&2; exit 1; }
+	$(BIN)/$(PIP) install --quiet -r requirements.lock
+	$(BIN)/$(PIP) install --quiet --no-deps --no-build-isolation -e .
+	@touch $@
+
+$(STUBS_INSTALLED): proto/requirements.lock
+	@test -x $(STUBS_VENV)/bin/python || $(PYTHON) -m venv $(STUBS_VENV)
+	$(STUBS_VENV)/bin/$(PIP) install --quiet -r proto/requirements.lock
+	@touch $@
