@@ -31,6 +31,7 @@ class Process:
             terminal and of pytest don't reach it.
         environment: the whole environment; the session's marker is added.
         log: file that takes standard output and error.
+        pass_fds: descriptors that stay open in the child.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class Process:
         environment: Mapping[str, str],
         log: Path,
         cwd: Path | None = None,
+        pass_fds: Sequence[int] = (),
     ) -> None:
         self.name = name
         self._log = log
@@ -53,6 +55,7 @@ class Process:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
                 cwd=cwd,
+                pass_fds=pass_fds,
             )
         _running.add(self)
 

@@ -257,7 +257,9 @@ def _conflict(path: Path, current: ObjectInfo | None, expected: str | None) -> s
 def _walk(root: Path, prefix: str) -> list[ObjectInfo]:
     above, _, _ = prefix.rpartition("/")
     found = []
-    for directory, _, names in os.walk(root / check_key(above) if above else root, onerror=_unless_gone):
+    for directory, _, names in os.walk(
+        root / check_key(above) if above else root, onerror=_unless_gone
+    ):
         for name in names:
             path = Path(directory, name)
             key = path.relative_to(root).as_posix()

@@ -11,8 +11,8 @@ async def probe(store: Store) -> None:
     Raises StorageError: what the store raised, or that it ignores preconditions.
     """
     key = f".pannier/probe-{uuid.uuid4().hex}"
+    first = await store.create(key, b"first")
     try:
-        first = await store.create(key, b"first")
         await _must_conflict(store, key, "a second create of one object")
         second = await store.replace(key, b"third", expected=first.generation)
         if second.generation == first.generation:

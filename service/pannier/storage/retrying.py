@@ -69,4 +69,6 @@ async def retry(
         return await attempts(operation)
     except TransientError as error:
         tries = attempts.statistics.get("attempt_number", 1)
-        raise StorageError(f"{error} (given up after {tries} tries in {deadline_s:.0f} s)") from error
+        raise StorageError(
+            f"{error} (given up after {tries} tries in {deadline_s:.0f} s)"
+        ) from error

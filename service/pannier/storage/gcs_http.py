@@ -1,0 +1,244 @@
+"""Requests to Google Cloud Storage, or whatever answers its JSON API, over gcsfs.
+
+Credentials, endpoint and session are gcsfs'; the requests are made beneath its
+``_call``, which tries six times in 33 s without telling, has no time-out, and
+drops what the server said with a 404 or 412. What is worth another try is raised
+as TransientError; :mod:`pannier.storage.retrying` decides.
+"""
+
+import asyncio
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote, urlencode
+
+# Before the import: else every first use asks for the bucket's layout over gRPC.
+os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+
+import aiohttp
+import google.auth.exceptions
+from aiohttp.abc import AbstractStreamWriter
+from gcsfs.core import GCSFileSystem
+from gcsfs.retry import HttpError, NonRetryableError
+from yarl import URL
+
+from pannier.storage.base import DeniedError, NotFoundError, StorageError
+from pannier.storage.retrying import TransientError
+from pannier.storage.sharing import Lease
+from pannier.storage.threads import in_thread
+from pannier.wire.errors import ConfigurationError
+
+CONNECT_S = 15.0
+SILENCE_S = 60.0
+SLOWEST_BYTES_PER_S = 128 << 10
+"""A request whose body moves slower than this is given up and tried again."""
+_SLICE = 256 << 10
+_PROVIDER_TEXT = 500
+_CREDENTIALS_HINT = (
+    "check which credentials the daemon uses (storage option 'token', "
+    "GOOGLE_APPLICATION_CREDENTIALS, or the machine's service account) and that they may create, "
+    "read, list and delete objects there (roles/storage.objectUser)"
+)
+
+
+class PreconditionError(StorageError):
+    """412: ifGenerationMatch didn't hold."""
+
+
+class ChecksumRefusedError(StorageError):
+    """400: the server's crc32c of what arrived isn't the one that was sent along."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A response that was read to its end."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    def json(self) -> dict[str, Any]:
+        """The body's JSON object. Raises TransientError when it isn't one: it was cut."""
+        try:
+            value = json.loads(self.body)
+        except ValueError as error:
+            raise TransientError(f"an answer that isn't JSON: {self.body[:100]!r}") from error
+        if not isinstance(value, dict):
+            raise TransientError(f"an answer that isn't a JSON object: {self.body[:100]!r}")
+        return value
+
+
+class Slices(aiohttp.payload.Payload):
+    """A request's body in pieces, so that the transport never copies all of a large buffer."""
+
+    _value: memoryview
+
+    def __init__(self, view: memoryview) -> None:
+        super().__init__(view, content_type="application/octet-stream")
+        self._size = len(view)
+
+    def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
+        """Not text."""
+        raise TypeError("bytes of a data file")
+
+    async def write(self, writer: AbstractStreamWriter) -> None:
+        """Writes all; may be called again by aiohttp on a new connection."""
+        for at in range(0, len(self._value), _SLICE):
+            await writer.write(self._value[at : at + _SLICE])
+
+
+class GcsConnection:
+    """An authenticated session; of one event loop."""
+
+    def __init__(self, fs: GCSFileSystem) -> None:
+        self._fs = fs
+
+    @classmethod
+    async def open(cls, options: Mapping[str, Any]) -> "GcsConnection":
+        """Finds credentials as gcsfs does, and opens a session.
+
+        Without a ``token``, none are sent to an endpoint of plain HTTP.
+        Raises ConfigurationError or DeniedError.
+        """
+        endpoint = options.get("endpoint_url") or os.environ.get("STORAGE_EMULATOR_HOST", "")
+        settings = {"use_listings_cache": False, **options}
+        if endpoint not in ("", "default") and not endpoint.startswith("https://"):
+            settings.setdefault("token", "anon")
+        settings.update(asynchronous=True, skip_instance_cache=True)
+        try:
+            fs = await in_thread(GCSFileSystem, **settings)
+            await fs._set_session()
+        except (TypeError, ValueError, OSError, google.auth.exceptions.GoogleAuthError) as error:
+            raise ConfigurationError(
+                f"Google Cloud Storage can't be set up: {error}; {_CREDENTIALS_HINT}"
+            ) from error
+        return cls(fs)
+
+    async def close(self) -> None:
+        """Ends the session."""
+        await self._fs.session.close()
+
+    @property
+    def endpoint(self) -> str:
+        """Without a slash at its end."""
+        return str(self._fs._location).rstrip("/")
+
+    def object_url(self, bucket: str, name: str | None = None, *, area: str = "") -> str:
+        """URL of an object or, without a name, of the bucket's collection of objects.
+
+        ``area``: ``/upload`` or ``/download``.
+        """
+        tail = "" if name is None else f"/{quote(name, safe='')}"
+        return f"{self.endpoint}{area}/storage/v1/b/{quote(bucket, safe='')}/o{tail}"
+
+    async def request(
+        self,
+        method: str,
+        url: str,
+        *,
+        what: str,
+        params: Mapping[str, str | None] | None = None,
+        headers: Mapping[str, str] | None = None,
+        data: "bytes | Slices | None" = None,
+        expected: tuple[int, ...] = (200,),
+    ) -> Answer:
+        """One request, once.
+
+        Args:
+            what: names the object in errors.
+            params: added to the URL with the account to bill; None for a URL that
+                the server made.
+            expected: statuses that are an answer; others raise.
+
+        Raises:
+            TransientError, DeniedError, NotFoundError, PreconditionError,
+            ChecksumRefusedError, StorageError
+        """
+        if params is not None:
+            billed = self._fs._get_params(dict(params))
+            url = f"{url}?{urlencode(billed)}" if billed else url
+        size = len(data) if isinstance(data, bytes) else data.size if data is not None else 0
+        limit_s = CONNECT_S + SILENCE_S + (size or 0) / SLOWEST_BYTES_PER_S
+        try:
+            answer = await asyncio.wait_for(self._once(method, url, headers, data), limit_s)
+        except asyncio.TimeoutError as error:
+            raise TransientError(
+                f"{what}: {self.endpoint} did not answer in time ({error or f'{limit_s:.0f} s'})"
+            ) from error
+        except (aiohttp.InvalidURL, aiohttp.ClientConnectorCertificateError) as error:
+            raise StorageError(f"{what}: {error}") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise TransientError(
+                f"{what}: connection to {self.endpoint}: {type(error).__name__}: {error}"
+            ) from error
+        if answer.status not in expected:
+            raise _error(answer, what)
+        return answer
+
+    async def _once(
+        self,
+        method: str,
+        url: str,
+        headers: Mapping[str, str] | None,
+        data: "bytes | Slices | None",
+    ) -> Answer:
+        async with self._fs.session.request(
+            method,
+            URL(url, encoded=True),
+            headers=await self._authorized(headers),
+            data=data,
+            allow_redirects=False,
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=SILENCE_S),
+        ) as response:
+            return Answer(response.status, response.headers, await response.read())
+
+    async def _authorized(self, headers: Mapping[str, str] | None) -> dict[str, str]:
+        credentials = self._fs.credentials
+        try:
+            if credentials.credentials is not None:
+                # May fetch a token, with blocking calls.
+                await in_thread(credentials.maybe_refresh)
+            authorized: dict[str, str] = self._fs._get_headers(headers)
+        except google.auth.exceptions.TransportError as error:
+            raise TransientError(f"no token could be fetched: {error}") from error
+        except (HttpError, NonRetryableError, google.auth.exceptions.GoogleAuthError) as error:
+            raise DeniedError(f"no token could be fetched: {error}; {_CREDENTIALS_HINT}") from error
+        return authorized
+
+
+def _error(answer: Answer, what: str) -> StorageError:
+    said = _provider_text(answer)
+    text = f"{what}: {answer.status} {said}"
+    status = answer.status
+    if status in (408, 429) or status >= 500:
+        after = answer.headers.get("Retry-After", "")
+        return TransientError(text, float(after) if after.isdigit() else 0)
+    if status in (401, 403):
+        return DeniedError(f"{text}; {_CREDENTIALS_HINT}")
+    if status in (404, 410):
+        return NotFoundError(f"{text}; check the bucket's name, and the object's")
+    if status == 412:
+        return PreconditionError(text)
+    if status == 400 and "crc32c" in said.lower():
+        return ChecksumRefusedError(text)
+    return StorageError(text)
+
+
+def _provider_text(answer: Answer) -> str:
+    text = answer.body.decode(errors="replace").strip()
+    try:
+        error = json.loads(text)["error"]
+        text = error if isinstance(error, str) else str(error["message"])
+    except (ValueError, KeyError, TypeError):
+        pass  # Not the documented form: the text as it is.
+    return text[:_PROVIDER_TEXT]
+
+
+def lease(options: Mapping[str, Any]) -> Lease[GcsConnection]:
+    """A share in the connection for these options."""
+    key = json.dumps(
+        ["gs", options, os.environ.get("STORAGE_EMULATOR_HOST", "")], sort_keys=True, default=repr
+    )
+    return Lease(key, lambda: GcsConnection.open(options), GcsConnection.close)

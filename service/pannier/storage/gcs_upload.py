@@ -1,0 +1,185 @@
+"""One resumable upload: a file goes to the server in chunks while it still grows.
+
+After a failure the server is asked how far it is, and the upload goes on there.
+Nothing can be seen of the object before its last chunk has arrived.
+"""
+
+import asyncio
+import base64
+import json
+import logging
+from contextlib import suppress
+from typing import Any
+
+from pannier.storage.base import NotFoundError, Progress, Retried, StorageError
+from pannier.storage.feed import Feed
+from pannier.storage.gcs_http import Answer, GcsConnection, Slices
+from pannier.storage.retrying import TransientError, retry
+
+_CANCEL_S = 5.0
+_SESSIONS = 3
+"""Upload sessions that may be lost by the server before we give up."""
+_log = logging.getLogger(__name__)
+
+
+class _SessionLostError(StorageError):
+    """The server doesn't know the session any more."""
+
+
+def encode_crc(crc: int) -> str:
+    """As the JSON API writes a crc32c."""
+    return base64.b64encode(crc.to_bytes(4, "big")).decode()
+
+
+class ResumableUpload:
+    """Creates one object. Used once.
+
+    Args:
+        name: of the object within the bucket.
+        size: bytes; more than none.
+        deadline_s: for each chunk.
+    """
+
+    def __init__(
+        self,
+        connection: GcsConnection,
+        bucket: str,
+        name: str,
+        size: int,
+        *,
+        deadline_s: float,
+        retried: Retried,
+    ) -> None:
+        self._connection = connection
+        self._bucket, self._name, self._size = bucket, name, size
+        self._what = f"gs://{bucket}/{name}"
+        self._deadline_s = deadline_s
+        self._retried = retried
+        self._session = ""
+
+    async def run(self, feed: Feed, view: memoryview, progress: Progress) -> dict[str, Any]:
+        """Uploads all of ``feed`` through the buffer ``view``.
+
+        Returns:
+            the object's resource; its checksum is the caller's to compare.
+
+        Raises:
+            PreconditionError: an object is already there.
+            StorageError: anything final. The session is deleted then, and on
+                cancellation.
+        """
+        for remaining in range(_SESSIONS - 1, -1, -1):
+            try:
+                return await self._run(feed, view, progress)
+            except _SessionLostError as error:
+                if not remaining:
+                    raise
+                self._retried(str(error))
+        raise AssertionError("unreachable")
+
+    async def _run(self, feed: Feed, view: memoryview, progress: Progress) -> dict[str, Any]:
+        self._session = await retry(self._start, deadline_s=self._deadline_s, retried=self._retried)
+        try:
+            held = 0
+            while True:
+                piece = view[: min(len(view), self._size - held)]
+                await feed.fill(piece, held)
+                headers = {}
+                if held + len(piece) == self._size:
+                    # Lets the server refuse what isn't what the sender had.
+                    headers["X-Goog-Hash"] = f"crc32c={encode_crc(await feed.confirm())}"
+                reached = await self._send(piece, held, headers)
+                if isinstance(reached, dict):
+                    return reached
+                held = reached
+                progress(held)
+        except BaseException:
+            await self._cancel()
+            raise
+
+    async def _start(self) -> str:
+        answer = await self._connection.request(
+            "POST",
+            self._connection.object_url(self._bucket, area="/upload"),
+            what=self._what,
+            params={"uploadType": "resumable", "name": self._name, "ifGenerationMatch": "0"},
+            headers={
+                "Content-Type": "application/json; charset=UTF-8",
+                "X-Upload-Content-Type": "application/octet-stream",
+                "X-Upload-Content-Length": str(self._size),
+            },
+            data=json.dumps({"name": self._name}).encode(),
+            expected=(200, 201),
+        )
+        location = answer.headers.get("Location")
+        if not location:
+            raise TransientError(f"{self._what}: the server named no upload session")
+        return location
+
+    async def _send(
+        self, piece: memoryview, start: int, headers: dict[str, str]
+    ) -> int | dict[str, Any]:
+        """Sends a chunk; the number of bytes the server holds then, or the finished object."""
+        uncertain = False
+
+        async def once() -> int | dict[str, Any]:
+            nonlocal uncertain
+            at = start
+            if uncertain:
+                state = self._state(await self._put(b"", f"bytes */{self._size}", {}))
+                if isinstance(state, dict) or not start <= state < start + len(piece):
+                    return state
+                at = state
+            uncertain = True
+            last = start + len(piece) - 1
+            span = f"bytes {at}-{last}/{self._size}"
+            state = self._state(await self._put(Slices(piece[at - start :]), span, headers))
+            if state == at:
+                raise TransientError(f"{self._what}: the server took nothing of {span}")
+            return state
+
+        return await retry(once, deadline_s=self._deadline_s, retried=self._retried)
+
+    async def _put(
+        self, data: "bytes | Slices", content_range: str, headers: dict[str, str]
+    ) -> Answer:
+        try:
+            return await self._connection.request(
+                "PUT",
+                self._session,
+                what=self._what,
+                headers={"Content-Range": content_range, **headers},
+                data=data,
+                expected=(200, 201, 308),
+            )
+        except NotFoundError as error:
+            raise _SessionLostError(f"the upload session is gone: {error}") from error
+
+    def _state(self, answer: Answer) -> int | dict[str, Any]:
+        if answer.status != 308:
+            return answer.json()
+        held = answer.headers.get("Range")
+        if held is None:
+            return 0
+        try:
+            return int(held.rpartition("-")[2]) + 1
+        except ValueError as error:
+            raise TransientError(f"{self._what}: the server holds {held!r}") from error
+
+    async def _cancel(self) -> None:
+        """Deletes the session; without an answer, the server does in a week."""
+        request = asyncio.ensure_future(
+            self._connection.request(
+                "DELETE",
+                self._session,
+                what=self._what,
+                headers={"Content-Length": "0"},
+                expected=(200, 204, 404, 410, 499),
+            )
+        )
+        with suppress(asyncio.CancelledError):
+            await asyncio.wait({request}, timeout=_CANCEL_S)
+        if not request.done():
+            request.cancel()
+        elif not request.cancelled() and (error := request.exception()) is not None:
+            _log.warning("an upload session could not be deleted: %s", error)

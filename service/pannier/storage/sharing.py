@@ -1,0 +1,76 @@
+"""One connection for all stores of an event loop that have the same options.
+
+A daemon has a store per checkpoint; each with sessions and credentials of its own
+would mean a TLS handshake and a token for every save.
+"""
+
+import asyncio
+import weakref
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from pannier.storage.base import StorageError
+
+T = TypeVar("T")
+
+
+@dataclass
+class _Shared(Generic[T]):
+    opening: "asyncio.Task[T]"
+    users: "set[Lease[T]]" = field(default_factory=set)
+
+
+_all: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, _Shared[Any]]]"
+_all = weakref.WeakKeyDictionary()
+
+
+class Lease(Generic[T]):
+    """A store's share in such a connection; used in one event loop.
+
+    Args:
+        key: equal for equal options.
+        open: makes the connection, within the loop.
+        close: ends it, when its last user let go.
+    """
+
+    def __init__(
+        self, key: str, open: Callable[[], Awaitable[T]], close: Callable[[T], Awaitable[None]]
+    ) -> None:
+        self._key, self._open, self._close = key, open, close
+        self._closed = False
+
+    async def get(self) -> T:
+        """The connection. Raises what opening it raised; the next call tries again."""
+        if self._closed:
+            raise StorageError("the store is closed")
+        loop = asyncio.get_running_loop()
+        shared = _all.setdefault(loop, {})
+        entry: _Shared[T] | None = shared.get(self._key)
+        if entry is None:
+            entry = shared[self._key] = _Shared(loop.create_task(self._opened()))
+        entry.users.add(self)
+        try:
+            return await asyncio.shield(entry.opening)
+        except BaseException:
+            failed = entry.opening.done() and (
+                entry.opening.cancelled() or entry.opening.exception() is not None
+            )
+            if failed and shared.get(self._key) is entry:
+                del shared[self._key]
+            raise
+
+    async def _opened(self) -> T:
+        return await self._open()
+
+    async def release(self) -> None:
+        """Gives the share back. Calling it again does nothing."""
+        self._closed = True
+        shared = _all.get(asyncio.get_running_loop(), {})
+        entry: _Shared[T] | None = shared.get(self._key)
+        if entry is None or self not in entry.users:
+            return
+        entry.users.discard(self)
+        if not entry.users:
+            del shared[self._key]
+            await self._close(await entry.opening)
