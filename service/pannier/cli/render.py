@@ -41,7 +41,7 @@ def console() -> Console:
 
 def table(*columns: str, right: Iterable[str] = ()) -> Table:
     """An empty table; columns named in ``right`` are aligned to the right."""
-    made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for column in columns:
         last = column in ("checkpoint", "problem")
         made.add_column(

@@ -1,0 +1,42 @@
+"""The command line as a user runs it."""
+
+import json
+import subprocess
+from collections.abc import Mapping
+from typing import Any
+
+from support.daemons import clean_environment
+from support.processes import MARKER, SESSION, python
+
+
+class Result:
+    """Output and exit status of one ``pannier`` command."""
+
+    def __init__(self, code: int, out: str, err: str) -> None:
+        self.code = code
+        self.out = out
+        self.err = err
+
+    def json(self) -> Any:
+        """Standard output as one JSON value."""
+        return json.loads(self.out)
+
+    def json_lines(self) -> list[Any]:
+        return [json.loads(line) for line in self.out.splitlines()]
+
+    def __repr__(self) -> str:
+        return f"exit status {self.code}\n{self.out}\n{self.err}"
+
+
+def pannier(*arguments: str, env: Mapping[str, str] = {}, timeout: float = 30) -> Result:
+    """Runs ``pannier`` with these arguments to its end."""
+    done = subprocess.run(
+        python("-m", "pannier.cli", *arguments),
+        env={**clean_environment(env), MARKER: SESSION, "COLUMNS": "200"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    return Result(done.returncode, done.stdout, done.stderr)
