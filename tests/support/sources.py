@@ -57,4 +57,8 @@ class FileSource:
 
 def random_bytes(size: int) -> bytes:
     """Bytes that no two calls share."""
-    return os.urandom(min(size, 1 << 16)) * (size // (1 << 16) + 1) if size > 1 << 16 else os.urandom(size)
+    return (
+        os.urandom(min(size, 1 << 16)) * (size // (1 << 16) + 1)
+        if size > 1 << 16
+        else os.urandom(size)
+    )

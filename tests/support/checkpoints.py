@@ -1,0 +1,76 @@
+"""Hand-made checkpoints: the records and data files that a committed attempt leaves in a directory."""
+
+import random
+from pathlib import Path
+
+import crc32c
+from google.protobuf import json_format
+
+from pannier.v1 import records_pb2, save_pb2
+from pannier.wire import identity
+
+
+def write(path: Path, data: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+
+
+def save_id(number: int) -> save_pb2.SaveId:
+    return save_pb2.SaveId(job="job", incarnation="inc", group="g0000000a", number=number)
+
+
+def write_decision(
+    directory: Path,
+    attempt: str,
+    outcome: records_pb2.Outcome,
+    metadata: bytes = b"",
+    decided_at: float = 1000.0,
+) -> None:
+    """The object that ends an attempt."""
+    decision = records_pb2.Decision(
+        outcome=outcome,
+        save=save_id(identity.Attempt.parse(attempt).number),
+        attempt=attempt,
+        plan_id="plan",
+        metadata_size=len(metadata),
+        metadata_crc32c=crc32c.crc32c(metadata),
+        decided_by="test",
+        decided_at=decided_at,
+    )
+    write(directory / identity.decision(attempt), json_format.MessageToJson(decision).encode())
+
+
+def write_attempt(
+    directory: Path,
+    attempt: str,
+    *,
+    ranks: int = 2,
+    files: int = 2,
+    size: int = 10_000,
+    commit: bool = True,
+    decided_at: float = 1000.0,
+) -> bytes:
+    """Writes one attempt of ``ranks`` x ``files`` data files; with ``commit`` decided and visible.
+
+    Returns what stands, or would stand, in ``.metadata``.
+    """
+    noise = random.Random(attempt)
+    manifest = records_pb2.PlanManifest(
+        save=save_id(identity.Attempt.parse(attempt).number), attempt=attempt
+    )
+    for rank in range(ranks):
+        manifest.members.add(rank=rank, host=f"node-{rank}")
+        receipt = records_pb2.Receipt(attempt=attempt, plan_id="plan", rank=rank)
+        for index in range(files):
+            name = identity.data_file(attempt, rank, index)
+            data = noise.randbytes(size + rank + index)
+            write(directory / name, data)
+            receipt.files.add(name=name, size=len(data), crc32c=crc32c.crc32c(data))
+        write(directory / identity.receipt(attempt, rank), receipt.SerializeToString())
+    write(directory / identity.manifest(attempt), manifest.SerializeToString())
+    metadata = f"metadata of {attempt}".encode()
+    write(directory / identity.metadata_candidate(attempt), metadata)
+    if commit:
+        write_decision(directory, attempt, records_pb2.OUTCOME_COMMIT, metadata, decided_at)
+        write(directory / identity.METADATA, metadata)
+    return metadata
