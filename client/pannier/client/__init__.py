@@ -1,0 +1,1 @@
+"""Takes a training job's checkpoints off its hands: what runs inside the trainer."""

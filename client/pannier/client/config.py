@@ -1,0 +1,112 @@
+"""What a user may set: environment variables in, one validated record out.
+
+Owned by the client; read once, when it is first used.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, ValidationError, field_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from pannier.v1 import save_pb2
+from pannier.wire import addresses, identity
+from pannier.wire.errors import ConfigurationError
+
+_PREFIX = "PANNIER_"
+
+
+class Settings(BaseSettings):
+    """Settings of a client: ``PANNIER_<NAME>`` in the environment, or an override.
+
+    Make one with :func:`load_settings`, whose errors name the variable.
+    """
+
+    model_config = SettingsConfigDict(
+        env_prefix=_PREFIX, env_ignore_empty=True, frozen=True, extra="forbid"
+    )
+
+    sidecar: str | None = None
+    """Address of the host's sidecar, ``unix:///path`` or ``host:port``. None: the embedded one."""
+    coordinator: str | None = None
+    """Address of the job's coordinator, for an embedded sidecar. None: the embedded one."""
+    job: str | None = None
+    """Name of the job. None: a unique one."""
+    spool: Path | None = None
+    """Directory of the embedded sidecar's spool."""
+    transport: str = "auto"
+    """How bytes reach the sidecar: ``auto`` or ``streamed``."""
+    runtime_dir: Path = Field(default_factory=addresses.runtime_dir)
+    """Where the embedded daemons keep their sockets and their log."""
+    plan_timeout: float = Field(default=300.0, gt=0, le=86400)
+    """Seconds a save waits for the plans of the other ranks."""
+    save_timeout: float = Field(default=3600.0, gt=0, le=7 * 86400)
+    """Seconds until a save must be committed."""
+    max_in_flight: int = Field(default=2, ge=1, le=16)
+    """Saves that may be staged but not yet ingested; each holds one arena."""
+
+    @property
+    def embedded(self) -> bool:
+        """Whether the client finds or starts its own daemons."""
+        return self.sidecar is None
+
+    @field_validator("sidecar", "coordinator")
+    @classmethod
+    def _address(cls, value: str | None) -> str | None:
+        return None if value is None else addresses.parse_address(value, setting="address")
+
+    @field_validator("job")
+    @classmethod
+    def _job(cls, value: str | None) -> str | None:
+        if value is not None:
+            identity.check_save_id(save_pb2.SaveId(job=value, incarnation="x", group="x", number=1))
+        return value
+
+    @field_validator("transport")
+    @classmethod
+    def _transport(cls, value: str) -> str:
+        if value == "mapped":
+            raise ValueError("this version has no mapped transport: use auto or streamed")
+        if value not in ("auto", "streamed"):
+            raise ValueError("use auto or streamed")
+        return value
+
+    @field_validator("spool", "runtime_dir")
+    @classmethod
+    def _absolute(cls, value: Path | None) -> Path | None:
+        if value is not None and not value.is_absolute():
+            raise ValueError("use an absolute path: the daemons run in another directory")
+        return value
+
+    @field_validator("runtime_dir")
+    @classmethod
+    def _short(cls, value: Path) -> Path:
+        for address in (addresses.embedded_sidecar, addresses.embedded_coordinator):
+            addresses.parse_address(address(value), setting="its socket")
+        return value
+
+
+def load_settings(**overrides: Any) -> Settings:
+    """Settings from the environment, with ``overrides`` by field name on top.
+
+    Raises:
+        ConfigurationError: naming the variable (or the override) and its value.
+    """
+    unknown = sorted(set(overrides) - set(Settings.model_fields))
+    if unknown:
+        raise ConfigurationError(
+            f"there is no setting {unknown[0]!r}; settings are {', '.join(Settings.model_fields)}"
+        )
+    try:
+        return Settings(**overrides)
+    except ValidationError as error:
+        raise ConfigurationError(
+            "; ".join(
+                _explain(str(e["loc"][0]), e["input"], e["msg"], overrides) for e in error.errors()
+            )
+        ) from error
+
+
+def _explain(name: str, value: object, message: str, overrides: dict[str, Any]) -> str:
+    where = name if name in overrides else _PREFIX + name.upper()
+    return f"{where}={str(value)!r}: {message.removeprefix('Value error, ')}"

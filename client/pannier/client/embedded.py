@@ -1,0 +1,187 @@
+"""Finds or starts the host's embedded daemons (``pannier up``).
+
+In: settings. Out: the address of a sidecar that accepts connections. The daemons
+belong to nobody's process tree: they outlive the trainer, Ctrl-C and a launcher
+that ends its workers.
+"""
+
+import os
+import select
+import socket
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Final
+
+import filelock
+
+from pannier.client.config import Settings
+from pannier.wire import addresses
+from pannier.wire.errors import ConfigurationError, UnavailableError
+
+LOG: Final = "up.log"
+"""Name of the daemons' log in the runtime directory."""
+START_S: Final = 30.0
+"""Until daemons that don't come up are an error."""
+IDLE_EXIT_S: Final = 300.0
+"""The daemons leave when they had neither clients nor uploads for so long."""
+_LOG_LIMIT: Final = 16 << 20
+_POLL_S: Final = 0.05
+
+_LAUNCHER = {
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
+    *("ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
+}
+"""A launcher's words to one rank, which the daemons are not."""
+_FILES = (
+    *("GOOGLE_APPLICATION_CREDENTIALS", "AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"),
+    *("AWS_CA_BUNDLE", "AWS_WEB_IDENTITY_TOKEN_FILE", "SSL_CERT_FILE", "SSL_CERT_DIR"),
+    *("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"),
+)
+"""Variables that may hold a path relative to the trainer's directory."""
+
+
+def ensure(settings: Settings) -> str:
+    """Address of the embedded sidecar; starts the daemons when none answer.
+
+    Any number of processes may call it at the same time: one starts them.
+
+    Raises:
+        ConfigurationError: the runtime directory isn't this user's.
+        UnavailableError: the daemons didn't come up; with the end of their log.
+    """
+    directory = settings.runtime_dir
+    address = addresses.embedded_sidecar(directory)
+    path = address.removeprefix("unix://")
+    if _accepts(path):
+        _check_owner(directory)
+        return address
+    _own(directory)
+    try:
+        with filelock.FileLock(directory / "start.lock", timeout=2 * START_S, mode=0o600):
+            if not _accepts(path):
+                _start(settings, path)
+    except filelock.Timeout as error:
+        raise UnavailableError(
+            f"another process has been starting the daemons in {directory} for {2 * START_S:g} s; "
+            f"their log ends with:\n{_tail(directory / LOG)}"
+        ) from error
+    return address
+
+
+def outlives_trainer() -> bool:
+    """Whether the daemons go on when the trainer's last process ends.
+
+    Not in a container, whose end is the end of all, nor in a Slurm step, which
+    kills what its tasks leave behind.
+    """
+    marks = ("/.dockerenv", "/run/.containerenv")
+    contained = any(os.path.exists(mark) for mark in marks)
+    return not contained and not {"KUBERNETES_SERVICE_HOST", "SLURM_STEP_ID"} & os.environ.keys()
+
+
+def _accepts(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(path)
+        except OSError:
+            return False
+        return True
+
+
+def _own(directory: Path) -> None:
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(
+            f"PANNIER_RUNTIME_DIR={directory} can't be created: {error.strerror}"
+        ) from error
+    _check_owner(directory)
+    os.chmod(directory, 0o700)
+
+
+def _check_owner(directory: Path) -> None:
+    found = directory.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise ConfigurationError(
+            f"PANNIER_RUNTIME_DIR={directory} is not a directory of user {os.getuid()}: daemons "
+            "there could be anyone's; set another one"
+        )
+
+
+def _start(settings: Settings, path: str) -> None:
+    directory = settings.runtime_dir
+    command = [sys.executable, "-m", "pannier.cli", "up", "--runtime-dir", str(directory)]
+    command += ["--idle-exit", f"{IDLE_EXIT_S:g}"]
+    if settings.spool is not None:
+        command += ["--spool", str(settings.spool)]
+    log = directory / LOG
+    if log.exists() and log.stat().st_size > _LOG_LIMIT:
+        log.replace(log.with_suffix(".log.1"))
+    alive, its_end = os.pipe()
+    try:
+        with log.open("ab") as sink:
+            # The shell is gone at once, so that the daemons are nobody's children:
+            # neither a zombie here, nor killed by what walks the process tree.
+            subprocess.run(
+                ["/bin/sh", "-c", '"$@" & ', "sh", *command],
+                cwd="/",
+                env=_environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=sink,
+                start_new_session=True,
+                close_fds=True,
+                pass_fds=(its_end,),
+                check=True,
+            )
+        os.close(its_end)
+        its_end = -1
+        _await(path, alive, log)
+    finally:
+        os.close(alive)
+        if its_end >= 0:
+            os.close(its_end)
+
+
+def _await(path: str, alive: int, log: Path) -> None:
+    deadline = time.monotonic() + START_S
+    while not _accepts(path):
+        # The other end of the pipe is closed when the daemons' supervisor ends.
+        ended, _, _ = select.select([alive], [], [], _POLL_S)
+        if ended:
+            raise UnavailableError(
+                f"the embedded daemons ended while starting; {log} ends with:\n{_tail(log)}"
+            )
+        if time.monotonic() > deadline:
+            raise UnavailableError(
+                f"the embedded daemons did not come up within {START_S:g} s; {log} ends with:\n"
+                f"{_tail(log)}"
+            )
+
+
+def _environment() -> dict[str, str]:
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in _LAUNCHER and not name.startswith("TORCHELASTIC_")
+    }
+    for name in _FILES:
+        if name in kept and os.path.exists(kept[name]):
+            kept[name] = os.path.abspath(kept[name])
+    if kept.get("PYTHONPATH"):
+        parts = kept["PYTHONPATH"].split(os.pathsep)
+        kept["PYTHONPATH"] = os.pathsep.join(os.path.abspath(part) for part in parts)
+    return kept
+
+
+def _tail(log: Path, size: int = 4096) -> str:
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - size))
+            return file.read().decode(errors="replace").strip() or "(nothing)"
+    except OSError as error:
+        return f"({error})"

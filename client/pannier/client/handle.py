@@ -1,0 +1,199 @@
+"""What ``async_save`` returns: a future of the commit, and what is known meanwhile.
+
+Resolved by the client's background threads; thread-safe. A handle refers to no
+arena and no connection, and to nothing that refers to it: it is freed with its
+last reference, without the garbage collector (which trainers switch off).
+"""
+
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
+
+from pannier.v1 import save_pb2
+from pannier.wire.errors import PannierError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class SaveResult:
+    """A committed save."""
+
+    checkpoint_id: str
+    attempt: str
+    """Name of the attempt; part of the names of its objects."""
+    bytes: int
+    """What this rank wrote."""
+    total_bytes: int
+    """What all ranks wrote."""
+    seconds: Mapping[str, float]
+    """By phase, as this rank saw it: ``plan``, ``stage``, ``ingest``, ``commit``."""
+
+    def metadata(self) -> Metadata:
+        """Reads the checkpoint's ``.metadata``, as it is in storage now."""
+        from pannier.client.reader import StorageReader
+
+        metadata: Metadata = StorageReader(self.checkpoint_id).read_metadata()
+        return metadata
+
+
+@dataclass(frozen=True)
+class SaveStatus:
+    """How far a save is. ``str()`` of it is one line for people."""
+
+    id: str
+    """As ``pannier status`` takes it: job/incarnation/group/number."""
+    checkpoint_id: str
+    attempt: str
+    state: str
+    """``PLANNING``, ``STAGING``, ``INGESTED``, ``UPLOADING``, ``COMMITTED``, ``ABORTED`` or ``IN_DOUBT``."""
+    bytes: int
+    """What this rank staged."""
+    bytes_ingested: int
+    """Of these, what its sidecar holds."""
+    total_bytes: int
+    """What all ranks write, as far as it is known."""
+    waiting_on: str
+    """Whom the save waits for, empty for nobody."""
+    failures: Mapping[int, save_pb2.Failure] = field(default_factory=dict)
+    """By rank."""
+
+    def __str__(self) -> str:
+        waiting = f", waiting for {self.waiting_on}" if self.waiting_on else ""
+        return f"save {self.id} to {self.checkpoint_id}: {self.state}{waiting}"
+
+
+class Verdict:
+    """How a save ended, and whether anyone has asked for its error."""
+
+    def __init__(self) -> None:
+        self.error: PannierError | None = None
+        self.asked = False
+
+
+class AskedFuture(Future[T], Generic[T]):
+    """A future that notes on a verdict when its outcome is asked for."""
+
+    def __init__(self, verdict: Verdict) -> None:
+        super().__init__()
+        self._verdict = verdict
+        self.set_running_or_notify_cancel()
+
+    def result(self, timeout: float | None = None) -> T:
+        """The result; raises the error. See :class:`concurrent.futures.Future`."""
+        try:
+            return super().result(timeout)
+        finally:
+            self._note()
+            # The error's traceback holds this frame.
+            del self
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """The error, if any. See :class:`concurrent.futures.Future`."""
+        try:
+            return super().exception(timeout)
+        finally:
+            self._note()
+
+    def _note(self) -> None:
+        if self.done():
+            self._verdict.asked = True
+
+
+class SaveHandle(AskedFuture[SaveResult], AsyncSaveResponse):
+    """One save under way: a :class:`concurrent.futures.Future` and torch's ``AsyncSaveResponse``.
+
+    ``result()`` returns when the checkpoint is committed, and raises when it
+    won't be. The save can't be cancelled: other ranks take part in it.
+    """
+
+    # The dataclass compares by value and takes the hash away.
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+    __repr__ = Future.__repr__
+
+    def __init__(self, save_id: str, checkpoint_id: str) -> None:
+        verdict = Verdict()
+        AskedFuture.__init__(self, verdict)
+        self._upload: AskedFuture[None] = AskedFuture(verdict)
+        self._staging: Future[None] = Future()
+        self._staging.set_running_or_notify_cancel()
+        self._guard = threading.Lock()
+        self._ended = False
+        self._status = SaveStatus(save_id, checkpoint_id, "", "PLANNING", 0, 0, 0, "")
+
+    @property
+    def staging_completion(self) -> Future[None]:  # type: ignore[override]
+        """Done when the state dict may change: already, when ``async_save`` has returned."""
+        return self._staging
+
+    @property
+    def upload_completion(self) -> Future[None]:  # type: ignore[override]
+        """Done when the checkpoint is committed; raises what :meth:`result` raises."""
+        return self._upload
+
+    def status(self) -> SaveStatus:
+        """How far the save is, as last heard."""
+        return self._status
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Waits until the save has ended, well or not; False when ``timeout`` seconds pass first."""
+        return bool(wait([self], timeout).done)
+
+
+class Resolver:
+    """The client's side of a handle: every change of it goes through here."""
+
+    def __init__(self, handle: SaveHandle) -> None:
+        self.handle = handle
+        self.verdict = handle._verdict
+
+    def update(self, change: Callable[[SaveStatus], SaveStatus]) -> None:
+        """Replaces the handle's status."""
+        with self.handle._guard:
+            self.handle._status = change(self.handle._status)
+
+    def staged(self) -> None:
+        """The state dict may change."""
+        self.handle._staging.set_result(None)
+
+    def resolve(self, result: SaveResult) -> bool:
+        """The save is committed; False when it had ended before."""
+
+        def end() -> None:
+            self.handle._upload.set_result(None)
+            self.handle.set_result(result)
+
+        return self._end(end)
+
+    def fail(self, error: PannierError, *, quietly: bool = False) -> bool:
+        """The save has failed; False when it had ended before.
+
+        Args:
+            error: what ``result()`` raises.
+            quietly: the user knows already; nobody needs to ask.
+        """
+
+        def end() -> None:
+            self.verdict.error = error
+            self.verdict.asked = quietly
+            if not self.handle._staging.done():
+                self.handle._staging.set_exception(error)
+            self.handle._upload.set_exception(error)
+            self.handle.set_exception(error)
+
+        return self._end(end)
+
+    def _end(self, end: Callable[[], None]) -> bool:
+        with self.handle._guard:
+            if self.handle._ended:
+                return False
+            self.handle._ended = True
+        # Outside the lock: it runs the user's callbacks.
+        end()
+        return True

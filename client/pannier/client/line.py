@@ -1,0 +1,191 @@
+"""The one gRPC channel of a session, and how it behaves around a fork.
+
+In: calls to start. Out: running calls. Owned by a session. Thread-safe.
+
+A process that forks (DataLoader workers) must neither hang nor hand its
+connection down. The child never touches what it inherits: gRPC objects are kept
+from its garbage collection and a line in it refuses to work. With
+``GRPC_ENABLE_FORK_SUPPORT`` on, gRPC itself stops its threads around a fork; it
+waits 5 s for a call whose stream is idle and may leave children hanging, so we
+end our calls and close the channel before it looks. To those who use the line
+that is a broken connection, repaired at once.
+"""
+
+import ctypes
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import grpc
+from grpc._cython import cygrpc  # type: ignore[attr-defined]
+
+from pannier.wire.addresses import channel_options
+from pannier.wire.errors import InvalidRequestError, UnavailableError
+
+Running = TypeVar("Running", bound=grpc.RpcContext)
+
+_log = logging.getLogger(__name__)
+_FORKED = (
+    "process {pid} was forked from one whose client was connected, and gRPC doesn't survive a "
+    'fork: use the client in the parent, or start this process with "spawn"'
+)
+_PAUSE_S = 2.0
+"""Longest that a fork waits for our calls to end."""
+
+
+class InterruptedCallError(Exception):
+    """The line was put down around a fork: make the call again."""
+
+
+class Line:
+    """A channel to ``address``, opened with the first call and again after a fork."""
+
+    def __init__(self, address: str) -> None:
+        if _orphaned:
+            raise InvalidRequestError(_FORKED.format(pid=os.getpid()))
+        self.address = address
+        self._condition = threading.Condition()
+        self._channel: grpc.Channel | None = None
+        self._calls: set[grpc.RpcContext] = set()
+        self._interrupted: weakref.WeakSet[grpc.RpcContext] = weakref.WeakSet()
+        self._paused = False
+        self._closed = False
+        self._inherited = False
+        _follow_forks(self)
+
+    @contextmanager
+    def call(self, start: Callable[[grpc.Channel], Running]) -> Iterator[Running]:
+        """Starts a call and gives it; leaves when the caller is done with it.
+
+        Raises:
+            InterruptedCallError: out of the block, for a call that a fork ended.
+            UnavailableError: the line is closed.
+            InvalidRequestError: this process was forked from the line's.
+        """
+        self.check_process()
+        with self._condition:
+            self._condition.wait_for(lambda: not self._paused)
+            if self._closed:
+                raise UnavailableError("the client is closed")
+            if self._channel is None:
+                options = [*channel_options(), ("grpc.use_local_subchannel_pool", 1)]
+                self._channel = grpc.insecure_channel(self.address, options=options)
+            running = start(self._channel)
+            self._calls.add(running)
+        try:
+            yield running
+        except (grpc.RpcError, grpc.FutureCancelledError) as error:
+            if running in self._interrupted:
+                raise InterruptedCallError from error
+            raise
+        finally:
+            with self._condition:
+                self._calls.discard(running)
+                self._condition.notify_all()
+
+    def check_process(self) -> None:
+        """Raises InvalidRequestError in a process forked from the line's."""
+        if self._inherited:
+            raise InvalidRequestError(_FORKED.format(pid=os.getpid()))
+
+    def was_interrupted(self, running: grpc.RpcContext) -> bool:
+        """Whether a fork ended this call."""
+        return running in self._interrupted
+
+    def cancel_calls(self) -> None:
+        """Ends all running calls."""
+        with self._condition:
+            calls = list(self._calls)
+        for running in calls:
+            running.cancel()
+
+    def close(self) -> None:
+        """Ends all calls, now and later. Returns at once."""
+        with self._condition:
+            self._closed = True
+            channel, self._channel = self._channel, None
+        self.cancel_calls()
+        if channel is not None:
+            # A hung server can hold close() for seconds.
+            try:
+                threading.Thread(target=channel.close, name="pannier-close", daemon=True).start()
+            except RuntimeError:  # the interpreter is ending and starts no threads
+                _log.debug("the channel to %s is left to the end of the process", self.address)
+
+    def _pause(self) -> None:
+        with self._condition:
+            self._paused = True
+            for running in self._calls:
+                self._interrupted.add(running)
+                running.cancel()
+            if not self._condition.wait_for(lambda: not self._calls, _PAUSE_S):
+                _log.warning("calls to %s did not end before a fork", self.address)
+            channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close()
+
+    def _resume(self) -> None:
+        with self._condition:
+            self._paused = False
+            self._condition.notify_all()
+
+
+_lines: "weakref.WeakSet[Line]" = weakref.WeakSet()
+_kept_in_children: "weakref.WeakSet[Any]" = weakref.WeakSet()
+_orphaned = False
+"""This process was forked from one that had lines, without gRPC's fork support."""
+_following = False
+_following_lock = threading.Lock()
+
+
+def keep_in_children(thing: Any) -> None:
+    """A forked child never frees ``thing``: it owns memory that isn't mapped there."""
+    _kept_in_children.add(thing)
+
+
+def _follow_forks(line: Line) -> None:
+    global _following
+    with _following_lock:
+        _lines.add(line)
+        if not _following:
+            _following = True
+            # Handlers before a fork run last-registered first: make gRPC register
+            # its own now, so that ours come before them.
+            grpc.insecure_channel("unix:///").close()
+            os.register_at_fork(
+                before=_before_fork,
+                after_in_parent=_after_fork_in_parent,
+                after_in_child=_after_fork_in_child,
+            )
+
+
+def _before_fork() -> None:
+    if cygrpc.is_fork_support_enabled():
+        for line in list(_lines):
+            line._pause()
+
+
+def _after_fork_in_parent() -> None:
+    for line in list(_lines):
+        line._resume()
+
+
+def _after_fork_in_child() -> None:
+    global _orphaned
+    _orphaned = _orphaned or (len(_lines) > 0 and not cygrpc.is_fork_support_enabled())
+    for line in list(_lines):
+        line._inherited = True
+        # Its locks may be held by threads that don't exist here, and freeing its
+        # channel would run gRPC code: it stays as it is, for good.
+        line._condition = threading.Condition()
+        _keep_for_good(line)
+    for thing in list(_kept_in_children):
+        _keep_for_good(thing)
+
+
+def _keep_for_good(thing: Any) -> None:
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))

@@ -1,0 +1,297 @@
+"""One save of this rank: from its number to its end.
+
+In: what was staged, and the statuses that the sidecar pushes. Out: a handle that
+ends. A :class:`Saving` lives as long as its save is under way; its own thread
+carries the bytes to the sidecar, the session's threads bring the news.
+"""
+
+import dataclasses
+import functools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol
+
+from pannier.client.handle import Resolver, SaveHandle, SaveResult
+from pannier.client.session import Session
+from pannier.client.streaming import Deadline, StagedFile, Stop, StoppedError
+from pannier.v1 import records_pb2, save_pb2, sidecar_pb2
+from pannier.wire import errors, identity
+from pannier.wire.errors import (
+    BusyError,
+    DeadlineError,
+    PannierError,
+    SaveAbortedError,
+    SaveSkippedError,
+)
+
+_ABORT_NEWS_S: Final = 30.0
+"""After giving up: how long until our own error stands in for the news of the abort."""
+_GRACE_S: Final = 30.0
+"""After the save's deadline: how long the coordinator has to say how it ended."""
+_BUSY_PAUSE_S: Final = 0.5
+_KINDS: Final[tuple[tuple[type[BaseException], save_pb2.FailureKind], ...]] = (
+    (SaveSkippedError, save_pb2.FAILURE_KIND_SKIPPED),
+    (errors.IntegrityError, save_pb2.FAILURE_KIND_INTEGRITY),
+    (errors.StorageError, save_pb2.FAILURE_KIND_STORAGE),
+    (DeadlineError, save_pb2.FAILURE_KIND_DEADLINE),
+    (BusyError, save_pb2.FAILURE_KIND_SPOOL),
+)
+
+
+class Staged(Protocol):
+    """What staging leaves (see ``pannier.client.staging``)."""
+
+    @property
+    def files(self) -> Sequence[StagedFile]:
+        """Data files in host memory."""
+
+    @property
+    def varying(self) -> Sequence[records_pb2.VaryingItem]:
+        """Places that the plan didn't know."""
+
+    @property
+    def bytes(self) -> int:
+        """Sum of the files' sizes."""
+
+
+class Saving:
+    """One save under way. Thread-safe."""
+
+    def __init__(
+        self,
+        session: Session,
+        context: sidecar_pb2.SaveContext,
+        *,
+        on_busy: str,
+        timeout_s: float,
+        ended: Callable[["Saving"], None],
+    ) -> None:
+        self.session = session
+        self.context = context
+        self.text = identity.save_text(context.save)
+        self.deadline = Deadline(timeout_s)
+        self.stop = Stop()
+        self.ingested = threading.Event()
+        """This rank's part is over: its bytes are in the spool, or no longer wanted."""
+        self.handle = SaveHandle(self.text, context.checkpoint_id)
+        self.resolver = Resolver(self.handle)
+        self._on_busy = on_busy
+        self._ended = ended
+        self._plan = ("", "")
+        self._staged: Staged | None = None
+        self._seconds: dict[str, float] = {}
+        self._phase_began = time.monotonic()
+        session.watch(context.save, self._hear)
+        self._timer = session.alarm(timeout_s + _GRACE_S, self._expire)
+
+    def planned(self, attempt: str, plan_id: str) -> None:
+        """The plan is agreed."""
+        self._plan = (attempt, plan_id)
+        self._phase_over("plan")
+        self.resolver.update(
+            lambda status: dataclasses.replace(status, attempt=attempt, state="STAGING")
+        )
+
+    def staged(self, staged: Staged) -> None:
+        """The state dict may change."""
+        self._staged = staged
+        self._phase_over("stage")
+        self.resolver.update(lambda status: dataclasses.replace(status, bytes=staged.bytes))
+        self.resolver.staged()
+
+    def carry(self, let_go: Callable[[], None]) -> None:
+        """Brings what is staged to the sidecar; then calls ``let_go``. Runs in a thread."""
+        try:
+            self._hand_over(self._send_all())
+            self._phase_over("ingest")
+        except StoppedError:
+            pass
+        except PannierError as error:
+            self.give_up(error)
+        except Exception as error:  # noqa: BLE001 - a thread's end: it becomes the save's failure
+            self.give_up(PannierError(f"{type(error).__name__} while sending: {error}"))
+        finally:
+            let_go()
+            self.ingested.set()
+
+    def give_up(self, error: PannierError) -> None:
+        """This rank can't go on: says so, and fails the handle if no news of the abort comes."""
+        self.stop.set()
+        if not isinstance(error, SaveAbortedError):
+            self.report(error)
+        self._timer.cancel()
+        self._timer = self.session.alarm(_ABORT_NEWS_S, lambda: self._fail(error))
+
+    def report(self, error: BaseException) -> None:
+        """Tells the other ranks why this save is over.
+
+        When the sidecar can't be told it finds out by itself; ``error`` is raised anyway.
+        """
+        try:
+            self.session.fail(fail_request(self.context, error))
+        except PannierError as problem:
+            waiting = f"the sidecar, to be told of a failure ({problem})"
+            self.resolver.update(lambda s: dataclasses.replace(s, waiting_on=waiting))
+
+    def forget(self, error: PannierError | None = None) -> None:
+        """The call raises: nobody gets the handle."""
+        self._fail(error or SaveAbortedError(f"save {self.text} was given up"), quietly=True)
+        self.ingested.set()
+
+    def _phase_over(self, phase: str) -> None:
+        now = time.monotonic()
+        self._seconds[phase] = now - self._phase_began
+        self._phase_began = now
+
+    def _send_all(self) -> list[records_pb2.DataFile]:
+        assert self._staged is not None
+        todo = deque(self._staged.files)
+        held: dict[str, int] = {}
+        crcs: dict[str, int] = {}
+        problems: list[Exception] = []
+
+        def progress(name: str, committed: int) -> None:
+            held[name] = committed
+            total = sum(held.values())
+            self.resolver.update(lambda s: dataclasses.replace(s, bytes_ingested=total))
+
+        def work() -> None:
+            try:
+                while not problems and not self.stop.is_set:
+                    try:
+                        file = todo.popleft()
+                    except IndexError:
+                        return
+                    crcs[file.name] = self._send(file, functools.partial(progress, file.name))
+            except Exception as error:  # noqa: BLE001 - raised below, in the save's own thread
+                problems.append(error)
+
+        helper = None
+        if len(todo) > 1:
+            helper = threading.Thread(target=work, name=f"pannier-send-{self.text}")
+            helper.start()
+        work()
+        if helper is not None:
+            helper.join()
+        if self.stop.is_set:
+            raise StoppedError
+        if problems:
+            raise problems[0]
+        return [
+            records_pb2.DataFile(name=file.name, size=file.size, crc32c=crcs[file.name])
+            for file in self._staged.files
+        ]
+
+    def _send(self, file: StagedFile, progress: Callable[[int], None]) -> int:
+        while True:
+            try:
+                return self.session.send(
+                    self.context,
+                    self._plan[0],
+                    file,
+                    timeout=self.deadline.remaining(),
+                    progress=progress,
+                    stop=self.stop,
+                )
+            except BusyError as error:
+                if self._on_busy == "skip":
+                    raise SaveSkippedError(str(error)) from error
+                if self._on_busy == "raise" or self.deadline.passed:
+                    raise
+                if self.stop.wait(_BUSY_PAUSE_S):
+                    raise StoppedError from error
+
+    def _hand_over(self, files: Sequence[records_pb2.DataFile]) -> None:
+        assert self._staged is not None
+        attempt, plan_id = self._plan
+        request = sidecar_pb2.HandOverRequest(
+            context=self.context,
+            attempt=attempt,
+            plan_id=plan_id,
+            files=files,
+            varying=self._staged.varying,
+        )
+        self.session.hand_over(request, self.deadline.remaining())
+
+    def _hear(self, news: save_pb2.SaveStatus) -> None:
+        state = save_pb2.SaveState.Name(news.state).removeprefix("SAVE_STATE_")
+        self.resolver.update(
+            lambda status: dataclasses.replace(
+                status,
+                attempt=news.attempt or status.attempt,
+                state=state,
+                total_bytes=news.bytes_total or status.total_bytes,
+                waiting_on=news.waiting_on.text,
+                failures={failure.rank: failure for failure in news.failures},
+            )
+        )
+        if news.state == save_pb2.SAVE_STATE_COMMITTED:
+            self._commit(news)
+        elif news.state == save_pb2.SAVE_STATE_ABORTED:
+            self.stop.set()
+            self._fail(aborted(news))
+
+    def _commit(self, news: save_pb2.SaveStatus) -> None:
+        if "ingest" not in self._seconds:
+            # The news were faster than the answer to our hand-over.
+            self._phase_over("ingest")
+        self._phase_over("commit")
+        own = self._staged.bytes if self._staged is not None else 0
+        result = SaveResult(
+            checkpoint_id=self.context.checkpoint_id,
+            attempt=news.attempt,
+            bytes=own,
+            total_bytes=news.bytes_total or own,
+            seconds=dict(self._seconds),
+        )
+        self._leave()
+        self.resolver.resolve(result)
+        self._ended(self)
+
+    def _fail(self, error: PannierError, *, quietly: bool = False) -> None:
+        self._leave()
+        skipped = isinstance(error, SaveSkippedError) and self._on_busy == "skip"
+        self.resolver.fail(error, quietly=quietly or skipped)
+        self._ended(self)
+
+    def _leave(self) -> None:
+        self.session.unwatch(self.context.save)
+        self._timer.cancel()
+
+    def _expire(self) -> None:
+        self.stop.set()
+        self._fail(
+            DeadlineError(
+                f"nothing was heard of the end of {self.handle.status()}; it may still be "
+                f"committed: ask `pannier status {self.text}`"
+            )
+        )
+
+
+def fail_request(context: sidecar_pb2.SaveContext, error: BaseException) -> sidecar_pb2.FailRequest:
+    """The message that ends a save on all ranks because of ``error`` on this one."""
+    kind = next(
+        (kind for types, kind in _KINDS if isinstance(error, types)), save_pb2.FAILURE_KIND_CLIENT
+    )
+    text = str(error) if isinstance(error, PannierError) else f"{type(error).__name__}: {error}"
+    failure = save_pb2.Failure(rank=context.rank, host=context.host, kind=kind, message=text)
+    return sidecar_pb2.FailRequest(context=context, failure=failure)
+
+
+def aborted(news: save_pb2.SaveStatus) -> SaveAbortedError:
+    """The error of an aborted save: who failed, and why."""
+    causes = [
+        (f"rank {cause.rank} ({cause.host}): " if cause.rank >= 0 else "") + cause.message
+        for cause in news.failures
+    ]
+    skipped = any(cause.kind == save_pb2.FAILURE_KIND_SKIPPED for cause in news.failures)
+    cls = SaveSkippedError if skipped else SaveAbortedError
+    what = "was skipped" if skipped else "was aborted"
+    text = "; ".join(causes[:4]) or "no cause was told"
+    more = f"; and {len(causes) - 4} more" if len(causes) > 4 else ""
+    return cls(
+        f"save {identity.save_text(news.save)} to {news.checkpoint_id} {what}: {text}{more}",
+        list(news.failures),
+    )

@@ -1,0 +1,363 @@
+"""The conversation of one rank with its sidecar, over one line.
+
+In: requests of the client. Out: answers, and the status of saves as the sidecar
+pushes it. A session is made for one incarnation and outlives restarts of the
+sidecar: it connects again, and calls that a broken connection ended are made
+again until their deadline. Thread-safe; every error is a PannierError.
+"""
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
+
+import grpc
+import tenacity
+
+from pannier.client.alarm import Alarm, Alarms
+from pannier.client.config import Settings
+from pannier.client.identity import Identity
+from pannier.client.line import InterruptedCallError, Line
+from pannier.client.streaming import Deadline, FileSource, Progress, Sender, StagedFile, Stop
+from pannier.v1 import save_pb2, sidecar_pb2, sidecar_pb2_grpc
+from pannier.wire import errors, identity
+from pannier.wire.errors import (
+    DeadlineError,
+    PannierError,
+    UnavailableError,
+    VersionMismatchError,
+)
+from pannier.wire.version import WIRE_VERSION, package_version
+
+_log = logging.getLogger(__name__)
+
+CONNECT_S: Final = 3.0
+"""Until a sidecar that doesn't answer counts as unreachable."""
+RECONNECT_S: Final = 10.0
+"""How long a call of the trainer's own thread waits for a sidecar that went away."""
+MAX_STREAMS: Final = 2
+"""Files on their way at the same time."""
+_ANSWER_S: Final = 30.0
+"""One try of a call that waits for nobody but the sidecar."""
+_SLACK_S: Final = 5.0
+"""Left to the daemon to answer a deadline of its own, with the names it waited for."""
+
+StatusListener = Callable[[save_pb2.SaveStatus], None]
+Response = TypeVar("Response")
+Result = TypeVar("Result")
+
+
+class Session:
+    """See the module. Made by :meth:`connect`."""
+
+    def __init__(
+        self, address: str, who: Identity, *, hint: str, revive: Callable[[], None] | None
+    ) -> None:
+        self.address = address
+        self.peer = f"sidecar at {address}"
+        self.identity = who
+        self._hint = hint
+        self._revive = revive
+        self._line = Line(address)
+        self._alarms = Alarms("pannier-alarms")
+        self._sender = Sender(self._line, self._alarms, self.peer)
+        self._streams = threading.Semaphore(MAX_STREAMS)
+        self._lock = threading.Lock()
+        self._listeners: dict[str, StatusListener] = {}
+        self._welcome: sidecar_pb2.Welcome | None = None
+        self._problem: PannierError | None = None
+        self._connected = threading.Event()
+        self._closed = threading.Event()
+
+    @classmethod
+    def connect(
+        cls,
+        settings: Settings,
+        who: Identity,
+        *,
+        address: str | None = None,
+        revive: Callable[[], None] | None = None,
+    ) -> "Session":
+        """A session whose sidecar has answered.
+
+        Args:
+            settings: where the sidecar is (``address`` goes first).
+            who: this rank in its incarnation.
+            address: of an embedded sidecar.
+            revive: starts the embedded daemons again when they are gone.
+
+        Raises:
+            UnavailableError: nothing answers there, within about 3 s.
+            VersionMismatchError: it speaks another wire version.
+        """
+        where = address or settings.sidecar
+        assert where is not None
+        hint = (
+            f"see {settings.runtime_dir}/up.log"
+            if address
+            else "check that `pannier sidecar` runs on this host with that --address and that this "
+            "user may open it (PANNIER_SIDECAR)"
+        )
+        session = cls(where, who, hint=hint, revive=revive)
+        listening = threading.Thread(target=session._listen, name="pannier-connect", daemon=True)
+        listening.start()
+        if not session._connected.wait(CONNECT_S):
+            problem = session._problem
+            session.close()
+            if problem is not None and not isinstance(problem, UnavailableError):
+                raise problem
+            why = f" ({problem})" if problem else ""
+            raise UnavailableError(f"no {session.peer} answers; {hint}{why}")
+        if isinstance(session._problem, VersionMismatchError):
+            session.close()
+            raise session._problem
+        return session
+
+    @property
+    def welcome(self) -> sidecar_pb2.Welcome:
+        """What the sidecar last said of itself."""
+        assert self._welcome is not None
+        return self._welcome
+
+    # Calls.
+
+    def plan(self, request: sidecar_pb2.PlanRequest, timeout: float) -> sidecar_pb2.PlanResponse:
+        """Hands a local plan in; returns when every rank of the group has.
+
+        Raises:
+            SaveAbortedError: the save ended on all ranks, with failures by rank.
+            DeadlineError: nobody answered for ``timeout`` seconds.
+        """
+        deadline = Deadline(timeout)
+        answer: sidecar_pb2.PlanResponse = self._repeat(
+            lambda: self._unary("Plan", request, deadline.remaining() + _SLACK_S),
+            deadline,
+            patience_s=RECONNECT_S,
+        )
+        return answer
+
+    def begin(
+        self, request: sidecar_pb2.BeginRequest, timeout: float = 60.0
+    ) -> sidecar_pb2.BeginResponse:
+        """Opens a save whose global plan torch makes."""
+        answer: sidecar_pb2.BeginResponse = self._repeat(
+            lambda: self._unary("Begin", request, timeout), Deadline(timeout), RECONNECT_S
+        )
+        return answer
+
+    def finish(
+        self, request: sidecar_pb2.FinishRequest, timeout: float
+    ) -> sidecar_pb2.FinishResponse:
+        """Ends a save opened with :meth:`begin`; returns when it is committed."""
+        deadline = Deadline(timeout)
+        answer: sidecar_pb2.FinishResponse = self._repeat(
+            lambda: self._unary("Finish", request, deadline.remaining() + _SLACK_S), deadline
+        )
+        return answer
+
+    def fail(self, request: sidecar_pb2.FailRequest, timeout: float = 5.0) -> None:
+        """Says that this rank skips or gives up a save."""
+        deadline = Deadline(timeout)
+        self._repeat(lambda: self._unary("Fail", request, deadline.remaining()), deadline)
+
+    def hand_over(self, request: sidecar_pb2.HandOverRequest, timeout: float = 300.0) -> None:
+        """All files of the rank are sent; returns when it is ingested."""
+        self._repeat(lambda: self._unary("HandOver", request, _ANSWER_S), Deadline(timeout))
+
+    def send(
+        self,
+        context: sidecar_pb2.SaveContext,
+        attempt: str,
+        file: StagedFile,
+        *,
+        timeout: float = 3600.0,
+        progress: Progress = lambda held: None,
+        stop: Stop | None = None,
+    ) -> int:
+        """Streams one data file, going on where a broken stream ended; returns its crc32c.
+
+        Raises:
+            SaveAbortedError: the save ended on all ranks.
+            BusyError: the spool has no room.
+            UnavailableError: the sidecar is gone and ``timeout`` seconds have passed.
+            StoppedError: ``stop`` was set.
+        """
+        deadline = Deadline(timeout)
+        source = FileSource(file)
+        header = sidecar_pb2.FileHeader(
+            context=context, attempt=attempt, name=file.name, size=file.size
+        )
+        until = stop or Stop()
+        if not self._streams.acquire(timeout=timeout):
+            raise DeadlineError(f"{file.name} waited {timeout:.0f} s for earlier files to be sent")
+        try:
+            self._repeat(lambda: self._sender.stream(header, source, progress, until), deadline)
+        finally:
+            self._streams.release()
+        return source.crc32c()
+
+    # Status of saves.
+
+    def watch(self, save: save_pb2.SaveId, listener: StatusListener) -> None:
+        """Calls ``listener`` with every status of ``save``, on a thread of the session.
+
+        It must be quick and may not raise. It is forgotten by :meth:`unwatch`.
+        """
+        with self._lock:
+            self._listeners[identity.save_text(save)] = listener
+
+    def unwatch(self, save: save_pb2.SaveId) -> None:
+        """Forgets the listener of ``save``."""
+        with self._lock:
+            self._listeners.pop(identity.save_text(save), None)
+
+    def alarm(self, delay_s: float, ring: Callable[[], None]) -> Alarm:
+        """Runs ``ring`` on a thread of the session unless it is cancelled in time."""
+        return self._alarms.set(delay_s, ring)
+
+    def check_process(self) -> None:
+        """Raises InvalidRequestError in a process forked from the session's."""
+        self._line.check_process()
+
+    def close(self) -> None:
+        """Ends the session; calls that still run fail. Returns at once."""
+        self._closed.set()
+        self._alarms.close()
+        self._line.close()
+
+    # Inside.
+
+    def _unary(self, method: str, request: Any, timeout: float) -> Any:
+        def start(channel: grpc.Channel) -> Any:
+            stub = sidecar_pb2_grpc.SidecarStub(channel)
+            # A future: one that is cancellable around a fork.
+            return getattr(stub, method).future(request, timeout=timeout)
+
+        with self._line.call(start) as call:
+            try:
+                return call.result()
+            except grpc.FutureCancelledError as error:
+                if self._line.was_interrupted(call):
+                    raise InterruptedCallError from error
+                raise UnavailableError("the client is closed") from error
+            except grpc.RpcError as error:
+                if self._line.was_interrupted(call):
+                    raise InterruptedCallError from error
+                raise errors.from_rpc_error(error, peer=self.peer) from error
+
+    def _repeat(
+        self, call: Callable[[], Result], deadline: Deadline, patience_s: float = float("inf")
+    ) -> Result:
+        """``call()``, again while the sidecar can't be reached, until ``deadline``."""
+        patience = Deadline(min(patience_s, deadline.remaining()))
+        at_exit: Deadline | None = None
+
+        def enough(_: tenacity.RetryCallState) -> bool:
+            nonlocal at_exit
+            if at_exit is None and not threading.main_thread().is_alive():
+                # The interpreter is ending and waits for us: not for long.
+                at_exit = Deadline(RECONNECT_S)
+            return (
+                patience.passed or self._closed.is_set() or (at_exit is not None and at_exit.passed)
+            )
+
+        tries = tenacity.Retrying(
+            retry=tenacity.retry_if_exception_type((UnavailableError, InterruptedCallError)),
+            wait=self._pause,
+            stop=enough,
+            sleep=self._await_connection,
+            reraise=True,
+        )
+        try:
+            return tries(call)
+        except InterruptedCallError as error:
+            raise UnavailableError(f"{self.peer} can't be reached: {self._hint}") from error
+
+    @staticmethod
+    def _pause(state: tenacity.RetryCallState) -> float:
+        if state.outcome is not None and isinstance(
+            state.outcome.exception(), InterruptedCallError
+        ):
+            return 0.0
+        return min(1.0, 0.05 * 2.0 ** min(state.attempt_number, 5))
+
+    def _await_connection(self, seconds: float) -> None:
+        if self._connected.is_set():
+            # Connected, or not yet noticed that it isn't: don't hurry.
+            self._closed.wait(seconds)
+        else:
+            self._connected.wait(seconds)
+
+    def _listen(self) -> None:
+        """Keeps the ``Connect`` stream open; the session's own thread."""
+        failures = 0
+        while not self._closed.is_set():
+            try:
+                self._connect_once()
+                failures = 0
+            except InterruptedCallError:
+                failures = 0
+                continue
+            except PannierError as error:
+                if self._connected.is_set() and not self._closed.is_set():
+                    _log.warning("lost the %s: %s; connecting again", self.peer, error)
+                    failures = 0
+                self._problem = error
+                failures += 1
+            finally:
+                self._connected.clear()
+            if failures >= 3 and self._revive is not None and not self._closed.is_set():
+                try:
+                    self._revive()
+                except PannierError as error:
+                    self._problem = error
+                    _log.warning("could not start the embedded daemons again: %s", error)
+            self._closed.wait(min(1.0, 0.05 * 2 ** min(failures, 5)))
+
+    def _connect_once(self) -> None:
+        who = self.identity
+        request = sidecar_pb2.ConnectRequest(
+            wire_version=WIRE_VERSION,
+            client_version=package_version(),
+            job=who.job,
+            incarnation=who.incarnation,
+            rank=who.rank,
+            world_size=who.world_size,
+            host=who.host,
+            pid=os.getpid(),
+            client=who.client,
+        )
+        with self._line.call(
+            lambda channel: sidecar_pb2_grpc.SidecarStub(channel).Connect(request)
+        ) as call:
+            # A daemon that accepts connections and says nothing must not hold us up.
+            silence = self._alarms.set(CONNECT_S, call.cancel)
+            try:
+                for response in call:
+                    silence.cancel()
+                    self._receive(response)
+            except grpc.RpcError as error:
+                if self._line.was_interrupted(call):
+                    raise InterruptedCallError from error
+                raise errors.from_rpc_error(error, peer=self.peer) from error
+            finally:
+                silence.cancel()
+
+    def _receive(self, response: sidecar_pb2.ConnectResponse) -> None:
+        if response.HasField("welcome"):
+            welcome = response.welcome
+            if welcome.wire_version != WIRE_VERSION:
+                raise VersionMismatchError(
+                    f"this client is pannier {package_version()} with wire version {WIRE_VERSION}, "
+                    f"the {self.peer} is {welcome.sidecar_version} with wire version "
+                    f"{welcome.wire_version}: install the same version on both sides"
+                )
+            self._welcome = welcome
+            self._problem = None
+            self._connected.set()
+        elif response.HasField("save"):
+            with self._lock:
+                listener = self._listeners.get(identity.save_text(response.save.save))
+            if listener is not None:
+                listener(response.save)

@@ -1,0 +1,251 @@
+"""A sidecar that does what a test says, on a real unix socket, for tests of the client alone."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import crc32c
+import grpc
+
+from pannier.v1 import plan_pb2, save_pb2, sidecar_pb2, sidecar_pb2_grpc
+from pannier.wire import addresses, chunks, errors, identity
+from pannier.wire.errors import PannierError
+from pannier.wire.version import WIRE_VERSION
+
+Hook = Callable[[Any], None]
+
+
+@dataclass
+class Spool:
+    """What one file has come to."""
+
+    size: int
+    data: bytearray = field(default_factory=bytearray)
+    streams: int = 0
+    offsets: list[int] = field(default_factory=list)
+    """Where each stream began."""
+
+
+class ScriptedSidecar(sidecar_pb2_grpc.SidecarServicer):
+    """Takes every file, agrees to every plan and commits every save, unless told otherwise.
+
+    ``with ScriptedSidecar(directory) as sidecar`` serves at ``sidecar.address``.
+    """
+
+    def __init__(self, directory: Path, *, name: str = "s.sock") -> None:
+        self.address = f"unix://{directory}/{name}"
+        self.wire_version = WIRE_VERSION
+        self.coordinator = "unix:///nowhere"
+        self.commit = True
+        """Whether a hand-over is followed by the news that the save is committed."""
+        self.silent = False
+        """Accept connections, say nothing."""
+        self.on: dict[str, Hook] = {}
+        """By method: called with each request; what it raises is the answer."""
+        self.cut_at: list[int] = []
+        """Write streams break when a file has so many bytes; one entry a stream."""
+        self.stall_at: list[int] = []
+        """Write streams stop reading when a file has so many bytes; one entry a stream."""
+        self.plan = plan_pb2.FinalPlan(plan_id="p1", attempt="i1-g00000000-s1")
+        self.files: dict[str, Spool] = {}
+        self.connects: list[sidecar_pb2.ConnectRequest] = []
+        self.requests: list[Any] = []
+        self.changed = threading.Condition()
+        self._news: list[save_pb2.SaveStatus] = []
+        self._server: grpc.Server | None = None
+        self._stopped = threading.Event()
+
+    # Life.
+
+    def __enter__(self) -> "ScriptedSidecar":
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        self._stopped.clear()
+        server = grpc.server(futures.ThreadPoolExecutor(16), options=addresses.channel_options())
+        sidecar_pb2_grpc.add_SidecarServicer_to_server(self, server)
+        write = grpc.stream_stream_rpc_method_handler(
+            self.Write,
+            request_deserializer=chunks.decode,
+            response_serializer=sidecar_pb2.WriteResponse.SerializeToString,
+        )
+        server.add_registered_method_handlers("pannier.v1.Sidecar", {"Write": write})
+        assert server.add_insecure_port(self.address)
+        server.start()
+        self._server = server
+
+    def stop(self) -> None:
+        """Cuts all connections."""
+        if self._server is not None:
+            self._stopped.set()
+            with self.changed:
+                self.changed.notify_all()
+            self._server.stop(None).wait()
+            self._server = None
+
+    # What tests ask.
+
+    def wait_for(self, condition: Callable[[], bool], timeout: float = 10) -> None:
+        with self.changed:
+            assert self.changed.wait_for(condition, timeout), "what the test waits for didn't come"
+
+    def tell(
+        self,
+        save: save_pb2.SaveId,
+        state: save_pb2.SaveState,
+        *failures: save_pb2.Failure,
+        checkpoint_id: str = "",
+    ) -> None:
+        """Pushes a status to everyone connected, now and later."""
+        news = save_pb2.SaveStatus(
+            save=save,
+            id=identity.save_text(save),
+            checkpoint_id=checkpoint_id,
+            attempt=self.plan.attempt,
+            state=state,
+            failures=failures,
+        )
+        with self.changed:
+            self._news.append(news)
+            self.changed.notify_all()
+
+    def abort(self, context: sidecar_pb2.SaveContext, *failures: save_pb2.Failure) -> None:
+        self.tell(
+            context.save,
+            save_pb2.SAVE_STATE_ABORTED,
+            *failures,
+            checkpoint_id=context.checkpoint_id,
+        )
+
+    def asked(self, kind: type[Any]) -> list[Any]:
+        return [request for request in self.requests if isinstance(request, kind)]
+
+    # The service.
+
+    def Connect(
+        self, request: sidecar_pb2.ConnectRequest, context: grpc.ServicerContext
+    ) -> Iterator[sidecar_pb2.ConnectResponse]:
+        with self.changed:
+            self.connects.append(request)
+            self.changed.notify_all()
+        context.add_callback(self._notify)
+        if self.silent:
+            self._stopped.wait()
+            return
+        yield sidecar_pb2.ConnectResponse(
+            welcome=sidecar_pb2.Welcome(
+                wire_version=self.wire_version,
+                sidecar_version="9.9",
+                host="node-0",
+                coordinator=self.coordinator,
+            )
+        )
+        told = 0
+        while True:
+            with self.changed:
+                self.changed.wait_for(
+                    lambda: (
+                        len(self._news) > told or self._stopped.is_set() or not context.is_active()
+                    )
+                )
+                if self._stopped.is_set() or not context.is_active():
+                    return
+                news = self._news[told:]
+            for status in news:
+                yield sidecar_pb2.ConnectResponse(save=status)
+            told += len(news)
+
+    def Plan(
+        self, request: sidecar_pb2.PlanRequest, context: grpc.ServicerContext
+    ) -> sidecar_pb2.PlanResponse:
+        self._take("Plan", request, context)
+        return sidecar_pb2.PlanResponse(plan=self.plan)
+
+    def HandOver(
+        self, request: sidecar_pb2.HandOverRequest, context: grpc.ServicerContext
+    ) -> sidecar_pb2.HandOverResponse:
+        self._take("HandOver", request, context)
+        for file in request.files:
+            held = bytes(self.files[file.name].data)
+            assert (len(held), crc32c.crc32c(held)) == (file.size, file.crc32c), file.name
+        if self.commit:
+            self.tell(
+                request.context.save,
+                save_pb2.SAVE_STATE_COMMITTED,
+                checkpoint_id=request.context.checkpoint_id,
+            )
+        return sidecar_pb2.HandOverResponse()
+
+    def Fail(
+        self, request: sidecar_pb2.FailRequest, context: grpc.ServicerContext
+    ) -> sidecar_pb2.FailResponse:
+        self._take("Fail", request, context)
+        self.abort(request.context, request.failure)
+        return sidecar_pb2.FailResponse()
+
+    def Write(
+        self, messages: Iterator[Any], context: grpc.ServicerContext
+    ) -> Iterator[sidecar_pb2.WriteResponse]:
+        header = next(messages)
+        self._take("Write", header, context)
+        with self.changed:
+            spool = self.files.setdefault(header.name, Spool(header.size))
+            spool.streams += 1
+            spool.offsets.append(len(spool.data))
+            cut = self.cut_at.pop(0) if self.cut_at else None
+            stall = self.stall_at.pop(0) if self.stall_at else None
+            self.changed.notify_all()
+        yield sidecar_pb2.WriteResponse(committed=len(spool.data))
+        while len(spool.data) < spool.size:
+            if stall is not None and len(spool.data) >= stall:
+                while context.is_active() and not self._stopped.wait(0.02):
+                    pass
+                return
+            message = next(messages, None)
+            if message is None:
+                return
+            assert message.offset == len(spool.data)
+            assert crc32c.crc32c(message.data) == message.crc32c
+            spool.data += message.data
+            if cut is not None and len(spool.data) >= cut:
+                context.abort(grpc.StatusCode.UNAVAILABLE, "cut by the test")
+            yield sidecar_pb2.WriteResponse(committed=len(spool.data))
+
+    def _take(self, method: str, request: Any, context: grpc.ServicerContext) -> None:
+        with self.changed:
+            self.requests.append(request)
+            self.changed.notify_all()
+        hook = self.on.get(method)
+        if hook is None:
+            return
+        try:
+            hook(request)
+        except PannierError as error:
+            context.set_trailing_metadata(errors.trailing_metadata(error))
+            context.abort(error.code, str(error))
+
+    def _notify(self) -> None:
+        with self.changed:
+            self.changed.notify_all()
+
+
+def wait_until(condition: Callable[[], bool], timeout: float = 10) -> None:
+    """For what has no event of its own."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, "what the test waits for didn't come"
+        time.sleep(0.005)
