@@ -29,9 +29,6 @@ _STEADY_S = 30.0
 """A daemon that ran this long begins again with the first back-off and a clean slate."""
 _MAX_CRASHES = 12
 """Crashes in a row before the supervisor gives up: after about a minute."""
-_MARGIN_S = 5.0
-"""A daemon's time to exit on top of its grace period, before SIGKILL."""
-
 _OK, _GAVE_UP, _MISCONFIGURED = 0, 1, 2
 _PR_SET_PDEATHSIG = 1
 
@@ -90,9 +87,15 @@ class _Daemon:
     def running(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
-    def signal(self, number: int) -> None:
+    def terminate(self) -> None:
         if self._process is not None:
-            self._process.send_signal(number)
+            self._process.terminate()
+
+    def kill(self) -> None:
+        """Returns when it is gone."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
 
 
 class Supervisor:
@@ -102,13 +105,21 @@ class Supervisor:
         directory: holds the lock and the pid file; created with mode 0700.
         coordinator, sidecar: command lines.
         grace_s: what the sidecar was given to finish its uploads after SIGTERM.
+        margin_s: a daemon's time to exit on top of that, before SIGKILL.
     """
 
     def __init__(
-        self, directory: Path, *, coordinator: Sequence[str], sidecar: Sequence[str], grace_s: float
+        self,
+        directory: Path,
+        *,
+        coordinator: Sequence[str],
+        sidecar: Sequence[str],
+        grace_s: float,
+        margin_s: float = 5.0,
     ) -> None:
         self._directory = directory
         self._grace_s = grace_s
+        self._margin_s = margin_s
         environment = {k: v for k, v in os.environ.items() if k not in _OF_OTHER_DAEMONS}
         self._coordinator = _Daemon("coordinator", coordinator, environment)
         self._sidecar = _Daemon("sidecar", sidecar, environment)
@@ -137,8 +148,8 @@ class Supervisor:
         finally:
             # Gone before the daemons end: a successor then waits for the lock.
             pid_file.unlink(missing_ok=True)
-            self._end(self._sidecar, self._grace_s + _MARGIN_S)
-            self._end(self._coordinator, _MARGIN_S)
+            self._end(self._sidecar, self._grace_s + self._margin_s)
+            self._end(self._coordinator, self._margin_s)
             signal.pthread_sigmask(signal.SIG_SETMASK, previous)
             lock.release()
 
@@ -196,14 +207,13 @@ class Supervisor:
         """SIGTERM; SIGKILL when it is still there at the deadline or we are told to stop again."""
         if not daemon.running:
             return
-        daemon.signal(signal.SIGTERM)
+        daemon.terminate()
         deadline = time.monotonic() + patience_s
         while daemon.running:
             left = deadline - time.monotonic()
             if left <= 0 or self._wait_for_signal(left) in self._stops:
                 _log.warning("%s did not end in time; killed", daemon.name)
-                daemon.signal(signal.SIGKILL)
-                break
+                daemon.kill()
 
 
 _OF_OTHER_DAEMONS = frozenset(
