@@ -1,0 +1,169 @@
+"""What a clone and a wheel promise: commands, pins, floors, fresh stubs, complete contents."""
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from google.protobuf import descriptor_pb2
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+REPOSITORY = Path(__file__).parents[2]
+ROOTS = ("proto", "client", "service")
+PROTOS = sorted(path.stem for path in (REPOSITORY / "proto/pannier/v1").glob("*.proto"))
+
+
+def project() -> dict[str, object]:
+    with (REPOSITORY / "pyproject.toml").open("rb") as file:
+        found: dict[str, object] = tomllib.load(file)["project"]
+        return found
+
+
+def requirements(*extras: str) -> list[Requirement]:
+    described = project()
+    lines = list(described["dependencies"])  # type: ignore[call-overload]
+    for extra in extras:
+        lines += described["optional-dependencies"][extra]  # type: ignore[index]
+    found = [Requirement(line) for line in lines]
+    return [requirement for requirement in found if requirement.name != "pannier"]
+
+
+def locked(path: str) -> dict[str, Version]:
+    """Pins of a lock file; fails on a line that isn't one."""
+    pins = {}
+    for line in (REPOSITORY / path).read_text().splitlines():
+        if line and not line.startswith("#"):
+            match = re.fullmatch(r"([A-Za-z0-9._-]+)==(\S+)", line)
+            assert match, f"{path}: {line!r} is not an exact version"
+            pins[canonicalize_name(match[1])] = Version(match[2])
+    return pins
+
+
+def floor(name: str) -> Version:
+    """Oldest version that pyproject.toml accepts."""
+    (requirement,) = (r for r in requirements() if r.name == name)
+    (version,) = (s.version for s in requirement.specifier if s.operator == ">=")
+    return Version(version)
+
+
+@pytest.mark.parametrize("target", ["demo", "test", "lint", "stubs", "bench", "format", "clean"])
+def test_make_knows_its_targets(target: str) -> None:
+    run = subprocess.run(
+        ["make", "--dry-run", target], cwd=REPOSITORY, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip()
+
+
+def test_make_help_lists_every_public_target() -> None:
+    out = subprocess.run(
+        ["make", "help"], cwd=REPOSITORY, capture_output=True, text=True, check=True
+    ).stdout
+    makefile = (REPOSITORY / "Makefile").read_text()
+    (phony,) = re.findall(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)
+    for target in set(phony.split()) - {"check-stubs"}:
+        assert re.search(rf"^  make {target} +\S", out, re.MULTILINE), target
+
+
+def test_ci_runs_the_readmes_commands() -> None:
+    script = REPOSITORY / ".ci/run"
+    assert os.access(script, os.X_OK)
+    subprocess.run(["bash", "-n", script], check=True)
+    commands = script.read_text()
+    readme = (REPOSITORY / "README.md").read_text()
+    for command in ("make test", "make demo"):
+        assert command in commands
+        assert command in readme
+
+
+def test_the_lock_pins_all_that_is_required() -> None:
+    pins = locked("requirements.lock")
+    for requirement in requirements("torch", "gcs", "s3", "dev"):
+        version = pins.get(canonicalize_name(requirement.name))
+        assert version is not None, f"{requirement.name} is not in the lock: run `make lock`"
+        assert requirement.specifier.contains(version), f"{requirement}: {version}"
+    assert pins["torch"] == Version("2.13.0"), "without a platform suffix: pip chooses the build"
+
+
+def test_the_floors_are_those_of_the_generated_stubs() -> None:
+    for name in PROTOS:
+        module = (REPOSITORY / f"proto/pannier/v1/{name}_pb2.py").read_text()
+        match = re.search(r"Domain\.PUBLIC,\s*(\d+),\s*(\d+),\s*(\d+)", module)
+        assert match is not None
+        assert Version(".".join(match.groups())) == floor("protobuf")
+        services = (REPOSITORY / f"proto/pannier/v1/{name}_pb2_grpc.py").read_text()
+        generated = re.search(r"GRPC_GENERATED_VERSION = '(.*)'", services)
+        assert generated is not None
+        assert Version(generated[1]) == floor("grpcio")
+    assert locked("proto/requirements.lock")["grpcio-tools"] == floor("grpcio")
+
+
+def test_the_stubs_describe_the_protos(tmp_path: Path) -> None:
+    image = tmp_path / "image.binpb"
+    buf = Path(sys.executable).with_name("buf")
+    subprocess.run(
+        [buf, "build", "--exclude-source-info", "-o", image],
+        cwd=REPOSITORY / "proto",
+        env={**os.environ, "HOME": str(tmp_path)},
+        check=True,
+    )
+    described = descriptor_pb2.FileDescriptorSet.FromString(image.read_bytes())
+    files = {file.name: file for file in described.file}
+    assert sorted(files) == [f"pannier/v1/{name}.proto" for name in PROTOS]
+    for name in PROTOS:
+        stub = descriptor_pb2.FileDescriptorProto()
+        importlib.import_module(f"pannier.v1.{name}_pb2").DESCRIPTOR.CopyToProto(stub)
+        proto = files[stub.name]
+        for message in proto.message_type:
+            for field in message.field:
+                field.ClearField("json_name")
+        proto.DiscardUnknownFields()  # type: ignore[attr-defined]
+        assert stub == proto, f"{stub.name} was changed without `make stubs`"
+
+
+def test_every_package_is_typed() -> None:
+    for root in ROOTS:
+        for package in (REPOSITORY / root / "pannier").iterdir():
+            if package.is_dir() and package.name != "__pycache__":
+                assert (package / "py.typed").exists(), package
+
+
+def test_the_namespace_has_no_init() -> None:
+    for root in ROOTS:
+        assert not (REPOSITORY / root / "pannier" / "__init__.py").exists()
+
+
+def test_the_wheel_holds_all_three_roots(tmp_path: Path) -> None:
+    subprocess.run(
+        [
+            *(sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--quiet"),
+            *("--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path, REPOSITORY),
+        ],
+        check=True,
+        timeout=120,
+    )
+    (wheel,) = tmp_path.glob("*.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    sources = {
+        str(path.relative_to(REPOSITORY / root))
+        for root in ROOTS
+        for path in (REPOSITORY / root / "pannier").rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    assert {f"pannier/v1/{name}.proto" for name in PROTOS} <= sources
+    assert {name for name in names if ".dist-info/" not in name} == sources
+    metadata = {name.partition(".dist-info/")[2] for name in names}
+    assert "licenses/LICENSE" in metadata
+    scripts = next(name for name in names if name.endswith("entry_points.txt"))
+    assert "pannier = pannier.cli.main:main" in zipfile.ZipFile(wheel).read(scripts).decode()
