@@ -42,6 +42,9 @@ def channel_options() -> ChannelOptions:
     return [
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        # An error's failures by rank travel in trailing metadata: 8 KiB, gRPC's limit, is soon full.
+        ("grpc.max_metadata_size", 128 << 10),
+        ("grpc.absolute_max_metadata_size", 128 << 10),
         # Without it a TCP receiver grows its window to 50 MiB a stream.
         ("grpc.http2.bdp_probe", 0),
         ("grpc.initial_reconnect_backoff_ms", 50),

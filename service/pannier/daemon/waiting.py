@@ -1,0 +1,57 @@
+"""Whom a save waits for, in words: no wait without a name."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from pannier.v1 import save_pb2
+
+_SHOWN = 16
+"""Ranks spelled out per host."""
+
+
+@dataclass(frozen=True)
+class Awaited:
+    """A rank that something waits for."""
+
+    rank: int
+    host: str = ""
+    """Empty when it isn't known."""
+    heard_s: float | None = None
+    """Seconds since it was last heard; None: never."""
+
+
+def waiting_text(awaited: Iterable[Awaited]) -> str:
+    """``ranks [3, 7] (host node-2, last heard 12 s ago)``, by host; empty for nobody."""
+    by_host: dict[str, list[Awaited]] = {}
+    for one in sorted(awaited, key=lambda one: one.rank):
+        by_host.setdefault(one.host, []).append(one)
+    return ", ".join(
+        f"{ranks_text([one.rank for one in group])} ({_where(host, group)})"
+        for host, group in by_host.items()
+    )
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """``rank 3`` or ``ranks [3, 7]``; long lists are cut."""
+    listed = list(ranks)
+    if len(listed) == 1:
+        return f"rank {listed[0]}"
+    shown = ", ".join(str(rank) for rank in listed[:_SHOWN])
+    more = f", … {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else ""
+    return f"ranks [{shown}{more}]"
+
+
+def waiting_on(awaited: Iterable[Awaited], *, deadline_s: float = 0) -> save_pb2.WaitingOn:
+    """The message for these ranks; ``deadline_s`` is the remaining time."""
+    listed = list(awaited)
+    return save_pb2.WaitingOn(
+        ranks=sorted(one.rank for one in listed),
+        text=waiting_text(listed),
+        deadline_s=deadline_s if listed else 0,
+    )
+
+
+def _where(host: str, group: list[Awaited]) -> str:
+    heard = [one.heard_s for one in group if one.heard_s is not None]
+    when = f"last heard {min(heard):.0f} s ago" if heard else "not heard of yet"
+    return f"host {host}, {when}" if host else when

@@ -1,0 +1,27 @@
+"""The text that says whom a save waits for."""
+
+from pannier.daemon.waiting import Awaited, waiting_on, waiting_text
+
+
+def test_ranks_are_named_by_host() -> None:
+    text = waiting_text(
+        [Awaited(7, "node-2", 20.4), Awaited(3, "node-2", 12.2), Awaited(1, "node-0", 0.1)]
+    )
+    assert text == (
+        "rank 1 (host node-0, last heard 0 s ago), ranks [3, 7] (host node-2, last heard 12 s ago)"
+    )
+
+
+def test_who_was_never_heard_is_said_so() -> None:
+    assert waiting_text([Awaited(1)]) == "rank 1 (not heard of yet)"
+    assert waiting_text([Awaited(1, "node-0")]) == "rank 1 (host node-0, not heard of yet)"
+
+
+def test_many_ranks_are_cut() -> None:
+    text = waiting_text(Awaited(rank, "node-0", 1) for rank in range(1000))
+    assert "15, … 984 more] (host node-0" in text
+
+
+def test_nobody_is_waited_for() -> None:
+    message = waiting_on([], deadline_s=10)
+    assert (message.text, list(message.ranks), message.deadline_s) == ("", [], 0)
