@@ -7,6 +7,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from google.protobuf import descriptor_pb2
@@ -24,17 +25,16 @@ ROOTS = ("proto", "client", "service")
 PROTOS = sorted(path.stem for path in (REPOSITORY / "proto/pannier/v1").glob("*.proto"))
 
 
-def project() -> dict[str, object]:
+def pyproject() -> dict[str, Any]:
     with (REPOSITORY / "pyproject.toml").open("rb") as file:
-        found: dict[str, object] = tomllib.load(file)["project"]
-        return found
+        return tomllib.load(file)
 
 
 def requirements(*extras: str) -> list[Requirement]:
-    described = project()
-    lines = list(described["dependencies"])  # type: ignore[call-overload]
+    described = pyproject()["project"]
+    lines = list(described["dependencies"])
     for extra in extras:
-        lines += described["optional-dependencies"][extra]  # type: ignore[index]
+        lines += described["optional-dependencies"][extra]
     found = [Requirement(line) for line in lines]
     return [requirement for requirement in found if requirement.name != "pannier"]
 
@@ -132,10 +132,22 @@ def test_the_stubs_describe_the_protos(tmp_path: Path) -> None:
         assert stub == proto, f"{stub.name} was changed without `make stubs`"
 
 
-def test_every_package_is_typed() -> None:
+def packages() -> set[str]:
+    return {
+        f"pannier.{package.name}"
+        for root in ROOTS
+        for package in (REPOSITORY / root / "pannier").iterdir()
+        if package.is_dir() and package.name != "__pycache__"
+    }
+
+
+def test_every_package_is_typed_and_checked() -> None:
+    tools = pyproject()["tool"]
+    assert set(tools["mypy"]["packages"]) == packages()
+    assert set(tools["importlinter"]["root_packages"]) == packages()
     for root in ROOTS:
         for package in (REPOSITORY / root / "pannier").iterdir():
-            if package.is_dir() and package.name != "__pycache__":
+            if f"pannier.{package.name}" in packages():
                 assert (package / "py.typed").exists(), package
 
 
