@@ -13,6 +13,9 @@ import pytest
 from support import processes
 from support.daemons import Daemons, memory_directory, short_directory
 
+# Tests don't see the settings of whoever runs them; what they set themselves is inherited.
+for _name in [name for name in os.environ if name.startswith("PANNIER_")]:
+    del os.environ[_name]
 os.environ[processes.MARKER] = processes.SESSION
 # Inherited by everything that is started here; see gcsfs' layout lookup.
 os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
@@ -78,14 +81,6 @@ def leaves_nothing_behind() -> Iterator[None]:
         Path(path).unlink(missing_ok=True)
     if complaints:
         pytest.fail("left behind: " + ", ".join(complaints))
-
-
-@pytest.fixture(autouse=True)
-def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests don't see the settings of whoever runs them."""
-    for name in list(os.environ):
-        if name.startswith("PANNIER_") and name != processes.MARKER:
-            monkeypatch.delenv(name)
 
 
 @pytest.fixture

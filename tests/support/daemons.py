@@ -30,8 +30,7 @@ def memory_directory() -> Path:
 
 
 def clean_environment(extra: Mapping[str, str] = {}) -> dict[str, str]:
-    """This process's environment without Pannier's and torch's own settings."""
-    own = ("PANNIER_", "TORCHELASTIC_")
+    """This process's environment without what a launcher says to a rank."""
     launcher = {
         "RANK",
         "WORLD_SIZE",
@@ -43,7 +42,7 @@ def clean_environment(extra: Mapping[str, str] = {}) -> dict[str, str]:
     kept = {
         key: value
         for key, value in os.environ.items()
-        if not key.startswith(own) and key not in launcher
+        if key not in launcher and not key.startswith("TORCHELASTIC_")
     }
     return {**kept, **extra}
 

@@ -4,9 +4,15 @@ import json
 import os
 import re
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+
+if TYPE_CHECKING:
+    _Type = click.ParamType[Any]
+else:
+    # Not generic in older versions of click.
+    _Type = click.ParamType
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -17,7 +23,7 @@ for _power, _letter in enumerate("kmgt", start=1):
     _UNITS[f"{_letter}b"] = 1000**_power
 
 
-class Size(click.ParamType[int]):
+class Size(_Type):
     """Bytes: ``201326592``, ``192MiB``, ``1.5 GiB``, ``2GB``."""
 
     name = "size"
@@ -35,7 +41,7 @@ class Size(click.ParamType[int]):
         return int(number)
 
 
-class Seconds(click.ParamType[float]):
+class Seconds(_Type):
     """A positive duration in seconds, without a unit."""
 
     name = "seconds"
@@ -53,7 +59,7 @@ class Seconds(click.ParamType[float]):
         return seconds
 
 
-class Address(click.ParamType[str]):
+class Address(_Type):
     """``unix:///path`` or ``host:port``."""
 
     name = "address"
@@ -70,7 +76,7 @@ class Address(click.ParamType[str]):
             raise click.BadParameter(str(error), ctx, param) from error
 
 
-class JsonObject(click.ParamType[dict[str, Any]]):
+class JsonObject(_Type):
     """A JSON object on one line."""
 
     name = "json"
@@ -90,7 +96,7 @@ class JsonObject(click.ParamType[dict[str, Any]]):
         return parsed
 
 
-class Location(click.ParamType[str]):
+class Location(_Type):
     """A directory in storage: a URL, or a path, which is made absolute."""
 
     name = "location"
