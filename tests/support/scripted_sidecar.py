@@ -155,14 +155,15 @@ class ScriptedSidecar(sidecar_pb2_grpc.SidecarServicer):
             )
         )
         told = 0
+
+        def over() -> bool:
+            return self._stopped.is_set() or not context.is_active()
+
         while True:
             with self.changed:
-                self.changed.wait_for(
-                    lambda: (
-                        len(self._news) > told or self._stopped.is_set() or not context.is_active()
-                    )
-                )
-                if self._stopped.is_set() or not context.is_active():
+                while len(self._news) <= told and not over():
+                    self.changed.wait()
+                if over():
                     return
                 news = self._news[told:]
             for status in news:

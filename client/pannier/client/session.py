@@ -68,6 +68,8 @@ class Session:
         self._welcome: sidecar_pb2.Welcome | None = None
         self._problem: PannierError | None = None
         self._connected = threading.Event()
+        self._answered = threading.Event()
+        """The sidecar took us, or said why it doesn't."""
         self._closed = threading.Event()
 
     @classmethod
@@ -102,16 +104,14 @@ class Session:
         session = cls(where, who, hint=hint, revive=revive)
         listening = threading.Thread(target=session._listen, name="pannier-connect", daemon=True)
         listening.start()
-        if not session._connected.wait(CONNECT_S):
-            problem = session._problem
+        answered = session._answered.wait(CONNECT_S)
+        problem = session._problem
+        if not session._connected.is_set():
             session.close()
-            if problem is not None and not isinstance(problem, UnavailableError):
+            if answered and problem is not None:
                 raise problem
             why = f" ({problem})" if problem else ""
             raise UnavailableError(f"no {session.peer} answers; {hint}{why}")
-        if isinstance(session._problem, VersionMismatchError):
-            session.close()
-            raise session._problem
         return session
 
     @property
@@ -234,6 +234,8 @@ class Session:
             # A future: one that is cancellable around a fork.
             return getattr(stub, method).future(request, timeout=timeout)
 
+        if isinstance(self._problem, VersionMismatchError):
+            raise self._problem
         with self._line.call(start) as call:
             try:
                 return call.result()
@@ -304,6 +306,8 @@ class Session:
                     _log.warning("lost the %s: %s; connecting again", self.peer, error)
                     failures = 0
                 self._problem = error
+                if not isinstance(error, UnavailableError):
+                    self._answered.set()
                 failures += 1
             finally:
                 self._connected.clear()
@@ -356,6 +360,7 @@ class Session:
             self._welcome = welcome
             self._problem = None
             self._connected.set()
+            self._answered.set()
         elif response.HasField("save"):
             with self._lock:
                 listener = self._listeners.get(identity.save_text(response.save.save))

@@ -1,0 +1,163 @@
+"""The handle: both of torch's types in one, never cancelled, never leaked."""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+
+import pytest
+from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
+
+from pannier.client.handle import Resolver, SaveHandle, SaveResult
+from pannier.v1 import save_pb2
+from pannier.wire.errors import SaveAbortedError
+
+RESULT = SaveResult("/x/y", "i1-g00000000-s1", 10, 20, {"plan": 0.1})
+
+
+def make() -> tuple[SaveHandle, Resolver]:
+    handle = SaveHandle("job/i/g/1", "/x/y")
+    return handle, Resolver(handle)
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def test_it_is_both_a_future_and_torchs_response() -> None:
+    handle, _ = make()
+    assert isinstance(handle, concurrent.futures.Future)
+    assert isinstance(handle, AsyncSaveResponse)
+
+
+def test_it_is_hashable_and_equal_to_itself_only() -> None:
+    one, other = make()[0], make()[0]
+    assert len({one, other, one}) == 2
+    assert one != other
+    assert "SaveHandle" in repr(one)
+
+
+def test_it_cannot_be_cancelled() -> None:
+    handle, resolver = make()
+    assert not handle.cancel()
+    assert not handle.upload_completion.cancel()
+    assert not handle.staging_completion.cancel()
+    assert resolver.resolve(RESULT)
+    assert handle.result(0) is RESULT
+
+
+def test_concurrent_futures_and_asyncio_take_it() -> None:
+    handle, resolver = make()
+    threading.Timer(0.05, lambda: resolver.resolve(RESULT)).start()
+    done, pending = concurrent.futures.wait([handle], timeout=5)
+    assert (done, pending) == ({handle}, set())
+    assert list(concurrent.futures.as_completed([handle])) == [handle]
+
+    async def ask() -> SaveResult:
+        return await asyncio.wrap_future(handle)
+
+    assert asyncio.run(ask()) is RESULT
+
+
+def test_staging_is_complete_before_the_upload() -> None:
+    handle, resolver = make()
+    resolver.staged()
+    assert handle.staging_completion.result(0) is None
+    assert not handle.upload_completion.done()
+    resolver.resolve(RESULT)
+    assert handle.upload_completion.result(0) is None
+
+
+def test_a_failure_is_raised_every_time_and_everywhere() -> None:
+    handle, resolver = make()
+    resolver.staged()
+    failure = save_pb2.Failure(rank=3, host="b", message="disk full")
+    resolver.fail(SaveAbortedError("aborted: rank 3", [failure]))
+    for future in (handle, handle.upload_completion, handle):
+        with pytest.raises(SaveAbortedError, match="rank 3") as raised:
+            future.result(0)
+        assert raised.value.failures[3].message == "disk full"
+    assert isinstance(handle.exception(0), SaveAbortedError)
+    assert handle.wait(0)
+
+
+def test_a_failure_before_staging_fails_the_staging_future_too() -> None:
+    handle, resolver = make()
+    resolver.fail(SaveAbortedError("no"))
+    with pytest.raises(SaveAbortedError):
+        handle.staging_completion.result(0)
+
+
+@pytest.mark.parametrize("how", ["result", "exception", "upload"])
+def test_asking_in_any_way_is_asking(how: str) -> None:
+    handle, resolver = make()
+    with pytest.raises(concurrent.futures.TimeoutError):
+        handle.result(0.01)
+    assert not resolver.verdict.asked
+    resolver.fail(SaveAbortedError("no"))
+    assert handle.wait(0)
+    assert str(handle.status())
+    assert not resolver.verdict.asked
+    if how == "exception":
+        handle.exception()
+    else:
+        with pytest.raises(SaveAbortedError):
+            (handle if how == "result" else handle.upload_completion).result()
+    assert resolver.verdict.asked
+
+
+def test_only_the_first_end_counts() -> None:
+    handle, resolver = make()
+    assert resolver.resolve(RESULT)
+    assert not resolver.fail(SaveAbortedError("late"))
+    assert handle.result(0) is RESULT
+    assert resolver.verdict.error is None
+
+
+def test_wait_says_whether_it_ended() -> None:
+    handle, resolver = make()
+    assert not handle.wait(0.01)
+    resolver.resolve(RESULT)
+    assert handle.wait()
+
+
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize("fails", [False, True])
+def test_it_is_freed_with_its_last_reference(fails: bool) -> None:
+    handle, resolver = make()
+    resolver.staged()
+    handle.add_done_callback(lambda future: future.exception())
+    futures = [handle.staging_completion, handle.upload_completion]
+    if fails:
+        resolver.fail(SaveAbortedError("no"))
+        assert handle.exception() is not None
+    else:
+        resolver.resolve(RESULT)
+        assert handle.result() is RESULT
+    gone = weakref.ref(handle)
+    del handle, resolver
+    assert gone() is None
+    assert all(future.done() for future in futures)
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_it_is_freed_after_its_error_was_raised_and_handled() -> None:
+    handle, resolver = make()
+    resolver.fail(SaveAbortedError("no"))
+    gone = weakref.ref(handle)
+
+    def ask(asked: list[SaveHandle]) -> None:
+        with contextlib.suppress(SaveAbortedError):
+            asked.pop().result()
+
+    holder = [handle]
+    del handle, resolver
+    ask(holder)
+    assert gone() is None
