@@ -1,0 +1,83 @@
+"""The command line with real daemons."""
+
+import os
+import signal
+import stat
+from pathlib import Path
+
+import psutil
+
+from pannier.wire import addresses
+from support.cli import pannier
+from support.daemons import Daemons, await_serving, clean_environment
+from support.processes import Process, python
+
+
+def test_both_daemons_tell_their_status_and_end_on_sigterm(daemons: Daemons) -> None:
+    for daemon in (daemons.coordinator, daemons.sidecar):
+        answer = pannier("status", "--json", "--address", daemon.address).json()
+        assert answer["saves"] == []
+        assert answer["daemon_state"] == "serving"
+    for daemon in (daemons.sidecar, daemons.coordinator):
+        assert daemon.stop() == 0, daemon.log()
+        assert pannier("status", "--address", daemon.address).code == 3
+
+
+def test_a_killed_daemon_starts_again_on_the_same_socket(daemons: Daemons) -> None:
+    for daemon in (daemons.coordinator, daemons.sidecar):
+        daemon.kill()
+        assert pannier("status", "--address", daemon.address).code == 3
+        daemon.start()
+        assert pannier("status", "--address", daemon.address).code == 0
+
+
+def test_the_sidecar_runs_without_torch(daemons: Daemons) -> None:
+    maps = Path(f"/proc/{daemons.sidecar.pid}/maps").read_text()
+    assert "cygrpc" in maps
+    assert "libtorch" not in maps
+    assert "numpy" not in maps
+
+
+def test_a_wrong_setting_stops_a_daemon_with_2_and_its_name(daemons: Daemons) -> None:
+    result = pannier(
+        *("sidecar", "--address", f"unix://{daemons.directory}/x.sock", "--memory", "1MiB"),
+        *("--coordinator", daemons.coordinator_address, "--spool", str(daemons.spool / "x")),
+    )
+    assert result.code == 2, result
+    assert "--memory" in result.err
+    assert "Traceback" not in result.err
+
+
+def test_up_runs_both_keeps_them_and_leaves_when_idle(embedded: Path, tmp_path: Path) -> None:
+    process = Process(
+        "up",
+        python("-m", "pannier.cli", "up", "--runtime-dir", str(embedded), "--idle-exit", "3"),
+        environment=clean_environment(),
+        log=tmp_path / "up.log",
+    )
+    try:
+        address = addresses.embedded_sidecar(embedded)
+        await_serving(address, process=process)
+        await_serving(addresses.embedded_coordinator(embedded), process=process)
+        assert pannier("status").code == 0, "the default address is the embedded sidecar's"
+        for socket in embedded.glob("*.sock"):
+            assert stat.S_IMODE(socket.stat().st_mode) == 0o600, socket
+
+        sidecar = _child(process.pid, "sidecar")
+        for connection in psutil.Process(sidecar).net_connections():
+            assert connection.status != psutil.CONN_LISTEN, "an embedded daemon listens on TCP"
+        os.kill(sidecar, signal.SIGKILL)
+        psutil.wait_procs([psutil.Process(process.pid)], timeout=0.5)
+        await_serving(address, process=process)
+        assert _child(process.pid, "sidecar") != sidecar
+
+        assert process.wait(30) == 0, "left for idleness"
+    finally:
+        process.close()
+
+
+def _child(parent: int, command: str) -> int:
+    for child in psutil.Process(parent).children():
+        if command in child.cmdline():
+            return child.pid
+    raise AssertionError(f"no {command} below process {parent}")
