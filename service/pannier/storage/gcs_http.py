@@ -109,7 +109,9 @@ class GcsConnection:
         settings.update(asynchronous=True, skip_instance_cache=True)
         try:
             fs = await in_thread(GCSFileSystem, **settings)
-            await fs._set_session()
+            session = await fs._set_session()
+            # Else aiohttp sends a whole chunk again, silently, when a connection breaks.
+            session._retry_connection = False
         except (TypeError, ValueError, OSError, google.auth.exceptions.GoogleAuthError) as error:
             raise ConfigurationError(
                 f"Google Cloud Storage can't be set up: {error}; {_CREDENTIALS_HINT}"
@@ -212,7 +214,7 @@ def _error(answer: Answer, what: str) -> StorageError:
     said = _provider_text(answer)
     text = f"{what}: {answer.status} {said}"
     status = answer.status
-    if status in (408, 429) or status >= 500:
+    if status in (408, 429) or (status >= 500 and status != 501):
         after = answer.headers.get("Retry-After", "")
         return TransientError(text, float(after) if after.isdigit() else 0)
     if status in (401, 403):

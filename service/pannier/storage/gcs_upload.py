@@ -4,22 +4,18 @@ After a failure the server is asked how far it is, and the upload goes on there.
 Nothing can be seen of the object before its last chunk has arrived.
 """
 
-import asyncio
 import base64
 import json
-import logging
-from contextlib import suppress
 from typing import Any
 
 from pannier.storage.base import NotFoundError, Progress, Retried, StorageError
+from pannier.storage.cleanup import clean_up
 from pannier.storage.feed import Feed
 from pannier.storage.gcs_http import Answer, GcsConnection, Slices
 from pannier.storage.retrying import TransientError, retry
 
-_CANCEL_S = 5.0
 _SESSIONS = 3
 """Upload sessions that may be lost by the server before we give up."""
-_log = logging.getLogger(__name__)
 
 
 class _SessionLostError(StorageError):
@@ -94,7 +90,7 @@ class ResumableUpload:
                 held = reached
                 progress(held)
         except BaseException:
-            await self._cancel()
+            await clean_up(self._cancel(), "an upload session may be left")
             raise
 
     async def _start(self) -> str:
@@ -168,18 +164,10 @@ class ResumableUpload:
 
     async def _cancel(self) -> None:
         """Deletes the session; without an answer, the server does in a week."""
-        request = asyncio.ensure_future(
-            self._connection.request(
-                "DELETE",
-                self._session,
-                what=self._what,
-                headers={"Content-Length": "0"},
-                expected=(200, 204, 404, 410, 499),
-            )
+        await self._connection.request(
+            "DELETE",
+            self._session,
+            what=self._what,
+            headers={"Content-Length": "0"},
+            expected=(200, 204, 404, 410, 499),
         )
-        with suppress(asyncio.CancelledError):
-            await asyncio.wait({request}, timeout=_CANCEL_S)
-        if not request.done():
-            request.cancel()
-        elif not request.cancelled() and (error := request.exception()) is not None:
-            _log.warning("an upload session could not be deleted: %s", error)

@@ -58,6 +58,9 @@ async def retry(
         error = state.outcome.exception() if state.outcome else None
         retried(str(error))
 
+    async def once() -> T:
+        return await operation()
+
     attempts = AsyncRetrying(
         retry=retry_if_exception_type(TransientError),
         wait=wait,
@@ -66,7 +69,7 @@ async def retry(
         reraise=True,
     )
     try:
-        return await attempts(operation)
+        return await attempts(once)
     except TransientError as error:
         tries = attempts.statistics.get("attempt_number", 1)
         raise StorageError(

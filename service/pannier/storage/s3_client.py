@@ -1,0 +1,156 @@
+"""Requests to S3 over s3fs' client, each made once, with errors in the store's words.
+
+s3fs gives credentials, endpoint and the account to bill. Its retries and botocore's
+are off (:mod:`pannier.storage.retrying` does it).
+"""
+
+import asyncio
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import aiohttp
+import botocore.exceptions as boto
+from s3fs import S3FileSystem
+
+from pannier.storage.base import DeniedError, NotFoundError, StorageError
+from pannier.storage.retrying import TransientError
+from pannier.storage.sharing import Lease
+from pannier.storage.threads import in_thread
+from pannier.wire.errors import ConfigurationError
+
+CONNECT_S = 15
+SILENCE_S = 60
+SLOWEST_BYTES_PER_S = 128 << 10
+_CREDENTIALS_HINT = (
+    "check which credentials the daemon uses (storage options 'key' and 'secret' or 'profile', "
+    "AWS_* variables, or the machine's role) and that they may put, get, list and delete objects "
+    "and abort multipart uploads there"
+)
+_OVERLOAD = {
+    "ConditionalRequestConflict",
+    "InternalError",
+    "OperationAborted",
+    "RequestTimeTooSkewed",
+    "RequestTimeout",
+    "ServiceUnavailable",
+    "SlowDown",
+    "Throttling",
+    "ThrottlingException",
+}
+_CHECKSUM = {"BadDigest", "InvalidDigest", "XAmzContentChecksumMismatch"}
+
+
+class PreconditionError(StorageError):
+    """412: If-Match or If-None-Match didn't hold."""
+
+
+class ChecksumRefusedError(StorageError):
+    """The server's checksum of what arrived isn't the one that was sent along."""
+
+
+class BeyondEndError(StorageError):
+    """416: the object ends before the range that was asked for."""
+
+
+class S3Connection:
+    """A client; of one event loop."""
+
+    def __init__(self, fs: S3FileSystem) -> None:
+        self._fs = fs
+
+    @classmethod
+    async def open(cls, options: Mapping[str, Any]) -> "S3Connection":
+        """Finds credentials as s3fs does. Raises ConfigurationError."""
+        settings = {"use_listings_cache": False, **options}
+        settings["config_kwargs"] = {
+            "connect_timeout": CONNECT_S,
+            "read_timeout": SILENCE_S,
+            "max_pool_connections": 64,
+            "request_checksum_calculation": "when_required",
+            "response_checksum_validation": "when_required",
+            **settings.get("config_kwargs", {}),
+            "retries": {"total_max_attempts": 1},
+        }
+        settings.update(asynchronous=True, skip_instance_cache=True)
+        try:
+            fs = await in_thread(S3FileSystem, **settings)
+            await fs.set_session()
+        except (TypeError, ValueError, KeyError, OSError, boto.BotoCoreError) as error:
+            raise ConfigurationError(f"S3 can't be set up: {error}; {_CREDENTIALS_HINT}") from error
+        return cls(fs)
+
+    async def close(self) -> None:
+        """Closes the client's connections."""
+        await self._fs._s3creator.__aexit__(None, None, None)
+
+    async def call(
+        self, operation: str, *, what: str, size: int = 0, **arguments: Any
+    ) -> dict[str, Any]:
+        """One call of a client method, once; ``Body`` of an answer is read to its end.
+
+        Args:
+            operation: ``put_object``.
+            what: names the object in errors.
+            size: bytes that are sent or expected.
+
+        Raises:
+            TransientError, DeniedError, NotFoundError, PreconditionError, BeyondEndError,
+            ChecksumRefusedError, StorageError
+        """
+        limit_s = CONNECT_S + SILENCE_S + size / SLOWEST_BYTES_PER_S
+        try:
+            return await asyncio.wait_for(self._once(operation, arguments), limit_s)
+        except boto.ClientError as error:
+            raise _error(error, what) from error
+        except (
+            boto.NoCredentialsError,
+            boto.PartialCredentialsError,
+            boto.CredentialRetrievalError,
+            boto.TokenRetrievalError,
+        ) as error:
+            raise DeniedError(f"{what}: {error}; {_CREDENTIALS_HINT}") from error
+        except (
+            boto.HTTPClientError,
+            boto.ResponseStreamingError,
+            aiohttp.ClientError,
+            asyncio.TimeoutError,
+            OSError,
+        ) as error:
+            raise TransientError(f"{what}: {type(error).__name__}: {error}") from error
+        except boto.BotoCoreError as error:
+            raise StorageError(f"{what}: {error}") from error
+
+    async def _once(self, operation: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        client = await self._fs.get_s3(arguments["Bucket"])
+        method = getattr(client, operation)
+        answer: dict[str, Any] = await method(**self._fs._get_s3_method_kwargs(method, **arguments))
+        if "Body" in answer:
+            async with answer["Body"] as body:
+                answer["Body"] = await body.read()
+        return answer
+
+
+def _error(error: boto.ClientError, what: str) -> StorageError:
+    status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+    code = str(error.response.get("Error", {}).get("Code", ""))
+    text = f"{what}: {status} {code} {error.response.get('Error', {}).get('Message', '')}".rstrip()
+    if code in _CHECKSUM or (code == "InvalidRequest" and "checksum" in text.lower()):
+        return ChecksumRefusedError(text)
+    if code in _OVERLOAD or status in (408, 429) or (status >= 500 and status != 501):
+        return TransientError(text)
+    if status in (401, 403):
+        return DeniedError(f"{text}; {_CREDENTIALS_HINT}")
+    if status == 404:
+        return NotFoundError(f"{text}; check the bucket's name, and the object's")
+    if status == 416:
+        return BeyondEndError(text)
+    if status == 412:
+        return PreconditionError(text)
+    return StorageError(text)
+
+
+def lease(options: Mapping[str, Any]) -> Lease[S3Connection]:
+    """A share in the connection for these options."""
+    key = json.dumps(["s3", options], sort_keys=True, default=repr)
+    return Lease(key, lambda: S3Connection.open(options), S3Connection.close)

@@ -1,0 +1,342 @@
+"""Google Cloud Storage when things go wrong, by real gcsfs over HTTP."""
+
+import asyncio
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pannier.storage import (
+    ConflictError,
+    DeniedError,
+    IntegrityError,
+    NotFoundError,
+    ObjectInfo,
+    StorageError,
+    open_store,
+)
+from pannier.storage.gcs import GcsStore
+from support.gcs_server import GcsServer
+from support.sources import FileSource, some_bytes
+
+BIG = (17 << 20) + 4321
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GcsServer]:
+    with GcsServer(tmp_path_factory.mktemp("gcs")) as server:
+        yield server
+
+
+@pytest.fixture
+def server(shared: GcsServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[GcsServer]:
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", shared.url)
+    monkeypatch.setattr("pannier.storage.retrying.FIRST_WAIT_S", 0.01)
+    yield shared
+    shared.clear()
+    shared.options(ignore_preconditions=False, ignore_checksums=False)
+
+
+Body = Callable[[GcsStore], Coroutine[Any, Any, None]]
+
+
+@pytest.fixture
+def run(server: GcsServer, request: pytest.FixtureRequest) -> Callable[..., None]:
+    """Runs a coroutine with a store of its own in the bucket."""
+
+    def runner(body: Body, *, deadline_s: float = 20, bucket: str = "bucket") -> None:
+        async def main() -> None:
+            url = f"gs://{bucket}/{request.node.name}".replace("[", "-").replace("]", "")
+            store = open_store(url, deadline_s=deadline_s)
+            assert isinstance(store, GcsStore)
+            try:
+                await body(store)
+            finally:
+                await store.close()
+
+        asyncio.run(main())
+
+    return runner
+
+
+class Upload:
+    """An upload of ``size`` bytes, and what it said."""
+
+    def __init__(self, directory: Path, size: int = BIG) -> None:
+        self.data = some_bytes(size)
+        self.source = FileSource(directory / "spool", self.data)
+        self.progress: list[int] = []
+        self.retries: list[str] = []
+
+    async def to(self, store: GcsStore, key: str = "file") -> ObjectInfo:
+        info = await store.upload(
+            key, self.source, progress=self.progress.append, retried=self.retries.append
+        )
+        assert (info.size, info.crc32c) == (self.source.size, self.source.crc)
+        assert await store.read(key) == self.data
+        return info
+
+
+def chunks(server: GcsServer) -> list[str]:
+    """Ranges of the latest upload's chunks, in the order of their arrival."""
+    sent = [range_ for method, _, range_ in server.requests() if method == "PUT" and range_]
+    starts = [i for i, range_ in enumerate(sent) if range_.startswith("bytes 0-")]
+    return sent[starts[-1] :]
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        {"kind": "status", "method": "PUT", "status": 503, "times": 3},
+        {"kind": "status", "method": "PUT", "status": 429, "headers": {"Retry-After": "0"}},
+        {"kind": "status", "method": "PUT", "status": 408},
+        {"kind": "status", "method": "POST", "status": 500, "times": 2},
+        {"kind": "reset", "method": "PUT", "content_range": "bytes 8388608-"},
+        {"kind": "reset", "method": "POST"},
+        {"kind": "partial", "method": "PUT", "bytes": 3_000_000},
+        {"kind": "partial", "method": "PUT", "skip": 2, "bytes": 300_000},
+        {"kind": "lost", "method": "PUT"},
+        {"kind": "lost", "method": "PUT", "skip": 2},
+        {"kind": "lost", "method": "POST"},
+    ],
+    ids=lambda fault: "-".join(str(value) for value in fault.values()).replace("/", ""),
+)
+def test_an_upload_survives(
+    server: GcsServer, run: Callable[..., None], tmp_path: Path, fault: dict[str, Any]
+) -> None:
+    async def body(store: GcsStore) -> None:
+        server.fault(**fault)
+        upload = Upload(tmp_path)
+        await upload.to(store)
+        assert len(upload.retries) == fault.get("times", 1)
+        assert upload.progress == sorted(upload.progress)
+
+    run(body)
+    assert server.faults()[0]["hits"] == fault.get("times", 1)
+
+
+def test_a_cut_upload_goes_on_where_the_server_is(
+    server: GcsServer, run: Callable[..., None], tmp_path: Path
+) -> None:
+    async def body(store: GcsStore) -> None:
+        server.fault(kind="partial", method="PUT", skip=1, bytes=3_000_000)
+        await Upload(tmp_path).to(store)
+
+    run(body)
+    held = (8 << 20) + 3_000_000 // (256 << 10) * (256 << 10)
+    assert chunks(server) == [
+        f"bytes 0-{(8 << 20) - 1}/{BIG}",
+        f"bytes {8 << 20}-{(16 << 20) - 1}/{BIG}",
+        f"bytes */{BIG}",
+        f"bytes {held}-{(16 << 20) - 1}/{BIG}",
+        f"bytes {16 << 20}-{BIG - 1}/{BIG}",
+    ]
+
+
+def test_a_lost_session_is_begun_again(
+    server: GcsServer, run: Callable[..., None], tmp_path: Path
+) -> None:
+    async def body(store: GcsStore) -> None:
+        server.fault(kind="status", method="PUT", status=410, skip=1, message="session expired")
+        upload = Upload(tmp_path)
+        await upload.to(store)
+        assert len(upload.retries) == 1
+        assert "session expired" in upload.retries[0]
+
+    run(body)
+
+
+@pytest.mark.parametrize("size", [1000, BIG])
+@pytest.mark.parametrize("checked_by", ["server", "client"])
+def test_corruption_on_the_way_is_found_and_sent_again(
+    server: GcsServer, run: Callable[..., None], tmp_path: Path, checked_by: str, size: int
+) -> None:
+    async def body(store: GcsStore) -> None:
+        server.options(ignore_checksums=checked_by == "client")
+        where = {"path": "uploadType=multipart"} if size == 1000 else {"method": "PUT"}
+        server.fault(kind="corrupt", **where)
+        upload = Upload(tmp_path, size)
+        await upload.to(store)
+        assert len(upload.retries) == 1
+        assert "crc32c" in upload.retries[0].lower()
+
+    run(body)
+
+
+def test_corruption_twice_fails_with_both_checksums_and_leaves_nothing(
+    server: GcsServer, run: Callable[..., None], tmp_path: Path
+) -> None:
+    async def body(store: GcsStore) -> None:
+        server.options(ignore_checksums=True)
+        server.fault(kind="corrupt", method="PUT", content_range="bytes 0-", times=-1)
+        upload = Upload(tmp_path)
+        with pytest.raises(IntegrityError, match=f"{upload.source.crc:08x}"):
+            await upload.to(store)
+        assert await store.list() == []
+
+    before = server.sessions()
+    run(body)
+    assert server.sessions() == before
+
+
+def test_corruption_of_what_is_read_is_found(server: GcsServer, run: Callable[..., None]) -> None:
+    async def body(store: GcsStore) -> None:
+        await store.create("a", b"content")
+        server.fault(kind="corrupt", method="GET")
+        assert await store.read("a") == b"content"
+
+    run(body)
+    assert server.faults()[0]["hits"] == 1
+
+
+def test_a_lost_answer_to_a_create_is_a_success(
+    server: GcsServer, run: Callable[..., None]
+) -> None:
+    async def body(store: GcsStore) -> None:
+        server.fault(kind="lost", method="POST")
+        await store.create("decision", b"COMMIT by us")
+        with pytest.raises(ConflictError):
+            await store.create("decision", b"ABORT by others")
+        seen = await store.stat("decision")
+        assert seen is not None
+        server.fault(kind="lost", method="POST")
+        await store.replace("decision", b"new", expected=seen.generation)
+        assert await store.read("decision") == b"new"
+
+    run(body)
+
+
+def test_a_try_that_failed_before_others_won_is_a_conflict(
+    server: GcsServer, run: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pannier.storage.retrying.FIRST_WAIT_S", 0.5)
+
+    async def body(store: GcsStore) -> None:
+        seen = await store.create("m", b"0")
+        server.fault(kind="status", method="POST", status=503, headers={"Retry-After": "1"})
+        ours = asyncio.create_task(store.replace("m", b"ours", expected=seen.generation))
+        while not server.faults()[0]["hits"]:  # noqa: ASYNC110 (another process)
+            await asyncio.sleep(0)
+        theirs = await store.replace("m", b"theirs", expected=seen.generation)
+        with pytest.raises(ConflictError) as error:
+            await ours
+        assert error.value.current is not None
+        assert error.value.current.generation == theirs.generation
+        assert await store.read("m") == b"theirs"
+
+    run(body)
+
+
+def test_denied_is_final_and_says_what_to_check(
+    server: GcsServer, run: Callable[..., None], tmp_path: Path
+) -> None:
+    async def body(store: GcsStore) -> None:
+        for status in (401, 403):
+            server.clear()
+            server.fault(kind="status", status=status, times=-1, message="robot has no access")
+            began = time.monotonic()
+            for operation in (store.probe(), Upload(tmp_path).to(store), store.list()):
+                with pytest.raises(DeniedError, match=r"robot has no access.*objectUser"):
+                    await operation
+            assert time.monotonic() - began < 5
+
+    run(body)
+
+
+def test_a_missing_bucket_is_final(
+    server: GcsServer, run: Callable[..., None], tmp_path: Path
+) -> None:
+    async def body(store: GcsStore) -> None:
+        upload = Upload(tmp_path)
+        calls = (store.probe(), upload.to(store), store.list(), store.stat("a"), store.read("a"))
+        for operation in calls:
+            with pytest.raises(NotFoundError, match="bucket does not exist"):
+                await operation
+        assert upload.retries == []
+
+    run(body, bucket="no-such-bucket")
+
+
+def test_trouble_ends_at_the_deadline_with_its_reason(
+    server: GcsServer, run: Callable[..., None], tmp_path: Path
+) -> None:
+    async def body(store: GcsStore) -> None:
+        server.fault(kind="status", method="PUT", status=503, times=-1, message="backend is busy")
+        upload, began = Upload(tmp_path), time.monotonic()
+        with pytest.raises(StorageError, match=r"backend is busy.*given up after \d+ tries"):
+            await upload.to(store)
+        assert 0.2 < time.monotonic() - began < 5
+        assert len(upload.retries) > 1
+
+    before = server.sessions()
+    run(body, deadline_s=1)
+    assert server.sessions() == before
+
+
+def test_a_silent_server_is_given_up(
+    server: GcsServer,
+    run: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pannier.storage.gcs_http.SILENCE_S", 0.2)
+
+    async def body(store: GcsStore) -> None:
+        server.fault(kind="delay", method="POST", seconds=2)
+        await store.create("a", b"1")
+
+    began = time.monotonic()
+    run(body)
+    assert time.monotonic() - began < 1.9
+    assert server.faults()[0]["hits"] == 1
+
+
+def test_a_store_that_ignores_preconditions_is_refused(
+    server: GcsServer, run: Callable[..., None]
+) -> None:
+    async def body(store: GcsStore) -> None:
+        server.options(ignore_preconditions=True)
+        with pytest.raises(StorageError, match="ignores preconditions"):
+            await store.probe()
+        assert await store.list() == []
+
+    run(body)
+
+
+def test_stores_of_one_loop_share_a_connection_and_close_independently(
+    server: GcsServer, run: Callable[..., None]
+) -> None:
+    async def body(store: GcsStore) -> None:
+        other = open_store(store.url, deadline_s=20)
+        await asyncio.gather(store.create("a", b"1"), other.create("b", b"2"))
+        await other.close()
+        await other.close()
+        assert await store.read("b") == b"2"
+        with pytest.raises(StorageError, match="closed"):
+            await other.read("b")
+
+    run(body)
+
+
+def test_listing_follows_pages(server: GcsServer, run: Callable[..., None]) -> None:
+    async def body(store: GcsStore) -> None:
+        keys = [f"r/{i:04}" for i in range(1003)]
+        for at in range(0, len(keys), 100):
+            await asyncio.gather(*(store.create(key, b"") for key in keys[at : at + 100]))
+        assert [info.key for info in await store.list("r/")] == keys
+
+    run(body)
+
+
+def test_storage_needs_no_torch_and_no_layout_lookup() -> None:
+    script = """
+import sys
+from pannier.storage import open_store
+open_store("gs://bucket/a"); open_store("s3://bucket/a")
+unwanted = {"torch", "numpy", "gcsfs.extended_gcsfs"} & set(sys.modules)
+assert not unwanted, unwanted
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
