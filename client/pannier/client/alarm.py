@@ -25,8 +25,9 @@ class Alarm:
         self.due = time.monotonic() + self._delay_s
 
     def cancel(self) -> None:
-        """The function won't run, unless it is running already."""
+        """The function won't run, unless it is running already; it is let go."""
         self._alarms._remove(self)
+        self._ring = _nothing
 
 
 class Alarms:
@@ -72,9 +73,18 @@ class Alarms:
                 if not due:
                     next_due = min((a.due for a in self._pending), default=None)
                     self._condition.wait(None if next_due is None else next_due - now)
-            for alarm in due:
-                try:
-                    alarm._ring()
-                except Exception:  # noqa: BLE001 - one alarm must not silence the others
-                    _log.exception("an alarm failed")
-            due = []
+            while due:
+                self._ring(due.pop())
+
+    @staticmethod
+    def _ring(alarm: Alarm) -> None:
+        try:
+            alarm._ring()
+        except Exception:  # noqa: BLE001 - one alarm must not silence the others
+            _log.exception("an alarm failed")
+        finally:
+            alarm._ring = _nothing
+
+
+def _nothing() -> None:
+    """What a spent alarm does."""

@@ -21,7 +21,7 @@ from pannier.client import checkpoints, embedded, load, staging
 from pannier.client.arena import ArenaPool
 from pannier.client.config import Settings, load_settings
 from pannier.client.handle import Resolver, SaveHandle, SaveResult, Verdict
-from pannier.client.identity import Group, World, is_alone
+from pannier.client.identity import Group, Identity, World, is_alone
 from pannier.client.line import keep_in_children
 from pannier.client.planning import Planning
 from pannier.client.saving import Saving, fail_request
@@ -37,6 +37,7 @@ from pannier.wire.errors import (
     PannierError,
     SaveAbortedError,
     SaveSkippedError,
+    UnavailableError,
 )
 
 _log = logging.getLogger(__name__)
@@ -126,11 +127,12 @@ class Client:
             _check_torch_only(async_checkpointer_type, async_stager, use_collectives)
             entry.checkpoint_id = _checkpoint_id(checkpoint_id, storage_writer)
             seconds = self.settings.save_timeout if timeout is None else _positive(timeout)
+            entry.checked = True
             return self._save(place, entry, state_dict, planner, on_busy, seconds)
         except BaseException as error:
             self._report(place, entry, error)
-            if isinstance(error, SaveSkippedError) and on_busy == "skip":
-                return _skipped(place, entry, error)
+            if isinstance(error, SaveSkippedError) and on_busy == "skip" and entry.checked:
+                return _skipped(entry, error)
             raise
 
     def save(self, state_dict: Mapping[str, Any], **arguments: Any) -> SaveResult:
@@ -357,6 +359,7 @@ class Client:
             place = self._places.get(alone)
             if place is None or not place.world.is_current():
                 if place is not None:
+                    # torch.distributed was set up anew; saves under way still end.
                     self._old_places.append(place)
                 place = self._places[alone] = _Place(World(alone=alone))
             return place
@@ -410,7 +413,10 @@ class _Entry:
         self.group = group
         self.number = number
         self.checkpoint_id = ""
+        self.checked = False
+        """What is raised from now on is about this save."""
         self.planned = False
+        """The coordinator may know of it."""
 
     def context(self, place: "_Place", session: Session) -> sidecar_pb2.SaveContext:
         who = session.identity
@@ -458,12 +464,11 @@ class _Place:
         who = self.world.identity(settings)
         if not settings.embedded:
             return Session.connect(settings, who)
-        session = Session.connect(
-            settings,
-            who,
-            address=embedded.ensure(settings),
-            revive=lambda: (embedded.ensure(settings), None)[1],
-        )
+        try:
+            session = self._embedded(settings, who)
+        except UnavailableError:
+            # They may have left, idle, while we found them.
+            session = self._embedded(settings, who)
         if settings.coordinator not in (None, session.welcome.coordinator):
             session.close()
             raise ConfigurationError(
@@ -472,6 +477,13 @@ class _Place:
                 "sidecar --coordinator ...` on this host and set PANNIER_SIDECAR"
             )
         return session
+
+    @staticmethod
+    def _embedded(settings: Settings, who: Identity) -> Session:
+        def revive() -> None:
+            embedded.ensure(settings)
+
+        return Session.connect(settings, who, address=embedded.ensure(settings), revive=revive)
 
 
 def _checkpoint_id(checkpoint_id: str | os.PathLike[str] | None, writer: Any) -> str:
@@ -522,7 +534,7 @@ def _positive(timeout: float) -> float:
     return float(timeout)
 
 
-def _skipped(place: _Place, entry: _Entry, error: SaveSkippedError) -> SaveHandle:
+def _skipped(entry: _Entry, error: SaveSkippedError) -> SaveHandle:
     """A handle of a save that the user's own ``on_busy="skip"`` ended."""
     handle = SaveHandle(f"{entry.group.name}/{entry.number}", entry.checkpoint_id)
     Resolver(handle).fail(error, quietly=True)

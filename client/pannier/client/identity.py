@@ -15,12 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import (
-    PrefixStore,
-    _get_default_group,
-    _get_default_store,
-)
+from torch.distributed.distributed_c10d import PrefixStore
 
+from pannier.client.compat import group_store
 from pannier.client.config import Settings
 from pannier.wire.errors import ConfigurationError, DeadlineError, InvalidRequestError
 from pannier.wire.identity import group_name
@@ -75,7 +72,7 @@ class World:
         self.alone = alone
         self.rank = 0 if alone else dist.get_rank()
         self.size = 1 if alone else dist.get_world_size()
-        self._default_group = None if alone else weakref.ref(_get_default_group())
+        self._default_group = None if alone else weakref.ref(dist.group.WORLD)
         self._lock = threading.Lock()
         self._numbers: dict[tuple[int, ...], int] = {}
         self._identity: Identity | None = None
@@ -84,7 +81,7 @@ class World:
         """Whether torch.distributed is still the one this was made from."""
         if self._default_group is None:
             return True
-        return dist.is_initialized() and self._default_group() is _get_default_group()
+        return dist.is_initialized() and self._default_group() is dist.group.WORLD
 
     def group(self, process_group: Any) -> Group:
         """The group of ``process_group`` (None: all ranks).
@@ -163,7 +160,7 @@ class World:
         )
 
     def _share(self, own: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        store = PrefixStore(_KEY, _get_default_store())
+        store = PrefixStore(_KEY, group_store(None))
         answer: queue.SimpleQueue[str | Exception] = queue.SimpleQueue()
 
         def ask() -> None:

@@ -197,7 +197,9 @@ class Saving:
                 )
             except BusyError as error:
                 if self._on_busy == "skip":
-                    raise SaveSkippedError(str(error)) from error
+                    skipped = SaveSkippedError(str(error))
+                    self.report(skipped)
+                    raise skipped from error
                 if self._on_busy == "raise" or self.deadline.passed:
                     raise
                 if self.stop.wait(_BUSY_PAUSE_S):

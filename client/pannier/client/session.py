@@ -34,6 +34,8 @@ _log = logging.getLogger(__name__)
 
 CONNECT_S: Final = 3.0
 """Until a sidecar that doesn't answer counts as unreachable."""
+EMBEDDED_S: Final = 15.0
+"""The same for daemons that may just be starting, on a machine that is busy with that."""
 RECONNECT_S: Final = 10.0
 """How long a call of the trainer's own thread waits for a sidecar that went away."""
 MAX_STREAMS: Final = 2
@@ -104,7 +106,7 @@ class Session:
         session = cls(where, who, hint=hint, revive=revive)
         listening = threading.Thread(target=session._listen, name="pannier-connect", daemon=True)
         listening.start()
-        answered = session._answered.wait(CONNECT_S)
+        answered = session._answered.wait(EMBEDDED_S if address else CONNECT_S)
         problem = session._problem
         if not session._connected.is_set():
             session.close()

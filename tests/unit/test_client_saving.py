@@ -1,0 +1,286 @@
+"""One save of one rank, from staged bytes to its end, against a scripted sidecar."""
+
+import ctypes
+import gc
+import shutil
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pannier.client import saving as saving_module
+from pannier.client.config import Settings
+from pannier.client.identity import Identity
+from pannier.client.saving import Saving, aborted, fail_request
+from pannier.client.session import Session
+from pannier.v1 import records_pb2, save_pb2, sidecar_pb2
+from pannier.wire.errors import (
+    BusyError,
+    DeadlineError,
+    IntegrityError,
+    PannierError,
+    SaveAbortedError,
+    SaveSkippedError,
+)
+from support.daemons import short_directory
+from support.scripted_sidecar import ScriptedSidecar, wait_until
+
+CONTEXT = sidecar_pb2.SaveContext(
+    save=save_pb2.SaveId(job="job", incarnation="abc", group="g1", number=1),
+    checkpoint_id="/x/y",
+    ranks=[0, 1],
+    world_size=2,
+    rank=0,
+    host="node-0",
+)
+
+
+class File:
+    def __init__(self, name: str, size: int) -> None:
+        self.name = name
+        self.size = size
+        self._buffer = ctypes.create_string_buffer(b"x" * size, size)
+        self.address = ctypes.addressof(self._buffer)
+
+
+@dataclass
+class Staged:
+    files: list[File]
+    varying: list[records_pb2.VaryingItem] = field(default_factory=list)
+
+    @property
+    def bytes(self) -> int:
+        return sum(file.size for file in self.files)
+
+
+@pytest.fixture
+def sidecar() -> Iterator[ScriptedSidecar]:
+    directory: Path = short_directory()
+    with ScriptedSidecar(directory) as scripted:
+        yield scripted
+    shutil.rmtree(directory)
+
+
+@pytest.fixture
+def session(sidecar: ScriptedSidecar) -> Iterator[Session]:
+    who = Identity(job="job", incarnation="abc", rank=0, world_size=2, host="h", client="c1")
+    connected = Session.connect(Settings(sidecar=sidecar.address), who)
+    yield connected
+    connected.close()
+
+
+def begin(session: Session, *, on_busy: str = "wait", timeout_s: float = 60) -> Saving:
+    saving = Saving(session, CONTEXT, on_busy=on_busy, timeout_s=timeout_s, ended=lambda _: None)
+    saving.planned("i1-g1-s1", "p1")
+    saving.staged(Staged([File(f"f{index}", 3 << 20) for index in range(5)]))
+    return saving
+
+
+def carry(saving: Saving) -> list[str]:
+    """Runs it to the end of this rank's part; what was let go."""
+    let_go: list[str] = []
+    carrier = threading.Thread(target=saving.carry, args=(lambda: let_go.append("arena"),))
+    carrier.start()
+    carrier.join(30)
+    assert not carrier.is_alive()
+    return let_go
+
+
+def test_a_committed_save_tells_what_it_was(session: Session, sidecar: ScriptedSidecar) -> None:
+    saving = begin(session)
+    assert saving.handle.status().state == "STAGING"
+    assert carry(saving) == ["arena"]
+    result = saving.handle.result(10)
+    assert (result.checkpoint_id, result.bytes) == ("/x/y", 5 * (3 << 20))
+    assert set(result.seconds) == {"plan", "stage", "ingest", "commit"}
+    (request,) = sidecar.asked(sidecar_pb2.HandOverRequest)
+    assert [file.name for file in request.files] == [f"f{index}" for index in range(5)]
+    assert (request.attempt, request.plan_id) == ("i1-g1-s1", "p1")
+    assert saving.handle.status().bytes_ingested == 5 * (3 << 20)
+
+
+def test_a_rank_without_files_hands_over_too(session: Session, sidecar: ScriptedSidecar) -> None:
+    saving = Saving(session, CONTEXT, on_busy="wait", timeout_s=60, ended=lambda _: None)
+    saving.planned("i1-g1-s1", "p1")
+    saving.staged(Staged([]))
+    carry(saving)
+    assert saving.handle.result(10).bytes == 0
+    assert len(sidecar.asked(sidecar_pb2.HandOverRequest)) == 1
+
+
+def test_at_most_two_files_are_on_their_way(session: Session, sidecar: ScriptedSidecar) -> None:
+    running: set[str] = set()
+    most: list[int] = []
+
+    def note(header: Any) -> None:
+        held = {name for name, spool in sidecar.files.items() if len(spool.data) < spool.size}
+        running.update({header.name})
+        most.append(len(held | {header.name}))
+
+    sidecar.on["Write"] = note
+    saving = begin(session)
+    carry(saving)
+    saving.handle.result(10)
+    assert running == {f"f{index}" for index in range(5)}
+    assert max(most) <= 2
+
+
+def test_the_news_of_an_abort_stop_the_streams_and_fail_the_handle(
+    session: Session, sidecar: ScriptedSidecar
+) -> None:
+    sidecar.stall_at = [0, 0]
+    saving = begin(session)
+    failure = save_pb2.Failure(
+        rank=1, host="node-1", kind=save_pb2.FAILURE_KIND_LOST, message="the process is gone"
+    )
+    threading.Timer(0.2, lambda: sidecar.abort(CONTEXT, failure)).start()
+    began = time.monotonic()
+    assert carry(saving) == ["arena"]
+    assert time.monotonic() - began < 5
+    with pytest.raises(SaveAbortedError, match=r"rank 1 \(node-1\): the process is gone") as raised:
+        saving.handle.result(5)
+    assert raised.value.failures[1].kind == save_pb2.FAILURE_KIND_LOST
+    assert not sidecar.asked(sidecar_pb2.FailRequest)
+
+
+def test_a_file_that_cannot_be_sent_ends_the_save_on_all_ranks(
+    session: Session, sidecar: ScriptedSidecar
+) -> None:
+    def refuse(_: Any) -> None:
+        raise IntegrityError("bytes changed")
+
+    sidecar.on["Write"] = refuse
+    saving = begin(session)
+    carry(saving)
+    with pytest.raises(SaveAbortedError, match="bytes changed"):
+        saving.handle.result(5)
+    failures = {request.failure.kind for request in sidecar.asked(sidecar_pb2.FailRequest)}
+    assert failures == {save_pb2.FAILURE_KIND_INTEGRITY}
+
+
+def test_without_news_of_the_abort_our_own_error_is_raised(
+    session: Session, sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saving_module, "_ABORT_NEWS_S", 0.2)
+    monkeypatch.setattr(sidecar, "abort", lambda *_: None)
+
+    def refuse(_: Any) -> None:
+        raise IntegrityError("bytes changed")
+
+    sidecar.on["HandOver"] = refuse
+    saving = begin(session)
+    carry(saving)
+    with pytest.raises(IntegrityError, match="bytes changed"):
+        saving.handle.result(5)
+
+
+def test_a_full_spool_is_waited_for(session: Session, sidecar: ScriptedSidecar) -> None:
+    times: list[float] = []
+
+    def full(_: Any) -> None:
+        times.append(time.monotonic())
+        if len(times) < 3:
+            raise BusyError("spool full")
+
+    sidecar.on["Write"] = full
+    saving = begin(session)
+    carry(saving)
+    assert saving.handle.result(10).total_bytes == 5 * (3 << 20)
+
+
+@pytest.mark.parametrize(
+    ("on_busy", "kind", "error", "asked"),
+    [
+        ("skip", save_pb2.FAILURE_KIND_SKIPPED, SaveSkippedError, True),
+        ("raise", save_pb2.FAILURE_KIND_SPOOL, SaveAbortedError, False),
+    ],
+)
+def test_a_full_spool_skips_or_fails_the_save(
+    session: Session,
+    sidecar: ScriptedSidecar,
+    on_busy: str,
+    kind: save_pb2.FailureKind,
+    error: type[PannierError],
+    asked: bool,
+) -> None:
+    def full(_: Any) -> None:
+        raise BusyError("spool full: 5 needed, 3 free")
+
+    sidecar.on["Write"] = full
+    saving = begin(session, on_busy=on_busy)
+    carry(saving)
+    wait_until(saving.handle.done)
+    assert saving.resolver.verdict.asked is asked
+    with pytest.raises(error, match="5 needed, 3 free"):
+        saving.handle.result(5)
+    assert sidecar.asked(sidecar_pb2.FailRequest)[0].failure.kind == kind
+
+
+def test_a_save_nobody_hears_of_ends_after_its_deadline(
+    session: Session, sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saving_module, "_GRACE_S", 0.1)
+    sidecar.commit = False
+    saving = begin(session, timeout_s=0.5)
+    carry(saving)
+    with pytest.raises(DeadlineError, match=r"job/abc/g1/1 to /x/y.*may still be"):
+        saving.handle.result(5)
+
+
+def test_status_follows_the_news(session: Session, sidecar: ScriptedSidecar) -> None:
+    sidecar.commit = False
+    saving = begin(session)
+    carry(saving)
+    news = save_pb2.SaveStatus(
+        save=CONTEXT.save,
+        state=save_pb2.SAVE_STATE_UPLOADING,
+        attempt="i1-g1-s1",
+        bytes_total=123,
+        waiting_on=save_pb2.WaitingOn(ranks=[1], text="ranks [1] (host node-1)"),
+    )
+    with sidecar.changed:
+        sidecar._news.append(news)
+        sidecar.changed.notify_all()
+    wait_until(lambda: saving.handle.status().state == "UPLOADING")
+    status = saving.handle.status()
+    assert status.total_bytes == 123
+    assert str(status) == (
+        "save job/abc/g1/1 to /x/y: UPLOADING, waiting for ranks [1] (host node-1)"
+    )
+
+
+def test_an_ended_save_leaves_nothing_behind(session: Session) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        saving = begin(session)
+        carry(saving)
+        saving.handle.result(10)
+        gone, handle_gone = weakref.ref(saving), weakref.ref(saving.handle)
+        wait_until(lambda: not session._listeners)
+        del saving
+        wait_until(lambda: gone() is None and handle_gone() is None, 2)
+    finally:
+        gc.enable()
+
+
+def test_causes_become_kinds() -> None:
+    error = ValueError("planner broke")
+    request = fail_request(CONTEXT, error)
+    assert request.failure.kind == save_pb2.FAILURE_KIND_CLIENT
+    assert request.failure.message == "ValueError: planner broke"
+    assert (request.failure.rank, request.failure.host) == (0, "node-0")
+
+
+def test_an_abort_names_every_cause_up_to_four() -> None:
+    failures = [save_pb2.Failure(rank=rank, host="h", message=f"m{rank}") for rank in range(6)]
+    error = aborted(save_pb2.SaveStatus(save=CONTEXT.save, failures=failures))
+    assert "m3" in str(error)
+    assert "m4" not in str(error)
+    assert "2 more" in str(error)
+    assert list(error.failures) == list(range(6))
