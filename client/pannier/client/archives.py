@@ -1,0 +1,107 @@
+"""The ``torch.save`` archive of a plain tensor, without the tensor.
+
+In: a dtype and a shape. Out: the bytes before and after the raw ones. Both
+depend on nothing else as long as the tensor is fresh, detached, contiguous and
+on the CPU; so offsets are known before any tensor is, and none is serialised.
+"""
+
+import io
+import math
+import mmap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import IO, Any, Final, cast
+
+import torch
+
+_NORESERVE: Final = getattr(mmap, "MAP_NORESERVE", 0x4000)
+
+
+def _known(*names: str) -> frozenset[torch.dtype]:
+    return frozenset(getattr(torch, name) for name in names if hasattr(torch, name))
+
+
+DTYPES: Final = _known(
+    *("float64", "float32", "float16", "bfloat16", "complex128", "complex64", "complex32"),
+    *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool"),
+    *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
+)
+"""The dtypes that have a template: raw bytes, no quantisation parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Archive:
+    """An archive is ``head``, then ``body`` raw row-major bytes, then ``tail``."""
+
+    head: bytes
+    body: int
+    tail: bytes
+
+    @property
+    def length(self) -> int:
+        """Bytes of the whole archive."""
+        return len(self.head) + self.body + len(self.tail)
+
+
+@lru_cache(maxsize=16384)
+def archive(dtype: torch.dtype, shape: Sequence[int]) -> Archive:
+    """The archive of a row-major tensor. ``shape`` is hashable: a tuple or torch.Size.
+
+    Loads with ``torch.load(weights_only=True)``. Thread-safe.
+
+    Raises ValueError for a dtype that isn't in :data:`DTYPES`.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"{dtype} has no archive template")
+    body = math.prod(shape) * dtype.itemsize
+    sink = _Sink(body)
+    with torch.serialization.skip_data():
+        torch.save(_hollow(dtype, shape, body), cast("IO[bytes]", sink))
+    head, tail = sink.parts()
+    return Archive(head, body, tail)
+
+
+def _hollow(dtype: torch.dtype, shape: Sequence[int], nbytes: int) -> torch.Tensor:
+    """A tensor that takes address space and no memory.
+
+    ``torch.empty`` would fill it when deterministic algorithms are on.
+    """
+    if not nbytes:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    reserved = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
+    return torch.frombuffer(reserved, dtype=dtype).view(tuple(shape))
+
+
+class _Sink:
+    """Keeps what is written; the one seek stands for the raw bytes."""
+
+    def __init__(self, body: int) -> None:
+        self._body = body
+        self._written = bytearray()
+        self._skipped_at: int | None = None
+
+    def parts(self) -> tuple[bytes, bytes]:
+        """What came before the raw bytes and after them."""
+        cut = self._skipped_at
+        if cut is None:
+            if self._body:
+                raise RuntimeError("torch.save wrote no raw bytes under skip_data")
+            cut = len(self._written)
+        return bytes(self._written[:cut]), bytes(self._written[cut:])
+
+    def flush(self) -> None:
+        pass
+
+    def write(self, data: Any, /) -> int:
+        self._written += data
+        return memoryview(data).nbytes
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        if whence != io.SEEK_CUR or offset != self._body or self._skipped_at is not None:
+            raise RuntimeError(f"torch.save sought {offset} from {whence} under skip_data")
+        self._skipped_at = len(self._written)
+        return self.tell()
+
+    def tell(self) -> int:
+        return len(self._written) + (self._body if self._skipped_at is not None else 0)

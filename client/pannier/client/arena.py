@@ -1,0 +1,292 @@
+"""Host memory that a rank stages into, recycled from save to save.
+
+In: the sizes of a save's data files. Out: an :class:`Arena` with a
+:class:`Region` for each, and a :class:`Spill` for what turns out to need
+another place. The pool owns the memory; an arena borrows it until it is
+released. Touching fresh pages costs about ten times the copy itself, so memory
+is populated when it is mapped and kept.
+"""
+
+import ctypes
+import errno
+import mmap
+import os
+import threading
+from collections.abc import Sequence
+from typing import Any, Final
+from weakref import WeakKeyDictionary, WeakSet
+
+from pannier.wire.errors import PannierError
+
+_PAGE: Final = mmap.PAGESIZE
+_HUGE_PAGE: Final = 2 << 20
+_SPILL_BYTES: Final = 1 << 20
+_MADV_POPULATE_WRITE: Final = 23
+
+# Calls through ctypes release the GIL, mmap.madvise() doesn't.
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+class _Mapping:
+    """Anonymous memory; unmapped with its last reference (views of it are references)."""
+
+    def __init__(self, capacity: int) -> None:
+        self.used_at = 0
+        self.capacity = 0
+        try:
+            self.memory = mmap.mmap(-1, capacity, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise _no_memory(capacity, error) from error
+        # Else a fork would share the pages, and the next save copy each of them.
+        self.memory.madvise(mmap.MADV_DONTFORK)
+        if capacity >= _HUGE_PAGE:
+            self._advise_huge()
+        _mapped.add(self.memory)
+        self._grown(capacity)
+
+    def grow(self, capacity: int) -> None:
+        """Keeps the content; the address may change. Fails while there are views."""
+        try:
+            self.memory.resize(capacity)
+        except OSError as error:
+            raise _no_memory(capacity, error) from error
+        self._grown(capacity)
+
+    def _grown(self, capacity: int) -> None:
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+        _populate(self.address + self.capacity, capacity - self.capacity)
+        self.capacity = capacity
+
+    def _advise_huge(self) -> None:
+        try:
+            self.memory.madvise(mmap.MADV_HUGEPAGE)
+        except OSError as error:
+            # A kernel without huge pages: only slower.
+            if error.errno != errno.EINVAL:
+                raise
+
+
+def _populate(address: int, size: int) -> None:
+    """Makes the kernel provide the pages now. Other Python threads go on meanwhile."""
+    if not size or _libc.madvise(address, size, _MADV_POPULATE_WRITE) == 0:
+        return
+    code = ctypes.get_errno()
+    if code != errno.EINVAL:
+        raise _no_memory(size, OSError(code, os.strerror(code)))
+    # Before Linux 5.14.
+    ctypes.memset(address, 0, size)
+
+
+def _no_memory(size: int, error: OSError) -> PannierError:
+    return PannierError(
+        f"the host has no {size} bytes of memory for staging ({error.strerror}): save less often, "
+        "lower PANNIER_MAX_IN_FLIGHT, or give the trainer more memory"
+    )
+
+
+_mapped: "WeakSet[mmap.mmap]" = WeakSet()
+
+
+def _after_fork() -> None:
+    # The child has no pages there and may map something else: it must never unmap them.
+    for memory in list(_mapped):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+class Region:
+    """Memory of one data file. Its content is whatever an earlier save left there."""
+
+    def __init__(self, mapping: _Mapping | None, size: int) -> None:
+        self._mapping = mapping
+        self.size = size
+        """Bytes."""
+        self.memory: Any = mapping.memory if mapping is not None else bytearray()
+        """The buffer whose first ``size`` bytes are the region."""
+        self.address = mapping.address if mapping is not None else 0
+        """Of the first byte; 0 when ``size`` is."""
+
+    @property
+    def view(self) -> memoryview:
+        """The bytes, writable."""
+        return memoryview(self.memory)[: self.size]
+
+    def zero(self, start: int, stop: int) -> None:
+        """Clears a range. Large ranges don't hold the GIL."""
+        assert 0 <= start <= stop <= self.size
+        if start < stop:
+            ctypes.memset(self.address + start, 0, stop - start)
+
+
+class Spill:
+    """Memory that grows: a data file whose size is known when it is written."""
+
+    def __init__(self, mapping: _Mapping) -> None:
+        self._mapping = mapping
+        self.size = 0
+        """Bytes written so far."""
+
+    @property
+    def memory(self) -> mmap.mmap:
+        """The buffer whose first ``size`` bytes are the spill. No view may outlive a write."""
+        return self._mapping.memory
+
+    @property
+    def address(self) -> int:
+        """Of the first byte; changes when the spill grows."""
+        return self._mapping.address
+
+    def write(self, data: Any) -> int:
+        """Appends a bytes-like object, as a file does; returns its length."""
+        with memoryview(data) as view:
+            start, length = self.size, view.nbytes
+            self.reserve(length)
+            self._mapping.memory[start : start + length] = view.cast("B") if length else b""
+        return length
+
+    def flush(self) -> None:
+        """Nothing is buffered (torch.save calls it)."""
+
+    def reserve(self, length: int) -> int:
+        """Appends ``length`` bytes of any content; returns their offset."""
+        start, end = self.size, self.size + length
+        if end > self._mapping.capacity:
+            self._mapping.grow(_rounded(max(end, 2 * self._mapping.capacity)))
+        self.size = end
+        return start
+
+    def align(self, position: int, alignment: int) -> None:
+        """Appends zeros until ``size + position`` is a multiple of ``alignment``."""
+        self.write(bytes(-(self.size + position) % alignment))
+
+
+class Arena:
+    """The memory of one save. Not thread-safe while it is written."""
+
+    def __init__(self, pool: "ArenaPool", regions: Sequence[Region], taken: list[_Mapping]) -> None:
+        self._pool = pool
+        self._taken = taken
+        self._spilled: _Mapping | None = None
+        self._spill: Spill | None = None
+        self.files = list(regions)
+        """One region per size asked for."""
+
+    @property
+    def spill(self) -> Spill:
+        """The growing file of this arena, empty at first."""
+        if self._spill is None:
+            self._spilled = self._pool._take_spill()
+            self._spill = Spill(self._spilled)
+        return self._spill
+
+    @property
+    def spilled(self) -> Spill | None:
+        """The growing file, if it was asked for."""
+        return self._spill
+
+
+class ArenaPool:
+    """Lends arenas and keeps their memory. Thread-safe.
+
+    Args:
+        limit: arenas that may be lent at the same time; the pool keeps no more
+            memory than that many of the largest.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._free: list[_Mapping] = []
+        self._free_spills: list[_Mapping] = []
+        self._lent: WeakKeyDictionary[Arena, int] = WeakKeyDictionary()
+        self._clock = 0
+        self._closed = False
+
+    def acquire(self, sizes: Sequence[int]) -> Arena:
+        """An arena with a region of each size, bytes; 0 is a size.
+
+        Raises PannierError when the host has no memory for it.
+        """
+        taken: list[_Mapping] = []
+        regions = []
+        with self._lock:
+            self._clock += 1
+            wanted = sum(_rounded(size) for size in sizes if size)
+            found = {i: self._find(size) for i, size in _largest_first(sizes)}
+            missing = sum(_rounded(size) for i, size in enumerate(sizes) if size and not found[i])
+            self._make_room(wanted, missing)
+        try:
+            for i, size in enumerate(sizes):
+                mapping = (found[i] or _Mapping(_rounded(size))) if size else None
+                if mapping is not None:
+                    taken.append(mapping)
+                regions.append(Region(mapping, size))
+        except BaseException:
+            with self._lock:
+                self._free += [mapping for mapping in found.values() if mapping is not None]
+            raise
+        arena = Arena(self, regions, taken)
+        with self._lock:
+            self._lent[arena] = sum(mapping.capacity for mapping in taken)
+        return arena
+
+    def release(self, arena: Arena) -> None:
+        """Takes the memory back; nothing of ``arena`` may be used afterwards."""
+        with self._lock:
+            if self._lent.pop(arena, None) is None:
+                return
+            taken, arena._taken = arena._taken, []
+            spilled, arena._spilled = arena._spilled, None
+            if self._closed:
+                return
+            for mapping in taken:
+                mapping.used_at = self._clock
+            self._free += taken
+            used = arena._spill.size if arena._spill is not None else 0
+            if spilled is not None and spilled.capacity <= max(4 * used, 16 * _SPILL_BYTES):
+                self._free_spills.append(spilled)
+
+    def close(self) -> None:
+        """Frees what isn't lent; the rest is freed when it is released."""
+        with self._lock:
+            self._closed = True
+            self._free.clear()
+            self._free_spills.clear()
+
+    def _find(self, size: int) -> _Mapping | None:
+        """The free mapping that fits best, taken out of the pool."""
+        fits = [m for m in self._free if size <= m.capacity <= 2 * _rounded(size)]
+        if not size or not fits:
+            return None
+        best = min(fits, key=lambda mapping: (mapping.capacity, -mapping.used_at))
+        self._free.remove(best)
+        return best
+
+    def _make_room(self, wanted: int, missing: int) -> None:
+        """Frees what was used longest ago, so that changing sizes don't pile up."""
+        if not missing:
+            return
+        lent = list(self._lent.values())
+        budget = self._limit * max([wanted, *lent])
+        self._free.sort(key=lambda mapping: -mapping.used_at)
+        kept = sum(mapping.capacity for mapping in self._free)
+        while self._free and kept + sum(lent) + wanted > budget:
+            kept -= self._free.pop().capacity
+
+    def _take_spill(self) -> _Mapping:
+        with self._lock:
+            if self._free_spills:
+                return self._free_spills.pop()
+        return _Mapping(_SPILL_BYTES)
+
+
+def _largest_first(sizes: Sequence[int]) -> list[tuple[int, int]]:
+    return sorted(enumerate(sizes), key=lambda pair: -pair[1])
+
+
+def _rounded(size: int) -> int:
+    unit = _HUGE_PAGE if size >= _HUGE_PAGE else _PAGE
+    return -(-size // unit) * unit

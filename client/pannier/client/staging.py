@@ -1,0 +1,328 @@
+"""The one copy: a rank's items from wherever they are into host memory.
+
+In: the planner's items with their planned places, and an arena. Out: data files
+in host memory, complete and ready to be sent; from then on the training loop
+may change anything. Each item is resolved once. A planned place is used only by
+a plain strided tensor of the planned dtype and shape; everything else is
+serialised at once, as DCP would store it, to the rank's objects file.
+"""
+
+import ctypes
+import io
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import IO, Any, Final, NamedTuple, cast
+
+import torch
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+
+from pannier.client import archives, compat
+from pannier.client.arena import Arena, ArenaPool, Region, Spill
+from pannier.client.planning import Planning, planned_archive
+from pannier.v1 import plan_pb2, records_pb2
+from pannier.wire import identity, layout
+from pannier.wire.errors import InvalidRequestError, PannierError
+
+Resolve = Callable[[WriteItem], torch.Tensor | io.BytesIO]
+
+_ASYNC_DEVICES: Final = frozenset({"cuda", "xpu"})
+"""Device types whose copies to the host can be queued and waited for together."""
+
+
+@dataclass(frozen=True)
+class StagedFile:
+    """A data file in host memory."""
+
+    name: str
+    """Relative to the checkpoint id."""
+    size: int
+    """Bytes."""
+    address: int
+    """Of the first byte; valid until the arena is released."""
+    keepalive: object
+    """Owner of the memory."""
+
+
+class Placed(NamedTuple):
+    """Where an item's archive lies."""
+
+    file: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Staged:
+    """What a rank holds in host memory for one save."""
+
+    files: list[StagedFile]
+    """Data files, without empty ones."""
+    varying: list[records_pb2.VaryingItem]
+    """Items that are not where the plan put them."""
+    placements: list[Placed]
+    """One per item."""
+    arena: Arena
+    """The memory; whoever acquired it releases it."""
+
+    @property
+    def bytes(self) -> int:
+        """Sum of the files' sizes."""
+        return sum(file.size for file in self.files)
+
+
+def stage(
+    planning: Planning, items: Sequence[WriteItem], final: plan_pb2.FinalPlan, arena: Arena
+) -> Staged:
+    """Copies the items that the final plan gave to this rank.
+
+    Args:
+        planning: resolves the items.
+        items: from ``planning.finish(final)``.
+        final: says where each item goes.
+        arena: acquired with the sizes of ``final.files``, in order.
+
+    Raises:
+        InvalidRequestError: an item can't be resolved or serialised; names its key.
+        PannierError: there is no memory.
+    """
+    names = [file.name for file in final.files]
+    writer = _Writer(names, _objects_name(names), arena)
+    placement = final.placement
+    placements, varying = [], []
+    for position, item, file, offset, length in zip(
+        final.positions, items, placement.file, placement.offset, placement.length, strict=True
+    ):
+        placed = writer.put(item, planning.resolve, _Slot(file, offset, length))
+        placements.append(placed)
+        if placed != (names[file], offset, length):
+            varying.append(
+                records_pb2.VaryingItem(
+                    position=position,
+                    file=placed.file,
+                    offset=placed.offset,
+                    length=placed.length,
+                )
+            )
+    return Staged(writer.finish(), varying, placements, arena)
+
+
+def stage_external(
+    items: Sequence[WriteItem],
+    resolve: Resolve,
+    attempt: str,
+    rank: int,
+    pool: ArenaPool,
+    *,
+    slots: bool = True,
+) -> Staged:
+    """Copies items of a plan that torch made, in a layout of this rank's own.
+
+    Args:
+        items: what this rank writes.
+        resolve: gives an item's value; called once for each.
+        attempt: name of the attempt, for the names of the files.
+        rank: global rank, for the names of the files.
+        pool: lends the arena: release ``Staged.arena`` to it.
+        slots: False when only the resolved values tell dtypes and shapes (see
+            :func:`pannier.client.planning.resolves_as_planned`).
+
+    Raises:
+        InvalidRequestError: an item can't be resolved or serialised; names its key.
+        PannierError: there is no memory.
+    """
+    planned = [planned_archive(item) if slots else None for item in items]
+    known = [archive for archive in planned if archive is not None]
+    laid = layout.lay_out(
+        [len(archive.head) for archive in known],
+        [archive.body for archive in known],
+        [len(archive.tail) for archive in known],
+    )
+    places = iter(zip(laid.file, laid.offset, laid.length, strict=True))
+    names = [identity.data_file(attempt, rank, index) for index in range(len(laid.sizes))]
+    arena = pool.acquire(laid.sizes)
+    try:
+        writer = _Writer(names, identity.objects_file(attempt, rank), arena)
+        placements = [
+            writer.put(item, resolve, _Slot(*next(places)) if archive is not None else None)
+            for item, archive in zip(items, planned, strict=True)
+        ]
+        return Staged(writer.finish(), [], placements, arena)
+    except BaseException:
+        pool.release(arena)
+        raise
+
+
+class _Slot(NamedTuple):
+    """A planned place; ``length`` is 0 when the plan knows none."""
+
+    file: int
+    offset: int
+    length: int
+
+
+class _Writer:
+    """Fills an arena, item by item, in the order of their places."""
+
+    def __init__(self, names: Sequence[str], objects: str, arena: Arena) -> None:
+        self._names = names
+        self._objects = objects
+        self._arena = arena
+        self._written = [0] * len(names)
+        """Per region: everything below it is this save's."""
+        self._queued: set[torch.device] = set()
+
+    def put(self, item: WriteItem, resolve: Resolve, slot: _Slot | None) -> Placed:
+        """Resolves one item and copies it; says where it went."""
+        try:
+            value = _checked(item, resolve(item))
+            tensor = _detached(value) if isinstance(value, torch.Tensor) else None
+            if slot is not None and slot.length:
+                region = self._claim(slot)
+                if tensor is not None and _is_plain(tensor) and _fits(tensor, item):
+                    self._fill(region, slot, tensor)
+                    return Placed(self._names[slot.file], slot.offset, slot.length)
+                region.zero(slot.offset, slot.offset + slot.length)
+            return self._spill(value if tensor is None else tensor)
+        except PannierError:
+            raise
+        except Exception as error:
+            raise InvalidRequestError(
+                f"{item.index.fqn!r} can't be saved: {type(error).__name__}: {error}"
+            ) from error
+
+    def finish(self) -> list[StagedFile]:
+        """Waits for the devices; nothing may be put afterwards."""
+        for region, written in zip(self._arena.files, self._written, strict=True):
+            region.zero(written, region.size)
+        self._wait()
+        files = [
+            StagedFile(name, region.size, region.address, region)
+            for name, region in zip(self._names, self._arena.files, strict=True)
+            if region.size
+        ]
+        spill = self._arena.spilled
+        if spill is not None and spill.size:
+            files.append(StagedFile(self._objects, spill.size, spill.address, spill))
+        return files
+
+    def _claim(self, slot: _Slot) -> Region:
+        """The slot's region, with the gap before the slot cleared."""
+        region, written = self._arena.files[slot.file], self._written[slot.file]
+        end = slot.offset + slot.length
+        if slot.offset < written or end > region.size:
+            raise PannierError(
+                f"the final plan puts bytes {slot.offset} to {end} into {self._names[slot.file]}, "
+                f"which has {region.size} bytes of which {written} are taken"
+            )
+        region.zero(written, slot.offset)
+        self._written[slot.file] = end
+        return region
+
+    def _fill(self, region: Region, slot: _Slot, tensor: torch.Tensor) -> None:
+        archive = archives.archive(tensor.dtype, tensor.shape)
+        if archive.length != slot.length:
+            raise PannierError(
+                f"the final plan has {slot.length} bytes for an archive of {archive.length}"
+            )
+        raw = slot.offset + len(archive.head)
+        tail = raw + archive.body
+        region.memory[slot.offset : raw] = archive.head
+        region.memory[tail : tail + len(archive.tail)] = archive.tail
+        self._copy(tensor, region, raw)
+
+    def _spill(self, value: torch.Tensor | io.BytesIO) -> Placed:
+        # Copies that are under way must have arrived before a growing file moves.
+        self._wait()
+        spill = self._arena.spill
+        if isinstance(value, io.BytesIO):
+            start = spill.size
+            spill.write(value.getbuffer())
+        elif _is_plain(value) and value.dtype in archives.DTYPES:
+            archive = archives.archive(value.dtype, value.shape)
+            spill.align(len(archive.head), layout.ALIGNMENT)
+            start = spill.size
+            spill.write(archive.head)
+            raw = spill.reserve(archive.body)
+            spill.write(archive.tail)
+            self._copy(value, spill, raw)
+        else:
+            start = spill.size
+            torch.save(_compact(value.cpu()), cast("IO[bytes]", spill))
+        return Placed(self._objects, start, spill.size - start)
+
+    def _copy(self, tensor: torch.Tensor, target: Region | Spill, offset: int) -> None:
+        """Copies a plain tensor's elements, row-major, without holding the GIL."""
+        if not tensor.numel():
+            return
+        if not tensor.untyped_storage().nbytes():
+            raise ValueError("its storage was freed (resized to 0)")
+        bits = tensor.is_conj() or tensor.is_neg()
+        if tensor.is_cpu and tensor.is_contiguous() and not bits:
+            ctypes.memmove(target.address + offset, tensor.data_ptr(), tensor.nbytes)
+            return
+        place = torch.frombuffer(
+            target.memory, dtype=tensor.dtype, count=tensor.numel(), offset=offset
+        ).view(tensor.shape)
+        if tensor.device.type not in _ASYNC_DEVICES:
+            place.copy_(tensor)
+            return
+        if bits:
+            # A queued copy would apply the bits on the host before the data is there.
+            tensor = tensor.resolve_conj().resolve_neg()
+        place.copy_(tensor, non_blocking=True)
+        self._queued.add(tensor.device)
+
+    def _wait(self) -> None:
+        for device in self._queued:
+            torch.get_device_module(device).current_stream(device).synchronize()
+        self._queued.clear()
+
+
+def _checked(item: WriteItem, value: Any) -> torch.Tensor | io.BytesIO:
+    wanted: type = io.BytesIO if item.type is WriteItemType.BYTE_IO else torch.Tensor
+    if not isinstance(value, wanted):
+        raise InvalidRequestError(
+            f"{item.index.fqn!r} can't be saved: the planner's resolve_data gave a "
+            f"{type(value).__name__} where its plan has a {wanted.__name__}"
+        )
+    return cast("torch.Tensor | io.BytesIO", value)
+
+
+def _detached(tensor: torch.Tensor) -> torch.Tensor:
+    if isinstance(tensor, compat.AsyncCollectiveTensor):
+        tensor = tensor.wait()
+    return tensor.detach()
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether dtype, shape and raw bytes are all there is to a detached tensor."""
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.layout is torch.strided
+        and not tensor.is_quantized
+        and not tensor.is_meta
+    )
+
+
+def _fits(tensor: torch.Tensor, item: WriteItem) -> bool:
+    data = item.tensor_data
+    return (
+        data is not None
+        and tensor.dtype == data.properties.dtype
+        and tensor.shape == data.chunk.sizes
+    )
+
+
+def _compact(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that brings no more storage along than it shows; as DCP does it."""
+    if tensor.untyped_storage().size() != tensor.nbytes:
+        return tensor.clone()
+    return tensor
+
+
+def _objects_name(names: Sequence[str]) -> str:
+    """Name of the objects file beside planned files of one rank."""
+    if not names:
+        return ""
+    stem, _, _ = names[0].rpartition("_")
+    return f"{stem}_objects.distcp"
