@@ -51,6 +51,7 @@ _ROUTES = [
             _OBJECT + r"/(?P<verb>copyTo|rewriteTo)/b/(?P<to_bucket>[^/]+)/o/(?P<to_name>[^/]+)",
             "copy",
         ),
+        ("POST", _OBJECT + r"/(?P<verb>moveTo)/o/(?P<to_name>[^/]+)", "copy"),
         ("GET", r"/storage/v1/b/(?P<bucket>[^/]+)/o/?", "list_objects"),
         ("GET", r"/storage/v1/b/(?P<bucket>[^/]+)", "get_bucket"),
         ("DELETE", r"/storage/v1/b/(?P<bucket>[^/]+)", "delete_bucket"),
@@ -395,15 +396,18 @@ class Service:
             if key.startswith("ifSource")
         }
         self.objects.check(source, conditions)
-        self.objects.bucket(call.match["to_bucket"])
+        verb, to_bucket = call.match["verb"], call.match.get("to_bucket", call.match["bucket"])
+        self.objects.bucket(to_bucket)
         kept = ("contentType", "metadata", "cacheControl", "contentEncoding")
         metadata = {key: source.resource[key] for key in kept if key in source.resource}
         metadata.update(await call.json())
         metadata["name"] = call.match["to_name"]
         content = self.objects.content()
         append_file(content, source.path)
-        resource = self._commit(call.match["to_bucket"], metadata, content, call.query)
-        if call.match["verb"] == "copyTo":
+        resource = self._commit(to_bucket, metadata, content, call.query)
+        if verb == "moveTo":
+            self.objects.delete(call.match["bucket"], call.match["name"], {})
+        if verb != "rewriteTo":
             return web.json_response(resource)
         return web.json_response(
             {

@@ -40,6 +40,8 @@ def make_directory(directory: Path) -> None:
     missing = []
     at = directory
     while not at.is_dir():
+        if at.exists():
+            raise NotADirectoryError(errno.ENOTDIR, f"{at} is not a directory")
         missing.append(at)
         at = at.parent
     for path in reversed(missing):

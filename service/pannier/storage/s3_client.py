@@ -110,7 +110,10 @@ class S3Connection:
             boto.TokenRetrievalError,
         ) as error:
             raise DeniedError(f"{what}: {error}; {_CREDENTIALS_HINT}") from error
+        except boto.SSLError as error:
+            raise StorageError(f"{what}: {error}") from error
         except (
+            boto.ConnectionError,
             boto.HTTPClientError,
             boto.ResponseStreamingError,
             aiohttp.ClientError,
