@@ -15,6 +15,7 @@ import grpc
 from pannier.v1 import plan_pb2, save_pb2, sidecar_pb2, sidecar_pb2_grpc
 from pannier.wire import addresses, chunks, errors, identity
 from pannier.wire.errors import PannierError
+from pannier.wire.layout import lay_out
 from pannier.wire.version import WIRE_VERSION
 
 Hook = Callable[[Any], None]
@@ -51,7 +52,7 @@ class ScriptedSidecar(sidecar_pb2_grpc.SidecarServicer):
         """Write streams break when a file has so many bytes; one entry a stream."""
         self.stall_at: list[int] = []
         """Write streams stop reading when a file has so many bytes; one entry a stream."""
-        self.plan = plan_pb2.FinalPlan(plan_id="p1", attempt="i1-g00000000-s1")
+        self.attempt = "i1-g00000000-s1"
         self.files: dict[str, Spool] = {}
         self.connects: list[sidecar_pb2.ConnectRequest] = []
         self.requests: list[Any] = []
@@ -115,7 +116,7 @@ class ScriptedSidecar(sidecar_pb2_grpc.SidecarServicer):
             save=save,
             id=identity.save_text(save),
             checkpoint_id=checkpoint_id,
-            attempt=self.plan.attempt,
+            attempt=self.attempt,
             state=state,
             failures=failures,
         )
@@ -174,7 +175,29 @@ class ScriptedSidecar(sidecar_pb2_grpc.SidecarServicer):
         self, request: sidecar_pb2.PlanRequest, context: grpc.ServicerContext
     ) -> sidecar_pb2.PlanResponse:
         self._take("Plan", request, context)
-        return sidecar_pb2.PlanResponse(plan=self.plan)
+        local = request.plan
+        slotted = [i for i, head in enumerate(local.head) if head]
+        layout = lay_out(
+            [local.head[i] for i in slotted],
+            [local.body[i] for i in slotted],
+            [local.tail[i] for i in slotted],
+        )
+        placed = zip(layout.file, layout.offset, layout.length, strict=True)
+        places = dict(zip(slotted, placed, strict=True))
+        rank, count = request.context.rank, len(local.head)
+        final = plan_pb2.FinalPlan(plan_id="p1", attempt=self.attempt, positions=list(range(count)))
+        for index, size in enumerate(layout.sizes):
+            name = identity.data_file(self.attempt, rank, index)
+            final.files.add(name=name, size=size)
+        objects = len(layout.sizes)
+        if len(slotted) < count:
+            final.files.add(name=identity.objects_file(self.attempt, rank))
+        for position in range(count):
+            file, offset, length = places.get(position, (objects, 0, 0))
+            final.placement.file.append(file)
+            final.placement.offset.append(offset)
+            final.placement.length.append(length)
+        return sidecar_pb2.PlanResponse(plan=final)
 
     def HandOver(
         self, request: sidecar_pb2.HandOverRequest, context: grpc.ServicerContext

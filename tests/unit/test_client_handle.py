@@ -150,14 +150,22 @@ def test_it_is_freed_with_its_last_reference(fails: bool) -> None:
 @pytest.mark.usefixtures("no_collector")
 def test_it_is_freed_after_its_error_was_raised_and_handled() -> None:
     handle, resolver = make()
-    resolver.fail(SaveAbortedError("no"))
+    try:
+        raise SaveAbortedError("no") from OSError("disk")
+    except SaveAbortedError as error:
+        resolver.fail(error)
+    kept = handle.exception()
+    assert kept is not None
+    assert kept.__traceback__ is None
+    with contextlib.suppress(SaveAbortedError):
+        handle.result()
+    errors = []
+    try:
+        handle.result()
+    except SaveAbortedError as error:
+        # As a trainer that logs its errors later would.
+        errors.append(error)
     gone = weakref.ref(handle)
-
-    def ask(asked: list[SaveHandle]) -> None:
-        with contextlib.suppress(SaveAbortedError):
-            asked.pop().result()
-
-    holder = [handle]
-    del handle, resolver
-    ask(holder)
+    del handle, resolver, kept
     assert gone() is None
+    assert len(errors) == 1

@@ -84,7 +84,7 @@ def begin(session: Session, *, on_busy: str = "wait", timeout_s: float = 60) -> 
 def carry(saving: Saving) -> list[str]:
     """Runs it to the end of this rank's part; what was let go."""
     let_go: list[str] = []
-    carrier = threading.Thread(target=saving.carry, args=(lambda: let_go.append("arena"),))
+    carrier = threading.Thread(target=saving.carry, args=(lambda unused: let_go.append("arena"),))
     carrier.start()
     carrier.join(30)
     assert not carrier.is_alive()

@@ -6,6 +6,8 @@ group, plans and stages them on the caller's thread, and leaves the rest to
 """
 
 import atexit
+import copy
+import functools
 import logging
 import os
 import threading
@@ -17,7 +19,7 @@ from typing import Any, Final
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-from pannier.client import checkpoints, embedded, load, staging
+from pannier.client import embedded, staging
 from pannier.client.arena import ArenaPool
 from pannier.client.config import Settings, load_settings
 from pannier.client.handle import Resolver, SaveHandle, SaveResult, Verdict
@@ -26,7 +28,6 @@ from pannier.client.line import keep_in_children
 from pannier.client.planning import Planning
 from pannier.client.saving import Saving, fail_request
 from pannier.client.session import Session
-from pannier.client.writer import StorageWriter
 from pannier.v1 import save_pb2, sidecar_pb2
 from pannier.wire import identity
 from pannier.wire.errors import (
@@ -153,14 +154,20 @@ class Client:
 
     def load(self, state_dict: dict[str, Any], **arguments: Any) -> None:
         """Loads a checkpoint into ``state_dict``; see :func:`pannier.client.load.load`."""
+        from pannier.client import load
+
         load.load(state_dict, **arguments)
 
     def latest(self, root: str | os.PathLike[str], **arguments: Any) -> Any:
         """The newest checkpoint below ``root``; see :mod:`pannier.client.checkpoints`."""
+        from pannier.client import checkpoints
+
         return checkpoints.latest(root, **arguments)
 
     def list(self, root: str | os.PathLike[str], **arguments: Any) -> Any:
         """Checkpoints below ``root``; see :mod:`pannier.client.checkpoints`."""
+        from pannier.client import checkpoints
+
         return checkpoints.list_checkpoints(root, **arguments)
 
     # For StorageWriter.
@@ -277,7 +284,7 @@ class Client:
             saving.staged(staged)
             carrier = threading.Thread(
                 target=saving.carry,
-                args=(lambda: self._free_slot(slot),),
+                args=(functools.partial(self._free_slot, slot),),
                 name=f"pannier-save-{entry.number}",
             )
             carrier.start()
@@ -307,10 +314,12 @@ class Client:
             self._carried.add(slot)
         return slot
 
-    def _free_slot(self, slot: "_Slot") -> None:
-        if slot.arena is not None:
+    def _free_slot(self, slot: "_Slot", unused: bool = True) -> None:
+        if slot.arena is not None and unused:
             self._pool.release(slot.arena)
             slot.arena = None
+        elif slot.arena is not None:
+            _abandoned.append(slot.arena)
         with self._lock:
             self._carried.discard(slot)
             self._lock.notify_all()
@@ -333,7 +342,7 @@ class Client:
             return
         for verdict in failed:
             verdict.asked = True
-        first, *others = errors
+        first, *others = map(copy.copy, errors)
         if not others:
             raise first
         raise type(first)(
@@ -398,6 +407,10 @@ class Client:
             self._raise_unasked()
         except PannierError as error:
             _log.error("%s", error)
+
+
+_abandoned: list[Any] = []
+"""Arenas that a thread of gRPC may still read: never freed, never used again."""
 
 
 class _Slot:
@@ -489,6 +502,8 @@ class _Place:
 def _checkpoint_id(checkpoint_id: str | os.PathLike[str] | None, writer: Any) -> str:
     """An absolute path or a URL. Raises InvalidRequestError."""
     if writer is not None:
+        from pannier.client.writer import StorageWriter
+
         if not isinstance(writer, StorageWriter):
             raise InvalidRequestError(
                 f"storage_writer={type(writer).__name__}: Pannier's own writes the checkpoint; give "

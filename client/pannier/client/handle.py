@@ -5,6 +5,7 @@ arena and no connection, and to nothing that refers to it: it is freed with its
 last reference, without the garbage collector (which trainers switch off).
 """
 
+import copy
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
@@ -88,10 +89,15 @@ class AskedFuture(Future[T], Generic[T]):
         """The result; raises the error. See :class:`concurrent.futures.Future`."""
         try:
             return super().result(timeout)
+        except PannierError as error:
+            # A copy: a traceback on the one we keep would hold the caller's
+            # frame, and so the handle itself.
+            error.__traceback__ = None
+            fresh = copy.copy(error)
         finally:
             self._note()
-            # The error's traceback holds this frame.
             del self
+        raise fresh
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """The error, if any. See :class:`concurrent.futures.Future`."""
@@ -179,13 +185,16 @@ class Resolver:
             quietly: the user knows already; nobody needs to ask.
         """
 
+        # Without the traceback and causes, whose frames hold arenas.
+        kept = copy.copy(error)
+
         def end() -> None:
-            self.verdict.error = error
+            self.verdict.error = kept
             self.verdict.asked = quietly
             if not self.handle._staging.done():
-                self.handle._staging.set_exception(error)
-            self.handle._upload.set_exception(error)
-            self.handle.set_exception(error)
+                self.handle._staging.set_exception(kept)
+            self.handle._upload.set_exception(kept)
+            self.handle.set_exception(kept)
 
         return self._end(end)
 

@@ -15,7 +15,7 @@ from typing import Final, Protocol
 
 from pannier.client.handle import Resolver, SaveHandle, SaveResult
 from pannier.client.session import Session
-from pannier.client.streaming import Deadline, StagedFile, Stop, StoppedError
+from pannier.client.streaming import Deadline, MemoryInUseError, StagedFile, Stop, StoppedError
 from pannier.v1 import records_pb2, save_pb2, sidecar_pb2
 from pannier.wire import errors, identity
 from pannier.wire.errors import (
@@ -73,14 +73,13 @@ class Saving:
         self.text = identity.save_text(context.save)
         self.deadline = Deadline(timeout_s)
         self.stop = Stop()
-        self.ingested = threading.Event()
-        """This rank's part is over: its bytes are in the spool, or no longer wanted."""
         self.handle = SaveHandle(self.text, context.checkpoint_id)
         self.resolver = Resolver(self.handle)
         self._on_busy = on_busy
         self._ended = ended
         self._plan = ("", "")
         self._staged: Staged | None = None
+        self._bytes = 0
         self._seconds: dict[str, float] = {}
         self._phase_began = time.monotonic()
         session.watch(context.save, self._hear)
@@ -97,24 +96,31 @@ class Saving:
     def staged(self, staged: Staged) -> None:
         """The state dict may change."""
         self._staged = staged
+        self._bytes = staged.bytes
         self._phase_over("stage")
         self.resolver.update(lambda status: dataclasses.replace(status, bytes=staged.bytes))
         self.resolver.staged()
 
-    def carry(self, let_go: Callable[[], None]) -> None:
-        """Brings what is staged to the sidecar; then calls ``let_go``. Runs in a thread."""
+    def carry(self, let_go: Callable[[bool], None]) -> None:
+        """Brings what is staged to the sidecar. Runs in a thread.
+
+        Args:
+            let_go: called at the end; with False when its memory may still be read.
+        """
+        unused = True
         try:
             self._hand_over(self._send_all())
             self._phase_over("ingest")
         except StoppedError:
             pass
         except PannierError as error:
+            unused = not isinstance(error, MemoryInUseError)
             self.give_up(error)
         except Exception as error:  # noqa: BLE001 - a thread's end: it becomes the save's failure
             self.give_up(PannierError(f"{type(error).__name__} while sending: {error}"))
         finally:
-            let_go()
-            self.ingested.set()
+            self._staged = None
+            let_go(unused)
 
     def give_up(self, error: PannierError) -> None:
         """This rank can't go on: says so, and fails the handle if no news of the abort comes."""
@@ -135,10 +141,9 @@ class Saving:
             waiting = f"the sidecar, to be told of a failure ({problem})"
             self.resolver.update(lambda s: dataclasses.replace(s, waiting_on=waiting))
 
-    def forget(self, error: PannierError | None = None) -> None:
+    def forget(self) -> None:
         """The call raises: nobody gets the handle."""
-        self._fail(error or SaveAbortedError(f"save {self.text} was given up"), quietly=True)
-        self.ingested.set()
+        self._fail(SaveAbortedError(f"save {self.text} was given up"), quietly=True)
 
     def _phase_over(self, phase: str) -> None:
         now = time.monotonic()
@@ -240,7 +245,7 @@ class Saving:
             # The news were faster than the answer to our hand-over.
             self._phase_over("ingest")
         self._phase_over("commit")
-        own = self._staged.bytes if self._staged is not None else 0
+        own = self._bytes
         result = SaveResult(
             checkpoint_id=self.context.checkpoint_id,
             attempt=news.attempt,

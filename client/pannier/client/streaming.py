@@ -144,6 +144,10 @@ class StoppedError(Exception):
     """The save ended elsewhere while its bytes were under way."""
 
 
+class MemoryInUseError(PannierError):
+    """gRPC may still read the file's memory: it must never be used for anything else."""
+
+
 class Stop:
     """Ends the streams of one save from another thread. Thread-safe."""
 
@@ -298,4 +302,4 @@ class _Messages:
         self._held.put(None)
         # Not begun: it will find the None, and never reads the source.
         if self._begun and not self._let_go.wait(_LET_GO_S):
-            raise PannierError(f"the stream of {self._header.name} does not let go of its memory")
+            raise MemoryInUseError(f"the stream of {self._header.name} does not end")
