@@ -19,7 +19,8 @@ MARKER = "PANNIER_TEST_SESSION"
 LOG_TAIL = 64 << 10
 
 _running: set["Process"] = set()
-_logs: list[tuple[str, str]] = []
+_logs: dict[str, tuple[str, str]] = {}
+"""Title and text by file: processes that follow each other may share one."""
 
 
 class Process:
@@ -119,17 +120,17 @@ class Process:
             return
         self.kill()
         _running.discard(self)
-        _logs.append((f"{self.name} (exit {self.returncode})", self.log()))
+        _logs[str(self._log)] = (f"{self.name} (exit {self.returncode})", self.log())
 
 
 def logs() -> list[tuple[str, str]]:
     """Title and text of the logs of this test's processes, ended or not."""
-    return [*_logs, *((f"{p.name} (running)", p.log()) for p in _running)]
+    return [*_logs.values(), *((f"{p.name} (running)", p.log()) for p in _running)]
 
 
 def keep_logs(more: list[tuple[str, str]]) -> None:
     """Adds logs of processes that were not started here."""
-    _logs.extend(more)
+    _logs.update({title: (title, text) for title, text in more})
 
 
 def forget_logs() -> None:
