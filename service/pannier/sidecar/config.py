@@ -1,0 +1,63 @@
+"""Settings of a sidecar, checked when they are made."""
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from pannier.wire.addresses import parse_address
+from pannier.wire.errors import ConfigurationError
+
+_LEAST_MEMORY: Final = 8 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class SidecarConfig:
+    """What ``pannier sidecar`` is told. Raises ConfigurationError naming the setting."""
+
+    coordinator: str
+    """Address of the job's coordinator: ``unix:///path`` or ``host:port``."""
+    spool: Path
+    """Directory that holds data files until they are in storage; made with mode 0700."""
+    address: str = "unix:///run/pannier/sidecar.sock"
+    """Where trainers reach it."""
+    listen: str | None = None
+    """Another address to listen on, ``host:port``."""
+    spool_budget: int | None = None
+    """Most bytes the spool may take; None: what its file system has."""
+    memory: int = 192 << 20
+    """Most bytes of upload buffers."""
+    allow: tuple[str, ...] = ()
+    """Roots that checkpoints must lie below; none: anywhere."""
+    storage_options: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the fsspec file systems."""
+    host: str = field(default_factory=socket.gethostname)
+    """This host in status and errors."""
+    idle_exit_s: float | None = None
+    """Exit after so many seconds without a client or an undecided save; None: never."""
+    grace_s: float = 30
+    """Seconds to finish uploads in after SIGTERM."""
+    embedded: bool = False
+    """Started by a client (``pannier up``)."""
+
+    def __post_init__(self) -> None:
+        parse_address(self.coordinator, setting="--coordinator")
+        parse_address(self.address, setting="--address")
+        if self.listen is not None:
+            parse_address(self.listen, setting="--listen")
+        if not os.path.isabs(self.spool):
+            object.__setattr__(self, "spool", Path(os.path.abspath(self.spool)))
+        if self.spool_budget is not None and self.spool_budget < 1:
+            raise ConfigurationError(f"--spool-budget {self.spool_budget} is not positive")
+        if self.memory < _LEAST_MEMORY:
+            raise ConfigurationError(
+                f"--memory {self.memory} is too little to upload with: give at least "
+                f"{_LEAST_MEMORY >> 20} MiB"
+            )
+        if not self.host:
+            raise ConfigurationError("--host is empty")
+        for setting, value in (("--idle-exit", self.idle_exit_s), ("--grace", self.grace_s)):
+            if value is not None and not value > 0:
+                raise ConfigurationError(f"{setting} {value} is not a positive number of seconds")

@@ -1,0 +1,220 @@
+"""A data file on its way through the spool: filled by one stream, read by one upload.
+
+In: chunks, from the threads of ``Write`` streams. Out: bytes for the upload, on
+the event loop, as soon as they are there. Per chunk it does one checksum and
+one ``pwrite``, both without the GIL.
+"""
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import crc32c
+
+from pannier.sidecar.spool import Slab
+from pannier.wire import checksums
+from pannier.wire.chunks import ReceivedChunk
+from pannier.wire.errors import IntegrityError, InvalidRequestError, PannierError, UnavailableError
+
+MAX_CHUNK: Final = 4 << 20
+"""Bytes of one message's payload."""
+
+
+class DataFile:
+    """One data file of one rank. Thread-safe.
+
+    Args:
+        label: names file, save, rank and host in errors.
+        loop: where the upload reads.
+    """
+
+    def __init__(
+        self, name: str, size: int, slab: Slab, *, label: str, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        self.name = name
+        self.size = size
+        self.label = label
+        self.held = 0
+        """All bytes below this offset are in the spool."""
+        self.crc = 0
+        """crc32c of those."""
+        self.uploaded = 0
+        """Bytes that the store holds so far."""
+        self.durable = False
+        self._loop = loop
+        self._lock = threading.Lock()
+        self._writer: object | None = None
+        self._cancel_writer: Callable[[], object] = lambda: None
+        self._slab: Slab | None = slab
+        self._wanted = size + 1
+        """The upload waits for this many bytes; more than there are: it doesn't."""
+        self._arrived = asyncio.Event()
+
+    @property
+    def slab(self) -> Slab:
+        """Where its bytes lie. Raises UnavailableError after :meth:`release`."""
+        slab = self._slab
+        if slab is None:
+            raise self._over()
+        return slab
+
+    @property
+    def complete(self) -> bool:
+        """Sealed: it isn't written again."""
+        return self.held == self.size
+
+    def begin(self, writer: object, cancel: Callable[[], object]) -> int:
+        """``writer`` is the stream that fills the file from now on; returns where to go on.
+
+        An earlier stream, whose end may not have been noticed yet, is cut by its
+        ``cancel``. Raises UnavailableError after :meth:`release`.
+        """
+        with self._lock:
+            if self._slab is None:
+                raise self._over()
+            previous, self._cancel_writer = self._cancel_writer, cancel
+            self._writer = writer
+            held = self.held
+        previous()
+        return held
+
+    def end(self, writer: object) -> None:
+        """``writer`` is over."""
+        with self._lock:
+            if self._writer is writer:
+                self._writer = None
+                self._cancel_writer = lambda: None
+
+    def append(self, writer: object, chunk: ReceivedChunk) -> int:
+        """Puts the next chunk into the spool; returns how many bytes it holds.
+
+        Raises:
+            UnavailableError: another stream goes on with this file.
+            InvalidRequestError, IntegrityError: the chunk is not what was announced.
+            PannierError: the save is over, or the spool failed.
+        """
+        data = chunk.data
+        length = len(data)
+        with self._lock:
+            if self._writer is not writer:
+                if self._slab is None:
+                    raise self._over()
+                raise UnavailableError(f"another stream goes on with {self.label}")
+            end = chunk.offset + length
+            if chunk.offset != self.held or end > self.size or not 0 < length <= MAX_CHUNK:
+                raise self._misplaced(chunk.offset, length)
+            crc = crc32c.crc32c(data)
+            if crc != chunk.crc32c:
+                raise IntegrityError(
+                    f"{self.label}: bytes {chunk.offset} to {end} arrived with crc32c {crc:08x}, "
+                    f"the sender's is {chunk.crc32c:08x}"
+                )
+            self._write(data, chunk.offset)
+            self.crc = (
+                checksums.append(self.crc, crc, length)
+                if length == _USUAL
+                else crc32c.crc32c(data, self.crc)
+            )
+            self.held = end
+        if end >= self._wanted:
+            self._loop.call_soon_threadsafe(self._wake)
+        return end
+
+    def release(self) -> Slab | None:
+        """The content isn't wanted any more: cuts the stream, and gives the slab out of hand.
+
+        When it returns no stream writes into the slab; an upload must have ended
+        before. None when it was released already. Blocks while a chunk is written.
+        """
+        with self._lock:
+            slab, self._slab = self._slab, None
+            self._writer = None
+            cancel, self._cancel_writer = self._cancel_writer, lambda: None
+        cancel()
+        self._loop.call_soon_threadsafe(self._wake)
+        return slab
+
+    def _over(self) -> UnavailableError:
+        # Not final for the caller: it asks again, and hears how the save ended.
+        return UnavailableError(f"{self.label} isn't wanted any more")
+
+    def _write(self, data: memoryview, offset: int) -> None:
+        slab = self.slab
+        try:
+            done = os.pwrite(slab.fd, data, offset)
+            while done < len(data):
+                done += os.pwrite(slab.fd, data[done:], offset + done)
+        except OSError as error:
+            raise PannierError(
+                f"{self.label}: the spool file {slab.path} can't be written: {error}"
+            ) from error
+
+    def _misplaced(self, offset: int, length: int) -> InvalidRequestError:
+        if not 0 < length <= MAX_CHUNK:
+            problem = f"a chunk has {length} bytes, but 1 to {MAX_CHUNK} are allowed"
+        elif offset != self.held:
+            problem = f"a chunk starts at byte {offset}, but {self.held} bytes are here"
+        else:
+            problem = f"a chunk ends at byte {offset + length}, beyond the {self.size} announced"
+        return InvalidRequestError(f"{self.label}: {problem}")
+
+    # On the loop.
+
+    async def wait_for(self, count: int) -> None:
+        """Returns when the first ``count`` bytes are in the spool.
+
+        Raises UnavailableError after :meth:`release`.
+        """
+        while self.held < count and self._slab is not None:
+            arrived = self._arrived
+            self._wanted = min(self._wanted, count)
+            # Looked at again after that: a chunk that comes in between rings.
+            if self.held < count:
+                await arrived.wait()
+        if self._slab is None:
+            raise self._over()
+
+    def _wake(self) -> None:
+        # Those who still lack bytes say so again.
+        self._wanted = self.size + 1
+        arrived, self._arrived = self._arrived, asyncio.Event()
+        arrived.set()
+
+
+_USUAL: Final = 1 << 20
+"""Length of all chunks but the last, from our own clients."""
+
+
+class SpoolSource:
+    """A data file as a store's upload reads it (:class:`pannier.storage.base.Source`)."""
+
+    def __init__(self, file: DataFile) -> None:
+        self._file = file
+
+    @property
+    def size(self) -> int:
+        """Final size in bytes."""
+        return self._file.size
+
+    @property
+    def path(self) -> Path:
+        """Of the spool file; it may be longer."""
+        return self._file.slab.path
+
+    async def read(self, offset: int, length: int) -> bytes:
+        """Exactly these bytes; waits until they are there."""
+        await self._file.wait_for(offset + length)
+        data = os.pread(self._file.slab.fd, length, offset)
+        if len(data) != length:
+            raise IntegrityError(
+                f"{self._file.label}: the spool file {self.path} ends at byte {offset + len(data)}"
+            )
+        return data
+
+    async def crc32c(self) -> int:
+        """Checksum of the whole file; waits until it is complete."""
+        await self._file.wait_for(self._file.size)
+        return self._file.crc

@@ -1,0 +1,305 @@
+"""The sidecar's line to the coordinator: calls of its ranks, their progress, and verdicts back.
+
+On the event loop, except for :meth:`Link.changed` and :meth:`Link.call_from_thread`.
+It outlives restarts of the coordinator: calls are made again until their
+deadline, and after a reconnect all undecided ranks are reported again.
+"""
+
+import asyncio
+import logging
+import random
+import threading
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable
+from concurrent import futures
+from contextlib import asynccontextmanager, suppress
+from typing import Any, Final
+
+import grpc
+import tenacity
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from pannier.sidecar.saves import Phase, RankSave, Save, Saves
+from pannier.sidecar.status import rank_status
+from pannier.v1 import coordinator_pb2, coordinator_pb2_grpc
+from pannier.wire.addresses import channel_options
+from pannier.wire.errors import DeadlineError, PannierError, UnavailableError, from_rpc_error
+from pannier.wire.version import WIRE_VERSION
+
+_log = logging.getLogger(__name__)
+
+HEARTBEAT_S: Final = 1.0
+PROGRESS_S: Final = 0.2
+"""Reports of progress alone are gathered for so long."""
+SUSPECT_S: Final = 5.0
+"""A coordinator that was silent for so long is named as waited for."""
+SLACK_S: Final = 2.5
+"""Left to the coordinator to answer a deadline of its own, with the names it waited for."""
+_PING_S: Final = 3.0
+_LONGEST_BACKOFF_S: Final = 2.0
+_KEEPALIVE: Final = [
+    # A host that vanished is noticed within seconds; the first alone has no effect (grpcio 1.85).
+    ("grpc.keepalive_time_ms", 2000),
+    ("grpc.http2.ping_timeout_ms", 5000),
+    ("grpc.keepalive_permit_without_calls", 1),
+]
+
+
+class Link:
+    """One sidecar's attachment to its coordinator.
+
+    Args:
+        address: of the coordinator.
+        host: this host's name.
+    """
+
+    def __init__(
+        self, saves: Saves, *, address: str, host: str, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        self.address = address
+        self.peer = f"coordinator at {address}"
+        self._attached = False
+        self._saves = saves
+        self._host = host
+        self._loop = loop
+        self._sidecar = uuid.uuid4().hex
+        self._heard: float | None = None
+        self._lock = threading.Lock()
+        self._dirty: dict[tuple[str, int], RankSave] = {}
+        self._sending = False
+        self._bell = asyncio.Event()
+        self._idle = asyncio.Event()
+
+    @property
+    def connected(self) -> bool:
+        """Attached, and heard a moment ago. Any thread."""
+        heard = self._heard
+        return self._attached and heard is not None and time.monotonic() - heard < SUSPECT_S
+
+    @property
+    def description(self) -> str:
+        """The coordinator and when it was last heard, for people. Any thread."""
+        if self._heard is None:
+            return f"{self.peer} (not heard of yet)"
+        return f"{self.peer} (last heard {time.monotonic() - self._heard:.0f} s ago)"
+
+    # Any thread.
+
+    def changed(self, save: Save, rank: RankSave | None, urgent: bool) -> None:
+        """Listener of :class:`Saves`: the rank is reported, soon or at once."""
+        if rank is None or save.verdict is not None or not _tellable(rank):
+            return
+        with self._lock:
+            self._dirty[(save.key, rank.rank)] = rank
+        if urgent:
+            self._loop.call_soon_threadsafe(self._bell.set)
+
+    def call_from_thread(
+        self,
+        method: str,
+        request: Any,
+        timeout_s: float,
+        *,
+        timed: bool = False,
+        on_start: Callable[[Callable[[], Any]], Any] = lambda cancel: None,
+    ) -> Any:
+        """Calls the coordinator from a thread that may block; see :meth:`call`.
+
+        Args:
+            on_start: gets a function that cancels the call, which then raises
+                UnavailableError.
+        """
+        future = asyncio.run_coroutine_threadsafe(
+            self.call(method, request, timeout_s, timed=timed), self._loop
+        )
+        on_start(future.cancel)
+        try:
+            return future.result()
+        except futures.CancelledError as error:
+            raise UnavailableError(f"the call of {method} was given up") from error
+
+    # On the loop.
+
+    async def call(
+        self, method: str, request: Any, timeout_s: float, *, timed: bool = False
+    ) -> Any:
+        """Calls ``method`` of the coordinator, again while it can't be reached.
+
+        Args:
+            timed: the request carries its remaining time, as ``timeout_s``.
+
+        Raises DeadlineError naming the coordinator, or what it raised.
+        """
+        end = time.monotonic() + timeout_s
+        stub = getattr(self._stub, method)
+
+        async def once() -> Any:
+            left = max(0.05, end - time.monotonic())
+            if timed:
+                request.timeout_s = left
+            try:
+                response = await stub(request, timeout=left + SLACK_S)
+            except grpc.aio.AioRpcError as error:
+                raise from_rpc_error(error, peer=self.peer) from error
+            self._heard = time.monotonic()
+            return response
+
+        tries = tenacity.AsyncRetrying(
+            retry=tenacity.retry_if_exception_type(UnavailableError),
+            wait=tenacity.wait_random_exponential(multiplier=0.1, max=_LONGEST_BACKOFF_S),
+            stop=lambda state: time.monotonic() + state.upcoming_sleep >= end,
+            reraise=True,
+        )
+        try:
+            return await tries(once)
+        except UnavailableError as error:
+            raise DeadlineError(
+                f"the {self.description} could not be reached for {timeout_s:.0f} s to {method}: "
+                f"{error}"
+            ) from error
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Opens the channel and stays attached as long as the context lasts."""
+        options = [*channel_options(), *_KEEPALIVE]
+        async with grpc.aio.insecure_channel(self.address, options=options) as channel:
+            self._stub: Any = coordinator_pb2_grpc.CoordinatorStub(channel)
+            health = health_pb2_grpc.HealthStub(channel)
+            tasks = [
+                self._loop.create_task(self._stay_attached()),
+                self._loop.create_task(self._keep_asking(health)),
+            ]
+            try:
+                yield
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def flush(self, timeout_s: float) -> bool:
+        """Waits until everything there is to report was sent; False when it wasn't in time."""
+        self._bell.set()
+        deadline = time.monotonic() + timeout_s
+        while self._dirty or self._sending:
+            self._idle.clear()
+            left = deadline - time.monotonic()
+            try:
+                await asyncio.wait_for(self._idle.wait(), max(0.0, left))
+            except asyncio.TimeoutError:
+                return False
+        return True
+
+    async def _stay_attached(self) -> None:
+        failures = 0
+        while True:
+            started = time.monotonic()
+            try:
+                await self._attach()
+                problem = "it ended the stream"
+            except PannierError as error:
+                problem = str(error)
+            except Exception as error:  # noqa: BLE001 - top of the task: the link must live on
+                _log.exception("the link to the %s failed", self.peer)
+                problem = f"{type(error).__name__}: {error}"
+            if self._attached or failures == 0:
+                _log.warning("not attached to the %s: %s; trying again", self.peer, problem)
+            self._attached = False
+            failures = 0 if time.monotonic() - started > _LONGEST_BACKOFF_S else failures + 1
+            longest = min(_LONGEST_BACKOFF_S, 0.05 * 2 ** min(failures, 8))
+            await asyncio.sleep(random.uniform(0.5, 1) * longest)
+
+    async def _attach(self) -> None:
+        """One ``Attach`` stream, until it breaks."""
+        call = self._stub.Attach()
+        try:
+            await self._write(call, self._everything(), first=True)
+            self._attached = True
+            self._sending = False
+            self._note_heard()
+            _log.info("attached to the %s", self.peer)
+            reading = self._loop.create_task(self._read(call))
+            writing = self._loop.create_task(self._keep_writing(call))
+            done, pending = await asyncio.wait(
+                {reading, writing}, return_when=asyncio.FIRST_COMPLETED
+            )
+            for task in pending:
+                task.cancel()
+            await asyncio.gather(*pending, return_exceptions=True)
+            for task in done:
+                task.result()
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error, peer=self.peer) from error
+        finally:
+            call.cancel()
+
+    async def _read(self, call: Any) -> None:
+        async for response in call:
+            self._note_heard()
+            for status in response.saves:
+                self._saves.heard(status)
+
+    async def _keep_writing(self, call: Any) -> None:
+        while True:
+            busy = bool(self._dirty) or bool(self._saves.undecided())
+            pause = PROGRESS_S if busy else HEARTBEAT_S
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._bell.wait(), pause)
+            self._bell.clear()
+            with self._lock:
+                ranks, self._dirty = list(self._dirty.values()), {}
+                self._sending = True
+            # What a broken stream swallows is sent after the reconnect, with everything else.
+            if ranks or time.monotonic() - self._written >= HEARTBEAT_S:
+                await self._write(call, ranks)
+            self._sending = False
+            self._idle.set()
+
+    async def _write(self, call: Any, ranks: list[RankSave], *, first: bool = False) -> None:
+        request = coordinator_pb2.AttachRequest(
+            reports=[_report(rank) for rank in ranks if rank.save.verdict is None]
+        )
+        if first:
+            request.wire_version = WIRE_VERSION
+            request.host = self._host
+            request.sidecar = self._sidecar
+        await call.write(request)
+        self._written = time.monotonic()
+
+    def _everything(self) -> list[RankSave]:
+        with self._lock:
+            self._dirty = {}
+        undecided = self._saves.undecided()
+        return [rank for save in undecided for rank in list(save.ranks.values()) if _tellable(rank)]
+
+    async def _keep_asking(self, health: Any) -> None:
+        """Asks for the coordinator's health, to know when it was last heard."""
+        while True:
+            try:
+                await health.Check(health_pb2.HealthCheckRequest(), timeout=_PING_S)
+                self._note_heard()
+            except grpc.aio.AioRpcError as error:
+                # Its silence shows in `description`, a broken connection in the stream.
+                if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                    self._note_heard()
+            await asyncio.sleep(HEARTBEAT_S)
+
+    def _note_heard(self) -> None:
+        self._heard = time.monotonic()
+
+
+def _tellable(rank: RankSave) -> bool:
+    # A rank that plans is known to the coordinator by its call, a refused one by the answer.
+    return rank.phase is not Phase.PLANNING and not rank.refused
+
+
+def _report(rank: RankSave) -> coordinator_pb2.RankReport:
+    report = coordinator_pb2.RankReport(
+        context=rank.context, attempt=rank.attempt, status=rank_status(rank)
+    )
+    # In this order: whoever sees DURABLE must see the receipt.
+    if rank.receipt is not None and report.status.phase == Phase.DURABLE.value:
+        report.receipt.CopyFrom(rank.receipt)
+    if rank.failure is not None:
+        report.failure.CopyFrom(rank.failure)
+    return report

@@ -1,0 +1,181 @@
+"""What a rank hands in: data files, chunk by chunk, and then all of them at once.
+
+In: checked messages, in threads of the gRPC server. Out: files in the spool,
+uploads under way, ranks that are ingested. Blocking, thread-safe.
+"""
+
+import asyncio
+from collections.abc import Sequence
+
+from pannier.sidecar.files import DataFile
+from pannier.sidecar.saves import BEFORE_INGESTION, Phase, RankSave, Saves
+from pannier.sidecar.spool import Spool
+from pannier.sidecar.uploads import Uploads
+from pannier.storage import check_allowed
+from pannier.v1 import records_pb2, save_pb2, sidecar_pb2
+from pannier.wire import identity
+from pannier.wire.errors import IntegrityError, InvalidRequestError
+
+
+class Receiving:
+    """Puts what comes from trainers into the spool.
+
+    Args:
+        allow: roots that checkpoints must lie below; empty: anywhere.
+    """
+
+    def __init__(
+        self,
+        saves: Saves,
+        spool: Spool,
+        uploads: Uploads,
+        *,
+        allow: Sequence[str],
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        self._saves = saves
+        self._spool = spool
+        self._uploads = uploads
+        self._allow = allow
+        self._loop = loop
+
+    def check(self, context: sidecar_pb2.SaveContext) -> None:
+        """Raises InvalidRequestError unless ``context`` makes sense and may be written to."""
+        identity.check_save_id(context.save)
+        ranks = list(context.ranks)
+        if sorted(set(ranks)) != ranks or context.rank not in ranks:
+            raise InvalidRequestError(
+                f"save {identity.save_text(context.save)}: {_some(ranks)} is not a sorted list of "
+                f"ranks with {context.rank} in it"
+            )
+        if context.world_size <= ranks[-1]:
+            raise InvalidRequestError(
+                f"save {identity.save_text(context.save)}: rank {ranks[-1]} is not within a world "
+                f"of {context.world_size}"
+            )
+        if context.save.group != identity.group_name(ranks):
+            raise InvalidRequestError(
+                f"save {identity.save_text(context.save)}: {context.save.group} is not the name of "
+                f"the group of ranks {_some(ranks)}"
+            )
+        identity.split_checkpoint_id(context.checkpoint_id)
+        check_allowed(context.checkpoint_id, self._allow)
+
+    def open(self, header: sidecar_pb2.FileHeader, rank: RankSave) -> DataFile:
+        """The data file that ``header`` announces, with all its space reserved.
+
+        Raises:
+            InvalidRequestError: it isn't one of that rank's, or differs from what was said before.
+            BusyError: the spool has no room.
+            SaveAbortedError: the save is over.
+        """
+        identity.check_data_file(header.name, header.attempt, rank.rank)
+        label = f"{header.name} of {rank.label}"
+        with rank.opening:
+            self._saves.check(rank)
+            file = rank.files.get(header.name)
+            self._check_size(header, rank, file, label)
+            if file is not None:
+                return file
+            if rank.phase not in BEFORE_INGESTION:
+                raise InvalidRequestError(f"{label}: the rank was already handed over without it")
+            slab = self._spool.take(rank.context.save.job, header.size)
+            file = DataFile(header.name, header.size, slab, label=label, loop=self._loop)
+            try:
+                self._saves.streaming(rank, header.attempt, file)
+            except BaseException:
+                self._spool.give(slab)
+                raise
+            self._uploads.begin(rank, file)
+        return file
+
+    def hand_over(self, request: sidecar_pb2.HandOverRequest, rank: RankSave) -> None:
+        """All files of the rank are here and are what the trainer says: the rank is ingested.
+
+        Says nothing new when it is asked again.
+
+        Raises:
+            InvalidRequestError: files are missing, incomplete or of other sizes.
+            IntegrityError: a checksum differs; the save has failed.
+            SaveAbortedError: the save is over.
+        """
+        receipt = records_pb2.Receipt(
+            attempt=request.attempt,
+            plan_id=request.plan_id,
+            rank=rank.rank,
+            host=rank.host,
+            files=request.files,
+            varying=request.varying,
+        )
+        with rank.opening:
+            if rank.receipt is not None and rank.phase is not Phase.FAILED:
+                if rank.receipt != receipt:
+                    raise InvalidRequestError(f"{rank.label} was handed over differently before")
+                return
+            self._saves.check(rank)
+            identity.Attempt.parse(request.attempt)
+            self._check_files(rank, receipt)
+            self._saves.ingested(rank, receipt)
+            self._uploads.finish(rank)
+
+    def _check_size(
+        self,
+        header: sidecar_pb2.FileHeader,
+        rank: RankSave,
+        file: DataFile | None,
+        label: str,
+    ) -> None:
+        said = file.size if file is not None else None
+        if said is None and rank.planned is not None:
+            if header.name not in rank.planned:
+                raise InvalidRequestError(f"{label} isn't in the rank's final plan")
+            # 0: an objects file, whose size nobody knew.
+            said = rank.planned[header.name] or None
+        if said is not None and said != header.size:
+            raise InvalidRequestError(
+                f"{label} is announced with {header.size} bytes, before it was {said}"
+            )
+
+    def _check_files(self, rank: RankSave, receipt: records_pb2.Receipt) -> None:
+        said = {file.name: file for file in receipt.files}
+        if len(said) != len(receipt.files):
+            raise InvalidRequestError(f"{rank.label} hands a file over twice")
+        planned = {name for name, size in (rank.planned or {}).items() if size}
+        for name in sorted(set(said) ^ (set(rank.files) | planned)):
+            if name in said:
+                problem = "is handed over but was never streamed"
+            elif name in rank.files:
+                problem = "was streamed but isn't handed over"
+            else:
+                problem = "was planned but isn't handed over"
+            raise InvalidRequestError(f"{rank.label}: {name} {problem}")
+        if rank.plan_id and receipt.plan_id != rank.plan_id:
+            raise InvalidRequestError(
+                f"{rank.label}: handed over under plan {receipt.plan_id!r}, planned was {rank.plan_id}"
+            )
+        for name, data_file in said.items():
+            self._check_file(rank, data_file, rank.files[name])
+        for item in receipt.varying:
+            if item.file not in said or item.offset + item.length > said[item.file].size:
+                raise InvalidRequestError(
+                    f"{rank.label}: item {item.position} is said to be at {item.offset} of "
+                    f"{item.file}, where nothing was handed over"
+                )
+
+    def _check_file(self, rank: RankSave, said: records_pb2.DataFile, file: DataFile) -> None:
+        if said.size != file.size or not file.complete:
+            raise InvalidRequestError(
+                f"{file.label}: {said.size} bytes are handed over, {file.held} of {file.size} are "
+                "here"
+            )
+        if said.crc32c != file.crc:
+            problem = (
+                f"{file.label} arrived with crc32c {file.crc:08x}, the trainer's is "
+                f"{said.crc32c:08x}"
+            )
+            self._saves.fail(rank, save_pb2.FAILURE_KIND_INTEGRITY, problem)
+            raise IntegrityError(problem)
+
+
+def _some(ranks: Sequence[int]) -> str:
+    return f"{list(ranks[:16])}{'…' if len(ranks) > 16 else ''}"

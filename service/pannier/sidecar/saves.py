@@ -1,0 +1,377 @@
+"""Where each rank of this host is in each save: the one place that changes it.
+
+In: what trainers hand in (threads), what uploads achieve and what the
+coordinator decides (event loop). Out: to listeners, that something changed.
+Thread-safe; listeners are called by whoever made the change, outside the lock.
+"""
+
+import enum
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Final
+
+from pannier.daemon.board import TERMINAL
+from pannier.sidecar.files import DataFile
+from pannier.v1 import plan_pb2, records_pb2, save_pb2, sidecar_pb2
+from pannier.wire.errors import (
+    InvalidRequestError,
+    PannierError,
+    SaveAbortedError,
+    SaveSkippedError,
+    UnavailableError,
+)
+from pannier.wire.identity import save_text
+
+_log = logging.getLogger(__name__)
+
+_ENDED_KEPT: Final = 500
+"""Saves remembered after their end: for status, reconnecting clients and late messages."""
+
+
+class Phase(enum.Enum):
+    """How far one rank is in one save."""
+
+    PLANNING = save_pb2.RANK_PHASE_MISSING
+    PLANNED = save_pb2.RANK_PHASE_PLANNED
+    STREAMING = save_pb2.RANK_PHASE_STREAMING
+    INGESTED = save_pb2.RANK_PHASE_INGESTED
+    DURABLE = save_pb2.RANK_PHASE_DURABLE
+    FAILED = save_pb2.RANK_PHASE_FAILED
+
+
+# A rank of a save that torch plans (Begin, by one rank) is first heard of when it streams or hands
+# over; after a restart of the sidecar that may be true of any rank.
+_MOVES: Final = {
+    Phase.PLANNING: {Phase.PLANNED, Phase.STREAMING, Phase.INGESTED, Phase.FAILED},
+    Phase.PLANNED: {Phase.STREAMING, Phase.INGESTED, Phase.FAILED},
+    Phase.STREAMING: {Phase.INGESTED, Phase.FAILED},
+    Phase.INGESTED: {Phase.DURABLE, Phase.FAILED},
+    Phase.DURABLE: set[Phase](),
+    Phase.FAILED: set[Phase](),
+}
+BEFORE_INGESTION: Final = (Phase.PLANNING, Phase.PLANNED, Phase.STREAMING)
+
+
+class RankSave:
+    """One rank's part in one save. Changed by :class:`Saves` only, unless a field says otherwise."""
+
+    def __init__(self, save: "Save", context: sidecar_pb2.SaveContext) -> None:
+        self.save = save
+        self.context = context
+        self.rank = context.rank
+        self.host = context.host
+        self.phase = Phase.PLANNING
+        self.attempt = ""
+        self.plan_id = ""
+        self.planned: dict[str, int] | None = None
+        """Sizes of the planned files by name; None when torch made the plan."""
+        self.files: dict[str, DataFile] = {}
+        """Names stay after the spool was freed."""
+        self.receipt: records_pb2.Receipt | None = None
+        self.failure: save_pb2.Failure | None = None
+        self.refused = False
+        """The coordinator itself said that the save is over."""
+        self.heard = time.monotonic()
+        """When the trainer last sent something; the threads that receive it set this."""
+        self.retries = 0
+        """Of uploads; set on the loop."""
+        self.last_error = ""
+        """Why; set on the loop."""
+        self.opening = threading.Lock()
+        """Held while a file is opened: it reserves space, which may take long."""
+
+    @property
+    def label(self) -> str:
+        """Save, rank and host, for errors and logs."""
+        return f"save {self.save.key} to {self.save.checkpoint_id}, rank {self.rank} on {self.host}"
+
+    def _move(self, phase: Phase) -> None:
+        if phase not in _MOVES[self.phase]:
+            raise InvalidRequestError(
+                f"{self.label} is {self.phase.name}: it can't become {phase.name}"
+            )
+        self.phase = phase
+
+
+class Save:
+    """A save that ranks of this host take part in."""
+
+    def __init__(self, context: sidecar_pb2.SaveContext) -> None:
+        self.id = context.save
+        self.key = save_text(context.save)
+        self.checkpoint_id = context.checkpoint_id
+        self.created_at = time.time()
+        self.ranks: dict[int, RankSave] = {}
+        self.coordinator: save_pb2.SaveStatus | None = None
+        """What the coordinator last said of it."""
+        self.verdict: save_pb2.SaveStatus | None = None
+        """How it ended; nothing changes afterwards."""
+
+    def end_error(self) -> PannierError:
+        """What a late message of this save is told."""
+        assert self.verdict is not None
+        if self.verdict.state == save_pb2.SAVE_STATE_COMMITTED:
+            return InvalidRequestError(f"save {self.key} to {self.checkpoint_id} is committed")
+        return aborted(self.key, self.checkpoint_id, list(self.verdict.failures))
+
+
+def aborted(key: str, checkpoint_id: str, failures: list[save_pb2.Failure]) -> SaveAbortedError:
+    """The error for a save that was aborted because of ``failures``."""
+    skipped = any(f.kind == save_pb2.FAILURE_KIND_SKIPPED for f in failures)
+    kind = SaveSkippedError if skipped else SaveAbortedError
+    why = "; ".join(f"rank {f.rank} on {f.host}: {f.message}" for f in failures[:4])
+    more = f" and {len(failures) - 4} more" if len(failures) > 4 else ""
+    return kind(f"save {key} to {checkpoint_id} was aborted: {why}{more}", failures)
+
+
+Listener = Callable[[Save, RankSave | None, bool], None]
+"""Called with the save, the rank that changed (None: the save itself), and whether it is more than progress."""
+
+
+class Saves:
+    """All saves that this sidecar knows of."""
+
+    def __init__(self) -> None:
+        self.draining = False
+        """New saves are refused; set once."""
+        self._lock = threading.Lock()
+        self._saves: OrderedDict[str, Save] = OrderedDict()
+        self._ended: OrderedDict[str, Save] = OrderedDict()
+        self._listeners: list[Listener] = []
+        self._forget_listeners: list[Callable[[Save], None]] = []
+        self._idle_since = time.monotonic()
+
+    def listen(self, listener: Listener) -> None:
+        """Adds a listener; before the first save."""
+        self._listeners.append(listener)
+
+    def listen_forgotten(self, listener: Callable[[Save], None]) -> None:
+        """Adds a listener for saves that are no longer remembered; before the first save."""
+        self._forget_listeners.append(listener)
+
+    # What trainers say.
+
+    def enter(self, context: sidecar_pb2.SaveContext, *, failing: bool = False) -> RankSave:
+        """The rank's part in the save, which begins now if it wasn't known.
+
+        Args:
+            context: checked by the caller.
+            failing: the rank only wants to say that it failed.
+
+        Raises:
+            UnavailableError: a new save, while draining.
+            SaveAbortedError: the save, or this rank's part, has failed.
+            InvalidRequestError: the rank said otherwise before.
+        """
+        key = save_text(context.save)
+        with self._lock:
+            save = self._saves.get(key) or self._ended.get(key)
+            if save is None:
+                if self.draining and not failing:
+                    raise UnavailableError(
+                        f"the sidecar on this host is draining and takes no new saves ({key})"
+                    )
+                save = self._saves[key] = Save(context)
+            rank = save.ranks.get(context.rank)
+            fresh = rank is None
+            if rank is None:
+                if save.verdict is not None:
+                    raise save.end_error()
+                rank = save.ranks[context.rank] = RankSave(save, context)
+            elif (
+                rank.context.checkpoint_id != context.checkpoint_id
+                or rank.context.ranks != context.ranks
+            ):
+                raise InvalidRequestError(
+                    f"{rank.label}: now called to {context.checkpoint_id} with ranks "
+                    f"{list(context.ranks)}, before with ranks {list(rank.context.ranks)}"
+                )
+            rank.heard = time.monotonic()
+        if fresh:
+            self._tell(rank.save, None, True)
+        return rank
+
+    def check(self, rank: RankSave) -> None:
+        """Raises SaveAbortedError or InvalidRequestError when the rank's part is over."""
+        with self._lock:
+            self._check(rank)
+
+    def planned(self, rank: RankSave, plan: plan_pb2.FinalPlan) -> None:
+        """The coordinator answered the rank's plan."""
+        with self._lock:
+            self._adopt(rank, plan.attempt)
+            rank.plan_id = plan.plan_id
+            rank.planned = {file.name: file.size for file in plan.files}
+            if rank.phase is Phase.PLANNING:
+                rank._move(Phase.PLANNED)
+        self._tell(rank.save, rank, True)
+
+    def begun(self, rank: RankSave, attempt: str) -> None:
+        """The coordinator opened a save that torch plans."""
+        with self._lock:
+            self._adopt(rank, attempt)
+            if rank.phase is Phase.PLANNING:
+                rank._move(Phase.PLANNED)
+        self._tell(rank.save, rank, True)
+
+    def streaming(self, rank: RankSave, attempt: str, file: DataFile) -> None:
+        """The rank opened a data file. Raises when the rank's part is over."""
+        with self._lock:
+            self._check(rank)
+            self._adopt(rank, attempt)
+            if rank.phase is not Phase.STREAMING:
+                rank._move(Phase.STREAMING)
+            rank.files[file.name] = file
+        self._tell(rank.save, rank, True)
+
+    def received(self, rank: RankSave) -> None:
+        """Some MiB came in."""
+        rank.heard = time.monotonic()
+        self.progressed(rank)
+
+    def progressed(self, rank: RankSave) -> None:
+        """Bytes came in or went out."""
+        self._tell(rank.save, rank, False)
+
+    def ingested(self, rank: RankSave, receipt: records_pb2.Receipt) -> None:
+        """All bytes of the rank are in the spool, their checksums agree: the trainer may die now.
+
+        The rank's files and receipt become durable on this host here, before the
+        move, once the spool has a journal.
+        """
+        with self._lock:
+            self._check(rank)
+            rank._move(Phase.INGESTED)
+            self._adopt(rank, receipt.attempt)
+            rank.plan_id = receipt.plan_id
+            rank.receipt = receipt
+        _log.info("%s is ingested: %d bytes", rank.label, sum(f.size for f in receipt.files))
+        self._tell(rank.save, rank, True)
+
+    # What becomes of it.
+
+    def durable(self, rank: RankSave) -> None:
+        """All data files and the receipt are in storage, confirmed."""
+        with self._lock:
+            if rank.phase is not Phase.INGESTED:
+                return
+            rank._move(Phase.DURABLE)
+        _log.info("%s is durable", rank.label)
+        self._tell(rank.save, rank, True)
+
+    def fail(self, rank: RankSave, kind: "save_pb2.FailureKind", message: str) -> bool:
+        """The rank can't go on; False when its part was over, or safe, already."""
+        with self._lock:
+            over = rank.save.verdict is not None or Phase.FAILED not in _MOVES[rank.phase]
+            lost = kind == save_pb2.FAILURE_KIND_LOST and rank.phase not in BEFORE_INGESTION
+            if over or lost:
+                return False
+            rank._move(Phase.FAILED)
+            rank.failure = save_pb2.Failure(
+                rank=rank.rank, host=rank.host, kind=kind, message=message
+            )
+        _log.error("%s failed: %s", rank.label, message)
+        self._tell(rank.save, rank, True)
+        return True
+
+    def refused(self, rank: RankSave, error: SaveAbortedError) -> None:
+        """The coordinator answered a plan with the save's end."""
+        with self._lock:
+            if rank.save.verdict is not None or rank.phase is not Phase.PLANNING:
+                return
+            rank._move(Phase.FAILED)
+            rank.refused = True
+            # Nothing of it can be in storage: this host's other ranks would have been planned.
+            over = all(each.refused for each in rank.save.ranks.values())
+        self._tell(rank.save, rank, True)
+        if over:
+            status = save_pb2.SaveStatus(
+                save=rank.save.id,
+                state=save_pb2.SAVE_STATE_ABORTED,
+                failures=error.failures.values(),
+            )
+            self.heard(status)
+
+    def heard(self, status: save_pb2.SaveStatus) -> None:
+        """The coordinator told how a save is; a terminal state is final."""
+        key = save_text(status.save)
+        with self._lock:
+            save = self._saves.get(key)
+            if save is None:
+                return
+            save.coordinator = status
+            ended = status.state in TERMINAL
+            forgotten = []
+            if ended:
+                save.verdict = status
+                del self._saves[key]
+                self._ended[key] = save
+                while len(self._ended) > _ENDED_KEPT:
+                    forgotten.append(self._ended.popitem(last=False)[1])
+                if not self._saves:
+                    self._idle_since = time.monotonic()
+        if ended:
+            _log.info(
+                "save %s to %s is %s",
+                key,
+                save.checkpoint_id,
+                save_pb2.SaveState.Name(status.state).removeprefix("SAVE_STATE_"),
+            )
+        self._tell(save, None, True)
+        for old in forgotten:
+            for listener in self._forget_listeners:
+                listener(old)
+
+    # Questions.
+
+    def undecided(self) -> list[Save]:
+        """Saves without a verdict, oldest first."""
+        with self._lock:
+            return list(self._saves.values())
+
+    def of_rank(self, job: str, incarnation: str, rank: int) -> list[RankSave]:
+        """The parts of one rank of one incarnation, those of ended saves first."""
+        with self._lock:
+            return [
+                save.ranks[rank]
+                for save in (*self._ended.values(), *self._saves.values())
+                if (save.id.job, save.id.incarnation) == (job, incarnation) and rank in save.ranks
+            ]
+
+    def idle_s(self) -> float | None:
+        """Seconds since the last save was decided; None while one isn't."""
+        with self._lock:
+            return None if self._saves else time.monotonic() - self._idle_since
+
+    def pending(self) -> list[RankSave]:
+        """Ranks that aren't durable yet and may still become so."""
+        return [
+            rank
+            for save in self.undecided()
+            for rank in list(save.ranks.values())
+            if rank.phase not in (Phase.DURABLE, Phase.FAILED)
+        ]
+
+    def _check(self, rank: RankSave) -> None:
+        if rank.save.verdict is not None:
+            raise rank.save.end_error()
+        if rank.phase is Phase.FAILED:
+            failures = [rank.failure] if rank.failure is not None else []
+            raise aborted(rank.save.key, rank.save.checkpoint_id, failures)
+
+    def _adopt(self, rank: RankSave, attempt: str) -> None:
+        if rank.attempt and attempt != rank.attempt:
+            raise InvalidRequestError(
+                f"{rank.label} belongs to attempt {rank.attempt}, not {attempt!r}"
+            )
+        rank.attempt = attempt
+
+    def _tell(self, save: Save, rank: RankSave | None, urgent: bool) -> None:
+        for listener in self._listeners:
+            listener(save, rank, urgent)
+
+
+__all__ = ["BEFORE_INGESTION", "Phase", "RankSave", "Save", "Saves", "aborted"]

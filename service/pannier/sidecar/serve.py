@@ -1,0 +1,206 @@
+"""One sidecar process: its parts put together, from the start to the last upload.
+
+In: a checked config. Out: an exit status. The main thread waits for signals;
+the gRPC server has its threads, uploads and the coordinator's link an event
+loop in one of their own.
+"""
+
+import asyncio
+import logging
+import threading
+from collections.abc import Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from typing import Any, Final, TypeVar
+
+import grpc
+
+from pannier.daemon.board import Board
+from pannier.daemon.failing import ErrorInterceptor
+from pannier.daemon.listening import listening, server_options
+from pannier.daemon.logs import set_up_logging
+from pannier.daemon.operating import Operating, Vitals
+from pannier.daemon.stopping import StopSignals
+from pannier.sidecar import service
+from pannier.sidecar.config import SidecarConfig
+from pannier.sidecar.link import Link
+from pannier.sidecar.receiving import Receiving
+from pannier.sidecar.saves import RankSave, Save, Saves
+from pannier.sidecar.sessions import Sessions
+from pannier.sidecar.spool import Spool
+from pannier.sidecar.status import save_status
+from pannier.sidecar.uploads import Opener, Uploads
+from pannier.storage import open_store
+from pannier.v1 import sidecar_pb2
+from pannier.wire.chunks import MAX_MESSAGE_BYTES
+from pannier.wire.version import WIRE_VERSION, package_version
+
+_log = logging.getLogger(__name__)
+
+_CALLS: Final = 1024
+"""Calls at a time; each connected client has one open for its life, and each one has a thread."""
+_TICK_S: Final = 1.0
+_FLUSH_S: Final = 1.0
+
+T = TypeVar("T")
+
+
+def run(config: SidecarConfig) -> int:
+    """Runs a sidecar until SIGTERM, SIGINT or idleness; returns the exit status.
+
+    Raises ConfigurationError when it can't start.
+    """
+    set_up_logging()
+    with StopSignals() as stop, Sidecar(config) as sidecar:
+        sidecar.wait(stop)
+        sidecar.drain(stop)
+    return 0
+
+
+class Sidecar:
+    """A running sidecar; a context manager.
+
+    Args:
+        store: makes the store of a checkpoint id; default :func:`pannier.storage.open_store`.
+    """
+
+    def __init__(self, config: SidecarConfig, store: Opener | None = None) -> None:
+        self.config = config
+        self.board = Board()
+        self.saves = Saves()
+        self.vitals = Vitals(config.host)
+        self._open_store = store or self._default_store
+        self._stack = ExitStack()
+
+    def __enter__(self) -> "Sidecar":
+        with ExitStack() as stack:
+            self._start(stack)
+            self._stack = stack.pop_all()
+        _log.info("sidecar of host %s serves %s", self.config.host, self.config.address)
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        self._stack.close()
+
+    def wait(self, stop: StopSignals) -> None:
+        """Returns when it is asked to stop, or was idle for long enough."""
+        while not stop.wait(_TICK_S):
+            idle = self._idle_s()
+            if self.config.idle_exit_s is not None and idle >= self.config.idle_exit_s:
+                _log.info("idle for %.0f s: leaving", idle)
+                return
+            self.spool.trim(self._sessions.jobs())
+
+    def drain(self, stop: StopSignals) -> None:
+        """Takes no new saves and finishes uploads, until the grace period or ``stop`` ends it."""
+        self.saves.draining = True
+        self._operating.drain()
+        deadline = self._loop.time() + self.config.grace_s
+        with self.board.watch() as watch:
+            while pending := self.saves.pending():
+                left = deadline - self._loop.time()
+                if left <= 0 or stop.wait(0):
+                    break
+                watch.wait(min(left, _TICK_S))
+        for rank in pending:
+            _log.warning("%s is left behind, %s", rank.label, rank.phase.name.lower())
+        self._on_loop(self._link.flush(_FLUSH_S))
+
+    def _start(self, stack: ExitStack) -> None:
+        config = self.config
+        self.spool = Spool(config.spool, config.spool_budget)
+        stack.callback(self.spool.close)
+        self._loop = stack.enter_context(_event_loop())
+        self._link = Link(self.saves, address=config.coordinator, host=config.host, loop=self._loop)
+        self._uploads = Uploads(
+            self.saves,
+            self.spool,
+            memory=config.memory,
+            open_store=self._open_store,
+            loop=self._loop,
+        )
+        stack.callback(lambda: self._on_loop(self._uploads.close()))
+        self._sessions = Sessions(
+            self.saves,
+            host=config.host,
+            welcome=self._welcome,
+            render=lambda save: save_status(save, self._link),
+            loop=self._loop,
+        )
+        for listener in (self._publish, self._uploads.changed, self._link.changed):
+            self.saves.listen(listener)
+        self.saves.listen(self._sessions.changed)
+        self.saves.listen_forgotten(lambda save: self.board.remove(save.key))
+        attached = self._link.running()
+        self._on_loop(attached.__aenter__())
+        stack.callback(lambda: self._on_loop(attached.__aexit__(None, None, None)))
+        self._serve(stack)
+
+    def _serve(self, stack: ExitStack) -> None:
+        config = self.config
+        threads = ThreadPoolExecutor(_CALLS, thread_name_prefix="pannier-call")
+        server = grpc.server(
+            threads,
+            options=server_options(),
+            interceptors=[ErrorInterceptor()],
+            maximum_concurrent_rpcs=_CALLS,
+        )
+        receiving = Receiving(
+            self.saves, self.spool, self._uploads, allow=config.allow, loop=self._loop
+        )
+        service.add_to_server(
+            service.SidecarServicer(self.saves, receiving, self._sessions, self._link), server
+        )
+        self._operating = Operating(server, self.board, self.vitals, [service.NAME])
+        stack.enter_context(listening(server, config.address, config.listen))
+        server.start()
+
+        def end() -> None:
+            self._sessions.close()
+            server.stop(0.5).wait()
+            threads.shutdown()
+
+        stack.callback(end)
+
+    def _welcome(self) -> sidecar_pb2.Welcome:
+        return sidecar_pb2.Welcome(
+            wire_version=WIRE_VERSION,
+            sidecar_version=package_version(),
+            host=self.config.host,
+            coordinator=self.config.coordinator,
+            max_message_bytes=MAX_MESSAGE_BYTES,
+            embedded=self.config.embedded,
+            draining=self.saves.draining,
+        )
+
+    def _publish(self, save: Save, rank: RankSave | None, urgent: bool) -> None:
+        """Listener of the saves: keeps the board."""
+        if rank is None:
+            self.board.put(save.id, save.checkpoint_id, lambda: save_status(save, self._link))
+        else:
+            self.board.ring(save.key)
+
+    def _default_store(self, checkpoint_id: str) -> Any:
+        return open_store(checkpoint_id, storage_options=self.config.storage_options)
+
+    def _idle_s(self) -> float:
+        """Seconds without a client or an undecided save; 0 when there is one."""
+        return min(self.saves.idle_s() or 0.0, self._sessions.idle_s() or 0.0)
+
+    def _on_loop(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+
+@contextmanager
+def _event_loop() -> Iterator[asyncio.AbstractEventLoop]:
+    """A loop that runs in a thread of its own."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="pannier-loop", daemon=True)
+    thread.start()
+    try:
+        yield loop
+    finally:
+        asyncio.run_coroutine_threadsafe(loop.shutdown_default_executor(), loop).result()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()

@@ -1,0 +1,228 @@
+"""The gRPC face of the sidecar: each call of ``pannier.v1.Sidecar``, in a thread of the server.
+
+In: messages. Out: answers; errors are raised and become statuses in
+:mod:`pannier.daemon.failing`. What a call means is elsewhere; here is only the
+order of steps.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any, Final
+
+import grpc
+
+from pannier.sidecar.files import DataFile
+from pannier.sidecar.link import Link
+from pannier.sidecar.receiving import Receiving
+from pannier.sidecar.saves import RankSave, Saves
+from pannier.sidecar.sessions import Sessions
+from pannier.v1 import save_pb2, sidecar_pb2, sidecar_pb2_grpc
+from pannier.wire import chunks, identity
+from pannier.wire.chunks import ReceivedChunk
+from pannier.wire.errors import (
+    DeadlineError,
+    IntegrityError,
+    InvalidRequestError,
+    PannierError,
+    SaveAbortedError,
+    UnavailableError,
+)
+
+NAME: Final = "pannier.v1.Sidecar"
+ACKNOWLEDGE: Final = 16 << 20
+"""Bytes between two acknowledgements of a stream."""
+_STREAMS: Final = 32
+"""Streams that are read at the same time: each may hold some MiB of messages."""
+_PATIENCE_S: Final = 4.0
+"""A stream is read all the same when trainers that don't send keep others out for so long."""
+_FAIL_S: Final = 2.0
+_BEGIN_S: Final = 60.0
+
+Message = sidecar_pb2.FileHeader | ReceivedChunk | PannierError
+
+
+class SidecarServicer(sidecar_pb2_grpc.SidecarServicer):
+    """See the proto for what each call does."""
+
+    def __init__(self, saves: Saves, receiving: Receiving, sessions: Sessions, link: Link) -> None:
+        self._saves = saves
+        self._receiving = receiving
+        self._sessions = sessions
+        self._link = link
+        self._streams = threading.BoundedSemaphore(_STREAMS)
+
+    def Connect(
+        self, request: sidecar_pb2.ConnectRequest, context: grpc.ServicerContext
+    ) -> Iterator[sidecar_pb2.ConnectResponse]:
+        """Welcomes a client, then tells it of its saves until it leaves."""
+        return self._sessions.connect(request, context.add_callback)
+
+    def Plan(
+        self, request: sidecar_pb2.PlanRequest, context: grpc.ServicerContext
+    ) -> sidecar_pb2.PlanResponse:
+        """Forwards a local plan; waits for the whole group's."""
+        rank = self._enter(request.context)
+        self._saves.check(rank)
+        try:
+            response: sidecar_pb2.PlanResponse = self._link.call_from_thread(
+                "Plan", request, request.timeout_s, timed=True, on_start=_until_end(context)
+            )
+        except SaveAbortedError as error:
+            self._saves.refused(rank, error)
+            raise
+        self._saves.planned(rank, response.plan)
+        return response
+
+    def Begin(
+        self, request: sidecar_pb2.BeginRequest, context: grpc.ServicerContext
+    ) -> sidecar_pb2.BeginResponse:
+        """Forwards the opening of a save that torch plans."""
+        rank = self._enter(request.context)
+        self._saves.check(rank)
+        response: sidecar_pb2.BeginResponse = self._link.call_from_thread(
+            "Begin", request, _BEGIN_S, on_start=_until_end(context)
+        )
+        self._saves.begun(rank, response.attempt)
+        return response
+
+    def Write(
+        self, messages: Iterator[Message], context: grpc.ServicerContext
+    ) -> Iterator[sidecar_pb2.WriteResponse]:
+        """Takes one data file, from the offset that is held."""
+        header = next(messages, None)
+        if isinstance(header, PannierError):
+            raise header
+        if not isinstance(header, sidecar_pb2.FileHeader):
+            raise InvalidRequestError("a Write stream begins with the file's header")
+        rank = self._enter(header.context)
+        file = self._receiving.open(header, rank)
+        patient = self._streams.acquire(timeout=_PATIENCE_S)
+        # The stream itself is who writes: a later one of the same file takes over from it.
+        held = file.begin(context, context.cancel)
+        try:
+            yield sidecar_pb2.WriteResponse(committed=held)
+            yield from self._receive(messages, context, rank, file, held)
+        except (InvalidRequestError, IntegrityError) as error:
+            self._saves.fail(rank, _kind(error), str(error))
+            raise
+        finally:
+            file.end(context)
+            if patient:
+                self._streams.release()
+
+    def HandOver(
+        self, request: sidecar_pb2.HandOverRequest, context: grpc.ServicerContext
+    ) -> sidecar_pb2.HandOverResponse:
+        """Answers when the rank is ingested."""
+        self._receiving.hand_over(request, self._enter(request.context))
+        return sidecar_pb2.HandOverResponse()
+
+    def Finish(
+        self, request: sidecar_pb2.FinishRequest, context: grpc.ServicerContext
+    ) -> sidecar_pb2.FinishResponse:
+        """Forwards the metadata that torch made; waits for the commit."""
+        self._enter(request.context)
+        response: sidecar_pb2.FinishResponse = self._link.call_from_thread(
+            "Finish", request, request.timeout_s, timed=True, on_start=_until_end(context)
+        )
+        return response
+
+    def Fail(
+        self, request: sidecar_pb2.FailRequest, context: grpc.ServicerContext
+    ) -> sidecar_pb2.FailResponse:
+        """The rank skips or gives up: told to the coordinator by a call and by the report."""
+        # Not refused for where the save goes: it may be given up for that very reason.
+        identity.check_save_id(request.context.save)
+        # When the save has ended or the rank contradicts itself, the coordinator judges.
+        with suppress(SaveAbortedError, InvalidRequestError):
+            rank = self._saves.enter(request.context, failing=True)
+            self._saves.fail(rank, request.failure.kind, request.failure.message)
+        # When the coordinator can't be reached, the report tells it once it can.
+        with suppress(UnavailableError, DeadlineError):
+            self._link.call_from_thread("Fail", request, _FAIL_S, on_start=_until_end(context))
+        return sidecar_pb2.FailResponse()
+
+    def _enter(self, context: sidecar_pb2.SaveContext) -> RankSave:
+        self._receiving.check(context)
+        rank = self._saves.enter(context)
+        self._sessions.expect(rank)
+        return rank
+
+    def _receive(
+        self,
+        messages: Iterator[Message],
+        context: grpc.ServicerContext,
+        rank: RankSave,
+        file: DataFile,
+        held: int,
+    ) -> Iterator[sidecar_pb2.WriteResponse]:
+        """The data path: one turn of this loop per MiB."""
+        size, append = file.size, file.append
+        next_stop = held + ACKNOWLEDGE
+        while held < size:
+            message = next(messages, None)
+            if type(message) is ReceivedChunk:
+                held = append(context, message)
+            elif message is None:
+                # The client stopped early: it goes on with another stream, or fails the save.
+                return
+            elif isinstance(message, PannierError):
+                raise message
+            else:
+                raise InvalidRequestError(f"{file.label}: a second header in one stream")
+            # Its MiB is free while the next one comes.
+            del message
+            if held >= next_stop or held == size:
+                next_stop = held + ACKNOWLEDGE
+                self._saves.received(rank)
+                yield sidecar_pb2.WriteResponse(committed=held)
+
+
+def _kind(error: PannierError) -> "save_pb2.FailureKind":
+    if isinstance(error, IntegrityError):
+        return save_pb2.FAILURE_KIND_INTEGRITY
+    return save_pb2.FAILURE_KIND_CLIENT
+
+
+def _until_end(context: grpc.ServicerContext) -> Callable[[Callable[[], Any]], None]:
+    """Cancels a forwarded call when the caller goes away."""
+
+    def register(cancel: Callable[[], Any]) -> None:
+        if not context.add_callback(cancel):
+            cancel()
+
+    return register
+
+
+def _parse(message: bytes) -> Message:
+    # An exception here would reach the client without its message.
+    try:
+        return chunks.decode(message)
+    except InvalidRequestError as error:
+        return error
+
+
+class _Registrar:
+    """What the generated code registers, but with our own decoder for ``Write``."""
+
+    def __init__(self, server: grpc.Server, servicer: SidecarServicer) -> None:
+        self._server = server
+        self._servicer = servicer
+
+    def add_generic_rpc_handlers(self, handlers: Any) -> None:
+        """Without: the registered ones are all that is needed."""
+
+    def add_registered_method_handlers(self, name: str, handlers: dict[str, Any]) -> None:
+        """Called by the generated code."""
+        own = grpc.stream_stream_rpc_method_handler(
+            self._servicer.Write,
+            request_deserializer=_parse,
+            response_serializer=sidecar_pb2.WriteResponse.SerializeToString,
+        )
+        self._server.add_registered_method_handlers(name, {**handlers, "Write": own})
+
+
+def add_to_server(servicer: SidecarServicer, server: grpc.Server) -> None:
+    """Serves ``pannier.v1.Sidecar``."""
+    sidecar_pb2_grpc.add_SidecarServicer_to_server(servicer, _Registrar(server, servicer))

@@ -1,0 +1,216 @@
+"""Which trainers are connected, what they are told, and what happens when one is gone.
+
+In: ``Connect`` streams, each in a thread of the gRPC server. Out: the status of
+the saves a client's rank takes part in, and the failure of those that were not
+ingested when its process went away. Thread-safe.
+"""
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from pannier.sidecar.saves import RankSave, Save, Saves
+from pannier.v1 import save_pb2, sidecar_pb2
+from pannier.wire.errors import InvalidRequestError, VersionMismatchError
+from pannier.wire.identity import check_save_id
+from pannier.wire.version import WIRE_VERSION, package_version
+
+_log = logging.getLogger(__name__)
+
+GRACE_S: Final = 1.5
+"""A client whose stream broke is gone when it hasn't connected again by then."""
+STRANGER_S: Final = 5.0
+"""A rank that hands something in before its client connects is gone when it doesn't by then."""
+_PROGRESS_S: Final = 0.2
+"""Shortest time between two messages to a client that tell of progress alone."""
+
+Key = tuple[str, str, int]
+"""Job, incarnation, rank."""
+Render = Callable[[Save], save_pb2.SaveStatus]
+
+
+class _Session:
+    """One ``Connect`` stream."""
+
+    def __init__(self, request: sidecar_pb2.ConnectRequest) -> None:
+        self.key = (request.job, request.incarnation, request.rank)
+        self.client = request.client
+        self.pid = request.pid
+        self._condition = threading.Condition()
+        self._changed: dict[str, Save] = {}
+        self._urgent = False
+        self._closed = False
+
+    def mark(self, save: Save, urgent: bool) -> None:
+        with self._condition:
+            self._changed[save.key] = save
+            # Progress waits for the next tick, without waking anyone.
+            if urgent:
+                self._urgent = True
+                self._condition.notify()
+
+    def close(self) -> None:
+        with self._condition:
+            self._closed = True
+            self._condition.notify()
+
+    def next(self) -> list[Save] | None:
+        """Waits for changes; None at the end."""
+        with self._condition:
+            while not (self._closed or self._urgent):
+                ticked = not self._condition.wait(_PROGRESS_S if self._changed else None)
+                if ticked and self._changed:
+                    break
+            if self._closed:
+                return None
+            changed, self._changed = list(self._changed.values()), {}
+            self._urgent = False
+            return changed
+
+
+class Sessions:
+    """All connected clients.
+
+    Args:
+        welcome: makes the first message of each stream.
+        render: makes the status of a save.
+        loop: runs the timers.
+    """
+
+    def __init__(
+        self,
+        saves: Saves,
+        *,
+        host: str,
+        welcome: Callable[[], sidecar_pb2.Welcome],
+        render: Render,
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        self._saves = saves
+        self._host = host
+        self._welcome = welcome
+        self._render = render
+        self._loop = loop
+        self._lock = threading.Lock()
+        self._sessions: dict[Key, list[_Session]] = {}
+        self._last_pids: dict[Key, int] = {}
+        self._idle_since = time.monotonic()
+
+    def connect(
+        self, request: sidecar_pb2.ConnectRequest, on_end: Callable[[Callable[[], None]], bool]
+    ) -> Iterator[sidecar_pb2.ConnectResponse]:
+        """The messages of one stream, until it ends.
+
+        Args:
+            on_end: takes a function to call when the stream ends; False: it has.
+
+        Raises VersionMismatchError, InvalidRequestError.
+        """
+        self._check(request)
+        session = _Session(request)
+        self._add(session)
+        try:
+            if not on_end(session.close):
+                return
+            yield sidecar_pb2.ConnectResponse(welcome=self._welcome())
+            for rank in self._saves.of_rank(*session.key):
+                session.mark(rank.save, True)
+            while (changed := session.next()) is not None:
+                for save in changed:
+                    yield sidecar_pb2.ConnectResponse(save=self._render(save))
+        finally:
+            self._remove(session)
+
+    def changed(self, save: Save, rank: RankSave | None, urgent: bool) -> None:
+        """Listener of :class:`Saves`: the clients of its ranks on this host are told."""
+        with self._lock:
+            sessions = [
+                session
+                for number in list(save.ranks)
+                for session in self._sessions.get((save.id.job, save.id.incarnation, number), ())
+            ]
+        for session in sessions:
+            session.mark(save, urgent)
+
+    def expect(self, rank: RankSave) -> None:
+        """The rank handed something in: its client must be connected, or be so soon."""
+        key = (rank.save.id.job, rank.save.id.incarnation, rank.rank)
+        with self._lock:
+            if key in self._sessions:
+                return
+        self._check_later(key, STRANGER_S)
+
+    def jobs(self) -> set[str]:
+        """Jobs with a connected client."""
+        with self._lock:
+            return {job for job, _, _ in self._sessions}
+
+    def idle_s(self) -> float | None:
+        """Seconds since the last client left; None while there is one."""
+        with self._lock:
+            return None if self._sessions else time.monotonic() - self._idle_since
+
+    def close(self) -> None:
+        """Ends all streams."""
+        with self._lock:
+            sessions = [each for listed in self._sessions.values() for each in listed]
+        for session in sessions:
+            session.close()
+
+    def _check(self, request: sidecar_pb2.ConnectRequest) -> None:
+        if request.wire_version != WIRE_VERSION:
+            raise VersionMismatchError(
+                f"the client is pannier {request.client_version} with wire version "
+                f"{request.wire_version}, the sidecar on host {self._host} is {package_version()} "
+                f"with wire version {WIRE_VERSION}: install the same version on both sides, and "
+                "restart the one that is older"
+            )
+        check_save_id(
+            save_pb2.SaveId(job=request.job, incarnation=request.incarnation, group="g", number=1)
+        )
+        if not request.world_size > request.rank:
+            raise InvalidRequestError(
+                f"rank {request.rank} is not within a world of {request.world_size}"
+            )
+
+    def _add(self, session: _Session) -> None:
+        with self._lock:
+            listed = self._sessions.setdefault(session.key, [])
+            # The same client again: its former stream broke, though we haven't noticed yet.
+            former = [each for each in listed if each.client == session.client]
+            listed.append(session)
+            self._last_pids[session.key] = session.pid
+        for each in former:
+            each.close()
+
+    def _remove(self, session: _Session) -> None:
+        with self._lock:
+            listed = self._sessions[session.key]
+            listed.remove(session)
+            gone = not listed
+            if gone:
+                del self._sessions[session.key]
+                self._idle_since = time.monotonic()
+        if gone:
+            self._check_later(session.key, GRACE_S)
+
+    def _check_later(self, key: Key, delay_s: float) -> None:
+        self._loop.call_soon_threadsafe(self._loop.call_later, delay_s, self._fail_if_gone, key)
+
+    def _fail_if_gone(self, key: Key) -> None:
+        """On the loop: the saves of a client that isn't there, and that need it, fail."""
+        with self._lock:
+            if key in self._sessions:
+                return
+            pid = self._last_pids.pop(key, 0)
+        process = f"process {pid}" if pid else "process"
+        for rank in self._saves.of_rank(*key):
+            self._saves.fail(
+                rank,
+                save_pb2.FAILURE_KIND_LOST,
+                f"the {process} of rank {rank.rank} on host {rank.host} is gone: its connection "
+                f"ended before the rank was ingested ({rank.phase.name.lower()})",
+            )

@@ -1,0 +1,231 @@
+"""The directory that holds data files until they are durable: space is reserved before a byte comes.
+
+In: sizes. Out: slabs (files with reserved space), which go back when their
+content is no longer needed and are then used again by the same job: fresh
+pages of a tmpfs cost about ten times the copy itself. Blocking, thread-safe.
+"""
+
+import errno
+import os
+import stat
+import threading
+import time
+from collections import deque
+from collections.abc import Collection
+from pathlib import Path
+from typing import Final
+
+import filelock
+
+from pannier.wire.errors import BusyError, ConfigurationError, PannierError
+
+_SUFFIX: Final = ".data"
+KEPT_S: Final = 60.0
+"""Free space of a job that went away is kept for so long, in case it starts again."""
+_PAGE: Final = 4096
+_SMALL: Final = 1 << 20
+"""Slabs up to this size fit any small file."""
+_FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM)
+
+
+class Slab:
+    """One file of the spool with ``capacity`` bytes reserved. Owned by whoever took it."""
+
+    def __init__(self, path: Path, fd: int, job: str) -> None:
+        self.path = path
+        self.fd = fd
+        self.job = job
+        self.capacity = 0
+
+
+class Spool:
+    """One sidecar's spool directory, locked against others as long as it is open."""
+
+    def __init__(self, directory: Path, budget: int | None = None) -> None:
+        """Opens the directory, making it if need be.
+
+        Args:
+            directory: has mode 0700 when it is made here.
+            budget: most bytes of all slabs together; None: what the file system has.
+
+        Raises ConfigurationError: it can't be used, or another sidecar does.
+        """
+        self.directory = directory
+        self.budget = budget
+        self._lock = threading.Lock()
+        self._free: dict[str, deque[Slab]] = {}
+        """By job, the one given back last at the end; jobs in order of their first use."""
+        self._active: dict[str, float] = {}
+        """When :meth:`trim` last heard that a job with free slabs was active."""
+        self._taken = 0
+        self._reserved = 0
+        self._next = 0
+        try:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._check()
+            self._file_lock = filelock.FileLock(
+                directory / "lock", timeout=0, mode=0o600, is_singleton=False
+            )
+            self._file_lock.acquire()
+        except filelock.Timeout as error:
+            raise ConfigurationError(
+                f"another sidecar works on the spool {directory}; give each its own --spool"
+            ) from error
+        except OSError as error:
+            raise ConfigurationError(f"the spool {directory} can't be used: {error}") from error
+        self._recover()
+
+    @property
+    def reserved(self) -> int:
+        """Bytes of all slabs, taken or free."""
+        return self._reserved
+
+    def take(self, job: str, size: int) -> Slab:
+        """A slab of at least ``size`` bytes, with any content, of that job's alone.
+
+        Raises:
+            BusyError: there is no room, with the bytes needed and free.
+            PannierError: the spool can't be written.
+        """
+        with self._lock:
+            slab, missing = self._choose(job, size)
+            try:
+                self._evict_for(missing, job)
+            except BusyError:
+                if slab is not None:
+                    self._free[job].append(slab)
+                raise
+            self._reserved += missing
+            self._taken += 1
+        try:
+            if slab is None:
+                slab = self._create(job)
+            self._reserve(slab, missing)
+        except BaseException as error:
+            with self._lock:
+                self._taken -= 1
+                self._reserved -= missing
+                if slab is not None:
+                    self._drop(slab)
+            if isinstance(error, OSError):
+                raise PannierError(
+                    f"the spool {self.directory} can't be written: {error}"
+                ) from error
+            raise
+        return slab
+
+    def give(self, slab: Slab) -> None:
+        """Takes a slab back whose content nobody needs, reads or writes any more."""
+        with self._lock:
+            self._taken -= 1
+            self._free.setdefault(slab.job, deque()).append(slab)
+
+    def trim(self, active: Collection[str]) -> None:
+        """Gives the free space of jobs that aren't ``active`` back, a while after they last were.
+
+        To be called now and then.
+        """
+        now = time.monotonic()
+        with self._lock:
+            for job in list(self._free):
+                if job in active or job not in self._active:
+                    self._active[job] = now
+                elif now - self._active[job] >= KEPT_S:
+                    del self._active[job]
+                    for slab in self._free.pop(job):
+                        self._drop(slab)
+
+    def close(self) -> None:
+        """Removes all slabs and lets go of the directory; nobody uses them any more."""
+        with self._lock:
+            for job in list(self._free):
+                for slab in self._free.pop(job):
+                    self._drop(slab)
+        # Without a journal nobody could go on with what is left.
+        self._recover()
+        self._file_lock.release()
+
+    def _check(self) -> None:
+        found = self.directory.stat()
+        if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise ConfigurationError(
+                f"the spool {self.directory} belongs to user {found.st_uid} with mode "
+                f"{stat.S_IMODE(found.st_mode):o}: others could write there; name a directory "
+                "below it that doesn't exist yet, or chmod go-w one of your own"
+            )
+
+    def _recover(self) -> None:
+        """What an earlier sidecar left: its content is known to nobody, so it goes."""
+        for path in self.directory.glob(f"*{_SUFFIX}"):
+            path.unlink()
+
+    def _choose(self, job: str, size: int) -> tuple[Slab | None, int]:
+        """A free slab of the job, if any is worth it, and how many bytes it lacks."""
+        free = self._free.get(job, ())
+        # Not a huge one for a small file: the next huge file would need fresh pages.
+        fitting = [s for s in free if size <= s.capacity <= max(2 * size, _SMALL)]
+        if fitting:
+            best = min(fitting, key=lambda slab: slab.capacity)
+        else:
+            near = [s for s in free if size // 2 <= s.capacity < size]
+            if not near:
+                return None, _whole_pages(size)
+            best = max(near, key=lambda slab: slab.capacity)
+        self._free[job].remove(best)
+        return best, max(0, _whole_pages(size) - best.capacity)
+
+    def _evict_for(self, missing: int, job: str) -> None:
+        """Drops free slabs until ``missing`` more bytes are within the budget, others' jobs first."""
+        if self.budget is None:
+            return
+        while self._reserved + missing > self.budget:
+            if not self._evict_one(job):
+                free = max(0, self.budget - self._reserved)
+                raise self._full(missing, f"{free} free of its budget of {self.budget}")
+
+    def _evict_one(self, job: str) -> bool:
+        for owner in sorted(self._free, key=lambda owner: owner == job):
+            if self._free[owner]:
+                self._drop(self._free[owner].popleft())
+                return True
+        return False
+
+    def _reserve(self, slab: Slab, missing: int) -> None:
+        while missing:
+            try:
+                os.posix_fallocate(slab.fd, slab.capacity, missing)
+            except OSError as error:
+                if error.errno not in _FULL:
+                    raise
+                with self._lock:
+                    evicted = self._evict_one(slab.job)
+                if not evicted:
+                    space = os.statvfs(self.directory)
+                    free = space.f_bavail * space.f_frsize
+                    raise self._full(missing, f"{free} free on its file system") from error
+            else:
+                slab.capacity += missing
+                return
+
+    def _create(self, job: str) -> Slab:
+        with self._lock:
+            self._next += 1
+            path = self.directory / f"{self._next:08d}{_SUFFIX}"
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        return Slab(path, fd, job)
+
+    def _drop(self, slab: Slab) -> None:
+        slab.path.unlink(missing_ok=True)
+        os.close(slab.fd)
+        self._reserved -= slab.capacity
+
+    def _full(self, missing: int, free: str) -> BusyError:
+        return BusyError(
+            f"the spool {self.directory} is full: {missing} bytes needed, {free}, {self._taken} "
+            "files of saves under way; wait for those, or give the sidecar more room (--spool, "
+            "--spool-budget)"
+        )
+
+
+def _whole_pages(size: int) -> int:
+    return max(1, -(-size // _PAGE)) * _PAGE

@@ -1,0 +1,88 @@
+"""A save as operators and clients see it: the coordinator's word, and this host's own ranks.
+
+In: saves and how the link to the coordinator is. Out: messages. Thread-safe.
+"""
+
+import time
+from typing import Protocol
+
+from pannier.daemon.waiting import Awaited, waiting_on
+from pannier.sidecar.saves import Phase, RankSave, Save
+from pannier.v1 import save_pb2
+
+
+class Coordinator(Protocol):
+    """What is known of the coordinator."""
+
+    @property
+    def connected(self) -> bool:
+        """Whether it is attached."""
+
+    @property
+    def description(self) -> str:
+        """``coordinator at host:port (last heard 12 s ago)``."""
+
+
+def rank_status(rank: RankSave) -> save_pb2.RankStatus:
+    """How far one rank is."""
+    files = list(rank.files.values())
+    staged = dict(rank.planned or {})
+    staged.update({file.name: file.size for file in files})
+    return save_pb2.RankStatus(
+        rank=rank.rank,
+        host=rank.host,
+        phase=rank.phase.value,
+        bytes_staged=sum(staged.values()),
+        bytes_ingested=sum(file.held for file in files),
+        bytes_uploaded=sum(file.uploaded for file in files),
+        bytes_durable=sum(file.size for file in files if file.durable),
+        retries=rank.retries,
+        last_error=rank.failure.message if rank.failure else rank.last_error,
+        seconds_since_heard=time.monotonic() - rank.heard,
+    )
+
+
+def save_status(save: Save, coordinator: Coordinator) -> save_pb2.SaveStatus:
+    """State, failures and waits of a save, with the ranks of this host."""
+    ranks = [save.ranks[number] for number in sorted(save.ranks)]
+    status = save_pb2.SaveStatus()
+    known = save.verdict or save.coordinator
+    if known is not None:
+        status.CopyFrom(known)
+    status.save.CopyFrom(save.id)
+    status.id = save.key
+    status.checkpoint_id = save.checkpoint_id
+    status.attempt = status.attempt or next((r.attempt for r in ranks if r.attempt), "")
+    status.created_at = status.created_at or save.created_at
+    if not status.state:
+        status.state = _local_state(ranks)
+    if save.verdict is None or not status.ranks:
+        del status.ranks[:]
+        status.ranks.extend(rank_status(rank) for rank in ranks)
+    blamed = {failure.rank for failure in status.failures}
+    status.failures.extend(
+        rank.failure for rank in ranks if rank.failure is not None and rank.rank not in blamed
+    )
+    if save.verdict is not None:
+        status.ClearField("waiting_on")
+    elif not coordinator.connected:
+        status.waiting_on.Clear()
+        status.waiting_on.text = f"the {coordinator.description}"
+    elif not status.waiting_on.text:
+        status.waiting_on.CopyFrom(waiting_on(_awaited(ranks)))
+    return status
+
+
+def _local_state(ranks: list[RankSave]) -> "save_pb2.SaveState":
+    """What this host's ranks tell while the coordinator hasn't."""
+    phases = {rank.phase for rank in ranks if rank.phase is not Phase.FAILED}
+    if Phase.PLANNING in phases or not phases:
+        return save_pb2.SAVE_STATE_PLANNING
+    if phases & {Phase.PLANNED, Phase.STREAMING}:
+        return save_pb2.SAVE_STATE_STAGING
+    return save_pb2.SAVE_STATE_UPLOADING
+
+
+def _awaited(ranks: list[RankSave]) -> list[Awaited]:
+    waiting = [rank for rank in ranks if rank.phase not in (Phase.DURABLE, Phase.FAILED)]
+    return [Awaited(r.rank, r.host, time.monotonic() - r.heard) for r in waiting]
