@@ -42,6 +42,15 @@ def group_store(process_group: dist.ProcessGroup | None) -> Store:
     return _get_process_group_store(process_group)
 
 
+def has_size(dtype: torch.dtype) -> bool:
+    """Whether DCP knows the size of a dtype's elements; it can't plan those of the others."""
+    try:
+        torch._utils._element_size(dtype)
+    except TypeError:
+        return False
+    return True
+
+
 def local_tensors(value: torch.Tensor) -> list[torch.Tensor]:
     """This rank's parts of a tensor; ``[value]`` for one that isn't distributed.
 
@@ -82,6 +91,7 @@ __all__ = [
     "ShardedTensor",
     "StorageInfo",
     "group_store",
+    "has_size",
     "local_tensors",
     "without_plan_cache",
 ]

@@ -81,7 +81,7 @@ class Planning:
         self._refuse_values(
             {i.index.fqn: values[i.index.fqn] for i in self.items if i.index.fqn in values}
         )
-        self._refuse_layouts()
+        self._refuse_properties()
         self.message = self._message(values)
         """The plan as the coordinator gets it."""
         self.digest = plans.plan_digest(self.message)
@@ -154,13 +154,18 @@ class Planning:
             if isinstance(value, torch.Tensor) and (problem := _problem(value)):
                 raise InvalidRequestError(f"{key!r} can't be saved: {problem}") from cause
 
-    def _refuse_layouts(self) -> None:
+    def _refuse_properties(self) -> None:
         for item in self.items:
-            data = item.tensor_data
-            if data is not None and data.properties.layout is not torch.strided:
-                raise InvalidRequestError(
-                    f"{item.index.fqn!r} can't be saved: {_layout_problem(data.properties.layout)}"
-                )
+            properties = item.tensor_data.properties if item.tensor_data else None
+            if properties is None:
+                continue
+            if properties.layout is not torch.strided:
+                problem = _layout_problem(properties.layout)
+            elif properties.dtype in archives.DTYPES or compat.has_size(properties.dtype):
+                continue
+            else:
+                problem = f"DCP can't store dtype {properties.dtype}; view it as uint8"
+            raise InvalidRequestError(f"{item.index.fqn!r} can't be saved: {problem}")
 
     def _message(self, values: Mapping[str, Any]) -> plan_pb2.LocalPlan:
         planner = self._planner

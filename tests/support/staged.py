@@ -1,0 +1,79 @@
+"""What a coordinator and a sidecar would make of one rank's plan and staged files."""
+
+import ctypes
+import dataclasses
+import pickle
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+
+from pannier.client import compat
+from pannier.client.arena import Arena, ArenaPool
+from pannier.client.planning import Planning
+from pannier.client.staging import Staged, stage
+from pannier.v1 import plan_pb2
+from pannier.wire import identity, layout, plans
+
+ATTEMPT = "i1-g00000000-s1"
+
+
+def plan(
+    state: Any, planner: SavePlanner | None = None, checkpoint_id: str = "/checkpoints/step-1"
+) -> Planning:
+    return Planning(state, planner, is_coordinator=True, checkpoint_id=checkpoint_id)
+
+
+def final_plan(
+    message: plan_pb2.LocalPlan, positions: Sequence[int] | None = None, rank: int = 0
+) -> plan_pb2.FinalPlan:
+    """The answer to a local plan, of which this rank is to write ``positions`` (None: all)."""
+    chosen = range(len(message.head)) if positions is None else positions
+    slots = [p for p in chosen if message.head[p]]
+    laid = layout.lay_out(
+        *([column[p] for p in slots] for column in (message.head, message.body, message.tail))
+    )
+    files = [
+        plan_pb2.PlannedFile(name=identity.data_file(ATTEMPT, rank, n), size=size)
+        for n, size in enumerate(laid.sizes)
+    ]
+    if len(slots) < len(chosen):
+        files.append(plan_pb2.PlannedFile(name=identity.objects_file(ATTEMPT, rank)))
+    final = plan_pb2.FinalPlan(plan_id="plan", attempt=ATTEMPT, positions=chosen, files=files)
+    places = iter(zip(laid.file, laid.offset, laid.length, strict=True))
+    for position in chosen:
+        place = next(places) if message.head[position] else (len(files) - 1, 0, 0)
+        final.placement.file.append(place[0])
+        final.placement.offset.append(place[1])
+        final.placement.length.append(place[2])
+    return final
+
+
+def stage_all(planning: Planning, pool: ArenaPool) -> tuple[Staged, Arena]:
+    final = final_plan(planning.message)
+    arena = pool.acquire([file.size for file in final.files])
+    return stage(planning, planning.finish(final), final, arena), arena
+
+
+def write_files(directory: Path, staged: Staged) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    for file in staged.files:
+        (directory / file.name).write_bytes(ctypes.string_at(file.address, file.size))
+
+
+def write_checkpoint(
+    directory: Path, message: plan_pb2.LocalPlan, items: list[WriteItem], staged: Staged
+) -> None:
+    """A directory that plain ``dcp.load`` reads: the staged files and their metadata."""
+    write_files(directory, staged)
+    _, metadata = create_default_global_save_plan([SavePlan(items)])
+    storage = {
+        item.index: compat.StorageInfo(*placed)
+        for item, placed in zip(items, staged.placements, strict=True)
+    }
+    metadata = dataclasses.replace(
+        metadata, planner_data=plans.decode_mappings(message.mappings), storage_data=storage
+    )
+    (directory / ".metadata").write_bytes(pickle.dumps(metadata))
