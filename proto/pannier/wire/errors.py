@@ -79,6 +79,10 @@ class BusyError(PannierError):
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
+class LoadError(PannierError):
+    """A checkpoint could not be loaded; ``failures`` says why, by rank."""
+
+
 class StorageError(PannierError):
     """Storage refused or lost an operation."""
 

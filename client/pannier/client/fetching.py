@@ -1,0 +1,119 @@
+"""Reads many ranges of a checkpoint's files: in parallel, within a bound of memory, in order.
+
+In: ranges (file, offset, length). Out: their bytes, one range after the other as
+they were asked for. Neighbouring ranges of a file are read together, and long
+ones in pieces side by side.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from pannier.client.places import Place
+
+PIECE_BYTES: Final = 8 << 20
+"""Most bytes of one request."""
+GAP_BYTES: Final = 4096
+"""Ranges no farther apart are read together: what alignment leaves between archives."""
+
+
+class Range(NamedTuple):
+    """Bytes of one file."""
+
+    file: str
+    """Relative to the place."""
+    offset: int
+    length: int
+
+
+class _Run(NamedTuple):
+    """Ranges of one file that are read together."""
+
+    file: str
+    offset: int
+    end: int
+    ranges: list[Range]
+
+
+class _Fetch(NamedTuple):
+    """A run that is being read."""
+
+    run: _Run
+    memory: memoryview
+    pieces: list[Future[None]]
+
+
+def fetch(
+    place: Place, ranges: Sequence[Range], *, threads: int, memory_bytes: int
+) -> Iterator[tuple[Range, memoryview]]:
+    """The bytes of each range, in the order of ``ranges``.
+
+    Args:
+        place: whose files are read.
+        ranges: sorted by file and offset.
+        threads: requests at the same time.
+        memory_bytes: held at most, unless a single range is longer. A view
+            must be let go before the next is taken for this to hold.
+
+    Raises:
+        StorageError: a file can't be read, or ends too early.
+    """
+    todo = deque(_runs(ranges))
+    window: deque[_Fetch] = deque()
+    held = 0
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="pannier-read")
+    try:
+        while todo or window:
+            while todo and (not window or held + _size(todo[0]) <= memory_bytes):
+                window.append(_start(pool, place, todo.popleft()))
+                held += len(window[-1].memory)
+            first = window.popleft()
+            for piece in first.pieces:
+                piece.result()
+            for each in first.run.ranges:
+                start = each.offset - first.run.offset
+                yield each, first.memory[start : start + each.length]
+            held -= len(first.memory)
+            # Not until the next one is asked for: that is what bounds the memory.
+            del first
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _runs(ranges: Sequence[Range]) -> Iterator[_Run]:
+    run: _Run | None = None
+    for each in ranges:
+        end = each.offset + each.length
+        if (
+            run is not None
+            and run.file == each.file
+            and run.offset <= each.offset <= run.end + GAP_BYTES
+            and end - run.offset <= PIECE_BYTES
+        ):
+            run.ranges.append(each)
+            run = run._replace(end=max(run.end, end))
+            continue
+        if run is not None:
+            yield run
+        run = _Run(each.file, each.offset, end, [each])
+    if run is not None:
+        yield run
+
+
+def _size(run: _Run) -> int:
+    return run.end - run.offset
+
+
+def _start(pool: ThreadPoolExecutor, place: Place, run: _Run) -> _Fetch:
+    # numpy leaves it uninitialised: a bytearray would be touched twice.
+    memory = np.empty(_size(run), np.uint8).data
+    pieces = [
+        pool.submit(
+            place.read_into, run.file, run.offset + start, memory[start : start + PIECE_BYTES]
+        )
+        for start in range(0, len(memory), PIECE_BYTES)
+    ]
+    return _Fetch(run, memory, pieces)

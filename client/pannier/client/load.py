@@ -1,0 +1,185 @@
+"""``client.load``: DCP's load, from one ``.metadata`` that one rank reads for all.
+
+In: a state dict to fill. Out: the same, filled in place, with DCP's resharding.
+Collective, as ``dcp.load`` is; what fails on one rank fails on all, by name.
+"""
+
+import contextlib
+import os
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar, cast
+
+import torch.distributed as dist
+import torch.distributed.checkpoint.state_dict_loader as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import LoadPlanner
+
+from pannier.client.identity import is_alone
+from pannier.client.reader import StorageReader
+from pannier.v1 import save_pb2
+from pannier.wire.errors import InvalidRequestError, LoadError, PannierError
+
+T = TypeVar("T")
+
+
+def load(
+    state_dict: dict[str, Any],
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_reader: StorageReader | None = None,
+    planner: LoadPlanner | None = None,
+    process_group: Any = None,
+    no_dist: bool = False,
+) -> None:
+    """Loads a checkpoint into ``state_dict`` in place, as ``torch.distributed.checkpoint.load``.
+
+    All ranks of the group call it. Tensors must lie where they are wanted, with
+    the shapes of the checkpoint; their sharding may be another.
+
+    Args:
+        state_dict: tensors to fill, ``Stateful`` objects, and keys of other objects.
+        checkpoint_id: directory: a path, or a URL such as ``gs://bucket/run/step-100``.
+        storage_reader: a :class:`pannier.client.StorageReader` with other than the
+            default options; then ``checkpoint_id`` may be left out.
+        planner: default: ``DefaultLoadPlanner``. To load a part only, give
+            ``DefaultLoadPlanner(allow_partial_load=True)``.
+        process_group: the ranks that load together. Default: all.
+        no_dist: this process loads by itself.
+
+    Raises:
+        InvalidRequestError: an argument can't be accepted.
+        StorageError: there is no such checkpoint, or ``.metadata`` can't be read.
+        LoadError: anything else; with failures by rank.
+    """
+    alone = is_alone(no_dist)
+    if not alone and process_group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise InvalidRequestError(
+            f"rank {dist.get_rank()} is not in this process group: only its ranks may load with it"
+        )
+    group = None if alone else _Group(process_group)
+    with _as_load_error(group):
+        reader = _agree(group, lambda: _reader(checkpoint_id, storage_reader))
+        content = _from_first(group, reader.fetch_metadata)
+        reader.share_metadata(content)
+        dcp.load(
+            state_dict,
+            storage_reader=reader,
+            planner=planner,
+            process_group=process_group,
+            no_dist=no_dist,
+        )
+
+
+def _reader(
+    checkpoint_id: str | os.PathLike[str] | None, storage_reader: StorageReader | None
+) -> StorageReader:
+    if storage_reader is None:
+        if checkpoint_id is None:
+            raise InvalidRequestError("checkpoint_id is missing: give a path or a URL")
+        return StorageReader(checkpoint_id)
+    if not isinstance(storage_reader, StorageReader):
+        raise InvalidRequestError(
+            f"storage_reader={type(storage_reader).__name__}: Pannier reads by itself; give "
+            "checkpoint_id or a pannier.client.StorageReader, or call torch's dcp.load"
+        )
+    storage_reader.reset(checkpoint_id)
+    return storage_reader
+
+
+class _Group:
+    """The ranks that load together."""
+
+    def __init__(self, process_group: Any) -> None:
+        self.process_group = process_group
+        self.ranks = dist.get_process_group_ranks(
+            dist.group.WORLD if process_group is None else process_group
+        )
+        self.rank = dist.get_rank()
+        self.size = len(self.ranks)
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value, on all ranks. Collective."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.process_group)
+        return values
+
+    def broadcast(self, value: T) -> T:
+        """The first rank's value, on all ranks. Collective."""
+        values = [value]
+        dist.broadcast_object_list(values, src=self.ranks[0], group=self.process_group)
+        return values[0]
+
+
+def _agree(group: _Group | None, make: Callable[[], StorageReader]) -> StorageReader:
+    """Each rank's reader; raises on all ranks when one has none or another checkpoint's."""
+    if group is None:
+        return make()
+    reader: StorageReader | None = None
+    problem: PannierError | None = None
+    try:
+        reader = make()
+    except PannierError as error:
+        problem = error
+    answers = group.gather((reader.checkpoint_id if reader else None, problem))
+    failures = {rank: error for rank, (_, error) in zip(group.ranks, answers, strict=True) if error}
+    if failures:
+        raise _together(failures)
+    ids = [checkpoint_id for checkpoint_id, _ in answers]
+    if len(set(ids)) > 1:
+        said = ", ".join(f"rank {rank}: {i}" for rank, i in zip(group.ranks, ids, strict=True))
+        raise InvalidRequestError(f"ranks load different checkpoints: {said}")
+    return cast("StorageReader", reader)
+
+
+def _from_first(group: _Group | None, read: Callable[[], bytes]) -> bytes:
+    """What the group's first rank reads, or its error, on all ranks."""
+    if group is None:
+        return read()
+    answer: bytes | PannierError | None = None
+    if group.rank == group.ranks[0]:
+        try:
+            answer = read()
+        except PannierError as error:
+            answer = error
+    answer = group.broadcast(answer)
+    if isinstance(answer, PannierError):
+        raise answer
+    return cast("bytes", answer)
+
+
+@contextlib.contextmanager
+def _as_load_error(group: _Group | None) -> Iterator[None]:
+    """torch's CheckpointException, which no ``except Exception`` catches, as a LoadError."""
+    try:
+        yield
+    except CheckpointException as error:
+        causes = {
+            group.ranks[rank] if group else rank: cause
+            for rank, (cause, _) in error.failures.items()
+        }
+        raise _together(causes) from next(iter(causes.values()))
+
+
+def _together(causes: Mapping[int, BaseException]) -> PannierError:
+    """One error of those of several ranks, of their own type where they have one in common."""
+    texts = {
+        rank: str(cause) if isinstance(cause, PannierError) else f"{type(cause).__name__}: {cause}"
+        for rank, cause in causes.items()
+    }
+    host = socket.gethostname()
+    failures = [
+        save_pb2.Failure(
+            rank=rank, host=host, kind=save_pb2.FAILURE_KIND_CLIENT, message=texts[rank]
+        )
+        for rank in sorted(causes)
+    ]
+    types = {type(cause) for cause in causes.values()}
+    common = types.pop() if len(types) == 1 else LoadError
+    kind = common if issubclass(common, PannierError) else LoadError
+    if len(set(texts.values())) == 1:
+        ranks = f"ranks {sorted(causes)}" if len(causes) > 1 else f"rank {min(causes)}"
+        return kind(f"{ranks}: {next(iter(texts.values()))}", failures)
+    shown = [f"rank {rank}: {texts[rank]}" for rank in sorted(causes)]
+    more = f"; and {len(shown) - 4} more" if len(shown) > 4 else ""
+    return kind("; ".join(shown[:4]) + more, failures)

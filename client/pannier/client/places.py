@@ -1,0 +1,222 @@
+"""Directories in storage as the trainer reads them: through fsspec, blocking, read-only.
+
+In: a path or a URL. Out: ranges of objects, listings, times. Every failure is a
+StorageError that says which object of which place; :class:`MissingError` when it
+is not there. Thread-safe.
+"""
+
+import os
+import posixpath
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timezone
+from typing import Any, Final
+
+import fsspec
+
+from pannier.wire.errors import ConfigurationError, InvalidRequestError, StorageError
+
+_CONNECT_S: Final = 15.0
+_SILENCE_S: Final = 60.0
+"""A read that brings no byte for so long is tried again."""
+_LAYOUT_LOOKUP: Final = "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"
+_EXTRAS: Final = {"gs": "gcs", "gcs": "gcs", "s3": "s3", "s3a": "s3"}
+_LOCAL: Final = ("file", "local")
+
+
+class MissingError(StorageError):
+    """The object or directory doesn't exist."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What stands in a directory."""
+
+    name: str
+    """Relative to the directory."""
+    is_directory: bool
+
+
+class Place:
+    """One directory. See :func:`open_place`."""
+
+    def __init__(self, url: str, fs: Any, path: str) -> None:
+        self.url = url
+        """As the user gave it, absolute, without a slash at its end."""
+        self._fs = fs
+        self._path = path
+        self._is_local = "file" in _protocols(fs)
+
+    def child(self, name: str) -> "Place":
+        """A directory in this one."""
+        return Place(posixpath.join(self.url, name), self._fs, self._at(name))
+
+    def read(self, name: str) -> bytes:
+        """All of an object."""
+        with self._naming(name):
+            content: bytes = self._fs.cat_file(self._at(name))
+        return content
+
+    def read_into(self, name: str, offset: int, target: memoryview) -> None:
+        """Fills ``target`` with the object's bytes from ``offset`` on.
+
+        Raises StorageError also when the object ends before.
+        """
+        with self._naming(name):
+            count = (
+                _read_local(self._at(name), offset, target)
+                if self._is_local
+                else self._read_remote(self._at(name), offset, target)
+            )
+        if count != len(target):
+            raise StorageError(
+                f"{self.url}/{name} ends after {offset + count} bytes, but the checkpoint's "
+                f"metadata wants those up to {offset + len(target)}: the file was cut or replaced"
+            )
+
+    def list(self) -> list[Entry]:
+        """What the directory holds, by name; nothing of what is below."""
+        with self._naming(""):
+            found = self._fs.ls(self._path, detail=True)
+        own = self._path.strip("/")
+        entries = {}
+        for info in found:
+            path = str(info["name"]).strip("/")
+            # Some stores list the directory itself, as an empty object.
+            if path != own:
+                name = posixpath.basename(path)
+                entries[name] = Entry(name, info["type"] == "directory")
+        return sorted(entries.values(), key=lambda entry: entry.name)
+
+    def modified(self, name: str) -> float:
+        """When an object was last written, by the store's clock; Unix time, seconds."""
+        with self._naming(name):
+            time = self._fs.modified(self._at(name))
+        if time.tzinfo is None:
+            time = time.replace(tzinfo=timezone.utc)
+        seconds: float = time.timestamp()
+        return seconds
+
+    def _at(self, name: str) -> str:
+        return posixpath.join(self._path, name)
+
+    def _read_remote(self, path: str, offset: int, target: memoryview) -> int:
+        data = self._fs.cat_file(path, start=offset, end=offset + len(target))
+        target[: len(data)] = data
+        return len(data)
+
+    @contextmanager
+    def _naming(self, name: str) -> Iterator[None]:
+        what = posixpath.join(self.url, name) if name else self.url
+        try:
+            yield
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise MissingError(f"{what} doesn't exist") from error
+        except StorageError:
+            raise
+        except PermissionError as error:
+            raise StorageError(
+                f"{what} can't be read: {error}; check that this process may read it"
+            ) from error
+        except Exception as error:  # every file system of fsspec has errors of its own
+            raise StorageError(
+                f"{what} can't be read: {type(error).__name__}: {error}; check the address and "
+                "the credentials in the trainer's environment or storage_options"
+            ) from error
+
+
+def open_place(
+    path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
+) -> Place:
+    """The directory at a path or URL. Touches no storage yet.
+
+    Args:
+        path: local, or a URL of any scheme fsspec knows (``file``, ``gs``, ``s3``, ``memory``).
+        storage_options: of the fsspec file system: credentials, ``endpoint_url``.
+            Default: what it finds in the environment.
+
+    Raises:
+        InvalidRequestError: it is no path, or the scheme is unknown.
+        ConfigurationError: the scheme's package isn't installed, or its options are wrong.
+    """
+    url = absolute(path)
+    scheme = url.partition("://")[0] if "://" in url else "file"
+    options = dict(storage_options or {})
+    try:
+        kind = _gcs_class(options) if scheme in ("gs", "gcs") else _registered_class(scheme)
+        if scheme not in _LOCAL:
+            # The listings cache never expires.
+            options.setdefault("use_listings_cache", False)
+        return Place(url, kind(**options), str(kind._strip_protocol(url)))
+    except ImportError as error:
+        raise ConfigurationError(
+            f"{url} needs a package that isn't installed ({error}): "
+            f"pip install pannier[{_EXTRAS.get(scheme, scheme)}]"
+        ) from error
+    except (TypeError, ValueError, OSError) as error:
+        if isinstance(error, InvalidRequestError):
+            raise
+        raise ConfigurationError(
+            f"{url} can't be set up: {error}; check storage_options"
+        ) from error
+
+
+def absolute(path: str | os.PathLike[str]) -> str:
+    """``path`` as an absolute path or a URL, without a slash at its end.
+
+    Raises InvalidRequestError when it is empty or not text.
+    """
+    text = os.fspath(path)
+    if not isinstance(text, str) or not text:
+        raise InvalidRequestError(f"{path!r} is neither a path nor a URL like gs://bucket/run")
+    if "://" not in text:
+        return os.path.abspath(text)
+    scheme, _, rest = text.partition("://")
+    return f"{scheme}://{rest.rstrip('/') or '/'}"
+
+
+def _registered_class(scheme: str) -> Any:
+    if scheme not in fsspec.available_protocols():
+        raise InvalidRequestError(
+            f"{scheme}:// is an unknown scheme; use a path, file://, gs://, s3:// or memory://"
+        )
+    return fsspec.get_filesystem_class(scheme)
+
+
+def _gcs_class(options: dict[str, Any]) -> Any:
+    """gcsfs' class, and what it needs besides ``options``."""
+    # Before the import: else every first use asks for the bucket's layout over gRPC.
+    os.environ.setdefault(_LAYOUT_LOOKUP, "false")
+    import aiohttp
+    import gcsfs
+
+    endpoint = options.get("endpoint_url") or os.environ.get("STORAGE_EMULATOR_HOST", "")
+    if endpoint not in ("", "default") and not endpoint.startswith("https://"):
+        # No credentials over plain HTTP, and no search for some.
+        options.setdefault("token", "anon")
+    options.setdefault(
+        "requests_timeout", aiohttp.ClientTimeout(sock_connect=_CONNECT_S, sock_read=_SILENCE_S)
+    )
+    if os.environ[_LAYOUT_LOOKUP].lower() in ("true", "1"):
+        return gcsfs.GCSFileSystem
+    # Plain, also where the trainer imported gcsfs before us.
+    return gcsfs.core.GCSFileSystem
+
+
+def _protocols(fs: Any) -> tuple[str, ...]:
+    return (fs.protocol,) if isinstance(fs.protocol, str) else tuple(fs.protocol)
+
+
+def _read_local(path: str, offset: int, target: memoryview) -> int:
+    done = 0
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        while done < len(target):
+            count = os.preadv(fd, [target[done:]], offset + done)
+            if not count:
+                break
+            done += count
+    finally:
+        os.close(fd)
+    return done
