@@ -66,7 +66,8 @@ class Columns:
     """In that rank's local plan."""
     fqn: Ints
     kind: Ints
-    property: Ints
+    prop: Ints
+    """Index into ``properties``; meaningless for objects."""
     ndim: Ints
     start: Ints
     size: Ints
@@ -90,7 +91,7 @@ class Columns:
     def nbytes(self) -> Ints:
         """Raw bytes of the chunk; 0 for objects, whose size nobody knows yet."""
         width = np.array([dtype.itemsize for dtype in self.dtypes] or [0], np.int64)
-        return np.where(self.is_object, 0, self.volume * width[self.property])
+        return np.where(self.is_object, 0, self.volume * width[self.prop])
 
     def by_ndim(self, rows: Ints) -> Iterator[tuple[Ints, Ints, Ints, Ints]]:
         """``rows`` in portions of equal ``ndim`` > 0, with size, offset and extent as matrices."""
@@ -111,7 +112,7 @@ class Columns:
 
     def dtype(self, row: int) -> str:
         """Name of a row's dtype, for people."""
-        return self.properties[int(self.property[row])].dtype
+        return self.properties[int(self.prop[row])].dtype
 
     def key(self, row: int) -> str:
         """Name of a row's tensor or object, quoted."""
@@ -165,7 +166,7 @@ def read_columns(plans: Sequence[RankPlan]) -> Columns:
         position=np.concatenate([np.arange(count) for count in counts]),
         fqn=fqn,
         kind=kind,
-        property=prop,
+        prop=prop,
         ndim=ndim,
         start=start,
         size=size,

@@ -101,7 +101,7 @@ def _check_types(columns: Columns) -> None:
         )
     names = sorted({str(dtype) for dtype in columns.dtypes})
     dtype = np.array([names.index(str(dtype)) for dtype in columns.dtypes] or [0])
-    own = dtype[columns.property]
+    own = dtype[columns.prop]
     differs = ~is_object & (own != own[reference])
     if differs.any():
         row, other = _pair(differs, reference)

@@ -108,9 +108,7 @@ def _items(columns: Columns, chosen: Ints) -> plan_pb2.Items:
     rank_of_first = np.argsort(np.argsort(first))
     is_object = columns.is_object[chosen]
     hint = np.where(is_object, -1, _count_within(fqn))
-    used, property_ = np.unique(
-        np.where(is_object, -1, columns.property[chosen]), return_inverse=True
-    )
+    used, property_ = np.unique(np.where(is_object, -1, columns.prop[chosen]), return_inverse=True)
     shift = int(len(used) > 0 and used[0] == -1)
     ndim = columns.ndim[chosen]
     before = np.cumsum(ndim) - ndim

@@ -1,0 +1,52 @@
+"""Settings of a coordinator, checked when they are made."""
+
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pannier.storage import parse
+from pannier.wire.addresses import parse_address
+from pannier.wire.errors import ConfigurationError, InvalidRequestError
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoordinatorConfig:
+    """What ``pannier coordinator`` is told. Raises ConfigurationError naming the setting."""
+
+    address: str = "unix:///run/pannier/coordinator.sock"
+    """Where sidecars reach it: ``unix:///path`` or ``host:port``."""
+    listen: str | None = None
+    """Another address to listen on, ``host:port``."""
+    allow: tuple[str, ...] = ()
+    """Roots that checkpoints must lie below; none: anywhere."""
+    storage_options: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the fsspec file systems."""
+    planner: tuple[str, ...] = ()
+    """``module:Class`` of planners that override global planning and may run here."""
+    host: str = field(default_factory=socket.gethostname)
+    """This host in status and decisions."""
+    embedded: bool = False
+    """Started by a client (``pannier up``)."""
+    suspect_after_s: float = 5
+    """Seconds of silence after which a trainer's own silence is shown, not its sidecar's."""
+
+    def __post_init__(self) -> None:
+        parse_address(self.address, setting="--address")
+        if self.listen is not None:
+            parse_address(self.listen, setting="--listen")
+        for root in self.allow:
+            try:
+                parse(root)
+            except InvalidRequestError as error:
+                raise ConfigurationError(f"--allow {root}: {error}") from error
+        for name in self.planner:
+            module, colon, cls = name.partition(":")
+            if not (module and colon and cls):
+                raise ConfigurationError(f"--planner {name!r} is not module:Class")
+        if not self.host:
+            raise ConfigurationError("--host is empty")
+        if not self.suspect_after_s > 0:
+            raise ConfigurationError(
+                f"--suspect-after {self.suspect_after_s} is not a positive number of seconds"
+            )

@@ -1,0 +1,150 @@
+"""Collecting the local plans of a save's ranks, and noticing when they contradict each other.
+
+In: contexts and plans as ranks say them. Out: all plans in the order of ranks, or an error
+that tells who said what. Event loop only; no I/O.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from pannier.coordinator.columns import RankPlan
+from pannier.v1 import plan_pb2, save_pb2, sidecar_pb2
+from pannier.wire import identity
+from pannier.wire.errors import InvalidRequestError, PannierError
+
+_SHOWN: Final = 16
+"""Ranks spelled out in an error."""
+
+
+class DisagreementError(PannierError):
+    """Two ranks contradict each other; ``failures`` holds both."""
+
+    def __init__(self, message: str, *speakers: tuple[int, str]) -> None:
+        super().__init__(
+            message,
+            [
+                save_pb2.Failure(
+                    rank=rank,
+                    host=host,
+                    kind=save_pb2.FAILURE_KIND_DISAGREEMENT,
+                    message=message,
+                )
+                for rank, host in speakers
+            ],
+        )
+
+
+def check_context(context: sidecar_pb2.SaveContext) -> None:
+    """Raises InvalidRequestError when a context contradicts itself."""
+    identity.check_save_id(context.save)
+    ranks = list(context.ranks)
+    if not ranks or ranks != sorted(set(ranks)):
+        raise InvalidRequestError(f"the ranks of a save are not sorted and distinct: {_cut(ranks)}")
+    if context.rank not in ranks:
+        raise InvalidRequestError(
+            f"rank {context.rank} is not in the group that saves, ranks {_cut(ranks)}"
+        )
+    if ranks[-1] >= context.world_size:
+        raise InvalidRequestError(
+            f"rank {ranks[-1]} is not in a world of {context.world_size} processes"
+        )
+    if context.save.group != identity.group_name(ranks):
+        raise InvalidRequestError(
+            f"group {context.save.group} is not the name of ranks {_cut(ranks)}"
+        )
+
+
+_FACTS: Final[Sequence[tuple[str, Callable[[sidecar_pb2.SaveContext], Any]]]] = (
+    ("saves to", lambda context: context.checkpoint_id),
+    ("has a world size of", lambda context: context.world_size),
+    ("saves together with ranks", lambda context: list(context.ranks)),
+)
+
+
+def check_agreement(first: sidecar_pb2.SaveContext, other: sidecar_pb2.SaveContext) -> None:
+    """Raises DisagreementError when two ranks of one save don't mean the same."""
+    for verb, fact in _FACTS:
+        one, two = fact(first), fact(other)
+        if one != two:
+            one, two = (_cut(each) if isinstance(each, list) else each for each in (one, two))
+            raise DisagreementError(
+                f"{who(first)} {verb} {one}, {who(other)} {verb} {two}: every rank must call "
+                f"save number {first.save.number} of its group with the same arguments",
+                (first.rank, first.host),
+                (other.rank, other.host),
+            )
+
+
+def who(context: sidecar_pb2.SaveContext) -> str:
+    """The speaker, for people."""
+    return f"rank {context.rank}" + (f" (host {context.host})" if context.host else "")
+
+
+def _cut(ranks: list[int]) -> str:
+    if len(ranks) <= _SHOWN:
+        return str(ranks)
+    return f"[{', '.join(map(str, ranks[:_SHOWN]))}, … {len(ranks) - _SHOWN} more]"
+
+
+class Gathering:
+    """The local plans of one save, as they come in."""
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self._ranks = list(ranks)
+        self._plans: dict[int, RankPlan] = {}
+
+    def add(self, plan: RankPlan) -> None:
+        """Takes a rank's plan; the same one again is no news.
+
+        Raises DisagreementError when the rank, or the planners' options, say otherwise.
+        """
+        known = self._plans.get(plan.rank)
+        if known is not None:
+            if known.digest != plan.digest:
+                raise DisagreementError(
+                    f"rank {plan.rank} handed in two plans for one save: digest "
+                    f"{known.digest[:12]} from host {known.host}, {plan.digest[:12]} from host "
+                    f"{plan.host}; do two processes run as this rank?",
+                    (plan.rank, plan.host),
+                )
+            return
+        for other in self._plans.values():
+            _check_options(other, plan)
+            break
+        self._plans[plan.rank] = plan
+
+    @property
+    def missing(self) -> list[int]:
+        """Ranks whose plan isn't here, ascending."""
+        return [rank for rank in self._ranks if rank not in self._plans]
+
+    @property
+    def complete(self) -> bool:
+        """Whether every rank's plan is here."""
+        return len(self._plans) == len(self._ranks)
+
+    @property
+    def plans(self) -> list[RankPlan]:
+        """Those that are here, in the order of ranks."""
+        return [self._plans[rank] for rank in self._ranks if rank in self._plans]
+
+
+def _check_options(first: RankPlan, other: RankPlan) -> None:
+    one, two = first.plan.options, other.plan.options
+    if one == two:
+        return
+    differing = [
+        field.name
+        for field in plan_pb2.PlannerOptions.DESCRIPTOR.fields
+        if getattr(one, field.name) != getattr(two, field.name)
+    ]
+    said = ", ".join(
+        f"{name} is {getattr(one, name)!r} on rank {first.rank} and {getattr(two, name)!r} on "
+        f"rank {other.rank}"
+        for name in differing
+    )
+    raise DisagreementError(
+        f"the planners differ: {said}; pass the same planner on every rank",
+        (first.rank, first.host),
+        (other.rank, other.host),
+    )

@@ -1,0 +1,175 @@
+"""All saves that the coordinator knows, and where the ranks of each incarnation live.
+
+In: contexts. Out: saves, one per identity. Ended ones are kept for those who ask how they
+ended, for a bounded number and time. Event loop only; no I/O.
+"""
+
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+from pannier.coordinator.gather import DisagreementError, check_agreement, check_context, who
+from pannier.coordinator.saves import Save, State
+from pannier.daemon.board import Board
+from pannier.v1 import sidecar_pb2
+from pannier.wire import identity
+from pannier.wire.errors import UnavailableError
+
+_log = logging.getLogger(__name__)
+
+ENDED_KEPT: Final = 512
+"""Ended saves remembered."""
+ENDED_KEPT_S: Final = 3600.0
+_INCARNATIONS_KEPT: Final = 64
+
+
+@dataclass
+class _Incarnation:
+    first: sidecar_pb2.SaveContext
+    hosts: dict[int, tuple[str, float]] = field(default_factory=dict)
+    """By rank: host, and when the rank was last heard (monotonic)."""
+
+
+class Registry:
+    """Finds saves. ``begin`` is called with every new one, which it sets in motion."""
+
+    def __init__(
+        self, board: Board, *, begin: Callable[[Save], None], suspect_after_s: float
+    ) -> None:
+        self.draining = False
+        """New saves are refused."""
+        self._board = board
+        self._begin = begin
+        self._suspect_after_s = suspect_after_s
+        self._saves: dict[str, Save] = {}
+        self._ended: OrderedDict[str, tuple[float, Save]] = OrderedDict()
+        self._incarnations: OrderedDict[tuple[str, str], _Incarnation] = OrderedDict()
+        self._listeners: list[Callable[[Save], None]] = []
+
+    def listen(self, listener: Callable[[Save], None]) -> None:
+        """Calls ``listener`` after every change of a save."""
+        self._listeners.append(listener)
+
+    def undecided(self) -> list[Save]:
+        """Saves that haven't ended, oldest first."""
+        return list(self._saves.values())
+
+    def enter(self, context: sidecar_pb2.SaveContext, *, known: bool = False) -> Save:
+        """The save that a rank speaks of; it begins now when nobody spoke of it before.
+
+        Args:
+            known: the save is under way for a sidecar, so that it is taken in even while
+                the coordinator drains.
+
+        Raises:
+            InvalidRequestError: the context contradicts itself.
+            DisagreementError: it contradicts another rank's; the save is doomed.
+            UnavailableError: a new save, while draining.
+        """
+        check_context(context)
+        key = identity.save_text(context.save)
+        save = self._saves.get(key)
+        if save is None and key in self._ended:
+            save = self._ended[key][1]
+        if save is None:
+            if self.draining and not known:
+                raise UnavailableError(
+                    f"the coordinator is draining and takes no new saves ({key})"
+                )
+            save = self._new(context, key)
+        self._note(save, context)
+        try:
+            self._check(save, context)
+        except DisagreementError as error:
+            save.doom(error.failures.values())
+            raise
+        return save
+
+    def _new(self, context: sidecar_pb2.SaveContext, key: str) -> Save:
+        of = (context.save.job, context.save.incarnation)
+        incarnation = self._incarnations.setdefault(of, _Incarnation(context))
+        self._incarnations.move_to_end(of)
+        while len(self._incarnations) > _INCARNATIONS_KEPT:
+            self._incarnations.popitem(last=False)
+        save = self._saves[key] = Save(
+            context,
+            changed=self._changed,
+            recall=incarnation.hosts.get,
+            suspect_after_s=self._suspect_after_s,
+        )
+        _log.info("%s begins, with %d ranks", save.label, len(context.ranks))
+        self._board.put(context.save, context.checkpoint_id, save.status)
+        self._begin(save)
+        return save
+
+    def _note(self, save: Save, context: sidecar_pb2.SaveContext) -> None:
+        now = time.monotonic()
+        incarnation = self._incarnations.get((context.save.job, context.save.incarnation))
+        if incarnation is not None:
+            incarnation.hosts[context.rank] = (context.host, now)
+        part = save.parts.get(context.rank)
+        if part is not None:
+            part.host = context.host or part.host
+
+    def _check(self, save: Save, context: sidecar_pb2.SaveContext) -> None:
+        check_agreement(save.context, context)
+        of = (context.save.job, context.save.incarnation)
+        incarnation = self._incarnations.get(of)
+        if incarnation is None:
+            return
+        first = incarnation.first
+        if first.world_size != context.world_size:
+            # Such ranks form different groups, and would wait for each other until the deadline.
+            error = DisagreementError(
+                f"{who(first)} has a world size of {first.world_size}, {who(context)} of "
+                f"{context.world_size}, in one incarnation of job {context.save.job}",
+                (first.rank, first.host),
+                (context.rank, context.host),
+            )
+            for other in self.undecided():
+                theirs = other.context.save
+                if (theirs.job, theirs.incarnation) == of and other.state is State.PLANNING:
+                    other.doom(error.failures.values())
+            raise error
+        self._check_groups(save, context)
+
+    def _check_groups(self, save: Save, context: sidecar_pb2.SaveContext) -> None:
+        """A rank that plans with one group won't join another that waits for it, to one place."""
+        if save.state is not State.PLANNING:
+            return
+        for other in self.undecided():
+            theirs = other.context
+            if (
+                other is not save
+                and other.state is State.PLANNING
+                and theirs.checkpoint_id == context.checkpoint_id
+                and (theirs.save.job, theirs.save.incarnation)
+                == (context.save.job, context.save.incarnation)
+                and theirs.save.group != context.save.group
+                and context.rank in other.gathering.missing
+            ):
+                error = DisagreementError(
+                    f"{who(theirs)} saves to {theirs.checkpoint_id} together with ranks "
+                    f"{list(theirs.ranks)[:16]}, {who(context)} with ranks "
+                    f"{list(context.ranks)[:16]}: pass the same process_group on every rank",
+                    (theirs.rank, theirs.host),
+                    (context.rank, context.host),
+                )
+                other.doom(error.failures.values())
+                raise error
+
+    def _changed(self, save: Save) -> None:
+        if save.ended and self._saves.pop(save.key, None) is not None:
+            self._ended[save.key] = (time.monotonic(), save)
+        while self._ended:
+            since, oldest = next(iter(self._ended.values()))
+            if len(self._ended) <= ENDED_KEPT and time.monotonic() - since < ENDED_KEPT_S:
+                break
+            del self._ended[oldest.key]
+            self._board.remove(oldest.key)
+        self._board.ring(save.key)
+        for listener in self._listeners:
+            listener(save)

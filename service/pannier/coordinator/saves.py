@@ -1,0 +1,329 @@
+"""What the coordinator knows of a save: its state, its ranks, and why it failed.
+
+In: what ranks, sidecars and the conductor say. Out: the status that everybody sees. States
+change here only. Event loop only; no I/O.
+"""
+
+import asyncio
+import enum
+import logging
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Final
+
+from pannier.coordinator.gather import Gathering
+from pannier.coordinator.manifest import Manifest
+from pannier.daemon.waiting import Awaited, waiting_on, waiting_text
+from pannier.v1 import plan_pb2, records_pb2, save_pb2, sidecar_pb2
+from pannier.wire import identity
+from pannier.wire.errors import PannierError, SaveAbortedError, SaveSkippedError
+
+_log = logging.getLogger(__name__)
+
+DEFAULT_TIMEOUT_S: Final = 3600.0
+"""For a save that is only known from reports after a restart."""
+_SHOWN: Final = 4
+"""Failures spelled out in an error's message."""
+
+
+class State(enum.Enum):
+    """States of a save."""
+
+    PLANNING = save_pb2.SAVE_STATE_PLANNING
+    STAGING = save_pb2.SAVE_STATE_STAGING
+    INGESTED = save_pb2.SAVE_STATE_INGESTED
+    UPLOADING = save_pb2.SAVE_STATE_UPLOADING
+    COMMITTED = save_pb2.SAVE_STATE_COMMITTED
+    ABORTED = save_pb2.SAVE_STATE_ABORTED
+    IN_DOUBT = save_pb2.SAVE_STATE_IN_DOUBT
+
+
+# After a restart a save may be found to have ended while it still seems to be planned.
+_MOVES: Final = {
+    State.PLANNING: {State.STAGING, State.COMMITTED, State.ABORTED, State.IN_DOUBT},
+    State.STAGING: {State.INGESTED, State.COMMITTED, State.ABORTED, State.IN_DOUBT},
+    State.INGESTED: {State.UPLOADING, State.COMMITTED, State.ABORTED, State.IN_DOUBT},
+    State.UPLOADING: {State.COMMITTED, State.ABORTED, State.IN_DOUBT},
+    State.IN_DOUBT: {State.COMMITTED, State.ABORTED},
+    State.COMMITTED: set[State](),
+    State.ABORTED: set[State](),
+}
+TERMINAL: Final = (State.COMMITTED, State.ABORTED)
+
+
+class Presence:
+    """Something that speaks for ranks: when it was last heard (monotonic clock, seconds)."""
+
+    def __init__(self, host: str) -> None:
+        self.host = host
+        self.heard = time.monotonic()
+
+
+@dataclass
+class Part:
+    """One rank's part in a save."""
+
+    rank: int
+    host: str = ""
+    phase: "save_pb2.RankPhase" = save_pb2.RANK_PHASE_MISSING
+    heard: float | None = None
+    """When the rank's trainer was last heard, on the monotonic clock; None: never."""
+    sidecar: Presence | None = None
+    told: save_pb2.RankStatus = field(default_factory=save_pb2.RankStatus)
+    """As its sidecar last reported it."""
+    receipt: records_pb2.Receipt | None = None
+
+    def advance(self, phase: "save_pb2.RankPhase") -> None:
+        """Moves on; an older report moves nothing back."""
+        self.phase = max(self.phase, phase)
+
+    def silence(self, suspect_after_s: float) -> float | None:
+        """Seconds since it was last heard; a quiet trainer's sidecar speaks for it."""
+        if self.heard is None:
+            return None
+        now = time.monotonic()
+        own = now - self.heard
+        if self.sidecar is not None and self.told.seconds_since_heard < suspect_after_s:
+            return min(own, now - self.sidecar.heard)
+        return own
+
+
+class Save:
+    """One save. ``changed`` is called after every change."""
+
+    def __init__(
+        self,
+        context: sidecar_pb2.SaveContext,
+        *,
+        changed: Callable[["Save"], None],
+        recall: Callable[[int], tuple[str, float] | None],
+        suspect_after_s: float,
+    ) -> None:
+        """``recall`` gives a rank's host and when it was heard, as earlier saves told."""
+        self.context = context
+        """As the first rank said it."""
+        self.key = identity.save_text(context.save)
+        self.state = State.PLANNING
+        self.attempt: identity.Attempt | None = None
+        self.external = False
+        """torch makes the global plan."""
+        self.resumed = False
+        """A rank already has a plan: another life of the coordinator answered it."""
+        self.touched = False
+        """Something of the attempt may be in storage, so that only a decision ends it."""
+        self.deciding = False
+        """A COMMIT is on its way to storage: it is too late to change one's mind."""
+        self.gathering = Gathering(context.ranks)
+        self.manifest: Manifest | None = None
+        self.metadata: plan_pb2.GlobalMetadata | None = None
+        """What Finish brought."""
+        self.finisher: sidecar_pb2.SaveContext | None = None
+        """Who opened the save with Begin."""
+        self.failures: dict[int, save_pb2.Failure] = {}
+        self.parts = {rank: Part(rank) for rank in context.ranks}
+        self.created_at = time.time()
+        self.start = time.monotonic()
+        self.plan_deadline = self.start + DEFAULT_TIMEOUT_S
+        self.deadline = self.start + DEFAULT_TIMEOUT_S
+        self.doomed = asyncio.Event()
+        self.problem = ""
+        """What of storage the save waits for, for people."""
+        self.seconds: dict[State, float] = {}
+        """Until each state was entered, from the first message on."""
+        self._durable_s = 0.0
+        self._changed = changed
+        self._recall = recall
+        self._suspect_after_s = suspect_after_s
+        self._bells: set[asyncio.Event] = set()
+
+    @property
+    def label(self) -> str:
+        """Id and place, for errors and logs."""
+        return f"save {self.key} to {self.context.checkpoint_id}"
+
+    @property
+    def ended(self) -> bool:
+        """Whether its state is terminal."""
+        return self.state in TERMINAL
+
+    # Changes.
+
+    def move(self, state: State) -> None:
+        """Changes the state. Raises RuntimeError for an impossible move: a bug."""
+        if state is self.state:
+            return
+        if state not in _MOVES[self.state]:
+            raise RuntimeError(f"{self.label} is {self.state.name}: it can't become {state.name}")
+        self.state = state
+        self.seconds.setdefault(state, time.monotonic() - self.start)
+        why = f": {self.reason()}" if state is State.ABORTED else ""
+        level = logging.WARNING if state in (State.ABORTED, State.IN_DOUBT) else logging.INFO
+        _log.log(level, "%s is %s%s", self.label, state.name, why)
+        if self.ended:
+            # Status needs little of it; plans and metadata may be large.
+            self.gathering = Gathering(())
+            self.manifest = self.metadata = None
+            for part in self.parts.values():
+                part.receipt = None
+        self.ring()
+
+    def doom(self, failures: Iterable[save_pb2.Failure]) -> None:
+        """The save can't be: it is to be aborted. The first failure of a rank counts."""
+        if self.ended:
+            return
+        for failure in failures:
+            self.failures.setdefault(failure.rank, failure)
+            part = self.parts.get(failure.rank)
+            if part is not None and failure.kind != save_pb2.FAILURE_KIND_DEADLINE:
+                part.phase = save_pb2.RANK_PHASE_FAILED
+        self.doomed.set()
+        self.ring()
+
+    def fail(self, kind: "save_pb2.FailureKind", message: str, rank: int = -1) -> None:
+        """Dooms the save for one reason."""
+        host = self.parts[rank].host if rank in self.parts else ""
+        self.doom([save_pb2.Failure(rank=rank, host=host, kind=kind, message=message)])
+
+    def progress(self) -> None:
+        """Moves to the state that its ranks have reached, on the way to the commit."""
+        phases = [part.phase for part in self.parts.values()]
+        if self.state is State.STAGING and min(phases) >= save_pb2.RANK_PHASE_INGESTED:
+            self.move(State.INGESTED)
+        if self.state is State.INGESTED and any(
+            part.phase == save_pb2.RANK_PHASE_DURABLE or part.told.bytes_uploaded
+            for part in self.parts.values()
+        ):
+            self.move(State.UPLOADING)
+        if not self._durable_s and min(phases) == save_pb2.RANK_PHASE_DURABLE:
+            self._durable_s = time.monotonic() - self.start
+        self.ring()
+
+    def ring(self) -> None:
+        """Says that something changed."""
+        for bell in self._bells:
+            bell.set()
+        self._changed(self)
+
+    # Waiting.
+
+    async def until(self, ready: Callable[[], bool], deadline: float | None = None) -> bool:
+        """Waits for ``ready()``, asked after each change; False when it isn't at ``deadline``.
+
+        Args:
+            deadline: on the monotonic clock; None: without end.
+        """
+        bell = asyncio.Event()
+        self._bells.add(bell)
+        try:
+            while not ready():
+                bell.clear()
+                left = None if deadline is None else deadline - time.monotonic()
+                try:
+                    await asyncio.wait_for(bell.wait(), left)
+                except asyncio.TimeoutError:
+                    return ready()
+        finally:
+            self._bells.discard(bell)
+        return True
+
+    def awaited(self) -> list[Awaited]:
+        """The ranks that the save waits for, in its state."""
+        if self.state is State.PLANNING:
+            return [self._awaited(rank) for rank in self.gathering.missing]
+        if self.ended or self.state is State.IN_DOUBT:
+            return []
+        phases = [part.phase for part in self.parts.values()]
+        wanted = (
+            save_pb2.RANK_PHASE_INGESTED
+            if min(phases) < save_pb2.RANK_PHASE_INGESTED
+            else save_pb2.RANK_PHASE_DURABLE
+        )
+        late = [self._awaited(part.rank) for part in self.parts.values() if part.phase < wanted]
+        if not late and self.external and self.metadata is None and self.finisher is not None:
+            return [self._awaited(self.finisher.rank)]
+        return late
+
+    def _awaited(self, rank: int) -> Awaited:
+        part = self.parts[rank]
+        silence = part.silence(self._suspect_after_s)
+        if silence is None and (known := self._recall(rank)) is not None:
+            return Awaited(rank, known[0], time.monotonic() - known[1])
+        return Awaited(rank, part.host, silence)
+
+    def waiting_text(self) -> str:
+        """Whom or what the save waits for, for people."""
+        return waiting_text(self.awaited()) or self.problem
+
+    # What others see.
+
+    def reason(self) -> str:
+        """Why it failed, for people."""
+        failures = sorted(self.failures.values(), key=lambda failure: failure.rank)
+        # Two ranks that contradict each other share one text.
+        texts: dict[str, list[save_pb2.Failure]] = {}
+        for failure in failures:
+            texts.setdefault(failure.message, []).append(failure)
+        said = [
+            message if shared[0].rank < 0 or len(shared) > 1 else f"{_who(shared[0])}: {message}"
+            for message, shared in texts.items()
+        ]
+        more = f"; and {len(said) - _SHOWN} more" if len(said) > _SHOWN else ""
+        return "; ".join(said[:_SHOWN]) + more
+
+    def error(self) -> PannierError:
+        """What a caller is told when the save was aborted."""
+        skipped = any(f.kind == save_pb2.FAILURE_KIND_SKIPPED for f in self.failures.values())
+        cls = SaveSkippedError if skipped else SaveAbortedError
+        verb = "was skipped" if skipped else "was aborted"
+        return cls(f"{self.label} {verb}: {self.reason()}", self.failures.values())
+
+    def status(self, *, ranks: bool = True) -> save_pb2.SaveStatus:
+        """The status now; ``ranks``: with every rank's."""
+        waiting = waiting_on(
+            self.awaited(), deadline_s=max(0.0, self._next_deadline() - time.monotonic())
+        )
+        if not waiting.text and not self.ended:
+            waiting.text = self.problem
+        return save_pb2.SaveStatus(
+            save=self.context.save,
+            id=self.key,
+            checkpoint_id=self.context.checkpoint_id,
+            attempt=self.attempt.name if self.attempt is not None and self.touched else "",
+            state=self.state.value,
+            ranks=[self._rank_status(part) for part in self.parts.values()] if ranks else (),
+            failures=self.failures.values(),
+            waiting_on=waiting,
+            created_at=self.created_at,
+            planned_s=self.seconds.get(State.STAGING, 0),
+            ingested_s=self.seconds.get(State.INGESTED, 0),
+            durable_s=self._durable_s,
+            committed_s=self.seconds.get(State.COMMITTED, 0),
+            bytes_total=sum(
+                max(part.told.bytes_staged, part.told.bytes_ingested, part.told.bytes_durable)
+                for part in self.parts.values()
+            ),
+        )
+
+    def _next_deadline(self) -> float:
+        return self.plan_deadline if self.state is State.PLANNING else self.deadline
+
+    def _rank_status(self, part: Part) -> save_pb2.RankStatus:
+        out = save_pb2.RankStatus()
+        out.CopyFrom(part.told)
+        out.rank, out.phase = part.rank, part.phase
+        out.host = part.host
+        silence = part.silence(self._suspect_after_s)
+        if silence is None and (known := self._recall(part.rank)) is not None:
+            out.host = out.host or known[0]
+            silence = time.monotonic() - known[1]
+        if silence is not None:
+            out.seconds_since_heard = silence
+        failure = self.failures.get(part.rank)
+        if failure is not None:
+            out.last_error = failure.message
+        return out
+
+
+def _who(failure: save_pb2.Failure) -> str:
+    return f"rank {failure.rank}" + (f" (host {failure.host})" if failure.host else "")
