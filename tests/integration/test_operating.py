@@ -27,7 +27,7 @@ client.save(state, checkpoint_id=os.environ["CHECKPOINT"])
 
 def curl(address: str, method: str, **request: Any) -> list[dict[str, Any]]:
     """Calls ``method`` knowing only what the server's reflection tells."""
-    command = [BUF, "curl", "--http2-prior-knowledge", "--emit-defaults"]
+    command = [BUF, "curl", "--protocol", "grpc", "--http2-prior-knowledge", "--emit-defaults"]
     command += ["--unix-socket", address.removeprefix("unix://"), "--data", json.dumps(request)]
     command += [f"http://localhost/{method}"]
     finished = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
