@@ -63,6 +63,11 @@ def local_tensors(value: torch.Tensor) -> list[torch.Tensor]:
     return [value]
 
 
+def caches_plans(planner: SavePlanner) -> bool:
+    """Whether ``planner`` reads and fills torch's plan cache."""
+    return bool(getattr(planner, _PLAN_CACHING, False))
+
+
 @contextmanager
 def without_plan_cache(planner: SavePlanner) -> Iterator[None]:
     """Keeps ``planner`` from reading and filling torch's plan cache.
@@ -70,7 +75,7 @@ def without_plan_cache(planner: SavePlanner) -> Iterator[None]:
     The cache belongs to the class *name*, ignores dtypes, and is shared with
     ``dcp.save``: a plan from it may describe other tensors.
     """
-    if not getattr(planner, _PLAN_CACHING, False):
+    if not caches_plans(planner):
         yield
         return
     own = vars(planner).get(_PLAN_CACHING)
@@ -90,6 +95,7 @@ __all__ = [
     "FakeTensor",
     "ShardedTensor",
     "StorageInfo",
+    "caches_plans",
     "group_store",
     "has_size",
     "local_tensors",

@@ -1,0 +1,424 @@
+"""DCP's ``StorageWriter`` over the sidecar, for code that calls ``dcp.save`` itself.
+
+In: DCP's save plans; torch makes the global one. Out: a checkpoint that is
+committed when ``finish`` returns. The coordinator rank opens the save with
+``Begin`` and tells the others its attempt in their plans; every rank stages,
+streams and hands over its own items; ``Finish`` commits.
+"""
+
+import contextlib
+import dataclasses
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+from weakref import WeakKeyDictionary
+
+from torch.distributed.checkpoint import storage
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from pannier.client import compat, places, staging
+from pannier.client.arena import ArenaPool
+from pannier.client.planning import resolves_as_planned
+from pannier.client.saving import Saving, fail_request
+from pannier.client.session import Session
+from pannier.client.staging import Staged
+from pannier.client.streaming import Deadline
+from pannier.v1 import sidecar_pb2
+from pannier.wire import identity, plans
+from pannier.wire.errors import (
+    InvalidRequestError,
+    PannierError,
+    SaveAbortedError,
+)
+
+if TYPE_CHECKING:
+    from pannier.client.api import Client
+
+_log = logging.getLogger(__name__)
+
+_DCP_VERSION: Final = "1.0.0"
+"""``Metadata.version`` as FileSystemWriter sets it since torch 2.10."""
+_NO_PLAN_CACHE: Final = (
+    "a planner with enable_plan_caching=True reuses plans that belong to an earlier save; leave it "
+    "off here (pannier.client.async_save plans quickly without it)"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ticket:
+    """What a rank's plan carries between the ranks, as ``SavePlan.storage_data``."""
+
+    rank: int
+    """Global rank."""
+    save: bytes
+    """The SaveId, serialised."""
+    checkpoint_id: str
+    attempt: str = ""
+    """Empty on the way to the coordinator rank."""
+
+
+class _Save:
+    """One save of this writer on this rank."""
+
+    def __init__(
+        self, session: Session, context: sidecar_pb2.SaveContext, timeout_s: float
+    ) -> None:
+        self.session = session
+        self.context = context
+        self.deadline = Deadline(timeout_s)
+        self.attempt = ""
+        self.set_up = False
+        self.is_open = False
+        """This rank has opened it with Begin, and not ended it."""
+        self.writing = False
+
+    @property
+    def ticket(self) -> Ticket:
+        return Ticket(
+            self.context.rank,
+            self.context.save.SerializeToString(deterministic=True),
+            self.context.checkpoint_id,
+            self.attempt,
+        )
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the save on all ranks. The caller raises ``error``, whether they heard of it or not."""
+        self.is_open = False
+        if isinstance(error, SaveAbortedError):
+            return
+        try:
+            self.session.fail(fail_request(self.context, error))
+        except PannierError as problem:
+            _log.warning("the other ranks could not be told of %r: %s", error, problem)
+
+
+class StorageWriter(storage.StorageWriter):
+    """Writes a checkpoint through Pannier; for ``dcp.save(storage_writer=...)``.
+
+    ``dcp.save`` returns when the checkpoint is committed. ``dcp.async_save`` works
+    too, at the price of torch's own staging: two more copies, on the training
+    thread; :func:`pannier.client.async_save` needs one. Make it in the same order
+    on all ranks; it can be used for many saves, one at a time.
+
+    Args:
+        path: directory of the checkpoint: a path, or a URL such as ``gs://bucket/run/step-100``.
+        client: default: the process's own.
+        process_group: the one that ``dcp.save`` gets, so that saves of several
+            groups can be told apart.
+        no_dist: as ``dcp.save`` gets it.
+        timeout: seconds until a save must be committed. Default: the client's ``save_timeout``.
+
+    Raises:
+        InvalidRequestError: the path is none.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        client: "Client | None" = None,
+        process_group: Any = None,
+        no_dist: bool = False,
+        timeout: float | None = None,
+    ) -> None:
+        super().__init__()
+        if timeout is not None and not timeout > 0:
+            raise InvalidRequestError(f"timeout={timeout}: give seconds above 0, or None")
+        self._checkpoint_id = _checkpoint_id(path)
+        self._own_client = client
+        self._process_group = process_group
+        self._no_dist = no_dist
+        self._timeout = timeout
+        self._save: _Save | None = None
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The directory that is written: an absolute path or a URL."""
+        return self._checkpoint_id
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begins a new save, to ``checkpoint_id`` if it is given."""
+        if checkpoint_id:
+            self._checkpoint_id = _checkpoint_id(checkpoint_id)
+
+    def storage_meta(self) -> StorageMeta:
+        """Takes the number of the group's next save, on every rank: DCP's first call of a save.
+
+        Raises:
+            InvalidRequestError: this rank is not in the group, or the writer is at a save.
+            UnavailableError: the sidecar can't be reached.
+        """
+        save = self._begin()
+        return StorageMeta(
+            checkpoint_id=self._checkpoint_id, save_id=identity.save_text(save.context.save)
+        )
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Checks that this save is one Pannier can make. Raises InvalidRequestError."""
+        if not kwargs.get("use_collectives", True):
+            raise InvalidRequestError(
+                "use_collectives=False writes a checkpoint per rank, which Pannier does not: leave "
+                "it out, or give no_dist=True and a checkpoint per rank"
+            )
+        save = self._save
+        if save is None or save.set_up:
+            save = self._begin()
+        save.set_up = True
+        own = list(save.context.ranks).index(save.context.rank)
+        if kwargs.get("rank", own) != own or is_coordinator != (own == 0):
+            raise InvalidRequestError(
+                f"this StorageWriter is for the ranks {_shorten(save.context.ranks)}, of which "
+                f"this is number {own}, but dcp.save runs on other ranks: give "
+                "StorageWriter(process_group=..., no_dist=...) what dcp.save gets"
+            )
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Notes on the plan whose it is. Raises InvalidRequestError for one out of torch's cache."""
+        if not plan.usable:
+            raise InvalidRequestError(_NO_PLAN_CACHE)
+        return dataclasses.replace(plan, storage_data=self._current().ticket)
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Opens the save, and tells each rank's plan its attempt. On the coordinator rank.
+
+        Raises:
+            InvalidRequestError: the ranks are not at the same save.
+            PannierError: the coordinator doesn't take it.
+        """
+        save = self._current()
+        ranks = list(save.context.ranks)
+        if len(plans) != len(ranks):
+            raise InvalidRequestError(
+                f"dcp.save runs on {len(plans)} ranks, this StorageWriter is for {len(ranks)} "
+                f"({_shorten(ranks)}): give StorageWriter(process_group=..., no_dist=...) what "
+                "dcp.save gets"
+            )
+        _check_tickets(save.ticket, [plan.storage_data for plan in plans])
+        request = sidecar_pb2.BeginRequest(
+            context=save.context, save_timeout_s=save.deadline.remaining()
+        )
+        try:
+            save.attempt = save.session.begin(request).attempt
+        except PannierError as error:
+            save.fail(error)
+            raise
+        save.is_open = True
+        ticket = save.ticket
+        return [
+            dataclasses.replace(plan, storage_data=dataclasses.replace(ticket, rank=rank))
+            for plan, rank in zip(plans, ranks, strict=True)
+        ]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Stages and streams this rank's items; returns when they are ingested.
+
+        Raises:
+            InvalidRequestError: an item can't be saved; names its key.
+            SaveAbortedError: the save ended on all ranks, with failures by rank.
+        """
+        save = self._current()
+        with self._ending_on_error(save):
+            ticket = plan.storage_data
+            if compat.caches_plans(planner):
+                raise InvalidRequestError(_NO_PLAN_CACHE)
+            if not isinstance(ticket, Ticket) or ticket.save != save.ticket.save:
+                raise InvalidRequestError(
+                    f"the plan of rank {save.context.rank} is not the one that was made for save "
+                    f"{identity.save_text(save.context.save)}: the planner must leave "
+                    "SavePlan.storage_data as it is"
+                )
+            save.attempt = ticket.attempt
+            staged = self._ingest(save, plan, planner)
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(
+            [
+                WriteResult(
+                    index=item.index,
+                    size_in_bytes=placed.length,
+                    storage_data=compat.StorageInfo(placed.file, placed.offset, placed.length),
+                )
+                for item, placed in zip(plan.items, staged.placements, strict=True)
+            ]
+        )
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Commits; ``metadata`` gets what ``.metadata`` will hold. On the coordinator rank.
+
+        Raises:
+            InvalidRequestError: the metadata is none that Pannier can write.
+            SaveAbortedError: the save ended without a checkpoint, with failures by rank.
+        """
+        save = self._current()
+        with self._ending_on_error(save):
+            if hasattr(metadata, "version"):
+                metadata.version = _DCP_VERSION
+            metadata.storage_data = {
+                result.index: result.storage_data for rank in results for result in rank
+            }
+            metadata.storage_meta = StorageMeta(
+                checkpoint_id=save.context.checkpoint_id, save_id=save.attempt
+            )
+            seconds = save.deadline.remaining()
+            request = sidecar_pb2.FinishRequest(
+                context=save.context,
+                attempt=save.attempt,
+                metadata=plans.encode_metadata(_checked(metadata)),
+                timeout_s=seconds,
+            )
+            save.session.finish(request, seconds)
+        save.is_open = False
+        self._save = None
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether a checkpoint could be written there."""
+        try:
+            _checkpoint_id(checkpoint_id)
+        except PannierError:
+            return False
+        return True
+
+    def __reduce__(self) -> NoReturn:
+        # AsyncCheckpointerType.PROCESS sends the writer to another process.
+        raise InvalidRequestError(
+            "a StorageWriter can't leave its process (is it AsyncCheckpointerType.PROCESS?): the "
+            "sidecar is the other process already; use pannier.client.async_save, or the THREAD "
+            "type"
+        )
+
+    def _client(self) -> "Client":
+        if self._own_client is None:
+            # The default client knows this class.
+            from pannier.client import api
+
+            return api.default_client()
+        return self._own_client
+
+    def _begin(self) -> _Save:
+        client = self._client()
+        previous, self._save = self._save, None
+        # First of all: whatever is raised below, the ranks' numbers stay in step.
+        context = client.open_save(self._checkpoint_id, self._process_group, self._no_dist)
+        session, _ = client.session_for(self._process_group, self._no_dist)
+        if previous is not None and previous.writing:
+            self._save = previous
+            raise InvalidRequestError(
+                f"this StorageWriter is still writing {previous.context.checkpoint_id}: wait for "
+                "that save first, or use another StorageWriter"
+            )
+        if previous is not None and previous.is_open:
+            previous.fail(PannierError("dcp.save failed before this rank's data was written"))
+        timeout = client.settings.save_timeout if self._timeout is None else self._timeout
+        self._save = _Save(session, context, timeout)
+        return self._save
+
+    def _current(self) -> _Save:
+        if self._save is None:
+            raise InvalidRequestError("this StorageWriter is at no save: dcp.save sets it up")
+        return self._save
+
+    def _ingest(self, save: _Save, plan: SavePlan, planner: SavePlanner) -> Staged:
+        pool = _pool_of(self._client())
+        saving = Saving(
+            save.session,
+            save.context,
+            on_busy="wait",
+            timeout_s=save.deadline.remaining(),
+            ended=lambda _: None,
+        )
+        try:
+            saving.planned(save.attempt, "")
+            staged = staging.stage_external(
+                plan.items,
+                planner.resolve_data,
+                save.attempt,
+                save.context.rank,
+                pool,
+                slots=resolves_as_planned(planner),
+            )
+        except BaseException:
+            saving.forget()
+            raise
+
+        def let_go(unused: bool) -> None:
+            if unused:
+                pool.release(staged.arena)
+
+        saving.staged(staged)
+        saving.carry(let_go)
+        if saving.stop.is_set:
+            # The news of the abort bring the causes, of all ranks.
+            error = saving.handle.exception()
+            assert error is not None
+            raise error
+        return staged
+
+    @contextlib.contextmanager
+    def _ending_on_error(self, save: _Save) -> Iterator[None]:
+        save.writing = True
+        try:
+            yield
+        except BaseException as error:
+            save.fail(error)
+            raise
+        finally:
+            save.writing = False
+
+
+_pools: "WeakKeyDictionary[Client, ArenaPool]" = WeakKeyDictionary()
+
+
+def _pool_of(client: "Client") -> ArenaPool:
+    """Memory that all writers of a client stage into, one after the other."""
+    return _pools.setdefault(client, ArenaPool(1))
+
+
+def _checkpoint_id(path: str | os.PathLike[str]) -> str:
+    url = places.absolute(path)
+    identity.split_checkpoint_id(url)
+    return url
+
+
+def _check_tickets(own: Ticket, tickets: Sequence[Any]) -> None:
+    """Raises InvalidRequestError unless all ranks are at the same save of the same checkpoint."""
+    given = [ticket for ticket in tickets if isinstance(ticket, Ticket)]
+    others = [t for t in given if t.checkpoint_id != own.checkpoint_id]
+    if others:
+        raise InvalidRequestError(
+            "ranks disagree on the checkpoint: "
+            + "; ".join(f"rank {t.rank} saves {t.checkpoint_id}" for t in (own, *others[:4]))
+        )
+    strays = [ticket.rank for ticket in given if ticket.save != own.save]
+    if strays:
+        raise InvalidRequestError(
+            f"ranks {_shorten(strays)} are not at the same save as rank {own.rank}: have all ranks "
+            "of the group made the same calls to save?"
+        )
+
+
+def _checked(metadata: Metadata) -> Metadata:
+    data = metadata.planner_data
+    if data is None or (
+        isinstance(data, Mapping)
+        and all(
+            isinstance(key, str)
+            and isinstance(path, Sequence)
+            and all(isinstance(part, str | int) for part in path)
+            for key, path in data.items()
+        )
+    ):
+        return metadata
+    raise InvalidRequestError(
+        f"planner_data of type {type(data).__name__} can't be saved; only flatten mappings (key to "
+        "path) can: keep the rest in the state dict, or save with torch's own storage writer"
+    )
+
+
+def _shorten(ranks: Sequence[int]) -> str:
+    shown = ", ".join(str(rank) for rank in ranks[:16])
+    return f"[{shown}, … {len(ranks)} ranks]" if len(ranks) > 16 else f"[{shown}]"
