@@ -13,14 +13,20 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Shard as ShardOf
+from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from torch.testing._internal.two_tensor import TwoTensor
 
 from pannier.client import archives
 from pannier.client.arena import ArenaPool
+from pannier.client.compat import AsyncCollectiveTensor
 from pannier.client.planning import resolves_as_planned
 from pannier.client.staging import Staged, stage, stage_external
 from pannier.wire.errors import InvalidRequestError, PannierError
@@ -290,13 +296,20 @@ def test_a_wrapper_subclass(tmp_path: Path, pool: ArenaPool) -> None:
 
 
 class ToHalf(DefaultSavePlanner):
-    """Stores float32 as bfloat16, and what DCP calls transposed."""
+    """Stores float32 as bfloat16."""
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
         value = super().transform_object(write_item, object)
         if write_item.type is WriteItemType.BYTE_IO or value.dtype is not torch.float32:
             return value
         return value.to(torch.bfloat16)
+
+
+class Untouched(DefaultSavePlanner):
+    """Overrides a transform, so that nothing can be known before it has run."""
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        return super().transform_object(write_item, object)
 
 
 def test_a_transform_that_changes_the_dtype_is_stored_as_it_is(
@@ -517,6 +530,108 @@ def test_no_settings_of_torch_change(pool: ArenaPool) -> None:
     )
     assert before == after
     assert not torch.cuda.is_initialized()
+
+
+class FakeDevice:
+    """Stands for torch.cuda: notes which streams are waited for."""
+
+    def __init__(self) -> None:
+        self.waited: list[torch.device] = []
+
+    def current_stream(self, device: torch.device) -> "FakeDevice":
+        self.waited.append(device)
+        return self
+
+    def synchronize(self) -> None: ...
+
+
+def test_copies_from_a_device_are_queued_and_waited_for_once(
+    tmp_path: Path, pool: ArenaPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = FakeDevice()
+    monkeypatch.setattr("pannier.client.staging._ASYNC_DEVICES", frozenset({"cpu"}))
+    monkeypatch.setattr(torch, "get_device_module", lambda _: device)
+    # The copies of contiguous tensors of the host don't go that way.
+    state = {f"w{i}": torch.randn(4, 5).t() for i in range(6)}
+    state["conj"] = torch.randn(3, dtype=torch.complex64).conj()
+    _save(state, tmp_path, pool)
+    assert device.waited == [torch.device("cpu")]
+    into = {key: torch.zeros(value.shape, dtype=value.dtype) for key, value in state.items()}
+    _load(into, tmp_path)
+    assert all(torch.equal(into[key], value) for key, value in state.items())
+
+
+def test_a_growing_file_never_moves_under_a_queued_copy(
+    pool: ArenaPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = FakeDevice()
+    monkeypatch.setattr("pannier.client.staging._ASYNC_DEVICES", frozenset({"cpu"}))
+    monkeypatch.setattr(torch, "get_device_module", lambda _: device)
+    state = {"a": torch.randn(4, 5).t(), "b": torch.randn(4, 5).t(), "o": "x"}
+    _, arena = stage_all(plan(state, Untouched()), pool)
+    # Before "b" and before "o".
+    assert len(device.waited) == 2
+    pool.release(arena)
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    """A mesh of two ranks, of which this is the second."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    yield init_device_mesh("cpu", (2,))
+    dist.destroy_process_group()
+
+
+def _stored(staged: Staged) -> list[torch.Tensor]:
+    files = {file.name: ctypes.string_at(file.address, file.size) for file in staged.files}
+    return [
+        torch.load(io.BytesIO(files[p.file][p.offset : p.offset + p.length]), weights_only=True)
+        for p in staged.placements
+    ]
+
+
+def test_a_distributed_tensor_is_staged_as_this_ranks_shard(
+    mesh: DeviceMesh, pool: ArenaPool
+) -> None:
+    uneven = torch.randn(2, 4)
+    late = AsyncCollectiveTensor(torch.randn(3))
+    state = {
+        "uneven": DTensor.from_local(
+            uneven, mesh, [ShardOf(0)], shape=torch.Size([5, 4]), stride=(4, 1)
+        ),
+        "columns": DTensor.from_local(torch.ones(4, 3).t(), mesh, [ShardOf(1)]),
+        "nothing": DTensor.from_local(
+            torch.ones(0, 4), mesh, [ShardOf(0)], shape=torch.Size([1, 4]), stride=(4, 1)
+        ),
+        "parameter": torch.nn.Parameter(DTensor.from_local(torch.ones(2), mesh, [Replicate()])),
+        "late": DTensor.from_local(late, mesh, [Replicate()]),
+        "late, plain": late,
+    }
+    staged, arena = stage_all(plan(state), pool)
+    assert not staged.varying
+    stored = dict(zip(state, _stored(staged), strict=True))
+    assert torch.equal(stored["uneven"], uneven)
+    assert torch.equal(stored["columns"], torch.ones(3, 4))
+    assert stored["nothing"].shape == (0, 4)
+    assert torch.equal(stored["parameter"], torch.ones(2))
+    assert torch.equal(stored["late"], late.wait())
+    assert torch.equal(stored["late, plain"], late.wait())
+    pool.release(arena)
+
+
+def test_shards_within_shards_have_slots_too(mesh: DeviceMesh, pool: ArenaPool) -> None:
+    pieces = [torch.randn(2, 3), torch.randn(4, 3)]
+    local = LocalShardsWrapper(pieces, [(4, 0), (6, 0)])
+    tensor = DTensor.from_local(
+        local, mesh, [ShardOf(0)], run_check=False, shape=torch.Size([10, 3]), stride=(3, 1)
+    )
+    staged, arena = stage_all(plan({"t": tensor}), pool)
+    assert not staged.varying
+    assert all(torch.equal(a, b) for a, b in zip(_stored(staged), pieces, strict=True))
+    assert len(staged.placements) == 2
+    pool.release(arena)
 
 
 # Bad input

@@ -45,7 +45,7 @@ def group_store(process_group: dist.ProcessGroup | None) -> Store:
 def has_size(dtype: torch.dtype) -> bool:
     """Whether DCP knows the size of a dtype's elements; it can't plan those of the others."""
     try:
-        torch._utils._element_size(dtype)
+        torch._utils._element_size(dtype)  # type: ignore[no-untyped-call]
     except TypeError:
         return False
     return True

@@ -111,7 +111,8 @@ class Planning:
         return self._planner.resolve_data(item)
 
     def _expanded(self, key: str, value: Any) -> Any:
-        if not isinstance(value, Stateful):
+        # The test for a protocol is slow, and states have thousands of tensors.
+        if type(value) in _PLAIN_TYPES or not isinstance(value, Stateful):
             return value
         return _run(f"state_dict() of {key!r}", value.state_dict)
 
@@ -185,15 +186,13 @@ class Planning:
         if flattens:
             message.mappings.extend(plans.encode_mappings(self._plan.planner_data or {}))
         slots = resolves_as_planned(planner)
-        plain: dict[str, bool] = {}
-        for item in self.items:
-            fqn = item.index.fqn
-            if fqn not in plain:
-                plain[fqn] = slots and _is_plain(values.get(fqn))
-            template = planned_archive(item) if plain[fqn] else None
-            message.head.append(len(template.head) if template else 0)
-            message.body.append(template.body if template else 0)
-            message.tail.append(len(template.tail) if template else 0)
+        planned = [
+            planned_archive(item) if slots and _is_plain(values.get(item.index.fqn)) else None
+            for item in self.items
+        ]
+        message.head.extend(len(archive.head) if archive else 0 for archive in planned)
+        message.body.extend(archive.body if archive else 0 for archive in planned)
+        message.tail.extend(len(archive.tail) if archive else 0 for archive in planned)
         return message
 
 
@@ -255,12 +254,16 @@ def _is_mappings(data: Any) -> bool:
 
 def _is_plain(value: Any) -> bool:
     """Whether a value will, as far as can be known, resolve to plain tensors."""
-    if value is None:
+    if type(value) in _PLAIN_TYPES or value is None:
         return True
     if not isinstance(value, torch.Tensor):
         return False
     return all(
-        type(tensor) in _PLAIN_TYPES or type(tensor.detach()) is torch.Tensor
+        type(tensor) in _PLAIN_TYPES
+        or isinstance(tensor, compat.AsyncCollectiveTensor)
+        # It resolves to shards of its own.
+        or hasattr(tensor, "__get_tensor_shard__")
+        or type(tensor.detach()) is torch.Tensor
         for tensor in compat.local_tensors(value)
     )
 

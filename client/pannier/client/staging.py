@@ -254,16 +254,17 @@ class _Writer:
         """Copies a plain tensor's elements, row-major, without holding the GIL."""
         if not tensor.numel():
             return
-        if not tensor.untyped_storage().nbytes():
+        kind = tensor.device.type
+        if (kind == "cpu" or kind in _ASYNC_DEVICES) and not tensor.untyped_storage().nbytes():
             raise ValueError("its storage was freed (resized to 0)")
         bits = tensor.is_conj() or tensor.is_neg()
-        if tensor.is_cpu and tensor.is_contiguous() and not bits:
+        if kind == "cpu" and tensor.is_contiguous() and not bits:
             ctypes.memmove(target.address + offset, tensor.data_ptr(), tensor.nbytes)
             return
         place = torch.frombuffer(
             target.memory, dtype=tensor.dtype, count=tensor.numel(), offset=offset
         ).view(tensor.shape)
-        if tensor.device.type not in _ASYNC_DEVICES:
+        if kind not in _ASYNC_DEVICES:
             place.copy_(tensor)
             return
         if bits:
