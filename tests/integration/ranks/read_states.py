@@ -1,0 +1,67 @@
+"""Loads every kind of state with plain DCP and with the client, and compares bit for bit.
+
+Environment: ROOTS (JSON: number of writers to directory or URL), REPORT (directory), SEED.
+"""
+
+import json
+import os
+import traceback
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException
+from torch.testing._internal.two_tensor import TwoTensor
+
+from support.bits import differences
+from support.sharded_states import KINDS, WHOLE
+from support.states import Colour, Kind, Layout, Position
+
+warnings.filterwarnings("ignore")
+torch.serialization.add_safe_globals([TwoTensor, Position, Colour])
+OTHER = 987
+
+
+def load(kind: Kind, saved: Kind, directory: str, layout: Layout) -> dict[str, list[str]]:
+    """What differs, by way of loading."""
+    wanted = kind.expected(layout, int(os.environ["SEED"]))
+    planner = saved.load_planner() if saved.load_planner else None
+    found = {}
+    for how in os.environ["READERS"].split():
+        try:
+            state = kind.build(layout, OTHER)
+            assert differences(state, wanted), "loading would change nothing"
+            if how == "dcp":
+                dcp.load(state, checkpoint_id=directory, planner=planner)
+            else:
+                from pannier import client
+
+                client.load(state, checkpoint_id=directory, planner=planner)
+            found[how] = differences(state, wanted)
+        except (Exception, CheckpointException):  # noqa: BLE001 - it goes to the report
+            found[how] = [traceback.format_exc()]
+    return found
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    report = {}
+    for writers, root in json.loads(os.environ["ROOTS"]).items():
+        layout = Layout(rank, ranks, int(writers))
+        for name, saved in KINDS.items():
+            if layout.writers not in saved.ranks:
+                continue
+            for kind in (saved, WHOLE.get(name)):
+                if kind is not None and ranks in kind.ranks:
+                    for how, found in load(kind, saved, f"{root}/{name}", layout).items():
+                        report[f"{writers}/{name}/{kind.name}/{how}"] = found
+    path = Path(os.environ["REPORT"]) / f"{rank}.json"
+    path.write_text(json.dumps(report))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+main()

@@ -1,0 +1,130 @@
+"""Every kind of state comes back bit for bit, whatever the layouts, though it was changed at once."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+
+from support.bits import bits, differences
+from support.daemons import Daemons
+from support.ranks import run_ranks
+from support.sharded_states import KINDS
+from support.states import quantized
+
+SCRIPTS = Path(__file__).parent / "ranks"
+SEED = 3
+WRITERS = (2, 4)
+READERS = (1, 2, 3)
+
+
+@dataclass(frozen=True)
+class Runs:
+    """What the ranks of all runs found wrong."""
+
+    written: dict[int, list[dict[str, list[str]]]]
+    """By number of ranks; one report by kind for each rank."""
+    read: dict[int, list[dict[str, list[str]]]]
+    """The same; reports by ``<writers>/<kind>/<target>/<reader>``."""
+    roots: dict[int, Path]
+    """Where the checkpoints are, by number of ranks that saved them."""
+
+
+def _run(
+    script: str, ranks: int, directory: Path, env: dict[str, str]
+) -> list[dict[str, list[str]]]:
+    directory.mkdir()
+    environment = {**env, "REPORT": str(directory), "SEED": str(SEED)}
+    run_ranks(SCRIPTS / script, ranks, environment, timeout=100)
+    return [json.loads((directory / f"{rank}.json").read_text()) for rank in range(ranks)]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    base = tmp_path_factory.mktemp("states")
+    roots = {ranks: base / f"by-{ranks}" for ranks in WRITERS}
+    with Daemons(base) as daemons:
+        written = {
+            ranks: _run(
+                "write_states.py",
+                ranks,
+                base / f"written-{ranks}",
+                daemons.env(ROOT=str(roots[ranks])),
+            )
+            for ranks in WRITERS
+        }
+    # Nothing of Pannier runs while the checkpoints are read.
+    env = {
+        "ROOTS": json.dumps({ranks: str(root) for ranks, root in roots.items()}),
+        "READERS": "dcp client",
+    }
+    read = {ranks: _run("read_states.py", ranks, base / f"read-{ranks}", env) for ranks in READERS}
+    return Runs(written, read, roots)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)  # The first one waits for all runs.
+@pytest.mark.parametrize("name", KINDS)
+def test_comes_back_bit_for_bit_in_any_layout(runs: Runs, name: str) -> None:
+    problems = []
+    for ranks, reports in runs.written.items():
+        for rank, report in enumerate(reports):
+            problems += [f"saving, rank {rank} of {ranks}: {t}" for t in report[name]]
+    loads = 0
+    for ranks, reports in runs.read.items():
+        for rank, report in enumerate(reports):
+            for key, found in report.items():
+                writers, saved, target, how = key.split("/", 3)
+                if saved == name:
+                    loads += 1
+                    where = f"{how}, rank {rank} of {ranks}, saved by {writers}, {target}"
+                    problems += [f"{where}: {text}" for text in found]
+    assert not problems, "\n".join(problems)
+    expected = sum(ranks for ranks in READERS if ranks in KINDS[name].ranks) * len(WRITERS) * 2
+    assert loads >= expected
+
+
+@pytest.mark.parametrize("writers", WRITERS)
+@pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind.most_bytes])
+def test_stores_no_more_bytes_than_it_must(runs: Runs, name: str, writers: int) -> None:
+    files = list((runs.roots[writers] / name).glob("*.distcp"))
+    assert files
+    assert sum(path.stat().st_size for path in files) <= (KINDS[name].most_bytes or 0)
+
+
+def test_quantized_tensors_and_subclasses_are_stored_as_they_are(runs: Runs) -> None:
+    stored = _stored(runs.roots[4] / "quantized")
+    wanted = quantized(SEED)
+    assert stored["tensor"].is_quantized
+    assert not differences(stored, wanted)
+    pair = _stored(runs.roots[4] / "wrapper subclass")["pair"]
+    assert type(pair).__name__ == "TwoTensor"
+
+
+def test_a_transformed_tensor_is_stored_in_its_new_dtype(runs: Runs) -> None:
+    stored = _stored(runs.roots[2] / "transform_object")
+    assert stored["wide"].dtype is torch.bfloat16
+    assert stored["exact"].dtype is torch.float64
+
+
+def test_tied_weights_are_stored_by_every_name_as_torch_does(runs: Runs) -> None:
+    stored = _stored(runs.roots[2] / "tied")
+    assert bits(stored["embedding"]) == bits(stored["head"])
+    assert bits(stored["embedding"][2:5]) == bits(stored["rows"])
+
+
+def _stored(directory: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint as torch unpickles them from the data files."""
+    storage = FileSystemReader(directory).read_metadata().storage_data
+    found = {}
+    for index, place in storage.items():
+        data = (directory / place.relative_path).read_bytes()
+        path = directory / "entry"
+        path.write_bytes(data[place.offset : place.offset + place.length])
+        value = torch.load(path, weights_only=False)
+        path.unlink()
+        if isinstance(value, torch.Tensor):
+            found[index.fqn] = value
+    return found
