@@ -1,5 +1,7 @@
 """The client's promises to the training loop, against a scripted sidecar."""
 
+import importlib
+import inspect
 import os
 import shutil
 import subprocess
@@ -13,9 +15,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
+import pannier.client as client_package
 from pannier.client import api
 from pannier.client.api import Client
 from pannier.client.config import Settings
@@ -120,10 +124,12 @@ def test_saves_are_numbered_from_one(client: Client, sidecar: ScriptedSidecar) -
 
 
 def test_arenas_are_used_again(client: Client) -> None:
-    client.save(state(), checkpoint_id="/x/a")
-    before = len(client._pool._free)
-    client.save(state(), checkpoint_id="/x/b")
-    assert len(client._pool._free) == before > 0
+    kept = []
+    for step in range(3):
+        client.save(state(), checkpoint_id=f"/x/step-{step}")
+        wait_until(lambda: not client._slots._taken)
+        kept.append({mapping.address for mapping in client.pool._free})
+    assert kept[0] == kept[1] == kept[2] != set()
 
 
 def test_a_relative_path_is_the_trainers(client: Client) -> None:
@@ -150,6 +156,19 @@ def test_torchs_state_is_left_alone(client: Client) -> None:
     ) == before[1:]
 
 
+def test_the_functions_take_torchs_keywords_and_the_clients() -> None:
+    def names(function: Any) -> set[str]:
+        return set(inspect.signature(function).parameters) - {"self"}
+
+    assert names(dcp.async_save) <= names(client_package.async_save)
+    assert names(client_package.async_save) == names(Client.async_save)
+    assert names(dcp.save) <= names(client_package.save)
+    assert names(client_package.save) <= names(Client.async_save)
+    # Also when the modules of these names were imported.
+    assert inspect.isfunction(importlib.import_module("pannier.client").load)
+    assert all(hasattr(client_package, name) for name in client_package.__all__)
+
+
 # What is refused.
 
 
@@ -162,9 +181,10 @@ def test_torchs_state_is_left_alone(client: Client) -> None:
         ({"on_busy": "panic"}, "'wait', 'skip' or 'raise'"),
         ({"timeout": 0}, "seconds above 0"),
         ({"checkpoint_id": None}, "checkpoint_id is missing"),
-        ({"checkpoint_id": ""}, "not an absolute path or a URL"),
+        ({"checkpoint_id": ""}, "neither a path nor a URL"),
         ({"checkpoint_id": "gs://bucket"}, "not an absolute path or a URL"),
-        ({"checkpoint_id": "/x/../y"}, "not an absolute path or a URL"),
+        ({"checkpoint_id": "gs://bucket/../y"}, "not an absolute path or a URL"),
+        ({"checkpoint_id": "/x/y", "storage_writer": object()}, "client.StorageWriter"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(
@@ -380,7 +400,7 @@ def test_close_waits_until_ingested_and_handles_still_resolve(
     assert not handle.done()
     sidecar.tell(request.context.save, save_pb2.SAVE_STATE_COMMITTED)
     handle.result(10)
-    session = client._places[True]._session
+    session = client._memberships[True]._session
     assert session is not None
     wait_until(session._closed.is_set)
     with pytest.raises(InvalidRequestError, match="closed"):

@@ -251,6 +251,22 @@ def test_errors_of_the_other_side_keep_their_type(
     assert list(raised.value.failures) == [1]
 
 
+def test_a_hand_over_that_is_not_answered_is_made_again(
+    session: Session, sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_module, "_ANSWER_S", 0.2)
+    asked: list[float] = []
+
+    def be_silent_once(_: object) -> None:
+        asked.append(time.monotonic())
+        if len(asked) == 1:
+            time.sleep(0.5)
+
+    sidecar.on["HandOver"] = be_silent_once
+    session.hand_over(sidecar_pb2.HandOverRequest(context=CONTEXT))
+    assert len(asked) == 2
+
+
 def test_close_returns_at_once_and_ends_running_calls(
     session: Session, sidecar: ScriptedSidecar
 ) -> None:

@@ -77,6 +77,35 @@ class Verdict:
         self.asked = False
 
 
+class Unasked:
+    """Errors of saves until somebody asks for them. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._failed: list[Verdict] = []
+
+    def add(self, verdict: Verdict) -> None:
+        """A save has ended so."""
+        if verdict.error is not None and not verdict.asked:
+            with self._lock:
+                self._failed.append(verdict)
+
+    def raise_all(self) -> None:
+        """Raises what nobody has asked for, once; several as one."""
+        with self._lock:
+            failed, self._failed = self._failed, []
+        errors = [verdict.error for verdict in failed if verdict.error and not verdict.asked]
+        if not errors:
+            return
+        for verdict in failed:
+            verdict.asked = True
+        if len(errors) == 1:
+            raise copy.copy(errors[0])
+        # By rank, the cause of the earliest save counts.
+        failures = [f for error in reversed(errors) for f in error.failures.values()]
+        raise type(errors[0])("; and ".join(map(str, errors)), failures)
+
+
 class AskedFuture(Future[T], Generic[T]):
     """A future that notes on a verdict when its outcome is asked for."""
 

@@ -165,7 +165,9 @@ class Session:
 
     def hand_over(self, request: sidecar_pb2.HandOverRequest, timeout: float = 300.0) -> None:
         """All files of the rank are sent; returns when it is ingested."""
-        self._repeat(lambda: self._unary("HandOver", request, _ANSWER_S), Deadline(timeout))
+        self._repeat(
+            lambda: self._unary("HandOver", request, _ANSWER_S, again=True), Deadline(timeout)
+        )
 
     def send(
         self,
@@ -230,7 +232,10 @@ class Session:
 
     # Inside.
 
-    def _unary(self, method: str, request: Any, timeout: float) -> Any:
+    def _unary(self, method: str, request: Any, timeout: float, *, again: bool = False) -> Any:
+        """One call. ``again``: after ``timeout`` seconds of silence it may be made again."""
+        deadline = Deadline(timeout)
+
         def start(channel: grpc.Channel) -> Any:
             stub = sidecar_pb2_grpc.SidecarStub(channel)
             # A future: one that is cancellable around a fork.
@@ -248,6 +253,12 @@ class Session:
             except grpc.RpcError as error:
                 if self._line.was_interrupted(call):
                     raise InterruptedCallError from error
+                if self._closed.is_set():
+                    raise UnavailableError("the client is closed") from error
+                if again and deadline.passed:
+                    raise UnavailableError(
+                        f"{self.peer} did not answer within {timeout:g} s: is it stopped?"
+                    ) from error
                 raise errors.from_rpc_error(error, peer=self.peer) from error
 
     def _repeat(
@@ -310,6 +321,10 @@ class Session:
                 self._problem = error
                 if not isinstance(error, UnavailableError):
                     self._answered.set()
+                failures += 1
+            except Exception as error:  # noqa: BLE001 - saves must go on hearing of their end
+                _log.exception("the conversation with the %s broke", self.peer)
+                self._problem = PannierError(f"{type(error).__name__}: {error}")
                 failures += 1
             finally:
                 self._connected.clear()

@@ -1,0 +1,64 @@
+"""What ``async_save`` is given beside the state dict: what can be honoured, and what is refused.
+
+In: arguments with torch's names. Out: checked ones, or an InvalidRequestError
+(a ValueError) that says what to use instead.
+"""
+
+import os
+from typing import Any, Final
+
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+from pannier.client.places import absolute
+from pannier.client.writer import StorageWriter
+from pannier.wire import identity
+from pannier.wire.errors import InvalidRequestError
+
+ON_BUSY: Final = ("wait", "skip", "raise")
+
+
+def checkpoint_path(checkpoint_id: str | os.PathLike[str] | None, writer: Any) -> str:
+    """An absolute path or a URL. Raises InvalidRequestError."""
+    if writer is not None:
+        if not isinstance(writer, StorageWriter):
+            raise InvalidRequestError(
+                f"storage_writer={type(writer).__name__}: Pannier's own writes the checkpoint; give "
+                "checkpoint_id, or pannier.client.StorageWriter"
+            )
+        if checkpoint_id is None:
+            checkpoint_id = writer.checkpoint_id
+    if checkpoint_id is None:
+        raise InvalidRequestError("checkpoint_id is missing: give a path or a URL")
+    url = absolute(checkpoint_id)
+    identity.split_checkpoint_id(url)
+    return url
+
+
+def check_on_busy(on_busy: str) -> None:
+    """Raises InvalidRequestError unless it is one of :data:`ON_BUSY`."""
+    if on_busy not in ON_BUSY:
+        raise InvalidRequestError(f"on_busy={on_busy!r}: use 'wait', 'skip' or 'raise'")
+
+
+def check_torch_only(kind: Any, stager: Any, use_collectives: bool) -> None:
+    """Raises InvalidRequestError for what only torch's own ``async_save`` can do."""
+    if stager is not None:
+        raise InvalidRequestError(
+            "async_stager: Pannier stages by itself, into memory it reuses; leave it out"
+        )
+    if kind not in (None, AsyncCheckpointerType.THREAD):
+        raise InvalidRequestError(
+            f"async_checkpointer_type={kind}: the sidecar is the other process; leave it out"
+        )
+    if not use_collectives:
+        raise InvalidRequestError(
+            "use_collectives=False writes a checkpoint per rank; Pannier needs no collectives "
+            "anyway: leave it out, or give no_dist=True and a checkpoint_id per rank"
+        )
+
+
+def check_timeout(timeout: float) -> float:
+    """``timeout`` in seconds. Raises InvalidRequestError unless it is above 0."""
+    if not timeout > 0:
+        raise InvalidRequestError(f"timeout={timeout}: give seconds above 0, or None")
+    return float(timeout)

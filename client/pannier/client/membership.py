@@ -1,0 +1,97 @@
+"""This process's part in one incarnation of a job: who it is, and the session it speaks through.
+
+Owned by the client, which has one for all ranks' world and one for saving alone.
+"""
+
+import threading
+from collections.abc import Callable
+
+from pannier.client import embedded
+from pannier.client.config import Settings
+from pannier.client.identity import Group, Identity, World
+from pannier.client.session import Session
+from pannier.v1 import save_pb2, sidecar_pb2
+from pannier.wire.errors import ConfigurationError, UnavailableError
+
+
+class Entry:
+    """A save's number and what is known of it so far."""
+
+    def __init__(self, group: Group, number: int) -> None:
+        self.group = group
+        self.number = number
+        self.checkpoint_id = ""
+        self.checked = False
+        """What is raised from now on is about this save."""
+        self.planned = False
+        """The coordinator may know of it."""
+
+    def context(self, member: "Membership", session: Session) -> sidecar_pb2.SaveContext:
+        """What every message of this save carries."""
+        who = session.identity
+        return sidecar_pb2.SaveContext(
+            save=save_pb2.SaveId(
+                job=who.job,
+                incarnation=who.incarnation,
+                group=self.group.name,
+                number=self.number,
+            ),
+            checkpoint_id=self.checkpoint_id,
+            ranks=self.group.ranks,
+            world_size=member.world.size,
+            rank=self.group.rank,
+            host=session.welcome.host or who.host,
+        )
+
+
+class Membership:
+    """A world and the session it speaks through, opened on demand. Thread-safe."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self._lock = threading.Lock()
+        self._session: Session | None = None
+
+    def session(self, settings: Settings) -> Session:
+        """The session; finds or starts the sidecar the first time."""
+        with self._lock:
+            if self._session is None:
+                self._session = self._open(settings)
+            return self._session
+
+    def check_process(self) -> None:
+        """Raises InvalidRequestError in a process forked from the session's."""
+        session = self._session
+        if session is not None:
+            session.check_process()
+
+    def close(self, wanted: Callable[[Session], bool]) -> None:
+        """Ends the session, if there is one and it is ``wanted``."""
+        with self._lock:
+            if self._session is not None and wanted(self._session):
+                self._session.close()
+
+    def _open(self, settings: Settings) -> Session:
+        who = self.world.identity(settings)
+        if not settings.embedded:
+            return Session.connect(settings, who)
+        try:
+            session = self._embedded(settings, who)
+        except UnavailableError:
+            # They may have left, idle, while we found them.
+            session = self._embedded(settings, who)
+        if settings.coordinator not in (None, session.welcome.coordinator):
+            session.close()
+            raise ConfigurationError(
+                f"PANNIER_COORDINATOR={settings.coordinator}, but the embedded sidecar in "
+                f"{settings.runtime_dir} speaks to {session.welcome.coordinator}: run `pannier "
+                "sidecar --coordinator ...` on this host and set PANNIER_SIDECAR"
+            )
+        return session
+
+    @staticmethod
+    def _embedded(settings: Settings, who: Identity) -> Session:
+        def revive() -> None:
+            embedded.ensure(settings)
+
+        return Session.connect(settings, who, address=embedded.ensure(settings), revive=revive)

@@ -1,0 +1,87 @@
+"""How many saves may be staged but not ingested, and the arenas they hold.
+
+In: requests of ``async_save``. Out: slots, each with an arena. Thread-safe.
+"""
+
+import threading
+from collections.abc import Sequence
+from typing import Final
+
+from pannier.client.arena import Arena, ArenaPool
+from pannier.wire.errors import BusyError, DeadlineError, SaveSkippedError
+
+_abandoned: Final[list[Arena]] = []
+"""Arenas that a thread of gRPC may still read: never freed, never used again."""
+
+
+class Slot:
+    """The right to hold an arena."""
+
+    def __init__(self, slots: "Slots") -> None:
+        self._slots = slots
+        self._arena: Arena | None = None
+
+    def fill(self, sizes: Sequence[int]) -> Arena:
+        """The slot's arena, with a region of each size (bytes)."""
+        self._arena = self._slots.pool.acquire(sizes)
+        return self._arena
+
+    def free(self, unused: bool = True) -> None:
+        """Gives the slot back.
+
+        Args:
+            unused: nobody reads the arena any more. False: it is lost.
+        """
+        arena, self._arena = self._arena, None
+        if arena is not None:
+            if unused:
+                self._slots.pool.release(arena)
+            else:
+                _abandoned.append(arena)
+        self._slots._give_back(self)
+
+
+class Slots:
+    """All slots of a client: ``limit`` of them."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self.pool = ArenaPool(limit)
+        """Where the arenas come from."""
+        self._taken: set[Slot] = set()
+        self._changed = threading.Condition()
+
+    def take(self, on_busy: str, timeout_s: float) -> Slot:
+        """A slot; when there is none, ``on_busy`` decides.
+
+        Raises:
+            SaveSkippedError: ``"skip"``.
+            BusyError: ``"raise"``.
+            DeadlineError: ``"wait"``, and none was given back in ``timeout_s`` seconds.
+        """
+        slot = Slot(self)
+        with self._changed:
+            if len(self._taken) >= self._limit:
+                what = (
+                    f"{len(self._taken)} saves of this process are not ingested yet "
+                    "(PANNIER_MAX_IN_FLIGHT)"
+                )
+                if on_busy == "skip":
+                    raise SaveSkippedError(f"the save was skipped: {what}")
+                if on_busy == "raise":
+                    raise BusyError(f"{what}: save less often, or use on_busy='wait' or 'skip'")
+                if not self._changed.wait_for(lambda: len(self._taken) < self._limit, timeout_s):
+                    raise DeadlineError(f"after {timeout_s:g} s still {what}")
+            self._taken.add(slot)
+        return slot
+
+    def close(self) -> None:
+        """Waits until all slots are given back; frees the arenas."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._taken)
+        self.pool.close()
+
+    def _give_back(self, slot: Slot) -> None:
+        with self._changed:
+            self._taken.discard(slot)
+            self._changed.notify_all()
