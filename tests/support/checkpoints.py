@@ -1,5 +1,6 @@
 """Hand-made checkpoints: the records and data files that a committed attempt leaves in a directory."""
 
+import hashlib
 import random
 from pathlib import Path
 
@@ -24,6 +25,7 @@ def write_decision(
     attempt: str,
     outcome: records_pb2.Outcome,
     metadata: bytes = b"",
+    plan_id: str = "",
     decided_at: float = 1000.0,
 ) -> None:
     """The object that ends an attempt."""
@@ -31,7 +33,7 @@ def write_decision(
         outcome=outcome,
         save=save_id(identity.Attempt.parse(attempt).number),
         attempt=attempt,
-        plan_id="plan",
+        plan_id=plan_id,
         metadata_size=len(metadata),
         metadata_crc32c=crc32c.crc32c(metadata),
         decided_by="test",
@@ -60,7 +62,9 @@ def write_attempt(
     )
     for rank in range(ranks):
         manifest.members.add(rank=rank, host=f"node-{rank}")
-        receipt = records_pb2.Receipt(attempt=attempt, plan_id="plan", rank=rank)
+    plan_id = hashlib.sha256(manifest.SerializeToString()).hexdigest()
+    for rank in range(ranks):
+        receipt = records_pb2.Receipt(attempt=attempt, plan_id=plan_id, rank=rank)
         for index in range(files):
             name = identity.data_file(attempt, rank, index)
             data = noise.randbytes(size + rank + index)
@@ -71,6 +75,8 @@ def write_attempt(
     metadata = f"metadata of {attempt}".encode()
     write(directory / identity.metadata_candidate(attempt), metadata)
     if commit:
-        write_decision(directory, attempt, records_pb2.OUTCOME_COMMIT, metadata, decided_at)
+        write_decision(
+            directory, attempt, records_pb2.OUTCOME_COMMIT, metadata, plan_id, decided_at
+        )
         write(directory / identity.METADATA, metadata)
     return metadata

@@ -149,6 +149,15 @@ def test_a_missing_manifest_is_found(checkpoint: Path) -> None:
     assert found[identity.manifest(ATTEMPT)]["status"] == "missing"
 
 
+def test_another_plans_manifest_is_found(checkpoint: Path) -> None:
+    path = checkpoint / identity.manifest(ATTEMPT)
+    manifest = records_pb2.PlanManifest.FromString(path.read_bytes())
+    del manifest.members[1]
+    path.write_bytes(manifest.SerializeToString())
+    found = damage(pannier("verify", str(checkpoint), "--json"))
+    assert found[identity.manifest(ATTEMPT)]["status"] == "checksum"
+
+
 def test_only_the_committed_attempt_is_verified(checkpoint: Path) -> None:
     older, newer = "i1-g0000000a-s2", "i1-g0000000a-s4"
     write_attempt(checkpoint, older, commit=False)

@@ -6,6 +6,7 @@ size and checksum with the COMMIT decisions beside it.
 
 import asyncio
 import enum
+import hashlib
 import posixpath
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -282,16 +283,17 @@ async def _read_receipts(
     """Receipts of all ranks that the manifest names, and what is wrong with these records."""
     manifest = records_pb2.PlanManifest()
     key = identity.manifest(committed.attempt)
-    status = await _read_record(store, key, manifest)
-    if status == "ok" and manifest.attempt != committed.attempt:
-        status = "malformed"
+    status, data = await _read_record(store, key, manifest)
+    # The plan id is the manifest's hash.
+    if status == "ok" and hashlib.sha256(data).hexdigest() != committed.plan_id:
+        status = "checksum"
     if status != "ok":
         return [], [Finding(key, None, status)]
     receipts, problems = [], []
     for member in manifest.members:
         receipt = records_pb2.Receipt()
         key = identity.receipt(committed.attempt, member.rank)
-        status = await _read_record(store, key, receipt)
+        status, _ = await _read_record(store, key, receipt)
         expected = (committed.attempt, member.rank)
         if status == "ok" and (receipt.attempt, receipt.rank) != expected:
             status = "malformed"
@@ -302,14 +304,16 @@ async def _read_receipts(
     return receipts, problems
 
 
-async def _read_record(store: Store, key: str, into: message.Message) -> str:
+async def _read_record(store: Store, key: str, into: message.Message) -> tuple[str, bytes]:
+    """Status, as of a :class:`Finding`, and content."""
     try:
-        into.ParseFromString(await store.read(key))
+        data = await store.read(key)
+        into.ParseFromString(data)
     except NotFoundError:
-        return "missing"
+        return "missing", b""
     except message.DecodeError:
-        return "malformed"
-    return "ok"
+        return "malformed", data
+    return "ok", data
 
 
 async def _check_file(
