@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pannier.storage import parse
+from pannier.storage.location import parse
 from pannier.wire.addresses import parse_address
 from pannier.wire.errors import ConfigurationError, InvalidRequestError
 

@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 
 from pannier.coordinator.columns import RankPlan
 from pannier.coordinator.planning import GlobalPlan
-from pannier.storage import ConflictError, Store
+from pannier.storage import ConflictError, NotFoundError, Store
 from pannier.v1 import plan_pb2, records_pb2, sidecar_pb2
 from pannier.wire import identity
 from pannier.wire.errors import IntegrityError
@@ -167,3 +167,16 @@ async def publish(store: Store, manifest: Manifest) -> Manifest:
     except ConflictError:
         return Manifest.parse(await store.read(key))
     return manifest
+
+
+async def read(store: Store, attempt: str) -> Manifest | None:
+    """The manifest of an attempt; None when it has none. Raises StorageError, IntegrityError."""
+    try:
+        return Manifest.parse(await store.read(identity.manifest(attempt)))
+    except NotFoundError:
+        return None
+
+
+async def exists(store: Store, attempt: str) -> bool:
+    """Whether the attempt has a manifest. Raises StorageError."""
+    return await store.stat(identity.manifest(attempt)) is not None

@@ -14,7 +14,7 @@ from typing import Final
 from pannier.coordinator.gather import DisagreementError, check_agreement, check_context, who
 from pannier.coordinator.saves import Save, State
 from pannier.daemon.board import Board
-from pannier.v1 import sidecar_pb2
+from pannier.v1 import save_pb2, sidecar_pb2
 from pannier.wire import identity
 from pannier.wire.errors import UnavailableError
 
@@ -57,6 +57,16 @@ class Registry:
         """Saves that haven't ended, oldest first."""
         return list(self._saves.values())
 
+    def find(self, save: save_pb2.SaveId) -> Save | None:
+        """The save of this identity, if it is known."""
+        return self.find_key(identity.save_text(save))
+
+    def find_key(self, key: str) -> Save | None:
+        """The save by its id as text, if it is known."""
+        if key in self._ended:
+            return self._ended[key][1]
+        return self._saves.get(key)
+
     def enter(self, context: sidecar_pb2.SaveContext, *, known: bool = False) -> Save:
         """The save that a rank speaks of; it begins now when nobody spoke of it before.
 
@@ -71,9 +81,7 @@ class Registry:
         """
         check_context(context)
         key = identity.save_text(context.save)
-        save = self._saves.get(key)
-        if save is None and key in self._ended:
-            save = self._ended[key][1]
+        save = self.find_key(key)
         if save is None:
             if self.draining and not known:
                 raise UnavailableError(

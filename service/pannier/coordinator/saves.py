@@ -187,6 +187,9 @@ class Save:
 
     def progress(self) -> None:
         """Moves to the state that its ranks have reached, on the way to the commit."""
+        if self.doomed.is_set():
+            self.ring()
+            return
         phases = [part.phase for part in self.parts.values()]
         if self.state is State.STAGING and min(phases) >= save_pb2.RANK_PHASE_INGESTED:
             self.move(State.INGESTED)
@@ -207,18 +210,20 @@ class Save:
 
     # Waiting.
 
-    async def until(self, ready: Callable[[], bool], deadline: float | None = None) -> bool:
-        """Waits for ``ready()``, asked after each change; False when it isn't at ``deadline``.
+    async def until(
+        self, ready: Callable[[], bool], deadline: Callable[[], float] | None = None
+    ) -> bool:
+        """Waits for ``ready()``, asked after each change; False when it isn't at ``deadline()``.
 
         Args:
-            deadline: on the monotonic clock; None: without end.
+            deadline: on the monotonic clock, asked after each change; None: without end.
         """
         bell = asyncio.Event()
         self._bells.add(bell)
         try:
             while not ready():
                 bell.clear()
-                left = None if deadline is None else deadline - time.monotonic()
+                left = None if deadline is None else deadline() - time.monotonic()
                 try:
                     await asyncio.wait_for(bell.wait(), left)
                 except asyncio.TimeoutError:

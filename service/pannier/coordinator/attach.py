@@ -1,0 +1,216 @@
+"""The streams of attached sidecars: reports of their ranks in, news of saves out.
+
+A sidecar hears of the saves it has reported ranks of: at once when the state or the
+failures change, else once a second. Event loop only.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from typing import Final
+
+from pannier.coordinator.gather import DisagreementError
+from pannier.coordinator.registry import Registry
+from pannier.coordinator.saves import Presence, Save, State
+from pannier.v1 import coordinator_pb2, save_pb2
+from pannier.wire import identity
+from pannier.wire.errors import (
+    InvalidRequestError,
+    VersionMismatchError,
+)
+from pannier.wire.version import WIRE_VERSION, package_version
+
+_log = logging.getLogger(__name__)
+
+REFRESH_S: Final = 1.0
+"""How often a sidecar hears of a save that only grows older."""
+
+Requests = AsyncIterator[coordinator_pb2.AttachRequest]
+
+
+class _Stream:
+    """One sidecar's stream."""
+
+    def __init__(self, presence: Presence) -> None:
+        self.presence = presence
+        self.told: dict[str, tuple[object, ...]] = {}
+        """By key of a save: what was last told of it; () for nothing yet."""
+        self.news: dict[str, Save] = {}
+        self.bell = asyncio.Event()
+
+    def add(self, save: Save) -> None:
+        """There is something to tell of the save."""
+        self.news[save.key] = save
+        self.bell.set()
+
+
+class Attachments:
+    """All sidecars that are attached now."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._streams: set[_Stream] = set()
+        self._rendered: dict[str, tuple[float, tuple[object, ...], save_pb2.SaveStatus]] = {}
+        registry.listen(self._changed)
+
+    async def serve(self, requests: Requests) -> AsyncIterator[coordinator_pb2.AttachResponse]:
+        """Answers of one stream, until the sidecar ends it.
+
+        Raises VersionMismatchError, InvalidRequestError.
+        """
+        first = await anext(requests, None)
+        if first is None:
+            return
+        if first.wire_version != WIRE_VERSION:
+            raise VersionMismatchError(
+                f"the sidecar on {first.host} speaks wire version {first.wire_version}, this "
+                f"coordinator (pannier {package_version()}) version {WIRE_VERSION}: install the "
+                "same version on both"
+            )
+        stream = _Stream(Presence(first.host))
+        self._streams.add(stream)
+        _log.info("sidecar %s on %s is attached", first.sidecar[:8], first.host)
+        reading = asyncio.get_running_loop().create_task(self._read(stream, first, requests))
+        reading.add_done_callback(lambda _: stream.bell.set())
+        try:
+            # Says that the stream stands.
+            yield coordinator_pb2.AttachResponse()
+            while not reading.done():
+                response = self._take_news(stream)
+                if response is not None:
+                    yield response
+                with suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(stream.bell.wait(), REFRESH_S)
+                stream.bell.clear()
+                self._refresh(stream)
+            reading.result()
+        finally:
+            self._streams.discard(stream)
+            reading.cancel()
+            _log.info("sidecar %s on %s is no longer attached", first.sidecar[:8], first.host)
+
+    # Reports.
+
+    async def _read(
+        self, stream: _Stream, first: coordinator_pb2.AttachRequest, requests: Requests
+    ) -> None:
+        self._take(stream, first)
+        async for request in requests:
+            self._take(stream, request)
+
+    def _take(self, stream: _Stream, request: coordinator_pb2.AttachRequest) -> None:
+        stream.presence.heard = time.monotonic()
+        saves = {}
+        for report in request.reports:
+            key = identity.save_text(report.context.save)
+            stream.told.setdefault(key, ())
+            try:
+                save = self._registry.enter(report.context, known=True)
+                self._report(save, stream.presence, report)
+            except DisagreementError as error:
+                _log.warning("host %s: %s", stream.presence.host, error)
+                doomed = self._registry.find(report.context.save)
+                if doomed is not None:
+                    stream.add(doomed)
+                continue
+            except InvalidRequestError as error:
+                _log.error("a report of host %s is not valid: %s", stream.presence.host, error)
+                continue
+            saves[key] = save
+        for save in saves.values():
+            save.progress()
+            if stream.told[save.key] != _essence(save):
+                stream.add(save)
+
+    def _report(self, save: Save, presence: Presence, report: coordinator_pb2.RankReport) -> None:
+        rank, host = report.context.rank, report.context.host
+        part = save.parts[rank]
+        if save.ended:
+            return
+        part.sidecar = presence
+        part.told = report.status
+        part.heard = time.monotonic() - report.status.seconds_since_heard
+        if report.attempt:
+            self._check_attempt(save, report)
+        if report.HasField("receipt") and part.receipt is None:
+            if report.receipt.rank != rank:
+                raise InvalidRequestError(f"a receipt of rank {report.receipt.rank} from {rank}")
+            part.receipt = report.receipt
+        # DURABLE is what the receipt says, not the phase.
+        phase = save_pb2.RANK_PHASE_DURABLE if part.receipt is not None else report.status.phase
+        if phase < save_pb2.RANK_PHASE_DURABLE or part.receipt is not None:
+            part.advance(phase)
+        if report.HasField("failure"):
+            failure = save_pb2.Failure()
+            failure.CopyFrom(report.failure)
+            failure.rank, failure.host = rank, failure.host or host
+            late = failure.kind == save_pb2.FAILURE_KIND_LOST and (
+                part.phase >= save_pb2.RANK_PHASE_INGESTED
+            )
+            if not late:
+                save.doom([failure])
+
+    def _check_attempt(self, save: Save, report: coordinator_pb2.RankReport) -> None:
+        identity.Attempt.parse(report.attempt)
+        if save.attempt is not None and save.attempt.name != report.attempt:
+            save.fail(
+                save_pb2.FAILURE_KIND_DISAGREEMENT,
+                f"takes part in attempt {report.attempt}, the save is {save.attempt.name}",
+                report.context.rank,
+            )
+        elif save.state is State.PLANNING and not save.resumed and save.manifest is None:
+            # Answered by another life of this coordinator, so there is a manifest to go on from.
+            save.resumed = True
+            save.ring()
+
+    # News.
+
+    def _changed(self, save: Save) -> None:
+        for stream in self._streams:
+            told = stream.told.get(save.key)
+            if told is not None and told != _essence(save):
+                stream.add(save)
+
+    def _refresh(self, stream: _Stream) -> None:
+        for key, told in list(stream.told.items()):
+            if key in stream.news or not told:
+                continue
+            save = self._registry.find_key(key)
+            if save is None or save.ended:
+                del stream.told[key]
+            elif time.monotonic() - self._rendered_at(key) >= REFRESH_S:
+                stream.news[key] = save
+
+    def _take_news(self, stream: _Stream) -> coordinator_pb2.AttachResponse | None:
+        if not stream.news:
+            return None
+        news, stream.news = list(stream.news.values()), {}
+        for save in news:
+            stream.told[save.key] = _essence(save)
+        return coordinator_pb2.AttachResponse(saves=[self._render(save) for save in news])
+
+    def _rendered_at(self, key: str) -> float:
+        known = self._rendered.get(key)
+        return known[0] if known is not None else 0.0
+
+    def _render(self, save: Save) -> save_pb2.SaveStatus:
+        """The status, shared by all streams for a moment."""
+        essence, now = _essence(save), time.monotonic()
+        known = self._rendered.get(save.key)
+        if known is not None and known[1] == essence and (now - known[0] < REFRESH_S or save.ended):
+            return known[2]
+        status = save.status(ranks=save.ended)
+        self._rendered[save.key] = (now, essence, status)
+        while len(self._rendered) > _RENDERED_KEPT:
+            del self._rendered[next(iter(self._rendered))]
+        return status
+
+
+_RENDERED_KEPT: Final = 64
+
+
+def _essence(save: Save) -> tuple[object, ...]:
+    """What is told at once when it changes."""
+    return (save.state, len(save.failures), save.attempt is not None, bool(save.problem))

@@ -1,0 +1,89 @@
+"""The coordinator as a process: a gRPC server on an event loop, until it is told to stop.
+
+Owns everything else in this package. It keeps nothing on disk, so it may be killed at any
+time: the sidecars report again to the next one.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import Final
+
+import grpc
+
+from pannier.coordinator.attach import Attachments
+from pannier.coordinator.conduct import Conductor
+from pannier.coordinator.config import CoordinatorConfig
+from pannier.coordinator.places import Places
+from pannier.coordinator.planners import Planners
+from pannier.coordinator.registry import Registry
+from pannier.coordinator.service import CoordinatorService
+from pannier.daemon.board import Board
+from pannier.daemon.failing import AioErrorInterceptor
+from pannier.daemon.listening import listening, server_options
+from pannier.daemon.logs import set_up_logging
+from pannier.daemon.operating import AioOperating, Vitals
+from pannier.daemon.stopping import AioStopSignals
+from pannier.v1 import coordinator_pb2_grpc
+from pannier.wire.version import package_version
+
+_log = logging.getLogger(__name__)
+
+_SERVICE: Final = "pannier.v1.Coordinator"
+_THREADS: Final = 2
+"""For planning and metadata, which hold the GIL for most of their time."""
+_PATIENCE_S: Final = 2.0
+"""After SIGTERM: for commits that are being decided."""
+
+
+def run(config: CoordinatorConfig) -> int:
+    """Serves until SIGTERM or SIGINT; returns the exit status.
+
+    Raises ConfigurationError when it can't listen or a planner can't be imported.
+    """
+    set_up_logging()
+    asyncio.run(_run(config))
+    return 0
+
+
+async def _run(config: CoordinatorConfig) -> None:
+    async with AioStopSignals() as stop, serving(config) as registry:
+        await stop.wait()
+        _log.info("told to stop")
+        registry.draining = True
+        deciding = [save for save in registry.undecided() if save.deciding]
+        loop = asyncio.get_running_loop()
+        waits = [
+            loop.create_task(save.until(lambda save=save: save.ended))  # type: ignore[misc]
+            for save in deciding
+        ]
+        if waits:
+            await asyncio.wait(waits, timeout=_PATIENCE_S)
+
+
+@asynccontextmanager
+async def serving(config: CoordinatorConfig) -> AsyncIterator[Registry]:
+    """Serves as long as the context lasts; yields what it knows of saves."""
+    board, vitals = Board(), Vitals(config.host)
+    planners = Planners(config.planner)
+    places = Places(allow=config.allow, storage_options=config.storage_options)
+    with ThreadPoolExecutor(_THREADS, "pannier-plan") as threads:
+        conductor = Conductor(places, planners, host=config.host, threads=threads)
+        registry = Registry(board, begin=conductor.begin, suspect_after_s=config.suspect_after_s)
+        service = CoordinatorService(registry, places, planners, Attachments(registry))
+        server = grpc.aio.server(interceptors=[AioErrorInterceptor()], options=server_options())
+        coordinator_pb2_grpc.add_CoordinatorServicer_to_server(service, server)
+        operating = AioOperating(server, board, vitals, [_SERVICE])
+        with listening(server, config.address, config.listen):
+            await server.start()
+            await operating.serve()
+            _log.info("coordinator %s serves on %s", package_version(), config.address)
+            try:
+                yield registry
+            finally:
+                await operating.drain()
+                await conductor.stop()
+                # Streams never end by themselves; sidecars attach again to the next one.
+                await server.stop(grace=0.2)

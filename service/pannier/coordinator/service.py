@@ -1,0 +1,253 @@
+"""The ``Coordinator`` service: what sidecars call on behalf of their ranks.
+
+In: requests. Out: answers, once the save that they speak of has come so far. Decides
+nothing itself: it fills :class:`Save`s and waits for what the conductor makes of them.
+Event loop only.
+"""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from typing import Any, Final
+
+from pannier.coordinator.attach import Attachments
+from pannier.coordinator.columns import RankPlan
+from pannier.coordinator.gather import DisagreementError
+from pannier.coordinator.places import Places
+from pannier.coordinator.planners import Planners
+from pannier.coordinator.registry import Registry
+from pannier.coordinator.saves import DEFAULT_TIMEOUT_S, Save, State
+from pannier.v1 import (
+    coordinator_pb2,
+    coordinator_pb2_grpc,
+    save_pb2,
+    sidecar_pb2,
+)
+from pannier.wire.errors import (
+    ConfigurationError,
+    DeadlineError,
+    InvalidRequestError,
+    PannierError,
+)
+
+LOST_AFTER_S: Final = 1.0
+"""A rank whose Plan call broke off counts as lost unless its sidecar calls again by then."""
+_BEGIN_S: Final = 60.0
+"""For storage to answer when a save is opened with Begin."""
+
+
+class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
+    """See the proto."""
+
+    def __init__(
+        self, registry: Registry, places: Places, planners: Planners, attachments: Attachments
+    ) -> None:
+        self._registry = registry
+        self._places = places
+        self._planners = planners
+        self._attachments = attachments
+        self._callers: Counter[tuple[str, int]] = Counter()
+        """Plan calls that wait, by save and rank."""
+
+    async def Plan(
+        self, request: sidecar_pb2.PlanRequest, context: Any
+    ) -> sidecar_pb2.PlanResponse:
+        """See the proto.
+
+        Raises:
+            SaveAbortedError: the save is aborted, for whatever reason on whatever rank.
+            InvalidRequestError: this call can't be part of any save.
+        """
+        rank = request.context.rank
+        save = self._enter(request.context)
+        self._admit(save, request)
+        answered = await self._wait_planned(save, rank)
+        if not answered:
+            raise save.error()
+        if save.state is State.COMMITTED or save.manifest is None:
+            raise InvalidRequestError(f"{save.label} is {save.state.name}: it takes no more plans")
+        save.parts[rank].advance(save_pb2.RANK_PHASE_PLANNED)
+        return sidecar_pb2.PlanResponse(plan=save.manifest.final_plan(rank))
+
+    async def Begin(
+        self, request: sidecar_pb2.BeginRequest, context: Any
+    ) -> sidecar_pb2.BeginResponse:
+        """See the proto. Raises SaveAbortedError when storage refuses the save."""
+        save = self._enter(request.context)
+        if save.gathering.plans:
+            raise InvalidRequestError(f"{save.label} is planned by Pannier: it can't be begun")
+        save.external = True
+        save.finisher = request.context
+        _set_deadlines(save, _BEGIN_S, request.save_timeout_s)
+        self._hear(save, request.context.rank)
+        save.ring()
+        await save.until(lambda: save.doomed.is_set() or save.state is not State.PLANNING)
+        if save.doomed.is_set():
+            raise save.error()
+        assert save.attempt is not None
+        return sidecar_pb2.BeginResponse(attempt=save.attempt.name)
+
+    async def Finish(
+        self, request: sidecar_pb2.FinishRequest, context: Any
+    ) -> sidecar_pb2.FinishResponse:
+        """See the proto. The commit goes on when the caller is gone.
+
+        Raises:
+            SaveAbortedError: the save was aborted, by a durable decision.
+            DeadlineError: how it ends isn't known yet.
+        """
+        save = self._enter(request.context)
+        if save.state is State.PLANNING and not save.external:
+            # Another life of the coordinator opened it.
+            save.resumed = save.external = True
+        if not save.external and not save.ended:
+            raise InvalidRequestError(f"{save.label} was not opened with Begin")
+        if save.finisher is None:
+            save.finisher = request.context
+        deadline = time.monotonic() + (request.timeout_s or DEFAULT_TIMEOUT_S)
+        if not save.ended:
+            if save.attempt is not None and request.attempt != save.attempt.name:
+                raise InvalidRequestError(
+                    f"{save.label} is attempt {save.attempt.name}, not {request.attempt}"
+                )
+            if save.metadata is None:
+                save.metadata = request.metadata
+            elif save.metadata != request.metadata:
+                raise InvalidRequestError(f"{save.label} was finished with other metadata before")
+            save.deadline = min(save.deadline, deadline)
+        self._hear(save, request.context.rank)
+        save.ring()
+        # A moment more, for the abort that the deadline brings about.
+        if not await save.until(lambda: save.ended, lambda: deadline + 1.0):
+            raise DeadlineError(f"{save.label} is {save.state.name}, {save.waiting_text()}")
+        if save.state is State.ABORTED:
+            raise save.error()
+        return sidecar_pb2.FinishResponse(status=save.status())
+
+    async def Fail(
+        self, request: sidecar_pb2.FailRequest, context: Any
+    ) -> sidecar_pb2.FailResponse:
+        """See the proto."""
+        save = self._enter(request.context)
+        rank = request.context.rank
+        self._hear(save, rank)
+        failure = save_pb2.Failure()
+        failure.CopyFrom(request.failure)
+        failure.rank = rank
+        failure.host = failure.host or request.context.host
+        ingested = save.parts[rank].phase >= save_pb2.RANK_PHASE_INGESTED
+        if not (ingested and failure.kind == save_pb2.FAILURE_KIND_LOST):
+            save.doom([failure])
+        return sidecar_pb2.FailResponse()
+
+    async def Attach(
+        self, request_iterator: AsyncIterator[coordinator_pb2.AttachRequest], context: Any
+    ) -> AsyncIterator[coordinator_pb2.AttachResponse]:
+        """See the proto."""
+        async for response in self._attachments.serve(request_iterator):
+            yield response
+
+    # Inside.
+
+    def _enter(self, context: sidecar_pb2.SaveContext) -> Save:
+        """The save; raises what it is refused with, which then dooms it for the others."""
+        try:
+            save = self._registry.enter(context)
+        except DisagreementError as error:
+            raise _aborted(error, self._registry, context) from error
+        try:
+            self._places.check(context.checkpoint_id)
+        except (InvalidRequestError, ConfigurationError) as error:
+            save.fail(save_pb2.FAILURE_KIND_STORAGE, str(error), context.rank)
+            raise
+        return save
+
+    def _admit(self, save: Save, request: sidecar_pb2.PlanRequest) -> None:
+        """Takes the plan in; raises what makes it impossible."""
+        rank, host = request.context.rank, request.context.host
+        self._hear(save, rank)
+        try:
+            self._planners.check(request.plan.options)
+        except InvalidRequestError as error:
+            save.fail(save_pb2.FAILURE_KIND_INVALID_PLAN, str(error), rank)
+            raise
+        if save.doomed.is_set():
+            raise save.error()
+        if save.ended:
+            raise InvalidRequestError(f"{save.label} is {save.state.name}: it takes no more plans")
+        if not request.digest:
+            raise InvalidRequestError(f"the plan of rank {rank} has no digest")
+        if save.external:
+            raise InvalidRequestError(f"{save.label} was opened with Begin: torch plans it")
+        plan = RankPlan(rank, host, request.digest, request.plan)
+        if save.manifest is not None:
+            self._check_replanned(save, plan)
+            return
+        if not save.gathering.plans:
+            _set_deadlines(save, request.timeout_s, request.save_timeout_s)
+        try:
+            save.gathering.add(plan)
+        except DisagreementError as error:
+            save.doom(error.failures.values())
+            raise save.error() from error
+        save.ring()
+
+    def _check_replanned(self, save: Save, plan: RankPlan) -> None:
+        """The answer got lost and is asked for again."""
+        assert save.manifest is not None
+        for member in save.manifest.message.members:
+            if member.rank == plan.rank and member.digest == plan.digest:
+                return
+        save.fail(
+            save_pb2.FAILURE_KIND_DISAGREEMENT,
+            f"rank {plan.rank} on host {plan.host} handed in another plan after the plan was agreed; "
+            "do two processes run as this rank?",
+            plan.rank,
+        )
+        raise save.error()
+
+    async def _wait_planned(self, save: Save, rank: int) -> bool:
+        """Whether the plan was agreed. A caller that goes away is soon counted as lost."""
+        caller = (save.key, rank)
+        self._callers[caller] += 1
+        gone = True
+        try:
+            await save.until(lambda: save.doomed.is_set() or save.state is not State.PLANNING)
+            gone = False
+        finally:
+            self._callers[caller] -= 1
+            if not self._callers[caller]:
+                del self._callers[caller]
+                if gone and not save.ended:
+                    loop = asyncio.get_running_loop()
+                    loop.call_later(LOST_AFTER_S, self._lose, save, rank)
+        return not save.doomed.is_set()
+
+    def _lose(self, save: Save, rank: int) -> None:
+        unheard = save.parts[rank].phase < save_pb2.RANK_PHASE_PLANNED
+        if unheard and not self._callers[(save.key, rank)] and not save.deciding:
+            save.fail(
+                save_pb2.FAILURE_KIND_LOST,
+                "the process is gone: its call of Plan broke off while the save was planned",
+                rank,
+            )
+
+    def _hear(self, save: Save, rank: int) -> None:
+        save.parts[rank].heard = time.monotonic()
+
+
+def _set_deadlines(save: Save, plan_s: float, save_s: float) -> None:
+    """From the first rank that says how long it waits; 0: no word."""
+    if plan_s > 0:
+        save.plan_deadline = save.start + plan_s
+    if save_s > 0:
+        save.deadline = save.start + save_s
+
+
+def _aborted(
+    error: DisagreementError, registry: Registry, context: sidecar_pb2.SaveContext
+) -> PannierError:
+    """The same error for every rank of the save that a disagreement has doomed."""
+    save = registry.find(context.save)
+    return error if save is None else save.error()
