@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from pannier.client import archives, compat
 from pannier.client.arena import Arena, ArenaPool, Region, Spill
+from pannier.client.copying import HostCopies
 from pannier.client.planning import Planning, planned_archive
 from pannier.v1 import plan_pb2, records_pb2
 from pannier.wire import identity, layout
@@ -27,6 +28,8 @@ Resolve = Callable[[WriteItem], torch.Tensor | io.BytesIO]
 
 _ASYNC_DEVICES: Final = frozenset({"cuda", "xpu"})
 """Device types whose copies to the host can be queued and waited for together."""
+_LARGE: Final = 256 << 10
+"""Bytes; copies of so much are gathered and shared among threads."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +172,9 @@ class _Writer:
         self._arena = arena
         self._written = [0] * len(names)
         """Per region: everything below it is this save's."""
+        self._host_copies = HostCopies()
         self._queued: set[torch.device] = set()
+        self._spill_is_target = False
 
     def put(self, item: WriteItem, resolve: Resolve, slot: _Slot | None) -> Placed:
         """Resolves one item and copies it; says where it went."""
@@ -191,9 +196,10 @@ class _Writer:
             ) from error
 
     def finish(self) -> list[StagedFile]:
-        """Waits for the devices; nothing may be put afterwards."""
+        """Ends the copies that are under way; nothing may be put afterwards."""
         for region, written in zip(self._arena.files, self._written, strict=True):
             region.zero(written, region.size)
+        self._host_copies.run()
         self._wait()
         files = [
             StagedFile(name, region.size, region.address, region)
@@ -231,8 +237,9 @@ class _Writer:
         self._copy(tensor, region, raw)
 
     def _spill(self, value: torch.Tensor | io.BytesIO) -> Placed:
-        # Copies that are under way must have arrived before a growing file moves.
-        self._wait()
+        if self._spill_is_target:
+            # A growing file may move: what is on its way there must have arrived.
+            self._wait()
         spill = self._arena.spill
         if isinstance(value, io.BytesIO):
             start = spill.size
@@ -259,7 +266,11 @@ class _Writer:
             raise ValueError("its storage was freed (resized to 0)")
         bits = tensor.is_conj() or tensor.is_neg()
         if kind == "cpu" and tensor.is_contiguous() and not bits:
-            ctypes.memmove(target.address + offset, tensor.data_ptr(), tensor.nbytes)
+            address, size = target.address + offset, tensor.nbytes
+            if size < _LARGE or isinstance(target, Spill):
+                ctypes.memmove(address, tensor.data_ptr(), size)
+            else:
+                self._host_copies.add(address, tensor.data_ptr(), size, tensor)
             return
         place = torch.frombuffer(
             target.memory, dtype=tensor.dtype, count=tensor.numel(), offset=offset
@@ -272,11 +283,13 @@ class _Writer:
             tensor = tensor.resolve_conj().resolve_neg()
         place.copy_(tensor, non_blocking=True)
         self._queued.add(tensor.device)
+        self._spill_is_target |= isinstance(target, Spill)
 
     def _wait(self) -> None:
         for device in self._queued:
             torch.get_device_module(device).current_stream(device).synchronize()
         self._queued.clear()
+        self._spill_is_target = False
 
 
 def _checked(item: WriteItem, value: Any) -> torch.Tensor | io.BytesIO:

@@ -1,0 +1,89 @@
+"""Copies on several threads are still copies."""
+
+import ctypes
+import gc
+import os
+import threading
+import weakref
+from collections.abc import Callable
+
+import pytest
+
+from pannier.client import copying
+from pannier.client.copying import HostCopies
+
+MIB = 1 << 20
+
+
+class Buffer:
+    def __init__(self, size: int, content: bytes | None = None) -> None:
+        self.data = ctypes.create_string_buffer(content or b"\0", size)
+        self.address = ctypes.addressof(self.data)
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, 8 * MIB, 8 * MIB + 1, 50 * MIB + 3])
+def test_every_byte_arrives(count: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copying, "threads", lambda: count)
+    content = os.urandom(4096) * (size // 4096 + 1)
+    source, target = Buffer(size, content[:size]), Buffer(size)
+    copies = HostCopies()
+    copies.add(target.address, source.address, size, source)
+    copies.run()
+    assert target.data.raw == content[:size]
+
+
+def test_a_second_run_copies_nothing_again() -> None:
+    source, target = Buffer(5, b"first"), Buffer(5)
+    copies = HostCopies()
+    copies.add(target.address, source.address, 5, source)
+    copies.run()
+    source.data.raw = b"later"
+    copies.run()
+    assert target.data.raw == b"first"
+
+
+def test_sources_live_until_they_are_copied_and_no_longer() -> None:
+    source, target = Buffer(4, b"kept"), Buffer(4)
+    reference = weakref.ref(source)
+    copies = HostCopies()
+    copies.add(target.address, source.address, 4, source)
+    del source
+    gc.collect()
+    assert reference() is not None
+    copies.run()
+    gc.collect()
+    assert target.data.raw == b"kept"
+    assert reference() is None
+
+
+def test_no_thread_stays_behind_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copying, "threads", lambda: 3)
+    main = threading.current_thread()
+    memmove: Callable[..., int] = ctypes.memmove
+
+    def interrupted(*arguments: int) -> int:
+        if threading.current_thread() is main:
+            raise KeyboardInterrupt
+        return memmove(*arguments)
+
+    monkeypatch.setattr(ctypes, "memmove", interrupted)
+    source, target = Buffer(100 * MIB), Buffer(100 * MIB)
+    before = threading.active_count()
+    copies = HostCopies()
+    copies.add(target.address, source.address, 100 * MIB, source)
+    with pytest.raises(KeyboardInterrupt):
+        copies.run()
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "expected"),
+    [(1, "", 1), (2, "", 2), (2, "2", 1), (96, "8", 4), (4, "8", 1), (3, "x", 3)],
+)
+def test_ranks_share_the_cores_of_their_host(
+    cores: int, ranks: str, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    assert copying.threads() == expected
