@@ -212,26 +212,27 @@ class Link:
     async def _attach(self) -> None:
         """One ``Attach`` stream, until it breaks."""
         call = self._stub.Attach()
+        tasks: list[asyncio.Task[None]] = []
         try:
             await self._write(call, self._everything(), first=True)
             self._attached = True
             self._sending = False
             self._note_heard()
             _log.info("attached to the %s", self.peer)
-            reading = self._loop.create_task(self._read(call))
-            writing = self._loop.create_task(self._keep_writing(call))
-            done, pending = await asyncio.wait(
-                {reading, writing}, return_when=asyncio.FIRST_COMPLETED
-            )
-            for task in pending:
-                task.cancel()
-            await asyncio.gather(*pending, return_exceptions=True)
+            tasks = [
+                self._loop.create_task(self._read(call)),
+                self._loop.create_task(self._keep_writing(call)),
+            ]
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error, peer=self.peer) from error
         finally:
             call.cancel()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _read(self, call: Any) -> None:
         async for response in call:

@@ -141,14 +141,13 @@ class Receiving:
         if len(said) != len(receipt.files):
             raise InvalidRequestError(f"{rank.label} hands a file over twice")
         planned = {name for name, size in (rank.planned or {}).items() if size}
-        for name in sorted(set(said) ^ (set(rank.files) | planned)):
-            if name in said:
-                problem = "is handed over but was never streamed"
-            elif name in rank.files:
-                problem = "was streamed but isn't handed over"
-            else:
-                problem = "was planned but isn't handed over"
-            raise InvalidRequestError(f"{rank.label}: {name} {problem}")
+        for names, problem in (
+            (said.keys() - rank.files.keys(), "is handed over but was never streamed"),
+            (rank.files.keys() - said.keys(), "was streamed but isn't handed over"),
+            (planned - said.keys(), "was planned but isn't handed over"),
+        ):
+            if names:
+                raise InvalidRequestError(f"{rank.label}: {min(names)} {problem}")
         if rank.plan_id and receipt.plan_id != rank.plan_id:
             raise InvalidRequestError(
                 f"{rank.label}: handed over under plan {receipt.plan_id!r}, planned was {rank.plan_id}"

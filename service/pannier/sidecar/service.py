@@ -104,6 +104,8 @@ class SidecarServicer(sidecar_pb2_grpc.SidecarServicer):
             yield sidecar_pb2.WriteResponse(committed=held)
             yield from self._receive(messages, context, rank, file, held)
         except (InvalidRequestError, IntegrityError) as error:
+            # Out of the way first: a failed rank's streams are cut, and this one has more to say.
+            file.end(context)
             self._saves.fail(rank, _kind(error), str(error))
             raise
         finally:

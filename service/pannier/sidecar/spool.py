@@ -55,6 +55,8 @@ class Spool:
         self._lock = threading.Lock()
         self._free: dict[str, deque[Slab]] = {}
         """By job, the one given back last at the end; jobs in order of their first use."""
+        self._slabs: set[Slab] = set()
+        """All, free or taken."""
         self._active: dict[str, float] = {}
         """When :meth:`trim` last heard that a job with free slabs was active."""
         self._taken = 0
@@ -138,11 +140,10 @@ class Spool:
     def close(self) -> None:
         """Removes all slabs and lets go of the directory; nobody uses them any more."""
         with self._lock:
-            for job in list(self._free):
-                for slab in self._free.pop(job):
-                    self._drop(slab)
-        # Without a journal nobody could go on with what is left.
-        self._recover()
+            self._free.clear()
+            # Without a journal nobody could go on with those that are taken.
+            for slab in list(self._slabs):
+                self._drop(slab)
         self._file_lock.release()
 
     def _check(self) -> None:
@@ -212,9 +213,13 @@ class Spool:
             self._next += 1
             path = self.directory / f"{self._next:08d}{_SUFFIX}"
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        return Slab(path, fd, job)
+        slab = Slab(path, fd, job)
+        with self._lock:
+            self._slabs.add(slab)
+        return slab
 
     def _drop(self, slab: Slab) -> None:
+        self._slabs.discard(slab)
         slab.path.unlink(missing_ok=True)
         os.close(slab.fd)
         self._reserved -= slab.capacity
