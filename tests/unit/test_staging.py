@@ -561,6 +561,17 @@ def test_copies_from_a_device_are_queued_and_waited_for_once(
     assert all(torch.equal(into[key], value) for key, value in state.items())
 
 
+def test_a_failed_save_leaves_no_copy_under_way(
+    pool: ArenaPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = FakeDevice()
+    monkeypatch.setattr("pannier.client.staging._ASYNC_DEVICES", frozenset({"cpu"}))
+    monkeypatch.setattr(torch, "get_device_module", lambda _: device)
+    with pytest.raises(InvalidRequestError, match="'lock'"):
+        stage_all(plan({"w": torch.randn(4, 5).t(), "lock": threading.Lock()}), pool)
+    assert device.waited == [torch.device("cpu")]
+
+
 def test_a_growing_file_never_moves_under_a_queued_copy(
     pool: ArenaPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

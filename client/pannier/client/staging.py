@@ -89,24 +89,22 @@ def stage(
         PannierError: there is no memory.
     """
     names = [file.name for file in final.files]
-    writer = _Writer(names, _objects_name(names), arena)
-    placement = final.placement
-    placements, varying = [], []
-    for position, item, file, offset, length in zip(
-        final.positions, items, placement.file, placement.offset, placement.length, strict=True
-    ):
-        placed = writer.put(item, planning.resolve, _Slot(file, offset, length))
-        placements.append(placed)
-        if placed != (names[file], offset, length):
-            varying.append(
-                records_pb2.VaryingItem(
-                    position=position,
-                    file=placed.file,
-                    offset=placed.offset,
-                    length=placed.length,
-                )
-            )
-    return Staged(writer.finish(), varying, placements, arena)
+    places = final.placement
+    slots = list(map(_Slot, places.file, places.offset, places.length))
+    with _Writer(names, _objects_name(names), arena) as writer:
+        placements = [
+            writer.put(item, planning.resolve, slot)
+            for item, slot in zip(items, slots, strict=True)
+        ]
+        files = writer.finish()
+    varying = [
+        records_pb2.VaryingItem(
+            position=position, file=placed.file, offset=placed.offset, length=placed.length
+        )
+        for position, slot, placed in zip(final.positions, slots, placements, strict=True)
+        if placed != (names[slot.file], slot.offset, slot.length)
+    ]
+    return Staged(files, varying, placements, arena)
 
 
 def stage_external(
@@ -144,12 +142,12 @@ def stage_external(
     names = [identity.data_file(attempt, rank, index) for index in range(len(laid.sizes))]
     arena = pool.acquire(laid.sizes)
     try:
-        writer = _Writer(names, identity.objects_file(attempt, rank), arena)
-        placements = [
-            writer.put(item, resolve, _Slot(*next(places)) if archive is not None else None)
-            for item, archive in zip(items, planned, strict=True)
-        ]
-        return Staged(writer.finish(), [], placements, arena)
+        with _Writer(names, identity.objects_file(attempt, rank), arena) as writer:
+            placements = [
+                writer.put(item, resolve, _Slot(*next(places)) if archive is not None else None)
+                for item, archive in zip(items, planned, strict=True)
+            ]
+            return Staged(writer.finish(), [], placements, arena)
     except BaseException:
         pool.release(arena)
         raise
@@ -175,6 +173,13 @@ class _Writer:
         self._host_copies = HostCopies()
         self._queued: set[torch.device] = set()
         self._spill_is_target = False
+
+    def __enter__(self) -> "_Writer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # Also on failure: the arena is lent again, and no device may still write to it.
+        self._wait()
 
     def put(self, item: WriteItem, resolve: Resolve, slot: _Slot | None) -> Placed:
         """Resolves one item and copies it; says where it went."""
