@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -102,16 +102,26 @@ class Progress(threading.Thread):
                 self._changed.notify_all()
                 self._changed.wait(0.1)
 
-    def wait_for(self, name: str, *states: int) -> float:
-        """Seconds until the save is in one of ``states``; raises TimeoutError."""
+    def wait_for(self, name: str, what: Callable[[save_pb2.SaveStatus], bool]) -> float:
+        """Seconds until ``what`` is true of the save; raises TimeoutError."""
         begun = time.monotonic()
         with self._changed:
             reached = self._changed.wait_for(
-                lambda: name in self.saves and self.saves[name].state in states, DEADLINE_S
+                lambda: name in self.saves and what(self.saves[name]), DEADLINE_S
             )
         if not reached:
-            raise TimeoutError(f"{name} did not reach {states}: {self.saves.get(name)}")
+            raise TimeoutError(f"{name} hangs: {self.saves.get(name)}")
         return time.monotonic() - begun
+
+
+def ingested(save: save_pb2.SaveStatus) -> bool:
+    """Every rank's bytes are in the spool."""
+    return all(rank.phase >= save_pb2.RANK_PHASE_INGESTED for rank in save.ranks)
+
+
+def committed(save: save_pb2.SaveStatus) -> bool:
+    """The checkpoint is there."""
+    return save.state == save_pb2.SAVE_STATE_COMMITTED
 
 
 def _line(name: str, save: save_pb2.SaveStatus) -> str:
@@ -185,14 +195,13 @@ def demo(workplace: Path, progress: Progress) -> bool:
         return False
 
     console.print("\n[bold]2. SIGKILL to all trainers, once the last save is ingested")
-    ingested = (save_pb2.SAVE_STATE_INGESTED, save_pb2.SAVE_STATE_UPLOADING)
     try:
-        progress.wait_for(last, *ingested)
+        progress.wait_for(last, ingested)
         trainer.kill()
         unseen = not (root / last / ".metadata").exists()
     finally:
         coordinator.resume()
-    committed_after = progress.wait_for(last, save_pb2.SAVE_STATE_COMMITTED)
+    committed_after = progress.wait_for(last, committed)
     visible = (root / last / ".metadata").exists()
     console.print(f"  trainers are gone; {last} was committed {committed_after:.1f} s later")
     verify = subprocess.run(
