@@ -1,0 +1,186 @@
+"""What torch saved on some ranks, ``client.load`` and ``StorageReader`` read on others."""
+
+from pathlib import Path
+
+import pytest
+
+from support.gcs_server import GcsServer
+from support.ranks import run_ranks
+
+
+def save() -> None:
+    """Saves by torch alone."""
+    import os
+
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+    from support.sharded import make_state
+
+    dist.init_process_group("gloo")
+    writer = FileSystemWriter(os.environ["PLACE"], thread_count=2)
+    dcp.save(make_state(seed=1), storage_writer=writer)
+    dist.destroy_process_group()
+
+
+def read() -> None:
+    """Reads with both, and compares bit for bit."""
+    import os
+
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+
+    from pannier.client.load import load
+    from pannier.client.reader import StorageReader
+    from support.bits import differences
+    from support.sharded import make_state
+
+    place = os.environ["PLACE"]
+    dist.init_process_group("gloo")
+    want = make_state(seed=1)
+    got = make_state(seed=2)
+    assert differences(got, want)
+    load(got, checkpoint_id=place)
+    assert differences(got, want) == []
+    got = make_state(seed=2)
+    dcp.load(got, storage_reader=StorageReader(place, memory_bytes=10_000))
+    assert differences(got, want) == []
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of four ranks."""
+    path = tmp_path_factory.mktemp("root") / "step-1"
+    run_ranks(save, 4, {"PLACE": str(path)}, torchrun=False)
+    return path
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_any_number_of_ranks_reads_it(ranks: int, checkpoint: Path) -> None:
+    run_ranks(read, ranks, {"PLACE": str(checkpoint)}, torchrun=False)
+
+
+def test_from_a_bucket(checkpoint: Path, tmp_path: Path) -> None:
+    import fsspec
+
+    with GcsServer(tmp_path / "gcs") as server:
+        fs = fsspec.filesystem("gs", endpoint_url=server.url, token="anon")
+        for file in checkpoint.iterdir():
+            fs.pipe_file(f"bucket/run/step-1/{file.name}", file.read_bytes())
+        run_ranks(read, 2, {"PLACE": "gs://bucket/run/step-1", **server.env}, torchrun=False)
+        reads = [path for _, path, _ in server.requests() if "metadata" in path]
+    # client.load reads it once for both ranks, dcp.load on each.
+    assert len([path for path in reads if "alt=media" in path or "/download/" in path]) == 3
+
+
+def test_each_group_loads_by_itself(checkpoint: Path) -> None:
+    def script() -> None:
+        import os
+
+        import pytest
+        import torch
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        from pannier.client.load import load
+        from pannier.wire.errors import InvalidRequestError
+        from support.sharded import full_weight
+
+        dist.init_process_group("gloo")
+        rank = dist.get_rank()
+        groups = [dist.new_group([0]), dist.new_group([1, 2])]
+        ranks = [0] if rank == 0 else [1, 2]
+        mesh = DeviceMesh.from_group(groups[rank > 0], "cpu", torch.tensor(ranks))
+        got = {"weight": distribute_tensor(torch.zeros(11, 6), mesh, [Shard(1)])}
+        load(got, checkpoint_id=os.environ["PLACE"], process_group=groups[rank > 0])
+        assert torch.equal(got["weight"].full_tensor(), full_weight(1))
+        with pytest.raises(InvalidRequestError, match=f"rank {rank} is not in this process group"):
+            load(got, checkpoint_id=os.environ["PLACE"], process_group=groups[rank == 0])
+        dist.barrier()
+        dist.destroy_process_group()
+
+    run_ranks(script, 3, {"PLACE": str(checkpoint)}, torchrun=False)
+
+
+def test_what_fails_on_one_rank_fails_on_all_by_name(checkpoint: Path) -> None:
+    def script() -> None:
+        import os
+
+        import pytest
+        import torch
+        import torch.distributed as dist
+
+        from pannier.client.load import load
+        from pannier.client.places import MissingError
+        from pannier.wire.errors import InvalidRequestError, LoadError
+        from support.sharded import make_state
+
+        dist.init_process_group("gloo")
+        rank, place = dist.get_rank(), os.environ["PLACE"]
+        state = make_state(seed=2)
+        extra = {"mine": torch.zeros(1)} if rank == 1 else {}
+        with pytest.raises(LoadError, match=r"rank 1: .*Missing key.*mine") as caught:
+            load({**state, **extra}, checkpoint_id=place)
+        assert list(caught.value.failures) == [1]
+
+        with pytest.raises(InvalidRequestError, match="rank 1: nonsense:// is an unknown scheme"):
+            load(state, checkpoint_id="nonsense://x" if rank == 1 else place)
+
+        with pytest.raises(InvalidRequestError, match=f"rank 0: {place}, rank 1: {place}-2"):
+            load(state, checkpoint_id=f"{place}-2" if rank == 1 else place)
+
+        with pytest.raises(MissingError, match="is no checkpoint: it doesn't exist"):
+            load(state, checkpoint_id=f"{place}-2")
+
+        # And goes on.
+        load(state, checkpoint_id=place)
+        dist.destroy_process_group()
+
+    run_ranks(script, 2, {"PLACE": str(checkpoint)}, torchrun=False)
+
+
+def test_dcp_load_refuses_two_generations(tmp_path: Path) -> None:
+    """A checkpoint is replaced after some ranks have read ``.metadata``, before others do."""
+
+    def script() -> None:
+        import os
+        from typing import Any
+
+        import pytest
+        import torch
+        import torch.distributed as dist
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.api import CheckpointException
+        from torch.distributed.checkpoint.metadata import Metadata
+
+        from pannier.client.reader import StorageReader
+
+        dist.init_process_group("gloo")
+        rank, place = dist.get_rank(), os.environ["PLACE"]
+        if rank == 0:
+            dcp.save({"w": torch.ones(3)}, checkpoint_id=place, no_dist=True)
+        dist.barrier()
+
+        class Slow(StorageReader):
+            def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+                if rank == 1:
+                    dist.barrier()
+                    return super().read_metadata()
+                metadata = super().read_metadata()
+                if rank == 0:
+                    dcp.save({"w": torch.zeros(3)}, checkpoint_id=place, no_dist=True)
+                dist.barrier()
+                return metadata
+
+        state = {"w": torch.full((3,), 5.0)}
+        with pytest.raises(CheckpointException, match=r"ranks \[0, 2\] read .*ranks \[1\] read"):
+            dcp.load(state, storage_reader=Slow(place))
+        assert torch.equal(state["w"], torch.full((3,), 5.0))
+        dcp.load(state, storage_reader=StorageReader(place))
+        assert torch.equal(state["w"], torch.zeros(3))
+        dist.destroy_process_group()
+
+    run_ranks(script, 3, {"PLACE": str(tmp_path / "step-1")}, torchrun=False)

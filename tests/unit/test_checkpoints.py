@@ -1,0 +1,226 @@
+import os
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+from pannier.client import checkpoints
+from pannier.client.places import Place
+from pannier.v1 import records_pb2
+from pannier.wire.errors import InvalidRequestError, PannierError, StorageError
+from support.checkpoints import write, write_attempt, write_decision
+from support.gcs_server import GcsServer
+from support.ranks import run_ranks
+
+
+def commit(root: Path, name: str, at: float) -> str:
+    """A directory that is a checkpoint since ``at``."""
+    write(root / name / ".metadata", b"")
+    os.utime(root / name / ".metadata", (at, at))
+    return str(root / name)
+
+
+def names(root: Any) -> list[str]:
+    return [Path(found.checkpoint_id).name for found in checkpoints.list_checkpoints(root)]
+
+
+def test_oldest_first_whatever_the_names(tmp_path: Path) -> None:
+    ids = [
+        commit(tmp_path, "step-100", 50.5),
+        commit(tmp_path, "final", 10),
+        commit(tmp_path, "step-2", 99),
+    ]
+    assert checkpoints.list_checkpoints(tmp_path) == [
+        checkpoints.CheckpointInfo(ids[1], 10),
+        checkpoints.CheckpointInfo(ids[0], 50.5),
+        checkpoints.CheckpointInfo(ids[2], 99),
+    ]
+    assert checkpoints.latest(tmp_path) == ids[2]
+
+
+def test_of_one_time_by_name_and_numbers_count(tmp_path: Path) -> None:
+    for name in ("step-10", "step-9", "step-100", "step-9b", "a"):
+        commit(tmp_path, name, 1000)
+    assert names(tmp_path) == ["a", "step-9", "step-9b", "step-10", "step-100"]
+    assert checkpoints.latest(tmp_path) == str(tmp_path / "step-100")
+
+
+def test_what_is_not_committed_is_no_checkpoint(tmp_path: Path) -> None:
+    committed = commit(tmp_path, "step-1", 1)
+    write_attempt(tmp_path / "step-2", "i1-g0000000a-s2", commit=False)
+    write_attempt(tmp_path / "step-3", "i1-g0000000a-s3", commit=False)
+    write_decision(tmp_path / "step-3", "i1-g0000000a-s3", records_pb2.OUTCOME_ABORT)
+    write(tmp_path / "step-4" / "__0_0.distcp", b"half")
+    write(tmp_path / "step-5" / "deeper" / ".metadata", b"")
+    write(tmp_path / ".pannier" / "incarnations" / "000000000001", b"{}")
+    write(tmp_path / "notes.txt", b"")
+    (tmp_path / "empty").mkdir()
+    assert names(tmp_path) == ["step-1"]
+    assert checkpoints.latest(tmp_path) == committed
+
+
+def test_a_root_without_checkpoints(tmp_path: Path) -> None:
+    assert checkpoints.list_checkpoints(tmp_path) == []
+    assert checkpoints.latest(tmp_path / "not" / "there") is None
+
+
+def test_the_root_may_be_a_url(tmp_path: Path) -> None:
+    commit(tmp_path, "step-1", 1)
+    assert checkpoints.latest(f"file://{tmp_path}/") == f"file://{tmp_path}/step-1"
+    fs = fsspec.filesystem("memory")
+    fs.pipe_file("/checkpoints/run/step-1/.metadata", b"")
+    assert checkpoints.latest("memory://checkpoints/run") == "memory://checkpoints/run/step-1"
+
+
+def test_a_bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with GcsServer(tmp_path) as server:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.url)
+        fs = fsspec.filesystem("gs", endpoint_url=server.url, token="anon")
+        assert checkpoints.latest("gs://bucket/run") is None
+        for name in ("step-2", "step-1"):
+            fs.pipe_file(f"bucket/run/{name}/.metadata", b"x")
+            fs.pipe_file(f"bucket/run/{name}/__0_0.distcp", b"x")
+        fs.pipe_file("bucket/run/step-3/__0_0.distcp", b"x")
+        assert names("gs://bucket/run") == ["step-2", "step-1"]
+        # Nothing is remembered of a listing.
+        fs.pipe_file("bucket/run/step-3/.metadata", b"x")
+        assert checkpoints.latest("gs://bucket/run") == "gs://bucket/run/step-3"
+        assert checkpoints.list_checkpoints("gs://bucket")[-1:] == []
+
+
+def test_what_can_not_be_read_is_an_error_and_not_an_older_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit(tmp_path, "step-1", 1)
+    commit(tmp_path, "step-2", 2)
+    original = Place.modified
+
+    def failing(self: Place, name: str) -> float:
+        if self.url.endswith("step-2"):
+            raise StorageError("storage is away")
+        return original(self, name)
+
+    monkeypatch.setattr(Place, "modified", failing)
+    with pytest.raises(StorageError, match="storage is away"):
+        checkpoints.latest(tmp_path)
+
+
+def test_a_bucket_that_denies_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with GcsServer(tmp_path) as server:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.url)
+        server.fault(kind="status", method="GET", status=403, times=100)
+        with pytest.raises(PannierError, match="gs://bucket/run can't be read"):
+            checkpoints.latest("gs://bucket/run")
+
+
+@pytest.mark.parametrize("root", ["", "nonsense://x"])
+def test_refuses_what_is_no_root(root: str) -> None:
+    with pytest.raises(InvalidRequestError):
+        checkpoints.list_checkpoints(root)
+
+
+def test_ranks_learn_it_from_the_first(tmp_path: Path) -> None:
+    def script() -> None:
+        import os
+        from pathlib import Path
+
+        import pytest
+        import torch.distributed as dist
+
+        from pannier.client.checkpoints import latest
+        from pannier.wire.errors import InvalidRequestError
+
+        dist.init_process_group("gloo")
+        rank, root = dist.get_rank(), Path(os.environ["ROOT"])
+        pair = dist.new_group([1, 2])
+        assert latest(root) is None
+
+        def commit(name: str) -> str:
+            (root / name).mkdir()
+            (root / name / ".metadata").touch()
+            return str(root / name)
+
+        # All get what the first rank saw, though there is a newer one when they ask.
+        if rank == 0:
+            first = commit("step-1")
+            assert latest(root) == first
+            commit("step-2")
+        dist.barrier()
+        if rank > 0:
+            assert latest(root) == str(root / "step-1")
+        assert latest(root, no_dist=True) == str(root / "step-2")
+        # A group asks by itself; its first rank is not the world's.
+        if rank in (1, 2):
+            assert latest(root, process_group=pair) == str(root / "step-2")
+        else:
+            with pytest.raises(InvalidRequestError, match="rank 0 is not in this process group"):
+                latest(root, process_group=pair)
+        dist.barrier()
+        dist.destroy_process_group()
+
+    root = tmp_path / "root"
+    root.mkdir()
+    run_ranks(script, 3, {"ROOT": str(root)}, torchrun=False)
+
+
+def test_a_failure_of_the_first_rank_is_everybodys(tmp_path: Path) -> None:
+    def script() -> None:
+        import os
+
+        import pytest
+        import torch.distributed as dist
+
+        from pannier.client.checkpoints import latest
+        from pannier.client.places import Place
+        from pannier.wire.errors import InvalidRequestError, StorageError
+
+        def fail(self: Place) -> None:
+            raise StorageError("storage is away")
+
+        dist.init_process_group("gloo")
+        rank, root = dist.get_rank(), os.environ["ROOT"]
+        original, Place.list = Place.list, fail if rank == 0 else Place.list
+        with pytest.raises(StorageError, match="storage is away"):
+            latest(root)
+        Place.list = original
+        # And the calls are still in step.
+        assert latest(root) is None
+        if rank == 0:
+            assert latest(root) is None
+        else:
+            with pytest.raises(InvalidRequestError, match=f"{root}/other.*{root}"):
+                latest(f"{root}/other")
+        dist.barrier()
+        dist.destroy_process_group()
+
+    run_ranks(script, 2, {"ROOT": str(tmp_path)}, torchrun=False)
+
+
+def test_nobody_waits_longer_than_told(tmp_path: Path) -> None:
+    """The first rank not at all: what only it calls can't hang."""
+
+    def script() -> None:
+        import os
+        import time
+
+        import pytest
+        import torch.distributed as dist
+
+        from pannier.client.checkpoints import latest
+        from pannier.wire.errors import DeadlineError
+
+        dist.init_process_group("gloo")
+        began = time.monotonic()
+        if dist.get_rank() == 1:
+            with pytest.raises(DeadlineError, match=r"waiting for ranks \[0\]"):
+                latest(os.environ["ROOT"], timeout=0.5)
+            assert time.monotonic() - began > 0.4
+        dist.barrier()
+        if dist.get_rank() == 0:
+            assert latest(os.environ["ROOT"]) is None
+        assert time.monotonic() - began < 30
+        dist.barrier()
+        dist.destroy_process_group()
+
+    run_ranks(script, 2, {"ROOT": str(tmp_path)}, torchrun=False)

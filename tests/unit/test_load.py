@@ -1,0 +1,138 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+from pannier.client.load import load
+from pannier.client.reader import StorageReader
+from pannier.wire.errors import (
+    IntegrityError,
+    InvalidRequestError,
+    LoadError,
+    PannierError,
+    StorageError,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    path = tmp_path / "step-1"
+    state = {"w": torch.arange(6.0), "count": 3, "deep": {"b": torch.ones(2), "name": "x"}}
+    dcp.save(state, checkpoint_id=path, no_dist=True)
+    return path
+
+
+def test_fills_tensors_where_they_are(checkpoint: Path) -> None:
+    weight, bias = torch.zeros(6), torch.zeros(2)
+    state: dict[str, Any] = {"w": weight, "count": 0, "deep": {"b": bias, "name": ""}}
+    load(state, checkpoint_id=checkpoint)
+    assert state["w"] is weight
+    assert state["deep"]["b"] is bias
+    assert torch.equal(weight, torch.arange(6.0))
+    assert torch.equal(bias, torch.ones(2))
+    assert (state["count"], state["deep"]["name"]) == (3, "x")
+
+
+def test_fills_a_view_of_a_larger_tensor(checkpoint: Path) -> None:
+    whole = torch.zeros(4, 6)
+    load(
+        {"w": whole[:, 1:].t()[0:1].expand(1, 4)[0, :0]} | {"w": whole[2]}, checkpoint_id=checkpoint
+    )
+    assert torch.equal(whole[2], torch.arange(6.0))
+    assert not whole[[0, 1, 3]].any()
+
+
+def test_stateful_objects_load_themselves(checkpoint: Path) -> None:
+    class Counter:
+        count = 0
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"b": torch.zeros(2), "name": ""}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.loaded = state
+
+    counter = Counter()
+    load({"deep": counter}, checkpoint_id=str(checkpoint))
+    assert counter.loaded["name"] == "x"
+    assert torch.equal(counter.loaded["b"], torch.ones(2))
+
+
+def test_converts_to_the_targets_dtype(checkpoint: Path) -> None:
+    state = {"w": torch.zeros(6, dtype=torch.float64)}
+    load(state, checkpoint_id=checkpoint)
+    assert torch.equal(state["w"], torch.arange(6, dtype=torch.float64))
+
+
+def test_planners_are_honoured(checkpoint: Path) -> None:
+    state = {"w": torch.zeros(6), "new": torch.full((2,), 7.0)}
+    load(state, checkpoint_id=checkpoint, planner=DefaultLoadPlanner(allow_partial_load=True))
+    assert torch.equal(state["w"], torch.arange(6.0))
+    assert torch.equal(state["new"], torch.full((2,), 7.0))
+
+
+def test_a_reader_brings_its_own_place(checkpoint: Path, tmp_path: Path) -> None:
+    state = {"w": torch.zeros(6)}
+    load(state, storage_reader=StorageReader(checkpoint, thread_count=1))
+    assert torch.equal(state["w"], torch.arange(6.0))
+    # Or reads another, as in dcp.load.
+    reader = StorageReader(tmp_path / "nothing")
+    load(state, checkpoint_id=checkpoint, storage_reader=reader)
+    assert reader.checkpoint_id == str(checkpoint)
+
+
+@pytest.mark.filterwarnings("ignore:Detected an existing checkpoint")
+def test_a_reader_reads_anew_each_time(checkpoint: Path) -> None:
+    reader = StorageReader(checkpoint)
+    load({"w": torch.zeros(6)}, storage_reader=reader)
+    dcp.save({"w": torch.full((6,), 5.0)}, checkpoint_id=checkpoint, no_dist=True)
+    state = {"w": torch.zeros(6)}
+    load(state, storage_reader=reader)
+    assert torch.equal(state["w"], torch.full((6,), 5.0))
+
+
+def test_refuses_other_readers(checkpoint: Path) -> None:
+    with pytest.raises(ValueError, match=r"FileSystemReader.*dcp\.load"):
+        load({}, storage_reader=FileSystemReader(checkpoint))  # type: ignore[arg-type]
+
+
+def test_wants_a_place() -> None:
+    with pytest.raises(InvalidRequestError, match="checkpoint_id is missing"):
+        load({})
+
+
+def test_no_checkpoint_is_a_storage_error(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="is no checkpoint: it doesn't exist"):
+        load({"w": torch.zeros(6)}, checkpoint_id=tmp_path / "nothing")
+
+
+def test_a_missing_key_is_named_by_an_ordinary_exception(checkpoint: Path) -> None:
+    with pytest.raises(LoadError, match="missing") as caught:
+        load({"missing": torch.zeros(6)}, checkpoint_id=checkpoint)
+    assert isinstance(caught.value, Exception)
+    assert "missing" in caught.value.failures[0].message
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_another_shape_is_named(checkpoint: Path) -> None:
+    with pytest.raises(LoadError, match=r"Size mismatch.*for w"):
+        load({"w": torch.zeros(7)}, checkpoint_id=checkpoint)
+
+
+def test_damage_keeps_its_type(checkpoint: Path) -> None:
+    (file,) = checkpoint.glob("*.distcp")
+    file.write_bytes(b"?" * file.stat().st_size)
+    with pytest.raises(IntegrityError, match="'w' can't be read"):
+        load({"w": torch.zeros(6)}, checkpoint_id=checkpoint)
+
+
+def test_a_foreign_pickle_is_refused_at_once(checkpoint: Path) -> None:
+    (checkpoint / ".metadata").write_bytes(b"cos\nsystem\n(S'exit 1'\ntR.")
+    with pytest.raises(PannierError, match=r"os\.system"):
+        load({"w": torch.zeros(6)}, checkpoint_id=checkpoint)
