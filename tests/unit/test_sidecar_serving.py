@@ -523,6 +523,17 @@ def test_a_plan_of_an_aborted_save_raises_with_its_failures(host: Host) -> None:
     assert host.sidecar.saves.undecided() == []
 
 
+def test_a_plan_that_is_refused_fails_its_rank(host: Host) -> None:
+    host.start()
+    trainer = host.trainer()
+    context = trainer.context(host.id())
+    host.coordinator.plan_error = errors.InvalidRequestError("name the planner with --planner")
+    with pytest.raises(errors.InvalidRequestError, match="--planner"):
+        trainer.plan(context)
+    report = host.coordinator.await_phase(context, save_pb2.RANK_PHASE_FAILED)
+    assert "--planner" in report.failure.message
+
+
 def test_fail_is_forwarded_and_reported(host: Host) -> None:
     host.start()
     trainer = host.trainer()
@@ -536,6 +547,20 @@ def test_fail_is_forwarded_and_reported(host: Host) -> None:
     assert (report.failure.rank, report.failure.host) == (0, "node-0")
     with pytest.raises(errors.SaveAbortedError, match="planner raised"):
         trainer.write(context, "0", b"x")
+
+
+def test_fail_of_a_rank_that_was_never_heard_of_is_reported(host: Host) -> None:
+    host.coordinator.stop()
+    host.start(allow=(str(host.root),))
+    trainer = host.trainer()
+    context = trainer.context("/not/allowed")
+    failure = save_pb2.Failure(kind=save_pb2.FAILURE_KIND_SKIPPED, message="busy")
+    trainer.call("Fail", sidecar_pb2.FailRequest(context=context, failure=failure))
+    host.coordinator.start()
+    report = host.coordinator.await_phase(context, save_pb2.RANK_PHASE_FAILED)
+    assert report.failure.kind == save_pb2.FAILURE_KIND_SKIPPED
+    host.coordinator.decide(context, ABORTED, report.failure)
+    trainer.await_state(context, ABORTED)
 
 
 # Trainers that go away.
@@ -721,8 +746,7 @@ def test_a_storage_error_fails_the_rank_with_its_reason(host: Host) -> None:
     host.start(store=Failing)
     trainer = host.trainer()
     context = trainer.context(host.id())
-    with trainer.stream(trainer.header(context, "0", 2 * MIB)) as stream:
-        stream.committed()
+    with trainer.stream(trainer.header(context, "0", 2 * MIB)):
         report = host.coordinator.await_phase(context, save_pb2.RANK_PHASE_FAILED)
     assert report.failure.kind == save_pb2.FAILURE_KIND_STORAGE
     assert "403 no permission" in report.failure.message

@@ -41,23 +41,7 @@ class Receiving:
 
     def check(self, context: sidecar_pb2.SaveContext) -> None:
         """Raises InvalidRequestError unless ``context`` makes sense and may be written to."""
-        identity.check_save_id(context.save)
-        ranks = list(context.ranks)
-        if sorted(set(ranks)) != ranks or context.rank not in ranks:
-            raise InvalidRequestError(
-                f"save {identity.save_text(context.save)}: {_some(ranks)} is not a sorted list of "
-                f"ranks with {context.rank} in it"
-            )
-        if context.world_size <= ranks[-1]:
-            raise InvalidRequestError(
-                f"save {identity.save_text(context.save)}: rank {ranks[-1]} is not within a world "
-                f"of {context.world_size}"
-            )
-        if context.save.group != identity.group_name(ranks):
-            raise InvalidRequestError(
-                f"save {identity.save_text(context.save)}: {context.save.group} is not the name of "
-                f"the group of ranks {_some(ranks)}"
-            )
+        check_context(context)
         identity.split_checkpoint_id(context.checkpoint_id)
         check_allowed(context.checkpoint_id, self._allow)
 
@@ -174,6 +158,27 @@ class Receiving:
             )
             self._saves.fail(rank, save_pb2.FAILURE_KIND_INTEGRITY, problem)
             raise IntegrityError(problem)
+
+
+def check_context(context: sidecar_pb2.SaveContext) -> None:
+    """Raises InvalidRequestError when ``context`` contradicts itself."""
+    identity.check_save_id(context.save)
+    ranks = list(context.ranks)
+    if sorted(set(ranks)) != ranks or context.rank not in ranks:
+        raise InvalidRequestError(
+            f"save {identity.save_text(context.save)}: {_some(ranks)} is not a sorted list of "
+            f"ranks with {context.rank} in it"
+        )
+    if context.world_size <= ranks[-1]:
+        raise InvalidRequestError(
+            f"save {identity.save_text(context.save)}: rank {ranks[-1]} is not within a world "
+            f"of {context.world_size}"
+        )
+    if context.save.group != identity.group_name(ranks):
+        raise InvalidRequestError(
+            f"save {identity.save_text(context.save)}: {context.save.group} is not the name of "
+            f"the group of ranks {_some(ranks)}"
+        )
 
 
 def _some(ranks: Sequence[int]) -> str:

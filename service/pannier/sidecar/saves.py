@@ -302,7 +302,12 @@ class Saves:
             save = self._saves.get(key)
             if save is None:
                 return
-            save.coordinator = status
+            before, save.coordinator = save.coordinator, status
+            news = (
+                before is None
+                or before.state != status.state
+                or len(before.failures) != len(status.failures)
+            )
             ended = status.state in TERMINAL
             forgotten = []
             if ended:
@@ -320,7 +325,7 @@ class Saves:
                 save.checkpoint_id,
                 save_pb2.SaveState.Name(status.state).removeprefix("SAVE_STATE_"),
             )
-        self._tell(save, None, True)
+        self._tell(save, None, news)
         for old in forgotten:
             for listener in self._forget_listeners:
                 listener(old)

@@ -14,11 +14,11 @@ import grpc
 
 from pannier.sidecar.files import DataFile
 from pannier.sidecar.link import Link
-from pannier.sidecar.receiving import Receiving
+from pannier.sidecar.receiving import Receiving, check_context
 from pannier.sidecar.saves import RankSave, Saves
 from pannier.sidecar.sessions import Sessions
 from pannier.v1 import save_pb2, sidecar_pb2, sidecar_pb2_grpc
-from pannier.wire import chunks, identity
+from pannier.wire import chunks
 from pannier.wire.chunks import ReceivedChunk
 from pannier.wire.errors import (
     DeadlineError,
@@ -64,13 +64,9 @@ class SidecarServicer(sidecar_pb2_grpc.SidecarServicer):
         """Forwards a local plan; waits for the whole group's."""
         rank = self._enter(request.context)
         self._saves.check(rank)
-        try:
-            response: sidecar_pb2.PlanResponse = self._link.call_from_thread(
-                "Plan", request, request.timeout_s, timed=True, on_start=_until_end(context)
-            )
-        except SaveAbortedError as error:
-            self._saves.refused(rank, error)
-            raise
+        response: sidecar_pb2.PlanResponse = self._forward(
+            rank, "Plan", request, request.timeout_s, context
+        )
         self._saves.planned(rank, response.plan)
         return response
 
@@ -80,8 +76,8 @@ class SidecarServicer(sidecar_pb2_grpc.SidecarServicer):
         """Forwards the opening of a save that torch plans."""
         rank = self._enter(request.context)
         self._saves.check(rank)
-        response: sidecar_pb2.BeginResponse = self._link.call_from_thread(
-            "Begin", request, _BEGIN_S, on_start=_until_end(context)
+        response: sidecar_pb2.BeginResponse = self._forward(
+            rank, "Begin", request, _BEGIN_S, context
         )
         self._saves.begun(rank, response.attempt)
         return response
@@ -98,9 +94,9 @@ class SidecarServicer(sidecar_pb2_grpc.SidecarServicer):
         rank = self._enter(header.context)
         file = self._receiving.open(header, rank)
         patient = self._streams.acquire(timeout=_PATIENCE_S)
-        # The stream itself is who writes: a later one of the same file takes over from it.
-        held = file.begin(context, context.cancel)
         try:
+            # The stream itself is who writes: a later one of the same file takes over from it.
+            held = file.begin(context, context.cancel)
             yield sidecar_pb2.WriteResponse(committed=held)
             yield from self._receive(messages, context, rank, file, held)
         except (InvalidRequestError, IntegrityError) as error:
@@ -135,7 +131,7 @@ class SidecarServicer(sidecar_pb2_grpc.SidecarServicer):
     ) -> sidecar_pb2.FailResponse:
         """The rank skips or gives up: told to the coordinator by a call and by the report."""
         # Not refused for where the save goes: it may be given up for that very reason.
-        identity.check_save_id(request.context.save)
+        check_context(request.context)
         # When the save has ended or the rank contradicts itself, the coordinator judges.
         with suppress(SaveAbortedError, InvalidRequestError):
             rank = self._saves.enter(request.context, failing=True)
@@ -150,6 +146,29 @@ class SidecarServicer(sidecar_pb2_grpc.SidecarServicer):
         rank = self._saves.enter(context)
         self._sessions.expect(rank)
         return rank
+
+    def _forward(
+        self,
+        rank: RankSave,
+        method: str,
+        request: Any,
+        timeout_s: float,
+        context: grpc.ServicerContext,
+    ) -> Any:
+        """Asks the coordinator for the rank's part in a save; what it refuses is over here too."""
+        try:
+            return self._link.call_from_thread(
+                method, request, timeout_s, timed=method == "Plan", on_start=_until_end(context)
+            )
+        except SaveAbortedError as error:
+            self._saves.refused(rank, error)
+            raise
+        except UnavailableError:
+            # The caller went away. If it doesn't come back, its rank is lost.
+            raise
+        except PannierError as error:
+            self._saves.fail(rank, _kind(error), f"{method}: {error}")
+            raise
 
     def _receive(
         self,
@@ -182,9 +201,17 @@ class SidecarServicer(sidecar_pb2_grpc.SidecarServicer):
 
 
 def _kind(error: PannierError) -> "save_pb2.FailureKind":
-    if isinstance(error, IntegrityError):
-        return save_pb2.FAILURE_KIND_INTEGRITY
-    return save_pb2.FAILURE_KIND_CLIENT
+    for kind, failure in _KINDS:
+        if isinstance(error, kind):
+            return failure
+    return save_pb2.FAILURE_KIND_INTERNAL
+
+
+_KINDS: Final = (
+    (IntegrityError, save_pb2.FAILURE_KIND_INTEGRITY),
+    (DeadlineError, save_pb2.FAILURE_KIND_DEADLINE),
+    (InvalidRequestError, save_pb2.FAILURE_KIND_CLIENT),
+)
 
 
 def _until_end(context: grpc.ServicerContext) -> Callable[[Callable[[], Any]], None]:
