@@ -11,6 +11,7 @@ from pannier.wire import addresses
 from support.cli import pannier
 from support.daemons import Daemons, await_serving, clean_environment
 from support.processes import Process, python
+from support.ranks import run_ranks
 
 
 def test_both_daemons_tell_their_status_and_end_on_sigterm(daemons: Daemons) -> None:
@@ -36,6 +37,43 @@ def test_the_sidecar_runs_without_torch(daemons: Daemons) -> None:
     assert "cygrpc" in maps
     assert "libtorch" not in maps
     assert "numpy" not in maps
+
+
+TWO_RANKS = """
+    import os
+    import torch
+    import torch.distributed as dist
+    from pannier import client
+
+    dist.init_process_group("gloo")
+    state = {"weight": torch.arange(1 << 20, dtype=torch.float32), "step": 7}
+    client.save(state, checkpoint_id=os.environ["CHECKPOINT"])
+    client.close()
+    dist.destroy_process_group()
+"""
+
+
+def test_every_command_tells_of_a_real_save(daemons: Daemons, tmp_path: Path) -> None:
+    checkpoint = str(tmp_path / "run" / "step-7")
+    run_ranks(TWO_RANKS, 2, {**daemons.env(), "CHECKPOINT": checkpoint}, torchrun=False)
+    for address in (daemons.sidecar_address, daemons.coordinator_address):
+        for words in (["status", checkpoint], ["watch"], ["watch", checkpoint]):
+            result = pannier(*words, "--address", address)
+            assert result.code == 0, result
+            assert "COMMITTED" in result.out
+        (save,) = pannier("status", "--json", "--address", address).json()["saves"]
+        assert (save["state"], len(save["ranks"])) == ("SAVE_STATE_COMMITTED", 2)
+    (listed,) = pannier("ls", "--json", str(tmp_path / "run")).json_lines()
+    assert (listed["checkpoint"], listed["state"]) == (checkpoint, "committed")
+    assert listed["bytes"] > 4 << 20
+    assert pannier("verify", checkpoint).code == 0
+    data = next(Path(checkpoint).glob("*_0.distcp"))
+    content = bytearray(data.read_bytes())
+    content[2 << 20] ^= 4
+    data.write_bytes(content)
+    damaged = pannier("verify", checkpoint)
+    assert damaged.code == 1
+    assert data.name in damaged.out
 
 
 def test_a_wrong_setting_stops_a_daemon_with_2_and_its_name(daemons: Daemons) -> None:

@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pannier.wire import addresses
 from support.processes import SESSION, Process, python
 
-READY_S = 20.0
+READY_S = 60.0
 """Deadline until a daemon says that it is serving."""
 
 
