@@ -338,7 +338,11 @@ class Conductor:
             wait=tenacity.wait_random_exponential(multiplier=0.2, max=_LONGEST_BACKOFF_S),
             before_sleep=doubt,
         )
-        answer: _Answer = await tries(step)
+
+        async def once() -> _Answer:
+            return await step()
+
+        answer: _Answer = await tries(once)
         save.problem = ""
         return answer
 

@@ -1,0 +1,280 @@
+"""A coordinator on a real unix socket, and ranks and sidecars that a test plays by hand."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import crc32c
+import grpc
+import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from pannier.coordinator.columns import RankPlan
+from pannier.coordinator.config import CoordinatorConfig
+from pannier.coordinator.serve import serving
+from pannier.v1 import (
+    coordinator_pb2,
+    coordinator_pb2_grpc,
+    plan_pb2,
+    records_pb2,
+    save_pb2,
+    sidecar_pb2,
+)
+from pannier.wire import addresses, errors, identity, plans
+from pannier.wire.version import WIRE_VERSION
+
+HEAD, TAIL = 704, 873
+
+
+def shard(
+    fqn: str,
+    offset: Sequence[int],
+    extent: Sequence[int],
+    size: Sequence[int],
+    *,
+    dtype: torch.dtype = torch.float32,
+    hint: int | None = None,
+    kind: WriteItemType = WriteItemType.SHARD,
+) -> WriteItem:
+    chunk = ChunkStorageMetadata(torch.Size(offset), torch.Size(extent))
+    data = TensorWriteData(chunk, TensorProperties(dtype), torch.Size(size))
+    return WriteItem(MetadataIndex(fqn, offset, hint), kind, tensor_data=data)
+
+
+def tensor(fqn: str, *size: int, dtype: torch.dtype = torch.float32) -> WriteItem:
+    return shard(fqn, [0] * len(size), size, size, dtype=dtype, kind=WriteItemType.TENSOR)
+
+
+def thing(fqn: str) -> WriteItem:
+    return WriteItem(MetadataIndex(fqn), WriteItemType.BYTE_IO)
+
+
+def local_plan(
+    items: Sequence[WriteItem],
+    *,
+    mappings: Mapping[str, Sequence[str | int]] | None = None,
+    slots: Callable[[WriteItem], bool] = lambda item: item.tensor_data is not None,
+    **options: Any,
+) -> plan_pb2.LocalPlan:
+    """A rank's plan; ``mappings`` None: without flattening."""
+    message = plan_pb2.LocalPlan(items=plans.encode_items(items))
+    for item in items:
+        body = 0
+        if item.tensor_data is not None:
+            body = item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
+        slot = slots(item)
+        message.head.append(HEAD if slot else 0)
+        message.body.append(body if slot else 0)
+        message.tail.append(TAIL if slot else 0)
+    message.mappings.extend(plans.encode_mappings(mappings or {}))
+    message.options.CopyFrom(
+        plan_pb2.PlannerOptions(
+            planner="torch.distributed.checkpoint.default_planner:DefaultSavePlanner",
+            flatten_state_dict=mappings is not None,
+            flatten_sharded_tensors=True,
+        )
+    )
+    for name, value in options.items():
+        setattr(message.options, name, value)
+    return message
+
+
+def rank_plans(*local: plan_pb2.LocalPlan) -> list[RankPlan]:
+    return [
+        RankPlan(rank, f"node-{rank}", plans.plan_digest(plan), plan)
+        for rank, plan in enumerate(local)
+    ]
+
+
+def context(
+    rank: int,
+    checkpoint_id: str,
+    *,
+    ranks: Sequence[int] = (0, 1),
+    number: int = 1,
+    world_size: int | None = None,
+    incarnation: str = "aa",
+) -> sidecar_pb2.SaveContext:
+    return sidecar_pb2.SaveContext(
+        save=save_pb2.SaveId(
+            job="job", incarnation=incarnation, group=identity.group_name(ranks), number=number
+        ),
+        checkpoint_id=checkpoint_id,
+        ranks=ranks,
+        world_size=max(ranks) + 1 if world_size is None else world_size,
+        rank=rank,
+        host=f"node-{rank}",
+    )
+
+
+def receipt_of(plan: plan_pb2.FinalPlan, rank: int) -> records_pb2.Receipt:
+    """What a sidecar tells of a rank that wrote its plan; data files are zeros of the planned size.
+
+    Items without a planned place are 100 bytes long.
+    """
+    receipt = records_pb2.Receipt(
+        attempt=plan.attempt, plan_id=plan.plan_id, rank=rank, host=f"node-{rank}"
+    )
+    objects = 0
+    place = plan.placement
+    for position, file, length in zip(plan.positions, place.file, place.length, strict=True):
+        if not length:
+            receipt.varying.add(
+                position=position, file=plan.files[file].name, offset=objects, length=100
+            )
+            objects += 100
+    for file_ in plan.files:
+        size = file_.size or objects
+        receipt.files.add(name=file_.name, size=size, crc32c=crc32c.crc32c(bytes(size)))
+    return receipt
+
+
+def report(
+    who: sidecar_pb2.SaveContext,
+    attempt: str,
+    phase: "save_pb2.RankPhase",
+    *,
+    receipt: records_pb2.Receipt | None = None,
+    failure: save_pb2.Failure | None = None,
+    **status: Any,
+) -> coordinator_pb2.RankReport:
+    return coordinator_pb2.RankReport(
+        context=who,
+        attempt=attempt,
+        status=save_pb2.RankStatus(rank=who.rank, host=who.host, phase=phase, **status),
+        receipt=receipt,
+        failure=failure,
+    )
+
+
+class Sidecar:
+    """An attached sidecar: tells what it is told to, and remembers the news."""
+
+    def __init__(self, stub: Any, host: str) -> None:
+        self._call = stub.Attach()
+        self._host = host
+        self._news: dict[str, save_pb2.SaveStatus] = {}
+        self._changed = asyncio.Event()
+        self._reading: asyncio.Task[None] | None = None
+
+    async def open(self, *reports: coordinator_pb2.RankReport) -> None:
+        await self._call.write(
+            coordinator_pb2.AttachRequest(
+                wire_version=WIRE_VERSION,
+                host=self._host,
+                sidecar=f"s-{self._host}",
+                reports=reports,
+            )
+        )
+        self._reading = asyncio.create_task(self._read())
+
+    async def tell(self, *reports: coordinator_pb2.RankReport) -> None:
+        await self._call.write(coordinator_pb2.AttachRequest(reports=reports))
+
+    async def _read(self) -> None:
+        async for response in self._call:
+            for status in response.saves:
+                self._news[status.id] = status
+            self._changed.set()
+
+    async def hear(
+        self, save: save_pb2.SaveId, *states: "save_pb2.SaveState", timeout: float = 10
+    ) -> save_pb2.SaveStatus:
+        """Waits until the save is in one of these states."""
+        key = identity.save_text(save)
+
+        async def wait() -> save_pb2.SaveStatus:
+            while True:
+                status = self._news.get(key)
+                if status is not None and status.state in states:
+                    return status
+                self._changed.clear()
+                await self._changed.wait()
+
+        return await asyncio.wait_for(wait(), timeout)
+
+    async def close(self) -> None:
+        self._call.cancel()
+        if self._reading is not None:
+            await asyncio.gather(self._reading, return_exceptions=True)
+
+
+class Desk:
+    """Calls one coordinator."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self.channel = channel
+        self.stub: Any = coordinator_pb2_grpc.CoordinatorStub(channel)
+        self._sidecars: list[Sidecar] = []
+
+    async def plan(
+        self,
+        who: sidecar_pb2.SaveContext,
+        plan: plan_pb2.LocalPlan,
+        *,
+        timeout_s: float = 10,
+        save_timeout_s: float = 30,
+    ) -> plan_pb2.FinalPlan:
+        request = sidecar_pb2.PlanRequest(
+            context=who,
+            plan=plan,
+            digest=plans.plan_digest(plan),
+            timeout_s=timeout_s,
+            save_timeout_s=save_timeout_s,
+        )
+        answer = await self.call("Plan", request)
+        return answer.plan
+
+    async def call(self, method: str, request: Any) -> Any:
+        try:
+            return await getattr(self.stub, method)(request, timeout=20)
+        except grpc.aio.AioRpcError as error:
+            raise errors.from_rpc_error(error, peer="coordinator") from None
+
+    async def fail(
+        self,
+        who: sidecar_pb2.SaveContext,
+        kind: "save_pb2.FailureKind" = save_pb2.FAILURE_KIND_CLIENT,
+        message: str = "boom",
+    ) -> None:
+        failure = save_pb2.Failure(rank=who.rank, host=who.host, kind=kind, message=message)
+        await self.call("Fail", sidecar_pb2.FailRequest(context=who, failure=failure))
+
+    async def attach(
+        self, host: str = "node-0", reports: Iterable[coordinator_pb2.RankReport] = ()
+    ) -> Sidecar:
+        sidecar = Sidecar(self.stub, host)
+        self._sidecars.append(sidecar)
+        await sidecar.open(*reports)
+        return sidecar
+
+    async def close(self) -> None:
+        for sidecar in self._sidecars:
+            await sidecar.close()
+
+
+@asynccontextmanager
+async def desk(address: str) -> AsyncIterator[Desk]:
+    """Calls the coordinator at ``address``."""
+    async with grpc.aio.insecure_channel(address, options=addresses.channel_options()) as channel:
+        calls = Desk(channel)
+        try:
+            yield calls
+        finally:
+            await calls.close()
+
+
+@asynccontextmanager
+async def coordinator(directory: Path, **settings: Any) -> AsyncIterator[Desk]:
+    """A coordinator of this process and loop, on a unix socket below ``directory``."""
+    address = f"unix://{directory}/c.sock"
+    config = CoordinatorConfig(address=address, host="here", **settings)
+    async with serving(config), desk(address) as calls:
+        yield calls
