@@ -1,8 +1,8 @@
 """The command line with real daemons."""
 
-import os
-import signal
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -86,36 +86,50 @@ def test_a_wrong_setting_stops_a_daemon_with_2_and_its_name(daemons: Daemons) ->
     assert "Traceback" not in result.err
 
 
-def test_up_runs_both_keeps_them_and_leaves_when_idle(embedded: Path, tmp_path: Path) -> None:
+@contextmanager
+def up(directory: Path, logs: Path, *arguments: str) -> Iterator[Process]:
+    """``pannier up`` for the runtime directory ``directory``."""
     process = Process(
         "up",
-        python("-m", "pannier.cli", "up", "--runtime-dir", str(embedded), "--idle-exit", "3"),
+        python("-m", "pannier.cli", "up", "--runtime-dir", str(directory), *arguments),
         environment=clean_environment(),
-        log=tmp_path / "up.log",
+        log=logs / "up.log",
     )
     try:
-        address = addresses.embedded_sidecar(embedded)
-        await_serving(address, process=process)
-        await_serving(addresses.embedded_coordinator(embedded), process=process)
-        assert pannier("status").code == 0, "the default address is the embedded sidecar's"
-        for socket in embedded.glob("*.sock"):
-            assert stat.S_IMODE(socket.stat().st_mode) == 0o600, socket
-
-        sidecar = _child(process.pid, "sidecar")
-        for connection in psutil.Process(sidecar).net_connections():
-            assert connection.status != psutil.CONN_LISTEN, "an embedded daemon listens on TCP"
-        os.kill(sidecar, signal.SIGKILL)
-        psutil.wait_procs([psutil.Process(process.pid)], timeout=0.5)
-        await_serving(address, process=process)
-        assert _child(process.pid, "sidecar") != sidecar
-
-        assert process.wait(30) == 0, "left for idleness"
+        yield process
     finally:
         process.close()
 
 
-def _child(parent: int, command: str) -> int:
+def test_up_runs_both_daemons_for_this_user_alone(embedded: Path, tmp_path: Path) -> None:
+    with up(embedded, tmp_path) as process:
+        address = addresses.embedded_sidecar(embedded)
+        await_serving(address, process=process)
+        await_serving(addresses.embedded_coordinator(embedded), process=process)
+        assert pannier("status").code == 0, "the default address is the embedded sidecar's"
+        assert stat.S_IMODE(embedded.stat().st_mode) == 0o700
+        for socket in embedded.glob("*.sock"):
+            assert stat.S_IMODE(socket.stat().st_mode) == 0o600, socket
+        for child in psutil.Process(process.pid).children():
+            listening = [c for c in child.net_connections() if c.status == psutil.CONN_LISTEN]
+            assert not listening, "an embedded daemon listens on TCP"
+        sidecar = _child(process.pid, "sidecar")
+        sidecar.kill()
+        sidecar.wait(5)
+        await_serving(address, process=process)
+        assert _child(process.pid, "sidecar").pid != sidecar.pid
+        assert process.stop(30) == 0
+        assert pannier("status").code == 3
+
+
+def test_up_leaves_when_the_sidecar_is_idle(embedded: Path, tmp_path: Path) -> None:
+    with up(embedded, tmp_path, "--idle-exit", "0.5") as process:
+        assert process.wait(60) == 0
+        assert not (embedded / "up.pid").exists()
+
+
+def _child(parent: int, command: str) -> psutil.Process:
     for child in psutil.Process(parent).children():
         if command in child.cmdline():
-            return child.pid
+            return child
     raise AssertionError(f"no {command} below process {parent}")
