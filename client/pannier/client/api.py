@@ -165,6 +165,11 @@ class Client:
         return self._slots.pool
 
     @property
+    def slots(self) -> Slots:
+        """Room to stage into, shared with :meth:`async_save`."""
+        return self._slots
+
+    @property
     def session(self) -> Session:
         """The session of all ranks' world, opened when there is none."""
         return self._membership(no_dist=False).session(self.settings)

@@ -26,6 +26,10 @@ class Slot:
         self._arena = self._slots.pool.acquire(sizes)
         return self._arena
 
+    def hold(self, arena: Arena) -> None:
+        """Takes over an arena that was acquired from the slots' pool."""
+        self._arena = arena
+
     def free(self, unused: bool = True) -> None:
         """Gives the slot back.
 

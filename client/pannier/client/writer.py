@@ -12,7 +12,6 @@ import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NoReturn
-from weakref import WeakKeyDictionary
 
 from torch.distributed.checkpoint import storage
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -21,7 +20,6 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from pannier.client import compat, places, staging
-from pannier.client.arena import ArenaPool
 from pannier.client.planning import resolves_as_planned
 from pannier.client.saving import Saving, fail_request
 from pannier.client.session import Session
@@ -323,7 +321,7 @@ class StorageWriter(storage.StorageWriter):
         return self._save
 
     def _ingest(self, save: _Save, plan: SavePlan, planner: SavePlanner) -> Staged:
-        pool = _pool_of(self._client())
+        slots = self._client().slots
         saving = Saving(
             save.session,
             save.context,
@@ -332,25 +330,26 @@ class StorageWriter(storage.StorageWriter):
             ended=lambda _: None,
         )
         try:
-            saving.planned(save.attempt, "")
-            staged = staging.stage_external(
-                plan.items,
-                planner.resolve_data,
-                save.attempt,
-                save.context.rank,
-                pool,
-                slots=resolves_as_planned(planner),
-            )
+            slot = slots.take("wait", save.deadline.remaining())
+            try:
+                saving.planned(save.attempt, "")
+                staged = staging.stage_external(
+                    plan.items,
+                    planner.resolve_data,
+                    save.attempt,
+                    save.context.rank,
+                    slots.pool,
+                    slots=resolves_as_planned(planner),
+                )
+                slot.hold(staged.arena)
+                saving.staged(staged)
+            except BaseException:
+                slot.free()
+                raise
         except BaseException:
             saving.forget()
             raise
-
-        def let_go(unused: bool) -> None:
-            if unused:
-                pool.release(staged.arena)
-
-        saving.staged(staged)
-        saving.carry(let_go)
+        saving.carry(slot.free)
         if saving.stop.is_set:
             # The news of the abort bring the causes, of all ranks.
             error = saving.handle.exception()
@@ -368,14 +367,6 @@ class StorageWriter(storage.StorageWriter):
             raise
         finally:
             save.writing = False
-
-
-_pools: "WeakKeyDictionary[Client, ArenaPool]" = WeakKeyDictionary()
-
-
-def _pool_of(client: "Client") -> ArenaPool:
-    """Memory that all writers of a client stage into, one after the other."""
-    return _pools.setdefault(client, ArenaPool(1))
 
 
 def _checkpoint_id(path: str | os.PathLike[str]) -> str:
