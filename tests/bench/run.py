@@ -26,9 +26,8 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from support.gcs_server import GcsServer
-
 from pannier.wire.version import package_version
+from support.gcs_server import GcsServer
 
 WORKER = Path(__file__).with_name("worker.py")
 METHODS = ("pannier", "torch-thread", "torch-process")
