@@ -163,6 +163,8 @@ class Sidecar:
         self._news: dict[str, save_pb2.SaveStatus] = {}
         self._changed = asyncio.Event()
         self._reading: asyncio.Task[None] | None = None
+        # gRPC takes one write of a stream at a time.
+        self._writing = asyncio.Lock()
 
     async def open(self, *reports: coordinator_pb2.RankReport) -> None:
         await self._call.write(
@@ -176,7 +178,8 @@ class Sidecar:
         self._reading = asyncio.create_task(self._read())
 
     async def tell(self, *reports: coordinator_pb2.RankReport) -> None:
-        await self._call.write(coordinator_pb2.AttachRequest(reports=reports))
+        async with self._writing:
+            await self._call.write(coordinator_pb2.AttachRequest(reports=reports))
 
     async def _read(self) -> None:
         async for response in self._call:
