@@ -1,0 +1,371 @@
+"""Attempts end once, whoever ends them: races of committers and attempts on one store."""
+
+import asyncio
+import itertools
+import pickle
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import crc32c
+import pytest
+from google.protobuf import json_format
+from torch.distributed.checkpoint.metadata import Metadata
+
+from pannier.coordinator import commit
+from pannier.coordinator.incarnations import number_of
+from pannier.coordinator.manifest import Manifest, publish, read
+from pannier.coordinator.planning import make_global_plan
+from pannier.coordinator.recovery import find_receipts
+from pannier.storage import ConflictError, ObjectInfo, StorageError, Store, open_store
+from pannier.v1 import records_pb2, save_pb2, sidecar_pb2
+from pannier.wire import identity
+from pannier.wire.errors import IntegrityError
+from pannier.wire.identity import METADATA, Attempt
+from support.ranks_by_hand import local_plan, rank_plans, tensor
+
+GROUP = "g00000000"
+_places = itertools.count()
+
+
+@asynccontextmanager
+async def fresh_store() -> AsyncIterator[Store]:
+    store = open_store(f"memory://commit-{next(_places)}/step")
+    yield store
+    for info in await store.list():
+        await store.delete(info.key)
+    await store.close()
+
+
+def on_fresh_store(scenario: Callable[[Store], Awaitable[None]]) -> None:
+    async def main() -> None:
+        async with fresh_store() as store:
+            await scenario(store)
+
+    asyncio.run(main())
+
+
+class Unsteady(Store):
+    """Another store whose answers get lost, or which is interrupted right before a write."""
+
+    upload_memory = 0
+
+    def __init__(self, inner: Store) -> None:
+        self.inner = inner
+        self.url = inner.url
+        self.lose: set[str] = set()
+        """Keys whose next write succeeds, but is answered with an error."""
+        self.before: dict[str, Callable[[], Awaitable[Any]]] = {}
+        """By key: what happens right before its next write."""
+
+    async def _write(self, key: str, write: Callable[[], Awaitable[ObjectInfo]]) -> ObjectInfo:
+        interruption = self.before.pop(key, None)
+        if interruption is not None:
+            await interruption()
+        info = await write()
+        if key in self.lose:
+            self.lose.discard(key)
+            raise StorageError(f"{key}: the answer got lost")
+        return info
+
+    async def create(self, key: str, data: bytes) -> ObjectInfo:
+        return await self._write(key, lambda: self.inner.create(key, data))
+
+    async def replace(self, key: str, data: bytes, *, expected: str | None) -> ObjectInfo:
+        return await self._write(key, lambda: self.inner.replace(key, data, expected=expected))
+
+    async def upload(self, key: str, source: Any, *, progress: Any, retried: Any) -> ObjectInfo:
+        raise AssertionError("the coordinator uploads nothing")
+
+    async def read(self, key: str, offset: int = 0, length: int | None = None) -> bytes:
+        return await self.inner.read(key, offset, length)
+
+    async def stat(self, key: str) -> ObjectInfo | None:
+        return await self.inner.stat(key)
+
+    async def list(self, prefix: str = "") -> list[ObjectInfo]:
+        return await self.inner.list(prefix)
+
+    async def delete(self, key: str, *, generation: str | None = None) -> None:
+        await self.inner.delete(key, generation=generation)
+
+    async def probe(self) -> None:
+        await self.inner.probe()
+
+    async def close(self) -> None:
+        await self.inner.close()
+
+
+def save_of(attempt: Attempt) -> save_pb2.SaveId:
+    return save_pb2.SaveId(job="j", incarnation="a", group=attempt.group, number=attempt.number)
+
+
+def proposal(
+    attempt: Attempt,
+    outcome: "records_pb2.Outcome" = records_pb2.OUTCOME_COMMIT,
+    metadata: bytes = b"",
+) -> records_pb2.Decision:
+    return commit.propose(
+        outcome, save=save_of(attempt), attempt=attempt, host="here", metadata=metadata
+    )
+
+
+async def commit_all(store: Store, attempt: Attempt, metadata: bytes) -> records_pb2.Decision:
+    """The three steps in order, as the conductor takes them."""
+    data = await commit.publish_candidate(store, attempt.name, metadata)
+    decision = await commit.decide(store, proposal(attempt, metadata=data))
+    if decision.outcome == records_pb2.OUTCOME_COMMIT:
+        await commit.install(store, decision)
+    return decision
+
+
+FIRST, SECOND = Attempt(1, 1, GROUP), Attempt(1, 2, GROUP)
+
+
+def test_two_committers_of_one_attempt_agree() -> None:
+    async def scenario(store: Store) -> None:
+        one, two = await asyncio.gather(
+            commit_all(store, FIRST, b"metadata by one"),
+            commit_all(store, FIRST, b"metadata by two"),
+        )
+        assert one == two
+        assert await store.read(METADATA) in (b"metadata by one", b"metadata by two")
+        assert one.metadata_crc32c == crc32c.crc32c(await store.read(METADATA))
+
+    on_fresh_store(scenario)
+
+
+def test_commit_and_abort_race_to_one_decision() -> None:
+    async def scenario(store: Store) -> None:
+        aborting = commit.decide(store, proposal(FIRST, records_pb2.OUTCOME_ABORT))
+        one, two = await asyncio.gather(commit_all(store, FIRST, b"metadata"), aborting)
+        assert one == two
+        exists = await store.stat(METADATA) is not None
+        assert exists == (one.outcome == records_pb2.OUTCOME_COMMIT)
+
+    on_fresh_store(scenario)
+
+
+def test_lost_decision_is_obeyed() -> None:
+    async def scenario(store: Store) -> None:
+        unsteady = Unsteady(store)
+        aborted = proposal(FIRST, records_pb2.OUTCOME_ABORT)
+        key = identity.decision(FIRST.name)
+        unsteady.before[key] = lambda: commit.decide(store, aborted)
+        decision = await commit_all(unsteady, FIRST, b"metadata")
+        assert decision == aborted
+        assert await store.stat(METADATA) is None
+
+    on_fresh_store(scenario)
+
+
+def test_lost_answer_of_our_own_decision_is_ours() -> None:
+    async def scenario(store: Store) -> None:
+        unsteady = Unsteady(store)
+        unsteady.lose.add(identity.decision(FIRST.name))
+        ours = proposal(FIRST)
+        with pytest.raises(StorageError, match="got lost"):
+            await commit.decide(unsteady, ours)
+        assert await commit.decide(unsteady, ours) == ours
+        assert (await commit.decide(unsteady, proposal(FIRST))).decided_by == ours.decided_by
+
+    on_fresh_store(scenario)
+
+
+@pytest.mark.parametrize("order", [(FIRST, SECOND), (SECOND, FIRST)])
+def test_newer_attempt_stands_whatever_the_order(order: tuple[Attempt, Attempt]) -> None:
+    async def scenario(store: Store) -> None:
+        for attempt in order:
+            await commit_all(store, attempt, f"metadata of {attempt.name}".encode())
+        assert await store.read(METADATA) == f"metadata of {SECOND.name}".encode()
+        assert await commit.find_newer(store, FIRST) == SECOND
+        assert await commit.find_newer(store, SECOND) is None
+
+    on_fresh_store(scenario)
+
+
+def test_newer_attempt_stands_when_both_swap_at_once() -> None:
+    async def scenario(store: Store) -> None:
+        unsteady = Unsteady(store)
+        # The newer one commits between the older one's look and its swap.
+        unsteady.before[METADATA] = lambda: commit_all(store, SECOND, b"newer")
+        await commit_all(unsteady, FIRST, b"older")
+        assert await store.read(METADATA) == b"newer"
+
+    on_fresh_store(scenario)
+
+
+def test_newer_incarnation_is_newer_than_any_number() -> None:
+    async def scenario(store: Store) -> None:
+        await commit_all(store, Attempt(2, 1, GROUP), b"new life")
+        await commit_all(store, Attempt(1, 99, GROUP), b"old life")
+        assert await store.read(METADATA) == b"new life"
+
+    on_fresh_store(scenario)
+
+
+def test_many_attempts_at_once_leave_the_newest() -> None:
+    async def scenario(store: Store) -> None:
+        attempts = [Attempt(1, number, GROUP) for number in range(1, 9)]
+        await asyncio.gather(*(commit_all(store, a, a.name.encode()) for a in attempts))
+        assert await store.read(METADATA) == attempts[-1].name.encode()
+
+    on_fresh_store(scenario)
+
+
+def test_foreign_metadata_is_older_than_anything() -> None:
+    async def scenario(store: Store) -> None:
+        await store.create(METADATA, b"written by torch")
+        assert await commit.find_newer(store, FIRST) is None
+        await commit_all(store, FIRST, b"ours")
+        assert await store.read(METADATA) == b"ours"
+
+    on_fresh_store(scenario)
+
+
+def test_commit_of_a_dead_coordinator_is_finished_by_another() -> None:
+    async def scenario(store: Store) -> None:
+        await commit.publish_candidate(store, FIRST.name, b"metadata")
+        await commit.decide(store, proposal(FIRST, metadata=b"metadata"))
+        decision = await commit.read_decision(store, FIRST.name)
+        assert decision is not None
+        await commit.install(store, decision)
+        await commit.install(store, decision)
+        assert await store.read(METADATA) == b"metadata"
+
+    on_fresh_store(scenario)
+
+
+def test_candidate_that_is_not_what_was_decided_is_not_installed() -> None:
+    async def scenario(store: Store) -> None:
+        await commit.publish_candidate(store, FIRST.name, b"damaged!")
+        decision = await commit.decide(store, proposal(FIRST, metadata=b"metadata"))
+        with pytest.raises(IntegrityError, match="decided"):
+            await commit.install(store, decision)
+        assert await store.stat(METADATA) is None
+
+    on_fresh_store(scenario)
+
+
+def test_damaged_decision_is_named() -> None:
+    async def scenario(store: Store) -> None:
+        await store.create(identity.decision(FIRST.name), b"\xff not JSON")
+        with pytest.raises(IntegrityError, match=identity.decision(FIRST.name)):
+            await commit.read_decision(store, FIRST.name)
+
+    on_fresh_store(scenario)
+
+
+def test_after_an_abort_the_decision_alone_stays() -> None:
+    async def scenario(store: Store) -> None:
+        other = identity.manifest(SECOND.name)
+        for key in (
+            identity.manifest(FIRST.name),
+            identity.receipt(FIRST.name, 3),
+            identity.metadata_candidate(FIRST.name),
+            other,
+        ):
+            await store.create(key, b"x")
+        await commit.decide(store, proposal(FIRST, records_pb2.OUTCOME_ABORT))
+        await commit.remove_records(store, FIRST.name)
+        keys = {info.key for info in await store.list()}
+        assert keys == {identity.decision(FIRST.name), other}
+
+    on_fresh_store(scenario)
+
+
+def test_second_manifest_of_an_attempt_gives_way() -> None:
+    plans = rank_plans(local_plan([tensor("w", 4)]), local_plan([tensor("w", 4)]))
+    context = sidecar_pb2.SaveContext(save=save_of(FIRST), checkpoint_id="memory://x/y")
+    one = Manifest.make(context, FIRST, plans, make_global_plan(plans, FIRST.name))
+    other_plans = rank_plans(local_plan([tensor("w", 4)]), local_plan([]))
+    two = Manifest.make(context, FIRST, other_plans, make_global_plan(other_plans, FIRST.name))
+
+    async def scenario(store: Store) -> None:
+        assert await read(store, FIRST.name) is None
+        assert await publish(store, one) is one
+        standing = await publish(store, two)
+        assert standing.plan_id == one.plan_id != two.plan_id
+        assert standing.final_plan(0) == one.final_plan(0)
+
+    on_fresh_store(scenario)
+
+
+def test_receipts_in_storage_are_found() -> None:
+    async def scenario(store: Store) -> None:
+        for rank in (0, 2):
+            receipt = records_pb2.Receipt(attempt=FIRST.name, rank=rank)
+            await store.create(identity.receipt(FIRST.name, rank), receipt.SerializeToString())
+        await store.create(identity.receipt(FIRST.name, 1), b"\xff")
+        found = await find_receipts(store, FIRST.name, [0, 1, 2, 3])
+        assert [receipt.rank for receipt in found] == [0, 2]
+
+    on_fresh_store(scenario)
+
+
+def test_metadata_bytes_are_torchs() -> None:
+    plans = rank_plans(local_plan([tensor("w", 4)]))
+    plan = make_global_plan(plans, FIRST.name)
+    data = commit.pickle_metadata(plan.metadata, checkpoint_id="gs://b/c", attempt=FIRST.name)
+    metadata = pickle.loads(data)
+    assert isinstance(metadata, Metadata)
+    assert metadata.storage_meta is not None
+    assert (metadata.storage_meta.checkpoint_id, metadata.storage_meta.save_id) == (
+        "gs://b/c",
+        FIRST.name,
+    )
+
+
+def test_incarnations_that_ask_at_once_get_different_numbers() -> None:
+    async def scenario(root: Store) -> None:
+        asked = ["a", "b", "c", "a", "b", "c"]
+        numbers = await asyncio.gather(*(number_of(root, "job", each) for each in asked))
+        assert numbers[:3] == numbers[3:]
+        assert sorted(numbers[:3]) == [1, 2, 3]
+        # The same id in another job is another incarnation.
+        assert await number_of(root, "other", "a") == 4
+        assert await number_of(root, "job", "b") == numbers[1]
+
+    on_fresh_store(scenario)
+
+
+def test_number_is_taken_from_the_winner_of_the_race() -> None:
+    async def scenario(root: Store) -> None:
+        unsteady = Unsteady(root)
+        key = f"{identity.incarnations_prefix()}{1:012d}"
+        unsteady.before[key] = lambda: number_of(root, "job", "b")
+        assert await number_of(unsteady, "job", "a") == 2
+        unsteady.before[f"{identity.incarnations_prefix()}{3:012d}"] = lambda: number_of(
+            root, "job", "c"
+        )
+        assert await number_of(unsteady, "job", "c") == 3
+
+    on_fresh_store(scenario)
+
+
+def test_damaged_incarnation_record_is_named() -> None:
+    async def scenario(root: Store) -> None:
+        await root.create(f"{identity.incarnations_prefix()}{1:012d}", b"nonsense")
+        with pytest.raises(IntegrityError, match="000000000001"):
+            await number_of(root, "job", "a")
+
+    on_fresh_store(scenario)
+
+
+def test_decision_is_json_that_others_can_read() -> None:
+    async def scenario(store: Store) -> None:
+        failure = save_pb2.Failure(rank=3, host="h", kind=save_pb2.FAILURE_KIND_LOST, message="m")
+        made = commit.propose(
+            records_pb2.OUTCOME_ABORT,
+            save=save_of(FIRST),
+            attempt=FIRST,
+            host="here",
+            failures=[failure],
+        )
+        await commit.decide(store, made)
+        text = await store.read(identity.decision(FIRST.name))
+        assert json_format.Parse(text, records_pb2.Decision()).failures == [failure]
+        with pytest.raises(ConflictError):
+            await store.create(identity.decision(FIRST.name), b"other")
+
+    on_fresh_store(scenario)
