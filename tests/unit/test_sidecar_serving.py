@@ -156,6 +156,20 @@ def test_an_upload_follows_the_file_while_it_fills(host: Host) -> None:
     assert (Path(host.id()) / header.name).read_bytes() == data
 
 
+def test_clients_are_told_of_progress(host: Host) -> None:
+    host.start()
+    trainer = host.trainer()
+    context = trainer.context(host.id())
+    with trainer.stream(trainer.header(context, "0", 20 * MIB)) as stream:
+        stream.committed()
+        trainer.await_state(context, save_pb2.SAVE_STATE_STAGING)
+        time.sleep(0.5)
+        for offset in range(0, 17 * MIB, MIB):
+            stream.send(b"x" * MIB, offset)
+        while (event := trainer.events.get(timeout=10)).save.ranks[0].bytes_ingested < 16 * MIB:
+            assert event.save.state == save_pb2.SAVE_STATE_STAGING
+
+
 def test_a_rank_without_files_writes_a_receipt(host: Host) -> None:
     host.start()
     trainer = host.trainer()

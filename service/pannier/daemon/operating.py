@@ -7,7 +7,7 @@ and status says ``draining`` once the daemon takes no new saves.
 import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 import grpc
@@ -31,7 +31,6 @@ class Vitals:
 
     host: str
     draining: bool = False
-    started: float = field(default_factory=time.time)
 
     @property
     def state(self) -> str:

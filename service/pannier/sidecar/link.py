@@ -203,7 +203,9 @@ class Link:
                 _log.exception("the link to the %s failed", self.peer)
                 problem = f"{type(error).__name__}: {error}"
             if self._attached or failures == 0:
-                _log.warning("not attached to the %s: %s; trying again", self.peer, problem)
+                # At the start they come up in any order.
+                level = logging.INFO if self._heard is None else logging.WARNING
+                _log.log(level, "not attached to the %s: %s; trying again", self.peer, problem)
             self._attached = False
             failures = 0 if time.monotonic() - started > _LONGEST_BACKOFF_S else failures + 1
             longest = min(_LONGEST_BACKOFF_S, 0.05 * 2 ** min(failures, 8))

@@ -141,7 +141,7 @@ class Sidecar:
         threads = ThreadPoolExecutor(_CALLS, thread_name_prefix="pannier-call")
         server = grpc.server(
             threads,
-            options=server_options(),
+            options=[*server_options(), ("grpc.http2.lookahead_bytes", service.LOOKAHEAD)],
             interceptors=[ErrorInterceptor()],
             maximum_concurrent_rpcs=_CALLS,
         )

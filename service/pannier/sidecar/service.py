@@ -32,8 +32,11 @@ from pannier.wire.errors import (
 NAME: Final = "pannier.v1.Sidecar"
 ACKNOWLEDGE: Final = 16 << 20
 """Bytes between two acknowledgements of a stream."""
-_STREAMS: Final = 32
-"""Streams that are read at the same time: each may hold some MiB of messages."""
+LOOKAHEAD: Final = 2 << 20
+"""Bytes of a stream that may come in before they are asked for: without it the client waits for
+the sidecar after every message."""
+_STREAMS: Final = 16
+"""Streams that are read at the same time: each may hold some MiB of messages (LOOKAHEAD)."""
 _PATIENCE_S: Final = 4.0
 """A stream is read all the same when trainers that don't send keep others out for so long."""
 _FAIL_S: Final = 2.0

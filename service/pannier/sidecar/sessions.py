@@ -46,10 +46,11 @@ class _Session:
 
     def mark(self, save: Save, urgent: bool) -> None:
         with self._condition:
+            first = not self._changed
             self._changed[save.key] = save
-            # Progress waits for the next tick, without waking anyone.
-            if urgent:
-                self._urgent = True
+            self._urgent |= urgent
+            # More progress wakes nobody: it goes with the next tick.
+            if first or urgent:
                 self._condition.notify()
 
     def close(self) -> None:
