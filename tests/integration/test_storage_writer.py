@@ -54,6 +54,13 @@ def cause(caught: pytest.ExceptionInfo[CheckpointException]) -> BaseException:
     return error
 
 
+@pytest.fixture(scope="module")
+def daemons(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemons]:
+    """One pair for all tests here: what one does to a save must not matter to the next."""
+    with Daemons(tmp_path_factory.mktemp("daemons")) as running:
+        yield running
+
+
 @pytest.fixture
 def client(daemons: Daemons, monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
     for name, value in daemons.env().items():
@@ -113,9 +120,9 @@ def test_torchs_async_save_works(client: Client, tmp_path: Path) -> None:
 def test_to_a_bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with (
         GcsServer(tmp_path / "gcs") as server,
-        Daemons(tmp_path / "daemons", environment=server.env) as daemons,
+        Daemons(tmp_path / "daemons", environment=server.env) as beside,
     ):
-        for name, value in {**daemons.env(), **server.env}.items():
+        for name, value in {**beside.env(), **server.env}.items():
             monkeypatch.setenv(name, value)
         with Client(load_settings()) as client:
             url = "gs://bucket/run/step-1"
@@ -274,6 +281,7 @@ def test_no_sidecar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 # Several ranks.
 
 
+@pytest.mark.slow
 def test_any_number_of_ranks_reads_what_three_wrote(daemons: Daemons, tmp_path: Path) -> None:
     def save() -> None:
         import os

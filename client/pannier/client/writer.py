@@ -98,9 +98,9 @@ class StorageWriter(storage.StorageWriter):
     """Writes a checkpoint through Pannier; for ``dcp.save(storage_writer=...)``.
 
     ``dcp.save`` returns when the checkpoint is committed. ``dcp.async_save`` works
-    too, at the price of torch's own staging: two more copies, on the training
-    thread; :func:`pannier.client.async_save` needs one. Make it in the same order
-    on all ranks; it can be used for many saves, one at a time.
+    too, at the price of torch's own staging: it copies the state dict first, on the
+    training thread; :func:`pannier.client.async_save` copies once. A writer can be
+    used for many saves, one at a time; all ranks of the group make the same ones.
 
     Args:
         path: directory of the checkpoint: a path, or a URL such as ``gs://bucket/run/step-100``.
