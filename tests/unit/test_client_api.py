@@ -4,6 +4,7 @@ import importlib
 import inspect
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -137,7 +138,7 @@ def test_a_relative_path_is_the_trainers(client: Client) -> None:
     assert result.checkpoint_id == os.path.abspath("runs/step-1")
 
 
-def test_torchs_state_is_left_alone(client: Client) -> None:
+def test_the_processs_state_is_left_alone(client: Client) -> None:
     torch.manual_seed(5)
     before = (
         torch.get_rng_state(),
@@ -145,6 +146,7 @@ def test_torchs_state_is_left_alone(client: Client) -> None:
         torch.serialization.get_crc32_options(),
         torch.get_default_dtype(),
         threading.excepthook,
+        [signal.getsignal(number) for number in signal.valid_signals()],
     )
     client.save(state(), checkpoint_id="/x/y")
     assert torch.equal(torch.get_rng_state(), before[0])
@@ -153,6 +155,7 @@ def test_torchs_state_is_left_alone(client: Client) -> None:
         torch.serialization.get_crc32_options(),
         torch.get_default_dtype(),
         threading.excepthook,
+        [signal.getsignal(number) for number in signal.valid_signals()],
     ) == before[1:]
 
 
@@ -243,13 +246,20 @@ def test_an_abort_while_planning_is_raised_from_the_call(
     def abort(_: Any) -> None:
         raise SaveAbortedError("save was aborted", [save_pb2.Failure(rank=1, message="left")])
 
-    sidecar.on["Plan"] = abort
-    with pytest.raises(SaveAbortedError) as raised:
-        client.async_save(state(), checkpoint_id="/x/y")
-    assert raised.value.failures[1].message == "left"
-    assert not failures(sidecar)
-    del sidecar.on["Plan"]
-    client.save(state(), checkpoint_id="/x/y")
+    def abort_with_news_first(request: Any) -> None:
+        sidecar.abort(request.context, save_pb2.Failure(rank=1, message="left"))
+        time.sleep(0.2)
+        abort(request)
+
+    for hook in (abort, abort_with_news_first):
+        sidecar.on["Plan"] = hook
+        with pytest.raises(SaveAbortedError) as raised:
+            client.async_save(state(), checkpoint_id="/x/y")
+        assert raised.value.failures[1].message == "left"
+        assert not failures(sidecar)
+        del sidecar.on["Plan"]
+        # It was raised once: neither now nor by the next call again.
+        client.save(state(), checkpoint_id="/x/y")
 
 
 def test_no_sidecar_is_an_error_from_the_call() -> None:

@@ -23,6 +23,7 @@ from pannier.client.arguments import (
     check_timeout,
     check_torch_only,
     checkpoint_path,
+    told_path,
 )
 from pannier.client.config import Settings, load_settings
 from pannier.client.handle import Resolver, SaveHandle, SaveResult, Unasked
@@ -121,7 +122,7 @@ class Client:
         member.check_process()
         group = member.world.group(process_group)
         number = member.world.next_number(group)
-        entry = Entry(group, number)
+        entry = Entry(group, number, told_path(checkpoint_id, storage_writer))
         try:
             self._check_open()
             self._unasked.raise_all()
@@ -191,7 +192,7 @@ class Client:
         """
         member = self._membership(no_dist)
         group = member.world.group(process_group)
-        entry = Entry(group, member.world.next_number(group))
+        entry = Entry(group, member.world.next_number(group), told_path(checkpoint_id, None))
         try:
             self._check_open()
             entry.checkpoint_id = checkpoint_path(checkpoint_id, None)

@@ -34,6 +34,14 @@ def checkpoint_path(checkpoint_id: str | os.PathLike[str] | None, writer: Any) -
     return url
 
 
+def told_path(checkpoint_id: Any, writer: Any) -> str:
+    """What to tell the other ranks of a save whose arguments may not be valid."""
+    try:
+        return checkpoint_path(checkpoint_id, writer)
+    except (InvalidRequestError, TypeError):
+        return str(checkpoint_id)
+
+
 def check_on_busy(on_busy: str) -> None:
     """Raises InvalidRequestError unless it is one of :data:`ON_BUSY`."""
     if on_busy not in ON_BUSY:

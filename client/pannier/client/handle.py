@@ -219,7 +219,7 @@ class Resolver:
 
         def end() -> None:
             self.verdict.error = kept
-            self.verdict.asked = quietly
+            self.verdict.asked = self.verdict.asked or quietly
             if not self.handle._staging.done():
                 self.handle._staging.set_exception(kept)
             self.handle._upload.set_exception(kept)

@@ -17,10 +17,10 @@ from pannier.wire.errors import ConfigurationError, UnavailableError
 class Entry:
     """A save's number and what is known of it so far."""
 
-    def __init__(self, group: Group, number: int) -> None:
+    def __init__(self, group: Group, number: int, checkpoint_id: str) -> None:
         self.group = group
         self.number = number
-        self.checkpoint_id = ""
+        self.checkpoint_id = checkpoint_id
         self.checked = False
         """What is raised from now on is about this save."""
         self.planned = False

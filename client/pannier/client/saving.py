@@ -142,7 +142,8 @@ class Saving:
             self.resolver.update(lambda s: dataclasses.replace(s, waiting_on=waiting))
 
     def forget(self) -> None:
-        """The call raises: nobody gets the handle."""
+        """The call raises: nobody gets the handle, and the caller knows."""
+        self.resolver.verdict.asked = True
         self._fail(SaveAbortedError(f"save {self.text} was given up"), quietly=True)
 
     def _phase_over(self, phase: str) -> None:

@@ -38,6 +38,8 @@ EMBEDDED_S: Final = 15.0
 """The same for daemons that may just be starting, on a machine that is busy with that."""
 RECONNECT_S: Final = 10.0
 """How long a call of the trainer's own thread waits for a sidecar that went away."""
+RESTART_S: Final = 40.0
+"""The same for embedded daemons, which are started again."""
 MAX_STREAMS: Final = 2
 """Files on their way at the same time."""
 _ANSWER_S: Final = 30.0
@@ -61,6 +63,8 @@ class Session:
         self.identity = who
         self._hint = hint
         self._revive = revive
+        # Daemons that are started again need time to.
+        self._patience_s = RECONNECT_S if revive is None else RESTART_S
         self._line = Line(address)
         self._alarms = Alarms("pannier-alarms")
         self._sender = Sender(self._line, self._alarms, self.peer)
@@ -135,7 +139,7 @@ class Session:
         answer: sidecar_pb2.PlanResponse = self._repeat(
             lambda: self._unary("Plan", request, deadline.remaining() + _SLACK_S),
             deadline,
-            patience_s=RECONNECT_S,
+            patience_s=self._patience_s,
         )
         return answer
 
@@ -144,7 +148,7 @@ class Session:
     ) -> sidecar_pb2.BeginResponse:
         """Opens a save whose global plan torch makes."""
         answer: sidecar_pb2.BeginResponse = self._repeat(
-            lambda: self._unary("Begin", request, timeout), Deadline(timeout), RECONNECT_S
+            lambda: self._unary("Begin", request, timeout), Deadline(timeout), self._patience_s
         )
         return answer
 

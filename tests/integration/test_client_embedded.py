@@ -1,0 +1,160 @@
+"""The client with nothing configured: its own daemons, on this machine, for real."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from pannier.client.api import Client
+from pannier.client.config import load_settings
+from support.ranks import start_ranks
+
+
+def load(path: Path, **like: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What plain DCP finds there."""
+    state = {name: torch.zeros_like(tensor) for name, tensor in like.items()}
+    dcp.load(state, checkpoint_id=path, no_dist=True)
+    return state
+
+
+def daemons(directory: Path) -> list[psutil.Process]:
+    """The supervisor of a runtime directory and its children."""
+    supervisor = psutil.Process(int((directory / "up.pid").read_text()))
+    return [supervisor, *supervisor.children(recursive=True)]
+
+
+@pytest.mark.usefixtures("embedded")
+def test_a_first_save_needs_nothing_but_the_call(tmp_path: Path) -> None:
+    weights = torch.randn(300, 200)
+    with Client(load_settings()) as client:
+        handle = client.async_save({"w": weights}, checkpoint_id=tmp_path / "step-1")
+        expected = weights.clone()
+        weights.zero_()
+        result = handle.result(60)
+        assert client.latest(tmp_path) == str(tmp_path / "step-1")
+    assert torch.equal(load(tmp_path / "step-1", w=expected)["w"], expected)
+    assert result.metadata().state_dict_metadata["w"].size == expected.shape
+
+
+_RANKS = """
+import json, os, sys
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.utils.data import DataLoader, Dataset
+
+class Numbers(Dataset):
+    def __len__(self): return 16
+    def __getitem__(self, index): return os.getpid()
+
+from pannier import client
+
+root = sys.argv[1] if len(sys.argv) > 1 else os.environ["ROOT"]
+dist.init_process_group("gloo")
+mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+full = torch.arange(40_000, dtype=torch.float32).reshape(200, 200)
+state = {"w": distribute_tensor(full, mesh, [Shard(0)]), "step": 0}
+
+collectives = []
+def forbid(name, original):
+    def call(*arguments, **keywords):
+        collectives.append(name)
+        return original(*arguments, **keywords)
+    return call
+for name in ("all_gather_object", "gather_object", "scatter_object_list", "broadcast_object_list",
+             "all_reduce", "barrier", "all_gather", "broadcast", "reduce", "gather", "scatter"):
+    setattr(dist, name, forbid(name, getattr(dist, name)))
+
+handles = []
+for step in range(3):
+    state["step"] = step
+    handles.append(client.async_save(state, checkpoint_id=f"{root}/step-{step}"))
+    # Workers are forked while bytes are on their way.
+    pids = {int(p) for batch in DataLoader(Numbers(), num_workers=2) for p in batch}
+    assert len(pids) == 2
+results = [handle.result(60) for handle in handles]
+client.close()
+assert not collectives, collectives
+print("numbers", [result.attempt.rsplit("-", 1)[1] for result in results])
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_torchrun_needs_no_other_step(embedded: Path, tmp_path: Path) -> None:
+    environment = {
+        "PANNIER_RUNTIME_DIR": str(embedded),
+        "PANNIER_SPOOL": os.environ["PANNIER_SPOOL"],
+        "ROOT": str(tmp_path / "run"),
+    }
+    with start_ranks(_RANKS, 2, environment) as ranks:
+        finished = ranks.wait(120).check()
+    assert all("numbers ['s1', 's2', 's3']" in output for output in finished.outputs)
+    full = torch.arange(40_000, dtype=torch.float32).reshape(200, 200)
+    for step in range(3):
+        assert torch.equal(load(tmp_path / "run" / f"step-{step}", w=full)["w"], full)
+
+
+_INTERRUPTED = """
+import os, time, torch
+from pannier import client
+handle = client.async_save(
+    {"w": torch.ones(4_000_000)}, checkpoint_id=os.environ["ROOT"] + "/step-1"
+)
+while handle.status().bytes_ingested < 16_000_000 or handle.status().state == "STAGING":
+    time.sleep(0.01)
+print("ingested", flush=True)
+time.sleep(60)
+"""
+
+
+def test_the_daemons_outlive_ctrl_c_and_a_launcher_that_ends_its_workers(
+    embedded: Path, tmp_path: Path
+) -> None:
+    environment = {
+        "PANNIER_RUNTIME_DIR": str(embedded),
+        "PANNIER_SPOOL": os.environ["PANNIER_SPOOL"],
+        "ROOT": str(tmp_path),
+    }
+    with start_ranks(_INTERRUPTED, 1, environment, torchrun=False) as ranks:
+        ranks.wait_for("ingested")
+        before = daemons(embedded)
+        assert len(before) == 3
+        trainer = ranks.processes[0]
+        assert not set(before) & set(psutil.Process(trainer.pid).children(recursive=True))
+        assert not {os.getsid(p.pid) for p in before} & {os.getsid(trainer.pid)}
+        os.killpg(os.getpgid(trainer.pid), signal.SIGINT)
+        os.killpg(os.getpgid(trainer.pid), signal.SIGKILL)
+        ranks.wait(10)
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "step-1" / ".metadata").exists():
+        assert time.monotonic() < deadline, "the save was not committed"
+        time.sleep(0.05)
+    assert daemons(embedded) == before
+    assert torch.equal(
+        load(tmp_path / "step-1", w=torch.ones(4_000_000))["w"], torch.ones(4_000_000)
+    )
+
+
+def test_daemons_that_were_killed_are_started_again(embedded: Path, tmp_path: Path) -> None:
+    with Client(load_settings()) as client:
+        client.save({"w": torch.ones(10)}, checkpoint_id=tmp_path / "step-1")
+        for process in daemons(embedded):
+            process.kill()
+        client.save({"w": torch.ones(10)}, checkpoint_id=tmp_path / "step-2")
+    assert torch.equal(load(tmp_path / "step-2", w=torch.ones(10))["w"], torch.ones(10))
+
+
+def test_they_listen_on_this_users_sockets_only(embedded: Path, tmp_path: Path) -> None:
+    with Client(load_settings()) as client:
+        client.save({"w": torch.ones(10)}, checkpoint_id=tmp_path / "step-1")
+        for process in daemons(embedded):
+            assert not [c for c in process.net_connections("inet") if c.status == "LISTEN"]
+        assert (embedded / "sidecar.sock").stat().st_mode & 0o777 == 0o600
+        assert embedded.stat().st_mode & 0o777 == 0o700
