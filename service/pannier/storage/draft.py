@@ -40,7 +40,8 @@ def make_directory(directory: Path) -> None:
     missing = []
     at = directory
     while not at.is_dir():
-        if at.exists():
+        # Asked once more: another rank's upload may just have made it.
+        if at.exists() and not at.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, f"{at} is not a directory")
         missing.append(at)
         at = at.parent
