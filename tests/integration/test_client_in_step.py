@@ -66,6 +66,11 @@ attempt("object", state={f"o{rank}": Unpicklable() if rank else 1, f"w{rank}": t
 attempt("sparse", state={f"w{rank}": torch.eye(3).to_sparse() if rank else torch.eye(3)})
 attempt("elsewhere", checkpoint_id=f"{root}/elsewhere-{rank}")
 attempt("kinds", state={"k": torch.ones(3) if rank else "an object"})
+slots = [client.default_client()._slots.take("raise", 1) for _ in range(2 * rank)]
+attempt("skip", on_busy="skip")
+attempt("busy", on_busy="raise")
+for slot in slots:
+    slot.free()
 attempt("group", process_group=first)
 attempt("good-2", process_group=both)
 attempt("good-3")
@@ -98,6 +103,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
         ("sparse", "w1"),
         ("elsewhere", "elsewhere-1"),
         ("kinds", "k"),
+        ("skip", "not ingested yet"),
+        ("busy", "not ingested yet"),
     ],
 )
 def test_what_fails_on_one_rank_fails_on_all_by_name(found: Any, name: str, says: str) -> None:
@@ -116,6 +123,13 @@ def test_the_other_rank_is_told_whose_fault_it_was(found: Any, name: str) -> Non
     kind, _, failures = innocent[name]
     assert kind == "SaveAbortedError"
     assert list(failures) == ["1"], failures
+
+
+@pytest.mark.slow
+def test_a_skip_is_a_skip_on_all_ranks(found: Any) -> None:
+    ranks, _ = found
+    assert [rank["skip"][0] for rank in ranks] == ["SaveSkippedError"] * 2
+    assert [rank["busy"][0] for rank in ranks] == ["SaveAbortedError", "BusyError"]
 
 
 @pytest.mark.slow
