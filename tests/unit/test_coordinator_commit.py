@@ -5,7 +5,6 @@ import itertools
 import pickle
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any
 
 import crc32c
 import pytest
@@ -17,12 +16,13 @@ from pannier.coordinator.incarnations import number_of
 from pannier.coordinator.manifest import Manifest, publish, read
 from pannier.coordinator.planning import make_global_plan
 from pannier.coordinator.recovery import find_receipts
-from pannier.storage import ConflictError, ObjectInfo, StorageError, Store, open_store
+from pannier.storage import ConflictError, StorageError, Store, open_store
 from pannier.v1 import records_pb2, save_pb2, sidecar_pb2
 from pannier.wire import identity
 from pannier.wire.errors import IntegrityError
 from pannier.wire.identity import METADATA, Attempt
 from support.ranks_by_hand import local_plan, rank_plans, tensor
+from support.unsteady import Unsteady
 
 GROUP = "g00000000"
 _places = itertools.count()
@@ -43,57 +43,6 @@ def on_fresh_store(scenario: Callable[[Store], Awaitable[None]]) -> None:
             await scenario(store)
 
     asyncio.run(main())
-
-
-class Unsteady(Store):
-    """Another store whose answers get lost, or which is interrupted right before a write."""
-
-    upload_memory = 0
-
-    def __init__(self, inner: Store) -> None:
-        self.inner = inner
-        self.url = inner.url
-        self.lose: set[str] = set()
-        """Keys whose next write succeeds, but is answered with an error."""
-        self.before: dict[str, Callable[[], Awaitable[Any]]] = {}
-        """By key: what happens right before its next write."""
-
-    async def _write(self, key: str, write: Callable[[], Awaitable[ObjectInfo]]) -> ObjectInfo:
-        interruption = self.before.pop(key, None)
-        if interruption is not None:
-            await interruption()
-        info = await write()
-        if key in self.lose:
-            self.lose.discard(key)
-            raise StorageError(f"{key}: the answer got lost")
-        return info
-
-    async def create(self, key: str, data: bytes) -> ObjectInfo:
-        return await self._write(key, lambda: self.inner.create(key, data))
-
-    async def replace(self, key: str, data: bytes, *, expected: str | None) -> ObjectInfo:
-        return await self._write(key, lambda: self.inner.replace(key, data, expected=expected))
-
-    async def upload(self, key: str, source: Any, *, progress: Any, retried: Any) -> ObjectInfo:
-        raise AssertionError("the coordinator uploads nothing")
-
-    async def read(self, key: str, offset: int = 0, length: int | None = None) -> bytes:
-        return await self.inner.read(key, offset, length)
-
-    async def stat(self, key: str) -> ObjectInfo | None:
-        return await self.inner.stat(key)
-
-    async def list(self, prefix: str = "") -> list[ObjectInfo]:
-        return await self.inner.list(prefix)
-
-    async def delete(self, key: str, *, generation: str | None = None) -> None:
-        await self.inner.delete(key, generation=generation)
-
-    async def probe(self) -> None:
-        await self.inner.probe()
-
-    async def close(self) -> None:
-        await self.inner.close()
 
 
 def save_of(attempt: Attempt) -> save_pb2.SaveId:

@@ -211,12 +211,15 @@ def test_unfinished_rank_is_named_at_the_deadline(sockets: Path, tmp_path: Path)
             assert [failure.rank for failure in status.failures] == [0]
             assert status.failures[0].kind == save_pb2.FAILURE_KIND_DEADLINE
             assert "rank 0 (host node-0, last heard" in status.failures[0].message
+            # The decision stays; the attempt's other records go, and the checkpoint never was.
+            end = time.monotonic() + 5
+            while (place / identity.manifest(finals[0].attempt)).exists():
+                assert time.monotonic() < end
+                await asyncio.sleep(0.01)
             return finals[0]
 
     final = asyncio.run(scenario())
-    # The decision stays; the attempt's other records are gone, and the checkpoint never was.
     assert decision_of(place, final.attempt).outcome == records_pb2.OUTCOME_ABORT
-    assert not (place / identity.manifest(final.attempt)).exists()
     assert not (place / ".metadata").exists()
 
 

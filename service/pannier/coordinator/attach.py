@@ -8,7 +8,6 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
-from contextlib import suppress
 from typing import Final
 
 from pannier.coordinator.gather import DisagreementError
@@ -72,7 +71,8 @@ class Attachments:
         stream = _Stream(Presence(first.host))
         self._streams.add(stream)
         _log.info("sidecar %s on %s is attached", first.sidecar[:8], first.host)
-        reading = asyncio.get_running_loop().create_task(self._read(stream, first, requests))
+        loop = asyncio.get_running_loop()
+        reading = loop.create_task(self._read(stream, first, requests))
         reading.add_done_callback(lambda _: stream.bell.set())
         try:
             # Says that the stream stands.
@@ -81,8 +81,11 @@ class Attachments:
                 response = self._take_news(stream)
                 if response is not None:
                     yield response
-                with suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(stream.bell.wait(), REFRESH_S)
+                timer = loop.call_later(REFRESH_S, stream.bell.set)
+                try:
+                    await stream.bell.wait()
+                finally:
+                    timer.cancel()
                 stream.bell.clear()
                 self._refresh(stream)
             reading.result()

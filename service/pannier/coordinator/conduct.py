@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import tenacity
 
@@ -42,6 +42,7 @@ _Answer = TypeVar("_Answer")
 
 _LONGEST_BACKOFF_S: Final = 5.0
 """Between two tries of a step whose outcome is in doubt."""
+_CANCEL_S: Final = 0.5
 _TRACES_S: Final = 10.0
 """For storage to say whether a save that nobody will commit has left anything."""
 
@@ -78,8 +79,8 @@ class Conductor:
         doomed = asyncio.get_running_loop().create_task(save.doomed.wait())
         try:
             await asyncio.wait({work, doomed}, return_when=asyncio.FIRST_COMPLETED)
-            if not work.done() and not save.deciding:
-                work.cancel()
+            if not save.deciding:
+                await _cancel(work)
             await asyncio.wait({work})
             if not work.cancelled() and (error := work.exception()) is not None:
                 blame(save, error)
@@ -92,9 +93,8 @@ class Conductor:
                 save.move(State.IN_DOUBT)
         finally:
             # The daemon stops: both end here.
-            work.cancel()
-            doomed.cancel()
-            await asyncio.gather(work, doomed, return_exceptions=True)
+            await _cancel(doomed)
+            await _cancel(work)
 
     async def _work(self, save: Save) -> None:
         """Up to the commit. What it raises aborts the save; it is cancelled when it is doomed."""
@@ -348,3 +348,10 @@ class Conductor:
 
     async def _in_thread(self, function: Callable[[], _Answer]) -> _Answer:
         return await asyncio.get_running_loop().run_in_executor(self._threads, function)
+
+
+async def _cancel(task: "asyncio.Task[Any]") -> None:
+    """Cancels until it has ended: before Python 3.12 a wait_for on the way may lose it."""
+    while not task.done():
+        task.cancel()
+        await asyncio.wait({task}, timeout=_CANCEL_S)

@@ -219,15 +219,23 @@ class Save:
             deadline: on the monotonic clock, asked after each change; None: without end.
         """
         bell = asyncio.Event()
+        loop = asyncio.get_running_loop()
         self._bells.add(bell)
         try:
             while not ready():
                 bell.clear()
-                left = None if deadline is None else deadline() - time.monotonic()
+                # Not wait_for: before Python 3.12 it loses a cancellation that comes with a ring.
+                timer = None
+                if deadline is not None:
+                    left = deadline() - time.monotonic()
+                    if left <= 0:
+                        return False
+                    timer = loop.call_later(left, bell.set)
                 try:
-                    await asyncio.wait_for(bell.wait(), left)
-                except asyncio.TimeoutError:
-                    return ready()
+                    await bell.wait()
+                finally:
+                    if timer is not None:
+                        timer.cancel()
         finally:
             self._bells.discard(bell)
         return True

@@ -1,0 +1,259 @@
+"""Saves while storage misbehaves: what is in doubt stays in doubt until storage tells."""
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import crc32c
+import pytest
+from google.protobuf import json_format
+
+from pannier.coordinator.columns import RankPlan
+from pannier.coordinator.conduct import Conductor
+from pannier.coordinator.manifest import Manifest, publish
+from pannier.coordinator.places import Places
+from pannier.coordinator.planners import Planners
+from pannier.coordinator.planning import make_global_plan
+from pannier.coordinator.registry import ENDED_KEPT, Registry
+from pannier.coordinator.saves import Save, State
+from pannier.daemon.board import Board
+from pannier.storage import ObjectInfo, StorageError, Store, open_store
+from pannier.v1 import records_pb2, save_pb2, sidecar_pb2
+from pannier.wire import identity
+from support.ranks_by_hand import (
+    context,
+    local_plan,
+    rank_plans,
+    receipt_of,
+    tensor,
+    thing,
+)
+from support.unsteady import Unsteady
+
+_places = itertools.count()
+
+
+class Failing(Unsteady):
+    """Refuses all writes of a key until it is told otherwise."""
+
+    def __init__(self, inner: Store) -> None:
+        super().__init__(inner)
+        self.refused: set[str] = set()
+        self.tries = 0
+
+    async def _write(self, key: str, write: Callable[[], Awaitable[ObjectInfo]]) -> ObjectInfo:
+        if key in self.refused:
+            self.tries += 1
+            raise StorageError(f"{key}: 503")
+        return await super()._write(key, write)
+
+
+class OnePlace(Places):
+    """Gives the test's store out."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__()
+        self.store = store
+
+    def open(self, checkpoint_id: str) -> Store:
+        return self.store
+
+
+class Scene:
+    """A registry and a conductor on one store, without a server."""
+
+    def __init__(self, threads: ThreadPoolExecutor) -> None:
+        self.checkpoint_id = f"memory://conduct-{next(_places)}/step"
+        self.plain = open_store(self.checkpoint_id)
+        self.store = Failing(self.plain)
+        self.conductor = Conductor(OnePlace(self.store), Planners(), host="here", threads=threads)
+        self.board = Board()
+        self.registry = Registry(self.board, begin=self.conductor.begin, suspect_after_s=5)
+        self.plans = rank_plans(local_plan([tensor("w", 4)]), local_plan([tensor("b", 4)]))
+
+    def context(self, rank: int = 0, number: int = 1) -> sidecar_pb2.SaveContext:
+        return context(rank, self.checkpoint_id, number=number)
+
+    async def planned(self, plans: list[RankPlan] | None = None) -> Save:
+        for plan in plans or self.plans:
+            save = self.registry.enter(self.context(plan.rank))
+            save.gathering.add(plan)
+        save.ring()
+        await self.reach(save, lambda: save.state is not State.PLANNING)
+        return save
+
+    def make_durable(self, save: Save) -> None:
+        assert save.manifest is not None
+        for rank, part in save.parts.items():
+            part.receipt = receipt_of(save.manifest.final_plan(rank), rank)
+            part.advance(save_pb2.RANK_PHASE_DURABLE)
+        save.progress()
+
+    async def reach(self, save: Save, ready: Callable[[], bool]) -> None:
+        await asyncio.wait_for(save.until(ready), 10)
+
+
+def play(scenario: Callable[[Scene], Awaitable[None]]) -> None:
+    async def main() -> None:
+        with ThreadPoolExecutor(1) as threads:
+            scene = Scene(threads)
+            try:
+                await scenario(scene)
+            finally:
+                await scene.conductor.stop()
+                for info in await scene.plain.list():
+                    await scene.plain.delete(info.key)
+
+    asyncio.run(main())
+
+
+def attempt_of(save: Save) -> str:
+    assert save.attempt is not None
+    return save.attempt.name
+
+
+def test_commit_is_in_doubt_until_the_decision_is_written() -> None:
+    async def scenario(scene: Scene) -> None:
+        save = await scene.planned()
+        scene.store.refused.add(identity.decision(attempt_of(save)))
+        scene.make_durable(save)
+        await scene.reach(save, lambda: scene.store.tries >= 2)
+        assert save.state is State.IN_DOUBT
+        assert "503" in save.status().waiting_on.text
+        # Too late to fail: whoever is told so could be wrong.
+        save.fail(save_pb2.FAILURE_KIND_CLIENT, "late", 0)
+        scene.store.refused.clear()
+        await scene.reach(save, lambda: save.ended)
+        assert save.state is State.COMMITTED
+        assert not save.failures
+        assert await scene.plain.stat(identity.METADATA) is not None
+
+    play(scenario)
+
+
+def test_abort_is_in_doubt_until_the_decision_is_written_and_deletes_nothing() -> None:
+    async def scenario(scene: Scene) -> None:
+        save = await scene.planned()
+        scene.store.refused.add(identity.decision(attempt_of(save)))
+        save.fail(save_pb2.FAILURE_KIND_CLIENT, "boom", 1)
+        await scene.reach(save, lambda: scene.store.tries >= 2)
+        assert save.state is State.IN_DOUBT
+        assert await scene.plain.stat(identity.manifest(attempt_of(save))) is not None
+        scene.store.refused.clear()
+        await scene.reach(save, lambda: save.ended)
+        assert save.state is State.ABORTED
+        assert [failure.message for failure in save.status().failures] == ["boom"]
+
+    play(scenario)
+
+
+def test_commit_that_was_decided_is_installed_when_storage_is_back() -> None:
+    async def scenario(scene: Scene) -> None:
+        save = await scene.planned()
+        scene.store.refused.add(identity.METADATA)
+        scene.make_durable(save)
+        await scene.reach(save, lambda: scene.store.tries >= 2)
+        assert save.state is State.IN_DOUBT
+        scene.store.refused.clear()
+        await scene.reach(save, lambda: save.ended)
+        assert save.state is State.COMMITTED
+
+    play(scenario)
+
+
+def test_lost_decision_of_a_save_is_obeyed_with_its_failures() -> None:
+    async def scenario(scene: Scene) -> None:
+        save = await scene.planned()
+        name = attempt_of(save)
+        failure = save_pb2.Failure(rank=1, host="h", kind=save_pb2.FAILURE_KIND_LOST, message="m")
+        other = records_pb2.Decision(
+            outcome=records_pb2.OUTCOME_ABORT, attempt=name, failures=[failure], decided_by="else"
+        )
+        scene.store.before[identity.decision(name)] = lambda: _put_decision(scene.plain, other)
+        scene.make_durable(save)
+        await scene.reach(save, lambda: save.ended)
+        assert save.state is State.ABORTED
+        assert list(save.failures.values()) == [failure]
+        assert await scene.plain.stat(identity.METADATA) is None
+
+    play(scenario)
+
+
+def test_commit_by_another_coordinator_wins_over_our_abort() -> None:
+    async def scenario(scene: Scene) -> None:
+        save = await scene.planned()
+        name = attempt_of(save)
+        await scene.plain.create(identity.metadata_candidate(name), b"theirs")
+        other = records_pb2.Decision(
+            outcome=records_pb2.OUTCOME_COMMIT,
+            attempt=name,
+            metadata_size=6,
+            metadata_crc32c=crc32c.crc32c(b"theirs"),
+        )
+        await _put_decision(scene.plain, other)
+        save.fail(save_pb2.FAILURE_KIND_CLIENT, "boom", 1)
+        await scene.reach(save, lambda: save.ended)
+        assert save.state is State.COMMITTED
+        assert await scene.plain.read(identity.METADATA) == b"theirs"
+
+    play(scenario)
+
+
+async def _put_decision(store: Store, decision: records_pb2.Decision) -> None:
+    text = json_format.MessageToJson(decision).encode()
+    await store.create(identity.decision(decision.attempt), text)
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_manifest_of_another_coordinator_is_used_if_it_is_of_our_plans(same: bool) -> None:
+    async def scenario(scene: Scene) -> None:
+        theirs = scene.plans
+        if not same:
+            theirs = rank_plans(local_plan([tensor("w", 4)]), local_plan([thing("other")]))
+        attempt = identity.Attempt(1, 1, identity.group_name((0, 1)))
+        # Planned elsewhere, with another host's names.
+        theirs = [RankPlan(p.rank, "elsewhere", p.digest, p.plan) for p in theirs]
+        plan = make_global_plan(theirs, attempt.name)
+        manifest = Manifest.make(scene.context(), attempt, theirs, plan)
+        await publish(scene.plain, manifest)
+        save = await scene.planned()
+        if same:
+            assert save.manifest is not None
+            assert save.manifest.plan_id == manifest.plan_id
+        else:
+            await scene.reach(save, lambda: save.ended)
+            assert save.failures[1].kind == save_pb2.FAILURE_KIND_DISAGREEMENT
+            assert "was planned before" in save.failures[1].message
+
+    play(scenario)
+
+
+def test_impossible_moves_raise() -> None:
+    async def scenario(scene: Scene) -> None:
+        save = await scene.planned()
+        scene.make_durable(save)
+        await scene.reach(save, lambda: save.ended)
+        for state in (State.ABORTED, State.PLANNING, State.IN_DOUBT):
+            with pytest.raises(RuntimeError, match="COMMITTED: it can't become"):
+                save.move(state)
+
+    play(scenario)
+
+
+def test_ended_saves_are_remembered_for_a_while_without_their_plans() -> None:
+    async def scenario(scene: Scene) -> None:
+        save = await scene.planned()
+        scene.make_durable(save)
+        await scene.reach(save, lambda: save.ended)
+        assert save.manifest is None
+        assert not save.gathering.plans
+        assert scene.registry.enter(scene.context()) is save
+        for number in range(2, ENDED_KEPT + 3):
+            other = scene.registry.enter(scene.context(number=number))
+            other.fail(save_pb2.FAILURE_KIND_SKIPPED, "busy", 0)
+            other.move(State.ABORTED)
+        assert scene.registry.find_key(save.key) is None
+        assert len(scene.board.list(limit=10**6)) == ENDED_KEPT
+
+    play(scenario)
