@@ -27,7 +27,7 @@ class Runs:
     written: dict[int, list[dict[str, list[str]]]]
     """By number of ranks; one report by kind for each rank."""
     read: dict[int, list[dict[str, list[str]]]]
-    """The same; reports by ``<writers>/<kind>/<target>/<reader>``."""
+    """The same; reports by ``<kind>|<target>|<reader>|<root>``."""
     roots: dict[int, Path]
     """Where the checkpoints are, by number of ranks that saved them."""
 
@@ -57,7 +57,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         }
     # Nothing of Pannier runs while the checkpoints are read.
     env = {
-        "ROOTS": json.dumps({ranks: str(root) for ranks, root in roots.items()}),
+        "ROOTS": json.dumps({str(root): ranks for ranks, root in roots.items()}),
         "READERS": "dcp client",
     }
     read = {ranks: _run("read_states.py", ranks, base / f"read-{ranks}", env) for ranks in READERS}
@@ -76,10 +76,10 @@ def test_comes_back_bit_for_bit_in_any_layout(runs: Runs, name: str) -> None:
     for ranks, reports in runs.read.items():
         for rank, report in enumerate(reports):
             for key, found in report.items():
-                writers, saved, target, how = key.split("/", 3)
+                saved, target, how, root = key.split("|")
                 if saved == name:
                     loads += 1
-                    where = f"{how}, rank {rank} of {ranks}, saved by {writers}, {target}"
+                    where = f"{how}, rank {rank} of {ranks}, {target} from {root}"
                     problems += [f"{where}: {text}" for text in found]
     assert not problems, "\n".join(problems)
     expected = sum(ranks for ranks in READERS if ranks in KINDS[name].ranks) * len(WRITERS) * 2

@@ -1,6 +1,7 @@
 """Loads every kind of state with plain DCP and with the client, and compares bit for bit.
 
-Environment: ROOTS (JSON: number of writers to directory or URL), REPORT (directory), SEED.
+Environment: ROOTS (JSON: directory or URL to number of writers), READERS (words: dcp, client),
+REPORT (directory), SEED, KINDS (JSON, default all).
 """
 
 import json
@@ -11,11 +12,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 from torch.testing._internal.two_tensor import TwoTensor
 
 from support.bits import differences
+from support.reading import plain_load
 from support.sharded_states import KINDS, WHOLE
 from support.states import Colour, Kind, Layout, Position
 
@@ -34,7 +35,7 @@ def load(kind: Kind, saved: Kind, directory: str, layout: Layout) -> dict[str, l
             state = kind.build(layout, OTHER)
             assert differences(state, wanted), "loading would change nothing"
             if how == "dcp":
-                dcp.load(state, checkpoint_id=directory, planner=planner)
+                plain_load(state, directory, planner=planner)
             else:
                 from pannier import client
 
@@ -49,15 +50,15 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     report = {}
-    for writers, root in json.loads(os.environ["ROOTS"]).items():
-        layout = Layout(rank, ranks, int(writers))
+    for root, writers in json.loads(os.environ["ROOTS"]).items():
+        layout = Layout(rank, ranks, writers)
         for name, saved in KINDS.items():
-            if layout.writers not in saved.ranks:
+            if name not in json.loads(os.environ.get("KINDS", json.dumps([*KINDS]))):
                 continue
             for kind in (saved, WHOLE.get(name)):
                 if kind is not None and ranks in kind.ranks:
                     for how, found in load(kind, saved, f"{root}/{name}", layout).items():
-                        report[f"{writers}/{name}/{kind.name}/{how}"] = found
+                        report[f"{name}|{kind.name}|{how}|{root}"] = found
     path = Path(os.environ["REPORT"]) / f"{rank}.json"
     path.write_text(json.dumps(report))
     dist.barrier()

@@ -1,6 +1,7 @@
 """Saves every kind of state, each to a directory of its own, and overwrites it at once.
 
-Environment: ROOT (directory or URL of the checkpoints), REPORT (directory), SEED.
+Environment: ROOT (directory or URL of the checkpoints), REPORT (directory), SEED,
+KINDS (JSON, default all).
 """
 
 import json
@@ -35,7 +36,7 @@ def save(kind: Kind, state: dict[str, Any], directory: str, layout: Layout) -> l
         for text in differences(state, kind.build(layout, int(os.environ["SEED"])))
     ]
     overwrite(state)
-    result = handle.result(60)
+    result = handle.result(30)
     if result.checkpoint_id != directory:
         found.append(f"the result is of {result.checkpoint_id}")
     return found
@@ -47,7 +48,7 @@ def main() -> None:
     layout = Layout(dist.get_rank(), dist.get_world_size())
     report = {}
     for name, kind in KINDS.items():
-        if layout.ranks not in kind.ranks:
+        if name not in json.loads(os.environ.get("KINDS", json.dumps([*KINDS]))):
             continue
         try:
             state = kind.build(layout, int(os.environ["SEED"]))

@@ -1,0 +1,53 @@
+"""Asking a daemon's Status service, as an operator would, until a save is where a test wants it."""
+
+import time
+from collections.abc import Callable
+
+import grpc
+
+from pannier.v1 import save_pb2, status_pb2, status_pb2_grpc
+from pannier.wire import addresses
+
+COMMITTED = save_pb2.SAVE_STATE_COMMITTED
+ABORTED = save_pb2.SAVE_STATE_ABORTED
+
+
+def await_save(
+    address: str,
+    save: str,
+    condition: Callable[[save_pb2.SaveStatus], bool],
+    *,
+    timeout: float = 30,
+) -> save_pb2.SaveStatus:
+    """The first status of a save that meets a condition.
+
+    Args:
+        address: of a coordinator or a sidecar.
+        save: its id, or a checkpoint id (its newest save).
+
+    Raises AssertionError with the last status when the save ends, or the deadline passes,
+    without it.
+    """
+    deadline = time.monotonic() + timeout
+    last = None
+    with grpc.insecure_channel(address, options=addresses.channel_options()) as channel:
+        stub = status_pb2_grpc.StatusStub(channel)
+        while time.monotonic() < deadline:
+            request = status_pb2.WatchSaveRequest(id=save)
+            try:
+                for answer in stub.WatchSave(request, timeout=deadline - time.monotonic()):
+                    last = answer.save
+                    if condition(last):
+                        return last
+                break
+            except grpc.RpcError as error:
+                if error.code() is not grpc.StatusCode.NOT_FOUND:
+                    raise AssertionError(f"{save}: {error.details()}; last: {last}") from error
+            # It has not begun yet.
+            time.sleep(0.02)
+    raise AssertionError(f"{save} did not come to that within {timeout} s: {last}")
+
+
+def all_in(phase: "save_pb2.RankPhase") -> Callable[[save_pb2.SaveStatus], bool]:
+    """Whether all ranks have come to a phase."""
+    return lambda status: bool(status.ranks) and all(r.phase >= phase for r in status.ranks)
