@@ -232,7 +232,7 @@ class Desk:
             timeout_s=timeout_s,
             save_timeout_s=save_timeout_s,
         )
-        answer = await self.call("Plan", request)
+        answer: sidecar_pb2.PlanResponse = await self.call("Plan", request)
         return answer.plan
 
     async def call(self, method: str, request: Any) -> Any:

@@ -5,6 +5,7 @@ time: the sidecars report again to the next one.
 """
 
 import asyncio
+import gc
 import logging
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
@@ -44,6 +45,8 @@ def run(config: CoordinatorConfig) -> int:
     Raises ConfigurationError when it can't listen or a planner can't be imported.
     """
     set_up_logging()
+    # torch's modules stay for good: the collector needn't look at them while metadata is built.
+    gc.freeze()
     asyncio.run(_run(config))
     return 0
 
