@@ -74,6 +74,15 @@ for slot in slots:
 attempt("group", process_group=first)
 attempt("good-2", process_group=both)
 attempt("good-3")
+if not rank:
+    attempt("alone-1")
+    attempt("alone-2")
+    dist.barrier()
+else:
+    for _ in range(3):
+        dist.barrier()
+attempt("good-4")
+attempt("good-5")
 print("FOUND", json.dumps(found), flush=True)
 client.close()
 dist.destroy_process_group()
@@ -85,7 +94,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
     directory = tmp_path_factory.mktemp("in-step")
     with (
         Daemons(directory) as daemons,
-        start_ranks(_RANKS, 2, {**daemons.env(), "ROOT": str(directory / "run")}) as ranks,
+        start_ranks(
+            _RANKS, 2, {**daemons.env(PANNIER_PLAN_TIMEOUT="5"), "ROOT": str(directory / "run")}
+        ) as ranks,
     ):
         outputs = ranks.wait(150).check().outputs
     lines = [line for output in outputs for line in output.splitlines() if "FOUND " in line]
@@ -135,9 +146,20 @@ def test_a_skip_is_a_skip_on_all_ranks(found: Any) -> None:
 @pytest.mark.slow
 def test_the_saves_before_and_after_are_committed(found: Any) -> None:
     ranks, run = found
-    for name in ("good-1", "good-3"):
+    for name in ("good-1", "good-3", "good-4", "good-5"):
         assert [rank[name] for rank in ranks] == ["committed", "committed"]
         assert (run / name / ".metadata").exists()
+
+
+@pytest.mark.slow
+def test_a_rank_that_leaves_calls_out_is_named_and_joins_again(found: Any) -> None:
+    ranks, _ = found
+    for name in ("alone-1", "alone-2"):
+        kind, message, failures = ranks[0][name]
+        assert kind == "SaveAbortedError"
+        assert "rank 1" in message
+        assert list(failures) == ["1"]
+        assert name not in ranks[1]
 
 
 @pytest.mark.slow

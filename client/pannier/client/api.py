@@ -121,22 +121,28 @@ class Client:
         member = self._membership(no_dist)
         member.check_process()
         group = member.world.group(process_group)
-        number = member.world.next_number(group)
-        entry = Entry(group, number, told_path(checkpoint_id, storage_writer))
-        try:
-            self._check_open()
-            self._unasked.raise_all()
-            check_on_busy(on_busy)
-            check_torch_only(async_checkpointer_type, async_stager, use_collectives)
-            entry.checkpoint_id = checkpoint_path(checkpoint_id, storage_writer)
-            seconds = self.settings.save_timeout if timeout is None else check_timeout(timeout)
-            entry.checked = True
-            return self._save(member, entry, state_dict, planner, on_busy, seconds)
-        except BaseException as error:
-            self._report(member, entry, error)
-            if isinstance(error, SaveSkippedError) and on_busy == "skip" and entry.checked:
-                return _skipped(entry, error)
-            raise
+        while True:
+            number = member.world.next_number(group)
+            entry = Entry(group, number, told_path(checkpoint_id, storage_writer))
+            try:
+                self._check_open()
+                self._unasked.raise_all()
+                check_on_busy(on_busy)
+                check_torch_only(async_checkpointer_type, async_stager, use_collectives)
+                entry.checkpoint_id = checkpoint_path(checkpoint_id, storage_writer)
+                seconds = self.settings.save_timeout if timeout is None else check_timeout(timeout)
+                entry.checked = True
+                return self._save(member, entry, state_dict, planner, on_busy, seconds)
+            except BaseException as error:
+                if isinstance(error, SaveAbortedError) and error.resume_at > number:
+                    # This rank didn't call saves that the others did: it joins them again.
+                    _log.warning("%s", error)
+                    member.world.resume(group, error.resume_at)
+                    continue
+                self._report(member, entry, error)
+                if isinstance(error, SaveSkippedError) and on_busy == "skip" and entry.checked:
+                    return _skipped(entry, error)
+                raise
 
     def save(self, state_dict: Mapping[str, Any], **arguments: Any) -> SaveResult:
         """:meth:`async_save`, waiting until the checkpoint is committed."""

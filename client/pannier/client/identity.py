@@ -116,6 +116,11 @@ class World:
             self._numbers[group.ranks] = number
             return number
 
+    def resume(self, group: Group, number: int) -> None:
+        """Makes ``number`` the group's next, when this rank has missed some; never goes back."""
+        with self._lock:
+            self._numbers[group.ranks] = max(self._numbers.get(group.ranks, 0), number - 1)
+
     def identity(self, settings: Settings) -> Identity:
         """This rank's identity; the first rank to ask mints the incarnation for all.
 

@@ -24,12 +24,15 @@ class PannierError(Exception):
         super().__init__(message)
         self.failures: Mapping[int, save_pb2.Failure] = {f.rank: f for f in failures}
         """Causes by global rank; -1 when no single rank is to blame."""
+        self.resume_at = 0
+        """Number of the group's save that a rank which was behind belongs to now; else 0."""
 
     def __reduce__(self) -> tuple[object, ...]:
         return _rebuild, (
             type(self).__name__,
             str(self),
             [f.SerializeToString() for f in self.failures.values()],
+            self.resume_at,
         )
 
 
@@ -101,17 +104,24 @@ def _subclasses(cls: type[PannierError]) -> Iterable[type[PannierError]]:
         yield from _subclasses(sub)
 
 
-def _rebuild(name: str, message: str, failures: Iterable[bytes]) -> PannierError:
+def _rebuild(
+    name: str, message: str, failures: Iterable[bytes], resume_at: int = 0
+) -> PannierError:
     types = {cls.__name__: cls for cls in _subclasses(PannierError)}
-    return types.get(name, PannierError)(
+    error = types.get(name, PannierError)(
         message, [save_pb2.Failure.FromString(f) for f in failures]
     )
+    error.resume_at = resume_at
+    return error
 
 
 def trailing_metadata(error: PannierError) -> tuple[tuple[str, bytes], ...]:
     """Trailing metadata that carries ``error``; its status code is ``error.code``."""
     detail = save_pb2.ErrorDetail(
-        type=type(error).__name__, message=str(error), failures=list(error.failures.values())
+        type=type(error).__name__,
+        message=str(error),
+        failures=list(error.failures.values()),
+        resume_at=error.resume_at,
     )
     return ((_KEY, detail.SerializeToString()),)
 
@@ -128,7 +138,10 @@ def from_rpc_error(error: grpc.RpcError, *, peer: str) -> PannierError:
         if key == _KEY:
             detail = save_pb2.ErrorDetail.FromString(value)
             return _rebuild(
-                detail.type, detail.message, [f.SerializeToString() for f in detail.failures]
+                detail.type,
+                detail.message,
+                [f.SerializeToString() for f in detail.failures],
+                detail.resume_at,
             )
     code = getattr(error, "code", lambda: None)()
     details = getattr(error, "details", lambda: "")() or str(error)

@@ -96,6 +96,42 @@ class Registry:
             raise
         return save
 
+    async def current(self, context: sidecar_pb2.SaveContext, timeout_s: float) -> int:
+        """Where a rank belongs that speaks of a save which ended without it; 0 if it is in step.
+
+        A rank that left out a call is behind its group for good unless it is told: it
+        names another checkpoint id than the save that it is counted to. It belongs to the newer
+        save to that id, which is waited for if the other ranks haven't come so far.
+        """
+        past = self.find(context.save)
+        if past is None or not past.ended or context.rank in past.joined:
+            return 0
+        if past.context.checkpoint_id == context.checkpoint_id:
+            return 0  # the right save, too late
+        deadline = time.monotonic() + timeout_s
+        with self._board.watch_aio() as watch:
+            while True:
+                newer = self._newer(context)
+                remaining = deadline - time.monotonic()
+                if newer or remaining <= 0:
+                    return newer
+                await watch.wait(remaining)
+
+    def _newer(self, context: sidecar_pb2.SaveContext) -> int:
+        """Number of the group's newest save to the same place that the rank isn't in; 0 for none."""
+        known = [*self._saves.values(), *(save for _, save in self._ended.values())]
+        return max(
+            (
+                save.context.save.number
+                for save in known
+                if _same_group(save.context.save, context.save)
+                and save.context.save.number > context.save.number
+                and save.context.checkpoint_id == context.checkpoint_id
+                and context.rank not in save.joined
+            ),
+            default=0,
+        )
+
     def _new(self, context: sidecar_pb2.SaveContext, key: str) -> Save:
         of = (context.save.job, context.save.incarnation)
         incarnation = self._incarnations.setdefault(of, _Incarnation(context))
@@ -120,6 +156,7 @@ class Registry:
             incarnation.hosts[context.rank] = (context.host, now)
         part = save.parts.get(context.rank)
         if part is not None:
+            save.joined.add(context.rank)
             part.host = context.host or part.host
 
     def _check(self, save: Save, context: sidecar_pb2.SaveContext) -> None:
@@ -181,3 +218,7 @@ class Registry:
         self._board.ring(save.key)
         for listener in self._listeners:
             listener(save)
+
+
+def _same_group(one: save_pb2.SaveId, other: save_pb2.SaveId) -> bool:
+    return (one.job, one.incarnation, one.group) == (other.job, other.incarnation, other.group)

@@ -114,6 +114,8 @@ class Save:
         """Something of the attempt may be in storage, so that only a decision ends it."""
         self.deciding = False
         """A COMMIT is on its way to storage: it is too late to change one's mind."""
+        self.joined: set[int] = set()
+        """Ranks that have spoken of this save."""
         self.gathering = Gathering(context.ranks)
         self.manifest: Manifest | None = None
         self.metadata: plan_pb2.GlobalMetadata | None = None

@@ -29,6 +29,7 @@ from pannier.wire.errors import (
     DeadlineError,
     InvalidRequestError,
     PannierError,
+    SaveAbortedError,
 )
 
 LOST_AFTER_S: Final = 1.0
@@ -60,6 +61,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
             InvalidRequestError: this call can't be part of any save.
         """
         rank = request.context.rank
+        await self._keep_in_step(request)
         save = self._enter(request.context)
         self._admit(save, request)
         answered = await self._wait_planned(save, rank)
@@ -149,6 +151,18 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
             yield response
 
     # Inside.
+
+    async def _keep_in_step(self, request: sidecar_pb2.PlanRequest) -> None:
+        """Sends a rank that is behind its group to the save that it belongs to."""
+        context = request.context
+        number = await self._registry.current(context, request.timeout_s)
+        if number:
+            error = SaveAbortedError(
+                f"save number {context.save.number} of group {context.save.group} ended without "
+                f"rank {context.rank}; the save to {context.checkpoint_id} is number {number}"
+            )
+            error.resume_at = number
+            raise error
 
     def _enter(self, context: sidecar_pb2.SaveContext) -> Save:
         """The save; raises what it is refused with, which then dooms it for the others."""

@@ -64,6 +64,7 @@ def _fitting(error: PannierError) -> PannierError:
         message = message[:_FAILURES_BYTES] + " …"
     fitting = type(error).__new__(type(error))
     PannierError.__init__(fitting, message, kept)
+    fitting.resume_at = error.resume_at
     return fitting
 
 

@@ -65,7 +65,12 @@ class SidecarServicer(sidecar_pb2_grpc.SidecarServicer):
         self, request: sidecar_pb2.PlanRequest, context: grpc.ServicerContext
     ) -> sidecar_pb2.PlanResponse:
         """Forwards a local plan; waits for the whole group's."""
-        rank = self._enter(request.context)
+        try:
+            rank = self._enter(request.context)
+        except SaveAbortedError:
+            # It ended without this rank: the coordinator knows which save the rank belongs to now.
+            self._call("Plan", request, request.timeout_s, context)
+            raise
         self._saves.check(rank)
         response: sidecar_pb2.PlanResponse = self._forward(
             rank, "Plan", request, request.timeout_s, context
@@ -150,6 +155,13 @@ class SidecarServicer(sidecar_pb2_grpc.SidecarServicer):
         self._sessions.expect(rank)
         return rank
 
+    def _call(
+        self, method: str, request: Any, timeout_s: float, context: grpc.ServicerContext
+    ) -> Any:
+        return self._link.call_from_thread(
+            method, request, timeout_s, timed=method == "Plan", on_start=_until_end(context)
+        )
+
     def _forward(
         self,
         rank: RankSave,
@@ -160,9 +172,7 @@ class SidecarServicer(sidecar_pb2_grpc.SidecarServicer):
     ) -> Any:
         """Asks the coordinator for the rank's part in a save; what it refuses is over here too."""
         try:
-            return self._link.call_from_thread(
-                method, request, timeout_s, timed=method == "Plan", on_start=_until_end(context)
-            )
+            return self._call(method, request, timeout_s, context)
         except SaveAbortedError as error:
             self._saves.refused(rank, error)
             raise
