@@ -35,6 +35,7 @@ from pannier.client.planning import Planning
 from pannier.client.saving import Saving, fail_request
 from pannier.client.session import Session
 from pannier.client.slots import Slots
+from pannier.client.writer import StorageWriter
 from pannier.v1 import sidecar_pb2
 from pannier.wire.errors import (
     ConfigurationError,
@@ -97,8 +98,8 @@ class Client:
         Args:
             state_dict: what ``torch.distributed.checkpoint.async_save`` takes.
             checkpoint_id: directory: a path, or a URL such as ``gs://bucket/run/step-100``.
-            storage_writer: a :class:`pannier.client.StorageWriter`, instead of
-                ``checkpoint_id``.
+            storage_writer: a :class:`pannier.client.StorageWriter`, for its path,
+                process group, ``no_dist`` and timeout where they aren't given here.
             planner: ``DefaultSavePlanner`` or a subclass.
             process_group: the ranks that save together. Default: all.
             async_checkpointer_type, async_stager, use_collectives: as in torch;
@@ -118,6 +119,10 @@ class Client:
 
         Whatever is raised, this save is over on all ranks and the next is in step.
         """
+        if isinstance(storage_writer, StorageWriter):
+            process_group = storage_writer.process_group if process_group is None else process_group
+            no_dist = no_dist or storage_writer.no_dist
+            timeout = storage_writer.timeout if timeout is None else timeout
         member = self._membership(no_dist)
         member.check_process()
         group = member.world.group(process_group)

@@ -138,6 +138,21 @@ class StorageWriter(storage.StorageWriter):
         """The directory that is written: an absolute path or a URL."""
         return self._checkpoint_id
 
+    @property
+    def process_group(self) -> Any:
+        """The ranks that save together; None: all."""
+        return self._process_group
+
+    @property
+    def no_dist(self) -> bool:
+        """Whether this process saves by itself."""
+        return self._no_dist
+
+    @property
+    def timeout(self) -> float | None:
+        """Seconds until a save must be committed; None: the client's ``save_timeout``."""
+        return self._timeout
+
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begins a new save, to ``checkpoint_id`` if it is given."""
         if checkpoint_id:
