@@ -2,7 +2,7 @@
 
 Every method saves the same bytes to the same place in a fresh process, one after
 another in the same run; what counts are the ratios. Prints a table and writes
-``bench-results/bench.json``.
+``bench-results/bench.json`` and ``bench.md`` (the README's table).
 """
 
 import argparse
@@ -40,12 +40,12 @@ class SidecarMemory(threading.Thread):
     def __init__(self, runtime: Path) -> None:
         super().__init__(daemon=True)
         self._runtime = str(runtime)
-        self._stop = threading.Event()
+        self._ended = threading.Event()
         self.peak = 0
 
     def run(self) -> None:
         """Until :meth:`stop`."""
-        while not self._stop.wait(0.05):
+        while not self._ended.wait(0.05):
             for process in _daemons(self._runtime):
                 try:
                     if "sidecar" in process.cmdline():
@@ -56,7 +56,7 @@ class SidecarMemory(threading.Thread):
 
     def stop(self) -> int:
         """Peak in bytes."""
-        self._stop.set()
+        self._ended.set()
         self.join()
         return self.peak
 
@@ -102,8 +102,10 @@ def measure(method: str, target: str, options: argparse.Namespace, gcs: str) -> 
         command += [f"--saves={options.saves}"]
         try:
             finished = subprocess.run(
-                command, env=environment, stdout=subprocess.PIPE, text=True, timeout=900, check=True
+                command, env=environment, capture_output=True, text=True, timeout=900
             )
+            if finished.returncode:
+                raise RuntimeError(f"{method} to {target} failed:\n{finished.stderr}")
             result: dict[str, Any] = json.loads(finished.stdout.splitlines()[-1])
         finally:
             peak = memory.stop()
@@ -173,42 +175,58 @@ def main() -> None:
         "rows": rows,
     }
     (options.output / "bench.json").write_text(json.dumps(report, indent=2) + "\n")
+    (options.output / "bench.md").write_text(markdown(report))
     console.print(table(report))
 
 
+COLUMNS = (
+    "to",
+    "method",
+    "stall",
+    "÷ memcpy",
+    "first stall",
+    "durable",
+    "step median",
+    "step p99",
+    "trainer grew",
+    "sidecar peak",
+)
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    """One row of the table, as text."""
+    sidecar = f"{row['sidecar_peak_bytes'] / (1 << 20):.0f} MiB"
+    return [
+        row["target"],
+        row["method"],
+        f"{row['stall_s'] * 1e3:.0f} ms",
+        f"{row['stall_s'] / row['memcpy_s']:.1f} ×",
+        f"{row['stall_first_s']:.1f} s",
+        f"{row['durable_s']:.2f} s",
+        f"{row['step_median_ratio']:.2f} ×",
+        f"{row['step_p99_ratio']:.1f} ×",
+        f"{row['trainer_growth_bytes'] / (1 << 20):.0f} MiB",
+        sidecar if row["method"] == "pannier" else "–",
+    ]
+
+
 def table(report: dict[str, Any]) -> Table:
-    """The figures of one run, for people."""
+    """The figures of one run, for a terminal."""
     gib = report["bytes"] / (1 << 30)
     out = Table(title=f"{gib:g} GiB in {report['tensors']} tensors, medians from the third save on")
-    out.add_column("to")
-    out.add_column("method")
-    for column in (
-        "stall",
-        "÷ memcpy",
-        "first stall",
-        "durable",
-        "step median",
-        "step p99",
-        "trainer grew",
-        "sidecar peak",
-    ):
-        out.add_column(column, justify="right")
+    for number, column in enumerate(COLUMNS):
+        out.add_column(column, justify="left" if number < 2 else "right")
     for row in report["rows"]:
-        out.add_row(
-            row["target"],
-            row["method"],
-            f"{row['stall_s'] * 1e3:.0f} ms",
-            f"{row['stall_s'] / row['memcpy_s']:.1f} ×",
-            f"{row['stall_first_s'] * 1e3:.0f} ms",
-            f"{row['durable_s']:.2f} s",
-            f"{row['step_median_ratio']:.2f} ×",
-            f"{row['step_p99_ratio']:.1f} ×",
-            f"{row['trainer_growth_bytes'] / (1 << 20):.0f} MiB",
-            f"{row['sidecar_peak_bytes'] / (1 << 20):.0f} MiB"
-            if row["method"] == "pannier"
-            else "–",
-        )
+        out.add_row(*cells(row))
     return out
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """The figures of one run, for the README."""
+    lines = ["| " + " | ".join(COLUMNS) + " |"]
+    lines.append("|" + "---|" * 2 + "---:|" * (len(COLUMNS) - 2))
+    lines += ["| " + " | ".join(cells(row)) + " |" for row in report["rows"]]
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":
