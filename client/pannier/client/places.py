@@ -140,11 +140,11 @@ def open_place(
         InvalidRequestError: it is no path, or the scheme is unknown.
         ConfigurationError: the scheme's package isn't installed, or its options are wrong.
     """
-    url = absolute(path)
-    scheme = url.partition("://")[0] if "://" in url else "file"
+    url, scheme = readable(path)
     options = dict(storage_options or {})
     try:
-        kind = _gcs_class(options) if scheme in ("gs", "gcs") else _registered_class(scheme)
+        gcs = scheme in ("gs", "gcs")
+        kind = _gcs_class(options) if gcs else fsspec.get_filesystem_class(scheme)
         if scheme not in _LOCAL:
             # The listings cache never expires.
             options.setdefault("use_listings_cache", False)
@@ -162,6 +162,20 @@ def open_place(
         ) from error
 
 
+def readable(path: str | os.PathLike[str]) -> tuple[str, str]:
+    """``path`` as :func:`absolute` has it, and its scheme (``file`` for paths).
+
+    Raises InvalidRequestError when fsspec knows no such scheme.
+    """
+    url = absolute(path)
+    scheme = url.partition("://")[0] if "://" in url else "file"
+    if scheme not in fsspec.available_protocols():
+        raise InvalidRequestError(
+            f"{scheme}:// is an unknown scheme; use a path, file://, gs://, s3:// or memory://"
+        )
+    return url, scheme
+
+
 def absolute(path: str | os.PathLike[str]) -> str:
     """``path`` as an absolute path or a URL, without a slash at its end.
 
@@ -174,14 +188,6 @@ def absolute(path: str | os.PathLike[str]) -> str:
         return os.path.abspath(text)
     scheme, _, rest = text.partition("://")
     return f"{scheme}://{rest.rstrip('/') or '/'}"
-
-
-def _registered_class(scheme: str) -> Any:
-    if scheme not in fsspec.available_protocols():
-        raise InvalidRequestError(
-            f"{scheme}:// is an unknown scheme; use a path, file://, gs://, s3:// or memory://"
-        )
-    return fsspec.get_filesystem_class(scheme)
 
 
 def _gcs_class(options: dict[str, Any]) -> Any:

@@ -190,9 +190,9 @@ class StorageReader(storage.StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether a checkpoint could be read from there."""
+        """Whether a checkpoint could be read from there; looks at the words alone."""
         try:
-            places.open_place(checkpoint_id)
+            places.readable(checkpoint_id)
         except PannierError:
             return False
         return True
