@@ -110,7 +110,8 @@ class Attachments:
             key = identity.save_text(report.context.save)
             stream.told.setdefault(key, ())
             try:
-                save = self._registry.enter(report.context, known=True)
+                failing = report.HasField("failure")
+                save = self._registry.enter(report.context, known=True, failing=failing)
                 self._report(save, stream.presence, report)
             except DisagreementError as error:
                 _log.warning("host %s: %s", stream.presence.host, error)

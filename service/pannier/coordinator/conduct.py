@@ -98,6 +98,9 @@ class Conductor:
 
     async def _work(self, save: Save) -> None:
         """Up to the commit. What it raises aborts the save; it is cancelled when it is doomed."""
+        if save.doomed.is_set():
+            # The first rank came to say that it failed, perhaps over the checkpoint id itself.
+            return
         try:
             store = self._places.open(save.context.checkpoint_id)
         except (InvalidRequestError, ConfigurationError) as error:

@@ -67,12 +67,16 @@ class Registry:
             return self._ended[key][1]
         return self._saves.get(key)
 
-    def enter(self, context: sidecar_pb2.SaveContext, *, known: bool = False) -> Save:
+    def enter(
+        self, context: sidecar_pb2.SaveContext, *, known: bool = False, failing: bool = False
+    ) -> Save:
         """The save that a rank speaks of; it begins now when nobody spoke of it before.
 
         Args:
             known: the save is under way for a sidecar, so that it is taken in even while
                 the coordinator drains.
+            failing: the rank only says that it failed, perhaps over the very thing in which it
+                contradicts the others: its own words go first.
 
         Raises:
             InvalidRequestError: the context contradicts itself.
@@ -89,6 +93,8 @@ class Registry:
                 )
             save = self._new(context, key)
         self._note(save, context)
+        if failing and context.rank in save.parts:
+            return save
         try:
             self._check(save, context)
         except DisagreementError as error:
@@ -108,7 +114,11 @@ class Registry:
             return 0
         if past.context.checkpoint_id == context.checkpoint_id:
             return 0  # the right save, too late
-        deadline = time.monotonic() + timeout_s
+        # Only of a rank that was missed is it known that it left the call out: another may be right
+        # and merely late, after a rank that failed with a checkpoint id of its own.
+        cause = past.failures.get(context.rank)
+        missed = cause is not None and cause.kind == save_pb2.FAILURE_KIND_DEADLINE
+        deadline = time.monotonic() + (timeout_s if missed else 0)
         with self._board.watch_aio() as watch:
             while True:
                 newer = self._newer(context)

@@ -131,7 +131,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         self, request: sidecar_pb2.FailRequest, context: Any
     ) -> sidecar_pb2.FailResponse:
         """See the proto."""
-        save = self._enter(request.context)
+        save = self._registry.enter(request.context, failing=True)
         rank = request.context.rank
         self._hear(save, rank)
         failure = save_pb2.Failure()
