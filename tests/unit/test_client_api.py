@@ -26,6 +26,7 @@ from pannier.client.api import Client
 from pannier.client.config import Settings
 from pannier.client.identity import Group, World
 from pannier.v1 import save_pb2, sidecar_pb2
+from pannier.wire import identity
 from pannier.wire.errors import (
     BusyError,
     ConfigurationError,
@@ -183,6 +184,9 @@ def test_the_functions_take_torchs_keywords_and_the_clients() -> None:
         ({"use_collectives": False}, "use_collectives"),
         ({"on_busy": "panic"}, "'wait', 'skip' or 'raise'"),
         ({"timeout": 0}, "seconds above 0"),
+        ({"timeout": float("nan")}, "timeout=nan"),
+        ({"timeout": float("inf")}, "7 days"),
+        ({"timeout": 7 * 86400 + 1}, "7 days"),
         ({"checkpoint_id": None}, "checkpoint_id is missing"),
         ({"checkpoint_id": ""}, "neither a path nor a URL"),
         ({"checkpoint_id": "gs://bucket"}, "not an absolute path or a URL"),
@@ -226,6 +230,18 @@ def test_a_planner_that_raises_ends_the_save_on_all_ranks(
     client.wait_all(1)
     client.save(state(), checkpoint_id="/x/z")
     assert numbers(sidecar, sidecar_pb2.HandOverRequest) == [2]
+
+
+def test_alone_nobody_else_has_to_be_told(
+    client: Client, sidecar: ScriptedSidecar, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(_: Any) -> None:
+        raise InvalidRequestError("no such scheme")
+
+    sidecar.on.update({"Plan": refuse, "Fail": refuse})
+    with pytest.raises(InvalidRequestError, match="no such scheme"):
+        client.async_save(state(), checkpoint_id="nowhere://x/y")
+    assert not caplog.records
 
 
 @pytest.mark.usefixtures("two_ranks")
@@ -348,6 +364,8 @@ def test_skip_gives_a_handle_that_says_so_and_tells_the_others(
     busy: Client, sidecar: ScriptedSidecar
 ) -> None:
     handle = busy.async_save(state(), checkpoint_id="/x/second", on_busy="skip")
+    skipped = sidecar.asked(sidecar_pb2.FailRequest)[0].context.save
+    assert handle.status().id == identity.save_text(skipped)
     with pytest.raises(SaveSkippedError, match="not ingested yet"):
         handle.result(0)
     assert [failure.kind for failure in failures(sidecar)] == [save_pb2.FAILURE_KIND_SKIPPED]
@@ -367,6 +385,14 @@ def test_wait_waits(busy: Client) -> None:
     began = time.monotonic()
     busy.async_save(state(), checkpoint_id="/x/second").result(10)
     assert time.monotonic() - began > 0.25
+
+
+def test_what_a_save_waited_for_room_counts(busy: Client, sidecar: ScriptedSidecar) -> None:
+    threading.Timer(1.5, busy.hold.set).start()  # type: ignore[attr-defined]
+    busy.async_save(state(), checkpoint_id="/x/second", timeout=20).result(10)
+    request = sidecar.asked(sidecar_pb2.PlanRequest)[-1]
+    assert request.timeout_s < 18.6
+    assert request.save_timeout_s < 18.6
 
 
 def test_wait_has_a_deadline(busy: Client) -> None:

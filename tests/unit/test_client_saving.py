@@ -18,6 +18,7 @@ from pannier.client.config import Settings
 from pannier.client.identity import Identity
 from pannier.client.saving import Saving, aborted, fail_request
 from pannier.client.session import Session
+from pannier.client.streaming import Deadline
 from pannier.v1 import records_pb2, save_pb2, sidecar_pb2
 from pannier.wire.errors import (
     BusyError,
@@ -75,7 +76,9 @@ def session(sidecar: ScriptedSidecar) -> Iterator[Session]:
 
 
 def begin(session: Session, *, on_busy: str = "wait", timeout_s: float = 60) -> Saving:
-    saving = Saving(session, CONTEXT, on_busy=on_busy, timeout_s=timeout_s, ended=lambda _: None)
+    saving = Saving(
+        session, CONTEXT, on_busy=on_busy, deadline=Deadline(timeout_s), ended=lambda _: None
+    )
     saving.planned("i1-g1-s1", "p1")
     saving.staged(Staged([File(f"f{index}", 3 << 20) for index in range(5)]))
     return saving
@@ -105,7 +108,7 @@ def test_a_committed_save_tells_what_it_was(session: Session, sidecar: ScriptedS
 
 
 def test_a_rank_without_files_hands_over_too(session: Session, sidecar: ScriptedSidecar) -> None:
-    saving = Saving(session, CONTEXT, on_busy="wait", timeout_s=60, ended=lambda _: None)
+    saving = Saving(session, CONTEXT, on_busy="wait", deadline=Deadline(60), ended=lambda _: None)
     saving.planned("i1-g1-s1", "p1")
     saving.staged(Staged([]))
     carry(saving)
@@ -175,8 +178,11 @@ def test_without_news_of_the_abort_our_own_error_is_raised(
     sidecar.on["HandOver"] = refuse
     saving = begin(session)
     carry(saving)
-    with pytest.raises(IntegrityError, match="bytes changed"):
+    with pytest.raises(IntegrityError, match="bytes changed") as raised:
         saving.handle.result(5)
+    # Whether the others have given up, too, is not known here.
+    assert "may still be committed" in str(raised.value)
+    assert "`pannier status job/abc/g1/1` or `pannier ls /x`" in str(raised.value)
 
 
 def test_a_full_spool_is_waited_for(session: Session, sidecar: ScriptedSidecar) -> None:
@@ -228,8 +234,21 @@ def test_a_save_nobody_hears_of_ends_after_its_deadline(
     sidecar.commit = False
     saving = begin(session, timeout_s=0.5)
     carry(saving)
-    with pytest.raises(DeadlineError, match=r"job/abc/g1/1 to /x/y.*may still be"):
+    with pytest.raises(
+        DeadlineError, match=r"job/abc/g1/1 to /x/y.*may still be committed.*pannier ls /x`"
+    ):
         saving.handle.result(5)
+
+
+def test_an_alarm_far_away_does_not_silence_the_others(session: Session) -> None:
+    rung = threading.Event()
+    session.alarm(float("inf"), lambda: None)
+    session.alarm(0.05, rung.set)
+    assert rung.wait(5)
+    rung.clear()
+    # Nothing but the far one is left when the thread looks again.
+    session.alarm(0.05, rung.set)
+    assert rung.wait(5)
 
 
 def test_status_follows_the_news(session: Session, sidecar: ScriptedSidecar) -> None:

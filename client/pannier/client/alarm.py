@@ -7,8 +7,11 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from typing import Final
 
 _log = logging.getLogger(__name__)
+_LONGEST_WAIT_S: Final = 3600.0
+"""Far below what a condition can wait for; then the alarms are looked through again."""
 
 
 class Alarm:
@@ -72,7 +75,8 @@ class Alarms:
                 self._pending.difference_update(due)
                 if not due:
                     next_due = min((a.due for a in self._pending), default=None)
-                    self._condition.wait(None if next_due is None else next_due - now)
+                    delay = None if next_due is None else min(_LONGEST_WAIT_S, next_due - now)
+                    self._condition.wait(delay)
             while due:
                 self._ring(due.pop())
 

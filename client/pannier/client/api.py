@@ -20,12 +20,11 @@ from pannier.client import checkpoints, embedded, staging
 from pannier.client.arena import ArenaPool
 from pannier.client.arguments import (
     check_on_busy,
-    check_timeout,
     check_torch_only,
     checkpoint_path,
     told_path,
 )
-from pannier.client.config import Settings, load_settings
+from pannier.client.config import Settings, check_timeout, load_settings
 from pannier.client.handle import Resolver, SaveHandle, SaveResult, Unasked
 from pannier.client.identity import World, is_alone
 from pannier.client.line import keep_in_children
@@ -35,8 +34,10 @@ from pannier.client.planning import Planning
 from pannier.client.saving import Saving, fail_request
 from pannier.client.session import Session
 from pannier.client.slots import Slots
+from pannier.client.streaming import Deadline
 from pannier.client.writer import StorageWriter
 from pannier.v1 import sidecar_pb2
+from pannier.wire import identity
 from pannier.wire.errors import (
     ConfigurationError,
     DeadlineError,
@@ -108,7 +109,8 @@ class Client:
             on_busy: when ``max_in_flight`` saves are not ingested yet, or the
                 spool is full: ``"wait"``, ``"skip"`` this save (on all ranks;
                 the handle raises SaveSkippedError), or ``"raise"`` BusyError.
-            timeout: seconds until the save must be committed. Default: ``save_timeout``.
+            timeout: seconds until the save must be committed, up to 7 days; from this
+                call on. Default: ``save_timeout``.
 
         Raises:
             InvalidRequestError: an argument or the state dict can't be accepted (a ValueError).
@@ -126,6 +128,7 @@ class Client:
         member = self._membership(no_dist)
         member.check_process()
         group = member.world.group(process_group)
+        deadline: Deadline | None = None
         while True:
             number = member.world.next_number(group)
             entry = Entry(group, number, told_path(checkpoint_id, storage_writer))
@@ -136,8 +139,9 @@ class Client:
                 check_torch_only(async_checkpointer_type, async_stager, use_collectives)
                 entry.checkpoint_id = checkpoint_path(checkpoint_id, storage_writer)
                 seconds = self.settings.save_timeout if timeout is None else check_timeout(timeout)
+                deadline = deadline or Deadline(seconds)
                 entry.checked = True
-                return self._save(member, entry, state_dict, planner, on_busy, seconds)
+                return self._save(member, entry, state_dict, planner, on_busy, deadline)
             except BaseException as error:
                 if isinstance(error, SaveAbortedError) and error.resume_at > number:
                     # This rank didn't call saves that the others did: it joins them again.
@@ -146,7 +150,7 @@ class Client:
                     continue
                 self._report(member, entry, error)
                 if isinstance(error, SaveSkippedError) and on_busy == "skip" and entry.checked:
-                    return _skipped(entry, error)
+                    return _skipped(entry.context(member, member.session(self.settings)), error)
                 raise
 
     def save(self, state_dict: Mapping[str, Any], **arguments: Any) -> SaveResult:
@@ -260,16 +264,14 @@ class Client:
         state_dict: Mapping[str, Any],
         planner: SavePlanner | None,
         on_busy: str,
-        timeout_s: float,
+        deadline: Deadline,
     ) -> SaveHandle:
         session = member.session(self.settings)
         context = entry.context(member, session)
-        slot = self._slots.take(on_busy, timeout_s)
+        slot = self._slots.take(on_busy, deadline.remaining())
         saving = None
         try:
-            saving = Saving(
-                session, context, on_busy=on_busy, timeout_s=timeout_s, ended=self._ended
-            )
+            saving = Saving(session, context, on_busy=on_busy, deadline=deadline, ended=self._ended)
             with self._lock:
                 self._pending.add(saving)
             planning = Planning(
@@ -278,13 +280,15 @@ class Client:
                 is_coordinator=entry.group.is_coordinator,
                 checkpoint_id=entry.checkpoint_id,
             )
-            wait_s = min(self.settings.plan_timeout, saving.deadline.remaining())
+            wait_s = min(self.settings.plan_timeout, deadline.remaining())
+            if deadline.passed:
+                raise DeadlineError(f"save {saving.text} was not planned before its timeout")
             request = sidecar_pb2.PlanRequest(
                 context=context,
                 plan=planning.message,
                 digest=planning.digest,
                 timeout_s=wait_s,
-                save_timeout_s=saving.deadline.remaining(),
+                save_timeout_s=deadline.remaining(),
             )
             entry.planned = True
             final = session.plan(request, wait_s).plan
@@ -316,13 +320,15 @@ class Client:
         """Ends the save on the other ranks, unless it has ended there or there are none."""
         if isinstance(error, SaveAbortedError) and entry.planned:
             return
-        if len(entry.group.ranks) == 1 and not entry.planned:
+        others = len(entry.group.ranks) > 1
+        if not others and not entry.planned:
             return
         try:
             session = member.session(self.settings)
             session.fail(fail_request(entry.context(member, session), error))
         except PannierError as problem:
-            _log.warning("the other ranks could not be told of %r: %s", error, problem)
+            if others:
+                _log.warning("the other ranks could not be told of %r: %s", error, problem)
 
     def _membership(self, no_dist: bool) -> Membership:
         alone = is_alone(no_dist)
@@ -371,9 +377,9 @@ class Client:
             _log.error("%s", error)
 
 
-def _skipped(entry: Entry, error: SaveSkippedError) -> SaveHandle:
+def _skipped(context: sidecar_pb2.SaveContext, error: SaveSkippedError) -> SaveHandle:
     """A handle of a save that the user's own ``on_busy="skip"`` ended."""
-    handle = SaveHandle(f"{entry.group.name}/{entry.number}", entry.checkpoint_id)
+    handle = SaveHandle(identity.save_text(context.save), context.checkpoint_id)
     Resolver(handle).fail(error, quietly=True)
     return handle
 

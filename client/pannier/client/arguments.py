@@ -63,10 +63,3 @@ def check_torch_only(kind: Any, stager: Any, use_collectives: bool) -> None:
             "use_collectives=False writes a checkpoint per rank; Pannier needs no collectives "
             "anyway: leave it out, or give no_dist=True and a checkpoint_id per rank"
         )
-
-
-def check_timeout(timeout: float) -> float:
-    """``timeout`` in seconds. Raises InvalidRequestError unless it is above 0."""
-    if not timeout > 0:
-        raise InvalidRequestError(f"timeout={timeout}: give seconds above 0, or None")
-    return float(timeout)

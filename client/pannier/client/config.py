@@ -11,9 +11,10 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from pannier.v1 import save_pb2
 from pannier.wire import addresses, identity
-from pannier.wire.errors import ConfigurationError
+from pannier.wire.errors import ConfigurationError, InvalidRequestError
 
 _PREFIX = "PANNIER_"
+_LONGEST_SAVE_S = 7 * 86400
 
 
 class Settings(BaseSettings):
@@ -29,7 +30,8 @@ class Settings(BaseSettings):
     sidecar: str | None = None
     """Address of the host's sidecar, ``unix:///path`` or ``host:port``. None: the embedded one."""
     coordinator: str | None = None
-    """Address of the job's coordinator, for an embedded sidecar. None: the embedded one."""
+    """Address of the job's coordinator: an embedded sidecar is started with it, a configured
+    one must speak to it. None: the embedded one, or whichever the sidecar has."""
     job: str | None = None
     """Name of the job. None: a unique one."""
     spool: Path | None = None
@@ -40,7 +42,7 @@ class Settings(BaseSettings):
     """Where the embedded daemons keep their sockets and their log."""
     plan_timeout: float = Field(default=300.0, gt=0, le=86400)
     """Seconds a save waits for the plans of the other ranks."""
-    save_timeout: float = Field(default=3600.0, gt=0, le=7 * 86400)
+    save_timeout: float = Field(default=3600.0, gt=0, le=_LONGEST_SAVE_S)
     """Seconds until a save must be committed."""
     max_in_flight: int = Field(default=2, ge=1, le=16)
     """Saves that may be staged but not yet ingested; each holds one arena."""
@@ -84,6 +86,19 @@ class Settings(BaseSettings):
         for address in (addresses.embedded_sidecar, addresses.embedded_coordinator):
             addresses.parse_address(address(value), setting="its socket")
         return value
+
+
+def check_timeout(timeout: float) -> float:
+    """``timeout`` in seconds, as a save may be given it.
+
+    Raises InvalidRequestError unless it is above 0 and at most 7 days.
+    """
+    if not 0 < timeout <= _LONGEST_SAVE_S:  # nan is neither
+        raise InvalidRequestError(
+            f"timeout={timeout}: give seconds above 0 and at most {_LONGEST_SAVE_S} (7 days), or "
+            "None"
+        )
+    return float(timeout)
 
 
 def load_settings(**overrides: Any) -> Settings:

@@ -65,13 +65,13 @@ class Saving:
         context: sidecar_pb2.SaveContext,
         *,
         on_busy: str,
-        timeout_s: float,
+        deadline: Deadline,
         ended: Callable[["Saving"], None],
     ) -> None:
         self.session = session
         self.context = context
         self.text = identity.save_text(context.save)
-        self.deadline = Deadline(timeout_s)
+        self.deadline = deadline
         self.stop = Stop()
         self.handle = SaveHandle(self.text, context.checkpoint_id)
         self.resolver = Resolver(self.handle)
@@ -83,7 +83,7 @@ class Saving:
         self._seconds: dict[str, float] = {}
         self._phase_began = time.monotonic()
         session.watch(context.save, self._hear)
-        self._timer = session.alarm(timeout_s + _GRACE_S, self._expire)
+        self._timer = session.alarm(deadline.remaining() + _GRACE_S, self._expire)
 
     def planned(self, attempt: str, plan_id: str) -> None:
         """The plan is agreed."""
@@ -128,6 +128,8 @@ class Saving:
         if not isinstance(error, SaveAbortedError):
             self.report(error)
         self._timer.cancel()
+        if not isinstance(error, SaveAbortedError):
+            error = type(error)(f"{error}; {self._in_doubt()}", error.failures.values())
         self._timer = self.session.alarm(_ABORT_NEWS_S, lambda: self._fail(error))
 
     def report(self, error: BaseException) -> None:
@@ -270,11 +272,14 @@ class Saving:
 
     def _expire(self) -> None:
         self.stop.set()
-        self._fail(
-            DeadlineError(
-                f"nothing was heard of the end of {self.handle.status()}; it may still be "
-                f"committed: ask `pannier status {self.text}`"
-            )
+        self._fail(DeadlineError(f"{self.handle.status()}: {self._in_doubt()}"))
+
+    def _in_doubt(self) -> str:
+        """What to say when the news of the save's end don't come: others may have decided it."""
+        root, _ = identity.split_checkpoint_id(self.context.checkpoint_id)
+        return (
+            "nothing was heard of the save's end, so it may still be committed: "
+            f"ask `pannier status {self.text}` or `pannier ls {root}`"
         )
 
 

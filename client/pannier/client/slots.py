@@ -75,7 +75,7 @@ class Slots:
                 if on_busy == "raise":
                     raise BusyError(f"{what}: save less often, or use on_busy='wait' or 'skip'")
                 if not self._changed.wait_for(lambda: len(self._taken) < self._limit, timeout_s):
-                    raise DeadlineError(f"after {timeout_s:g} s still {what}")
+                    raise DeadlineError(f"after {timeout_s:.1f} s still {what}")
             self._taken.add(slot)
         return slot
 

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from pannier.client import compat, places, staging
+from pannier.client.config import check_timeout
 from pannier.client.planning import resolves_as_planned
 from pannier.client.saving import Saving, fail_request
 from pannier.client.session import Session
@@ -91,7 +92,8 @@ class _Save:
         try:
             self.session.fail(fail_request(self.context, error))
         except PannierError as problem:
-            _log.warning("the other ranks could not be told of %r: %s", error, problem)
+            if len(self.context.ranks) > 1:
+                _log.warning("the other ranks could not be told of %r: %s", error, problem)
 
 
 class StorageWriter(storage.StorageWriter):
@@ -111,7 +113,7 @@ class StorageWriter(storage.StorageWriter):
         timeout: seconds until a save must be committed. Default: the client's ``save_timeout``.
 
     Raises:
-        InvalidRequestError: the path is none.
+        InvalidRequestError: the path is none, or the timeout not within 7 days.
     """
 
     def __init__(
@@ -124,13 +126,11 @@ class StorageWriter(storage.StorageWriter):
         timeout: float | None = None,
     ) -> None:
         super().__init__()
-        if timeout is not None and not timeout > 0:
-            raise InvalidRequestError(f"timeout={timeout}: give seconds above 0, or None")
         self._checkpoint_id = _checkpoint_id(path)
         self._own_client = client
         self._process_group = process_group
         self._no_dist = no_dist
-        self._timeout = timeout
+        self._timeout = None if timeout is None else check_timeout(timeout)
         self._save: _Save | None = None
 
     @property
@@ -341,7 +341,7 @@ class StorageWriter(storage.StorageWriter):
             save.session,
             save.context,
             on_busy="wait",
-            timeout_s=save.deadline.remaining(),
+            deadline=save.deadline,
             ended=lambda _: None,
         )
         try:
