@@ -826,6 +826,48 @@ def test_a_full_file_system_is_an_error_before_a_byte_comes(host: Host, tmp_path
         subprocess.run(["umount", str(small)], check=True)
 
 
+def test_a_plan_that_never_fits_the_spool_fails_at_once(host: Host) -> None:
+    host.start(spool_budget=10 * MIB)
+    trainer = host.trainer()
+    context = trainer.context(host.id())
+    host.coordinator.files[0] = {"0": 12 * MIB}
+    with pytest.raises(errors.SaveAbortedError) as raised:
+        trainer.plan(context)
+    assert f"{12 * MIB} bytes needed" in str(raised.value)
+    assert f"{10 * MIB} in its budget in total" in str(raised.value)
+    for remedy in (str(host.spool), "--spool-budget", "--spool ", "PANNIER_SPOOL"):
+        assert remedy in str(raised.value)
+    assert raised.value.failures[0].kind == save_pb2.FAILURE_KIND_SPOOL
+    report = host.coordinator.await_phase(context, save_pb2.RANK_PHASE_FAILED)
+    assert report.failure.kind == save_pb2.FAILURE_KIND_SPOOL
+
+
+def test_ranks_of_one_host_that_never_fit_together_fail_at_once(host: Host) -> None:
+    host.start(spool_budget=10 * MIB)
+    host.coordinator.files.update({0: {"0": 6 * MIB}, 1: {"0": 6 * MIB}})
+    first, second = host.trainer(0, (0, 1)), host.trainer(1, (0, 1), client="c2")
+    first.plan(first.context(host.id()))
+    context = second.context(host.id())
+    with pytest.raises(errors.SaveAbortedError, match=f"{12 * MIB} bytes needed"):
+        second.plan(context)
+    report = host.coordinator.await_phase(context, save_pb2.RANK_PHASE_FAILED)
+    assert report.failure.kind == save_pb2.FAILURE_KIND_SPOOL
+
+
+def test_files_of_unplanned_sizes_that_never_fit_the_spool_fail_when_opened(host: Host) -> None:
+    host.start(spool_budget=10 * MIB)
+    trainer = host.trainer()
+    context = trainer.context(host.id())
+    trainer.write(context, "0", b"x" * 6 * MIB)
+    with (
+        trainer.stream(trainer.header(context, "1", 6 * MIB)) as stream,
+        pytest.raises(errors.SaveAbortedError, match=f"{12 * MIB} bytes needed"),
+    ):
+        stream.committed()
+    report = host.coordinator.await_phase(context, save_pb2.RANK_PHASE_FAILED)
+    assert report.failure.kind == save_pb2.FAILURE_KIND_SPOOL
+
+
 def test_what_an_earlier_sidecar_left_is_removed(host: Host) -> None:
     host.spool.mkdir(mode=0o700, parents=True)
     (host.spool / "00000007.data").write_bytes(b"old")

@@ -14,7 +14,7 @@ from pannier.sidecar.uploads import Uploads
 from pannier.storage import check_allowed
 from pannier.v1 import records_pb2, save_pb2, sidecar_pb2
 from pannier.wire import identity
-from pannier.wire.errors import IntegrityError, InvalidRequestError
+from pannier.wire.errors import ConfigurationError, IntegrityError, InvalidRequestError
 
 
 class Receiving:
@@ -45,13 +45,38 @@ class Receiving:
         identity.split_checkpoint_id(context.checkpoint_id)
         check_allowed(context.checkpoint_id, self._allow)
 
+    def check_room(self, rank: RankSave, header: sidecar_pb2.FileHeader | None = None) -> None:
+        """Fails the rank when what this host's ranks have of the save never fits into the spool.
+
+        All of it stays there until the save ends, so waiting for room wouldn't help.
+
+        Args:
+            header: a file of the rank that is about to be opened.
+
+        Raises:
+            SaveAbortedError: the rank has failed.
+        """
+        sizes: list[int] = []
+        for each in list(rank.save.ranks.values()):
+            files = dict(each.planned or {})
+            files.update((file.name, file.size) for file in list(each.files.values()))
+            if each is rank and header is not None:
+                files[header.name] = header.size
+            sizes += files.values()
+        try:
+            self._spool.check_fits(sizes)
+        except ConfigurationError as error:
+            self._saves.fail(rank, save_pb2.FAILURE_KIND_SPOOL, str(error))
+            self._saves.check(rank)
+            raise
+
     def open(self, header: sidecar_pb2.FileHeader, rank: RankSave) -> DataFile:
         """The data file that ``header`` announces, with all its space reserved.
 
         Raises:
             InvalidRequestError: it isn't one of that rank's, or differs from what was said before.
-            BusyError: the spool has no room.
-            SaveAbortedError: the save is over.
+            BusyError: the spool has no room now.
+            SaveAbortedError: the save is over, or never fits into the spool.
         """
         identity.check_data_file(header.name, header.attempt, rank.rank)
         label = f"{header.name} of {rank.label}"
@@ -63,6 +88,7 @@ class Receiving:
                 return file
             if rank.phase not in BEFORE_INGESTION:
                 raise InvalidRequestError(f"{label}: the rank was already handed over without it")
+            self.check_room(rank, header)
             slab = self._spool.take(rank.context.save.job, header.size)
             file = DataFile(header.name, header.size, slab, label=label, loop=self._loop)
             try:
@@ -126,7 +152,10 @@ class Receiving:
             raise InvalidRequestError(f"{rank.label} hands a file over twice")
         planned = {name for name, size in (rank.planned or {}).items() if size}
         for names, problem in (
-            (said.keys() - rank.files.keys(), "is handed over but was never streamed"),
+            (
+                said.keys() - rank.files.keys(),
+                "is handed over but was never streamed since the sidecar was started",
+            ),
             (rank.files.keys() - said.keys(), "was streamed but isn't handed over"),
             (planned - said.keys(), "was planned but isn't handed over"),
         ):

@@ -76,6 +76,7 @@ class SidecarServicer(sidecar_pb2_grpc.SidecarServicer):
             rank, "Plan", request, request.timeout_s, context
         )
         self._saves.planned(rank, response.plan)
+        self._receiving.check_room(rank)
         return response
 
     def Begin(

@@ -11,7 +11,7 @@ import stat
 import threading
 import time
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Final
 
@@ -81,6 +81,25 @@ class Spool:
     def reserved(self) -> int:
         """Bytes of all slabs, taken or free."""
         return self._reserved
+
+    def check_fits(self, sizes: Iterable[int]) -> None:
+        """Raises ConfigurationError when files of these sizes never fit, however long one waits.
+
+        What is in use at the moment doesn't matter: that may go.
+        """
+        space = os.statvfs(self.directory)
+        # Without what only root may use. 0: a file system that doesn't tell.
+        total = (space.f_blocks - space.f_bfree + space.f_bavail) * space.f_frsize
+        room, of = total or None, "on its file system"
+        if self.budget is not None and (room is None or self.budget < room):
+            room, of = self.budget, "in its budget"
+        needed = sum(_whole_pages(size) for size in sizes)
+        if room is not None and needed > room:
+            raise ConfigurationError(
+                f"the spool {self.directory} is too small for this save: {needed} bytes needed on "
+                f"this host until it is committed, {room} {of} in total; give the sidecar a larger "
+                "--spool-budget, or a --spool (embedded: PANNIER_SPOOL) on a larger file system"
+            )
 
     def take(self, job: str, size: int) -> Slab:
         """A slab of at least ``size`` bytes, with any content, of that job's alone.
