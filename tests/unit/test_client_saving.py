@@ -2,7 +2,11 @@
 
 import ctypes
 import gc
+import os
+import re
 import shutil
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -197,6 +201,86 @@ def test_a_full_spool_is_waited_for(session: Session, sidecar: ScriptedSidecar) 
     saving = begin(session)
     carry(saving)
     assert saving.handle.result(10).total_bytes == 5 * (3 << 20)
+
+
+def test_a_full_spool_shows_in_the_status_while_it_is_waited_for(
+    session: Session, sidecar: ScriptedSidecar
+) -> None:
+    room = threading.Event()
+
+    def full(_: Any) -> None:
+        if not room.is_set():
+            raise BusyError("the spool /s is full: 5 bytes needed, 3 free")
+
+    sidecar.on["Write"] = full
+    sidecar.commit = False
+    saving = begin(session)
+    carrier = threading.Thread(target=saving.carry, args=(lambda _: None,))
+    carrier.start()
+    text = "waiting for room (the spool /s is full: 5 bytes needed, 3 free)"
+    wait_until(lambda: text in str(saving.handle.status()))
+    # News of the save don't hide it.
+    news = save_pb2.SaveStatus(save=CONTEXT.save, state=save_pb2.SAVE_STATE_STAGING)
+    news.waiting_on.text = "rank 0"
+    saving._hear(news)
+    assert text in str(saving.handle.status())
+    room.set()
+    carrier.join(30)
+    assert saving.handle.status().waiting_on == "rank 0"
+    saving.forget()
+
+
+def test_a_save_that_is_aborted_while_the_spool_is_full_says_so(
+    session: Session, sidecar: ScriptedSidecar
+) -> None:
+    def full(_: Any) -> None:
+        raise BusyError("the spool /s is full")
+
+    sidecar.on["Write"] = full
+    saving = begin(session)
+    threading.Timer(0.2, lambda: sidecar.abort(CONTEXT)).start()
+    carry(saving)
+    with pytest.raises(SaveAbortedError, match=r"was waiting for room \(the spool /s is full\)"):
+        saving.handle.result(5)
+
+
+def test_a_spool_that_stays_full_is_the_reason_at_the_deadline(
+    session: Session, sidecar: ScriptedSidecar
+) -> None:
+    def full(_: Any) -> None:
+        raise BusyError("the spool /s is full")
+
+    sidecar.on["Write"] = full
+    saving = begin(session, timeout_s=1.5)
+    carry(saving)
+    with pytest.raises(SaveAbortedError, match="the spool /s is full"):
+        saving.handle.result(5)
+    (failure,) = [request.failure for request in sidecar.asked(sidecar_pb2.FailRequest)]
+    assert failure.kind == save_pb2.FAILURE_KIND_SPOOL
+
+
+def test_a_full_spool_does_not_keep_a_process_from_ending(sidecar: ScriptedSidecar) -> None:
+    def full(_: Any) -> None:
+        raise BusyError("the spool /s is full")
+
+    sidecar.on["Write"] = full
+    trainer = (
+        "import torch, pannier.client\n"
+        "from pannier.client import saving\n"
+        "saving._EXIT_S = 1.0\n"
+        "pannier.client.async_save({'w': torch.ones(9)}, checkpoint_id='/x/y')\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", trainer],
+        env={**os.environ, "PANNIER_SIDECAR": sidecar.address, "PANNIER_JOB": "ending"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert re.search(r"save ending/\S+ to /x/y is given up, .*: the spool /s is full", ended.stderr)
+    (failure,) = [request.failure for request in sidecar.asked(sidecar_pb2.FailRequest)]
+    assert failure.kind == save_pb2.FAILURE_KIND_SPOOL
 
 
 @pytest.mark.parametrize(

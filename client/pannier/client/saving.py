@@ -7,6 +7,7 @@ carries the bytes to the sidecar, the session's threads bring the news.
 
 import dataclasses
 import functools
+import logging
 import threading
 import time
 from collections import deque
@@ -26,11 +27,15 @@ from pannier.wire.errors import (
     SaveSkippedError,
 )
 
+_log = logging.getLogger(__name__)
+
 _ABORT_NEWS_S: Final = 30.0
 """After giving up: how long until our own error stands in for the news of the abort."""
 _GRACE_S: Final = 30.0
 """After the save's deadline: how long the coordinator has to say how it ended."""
 _BUSY_PAUSE_S: Final = 0.5
+_EXIT_S: Final = 60.0
+"""While the interpreter is ending: how long a full spool is waited for without any progress."""
 _KINDS: Final[tuple[tuple[type[BaseException], save_pb2.FailureKind], ...]] = (
     (SaveSkippedError, save_pb2.FAILURE_KIND_SKIPPED),
     (errors.IntegrityError, save_pb2.FAILURE_KIND_INTEGRITY),
@@ -80,6 +85,12 @@ class Saving:
         self._plan = ("", "")
         self._staged: Staged | None = None
         self._bytes = 0
+        self._told_waiting = ""
+        """Whom the save waits for, as the sidecar told."""
+        self._no_room: dict[str, BusyError] = {}
+        """Files that the spool has no room for now, by name."""
+        self._moved = time.monotonic()
+        """When bytes last moved; or, before the interpreter's end, when that was last asked."""
         self._seconds: dict[str, float] = {}
         self._phase_began = time.monotonic()
         session.watch(context.save, self._hear)
@@ -163,6 +174,7 @@ class Saving:
         def progress(name: str, committed: int) -> None:
             held[name] = committed
             total = sum(held.values())
+            self._moved = time.monotonic()
             self.resolver.update(lambda s: dataclasses.replace(s, bytes_ingested=total))
 
         def work() -> None:
@@ -193,6 +205,11 @@ class Saving:
         ]
 
     def _send(self, file: StagedFile, progress: Callable[[int], None]) -> int:
+        def taken(committed: int) -> None:
+            if self._no_room.pop(file.name, None) is not None:
+                self._show_waiting()
+            progress(committed)
+
         while True:
             try:
                 return self.session.send(
@@ -200,7 +217,7 @@ class Saving:
                     self._plan[0],
                     file,
                     timeout=self.deadline.remaining(),
-                    progress=progress,
+                    progress=taken,
                     stop=self.stop,
                 )
             except BusyError as error:
@@ -208,10 +225,36 @@ class Saving:
                     skipped = SaveSkippedError(str(error))
                     self.report(skipped)
                     raise skipped from error
-                if self._on_busy == "raise" or self.deadline.passed:
+                self._no_room.pop(file.name, None)
+                # So early that the other ranks hear this reason, and not that a deadline passed.
+                if self._on_busy == "raise" or self.deadline.remaining() <= 2 * _BUSY_PAUSE_S:
                     raise
+                if self._stuck_at_exit():
+                    _log.error(
+                        "save %s to %s is given up, for the process is ending: %s",
+                        self.text,
+                        self.context.checkpoint_id,
+                        error,
+                    )
+                    raise
+                self._no_room[file.name] = error
+                self._show_waiting()
                 if self.stop.wait(_BUSY_PAUSE_S):
                     raise StoppedError from error
+
+    def _stuck_at_exit(self) -> bool:
+        """Whether the interpreter is ending, and waits for us, and nothing has moved for a while."""
+        if threading.main_thread().is_alive():
+            self._moved = time.monotonic()
+        return time.monotonic() - self._moved >= _EXIT_S
+
+    def _waiting(self) -> str:
+        """Whom or what the save waits for: a full spool here goes before what the sidecar told."""
+        full = next(iter(list(self._no_room.values())), None)
+        return f"room ({full})" if full is not None else self._told_waiting
+
+    def _show_waiting(self) -> None:
+        self.resolver.update(lambda s: dataclasses.replace(s, waiting_on=self._waiting()))
 
     def _hand_over(self, files: Sequence[records_pb2.DataFile]) -> None:
         assert self._staged is not None
@@ -227,13 +270,14 @@ class Saving:
 
     def _hear(self, news: save_pb2.SaveStatus) -> None:
         state = save_pb2.SaveState.Name(news.state).removeprefix("SAVE_STATE_")
+        self._told_waiting = news.waiting_on.text
         self.resolver.update(
             lambda status: dataclasses.replace(
                 status,
                 attempt=news.attempt or status.attempt,
                 state=state,
                 total_bytes=news.bytes_total or status.total_bytes,
-                waiting_on=news.waiting_on.text,
+                waiting_on=self._waiting(),
                 failures={failure.rank: failure for failure in news.failures},
             )
         )
@@ -241,7 +285,7 @@ class Saving:
             self._commit(news)
         elif news.state == save_pb2.SAVE_STATE_ABORTED:
             self.stop.set()
-            self._fail(aborted(news))
+            self._fail(aborted(news, self._waiting() if self._no_room else ""))
 
     def _commit(self, news: save_pb2.SaveStatus) -> None:
         if "ingest" not in self._seconds:
@@ -293,8 +337,12 @@ def fail_request(context: sidecar_pb2.SaveContext, error: BaseException) -> side
     return sidecar_pb2.FailRequest(context=context, failure=failure)
 
 
-def aborted(news: save_pb2.SaveStatus) -> SaveAbortedError:
-    """The error of an aborted save: who failed, and why."""
+def aborted(news: save_pb2.SaveStatus, waiting: str = "") -> SaveAbortedError:
+    """The error of an aborted save: who failed, and why.
+
+    Args:
+        waiting: what this rank waited for when the news came.
+    """
     causes = [
         (f"rank {cause.rank} ({cause.host}): " if cause.rank >= 0 else "") + cause.message
         for cause in news.failures
@@ -304,6 +352,7 @@ def aborted(news: save_pb2.SaveStatus) -> SaveAbortedError:
     what = "was skipped" if skipped else "was aborted"
     text = "; ".join(causes[:4]) or "no cause was told"
     more = f"; and {len(causes) - 4} more" if len(causes) > 4 else ""
+    more += f"; this rank was waiting for {waiting}" if waiting else ""
     return cls(
         f"save {identity.save_text(news.save)} to {news.checkpoint_id} {what}: {text}{more}",
         list(news.failures),
