@@ -173,7 +173,7 @@ def test_a_failure_of_the_first_rank_is_everybodys(tmp_path: Path) -> None:
 
         from pannier.client.checkpoints import latest
         from pannier.client.places import Place
-        from pannier.wire.errors import InvalidRequestError, StorageError
+        from pannier.wire.errors import InvalidRequestError, PannierError, StorageError
 
         def fail(self: Place) -> None:
             raise StorageError("storage is away")
@@ -186,6 +186,18 @@ def test_a_failure_of_the_first_rank_is_everybodys(tmp_path: Path) -> None:
         Place.list = original
         # And the calls are still in step.
         assert latest(root) is None
+
+        def unasked() -> None:
+            raise PannierError("an earlier save failed")
+
+        # One rank's own trouble: the first one's is told, another's is its own.
+        for culprit in (0, 1):
+            if rank == culprit or culprit == 0:
+                with pytest.raises(PannierError, match="an earlier save failed"):
+                    latest(root, before=unasked if rank == culprit else lambda: None)
+            else:
+                assert latest(root) is None
+            assert latest(root) is None
         if rank == 0:
             assert latest(root) is None
         else:

@@ -25,6 +25,7 @@ from pannier.client import api
 from pannier.client.api import Client
 from pannier.client.config import Settings
 from pannier.client.identity import Group, World
+from pannier.client.writer import StorageWriter
 from pannier.v1 import save_pb2, sidecar_pb2
 from pannier.wire import identity
 from pannier.wire.errors import (
@@ -205,6 +206,12 @@ def test_what_cannot_be_honoured_is_refused(
     assert numbers(sidecar, sidecar_pb2.PlanRequest) == [2]
 
 
+@pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), 7 * 86400 + 1])
+def test_a_writers_timeout_is_as_limited(timeout: float) -> None:
+    with pytest.raises(InvalidRequestError, match="7 days"):
+        StorageWriter("/x/y", timeout=timeout)
+
+
 def test_torchs_defaults_are_fine(client: Client) -> None:
     client.async_save(
         state(),
@@ -330,6 +337,43 @@ def test_an_unasked_error_is_raised_by_wait_all_and_close(
     with pytest.raises(SaveAbortedError, match=r"/x/a .*; and .*/x/b "):
         client.close()
     client.close()
+
+
+@pytest.mark.parametrize("call", ["load", "latest", "list"])
+@pytest.mark.parametrize("default", [True, False])
+def test_an_unasked_error_is_raised_by_reading_before_it_reads(
+    client: Client,
+    sidecar: ScriptedSidecar,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    call: str,
+    default: bool,
+) -> None:
+    values = {"w": torch.zeros(3)}
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "step-1", no_dist=True)
+    arguments: dict[str, Any] = {"root": tmp_path}
+    if call == "load":
+        arguments = {"state_dict": values, "checkpoint_id": tmp_path / "step-1"}
+    if default:
+        monkeypatch.setattr(api, "_default", client)
+    read = getattr(client_package if default else client, call)
+    fail_one(client, sidecar)
+    with pytest.raises(SaveAbortedError, match="disk full"):
+        read(**arguments)
+    assert not values["w"].any()
+    found = read(**arguments)
+    assert values["w"].all() if call == "load" else "step-1" in str(found)
+
+
+def test_reading_makes_no_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "_default", None)
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "step-1", no_dist=True)
+    (found,) = client_package.list(tmp_path)
+    assert client_package.latest(tmp_path) == found.checkpoint_id
+    values = {"w": torch.zeros(3)}
+    client_package.load(values, checkpoint_id=found.checkpoint_id)
+    assert values["w"].all()
+    assert api._default is None
 
 
 def test_an_error_that_was_asked_for_is_not_raised_again(
@@ -504,6 +548,15 @@ def test_an_error_at_exit_is_seen(sidecar: ScriptedSidecar) -> None:
         "h = client.async_save(state, checkpoint_id='/x/y'); h.wait(10)",
     )
     assert "rank 1 died" in done.stderr
+    # Also where logs go nowhere, and to whoever reports errors.
+    quiet = run(
+        sidecar,
+        "import logging; logging.disable()\n"
+        "sys.excepthook = lambda kind, error, _: print('HOOK', kind.__name__, error)\n"
+        "import pannier.client.saving as s; s._ABORT_NEWS_S = 0.1\n"
+        "h = client.async_save(state, checkpoint_id='/x/y'); h.wait(10)",
+    )
+    assert "HOOK SaveAbortedError rank 1 died" in quiet.stdout
 
 
 def test_a_forked_child_may_not_save_and_ends_at_once(sidecar: ScriptedSidecar) -> None:

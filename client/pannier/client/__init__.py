@@ -10,17 +10,18 @@ The functions here act on one client per process, made when it is first used;
 :class:`Client` makes others.
 """
 
+import builtins
 import os
 from collections.abc import Mapping
 from typing import Any
 
-from torch.distributed.checkpoint.planner import SavePlanner
+from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
+from pannier.client import api, checkpoints
 from pannier.client.api import Client, close, configure, default_client
-from pannier.client.checkpoints import CheckpointInfo, latest
-from pannier.client.checkpoints import list_checkpoints as list
+from pannier.client.checkpoints import CheckpointInfo
 from pannier.client.handle import SaveHandle, SaveResult, SaveStatus
-from pannier.client.load import load
+from pannier.client.load import load as load_checkpoint
 from pannier.client.reader import StorageReader
 from pannier.client.writer import StorageWriter
 from pannier.wire.errors import (
@@ -98,6 +99,106 @@ def save(
 def wait_all(timeout: float | None = None) -> None:
     """Waits until every save has ended. See :meth:`Client.wait_all`."""
     default_client().wait_all(timeout)
+
+
+# Reading needs no sidecar, and makes no client. What nobody asked for is raised here, too.
+
+
+def load(
+    state_dict: dict[str, Any],
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_reader: StorageReader | None = None,
+    planner: LoadPlanner | None = None,
+    process_group: Any = None,
+    no_dist: bool = False,
+) -> None:
+    """Loads a checkpoint into ``state_dict`` in place, as ``torch.distributed.checkpoint.load``.
+
+    All ranks of the group call it. Tensors must lie where they are wanted, with
+    the shapes of the checkpoint; their sharding may be another.
+
+    Args:
+        state_dict: tensors to fill, ``Stateful`` objects, and keys of other objects.
+        checkpoint_id: directory: a path, or a URL such as ``gs://bucket/run/step-100``.
+        storage_reader: a :class:`pannier.client.StorageReader` with other than the
+            default options; then ``checkpoint_id`` may be left out.
+        planner: default: ``DefaultLoadPlanner``. To load a part only, give
+            ``DefaultLoadPlanner(allow_partial_load=True)``.
+        process_group: the ranks that load together. Default: all.
+        no_dist: this process loads by itself.
+
+    Raises:
+        PannierError: an earlier save failed and nobody asked for its result; on all ranks.
+        InvalidRequestError: an argument can't be accepted.
+        StorageError: there is no such checkpoint, or ``.metadata`` can't be read.
+        LoadError: anything else; with failures by rank.
+    """
+    load_checkpoint(
+        state_dict,
+        checkpoint_id=checkpoint_id,
+        storage_reader=storage_reader,
+        planner=planner,
+        process_group=process_group,
+        no_dist=no_dist,
+        before=api.raise_unasked,
+    )
+
+
+def latest(
+    root: str | os.PathLike[str],
+    *,
+    process_group: Any = None,
+    no_dist: bool = False,
+    timeout: float = 60.0,
+    storage_options: Mapping[str, Any] | None = None,
+) -> str | None:
+    """The newest checkpoint directly below ``root``; None when there is none.
+
+    The group's first rank looks it up and the others get its answer through the
+    group's store, so that all ranks load the same. No collective: a rank that
+    calls alone waits at most ``timeout``, the first rank never. The n-th call of
+    each rank of a group belongs together; for one rank alone, use ``no_dist``.
+
+    Args:
+        root: a path or a URL; need not exist.
+        process_group: the ranks that ask together. Default: all.
+        no_dist: this process asks by itself.
+        timeout: seconds to wait for the first rank's answer.
+        storage_options: of the fsspec file system. Default: from the environment.
+
+    Raises:
+        PannierError: an earlier save failed and nobody asked for its result.
+        StorageError: the root can't be read; on all ranks.
+        DeadlineError: the first rank hasn't answered in time.
+        InvalidRequestError: ranks asked for different roots.
+    """
+    return checkpoints.latest(
+        root,
+        process_group=process_group,
+        no_dist=no_dist,
+        timeout=timeout,
+        storage_options=storage_options,
+        before=api.raise_unasked,
+    )
+
+
+def list(
+    root: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
+) -> builtins.list[CheckpointInfo]:
+    """The checkpoints directly below ``root``, oldest first; those of one time by name.
+
+    Args:
+        root: a path or a URL; need not exist.
+        storage_options: of the fsspec file system. Default: from the environment.
+
+    Raises:
+        PannierError: an earlier save failed and nobody asked for its result.
+        InvalidRequestError: the root is no path.
+        StorageError: it can't be read.
+    """
+    api.raise_unasked()
+    return checkpoints.list_checkpoints(root, storage_options=storage_options)
 
 
 __all__ = [

@@ -6,8 +6,10 @@ group, plans and stages them on the caller's thread, and leaves the rest to
 """
 
 import atexit
+import builtins
 import logging
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping
@@ -169,9 +171,22 @@ class Client:
 
     # Reading.
 
-    load = staticmethod(load_checkpoint)
-    latest = staticmethod(checkpoints.latest)
-    list = staticmethod(checkpoints.list_checkpoints)
+    # They raise what nobody asked for, too, in step with the other ranks.
+
+    def load(self, state_dict: dict[str, Any], **arguments: Any) -> None:
+        """Loads a checkpoint into ``state_dict``. See :func:`pannier.client.load`."""
+        load_checkpoint(state_dict, before=self._unasked.raise_all, **arguments)
+
+    def latest(self, root: str | os.PathLike[str], **arguments: Any) -> str | None:
+        """The newest checkpoint directly below ``root``. See :func:`pannier.client.latest`."""
+        return checkpoints.latest(root, before=self._unasked.raise_all, **arguments)
+
+    def list(
+        self, root: str | os.PathLike[str], **arguments: Any
+    ) -> builtins.list[checkpoints.CheckpointInfo]:
+        """The checkpoints directly below ``root``. See :func:`pannier.client.list`."""
+        self._unasked.raise_all()
+        return checkpoints.list_checkpoints(root, **arguments)
 
     # For StorageWriter.
 
@@ -223,6 +238,11 @@ class Client:
 
         With embedded daemons that can't outlive the trainer (in a container or a
         Slurm step) it waits until they are committed.
+
+        A trainer that ends without it does the same, but the exit status of a process
+        can't be changed that late: an error that nobody asked for is handed to
+        ``sys.excepthook``, which prints it. Call ``close()``, or leave the client's
+        context, to fail by it.
 
         Raises:
             PannierError: a save failed and nobody asked for its result.
@@ -374,7 +394,9 @@ class Client:
         try:
             self._unasked.raise_all()
         except PannierError as error:
-            _log.error("%s", error)
+            _log.error("a save failed and nobody asked for its result: %s", error)
+            # Logs may go where nobody looks.
+            sys.excepthook(type(error), error, error.__traceback__)
 
 
 def _skipped(context: sidecar_pb2.SaveContext, error: SaveSkippedError) -> SaveHandle:
@@ -399,6 +421,13 @@ def default_client() -> Client:
         if _default is None:
             _default = Client(load_settings(**_overrides))
         return _default
+
+
+def raise_unasked() -> None:
+    """Raises the default client's errors that nobody asked for; makes no client."""
+    client = _default
+    if client is not None and client._pid == os.getpid():
+        client._unasked.raise_all()
 
 
 def configure(**settings: Any) -> None:

@@ -27,6 +27,10 @@ _NUMBER: Final = re.compile(r"(\d+)")
 _PREFIX: Final = "pannier-latest"
 
 
+def _nothing() -> None:
+    """What comes before a look-up by default."""
+
+
 @dataclass(frozen=True)
 class CheckpointInfo:
     """One checkpoint of a root."""
@@ -40,16 +44,7 @@ class CheckpointInfo:
 def list_checkpoints(
     root: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
 ) -> list[CheckpointInfo]:
-    """The checkpoints directly below ``root``, oldest first; those of one time by name.
-
-    Args:
-        root: a path or a URL; need not exist.
-        storage_options: of the fsspec file system. Default: from the environment.
-
-    Raises:
-        InvalidRequestError: the root is no path.
-        StorageError: it can't be read.
-    """
+    """See :func:`pannier.client.list`."""
     place = open_place(root, storage_options)
     try:
         entries = place.list()
@@ -68,34 +63,22 @@ def latest(
     no_dist: bool = False,
     timeout: float = 60.0,
     storage_options: Mapping[str, Any] | None = None,
+    before: Callable[[], None] = _nothing,
 ) -> str | None:
-    """The newest checkpoint directly below ``root``; None when there is none.
-
-    The group's first rank looks it up and the others get its answer through the
-    group's store, so that all ranks load the same. No collective: a rank that
-    calls alone waits at most ``timeout``, the first rank never. The n-th call of
-    each rank of a group belongs together; for one rank alone, use ``no_dist``.
+    """See :func:`pannier.client.latest`.
 
     Args:
-        root: a path or a URL; need not exist.
-        process_group: the ranks that ask together. Default: all.
-        no_dist: this process asks by itself.
-        timeout: seconds to wait for the first rank's answer.
-        storage_options: of the fsspec file system. Default: from the environment.
-
-    Raises:
-        StorageError: the root can't be read; on all ranks.
-        DeadlineError: the first rank hasn't answered in time.
-        InvalidRequestError: ranks asked for different roots.
+        before: beside what that takes, called first of all; what it raises on the first rank is told to all.
     """
 
     def look() -> str | None:
+        before()
         checkpoints = list_checkpoints(root, storage_options=storage_options)
         return checkpoints[-1].checkpoint_id if checkpoints else None
 
     if is_alone(no_dist):
         return look()
-    return _shared(absolute(root), look, process_group, timeout)
+    return _shared(absolute(root), look, process_group, timeout, before)
 
 
 def _look(place: Place, entry: Entry) -> CheckpointInfo | None:
@@ -119,6 +102,7 @@ def _shared(
     look: Callable[[], str | None],
     process_group: Any,
     timeout: float,
+    before: Callable[[], None],
 ) -> str | None:
     if process_group == dist.GroupMember.NON_GROUP_MEMBER:
         raise InvalidRequestError(
@@ -130,6 +114,8 @@ def _shared(
     key = str(store.add(f"calls/{rank}", 1))
     if rank == 0:
         return _answer(store, key, root, look)
+    # This call is counted: whatever is raised, the next is in step.
+    before()
     try:
         store.wait([key], timedelta(seconds=timeout))
         answer = json.loads(store.get(key))

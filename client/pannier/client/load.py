@@ -23,6 +23,10 @@ from pannier.wire.errors import InvalidRequestError, LoadError, PannierError
 T = TypeVar("T")
 
 
+def _nothing() -> None:
+    """What comes before a load by default."""
+
+
 def load(
     state_dict: dict[str, Any],
     *,
@@ -31,26 +35,12 @@ def load(
     planner: LoadPlanner | None = None,
     process_group: Any = None,
     no_dist: bool = False,
+    before: Callable[[], None] = _nothing,
 ) -> None:
-    """Loads a checkpoint into ``state_dict`` in place, as ``torch.distributed.checkpoint.load``.
-
-    All ranks of the group call it. Tensors must lie where they are wanted, with
-    the shapes of the checkpoint; their sharding may be another.
+    """See :func:`pannier.client.load`.
 
     Args:
-        state_dict: tensors to fill, ``Stateful`` objects, and keys of other objects.
-        checkpoint_id: directory: a path, or a URL such as ``gs://bucket/run/step-100``.
-        storage_reader: a :class:`pannier.client.StorageReader` with other than the
-            default options; then ``checkpoint_id`` may be left out.
-        planner: default: ``DefaultLoadPlanner``. To load a part only, give
-            ``DefaultLoadPlanner(allow_partial_load=True)``.
-        process_group: the ranks that load together. Default: all.
-        no_dist: this process loads by itself.
-
-    Raises:
-        InvalidRequestError: an argument can't be accepted.
-        StorageError: there is no such checkpoint, or ``.metadata`` can't be read.
-        LoadError: anything else; with failures by rank.
+        before: beside what that takes, called first of all; what it raises is raised on all ranks.
     """
     alone = is_alone(no_dist)
     if not alone and process_group == dist.GroupMember.NON_GROUP_MEMBER:
@@ -58,8 +48,13 @@ def load(
             f"rank {dist.get_rank()} is not in this process group: only its ranks may load with it"
         )
     group = None if alone else _Group(process_group)
+
+    def make() -> StorageReader:
+        before()
+        return _reader(checkpoint_id, storage_reader)
+
     with _as_load_error(group):
-        reader = _agree(group, lambda: _reader(checkpoint_id, storage_reader))
+        reader = _agree(group, make)
         content = _from_first(group, reader.fetch_metadata)
         reader.share_metadata(content)
         dcp.load(
