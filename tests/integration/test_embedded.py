@@ -12,6 +12,8 @@ import torch.distributed.checkpoint as dcp
 
 from pannier.client.api import Client
 from pannier.client.config import load_settings
+from pannier.wire.errors import ConfigurationError
+from support.daemons import Daemons
 from support.ranks import start_ranks
 
 
@@ -22,7 +24,7 @@ def load(path: Path, **like: torch.Tensor) -> dict[str, torch.Tensor]:
     return state
 
 
-def daemons(directory: Path) -> list[psutil.Process]:
+def running(directory: Path) -> list[psutil.Process]:
     """The supervisor of a runtime directory and its children."""
     supervisor = psutil.Process(int((directory / "up.pid").read_text()))
     return [supervisor, *supervisor.children(recursive=True)]
@@ -124,7 +126,7 @@ def test_the_daemons_outlive_ctrl_c_and_a_launcher_that_ends_its_workers(
     }
     with start_ranks(_INTERRUPTED, 1, environment, torchrun=False) as ranks:
         ranks.wait_for("ingested")
-        before = daemons(embedded)
+        before = running(embedded)
         assert len(before) == 3
         trainer = ranks.processes[0]
         assert not set(before) & set(psutil.Process(trainer.pid).children(recursive=True))
@@ -136,7 +138,7 @@ def test_the_daemons_outlive_ctrl_c_and_a_launcher_that_ends_its_workers(
     while not (tmp_path / "step-1" / ".metadata").exists():
         assert time.monotonic() < deadline, "the save was not committed"
         time.sleep(0.05)
-    assert daemons(embedded) == before
+    assert running(embedded) == before
     assert torch.equal(
         load(tmp_path / "step-1", w=torch.ones(4_000_000))["w"], torch.ones(4_000_000)
     )
@@ -145,7 +147,7 @@ def test_the_daemons_outlive_ctrl_c_and_a_launcher_that_ends_its_workers(
 def test_daemons_that_were_killed_are_started_again(embedded: Path, tmp_path: Path) -> None:
     with Client(load_settings()) as client:
         client.save({"w": torch.ones(10)}, checkpoint_id=tmp_path / "step-1")
-        for process in daemons(embedded):
+        for process in running(embedded):
             process.kill()
         client.save({"w": torch.ones(10)}, checkpoint_id=tmp_path / "step-2")
     assert torch.equal(load(tmp_path / "step-2", w=torch.ones(10))["w"], torch.ones(10))
@@ -154,7 +156,44 @@ def test_daemons_that_were_killed_are_started_again(embedded: Path, tmp_path: Pa
 def test_they_listen_on_this_users_sockets_only(embedded: Path, tmp_path: Path) -> None:
     with Client(load_settings()) as client:
         client.save({"w": torch.ones(10)}, checkpoint_id=tmp_path / "step-1")
-        for process in daemons(embedded):
+        for process in running(embedded):
             assert not [c for c in process.net_connections("inet") if c.status == "LISTEN"]
         assert (embedded / "sidecar.sock").stat().st_mode & 0o777 == 0o600
         assert embedded.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_trainer_with_another_endpoint_is_refused_and_one_with_new_credentials_is_not(
+    embedded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {"w": torch.ones(10)}
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://127.0.0.1:1")
+    with Client(load_settings()) as client:
+        client.save(state, checkpoint_id=tmp_path / "step-1")
+    (supervisor, *_) = before = running(embedded)
+
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://127.0.0.1:2")
+    with (
+        Client(load_settings()) as client,
+        pytest.raises(ConfigurationError, match=rf"STORAGE_EMULATOR_HOST.*kill {supervisor.pid}"),
+    ):
+        client.save(state, checkpoint_id=tmp_path / "step-2")
+    assert not (tmp_path / "step-2").exists()
+
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://127.0.0.1:1")
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "rotated")
+    with Client(load_settings()) as client:
+        client.save(state, checkpoint_id=tmp_path / "step-2")
+    assert running(embedded) == before
+
+
+def test_an_embedded_sidecar_uses_the_coordinator_that_is_named(
+    daemons: Daemons, embedded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PANNIER_COORDINATOR", daemons.coordinator_address)
+    with Client(load_settings()) as client:
+        client.save({"w": torch.ones(10)}, checkpoint_id=tmp_path / "step-1")
+    supervisor = psutil.Process(int((embedded / "up.pid").read_text()))
+    (sidecar,) = supervisor.children()
+    assert "sidecar" in sidecar.cmdline()
+    assert not (embedded / "coordinator.sock").exists()
+    assert torch.equal(load(tmp_path / "step-1", w=torch.ones(10))["w"], torch.ones(10))

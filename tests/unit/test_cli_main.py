@@ -105,6 +105,13 @@ def test_a_socket_path_that_is_too_long_is_refused_before_anything_starts() -> N
     assert "107 bytes" in result.err
 
 
+def test_a_planner_is_not_for_a_sidecar_alone() -> None:
+    result = pannier("up", "--coordinator", "10.0.0.2:7070", "--planner", "module:Class")
+    assert result.code == 2
+    assert "PANNIER_PLANNER" in result.err
+    assert "10.0.0.2:7070" in result.err
+
+
 def test_unknown_commands_and_options_exit_with_2() -> None:
     assert pannier("frobnicate").code == 2
     assert pannier("status", "--frobnicate").code == 2

@@ -8,6 +8,7 @@ import stat
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -41,7 +42,7 @@ from pannier.cli.supervisor import AlreadyRunningError, Supervisor
 logging.basicConfig(level=logging.INFO)
 directory, coordinator, sidecar, grace, margin = json.loads(sys.argv[1])
 try:
-    sys.exit(Supervisor(Path(directory), coordinator=coordinator, sidecar=sidecar, grace_s=grace, margin_s=margin).run())
+    sys.exit(Supervisor(Path(directory), coordinator=coordinator, sidecar=sidecar, decisive={}, grace_s=grace, margin_s=margin).run())
 except AlreadyRunningError as error:
     print(error)
     sys.exit(17)
@@ -57,10 +58,10 @@ class Up:
         self.processes: list[Process] = []
 
     def start(
-        self, sidecar: str = FOREVER, coordinator: str = FOREVER, margin: float = 20.0
+        self, sidecar: str = FOREVER, coordinator: str | None = FOREVER, margin: float = 20.0
     ) -> Process:
         commands = [
-            python("-c", program, name, str(self.diary))
+            python("-c", program, name, str(self.diary)) if program is not None else None
             for name, program in (("coordinator", coordinator), ("sidecar", sidecar))
         ]
         process = Process(
@@ -165,6 +166,13 @@ def test_a_coordinator_that_leaves_is_started_again(up: Up) -> None:
     assert process.stop() == 0
 
 
+def test_a_sidecar_of_a_coordinator_elsewhere_runs_alone(up: Up) -> None:
+    process = up.start(coordinator=None)
+    up.wait_for(lambda: bool(up.pids("sidecar")), "the sidecar's start")
+    assert process.stop() == 0
+    assert up.notes()[1:] == ["sidecar stopped"]
+
+
 def test_an_idle_sidecar_takes_the_coordinator_along(up: Up) -> None:
     idle = OBEDIENT + "import time\nwhile open(diary).read().count('\\n') < 2: time.sleep(0.01)\n"
     process = up.start(sidecar=idle)
@@ -263,8 +271,23 @@ def test_the_default_spool_is_on_tmpfs_and_not_shared_between_runtime_directorie
     assert default_spool(usual, usual) != spool
 
 
-def test_without_room_on_tmpfs_the_spool_is_in_the_runtime_directory(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("free", "memory", "roomy"),
+    [
+        (1 << 30, 8 << 30, False),  # a container with a small /dev/shm
+        (2 << 30, 8 << 30, True),
+        (3 << 30, 1 << 40, False),
+        (4 << 30, 1 << 40, True),
+    ],
+)
+def test_the_spool_is_on_tmpfs_only_with_room_for_a_state_twice(
+    monkeypatch: pytest.MonkeyPatch, free: int, memory: int, roomy: bool
 ) -> None:
-    monkeypatch.setattr("pannier.cli.up._ROOM", 1 << 60)
-    assert default_spool(Path("/tmp/usual"), Path("/tmp/usual")) == Path("/tmp/usual/spool")
+    sizes = {"SC_PHYS_PAGES": memory >> 12, "SC_PAGE_SIZE": 4096}
+    monkeypatch.setattr(os, "sysconf", sizes.__getitem__)
+    monkeypatch.setattr(
+        os, "statvfs", lambda _: SimpleNamespace(f_bavail=free >> 12, f_frsize=4096)
+    )
+    usual = Path("/tmp/usual")
+    spool = default_spool(usual, usual)
+    assert spool.parent == (Path("/dev/shm") if roomy else usual)

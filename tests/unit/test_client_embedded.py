@@ -18,6 +18,7 @@ import pytest
 
 from pannier.client import embedded
 from pannier.client.config import Settings
+from pannier.wire import surroundings
 from pannier.wire.errors import ConfigurationError, UnavailableError
 from support.daemons import short_directory
 
@@ -94,7 +95,7 @@ def test_they_are_nobodys_children_and_know_no_rank(
     assert one["env"]["STORAGE_EMULATOR_HOST"] == "http://127.0.0.1:1"
     assert "LD_PRELOAD" in one["env"]
     assert number not in one["fds"]
-    assert one["arguments"][-2:] == ["--spool", "/tmp/some-spool"]
+    assert one["env"]["PANNIER_SPOOL"] == "/tmp/some-spool"
     assert "starting up" in (directory / embedded.LOG).read_text()
 
 
@@ -140,6 +141,32 @@ def test_daemons_that_do_not_come_up_are_an_error_with_their_last_words(
     monkeypatch.setattr(embedded, "_accepts", lambda _: False)
     with pytest.raises(UnavailableError, match=r"(?s)did not come up within 0.5 s.*starting up"):
         embedded.ensure(Settings(runtime_dir=directory))
+
+
+def test_daemons_of_other_settings_are_refused_with_the_settings_names(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_PROFILE", "mine")
+    settings = Settings(runtime_dir=directory, spool=Path("/tmp/some-spool"))
+    embedded.ensure(settings)
+    (one,) = started(directory)
+    (directory / surroundings.FILE).write_text(surroundings.encode(surroundings.record(one["env"])))
+    (directory / "up.pid").write_text(f"{one['pid']}\n")
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "rotated")
+    embedded.ensure(settings)
+    monkeypatch.setenv("AWS_PROFILE", "another")
+    with pytest.raises(ConfigurationError) as caught:
+        embedded.ensure(
+            Settings(
+                runtime_dir=directory, spool=Path("/tmp/some-spool"), coordinator="10.0.0.2:7070"
+            )
+        )
+    message = str(caught.value)
+    assert "value of AWS_PROFILE, PANNIER_COORDINATOR, and" in message
+    assert f"kill {one['pid']}" in message
+    assert "another PANNIER_RUNTIME_DIR" in message
+    assert "mine" not in message
+    assert len(started(directory)) == 1
 
 
 def test_a_stale_socket_is_no_daemon(directory: Path) -> None:

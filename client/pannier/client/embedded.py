@@ -2,7 +2,10 @@
 
 In: settings. Out: the address of a sidecar that accepts connections. The daemons
 belong to nobody's process tree: they outlive the trainer, Ctrl-C and a launcher
-that ends its workers.
+that ends its workers. There is one pair per host, user and wire version, and its
+environment decides where checkpoints go: a trainer whose own says otherwise is
+told so, and doesn't get a second pair behind its back, whose sockets, spool and
+status nobody would look for.
 """
 
 import os
@@ -18,7 +21,7 @@ from typing import Final
 import filelock
 
 from pannier.client.config import Settings
-from pannier.wire import addresses
+from pannier.wire import addresses, surroundings
 from pannier.wire.errors import ConfigurationError, UnavailableError
 
 LOG: Final = "up.log"
@@ -49,7 +52,8 @@ def ensure(settings: Settings) -> str:
     Any number of processes may call it at the same time: one starts them.
 
     Raises:
-        ConfigurationError: the runtime directory isn't this user's.
+        ConfigurationError: the runtime directory isn't this user's, or its daemons
+            were started for another place; names the variables that differ.
         UnavailableError: the daemons didn't come up; with the end of their log.
     """
     directory = settings.runtime_dir
@@ -57,6 +61,7 @@ def ensure(settings: Settings) -> str:
     path = address.removeprefix("unix://")
     if _accepts(path):
         _check_owner(directory)
+        _check_surroundings(settings)
         return address
     _own(directory)
     try:
@@ -68,6 +73,7 @@ def ensure(settings: Settings) -> str:
             f"another process has been starting the daemons in {directory} for {2 * START_S:g} s; "
             f"their log ends with:\n{_tail(directory / LOG)}"
         ) from error
+    _check_surroundings(settings)
     return address
 
 
@@ -112,12 +118,30 @@ def _check_owner(directory: Path) -> None:
         )
 
 
+def _check_surroundings(settings: Settings) -> None:
+    directory = settings.runtime_dir
+    try:
+        theirs = surroundings.decode((directory / surroundings.FILE).read_text())
+    except FileNotFoundError:  # A sidecar that someone runs there by hand.
+        return
+    names = surroundings.differing(theirs, surroundings.record(_environment(settings)))
+    if names:
+        try:
+            supervisor = (directory / "up.pid").read_text().strip()
+        except FileNotFoundError:  # It is just leaving.
+            supervisor = "their supervisor"
+        raise ConfigurationError(
+            f"the embedded daemons in {directory} were started with another value of "
+            f"{', '.join(names)}, and would not store this trainer's checkpoints as it asks: wait "
+            f"until they leave ({IDLE_EXIT_S:g} s after their last trainer), end them (kill "
+            f"{supervisor}), or set another PANNIER_RUNTIME_DIR"
+        )
+
+
 def _start(settings: Settings, path: str) -> None:
     directory = settings.runtime_dir
     command = [sys.executable, "-m", "pannier.cli", "up", "--runtime-dir", str(directory)]
     command += ["--idle-exit", f"{IDLE_EXIT_S:g}"]
-    if settings.spool is not None:
-        command += ["--spool", str(settings.spool)]
     log = directory / LOG
     if log.exists() and log.stat().st_size > _LOG_LIMIT:
         log.replace(log.with_suffix(".log.1"))
@@ -129,7 +153,7 @@ def _start(settings: Settings, path: str) -> None:
             subprocess.run(
                 ["/bin/sh", "-c", '"$@" & ', "sh", *command],
                 cwd="/",
-                env=_environment(),
+                env=_environment(settings),
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
                 stderr=sink,
@@ -163,12 +187,20 @@ def _await(path: str, alive: int, log: Path) -> None:
             )
 
 
-def _environment() -> dict[str, str]:
+def _environment(settings: Settings) -> dict[str, str]:
+    """What the daemons get: this process's, with the settings that are theirs."""
     kept = {
         name: value
         for name, value in os.environ.items()
         if name not in _LAUNCHER and not name.startswith("TORCHELASTIC_")
     }
+    for name, value in (
+        ("PANNIER_SPOOL", settings.spool),
+        ("PANNIER_COORDINATOR", settings.coordinator),
+    ):
+        kept.pop(name, None)
+        if value is not None:
+            kept[name] = str(value)
     for name in _FILES:
         if name in kept and os.path.exists(kept[name]):
             kept[name] = os.path.abspath(kept[name])

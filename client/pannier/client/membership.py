@@ -74,18 +74,19 @@ class Membership:
     def _open(self, settings: Settings) -> Session:
         who = self.world.identity(settings)
         if not settings.embedded:
-            return Session.connect(settings, who)
-        try:
-            session = self._embedded(settings, who)
-        except UnavailableError:
-            # They may have left, idle, while we found them.
-            session = self._embedded(settings, who)
-        if settings.coordinator not in (None, session.welcome.coordinator):
+            session = Session.connect(settings, who)
+        else:
+            try:
+                session = self._embedded(settings, who)
+            except UnavailableError:
+                # They may have left, idle, while we found them.
+                session = self._embedded(settings, who)
+        spoken_to = session.welcome.coordinator
+        if settings.coordinator not in (None, spoken_to):
             session.close()
             raise ConfigurationError(
-                f"PANNIER_COORDINATOR={settings.coordinator}, but the embedded sidecar in "
-                f"{settings.runtime_dir} speaks to {session.welcome.coordinator}: run `pannier "
-                "sidecar --coordinator ...` on this host and set PANNIER_SIDECAR"
+                f"PANNIER_COORDINATOR={settings.coordinator}, but the {session.peer} speaks to "
+                f"{spoken_to}: start it with that --coordinator, or leave PANNIER_COORDINATOR unset"
             )
         return session
 

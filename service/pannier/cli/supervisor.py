@@ -1,6 +1,6 @@
-"""Keeps one sidecar and one coordinator process running for the jobs of one user.
+"""Keeps one sidecar, and mostly a coordinator, running for the jobs of one user.
 
-In: two command lines and a runtime directory. Out: an exit status, when the
+In: their command lines and a runtime directory. Out: an exit status, when the
 sidecar left for idleness, when a signal said so, or when a daemon can't run.
 Single-threaded; it waits for signals only. Imports nothing big, since it lives
 as long as the daemons do.
@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import filelock
+
+from pannier.wire import surroundings
 
 _log = logging.getLogger(__name__)
 
@@ -99,11 +101,13 @@ class _Daemon:
 
 
 class Supervisor:
-    """Owner of both daemons. :meth:`run` is called once, in the main thread.
+    """Owner of the daemons. :meth:`run` is called once, in the main thread.
 
     Args:
         directory: holds the lock and the pid file; created with mode 0700.
-        coordinator, sidecar: command lines.
+        sidecar: command line.
+        coordinator: command line; None when the sidecar uses one elsewhere.
+        decisive: what trainers compare their environment with.
         grace_s: what the sidecar was given to finish its uploads after SIGTERM.
         margin_s: a daemon's time to exit on top of that, before SIGKILL.
     """
@@ -112,18 +116,21 @@ class Supervisor:
         self,
         directory: Path,
         *,
-        coordinator: Sequence[str],
+        coordinator: Sequence[str] | None,
         sidecar: Sequence[str],
+        decisive: surroundings.Record,
         grace_s: float,
         margin_s: float = 5.0,
     ) -> None:
         self._directory = directory
+        self._decisive = decisive
         self._grace_s = grace_s
         self._margin_s = margin_s
         environment = {k: v for k, v in os.environ.items() if k not in _OF_OTHER_DAEMONS}
-        self._coordinator = _Daemon("coordinator", coordinator, environment)
         self._sidecar = _Daemon("sidecar", sidecar, environment)
-        self._daemons = (self._coordinator, self._sidecar)
+        self._daemons = [self._sidecar]
+        if coordinator is not None:
+            self._daemons.insert(0, _Daemon("coordinator", coordinator, environment))
         # Whoever started us with these ignored (nohup, a shell's background job) means it.
         self._stops = {
             number
@@ -143,15 +150,25 @@ class Supervisor:
         previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, *self._stops})
         pid_file = self._directory / PID
         try:
+            self._leave_record()
             pid_file.write_text(f"{os.getpid()}\n")
             return self._supervise()
         finally:
             # Gone before the daemons end: a successor then waits for the lock.
             pid_file.unlink(missing_ok=True)
-            self._end(self._sidecar, self._grace_s + self._margin_s)
-            self._end(self._coordinator, self._margin_s)
+            for daemon in reversed(self._daemons):
+                grace_s = self._grace_s if daemon is self._sidecar else 0.0
+                self._end(daemon, grace_s + self._margin_s)
             signal.pthread_sigmask(signal.SIG_SETMASK, previous)
             lock.release()
+
+    def _leave_record(self) -> None:
+        """Before a daemon answers; in one piece, since trainers may be reading it."""
+        path = self._directory / surroundings.FILE
+        new = path.with_suffix(".new")
+        new.write_text(surroundings.encode(self._decisive))
+        new.chmod(0o600)
+        new.replace(path)
 
     def _lock(self) -> filelock.BaseFileLock:
         lock = filelock.FileLock(self._directory / LOCK, mode=0o600)

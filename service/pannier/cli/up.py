@@ -1,4 +1,4 @@
-"""``pannier up``: flags in, the command lines of one sidecar and one coordinator out to the supervisor."""
+"""``pannier up``: flags in, the command lines of a sidecar and its coordinator out to the supervisor."""
 
 import json
 import logging
@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from pannier.cli.failures import NEGATIVE
-from pannier.cli.options import Seconds, Size, option, storage_options
+from pannier.cli.options import Address, Seconds, Size, option, storage_options
 from pannier.cli.supervisor import AlreadyRunningError, Supervisor, UnsafeDirectoryError
 
-_ROOM = 1 << 30
-"""Bytes that /dev/shm must have free to hold the spool."""
+_ROOM = 4 << 30
+"""Bytes free in /dev/shm that let it hold the spool, however big the host is."""
 
 
 @click.command("up")
@@ -29,8 +30,15 @@ _ROOM = 1 << 30
     "--spool",
     type=click.Path(file_okay=False, path_type=Path),
     metavar="DIRECTORY",
-    help="Holds data files until they are in storage.  [default: below /dev/shm if it has room, "
-    "else below the runtime directory]",
+    help="Holds data files until they are in storage: all ranks of the host twice while two saves "
+    "are in flight.  [default: below /dev/shm when a quarter of the host's memory or 4 GiB is free "
+    "there, else below the runtime directory]",
+)
+@option(
+    "--coordinator",
+    type=Address(),
+    help="Use the coordinator that listens there, as a job on several hosts must, and run the "
+    "sidecar alone.  [default: run one here]",
 )
 @option("--spool-budget", type=Size(), metavar="SIZE", help="Most bytes the spool may hold.")
 @option("--memory", type=Size(), metavar="SIZE", help="Most bytes of upload buffers.")
@@ -56,6 +64,7 @@ def command(
     *,
     runtime_dir: Path | None,
     spool: Path | None,
+    coordinator: str | None,
     grace: float,
     planner: tuple[str, ...],
     **settings: Any,
@@ -64,32 +73,47 @@ def command(
 
     Clients start it by themselves when no sidecar is configured. The daemons
     listen on unix sockets that only this user can open. One that crashes is
-    started again; when the sidecar leaves for idleness, all do.
+    started again; when the sidecar leaves for idleness, all do. A trainer whose
+    environment has storage elsewhere is refused; what flags say here holds for all.
     """
-    from pannier.wire import addresses
+    from pannier.wire import addresses, surroundings
 
     directory = (runtime_dir or addresses.runtime_dir()).absolute()
     sidecar = addresses.parse_address(
         addresses.embedded_sidecar(directory), setting="--runtime-dir"
     )
-    coordinator = addresses.parse_address(
+    own_coordinator = addresses.parse_address(
         addresses.embedded_coordinator(directory), setting="--runtime-dir"
     )
+    if coordinator is not None and planner:
+        raise click.UsageError(
+            "--planner (PANNIER_PLANNER) is for the coordinator, and --coordinator "
+            f"(PANNIER_COORDINATOR) says that it runs at {coordinator}: start that one with it"
+        )
     spool = spool or default_spool(directory, addresses.runtime_dir())
     common = ["--embedded", *_flags(settings, "allow", "storage_options", "host")]
+    ctx = click.get_current_context()
+    decisive = surroundings.record(os.environ)
+    for name in ctx.params:
+        if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            decisive[f"PANNIER_{name.upper()}"] = None
     supervisor = Supervisor(
         directory,
         coordinator=[
-            *(*_PANNIER, "coordinator", "--address", coordinator),
+            *(*_PANNIER, "coordinator", "--address", own_coordinator),
             *common,
             *_flags({"planner": planner}, "planner"),
-        ],
+        ]
+        if coordinator is None
+        else None,
         sidecar=[
-            *(*_PANNIER, "sidecar", "--address", sidecar, "--coordinator", coordinator),
+            *(*_PANNIER, "sidecar", "--address", sidecar),
+            *("--coordinator", coordinator or own_coordinator),
             *("--spool", str(spool), "--grace", str(grace)),
             *common,
             *_flags(settings, "spool_budget", "memory", "idle_exit"),
         ],
+        decisive=decisive,
         grace_s=grace,
     )
     logging.basicConfig(level=logging.INFO, format="%(asctime)s up: %(message)s")
@@ -100,7 +124,7 @@ def command(
         status = NEGATIVE
     except UnsafeDirectoryError as error:
         raise click.UsageError(str(error)) from error
-    click.get_current_context().exit(status)
+    ctx.exit(status)
 
 
 _PANNIER = [sys.executable, "-m", "pannier.cli"]
@@ -122,15 +146,17 @@ def _flags(settings: dict[str, Any], *names: str) -> list[str]:
 def default_spool(directory: Path, usual: Path) -> Path:
     """Where the embedded sidecar of the runtime directory ``directory`` spools.
 
-    On tmpfs, one per user; a runtime directory other than the ``usual`` one has
-    a spool of its own.
+    On tmpfs when that has room, one per user; a runtime directory other than the
+    ``usual`` one has a spool of its own.
     """
     from pannier.wire.version import WIRE_VERSION
 
     memory = Path("/dev/shm")
     if os.access(memory, os.W_OK):
         space = os.statvfs(memory)
-        if space.f_bavail * space.f_frsize >= _ROOM:
+        whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        # A rank's state must fit twice, and hosts are as big as what they train.
+        if space.f_bavail * space.f_frsize >= min(_ROOM, whole // 4):
             name = f"pannier-{os.getuid()}-v{WIRE_VERSION}"
             if directory != usual.absolute() or "PANNIER_RUNTIME_DIR" in os.environ:
                 name += f"-{zlib.crc32(os.fsencode(directory)):08x}"
