@@ -98,7 +98,9 @@ class Registry:
         try:
             self._check(save, context)
         except DisagreementError as error:
-            save.doom(error.failures.values())
+            if not save.doomed.is_set():
+                # Else that is why, not this: a rank that failed may contradict the others, too.
+                save.doom(error.failures.values())
             raise
         return save
 
