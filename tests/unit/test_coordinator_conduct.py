@@ -4,6 +4,7 @@ import asyncio
 import itertools
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import crc32c
 import pytest
@@ -18,7 +19,7 @@ from pannier.coordinator.planning import make_global_plan
 from pannier.coordinator.registry import ENDED_KEPT, Registry
 from pannier.coordinator.saves import Save, State
 from pannier.daemon.board import Board
-from pannier.storage import ObjectInfo, StorageError, Store, open_store
+from pannier.storage import DeniedError, ObjectInfo, StorageError, Store, open_store
 from pannier.v1 import records_pb2, save_pb2, sidecar_pb2
 from pannier.wire import identity
 from support.ranks_by_hand import (
@@ -40,9 +41,14 @@ class Failing(Unsteady):
     def __init__(self, inner: Store) -> None:
         super().__init__(inner)
         self.refused: set[str] = set()
+        self.denied = False
+        """Denies all writes."""
         self.tries = 0
 
     async def _write(self, key: str, write: Callable[[], Awaitable[ObjectInfo]]) -> ObjectInfo:
+        if self.denied:
+            self.tries += 1
+            raise DeniedError(f"{key}: 403")
         if key in self.refused:
             self.tries += 1
             raise StorageError(f"{key}: 503")
@@ -63,8 +69,8 @@ class OnePlace(Places):
 class Scene:
     """A registry and a conductor on one store, without a server."""
 
-    def __init__(self, threads: ThreadPoolExecutor) -> None:
-        self.checkpoint_id = f"memory://conduct-{next(_places)}/step"
+    def __init__(self, threads: ThreadPoolExecutor, checkpoint_id: str = "") -> None:
+        self.checkpoint_id = checkpoint_id or f"memory://conduct-{next(_places)}/step"
         self.plain = open_store(self.checkpoint_id)
         self.store = Failing(self.plain)
         self.conductor = Conductor(OnePlace(self.store), Planners(), host="here", threads=threads)
@@ -94,10 +100,10 @@ class Scene:
         await asyncio.wait_for(save.until(ready), 10)
 
 
-def play(scenario: Callable[[Scene], Awaitable[None]]) -> None:
+def play(scenario: Callable[[Scene], Awaitable[None]], checkpoint_id: str = "") -> None:
     async def main() -> None:
         with ThreadPoolExecutor(1) as threads:
-            scene = Scene(threads)
+            scene = Scene(threads, checkpoint_id)
             try:
                 await scenario(scene)
             finally:
@@ -144,6 +150,67 @@ def test_abort_is_in_doubt_until_the_decision_is_written_and_deletes_nothing() -
         await scene.reach(save, lambda: save.ended)
         assert save.state is State.ABORTED
         assert [failure.message for failure in save.status().failures] == ["boom"]
+
+    play(scenario)
+
+
+def test_a_place_that_is_a_file_ends_the_save(tmp_path: Path) -> None:
+    place = tmp_path / "step"
+    place.write_text("here first")
+
+    async def scenario(scene: Scene) -> None:
+        save = await scene.planned()
+        await scene.reach(save, lambda: save.ended)
+        assert save.state is State.ABORTED
+        (failure,) = save.status().failures
+        assert failure.kind == save_pb2.FAILURE_KIND_STORAGE
+        assert "not a directory" in failure.message.lower()
+
+    play(scenario, str(place))
+
+
+@pytest.mark.parametrize("external", [False, True])
+def test_a_place_that_may_not_be_written_ends_the_save(external: bool) -> None:
+    async def scenario(scene: Scene) -> None:
+        scene.store.denied = True
+        if external:
+            save = scene.registry.enter(scene.context())
+            save.external = True
+            await scene.reach(save, lambda: save.state is State.STAGING)
+            # What its sidecar says of the first upload.
+            save.fail(save_pb2.FAILURE_KIND_STORAGE, "403", 0)
+        else:
+            save = await scene.planned()
+        await scene.reach(save, lambda: save.ended)
+        assert save.state is State.ABORTED
+        (failure,) = save.status().failures
+        assert failure.kind == save_pb2.FAILURE_KIND_STORAGE
+
+    play(scenario)
+
+
+def test_a_planned_save_whose_place_is_denied_later_stays_in_doubt() -> None:
+    async def scenario(scene: Scene) -> None:
+        save = await scene.planned()
+        scene.store.denied = True
+        save.fail(save_pb2.FAILURE_KIND_CLIENT, "boom", 1)
+        await scene.reach(save, lambda: scene.store.tries >= 2)
+        assert save.state is State.IN_DOUBT
+        scene.store.denied = False
+        await scene.reach(save, lambda: save.ended)
+        assert save.state is State.ABORTED
+
+    play(scenario)
+
+
+def test_a_manifest_that_may_have_been_written_needs_a_decision() -> None:
+    async def scenario(scene: Scene) -> None:
+        manifest = identity.manifest(identity.Attempt(1, 1, scene.context().save.group).name)
+        scene.store.lose.add(manifest)
+        save = await scene.planned()
+        await scene.reach(save, lambda: save.ended)
+        assert save.state is State.ABORTED
+        assert await scene.plain.stat(identity.decision(attempt_of(save))) is not None
 
     play(scenario)
 

@@ -26,7 +26,7 @@ from pannier.coordinator.receipts import (
 )
 from pannier.coordinator.recovery import find_receipts
 from pannier.coordinator.saves import Save, State
-from pannier.storage import StorageError, Store
+from pannier.storage import DeniedError, NotFoundError, StorageError, Store
 from pannier.v1 import records_pb2, save_pb2
 from pannier.wire.errors import (
     ConfigurationError,
@@ -42,6 +42,8 @@ _Answer = TypeVar("_Answer")
 
 _LONGEST_BACKOFF_S: Final = 5.0
 """Between two tries of a step whose outcome is in doubt."""
+_REFUSED: Final = (DeniedError, NotFoundError)
+"""Storage has answered, and has written nothing."""
 _CANCEL_S: Final = 0.5
 _TRACES_S: Final = 10.0
 """For storage to say whether a save that nobody will commit has left anything."""
@@ -160,11 +162,19 @@ class Conductor:
 
         made = await self._in_thread(make)
         save.problem = f"storage at {context.checkpoint_id}"
-        save.touched = True
-        standing = await manifest.publish(store, made)
+        standing = await self._publish(save, store, made)
         save.problem = ""
         await self._adopt(save, standing)
         return standing is made
+
+    async def _publish(self, save: Save, store: Store, made: Manifest) -> Manifest:
+        """Writes the manifest, unless the place refuses it; returns the one that stands there."""
+        before, save.touched = save.touched, True
+        try:
+            return await manifest.publish(store, made)
+        except _REFUSED:
+            save.touched = before
+            raise
 
     async def _adopt(self, save: Save, standing: Manifest) -> None:
         """Takes the manifest that stands in storage; it must be of the plans we know."""
@@ -238,7 +248,7 @@ class Conductor:
             made = await self._in_thread(
                 lambda: Manifest.make_external(context, attempt, hosts, metadata)
             )
-            save.manifest = await manifest.publish(store, made)
+            save.manifest = await self._publish(save, store, made)
         agreed = save.manifest
         assert agreed is not None
         data = await self._in_thread(
@@ -302,7 +312,16 @@ class Conductor:
         )
         store = self._places.open(save.context.checkpoint_id)
         try:
-            decision = await self._insist(save, lambda: commit.decide(store, proposal))
+            decision = await self._insist(
+                save,
+                lambda: commit.decide(store, proposal),
+                final=() if save.touched else _REFUSED,
+            )
+        except _REFUSED as error:
+            # Without a manifest nobody can commit it either.
+            _log.warning("%s is aborted without a record: %s", save.label, error)
+            save.move(State.ABORTED)
+        else:
             await self._obey(save, store, decision)
         finally:
             await store.close()
@@ -326,8 +345,18 @@ class Conductor:
         finally:
             await store.close()
 
-    async def _insist(self, save: Save, step: Callable[[], Awaitable[_Answer]]) -> _Answer:
-        """Runs a step again until its outcome is known; the save is in doubt meanwhile."""
+    async def _insist(
+        self,
+        save: Save,
+        step: Callable[[], Awaitable[_Answer]],
+        *,
+        final: tuple[type[StorageError], ...] = (),
+    ) -> _Answer:
+        """Runs a step again until its outcome is known; the save is in doubt meanwhile.
+
+        Args:
+            final: errors that are an outcome, too.
+        """
 
         def doubt(state: tenacity.RetryCallState) -> None:
             error = state.outcome.exception() if state.outcome is not None else None
@@ -337,7 +366,12 @@ class Conductor:
             save.ring()
 
         tries = tenacity.AsyncRetrying(
-            retry=tenacity.retry_if_exception_type((StorageError, IntegrityError)),
+            retry=tenacity.retry_if_exception(
+                lambda error: (
+                    isinstance(error, (StorageError, IntegrityError))
+                    and not isinstance(error, final)
+                )
+            ),
             wait=tenacity.wait_random_exponential(multiplier=0.2, max=_LONGEST_BACKOFF_S),
             before_sleep=doubt,
         )

@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 
 from pannier.coordinator.columns import RankPlan
 from pannier.coordinator.planning import GlobalPlan
-from pannier.storage import ConflictError, NotFoundError, Store
+from pannier.storage import ConflictError, DeniedError, NotFoundError, StorageError, Store
 from pannier.v1 import plan_pb2, records_pb2, sidecar_pb2
 from pannier.wire import identity
 from pannier.wire.errors import IntegrityError
@@ -159,13 +159,22 @@ def _shares(message: records_pb2.PlanManifest) -> dict[int, Share]:
 async def publish(store: Store, manifest: Manifest) -> Manifest:
     """Writes the manifest beside the checkpoint; returns the one that stands there.
 
-    That is another coordinator's when it was first. Raises StorageError, IntegrityError.
+    That is another coordinator's when it was first.
+
+    Raises:
+        DeniedError, NotFoundError: nothing was written, and none stands there.
+        StorageError, IntegrityError: whether one stands there isn't known.
     """
     key = identity.manifest(manifest.message.attempt)
     try:
         await store.create(key, manifest.data)
     except ConflictError:
-        return Manifest.parse(await store.read(key))
+        try:
+            return Manifest.parse(await store.read(key))
+        except (DeniedError, NotFoundError) as error:
+            raise StorageError(
+                f"another coordinator's manifest stands there, but can't be read: {error}"
+            ) from error
     return manifest
 
 
