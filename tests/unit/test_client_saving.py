@@ -365,7 +365,7 @@ def test_an_ended_save_leaves_nothing_behind(session: Session) -> None:
         carry(saving)
         saving.handle.result(10)
         gone, handle_gone = weakref.ref(saving), weakref.ref(saving.handle)
-        wait_until(lambda: not session._listeners)
+        wait_until(lambda: not session._watched)
         del saving
         wait_until(lambda: gone() is None and handle_gone() is None, 2)
     finally:

@@ -201,7 +201,7 @@ def test_news_reach_their_save_only_and_also_after_a_restart(
 ) -> None:
     other = save_pb2.SaveId(job="job", incarnation="abc", group="g1", number=2)
     heard: list[save_pb2.SaveStatus] = []
-    session.watch(SAVE, heard.append)
+    session.watch(CONTEXT, heard.append)
     sidecar.tell(other, save_pb2.SAVE_STATE_COMMITTED)
     sidecar.tell(SAVE, save_pb2.SAVE_STATE_UPLOADING)
     wait_until(lambda: len(heard) == 1)

@@ -207,18 +207,21 @@ def test_damaged_decision_is_named() -> None:
 
 def test_after_an_abort_the_decision_alone_stays() -> None:
     async def scenario(store: Store) -> None:
-        other = identity.manifest(SECOND.name)
+        other, data = identity.manifest(SECOND.name), identity.data_file(SECOND.name, 3, 0)
         for key in (
             identity.manifest(FIRST.name),
             identity.receipt(FIRST.name, 3),
             identity.metadata_candidate(FIRST.name),
+            identity.data_file(FIRST.name, 3, 0),
+            identity.objects_file(FIRST.name, 3),
             other,
+            data,
         ):
             await store.create(key, b"x")
         await commit.decide(store, proposal(FIRST, records_pb2.OUTCOME_ABORT))
-        await commit.remove_records(store, FIRST.name)
+        await commit.remove_attempt(store, FIRST.name)
         keys = {info.key for info in await store.list()}
-        assert keys == {identity.decision(FIRST.name), other}
+        assert keys == {identity.decision(FIRST.name), other, data}
 
     on_fresh_store(scenario)
 

@@ -93,7 +93,7 @@ class Saving:
         """When bytes last moved; or, before the interpreter's end, when that was last asked."""
         self._seconds: dict[str, float] = {}
         self._phase_began = time.monotonic()
-        session.watch(context.save, self._hear)
+        session.watch(context, self._hear)
         self._timer = session.alarm(deadline.remaining() + _GRACE_S, self._expire)
 
     def planned(self, attempt: str, plan_id: str) -> None:

@@ -10,6 +10,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 import grpc
@@ -52,6 +53,15 @@ Response = TypeVar("Response")
 Result = TypeVar("Result")
 
 
+@dataclass
+class _Watched:
+    """A save whose end is waited for."""
+
+    context: sidecar_pb2.SaveContext
+    listener: StatusListener
+    handed_over: bool = False
+
+
 class Session:
     """See the module. Made by :meth:`connect`."""
 
@@ -70,7 +80,7 @@ class Session:
         self._sender = Sender(self._line, self._alarms, self.peer)
         self._streams = threading.Semaphore(MAX_STREAMS)
         self._lock = threading.Lock()
-        self._listeners: dict[str, StatusListener] = {}
+        self._watched: dict[str, _Watched] = {}
         self._welcome: sidecar_pb2.Welcome | None = None
         self._problem: PannierError | None = None
         self._connected = threading.Event()
@@ -172,6 +182,10 @@ class Session:
         self._repeat(
             lambda: self._unary("HandOver", request, _ANSWER_S, again=True), Deadline(timeout)
         )
+        with self._lock:
+            watched = self._watched.get(identity.save_text(request.context.save))
+            if watched is not None:
+                watched.handed_over = True
 
     def send(
         self,
@@ -207,18 +221,19 @@ class Session:
 
     # Status of saves.
 
-    def watch(self, save: save_pb2.SaveId, listener: StatusListener) -> None:
-        """Calls ``listener`` with every status of ``save``, on a thread of the session.
+    def watch(self, context: sidecar_pb2.SaveContext, listener: StatusListener) -> None:
+        """Calls ``listener`` with every status of a save, on a thread of the session.
 
-        It must be quick and may not raise. It is forgotten by :meth:`unwatch`.
+        It must be quick and may not raise. It is forgotten by :meth:`unwatch`; until then a
+        sidecar that was restarted is asked how the save ended.
         """
         with self._lock:
-            self._listeners[identity.save_text(save)] = listener
+            self._watched[identity.save_text(context.save)] = _Watched(context, listener)
 
     def unwatch(self, save: save_pb2.SaveId) -> None:
         """Forgets the listener of ``save``."""
         with self._lock:
-            self._listeners.pop(identity.save_text(save), None)
+            self._watched.pop(identity.save_text(save), None)
 
     def alarm(self, delay_s: float, ring: Callable[[], None]) -> Alarm:
         """Runs ``ring`` on a thread of the session unless it is cancelled in time."""
@@ -342,6 +357,11 @@ class Session:
 
     def _connect_once(self) -> None:
         who = self.identity
+        with self._lock:
+            pending = [
+                sidecar_pb2.PendingSave(context=each.context, handed_over=each.handed_over)
+                for each in self._watched.values()
+            ]
         request = sidecar_pb2.ConnectRequest(
             wire_version=WIRE_VERSION,
             client_version=package_version(),
@@ -352,6 +372,7 @@ class Session:
             host=who.host,
             pid=os.getpid(),
             client=who.client,
+            pending=pending,
         )
         with self._line.call(
             lambda channel: sidecar_pb2_grpc.SidecarStub(channel).Connect(request)
@@ -384,6 +405,6 @@ class Session:
             self._answered.set()
         elif response.HasField("save"):
             with self._lock:
-                listener = self._listeners.get(identity.save_text(response.save.save))
-            if listener is not None:
-                listener(response.save)
+                watched = self._watched.get(identity.save_text(response.save.save))
+            if watched is not None:
+                watched.listener(response.save)

@@ -24,16 +24,18 @@ class RankReport(_message.Message):
     def __init__(self, context: _Optional[_Union[_sidecar_pb2.SaveContext, _Mapping]] = ..., attempt: _Optional[str] = ..., status: _Optional[_Union[_save_pb2.RankStatus, _Mapping]] = ..., receipt: _Optional[_Union[_records_pb2.Receipt, _Mapping]] = ..., failure: _Optional[_Union[_save_pb2.Failure, _Mapping]] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
-    __slots__ = ("wire_version", "host", "sidecar", "reports")
+    __slots__ = ("wire_version", "host", "sidecar", "reports", "watched")
     WIRE_VERSION_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     SIDECAR_FIELD_NUMBER: _ClassVar[int]
     REPORTS_FIELD_NUMBER: _ClassVar[int]
+    WATCHED_FIELD_NUMBER: _ClassVar[int]
     wire_version: int
     host: str
     sidecar: str
     reports: _containers.RepeatedCompositeFieldContainer[RankReport]
-    def __init__(self, wire_version: _Optional[int] = ..., host: _Optional[str] = ..., sidecar: _Optional[str] = ..., reports: _Optional[_Iterable[_Union[RankReport, _Mapping]]] = ...) -> None: ...
+    watched: _containers.RepeatedCompositeFieldContainer[_sidecar_pb2.PendingSave]
+    def __init__(self, wire_version: _Optional[int] = ..., host: _Optional[str] = ..., sidecar: _Optional[str] = ..., reports: _Optional[_Iterable[_Union[RankReport, _Mapping]]] = ..., watched: _Optional[_Iterable[_Union[_sidecar_pb2.PendingSave, _Mapping]]] = ...) -> None: ...
 
 class AttachResponse(_message.Message):
     __slots__ = ("saves",)

@@ -94,7 +94,7 @@ class CoordinatorServicer(object):
     def Attach(self, request_iterator, context):
         """One per sidecar, kept open. The sidecar reports its ranks' progress, all of
         them after a reconnect; the coordinator answers with the status of the
-        saves those ranks take part in, on every change.
+        saves those ranks take part in, and of the watched ones, on every change.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

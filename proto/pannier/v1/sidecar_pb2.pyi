@@ -10,7 +10,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ConnectRequest(_message.Message):
-    __slots__ = ("wire_version", "client_version", "job", "incarnation", "rank", "world_size", "host", "pid", "client")
+    __slots__ = ("wire_version", "client_version", "job", "incarnation", "rank", "world_size", "host", "pid", "client", "pending")
     WIRE_VERSION_FIELD_NUMBER: _ClassVar[int]
     CLIENT_VERSION_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
@@ -20,6 +20,7 @@ class ConnectRequest(_message.Message):
     HOST_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     CLIENT_FIELD_NUMBER: _ClassVar[int]
+    PENDING_FIELD_NUMBER: _ClassVar[int]
     wire_version: int
     client_version: str
     job: str
@@ -29,7 +30,16 @@ class ConnectRequest(_message.Message):
     host: str
     pid: int
     client: str
-    def __init__(self, wire_version: _Optional[int] = ..., client_version: _Optional[str] = ..., job: _Optional[str] = ..., incarnation: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., client: _Optional[str] = ...) -> None: ...
+    pending: _containers.RepeatedCompositeFieldContainer[PendingSave]
+    def __init__(self, wire_version: _Optional[int] = ..., client_version: _Optional[str] = ..., job: _Optional[str] = ..., incarnation: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., client: _Optional[str] = ..., pending: _Optional[_Iterable[_Union[PendingSave, _Mapping]]] = ...) -> None: ...
+
+class PendingSave(_message.Message):
+    __slots__ = ("context", "handed_over")
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    HANDED_OVER_FIELD_NUMBER: _ClassVar[int]
+    context: SaveContext
+    handed_over: bool
+    def __init__(self, context: _Optional[_Union[SaveContext, _Mapping]] = ..., handed_over: bool = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("wire_version", "sidecar_version", "host", "coordinator", "max_message_bytes", "embedded", "draining")

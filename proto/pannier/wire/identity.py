@@ -71,6 +71,11 @@ class Attempt:
         return cls(int(match[1]), int(match[3]), match[2])
 
 
+def data_prefix(attempt: str) -> str:
+    """How the names of all data files of an attempt begin, and of no other."""
+    return f"__{attempt}_"
+
+
 def data_file(attempt: str, rank: int, index: int) -> str:
     """Name of a rank's ``index``-th data file of planned slots."""
     return f"__{attempt}_{rank}_{index}.distcp"

@@ -1,7 +1,11 @@
 """The streams of attached sidecars: reports of their ranks in, news of saves out.
 
 A sidecar hears of the saves it has reported ranks of: at once when the state or the
-failures change, else once a second. Event loop only.
+failures change, else once a second. The same goes for the saves that it watches for its
+clients, with this difference: one that the coordinator doesn't know is taken up from storage
+only if a client has handed its rank over. Of any other nothing is said: its client still
+speaks of it by itself, and that it ended is never concluded from not knowing it.
+Event loop only.
 """
 
 import asyncio
@@ -11,9 +15,10 @@ from collections.abc import AsyncIterator
 from typing import Final
 
 from pannier.coordinator.gather import DisagreementError
+from pannier.coordinator.losses import Losses
 from pannier.coordinator.registry import Registry
-from pannier.coordinator.saves import Presence, Save, State
-from pannier.v1 import coordinator_pb2, save_pb2
+from pannier.coordinator.saves import Presence, Save
+from pannier.v1 import coordinator_pb2, save_pb2, sidecar_pb2
 from pannier.wire import identity
 from pannier.wire.errors import (
     InvalidRequestError,
@@ -50,6 +55,7 @@ class Attachments:
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
+        self._losses = Losses(registry)
         self._streams: set[_Stream] = set()
         self._rendered: dict[str, tuple[float, tuple[object, ...], save_pb2.SaveStatus]] = {}
         registry.listen(self._changed)
@@ -68,7 +74,7 @@ class Attachments:
                 f"coordinator (pannier {package_version()}) version {WIRE_VERSION}: install the "
                 "same version on both"
             )
-        stream = _Stream(Presence(first.host))
+        stream = _Stream(self._losses.attached(first.host, first.sidecar))
         self._streams.add(stream)
         _log.info("sidecar %s on %s is attached", first.sidecar[:8], first.host)
         loop = asyncio.get_running_loop()
@@ -91,6 +97,7 @@ class Attachments:
             reading.result()
         finally:
             self._streams.discard(stream)
+            self._losses.detached(stream.presence)
             reading.cancel()
             _log.info("sidecar %s on %s is no longer attached", first.sidecar[:8], first.host)
 
@@ -107,26 +114,44 @@ class Attachments:
         stream.presence.heard = time.monotonic()
         saves = {}
         for report in request.reports:
-            key = identity.save_text(report.context.save)
-            stream.told.setdefault(key, ())
-            try:
-                failing = report.HasField("failure")
-                save = self._registry.enter(report.context, known=True, failing=failing)
-                self._report(save, stream.presence, report)
-            except DisagreementError as error:
-                _log.warning("host %s: %s", stream.presence.host, error)
-                doomed = self._registry.find(report.context.save)
-                if doomed is not None:
-                    stream.add(doomed)
+            save = self._enter(stream, report.context, failing=report.HasField("failure"))
+            if save is None:
                 continue
+            try:
+                self._report(save, stream.presence, report)
             except InvalidRequestError as error:
                 _log.error("a report of host %s is not valid: %s", stream.presence.host, error)
                 continue
-            saves[key] = save
+            saves[save.key] = save
+        for each in request.watched:
+            known = self._registry.find(each.context.save) is not None
+            save = self._enter(stream, each.context) if known or each.handed_over else None
+            if save is None:
+                continue
+            if each.handed_over:
+                save.resume()
+                self._losses.asked(save, each.context.rank)
+            saves[save.key] = save
         for save in saves.values():
             save.progress()
             if stream.told[save.key] != _essence(save):
                 stream.add(save)
+
+    def _enter(
+        self, stream: _Stream, context: sidecar_pb2.SaveContext, *, failing: bool = False
+    ) -> Save | None:
+        """The save, of which the sidecar hears from now on; None when this can't be part of it."""
+        stream.told.setdefault(identity.save_text(context.save), ())
+        try:
+            return self._registry.enter(context, known=True, failing=failing)
+        except DisagreementError as error:
+            _log.warning("host %s: %s", stream.presence.host, error)
+            doomed = self._registry.find(context.save)
+            if doomed is not None:
+                stream.add(doomed)
+        except InvalidRequestError as error:
+            _log.error("a report of host %s is not valid: %s", stream.presence.host, error)
+        return None
 
     def _report(self, save: Save, presence: Presence, report: coordinator_pb2.RankReport) -> None:
         rank, host = report.context.rank, report.context.host
@@ -134,6 +159,7 @@ class Attachments:
         if save.ended:
             return
         part.sidecar = presence
+        save.suspects.pop(rank, None)
         part.told = report.status
         part.heard = time.monotonic() - report.status.seconds_since_heard
         if report.attempt:
@@ -164,10 +190,8 @@ class Attachments:
                 f"takes part in attempt {report.attempt}, the save is {save.attempt.name}",
                 report.context.rank,
             )
-        elif save.state is State.PLANNING and not save.resumed and save.manifest is None:
-            # Answered by another life of this coordinator, so there is a manifest to go on from.
-            save.resumed = True
-            save.ring()
+        else:
+            save.resume()
 
     # News.
 

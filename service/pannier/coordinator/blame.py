@@ -10,7 +10,13 @@ from pannier.coordinator.receipts import check_external_receipt, check_receipt
 from pannier.coordinator.saves import Save
 from pannier.storage import StorageError
 from pannier.v1 import records_pb2, save_pb2
-from pannier.wire.errors import DeadlineError, IntegrityError, InvalidRequestError, PannierError
+from pannier.wire.errors import (
+    DeadlineError,
+    IntegrityError,
+    InvalidRequestError,
+    PannierError,
+    SaveAbortedError,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -63,6 +69,12 @@ def raise_missed(save: Save, what: str, deadline: float) -> NoReturn:
             for late in save.awaited()
         ],
     )
+
+
+def raise_lost(save: Save) -> NoReturn:
+    """Raises SaveAbortedError for the save's suspects."""
+    failures = list(save.suspects.values())
+    raise SaveAbortedError(failures[0].message, failures)
 
 
 def blame(save: Save, error: BaseException) -> None:

@@ -11,6 +11,7 @@ often, the outcome is the same. The order of writes:
 Async; StorageError says that a step's outcome may be unknown: run it again.
 """
 
+import asyncio
 import os
 import pickle
 import time
@@ -28,6 +29,8 @@ from pannier.wire import identity
 from pannier.wire.errors import IntegrityError, InvalidRequestError, StorageError
 from pannier.wire.plans import build_metadata
 
+_PARALLEL: Final = 16
+"""Objects deleted at the same time."""
 _RACES: Final = 100
 """Lost compare-and-swaps in a row before something must be wrong with the store."""
 
@@ -183,9 +186,23 @@ async def _decisions(store: Store) -> Iterable[records_pb2.Decision]:
     return found
 
 
-async def remove_records(store: Store, attempt: str) -> None:
-    """After ABORT is durable: removes the attempt's records, but for the decision."""
+async def remove_attempt(store: Store, attempt: str) -> None:
+    """After ABORT is durable: removes the attempt's data files and records, but for the decision.
+
+    A sidecar removes what it has uploaded itself, but it may be gone. Idempotent.
+    """
     kept = identity.decision(attempt)
-    for info in await store.list(f"{identity.attempts_prefix()}{attempt}/"):
-        if info.key != kept:
-            await store.delete(info.key)
+    limit = asyncio.Semaphore(_PARALLEL)
+
+    async def delete(key: str) -> None:
+        async with limit:
+            await store.delete(key)
+
+    # The records last: as long as there are any, they tell of what may be left.
+    for prefix in (identity.data_prefix(attempt), f"{identity.attempts_prefix()}{attempt}/"):
+        keys = [info.key for info in await store.list(prefix)]
+        deleting = (delete(key) for key in keys if key != kept)
+        # All of them, before one that failed is told.
+        for problem in await asyncio.gather(*deleting, return_exceptions=True):
+            if problem is not None:
+                raise problem

@@ -8,14 +8,20 @@ runs in a thread.
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import Executor
 from typing import Any, Final, TypeVar
 
 import tenacity
 
 from pannier.coordinator import commit, manifest
-from pannier.coordinator.blame import SupersededError, blame, check_told, raise_missed
+from pannier.coordinator.blame import (
+    SupersededError,
+    blame,
+    check_told,
+    raise_lost,
+    raise_missed,
+)
 from pannier.coordinator.gather import DisagreementError
 from pannier.coordinator.manifest import Manifest
 from pannier.coordinator.places import Places
@@ -119,7 +125,7 @@ class Conductor:
                     return
             save.move(State.STAGING)
             save.progress()
-            await self._await_ranks(save)
+            await self._await_ranks(save, store)
             await self._commit(save, store)
         finally:
             await store.close()
@@ -210,15 +216,19 @@ class Conductor:
             if save.external:
                 save.metadata = found.message.metadata
         _log.info("%s is taken up again, with %d receipts", save.label, len(found_receipts))
-        for receipt in found_receipts:
+        self._take_receipts(save, found_receipts)
+        return False
+
+    def _take_receipts(self, save: Save, receipts: Iterable[records_pb2.Receipt]) -> None:
+        for receipt in receipts:
             part = save.parts.get(receipt.rank)
             if part is not None and part.receipt is None:
                 part.receipt = receipt
                 part.host = part.host or receipt.host
                 part.advance(save_pb2.RANK_PHASE_DURABLE)
-        return False
+            save.suspects.pop(receipt.rank, None)
 
-    async def _await_ranks(self, save: Save) -> None:
+    async def _await_ranks(self, save: Save, store: Store) -> None:
         """Until every rank is durable with a receipt that fits the plan."""
         checked: set[int] = set()
 
@@ -231,8 +241,33 @@ class Conductor:
                 not save.external or save.metadata is not None
             )
 
-        if not await save.until(complete, lambda: save.deadline):
-            raise_missed(save, "its part was not durable in time", save.deadline)
+        while not complete():
+            in_time = await save.until(
+                lambda: complete() or bool(save.suspects), lambda: save.deadline
+            )
+            if complete():
+                return
+            await self._find_durable(save, store)
+            if complete():
+                return
+            if save.suspects:
+                raise_lost(save)
+            if not in_time:
+                raise_missed(save, "its part was not durable in time", save.deadline)
+
+    async def _find_durable(self, save: Save, store: Store) -> None:
+        """Looks for receipts that no sidecar has lived to report."""
+        assert save.attempt is not None
+        missing = [rank for rank, part in save.parts.items() if part.receipt is None]
+        try:
+            found = await asyncio.wait_for(
+                find_receipts(store, save.attempt.name, missing), _TRACES_S
+            )
+        except (StorageError, asyncio.TimeoutError) as error:
+            _log.warning("%s: storage doesn't tell who is durable: %s", save.label, error)
+            return
+        self._take_receipts(save, found)
+        save.progress()
 
     async def _commit(self, save: Save, store: Store) -> None:
         assert save.attempt is not None
@@ -293,12 +328,18 @@ class Conductor:
             save.fail(save_pb2.FAILURE_KIND_INTERNAL, f"decided by {decision.decided_by}")
         save.move(State.ABORTED)
         try:
-            await commit.remove_records(store, save.attempt.name)
+            await commit.remove_attempt(store, save.attempt.name)
         except StorageError as error:
-            _log.warning("records of %s are left behind: %s", save.label, error)
+            _log.warning("objects of %s are left behind: %s", save.label, error)
 
     async def _abort(self, save: Save) -> None:
         """Ends a doomed save; nothing may be deleted before the decision is durable."""
+        if save.resumed and save.attempt is None:
+            # Another life of the coordinator may have committed it: only storage can tell.
+            save.touched = True
+            save.attempt = await self._insist(
+                save, lambda: self._places.attempt(save.context.save, save.context.checkpoint_id)
+            )
         await self._find_traces(save)
         if save.attempt is None or not (save.touched or save.external):
             save.move(State.ABORTED)

@@ -57,7 +57,9 @@ class Presence:
 
     def __init__(self, host: str) -> None:
         self.host = host
-        self.heard = time.monotonic()
+        self.since = self.heard = time.monotonic()
+        self.streams = 0
+        """Of a sidecar: how many are open; none when it is gone."""
 
 
 @dataclass
@@ -123,6 +125,8 @@ class Save:
         self.finisher: sidecar_pb2.SaveContext | None = None
         """Who opened the save with Begin."""
         self.failures: dict[int, save_pb2.Failure] = {}
+        self.suspects: dict[int, save_pb2.Failure] = {}
+        """By rank: why its data is lost, unless its receipt is in storage."""
         self.parts = {rank: Part(rank) for rank in context.ranks}
         self.created_at = time.time()
         self.start = time.monotonic()
@@ -186,6 +190,18 @@ class Save:
         """Dooms the save for one reason."""
         host = self.parts[rank].host if rank in self.parts else ""
         self.doom([save_pb2.Failure(rank=rank, host=host, kind=kind, message=message)])
+
+    def suspect(self, failure: save_pb2.Failure) -> None:
+        """The rank's data is lost unless it became durable before anybody could say so."""
+        if not (self.ended or self.deciding or self.doomed.is_set()):
+            self.suspects.setdefault(failure.rank, failure)
+            self.ring()
+
+    def resume(self) -> None:
+        """Another life of the coordinator has answered it: there is a manifest to go on from."""
+        if self.state is State.PLANNING and not self.resumed and self.manifest is None:
+            self.resumed = True
+            self.ring()
 
     def progress(self) -> None:
         """Moves to the state that its ranks have reached, on the way to the commit."""

@@ -22,6 +22,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pannier.sidecar.saves import Phase, RankSave, Save, Saves
 from pannier.sidecar.status import rank_status
+from pannier.sidecar.watches import Watches
 from pannier.v1 import coordinator_pb2, coordinator_pb2_grpc
 from pannier.wire.addresses import channel_options
 from pannier.wire.errors import DeadlineError, PannierError, UnavailableError, from_rpc_error
@@ -60,6 +61,8 @@ class Link:
         self.address = address
         self.peer = f"coordinator at {address}"
         self._attached = False
+        self.watches = Watches(saves, self._ask)
+        """What clients ask after; passed on to the coordinator."""
         self._saves = saves
         self._host = host
         self._loop = loop
@@ -67,6 +70,7 @@ class Link:
         self._heard: float | None = None
         self._lock = threading.Lock()
         self._dirty: dict[tuple[str, int], RankSave] = {}
+        self._asking = False
         self._sending = False
         self._bell = asyncio.Event()
         self._idle = asyncio.Event()
@@ -94,6 +98,12 @@ class Link:
             self._dirty[(save.key, rank.rank)] = rank
         if urgent:
             self._loop.call_soon_threadsafe(self._bell.set)
+
+    def _ask(self) -> None:
+        """Listener of the watches: the coordinator is asked at once."""
+        with self._lock:
+            self._asking = True
+        self._loop.call_soon_threadsafe(self._bell.set)
 
     def call_from_thread(
         self,
@@ -241,6 +251,7 @@ class Link:
             self._note_heard()
             for status in response.saves:
                 self._saves.heard(status)
+                self.watches.heard(status)
 
     async def _keep_writing(self, call: Any) -> None:
         while True:
@@ -251,17 +262,22 @@ class Link:
             self._bell.clear()
             with self._lock:
                 ranks, self._dirty = list(self._dirty.values()), {}
+                asking, self._asking = self._asking, False
                 self._sending = True
             # What a broken stream swallows is sent after the reconnect, with everything else.
-            if ranks or time.monotonic() - self._written >= HEARTBEAT_S:
-                await self._write(call, ranks)
+            if ranks or asking or time.monotonic() - self._written >= HEARTBEAT_S:
+                await self._write(call, ranks, asking=asking)
             self._sending = False
             self._idle.set()
 
-    async def _write(self, call: Any, ranks: list[RankSave], *, first: bool = False) -> None:
+    async def _write(
+        self, call: Any, ranks: list[RankSave], *, first: bool = False, asking: bool = False
+    ) -> None:
         request = coordinator_pb2.AttachRequest(
             reports=[_report(rank) for rank in ranks if rank.save.verdict is None]
         )
+        if first or asking:
+            request.watched.extend(self.watches.unknown())
         if first:
             request.wire_version = WIRE_VERSION
             request.host = self._host

@@ -337,6 +337,14 @@ class Saves:
         with self._lock:
             return list(self._saves.values())
 
+    def holds(self, context: sidecar_pb2.SaveContext) -> bool:
+        """Whether the rank's part in the save is more than a call that waits."""
+        key = save_text(context.save)
+        with self._lock:
+            save = self._saves.get(key) or self._ended.get(key)
+            rank = save.ranks.get(context.rank) if save is not None else None
+            return rank is not None and rank.phase is not Phase.PLANNING
+
     def of_rank(self, job: str, incarnation: str, rank: int) -> list[RankSave]:
         """The parts of one rank of one incarnation, those of ended saves first."""
         with self._lock:

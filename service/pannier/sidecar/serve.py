@@ -125,6 +125,7 @@ class Sidecar:
             host=config.host,
             welcome=self._welcome,
             render=lambda save: save_status(save, self._link),
+            watches=self._link.watches,
             loop=self._loop,
         )
         for listener in (self._publish, self._uploads.changed, self._link.changed):

@@ -12,10 +12,12 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Final
 
+from pannier.sidecar.receiving import check_context
 from pannier.sidecar.saves import RankSave, Save, Saves
+from pannier.sidecar.watches import Watches
 from pannier.v1 import save_pb2, sidecar_pb2
 from pannier.wire.errors import InvalidRequestError, VersionMismatchError
-from pannier.wire.identity import check_save_id
+from pannier.wire.identity import check_save_id, save_text
 from pannier.wire.version import WIRE_VERSION, package_version
 
 _log = logging.getLogger(__name__)
@@ -40,7 +42,7 @@ class _Session:
         self.client = request.client
         self.pid = request.pid
         self._condition = threading.Condition()
-        self._changed: dict[str, Save] = {}
+        self._changed: dict[str, Save | save_pb2.SaveStatus] = {}
         self._urgent = False
         self._closed = False
 
@@ -53,12 +55,19 @@ class _Session:
             if first or urgent:
                 self._condition.notify()
 
+    def tell(self, status: save_pb2.SaveStatus) -> None:
+        """Of a save that this sidecar knows nothing of."""
+        with self._condition:
+            self._changed[save_text(status.save)] = status
+            self._urgent = True
+            self._condition.notify()
+
     def close(self) -> None:
         with self._condition:
             self._closed = True
             self._condition.notify()
 
-    def next(self) -> list[Save] | None:
+    def next(self) -> list[Save | save_pb2.SaveStatus] | None:
         """Waits for changes; None at the end."""
         with self._condition:
             while not (self._closed or self._urgent):
@@ -78,6 +87,7 @@ class Sessions:
     Args:
         welcome: makes the first message of each stream.
         render: makes the status of a save.
+        watches: gets what clients wait for.
         loop: runs the timers.
     """
 
@@ -88,12 +98,14 @@ class Sessions:
         host: str,
         welcome: Callable[[], sidecar_pb2.Welcome],
         render: Render,
+        watches: Watches,
         loop: asyncio.AbstractEventLoop,
     ) -> None:
         self._saves = saves
         self._host = host
         self._welcome = welcome
         self._render = render
+        self._watches = watches
         self._loop = loop
         self._lock = threading.Lock()
         self._sessions: dict[Key, list[_Session]] = {}
@@ -119,10 +131,13 @@ class Sessions:
             yield sidecar_pb2.ConnectResponse(welcome=self._welcome())
             for rank in self._saves.of_rank(*session.key):
                 session.mark(rank.save, True)
+            self._watches.add(session, request.pending, session.tell)
             while (changed := session.next()) is not None:
                 for save in changed:
-                    yield sidecar_pb2.ConnectResponse(save=self._render(save))
+                    status = self._render(save) if isinstance(save, Save) else save
+                    yield sidecar_pb2.ConnectResponse(save=status)
         finally:
+            self._watches.remove(session)
             self._remove(session)
 
     def changed(self, save: Save, rank: RankSave | None, urgent: bool) -> None:
@@ -176,6 +191,8 @@ class Sessions:
             raise InvalidRequestError(
                 f"rank {request.rank} is not within a world of {request.world_size}"
             )
+        for pending in request.pending:
+            check_context(pending.context)
 
     def _add(self, session: _Session) -> None:
         with self._lock:

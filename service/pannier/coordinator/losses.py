@@ -1,0 +1,80 @@
+"""Which ranks may have lost what they had handed over, because their sidecar was restarted.
+
+In: sidecars that come and go, and what clients ask after. Out: suspects, which the conductor
+acquits or fails once it has looked for their receipts in storage. A rank that was not ingested
+is no suspect: its client streams everything again. Event loop only; no I/O.
+"""
+
+import asyncio
+import time
+from typing import Final
+
+from pannier.coordinator.registry import Registry
+from pannier.coordinator.saves import Part, Presence, Save
+from pannier.v1 import save_pb2
+
+RETURN_S: Final = 3.0
+"""A sidecar that lives attaches again within this time after its stream broke."""
+_KEPT_S: Final = 3600.0
+"""How long a sidecar that went away is remembered."""
+
+
+class Losses:
+    """All sidecars, by the id of their life."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._presences: dict[str, Presence] = {}
+
+    def attached(self, host: str, sidecar: str) -> Presence:
+        """A stream of the sidecar begins; its first request reports all that it holds."""
+        now = time.monotonic()
+        self._presences = {
+            name: presence
+            for name, presence in self._presences.items()
+            if presence.streams or now - presence.heard < _KEPT_S
+        }
+        presence = self._presences.setdefault(sidecar, Presence(host))
+        presence.streams += 1
+        self._look_later(host)
+        return presence
+
+    def detached(self, presence: Presence) -> None:
+        """One of its streams has ended."""
+        presence.streams -= 1
+        self._look_later(presence.host)
+
+    def asked(self, save: Save, rank: int) -> None:
+        """The rank was handed over, and the sidecar of its client holds nothing of it."""
+        asyncio.get_running_loop().call_later(RETURN_S, self._judge, save, save.parts[rank])
+
+    def _look_later(self, host: str) -> None:
+        asyncio.get_running_loop().call_later(RETURN_S, self._look, host)
+
+    def _look(self, host: str) -> None:
+        """Judges the ranks of sidecars that are gone, and after whom another one came."""
+        here = [p.since for p in self._presences.values() if p.host == host and p.streams]
+        newest = max(here, default=0.0)
+        for save in self._registry.undecided():
+            for part in save.parts.values():
+                old = part.sidecar
+                if (
+                    old is not None
+                    and old.host == host
+                    and old.since < newest
+                    and part.phase == save_pb2.RANK_PHASE_INGESTED
+                ):
+                    self._judge(save, part)
+
+    def _judge(self, save: Save, part: Part) -> None:
+        if part.receipt is not None or (part.sidecar is not None and part.sidecar.streams):
+            return
+        save.suspect(
+            save_pb2.Failure(
+                rank=part.rank,
+                host=part.host,
+                kind=save_pb2.FAILURE_KIND_LOST,
+                message=f"the sidecar on host {part.host} was restarted and no longer holds this "
+                "rank's data",
+            )
+        )
