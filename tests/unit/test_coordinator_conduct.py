@@ -22,6 +22,7 @@ from pannier.daemon.board import Board
 from pannier.storage import DeniedError, ObjectInfo, StorageError, Store, open_store
 from pannier.v1 import records_pb2, save_pb2, sidecar_pb2
 from pannier.wire import identity
+from pannier.wire.errors import InvalidRequestError
 from support.ranks_by_hand import (
     context,
     local_plan,
@@ -152,6 +153,11 @@ def test_abort_is_in_doubt_until_the_decision_is_written_and_deletes_nothing() -
         assert [failure.message for failure in save.status().failures] == ["boom"]
 
     play(scenario)
+
+
+def test_the_memory_of_one_process_is_no_place_for_a_save() -> None:
+    with pytest.raises(InvalidRequestError, match="one process only"):
+        Places().check("memory://run/step")
 
 
 def test_a_place_that_is_a_file_ends_the_save(tmp_path: Path) -> None:

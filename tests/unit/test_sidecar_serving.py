@@ -438,6 +438,13 @@ def test_a_context_that_makes_no_sense_is_refused(
     trainer.plan(trainer.context(host.id(2), 2))
 
 
+def test_the_memory_of_one_process_is_no_place_for_a_save(host: Host) -> None:
+    host.start()
+    trainer = host.trainer()
+    with pytest.raises(errors.InvalidRequestError, match="one process only"):
+        trainer.plan(trainer.context("memory://run/step-1"))
+
+
 def test_a_group_name_of_other_ranks_is_refused(host: Host) -> None:
     host.start()
     trainer = host.trainer()

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 from pannier.coordinator.incarnations import number_of
-from pannier.storage import Store, check_allowed, open_store
+from pannier.storage import Store, check_allowed, check_shared, open_store
 from pannier.v1 import save_pb2
 from pannier.wire import identity
 
@@ -34,6 +34,7 @@ class Places:
     def check(self, checkpoint_id: str) -> None:
         """Raises InvalidRequestError unless a save may go there, as far as the name tells."""
         identity.split_checkpoint_id(checkpoint_id)
+        check_shared(checkpoint_id)
         check_allowed(checkpoint_id, self._allow)
 
     def open(self, checkpoint_id: str) -> Store:

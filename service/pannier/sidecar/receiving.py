@@ -11,7 +11,7 @@ from pannier.sidecar.files import DataFile
 from pannier.sidecar.saves import BEFORE_INGESTION, Phase, RankSave, Saves
 from pannier.sidecar.spool import Spool
 from pannier.sidecar.uploads import Uploads
-from pannier.storage import check_allowed
+from pannier.storage import check_allowed, check_shared
 from pannier.v1 import records_pb2, save_pb2, sidecar_pb2
 from pannier.wire import identity
 from pannier.wire.errors import ConfigurationError, IntegrityError, InvalidRequestError
@@ -43,6 +43,7 @@ class Receiving:
         """Raises InvalidRequestError unless ``context`` makes sense and may be written to."""
         check_context(context)
         identity.split_checkpoint_id(context.checkpoint_id)
+        check_shared(context.checkpoint_id)
         check_allowed(context.checkpoint_id, self._allow)
 
     def check_room(self, rank: RankSave, header: sidecar_pb2.FileHeader | None = None) -> None:

@@ -18,7 +18,7 @@ from pannier.storage.base import (
     Store,
 )
 from pannier.storage.local import LocalStore
-from pannier.storage.location import check_allowed, parse
+from pannier.storage.location import check_allowed, check_shared, parse
 from pannier.storage.memory import MemoryStore
 from pannier.wire.errors import ConfigurationError
 
@@ -76,5 +76,6 @@ __all__ = [
     "StorageError",
     "Store",
     "check_allowed",
+    "check_shared",
     "open_store",
 ]

@@ -1,6 +1,7 @@
 """Where a checkpoint lies: from a URL or path as people write it to its scheme and parts.
 
-The sidecar and the coordinator ask :func:`check_allowed` before they touch anything.
+The sidecar and the coordinator ask :func:`check_shared` and :func:`check_allowed` before they
+touch anything.
 """
 
 import os
@@ -72,6 +73,15 @@ def parse(url: str) -> Location:
         # An object store takes such names literally, a path library doesn't.
         raise InvalidRequestError(f"{url!r} has an empty or '.' path segment")
     return Location(known, parts[0], parts[1:])
+
+
+def check_shared(checkpoint_id: str) -> None:
+    """Raises InvalidRequestError for a place that other processes can't see."""
+    if parse(checkpoint_id).scheme == "memory":
+        raise InvalidRequestError(
+            f"{checkpoint_id!r}: memory:// works within one process only and is for unit tests; "
+            "each daemon has a memory of its own, so save to a path, gs:// or s3://"
+        )
 
 
 def check_allowed(checkpoint_id: str, allowed: Sequence[str]) -> None:
