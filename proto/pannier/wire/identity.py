@@ -134,7 +134,8 @@ def incarnations_prefix() -> str:
 def split_checkpoint_id(checkpoint_id: str) -> tuple[str, str]:
     """``(root, name)`` of a checkpoint id: its parent, which orders attempts, and its last part.
 
-    Raises InvalidRequestError when there is no parent or the id contains ``..``.
+    Raises InvalidRequestError when there is no parent, the id contains ``..``, or it is the
+    place of a root's own records.
     """
     scheme, separator, path = checkpoint_id.rpartition("://")
     absolute = path.startswith("/")
@@ -144,6 +145,11 @@ def split_checkpoint_id(checkpoint_id: str) -> tuple[str, str]:
         raise InvalidRequestError(
             f"checkpoint id {checkpoint_id!r} is not an absolute path or a URL with a name below a "
             "root, like /checkpoints/step-100 or gs://bucket/run/step-100"
+        )
+    if parts[-1] == _PRIVATE:
+        raise InvalidRequestError(
+            f"checkpoint id {checkpoint_id!r} is where Pannier keeps its records: choose another "
+            f"name than {_PRIVATE}"
         )
     root = posixpath.join("/" if absolute else "", *parts[:-1])
     return f"{scheme}{separator}{root}", parts[-1]
