@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import shutil
 import signal
 import stat
@@ -26,7 +27,14 @@ from pannier.daemon.failing import AioErrorInterceptor, ErrorInterceptor
 from pannier.daemon.listening import listening, server_options
 from pannier.daemon.operating import AioOperating, Operating, Vitals
 from pannier.daemon.stopping import AioStopSignals, StopSignals
-from pannier.v1 import save_pb2, sidecar_pb2, sidecar_pb2_grpc, status_pb2, status_pb2_grpc
+from pannier.v1 import (
+    plan_pb2,
+    save_pb2,
+    sidecar_pb2,
+    sidecar_pb2_grpc,
+    status_pb2,
+    status_pb2_grpc,
+)
 from pannier.wire import errors
 from pannier.wire.addresses import channel_options
 from support.daemons import short_directory
@@ -176,6 +184,66 @@ def test_a_bug_is_an_internal_error_with_its_message(channel: grpc.Channel) -> N
     error = call(channel, "Finish", sidecar_pb2.FinishRequest())
     assert type(error) is errors.PannierError
     assert "RuntimeError: a bug" in str(error)
+
+
+@pytest.mark.parametrize("end", ["send", "receive"])
+@pytest.mark.parametrize("server_limit", [True, False])
+def test_a_message_above_the_limit_is_told_as_such(
+    directory: Path, end: str, server_limit: bool
+) -> None:
+    limit = [(f"grpc.max_{end}_message_length", 1000)]
+    ours, theirs = ([], limit) if server_limit else (limit, [])
+    servicer = sidecar_pb2_grpc.SidecarServicer()
+    servicer.HandOver = lambda *_: sidecar_pb2.HandOverResponse()
+    servicer.Plan = lambda *_: sidecar_pb2.PlanResponse(plan=plan_pb2.FinalPlan(plan_id="p" * 2000))
+    # What the limited end does with large messages.
+    answers = (end == "send") == server_limit
+    method, request = (
+        ("Plan", sidecar_pb2.PlanRequest())
+        if answers
+        else ("HandOver", sidecar_pb2.HandOverRequest(plan_id="p" * 2000))
+    )
+    address = f"unix://{directory}/limit.sock"
+    server = grpc.server(ThreadPoolExecutor(1), options=theirs)
+    sidecar_pb2_grpc.add_SidecarServicer_to_server(servicer, server)
+    assert server.add_insecure_port(address)
+    server.start()
+    try:
+        with grpc.insecure_channel(address, options=ours) as channel:
+            error = call(channel, method, request)
+    finally:
+        server.stop(None).wait()
+    assert type(error) is errors.InvalidRequestError
+    assert re.search(r"a message to sidecar is above its limit: .*20\d\d vs. 1000", str(error))
+
+
+def test_too_many_calls_at_a_time_are_no_fault_of_the_message(directory: Path) -> None:
+    began, done = threading.Event(), threading.Event()
+
+    def wait(*_: Any) -> sidecar_pb2.HandOverResponse:
+        began.set()
+        done.wait(10)
+        return sidecar_pb2.HandOverResponse()
+
+    servicer = sidecar_pb2_grpc.SidecarServicer()
+    servicer.HandOver = wait
+    address = f"unix://{directory}/busy.sock"
+    server = grpc.server(ThreadPoolExecutor(2), maximum_concurrent_rpcs=1)
+    sidecar_pb2_grpc.add_SidecarServicer_to_server(servicer, server)
+    assert server.add_insecure_port(address)
+    server.start()
+    try:
+        with grpc.insecure_channel(address) as channel:
+            stub = sidecar_pb2_grpc.SidecarStub(channel)
+            first = stub.HandOver.future(sidecar_pb2.HandOverRequest())
+            assert began.wait(10)
+            error = call(channel, "HandOver", sidecar_pb2.HandOverRequest())
+            done.set()
+            first.result(10)
+    finally:
+        done.set()
+        server.stop(None).wait()
+    assert type(error) is errors.UnavailableError
 
 
 def test_a_stream_ends_with_its_error(channel: grpc.Channel) -> None:

@@ -150,7 +150,10 @@ def from_rpc_error(error: grpc.RpcError, *, peer: str) -> PannierError:
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return DeadlineError(f"{peer} did not answer within the deadline: {details}")
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
-        return InvalidRequestError(f"a message to {peer} is above its limit: {details}")
+        # gRPC says so of more than one thing: "Received message larger than max (9 vs. 5)".
+        if "larger than max" in details:
+            return InvalidRequestError(f"a message to {peer} is above its limit: {details}")
+        return UnavailableError(f"{peer} has too much to do: {details}")
     if code is grpc.StatusCode.UNIMPLEMENTED:
         return VersionMismatchError(
             f"{peer} doesn't know the call ({details}): is it an older version?"
