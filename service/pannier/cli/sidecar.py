@@ -51,7 +51,7 @@ DEFAULT_ADDRESS = "unix:///run/pannier/sidecar.sock"
     default=30,
     show_default=True,
     metavar="SECONDS",
-    help="After SIGTERM, time to finish uploads; the rest goes on at the next start.",
+    help="After SIGTERM, time to finish uploads; saves that need more of it are aborted.",
 )
 @option(
     "--idle-exit",
@@ -64,9 +64,10 @@ def command(**settings: Any) -> None:
     """Run the daemon that carries this host's checkpoints to storage.
 
     Trainers on this host hand it their data files; it uploads them, confirms
-    their checksums and reports to the coordinator. Killed and started again on
-    the same spool, it goes on where it was. Storage credentials and endpoints
-    come from the environment, as gcsfs and s3fs know them.
+    their checksums and reports to the coordinator. What it had not uploaded
+    when it was killed is lost, and those saves are aborted: it empties the
+    spool when it starts. Storage credentials and endpoints come from the
+    environment, as gcsfs and s3fs know them.
     """
     from pannier.sidecar.config import SidecarConfig
     from pannier.sidecar.serve import run
