@@ -330,3 +330,40 @@ def test_ended_saves_are_remembered_for_a_while_without_their_plans() -> None:
         assert len(scene.board.list(limit=10**6)) == ENDED_KEPT
 
     play(scenario)
+
+
+def _lost(rank: int) -> save_pb2.Failure:
+    return save_pb2.Failure(rank=rank, kind=save_pb2.FAILURE_KIND_LOST, message="gone")
+
+
+def test_a_suspect_is_acquitted_by_its_receipt_and_failed_without_one() -> None:
+    async def scenario(scene: Scene) -> None:
+        save = await scene.planned()
+        assert save.manifest is not None
+        receipt = receipt_of(save.manifest.final_plan(0), 0)
+        await scene.plain.create(identity.receipt(attempt_of(save), 0), receipt.SerializeToString())
+        save.suspect(_lost(0))
+        await scene.reach(save, lambda: save.parts[0].receipt is not None)
+        assert not save.suspects
+        assert not save.doomed.is_set()
+        save.suspect(_lost(1))
+        await scene.reach(save, lambda: save.ended)
+        assert save.state is State.ABORTED
+        assert save.failures == {1: _lost(1)}
+
+    play(scenario)
+
+
+def test_receipts_that_nobody_reported_count_at_the_deadline() -> None:
+    async def scenario(scene: Scene) -> None:
+        save = await scene.planned()
+        assert save.manifest is not None
+        for rank in save.parts:
+            data = receipt_of(save.manifest.final_plan(rank), rank).SerializeToString()
+            await scene.plain.create(identity.receipt(attempt_of(save), rank), data)
+        save.deadline = save.start
+        save.ring()
+        await scene.reach(save, lambda: save.ended)
+        assert save.state is State.COMMITTED
+
+    play(scenario)
