@@ -1,9 +1,12 @@
 """What training jobs do beside the client keeps working."""
 
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ import pytest
 
 from support import forking_trainer
 from support.daemons import clean_environment, short_directory
+from support.ranks import free_port
 from support.scripted_sidecar import ScriptedSidecar
 
 
@@ -22,11 +26,16 @@ def directory() -> Iterator[Path]:
     shutil.rmtree(path)
 
 
-def train(directory: Path, fork_support: str | None) -> dict[str, Any]:
+def trainers_environment(fork_support: str | None) -> dict[str, str]:
     environment = clean_environment({"PYTHONPATH": str(Path(__file__).parents[1])})
     environment.pop("GRPC_ENABLE_FORK_SUPPORT", None)
     if fork_support is not None:
         environment["GRPC_ENABLE_FORK_SUPPORT"] = fork_support
+    return environment
+
+
+def train(directory: Path, fork_support: str | None) -> dict[str, Any]:
+    environment = trainers_environment(fork_support)
     with ScriptedSidecar(directory) as sidecar:
         done = subprocess.run(
             [sys.executable, forking_trainer.__file__, sidecar.address],
@@ -56,3 +65,57 @@ def test_forked_and_spawned_workers_work_and_end_while_a_file_is_streamed(
     assert found["exits"] == [7] * forking_trainer.ROUNDS
     assert found["whole"] == [1] * len(found["whole"])
     assert not found["sending"]
+
+
+_PARENT = """
+import os, sys, time
+from pannier.client.config import Settings
+from pannier.client.identity import Identity
+from pannier.client.session import Session
+
+who = Identity(job="job", incarnation="a", rank=0, world_size=1, host="h", client="c")
+session = Session.connect(Settings(sidecar=sys.argv[1]), who)
+# The session connects again after a fork with gRPC's fork support.
+child = os.fork()
+if child == 0:
+    os.write(1, b"child\\n")
+    time.sleep(100)
+    os._exit(0)
+print(child, flush=True)
+time.sleep(100)
+"""
+
+
+@pytest.mark.parametrize("fork_support", [None, "0", "1"])
+@pytest.mark.parametrize("network", [False, True])
+def test_a_trainers_death_is_seen_while_its_children_live(
+    directory: Path, fork_support: str | None, network: bool
+) -> None:
+    sidecar = ScriptedSidecar(directory)
+    if network:
+        sidecar.address = f"localhost:{free_port()}"
+    with (
+        sidecar,
+        subprocess.Popen(
+            [sys.executable, "-c", _PARENT, sidecar.address],
+            env=trainers_environment(fork_support),
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as parent,
+    ):
+        assert parent.stdout is not None
+        child = None
+        try:
+            # The child is past what runs after a fork, too.
+            words = [parent.stdout.readline().strip() for _ in range(2)]
+            child = int(next(word for word in words if word != "child"))
+            sidecar.wait_for(lambda: len(sidecar.connects) > len(sidecar.ended))
+            parent.kill()
+            began = time.monotonic()
+            sidecar.wait_for(lambda: len(sidecar.ended) == len(sidecar.connects))
+            assert time.monotonic() - began < 2
+            os.kill(child, 0)
+        finally:
+            parent.kill()
+            if child is not None:
+                os.kill(child, signal.SIGKILL)

@@ -55,6 +55,8 @@ class ScriptedSidecar(sidecar_pb2_grpc.SidecarServicer):
         self.attempt = "i1-g00000000-s1"
         self.files: dict[str, Spool] = {}
         self.connects: list[sidecar_pb2.ConnectRequest] = []
+        self.ended: list[str] = []
+        """Clients whose Connect stream has ended, in that order."""
         self.requests: list[Any] = []
         self.changed = threading.Condition()
         self._news: list[save_pb2.SaveStatus] = []
@@ -143,7 +145,7 @@ class ScriptedSidecar(sidecar_pb2_grpc.SidecarServicer):
         with self.changed:
             self.connects.append(request)
             self.changed.notify_all()
-        context.add_callback(self._notify)
+        context.add_callback(lambda: self._end(request.client))
         if self.silent:
             self._stopped.wait()
             return
@@ -262,8 +264,9 @@ class ScriptedSidecar(sidecar_pb2_grpc.SidecarServicer):
             context.set_trailing_metadata(errors.trailing_metadata(error))
             context.abort(error.code, str(error))
 
-    def _notify(self) -> None:
+    def _end(self, client: str) -> None:
         with self.changed:
+            self.ended.append(client)
             self.changed.notify_all()
 
 

@@ -8,7 +8,8 @@ from its garbage collection and a line in it refuses to work. With
 ``GRPC_ENABLE_FORK_SUPPORT`` on, gRPC itself stops its threads around a fork; it
 waits 5 s for a call whose stream is idle and may leave children hanging, so we
 end our calls and close the channel before it looks. To those who use the line
-that is a broken connection, repaired at once.
+that is a broken connection, repaired at once. Without it, the child lets go of the
+connections to our address.
 """
 
 import ctypes
@@ -23,6 +24,7 @@ from typing import Any, TypeVar
 import grpc
 from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
+from pannier.client import inheritance
 from pannier.wire.addresses import channel_options
 from pannier.wire.errors import InvalidRequestError, UnavailableError
 
@@ -50,6 +52,7 @@ class Line:
         self.address = address
         self._condition = threading.Condition()
         self._channel: grpc.Channel | None = None
+        self._peers: set[inheritance.Peer] = set()
         self._calls: set[grpc.RpcContext] = set()
         self._interrupted: weakref.WeakSet[grpc.RpcContext] = weakref.WeakSet()
         self._paused = False
@@ -67,6 +70,8 @@ class Line:
             InvalidRequestError: this process was forked from the line's.
         """
         self.check_process()
+        if self._channel is None:
+            self._peers |= inheritance.peers(self.address)
         with self._condition:
             self._condition.wait_for(lambda: not self._paused)
             if self._closed:
@@ -177,7 +182,9 @@ def _after_fork_in_parent() -> None:
 def _after_fork_in_child() -> None:
     global _orphaned
     _orphaned = _orphaned or (len(_lines) > 0 and not cygrpc.is_fork_support_enabled())
+    peers: set[inheritance.Peer] = set()
     for line in list(_lines):
+        peers |= line._peers
         line._inherited = True
         # Its locks may be held by threads that don't exist here, and freeing its
         # channel would run gRPC code: it stays as it is, for good.
@@ -185,6 +192,9 @@ def _after_fork_in_child() -> None:
         _keep_for_good(line)
     for thing in list(_kept_in_children):
         _keep_for_good(thing)
+    if not cygrpc.is_fork_support_enabled():
+        # With it gRPC lives on here, and minds its descriptors itself.
+        inheritance.let_go(peers)
 
 
 def _keep_for_good(thing: Any) -> None:
