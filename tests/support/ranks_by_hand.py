@@ -231,6 +231,7 @@ class Desk:
             digest=plans.plan_digest(plan),
             timeout_s=timeout_s,
             save_timeout_s=save_timeout_s,
+            wire_version=WIRE_VERSION,
         )
         answer: sidecar_pb2.PlanResponse = await self.call("Plan", request)
         return answer.plan

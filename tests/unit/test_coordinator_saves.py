@@ -20,6 +20,7 @@ from pannier.wire.errors import (
     SaveAbortedError,
     SaveSkippedError,
 )
+from pannier.wire.version import WIRE_VERSION
 from support.daemons import Daemons, short_directory
 from support.ranks_by_hand import (
     Desk,
@@ -566,7 +567,9 @@ def test_save_that_torch_plans_is_begun_and_finished(sockets: Path, tmp_path: Pa
         async with coordinator(sockets) as desk:
             sidecar = await desk.attach()
             who = [context(rank, str(place)) for rank in (0, 1)]
-            begun = await desk.call("Begin", sidecar_pb2.BeginRequest(context=who[0]))
+            begun = await desk.call(
+                "Begin", sidecar_pb2.BeginRequest(context=who[0], wire_version=WIRE_VERSION)
+            )
             names = [identity.data_file(begun.attempt, rank, 0) for rank in (0, 1)]
             metadata = plan_pb2.GlobalMetadata(
                 items=plans.encode_items([shard("w", [2 * r], [2], [4], hint=r) for r in (0, 1)]),
@@ -598,7 +601,9 @@ def test_metadata_of_torch_that_no_file_covers_is_refused(sockets: Path, tmp_pat
         async with coordinator(sockets) as desk:
             sidecar = await desk.attach()
             who = context(0, str(place), ranks=(0,))
-            begun = await desk.call("Begin", sidecar_pb2.BeginRequest(context=who))
+            begun = await desk.call(
+                "Begin", sidecar_pb2.BeginRequest(context=who, wire_version=WIRE_VERSION)
+            )
             name = identity.data_file(begun.attempt, 0, 0)
             metadata = plan_pb2.GlobalMetadata(
                 items=plans.encode_items([tensor("w", 4)]),

@@ -27,7 +27,7 @@ from pannier.v1 import records_pb2 as pannier_dot_v1_dot_records__pb2
 from pannier.v1 import save_pb2 as pannier_dot_v1_dot_save__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18pannier/v1/sidecar.proto\x12\npannier.v1\x1a\x15pannier/v1/plan.proto\x1a\x18pannier/v1/records.proto\x1a\x15pannier/v1/save.proto\"\xd7\x01\n\x0e\x43onnectRequest\x12\x14\n\x0cwire_version\x18\x01 \x01(\r\x12\x16\n\x0e\x63lient_version\x18\x02 \x01(\t\x12\x0b\n\x03job\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\x12\x0c\n\x04rank\x18\x05 \x01(\r\x12\x12\n\nworld_size\x18\x06 \x01(\r\x12\x0c\n\x04host\x18\x07 \x01(\t\x12\x0b\n\x03pid\x18\x08 \x01(\r\x12\x0e\n\x06\x63lient\x18\t \x01(\t\x12(\n\x07pending\x18\n \x03(\x0b\x32\x17.pannier.v1.PendingSave\"L\n\x0bPendingSave\x12(\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x17.pannier.v1.SaveContext\x12\x13\n\x0bhanded_over\x18\x02 \x01(\x08\"\x9a\x01\n\x07Welcome\x12\x14\n\x0cwire_version\x18\x01 \x01(\r\x12\x17\n\x0fsidecar_version\x18\x02 \x01(\t\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x13\n\x0b\x63oordinator\x18\x04 \x01(\t\x12\x19\n\x11max_message_bytes\x18\x05 \x01(\x04\x12\x10\n\x08\x65mbedded\x18\x06 \x01(\x08\x12\x10\n\x08\x64raining\x18\x07 \x01(\x08\"j\n\x0f\x43onnectResponse\x12&\n\x07welcome\x18\x01 \x01(\x0b\x32\x13.pannier.v1.WelcomeH\x00\x12&\n\x04save\x18\x02 \x01(\x0b\x32\x16.pannier.v1.SaveStatusH\x00\x42\x07\n\x05\x65vent\"\x85\x01\n\x0bSaveContext\x12 \n\x04save\x18\x01 \x01(\x0b\x32\x12.pannier.v1.SaveId\x12\x15\n\rcheckpoint_id\x18\x02 \x01(\t\x12\r\n\x05ranks\x18\x03 \x03(\r\x12\x12\n\nworld_size\x18\x04 \x01(\r\x12\x0c\n\x04rank\x18\x05 \x01(\r\x12\x0c\n\x04host\x18\x06 \x01(\t\"\x97\x01\n\x0bPlanRequest\x12(\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x17.pannier.v1.SaveContext\x12#\n\x04plan\x18\x02 \x01(\x0b\x32\x15.pannier.v1.LocalPlan\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\x12\x11\n\ttimeout_s\x18\x04 \x01(\x01\x12\x16\n\x0esave_timeout_s\x18\x05 \x01(\x01\"3\n\x0cPlanResponse\x12#\n\x04plan\x18\x01 \x01(\x0b\x32\x15.pannier.v1.FinalPlan\"P\n\x0c\x42\x65ginRequest\x12(\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x17.pannier.v1.SaveContext\x12\x16\n\x0esave_timeout_s\x18\x02 \x01(\x01\" \n\rBeginResponse\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\t\"c\n\nFileHeader\x12(\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x17.pannier.v1.SaveContext\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x0c\n\x04size\x18\x04 \x01(\x04\"d\n\x0cWriteRequest\x12&\n\x06header\x18\x01 \x01(\x0b\x32\x16.pannier.v1.FileHeader\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0e\n\x06\x63rc32c\x18\x03 \x01(\x07\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\"\"\n\rWriteResponse\x12\x11\n\tcommitted\x18\x01 \x01(\x04\"\xac\x01\n\x0fHandOverRequest\x12(\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x17.pannier.v1.SaveContext\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\t\x12\x0f\n\x07plan_id\x18\x03 \x01(\t\x12#\n\x05\x66iles\x18\x04 \x03(\x0b\x32\x14.pannier.v1.DataFile\x12(\n\x07varying\x18\x05 \x03(\x0b\x32\x17.pannier.v1.VaryingItem\"\x12\n\x10HandOverResponse\"\x8b\x01\n\rFinishRequest\x12(\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x17.pannier.v1.SaveContext\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\t\x12,\n\x08metadata\x18\x03 \x01(\x0b\x32\x1a.pannier.v1.GlobalMetadata\x12\x11\n\ttimeout_s\x18\x04 \x01(\x01\"8\n\x0e\x46inishResponse\x12&\n\x06status\x18\x01 \x01(\x0b\x32\x16.pannier.v1.SaveStatus\"]\n\x0b\x46\x61ilRequest\x12(\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x17.pannier.v1.SaveContext\x12$\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x13.pannier.v1.Failure\"\x0e\n\x0c\x46\x61ilResponse2\xcd\x03\n\x07Sidecar\x12\x44\n\x07\x43onnect\x12\x1a.pannier.v1.ConnectRequest\x1a\x1b.pannier.v1.ConnectResponse0\x01\x12\x39\n\x04Plan\x12\x17.pannier.v1.PlanRequest\x1a\x18.pannier.v1.PlanResponse\x12<\n\x05\x42\x65gin\x12\x18.pannier.v1.BeginRequest\x1a\x19.pannier.v1.BeginResponse\x12@\n\x05Write\x12\x18.pannier.v1.WriteRequest\x1a\x19.pannier.v1.WriteResponse(\x01\x30\x01\x12\x45\n\x08HandOver\x12\x1b.pannier.v1.HandOverRequest\x1a\x1c.pannier.v1.HandOverResponse\x12?\n\x06\x46inish\x12\x19.pannier.v1.FinishRequest\x1a\x1a.pannier.v1.FinishResponse\x12\x39\n\x04\x46\x61il\x12\x17.pannier.v1.FailRequest\x1a\x18.pannier.v1.FailResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18pannier/v1/sidecar.proto\x12\npannier.v1\x1a\x15pannier/v1/plan.proto\x1a\x18pannier/v1/records.proto\x1a\x15pannier/v1/save.proto\"\xd7\x01\n\x0e\x43onnectRequest\x12\x14\n\x0cwire_version\x18\x01 \x01(\r\x12\x16\n\x0e\x63lient_version\x18\x02 \x01(\t\x12\x0b\n\x03job\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\x12\x0c\n\x04rank\x18\x05 \x01(\r\x12\x12\n\nworld_size\x18\x06 \x01(\r\x12\x0c\n\x04host\x18\x07 \x01(\t\x12\x0b\n\x03pid\x18\x08 \x01(\r\x12\x0e\n\x06\x63lient\x18\t \x01(\t\x12(\n\x07pending\x18\n \x03(\x0b\x32\x17.pannier.v1.PendingSave\"L\n\x0bPendingSave\x12(\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x17.pannier.v1.SaveContext\x12\x13\n\x0bhanded_over\x18\x02 \x01(\x08\"\x9a\x01\n\x07Welcome\x12\x14\n\x0cwire_version\x18\x01 \x01(\r\x12\x17\n\x0fsidecar_version\x18\x02 \x01(\t\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x13\n\x0b\x63oordinator\x18\x04 \x01(\t\x12\x19\n\x11max_message_bytes\x18\x05 \x01(\x04\x12\x10\n\x08\x65mbedded\x18\x06 \x01(\x08\x12\x10\n\x08\x64raining\x18\x07 \x01(\x08\"j\n\x0f\x43onnectResponse\x12&\n\x07welcome\x18\x01 \x01(\x0b\x32\x13.pannier.v1.WelcomeH\x00\x12&\n\x04save\x18\x02 \x01(\x0b\x32\x16.pannier.v1.SaveStatusH\x00\x42\x07\n\x05\x65vent\"\x85\x01\n\x0bSaveContext\x12 \n\x04save\x18\x01 \x01(\x0b\x32\x12.pannier.v1.SaveId\x12\x15\n\rcheckpoint_id\x18\x02 \x01(\t\x12\r\n\x05ranks\x18\x03 \x03(\r\x12\x12\n\nworld_size\x18\x04 \x01(\r\x12\x0c\n\x04rank\x18\x05 \x01(\r\x12\x0c\n\x04host\x18\x06 \x01(\t\"\xad\x01\n\x0bPlanRequest\x12(\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x17.pannier.v1.SaveContext\x12#\n\x04plan\x18\x02 \x01(\x0b\x32\x15.pannier.v1.LocalPlan\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\x12\x11\n\ttimeout_s\x18\x04 \x01(\x01\x12\x16\n\x0esave_timeout_s\x18\x05 \x01(\x01\x12\x14\n\x0cwire_version\x18\x06 \x01(\r\"3\n\x0cPlanResponse\x12#\n\x04plan\x18\x01 \x01(\x0b\x32\x15.pannier.v1.FinalPlan\"f\n\x0c\x42\x65ginRequest\x12(\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x17.pannier.v1.SaveContext\x12\x16\n\x0esave_timeout_s\x18\x02 \x01(\x01\x12\x14\n\x0cwire_version\x18\x03 \x01(\r\" \n\rBeginResponse\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\t\"c\n\nFileHeader\x12(\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x17.pannier.v1.SaveContext\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x0c\n\x04size\x18\x04 \x01(\x04\"d\n\x0cWriteRequest\x12&\n\x06header\x18\x01 \x01(\x0b\x32\x16.pannier.v1.FileHeader\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0e\n\x06\x63rc32c\x18\x03 \x01(\x07\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\"\"\n\rWriteResponse\x12\x11\n\tcommitted\x18\x01 \x01(\x04\"\xac\x01\n\x0fHandOverRequest\x12(\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x17.pannier.v1.SaveContext\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\t\x12\x0f\n\x07plan_id\x18\x03 \x01(\t\x12#\n\x05\x66iles\x18\x04 \x03(\x0b\x32\x14.pannier.v1.DataFile\x12(\n\x07varying\x18\x05 \x03(\x0b\x32\x17.pannier.v1.VaryingItem\"\x12\n\x10HandOverResponse\"\x8b\x01\n\rFinishRequest\x12(\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x17.pannier.v1.SaveContext\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\t\x12,\n\x08metadata\x18\x03 \x01(\x0b\x32\x1a.pannier.v1.GlobalMetadata\x12\x11\n\ttimeout_s\x18\x04 \x01(\x01\"8\n\x0e\x46inishResponse\x12&\n\x06status\x18\x01 \x01(\x0b\x32\x16.pannier.v1.SaveStatus\"]\n\x0b\x46\x61ilRequest\x12(\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x17.pannier.v1.SaveContext\x12$\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x13.pannier.v1.Failure\"\x0e\n\x0c\x46\x61ilResponse2\xcd\x03\n\x07Sidecar\x12\x44\n\x07\x43onnect\x12\x1a.pannier.v1.ConnectRequest\x1a\x1b.pannier.v1.ConnectResponse0\x01\x12\x39\n\x04Plan\x12\x17.pannier.v1.PlanRequest\x1a\x18.pannier.v1.PlanResponse\x12<\n\x05\x42\x65gin\x12\x18.pannier.v1.BeginRequest\x1a\x19.pannier.v1.BeginResponse\x12@\n\x05Write\x12\x18.pannier.v1.WriteRequest\x1a\x19.pannier.v1.WriteResponse(\x01\x30\x01\x12\x45\n\x08HandOver\x12\x1b.pannier.v1.HandOverRequest\x1a\x1c.pannier.v1.HandOverResponse\x12?\n\x06\x46inish\x12\x19.pannier.v1.FinishRequest\x1a\x1a.pannier.v1.FinishResponse\x12\x39\n\x04\x46\x61il\x12\x17.pannier.v1.FailRequest\x1a\x18.pannier.v1.FailResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -45,31 +45,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAVECONTEXT']._serialized_start=674
   _globals['_SAVECONTEXT']._serialized_end=807
   _globals['_PLANREQUEST']._serialized_start=810
-  _globals['_PLANREQUEST']._serialized_end=961
-  _globals['_PLANRESPONSE']._serialized_start=963
-  _globals['_PLANRESPONSE']._serialized_end=1014
-  _globals['_BEGINREQUEST']._serialized_start=1016
-  _globals['_BEGINREQUEST']._serialized_end=1096
-  _globals['_BEGINRESPONSE']._serialized_start=1098
-  _globals['_BEGINRESPONSE']._serialized_end=1130
-  _globals['_FILEHEADER']._serialized_start=1132
-  _globals['_FILEHEADER']._serialized_end=1231
-  _globals['_WRITEREQUEST']._serialized_start=1233
-  _globals['_WRITEREQUEST']._serialized_end=1333
-  _globals['_WRITERESPONSE']._serialized_start=1335
-  _globals['_WRITERESPONSE']._serialized_end=1369
-  _globals['_HANDOVERREQUEST']._serialized_start=1372
-  _globals['_HANDOVERREQUEST']._serialized_end=1544
-  _globals['_HANDOVERRESPONSE']._serialized_start=1546
-  _globals['_HANDOVERRESPONSE']._serialized_end=1564
-  _globals['_FINISHREQUEST']._serialized_start=1567
-  _globals['_FINISHREQUEST']._serialized_end=1706
-  _globals['_FINISHRESPONSE']._serialized_start=1708
-  _globals['_FINISHRESPONSE']._serialized_end=1764
-  _globals['_FAILREQUEST']._serialized_start=1766
-  _globals['_FAILREQUEST']._serialized_end=1859
-  _globals['_FAILRESPONSE']._serialized_start=1861
-  _globals['_FAILRESPONSE']._serialized_end=1875
-  _globals['_SIDECAR']._serialized_start=1878
-  _globals['_SIDECAR']._serialized_end=2339
+  _globals['_PLANREQUEST']._serialized_end=983
+  _globals['_PLANRESPONSE']._serialized_start=985
+  _globals['_PLANRESPONSE']._serialized_end=1036
+  _globals['_BEGINREQUEST']._serialized_start=1038
+  _globals['_BEGINREQUEST']._serialized_end=1140
+  _globals['_BEGINRESPONSE']._serialized_start=1142
+  _globals['_BEGINRESPONSE']._serialized_end=1174
+  _globals['_FILEHEADER']._serialized_start=1176
+  _globals['_FILEHEADER']._serialized_end=1275
+  _globals['_WRITEREQUEST']._serialized_start=1277
+  _globals['_WRITEREQUEST']._serialized_end=1377
+  _globals['_WRITERESPONSE']._serialized_start=1379
+  _globals['_WRITERESPONSE']._serialized_end=1413
+  _globals['_HANDOVERREQUEST']._serialized_start=1416
+  _globals['_HANDOVERREQUEST']._serialized_end=1588
+  _globals['_HANDOVERRESPONSE']._serialized_start=1590
+  _globals['_HANDOVERRESPONSE']._serialized_end=1608
+  _globals['_FINISHREQUEST']._serialized_start=1611
+  _globals['_FINISHREQUEST']._serialized_end=1750
+  _globals['_FINISHRESPONSE']._serialized_start=1752
+  _globals['_FINISHRESPONSE']._serialized_end=1808
+  _globals['_FAILREQUEST']._serialized_start=1810
+  _globals['_FAILREQUEST']._serialized_end=1903
+  _globals['_FAILRESPONSE']._serialized_start=1905
+  _globals['_FAILRESPONSE']._serialized_end=1919
+  _globals['_SIDECAR']._serialized_start=1922
+  _globals['_SIDECAR']._serialized_end=2383
 # @@protoc_insertion_point(module_scope)

@@ -84,18 +84,20 @@ class SaveContext(_message.Message):
     def __init__(self, save: _Optional[_Union[_save_pb2.SaveId, _Mapping]] = ..., checkpoint_id: _Optional[str] = ..., ranks: _Optional[_Iterable[int]] = ..., world_size: _Optional[int] = ..., rank: _Optional[int] = ..., host: _Optional[str] = ...) -> None: ...
 
 class PlanRequest(_message.Message):
-    __slots__ = ("context", "plan", "digest", "timeout_s", "save_timeout_s")
+    __slots__ = ("context", "plan", "digest", "timeout_s", "save_timeout_s", "wire_version")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     SAVE_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    WIRE_VERSION_FIELD_NUMBER: _ClassVar[int]
     context: SaveContext
     plan: _plan_pb2.LocalPlan
     digest: str
     timeout_s: float
     save_timeout_s: float
-    def __init__(self, context: _Optional[_Union[SaveContext, _Mapping]] = ..., plan: _Optional[_Union[_plan_pb2.LocalPlan, _Mapping]] = ..., digest: _Optional[str] = ..., timeout_s: _Optional[float] = ..., save_timeout_s: _Optional[float] = ...) -> None: ...
+    wire_version: int
+    def __init__(self, context: _Optional[_Union[SaveContext, _Mapping]] = ..., plan: _Optional[_Union[_plan_pb2.LocalPlan, _Mapping]] = ..., digest: _Optional[str] = ..., timeout_s: _Optional[float] = ..., save_timeout_s: _Optional[float] = ..., wire_version: _Optional[int] = ...) -> None: ...
 
 class PlanResponse(_message.Message):
     __slots__ = ("plan",)
@@ -104,12 +106,14 @@ class PlanResponse(_message.Message):
     def __init__(self, plan: _Optional[_Union[_plan_pb2.FinalPlan, _Mapping]] = ...) -> None: ...
 
 class BeginRequest(_message.Message):
-    __slots__ = ("context", "save_timeout_s")
+    __slots__ = ("context", "save_timeout_s", "wire_version")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     SAVE_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    WIRE_VERSION_FIELD_NUMBER: _ClassVar[int]
     context: SaveContext
     save_timeout_s: float
-    def __init__(self, context: _Optional[_Union[SaveContext, _Mapping]] = ..., save_timeout_s: _Optional[float] = ...) -> None: ...
+    wire_version: int
+    def __init__(self, context: _Optional[_Union[SaveContext, _Mapping]] = ..., save_timeout_s: _Optional[float] = ..., wire_version: _Optional[int] = ...) -> None: ...
 
 class BeginResponse(_message.Message):
     __slots__ = ("attempt",)

@@ -68,12 +68,7 @@ class Attachments:
         first = await anext(requests, None)
         if first is None:
             return
-        if first.wire_version != WIRE_VERSION:
-            raise VersionMismatchError(
-                f"the sidecar on {first.host} speaks wire version {first.wire_version}, this "
-                f"coordinator (pannier {package_version()}) version {WIRE_VERSION}: install the "
-                "same version on both"
-            )
+        check_version(first.wire_version, first.host)
         stream = _Stream(self._losses.attached(first.host, first.sidecar))
         self._streams.add(stream)
         _log.info("sidecar %s on %s is attached", first.sidecar[:8], first.host)
@@ -242,3 +237,12 @@ _RENDERED_KEPT: Final = 64
 def _essence(save: Save) -> tuple[object, ...]:
     """What is told at once when it changes."""
     return (save.state, len(save.failures), save.attempt is not None, bool(save.problem))
+
+
+def check_version(version: int, host: str) -> None:
+    """Raises VersionMismatchError unless a host's sidecar speaks this wire version."""
+    if version != WIRE_VERSION:
+        raise VersionMismatchError(
+            f"the sidecar on {host} speaks wire version {version}, this coordinator (pannier "
+            f"{package_version()}) version {WIRE_VERSION}: install the same version on both"
+        )

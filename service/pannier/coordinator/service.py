@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any, Final
 
-from pannier.coordinator.attach import Attachments
+from pannier.coordinator.attach import Attachments, check_version
 from pannier.coordinator.columns import RankPlan
 from pannier.coordinator.gather import DisagreementError
 from pannier.coordinator.places import Places
@@ -59,7 +59,9 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         Raises:
             SaveAbortedError: the save is aborted, for whatever reason on whatever rank.
             InvalidRequestError: this call can't be part of any save.
+            VersionMismatchError: its sidecar would never be heard of again.
         """
+        check_version(request.wire_version, request.context.host)
         rank = request.context.rank
         await self._keep_in_step(request)
         save = self._enter(request.context)
@@ -76,6 +78,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         self, request: sidecar_pb2.BeginRequest, context: Any
     ) -> sidecar_pb2.BeginResponse:
         """See the proto. Raises SaveAbortedError when storage refuses the save."""
+        check_version(request.wire_version, request.context.host)
         save = self._enter(request.context)
         if save.gathering.plans:
             raise InvalidRequestError(f"{save.label} is planned by Pannier: it can't be begun")

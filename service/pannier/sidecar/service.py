@@ -28,6 +28,7 @@ from pannier.wire.errors import (
     SaveAbortedError,
     UnavailableError,
 )
+from pannier.wire.version import WIRE_VERSION
 
 NAME: Final = "pannier.v1.Sidecar"
 ACKNOWLEDGE: Final = 16 << 20
@@ -159,6 +160,7 @@ class SidecarServicer(sidecar_pb2_grpc.SidecarServicer):
     def _call(
         self, method: str, request: Any, timeout_s: float, context: grpc.ServicerContext
     ) -> Any:
+        request.wire_version = WIRE_VERSION
         return self._link.call_from_thread(
             method, request, timeout_s, timed=method == "Plan", on_start=_until_end(context)
         )
