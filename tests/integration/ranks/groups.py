@@ -143,7 +143,7 @@ DRIFTS: dict[str, Callable[[str], dict[str, Any]]] = {
     "resolve_data": lambda name: attempt(name, **failing("resolve_data")),
     "interrupt": lambda name: attempt(name, **failing("resolve_data", KeyboardInterrupt())),
     "state_dict": lambda name: attempt(name, state(**at_fault(stateful=Broken()))),
-    "unpicklable": lambda name: attempt(name, state(thing=[Unpicklable()] if rank else [1])),
+    "unpicklable": lambda name: attempt(name, state(**at_fault(thing=[Unpicklable()]))),
     "not a mapping": lambda name: attempt(name, 7 if rank == CULPRIT else None),
     "on_busy": lambda name: attempt(name, **at_fault(on_busy="later")),
     "timeout": lambda name: attempt(name, **at_fault(timeout=-1)),
