@@ -7,7 +7,6 @@ releases the GIL.
 """
 
 import ctypes
-import functools
 import queue
 import threading
 import time
@@ -20,7 +19,7 @@ import grpc
 from pannier.client.alarm import Alarms
 from pannier.client.line import InterruptedCallError, Line
 from pannier.v1 import sidecar_pb2
-from pannier.wire import chunks
+from pannier.wire import checksums, chunks
 from pannier.wire.chunks import CHUNK_BYTES, Chunk
 from pannier.wire.errors import PannierError, UnavailableError, from_rpc_error
 
@@ -96,7 +95,7 @@ class FileSource:
         total = 0
         for index in range(len(self._crcs)):
             if (index + 1) * CHUNK_BYTES <= self.size:
-                total = _append_chunk(total, self._crc(index))
+                total = checksums.append(total, self._crc(index), CHUNK_BYTES)
             else:
                 total = crc32c.crc32c(self._view[index * CHUNK_BYTES :], total)
         return total
@@ -108,36 +107,6 @@ class FileSource:
             crc = crc32c.crc32c(self._view[start : min(self.size, start + CHUNK_BYTES)])
             self._crcs[index] = crc
         return crc
-
-
-def _append_chunk(crc: int, next_crc: int) -> int:
-    """Checksum of bytes with ``crc`` followed by a whole chunk with ``next_crc``."""
-    shift = _shift_tables()
-    return (
-        shift[0][crc & 0xFF]
-        ^ shift[1][crc >> 8 & 0xFF]
-        ^ shift[2][crc >> 16 & 0xFF]
-        ^ shift[3][crc >> 24]
-        ^ next_crc
-    )
-
-
-@functools.cache
-def _shift_tables() -> list[list[int]]:
-    """What a chunk's worth of bytes does to a checksum before it, by byte of that checksum.
-
-    It is linear: what zeros do, less what they contribute themselves.
-    """
-    zeros = bytes(CHUNK_BYTES)
-    own = crc32c.crc32c(zeros)
-    bits = [crc32c.crc32c(zeros, 1 << bit) ^ own for bit in range(32)]
-    tables = []
-    for byte in range(4):
-        table = [0]
-        for bit in range(8):
-            table += [entry ^ bits[8 * byte + bit] for entry in table]
-        tables.append(table)
-    return tables
 
 
 class StoppedError(Exception):
