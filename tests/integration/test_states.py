@@ -57,7 +57,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         }
     # Nothing of Pannier runs while the checkpoints are read.
     env = {
-        "ROOTS": json.dumps({str(root): ranks for ranks, root in roots.items()}),
+        "ROOTS": json.dumps({str(root): [ranks, [*KINDS]] for ranks, root in roots.items()}),
         "READERS": "dcp client",
     }
     read = {ranks: _run("read_states.py", ranks, base / f"read-{ranks}", env) for ranks in READERS}

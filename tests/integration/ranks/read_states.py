@@ -1,7 +1,7 @@
 """Loads every kind of state with plain DCP and with the client, and compares bit for bit.
 
-Environment: ROOTS (JSON: directory or URL to number of writers), READERS (words: dcp, client),
-REPORT (directory), SEED, KINDS (JSON, default all).
+Environment: ROOTS (JSON: directory or URL to number of writers and names of kinds), READERS
+(words: dcp, client), REPORT (directory), SEED.
 """
 
 import json
@@ -50,11 +50,10 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     report = {}
-    for root, writers in json.loads(os.environ["ROOTS"]).items():
+    for root, (writers, names) in json.loads(os.environ["ROOTS"]).items():
         layout = Layout(rank, ranks, writers)
-        for name, saved in KINDS.items():
-            if name not in json.loads(os.environ.get("KINDS", json.dumps([*KINDS]))):
-                continue
+        for name in names:
+            saved = KINDS[name]
             for kind in (saved, WHOLE.get(name)):
                 if kind is not None and ranks in kind.ranks:
                     for how, found in load(kind, saved, f"{root}/{name}", layout).items():
