@@ -81,7 +81,7 @@ if child == 0:
     os.write(1, b"child\\n")
     time.sleep(100)
     os._exit(0)
-print(child, flush=True)
+os.write(1, b"%d\\n" % child)
 time.sleep(100)
 """
 
