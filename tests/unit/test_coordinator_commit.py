@@ -11,11 +11,14 @@ import pytest
 from google.protobuf import json_format
 from torch.distributed.checkpoint.metadata import Metadata
 
-from pannier.coordinator import commit
+from pannier.coordinator.commit import pickle_metadata
 from pannier.coordinator.incarnations import number_of
-from pannier.coordinator.manifest import Manifest, publish, read
+from pannier.coordinator.manifest import Manifest
 from pannier.coordinator.planning import make_global_plan
-from pannier.coordinator.recovery import find_receipts
+from pannier.records import decisions, installing
+from pannier.records.manifests import publish, read_manifest
+from pannier.records.receipts import find_receipts
+from pannier.records.removing import remove_attempt
 from pannier.storage import ConflictError, StorageError, Store, open_store
 from pannier.v1 import records_pb2, save_pb2, sidecar_pb2
 from pannier.wire import identity
@@ -54,17 +57,17 @@ def proposal(
     outcome: "records_pb2.Outcome" = records_pb2.OUTCOME_COMMIT,
     metadata: bytes = b"",
 ) -> records_pb2.Decision:
-    return commit.propose(
+    return decisions.propose(
         outcome, save=save_of(attempt), attempt=attempt, host="here", metadata=metadata
     )
 
 
 async def commit_all(store: Store, attempt: Attempt, metadata: bytes) -> records_pb2.Decision:
     """The three steps in order, as the conductor takes them."""
-    data = await commit.publish_candidate(store, attempt.name, metadata)
-    decision = await commit.decide(store, proposal(attempt, metadata=data))
+    data = await installing.publish_candidate(store, attempt.name, metadata)
+    decision = await decisions.decide(store, proposal(attempt, metadata=data))
     if decision.outcome == records_pb2.OUTCOME_COMMIT:
-        await commit.install(store, decision)
+        await installing.install(store, decision)
     return decision
 
 
@@ -86,7 +89,7 @@ def test_two_committers_of_one_attempt_agree() -> None:
 
 def test_commit_and_abort_race_to_one_decision() -> None:
     async def scenario(store: Store) -> None:
-        aborting = commit.decide(store, proposal(FIRST, records_pb2.OUTCOME_ABORT))
+        aborting = decisions.decide(store, proposal(FIRST, records_pb2.OUTCOME_ABORT))
         one, two = await asyncio.gather(commit_all(store, FIRST, b"metadata"), aborting)
         assert one == two
         exists = await store.stat(METADATA) is not None
@@ -100,7 +103,7 @@ def test_lost_decision_is_obeyed() -> None:
         unsteady = Unsteady(store)
         aborted = proposal(FIRST, records_pb2.OUTCOME_ABORT)
         key = identity.decision(FIRST.name)
-        unsteady.before[key] = lambda: commit.decide(store, aborted)
+        unsteady.before[key] = lambda: decisions.decide(store, aborted)
         decision = await commit_all(unsteady, FIRST, b"metadata")
         assert decision == aborted
         assert await store.stat(METADATA) is None
@@ -114,9 +117,9 @@ def test_lost_answer_of_our_own_decision_is_ours() -> None:
         unsteady.lose.add(identity.decision(FIRST.name))
         ours = proposal(FIRST)
         with pytest.raises(StorageError, match="got lost"):
-            await commit.decide(unsteady, ours)
-        assert await commit.decide(unsteady, ours) == ours
-        assert (await commit.decide(unsteady, proposal(FIRST))).decided_by == ours.decided_by
+            await decisions.decide(unsteady, ours)
+        assert await decisions.decide(unsteady, ours) == ours
+        assert (await decisions.decide(unsteady, proposal(FIRST))).decided_by == ours.decided_by
 
     on_fresh_store(scenario)
 
@@ -127,8 +130,8 @@ def test_newer_attempt_stands_whatever_the_order(order: tuple[Attempt, Attempt])
         for attempt in order:
             await commit_all(store, attempt, f"metadata of {attempt.name}".encode())
         assert await store.read(METADATA) == f"metadata of {SECOND.name}".encode()
-        assert await commit.find_newer(store, FIRST) == SECOND
-        assert await commit.find_newer(store, SECOND) is None
+        assert await installing.find_newer(store, FIRST) == SECOND
+        assert await installing.find_newer(store, SECOND) is None
 
     on_fresh_store(scenario)
 
@@ -165,7 +168,7 @@ def test_many_attempts_at_once_leave_the_newest() -> None:
 def test_foreign_metadata_is_older_than_anything() -> None:
     async def scenario(store: Store) -> None:
         await store.create(METADATA, b"written by torch")
-        assert await commit.find_newer(store, FIRST) is None
+        assert await installing.find_newer(store, FIRST) is None
         await commit_all(store, FIRST, b"ours")
         assert await store.read(METADATA) == b"ours"
 
@@ -174,12 +177,12 @@ def test_foreign_metadata_is_older_than_anything() -> None:
 
 def test_commit_of_a_dead_coordinator_is_finished_by_another() -> None:
     async def scenario(store: Store) -> None:
-        await commit.publish_candidate(store, FIRST.name, b"metadata")
-        await commit.decide(store, proposal(FIRST, metadata=b"metadata"))
-        decision = await commit.read_decision(store, FIRST.name)
+        await installing.publish_candidate(store, FIRST.name, b"metadata")
+        await decisions.decide(store, proposal(FIRST, metadata=b"metadata"))
+        decision = await decisions.read_decision(store, FIRST.name)
         assert decision is not None
-        await commit.install(store, decision)
-        await commit.install(store, decision)
+        await installing.install(store, decision)
+        await installing.install(store, decision)
         assert await store.read(METADATA) == b"metadata"
 
     on_fresh_store(scenario)
@@ -187,10 +190,10 @@ def test_commit_of_a_dead_coordinator_is_finished_by_another() -> None:
 
 def test_candidate_that_is_not_what_was_decided_is_not_installed() -> None:
     async def scenario(store: Store) -> None:
-        await commit.publish_candidate(store, FIRST.name, b"damaged!")
-        decision = await commit.decide(store, proposal(FIRST, metadata=b"metadata"))
+        await installing.publish_candidate(store, FIRST.name, b"damaged!")
+        decision = await decisions.decide(store, proposal(FIRST, metadata=b"metadata"))
         with pytest.raises(IntegrityError, match="decided"):
-            await commit.install(store, decision)
+            await installing.install(store, decision)
         assert await store.stat(METADATA) is None
 
     on_fresh_store(scenario)
@@ -200,7 +203,7 @@ def test_damaged_decision_is_named() -> None:
     async def scenario(store: Store) -> None:
         await store.create(identity.decision(FIRST.name), b"\xff not JSON")
         with pytest.raises(IntegrityError, match=identity.decision(FIRST.name)):
-            await commit.read_decision(store, FIRST.name)
+            await decisions.read_decision(store, FIRST.name)
 
     on_fresh_store(scenario)
 
@@ -218,8 +221,8 @@ def test_after_an_abort_the_decision_alone_stays() -> None:
             data,
         ):
             await store.create(key, b"x")
-        await commit.decide(store, proposal(FIRST, records_pb2.OUTCOME_ABORT))
-        await commit.remove_attempt(store, FIRST.name)
+        await decisions.decide(store, proposal(FIRST, records_pb2.OUTCOME_ABORT))
+        await remove_attempt(store, FIRST.name)
         keys = {info.key for info in await store.list()}
         assert keys == {identity.decision(FIRST.name), other, data}
 
@@ -234,7 +237,7 @@ def test_second_manifest_of_an_attempt_gives_way() -> None:
     two = Manifest.make(context, FIRST, other_plans, make_global_plan(other_plans, FIRST.name))
 
     async def scenario(store: Store) -> None:
-        assert await read(store, FIRST.name) is None
+        assert await read_manifest(store, FIRST.name, Manifest) is None
         assert await publish(store, one) is one
         standing = await publish(store, two)
         assert standing.plan_id == one.plan_id != two.plan_id
@@ -258,7 +261,7 @@ def test_receipts_in_storage_are_found() -> None:
 def test_metadata_bytes_are_torchs() -> None:
     plans = rank_plans(local_plan([tensor("w", 4)]))
     plan = make_global_plan(plans, FIRST.name)
-    data = commit.pickle_metadata(plan.metadata, checkpoint_id="gs://b/c", attempt=FIRST.name)
+    data = pickle_metadata(plan.metadata, checkpoint_id="gs://b/c", attempt=FIRST.name)
     metadata = pickle.loads(data)
     assert isinstance(metadata, Metadata)
     assert metadata.storage_meta is not None
@@ -307,14 +310,14 @@ def test_damaged_incarnation_record_is_named() -> None:
 def test_decision_is_json_that_others_can_read() -> None:
     async def scenario(store: Store) -> None:
         failure = save_pb2.Failure(rank=3, host="h", kind=save_pb2.FAILURE_KIND_LOST, message="m")
-        made = commit.propose(
+        made = decisions.propose(
             records_pb2.OUTCOME_ABORT,
             save=save_of(FIRST),
             attempt=FIRST,
             host="here",
             failures=[failure],
         )
-        await commit.decide(store, made)
+        await decisions.decide(store, made)
         text = await store.read(identity.decision(FIRST.name))
         assert json_format.Parse(text, records_pb2.Decision()).failures == [failure]
         with pytest.raises(ConflictError):

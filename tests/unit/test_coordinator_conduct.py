@@ -12,13 +12,14 @@ from google.protobuf import json_format
 
 from pannier.coordinator.columns import RankPlan
 from pannier.coordinator.conduct import Conductor
-from pannier.coordinator.manifest import Manifest, publish
+from pannier.coordinator.manifest import Manifest
 from pannier.coordinator.places import Places
 from pannier.coordinator.planners import Planners
 from pannier.coordinator.planning import make_global_plan
 from pannier.coordinator.registry import ENDED_KEPT, Registry
 from pannier.coordinator.saves import Save, State
 from pannier.daemon.board import Board
+from pannier.records.manifests import publish
 from pannier.storage import DeniedError, ObjectInfo, StorageError, Store, open_store
 from pannier.v1 import records_pb2, save_pb2, sidecar_pb2
 from pannier.wire import identity

@@ -8,8 +8,8 @@ import click
 from rich.text import Text
 
 from pannier.cli import render
-from pannier.cli.inspection import Checkpoint, Standing, list_checkpoints
 from pannier.cli.options import Location, storage_options
+from pannier.records.listing import Checkpoint, Standing, list_checkpoints
 from pannier.storage import open_store
 
 

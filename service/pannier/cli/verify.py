@@ -10,8 +10,8 @@ from rich.text import Text
 
 from pannier.cli import render
 from pannier.cli.failures import NEGATIVE, OK
-from pannier.cli.inspection import Finding, Verdict, verify
 from pannier.cli.options import Location, storage_options
+from pannier.records.verifying import Finding, Verdict, verify
 from pannier.storage import open_store
 
 

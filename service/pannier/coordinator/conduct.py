@@ -14,7 +14,6 @@ from typing import Any, Final, TypeVar
 
 import tenacity
 
-from pannier.coordinator import commit, manifest
 from pannier.coordinator.blame import (
     SupersededError,
     blame,
@@ -22,6 +21,7 @@ from pannier.coordinator.blame import (
     raise_lost,
     raise_missed,
 )
+from pannier.coordinator.commit import pickle_metadata
 from pannier.coordinator.gather import DisagreementError
 from pannier.coordinator.manifest import Manifest
 from pannier.coordinator.places import Places
@@ -30,8 +30,10 @@ from pannier.coordinator.receipts import (
     check_external_metadata,
     complete_metadata,
 )
-from pannier.coordinator.recovery import find_receipts
 from pannier.coordinator.saves import Save, State
+from pannier.records import decisions, installing, manifests
+from pannier.records.receipts import find_receipts
+from pannier.records.removing import remove_attempt
 from pannier.storage import DeniedError, NotFoundError, StorageError, Store
 from pannier.v1 import records_pb2, save_pb2
 from pannier.wire.errors import (
@@ -177,7 +179,7 @@ class Conductor:
         """Writes the manifest, unless the place refuses it; returns the one that stands there."""
         before, save.touched = save.touched, True
         try:
-            return await manifest.publish(store, made)
+            return await manifests.publish(store, made)
         except _REFUSED:
             save.touched = before
             raise
@@ -200,11 +202,11 @@ class Conductor:
         """Goes on from what another life of the coordinator left; True when the save has ended."""
         assert save.attempt is not None
         save.touched = True
-        decision = await commit.read_decision(store, save.attempt.name)
+        decision = await decisions.read_decision(store, save.attempt.name)
         if decision is not None:
             await self._obey(save, store, decision)
             return True
-        found = await manifest.read(store, save.attempt.name)
+        found = await manifests.read_manifest(store, save.attempt.name, Manifest)
         if found is None:
             # Without a manifest nobody was answered a plan: torch makes this one.
             save.external = True
@@ -287,19 +289,19 @@ class Conductor:
         agreed = save.manifest
         assert agreed is not None
         data = await self._in_thread(
-            lambda: commit.pickle_metadata(
+            lambda: pickle_metadata(
                 complete_metadata(agreed, receipts),
                 checkpoint_id=context.checkpoint_id,
                 attempt=attempt.name,
             )
         )
-        data = await commit.publish_candidate(store, attempt.name, data)
-        newer = await commit.find_newer(store, attempt)
+        data = await installing.publish_candidate(store, attempt.name, data)
+        newer = await installing.find_newer(store, attempt)
         if newer is not None:
             raise SupersededError(
                 f"a newer save, {newer.name}, was committed to {context.checkpoint_id} meanwhile"
             )
-        proposal = commit.propose(
+        proposal = decisions.propose(
             records_pb2.OUTCOME_COMMIT,
             save=context.save,
             attempt=attempt,
@@ -308,7 +310,7 @@ class Conductor:
             metadata=data,
         )
         save.deciding = True
-        decision = await self._insist(save, lambda: commit.decide(store, proposal))
+        decision = await self._insist(save, lambda: decisions.decide(store, proposal))
         await self._obey(save, store, decision)
 
     async def _obey(self, save: Save, store: Store, decision: records_pb2.Decision) -> None:
@@ -316,7 +318,7 @@ class Conductor:
         assert save.attempt is not None
         save.deciding = True
         if decision.outcome == records_pb2.OUTCOME_COMMIT:
-            await self._insist(save, lambda: commit.install(store, decision))
+            await self._insist(save, lambda: installing.install(store, decision))
             save.failures.clear()
             for part in save.parts.values():
                 part.phase = save_pb2.RANK_PHASE_DURABLE
@@ -328,7 +330,7 @@ class Conductor:
             save.fail(save_pb2.FAILURE_KIND_INTERNAL, f"decided by {decision.decided_by}")
         save.move(State.ABORTED)
         try:
-            await commit.remove_attempt(store, save.attempt.name)
+            await remove_attempt(store, save.attempt.name)
         except StorageError as error:
             _log.warning("objects of %s are left behind: %s", save.label, error)
 
@@ -344,7 +346,7 @@ class Conductor:
         if save.attempt is None or not (save.touched or save.external):
             save.move(State.ABORTED)
             return
-        proposal = commit.propose(
+        proposal = decisions.propose(
             records_pb2.OUTCOME_ABORT,
             save=save.context.save,
             attempt=save.attempt,
@@ -355,7 +357,7 @@ class Conductor:
         try:
             decision = await self._insist(
                 save,
-                lambda: commit.decide(store, proposal),
+                lambda: decisions.decide(store, proposal),
                 final=() if save.touched else _REFUSED,
             )
         except _REFUSED as error:
@@ -382,7 +384,7 @@ class Conductor:
         store = self._places.open(context.checkpoint_id)
         try:
             save.attempt = await self._places.attempt(context.save, context.checkpoint_id)
-            save.touched = await manifest.exists(store, save.attempt.name)
+            save.touched = await manifests.exists(store, save.attempt.name)
         finally:
             await store.close()
 

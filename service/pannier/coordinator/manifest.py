@@ -5,19 +5,16 @@ rank's final plan, and what each rank's receipt must say. Everybody reads these 
 manifest alone, so a coordinator that finds another's manifest goes on from that one.
 """
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from google.protobuf.message import DecodeError
 
 from pannier.coordinator.columns import RankPlan
 from pannier.coordinator.planning import GlobalPlan
-from pannier.storage import ConflictError, DeniedError, NotFoundError, StorageError, Store
+from pannier.records.manifests import ManifestRecord
 from pannier.v1 import plan_pb2, records_pb2, sidecar_pb2
 from pannier.wire import identity
-from pannier.wire.errors import IntegrityError
 
 
 @dataclass(frozen=True)
@@ -30,14 +27,11 @@ class Share:
     """Sizes by name; 0 for the objects file, whose size the receipt tells."""
 
 
-class Manifest:
-    """A plan manifest and its id. Immutable."""
+class Manifest(ManifestRecord):
+    """A plan manifest that knows its plan. Immutable."""
 
     def __init__(self, message: records_pb2.PlanManifest, data: bytes) -> None:
-        self.message = message
-        self.data = data
-        self.plan_id = hashlib.sha256(data).hexdigest()
-        """SHA-256, hex, of the bytes in storage."""
+        super().__init__(message, data)
         self._shares: Mapping[int, Share] | None = None
 
     @classmethod
@@ -90,23 +84,8 @@ class Manifest:
         )
 
     @classmethod
-    def parse(cls, data: bytes) -> "Manifest":
-        """From storage. Raises IntegrityError when it is no manifest."""
-        try:
-            return cls(records_pb2.PlanManifest.FromString(data), data)
-        except DecodeError as error:
-            raise IntegrityError(
-                f"a plan manifest of {len(data)} bytes is malformed: {error}"
-            ) from error
-
-    @classmethod
     def _of(cls, message: records_pb2.PlanManifest) -> "Manifest":
         return cls(message, message.SerializeToString(deterministic=True))
-
-    @property
-    def ranks(self) -> list[int]:
-        """Global ranks of the members, ascending."""
-        return [member.rank for member in self.message.members]
 
     def share(self, rank: int) -> Share:
         """What ``rank`` writes; nothing, for a rank without items."""
@@ -154,38 +133,3 @@ def _shares(message: records_pb2.PlanManifest) -> dict[int, Share]:
             share.files[names[number]] = int(end[here].max()) if length[here].any() else 0
         shares[message.members[int(owner[rows[0]])].rank] = share
     return shares
-
-
-async def publish(store: Store, manifest: Manifest) -> Manifest:
-    """Writes the manifest beside the checkpoint; returns the one that stands there.
-
-    That is another coordinator's when it was first.
-
-    Raises:
-        DeniedError, NotFoundError: nothing was written, and none stands there.
-        StorageError, IntegrityError: whether one stands there isn't known.
-    """
-    key = identity.manifest(manifest.message.attempt)
-    try:
-        await store.create(key, manifest.data)
-    except ConflictError:
-        try:
-            return Manifest.parse(await store.read(key))
-        except (DeniedError, NotFoundError) as error:
-            raise StorageError(
-                f"another coordinator's manifest stands there, but can't be read: {error}"
-            ) from error
-    return manifest
-
-
-async def read(store: Store, attempt: str) -> Manifest | None:
-    """The manifest of an attempt; None when it has none. Raises StorageError, IntegrityError."""
-    try:
-        return Manifest.parse(await store.read(identity.manifest(attempt)))
-    except NotFoundError:
-        return None
-
-
-async def exists(store: Store, attempt: str) -> bool:
-    """Whether the attempt has a manifest. Raises StorageError."""
-    return await store.stat(identity.manifest(attempt)) is not None

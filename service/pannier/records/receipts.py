@@ -1,4 +1,4 @@
-"""What another life of the coordinator, or the sidecars, left in storage of an attempt.
+"""The receipts of an attempt that are in storage, whoever wrote them and died since.
 
 In: a checkpoint's store and an attempt. Out: the receipts that are there. Async.
 """
