@@ -3,6 +3,7 @@
 Owned by the client; read once, when it is first used.
 """
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from pannier.v1 import save_pb2
 from pannier.wire import addresses, identity
 from pannier.wire.errors import ConfigurationError, InvalidRequestError
+from pannier.wire.tls import VARIABLES, Tls, tls_of
 
 _PREFIX = "PANNIER_"
 _LONGEST_SAVE_S = 7 * 86400
@@ -44,6 +46,15 @@ class Settings(BaseSettings):
     """Seconds a save waits for the plans of the other ranks."""
     save_timeout: float = Field(default=3600.0, gt=0, le=_LONGEST_SAVE_S)
     """Seconds until a save must be committed."""
+    tls_cert: Path | None = None
+    """Own certificate, PEM, for a sidecar on TCP. None: plaintext."""
+    tls_key: Path | None = None
+    """Its private key, PEM."""
+    tls_ca: Path | None = None
+    """CAs that must have signed the sidecar's certificate, PEM."""
+    allow_uid: str = ""
+    """Users besides this one and root whose sidecar is trusted on a unix socket, as numbers with
+    spaces between."""
     max_in_flight: int = Field(default=2, ge=1, le=16)
     """Saves that may be staged but not yet ingested; each holds one arena."""
 
@@ -51,6 +62,23 @@ class Settings(BaseSettings):
     def embedded(self) -> bool:
         """Whether the client finds or starts its own daemons."""
         return self.sidecar is None
+
+    @property
+    def trusted_uids(self) -> frozenset[int]:
+        """Users whose sidecar is trusted on a unix socket."""
+        return frozenset((os.geteuid(), 0, *(int(word) for word in self.allow_uid.split())))
+
+    def tls(self) -> Tls | None:
+        """TLS for a sidecar on TCP; None: plaintext. Raises ConfigurationError."""
+        return tls_of(self.tls_cert, self.tls_key, self.tls_ca, settings=VARIABLES)
+
+    @field_validator("allow_uid")
+    @classmethod
+    def _uids(cls, value: str) -> str:
+        for word in value.split():
+            if not (word.isascii() and word.isdigit() and len(word) <= 10):
+                raise ValueError("use numbers of users, with spaces between")
+        return value
 
     @field_validator("sidecar", "coordinator")
     @classmethod
@@ -73,7 +101,7 @@ class Settings(BaseSettings):
             raise ValueError("use auto or streamed")
         return value
 
-    @field_validator("spool", "runtime_dir")
+    @field_validator("spool", "runtime_dir", "tls_cert", "tls_key", "tls_ca")
     @classmethod
     def _absolute(cls, value: Path | None) -> Path | None:
         if value is not None and not value.is_absolute():

@@ -197,6 +197,9 @@ def _environment(settings: Settings) -> dict[str, str]:
     for name, value in (
         ("PANNIER_SPOOL", settings.spool),
         ("PANNIER_COORDINATOR", settings.coordinator),
+        ("PANNIER_TLS_CERT", settings.tls_cert),
+        ("PANNIER_TLS_KEY", settings.tls_key),
+        ("PANNIER_TLS_CA", settings.tls_ca),
     ):
         kept.pop(name, None)
         if value is not None:

@@ -17,7 +17,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -26,7 +26,8 @@ from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
 from pannier.client import inheritance
 from pannier.wire.addresses import channel_options
-from pannier.wire.errors import InvalidRequestError, UnavailableError
+from pannier.wire.errors import ConfigurationError, InvalidRequestError, UnavailableError
+from pannier.wire.tls import Tls, is_unix, open_channel
 
 Running = TypeVar("Running", bound=grpc.RpcContext)
 
@@ -44,12 +45,25 @@ class InterruptedCallError(Exception):
 
 
 class Line:
-    """A channel to ``address``, opened with the first call and again after a fork."""
+    """A channel to ``address``, opened with the first call and again after a fork.
 
-    def __init__(self, address: str) -> None:
+    Args:
+        tls: for TCP; None: plaintext.
+        trusted_uids: users that may own a unix socket; None: anybody.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        tls: Tls | None = None,
+        trusted_uids: Collection[int] | None = None,
+    ) -> None:
         if _orphaned:
             raise InvalidRequestError(_FORKED.format(pid=os.getpid()))
         self.address = address
+        self._tls = tls
+        self._trusted_uids = trusted_uids
         self._condition = threading.Condition()
         self._channel: grpc.Channel | None = None
         self._peers: set[inheritance.Peer] = set()
@@ -68,6 +82,7 @@ class Line:
             InterruptedCallError: out of the block, for a call that a fork ended.
             UnavailableError: the line is closed.
             InvalidRequestError: this process was forked from the line's.
+            ConfigurationError: somebody else's socket is at the address.
         """
         self.check_process()
         if self._channel is None:
@@ -77,8 +92,9 @@ class Line:
             if self._closed:
                 raise UnavailableError("the client is closed")
             if self._channel is None:
+                self._check_owner()
                 options = [*channel_options(), ("grpc.use_local_subchannel_pool", 1)]
-                self._channel = grpc.insecure_channel(self.address, options=options)
+                self._channel = open_channel(self.address, options, self._tls)
             running = start(self._channel)
             self._calls.add(running)
         try:
@@ -91,6 +107,18 @@ class Line:
             with self._condition:
                 self._calls.discard(running)
                 self._condition.notify_all()
+
+    def renew(self) -> None:
+        """To be called when the connection was lost: who is there now is looked at again.
+
+        Raises ConfigurationError when somebody else's socket is at the address.
+        """
+        with self._condition:
+            self._check_owner()
+            if self._tls is None or self._channel is None or not self._tls.changed():
+                return
+            former, self._channel = self._channel, None
+        _close_aside(former, self.address)
 
     def check_process(self) -> None:
         """Raises InvalidRequestError in a process forked from the line's."""
@@ -115,11 +143,22 @@ class Line:
             channel, self._channel = self._channel, None
         self.cancel_calls()
         if channel is not None:
-            # A hung server can hold close() for seconds.
-            try:
-                threading.Thread(target=channel.close, name="pannier-close", daemon=True).start()
-            except RuntimeError:  # the interpreter is ending and starts no threads
-                _log.debug("the channel to %s is left to the end of the process", self.address)
+            _close_aside(channel, self.address)
+
+    def _check_owner(self) -> None:
+        """Whoever listens on a socket of another user's would get this one's checkpoints."""
+        if self._trusted_uids is None or not is_unix(self.address):
+            return
+        try:
+            owner = os.stat(self.address.removeprefix("unix://")).st_uid
+        except OSError:
+            return  # nobody there: connecting tells
+        if owner not in self._trusted_uids:
+            raise ConfigurationError(
+                f"the socket {self.address} belongs to user {owner}, not to user {os.geteuid()} or "
+                "root: a sidecar there could be anyone's. Set PANNIER_SIDECAR to your own, or "
+                f"PANNIER_ALLOW_UID={owner} if you trust that user"
+            )
 
     def _pause(self) -> None:
         with self._condition:
@@ -137,6 +176,14 @@ class Line:
         with self._condition:
             self._paused = False
             self._condition.notify_all()
+
+
+def _close_aside(channel: grpc.Channel, address: str) -> None:
+    # A hung server can hold close() for seconds.
+    try:
+        threading.Thread(target=channel.close, name="pannier-close", daemon=True).start()
+    except RuntimeError:  # the interpreter is ending and starts no threads
+        _log.debug("the channel to %s is left to the end of the process", address)
 
 
 _lines: "weakref.WeakSet[Line]" = weakref.WeakSet()

@@ -66,16 +66,16 @@ class Session:
     """See the module. Made by :meth:`connect`."""
 
     def __init__(
-        self, address: str, who: Identity, *, hint: str, revive: Callable[[], None] | None
+        self, line: Line, who: Identity, *, hint: str, revive: Callable[[], None] | None
     ) -> None:
-        self.address = address
-        self.peer = f"sidecar at {address}"
+        self.address = line.address
+        self.peer = f"sidecar at {line.address}"
         self.identity = who
         self._hint = hint
         self._revive = revive
         # Daemons that are started again need time to.
         self._patience_s = RECONNECT_S if revive is None else RESTART_S
-        self._line = Line(address)
+        self._line = line
         self._alarms = Alarms("pannier-alarms")
         self._sender = Sender(self._line, self._alarms, self.peer)
         self._streams = threading.Semaphore(MAX_STREAMS)
@@ -108,6 +108,7 @@ class Session:
         Raises:
             UnavailableError: nothing answers there, within about 3 s.
             VersionMismatchError: it speaks another wire version.
+            ConfigurationError: it is another user's, or the TLS files can't be used.
         """
         where = address or settings.sidecar
         assert where is not None
@@ -117,7 +118,8 @@ class Session:
             else "check that `pannier sidecar` runs on this host with that --address and that this "
             "user may open it (PANNIER_SIDECAR)"
         )
-        session = cls(where, who, hint=hint, revive=revive)
+        line = Line(where, tls=settings.tls(), trusted_uids=settings.trusted_uids)
+        session = cls(line, who, hint=hint, revive=revive)
         listening = threading.Thread(target=session._listen, name="pannier-connect", daemon=True)
         listening.start()
         answered = session._answered.wait(EMBEDDED_S if address else CONNECT_S)
@@ -357,6 +359,7 @@ class Session:
 
     def _connect_once(self) -> None:
         who = self.identity
+        self._line.renew()
         with self._lock:
             pending = [
                 sidecar_pb2.PendingSave(context=each.context, handed_over=each.handed_over)

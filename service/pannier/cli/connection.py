@@ -2,13 +2,15 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
 
 import grpc
 
-from pannier.cli.options import Address, option
+from pannier.cli.options import Address, combined, option, tls_options
 from pannier.v1 import save_pb2, status_pb2, status_pb2_grpc
 from pannier.wire import addresses, errors
+from pannier.wire.tls import open_channel, tls_of
 
 CALL_S = 10.0
 """Deadline of a call that is answered at once."""
@@ -17,13 +19,17 @@ RECONNECT_S = 10.0
 
 TERMINAL = (save_pb2.SAVE_STATE_COMMITTED, save_pb2.SAVE_STATE_ABORTED)
 
-address_option = option(
-    "--address",
-    envvar="PANNIER_SIDECAR",
-    type=Address(),
-    help="The daemon to ask, a sidecar or the coordinator: unix:///path or host:port.  "
-    "[default: this user's embedded sidecar]",
+daemon_option = combined(
+    option(
+        "--address",
+        envvar="PANNIER_SIDECAR",
+        type=Address(),
+        help="The daemon to ask, a sidecar or the coordinator: unix:///path or host:port.  "
+        "[default: this user's embedded sidecar]",
+    ),
+    tls_options,
 )
+"""Which daemon to ask, and how: arguments of :class:`StatusClient`."""
 
 
 class StatusClient:
@@ -33,11 +39,20 @@ class StatusClient:
     when the daemon can't be reached.
     """
 
-    def __init__(self, address: str | None) -> None:
+    def __init__(
+        self,
+        address: str | None,
+        *,
+        tls_cert: Path | None = None,
+        tls_key: Path | None = None,
+        tls_ca: Path | None = None,
+    ) -> None:
+        """Raises ConfigurationError when the TLS files can't be used."""
         if address is None:
             address = addresses.embedded_sidecar(addresses.runtime_dir())
         self.address = address
-        self._channel = grpc.insecure_channel(address, options=addresses.channel_options())
+        tls = tls_of(tls_cert, tls_key, tls_ca)
+        self._channel = open_channel(address, addresses.channel_options(), tls)
         self._stub = status_pb2_grpc.StatusStub(self._channel)
 
     def list_saves(self, request: status_pb2.ListSavesRequest) -> status_pb2.ListSavesResponse:

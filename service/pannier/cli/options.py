@@ -4,6 +4,7 @@ import json
 import os
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -135,12 +136,43 @@ storage_options = option(
     "Credentials usually come from the environment instead.",
 )
 
+tls_options = combined(
+    *(
+        option(
+            f"--tls-{name}",
+            type=click.Path(path_type=Path),
+            metavar="FILE",
+            help=help,
+        )
+        for name, help in (
+            ("cert", "For TCP: own certificate, PEM, shown to servers and clients alike."),
+            ("key", "Its private key, PEM."),
+            ("ca", "CAs that must have signed what the other side shows, PEM."),
+        )
+    )
+)
+
 daemon_options = combined(
     option(
         "--listen",
         type=Address(),
         metavar="HOST:PORT",
-        help="Also listen here. There is no authentication: keep it within the cluster.",
+        help="Also listen here; other than on loopback that takes TLS.",
+    ),
+    tls_options,
+    option(
+        "--insecure-listen",
+        is_flag=True,
+        help="Listen on TCP without TLS, where anybody who can connect may save, abort and read "
+        "along.",
+    ),
+    option(
+        "--allow-uid",
+        type=click.IntRange(0),
+        multiple=True,
+        metavar="UID",
+        help="Users besides this one and root who may connect to the unix socket, which everybody "
+        "can open then; may be given several times (separated by spaces in the variable).",
     ),
     option(
         "--allow",

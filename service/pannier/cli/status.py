@@ -1,9 +1,11 @@
 """``pannier status``: what a daemon knows of its saves, as a table or as JSON."""
 
+from pathlib import Path
+
 import click
 
 from pannier.cli import render
-from pannier.cli.connection import StatusClient, address_option
+from pannier.cli.connection import StatusClient, daemon_option
 from pannier.v1 import save_pb2, status_pb2
 
 _STATES = [
@@ -15,7 +17,7 @@ _STATES = [
 
 @click.command("status")
 @click.argument("save", required=False)
-@address_option
+@daemon_option
 @click.option("--job", help="Only saves of this job.")
 @click.option(
     "--state",
@@ -36,6 +38,7 @@ def command(
     states: tuple[str, ...],
     limit: int,
     as_json: bool,
+    **tls: Path | None,
 ) -> None:
     """Show saves and how far they are; with SAVE, one of them with its ranks.
 
@@ -45,7 +48,7 @@ def command(
     pannier.v1.GetSaveResponse, in proto3's JSON form with the protos' field
     names, every field present (so 64-bit integers are strings).
     """
-    with StatusClient(address) as client:
+    with StatusClient(address, **tls) as client:
         if save is not None:
             found = client.get_save(save)
             if as_json:

@@ -1,10 +1,12 @@
 """``pannier watch``: follows one save; the exit status says how it ended."""
 
+from pathlib import Path
+
 import click
 from rich.live import Live
 
 from pannier.cli import render
-from pannier.cli.connection import TERMINAL, StatusClient, address_option
+from pannier.cli.connection import TERMINAL, StatusClient, daemon_option
 from pannier.cli.failures import NEGATIVE, OK
 from pannier.v1 import save_pb2, status_pb2
 from pannier.wire.errors import PannierError
@@ -12,9 +14,9 @@ from pannier.wire.errors import PannierError
 
 @click.command("watch")
 @click.argument("save", required=False)
-@address_option
+@daemon_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per change instead.")
-def command(*, save: str | None, address: str | None, as_json: bool) -> None:
+def command(*, save: str | None, address: str | None, as_json: bool, **tls: Path | None) -> None:
     """Follow one save until it is committed (exit status 0) or aborted (1).
 
     SAVE is an id from `pannier status` or a checkpoint id, which means its
@@ -25,7 +27,7 @@ def command(*, save: str | None, address: str | None, as_json: bool) -> None:
     """
     last: save_pb2.SaveStatus | None = None
     out = render.console()
-    with StatusClient(address) as client:
+    with StatusClient(address, **tls) as client:
         changes = client.watch_save(save or _newest(client))
         if as_json:
             for change in changes:

@@ -5,19 +5,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from pannier.daemon.access import Access
 from pannier.storage.location import parse
-from pannier.wire.addresses import parse_address
 from pannier.wire.errors import ConfigurationError, InvalidRequestError
 
 
 @dataclass(frozen=True, kw_only=True)
-class CoordinatorConfig:
+class CoordinatorConfig(Access):
     """What ``pannier coordinator`` is told. Raises ConfigurationError naming the setting."""
 
     address: str = "unix:///run/pannier/coordinator.sock"
     """Where sidecars reach it: ``unix:///path`` or ``host:port``."""
-    listen: str | None = None
-    """Another address to listen on, ``host:port``."""
     allow: tuple[str, ...] = ()
     """Roots that checkpoints must lie below; none: anywhere."""
     storage_options: Mapping[str, Any] = field(default_factory=dict)
@@ -32,9 +30,7 @@ class CoordinatorConfig:
     """Seconds of silence after which a trainer's own silence is shown, not its sidecar's."""
 
     def __post_init__(self) -> None:
-        parse_address(self.address, setting="--address")
-        if self.listen is not None:
-            parse_address(self.listen, setting="--listen")
+        super().__post_init__()
         for root in self.allow:
             try:
                 parse(root)

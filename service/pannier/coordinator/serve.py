@@ -79,7 +79,9 @@ async def serving(config: CoordinatorConfig) -> AsyncIterator[Registry]:
         server = grpc.aio.server(interceptors=[AioErrorInterceptor()], options=server_options())
         coordinator_pb2_grpc.add_CoordinatorServicer_to_server(service, server)
         operating = AioOperating(server, board, vitals, [_SERVICE])
-        with listening(server, config.address, config.listen):
+        with listening(
+            server, config.address, config.listen, tls=config.tls, shared=bool(config.allow_uid)
+        ):
             await server.start()
             await operating.serve()
             _log.info("coordinator %s serves on %s", package_version(), config.address)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from pannier.daemon.access import Access
 from pannier.wire.addresses import parse_address
 from pannier.wire.errors import ConfigurationError
 
@@ -14,7 +15,7 @@ _LEAST_MEMORY: Final = 8 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class SidecarConfig:
+class SidecarConfig(Access):
     """What ``pannier sidecar`` is told. Raises ConfigurationError naming the setting."""
 
     coordinator: str
@@ -23,8 +24,6 @@ class SidecarConfig:
     """Directory that holds data files until they are in storage; made with mode 0700."""
     address: str = "unix:///run/pannier/sidecar.sock"
     """Where trainers reach it."""
-    listen: str | None = None
-    """Another address to listen on, ``host:port``."""
     spool_budget: int | None = None
     """Most bytes the spool may take; None: what its file system has."""
     memory: int = 192 << 20
@@ -43,10 +42,8 @@ class SidecarConfig:
     """Started by a client (``pannier up``)."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         parse_address(self.coordinator, setting="--coordinator")
-        parse_address(self.address, setting="--address")
-        if self.listen is not None:
-            parse_address(self.listen, setting="--listen")
         if not os.path.isabs(self.spool):
             object.__setattr__(self, "spool", Path(os.path.abspath(self.spool)))
         if self.spool_budget is not None and self.spool_budget < 1:

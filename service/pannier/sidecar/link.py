@@ -26,6 +26,7 @@ from pannier.sidecar.watches import Watches
 from pannier.v1 import coordinator_pb2, coordinator_pb2_grpc
 from pannier.wire.addresses import channel_options
 from pannier.wire.errors import DeadlineError, PannierError, UnavailableError, from_rpc_error
+from pannier.wire.tls import Tls, open_aio_channel
 from pannier.wire.version import WIRE_VERSION
 
 _log = logging.getLogger(__name__)
@@ -53,10 +54,17 @@ class Link:
     Args:
         address: of the coordinator.
         host: this host's name.
+        tls: for a coordinator on TCP; None: plaintext.
     """
 
     def __init__(
-        self, saves: Saves, *, address: str, host: str, loop: asyncio.AbstractEventLoop
+        self,
+        saves: Saves,
+        *,
+        address: str,
+        host: str,
+        loop: asyncio.AbstractEventLoop,
+        tls: Tls | None = None,
     ) -> None:
         self.address = address
         self.peer = f"coordinator at {address}"
@@ -66,6 +74,9 @@ class Link:
         self._saves = saves
         self._host = host
         self._loop = loop
+        self._tls = tls
+        self._channels: list[grpc.aio.Channel] = []
+        """The last one is used; those before had TLS files that were replaced."""
         self._sidecar = uuid.uuid4().hex
         self._heard: float | None = None
         self._lock = threading.Lock()
@@ -172,20 +183,26 @@ class Link:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Opens the channel and stays attached as long as the context lasts."""
+        self._open()
+        tasks = [
+            self._loop.create_task(self._stay_attached()),
+            self._loop.create_task(self._keep_asking()),
+        ]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            for channel in self._channels:
+                await channel.close()
+
+    def _open(self) -> None:
         options = [*channel_options(), *_KEEPALIVE]
-        async with grpc.aio.insecure_channel(self.address, options=options) as channel:
-            self._stub: Any = coordinator_pb2_grpc.CoordinatorStub(channel)
-            health = health_pb2_grpc.HealthStub(channel)
-            tasks = [
-                self._loop.create_task(self._stay_attached()),
-                self._loop.create_task(self._keep_asking(health)),
-            ]
-            try:
-                yield
-            finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
+        channel = open_aio_channel(self.address, options, self._tls)
+        self._channels.append(channel)
+        self._stub: Any = coordinator_pb2_grpc.CoordinatorStub(channel)
+        self._health: Any = health_pb2_grpc.HealthStub(channel)
 
     async def flush(self, timeout_s: float) -> bool:
         """Waits until everything there is to report was sent; False when it wasn't in time."""
@@ -204,6 +221,9 @@ class Link:
         failures = 0
         while True:
             started = time.monotonic()
+            if self._tls is not None and self._tls.changed():
+                # Not closed yet: calls may still wait for an answer on it.
+                self._open()
             try:
                 await self._attach()
                 problem = "it ended the stream"
@@ -291,11 +311,11 @@ class Link:
         undecided = self._saves.undecided()
         return [rank for save in undecided for rank in list(save.ranks.values()) if _tellable(rank)]
 
-    async def _keep_asking(self, health: Any) -> None:
+    async def _keep_asking(self) -> None:
         """Asks for the coordinator's health, to know when it was last heard."""
         while True:
             try:
-                await health.Check(health_pb2.HealthCheckRequest(), timeout=_PING_S)
+                await self._health.Check(health_pb2.HealthCheckRequest(), timeout=_PING_S)
                 self._note_heard()
             except grpc.aio.AioRpcError as error:
                 # Its silence shows in `description`, a broken connection in the stream.

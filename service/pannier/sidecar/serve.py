@@ -111,7 +111,13 @@ class Sidecar:
         self.spool = Spool(config.spool, config.spool_budget)
         stack.callback(self.spool.close)
         self._loop = stack.enter_context(_event_loop())
-        self._link = Link(self.saves, address=config.coordinator, host=config.host, loop=self._loop)
+        self._link = Link(
+            self.saves,
+            address=config.coordinator,
+            host=config.host,
+            loop=self._loop,
+            tls=config.tls,
+        )
         self._uploads = Uploads(
             self.saves,
             self.spool,
@@ -153,7 +159,15 @@ class Sidecar:
             service.SidecarServicer(self.saves, receiving, self._sessions, self._link), server
         )
         self._operating = Operating(server, self.board, self.vitals, [service.NAME])
-        stack.enter_context(listening(server, config.address, config.listen))
+        stack.enter_context(
+            listening(
+                server,
+                config.address,
+                config.listen,
+                tls=config.tls,
+                shared=bool(config.allow_uid),
+            )
+        )
         server.start()
 
         def end() -> None:

@@ -1,0 +1,246 @@
+"""Mutual TLS on TCP connections: certificate files in, gRPC credentials out.
+
+The same three files serve both directions: a daemon shows its certificate to whoever
+connects, and to whom it connects itself; each side takes only what the CA has signed. Files
+that were replaced are picked up: a server looks before each handshake, who connects asks
+:meth:`Tls.changed` before it opens a channel again. Thread-safe.
+"""
+
+import logging
+import ssl
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, NoReturn
+
+import grpc
+
+from pannier.wire.addresses import ChannelOptions
+from pannier.wire.errors import ConfigurationError
+
+_log = logging.getLogger(__name__)
+
+FLAGS: Final = ("--tls-cert", "--tls-key", "--tls-ca")
+VARIABLES: Final = ("PANNIER_TLS_CERT", "PANNIER_TLS_KEY", "PANNIER_TLS_CA")
+_EXPIRED: Final = 10
+"""X509_V_ERR_CERT_HAS_EXPIRED."""
+_LARGEST: Final = 1 << 20
+"""Bytes of a file; a bundle of all public CAs has a quarter of it."""
+_STEPS: Final = 16
+"""A handshake in memory takes fewer turns."""
+
+Stamp = tuple[tuple[int, int, int], ...]
+"""What tells a file from the one that was there before."""
+
+
+@dataclass(frozen=True)
+class _Pem:
+    key: bytes
+    cert: bytes
+    ca: bytes
+
+
+class Tls:
+    """Three files in PEM form, checked when this is made.
+
+    Args:
+        cert: own certificate, with the chain up to the CA, for servers and clients.
+        key: its private key, without a passphrase.
+        ca: certificates of the CAs whose signature a peer must have.
+        settings: what the three are called, for errors.
+
+    Raises:
+        ConfigurationError: a file is missing or unreadable, isn't PEM, the key isn't the
+            certificate's, or the certificate has expired.
+    """
+
+    def __init__(self, cert: Path, key: Path, ca: Path, *, settings: Sequence[str] = FLAGS) -> None:
+        self._paths = (cert, key, ca)
+        self._settings = tuple(settings)
+        self._stamp = self._seen = self._given = _stamp(self._paths)
+        """Of what is used; of what was last looked at; of what the last channel got."""
+        self._pem = self._read()
+
+    def changed(self) -> bool:
+        """Whether :meth:`channel_credentials` would give others than the last time."""
+        self._renew()
+        return self._given != self._stamp
+
+    def channel_credentials(self) -> grpc.ChannelCredentials:
+        """For a client, from the files as they are now, or last were good."""
+        self._renew()
+        self._given, pem = self._stamp, self._pem
+        return grpc.ssl_channel_credentials(pem.ca, pem.key, pem.cert)
+
+    def server_credentials(self) -> grpc.ServerCredentials:
+        """For a server that takes no client without a certificate."""
+        known = self._stamp
+
+        def renewed() -> grpc.ServerCertificateConfiguration | None:
+            # Called before each handshake, by a thread of gRPC.
+            nonlocal known
+            self._renew()
+            if self._stamp == known:
+                return None
+            known = self._stamp
+            return _configuration(self._pem)
+
+        return grpc.dynamic_ssl_server_credentials(
+            _configuration(self._pem),
+            renewed,  # type: ignore[arg-type]  # None: as before
+            require_client_authentication=True,
+        )
+
+    def _renew(self) -> None:
+        stamp = _stamp(self._paths)
+        if stamp == self._seen:
+            return
+        # Before they are read: what is replaced meanwhile is looked at again.
+        self._seen = stamp
+        try:
+            self._pem = self._read()
+        except ConfigurationError as error:
+            # Perhaps only half replaced. What was good goes on.
+            _log.warning("the replaced TLS files can't be used, the former ones stay: %s", error)
+        else:
+            self._stamp = stamp
+            _log.info("the TLS files were replaced")
+
+    def _read(self) -> _Pem:
+        contents = []
+        for setting, path in zip(self._settings, self._paths, strict=True):
+            try:
+                with path.open("rb") as file:
+                    contents.append(file.read(_LARGEST))
+            except OSError as error:
+                raise ConfigurationError(
+                    f"{setting}={path} can't be read: {error.strerror or error}"
+                ) from error
+        cert, key, ca = contents
+        self._check()
+        return _Pem(key=key, cert=cert, ca=ca)
+
+    def _check(self) -> None:
+        cert, key, ca = self._paths
+        named_cert, named_key, named_ca = (
+            f"{setting}={path}" for setting, path in zip(self._settings, self._paths, strict=True)
+        )
+
+        def no_passphrase() -> NoReturn:
+            raise ConfigurationError(f"{named_key} has a passphrase: give a key without one")
+
+        # Ours only to check: gRPC's own complaints come late and name nothing.
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        try:
+            context.load_cert_chain(cert, key, no_passphrase)
+        except ConfigurationError:
+            raise
+        except (ssl.SSLError, OSError, ValueError) as error:
+            if getattr(error, "reason", None) == "KEY_VALUES_MISMATCH":
+                raise ConfigurationError(
+                    f"{named_key} is not the key of the certificate in {named_cert}"
+                ) from error
+            raise ConfigurationError(
+                f"{named_cert} with {named_key} is no certificate with its key in PEM form: {error}"
+            ) from error
+        try:
+            context.load_verify_locations(ca)
+        except (ssl.SSLError, OSError, ValueError) as error:
+            raise ConfigurationError(
+                f"{named_ca} holds no CA certificates in PEM form: {error}"
+            ) from error
+        _check_time(context, cert, named_cert)
+
+
+def tls_of(
+    cert: Path | None,
+    key: Path | None,
+    ca: Path | None,
+    *,
+    settings: Sequence[str] = FLAGS,
+) -> Tls | None:
+    """TLS with these files, None without any.
+
+    Raises ConfigurationError when some are missing, or as :class:`Tls`.
+    """
+    if cert is None and key is None and ca is None:
+        return None
+    if cert is None or key is None or ca is None:
+        missing = [
+            name for name, path in zip(settings, (cert, key, ca), strict=True) if path is None
+        ]
+        raise ConfigurationError(
+            f"TLS needs {', '.join(settings)} together; {' and '.join(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} not set"
+        )
+    return Tls(cert, key, ca, settings=settings)
+
+
+def is_unix(address: str) -> bool:
+    """Whether ``address`` is a unix socket, which the file system guards."""
+    return address.startswith("unix:")
+
+
+def open_channel(address: str, options: ChannelOptions, tls: Tls | None) -> grpc.Channel:
+    """A channel to ``address``: over TCP with TLS, if there is any."""
+    if tls is None or is_unix(address):
+        return grpc.insecure_channel(address, options=options)
+    return grpc.secure_channel(address, tls.channel_credentials(), options=options)
+
+
+def open_aio_channel(address: str, options: ChannelOptions, tls: Tls | None) -> grpc.aio.Channel:
+    """The same for an event loop."""
+    if tls is None or is_unix(address):
+        return grpc.aio.insecure_channel(address, options=options)
+    return grpc.aio.secure_channel(address, tls.channel_credentials(), options=options)
+
+
+def _configuration(pem: _Pem) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration([(pem.key, pem.cert)], pem.ca)
+
+
+def _stamp(paths: Sequence[Path]) -> Stamp:
+    # Through links: that is how Kubernetes replaces a secret's files.
+    return tuple(_file_stamp(path) for path in paths)
+
+
+def _file_stamp(path: Path) -> tuple[int, int, int]:
+    try:
+        found = path.stat()
+    except OSError:
+        return 0, 0, 0  # reading it says why
+    return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def _check_time(server: ssl.SSLContext, cert: Path, name: str) -> None:
+    """Raises ConfigurationError when the certificate has expired.
+
+    By a handshake in memory: the standard library reads a certificate's dates in no
+    other way.
+    """
+    client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    client.check_hostname = False
+    # It is its own anchor here: who signed it is its peers' business.
+    client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    client.load_verify_locations(cert)
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = (
+        client.wrap_bio(to_client, to_server),
+        server.wrap_bio(to_server, to_client, server_side=True),
+    )
+    for step in range(_STEPS):
+        try:
+            ends[step % 2].do_handshake()
+        except ssl.SSLWantReadError:
+            continue
+        except ssl.SSLCertVerificationError as error:
+            if error.verify_code == _EXPIRED:
+                raise ConfigurationError(f"the certificate in {name} has expired") from error
+            # Whatever else its peers may have against it, they say.
+            _log.debug("%s: %s", name, error.verify_message)
+            return
+        except ssl.SSLError as error:
+            _log.debug("the dates of %s can't be told: %s", name, error)
+            return
+        if step % 2 == 0:
+            return

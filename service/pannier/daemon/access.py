@@ -1,0 +1,44 @@
+"""Who may reach a daemon, as settings: checked when they are made, the same for both daemons."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from pannier.daemon.listening import check_exposure
+from pannier.wire.addresses import parse_address
+from pannier.wire.errors import ConfigurationError
+from pannier.wire.tls import Tls, tls_of
+
+_LARGEST_UID: Final = (1 << 32) - 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Access:
+    """Part of a daemon's settings. Raises ConfigurationError naming the setting."""
+
+    address: str
+    """Where its callers reach it: ``unix:///path`` or ``host:port``."""
+    listen: str | None = None
+    """Another address to listen on, ``host:port``."""
+    tls_cert: Path | None = None
+    """Own certificate, PEM: shown on TCP to whoever connects, and to whom it connects."""
+    tls_key: Path | None = None
+    """Its private key."""
+    tls_ca: Path | None = None
+    """CAs that must have signed what a peer shows."""
+    insecure_listen: bool = False
+    """Listen in plaintext where other hosts can connect, too."""
+    allow_uid: tuple[int, ...] = ()
+    """Users besides this one and root who may connect to the unix socket."""
+    tls: Tls | None = field(init=False, default=None, compare=False)
+    """Of the three files; None: plaintext."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tls", tls_of(self.tls_cert, self.tls_key, self.tls_ca))
+        for address, setting in ((self.address, "--address"), (self.listen, "--listen")):
+            if address is not None:
+                parse_address(address, setting=setting)
+                check_exposure(address, self.tls, self.insecure_listen, setting=setting)
+        for uid in self.allow_uid:
+            if not 0 <= uid <= _LARGEST_UID:
+                raise ConfigurationError(f"--allow-uid {uid} is not the number of a user")
