@@ -127,7 +127,7 @@ class WaitingOn(_message.Message):
     def __init__(self, ranks: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., deadline_s: _Optional[float] = ...) -> None: ...
 
 class SaveStatus(_message.Message):
-    __slots__ = ("save", "id", "checkpoint_id", "attempt", "state", "ranks", "failures", "waiting_on", "created_at", "planned_s", "ingested_s", "durable_s", "committed_s", "bytes_total")
+    __slots__ = ("save", "id", "checkpoint_id", "attempt", "state", "ranks", "failures", "waiting_on", "created_at", "planned_s", "ingested_s", "durable_s", "committed_s", "bytes_total", "note")
     SAVE_FIELD_NUMBER: _ClassVar[int]
     ID_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_ID_FIELD_NUMBER: _ClassVar[int]
@@ -142,6 +142,7 @@ class SaveStatus(_message.Message):
     DURABLE_S_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_S_FIELD_NUMBER: _ClassVar[int]
     BYTES_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    NOTE_FIELD_NUMBER: _ClassVar[int]
     save: SaveId
     id: str
     checkpoint_id: str
@@ -156,7 +157,8 @@ class SaveStatus(_message.Message):
     durable_s: float
     committed_s: float
     bytes_total: int
-    def __init__(self, save: _Optional[_Union[SaveId, _Mapping]] = ..., id: _Optional[str] = ..., checkpoint_id: _Optional[str] = ..., attempt: _Optional[str] = ..., state: _Optional[_Union[SaveState, str]] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[Failure, _Mapping]]] = ..., waiting_on: _Optional[_Union[WaitingOn, _Mapping]] = ..., created_at: _Optional[float] = ..., planned_s: _Optional[float] = ..., ingested_s: _Optional[float] = ..., durable_s: _Optional[float] = ..., committed_s: _Optional[float] = ..., bytes_total: _Optional[int] = ...) -> None: ...
+    note: str
+    def __init__(self, save: _Optional[_Union[SaveId, _Mapping]] = ..., id: _Optional[str] = ..., checkpoint_id: _Optional[str] = ..., attempt: _Optional[str] = ..., state: _Optional[_Union[SaveState, str]] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[Failure, _Mapping]]] = ..., waiting_on: _Optional[_Union[WaitingOn, _Mapping]] = ..., created_at: _Optional[float] = ..., planned_s: _Optional[float] = ..., ingested_s: _Optional[float] = ..., durable_s: _Optional[float] = ..., committed_s: _Optional[float] = ..., bytes_total: _Optional[int] = ..., note: _Optional[str] = ...) -> None: ...
 
 class ErrorDetail(_message.Message):
     __slots__ = ("type", "message", "failures", "resume_at")

@@ -1,9 +1,9 @@
-"""Named places at which a daemon can be made to die, for tests of what it leaves behind.
+"""Named places at which a daemon can be made to die or to stop, for tests of what it leaves behind.
 
-In: ``PANNIER_CRASH_AT=name`` or ``name:n``, read once. Out: SIGKILL to this process when
-it passes that place for the n-th time (default: the first). Each place stands directly
-before or after a change of something that outlives the process: the spool, its journal,
-objects in storage. Thread-safe.
+In: ``PANNIER_CRASH_AT=name`` or ``name:n``, and likewise ``PANNIER_PAUSE_AT``, read once. Out:
+SIGKILL, or SIGSTOP, to this process when it passes that place for the n-th time (default:
+the first). Each place stands directly before or after a change of something that outlives the
+process: the spool, its journal, objects in storage. Thread-safe.
 """
 
 import os
@@ -14,35 +14,58 @@ from typing import Final
 from pannier.wire.errors import ConfigurationError
 
 VARIABLE: Final = "PANNIER_CRASH_AT"
+PAUSE_VARIABLE: Final = "PANNIER_PAUSE_AT"
 
-POINTS: Final = frozenset[str]()
+POINTS: Final = frozenset(
+    {
+        "coordinator.incarnation.before",
+        "coordinator.incarnation.after",
+        "coordinator.manifest.before",
+        "coordinator.manifest.after",
+        "coordinator.candidate.before",
+        "coordinator.candidate.after",
+        "coordinator.decision.before",
+        "coordinator.decision.after",
+        "coordinator.metadata.before",
+        "coordinator.metadata.after",
+        "coordinator.removal.before",
+        "coordinator.removal.after",
+    }
+)
 """All places: ``daemon.what.when``."""
 
 
 class _Armed:
-    def __init__(self, text: str) -> None:
+    def __init__(self, variable: str, number: signal.Signals) -> None:
+        text = os.environ.get(variable, "")
         self.name, _, count = text.partition(":")
-        if self.name not in POINTS or not (count or "1").isdigit():
+        if text and (self.name not in POINTS or not (count or "1").isdigit()):
             raise ConfigurationError(
-                f"{VARIABLE}={text!r} names no place to crash at; there are {sorted(POINTS)}, "
+                f"{variable}={text!r} names no place to stop at; there are {sorted(POINTS)}, "
                 "each with an optional :n for the n-th pass"
             )
+        self._number = number
         self._left = int(count or "1")
         self._lock = threading.Lock()
 
     def passed(self) -> None:
         with self._lock:
             self._left -= 1
-            if self._left == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
+            now = self._left == 0
+        if now:
+            os.kill(os.getpid(), self._number)
 
 
-_armed: _Armed | None = _Armed(os.environ[VARIABLE]) if os.environ.get(VARIABLE) else None
+_armed: Final = (
+    _Armed(VARIABLE, signal.SIGKILL),
+    _Armed(PAUSE_VARIABLE, signal.SIGSTOP),
+)
 
 
 def point(name: str) -> None:
-    """The process dies here if it was armed to. Raises KeyError for a name that isn't listed."""
+    """The process stops here if it was armed to. Raises KeyError for a name that isn't listed."""
     if name not in POINTS:
         raise KeyError(name)
-    if _armed is not None and _armed.name == name:
-        _armed.passed()
+    for each in _armed:
+        if each.name == name:
+            each.passed()
