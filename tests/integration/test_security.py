@@ -1,5 +1,6 @@
 """Who is let in, on real daemons: users on unix sockets, certificates on TCP."""
 
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,9 @@ from support.certificates import Authority, Files
 from support.cli import pannier
 from support.daemons import Daemons
 from support.ranks import free_port
+from support.strangers import NOBODY, call, needs_root, speak
+
+LIST = "/pannier.v1.Status/ListSaves"
 
 
 class Secured:
@@ -110,3 +114,29 @@ def test_a_listener_for_other_hosts_is_refused_without_tls(tmp_path: Path) -> No
     )
     assert result.code == 2, result
     assert "--insecure-listen" in result.err
+
+
+# Unix sockets.
+
+
+@needs_root
+def test_another_user_is_refused_by_both_daemons(daemons: Daemons, tmp_path: Path) -> None:
+    sockets = [
+        Path(address.removeprefix("unix://"))
+        for address in (daemons.sidecar_address, daemons.coordinator_address)
+    ]
+    for path in sockets:
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+        assert speak(str(path), call(LIST)) == b"denied"
+    for path in sockets:
+        path.chmod(0o666)
+        path.parent.chmod(0o711)
+        # An answer would name the daemon's host.
+        assert b"serving" not in speak(str(path), call(LIST))
+    for daemon in (daemons.sidecar, daemons.coordinator):
+        assert f"user {NOBODY} (process " in daemon.log()
+    settings = load_settings(sidecar=daemons.sidecar_address, job="test")
+    with Client(settings) as client:
+        client.save({"w": torch.arange(10)}, checkpoint_id=str(tmp_path / "step-1"))
+    assert (tmp_path / "step-1" / ".metadata").exists()

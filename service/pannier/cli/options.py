@@ -171,8 +171,8 @@ daemon_options = combined(
         type=click.IntRange(0),
         multiple=True,
         metavar="UID",
-        help="Users besides this one and root who may connect to the unix socket, which everybody "
-        "can open then; may be given several times (separated by spaces in the variable).",
+        help="Users besides this one and root who may connect to the unix socket, as entries of its "
+        "access control list; may be given several times (separated by spaces in the variable).",
     ),
     option(
         "--allow",

@@ -9,7 +9,7 @@ import gc
 import logging
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from typing import Final
 
 import grpc
@@ -26,6 +26,7 @@ from pannier.daemon.failing import AioErrorInterceptor
 from pannier.daemon.listening import listening, server_options
 from pannier.daemon.logs import set_up_logging
 from pannier.daemon.operating import AioOperating, Vitals
+from pannier.daemon.peers import AioPeerInterceptor
 from pannier.daemon.stopping import AioStopSignals
 from pannier.v1 import coordinator_pb2_grpc
 from pannier.wire.version import package_version
@@ -76,11 +77,19 @@ async def serving(config: CoordinatorConfig) -> AsyncIterator[Registry]:
         conductor = Conductor(places, planners, host=config.host, threads=threads)
         registry = Registry(board, begin=conductor.begin, suspect_after_s=config.suspect_after_s)
         service = CoordinatorService(registry, places, planners, Attachments(registry))
-        server = grpc.aio.server(interceptors=[AioErrorInterceptor()], options=server_options())
+        peers = config.peers()
+        watched = [] if peers is None else [AioPeerInterceptor(peers)]
+        server = grpc.aio.server(
+            interceptors=[*watched, AioErrorInterceptor()], options=server_options()
+        )
         coordinator_pb2_grpc.add_CoordinatorServicer_to_server(service, server)
         operating = AioOperating(server, board, vitals, [_SERVICE])
-        with listening(
-            server, config.address, config.listen, tls=config.tls, shared=bool(config.allow_uid)
+        watching = nullcontext() if peers is None else peers.watching()
+        with (
+            watching,
+            listening(
+                server, config.address, config.listen, tls=config.tls, guests=config.allow_uid
+            ),
         ):
             await server.start()
             await operating.serve()

@@ -1,10 +1,12 @@
 """Who may reach a daemon, as settings: checked when they are made, the same for both daemons."""
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from pannier.daemon.listening import check_exposure
+from pannier.daemon.listening import check_exposure, socket_path
+from pannier.daemon.peers import Peers
 from pannier.wire.addresses import parse_address
 from pannier.wire.errors import ConfigurationError
 from pannier.wire.tls import Tls, tls_of
@@ -42,3 +44,8 @@ class Access:
         for uid in self.allow_uid:
             if not 0 <= uid <= _LARGEST_UID:
                 raise ConfigurationError(f"--allow-uid {uid} is not the number of a user")
+
+    def peers(self) -> Peers | None:
+        """Who may connect to the unix socket; None: there is none."""
+        path = socket_path(self.address)
+        return None if path is None else Peers(path, {os.geteuid(), 0, *self.allow_uid})

@@ -12,6 +12,7 @@ from typing import Any, Final, NoReturn
 
 import grpc
 
+from pannier.daemon.handlers import Continuation, Handler, rewrapped
 from pannier.v1 import save_pb2
 from pannier.wire.errors import PannierError, trailing_metadata
 
@@ -22,9 +23,6 @@ _DETAILS: Final = 2000
 """Characters of a status message; the whole text is in the trailing metadata."""
 _FAILURES_BYTES: Final = 16 << 10
 """Most bytes of failures by rank that go into the trailing metadata: headers have a limit."""
-
-Handler = Any
-Continuation = Callable[[grpc.HandlerCallDetails], "Handler | None"]
 
 
 class UnknownSaveError(PannierError):
@@ -79,7 +77,7 @@ class ErrorInterceptor(grpc.ServerInterceptor):  # type: ignore[misc, unused-ign
         method = handler_call_details.method
         if handler is None or not method.startswith(_OURS):
             return handler
-        return _rewrapped(handler, lambda function: _sync(function, handler, method))
+        return rewrapped(handler, lambda function: _sync(function, handler, method))
 
 
 class AioErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
@@ -98,24 +96,7 @@ class AioErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc, unu
         method = handler_call_details.method
         if handler is None or not method.startswith(_OURS):
             return handler
-        return _rewrapped(handler, lambda function: _aio(function, method))
-
-
-_MAKERS: Final = {
-    (False, False): ("unary_unary", grpc.unary_unary_rpc_method_handler),
-    (False, True): ("unary_stream", grpc.unary_stream_rpc_method_handler),
-    (True, False): ("stream_unary", grpc.stream_unary_rpc_method_handler),
-    (True, True): ("stream_stream", grpc.stream_stream_rpc_method_handler),
-}
-
-
-def _rewrapped(handler: Handler, wrap: Callable[[Any], Any]) -> Handler:
-    name, make = _MAKERS[(handler.request_streaming, handler.response_streaming)]
-    return make(
-        wrap(getattr(handler, name)),
-        request_deserializer=handler.request_deserializer,
-        response_serializer=handler.response_serializer,
-    )
+        return rewrapped(handler, lambda function: _aio(function, method))
 
 
 def _abort(context: grpc.ServicerContext, error: Exception, method: str) -> NoReturn:

@@ -9,8 +9,9 @@ import ipaddress
 import os
 import socket
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import struct
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import filelock
@@ -21,6 +22,13 @@ from pannier.wire.errors import ConfigurationError
 from pannier.wire.tls import FLAGS, Tls, is_unix
 
 _UNIX = "unix://"
+
+# POSIX access control lists, as Linux keeps them (linux/posix_acl_xattr.h).
+_ACL = "system.posix_acl_access"
+_ACL_VERSION = 2
+_USER_OWNER, _USER, _GROUP_OWNER, _MASK, _OTHERS = 0x01, 0x02, 0x04, 0x10, 0x20
+_NO_ID = 0xFFFFFFFF
+_ENTER, _READ_WRITE = 1, 6
 
 
 def server_options() -> ChannelOptions:
@@ -58,7 +66,7 @@ def listening(
     extra: str | None = None,
     *,
     tls: Tls | None = None,
-    shared: bool = False,
+    guests: Collection[int] = (),
 ) -> Iterator[None]:
     """Binds ``server`` to ``address`` and, if given, to the TCP address ``extra``.
 
@@ -68,15 +76,15 @@ def listening(
 
     Args:
         tls: for TCP; None: plaintext.
-        shared: other users may connect, because the server looks who they are
-            (:mod:`pannier.daemon.peers`): socket 0666, directory 0711.
+        guests: other users that may connect: they get entries in the access control lists of
+            directory and socket.
 
     Raises ConfigurationError when someone else listens there or may enter or put files
     there, or when it can't be bound.
     """
     if address.startswith(_UNIX):
-        with _unix_socket(address, shared=shared) as path:
-            _bind_private(server, address, path, shared=shared)
+        with _unix_socket(address, guests) as path:
+            _bind_private(server, address, path, guests)
             if extra is not None:
                 _bind(server, extra, "--listen", tls)
             yield
@@ -93,16 +101,14 @@ def socket_path(address: str) -> Path | None:
 
 
 @contextmanager
-def _unix_socket(address: str, *, shared: bool) -> Iterator[Path]:
+def _unix_socket(address: str, guests: Collection[int]) -> Iterator[Path]:
     path = Path(parse_address(address, setting="--address").removeprefix(_UNIX))
     directory = path.parent
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
-        with suppress(FileExistsError):
-            directory.mkdir(mode=0o700)
-            if shared:
-                directory.chmod(0o711)
-        _check_directory(directory, shared=shared)
+        directory.mkdir(mode=0o700, exist_ok=True)
+        _check_directory(directory)
+        _let_in(directory, guests, _ENTER)
         lock = filelock.FileLock(f"{path}.lock", timeout=0, mode=0o600, is_singleton=False)
         lock.acquire()
     except filelock.Timeout as error:
@@ -121,7 +127,7 @@ def _unix_socket(address: str, *, shared: bool) -> Iterator[Path]:
         lock.release()
 
 
-def _check_directory(directory: Path, *, shared: bool) -> None:
+def _check_directory(directory: Path) -> None:
     found = directory.stat()
     mode = stat.S_IMODE(found.st_mode)
     if not stat.S_ISDIR(found.st_mode):
@@ -134,10 +140,12 @@ def _check_directory(directory: Path, *, shared: bool) -> None:
     if mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise ConfigurationError(
             f"other users may replace files in {directory} (mode {mode:o}), so it can't hold a "
-            f"socket: chmod {'711' if shared else '700'} it, or choose an --address in a directory "
-            "below it that doesn't exist yet"
+            "socket: chmod 700 it, or choose an --address in a directory below it that doesn't "
+            "exist yet"
         )
-    if mode & (stat.S_IRWXG | stat.S_IRWXO) and not shared:
+    # The group's rights are those of the list's entries, where there is one.
+    strangers = stat.S_IRWXO if _has_guests(directory) else stat.S_IRWXG | stat.S_IRWXO
+    if mode & strangers:
         raise ConfigurationError(
             f"other users may enter {directory} (mode {mode:o}), so it can't hold a socket: chmod "
             "700 it, or choose an --address in a directory below it that doesn't exist yet"
@@ -163,7 +171,7 @@ def _remove_stale(path: Path, address: str) -> None:
 
 
 def _bind_private(
-    server: "grpc.Server | grpc.aio.Server", address: str, path: Path, *, shared: bool
+    server: "grpc.Server | grpc.aio.Server", address: str, path: Path, guests: Collection[int]
 ) -> None:
     # Never open to others, not even for the moment until the chmod.
     previous = os.umask(0o177)
@@ -171,7 +179,40 @@ def _bind_private(
         _bind(server, address, "--address", None)
     finally:
         os.umask(previous)
-    path.chmod(0o666 if shared else 0o600)
+    path.chmod(0o600)
+    _let_in(path, guests, _READ_WRITE)
+
+
+def _let_in(path: Path, guests: Collection[int], rights: int) -> None:
+    """Gives these users, and nobody else, rights to a socket or directory besides its owner's."""
+    if not guests:
+        if _has_guests(path):
+            os.removexattr(path, _ACL)
+            path.chmod(0o700 if path.is_dir() else 0o600)
+        return
+    owner = 7 if path.is_dir() else 6
+    entries = [
+        (_USER_OWNER, owner, _NO_ID),
+        *((_USER, rights, uid) for uid in sorted(guests)),
+        (_GROUP_OWNER, 0, _NO_ID),
+        (_MASK, rights, _NO_ID),
+        (_OTHERS, 0, _NO_ID),
+    ]
+    packed = b"".join(struct.pack("<HHI", *entry) for entry in entries)
+    try:
+        os.setxattr(path, _ACL, struct.pack("<I", _ACL_VERSION) + packed)
+    except OSError as error:
+        raise ConfigurationError(
+            f"--allow-uid needs access control lists, and {path} can have none "
+            f"({error.strerror}): choose an --address on another file system"
+        ) from error
+
+
+def _has_guests(path: Path) -> bool:
+    try:
+        return bool(os.getxattr(path, _ACL))
+    except OSError:
+        return False
 
 
 def _bind(

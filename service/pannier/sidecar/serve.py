@@ -20,6 +20,7 @@ from pannier.daemon.failing import ErrorInterceptor
 from pannier.daemon.listening import listening, server_options
 from pannier.daemon.logs import set_up_logging
 from pannier.daemon.operating import Operating, Vitals
+from pannier.daemon.peers import PeerInterceptor
 from pannier.daemon.stopping import StopSignals
 from pannier.sidecar import service
 from pannier.sidecar.config import SidecarConfig
@@ -146,10 +147,12 @@ class Sidecar:
     def _serve(self, stack: ExitStack) -> None:
         config = self.config
         threads = ThreadPoolExecutor(_CALLS, thread_name_prefix="pannier-call")
+        peers = config.peers()
+        watched = [] if peers is None else [PeerInterceptor(peers)]
         server = grpc.server(
             threads,
             options=[*server_options(), ("grpc.http2.lookahead_bytes", service.LOOKAHEAD)],
-            interceptors=[ErrorInterceptor()],
+            interceptors=[*watched, ErrorInterceptor()],
             maximum_concurrent_rpcs=_CALLS,
         )
         receiving = Receiving(
@@ -165,9 +168,11 @@ class Sidecar:
                 config.address,
                 config.listen,
                 tls=config.tls,
-                shared=bool(config.allow_uid),
+                guests=config.allow_uid,
             )
         )
+        if peers is not None:
+            stack.enter_context(peers.watching())
         server.start()
 
         def end() -> None:
