@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from pannier.coordinator.columns import RankPlan
 from pannier.coordinator.config import CoordinatorConfig
 from pannier.coordinator.serve import serving
+from pannier.storage import ConflictError, open_store
 from pannier.v1 import (
     coordinator_pb2,
     coordinator_pb2_grpc,
@@ -154,6 +155,17 @@ def report(
     )
 
 
+async def write_receipts(reports: Iterable[coordinator_pb2.RankReport]) -> None:
+    """A receipt is in storage before it is told."""
+    for each in reports:
+        if each.HasField("receipt"):
+            store = open_store(each.context.checkpoint_id)
+            key = identity.receipt(each.attempt, each.context.rank)
+            with suppress(ConflictError):
+                await store.create(key, each.receipt.SerializeToString())
+            await store.close()
+
+
 class Sidecar:
     """An attached sidecar: tells what it is told to, and remembers the news."""
 
@@ -167,6 +179,7 @@ class Sidecar:
         self._writing = asyncio.Lock()
 
     async def open(self, *reports: coordinator_pb2.RankReport) -> None:
+        await write_receipts(reports)
         await self._call.write(
             coordinator_pb2.AttachRequest(
                 wire_version=WIRE_VERSION,
@@ -178,6 +191,7 @@ class Sidecar:
         self._reading = asyncio.create_task(self._read())
 
     async def tell(self, *reports: coordinator_pb2.RankReport) -> None:
+        await write_receipts(reports)
         async with self._writing:
             await self._call.write(coordinator_pb2.AttachRequest(reports=reports))
 

@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import pickle
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import crc32c
 import pytest
@@ -64,6 +64,8 @@ def proposal(
 
 async def commit_all(store: Store, attempt: Attempt, metadata: bytes) -> records_pb2.Decision:
     """The three steps in order, as the conductor takes them."""
+    with suppress(ConflictError):
+        await store.create(identity.receipt(attempt.name, 0), b"")
     data = await installing.publish_candidate(store, attempt.name, metadata)
     decision = await decisions.decide(store, proposal(attempt, metadata=data))
     if decision.outcome == records_pb2.OUTCOME_COMMIT:
@@ -177,6 +179,7 @@ def test_foreign_metadata_is_older_than_anything() -> None:
 
 def test_commit_of_a_dead_coordinator_is_finished_by_another() -> None:
     async def scenario(store: Store) -> None:
+        await store.create(identity.receipt(FIRST.name, 0), b"")
         await installing.publish_candidate(store, FIRST.name, b"metadata")
         await decisions.decide(store, proposal(FIRST, metadata=b"metadata"))
         decision = await decisions.read_decision(store, FIRST.name)

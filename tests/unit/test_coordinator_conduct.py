@@ -91,10 +91,14 @@ class Scene:
         await self.reach(save, lambda: save.state is not State.PLANNING)
         return save
 
-    def make_durable(self, save: Save) -> None:
+    async def make_durable(self, save: Save) -> None:
         assert save.manifest is not None
         for rank, part in save.parts.items():
-            part.receipt = receipt_of(save.manifest.final_plan(rank), rank)
+            receipt = receipt_of(save.manifest.final_plan(rank), rank)
+            await self.plain.create(
+                identity.receipt(receipt.attempt, rank), receipt.SerializeToString()
+            )
+            part.receipt = receipt
             part.advance(save_pb2.RANK_PHASE_DURABLE)
         save.progress()
 
@@ -125,7 +129,7 @@ def test_commit_is_in_doubt_until_the_decision_is_written() -> None:
     async def scenario(scene: Scene) -> None:
         save = await scene.planned()
         scene.store.refused.add(identity.decision(attempt_of(save)))
-        scene.make_durable(save)
+        await scene.make_durable(save)
         await scene.reach(save, lambda: scene.store.tries >= 2)
         assert save.state is State.IN_DOUBT
         assert "503" in save.status().waiting_on.text
@@ -226,7 +230,7 @@ def test_commit_that_was_decided_is_installed_when_storage_is_back() -> None:
     async def scenario(scene: Scene) -> None:
         save = await scene.planned()
         scene.store.refused.add(identity.METADATA)
-        scene.make_durable(save)
+        await scene.make_durable(save)
         await scene.reach(save, lambda: scene.store.tries >= 2)
         assert save.state is State.IN_DOUBT
         scene.store.refused.clear()
@@ -245,7 +249,7 @@ def test_lost_decision_of_a_save_is_obeyed_with_its_failures() -> None:
             outcome=records_pb2.OUTCOME_ABORT, attempt=name, failures=[failure], decided_by="else"
         )
         scene.store.before[identity.decision(name)] = lambda: _put_decision(scene.plain, other)
-        scene.make_durable(save)
+        await scene.make_durable(save)
         await scene.reach(save, lambda: save.ended)
         assert save.state is State.ABORTED
         assert list(save.failures.values()) == [failure]
@@ -259,6 +263,7 @@ def test_commit_by_another_coordinator_wins_over_our_abort() -> None:
         save = await scene.planned()
         name = attempt_of(save)
         await scene.plain.create(identity.metadata_candidate(name), b"theirs")
+        await scene.plain.create(identity.receipt(name, 0), b"")
         other = records_pb2.Decision(
             outcome=records_pb2.OUTCOME_COMMIT,
             attempt=name,
@@ -306,7 +311,7 @@ def test_manifest_of_another_coordinator_is_used_if_it_is_of_our_plans(same: boo
 def test_impossible_moves_raise() -> None:
     async def scenario(scene: Scene) -> None:
         save = await scene.planned()
-        scene.make_durable(save)
+        await scene.make_durable(save)
         await scene.reach(save, lambda: save.ended)
         for state in (State.ABORTED, State.PLANNING, State.IN_DOUBT):
             with pytest.raises(RuntimeError, match="COMMITTED: it can't become"):
@@ -318,7 +323,7 @@ def test_impossible_moves_raise() -> None:
 def test_ended_saves_are_remembered_for_a_while_without_their_plans() -> None:
     async def scenario(scene: Scene) -> None:
         save = await scene.planned()
-        scene.make_durable(save)
+        await scene.make_durable(save)
         await scene.reach(save, lambda: save.ended)
         assert save.manifest is None
         assert not save.gathering.plans

@@ -19,7 +19,11 @@ METADATA = ".metadata"
 _PRIVATE = ".pannier"
 _JOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _TOKEN = re.compile(r"[a-z0-9]{1,32}")
-_ATTEMPT = re.compile(r"i(\d{1,12})-(g[0-9a-f]{8})-s(\d{1,12})")
+_NUMBER = r"0|[1-9][0-9]{0,11}"
+_ATTEMPT = re.compile(rf"i({_NUMBER})-(g[0-9a-f]{{8}})-s({_NUMBER})")
+"""One spelling for each attempt: names are compared as text, too."""
+_FILE = re.compile(r"objects|0|[1-9][0-9]{0,5}")
+_LARGEST_NUMBER = 10**12 - 1
 
 
 def group_name(ranks: Sequence[int]) -> str:
@@ -40,8 +44,10 @@ def check_save_id(save: save_pb2.SaveId) -> None:
             raise InvalidRequestError(
                 f"{what} {value!r} is not 1 to 32 lower-case letters and digits"
             )
-    if save.number < 1:
-        raise InvalidRequestError(f"save number {save.number} is not positive")
+    if not 1 <= save.number <= _LARGEST_NUMBER:
+        raise InvalidRequestError(
+            f"save number {save.number} is not within 1 to {_LARGEST_NUMBER}"
+        )
 
 
 def save_text(save: save_pb2.SaveId) -> str:
@@ -94,7 +100,7 @@ def check_data_file(name: str, attempt: str, rank: int) -> None:
     if not (
         name.startswith(prefix)
         and name.endswith(suffix)
-        and (middle == "objects" or (middle.isascii() and middle.isdigit()))
+        and _FILE.fullmatch(middle)
     ):
         raise InvalidRequestError(
             f"{name!r} is not a data file of rank {rank} in attempt {attempt}"
@@ -106,6 +112,11 @@ def attempts_prefix() -> str:
     return f"{_PRIVATE}/"
 
 
+def attempt_prefix(attempt: str) -> str:
+    """How the names of all records of an attempt begin."""
+    return f"{_PRIVATE}/{attempt}/"
+
+
 def manifest(attempt: str) -> str:
     """The global plan of an attempt."""
     return f"{_PRIVATE}/{attempt}/manifest"
@@ -114,6 +125,11 @@ def manifest(attempt: str) -> str:
 def receipt(attempt: str, rank: int) -> str:
     """A rank's receipt."""
     return f"{_PRIVATE}/{attempt}/receipts/{rank}"
+
+
+def receipts_prefix(attempt: str) -> str:
+    """How the names of all receipts of an attempt begin."""
+    return f"{_PRIVATE}/{attempt}/receipts/"
 
 
 def decision(attempt: str) -> str:
@@ -134,8 +150,8 @@ def incarnations_prefix() -> str:
 def split_checkpoint_id(checkpoint_id: str) -> tuple[str, str]:
     """``(root, name)`` of a checkpoint id: its parent, which orders attempts, and its last part.
 
-    Raises InvalidRequestError when there is no parent, the id contains ``..``, or it is the
-    place of a root's own records.
+    Raises InvalidRequestError when there is no parent, the id contains ``..``, or it lies where
+    records are kept.
     """
     scheme, separator, path = checkpoint_id.rpartition("://")
     absolute = path.startswith("/")
@@ -146,7 +162,7 @@ def split_checkpoint_id(checkpoint_id: str) -> tuple[str, str]:
             f"checkpoint id {checkpoint_id!r} is not an absolute path or a URL with a name below a "
             "root, like /checkpoints/step-100 or gs://bucket/run/step-100"
         )
-    if parts[-1] == _PRIVATE:
+    if _PRIVATE in parts:
         raise InvalidRequestError(
             f"checkpoint id {checkpoint_id!r} is where Pannier keeps its records: choose another "
             f"name than {_PRIVATE}"

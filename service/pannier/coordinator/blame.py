@@ -8,6 +8,7 @@ from typing import Final, NoReturn
 
 from pannier.coordinator.receipts import check_external_receipt, check_receipt
 from pannier.coordinator.saves import Save
+from pannier.records.ending import SupersededError
 from pannier.storage import StorageError
 from pannier.v1 import records_pb2, save_pb2
 from pannier.wire.errors import (
@@ -19,10 +20,6 @@ from pannier.wire.errors import (
 )
 
 _log = logging.getLogger(__name__)
-
-
-class SupersededError(PannierError):
-    """An older attempt never replaces a newer one."""
 
 
 _KINDS: Final[tuple[tuple[type[PannierError], "save_pb2.FailureKind"], ...]] = (
@@ -84,7 +81,7 @@ def blame(save: Save, error: BaseException) -> None:
         text = f"internal error in the coordinator: {type(error).__name__}: {error}"
         save.fail(save_pb2.FAILURE_KIND_INTERNAL, text)
     elif error.failures:
-        save.doom(error.failures.values())
+        save.doom(error.failures.values(), concluded=isinstance(error, DeadlineError))
     else:
         kinds = [kind for cls, kind in _KINDS if isinstance(error, cls)]
         save.fail(kinds[0] if kinds else save_pb2.FAILURE_KIND_INTERNAL, str(error))

@@ -1,14 +1,17 @@
 """The bytes of ``.metadata``: what of a commit needs torch.
 
-In: complete metadata as a message. Out: the pickle that torch's readers take. How these bytes
-become the checkpoint is :mod:`pannier.records`' business.
+In: a manifest and the receipts of all its ranks. Out: the pickle that torch's readers take. How
+these bytes become the checkpoint is :mod:`pannier.records`' business.
 """
 
 import pickle
+from collections.abc import Mapping
 
 from torch.distributed.checkpoint.metadata import StorageMeta
 
-from pannier.v1 import plan_pb2
+from pannier.coordinator.manifest import Manifest
+from pannier.coordinator.receipts import complete_metadata
+from pannier.v1 import plan_pb2, records_pb2
 from pannier.wire.plans import build_metadata
 
 
@@ -17,3 +20,14 @@ def pickle_metadata(message: plan_pb2.GlobalMetadata, *, checkpoint_id: str, att
     storage_meta = StorageMeta(checkpoint_id=checkpoint_id, save_id=attempt)
     # The protocol that torch's own writer uses, so that its readers of all versions know it.
     return pickle.dumps(build_metadata(message, storage_meta=storage_meta), protocol=4)
+
+
+def build_candidate(
+    manifest: Manifest, receipts: Mapping[int, records_pb2.Receipt], *, checkpoint_id: str
+) -> bytes:
+    """Bytes of ``.metadata`` for checked receipts of all ranks. CPU-bound; any thread."""
+    return pickle_metadata(
+        complete_metadata(manifest, receipts),
+        checkpoint_id=checkpoint_id,
+        attempt=manifest.message.attempt,
+    )

@@ -8,38 +8,28 @@ runs in a thread.
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
 from typing import Any, Final, TypeVar
 
-import tenacity
-
-from pannier.coordinator.blame import (
-    SupersededError,
-    blame,
-    check_told,
-    raise_lost,
-    raise_missed,
-)
-from pannier.coordinator.commit import pickle_metadata
-from pannier.coordinator.gather import DisagreementError
+from pannier.coordinator.blame import blame, check_told, raise_lost, raise_missed
+from pannier.coordinator.commit import build_candidate
+from pannier.coordinator.insisting import insist
 from pannier.coordinator.manifest import Manifest
 from pannier.coordinator.places import Places
 from pannier.coordinator.planners import Planners
-from pannier.coordinator.receipts import (
-    check_external_metadata,
-    complete_metadata,
-)
+from pannier.coordinator.receipts import check_external_metadata
 from pannier.coordinator.saves import Save, State
-from pannier.records import decisions, installing, manifests
-from pannier.records.receipts import find_receipts
-from pannier.records.removing import remove_attempt
+from pannier.coordinator.takeover import Looks, adopt, take_up
+from pannier.records.decisions import decide, decider, propose
+from pannier.records.ending import carry_out, prepare_commit
+from pannier.records.installing import RemovedError
+from pannier.records.manifests import exists, publish
 from pannier.storage import DeniedError, NotFoundError, StorageError, Store
 from pannier.v1 import records_pb2, save_pb2
 from pannier.wire.errors import (
     ConfigurationError,
     DeadlineError,
-    IntegrityError,
     InvalidRequestError,
     PannierError,
 )
@@ -48,8 +38,8 @@ _log = logging.getLogger(__name__)
 
 _Answer = TypeVar("_Answer")
 
-_LONGEST_BACKOFF_S: Final = 5.0
-"""Between two tries of a step whose outcome is in doubt."""
+REMOVE_AGAIN_S: Final = (3.0, 30.0)
+"""Pauses after an abort until its objects are looked for once more."""
 _REFUSED: Final = (DeniedError, NotFoundError)
 """Storage has answered, and has written nothing."""
 _CANCEL_S: Final = 0.5
@@ -74,7 +64,10 @@ class Conductor:
 
     def begin(self, save: Save) -> None:
         """Starts the save's task."""
-        task = asyncio.get_running_loop().create_task(self._conduct(save), name=save.key)
+        self._spawn(self._conduct(save), save.key)
+
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.get_running_loop().create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -85,15 +78,15 @@ class Conductor:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _conduct(self, save: Save) -> None:
-        work = asyncio.get_running_loop().create_task(self._work(save))
         doomed = asyncio.get_running_loop().create_task(save.doomed.wait())
+        work = asyncio.get_running_loop().create_task(self._work(save))
         try:
-            await asyncio.wait({work, doomed}, return_when=asyncio.FIRST_COMPLETED)
-            if not save.deciding:
-                await _cancel(work)
-            await asyncio.wait({work})
-            if not work.cancelled() and (error := work.exception()) is not None:
-                blame(save, error)
+            await self._until_doomed(save, work, doomed)
+            if not save.ended and await self._is_elsewhere(save):
+                save.revive()
+                doomed = asyncio.get_running_loop().create_task(save.doomed.wait())
+                work = asyncio.get_running_loop().create_task(self._work(save))
+                await self._until_doomed(save, work, doomed)
             if not save.ended:
                 await self._abort(save)
         except Exception as error:  # noqa: BLE001 - top of the task: becomes the save's state
@@ -105,6 +98,34 @@ class Conductor:
             # The daemon stops: both end here.
             await _cancel(doomed)
             await _cancel(work)
+
+    async def _until_doomed(
+        self, save: Save, work: "asyncio.Task[None]", doomed: "asyncio.Task[Any]"
+    ) -> None:
+        """Returns when the work has ended, or was given up."""
+        await asyncio.wait({work, doomed}, return_when=asyncio.FIRST_COMPLETED)
+        if not save.deciding:
+            await _cancel(work)
+        await asyncio.wait({work})
+        if not work.cancelled() and (error := work.exception()) is not None:
+            blame(save, error)
+
+    async def _is_elsewhere(self, save: Save) -> bool:
+        """Whether ranks only fell silent here because another coordinator planned the save.
+
+        It may commit, so that this one must not abort: it follows.
+        """
+        if save.state is not State.PLANNING or save.failures.keys() - save.concluded:
+            return False
+        if save.touched or not await self._find_traces(save):
+            return False
+        _log.warning(
+            "%s: another coordinator has planned it; this one stops planning and goes on from "
+            "storage (here: %s)",
+            save.label,
+            save.reason(),
+        )
+        return True
 
     async def _work(self, save: Save) -> None:
         """Up to the commit. What it raises aborts the save; it is cancelled when it is doomed."""
@@ -119,16 +140,21 @@ class Conductor:
             await self._find_attempt(save)
             if not save.external and not save.resumed:
                 await self._gather(save)
-            if save.resumed and await self._resume(save, store):
-                return
-            if not save.external and save.manifest is None:
+            decision = None
+            if save.resumed:
+                decision = await take_up(save, store)
+            if decision is None and not save.external and save.manifest is None:
                 ours = await self._plan(save, store)
-                if not ours and await self._resume(save, store):
-                    return
-            save.move(State.STAGING)
-            save.progress()
-            await self._await_ranks(save, store)
-            await self._commit(save, store)
+                if not ours:
+                    _log.warning("%s: another coordinator has planned it before", save.label)
+                    decision = await take_up(save, store)
+            if decision is None:
+                save.move(State.STAGING)
+                save.progress()
+                decision = await self._await_ranks(save, store)
+            if decision is None:
+                decision = await self._commit(save, store)
+            await self._obey(save, store, decision)
         finally:
             await store.close()
 
@@ -136,6 +162,8 @@ class Conductor:
 
     async def _find_attempt(self, save: Save) -> None:
         context = save.context
+        if save.attempt is not None:
+            return
         save.problem = f"storage at {context.checkpoint_id}"
         try:
             save.attempt = await asyncio.wait_for(
@@ -166,73 +194,35 @@ class Conductor:
         context, attempt = save.context, save.attempt
 
         def make() -> Manifest:
-            return Manifest.make(context, attempt, plans, self._planners.make(plans, attempt.name))
+            plan = self._planners.make(plans, attempt.name)
+            made = Manifest.make(context, attempt, plans, plan)
+            made.share(-1)
+            return made
 
         made = await self._in_thread(make)
         save.problem = f"storage at {context.checkpoint_id}"
         standing = await self._publish(save, store, made)
         save.problem = ""
-        await self._adopt(save, standing)
+        await self._in_thread(lambda: standing.share(-1))
+        adopt(save, standing)
         return standing is made
 
     async def _publish(self, save: Save, store: Store, made: Manifest) -> Manifest:
         """Writes the manifest, unless the place refuses it; returns the one that stands there."""
         before, save.touched = save.touched, True
         try:
-            return await manifests.publish(store, made)
+            return await publish(store, made)
         except _REFUSED:
             save.touched = before
             raise
 
-    async def _adopt(self, save: Save, standing: Manifest) -> None:
-        """Takes the manifest that stands in storage; it must be of the plans we know."""
-        await self._in_thread(lambda: standing.share(-1))
-        digests = {member.rank: member.digest for member in standing.message.members}
-        for plan in save.gathering.plans:
-            if digests.get(plan.rank) != plan.digest:
-                raise DisagreementError(
-                    f"rank {plan.rank} (host {plan.host}) planned digest {plan.digest[:12]}, but "
-                    f"attempt {standing.message.attempt} was planned before with "
-                    f"{digests.get(plan.rank, 'none')[:12]}",
-                    (plan.rank, plan.host),
-                )
-        save.manifest = standing
+    async def _await_ranks(self, save: Save, store: Store) -> records_pb2.Decision | None:
+        """Until every rank is durable with a receipt that fits the plan.
 
-    async def _resume(self, save: Save, store: Store) -> bool:
-        """Goes on from what another life of the coordinator left; True when the save has ended."""
-        assert save.attempt is not None
-        save.touched = True
-        decision = await decisions.read_decision(store, save.attempt.name)
-        if decision is not None:
-            await self._obey(save, store, decision)
-            return True
-        found = await manifests.read_manifest(store, save.attempt.name, Manifest)
-        if found is None:
-            # Without a manifest nobody was answered a plan: torch makes this one.
-            save.external = True
-            found_receipts = await find_receipts(store, save.attempt.name, save.context.ranks)
-        else:
-            save.external = found.message.external
-            await self._adopt(save, found)
-            found_receipts = await find_receipts(store, save.attempt.name, found.ranks)
-            if save.external:
-                save.metadata = found.message.metadata
-        _log.info("%s is taken up again, with %d receipts", save.label, len(found_receipts))
-        self._take_receipts(save, found_receipts)
-        return False
-
-    def _take_receipts(self, save: Save, receipts: Iterable[records_pb2.Receipt]) -> None:
-        for receipt in receipts:
-            part = save.parts.get(receipt.rank)
-            if part is not None and part.receipt is None:
-                part.receipt = receipt
-                part.host = part.host or receipt.host
-                part.advance(save_pb2.RANK_PHASE_DURABLE)
-            save.suspects.pop(receipt.rank, None)
-
-    async def _await_ranks(self, save: Save, store: Store) -> None:
-        """Until every rank is durable with a receipt that fits the plan."""
+        Returns the decision, if another coordinator was first.
+        """
         checked: set[int] = set()
+        looks = Looks(save)
 
         def complete() -> bool:
             for rank, part in save.parts.items():
@@ -243,37 +233,25 @@ class Conductor:
                 not save.external or save.metadata is not None
             )
 
-        while not complete():
-            in_time = await save.until(
-                lambda: complete() or bool(save.suspects), lambda: save.deadline
+        while True:
+            await save.until(
+                lambda: complete() or save.unseen or bool(save.suspects),
+                lambda: min(save.deadline, looks.due()),
             )
             if complete():
-                return
-            await self._find_durable(save, store)
-            if complete():
-                return
+                return None
+            decision = await looks.look(store)
+            if decision is not None or complete():
+                return decision
             if save.suspects:
                 raise_lost(save)
-            if not in_time:
+            if time.monotonic() >= save.deadline:
                 raise_missed(save, "its part was not durable in time", save.deadline)
 
-    async def _find_durable(self, save: Save, store: Store) -> None:
-        """Looks for receipts that no sidecar has lived to report."""
-        assert save.attempt is not None
-        missing = [rank for rank, part in save.parts.items() if part.receipt is None]
-        try:
-            found = await asyncio.wait_for(
-                find_receipts(store, save.attempt.name, missing), _TRACES_S
-            )
-        except (StorageError, asyncio.TimeoutError) as error:
-            _log.warning("%s: storage doesn't tell who is durable: %s", save.label, error)
-            return
-        self._take_receipts(save, found)
-        save.progress()
-
-    async def _commit(self, save: Save, store: Store) -> None:
+    async def _commit(self, save: Save, store: Store) -> records_pb2.Decision:
         assert save.attempt is not None
         context, attempt = save.context, save.attempt
+        save.problem = f"storage at {context.checkpoint_id}"
         receipts = {
             rank: part.receipt for rank, part in save.parts.items() if part.receipt is not None
         }
@@ -289,36 +267,30 @@ class Conductor:
         agreed = save.manifest
         assert agreed is not None
         data = await self._in_thread(
-            lambda: pickle_metadata(
-                complete_metadata(agreed, receipts),
-                checkpoint_id=context.checkpoint_id,
-                attempt=attempt.name,
-            )
+            lambda: build_candidate(agreed, receipts, checkpoint_id=context.checkpoint_id)
         )
-        data = await installing.publish_candidate(store, attempt.name, data)
-        newer = await installing.find_newer(store, attempt)
-        if newer is not None:
-            raise SupersededError(
-                f"a newer save, {newer.name}, was committed to {context.checkpoint_id} meanwhile"
-            )
-        proposal = decisions.propose(
-            records_pb2.OUTCOME_COMMIT,
+        proposal = await prepare_commit(
+            store,
             save=context.save,
             attempt=attempt,
-            host=self._host,
             plan_id=agreed.plan_id,
             metadata=data,
+            host=self._host,
         )
         save.deciding = True
-        decision = await self._insist(save, lambda: decisions.decide(store, proposal))
-        await self._obey(save, store, decision)
+        return await insist(save, lambda: decide(store, proposal))
 
     async def _obey(self, save: Save, store: Store, decision: records_pb2.Decision) -> None:
         """Brings the save to the end that was decided."""
-        assert save.attempt is not None
         save.deciding = True
+        self._tell_whose(save, decision)
         if decision.outcome == records_pb2.OUTCOME_COMMIT:
-            await self._insist(save, lambda: installing.install(store, decision))
+            try:
+                await insist(save, lambda: carry_out(store, decision))
+            except RemovedError as error:
+                save.fail(save_pb2.FAILURE_KIND_STORAGE, str(error))
+                save.move(State.ABORTED)
+                return
             save.failures.clear()
             for part in save.parts.values():
                 part.phase = save_pb2.RANK_PHASE_DURABLE
@@ -330,23 +302,50 @@ class Conductor:
             save.fail(save_pb2.FAILURE_KIND_INTERNAL, f"decided by {decision.decided_by}")
         save.move(State.ABORTED)
         try:
-            await remove_attempt(store, save.attempt.name)
+            await carry_out(store, decision)
         except StorageError as error:
             _log.warning("objects of %s are left behind: %s", save.label, error)
+        self._spawn(self._remove_again(save.context.checkpoint_id, decision), save.key)
+
+    def _tell_whose(self, save: Save, decision: records_pb2.Decision) -> None:
+        """Whoever lost says so."""
+        if decision.decided_by.startswith(decider(self._host)):
+            return
+        what = "COMMIT" if decision.outcome == records_pb2.OUTCOME_COMMIT else "ABORT"
+        save.note = (
+            f"{what} was decided by another coordinator or an earlier life of this one, "
+            f"{decision.decided_by}"
+        )
+        here = f" (here: {save.reason()})" if save.failures else ""
+        _log.warning("%s: %s; this coordinator follows%s", save.label, save.note, here)
+
+    async def _remove_again(self, checkpoint_id: str, decision: records_pb2.Decision) -> None:
+        """An upload that was on its way to storage when its save was aborted arrives late."""
+        for pause in REMOVE_AGAIN_S:
+            await asyncio.sleep(pause)
+            store = self._places.open(checkpoint_id)
+            try:
+                await carry_out(store, decision)
+            except StorageError as error:
+                _log.warning(
+                    "objects of %s may be left in %s: %s", decision.attempt, checkpoint_id, error
+                )
+            finally:
+                await store.close()
 
     async def _abort(self, save: Save) -> None:
         """Ends a doomed save; nothing may be deleted before the decision is durable."""
         if save.resumed and save.attempt is None:
             # Another life of the coordinator may have committed it: only storage can tell.
             save.touched = True
-            save.attempt = await self._insist(
+            save.attempt = await insist(
                 save, lambda: self._places.attempt(save.context.save, save.context.checkpoint_id)
             )
         await self._find_traces(save)
         if save.attempt is None or not (save.touched or save.external):
             save.move(State.ABORTED)
             return
-        proposal = decisions.propose(
+        proposal = propose(
             records_pb2.OUTCOME_ABORT,
             save=save.context.save,
             attempt=save.attempt,
@@ -355,9 +354,9 @@ class Conductor:
         )
         store = self._places.open(save.context.checkpoint_id)
         try:
-            decision = await self._insist(
+            decision = await insist(
                 save,
-                lambda: decisions.decide(store, proposal),
+                lambda: decide(store, proposal),
                 final=() if save.touched else _REFUSED,
             )
         except _REFUSED as error:
@@ -369,62 +368,25 @@ class Conductor:
         finally:
             await store.close()
 
-    async def _find_traces(self, save: Save) -> None:
-        """Looks whether another life of the coordinator has planned this attempt."""
+    async def _find_traces(self, save: Save) -> bool:
+        """Looks whether another coordinator, or life of this one, has planned this attempt."""
         kinds = {failure.kind for failure in save.failures.values()}
         if save.touched or save.external or save_pb2.FAILURE_KIND_STORAGE in kinds:
-            return
+            return save.touched
         try:
             await asyncio.wait_for(self._ask_traces(save), _TRACES_S)
         except (PannierError, asyncio.TimeoutError) as error:
             _log.warning("%s: storage doesn't tell whether it was planned: %s", save.label, error)
+        return save.touched
 
     async def _ask_traces(self, save: Save) -> None:
         context = save.context
         store = self._places.open(context.checkpoint_id)
         try:
             save.attempt = await self._places.attempt(context.save, context.checkpoint_id)
-            save.touched = await manifests.exists(store, save.attempt.name)
+            save.touched = await exists(store, save.attempt.name)
         finally:
             await store.close()
-
-    async def _insist(
-        self,
-        save: Save,
-        step: Callable[[], Awaitable[_Answer]],
-        *,
-        final: tuple[type[StorageError], ...] = (),
-    ) -> _Answer:
-        """Runs a step again until its outcome is known; the save is in doubt meanwhile.
-
-        Args:
-            final: errors that are an outcome, too.
-        """
-
-        def doubt(state: tenacity.RetryCallState) -> None:
-            error = state.outcome.exception() if state.outcome is not None else None
-            save.problem = f"storage at {save.context.checkpoint_id} ({error})"
-            save.move(State.IN_DOUBT)
-            _log.warning("the decision of %s is in doubt: %s", save.label, error)
-            save.ring()
-
-        tries = tenacity.AsyncRetrying(
-            retry=tenacity.retry_if_exception(
-                lambda error: (
-                    isinstance(error, (StorageError, IntegrityError))
-                    and not isinstance(error, final)
-                )
-            ),
-            wait=tenacity.wait_random_exponential(multiplier=0.2, max=_LONGEST_BACKOFF_S),
-            before_sleep=doubt,
-        )
-
-        async def once() -> _Answer:
-            return await step()
-
-        answer: _Answer = await tries(once)
-        save.problem = ""
-        return answer
 
     async def _in_thread(self, function: Callable[[], _Answer]) -> _Answer:
         return await asyncio.get_running_loop().run_in_executor(self._threads, function)

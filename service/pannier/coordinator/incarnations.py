@@ -10,6 +10,7 @@ from typing import Final
 
 from google.protobuf import json_format
 
+from pannier.daemon.crashing import point
 from pannier.storage import ConflictError, Store
 from pannier.v1 import records_pb2
 from pannier.wire import identity
@@ -45,6 +46,7 @@ async def number_of(root: Store, job: str, incarnation: str) -> int:
         record = records_pb2.IncarnationRecord(
             number=number, job=job, incarnation=incarnation, created_at=time.time()
         )
+        point("coordinator.incarnation.before")
         try:
             await root.create(_key(number), json_format.MessageToJson(record).encode())
         except ConflictError:
@@ -53,6 +55,7 @@ async def number_of(root: Store, job: str, incarnation: str) -> int:
                 return number
             number += 1
         else:
+            point("coordinator.incarnation.after")
             return number
 
 

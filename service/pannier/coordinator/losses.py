@@ -51,11 +51,21 @@ class Losses:
     def _look_later(self, host: str) -> None:
         asyncio.get_running_loop().call_later(RETURN_S, self._look, host)
 
+    def present(self) -> list[Presence]:
+        """Sidecars that are attached now."""
+        return [presence for presence in self._presences.values() if presence.streams]
+
     def _look(self, host: str) -> None:
-        """Judges the ranks of sidecars that are gone, and after whom another one came."""
+        """Judges the ranks of sidecars that are gone, and after whom another one came.
+
+        Of a sidecar that is gone without a successor nothing is known but what it left in
+        storage, which is looked at.
+        """
         here = [p.since for p in self._presences.values() if p.host == host and p.streams]
         newest = max(here, default=0.0)
         for save in self._registry.undecided():
+            if any(part.host == host and part.orphaned for part in save.parts.values()):
+                save.ask_storage()
             for part in save.parts.values():
                 old = part.sidecar
                 if (
@@ -67,7 +77,7 @@ class Losses:
                     self._judge(save, part)
 
     def _judge(self, save: Save, part: Part) -> None:
-        if part.receipt is not None or (part.sidecar is not None and part.sidecar.streams):
+        if part.receipt is not None or part.spoken_for:
             return
         save.suspect(
             save_pb2.Failure(

@@ -76,6 +76,16 @@ class Part:
     """As its sidecar last reported it."""
     receipt: records_pb2.Receipt | None = None
 
+    @property
+    def spoken_for(self) -> bool:
+        """Whether a sidecar that is attached now speaks for it."""
+        return self.sidecar is not None and self.sidecar.streams > 0
+
+    @property
+    def orphaned(self) -> bool:
+        """Whether the sidecar that spoke for it is gone, with its receipt untold."""
+        return self.receipt is None and self.sidecar is not None and not self.spoken_for
+
     def advance(self, phase: "save_pb2.RankPhase") -> None:
         """Moves on; an older report moves nothing back."""
         self.phase = max(self.phase, phase)
@@ -133,8 +143,14 @@ class Save:
         self.plan_deadline = self.start + DEFAULT_TIMEOUT_S
         self.deadline = self.start + DEFAULT_TIMEOUT_S
         self.doomed = asyncio.Event()
+        self.concluded: set[int] = set()
+        """Ranks of which nobody said that they failed: they weren't heard of any more."""
+        self.unseen = False
+        """Storage is to be asked at once: it may know more of the ranks than anybody says."""
         self.problem = ""
         """What of storage the save waits for, for people."""
+        self.note = ""
+        """What else an operator should know, for people."""
         self.seconds: dict[State, float] = {}
         """Until each state was entered, from the first message on."""
         self._durable_s = 0.0
@@ -174,11 +190,17 @@ class Save:
                 part.receipt = None
         self.ring()
 
-    def doom(self, failures: Iterable[save_pb2.Failure]) -> None:
-        """The save can't be: it is to be aborted. The first failure of a rank counts."""
+    def doom(self, failures: Iterable[save_pb2.Failure], *, concluded: bool = False) -> None:
+        """The save can't be: it is to be aborted. The first failure of a rank counts.
+
+        Args:
+            concluded: from silence; nobody has said so.
+        """
         if self.ended:
             return
         for failure in failures:
+            if concluded and failure.rank not in self.failures:
+                self.concluded.add(failure.rank)
             self.failures.setdefault(failure.rank, failure)
             part = self.parts.get(failure.rank)
             if part is not None and failure.kind != save_pb2.FAILURE_KIND_DEADLINE:
@@ -186,16 +208,40 @@ class Save:
         self.doomed.set()
         self.ring()
 
-    def fail(self, kind: "save_pb2.FailureKind", message: str, rank: int = -1) -> None:
+    def fail(
+        self,
+        kind: "save_pb2.FailureKind",
+        message: str,
+        rank: int = -1,
+        *,
+        concluded: bool = False,
+    ) -> None:
         """Dooms the save for one reason."""
         host = self.parts[rank].host if rank in self.parts else ""
-        self.doom([save_pb2.Failure(rank=rank, host=host, kind=kind, message=message)])
+        failure = save_pb2.Failure(rank=rank, host=host, kind=kind, message=message)
+        self.doom([failure], concluded=concluded)
+
+    def revive(self) -> None:
+        """What doomed it was concluded from silence alone, and wrong: another coordinator has it."""
+        self.failures.clear()
+        self.concluded.clear()
+        self.doomed.clear()
+        for part in self.parts.values():
+            if part.phase == save_pb2.RANK_PHASE_FAILED:
+                part.phase = save_pb2.RANK_PHASE_MISSING
+        self.resumed = True
+        self.ring()
 
     def suspect(self, failure: save_pb2.Failure) -> None:
         """The rank's data is lost unless it became durable before anybody could say so."""
         if not (self.ended or self.deciding or self.doomed.is_set()):
             self.suspects.setdefault(failure.rank, failure)
             self.ring()
+
+    def ask_storage(self) -> None:
+        """Somebody who spoke for ranks is gone: what they left in storage counts at once."""
+        self.unseen = True
+        self.ring()
 
     def resume(self) -> None:
         """Another life of the coordinator has answered it: there is a manifest to go on from."""
@@ -316,6 +362,8 @@ class Save:
         )
         if not waiting.text and not self.ended:
             waiting.text = self.problem
+            if self.problem and self.state is not State.IN_DOUBT:
+                waiting.deadline_s = max(0.0, self._next_deadline() - time.monotonic())
         return save_pb2.SaveStatus(
             save=self.context.save,
             id=self.key,
@@ -330,6 +378,7 @@ class Save:
             ingested_s=self.seconds.get(State.INGESTED, 0),
             durable_s=self._durable_s,
             committed_s=self.seconds.get(State.COMMITTED, 0),
+            note=self.note,
             bytes_total=sum(
                 max(part.told.bytes_staged, part.told.bytes_ingested, part.told.bytes_durable)
                 for part in self.parts.values()

@@ -248,6 +248,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
                 save_pb2.FAILURE_KIND_LOST,
                 "the process is gone: its call of Plan broke off while the save was planned",
                 rank,
+                concluded=True,
             )
 
     def _hear(self, save: Save, rank: int) -> None:

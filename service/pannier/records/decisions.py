@@ -10,14 +10,19 @@ import time
 import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import crc32c
 from google.protobuf import json_format
 
+from pannier.daemon.crashing import point
 from pannier.storage import ConflictError, NotFoundError, Store
 from pannier.v1 import records_pb2, save_pb2
 from pannier.wire import identity
 from pannier.wire.errors import IntegrityError, InvalidRequestError, StorageError
+
+_LIFE: Final = uuid.uuid4().hex[:8]
+"""Process ids are used again."""
 
 
 def propose(
@@ -40,9 +45,14 @@ def propose(
         metadata_size=len(metadata),
         metadata_crc32c=crc32c.crc32c(metadata) if metadata else 0,
         failures=failures,
-        decided_by=f"{host}/{os.getpid()}/{uuid.uuid4().hex}",
+        decided_by=f"{decider(host)}{uuid.uuid4().hex}",
         decided_at=time.time(),
     )
+
+
+def decider(host: str) -> str:
+    """How ``decided_by`` of this process's decisions begins."""
+    return f"{host}/{os.getpid()}/{_LIFE}/"
 
 
 async def decide(store: Store, proposal: records_pb2.Decision) -> records_pb2.Decision:
@@ -51,6 +61,7 @@ async def decide(store: Store, proposal: records_pb2.Decision) -> records_pb2.De
     StorageError says that the outcome may be unknown: run it again with the same proposal.
     """
     text = json_format.MessageToJson(proposal, sort_keys=True)
+    point("coordinator.decision.before")
     try:
         await store.create(identity.decision(proposal.attempt), text.encode())
     except ConflictError:
@@ -61,6 +72,7 @@ async def decide(store: Store, proposal: records_pb2.Decision) -> records_pb2.De
                 "there"
             ) from None
         return standing
+    point("coordinator.decision.after")
     return proposal
 
 

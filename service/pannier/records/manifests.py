@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from google.protobuf.message import DecodeError
 
+from pannier.daemon.crashing import point
 from pannier.storage import ConflictError, DeniedError, NotFoundError, StorageError, Store
 from pannier.v1 import records_pb2
 from pannier.wire import identity
@@ -53,6 +54,7 @@ async def publish(store: Store, manifest: _Manifest) -> _Manifest:
         StorageError, IntegrityError: whether one stands there isn't known.
     """
     key = identity.manifest(manifest.message.attempt)
+    point("coordinator.manifest.before")
     try:
         await store.create(key, manifest.data)
     except ConflictError:
@@ -62,6 +64,7 @@ async def publish(store: Store, manifest: _Manifest) -> _Manifest:
             raise StorageError(
                 f"another coordinator's manifest stands there, but can't be read: {error}"
             ) from error
+    point("coordinator.manifest.after")
     return manifest
 
 

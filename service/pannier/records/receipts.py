@@ -24,8 +24,7 @@ async def find_receipts(
     store: Store, attempt: str, ranks: Collection[int]
 ) -> list[records_pb2.Receipt]:
     """The receipts of these ranks that are in storage. Raises StorageError."""
-    prefix = identity.receipt(attempt, 0).rpartition("/")[0] + "/"
-    there = {info.key for info in await store.list(prefix)}
+    there = {info.key for info in await store.list(identity.receipts_prefix(attempt))}
     wanted = [rank for rank in ranks if identity.receipt(attempt, rank) in there]
     limit = asyncio.Semaphore(_PARALLEL)
 

@@ -6,6 +6,7 @@ In: a checkpoint's store and an attempt. Out: its objects are gone. Async; idemp
 import asyncio
 from typing import Final
 
+from pannier.daemon.crashing import point
 from pannier.storage import Store
 from pannier.wire import identity
 
@@ -25,11 +26,13 @@ async def remove_attempt(store: Store, attempt: str) -> None:
         async with limit:
             await store.delete(key)
 
+    point("coordinator.removal.before")
     # The records last: as long as there are any, they tell of what may be left.
-    for prefix in (identity.data_prefix(attempt), f"{identity.attempts_prefix()}{attempt}/"):
+    for prefix in (identity.data_prefix(attempt), identity.attempt_prefix(attempt)):
         keys = [info.key for info in await store.list(prefix)]
         deleting = (delete(key) for key in keys if key != kept)
         # All of them, before one that failed is told.
         for problem in await asyncio.gather(*deleting, return_exceptions=True):
             if problem is not None:
                 raise problem
+    point("coordinator.removal.after")

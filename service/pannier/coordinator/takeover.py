@@ -1,0 +1,134 @@
+"""What storage knows of a save that nobody here was told: another coordinator, or life of one.
+
+In: a :class:`Save` and its store. Out: the save with the manifest and the receipts that are in
+storage, or the decision that has ended it. Writes nothing. Event loop only.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable
+from typing import Final
+
+from pannier.coordinator.gather import DisagreementError
+from pannier.coordinator.manifest import Manifest
+from pannier.coordinator.saves import Save
+from pannier.records.decisions import read_decision
+from pannier.records.manifests import read_manifest
+from pannier.records.receipts import find_receipts
+from pannier.storage import StorageError, Store
+from pannier.v1 import records_pb2, save_pb2
+from pannier.wire.errors import IntegrityError
+
+_log = logging.getLogger(__name__)
+
+LOOK_S: Final = 3.0
+"""After so long, storage is asked for ranks that nobody here speaks for; then ever more rarely."""
+LONGEST_LOOK_S: Final = 30.0
+"""Even when all ranks are spoken for: another coordinator may have decided."""
+_ANSWER_S: Final = 10.0
+"""For storage to tell who is durable."""
+
+
+class Looks:
+    """When storage is asked next. Event loop only."""
+
+    def __init__(self, save: Save) -> None:
+        self._save = save
+        self._last = time.monotonic()
+        self._pause = LOOK_S
+
+    def due(self) -> float:
+        """On the monotonic clock."""
+        alone = all(
+            part.receipt is not None or part.spoken_for for part in self._save.parts.values()
+        )
+        return self._last + (LONGEST_LOOK_S if alone else self._pause)
+
+    async def look(self, store: Store) -> records_pb2.Decision | None:
+        """Takes in receipts that no sidecar has lived to report; the decision, if there is one."""
+        save = self._save
+        save.unseen = False
+        assert save.attempt is not None
+        missing = [rank for rank, part in save.parts.items() if part.receipt is None]
+        try:
+            decision, found = await asyncio.wait_for(
+                asyncio.gather(
+                    read_decision(store, save.attempt.name),
+                    find_receipts(store, save.attempt.name, missing),
+                ),
+                _ANSWER_S,
+            )
+        except (StorageError, IntegrityError, asyncio.TimeoutError) as error:
+            _log.warning("%s: storage doesn't tell who is durable: %s", save.label, error)
+            return None
+        finally:
+            self._last = time.monotonic()
+            self._pause = min(2 * self._pause, LONGEST_LOOK_S)
+        if found:
+            ranks = [receipt.rank for receipt in found]
+            _log.info("%s: receipts of ranks %s are in storage", save.label, ranks)
+        take_receipts(save, found)
+        save.progress()
+        return decision
+
+
+async def take_up(save: Save, store: Store) -> records_pb2.Decision | None:
+    """Goes on from what another life of the coordinator left; the decision, if it has ended.
+
+    Raises StorageError, IntegrityError, DisagreementError.
+    """
+    assert save.attempt is not None
+    save.touched = True
+    name = save.attempt.name
+    decision = await read_decision(store, name)
+    if decision is not None:
+        return decision
+    found = await read_manifest(store, name, Manifest)
+    if found is None:
+        # Without a manifest nobody was answered a plan: torch makes this one.
+        save.external = True
+        receipts = await find_receipts(store, name, save.context.ranks)
+    else:
+        save.external = found.message.external
+        await asyncio.to_thread(found.share, -1)
+        adopt(save, found)
+        receipts = await find_receipts(store, name, found.ranks)
+        if save.external:
+            save.metadata = found.message.metadata
+    what = "receipts" if found is None else "its manifest and receipts"
+    save.note = (
+        f"taken up again from {what} in storage: {len(receipts)} of {len(save.parts)} ranks were "
+        "durable by then"
+    )
+    _log.info("%s is %s", save.label, save.note)
+    take_receipts(save, receipts)
+    return None
+
+
+def adopt(save: Save, standing: Manifest) -> None:
+    """Takes the manifest that stands in storage.
+
+    Raises DisagreementError unless it is of the plans that we know.
+    """
+    digests = {member.rank: member.digest for member in standing.message.members}
+    for plan in save.gathering.plans:
+        if digests.get(plan.rank) != plan.digest:
+            raise DisagreementError(
+                f"rank {plan.rank} (host {plan.host}) planned digest {plan.digest[:12]}, but "
+                f"attempt {standing.message.attempt} was planned before with "
+                f"{digests.get(plan.rank, 'none')[:12]}",
+                (plan.rank, plan.host),
+            )
+    save.manifest = standing
+
+
+def take_receipts(save: Save, receipts: Iterable[records_pb2.Receipt]) -> None:
+    """What is found counts as if its sidecar had told it."""
+    for receipt in receipts:
+        part = save.parts.get(receipt.rank)
+        if part is not None and part.receipt is None:
+            part.receipt = receipt
+            part.host = part.host or receipt.host
+            part.advance(save_pb2.RANK_PHASE_DURABLE)
+        save.suspects.pop(receipt.rank, None)

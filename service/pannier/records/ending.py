@@ -1,0 +1,56 @@
+"""How an attempt is brought to its end: what the coordinator and ``pannier recover`` share.
+
+In: the exact bytes that ``.metadata`` is to get, or why it can't. Out: the decision that stands,
+and storage as it says. Knows nothing of ranks' processes; whoever runs it, and however often, the
+outcome is the same. Async; StorageError says that a step's outcome may be unknown: run it again.
+"""
+
+from pannier.records.decisions import propose
+from pannier.records.installing import find_newer, install, publish_candidate
+from pannier.records.removing import remove_attempt
+from pannier.storage import Store
+from pannier.v1 import records_pb2, save_pb2
+from pannier.wire import identity
+from pannier.wire.errors import PannierError
+
+
+class SupersededError(PannierError):
+    """An older attempt never replaces a newer one."""
+
+
+async def prepare_commit(
+    store: Store,
+    *,
+    save: save_pb2.SaveId,
+    attempt: identity.Attempt,
+    plan_id: str,
+    metadata: bytes,
+    host: str,
+) -> records_pb2.Decision:
+    """Publishes the candidate; returns the COMMIT to be put to storage.
+
+    Raises SupersededError when ``.metadata`` is a newer attempt's.
+    """
+    standing = await publish_candidate(store, attempt.name, metadata)
+    newer = await find_newer(store, attempt)
+    if newer is not None:
+        raise SupersededError(f"a newer save, {newer.name}, was committed to {store.url} meanwhile")
+    return propose(
+        records_pb2.OUTCOME_COMMIT,
+        save=save,
+        attempt=attempt,
+        host=host,
+        plan_id=plan_id,
+        metadata=standing,
+    )
+
+
+async def carry_out(store: Store, decision: records_pb2.Decision) -> None:
+    """Makes storage as a standing decision says: installs ``.metadata``, or removes the attempt.
+
+    Raises IntegrityError, RemovedError as :func:`install`.
+    """
+    if decision.outcome == records_pb2.OUTCOME_COMMIT:
+        await install(store, decision)
+    else:
+        await remove_attempt(store, decision.attempt)
