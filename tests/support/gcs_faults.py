@@ -32,6 +32,8 @@ class Fault:
     skip: int = 0
     """How many matching requests go unharmed first."""
     status: int = 503
+    code: str = "SlowDown"
+    """Of S3's errors."""
     message: str = "injected"
     headers: Mapping[str, str] | None = None
     seconds: float = 0.0
