@@ -9,6 +9,7 @@ error of it on the other side.
 from collections.abc import Iterable, Mapping
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from pannier.v1 import save_pb2
 
@@ -58,6 +59,12 @@ class UnavailableError(PannierError):
     """A daemon can't be reached, or takes no new saves."""
 
     code = grpc.StatusCode.UNAVAILABLE
+
+
+class OverloadedError(UnavailableError):
+    """A daemon has as much to do as it takes on at a time; whoever asks again later may be served."""
+
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 class DeadlineError(PannierError):
@@ -126,6 +133,14 @@ def trailing_metadata(error: PannierError) -> tuple[tuple[str, bytes], ...]:
     return ((_KEY, detail.SerializeToString()),)
 
 
+def _detail(value: bytes) -> save_pb2.ErrorDetail | None:
+    try:
+        return save_pb2.ErrorDetail.FromString(value)
+    except DecodeError:
+        # Whatever answered isn't ours: its status has to do.
+        return None
+
+
 def from_rpc_error(error: grpc.RpcError, *, peer: str) -> PannierError:
     """The PannierError behind a failed call.
 
@@ -135,8 +150,7 @@ def from_rpc_error(error: grpc.RpcError, *, peer: str) -> PannierError:
     """
     metadata = getattr(error, "trailing_metadata", lambda: None)() or ()
     for key, value in metadata:
-        if key == _KEY:
-            detail = save_pb2.ErrorDetail.FromString(value)
+        if key == _KEY and (detail := _detail(value)) is not None:
             return _rebuild(
                 detail.type,
                 detail.message,

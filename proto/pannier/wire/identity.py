@@ -45,9 +45,7 @@ def check_save_id(save: save_pb2.SaveId) -> None:
                 f"{what} {value!r} is not 1 to 32 lower-case letters and digits"
             )
     if not 1 <= save.number <= _LARGEST_NUMBER:
-        raise InvalidRequestError(
-            f"save number {save.number} is not within 1 to {_LARGEST_NUMBER}"
-        )
+        raise InvalidRequestError(f"save number {save.number} is not within 1 to {_LARGEST_NUMBER}")
 
 
 def save_text(save: save_pb2.SaveId) -> str:
@@ -97,11 +95,7 @@ def check_data_file(name: str, attempt: str, rank: int) -> None:
     Attempt.parse(attempt)
     prefix, suffix = f"__{attempt}_{rank}_", ".distcp"
     middle = name[len(prefix) : -len(suffix)]
-    if not (
-        name.startswith(prefix)
-        and name.endswith(suffix)
-        and _FILE.fullmatch(middle)
-    ):
+    if not (name.startswith(prefix) and name.endswith(suffix) and _FILE.fullmatch(middle)):
         raise InvalidRequestError(
             f"{name!r} is not a data file of rank {rank} in attempt {attempt}"
         )

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from pannier.coordinator.columns import RankPlan
 from pannier.v1 import plan_pb2, save_pb2, sidecar_pb2
-from pannier.wire import identity
+from pannier.wire import identity, limits
 from pannier.wire.errors import InvalidRequestError, PannierError
 
 _SHOWN: Final = 16
@@ -35,7 +35,8 @@ class DisagreementError(PannierError):
 
 
 def check_context(context: sidecar_pb2.SaveContext) -> None:
-    """Raises InvalidRequestError when a context contradicts itself."""
+    """Raises InvalidRequestError when a context contradicts itself, or is above a limit."""
+    limits.check_context(context)
     identity.check_save_id(context.save)
     ranks = list(context.ranks)
     if not ranks or ranks != sorted(set(ranks)):

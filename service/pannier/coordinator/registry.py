@@ -17,6 +17,7 @@ from pannier.daemon.board import Board
 from pannier.v1 import save_pb2, sidecar_pb2
 from pannier.wire import identity
 from pannier.wire.errors import UnavailableError
+from pannier.wire.limits import check_room
 
 _log = logging.getLogger(__name__)
 
@@ -81,7 +82,7 @@ class Registry:
         Raises:
             InvalidRequestError: the context contradicts itself.
             DisagreementError: it contradicts another rank's; the save is doomed.
-            UnavailableError: a new save, while draining.
+            UnavailableError: a new save, while draining or above the limits.
         """
         check_context(context)
         key = identity.save_text(context.save)
@@ -91,6 +92,8 @@ class Registry:
                 raise UnavailableError(
                     f"the coordinator is draining and takes no new saves ({key})"
                 )
+            if not known:
+                check_room([each.context.save for each in self._saves.values()], context.save)
             save = self._new(context, key)
         self._note(save, context)
         if failing and context.rank in save.parts:

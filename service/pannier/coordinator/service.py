@@ -24,6 +24,7 @@ from pannier.v1 import (
     save_pb2,
     sidecar_pb2,
 )
+from pannier.wire import limits
 from pannier.wire.errors import (
     ConfigurationError,
     DeadlineError,
@@ -62,6 +63,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
             VersionMismatchError: its sidecar would never be heard of again.
         """
         check_version(request.wire_version, request.context.host)
+        limits.check_plan(request)
         rank = request.context.rank
         await self._keep_in_step(request)
         save = self._enter(request.context)
@@ -79,6 +81,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
     ) -> sidecar_pb2.BeginResponse:
         """See the proto. Raises SaveAbortedError when storage refuses the save."""
         check_version(request.wire_version, request.context.host)
+        limits.check_seconds(save_timeout_s=request.save_timeout_s)
         save = self._enter(request.context)
         if save.gathering.plans:
             raise InvalidRequestError(f"{save.label} is planned by Pannier: it can't be begun")
@@ -102,6 +105,8 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
             SaveAbortedError: the save was aborted, by a durable decision.
             DeadlineError: how it ends isn't known yet.
         """
+        limits.check_metadata(request.metadata)
+        limits.check_seconds(timeout_s=request.timeout_s)
         save = self._enter(request.context)
         if save.state is State.PLANNING and not save.external:
             # Another life of the coordinator opened it.
@@ -137,8 +142,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         save = self._registry.enter(request.context, failing=True)
         rank = request.context.rank
         self._hear(save, rank)
-        failure = save_pb2.Failure()
-        failure.CopyFrom(request.failure)
+        failure = limits.shortened(request.failure)
         failure.rank = rank
         failure.host = failure.host or request.context.host
         ingested = save.parts[rank].phase >= save_pb2.RANK_PHASE_INGESTED

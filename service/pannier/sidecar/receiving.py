@@ -13,7 +13,7 @@ from pannier.sidecar.spool import Spool
 from pannier.sidecar.uploads import Uploads
 from pannier.storage import check_allowed, check_shared
 from pannier.v1 import records_pb2, save_pb2, sidecar_pb2
-from pannier.wire import identity
+from pannier.wire import identity, limits
 from pannier.wire.errors import ConfigurationError, IntegrityError, InvalidRequestError
 
 
@@ -79,6 +79,7 @@ class Receiving:
             BusyError: the spool has no room now.
             SaveAbortedError: the save is over, or never fits into the spool.
         """
+        _check_attempt(header.attempt, rank)
         identity.check_data_file(header.name, header.attempt, rank.rank)
         label = f"{header.name} of {rank.label}"
         with rank.opening:
@@ -89,6 +90,11 @@ class Receiving:
                 return file
             if rank.phase not in BEFORE_INGESTION:
                 raise InvalidRequestError(f"{label}: the rank was already handed over without it")
+            if len(rank.files) >= limits.MAX_FILES:
+                raise InvalidRequestError(
+                    f"{label}: the rank has {len(rank.files)} data files, at most "
+                    f"{limits.MAX_FILES} are allowed"
+                )
             self.check_room(rank, header)
             slab = self._spool.take(rank.context.save.job, header.size)
             file = DataFile(header.name, header.size, slab, label=label, loop=self._loop)
@@ -110,6 +116,7 @@ class Receiving:
             IntegrityError: a checksum differs; the save has failed.
             SaveAbortedError: the save is over.
         """
+        limits.check_hand_over(request)
         receipt = records_pb2.Receipt(
             attempt=request.attempt,
             plan_id=request.plan_id,
@@ -124,7 +131,7 @@ class Receiving:
                     raise InvalidRequestError(f"{rank.label} was handed over differently before")
                 return
             self._saves.check(rank)
-            identity.Attempt.parse(request.attempt)
+            _check_attempt(request.attempt, rank)
             self._check_files(rank, receipt)
             self._saves.ingested(rank, receipt)
             self._uploads.finish(rank)
@@ -190,8 +197,21 @@ class Receiving:
             raise IntegrityError(problem)
 
 
+def _check_attempt(attempt: str, rank: RankSave) -> None:
+    """Raises InvalidRequestError for the attempt of another save than the rank's."""
+    limits.check_words(attempt=attempt)
+    parsed = identity.Attempt.parse(attempt)
+    save = rank.save.id
+    if (parsed.group, parsed.number) != (save.group, save.number):
+        raise InvalidRequestError(
+            f"{rank.label}: {attempt} is an attempt of another save, number {parsed.number} of group "
+            f"{parsed.group}"
+        )
+
+
 def check_context(context: sidecar_pb2.SaveContext) -> None:
-    """Raises InvalidRequestError when ``context`` contradicts itself."""
+    """Raises InvalidRequestError when ``context`` contradicts itself, or is above a limit."""
+    limits.check_context(context)
     identity.check_save_id(context.save)
     ranks = list(context.ranks)
     if sorted(set(ranks)) != ranks or context.rank not in ranks:

@@ -24,6 +24,7 @@ from pannier.wire.errors import (
     UnavailableError,
 )
 from pannier.wire.identity import save_text
+from pannier.wire.limits import check_room
 
 _log = logging.getLogger(__name__)
 
@@ -162,7 +163,7 @@ class Saves:
             failing: the rank only wants to say that it failed.
 
         Raises:
-            UnavailableError: a new save, while draining.
+            UnavailableError: a new save, while draining or above the limits.
             SaveAbortedError: the save, or this rank's part, has failed.
             InvalidRequestError: the rank said otherwise before.
         """
@@ -174,6 +175,7 @@ class Saves:
                     raise UnavailableError(
                         f"the sidecar on this host is draining and takes no new saves ({key})"
                     )
+                check_room([each.id for each in self._saves.values()], context.save)
                 save = self._saves[key] = Save(context)
             rank = save.ranks.get(context.rank)
             fresh = rank is None

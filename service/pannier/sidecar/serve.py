@@ -15,6 +15,7 @@ from typing import Any, Final, TypeVar
 
 import grpc
 
+from pannier.daemon.admitting import STATUS_LIMITS, AdmissionInterceptor
 from pannier.daemon.board import Board
 from pannier.daemon.failing import ErrorInterceptor
 from pannier.daemon.listening import listening, server_options
@@ -38,8 +39,10 @@ from pannier.wire.version import WIRE_VERSION, package_version
 
 _log = logging.getLogger(__name__)
 
-_CALLS: Final = 1024
-"""Calls at a time; each connected client has one open for its life, and each one has a thread."""
+_CALLS: Final = 4096
+"""Threads for calls, more than the limits of all methods together, so that none takes another's."""
+_CALLS_OF_ONE: Final = 128
+"""Calls at a time on one connection; a client's others wait in the client."""
 _TICK_S: Final = 1.0
 _FLUSH_S: Final = 1.0
 
@@ -91,6 +94,7 @@ class Sidecar:
                 _log.info("idle for %.0f s: leaving", idle)
                 return
             self.spool.trim(self._sessions.jobs())
+            self._servicer.open_streams.cut_idle()
 
     def drain(self, stop: StopSignals) -> None:
         """Takes no new saves and finishes uploads, until the grace period or ``stop`` ends it."""
@@ -151,16 +155,23 @@ class Sidecar:
         watched = [] if peers is None else [PeerInterceptor(peers)]
         server = grpc.server(
             threads,
-            options=[*server_options(), ("grpc.http2.lookahead_bytes", service.LOOKAHEAD)],
-            interceptors=[*watched, ErrorInterceptor()],
+            options=[
+                *server_options(),
+                ("grpc.http2.lookahead_bytes", service.LOOKAHEAD),
+                ("grpc.max_concurrent_streams", _CALLS_OF_ONE),
+            ],
+            interceptors=[
+                *watched,
+                AdmissionInterceptor({**service.LIMITS, **STATUS_LIMITS}),
+                ErrorInterceptor(),
+            ],
             maximum_concurrent_rpcs=_CALLS,
         )
         receiving = Receiving(
             self.saves, self.spool, self._uploads, allow=config.allow, loop=self._loop
         )
-        service.add_to_server(
-            service.SidecarServicer(self.saves, receiving, self._sessions, self._link), server
-        )
+        self._servicer = service.SidecarServicer(self.saves, receiving, self._sessions, self._link)
+        service.add_to_server(self._servicer, server)
         self._operating = Operating(server, self.board, self.vitals, [service.NAME])
         stack.enter_context(
             listening(

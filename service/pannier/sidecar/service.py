@@ -5,7 +5,9 @@ In: messages. Out: answers; errors are raised and become statuses in
 order of steps.
 """
 
+import math
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, Final
@@ -13,12 +15,13 @@ from typing import Any, Final
 import grpc
 
 from pannier.sidecar.files import DataFile
+from pannier.sidecar.idling import IDLE_S, Stream, Streams
 from pannier.sidecar.link import Link
 from pannier.sidecar.receiving import Receiving, check_context
 from pannier.sidecar.saves import RankSave, Saves
 from pannier.sidecar.sessions import Sessions
 from pannier.v1 import save_pb2, sidecar_pb2, sidecar_pb2_grpc
-from pannier.wire import chunks
+from pannier.wire import chunks, limits
 from pannier.wire.chunks import ReceivedChunk
 from pannier.wire.errors import (
     DeadlineError,
@@ -31,6 +34,22 @@ from pannier.wire.errors import (
 from pannier.wire.version import WIRE_VERSION
 
 NAME: Final = "pannier.v1.Sidecar"
+LIMITS: Final = {
+    f"/{NAME}/{method}": limit
+    for method, limit in {
+        # One each for a client's life.
+        "Connect": 512,
+        # One per rank while its group plans, or torch's metadata is committed.
+        "Plan": 512,
+        "Begin": 128,
+        "Finish": 128,
+        "Write": 256,
+        "HandOver": 256,
+        "Fail": 128,
+        "Ping": 256,
+    }.items()
+}
+"""Calls at a time; each has a thread."""
 ACKNOWLEDGE: Final = 16 << 20
 """Bytes between two acknowledgements of a stream."""
 LOOKAHEAD: Final = 2 << 20
@@ -55,6 +74,8 @@ class SidecarServicer(sidecar_pb2_grpc.SidecarServicer):
         self._sessions = sessions
         self._link = link
         self._streams = threading.BoundedSemaphore(_STREAMS)
+        self.open_streams = Streams()
+        """Of Write."""
 
     def Connect(
         self, request: sidecar_pb2.ConnectRequest, context: grpc.ServicerContext
@@ -66,6 +87,7 @@ class SidecarServicer(sidecar_pb2_grpc.SidecarServicer):
         self, request: sidecar_pb2.PlanRequest, context: grpc.ServicerContext
     ) -> sidecar_pb2.PlanResponse:
         """Forwards a local plan; waits for the whole group's."""
+        limits.check_plan(request)
         try:
             rank = self._enter(request.context)
         except SaveAbortedError:
@@ -84,6 +106,7 @@ class SidecarServicer(sidecar_pb2_grpc.SidecarServicer):
         self, request: sidecar_pb2.BeginRequest, context: grpc.ServicerContext
     ) -> sidecar_pb2.BeginResponse:
         """Forwards the opening of a save that torch plans."""
+        limits.check_seconds(save_timeout_s=request.save_timeout_s)
         rank = self._enter(request.context)
         self._saves.check(rank)
         response: sidecar_pb2.BeginResponse = self._forward(
@@ -96,7 +119,18 @@ class SidecarServicer(sidecar_pb2_grpc.SidecarServicer):
         self, messages: Iterator[Message], context: grpc.ServicerContext
     ) -> Iterator[sidecar_pb2.WriteResponse]:
         """Takes one data file, from the offset that is held."""
+        stream = self.open_streams.add(context.cancel)
+        try:
+            yield from self._write(messages, context, stream)
+        finally:
+            self.open_streams.remove(stream)
+
+    def _write(
+        self, messages: Iterator[Message], context: grpc.ServicerContext, stream: Stream
+    ) -> Iterator[sidecar_pb2.WriteResponse]:
         header = next(messages, None)
+        stream.busy()
+        stream.patience_s = IDLE_S
         if isinstance(header, PannierError):
             raise header
         if not isinstance(header, sidecar_pb2.FileHeader):
@@ -108,7 +142,7 @@ class SidecarServicer(sidecar_pb2_grpc.SidecarServicer):
             # The stream itself is who writes: a later one of the same file takes over from it.
             held = file.begin(context, context.cancel)
             yield sidecar_pb2.WriteResponse(committed=held)
-            yield from self._receive(messages, context, rank, file, held)
+            yield from self._receive(messages, context, stream, rank, file, held)
         except (InvalidRequestError, IntegrityError) as error:
             # Out of the way first: a failed rank's streams are cut, and this one has more to say.
             file.end(context)
@@ -130,6 +164,9 @@ class SidecarServicer(sidecar_pb2_grpc.SidecarServicer):
         self, request: sidecar_pb2.FinishRequest, context: grpc.ServicerContext
     ) -> sidecar_pb2.FinishResponse:
         """Forwards the metadata that torch made; waits for the commit."""
+        limits.check_metadata(request.metadata)
+        limits.check_words(attempt=request.attempt)
+        limits.check_seconds(timeout_s=request.timeout_s)
         self._enter(request.context)
         response: sidecar_pb2.FinishResponse = self._link.call_from_thread(
             "Finish", request, request.timeout_s, timed=True, on_start=_until_end(context)
@@ -142,6 +179,7 @@ class SidecarServicer(sidecar_pb2_grpc.SidecarServicer):
         """The rank skips or gives up: told to the coordinator by a call and by the report."""
         # Not refused for where the save goes: it may be given up for that very reason.
         check_context(request.context)
+        request.failure.CopyFrom(limits.shortened(request.failure))
         # When the save has ended or the rank contradicts itself, the coordinator judges.
         with suppress(SaveAbortedError, InvalidRequestError):
             rank = self._saves.enter(request.context, failing=True)
@@ -190,15 +228,18 @@ class SidecarServicer(sidecar_pb2_grpc.SidecarServicer):
         self,
         messages: Iterator[Message],
         context: grpc.ServicerContext,
+        stream: Stream,
         rank: RankSave,
         file: DataFile,
         held: int,
     ) -> Iterator[sidecar_pb2.WriteResponse]:
         """The data path: one turn of this loop per MiB."""
-        size, append = file.size, file.append
+        size, append, now = file.size, file.append, time.monotonic
         next_stop = held + ACKNOWLEDGE
         while held < size:
+            stream.waiting_since = now()
             message = next(messages, None)
+            stream.waiting_since = math.inf
             if type(message) is ReceivedChunk:
                 held = append(context, message)
             elif message is None:

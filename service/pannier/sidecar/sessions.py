@@ -16,7 +16,8 @@ from pannier.sidecar.receiving import check_context
 from pannier.sidecar.saves import RankSave, Save, Saves
 from pannier.sidecar.watches import Watches
 from pannier.v1 import save_pb2, sidecar_pb2
-from pannier.wire.errors import InvalidRequestError, VersionMismatchError
+from pannier.wire import limits
+from pannier.wire.errors import InvalidRequestError, OverloadedError, VersionMismatchError
 from pannier.wire.identity import check_save_id, save_text
 from pannier.wire.version import WIRE_VERSION, package_version
 
@@ -28,6 +29,9 @@ STRANGER_S: Final = 5.0
 """A rank that hands something in before its client connects is gone when it doesn't by then."""
 _PROGRESS_S: Final = 0.2
 """Shortest time between two messages to a client that tell of progress alone."""
+
+_MOST: Final = 16
+"""Connections of one rank at a time; a client has one, and a second one while it connects again."""
 
 Key = tuple[str, str, int]
 """Job, incarnation, rank."""
@@ -191,12 +195,19 @@ class Sessions:
             raise InvalidRequestError(
                 f"rank {request.rank} is not within a world of {request.world_size}"
             )
+        limits.check_connect(request)
         for pending in request.pending:
             check_context(pending.context)
 
     def _add(self, session: _Session) -> None:
         with self._lock:
-            listed = self._sessions.setdefault(session.key, [])
+            listed = self._sessions.get(session.key, [])
+            if len(listed) >= _MOST:
+                raise OverloadedError(
+                    f"rank {session.key[2]} of job {session.key[0]} is connected {len(listed)} "
+                    "times, which is the limit: does a process make one client after the other?"
+                )
+            self._sessions[session.key] = listed
             # The same client again: its former stream broke, though we haven't noticed yet.
             former = [each for each in listed if each.client == session.client]
             listed.append(session)

@@ -6,11 +6,13 @@ touch anything.
 
 import os
 import posixpath
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pannier.wire.errors import InvalidRequestError
 
+_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,254}")
 SUPPORTED = "an absolute path, file://, gs:// (gcs://), s3:// or memory://"
 _SCHEMES = {
     "": "file",
@@ -69,6 +71,9 @@ def parse(url: str) -> Location:
         return Location(known, "", parts)
     if not names[0]:
         raise InvalidRequestError(f"{url!r} names no bucket")
+    if not _BUCKET.fullmatch(names[0]):
+        # It becomes part of requests as it stands: no '?', '#', '%' or the like.
+        raise InvalidRequestError(f"{url!r}: {names[0]!r} is not the name of a bucket")
     if "" in names[1:-1] or "." in names:
         # An object store takes such names literally, a path library doesn't.
         raise InvalidRequestError(f"{url!r} has an empty or '.' path segment")

@@ -1,0 +1,143 @@
+"""How much one message may hold: far more than any honest one, far less than would harm a daemon.
+
+In: messages as they came in. Out: InvalidRequestError naming the limit and the value. Nothing
+here looks at more than lengths and single numbers, so a check costs nothing.
+"""
+
+import math
+from collections.abc import Collection
+from typing import Final
+
+from pannier.v1 import plan_pb2, save_pb2, sidecar_pb2
+from pannier.wire.errors import InvalidRequestError, OverloadedError
+
+MAX_CHECKPOINT_ID: Final = 1024
+"""Bytes of a checkpoint id: object stores take names of that length, data files' names included."""
+MAX_HOST: Final = 255
+"""Characters of a host's name."""
+MAX_WORD: Final = 128
+"""Characters of digests, plan ids, attempts, versions and the like."""
+MAX_TEXT: Final = 16 << 10
+"""Characters of a failure's message; the rest is cut off."""
+MAX_NAME: Final = 4096
+"""Characters of a key of the state dict."""
+MAX_RANKS: Final = 1 << 16
+"""Ranks of a group."""
+MAX_ITEMS: Final = 1 << 20
+"""Items of one rank's plan."""
+MAX_ALL_ITEMS: Final = 1 << 24
+"""Items of a global plan that torch made."""
+MAX_FILES: Final = 1024
+"""Data files of one rank in one save."""
+MAX_PENDING: Final = 1024
+"""Saves that one client asks after."""
+MAX_TIMEOUT_S: Final = 7 * 86400.0
+"""Seconds that a save may take."""
+MAX_SAVES: Final = 128
+"""Undecided saves of one group; a client has no more than 16 that aren't ingested."""
+MAX_ALL_SAVES: Final = 1 << 14
+"""Undecided saves that one daemon takes on."""
+
+
+def check_context(context: sidecar_pb2.SaveContext) -> None:
+    """The sizes in a save's context."""
+    _at_most(len(context.ranks), MAX_RANKS, "ranks of a group")
+    _at_most(len(context.checkpoint_id.encode()), MAX_CHECKPOINT_ID, "bytes of a checkpoint id")
+    check_host(context.host)
+
+
+def check_room(undecided: Collection[save_pb2.SaveId], new: save_pb2.SaveId) -> None:
+    """Whether a daemon with these saves takes on another. Raises OverloadedError."""
+    if len(undecided) >= MAX_ALL_SAVES:
+        raise OverloadedError(
+            f"{len(undecided)} saves are under way here, which is the limit: try again later"
+        )
+    if len(undecided) < MAX_SAVES:
+        return
+    group = (new.job, new.incarnation, new.group)
+    count = sum((each.job, each.incarnation, each.group) == group for each in undecided)
+    if count >= MAX_SAVES:
+        raise OverloadedError(
+            f"{count} saves of group {new.group} of job {new.job} are under way, which is the limit: "
+            "try again when some of them have ended"
+        )
+
+
+def check_host(host: str) -> None:
+    """A host's name: it stands in every log and error."""
+    if len(host) > MAX_HOST or not host.isprintable():
+        raise InvalidRequestError(
+            f"the host name {host[:MAX_HOST]!r} has {len(host)} characters: at most {MAX_HOST} are "
+            "allowed, all of them printable"
+        )
+
+
+def check_words(**words: str) -> None:
+    """Short texts, by the name of their field."""
+    for name, word in words.items():
+        if len(word) > MAX_WORD:
+            raise InvalidRequestError(
+                f"{name} {word[:MAX_WORD]!r}… has {len(word)} characters, at most {MAX_WORD} are "
+                "allowed"
+            )
+
+
+def check_plan(request: sidecar_pb2.PlanRequest) -> None:
+    """The sizes in a local plan, its digest and its deadlines."""
+    plan = request.plan
+    _check_items(plan.items, MAX_ITEMS, "items of a rank's plan")
+    for column in (plan.head, plan.body, plan.tail, plan.mappings):
+        _at_most(len(column), MAX_ITEMS, "items of a rank's plan")
+    check_words(digest=request.digest)
+    check_seconds(timeout_s=request.timeout_s, save_timeout_s=request.save_timeout_s)
+
+
+def check_metadata(metadata: plan_pb2.GlobalMetadata) -> None:
+    """The sizes in a global plan that torch made."""
+    _check_items(metadata.items, MAX_ALL_ITEMS, "items of a global plan")
+    _at_most(len(metadata.files), MAX_ALL_ITEMS, "files of a global plan")
+
+
+def check_hand_over(request: sidecar_pb2.HandOverRequest) -> None:
+    """The sizes in what a rank hands over."""
+    _at_most(len(request.files), MAX_FILES, "data files of a rank")
+    _at_most(len(request.varying), MAX_ITEMS, "items of a rank's plan")
+    check_words(attempt=request.attempt, plan_id=request.plan_id)
+
+
+def check_connect(request: sidecar_pb2.ConnectRequest) -> None:
+    """The sizes in a client's first call."""
+    check_host(request.host)
+    check_words(client=request.client, client_version=request.client_version)
+    _at_most(len(request.pending), MAX_PENDING, "saves that a client asks after")
+    for pending in request.pending:
+        check_context(pending.context)
+
+
+def check_seconds(**timeouts: float) -> None:
+    """Remaining times, by the name of their field; 0 stands for none."""
+    for name, seconds in timeouts.items():
+        if not (math.isfinite(seconds) and 0 <= seconds <= MAX_TIMEOUT_S):
+            raise InvalidRequestError(
+                f"{name} is {seconds}: give seconds from 0 to {MAX_TIMEOUT_S:.0f} (7 days)"
+            )
+
+
+def shortened(failure: save_pb2.Failure) -> save_pb2.Failure:
+    """A failure as a client told it, with a message and a host that logs can hold."""
+    short = save_pb2.Failure()
+    short.CopyFrom(failure)
+    short.host = failure.host[:MAX_HOST]
+    if len(failure.message) > MAX_TEXT:
+        short.message = failure.message[:MAX_TEXT] + " …"
+    return short
+
+
+def _check_items(items: plan_pb2.Items, most: int, what: str) -> None:
+    for column in (items.fqns, items.properties, items.fqn, items.kind, items.hint, items.ndim):
+        _at_most(len(column), most, what)
+
+
+def _at_most(count: int, most: int, what: str) -> None:
+    if count > most:
+        raise InvalidRequestError(f"{count} {what}: at most {most} are allowed")
