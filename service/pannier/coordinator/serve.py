@@ -21,9 +21,11 @@ from pannier.coordinator.places import Places
 from pannier.coordinator.planners import Planners
 from pannier.coordinator.registry import Registry
 from pannier.coordinator.service import CoordinatorService
+from pannier.coordinator.succession import Succession
+from pannier.coordinator.vigil import Vigil
 from pannier.daemon.board import Board
 from pannier.daemon.failing import AioErrorInterceptor
-from pannier.daemon.listening import listening, server_options
+from pannier.daemon.listening import listening, raise_descriptor_limit, server_options
 from pannier.daemon.logs import set_up_logging
 from pannier.daemon.operating import AioOperating, Vitals
 from pannier.daemon.peers import AioPeerInterceptor
@@ -46,6 +48,7 @@ def run(config: CoordinatorConfig) -> int:
     Raises ConfigurationError when it can't listen or a planner can't be imported.
     """
     set_up_logging()
+    raise_descriptor_limit()
     # torch's modules stay for good: the collector needn't look at them while metadata is built.
     gc.freeze()
     asyncio.run(_run(config))
@@ -76,7 +79,10 @@ async def serving(config: CoordinatorConfig) -> AsyncIterator[Registry]:
     with ThreadPoolExecutor(_THREADS, "pannier-plan") as threads:
         conductor = Conductor(places, planners, host=config.host, threads=threads)
         registry = Registry(board, begin=conductor.begin, suspect_after_s=config.suspect_after_s)
-        service = CoordinatorService(registry, places, planners, Attachments(registry))
+        Succession(registry)
+        attachments = Attachments(registry)
+        service = CoordinatorService(registry, places, planners, attachments)
+        vigil = Vigil(registry, attachments.present, suspect_after_s=config.suspect_after_s)
         peers = config.peers()
         watched = [] if peers is None else [AioPeerInterceptor(peers)]
         server = grpc.aio.server(
@@ -94,9 +100,12 @@ async def serving(config: CoordinatorConfig) -> AsyncIterator[Registry]:
             await server.start()
             await operating.serve()
             _log.info("coordinator %s serves on %s", package_version(), config.address)
+            watch = asyncio.get_running_loop().create_task(vigil.run())
             try:
                 yield registry
             finally:
+                watch.cancel()
+                await asyncio.gather(watch, return_exceptions=True)
                 await operating.drain()
                 await conductor.stop()
                 # Streams never end by themselves; sidecars attach again to the next one.

@@ -7,12 +7,14 @@ servers; called once, before the server starts.
 
 import ipaddress
 import os
+import resource
 import socket
 import stat
 import struct
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Final
 
 import filelock
 import grpc
@@ -21,6 +23,9 @@ from pannier.wire.addresses import ChannelOptions, channel_options, parse_addres
 from pannier.wire.errors import ConfigurationError
 from pannier.wire.tls import FLAGS, Tls, is_unix
 
+MAX_CONNECTIONS: Final = 4096
+"""Of one daemon at a time; more are closed at once."""
+_DESCRIPTORS: Final = 1 << 16
 _UNIX = "unix://"
 
 # POSIX access control lists, as Linux keeps them (linux/posix_acl_xattr.h).
@@ -31,12 +36,22 @@ _NO_ID = 0xFFFFFFFF
 _ENTER, _READ_WRITE = 1, 6
 
 
+def raise_descriptor_limit() -> None:
+    """Lets this process open as many files and connections as it may; the usual 1024 are few."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 def server_options() -> ChannelOptions:
     """gRPC options of a daemon's server."""
     return [
         *channel_options(),
         # Two daemons on one port would share its connections silently.
         ("grpc.so_reuseport", 0),
+        # Each takes a descriptor, which files need as well.
+        ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
         # Peers ping often to notice a silent daemon; by default that ends in "too_many_pings".
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 0),
         ("grpc.http2.max_ping_strikes", 0),

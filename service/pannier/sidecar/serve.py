@@ -18,7 +18,7 @@ import grpc
 from pannier.daemon.admitting import STATUS_LIMITS, AdmissionInterceptor
 from pannier.daemon.board import Board
 from pannier.daemon.failing import ErrorInterceptor
-from pannier.daemon.listening import listening, server_options
+from pannier.daemon.listening import listening, raise_descriptor_limit, server_options
 from pannier.daemon.logs import set_up_logging
 from pannier.daemon.operating import Operating, Vitals
 from pannier.daemon.peers import PeerInterceptor
@@ -55,6 +55,7 @@ def run(config: SidecarConfig) -> int:
     Raises ConfigurationError when it can't start.
     """
     set_up_logging()
+    raise_descriptor_limit()
     with StopSignals() as stop, Sidecar(config) as sidecar:
         sidecar.wait(stop)
         sidecar.drain(stop)
