@@ -10,7 +10,7 @@ from pannier.cli.options import Address, JsonObject, Location, Seconds, Size
 from support.cli import pannier
 from support.processes import python
 
-COMMANDS = ["sidecar", "coordinator", "up", "status", "watch", "ls", "verify"]
+COMMANDS = ["sidecar", "coordinator", "up", "status", "watch", "ls", "recover", "verify"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -19,6 +19,7 @@ _SUMMARIES = {
     "status": "Show saves and how far they are.",
     "watch": "Follow one save until it is committed or aborted.",
     "ls": "List the checkpoints below a root in storage.",
+    "recover": "Finish or judge interrupted saves from storage alone.",
     "verify": "Re-read a checkpoint and compare it with its receipts.",
 }
 

@@ -120,6 +120,8 @@ def save_details(save: save_pb2.SaveStatus) -> RenderableType:
         if save.waiting_on.deadline_s > 0:
             waiting += f", at most {save.waiting_on.deadline_s:.0f} s more"
         parts.append(Text(waiting, style="yellow"))
+    if save.note:
+        parts.append(Text(save.note, style="dim"))
     for failure in save.failures:
         who = f"rank {failure.rank} ({failure.host})" if failure.rank >= 0 else "save"
         kind = save_pb2.FailureKind.Name(failure.kind).removeprefix("FAILURE_KIND_")

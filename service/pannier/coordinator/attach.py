@@ -60,6 +60,10 @@ class Attachments:
         self._rendered: dict[str, tuple[float, tuple[object, ...], save_pb2.SaveStatus]] = {}
         registry.listen(self._changed)
 
+    def present(self) -> list[Presence]:
+        """The sidecars that are attached now."""
+        return self._losses.present()
+
     async def serve(self, requests: Requests) -> AsyncIterator[coordinator_pb2.AttachResponse]:
         """Answers of one stream, until the sidecar ends it.
 
@@ -236,7 +240,7 @@ _RENDERED_KEPT: Final = 64
 
 def _essence(save: Save) -> tuple[object, ...]:
     """What is told at once when it changes."""
-    return (save.state, len(save.failures), save.attempt is not None, bool(save.problem))
+    return (save.state, len(save.failures), save.attempt is not None, bool(save.problem), save.note)
 
 
 def check_version(version: int, host: str) -> None:

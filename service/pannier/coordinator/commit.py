@@ -5,13 +5,19 @@ these bytes become the checkpoint is :mod:`pannier.records`' business.
 """
 
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from torch.distributed.checkpoint.metadata import StorageMeta
 
 from pannier.coordinator.manifest import Manifest
-from pannier.coordinator.receipts import complete_metadata
+from pannier.coordinator.receipts import (
+    check_external_metadata,
+    check_external_receipt,
+    check_receipt,
+    complete_metadata,
+)
 from pannier.v1 import plan_pb2, records_pb2
+from pannier.wire.errors import IntegrityError
 from pannier.wire.plans import build_metadata
 
 
@@ -31,3 +37,19 @@ def build_candidate(
         checkpoint_id=checkpoint_id,
         attempt=manifest.message.attempt,
     )
+
+
+def build_checked(manifest: bytes, receipts: Iterable[records_pb2.Receipt]) -> bytes:
+    """The same from storage alone. Raises IntegrityError when a receipt doesn't fit the plan."""
+    plan = Manifest.parse(manifest)
+    told = {receipt.rank: receipt for receipt in receipts}
+    for receipt in told.values():
+        if plan.message.external:
+            check_external_receipt(plan.message.attempt, receipt)
+        else:
+            check_receipt(plan, receipt)
+    if plan.message.external:
+        check_external_metadata(plan.message.metadata, told)
+    if missing := [rank for rank in plan.ranks if rank not in told]:
+        raise IntegrityError(f"the receipts of ranks {missing} are missing")
+    return build_candidate(plan, told, checkpoint_id=plan.message.checkpoint_id)

@@ -358,12 +358,12 @@ class Save:
     def status(self, *, ranks: bool = True) -> save_pb2.SaveStatus:
         """The status now; ``ranks``: with every rank's."""
         waiting = waiting_on(
-            self.awaited(), deadline_s=max(0.0, self._next_deadline() - time.monotonic())
+            self.awaited(), deadline_s=max(0.0, self.next_deadline - time.monotonic())
         )
         if not waiting.text and not self.ended:
             waiting.text = self.problem
             if self.problem and self.state is not State.IN_DOUBT:
-                waiting.deadline_s = max(0.0, self._next_deadline() - time.monotonic())
+                waiting.deadline_s = max(0.0, self.next_deadline - time.monotonic())
         return save_pb2.SaveStatus(
             save=self.context.save,
             id=self.key,
@@ -385,7 +385,9 @@ class Save:
             ),
         )
 
-    def _next_deadline(self) -> float:
+    @property
+    def next_deadline(self) -> float:
+        """Until when its state may last, on the monotonic clock."""
         return self.plan_deadline if self.state is State.PLANNING else self.deadline
 
     def _rank_status(self, part: Part) -> save_pb2.RankStatus:

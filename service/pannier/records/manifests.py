@@ -70,10 +70,14 @@ async def publish(store: Store, manifest: _Manifest) -> _Manifest:
 
 async def read_manifest(store: Store, attempt: str, kind: type[_Manifest]) -> _Manifest | None:
     """The manifest of an attempt; None when it has none. Raises StorageError, IntegrityError."""
+    key = identity.manifest(attempt)
     try:
-        return kind.parse(await store.read(identity.manifest(attempt)))
+        found = kind.parse(await store.read(key))
     except NotFoundError:
         return None
+    if found.message.attempt != attempt:
+        raise IntegrityError(f"{store.url}/{key} is of attempt {found.message.attempt!r}")
+    return found
 
 
 async def exists(store: Store, attempt: str) -> bool:

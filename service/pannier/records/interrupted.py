@@ -1,0 +1,269 @@
+"""Attempts that nobody has brought to their end, found and ended from the bucket alone.
+
+In: a store. Out: what each interrupted attempt lacks; and, on request, its end, by the same steps
+as a coordinator's. A save that is under way looks the same: ending it twice does no harm. Async.
+"""
+
+import enum
+import posixpath
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from pannier.records.decisions import Decisions, decide, is_attempt, propose, read_decisions
+from pannier.records.ending import SupersededError, carry_out, prepare_commit
+from pannier.records.installing import RemovedError, find_standing
+from pannier.records.manifests import ManifestRecord, read_manifest
+from pannier.records.receipts import find_receipts
+from pannier.storage import NotFoundError, ObjectInfo, Store
+from pannier.v1 import records_pb2, save_pb2
+from pannier.wire import identity
+from pannier.wire.errors import ConfigurationError, IntegrityError
+
+Build = Callable[[bytes, Sequence[records_pb2.Receipt]], Awaitable[bytes]]
+"""From a manifest and the receipts of all ranks to the bytes of ``.metadata``.
+
+Raises IntegrityError when they don't fit each other, ConfigurationError where it can't be done.
+"""
+
+
+class Found(enum.Enum):
+    """What storage says of an attempt that isn't at its end."""
+
+    COMPLETE = "complete"
+    """All receipts are there: it can be committed."""
+    COMMIT = "commit"
+    """COMMIT is decided, but ``.metadata`` isn't this attempt's yet."""
+    ABORT = "abort"
+    """ABORT is decided, but not all of its objects are removed."""
+    UNDECIDED = "undecided"
+    """Receipts are missing."""
+    DAMAGED = "damaged"
+    """A record is not what was written, so that it can't be told."""
+
+
+class End(enum.Enum):
+    """How an attempt is, after all that could be done."""
+
+    COMMITTED = "committed"
+    ABORTED = "aborted"
+    REMOVED = "removed"
+    """The checkpoint was removed meanwhile."""
+    UNDECIDED = "undecided"
+
+
+@dataclass(frozen=True)
+class Interrupted:
+    """An attempt that isn't at its end."""
+
+    attempt: str
+    found: Found
+    members: tuple[tuple[int, str], ...] = ()
+    """Ranks and their hosts, as the manifest has them."""
+    missing: tuple[int, ...] = ()
+    """Ranks whose receipt isn't there."""
+    planned: bool = True
+    """There is a manifest; without one nobody can commit it."""
+    problem: str = ""
+    """What is damaged, for people."""
+    modified: float = 0
+    """When its newest object was written, by the store's clock; Unix time, seconds."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of an interrupted attempt."""
+
+    attempt: Interrupted
+    end: End
+    reason: str = ""
+    """Why it is undecided or aborted, for people."""
+
+
+async def find_interrupted(store: Store) -> list[Interrupted]:
+    """The interrupted attempts of one checkpoint, oldest first. Raises StorageError."""
+    attempts: dict[str, list[ObjectInfo]] = {}
+    for prefix in (identity.attempts_prefix(), identity.data_prefix("")[:-1]):
+        for info in await store.list(prefix):
+            attempt = _attempt_of(info.key)
+            if attempt:
+                attempts.setdefault(attempt, []).append(info)
+    decisions = await read_decisions(
+        store, (info.key for items in attempts.values() for info in items)
+    )
+    found = []
+    for name in sorted(attempts, key=identity.Attempt.parse):
+        try:
+            interrupted = await _judge(store, name, attempts[name], decisions)
+        except IntegrityError as error:
+            interrupted = Interrupted(name, Found.DAMAGED, problem=str(error))
+        if interrupted is not None:
+            found.append(interrupted)
+    return found
+
+
+def _attempt_of(key: str) -> str:
+    """Whose object it is; empty for none's."""
+    top, _, rest = key.partition("/")
+    if rest:
+        name = rest.partition("/")[0] if f"{top}/" == identity.attempts_prefix() else ""
+    else:
+        name = top.removeprefix("__").partition("_")[0] if top.startswith("__") else ""
+    return name if is_attempt(name) else ""
+
+
+async def _judge(
+    store: Store, attempt: str, items: list[ObjectInfo], decisions: Decisions
+) -> Interrupted | None:
+    """What it lacks; None when it is at its end."""
+    key = identity.decision(attempt)
+    modified = max(info.modified for info in items)
+    if key in decisions.damaged:
+        raise decisions.damaged[key]
+    decision = decisions.known.get(attempt)
+    if decision is not None and decision.outcome == records_pb2.OUTCOME_ABORT:
+        left = any(info.key != key for info in items)
+        return Interrupted(attempt, Found.ABORT, modified=modified) if left else None
+    if decision is not None:
+        metadata, standing = await find_standing(store)
+        decided = next(info.modified for info in items if info.key == key)
+        ended = (
+            # A plain writer saved to this place since.
+            metadata is not None and metadata.modified > decided
+            if standing is None
+            else standing >= identity.Attempt.parse(attempt)
+        )
+        return None if ended else Interrupted(attempt, Found.COMMIT, modified=modified)
+    manifest = await read_manifest(store, attempt, ManifestRecord)
+    if manifest is None:
+        return Interrupted(attempt, Found.UNDECIDED, planned=False, modified=modified)
+    there = {receipt.rank for receipt in await find_receipts(store, attempt, manifest.ranks)}
+    missing = tuple(rank for rank in manifest.ranks if rank not in there)
+    members = tuple((member.rank, member.host) for member in manifest.message.members)
+    return Interrupted(
+        attempt,
+        Found.UNDECIDED if missing else Found.COMPLETE,
+        members,
+        missing,
+        modified=modified,
+    )
+
+
+async def end(
+    store: Store, interrupted: Interrupted, *, build: Build, host: str, abort: bool
+) -> Outcome:
+    """Brings an attempt to its end, as far as storage tells how.
+
+    Args:
+        build: makes the candidate of ``.metadata``, where nobody has yet.
+        host: signs decisions.
+        abort: also where receipts are missing: what these ranks hold is given up.
+
+    Raises StorageError.
+    """
+    name = interrupted.attempt
+    try:
+        if interrupted.found is Found.COMPLETE:
+            try:
+                decision = await _commit(store, name, build, host)
+            except SupersededError as error:
+                return await _abort(store, interrupted, host, str(error))
+        elif interrupted.found is Found.DAMAGED:
+            return Outcome(interrupted, End.UNDECIDED, interrupted.problem)
+        elif interrupted.found is Found.UNDECIDED:
+            if not abort:
+                return Outcome(interrupted, End.UNDECIDED, _lacks(interrupted))
+            return await _abort(store, interrupted, host, f"given up: {_lacks(interrupted)}")
+        else:
+            standing = (await read_decisions(store, [identity.decision(name)])).known.get(name)
+            if standing is None:
+                return Outcome(interrupted, End.REMOVED, "it was removed meanwhile")
+            decision = standing
+        await carry_out(store, decision)
+    except RemovedError as error:
+        return Outcome(interrupted, End.REMOVED, str(error))
+    except (IntegrityError, ConfigurationError) as error:
+        if abort and interrupted.found is Found.COMPLETE and isinstance(error, IntegrityError):
+            return await _abort(store, interrupted, host, str(error))
+        return Outcome(interrupted, End.UNDECIDED, str(error))
+    return _ended(interrupted, decision)
+
+
+async def _commit(store: Store, attempt: str, build: Build, host: str) -> records_pb2.Decision:
+    manifest = await read_manifest(store, attempt, ManifestRecord)
+    if manifest is None:
+        raise IntegrityError(f"{store.url}: the manifest of {attempt} is gone")
+    try:
+        # A coordinator that had checked the receipts.
+        metadata = await store.read(identity.metadata_candidate(attempt))
+    except NotFoundError:
+        receipts = await find_receipts(store, attempt, manifest.ranks)
+        metadata = await build(manifest.data, receipts)
+    proposal = await prepare_commit(
+        store,
+        save=manifest.message.save,
+        attempt=identity.Attempt.parse(attempt),
+        plan_id=manifest.plan_id,
+        metadata=metadata,
+        host=host,
+    )
+    return await decide(store, proposal)
+
+
+async def _abort(store: Store, interrupted: Interrupted, host: str, why: str) -> Outcome:
+    manifest = await read_manifest(store, interrupted.attempt, ManifestRecord)
+    attempt = identity.Attempt.parse(interrupted.attempt)
+    save = save_pb2.SaveId(group=attempt.group, number=attempt.number)
+    hosts = dict(interrupted.members)
+    failures = [
+        save_pb2.Failure(rank=rank, host=hosts[rank], kind=save_pb2.FAILURE_KIND_LOST, message=why)
+        for rank in interrupted.missing
+    ] or [save_pb2.Failure(rank=-1, kind=save_pb2.FAILURE_KIND_LOST, message=why)]
+    decision = await decide(
+        store,
+        propose(
+            records_pb2.OUTCOME_ABORT,
+            save=manifest.message.save if manifest is not None else save,
+            attempt=attempt,
+            host=host,
+            failures=failures,
+        ),
+    )
+    await carry_out(store, decision)
+    return _ended(interrupted, decision, why)
+
+
+def _ended(interrupted: Interrupted, decision: records_pb2.Decision, why: str = "") -> Outcome:
+    if decision.outcome == records_pb2.OUTCOME_COMMIT:
+        return Outcome(interrupted, End.COMMITTED)
+    told = "; ".join(dict.fromkeys(failure.message for failure in decision.failures))
+    return Outcome(interrupted, End.ABORTED, told or why)
+
+
+def _lacks(interrupted: Interrupted) -> str:
+    if not interrupted.planned:
+        return "its plan was never agreed, so that nobody can commit it"
+    by_host: dict[str, list[int]] = {}
+    hosts = dict(interrupted.members)
+    for rank in interrupted.missing:
+        by_host.setdefault(hosts[rank], []).append(rank)
+    where = "; ".join(f"host {host}: {_ranks(ranks)}" for host, ranks in by_host.items())
+    return f"receipts are missing of {where}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:16])) + (", …" if len(ranks) > 16 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+
+
+async def find_directories(store: Store) -> list[str]:
+    """Directories at any depth below ``store`` that hold objects of attempts; "" is itself."""
+    found = set()
+    for info in await store.list():
+        directory, separator, rest = f"/{info.key}".rpartition(f"/{identity.attempts_prefix()}")
+        if separator and is_attempt(rest.partition("/")[0]):
+            found.add(directory[1:])
+            continue
+        parent, name = posixpath.split(info.key)
+        if _attempt_of(name):
+            found.add(parent)
+    return sorted(found)
