@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 from pannier.storage.base import StorageError
+from pannier.storage.limits import unlimited
 
 LIMIT_S = 5.0
 _log = logging.getLogger(__name__)
@@ -17,7 +18,8 @@ async def clean_up(request: Coroutine[Any, Any, object], what: str) -> None:
 
     It stands in for an error that is already on its way, which must not be hidden.
     """
-    task = asyncio.ensure_future(request)
+    with unlimited():
+        task = asyncio.ensure_future(request)
     with suppress(asyncio.CancelledError):
         await asyncio.wait({task}, timeout=LIMIT_S)
     if not task.done():

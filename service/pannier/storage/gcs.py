@@ -10,9 +10,9 @@ import base64
 import json
 import re
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from datetime import datetime, timezone
-from typing import Any
+from typing import Any, TypeVar
 
 import crc32c
 
@@ -32,12 +32,16 @@ from pannier.storage.gcs_http import (
     ChecksumRefusedError,
     GcsConnection,
     PreconditionError,
+    Slices,
     lease,
 )
 from pannier.storage.gcs_upload import ResumableUpload, encode_crc
+from pannier.storage.limits import end_of
 from pannier.storage.location import Location, check_key
 from pannier.storage.retrying import TransientError, retry, silent
 from pannier.storage.threads import BUFFER, buffers
+
+T = TypeVar("T")
 
 _FIELDS = "name,size,generation,crc32c,updated"
 _FRACTION = re.compile(r"\.(\d+)")
@@ -63,6 +67,19 @@ class GcsStore(Store):
     def _what(self, key: str) -> str:
         return f"gs://{self._bucket}/{self._prefix}{key}"
 
+    async def _connection(self) -> GcsConnection:
+        return await self._lease.get(end_of(self._deadline_s))
+
+    async def _retry(
+        self,
+        operation: Callable[[], Coroutine[Any, Any, T]],
+        key: str,
+        retried: Retried = silent,
+    ) -> T:
+        return await retry(
+            operation, what=self._what(key), deadline_s=self._deadline_s, retried=retried
+        )
+
     async def upload(
         self, key: str, source: Source, *, progress: Progress, retried: Retried
     ) -> ObjectInfo:
@@ -76,7 +93,7 @@ class GcsStore(Store):
     async def _upload(
         self, key: str, source: Source, progress: Progress, retried: Retried
     ) -> ObjectInfo:
-        connection = await self._lease.get()
+        connection = await self._connection()
         troubled = False
 
         def note(reason: str) -> None:
@@ -140,7 +157,7 @@ class GcsStore(Store):
 
     async def replace(self, key: str, data: bytes, *, expected: str | None) -> ObjectInfo:
         """See :meth:`Store.replace`."""
-        connection = await self._lease.get()
+        connection = await self._connection()
         crc = crc32c.crc32c(data)
         try:
             resource = await self._insert(connection, key, data, crc, expected or "0", silent)
@@ -198,11 +215,11 @@ class GcsStore(Store):
                 what=self._what(key),
                 params={"uploadType": "multipart", "ifGenerationMatch": generation},
                 headers={"Content-Type": f"multipart/related; boundary={boundary}"},
-                data=body,
+                data=Slices(memoryview(body)),
             )
             return answer.json()
 
-        return await retry(once, deadline_s=self._deadline_s, retried=retried)
+        return await self._retry(once, key, retried)
 
     async def read(self, key: str, offset: int = 0, length: int | None = None) -> bytes:
         """See :meth:`Store.read`. Whole objects are checked against the answer's crc32c."""
@@ -217,7 +234,7 @@ class GcsStore(Store):
     async def _media(
         self, key: str, params: Mapping[str, str], headers: Mapping[str, str]
     ) -> bytes:
-        connection = await self._lease.get()
+        connection = await self._connection()
 
         async def once() -> bytes:
             answer = await connection.request(
@@ -234,11 +251,11 @@ class GcsStore(Store):
                 _check_hash(answer.headers.get("X-Goog-Hash", ""), answer.body, self._what(key))
             return answer.body
 
-        return await retry(once, deadline_s=self._deadline_s)
+        return await self._retry(once, key)
 
     async def stat(self, key: str) -> ObjectInfo | None:
         """See :meth:`Store.stat`. Raises NotFoundError when it is the bucket that is missing."""
-        connection = await self._lease.get()
+        connection = await self._connection()
 
         async def once() -> dict[str, Any]:
             answer = await connection.request(
@@ -250,7 +267,7 @@ class GcsStore(Store):
             return answer.json()
 
         try:
-            return self._info(await retry(once, deadline_s=self._deadline_s))
+            return self._info(await self._retry(once, key))
         except NotFoundError as error:
             if "bucket does not exist" in str(error):
                 raise
@@ -258,7 +275,7 @@ class GcsStore(Store):
 
     async def list(self, prefix: str = "") -> list[ObjectInfo]:
         """See :meth:`Store.list`."""
-        connection = await self._lease.get()
+        connection = await self._connection()
         found: list[ObjectInfo] = []
         token: str | None = None
         while True:
@@ -276,7 +293,7 @@ class GcsStore(Store):
                 )
                 return answer.json()
 
-            page = await retry(once, deadline_s=self._deadline_s)
+            page = await self._retry(once, prefix)
             found += [self._info(item) for item in page.get("items", ())]
             token = page.get("nextPageToken")
             if not token:
@@ -284,7 +301,7 @@ class GcsStore(Store):
 
     async def delete(self, key: str, *, generation: str | None = None) -> None:
         """See :meth:`Store.delete`."""
-        connection = await self._lease.get()
+        connection = await self._connection()
 
         async def once() -> None:
             await connection.request(
@@ -295,7 +312,7 @@ class GcsStore(Store):
                 expected=(200, 204, 404, 412) if generation else (200, 204, 404),
             )
 
-        await retry(once, deadline_s=self._deadline_s)
+        await self._retry(once, key)
 
     async def probe(self) -> None:
         """See :meth:`Store.probe`."""

@@ -9,6 +9,7 @@ as TransientError; :mod:`pannier.storage.retrying` decides.
 import asyncio
 import json
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,7 @@ from gcsfs.retry import HttpError, NonRetryableError
 from yarl import URL
 
 from pannier.storage.base import DeniedError, NotFoundError, StorageError
+from pannier.storage.limits import within
 from pannier.storage.retrying import TransientError
 from pannier.storage.sharing import Lease
 from pannier.storage.threads import in_thread
@@ -78,6 +80,8 @@ class Slices(aiohttp.payload.Payload):
     def __init__(self, view: memoryview) -> None:
         super().__init__(view, content_type="application/octet-stream")
         self._size = len(view)
+        self.moved = time.monotonic()
+        """When the connection last took some of it."""
 
     def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
         """Not text."""
@@ -87,6 +91,7 @@ class Slices(aiohttp.payload.Payload):
         """Writes all; may be called again by aiohttp on a new connection."""
         for at in range(0, len(self._value), _SLICE):
             await writer.write(self._value[at : at + _SLICE])
+            self.moved = time.monotonic()
 
 
 class GcsConnection:
@@ -143,7 +148,7 @@ class GcsConnection:
         what: str,
         params: Mapping[str, str | None] | None = None,
         headers: Mapping[str, str] | None = None,
-        data: "bytes | Slices | None" = None,
+        data: Slices | None = None,
         expected: tuple[int, ...] = (200,),
     ) -> Answer:
         """One request, once.
@@ -161,13 +166,20 @@ class GcsConnection:
         if params is not None:
             billed = self._fs._get_params(dict(params))
             url = f"{url}?{urlencode(billed)}" if billed else url
-        size = len(data) if isinstance(data, bytes) else data.size if data is not None else 0
-        limit_s = CONNECT_S + SILENCE_S + (size or 0) / SLOWEST_BYTES_PER_S
+        body = data or Slices(memoryview(b""))
+        limit_s = CONNECT_S + SILENCE_S + (body.size or 0) / SLOWEST_BYTES_PER_S
+        body.moved = began = time.monotonic()
         try:
-            answer = await asyncio.wait_for(self._once(method, url, headers, data), limit_s)
+            answer = await within(
+                limit_s,
+                self._once(method, url, headers, data),
+                # A peer that takes nothing for so long has stalled.
+                sooner=lambda: body.moved + CONNECT_S + SILENCE_S,
+            )
         except asyncio.TimeoutError as error:
             raise TransientError(
-                f"{what}: {self.endpoint} did not answer in time ({error or f'{limit_s:.0f} s'})"
+                f"{what}: {self.endpoint} did not answer for "
+                f"{time.monotonic() - max(began, body.moved):.0f} s"
             ) from error
         except (aiohttp.InvalidURL, aiohttp.ClientConnectorCertificateError) as error:
             raise StorageError(f"{what}: {error}") from error
@@ -184,7 +196,7 @@ class GcsConnection:
         method: str,
         url: str,
         headers: Mapping[str, str] | None,
-        data: "bytes | Slices | None",
+        data: Slices | None,
     ) -> Answer:
         async with self._fs.session.request(
             method,

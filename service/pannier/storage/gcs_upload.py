@@ -6,13 +6,16 @@ Nothing can be seen of the object before its last chunk has arrived.
 
 import base64
 import json
-from typing import Any
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
 from pannier.storage.base import NotFoundError, Progress, Retried, StorageError
 from pannier.storage.cleanup import clean_up
 from pannier.storage.feed import Feed
 from pannier.storage.gcs_http import Answer, GcsConnection, Slices
 from pannier.storage.retrying import TransientError, retry
+
+T = TypeVar("T")
 
 _SESSIONS = 3
 """Upload sessions that may be lost by the server before we give up."""
@@ -74,7 +77,7 @@ class ResumableUpload:
         raise AssertionError("unreachable")
 
     async def _run(self, feed: Feed, view: memoryview, progress: Progress) -> dict[str, Any]:
-        self._session = await retry(self._start, deadline_s=self._deadline_s, retried=self._retried)
+        self._session = await self._retry(self._start)
         try:
             held = 0
             while True:
@@ -93,6 +96,11 @@ class ResumableUpload:
             await clean_up(self._cancel(), "an upload session may be left")
             raise
 
+    async def _retry(self, operation: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        return await retry(
+            operation, what=self._what, deadline_s=self._deadline_s, retried=self._retried
+        )
+
     async def _start(self) -> str:
         answer = await self._connection.request(
             "POST",
@@ -104,7 +112,7 @@ class ResumableUpload:
                 "X-Upload-Content-Type": "application/octet-stream",
                 "X-Upload-Content-Length": str(self._size),
             },
-            data=json.dumps({"name": self._name}).encode(),
+            data=Slices(memoryview(json.dumps({"name": self._name}).encode())),
             expected=(200, 201),
         )
         location = answer.headers.get("Location")
@@ -122,7 +130,9 @@ class ResumableUpload:
             nonlocal uncertain
             at = start
             if uncertain:
-                state = self._state(await self._put(b"", f"bytes */{self._size}", {}))
+                state = self._state(
+                    await self._put(Slices(memoryview(b"")), f"bytes */{self._size}", {})
+                )
                 if isinstance(state, dict) or not start <= state < start + len(piece):
                     return state
                 at = state
@@ -134,11 +144,9 @@ class ResumableUpload:
                 raise TransientError(f"{self._what}: the server took nothing of {span}")
             return state
 
-        return await retry(once, deadline_s=self._deadline_s, retried=self._retried)
+        return await self._retry(once)
 
-    async def _put(
-        self, data: "bytes | Slices", content_range: str, headers: dict[str, str]
-    ) -> Answer:
+    async def _put(self, data: Slices, content_range: str, headers: dict[str, str]) -> Answer:
         try:
             return await self._connection.request(
                 "PUT",

@@ -31,6 +31,7 @@ from pannier.storage.base import (
 )
 from pannier.storage.draft import BLOCK, HIDDEN, Draft, LinksUnsupportedError, sync_directory
 from pannier.storage.feed import Feed
+from pannier.storage.limits import end_of
 from pannier.storage.location import Location, check_key
 from pannier.storage.lock import locked
 from pannier.storage.threads import BUFFER, buffers, in_thread
@@ -96,7 +97,7 @@ class LocalStore(Store):
         try:
             await in_thread(draft.link)
         except LinksUnsupportedError:
-            async with locked(path.parent, self._deadline_s):
+            async with locked(path.parent, end_of(self._deadline_s)):
                 await in_thread(draft.move)
 
     async def create(self, key: str, data: bytes) -> ObjectInfo:
@@ -117,7 +118,7 @@ class LocalStore(Store):
                     with suppress(FileExistsError):
                         await self._publish(draft, path)
                         return _info(key, draft.stat(), crc32c.crc32c(data))
-                async with locked(path.parent, self._deadline_s):
+                async with locked(path.parent, end_of(self._deadline_s)):
                     current = await self.stat(key)
                     if current and current.generation == expected:
                         await in_thread(draft.replace)
@@ -153,7 +154,7 @@ class LocalStore(Store):
         path = self._path(key)
         with _os_errors(path):
             try:
-                async with locked(path.parent, self._deadline_s):
+                async with locked(path.parent, end_of(self._deadline_s)):
                     if generation is not None:
                         current = await self.stat(key)
                         if current is None or current.generation != generation:

@@ -23,19 +23,23 @@ _RETRY_S = 0.005
 
 
 @asynccontextmanager
-async def locked(directory: Path, deadline_s: float) -> AsyncIterator[None]:
+async def locked(directory: Path, end: float) -> AsyncIterator[None]:
     """Holds the lock of an existing ``directory``.
+
+    Args:
+        end: time.monotonic() at which we wait no longer.
 
     Raises:
         StorageError: somebody else held it until the deadline.
         OSError: the directory doesn't exist or can't be written.
     """
     path = directory / _NAME
-    deadline = time.monotonic() + deadline_s
+    began = time.monotonic()
     while (fd := await in_thread(_try, path)) is None:
-        if time.monotonic() > deadline:
+        if time.monotonic() > end:
+            waited_s = time.monotonic() - began
             raise StorageError(
-                f"{path} was held by another process for {deadline_s:.0f} s: is one stopped? "
+                f"{path} was held by another process for {waited_s:.0f} s: is one stopped? "
                 "It is free again when that process ends"
             )
         # The kernel offers no wait for a file lock with a deadline.

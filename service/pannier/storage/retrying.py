@@ -4,18 +4,22 @@ The libraries below are told not to retry by themselves (or are called beneath
 their own retries): two layers multiply, hide the reason, and miss the deadline.
 """
 
+import asyncio
 import time
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_random_exponential
 
 from pannier.storage.base import Retried, StorageError
+from pannier.storage.limits import end_of, tell, within
 
 T = TypeVar("T")
 
 FIRST_WAIT_S = 0.25
 LONGEST_WAIT_S = 20.0
+_LONGEST_REQUEST_S = 60.0
+"""Most that a store is obeyed when it asks to wait."""
 
 
 class TransientError(StorageError):
@@ -31,35 +35,52 @@ class TransientError(StorageError):
 
 
 def silent(reason: str) -> None:
-    """A :data:`Retried` for operations whose retries nobody counts."""
+    """A :data:`Retried` for operations whose retries nobody counts by themselves."""
 
 
 async def retry(
-    operation: Callable[[], Awaitable[T]], *, deadline_s: float, retried: Retried = silent
+    operation: Callable[[], Coroutine[Any, Any, T]],
+    *,
+    what: str,
+    deadline_s: float,
+    retried: Retried = silent,
 ) -> T:
     """Runs ``operation`` until it doesn't raise TransientError, waiting with jitter in between.
 
+    Ends after ``deadline_s``, or when the time of :func:`pannier.storage.limits.limited` is
+    up if that is sooner; a try that is on its way then is cut off.
+
+    Args:
+        what: the object, for errors.
+
     Raises:
-        StorageError: the last TransientError's message, once ``deadline_s`` has passed.
+        StorageError: with the last TransientError's message when the time is up. Whether
+            a write has reached the store is unknown then.
     """
     started = time.monotonic()
+    end = end_of(deadline_s)
     jitter = wait_random_exponential(multiplier=FIRST_WAIT_S, max=LONGEST_WAIT_S)
+    problem: TransientError | None = None
 
     def wait(state: RetryCallState) -> float:
-        error = state.outcome.exception() if state.outcome else None
-        after_s = error.after_s if isinstance(error, TransientError) else 0
-        return max(jitter(state), min(after_s, 60))
+        after_s = problem.after_s if problem is not None else 0
+        return max(jitter(state), min(after_s, _LONGEST_REQUEST_S))
 
     def stop(state: RetryCallState) -> bool:
         # Not when the next try would begin after the deadline.
-        return time.monotonic() - started + state.upcoming_sleep >= deadline_s
+        return time.monotonic() + state.upcoming_sleep >= end
 
     def before_sleep(state: RetryCallState) -> None:
-        error = state.outcome.exception() if state.outcome else None
-        retried(str(error))
+        retried(str(problem))
+        tell(str(problem))
 
     async def once() -> T:
-        return await operation()
+        nonlocal problem
+        try:
+            return await within(end - time.monotonic(), operation())
+        except TransientError as error:
+            problem = error
+            raise
 
     attempts = AsyncRetrying(
         retry=retry_if_exception_type(TransientError),
@@ -70,8 +91,10 @@ async def retry(
     )
     try:
         return await attempts(once)
-    except TransientError as error:
+    except (TransientError, asyncio.TimeoutError) as error:
         tries = attempts.statistics.get("attempt_number", 1)
+        last = problem or f"{what}: no answer"
         raise StorageError(
-            f"{error} (given up after {tries} tries in {deadline_s:.0f} s)"
+            f"{last} (given up after {tries} {'try' if tries == 1 else 'tries'} in "
+            f"{time.monotonic() - started:.0f} s)"
         ) from error

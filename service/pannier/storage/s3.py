@@ -25,12 +25,14 @@ from pannier.storage.base import (
 )
 from pannier.storage.cleanup import clean_up
 from pannier.storage.feed import Feed
+from pannier.storage.limits import end_of
 from pannier.storage.location import Location, check_key
 from pannier.storage.retrying import TransientError, retry, silent
 from pannier.storage.s3_client import (
     BeyondEndError,
     ChecksumRefusedError,
     PreconditionError,
+    S3Connection,
     lease,
 )
 from pannier.storage.threads import BUFFER
@@ -56,10 +58,13 @@ class S3Store(Store):
     def _what(self, key: str) -> str:
         return f"s3://{self._bucket}/{self._prefix}{key}"
 
+    async def _connection(self) -> S3Connection:
+        return await self._lease.get(end_of(self._deadline_s))
+
     async def _call(
         self, operation: str, key: str, *, retried: Retried = silent, size: int = 0, **more: Any
     ) -> dict[str, Any]:
-        connection = await self._lease.get()
+        connection = await self._connection()
         return await retry(
             lambda: connection.call(
                 operation,
@@ -69,6 +74,7 @@ class S3Store(Store):
                 Key=self._prefix + check_key(key),
                 **more,
             ),
+            what=self._what(key),
             deadline_s=self._deadline_s,
             retried=retried,
         )
@@ -272,7 +278,7 @@ class S3Store(Store):
         return await self._read_whole(key)
 
     async def _read_whole(self, key: str) -> bytes:
-        connection = await self._lease.get()
+        connection = await self._connection()
 
         async def once() -> bytes:
             answer = await connection.call(
@@ -288,7 +294,7 @@ class S3Store(Store):
                 raise TransientError(f"{self._what(key)} was read with another crc32c")
             return body
 
-        return await retry(once, deadline_s=self._deadline_s)
+        return await retry(once, what=self._what(key), deadline_s=self._deadline_s)
 
     async def stat(self, key: str) -> ObjectInfo | None:
         """See :meth:`Store.stat`."""
@@ -306,7 +312,7 @@ class S3Store(Store):
 
     async def list(self, prefix: str = "") -> list[ObjectInfo]:
         """See :meth:`Store.list`; without checksums, which S3 doesn't list."""
-        connection = await self._lease.get()
+        connection = await self._connection()
         found: list[ObjectInfo] = []
         more: dict[str, str] = {}
         while True:
@@ -319,6 +325,7 @@ class S3Store(Store):
                     Prefix=self._prefix + prefix,
                     **asked,
                 ),
+                what=self._what(prefix),
                 deadline_s=self._deadline_s,
             )
             found += [

@@ -14,6 +14,7 @@ import botocore.exceptions as boto
 from s3fs import S3FileSystem
 
 from pannier.storage.base import DeniedError, NotFoundError, StorageError
+from pannier.storage.limits import within
 from pannier.storage.retrying import TransientError
 from pannier.storage.sharing import Lease
 from pannier.storage.threads import in_thread
@@ -100,7 +101,7 @@ class S3Connection:
         """
         limit_s = CONNECT_S + SILENCE_S + size / SLOWEST_BYTES_PER_S
         try:
-            return await asyncio.wait_for(self._once(operation, arguments), limit_s)
+            return await within(limit_s, self._once(operation, arguments))
         except boto.ClientError as error:
             raise _error(error, what) from error
         except (

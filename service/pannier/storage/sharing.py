@@ -5,6 +5,7 @@ would mean a TLS handshake and a token for every save.
 """
 
 import asyncio
+import time
 import weakref
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -40,8 +41,12 @@ class Lease(Generic[T]):
         self._key, self._open, self._close = key, open, close
         self._closed = False
 
-    async def get(self) -> T:
-        """The connection. Raises what opening it raised; the next call tries again."""
+    async def get(self, end: float) -> T:
+        """The connection. Raises what opening it raised; the next call tries again.
+
+        Args:
+            end: time.monotonic() at which we wait no longer, with a StorageError.
+        """
         if self._closed:
             raise StorageError("the store is closed")
         loop = asyncio.get_running_loop()
@@ -51,7 +56,12 @@ class Lease(Generic[T]):
             entry = shared[self._key] = _Shared(loop.create_task(self._opened()))
         entry.users.add(self)
         try:
-            return await asyncio.shield(entry.opening)
+            await asyncio.wait({entry.opening}, timeout=max(0.0, end - time.monotonic()))
+            if not entry.opening.done():
+                raise StorageError(
+                    "no credentials were found in time: does the machine's metadata server answer?"
+                )
+            return entry.opening.result()
         except BaseException:
             failed = entry.opening.done() and (
                 entry.opening.cancelled() or entry.opening.exception() is not None
