@@ -1,7 +1,6 @@
 """Saves while storage misbehaves: what is in doubt stays in doubt until storage tells."""
 
 import asyncio
-import itertools
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,99 +10,24 @@ import pytest
 from google.protobuf import json_format
 
 from pannier.coordinator.columns import RankPlan
-from pannier.coordinator.conduct import Conductor
 from pannier.coordinator.manifest import Manifest
 from pannier.coordinator.places import Places
-from pannier.coordinator.planners import Planners
 from pannier.coordinator.planning import make_global_plan
-from pannier.coordinator.registry import ENDED_KEPT, Registry
-from pannier.coordinator.saves import Save, State
-from pannier.daemon.board import Board
+from pannier.coordinator.registry import ENDED_KEPT
+from pannier.coordinator.saves import State
 from pannier.records.manifests import publish
-from pannier.storage import DeniedError, ObjectInfo, StorageError, Store, open_store
-from pannier.v1 import records_pb2, save_pb2, sidecar_pb2
+from pannier.storage import Store
+from pannier.v1 import records_pb2, save_pb2
 from pannier.wire import identity
 from pannier.wire.errors import InvalidRequestError
 from support.ranks_by_hand import (
-    context,
     local_plan,
     rank_plans,
     receipt_of,
     tensor,
     thing,
 )
-from support.unsteady import Unsteady
-
-_places = itertools.count()
-
-
-class Failing(Unsteady):
-    """Refuses all writes of a key until it is told otherwise."""
-
-    def __init__(self, inner: Store) -> None:
-        super().__init__(inner)
-        self.refused: set[str] = set()
-        self.denied = False
-        """Denies all writes."""
-        self.tries = 0
-
-    async def _write(self, key: str, write: Callable[[], Awaitable[ObjectInfo]]) -> ObjectInfo:
-        if self.denied:
-            self.tries += 1
-            raise DeniedError(f"{key}: 403")
-        if key in self.refused:
-            self.tries += 1
-            raise StorageError(f"{key}: 503")
-        return await super()._write(key, write)
-
-
-class OnePlace(Places):
-    """Gives the test's store out."""
-
-    def __init__(self, store: Store) -> None:
-        super().__init__()
-        self.store = store
-
-    def open(self, checkpoint_id: str) -> Store:
-        return self.store
-
-
-class Scene:
-    """A registry and a conductor on one store, without a server."""
-
-    def __init__(self, threads: ThreadPoolExecutor, checkpoint_id: str = "") -> None:
-        self.checkpoint_id = checkpoint_id or f"memory://conduct-{next(_places)}/step"
-        self.plain = open_store(self.checkpoint_id)
-        self.store = Failing(self.plain)
-        self.conductor = Conductor(OnePlace(self.store), Planners(), host="here", threads=threads)
-        self.board = Board()
-        self.registry = Registry(self.board, begin=self.conductor.begin, suspect_after_s=5)
-        self.plans = rank_plans(local_plan([tensor("w", 4)]), local_plan([tensor("b", 4)]))
-
-    def context(self, rank: int = 0, number: int = 1) -> sidecar_pb2.SaveContext:
-        return context(rank, self.checkpoint_id, number=number)
-
-    async def planned(self, plans: list[RankPlan] | None = None) -> Save:
-        for plan in plans or self.plans:
-            save = self.registry.enter(self.context(plan.rank))
-            save.gathering.add(plan)
-        save.ring()
-        await self.reach(save, lambda: save.state is not State.PLANNING)
-        return save
-
-    async def make_durable(self, save: Save) -> None:
-        assert save.manifest is not None
-        for rank, part in save.parts.items():
-            receipt = receipt_of(save.manifest.final_plan(rank), rank)
-            await self.plain.create(
-                identity.receipt(receipt.attempt, rank), receipt.SerializeToString()
-            )
-            part.receipt = receipt
-            part.advance(save_pb2.RANK_PHASE_DURABLE)
-        save.progress()
-
-    async def reach(self, save: Save, ready: Callable[[], bool]) -> None:
-        await asyncio.wait_for(save.until(ready), 10)
+from support.scene import Scene, attempt_of
 
 
 def play(scenario: Callable[[Scene], Awaitable[None]], checkpoint_id: str = "") -> None:
@@ -118,11 +42,6 @@ def play(scenario: Callable[[Scene], Awaitable[None]], checkpoint_id: str = "") 
                     await scene.plain.delete(info.key)
 
     asyncio.run(main())
-
-
-def attempt_of(save: Save) -> str:
-    assert save.attempt is not None
-    return save.attempt.name
 
 
 def test_commit_is_in_doubt_until_the_decision_is_written() -> None:
