@@ -191,6 +191,8 @@ _kept_in_children: "weakref.WeakSet[Any]" = weakref.WeakSet()
 _orphaned = False
 """This process was forked from one that had lines, without gRPC's fork support."""
 _following = False
+_running: object = None
+"""An object of gRPC's, held so that its core goes on running between two channels."""
 _following_lock = threading.Lock()
 
 
@@ -200,14 +202,17 @@ def keep_in_children(thing: Any) -> None:
 
 
 def _follow_forks(line: Line) -> None:
-    global _following
+    global _following, _running
     with _following_lock:
         _lines.add(line)
         if not _following:
             _following = True
-            # Handlers before a fork run last-registered first: make gRPC register
-            # its own now, so that ours come before them.
-            grpc.insecure_channel("unix:///").close()
+            # gRPC stops when its last object is freed, aside, and a fork that comes while
+            # it does hangs for ever. Closing our channel must not be the end of it.
+            _running = grpc.local_server_credentials()
+            keep_in_children(_running)
+            # Handlers before a fork run last-registered first. gRPC has registered its own
+            # with its first object, so that ours come before them.
             os.register_at_fork(
                 before=_before_fork,
                 after_in_parent=_after_fork_in_parent,
