@@ -58,6 +58,7 @@ class ScriptedSidecar(sidecar_pb2_grpc.SidecarServicer):
         self.ended: list[str] = []
         """Clients whose Connect stream has ended, in that order."""
         self.requests: list[Any] = []
+        self.pings: list[sidecar_pb2.PingRequest] = []
         self.changed = threading.Condition()
         self._news: list[save_pb2.SaveStatus] = []
         self._server: grpc.Server | None = None
@@ -222,6 +223,13 @@ class ScriptedSidecar(sidecar_pb2_grpc.SidecarServicer):
         self._take("Fail", request, context)
         self.abort(request.context, request.failure)
         return sidecar_pb2.FailResponse()
+
+    def Ping(
+        self, request: sidecar_pb2.PingRequest, context: grpc.ServicerContext
+    ) -> sidecar_pb2.PingResponse:
+        with self.changed:
+            self.pings.append(request)
+        return sidecar_pb2.PingResponse()
 
     def Write(
         self, messages: Iterator[Any], context: grpc.ServicerContext

@@ -254,7 +254,7 @@ class Client:
         self._slots.close()
         if self._must_wait():
             self._await_ended(None)
-        self._hang_up()
+        self._hang_up(goodbye=True)
         self._unasked.raise_all()
 
     def __enter__(self) -> "Client":
@@ -334,7 +334,7 @@ class Client:
             self._lock.notify_all()
             hang_up = self._closed and not self._pending
         if hang_up:
-            self._hang_up()
+            self._hang_up(goodbye=True)
 
     def _report(self, member: Membership, entry: Entry, error: BaseException) -> None:
         """Ends the save on the other ranks, unless it has ended there or there are none."""
@@ -374,12 +374,12 @@ class Client:
     def _must_wait(self) -> bool:
         return self.settings.embedded and not embedded.outlives_trainer()
 
-    def _hang_up(self) -> None:
+    def _hang_up(self, *, goodbye: bool = False) -> None:
         with self._lock:
             members = [*self._old_memberships, *self._memberships.values()]
             busy = {id(saving.session) for saving in self._pending}
         for member in members:
-            member.close(lambda session: id(session) not in busy)
+            member.close(lambda session: id(session) not in busy, goodbye=goodbye)
 
     def _at_exit(self) -> None:
         # Threads of saves that are not ingested have been waited for: they are no daemons.

@@ -65,11 +65,11 @@ class Membership:
         if session is not None:
             session.check_process()
 
-    def close(self, wanted: Callable[[Session], bool]) -> None:
-        """Ends the session, if there is one and it is ``wanted``."""
+    def close(self, wanted: Callable[[Session], bool], *, goodbye: bool = False) -> None:
+        """Ends the session, if there is one and it is ``wanted``; see :meth:`Session.close`."""
         with self._lock:
             if self._session is not None and wanted(self._session):
-                self._session.close()
+                self._session.close(goodbye=goodbye)
 
     def _open(self, settings: Settings) -> Session:
         who = self.world.identity(settings)

@@ -87,13 +87,15 @@ class Saving:
         self._bytes = 0
         self._told_waiting = ""
         """Whom the save waits for, as the sidecar told."""
+        self._silent = ""
+        """The sidecar itself, when it isn't heard of."""
         self._no_room: dict[str, BusyError] = {}
         """Files that the spool has no room for now, by name."""
         self._moved = time.monotonic()
         """When bytes last moved; or, before the interpreter's end, when that was last asked."""
         self._seconds: dict[str, float] = {}
         self._phase_began = time.monotonic()
-        session.watch(context, self._hear)
+        session.watch(context, self._hear, self._hear_silence)
         self._timer = session.alarm(deadline.remaining() + _GRACE_S, self._expire)
 
     def planned(self, attempt: str, plan_id: str) -> None:
@@ -249,7 +251,9 @@ class Saving:
         return time.monotonic() - self._moved >= _EXIT_S
 
     def _waiting(self) -> str:
-        """Whom or what the save waits for: a full spool here goes before what the sidecar told."""
+        """Whom or what the save waits for: what is known here goes before what the sidecar told."""
+        if self._silent:
+            return self._silent
         full = next(iter(list(self._no_room.values())), None)
         return f"room ({full})" if full is not None else self._told_waiting
 
@@ -268,9 +272,14 @@ class Saving:
         )
         self.session.hand_over(request, self.deadline.remaining())
 
+    def _hear_silence(self, text: str) -> None:
+        self._silent = text
+        self._show_waiting()
+
     def _hear(self, news: save_pb2.SaveStatus) -> None:
         state = save_pb2.SaveState.Name(news.state).removeprefix("SAVE_STATE_")
         self._told_waiting = news.waiting_on.text
+        self._silent = ""
         self.resolver.update(
             lambda status: dataclasses.replace(
                 status,

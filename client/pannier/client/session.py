@@ -20,6 +20,7 @@ from pannier.client.alarm import Alarm, Alarms
 from pannier.client.config import Settings
 from pannier.client.identity import Identity
 from pannier.client.line import InterruptedCallError, Line
+from pannier.client.pulse import Pulse
 from pannier.client.streaming import Deadline, FileSource, Progress, Sender, StagedFile, Stop
 from pannier.v1 import save_pb2, sidecar_pb2, sidecar_pb2_grpc
 from pannier.wire import errors, identity
@@ -48,7 +49,11 @@ _ANSWER_S: Final = 30.0
 _SLACK_S: Final = 5.0
 """Left to the daemon to answer a deadline of its own, with the names it waited for."""
 
+_GOODBYE_S: Final = 1.0
+
 StatusListener = Callable[[save_pb2.SaveStatus], None]
+SilenceListener = Callable[[str], None]
+"""Called with the sidecar's name and when it was last heard; "" once it is heard again."""
 Response = TypeVar("Response")
 Result = TypeVar("Result")
 
@@ -59,6 +64,7 @@ class _Watched:
 
     context: sidecar_pb2.SaveContext
     listener: StatusListener
+    silence: SilenceListener
     handed_over: bool = False
 
 
@@ -87,6 +93,9 @@ class Session:
         self._answered = threading.Event()
         """The sidecar took us, or said why it doesn't."""
         self._closed = threading.Event()
+        self._pulse = Pulse(
+            self.peer, self._ping, connected=self._connected.is_set, tell=self._tell_silence
+        )
 
     @classmethod
     def connect(
@@ -130,6 +139,7 @@ class Session:
                 raise problem
             why = f" ({problem})" if problem else ""
             raise UnavailableError(f"no {session.peer} answers; {hint}{why}")
+        session._pulse.start()
         return session
 
     @property
@@ -223,14 +233,19 @@ class Session:
 
     # Status of saves.
 
-    def watch(self, context: sidecar_pb2.SaveContext, listener: StatusListener) -> None:
+    def watch(
+        self,
+        context: sidecar_pb2.SaveContext,
+        listener: StatusListener,
+        silence: SilenceListener = lambda text: None,
+    ) -> None:
         """Calls ``listener`` with every status of a save, on a thread of the session.
 
-        It must be quick and may not raise. It is forgotten by :meth:`unwatch`; until then a
+        Both must be quick and may not raise. They are forgotten by :meth:`unwatch`; until then a
         sidecar that was restarted is asked how the save ended.
         """
         with self._lock:
-            self._watched[identity.save_text(context.save)] = _Watched(context, listener)
+            self._watched[identity.save_text(context.save)] = _Watched(context, listener, silence)
 
     def unwatch(self, save: save_pb2.SaveId) -> None:
         """Forgets the listener of ``save``."""
@@ -245,13 +260,49 @@ class Session:
         """Raises InvalidRequestError in a process forked from the session's."""
         self._line.check_process()
 
-    def close(self) -> None:
-        """Ends the session; calls that still run fail. Returns at once."""
+    def close(self, *, goodbye: bool = False) -> None:
+        """Ends the session; calls that still run fail. Returns at once.
+
+        Args:
+            goodbye: the process goes on without it, so that the sidecar mustn't take it for gone.
+        """
         self._closed.set()
+        self._pulse.close()
         self._alarms.close()
+        if goodbye and self._connected.is_set():
+            try:
+                threading.Thread(target=self._leave, name="pannier-goodbye", daemon=True).start()
+                return
+            except RuntimeError:  # the interpreter is ending: the process is gone soon
+                _log.debug("no goodbye to the %s", self.peer)
         self._line.close()
 
     # Inside.
+
+    def _ping(self, timeout: float, *, closing: bool = False) -> None:
+        who = self.identity
+        request = sidecar_pb2.PingRequest(
+            job=who.job,
+            incarnation=who.incarnation,
+            rank=who.rank,
+            client=who.client,
+            closing=closing,
+        )
+        self._unary("Ping", request, timeout)
+
+    def _leave(self) -> None:
+        try:
+            self._ping(_GOODBYE_S, closing=True)
+        except (PannierError, InterruptedCallError) as error:
+            _log.debug("no goodbye to the %s: %s", self.peer, error)
+        finally:
+            self._line.close()
+
+    def _tell_silence(self, text: str) -> None:
+        with self._lock:
+            watched = list(self._watched.values())
+        for each in watched:
+            each.silence(text)
 
     def _unary(self, method: str, request: Any, timeout: float, *, again: bool = False) -> Any:
         """One call. ``again``: after ``timeout`` seconds of silence it may be made again."""
@@ -394,6 +445,7 @@ class Session:
                 silence.cancel()
 
     def _receive(self, response: sidecar_pb2.ConnectResponse) -> None:
+        self._pulse.heard()
         if response.HasField("welcome"):
             welcome = response.welcome
             if welcome.wire_version != WIRE_VERSION:

@@ -24,18 +24,34 @@ class RankReport(_message.Message):
     def __init__(self, context: _Optional[_Union[_sidecar_pb2.SaveContext, _Mapping]] = ..., attempt: _Optional[str] = ..., status: _Optional[_Union[_save_pb2.RankStatus, _Mapping]] = ..., receipt: _Optional[_Union[_records_pb2.Receipt, _Mapping]] = ..., failure: _Optional[_Union[_save_pb2.Failure, _Mapping]] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
-    __slots__ = ("wire_version", "host", "sidecar", "reports", "watched")
+    __slots__ = ("wire_version", "host", "sidecar", "reports", "watched", "trainers")
     WIRE_VERSION_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     SIDECAR_FIELD_NUMBER: _ClassVar[int]
     REPORTS_FIELD_NUMBER: _ClassVar[int]
     WATCHED_FIELD_NUMBER: _ClassVar[int]
+    TRAINERS_FIELD_NUMBER: _ClassVar[int]
     wire_version: int
     host: str
     sidecar: str
     reports: _containers.RepeatedCompositeFieldContainer[RankReport]
     watched: _containers.RepeatedCompositeFieldContainer[_sidecar_pb2.PendingSave]
-    def __init__(self, wire_version: _Optional[int] = ..., host: _Optional[str] = ..., sidecar: _Optional[str] = ..., reports: _Optional[_Iterable[_Union[RankReport, _Mapping]]] = ..., watched: _Optional[_Iterable[_Union[_sidecar_pb2.PendingSave, _Mapping]]] = ...) -> None: ...
+    trainers: _containers.RepeatedCompositeFieldContainer[TrainerStatus]
+    def __init__(self, wire_version: _Optional[int] = ..., host: _Optional[str] = ..., sidecar: _Optional[str] = ..., reports: _Optional[_Iterable[_Union[RankReport, _Mapping]]] = ..., watched: _Optional[_Iterable[_Union[_sidecar_pb2.PendingSave, _Mapping]]] = ..., trainers: _Optional[_Iterable[_Union[TrainerStatus, _Mapping]]] = ...) -> None: ...
+
+class TrainerStatus(_message.Message):
+    __slots__ = ("job", "incarnation", "rank", "seconds_since_heard", "gone")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_SINCE_HEARD_FIELD_NUMBER: _ClassVar[int]
+    GONE_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    incarnation: str
+    rank: int
+    seconds_since_heard: float
+    gone: str
+    def __init__(self, job: _Optional[str] = ..., incarnation: _Optional[str] = ..., rank: _Optional[int] = ..., seconds_since_heard: _Optional[float] = ..., gone: _Optional[str] = ...) -> None: ...
 
 class AttachResponse(_message.Message):
     __slots__ = ("saves",)

@@ -198,3 +198,21 @@ class FailRequest(_message.Message):
 class FailResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class PingRequest(_message.Message):
+    __slots__ = ("job", "incarnation", "rank", "client", "closing")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_FIELD_NUMBER: _ClassVar[int]
+    CLOSING_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    incarnation: str
+    rank: int
+    client: str
+    closing: bool
+    def __init__(self, job: _Optional[str] = ..., incarnation: _Optional[str] = ..., rank: _Optional[int] = ..., client: _Optional[str] = ..., closing: bool = ...) -> None: ...
+
+class PingResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

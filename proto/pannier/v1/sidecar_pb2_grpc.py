@@ -70,6 +70,11 @@ class SidecarStub(object):
                 request_serializer=pannier_dot_v1_dot_sidecar__pb2.FailRequest.SerializeToString,
                 response_deserializer=pannier_dot_v1_dot_sidecar__pb2.FailResponse.FromString,
                 _registered_method=True)
+        self.Ping = channel.unary_unary(
+                '/pannier.v1.Sidecar/Ping',
+                request_serializer=pannier_dot_v1_dot_sidecar__pb2.PingRequest.SerializeToString,
+                response_deserializer=pannier_dot_v1_dot_sidecar__pb2.PingResponse.FromString,
+                _registered_method=True)
 
 
 class SidecarServicer(object):
@@ -132,6 +137,13 @@ class SidecarServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Ping(self, request, context):
+        """Every other second from each client: a stopped peer keeps its connection.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SidecarServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -169,6 +181,11 @@ def add_SidecarServicer_to_server(servicer, server):
                     servicer.Fail,
                     request_deserializer=pannier_dot_v1_dot_sidecar__pb2.FailRequest.FromString,
                     response_serializer=pannier_dot_v1_dot_sidecar__pb2.FailResponse.SerializeToString,
+            ),
+            'Ping': grpc.unary_unary_rpc_method_handler(
+                    servicer.Ping,
+                    request_deserializer=pannier_dot_v1_dot_sidecar__pb2.PingRequest.FromString,
+                    response_serializer=pannier_dot_v1_dot_sidecar__pb2.PingResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -361,6 +378,33 @@ class Sidecar(object):
             '/pannier.v1.Sidecar/Fail',
             pannier_dot_v1_dot_sidecar__pb2.FailRequest.SerializeToString,
             pannier_dot_v1_dot_sidecar__pb2.FailResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Ping(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pannier.v1.Sidecar/Ping',
+            pannier_dot_v1_dot_sidecar__pb2.PingRequest.SerializeToString,
+            pannier_dot_v1_dot_sidecar__pb2.PingResponse.FromString,
             options,
             channel_credentials,
             insecure,

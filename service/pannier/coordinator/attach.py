@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncIterator
 from typing import Final
 
+from pannier.coordinator import trainers
 from pannier.coordinator.gather import DisagreementError
 from pannier.coordinator.losses import Losses
 from pannier.coordinator.registry import Registry
@@ -131,6 +132,7 @@ class Attachments:
                 save.resume()
                 self._losses.asked(save, each.context.rank)
             saves[save.key] = save
+        trainers.take(self._registry, stream.presence, request.trainers)
         for save in saves.values():
             save.progress()
             if stream.told[save.key] != _essence(save):

@@ -92,9 +92,12 @@ class Part:
 
     def silence(self, suspect_after_s: float) -> float | None:
         """Seconds since it was last heard; a quiet trainer's sidecar speaks for it."""
+        now = time.monotonic()
+        if self.sidecar is not None and self.phase >= save_pb2.RANK_PHASE_INGESTED:
+            # Its trainer may be gone: the sidecar has everything.
+            return now - self.sidecar.heard
         if self.heard is None:
             return None
-        now = time.monotonic()
         own = now - self.heard
         if self.sidecar is not None and self.told.seconds_since_heard < suspect_after_s:
             return min(own, now - self.sidecar.heard)

@@ -22,6 +22,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pannier.sidecar.saves import Phase, RankSave, Save, Saves
 from pannier.sidecar.status import rank_status
+from pannier.sidecar.trainers import Trainers
 from pannier.sidecar.watches import Watches
 from pannier.v1 import coordinator_pb2, coordinator_pb2_grpc
 from pannier.wire.addresses import channel_options
@@ -71,6 +72,8 @@ class Link:
         self._attached = False
         self.watches = Watches(saves, self._ask)
         """What clients ask after; passed on to the coordinator."""
+        self.trainers = Trainers(saves)
+        """The trainers on this host; the coordinator is told of them."""
         self._saves = saves
         self._host = host
         self._loop = loop
@@ -79,6 +82,8 @@ class Link:
         """The last one is used; those before had TLS files that were replaced."""
         self._sidecar = uuid.uuid4().hex
         self._heard: float | None = None
+        self._told_trainers = 0.0
+        self._suspect = False
         self._lock = threading.Lock()
         self._dirty: dict[tuple[str, int], RankSave] = {}
         self._asking = False
@@ -187,6 +192,7 @@ class Link:
         tasks = [
             self._loop.create_task(self._stay_attached()),
             self._loop.create_task(self._keep_asking()),
+            self._loop.create_task(self._keep_watch()),
         ]
         try:
             yield
@@ -296,6 +302,10 @@ class Link:
         request = coordinator_pb2.AttachRequest(
             reports=[_report(rank) for rank in ranks if rank.save.verdict is None]
         )
+        if ranks or first or time.monotonic() - self._told_trainers >= HEARTBEAT_S:
+            # With the ranks that they left behind, so that nobody sees one without the other.
+            request.trainers.extend(self.trainers.report())
+            self._told_trainers = time.monotonic()
         if first or asking:
             request.watched.extend(self.watches.unknown())
         if first:
@@ -322,6 +332,20 @@ class Link:
                 if error.code() is grpc.StatusCode.UNIMPLEMENTED:
                     self._note_heard()
             await asyncio.sleep(HEARTBEAT_S)
+
+    async def _keep_watch(self) -> None:
+        """Says who has gone silent: silence has no event of its own."""
+        while True:
+            await asyncio.sleep(HEARTBEAT_S)
+            self.trainers.look()
+            silent = self._heard is not None and time.monotonic() - self._heard > SUSPECT_S
+            if silent and not self._suspect:
+                _log.warning(
+                    "the %s is silent: its saves wait, until their deadlines", self.description
+                )
+            elif self._suspect and not silent:
+                _log.info("the %s is heard again", self.peer)
+            self._suspect = silent
 
     def _note_heard(self) -> None:
         self._heard = time.monotonic()

@@ -76,7 +76,7 @@ class RankSave:
         self.refused = False
         """The coordinator itself said that the save is over."""
         self.heard = time.monotonic()
-        """When the trainer last sent something; the threads that receive it set this."""
+        """When the trainer last sent something, a ping at least; whoever receives it sets this."""
         self.retries = 0
         """Of uploads; set on the loop."""
         self.last_error = ""

@@ -138,6 +138,7 @@ class Sidecar:
             welcome=self._welcome,
             render=lambda save: save_status(save, self._link),
             watches=self._link.watches,
+            trainers=self._link.trainers,
             loop=self._loop,
         )
         for listener in (self._publish, self._uploads.changed, self._link.changed):

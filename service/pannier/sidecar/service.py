@@ -81,7 +81,7 @@ class SidecarServicer(sidecar_pb2_grpc.SidecarServicer):
         self, request: sidecar_pb2.ConnectRequest, context: grpc.ServicerContext
     ) -> Iterator[sidecar_pb2.ConnectResponse]:
         """Welcomes a client, then tells it of its saves until it leaves."""
-        return self._sessions.connect(request, context.add_callback)
+        return self._sessions.connect(request, context.add_callback, peer=context.peer())
 
     def Plan(
         self, request: sidecar_pb2.PlanRequest, context: grpc.ServicerContext
@@ -188,6 +188,13 @@ class SidecarServicer(sidecar_pb2_grpc.SidecarServicer):
         with suppress(UnavailableError, DeadlineError):
             self._link.call_from_thread("Fail", request, _FAIL_S, on_start=_until_end(context))
         return sidecar_pb2.FailResponse()
+
+    def Ping(
+        self, request: sidecar_pb2.PingRequest, context: grpc.ServicerContext
+    ) -> sidecar_pb2.PingResponse:
+        """A client lives."""
+        self._sessions.ping(request)
+        return sidecar_pb2.PingResponse()
 
     def _enter(self, context: sidecar_pb2.SaveContext) -> RankSave:
         self._receiving.check(context)

@@ -14,6 +14,7 @@ from typing import Final
 
 from pannier.sidecar.receiving import check_context
 from pannier.sidecar.saves import RankSave, Save, Saves
+from pannier.sidecar.trainers import Key, Trainers
 from pannier.sidecar.watches import Watches
 from pannier.v1 import save_pb2, sidecar_pb2
 from pannier.wire import limits
@@ -25,6 +26,8 @@ _log = logging.getLogger(__name__)
 
 GRACE_S: Final = 1.5
 """A client whose stream broke is gone when it hasn't connected again by then."""
+REMOTE_GRACE_S: Final = 10.0
+"""The same for a client on TCP: of a link that was cut for a moment nothing else is seen."""
 STRANGER_S: Final = 5.0
 """A rank that hands something in before its client connects is gone when it doesn't by then."""
 _PROGRESS_S: Final = 0.2
@@ -33,15 +36,16 @@ _PROGRESS_S: Final = 0.2
 _MOST: Final = 16
 """Connections of one rank at a time; a client has one, and a second one while it connects again."""
 
-Key = tuple[str, str, int]
-"""Job, incarnation, rank."""
 Render = Callable[[Save], save_pb2.SaveStatus]
 
 
 class _Session:
     """One ``Connect`` stream."""
 
-    def __init__(self, request: sidecar_pb2.ConnectRequest) -> None:
+    def __init__(self, request: sidecar_pb2.ConnectRequest, grace_s: float) -> None:
+        self.grace_s = grace_s
+        self.closing = False
+        """The client said goodbye: its process goes on without it."""
         self.key = (request.job, request.incarnation, request.rank)
         self.client = request.client
         self.pid = request.pid
@@ -92,6 +96,7 @@ class Sessions:
         welcome: makes the first message of each stream.
         render: makes the status of a save.
         watches: gets what clients wait for.
+        trainers: gets who was heard, and who is gone.
         loop: runs the timers.
     """
 
@@ -103,6 +108,7 @@ class Sessions:
         welcome: Callable[[], sidecar_pb2.Welcome],
         render: Render,
         watches: Watches,
+        trainers: Trainers,
         loop: asyncio.AbstractEventLoop,
     ) -> None:
         self._saves = saves
@@ -110,6 +116,7 @@ class Sessions:
         self._welcome = welcome
         self._render = render
         self._watches = watches
+        self._trainers = trainers
         self._loop = loop
         self._lock = threading.Lock()
         self._sessions: dict[Key, list[_Session]] = {}
@@ -117,17 +124,22 @@ class Sessions:
         self._idle_since = time.monotonic()
 
     def connect(
-        self, request: sidecar_pb2.ConnectRequest, on_end: Callable[[Callable[[], None]], bool]
+        self,
+        request: sidecar_pb2.ConnectRequest,
+        on_end: Callable[[Callable[[], None]], bool],
+        *,
+        peer: str = "unix:",
     ) -> Iterator[sidecar_pb2.ConnectResponse]:
         """The messages of one stream, until it ends.
 
         Args:
             on_end: takes a function to call when the stream ends; False: it has.
+            peer: as gRPC names the client's end of the connection.
 
         Raises VersionMismatchError, InvalidRequestError.
         """
         self._check(request)
-        session = _Session(request)
+        session = _Session(request, GRACE_S if peer.startswith("unix:") else REMOTE_GRACE_S)
         self._add(session)
         try:
             if not on_end(session.close):
@@ -143,6 +155,16 @@ class Sessions:
         finally:
             self._watches.remove(session)
             self._remove(session)
+
+    def ping(self, request: sidecar_pb2.PingRequest) -> None:
+        """A client lives, or says goodbye; of one that isn't connected nothing is noted."""
+        key = (request.job, request.incarnation, request.rank)
+        with self._lock:
+            own = [s for s in self._sessions.get(key, ()) if s.client == request.client]
+            for session in own:
+                session.closing |= request.closing
+        if own:
+            self._trainers.heard(key)
 
     def changed(self, save: Save, rank: RankSave | None, urgent: bool) -> None:
         """Listener of :class:`Saves`: the clients of its ranks on this host are told."""
@@ -212,6 +234,7 @@ class Sessions:
             former = [each for each in listed if each.client == session.client]
             listed.append(session)
             self._last_pids[session.key] = session.pid
+            self._trainers.heard(session.key)
         for each in former:
             each.close()
 
@@ -223,19 +246,25 @@ class Sessions:
             if gone:
                 del self._sessions[session.key]
                 self._idle_since = time.monotonic()
+        if gone and session.closing:
+            self._trainers.left(session.key)
         if gone:
-            self._check_later(session.key, GRACE_S)
+            self._check_later(session.key, session.grace_s, closed=session.closing)
 
-    def _check_later(self, key: Key, delay_s: float) -> None:
-        self._loop.call_soon_threadsafe(self._loop.call_later, delay_s, self._fail_if_gone, key)
+    def _check_later(self, key: Key, delay_s: float, *, closed: bool = False) -> None:
+        self._loop.call_soon_threadsafe(
+            self._loop.call_later, delay_s, self._fail_if_gone, key, closed
+        )
 
-    def _fail_if_gone(self, key: Key) -> None:
+    def _fail_if_gone(self, key: Key, closed: bool) -> None:
         """On the loop: the saves of a client that isn't there, and that need it, fail."""
         with self._lock:
             if key in self._sessions:
                 return
             pid = self._last_pids.pop(key, 0)
         process = f"process {pid}" if pid else "process"
+        if pid and not closed:
+            self._trainers.gone(key, f"the {process} of rank {key[2]} on host {self._host}")
         for rank in self._saves.of_rank(*key):
             self._saves.fail(
                 rank,

@@ -85,4 +85,9 @@ def _local_state(ranks: list[RankSave]) -> "save_pb2.SaveState":
 
 def _awaited(ranks: list[RankSave]) -> list[Awaited]:
     waiting = [rank for rank in ranks if rank.phase not in (Phase.DURABLE, Phase.FAILED)]
-    return [Awaited(r.rank, r.host, time.monotonic() - r.heard) for r in waiting]
+    now = time.monotonic()
+    # Of an ingested rank nothing but this sidecar's own work is awaited.
+    return [
+        Awaited(r.rank, r.host, 0.0 if r.phase is Phase.INGESTED else now - r.heard)
+        for r in waiting
+    ]
