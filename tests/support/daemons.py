@@ -91,6 +91,8 @@ class Daemon:
         """Of ``python -m pannier.cli``; may be changed before :meth:`start`."""
         self.environment = dict(env)
         """May be changed before :meth:`start`."""
+        self.prefix: Sequence[str] = ()
+        """Of the command: where it runs (:mod:`support.netns`)."""
         self._logs = logs
         self._process: Process | None = None
 
@@ -109,7 +111,7 @@ class Daemon:
         self.close()
         self._process = Process(
             self.name,
-            python("-m", "pannier.cli", *self.arguments),
+            [*self.prefix, *python("-m", "pannier.cli", *self.arguments)],
             environment=self.environment,
             log=self._logs / f"{self.name.replace(' ', '-')}.log",
         )

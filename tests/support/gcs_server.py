@@ -32,7 +32,10 @@ from support.processes import Process, python
 class GcsServer:
     """The server as a process of its own; ``with GcsServer(directory, buckets=[...]) as server``."""
 
-    def __init__(self, directory: Path, buckets: Iterable[str] = ("bucket",)) -> None:
+    def __init__(
+        self, directory: Path, buckets: Iterable[str] = ("bucket",), *, host: str = "127.0.0.1"
+    ) -> None:
+        self._host = host
         self._directory = directory
         self._buckets = list(buckets)
         self._process: Process | None = None
@@ -41,8 +44,8 @@ class GcsServer:
     def __enter__(self) -> "GcsServer":
         self._directory.mkdir(parents=True, exist_ok=True)
         # Bound here: requests wait in its queue until the server is up.
-        with socket.create_server(("127.0.0.1", 0)) as listening:
-            self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        with socket.create_server((self._host, 0)) as listening:
+            self.url = f"http://{self._host}:{listening.getsockname()[1]}"
             fd = listening.fileno()
             arguments = ["-m", "support.gcs_server", "--fd", str(fd)]
             arguments += ["--dir", str(self._directory / "objects")]

@@ -25,7 +25,7 @@ import grpc
 from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
 from pannier.client import inheritance
-from pannier.wire.addresses import channel_options
+from pannier.wire.addresses import channel_options, keepalive_options
 from pannier.wire.errors import ConfigurationError, InvalidRequestError, UnavailableError
 from pannier.wire.tls import Tls, is_unix, open_channel
 
@@ -94,6 +94,8 @@ class Line:
             if self._channel is None:
                 self._check_owner()
                 options = [*channel_options(), ("grpc.use_local_subchannel_pool", 1)]
+                if not is_unix(self.address):
+                    options += keepalive_options()
                 self._channel = open_channel(self.address, options, self._tls)
             running = start(self._channel)
             self._calls.add(running)

@@ -25,7 +25,7 @@ from pannier.sidecar.status import rank_status
 from pannier.sidecar.trainers import Trainers
 from pannier.sidecar.watches import Watches
 from pannier.v1 import coordinator_pb2, coordinator_pb2_grpc
-from pannier.wire.addresses import channel_options
+from pannier.wire.addresses import channel_options, keepalive_options
 from pannier.wire.errors import DeadlineError, PannierError, UnavailableError, from_rpc_error
 from pannier.wire.tls import Tls, open_aio_channel
 from pannier.wire.version import WIRE_VERSION
@@ -41,12 +41,6 @@ SLACK_S: Final = 2.5
 """Left to the coordinator to answer a deadline of its own, with the names it waited for."""
 _PING_S: Final = 3.0
 _LONGEST_BACKOFF_S: Final = 2.0
-_KEEPALIVE: Final = [
-    # A host that vanished is noticed within seconds; the first alone has no effect (grpcio 1.85).
-    ("grpc.keepalive_time_ms", 2000),
-    ("grpc.http2.ping_timeout_ms", 5000),
-    ("grpc.keepalive_permit_without_calls", 1),
-]
 
 
 class Link:
@@ -204,7 +198,7 @@ class Link:
                 await channel.close()
 
     def _open(self) -> None:
-        options = [*channel_options(), *_KEEPALIVE]
+        options = [*channel_options(), *keepalive_options()]
         channel = open_aio_channel(self.address, options, self._tls)
         self._channels.append(channel)
         self._stub: Any = coordinator_pb2_grpc.CoordinatorStub(channel)

@@ -1,0 +1,152 @@
+"""Cuts between hosts, which are network namespaces here: nothing that was handed over is lost.
+
+A cut is silent: packets vanish, nobody is told.
+"""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from pannier.client import Client, DeadlineError, PannierError, saving
+from pannier.client.config import load_settings
+from pannier.v1 import save_pb2
+from support import netns
+from support.daemons import Daemons
+from support.gcs_server import GcsServer
+from support.netns import HERE, Network
+from support.scripted_sidecar import wait_until
+from support.watching import all_in, await_save
+
+INGESTED = all_in(save_pb2.RANK_PHASE_INGESTED)
+STATE = {"w": torch.arange(4.0 * 2**20), "step": 7}
+LARGE = {"w": torch.arange(16.0 * 2**20)}
+"""64 MiB, seconds on a slow link."""
+PORT = 7777
+
+
+@pytest.fixture(scope="module")
+def network() -> Iterator[Network]:
+    if why := netns.unavailable():
+        pytest.skip(f"no real cuts on this machine: {why}")
+    with Network("node", "coordinator") as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def server(network: Network, tmp_path_factory: pytest.TempPathFactory) -> Iterator[GcsServer]:
+    with GcsServer(tmp_path_factory.mktemp("gcs"), host=network.address(HERE)) as running:
+        yield running
+
+
+@pytest.fixture
+def daemons(network: Network, server: GcsServer, tmp_path: Path) -> Iterator[Daemons]:
+    """The coordinator and the sidecar on hosts of their own; trainers beside the sidecar's socket."""
+    with Daemons(tmp_path, environment=server.env, start=False) as made:
+        for host, daemon in (("coordinator", made.coordinator), ("node", made.sidecar)):
+            daemon.prefix = network.prefix(host)
+            listen = f"{network.address(host)}:{PORT}"
+            daemon.arguments += ["--listen", listen, "--insecure-listen"]
+        place = made.sidecar.arguments.index("--coordinator") + 1
+        made.sidecar.arguments[place] = f"{network.address('coordinator')}:{PORT}"
+        made.coordinator.start()
+        made.sidecar.start()
+        yield made
+    for host in (HERE, "coordinator", "node"):
+        network.mend(host)
+    server.clear()
+
+
+def new_client(
+    daemons: Daemons, server: GcsServer, monkeypatch: pytest.MonkeyPatch, **settings: object
+) -> Client:
+    for name, value in {**daemons.env(), **server.env}.items():
+        monkeypatch.setenv(name, value)
+    return Client(load_settings(**settings))
+
+
+def hold_up(server: GcsServer) -> None:
+    """Uploads of large files are refused, and tried again, until ``server.clear()``."""
+    server.fault(kind="status", method="POST", path="uploadType=resumable", status=503, times=-1)
+
+
+def check(client: Client, state: dict[str, object], target: str) -> None:
+    loaded = {
+        name: torch.zeros_like(value) if isinstance(value, torch.Tensor) else 0
+        for name, value in state.items()
+    }
+    client.load(loaded, checkpoint_id=target)
+    for name, value in state.items():
+        same = loaded[name] == value
+        assert same.all() if isinstance(same, torch.Tensor) else same
+
+
+@pytest.mark.slow
+def test_a_cut_from_the_coordinator_ends_only_saves_whose_deadline_passes_meanwhile(
+    network: Network, daemons: Daemons, server: GcsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saving, "_GRACE_S", 1.0)
+    with new_client(daemons, server, monkeypatch, plan_timeout=2.0) as client:
+        hold_up(server)
+        patient = client.async_save(STATE, checkpoint_id="gs://bucket/cut/step-1", timeout=60)
+        hasty = client.async_save(STATE, checkpoint_id="gs://bucket/cut/step-2", timeout=9)
+        for step in (1, 2):
+            await_save(daemons.coordinator_address, f"gs://bucket/cut/step-{step}", INGESTED)
+        network.cut("coordinator")
+        # Training goes on: nobody waits for longer than a first plan may take.
+        began = time.monotonic()
+        with pytest.raises(PannierError, match=r"coordinator at .*:7777"):
+            client.async_save({"other": STATE["w"]}, checkpoint_id="gs://bucket/cut/step-3")
+        assert time.monotonic() - began < 8
+        with pytest.raises(DeadlineError, match=r"waiting for the coordinator at .*last heard"):
+            hasty.result(30)
+        assert not patient.done()
+        assert "coordinator at" in patient.status().waiting_on
+        network.mend("coordinator")
+        server.clear()
+        patient.result(20)
+        check(client, STATE, "gs://bucket/cut/step-1")
+        client.save(STATE, checkpoint_id="gs://bucket/cut/step-4", timeout=30)
+
+
+@pytest.mark.slow
+def test_a_cut_from_storage_for_seconds_holds_an_upload_up(
+    network: Network, daemons: Daemons, server: GcsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    network.slow(HERE, "200mbit")
+    with new_client(daemons, server, monkeypatch) as client:
+        target = "gs://bucket/storage/step-1"
+        handle = client.async_save(LARGE, checkpoint_id=target, timeout=60)
+
+        def uploading(status: save_pb2.SaveStatus) -> bool:
+            return 0 < sum(rank.bytes_uploaded for rank in status.ranks) < status.bytes_total
+
+        await_save(daemons.sidecar_address, target, uploading)
+        network.cut(HERE)
+        time.sleep(3)
+        assert not handle.done()
+        network.mend(HERE)
+        handle.result(40)
+        check(client, LARGE, target)
+
+
+@pytest.mark.slow
+def test_a_trainer_cut_from_its_sidecar_goes_on_where_it_was(
+    network: Network, daemons: Daemons, server: GcsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    network.slow("node", "200mbit")
+    address = f"{network.address('node')}:{PORT}"
+    with new_client(daemons, server, monkeypatch, sidecar=address) as client:
+        target = "gs://bucket/remote/step-1"
+        handle = client.async_save(LARGE, checkpoint_id=target, timeout=60)
+        wait_until(lambda: handle.status().bytes_ingested > 0)
+        network.cut(HERE)
+        held = handle.status().bytes_ingested
+        assert held < handle.status().bytes
+        wait_until(lambda: address in handle.status().waiting_on)
+        assert not handle.done()
+        network.mend(HERE)
+        handle.result(30)
+        check(client, LARGE, target)
