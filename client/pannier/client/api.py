@@ -233,8 +233,10 @@ class Client:
 
     # Ending.
 
-    def close(self) -> None:
+    def close(self, timeout: float | None = None) -> None:
         """Waits until the saves under way are ingested, then disconnects; handles still resolve.
+
+        When it returns the process may die, and what it saved is committed all the same.
 
         With embedded daemons that can't outlive the trainer (in a container or a
         Slurm step) it waits until they are committed.
@@ -244,16 +246,23 @@ class Client:
         ``sys.excepthook``, which prints it. Call ``close()``, or leave the client's
         context, to fail by it.
 
+        Args:
+            timeout: seconds to wait at most. Default: until the saves' own deadlines.
+
         Raises:
             PannierError: a save failed and nobody asked for its result.
+            DeadlineError: some are not ingested after ``timeout`` seconds; names them. They go on
+                as long as the process does.
         """
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-        self._slots.close()
+        deadline = None if timeout is None else Deadline(timeout)
+        if not self._slots.close(timeout):
+            raise DeadlineError(f"after {timeout:g} s not ingested: {self._under_way()}")
         if self._must_wait():
-            self._await_ended(None)
+            self._await_ended(None if deadline is None else deadline.remaining(), timeout)
         self._hang_up(goodbye=True)
         self._unasked.raise_all()
 
@@ -365,11 +374,16 @@ class Client:
         if self._closed:
             raise InvalidRequestError("the client is closed: make a new one")
 
-    def _await_ended(self, timeout: float | None) -> None:
+    def _await_ended(self, timeout: float | None, given: float | None = None) -> None:
         with self._lock:
+            # None is no endless wait: each save ends, well or not, soon after its own deadline.
             if not self._lock.wait_for(lambda: not self._pending, timeout):
-                waiting = "; ".join(str(saving.handle.status()) for saving in self._pending)
-                raise DeadlineError(f"after {timeout:g} s not ended: {waiting}")
+                seconds = timeout if given is None else given
+                raise DeadlineError(f"after {seconds:g} s not ended: {self._under_way()}")
+
+    def _under_way(self) -> str:
+        with self._lock:
+            return "; ".join(str(saving.handle.status()) for saving in self._pending)
 
     def _must_wait(self) -> bool:
         return self.settings.embedded and not embedded.outlives_trainer()
@@ -449,13 +463,13 @@ def configure(**settings: Any) -> None:
         _overrides.update(settings)
 
 
-def close() -> None:
+def close(timeout: float | None = None) -> None:
     """Closes the default client; the next use makes a new one. See :meth:`Client.close`."""
     global _default
     with _default_lock:
         client, _default = _default, None
     if client is not None:
-        client.close()
+        client.close(timeout)
 
 
 @atexit.register

@@ -79,11 +79,17 @@ class Slots:
             self._taken.add(slot)
         return slot
 
-    def close(self) -> None:
-        """Waits until all slots are given back; frees the arenas."""
+    def close(self, timeout_s: float | None = None) -> bool:
+        """Waits until all slots are given back, then frees the arenas; False: not in time.
+
+        Args:
+            timeout_s: None: without end, for each save has a deadline of its own.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: not self._taken)
+            if not self._changed.wait_for(lambda: not self._taken, timeout_s):
+                return False
         self.pool.close()
+        return True
 
     def _give_back(self, slot: Slot) -> None:
         with self._changed:

@@ -1,0 +1,138 @@
+"""Who has stopped is named at once and given up only at the deadline; who has died is known at once."""
+
+import json
+import logging
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from pannier.client import Client
+from pannier.client.config import load_settings
+from pannier.v1 import save_pb2
+from support.daemons import Daemons
+from support.gcs_server import GcsServer
+from support.ranks import Ranks, start_ranks
+from support.scripted_sidecar import wait_until
+from support.watching import all_in, await_save
+
+TRAINER = Path(__file__).parents[1] / "support" / "steered_trainer.py"
+STATE = {"w": torch.arange(5.0 * 2**20)}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GcsServer]:
+    with GcsServer(tmp_path_factory.mktemp("gcs")) as running:
+        yield running
+
+
+@pytest.fixture
+def daemons(server: GcsServer, tmp_path: Path) -> Iterator[Daemons]:
+    with Daemons(tmp_path, environment=server.env) as running:
+        yield running
+    server.clear()
+
+
+@pytest.fixture
+def client(
+    daemons: Daemons, server: GcsServer, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Client]:
+    for name, value in {**daemons.env(), **server.env}.items():
+        monkeypatch.setenv(name, value)
+    with Client(load_settings()) as made:
+        yield made
+
+
+def order(directory: Path, step: int, rank: int, **arguments: float) -> None:
+    """Lets a steered trainer save a step."""
+    new = directory / f"new-{step}-{rank}"
+    new.write_text(json.dumps(arguments))
+    new.rename(directory / f"{step}-{rank}")
+
+
+def outcome(ranks: Ranks, step: int, rank: int, *, timeout: float = 30) -> str:
+    """``committed``, or why not."""
+    line = re.compile(rf"^step {step} (committed|failed: .*)\n", re.MULTILINE)
+    wait_until(lambda: line.search(ranks.output(rank)) is not None, timeout)
+    found = line.search(ranks.output(rank))
+    assert found is not None
+    return found[1]
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_is_named_and_a_dead_one_ends_the_save_at_once(
+    daemons: Daemons, tmp_path: Path
+) -> None:
+    environment = daemons.env(GO=str(tmp_path), ROOT=str(tmp_path / "root"))
+    with start_ranks(TRAINER, 2, environment, torchrun=False) as ranks:
+        for rank in (0, 1):
+            order(tmp_path, 1, rank)
+        assert outcome(ranks, 1, 0) == "committed"
+        ranks.processes[1].pause()
+        order(tmp_path, 2, 0, timeout=9)
+        named = re.compile(r"rank 1 \(host node-0, last heard ([5-9]|1\d) s ago\)")
+        target = str(tmp_path / "root" / "step-2")
+        await_save(
+            daemons.coordinator_address,
+            target,
+            lambda status: named.search(status.waiting_on.text) is not None,
+        )
+        wait_until(lambda: "waits for rank 1 (host node-0" in daemons.coordinator.log())
+        assert ranks.processes[0].returncode is None
+        assert "step 2 failed" not in ranks.output(0)
+        assert named.search(outcome(ranks, 2, 0))
+        # It wakes up, and comes too late: it hears so by name, and is in step again.
+        order(tmp_path, 2, 1)
+        ranks.processes[1].resume()
+        assert re.match(r"failed: .*rank 1 .*when its deadline", outcome(ranks, 2, 1))
+        for rank in (0, 1):
+            order(tmp_path, 3, rank)
+        assert [outcome(ranks, 3, rank) for rank in (0, 1)] == ["committed", "committed"]
+        # Before it calls save, so that it has no part in it yet.
+        order(tmp_path, 4, 0)
+        await_save(
+            daemons.coordinator_address,
+            str(tmp_path / "root" / "step-4"),
+            lambda status: bool(status.waiting_on.ranks),
+        )
+        ranks.processes[1].kill()
+        began = time.monotonic()
+        assert re.search(r"process \d+ of rank 1 on host node-0 is gone", outcome(ranks, 4, 0))
+        assert time.monotonic() - began < 6
+        # Others that come later don't wait for it either.
+        order(tmp_path, 5, 0)
+        assert "rank 1 on host node-0 is gone" in outcome(ranks, 5, 0, timeout=6)
+
+
+@pytest.mark.slow
+def test_a_stopped_daemon_is_named_and_the_save_goes_on_when_it_does(
+    daemons: Daemons, client: Client, server: GcsServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.fault(kind="status", method="POST", path="uploadType=resumable", status=503, times=-1)
+    target = "gs://bucket/stopped/step-1"
+    handle = client.async_save(STATE, checkpoint_id=target)
+    ingested = all_in(save_pb2.RANK_PHASE_INGESTED)
+    await_save(daemons.coordinator_address, target, ingested)
+
+    daemons.coordinator.pause()
+    silent = re.compile(r"the coordinator at .* \(last heard ([5-9]|1\d) s ago\)")
+    wait_until(lambda: silent.match(handle.status().waiting_on) is not None, 15)
+    wait_until(lambda: re.search(r"WARNING .*the coordinator .* is silent", daemons.sidecar.log()))
+    daemons.coordinator.resume()
+    wait_until(lambda: not handle.status().waiting_on.startswith("the coordinator"), 15)
+
+    with caplog.at_level(logging.INFO, "pannier"):
+        daemons.sidecar.pause()
+        silent = re.compile(r"the sidecar at .* \(last heard ([5-9]|1\d) s ago\)")
+        wait_until(lambda: silent.match(handle.status().waiting_on) is not None, 15)
+        warned = [each.message for each in caplog.records if each.levelname == "WARNING"]
+        assert len(warned) == 1
+        assert re.match(r"the sidecar at .* is silent, last heard", warned[0])
+        assert "node-0 is attached, but was last heard" in daemons.coordinator.log()
+        daemons.sidecar.resume()
+        server.clear()
+        handle.result(30)
+        wait_until(lambda: "is heard again" in caplog.text)
