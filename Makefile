@@ -42,8 +42,13 @@ format: $(INSTALLED)  ## Rewrite sources and protos in the project's style
 	cd proto && ../$(BIN)/buf format --write
 
 stubs: $(STUBS_INSTALLED)  ## Generate the Python stubs from the protos
-	rm -f proto/pannier/v1/*_pb2*.py proto/pannier/v1/*_pb2.pyi
-	$(call generate,.)
+	@new=$$(mktemp -d) && trap 'rm -rf "$$new"' EXIT && ( $(call generate,$$new) ) && \
+	for file in proto/pannier/v1/*_pb2*; do \
+		[ -e "$$new/pannier/v1/$${file##*/}" ] || rm "$$file"; \
+	done && \
+	for file in "$$new"/pannier/v1/*; do \
+		cmp -s "$$file" "proto/pannier/v1/$${file##*/}" || cp "$$file" proto/pannier/v1/; \
+	done
 
 check-stubs: $(STUBS_INSTALLED)
 	@new=$$(mktemp -d) && trap 'rm -rf "$$new"' EXIT && ( $(call generate,$$new) ) && \

@@ -60,6 +60,17 @@ def fork_and_finalise(session: Session) -> tuple[float, float, int]:
     return forked, time.monotonic() - began, os.waitstatus_to_exitcode(status)
 
 
+def load_data(method: str) -> float:
+    """Seconds of a DataLoader's life whose workers are started by ``method``."""
+    began = time.monotonic()
+    loader = DataLoader(Numbers(), batch_size=4, num_workers=2, multiprocessing_context=method)
+    pids = {int(pid) for batch in loader for pid in batch}
+    del loader
+    assert len(pids) == 2
+    assert os.getpid() not in pids
+    return time.monotonic() - began
+
+
 def main(address: str) -> None:
     who = Identity(job="job", incarnation="a", rank=0, world_size=1, host="h", client="c")
     session = Session.connect(Settings(sidecar=address), who)
@@ -83,17 +94,14 @@ def main(address: str) -> None:
     streaming.wait(10)
 
     rounds: dict[str, list[float]] = {"fork": [], "spawn": []}
-    for method in ["fork"] * ROUNDS + ["spawn"]:
-        began = time.monotonic()
-        loader = DataLoader(Numbers(), batch_size=4, num_workers=2, multiprocessing_context=method)
-        pids = {int(pid) for batch in loader for pid in batch}
-        del loader
-        rounds[method].append(time.monotonic() - began)
-        assert len(pids) == 2
-        assert os.getpid() not in pids
-    children = [fork_and_finalise(session) for _ in range(ROUNDS)]
-    over.set()
-    sender.join(60)
+    try:
+        for method in ["fork"] * ROUNDS + ["spawn"]:
+            rounds[method].append(load_data(method))
+        children = [fork_and_finalise(session) for _ in range(ROUNDS)]
+    finally:
+        # What is raised above would else wait for ever for this thread.
+        over.set()
+        sender.join(60)
     session.close()
     print(
         json.dumps(
