@@ -205,12 +205,14 @@ class Trainer:
         job: str = "job",
         client: str = "c1",
         host: str = "node-0",
+        incarnation: str = "inc1",
     ) -> None:
         self.rank = rank
         self.ranks = list(ranks)
         self.job = job
         self.client = client
         self.host = host
+        self.incarnation = incarnation
         self.channel = grpc.insecure_channel(
             # Its own connection, as a process has it.
             address,
@@ -234,7 +236,7 @@ class Trainer:
             wire_version=wire_version,
             client_version="9.9",
             job=self.job,
-            incarnation="inc1",
+            incarnation=self.incarnation,
             rank=self.rank,
             world_size=max(self.ranks) + 1,
             host=self.host,
@@ -274,7 +276,7 @@ class Trainer:
         """Of this rank's ``number``-th save."""
         save = save_pb2.SaveId(
             job=self.job,
-            incarnation="inc1",
+            incarnation=self.incarnation,
             group=identity.group_name(self.ranks),
             number=number,
         )

@@ -1,0 +1,133 @@
+"""Ranks of a job that a test plays against real daemons: real plans, data files of zeros.
+
+They are neither as heavy as trainers nor as shy: each step of a save is a call of its own.
+"""
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from pannier.v1 import plan_pb2, records_pb2, save_pb2, sidecar_pb2
+from pannier.wire import plans
+from support.ranks_by_hand import local_plan, receipt_of, tensor
+from support.scripted import TIMEOUT_S, Trainer, data_file
+
+
+class Hand(Trainer):
+    """One rank's client, with a tensor of ``words`` floats."""
+
+    def __init__(self, address: str, *, words: int = 4, **who: object) -> None:
+        super().__init__(address, **who)  # type: ignore[arg-type]
+        self.client = f"{self.incarnation}-{self.rank}"
+        self._plan = local_plan([tensor(f"w{self.rank}", words)])
+
+    def agree(
+        self,
+        context: sidecar_pb2.SaveContext,
+        *,
+        timeout_s: float = TIMEOUT_S,
+        save_timeout_s: float = 60,
+    ) -> plan_pb2.FinalPlan:
+        """Returns when all ranks' plans are agreed."""
+        request = sidecar_pb2.PlanRequest(
+            context=context,
+            plan=self._plan,
+            digest=plans.plan_digest(self._plan),
+            timeout_s=timeout_s,
+            save_timeout_s=save_timeout_s,
+        )
+        answer: sidecar_pb2.PlanResponse = self.call("Plan", request, timeout_s + 5)
+        return answer.plan
+
+    def ingest(self, context: sidecar_pb2.SaveContext, plan: plan_pb2.FinalPlan) -> None:
+        """Streams all that is planned and hands it over."""
+        told = receipt_of(plan, self.rank)
+        files = [self._send(context, plan, file) for file in told.files]
+        request = sidecar_pb2.HandOverRequest(
+            context=context, attempt=plan.attempt, plan_id=plan.plan_id, files=files
+        )
+        request.varying.extend(told.varying)
+        self.call("HandOver", request)
+
+    def _send(
+        self,
+        context: sidecar_pb2.SaveContext,
+        plan: plan_pb2.FinalPlan,
+        file: records_pb2.DataFile,
+    ) -> records_pb2.DataFile:
+        header = sidecar_pb2.FileHeader(
+            context=context, attempt=plan.attempt, name=file.name, size=file.size
+        )
+        data = bytes(file.size)
+        with self.stream(header) as stream:
+            held = stream.committed()
+            for offset in range(held, len(data), 1 << 20):
+                stream.send(data[offset : offset + (1 << 20)], offset)
+            while held < len(data):
+                held = stream.committed()
+        return data_file(file.name, data)
+
+    def fail(self, context: sidecar_pb2.SaveContext, message: str) -> None:
+        """Says that this rank's part can't be."""
+        failure = save_pb2.Failure(
+            rank=self.rank, host=self.host, kind=save_pb2.FAILURE_KIND_CLIENT, message=message
+        )
+        self.call("Fail", sidecar_pb2.FailRequest(context=context, failure=failure))
+
+
+class Party:
+    """All ranks of one incarnation; a context manager that connects them, and lets them die.
+
+    Args:
+        sidecars: the address of each rank's sidecar; rank n runs on host ``node-<n>``.
+        words: floats of the ranks' tensors.
+    """
+
+    def __init__(
+        self, sidecars: Sequence[str], *, incarnation: str = "inc1", words: Sequence[int] = ()
+    ) -> None:
+        ranks = tuple(range(len(sidecars)))
+        self.hands = [
+            Hand(
+                address,
+                rank=rank,
+                ranks=ranks,
+                host=f"node-{rank}",
+                incarnation=incarnation,
+                words=words[rank] if words else 4,
+            )
+            for rank, address in enumerate(sidecars)
+        ]
+
+    def __enter__(self) -> "Party":
+        for hand in self.hands:
+            hand.connect()
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        for hand in self.hands:
+            hand.die()
+
+    def agree(
+        self, checkpoint_id: str, number: int, **timeouts: float
+    ) -> dict[int, plan_pb2.FinalPlan]:
+        """Plans of all ranks."""
+        with ThreadPoolExecutor(len(self.hands)) as threads:
+            answers = {
+                hand.rank: threads.submit(
+                    hand.agree, hand.context(checkpoint_id, number), **timeouts
+                )
+                for hand in self.hands
+            }
+        return {rank: answer.result() for rank, answer in answers.items()}
+
+    def ingest(
+        self, checkpoint_id: str, number: int, agreed: Mapping[int, plan_pb2.FinalPlan]
+    ) -> None:
+        """All ranks whose plans are given hand their parts over."""
+        for rank, plan in agreed.items():
+            hand = self.hands[rank]
+            hand.ingest(hand.context(checkpoint_id, number), plan)
+
+    def save(self, checkpoint_id: str, number: int, **timeouts: float) -> None:
+        """Returns when all ranks are ingested."""
+        self.ingest(checkpoint_id, number, self.agree(checkpoint_id, number, **timeouts))
