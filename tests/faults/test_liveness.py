@@ -1,6 +1,5 @@
 """Who has stopped is named at once and given up only at the deadline; who has died is known at once."""
 
-import json
 import logging
 import re
 import time
@@ -15,11 +14,11 @@ from pannier.client.config import load_settings
 from pannier.v1 import save_pb2
 from support.daemons import Daemons
 from support.gcs_server import GcsServer
-from support.ranks import Ranks, start_ranks
+from support.ranks import start_ranks
 from support.scripted_sidecar import wait_until
+from support.steering import TRAINER, order, outcome
 from support.watching import all_in, await_save
 
-TRAINER = Path(__file__).parents[1] / "support" / "steered_trainer.py"
 STATE = {"w": torch.arange(5.0 * 2**20)}
 
 
@@ -44,22 +43,6 @@ def client(
         monkeypatch.setenv(name, value)
     with Client(load_settings()) as made:
         yield made
-
-
-def order(directory: Path, step: int, rank: int, **arguments: float) -> None:
-    """Lets a steered trainer save a step."""
-    new = directory / f"new-{step}-{rank}"
-    new.write_text(json.dumps(arguments))
-    new.rename(directory / f"{step}-{rank}")
-
-
-def outcome(ranks: Ranks, step: int, rank: int, *, timeout: float = 30) -> str:
-    """``committed``, or why not."""
-    line = re.compile(rf"^step {step} (committed|failed: .*)\n", re.MULTILINE)
-    wait_until(lambda: line.search(ranks.output(rank)) is not None, timeout)
-    found = line.search(ranks.output(rank))
-    assert found is not None
-    return found[1]
 
 
 @pytest.mark.slow

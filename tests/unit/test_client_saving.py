@@ -28,6 +28,7 @@ from pannier.wire.errors import (
     BusyError,
     DeadlineError,
     IntegrityError,
+    InvalidRequestError,
     PannierError,
     SaveAbortedError,
     SaveSkippedError,
@@ -118,6 +119,39 @@ def test_a_rank_without_files_hands_over_too(session: Session, sidecar: Scripted
     carry(saving)
     assert saving.handle.result(10).bytes == 0
     assert len(sidecar.asked(sidecar_pb2.HandOverRequest)) == 1
+
+
+def test_a_sidecar_that_has_forgotten_everything_gets_it_again(
+    session: Session, sidecar: ScriptedSidecar
+) -> None:
+    asked: list[int] = []
+
+    def forget(_: Any) -> None:
+        asked.append(len(sidecar.files))
+        if len(asked) == 1:
+            sidecar.files.clear()
+            raise InvalidRequestError("f0 was never streamed since the sidecar was started")
+
+    sidecar.on["HandOver"] = forget
+    saving = begin(session)
+    assert carry(saving) == ["arena"]
+    assert saving.handle.result(10).bytes == 5 * (3 << 20)
+    assert asked == [5, 5]
+    assert all(spool.offsets == [0] for spool in sidecar.files.values())
+
+
+def test_a_hand_over_that_is_refused_though_all_is_held_fails(
+    session: Session, sidecar: ScriptedSidecar
+) -> None:
+    def refuse(_: Any) -> None:
+        raise InvalidRequestError("handed over under another plan")
+
+    sidecar.on["HandOver"] = refuse
+    saving = begin(session)
+    carry(saving)
+    with pytest.raises(SaveAbortedError, match="under another plan"):
+        saving.handle.result(10)
+    assert all(spool.offsets == [0, spool.size] for spool in sidecar.files.values())
 
 
 def test_at_most_two_files_are_on_their_way(session: Session, sidecar: ScriptedSidecar) -> None:

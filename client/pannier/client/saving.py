@@ -22,6 +22,7 @@ from pannier.wire import errors, identity
 from pannier.wire.errors import (
     BusyError,
     DeadlineError,
+    InvalidRequestError,
     PannierError,
     SaveAbortedError,
     SaveSkippedError,
@@ -85,6 +86,8 @@ class Saving:
         self._plan = ("", "")
         self._staged: Staged | None = None
         self._bytes = 0
+        self._lacked: list[int] = []
+        """Bytes of each file that the sidecar didn't hold when they were last sent."""
         self._told_waiting = ""
         """Whom the save waits for, as the sidecar told."""
         self._silent = ""
@@ -122,7 +125,7 @@ class Saving:
         """
         unused = True
         try:
-            self._hand_over(self._send_all())
+            self._ingest()
             self._phase_over("ingest")
         except StoppedError:
             pass
@@ -166,14 +169,35 @@ class Saving:
         self._seconds[phase] = now - self._phase_began
         self._phase_began = now
 
+    def _ingest(self) -> None:
+        files = self._send_all()
+        while True:
+            try:
+                self._hand_over(files)
+                return
+            except InvalidRequestError as error:
+                # A sidecar that was started anew may have forgotten what its predecessor held.
+                # Of what it holds, nothing is sent twice.
+                files = self._send_all()
+                if not sum(self._lacked):
+                    raise
+                _log.warning(
+                    "save %s: the %s had lost %d bytes and got them once more",
+                    *(self.text, self.session.peer, sum(self._lacked)),
+                )
+                _log.debug("what it said: %s", error)
+
     def _send_all(self) -> list[records_pb2.DataFile]:
         assert self._staged is not None
         todo = deque(self._staged.files)
         held: dict[str, int] = {}
         crcs: dict[str, int] = {}
         problems: list[Exception] = []
+        self._lacked = []
 
-        def progress(name: str, committed: int) -> None:
+        def progress(name: str, size: int, committed: int) -> None:
+            if name not in held:
+                self._lacked.append(size - committed)
             held[name] = committed
             total = sum(held.values())
             self._moved = time.monotonic()
@@ -186,7 +210,9 @@ class Saving:
                         file = todo.popleft()
                     except IndexError:
                         return
-                    crcs[file.name] = self._send(file, functools.partial(progress, file.name))
+                    crcs[file.name] = self._send(
+                        file, functools.partial(progress, file.name, file.size)
+                    )
             except Exception as error:  # noqa: BLE001 - raised below, in the save's own thread
                 problems.append(error)
 
