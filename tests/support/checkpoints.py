@@ -1,11 +1,19 @@
 """Hand-made checkpoints: the records and data files that a committed attempt leaves in a directory."""
 
 import hashlib
+import pickle
 import random
 from pathlib import Path
 
 import crc32c
 from google.protobuf import json_format
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+)
 
 from pannier.v1 import records_pb2, save_pb2
 from pannier.wire import identity
@@ -63,16 +71,24 @@ def write_attempt(
     for rank in range(ranks):
         manifest.members.add(rank=rank, host=f"node-{rank}")
     plan_id = hashlib.sha256(manifest.SerializeToString()).hexdigest()
+    places: dict[str, _StorageInfo] = {}
     for rank in range(ranks):
         receipt = records_pb2.Receipt(attempt=attempt, plan_id=plan_id, rank=rank)
         for index in range(files):
             name = identity.data_file(attempt, rank, index)
             data = noise.randbytes(size + rank + index)
             write(directory / name, data)
+            places[f"{rank}.{index}"] = _StorageInfo(name, 0, len(data))
             receipt.files.add(name=name, size=len(data), crc32c=crc32c.crc32c(data))
         write(directory / identity.receipt(attempt, rank), receipt.SerializeToString())
     write(directory / identity.manifest(attempt), manifest.SerializeToString())
-    metadata = f"metadata of {attempt}".encode()
+    metadata = pickle.dumps(
+        Metadata(
+            {name: BytesStorageMetadata() for name in places},
+            storage_data={MetadataIndex(name): place for name, place in places.items()},
+            storage_meta=StorageMeta(str(directory), save_id=attempt),
+        )
+    )
     write(directory / identity.metadata_candidate(attempt), metadata)
     if commit:
         write_decision(

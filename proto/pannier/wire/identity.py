@@ -136,6 +136,42 @@ def metadata_candidate(attempt: str) -> str:
     return f"{_PRIVATE}/{attempt}/metadata"
 
 
+def superseded_mark(attempt: str) -> str:
+    """Says that a newer attempt's ``.metadata`` replaced this one's; its age is the grace period's."""
+    return f"{_PRIVATE}/{attempt}/superseded"
+
+
+def removal_mark(attempt: str) -> str:
+    """Says that the attempt's checkpoint is being removed: nobody brings it back."""
+    return f"{_PRIVATE}/{attempt}/removal"
+
+
+def leases_prefix() -> str:
+    """Where readers say which attempt they are at."""
+    return f"{_PRIVATE}/leases/"
+
+
+def lease(attempt: str, token: str) -> str:
+    """One reader's lease of an attempt."""
+    return f"{_PRIVATE}/leases/{attempt}-{token}"
+
+
+def leased_attempt(key: str) -> str:
+    """Inverse of :func:`lease`; empty for anything else."""
+    attempt, _, token = key.removeprefix(leases_prefix()).rpartition("-")
+    return attempt if token and _ATTEMPT.fullmatch(attempt) else ""
+
+
+def clock(token: str) -> str:
+    """A throw-away object that tells the store's time."""
+    return f"{_PRIVATE}/clock-{token}"
+
+
+def is_throw_away(key: str) -> bool:
+    """Whether the object serves only for the moment in which it is made."""
+    return key.startswith((f"{_PRIVATE}/clock-", f"{_PRIVATE}/probe-"))
+
+
 def incarnations_prefix() -> str:
     """Where a root keeps its numbered incarnations."""
     return f"{_PRIVATE}/incarnations/"

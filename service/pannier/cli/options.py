@@ -43,9 +43,12 @@ class Size(_Type):
 
 
 class Seconds(_Type):
-    """A positive duration in seconds, without a unit."""
+    """A duration in seconds, without a unit; positive, or also 0 with ``zero``."""
 
     name = "seconds"
+
+    def __init__(self, *, zero: bool = False) -> None:
+        self._zero = zero
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
@@ -55,8 +58,9 @@ class Seconds(_Type):
             seconds = float(value)
         except ValueError:
             self.fail(f"{value!r} is not a number of seconds", param, ctx)
-        if not 0 < seconds < float("inf"):
-            self.fail(f"{value!r} is not a positive number of seconds", param, ctx)
+        if not (0 < seconds < float("inf") or (self._zero and seconds == 0)):
+            what = "a number of seconds from 0" if self._zero else "a positive number of seconds"
+            self.fail(f"{value!r} is not {what}", param, ctx)
         return seconds
 
 

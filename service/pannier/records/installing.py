@@ -98,7 +98,7 @@ async def _read_candidate(store: Store, decision: records_pb2.Decision) -> bytes
 
 
 async def is_removed(store: Store, attempt: str) -> bool:
-    """Whether a decided attempt was removed: its decision or all of its receipts are gone.
+    """Whether a decided attempt is removed: marked so, or its decision or all receipts are gone.
 
     Of the receipts, no coordinator makes one anew, and every attempt has some before its
     decision. As long as any is left, whoever removes the attempt is still at it, and looks for
@@ -106,7 +106,11 @@ async def is_removed(store: Store, attempt: str) -> bool:
     """
     keys = {info.key for info in await store.list(identity.attempt_prefix(attempt))}
     receipts = identity.receipts_prefix(attempt)
-    return identity.decision(attempt) not in keys or not any(k.startswith(receipts) for k in keys)
+    return (
+        identity.removal_mark(attempt) in keys
+        or identity.decision(attempt) not in keys
+        or not any(key.startswith(receipts) for key in keys)
+    )
 
 
 async def _take_back(store: Store, decision: records_pb2.Decision) -> NoReturn:

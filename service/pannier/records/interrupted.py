@@ -14,6 +14,7 @@ from pannier.records.ending import SupersededError, carry_out, prepare_commit
 from pannier.records.installing import RemovedError, find_standing
 from pannier.records.manifests import ManifestRecord, read_manifest
 from pannier.records.receipts import find_receipts
+from pannier.records.viewing import attempt_of
 from pannier.storage import NotFoundError, ObjectInfo, Store
 from pannier.v1 import records_pb2, save_pb2
 from pannier.wire import identity
@@ -84,7 +85,7 @@ async def find_interrupted(store: Store) -> list[Interrupted]:
     attempts: dict[str, list[ObjectInfo]] = {}
     for prefix in (identity.attempts_prefix(), identity.data_prefix("")[:-1]):
         for info in await store.list(prefix):
-            attempt = _attempt_of(info.key)
+            attempt = attempt_of(info.key)
             if attempt:
                 attempts.setdefault(attempt, []).append(info)
     decisions = await read_decisions(
@@ -93,7 +94,7 @@ async def find_interrupted(store: Store) -> list[Interrupted]:
     found = []
     for name in sorted(attempts, key=identity.Attempt.parse):
         try:
-            interrupted = await _judge(store, name, attempts[name], decisions)
+            interrupted = await judge(store, name, attempts[name], decisions)
         except IntegrityError as error:
             interrupted = Interrupted(name, Found.DAMAGED, problem=str(error))
         if interrupted is not None:
@@ -101,20 +102,17 @@ async def find_interrupted(store: Store) -> list[Interrupted]:
     return found
 
 
-def _attempt_of(key: str) -> str:
-    """Whose object it is; empty for none's."""
-    top, _, rest = key.partition("/")
-    if rest:
-        name = rest.partition("/")[0] if f"{top}/" == identity.attempts_prefix() else ""
-    else:
-        name = top.removeprefix("__").partition("_")[0] if top.startswith("__") else ""
-    return name if is_attempt(name) else ""
-
-
-async def _judge(
-    store: Store, attempt: str, items: list[ObjectInfo], decisions: Decisions
+async def judge(
+    store: Store, attempt: str, items: Sequence[ObjectInfo], decisions: Decisions
 ) -> Interrupted | None:
-    """What it lacks; None when it is at its end."""
+    """What an attempt lacks; None when it is at its end.
+
+    Args:
+        items: its objects.
+        decisions: at least its own, if it has one.
+
+    Raises StorageError, and IntegrityError when a record is damaged.
+    """
     key = identity.decision(attempt)
     modified = max(info.modified for info in items)
     if key in decisions.damaged:
@@ -124,6 +122,8 @@ async def _judge(
         left = any(info.key != key for info in items)
         return Interrupted(attempt, Found.ABORT, modified=modified) if left else None
     if decision is not None:
+        if any(info.key == identity.removal_mark(attempt) for info in items):
+            return None
         metadata, standing = await find_standing(store)
         decided = next(info.modified for info in items if info.key == key)
         ended = (
@@ -209,7 +209,10 @@ async def _commit(store: Store, attempt: str, build: Build, host: str) -> record
     return await decide(store, proposal)
 
 
-async def _abort(store: Store, interrupted: Interrupted, host: str, why: str) -> Outcome:
+async def give_up(
+    store: Store, interrupted: Interrupted, host: str, why: str
+) -> records_pb2.Decision:
+    """Decides ABORT, unless something was decided already; returns what stands."""
     manifest = await read_manifest(store, interrupted.attempt, ManifestRecord)
     attempt = identity.Attempt.parse(interrupted.attempt)
     save = save_pb2.SaveId(group=attempt.group, number=attempt.number)
@@ -218,7 +221,7 @@ async def _abort(store: Store, interrupted: Interrupted, host: str, why: str) ->
         save_pb2.Failure(rank=rank, host=hosts[rank], kind=save_pb2.FAILURE_KIND_LOST, message=why)
         for rank in interrupted.missing
     ] or [save_pb2.Failure(rank=-1, kind=save_pb2.FAILURE_KIND_LOST, message=why)]
-    decision = await decide(
+    return await decide(
         store,
         propose(
             records_pb2.OUTCOME_ABORT,
@@ -228,6 +231,10 @@ async def _abort(store: Store, interrupted: Interrupted, host: str, why: str) ->
             failures=failures,
         ),
     )
+
+
+async def _abort(store: Store, interrupted: Interrupted, host: str, why: str) -> Outcome:
+    decision = await give_up(store, interrupted, host, why)
     await carry_out(store, decision)
     return _ended(interrupted, decision, why)
 
@@ -264,6 +271,6 @@ async def find_directories(store: Store) -> list[str]:
             found.add(directory[1:])
             continue
         parent, name = posixpath.split(info.key)
-        if _attempt_of(name):
+        if attempt_of(name):
             found.add(parent)
     return sorted(found)

@@ -1,14 +1,17 @@
 """Takes away what an attempt left in storage, once it is decided that it may be.
 
-In: a checkpoint's store and an attempt. Out: its objects are gone. Async; idempotent.
+In: a checkpoint's store and an attempt. Out: its objects are gone. Data files go first, then the
+records: as long as there are any, they tell of what may be left. Async; idempotent.
 """
 
 import asyncio
+from collections.abc import Collection
 from typing import Final
 
 from pannier.daemon.crashing import point
-from pannier.storage import Store
+from pannier.storage import ObjectInfo, Store
 from pannier.wire import identity
+from pannier.wire.errors import IntegrityError
 
 _PARALLEL: Final = 16
 """Objects deleted at the same time."""
@@ -36,3 +39,66 @@ async def remove_attempt(store: Store, attempt: str) -> None:
             if problem is not None:
                 raise problem
     point("coordinator.removal.after")
+
+
+async def remove_ended(
+    store: Store, attempt: str, *, needed: Collection[str], keep_decision: bool = False
+) -> list[ObjectInfo]:
+    """Removes all of an attempt that is no checkpoint any more; returns what that was.
+
+    Args:
+        needed: names of the files that the standing ``.metadata`` refers to.
+        keep_decision: for an aborted attempt, whose decision stops whoever comes late.
+
+    Raises:
+        IntegrityError: a file of the attempt is needed; nothing was removed.
+        StorageError: a deletion failed; the others were tried.
+    """
+    decision = identity.decision(attempt)
+    marks = (identity.superseded_mark(attempt), identity.removal_mark(attempt))
+    data = await store.list(identity.data_prefix(attempt))
+    records = await store.list(identity.attempt_prefix(attempt))
+    check_unneeded(store, attempt, data, needed)
+    stages = [
+        data,
+        [info for info in records if info.key not in (*marks, decision)],
+        # They still say what is going on, as long as there is anything else.
+        [info for info in records if info.key in marks],
+    ]
+    for stage in stages:
+        await _delete_all(store, stage)
+    removed = [info for stage in stages for info in stage]
+    last = [info for info in records if info.key == decision]
+    if last and not keep_decision:
+        point("sweep.decision.before")
+        await store.delete(decision)
+        point("sweep.decision.after")
+        removed += last
+    return removed
+
+
+def check_unneeded(
+    store: Store, attempt: str, data: Collection[ObjectInfo], needed: Collection[str]
+) -> None:
+    """Raises IntegrityError when the standing ``.metadata`` refers to one of these data files."""
+    if held := sorted(info.key for info in data if info.key in needed):
+        raise IntegrityError(
+            f"{store.url}: {identity.METADATA} refers to {len(held)} files of {attempt}, which isn't "
+            f"the attempt that its decision names ({held[0]}, …): nothing of it was removed"
+        )
+
+
+async def _delete_all(store: Store, objects: Collection[ObjectInfo]) -> None:
+    limit = asyncio.Semaphore(_PARALLEL)
+
+    async def delete(key: str) -> None:
+        async with limit:
+            point("sweep.deletion.before")
+            await store.delete(key)
+            point("sweep.deletion.after")
+
+    # All of them, before one that failed is told.
+    deleting = (delete(info.key) for info in objects)
+    for problem in await asyncio.gather(*deleting, return_exceptions=True):
+        if problem is not None:
+            raise problem

@@ -16,6 +16,7 @@ from pannier.storage.base import (
     Source,
     StorageError,
     Store,
+    Unfinished,
 )
 from pannier.storage.local import LocalStore
 from pannier.storage.location import check_allowed, check_shared, parse
@@ -75,6 +76,7 @@ __all__ = [
     "Source",
     "StorageError",
     "Store",
+    "Unfinished",
     "check_allowed",
     "check_shared",
     "open_store",

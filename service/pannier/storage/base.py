@@ -7,7 +7,7 @@ is raised is final.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -43,6 +43,20 @@ class ObjectInfo:
     """None where the store doesn't keep one."""
     modified: float
     """Unix time, seconds, of the store's clock."""
+
+
+@dataclass(frozen=True)
+class Unfinished:
+    """What an upload that was cut off left behind, and no listing of objects shows."""
+
+    key: str
+    """Of the object that it was to become, or of the temporary file."""
+    size: int
+    """Bytes; 0 where the store doesn't say."""
+    modified: float
+    """When it was begun or last written to, by the store's clock; Unix time, seconds."""
+    token: str
+    """The store's name for it."""
 
 
 class Source(Protocol):
@@ -136,6 +150,17 @@ class Store(ABC):
         Another generation than the one given stays, without an error.
         """
 
+    async def list_unfinished(self) -> Sequence[Unfinished]:
+        """Uploads and temporary files of any age below this directory that can be discarded.
+
+        None where the store drops them by itself.
+        """
+        return []
+
+    async def discard(self, item: Unfinished) -> None:
+        """Removes one; an upload that is still under way fails. No error when it is gone."""
+        raise NotImplementedError(f"{self.url} keeps nothing unfinished")
+
     @abstractmethod
     async def probe(self) -> None:
         """Checks that the place can be written and that preconditions are honoured.
@@ -163,4 +188,5 @@ __all__ = [
     "Source",
     "StorageError",
     "Store",
+    "Unfinished",
 ]

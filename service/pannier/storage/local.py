@@ -10,7 +10,7 @@ import dataclasses
 import errno
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -28,12 +28,13 @@ from pannier.storage.base import (
     Source,
     StorageError,
     Store,
+    Unfinished,
 )
 from pannier.storage.draft import BLOCK, HIDDEN, Draft, LinksUnsupportedError, sync_directory
 from pannier.storage.feed import Feed
 from pannier.storage.limits import end_of
 from pannier.storage.location import Location, check_key
-from pannier.storage.lock import locked
+from pannier.storage.lock import locked, release_unheld
 from pannier.storage.threads import BUFFER, buffers, in_thread
 
 _STEP = BUFFER // 2
@@ -174,6 +175,19 @@ class LocalStore(Store):
                 raise
             directory = directory.parent
 
+    async def list_unfinished(self) -> Sequence[Unfinished]:
+        """See :meth:`Store.list_unfinished`: temporary files, and locks that nobody released."""
+        with _os_errors(self._root):
+            return await in_thread(_walk_hidden, self._root)
+
+    async def discard(self, item: Unfinished) -> None:
+        """See :meth:`Store.discard`. A lock that somebody holds stays."""
+        path = self._path(item.key)
+        with _os_errors(path):
+            if not await in_thread(release_unheld, path):
+                await in_thread(_unlink, path)
+            await in_thread(self._prune, path.parent)
+
     async def probe(self) -> None:
         """See :meth:`Store.probe`. Directories that it had to make are removed again."""
         made = [path for path in (self._root, *self._root.parents) if not path.exists()]
@@ -269,6 +283,19 @@ def _walk(root: Path, prefix: str) -> list[ObjectInfo]:
             with suppress(FileNotFoundError):
                 found.append(_info(key, path.stat(), None))
     return sorted(found, key=lambda info: info.key)
+
+
+def _walk_hidden(root: Path) -> list[Unfinished]:
+    found = []
+    for directory, _, names in os.walk(root, onerror=_unless_gone):
+        for name in names:
+            path = Path(directory, name)
+            if name.startswith(HIDDEN):
+                with suppress(FileNotFoundError):
+                    stat = path.stat()
+                    key = path.relative_to(root).as_posix()
+                    found.append(Unfinished(key, stat.st_size, stat.st_mtime, name))
+    return found
 
 
 def _unless_gone(error: OSError) -> None:

@@ -73,3 +73,12 @@ def _release(path: Path, fd: int) -> None:
     # First the name, then the lock: whoever locks the old file sees that it is old.
     path.unlink(missing_ok=True)
     os.close(fd)
+
+
+def release_unheld(path: Path) -> bool:
+    """Whether ``path`` is a lock's; removes it unless somebody holds it. Blocking."""
+    if path.name != _NAME:
+        return False
+    if path.exists() and (fd := _try(path)) is not None:
+        _release(path, fd)
+    return True

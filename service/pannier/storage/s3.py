@@ -6,7 +6,7 @@ is read back.
 """
 
 import base64
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import crc32c
@@ -22,6 +22,7 @@ from pannier.storage.base import (
     Source,
     StorageError,
     Store,
+    Unfinished,
 )
 from pannier.storage.cleanup import clean_up
 from pannier.storage.feed import Feed
@@ -355,6 +356,44 @@ class S3Store(Store):
             await self._call("delete_object", key, **condition)
         except (NotFoundError, PreconditionError):
             return
+
+    async def list_unfinished(self) -> Sequence[Unfinished]:
+        """See :meth:`Store.list_unfinished`: multipart uploads, which S3 keeps for ever."""
+        connection = await self._connection()
+        found: list[Unfinished] = []
+        more: dict[str, str] = {}
+        while True:
+            asked = dict(more)
+            page = await retry(
+                lambda asked=asked: connection.call(  # type: ignore[misc]
+                    "list_multipart_uploads",
+                    what=self._what(""),
+                    Bucket=self._bucket,
+                    Prefix=self._prefix,
+                    **asked,
+                ),
+                what=self._what(""),
+                deadline_s=self._deadline_s,
+            )
+            found += [
+                Unfinished(
+                    key=item["Key"].removeprefix(self._prefix),
+                    size=0,
+                    modified=item["Initiated"].timestamp(),
+                    token=item["UploadId"],
+                )
+                for item in page.get("Uploads", ())
+            ]
+            if not page.get("IsTruncated"):
+                return found
+            more = {
+                "KeyMarker": page["NextKeyMarker"],
+                "UploadIdMarker": page["NextUploadIdMarker"],
+            }
+
+    async def discard(self, item: Unfinished) -> None:
+        """See :meth:`Store.discard`."""
+        await self._abort(item.key, {"UploadId": item.token})
 
     async def probe(self) -> None:
         """See :meth:`Store.probe`."""

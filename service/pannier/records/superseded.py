@@ -1,0 +1,109 @@
+"""Attempts whose ``.metadata`` a newer one's has replaced: kept for a while, then removed.
+
+In: a checkpoint id. Out: its superseded attempts are marked; those whose grace period has passed,
+and that no living lease names, are gone: data files, then records, the decision last. The grace
+period counts from the mark, by the store's clock, so it doesn't matter who sweeps, how often, and
+whether a sweeper died. Async.
+"""
+
+import json
+from dataclasses import dataclass, field
+
+from pannier.daemon.crashing import point
+from pannier.records.clock import store_time
+from pannier.records.leases import find_leases
+from pannier.records.removing import remove_ended
+from pannier.records.viewing import View, find_needed, view
+from pannier.storage import ConflictError, ObjectInfo, Store
+from pannier.wire import identity
+
+GRACE_S = 3600.0
+"""Seconds that a superseded attempt stays, by default."""
+
+
+@dataclass
+class Swept:
+    """What a sweep found superseded."""
+
+    removed: dict[str, list[ObjectInfo]] = field(default_factory=dict)
+    """By attempt: its objects; what would be, when nothing was to be removed."""
+    kept: dict[str, str] = field(default_factory=dict)
+    """By attempt: why, for people."""
+    due_s: float | None = None
+    """Seconds until the next one may be removed; None when none is left."""
+
+    def wait(self, seconds: float) -> None:
+        """One more is left, for so long at least."""
+        self.due_s = seconds if self.due_s is None else min(self.due_s, seconds)
+
+
+async def sweep_checkpoint(store: Store, *, grace_s: float) -> Swept:
+    """Marks and removes the superseded attempts of one checkpoint id.
+
+    Raises:
+        StorageError: storage can't be read or written.
+        IntegrityError: a record is damaged, so that nothing may be removed.
+    """
+    seen = await view(store, data=False)
+    if not seen.superseded():
+        return Swept()
+    seen = await view(store)
+    return await sweep_superseded(store, seen, grace_s=grace_s, now=await store_time(store))
+
+
+async def sweep_superseded(
+    store: Store, seen: View, *, grace_s: float, now: float, dry_run: bool = False
+) -> Swept:
+    """The same, where one has looked already.
+
+    Args:
+        now: the store's time.
+        dry_run: writes and removes nothing.
+
+    Raises as :func:`sweep_checkpoint`.
+    """
+    swept = Swept()
+    due = []
+    for attempt in seen.superseded():
+        mark = seen.find(attempt, identity.superseded_mark(attempt))
+        if mark is None and dry_run:
+            left = grace_s
+        else:
+            marked = mark or await _mark(store, seen, attempt)
+            left = grace_s - max(0.0, now - marked.modified)
+        if left > 0:
+            swept.kept[attempt] = f"superseded; its grace period ends in {left:.0f} s"
+            swept.wait(left)
+        else:
+            due.append(attempt)
+    if not due:
+        return swept
+    # Looked for after it is known that .metadata is another's: whoever takes a lease looks at
+    # .metadata once more, so that a later lease is of the newer attempt.
+    living = {lease.attempt: lease for lease in await find_leases(store) if lease.expires > now}
+    needed = await find_needed(store)
+    for attempt in due:
+        lease = living.get(attempt)
+        if lease is not None:
+            swept.kept[attempt] = f"superseded, but {lease.holder} is reading it"
+            swept.wait(lease.expires - now)
+            continue
+        if dry_run:
+            swept.removed[attempt] = list(seen.attempts[attempt])
+        else:
+            swept.removed[attempt] = await remove_ended(store, attempt, needed=needed)
+    return swept
+
+
+async def _mark(store: Store, seen: View, attempt: str) -> ObjectInfo:
+    assert seen.standing is not None
+    key = identity.superseded_mark(attempt)
+    point("sweep.mark.before")
+    try:
+        mark = await store.create(key, json.dumps({"by": seen.standing.name}).encode())
+    except ConflictError as error:
+        if error.current is None:
+            raise
+        mark = error.current
+    point("sweep.mark.after")
+    return mark

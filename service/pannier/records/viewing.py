@@ -1,0 +1,121 @@
+"""One checkpoint id as whoever cleans it up sees it: attempts, their ends, and whose ``.metadata`` it is.
+
+In: a store. Out: a :class:`View`, and the names that the standing ``.metadata`` needs. Async.
+"""
+
+import asyncio
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from pannier.records.decisions import Decisions, is_attempt, read_decisions
+from pannier.records.installing import find_standing
+from pannier.records.referring import referred
+from pannier.storage import NotFoundError, ObjectInfo, Store
+from pannier.v1 import records_pb2
+from pannier.wire import identity
+from pannier.wire.errors import StorageError
+
+_RACES = 10
+"""Commits in a row while ``.metadata`` is read."""
+
+
+@dataclass
+class View:
+    """What stood there when it was looked at."""
+
+    attempts: dict[str, list[ObjectInfo]] = field(default_factory=lambda: defaultdict(list))
+    """Data files and records by attempt, oldest attempt first."""
+    others: list[ObjectInfo] = field(default_factory=list)
+    """What lies beside the records and is no attempt's: leases, throw-away objects."""
+    decisions: Decisions = field(default_factory=Decisions)
+    metadata: ObjectInfo | None = None
+    standing: identity.Attempt | None = None
+    """Whose ``.metadata`` it is."""
+
+    @property
+    def foreign(self) -> bool:
+        """Whether the checkpoint there isn't one of Pannier's attempts."""
+        return self.metadata is not None and self.standing is None
+
+    def size(self, attempt: str) -> int:
+        """Bytes of all objects of an attempt."""
+        return sum(info.size for info in self.attempts[attempt])
+
+    def find(self, attempt: str, key: str) -> ObjectInfo | None:
+        """One of an attempt's objects."""
+        return next((info for info in self.attempts[attempt] if info.key == key), None)
+
+    def superseded(self) -> list[str]:
+        """Attempts that were committed, and whose ``.metadata`` a newer one's has replaced."""
+        standing = self.standing
+        if standing is None:
+            return []
+        return [
+            name
+            for name in self.attempts
+            if name in self.decisions.known
+            and self.decisions.known[name].outcome == records_pb2.OUTCOME_COMMIT
+            and identity.Attempt.parse(name) < standing
+        ]
+
+
+async def view(store: Store, *, data: bool = True) -> View:
+    """Looks at one checkpoint id.
+
+    Args:
+        data: also at data files; without them, only records are known.
+
+    Raises:
+        StorageError: it can't be read.
+        IntegrityError: whose ``.metadata`` it is can't be told.
+    """
+    found = View()
+    prefixes = [identity.attempts_prefix()]
+    if data:
+        prefixes.append(identity.data_prefix("")[:-1])
+    loose: dict[str, list[ObjectInfo]] = defaultdict(list)
+    for prefix in prefixes:
+        for info in await store.list(prefix):
+            attempt = attempt_of(info.key)
+            if attempt:
+                loose[attempt].append(info)
+            elif info.key.startswith(identity.attempts_prefix()):
+                found.others.append(info)
+    for name in sorted(loose, key=identity.Attempt.parse):
+        found.attempts[name] = loose[name]
+    if found.attempts:
+        found.metadata, found.standing = await find_standing(store)
+        keys = (info.key for items in found.attempts.values() for info in items)
+        found.decisions = await read_decisions(store, keys)
+    return found
+
+
+def attempt_of(key: str) -> str:
+    """Whose data file or record it is, of a key relative to the checkpoint id; empty for none's."""
+    top, _, rest = key.partition("/")
+    if rest:
+        name = rest.partition("/")[0] if f"{top}/" == identity.attempts_prefix() else ""
+    else:
+        name = top.removeprefix("__").partition("_")[0] if top.startswith("__") else ""
+    return name if is_attempt(name) else ""
+
+
+async def find_needed(store: Store) -> frozenset[str]:
+    """Names of the files that the ``.metadata`` which stands there refers to; none without one.
+
+    Raises:
+        StorageError: it can't be read.
+        IntegrityError: it isn't a checkpoint's metadata.
+    """
+    for _ in range(_RACES):
+        before = await store.stat(identity.METADATA)
+        if before is None:
+            return frozenset()
+        try:
+            content = await store.read(identity.METADATA)
+        except NotFoundError:
+            continue
+        after = await store.stat(identity.METADATA)
+        if after is not None and after.generation == before.generation:
+            return await asyncio.to_thread(referred, content, f"{store.url}/{identity.METADATA}")
+    raise StorageError(f"{store.url}/{identity.METADATA} changed {_RACES} times while it was read")
