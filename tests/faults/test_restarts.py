@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -70,7 +71,7 @@ STATE = {"w": torch.arange(5.0 * 2**20), "step": 7}
 
 @pytest.mark.slow
 @pytest.mark.parametrize("coordinator_too", [False, True])
-def test_a_killed_sidecar_fails_what_it_held_soon_and_by_name(
+def test_a_sidecar_that_lost_its_spool_fails_what_it_held_soon_and_by_name(
     daemons: Daemons, client: Client, server: GcsServer, coordinator_too: bool
 ) -> None:
     name = f"lost-{coordinator_too}"
@@ -80,6 +81,7 @@ def test_a_killed_sidecar_fails_what_it_held_soon_and_by_name(
     await_save(daemons.coordinator_address, target, INGESTED)
     wait_until(lambda: any(".distcp" in found for found in listed(server, name)))
     daemons.sidecar.kill()
+    shutil.rmtree(daemons.spool / "0")
     if coordinator_too:
         # Nobody knows any more that the rank was ingested, but for its client.
         daemons.coordinator.restart()

@@ -27,12 +27,19 @@ class DataFile:
     """One data file of one rank. Thread-safe.
 
     Args:
+        slab: None: the content is in storage, or was given up, in a former life.
         label: names file, save, rank and host in errors.
         loop: where the upload reads.
     """
 
     def __init__(
-        self, name: str, size: int, slab: Slab, *, label: str, loop: asyncio.AbstractEventLoop
+        self,
+        name: str,
+        size: int,
+        slab: Slab | None,
+        *,
+        label: str,
+        loop: asyncio.AbstractEventLoop,
     ) -> None:
         self.name = name
         self.size = size
@@ -65,6 +72,15 @@ class DataFile:
     def complete(self) -> bool:
         """Sealed: it isn't written again."""
         return self.held == self.size
+
+    def mark(self) -> tuple[int, int]:
+        """``held`` and ``crc``, of the same moment."""
+        with self._lock:
+            return self.held, self.crc
+
+    def restore(self, held: int, crc: int) -> None:
+        """What a former life of the sidecar had put there, and we have found; before any use."""
+        self.held, self.crc = held, crc
 
     def begin(self, writer: object, cancel: Callable[[], object]) -> int:
         """``writer`` is the stream that fills the file from now on; returns where to go on.

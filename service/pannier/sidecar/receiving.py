@@ -8,13 +8,19 @@ import asyncio
 from collections.abc import Sequence
 
 from pannier.sidecar.files import DataFile
+from pannier.sidecar.ledger import Ledger
 from pannier.sidecar.saves import BEFORE_INGESTION, Phase, RankSave, Saves
 from pannier.sidecar.spool import Spool
 from pannier.sidecar.uploads import Uploads
 from pannier.storage import check_allowed, check_shared
 from pannier.v1 import records_pb2, save_pb2, sidecar_pb2
 from pannier.wire import identity, limits
-from pannier.wire.errors import ConfigurationError, IntegrityError, InvalidRequestError
+from pannier.wire.errors import (
+    ConfigurationError,
+    IntegrityError,
+    InvalidRequestError,
+    PannierError,
+)
 
 
 class Receiving:
@@ -29,6 +35,7 @@ class Receiving:
         saves: Saves,
         spool: Spool,
         uploads: Uploads,
+        ledger: Ledger,
         *,
         allow: Sequence[str],
         loop: asyncio.AbstractEventLoop,
@@ -36,6 +43,7 @@ class Receiving:
         self._saves = saves
         self._spool = spool
         self._uploads = uploads
+        self._ledger = ledger
         self._allow = allow
         self._loop = loop
 
@@ -103,8 +111,25 @@ class Receiving:
             except BaseException:
                 self._spool.give(slab)
                 raise
+            try:
+                self._ledger.opened(rank, file)
+            except PannierError as error:
+                self._saves.fail(rank, save_pb2.FAILURE_KIND_SPOOL, str(error))
+                raise
             self._uploads.begin(rank, file)
         return file
+
+    def held(self, rank: RankSave, file: DataFile) -> None:
+        """More of ``file`` came in: a restarted sidecar would go on from here.
+
+        Raises PannierError: it can't be recorded; the rank has failed.
+        """
+        try:
+            self._ledger.held(rank, file)
+        except PannierError as error:
+            self._saves.fail(rank, save_pb2.FAILURE_KIND_SPOOL, str(error))
+            raise
+        self._saves.received(rank)
 
     def hand_over(self, request: sidecar_pb2.HandOverRequest, rank: RankSave) -> None:
         """All files of the rank are here and are what the trainer says: the rank is ingested.
@@ -115,6 +140,7 @@ class Receiving:
             InvalidRequestError: files are missing, incomplete or of other sizes.
             IntegrityError: a checksum differs; the save has failed.
             SaveAbortedError: the save is over.
+            PannierError: it can't be recorded; the save has failed.
         """
         limits.check_hand_over(request)
         receipt = records_pb2.Receipt(
@@ -133,6 +159,11 @@ class Receiving:
             self._saves.check(rank)
             _check_attempt(request.attempt, rank)
             self._check_files(rank, receipt)
+            try:
+                self._ledger.ingested(rank, receipt)
+            except PannierError as error:
+                self._saves.fail(rank, save_pb2.FAILURE_KIND_SPOOL, str(error))
+                raise
             self._saves.ingested(rank, receipt)
             self._uploads.finish(rank)
 

@@ -196,6 +196,41 @@ class Saves:
             self._tell(rank.save, None, True)
         return rank
 
+    def restore(
+        self,
+        context: sidecar_pb2.SaveContext,
+        phase: Phase,
+        *,
+        created_at: float,
+        attempt: str,
+        plan_id: str = "",
+        planned: dict[str, int] | None = None,
+        receipt: records_pb2.Receipt | None = None,
+        failure: save_pb2.Failure | None = None,
+        verdict: save_pb2.SaveStatus | None = None,
+    ) -> RankSave:
+        """A rank's part in a save, as a former life of this sidecar left it; before the first call.
+
+        The files are the caller's to add.
+
+        Args:
+            verdict: how the save had ended; the same for all its ranks.
+        """
+        key = save_text(context.save)
+        with self._lock:
+            save = self._saves.get(key) or self._ended.get(key)
+            if save is None:
+                save = Save(context)
+                save.created_at = created_at
+                save.verdict = verdict
+                (self._saves if verdict is None else self._ended)[key] = save
+            rank = save.ranks[context.rank] = RankSave(save, context)
+            rank.phase, rank.attempt, rank.plan_id = phase, attempt, plan_id
+            rank.planned, rank.receipt, rank.failure = planned, receipt, failure
+        if verdict is None:
+            self._tell(save, None, True)
+        return rank
+
     def check(self, rank: RankSave) -> None:
         """Raises SaveAbortedError or InvalidRequestError when the rank's part is over."""
         with self._lock:
@@ -241,8 +276,7 @@ class Saves:
     def ingested(self, rank: RankSave, receipt: records_pb2.Receipt) -> None:
         """All bytes of the rank are in the spool, their checksums agree: the trainer may die now.
 
-        The rank's files and receipt become durable on this host here, before the
-        move, once the spool has a journal.
+        The caller has recorded that before.
         """
         with self._lock:
             self._check(rank)
@@ -339,13 +373,17 @@ class Saves:
         with self._lock:
             return list(self._saves.values())
 
-    def holds(self, context: sidecar_pb2.SaveContext) -> bool:
-        """Whether the rank's part in the save is more than a call that waits."""
+    def find(self, context: sidecar_pb2.SaveContext) -> RankSave | None:
+        """The rank's part in the save, if it is known."""
         key = save_text(context.save)
         with self._lock:
             save = self._saves.get(key) or self._ended.get(key)
-            rank = save.ranks.get(context.rank) if save is not None else None
-            return rank is not None and rank.phase is not Phase.PLANNING
+            return save.ranks.get(context.rank) if save is not None else None
+
+    def holds(self, context: sidecar_pb2.SaveContext) -> bool:
+        """Whether the rank's part in the save is more than a call that waits."""
+        rank = self.find(context)
+        return rank is not None and rank.phase is not Phase.PLANNING
 
     def of_rank(self, job: str, incarnation: str, rank: int) -> list[RankSave]:
         """The parts of one rank of one incarnation, those of ended saves first."""

@@ -25,10 +25,12 @@ from pannier.daemon.peers import PeerInterceptor
 from pannier.daemon.stopping import StopSignals
 from pannier.sidecar import service
 from pannier.sidecar.config import SidecarConfig
+from pannier.sidecar.ledger import Ledger
 from pannier.sidecar.link import Link
 from pannier.sidecar.receiving import Receiving
+from pannier.sidecar.restoring import restore
 from pannier.sidecar.saves import RankSave, Save, Saves
-from pannier.sidecar.sessions import Sessions
+from pannier.sidecar.sessions import RESTORED_S, Sessions
 from pannier.sidecar.spool import Spool
 from pannier.sidecar.status import save_status
 from pannier.sidecar.uploads import Opener, Uploads
@@ -76,6 +78,8 @@ class Sidecar:
         self.vitals = Vitals(config.host)
         self._open_store = store or self._default_store
         self._stack = ExitStack()
+        self._kept: set[str] = set()
+        """Names of spool files that the next life needs."""
 
     def __enter__(self) -> "Sidecar":
         with ExitStack() as stack:
@@ -95,6 +99,7 @@ class Sidecar:
                 _log.info("idle for %.0f s: leaving", idle)
                 return
             self.spool.trim(self._sessions.jobs())
+            self._ledger.tidy()
             self._servicer.open_streams.cut_idle()
 
     def drain(self, stop: StopSignals) -> None:
@@ -115,7 +120,9 @@ class Sidecar:
     def _start(self, stack: ExitStack) -> None:
         config = self.config
         self.spool = Spool(config.spool, config.spool_budget)
-        stack.callback(self.spool.close)
+        stack.callback(lambda: self.spool.close(self._kept))
+        self._ledger = Ledger(config.spool)
+        stack.callback(self._close_ledger)
         self._loop = stack.enter_context(_event_loop())
         self._link = Link(
             self.saves,
@@ -127,6 +134,7 @@ class Sidecar:
         self._uploads = Uploads(
             self.saves,
             self.spool,
+            self._ledger,
             memory=config.memory,
             open_store=self._open_store,
             loop=self._loop,
@@ -141,10 +149,15 @@ class Sidecar:
             trainers=self._link.trainers,
             loop=self._loop,
         )
+        # The first: what has failed or ended is recorded before its space is given away.
+        self.saves.listen(self._ledger.changed)
         for listener in (self._publish, self._uploads.changed, self._link.changed):
             self.saves.listen(listener)
         self.saves.listen(self._sessions.changed)
         self.saves.listen_forgotten(lambda save: self.board.remove(save.key))
+        # Before the coordinator hears of us: it takes what isn't reported then for lost.
+        for rank in restore(self._ledger, self.spool, self.saves, self._uploads, self._loop):
+            self._sessions.expect(rank, RESTORED_S)
         attached = self._link.running()
         self._on_loop(attached.__aenter__())
         stack.callback(lambda: self._on_loop(attached.__aexit__(None, None, None)))
@@ -170,7 +183,12 @@ class Sidecar:
             maximum_concurrent_rpcs=_CALLS,
         )
         receiving = Receiving(
-            self.saves, self.spool, self._uploads, allow=config.allow, loop=self._loop
+            self.saves,
+            self.spool,
+            self._uploads,
+            self._ledger,
+            allow=config.allow,
+            loop=self._loop,
         )
         self._servicer = service.SidecarServicer(self.saves, receiving, self._sessions, self._link)
         service.add_to_server(self._servicer, server)
@@ -194,6 +212,9 @@ class Sidecar:
             threads.shutdown()
 
         stack.callback(end)
+
+    def _close_ledger(self) -> None:
+        self._kept = self._ledger.close()
 
     def _welcome(self) -> sidecar_pb2.Welcome:
         return sidecar_pb2.Welcome(

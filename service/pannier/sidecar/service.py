@@ -260,7 +260,7 @@ class SidecarServicer(sidecar_pb2_grpc.SidecarServicer):
             del message
             if held >= next_stop or held == size:
                 next_stop = held + ACKNOWLEDGE
-                self._saves.received(rank)
+                self._receiving.held(rank, file)
                 yield sidecar_pb2.WriteResponse(committed=held)
 
 

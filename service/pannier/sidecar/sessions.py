@@ -9,11 +9,11 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
 from pannier.sidecar.receiving import check_context
-from pannier.sidecar.saves import RankSave, Save, Saves
+from pannier.sidecar.saves import BEFORE_INGESTION, RankSave, Save, Saves
 from pannier.sidecar.trainers import Key, Trainers
 from pannier.sidecar.watches import Watches
 from pannier.v1 import save_pb2, sidecar_pb2
@@ -30,6 +30,8 @@ REMOTE_GRACE_S: Final = 10.0
 """The same for a client on TCP: of a link that was cut for a moment nothing else is seen."""
 STRANGER_S: Final = 5.0
 """A rank that hands something in before its client connects is gone when it doesn't by then."""
+RESTORED_S: Final = 10.0
+"""The same for a rank that a former life of this sidecar had begun to take."""
 _PROGRESS_S: Final = 0.2
 """Shortest time between two messages to a client that tell of progress alone."""
 
@@ -122,6 +124,7 @@ class Sessions:
         self._sessions: dict[Key, list[_Session]] = {}
         self._last_pids: dict[Key, int] = {}
         self._idle_since = time.monotonic()
+        self._ended = False
 
     def connect(
         self,
@@ -147,6 +150,7 @@ class Sessions:
             yield sidecar_pb2.ConnectResponse(welcome=self._welcome())
             for rank in self._saves.of_rank(*session.key):
                 session.mark(rank.save, True)
+            self._check_handed_over(request.pending)
             self._watches.add(session, request.pending, session.tell)
             while (changed := session.next()) is not None:
                 for save in changed:
@@ -177,13 +181,13 @@ class Sessions:
         for session in sessions:
             session.mark(save, urgent)
 
-    def expect(self, rank: RankSave) -> None:
+    def expect(self, rank: RankSave, within_s: float = STRANGER_S) -> None:
         """The rank handed something in: its client must be connected, or be so soon."""
         key = (rank.save.id.job, rank.save.id.incarnation, rank.rank)
         with self._lock:
             if key in self._sessions:
                 return
-        self._check_later(key, STRANGER_S)
+        self._check_later(key, within_s)
 
     def jobs(self) -> set[str]:
         """Jobs with a connected client."""
@@ -196,8 +200,9 @@ class Sessions:
             return None if self._sessions else time.monotonic() - self._idle_since
 
     def close(self) -> None:
-        """Ends all streams."""
+        """Ends all streams; nobody is taken for gone because of that."""
         with self._lock:
+            self._ended = True
             sessions = [each for listed in self._sessions.values() for each in listed]
         for session in sessions:
             session.close()
@@ -220,6 +225,18 @@ class Sessions:
         limits.check_connect(request)
         for pending in request.pending:
             check_context(pending.context)
+
+    def _check_handed_over(self, pending: Iterable[sidecar_pb2.PendingSave]) -> None:
+        """A former life confirmed what this one knows nothing of: its journal was damaged."""
+        for each in pending:
+            rank = self._saves.find(each.context) if each.handed_over else None
+            if rank is not None and rank.phase in BEFORE_INGESTION:
+                self._saves.fail(
+                    rank,
+                    save_pb2.FAILURE_KIND_SPOOL,
+                    f"rank {rank.rank} on host {rank.host} was handed over, but the journal of "
+                    "its restarted sidecar doesn't say so: it was damaged",
+                )
 
     def _add(self, session: _Session) -> None:
         with self._lock:
@@ -259,7 +276,7 @@ class Sessions:
     def _fail_if_gone(self, key: Key, closed: bool) -> None:
         """On the loop: the saves of a client that isn't there, and that need it, fail."""
         with self._lock:
-            if key in self._sessions:
+            if key in self._sessions or self._ended:
                 return
             pid = self._last_pids.pop(key, 0)
         process = f"process {pid}" if pid else "process"

@@ -6,7 +6,9 @@ pages of a tmpfs cost about ten times the copy itself. Blocking, thread-safe.
 """
 
 import errno
+import fcntl
 import os
+import re
 import stat
 import threading
 import time
@@ -15,11 +17,11 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Final
 
-import filelock
-
+from pannier.daemon import crashing
 from pannier.wire.errors import BusyError, ConfigurationError, PannierError
 
-_SUFFIX: Final = ".data"
+_NAME: Final = re.compile(r"\d{8,}\.data")
+"""Of slabs; no other file of the directory is touched."""
 KEPT_S: Final = 60.0
 """Free space of a job that went away is kept for so long, in case it starts again."""
 _PAGE: Final = 4096
@@ -39,7 +41,11 @@ class Slab:
 
 
 class Spool:
-    """One sidecar's spool directory, locked against others as long as it is open."""
+    """One sidecar's spool directory, locked against others as long as it is open.
+
+    At first it takes over what :meth:`adopt` is told to, then :meth:`sweep` removes what else an
+    earlier sidecar left.
+    """
 
     def __init__(self, directory: Path, budget: int | None = None) -> None:
         """Opens the directory, making it if need be.
@@ -65,17 +71,9 @@ class Spool:
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._check()
-            self._file_lock = filelock.FileLock(
-                directory / "lock", timeout=0, mode=0o600, is_singleton=False
-            )
-            self._file_lock.acquire()
-        except filelock.Timeout as error:
-            raise ConfigurationError(
-                f"another sidecar works on the spool {directory}; give each its own --spool"
-            ) from error
+            self._directory_fd = self._take_lock()
         except OSError as error:
             raise ConfigurationError(f"the spool {directory} can't be used: {error}") from error
-        self._recover()
 
     @property
     def reserved(self) -> int:
@@ -156,14 +154,59 @@ class Spool:
                     for slab in self._free.pop(job):
                         self._drop(slab)
 
-    def close(self) -> None:
-        """Removes all slabs and lets go of the directory; nobody uses them any more."""
+    def adopt(self, name: str, job: str, size: int) -> Slab:
+        """The slab that an earlier sidecar had taken for that job, with what it wrote there.
+
+        Raises PannierError: it isn't there, or isn't what such a slab is.
+        """
+        path = self.directory / name
+        if not _NAME.fullmatch(name):
+            raise PannierError(f"{name!r} is not the name of a spool file")
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError as error:
+            raise PannierError(f"the spool file {path} can't be opened: {error}") from error
+        found = os.fstat(fd)
+        if not (
+            stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and found.st_size >= size
+        ):
+            os.close(fd)
+            raise PannierError(
+                f"the spool file {path} has {found.st_size} bytes and belongs to user "
+                f"{found.st_uid}, not {size} or more and user {os.geteuid()}"
+            )
+        slab = Slab(path, fd, job)
+        slab.capacity = found.st_size // _PAGE * _PAGE
+        with self._lock:
+            self._slabs.add(slab)
+            self._taken += 1
+            self._reserved += slab.capacity
+            self._next = max(self._next, int(path.stem))
+        return slab
+
+    def sweep(self) -> None:
+        """Removes slabs that an earlier sidecar left and nobody adopted."""
+        with self._lock:
+            ours = {slab.path.name for slab in self._slabs}
+            for path in self.directory.iterdir():
+                if _NAME.fullmatch(path.name) and path.name not in ours:
+                    path.unlink()
+                    crashing.point("sidecar.slab.removed")
+
+    def close(self, keep: Collection[str] = ()) -> None:
+        """Removes all slabs but those with a name in ``keep``, and lets go of the directory.
+
+        Nobody uses them any more.
+        """
         with self._lock:
             self._free.clear()
-            # Without a journal nobody could go on with those that are taken.
             for slab in list(self._slabs):
-                self._drop(slab)
-        self._file_lock.release()
+                if slab.path.name in keep:
+                    os.close(slab.fd)
+                    self._slabs.discard(slab)
+                else:
+                    self._drop(slab)
+        os.close(self._directory_fd)
 
     def _check(self) -> None:
         found = self.directory.stat()
@@ -174,10 +217,20 @@ class Spool:
                 "below it that doesn't exist yet, or chmod go-w one of your own"
             )
 
-    def _recover(self) -> None:
-        """What an earlier sidecar left: its content is known to nobody, so it goes."""
-        for path in self.directory.glob(f"*{_SUFFIX}"):
-            path.unlink()
+    def _take_lock(self) -> int:
+        """Locks the directory itself, so that an empty spool is an empty directory."""
+        fd = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(fd)
+            raise ConfigurationError(
+                f"another sidecar works on the spool {self.directory}; give each its own --spool"
+            ) from error
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
 
     def _choose(self, job: str, size: int) -> tuple[Slab | None, int]:
         """A free slab of the job, if any is worth it, and how many bytes it lacks."""
@@ -230,16 +283,18 @@ class Spool:
     def _create(self, job: str) -> Slab:
         with self._lock:
             self._next += 1
-            path = self.directory / f"{self._next:08d}{_SUFFIX}"
+            path = self.directory / f"{self._next:08d}.data"
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         slab = Slab(path, fd, job)
         with self._lock:
             self._slabs.add(slab)
+        crashing.point("sidecar.slab.created")
         return slab
 
     def _drop(self, slab: Slab) -> None:
         self._slabs.discard(slab)
         slab.path.unlink(missing_ok=True)
+        crashing.point("sidecar.slab.removed")
         os.close(slab.fd)
         self._reserved -= slab.capacity
 

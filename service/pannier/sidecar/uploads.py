@@ -11,7 +11,9 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from pannier.daemon import crashing
 from pannier.sidecar.files import DataFile, SpoolSource
+from pannier.sidecar.ledger import Ledger
 from pannier.sidecar.saves import Phase, RankSave, Save, Saves
 from pannier.sidecar.slots import Slots
 from pannier.sidecar.spool import Spool
@@ -38,6 +40,7 @@ class Uploads:
         self,
         saves: Saves,
         spool: Spool,
+        ledger: Ledger,
         *,
         memory: int,
         open_store: Opener,
@@ -45,6 +48,7 @@ class Uploads:
     ) -> None:
         self._saves = saves
         self._spool = spool
+        self._ledger = ledger
         self._slots = Slots(memory)
         self._open_store = open_store
         self._loop = loop
@@ -63,6 +67,10 @@ class Uploads:
     def finish(self, rank: RankSave) -> None:
         """The rank is ingested: once its files are in storage, its receipt follows."""
         self._loop.call_soon_threadsafe(self._finish, rank)
+
+    def clear(self, save: Save) -> None:
+        """The save had ended in a former life, which may not have cleared everything away."""
+        self._loop.call_soon_threadsafe(self._clear, save, None)
 
     def changed(self, save: Save, rank: RankSave | None, urgent: bool) -> None:
         """Listener of :class:`Saves`: what has failed or ended is cleared away."""
@@ -125,6 +133,7 @@ class Uploads:
                     f"{file.size} with {file.crc}"
                 )
             file.uploaded = file.size
+            self._ledger.durable(rank, file)
             file.durable = True
             self._saves.progressed(rank)
 
@@ -139,9 +148,11 @@ class Uploads:
         assert receipt is not None
 
         async def write() -> None:
+            crashing.point("sidecar.receipt.before")
             await self._store(rank.save).create(
                 identity.receipt(receipt.attempt, receipt.rank), encoded(receipt)
             )
+            self._ledger.stored(rank)
             self._saves.durable(rank)
 
         await self._or_fail(rank, write(), "writing its receipt")
@@ -204,6 +215,7 @@ class Uploads:
         if save.verdict.state == save_pb2.SAVE_STATE_ABORTED:
             for rank in ranks:
                 await self._delete_objects(rank)
+                self._ledger.forget(rank)
         for rank in ranks:
             self._clearing.pop(rank, None)
         store = self._stores.pop(save.key, None)
@@ -216,6 +228,7 @@ class Uploads:
         if rank.receipt is not None:
             keys.append(identity.receipt(rank.attempt, rank.rank))
         for key in keys:
+            crashing.point("sidecar.deletion.before")
             try:
                 await self._store(rank.save).delete(key)
             except PannierError as error:
@@ -225,6 +238,7 @@ class Uploads:
                     key,
                     error,
                 )
+            crashing.point("sidecar.deletion.after")
 
     def _background_task(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)
