@@ -36,6 +36,14 @@ DEFAULT_ADDRESS = "unix:///run/pannier/coordinator.sock"
     metavar="SECONDS",
     help="Silence after which a rank is shown as suspect.",
 )
+@option(
+    "--grace-superseded",
+    type=Seconds(zero=True),
+    default=3600,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long the files of an overwritten checkpoint stay for readers without a lease.",
+)
 @daemon_options
 def command(**settings: Any) -> None:
     """Run the daemon that plans and commits a job's checkpoints.

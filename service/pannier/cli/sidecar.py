@@ -78,5 +78,10 @@ def command(**settings: Any) -> None:
 
 def daemon_settings(settings: dict[str, Any]) -> dict[str, Any]:
     """Flags as the fields of a daemon's config: an absent one keeps the field's default."""
-    renamed = {"idle_exit": "idle_exit_s", "grace": "grace_s", "suspect_after": "suspect_after_s"}
+    renamed = {
+        "idle_exit": "idle_exit_s",
+        "grace": "grace_s",
+        "grace_superseded": "grace_superseded_s",
+        "suspect_after": "suspect_after_s",
+    }
     return {renamed.get(name, name): value for name, value in settings.items() if value is not None}

@@ -20,6 +20,7 @@ from pannier.coordinator.places import Places
 from pannier.coordinator.planners import Planners
 from pannier.coordinator.receipts import check_external_metadata
 from pannier.coordinator.saves import Save, State
+from pannier.coordinator.sweeping import Sweeper
 from pannier.coordinator.takeover import Looks, adopt, take_up
 from pannier.records.decisions import decide, decider, propose
 from pannier.records.ending import carry_out, prepare_commit
@@ -53,10 +54,20 @@ class Conductor:
     Args:
         host: signs decisions.
         threads: for planning and for the metadata.
+        sweeper: told of commits. Default: one of its own.
     """
 
-    def __init__(self, places: Places, planners: Planners, *, host: str, threads: Executor) -> None:
+    def __init__(
+        self,
+        places: Places,
+        planners: Planners,
+        *,
+        host: str,
+        threads: Executor,
+        sweeper: Sweeper | None = None,
+    ) -> None:
         self._places = places
+        self._sweeper = sweeper or Sweeper(places)
         self._planners = planners
         self._host = host
         self._threads = threads
@@ -73,6 +84,7 @@ class Conductor:
 
     async def stop(self) -> None:
         """Drops all saves as they are: another coordinator can go on from storage."""
+        await self._sweeper.stop()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -295,6 +307,7 @@ class Conductor:
             for part in save.parts.values():
                 part.phase = save_pb2.RANK_PHASE_DURABLE
             save.move(State.COMMITTED)
+            self._sweeper.committed(save.context.checkpoint_id)
             return
         for failure in decision.failures:
             save.failures.setdefault(failure.rank, failure)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pannier.daemon.access import Access
+from pannier.records.superseded import GRACE_S
 from pannier.storage.location import parse
 from pannier.wire.errors import ConfigurationError, InvalidRequestError
 
@@ -28,6 +29,8 @@ class CoordinatorConfig(Access):
     """Started by a client (``pannier up``)."""
     suspect_after_s: float = 5
     """Seconds of silence after which a trainer's own silence is shown, not its sidecar's."""
+    grace_superseded_s: float = GRACE_S
+    """Seconds that the files of an overwritten checkpoint stay, for readers without a lease."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -42,6 +45,10 @@ class CoordinatorConfig(Access):
                 raise ConfigurationError(f"--planner {name!r} is not module:Class")
         if not self.host:
             raise ConfigurationError("--host is empty")
+        if not 0 <= self.grace_superseded_s < float("inf"):
+            raise ConfigurationError(
+                f"--grace-superseded {self.grace_superseded_s} is not a number of seconds from 0"
+            )
         if not self.suspect_after_s > 0:
             raise ConfigurationError(
                 f"--suspect-after {self.suspect_after_s} is not a positive number of seconds"

@@ -22,6 +22,7 @@ from pannier.coordinator.planners import Planners
 from pannier.coordinator.registry import Registry
 from pannier.coordinator.service import CoordinatorService
 from pannier.coordinator.succession import Succession
+from pannier.coordinator.sweeping import Sweeper
 from pannier.coordinator.vigil import Vigil
 from pannier.daemon.board import Board
 from pannier.daemon.failing import AioErrorInterceptor
@@ -77,7 +78,8 @@ async def serving(config: CoordinatorConfig) -> AsyncIterator[Registry]:
     planners = Planners(config.planner)
     places = Places(allow=config.allow, storage_options=config.storage_options)
     with ThreadPoolExecutor(_THREADS, "pannier-plan") as threads:
-        conductor = Conductor(places, planners, host=config.host, threads=threads)
+        sweeper = Sweeper(places, grace_s=config.grace_superseded_s)
+        conductor = Conductor(places, planners, host=config.host, threads=threads, sweeper=sweeper)
         registry = Registry(board, begin=conductor.begin, suspect_after_s=config.suspect_after_s)
         Succession(registry)
         attachments = Attachments(registry)
