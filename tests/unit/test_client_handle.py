@@ -169,3 +169,14 @@ def test_it_is_freed_after_its_error_was_raised_and_handled() -> None:
     del handle, resolver, kept
     assert gone() is None
     assert len(errors) == 1
+
+
+def test_a_save_that_failed_while_it_was_staged_stays_failed() -> None:
+    handle = SaveHandle("job/abc/g1/1", "/x/y")
+    resolver = Resolver(handle)
+    resolver.fail(SaveAbortedError("its deadline passed"))
+    resolver.staged()
+    with pytest.raises(SaveAbortedError, match="its deadline passed"):
+        handle.staging_completion.result(0)
+    with pytest.raises(SaveAbortedError, match="its deadline passed"):
+        handle.result(0)

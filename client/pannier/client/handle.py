@@ -187,6 +187,7 @@ class Resolver:
     def __init__(self, handle: SaveHandle) -> None:
         self.handle = handle
         self.verdict = handle._verdict
+        self._staged = False
 
     def update(self, change: Callable[[SaveStatus], SaveStatus]) -> None:
         """Replaces the handle's status."""
@@ -194,7 +195,11 @@ class Resolver:
             self.handle._status = change(self.handle._status)
 
     def staged(self) -> None:
-        """The state dict may change."""
+        """The state dict may change. Says nothing when the save has failed meanwhile."""
+        with self.handle._guard:
+            if self.handle._ended:
+                return
+            self._staged = True
         self.handle._staging.set_result(None)
 
     def resolve(self, result: SaveResult) -> bool:
@@ -220,7 +225,7 @@ class Resolver:
         def end() -> None:
             self.verdict.error = kept
             self.verdict.asked = self.verdict.asked or quietly
-            if not self.handle._staging.done():
+            if not self._staged:
                 self.handle._staging.set_exception(kept)
             self.handle._upload.set_exception(kept)
             self.handle.set_exception(kept)

@@ -1,0 +1,107 @@
+"""Trainers that are told to go, that wake up late, or whose sidecar is gone."""
+
+import re
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from pannier.client import BusyError, Client, PannierError, SaveSkippedError, saving
+from pannier.client.config import load_settings
+from pannier.v1 import save_pb2
+from support.daemons import Daemons
+from support.ranks import start_ranks
+from support.scripted_sidecar import wait_until
+from support.steering import TRAINER, order, outcome
+from support.watching import ABORTED, COMMITTED, await_save
+
+MIB = 256
+"""So many take the sidecar a moment."""
+
+
+@pytest.fixture
+def daemons(tmp_path: Path) -> Iterator[Daemons]:
+    with Daemons(tmp_path) as running:
+        yield running
+
+
+def streaming(status: save_pb2.SaveStatus) -> bool:
+    return any(rank.phase == save_pb2.RANK_PHASE_STREAMING for rank in status.ranks)
+
+
+def check(client: Client, target: str, name: str, value: float) -> None:
+    loaded = {name: torch.zeros(MIB << 18)}
+    client.load(loaded, checkpoint_id=target)
+    assert bool((loaded[name] == value).all())
+
+
+@pytest.mark.slow
+def test_a_trainer_that_gets_sigterm_goes_when_its_save_is_ingested(
+    daemons: Daemons, tmp_path: Path
+) -> None:
+    target = str(tmp_path / "root" / "step-1")
+    environment = daemons.env(GO=str(tmp_path), ROOT=str(tmp_path / "root"), SIGTERM="exit")
+    with start_ranks(TRAINER, 1, environment, torchrun=False) as ranks:
+        order(tmp_path, 1, 0, mib=MIB)
+        await_save(daemons.sidecar_address, target, streaming)
+        daemons.sidecar.pause()
+        trainer = ranks.processes[0]
+        trainer.signal(signal.SIGTERM)
+        time.sleep(1)
+        assert trainer.returncode is None
+        daemons.sidecar.resume()
+        assert trainer.wait(20) == 143
+        await_save(daemons.coordinator_address, target, lambda s: s.state == COMMITTED)
+    with Client(load_settings()) as client:
+        check(client, target, "w0", 1.0)
+
+
+@pytest.mark.slow
+def test_a_trainer_that_wakes_up_late_changes_nothing_and_hears_of_it(
+    daemons: Daemons, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = str(tmp_path / "root" / "step-1")
+    environment = daemons.env(GO=str(tmp_path), ROOT=str(tmp_path / "root"))
+    with start_ranks(TRAINER, 1, environment, torchrun=False) as ranks:
+        order(tmp_path, 1, 0, mib=MIB, timeout=9)
+        await_save(daemons.sidecar_address, target, streaming)
+        ranks.processes[0].pause()
+        await_save(daemons.coordinator_address, target, lambda s: s.state == ABORTED)
+        for name, value in daemons.env().items():
+            monkeypatch.setenv(name, value)
+        # Another process of the job saves to the same id, over the memory that was freed.
+        with Client(load_settings()) as client:
+            client.save({"w0": torch.full((MIB << 18,), 9.0)}, checkpoint_id=target, timeout=60)
+            objects = sorted(str(path) for path in Path(target).rglob("*"))
+            ranks.processes[0].resume()
+            assert re.match(r"failed: .*rank 0 .*its deadline of 9 s passed", outcome(ranks, 1, 0))
+            check(client, target, "w0", 9.0)
+            assert sorted(str(path) for path in Path(target).rglob("*")) == objects
+
+
+@pytest.mark.slow
+def test_a_sidecar_that_is_gone_for_good_is_named_at_the_deadline(
+    daemons: Daemons, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saving, "_ABORT_NEWS_S", 0.5)
+    for name, value in daemons.env().items():
+        monkeypatch.setenv(name, value)
+    client = Client(load_settings(max_in_flight=1))
+    state = {"w": torch.ones(MIB << 18)}
+    handle = client.async_save(state, checkpoint_id=str(tmp_path / "root" / "1"), timeout=9)
+    began = time.monotonic()
+    daemons.sidecar.kill()
+    assert handle.status().bytes_ingested < handle.status().bytes
+    with pytest.raises(SaveSkippedError):
+        client.save(state, checkpoint_id=str(tmp_path / "root" / "2"), on_busy="skip")
+    with pytest.raises(BusyError):
+        client.save(state, checkpoint_id=str(tmp_path / "root" / "3"), on_busy="raise")
+    named = re.compile(r"the sidecar at unix:.* \(not connected, last heard \d+ s ago\)")
+    wait_until(lambda: named.match(handle.status().waiting_on) is not None)
+    with pytest.raises(PannierError, match=r"sidecar at unix:.*can't be reached"):
+        handle.result(30)
+    assert 8 < time.monotonic() - began < 20
+    client.close()
