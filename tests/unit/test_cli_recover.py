@@ -1,14 +1,20 @@
 """``pannier recover`` ends what can be ended from storage alone, and names what is missing."""
 
+import asyncio
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import crc32c
 import pytest
 from torch.distributed.checkpoint import FileSystemReader
 
+from pannier.coordinator.commit import build_checked
 from pannier.coordinator.manifest import Manifest
 from pannier.coordinator.planning import make_global_plan
+from pannier.records import interrupted
+from pannier.records.interrupted import End
+from pannier.storage import open_store
 from pannier.v1 import records_pb2
 from pannier.wire import identity
 from support.checkpoints import write, write_attempt, write_decision
@@ -51,6 +57,7 @@ def test_an_attempt_whose_ranks_are_all_durable_is_committed(tmp_path: Path) -> 
         "attempt": FIRST,
         "found": "complete",
         "end": "committed",
+        "dry_run": False,
         "missing": [],
         "reason": "",
     }
@@ -62,6 +69,56 @@ def test_an_attempt_whose_ranks_are_all_durable_is_committed(tmp_path: Path) -> 
     again = pannier("recover", str(tmp_path / "run"))
     assert again.code == 0
     assert "nothing is interrupted" in again.out
+
+
+@pytest.mark.parametrize(
+    ("left", "abort", "end"),
+    [
+        ("receipts", False, End.COMMITTED),
+        ("a commit", False, End.COMMITTED),
+        ("an abort", False, End.ABORTED),
+        ("nothing of rank 1", False, End.UNDECIDED),
+        ("nothing of rank 1", True, End.ABORTED),
+        ("a torn decision", True, End.UNDECIDED),
+    ],
+)
+def test_the_end_is_foreseen(tmp_path: Path, left: str, abort: bool, end: End) -> None:
+    place = tmp_path / "step-1"
+    if left == "a commit":
+        write_attempt(place, FIRST)
+        (place / ".metadata").unlink()
+    else:
+        planned(place)
+    if left == "an abort":
+        write_decision(place, FIRST, records_pb2.OUTCOME_ABORT)
+    elif left == "nothing of rank 1":
+        (place / identity.receipt(FIRST, 1)).unlink()
+    elif left == "a torn decision":
+        write(place / identity.decision(FIRST), b"{")
+
+    async def build(manifest: bytes, receipts: Sequence[records_pb2.Receipt]) -> bytes:
+        return build_checked(manifest, receipts)
+
+    async def main() -> None:
+        store = open_store(str(place))
+        try:
+            (found,) = await interrupted.find_interrupted(store)
+            assert interrupted.foresee(found, abort=abort).end is end
+            outcome = await interrupted.end(store, found, build=build, host="here", abort=abort)
+            assert outcome.end is end
+        finally:
+            await store.close()
+
+    asyncio.run(main())
+
+
+def test_a_dry_run_changes_nothing(tmp_path: Path) -> None:
+    place = tmp_path / "step-1"
+    planned(place)
+    before = names(place)
+    (line,) = pannier("recover", str(place), "--json", "--dry-run").json_lines()
+    assert (line["end"], line["dry_run"]) == ("committed", True)
+    assert names(place) == before
 
 
 def test_a_candidate_is_committed_as_it_is(tmp_path: Path) -> None:

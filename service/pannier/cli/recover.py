@@ -18,6 +18,7 @@ from pannier.records.interrupted import (
     end,
     find_directories,
     find_interrupted,
+    foresee,
 )
 from pannier.storage import open_store
 from pannier.v1 import records_pb2
@@ -33,8 +34,11 @@ from pannier.wire.errors import ConfigurationError
     help="Also end attempts whose receipts are not complete: what these ranks' hosts hold is "
     "given up, and the attempt's objects are removed.",
 )
+@click.option("--dry-run", is_flag=True, help="Only say what would be done.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per attempt.")
-def command(*, place: str, storage_options: dict[str, Any], abort: bool, as_json: bool) -> None:
+def command(
+    *, place: str, storage_options: dict[str, Any], abort: bool, dry_run: bool, as_json: bool
+) -> None:
     """Finish interrupted saves at PLACE, a checkpoint id or a root.
 
     An attempt whose ranks are all durable is committed, one whose commit was
@@ -43,26 +47,30 @@ def command(*, place: str, storage_options: dict[str, Any], abort: bool, as_json
     attempt it is said which ranks' receipts are missing: start the sidecars of
     their hosts again on the same spools, or give the attempt up with --abort.
 
+    --dry-run changes nothing, and tells the end that each attempt would come to.
+
     Exit status 1 when an attempt is left undecided. Committing needs torch,
     unless a coordinator had come that far.
 
     The JSON is a stable contract: per line "checkpoint" (its id), "attempt",
     "found" (complete, commit, abort, undecided, damaged), "end" (committed, aborted,
-    removed, undecided), "missing" (a list of objects with "rank" and "host"),
-    "reason" (text, may be empty) and "time" (when the attempt was last written
-    to; Unix time in seconds).
+    removed, undecided), "dry_run" (true when that end is only foreseen), "missing" (a
+    list of objects with "rank" and "host"), "reason" (text, may be empty) and "time"
+    (when the attempt was last written to; Unix time in seconds).
     """
-    outcomes = asyncio.run(_recover(place, storage_options, abort))
+    outcomes = asyncio.run(_recover(place, storage_options, abort, dry_run))
     if as_json:
         for checkpoint, outcome in outcomes:
-            render.print_json(_fields(checkpoint, outcome))
+            render.print_json({**_fields(checkpoint, outcome), "dry_run": dry_run})
     else:
-        _print(place, outcomes)
+        _print(place, outcomes, "would be" if dry_run else "now")
     undecided = any(outcome.end is End.UNDECIDED for _, outcome in outcomes)
     click.get_current_context().exit(NEGATIVE if undecided else OK)
 
 
-async def _recover(place: str, options: dict[str, Any], abort: bool) -> list[tuple[str, Outcome]]:
+async def _recover(
+    place: str, options: dict[str, Any], abort: bool, dry_run: bool
+) -> list[tuple[str, Outcome]]:
     store = open_store(place, storage_options=options)
     try:
         directories = await find_directories(store)
@@ -74,9 +82,12 @@ async def _recover(place: str, options: dict[str, Any], abort: bool) -> list[tup
         store = open_store(checkpoint, storage_options=options)
         try:
             for interrupted in await find_interrupted(store):
-                outcome = await end(
-                    store, interrupted, build=_build, host=socket.gethostname(), abort=abort
-                )
+                if dry_run:
+                    outcome = foresee(interrupted, abort=abort)
+                else:
+                    outcome = await end(
+                        store, interrupted, build=_build, host=socket.gethostname(), abort=abort
+                    )
                 outcomes.append((checkpoint, outcome))
         finally:
             await store.close()
@@ -95,13 +106,13 @@ async def _build(manifest: bytes, receipts: Sequence[records_pb2.Receipt]) -> by
     return await asyncio.to_thread(build_checked, manifest, receipts)
 
 
-def _print(place: str, outcomes: list[tuple[str, Outcome]]) -> None:
+def _print(place: str, outcomes: list[tuple[str, Outcome]], when: str) -> None:
     out = render.console()
     if not outcomes:
         out.print(f"nothing is interrupted at {place}")
         return
     colours = {End.COMMITTED: "green", End.ABORTED: "red", End.UNDECIDED: "yellow"}
-    table = render.table("attempt", "found", "now", "last written", "checkpoint", "problem")
+    table = render.table("attempt", "found", when, "last written", "checkpoint", "problem")
     for checkpoint, outcome in outcomes:
         table.add_row(
             outcome.attempt.attempt,

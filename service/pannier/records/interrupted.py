@@ -188,6 +188,17 @@ async def end(
     return _ended(interrupted, decision)
 
 
+def foresee(interrupted: Interrupted, *, abort: bool) -> Outcome:
+    """What :func:`end` would come to, if nobody else and no newer save comes in between."""
+    if interrupted.found in (Found.COMPLETE, Found.COMMIT):
+        return Outcome(interrupted, End.COMMITTED)
+    if interrupted.found is Found.ABORT:
+        return Outcome(interrupted, End.ABORTED)
+    if interrupted.found is Found.DAMAGED:
+        return Outcome(interrupted, End.UNDECIDED, interrupted.problem)
+    return Outcome(interrupted, End.ABORTED if abort else End.UNDECIDED, _lacks(interrupted))
+
+
 async def _commit(store: Store, attempt: str, build: Build, host: str) -> records_pb2.Decision:
     manifest = await read_manifest(store, attempt, ManifestRecord)
     if manifest is None:
