@@ -56,6 +56,7 @@ class DataFile:
         self._writer: object | None = None
         self._cancel_writer: Callable[[], object] = lambda: None
         self._slab: Slab | None = slab
+        self._released = False
         self._wanted = size + 1
         """The upload waits for this many bytes; more than there are: it doesn't."""
         self._arrived = asyncio.Event()
@@ -89,8 +90,11 @@ class DataFile:
         ``cancel``. Raises UnavailableError after :meth:`release`.
         """
         with self._lock:
-            if self._slab is None:
+            if self._released:
                 raise self._over()
+            if self._slab is None:
+                # In storage since a former life: there is nothing to write.
+                return self.held
             previous, self._cancel_writer = self._cancel_writer, cancel
             self._writer = writer
             held = self.held
@@ -147,6 +151,7 @@ class DataFile:
         """
         with self._lock:
             slab, self._slab = self._slab, None
+            self._released = True
             self._writer = None
             cancel, self._cancel_writer = self._cancel_writer, lambda: None
         cancel()
