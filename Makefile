@@ -15,7 +15,7 @@ generate = cd proto && ../$(STUBS_VENV)/bin/python -m grpc_tools.protoc -I. \
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test pytest lint format stubs check-stubs bench lock clean distclean
+.PHONY: help demo test pytest lint format stubs check-stubs chaos bench lock clean distclean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -56,6 +56,12 @@ check-stubs: $(STUBS_INSTALLED)
 		diff -u "$$file" "$$new/pannier/v1/$${file##*/}" || \
 		{ echo "$$file is stale: run 'make stubs'" >&2; exit 1; }; \
 	done
+
+SEEDS ?= 1-10
+MINUTES ?= 60
+SECONDS ?= 16
+chaos: $(INSTALLED)  ## Kill, cut and stop all there is, at random: SEEDS=1-50 MINUTES=120
+	PYTHONPATH=tests $(BIN)/python -m support.chaos --seeds $(SEEDS) --minutes $(MINUTES) --seconds $(SECONDS)
 
 bench: $(INSTALLED)  ## Measure against torch's own async_save; needs a quiet machine
 	$(BIN)/python tests/bench/run.py $(ARGS)

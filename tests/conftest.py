@@ -13,9 +13,11 @@ import pytest
 from support import processes
 from support.daemons import Daemons, memory_directory, short_directory
 
-# Tests don't see the settings of whoever runs them; what they set themselves is inherited.
+# Tests don't see the settings of whoever runs them, but for what stretches their deadlines; what
+# they set themselves is inherited.
 for _name in [name for name in os.environ if name.startswith("PANNIER_")]:
-    del os.environ[_name]
+    if _name != "PANNIER_TEST_STRETCH":
+        del os.environ[_name]
 os.environ[processes.MARKER] = processes.SESSION
 # Inherited by everything that is started here; see gcsfs' layout lookup.
 os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"

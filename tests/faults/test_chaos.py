@@ -1,0 +1,30 @@
+"""A short run of the chaos test; ``make chaos`` runs as many seeds as there is time for."""
+
+from pathlib import Path
+
+import pytest
+
+from support.chaos import Chaos
+from support.stretch import FACTOR
+
+SEEDS = [3, 8]
+SECONDS = 14.0
+
+
+@pytest.fixture(scope="module")
+def chaos_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("chaos")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300 * FACTOR)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_nothing_that_was_handed_over_is_lost_whatever_goes_wrong(
+    chaos_directory: Path, seed: int
+) -> None:
+    with Chaos(chaos_directory) as chaos:
+        outcome = chaos.run_seed(seed, SECONDS)
+    again = f"again: make chaos SEEDS={seed} SECONDS={SECONDS:g}"
+    assert outcome.ok, "\n".join([again, *outcome.happened, *outcome.problems])
+    # A run in which nothing is saved shows nothing.
+    assert outcome.counts["committed"] >= 5, outcome.counts
