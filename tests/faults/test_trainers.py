@@ -1,6 +1,8 @@
 """Trainers that are told to go, that wake up late, or whose sidecar is gone."""
 
+import logging
 import re
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -105,3 +107,32 @@ def test_a_sidecar_that_is_gone_for_good_is_named_at_the_deadline(
         handle.result(30)
     assert 8 < time.monotonic() - began < 20
     client.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("forgetful", [False, True])
+def test_a_sidecar_that_is_killed_gets_the_rest_from_the_client_that_waited_for_it(
+    daemons: Daemons,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    forgetful: bool,
+) -> None:
+    for name, value in daemons.env().items():
+        monkeypatch.setenv(name, value)
+    target = str(tmp_path / "root" / "step-1")
+    with Client(load_settings()) as client, caplog.at_level(logging.WARNING, "pannier.client"):
+        state = {"w0": torch.full((MIB << 18,), 3.0)}
+        handle = client.async_save(state, checkpoint_id=target, timeout=60)
+        wait_until(lambda: handle.status().bytes_ingested > 0)
+        daemons.sidecar.kill()
+        held = handle.status().bytes_ingested
+        assert 0 < held < handle.status().bytes
+        if forgetful:
+            shutil.rmtree(daemons.spool / "0")
+        time.sleep(1)
+        daemons.sidecar.start()
+        handle.result(40)
+        check(client, target, "w0", 3.0)
+        lost = [each for each in caplog.records if "lost the sidecar" in each.message]
+        assert len(lost) == 1
