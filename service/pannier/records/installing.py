@@ -115,7 +115,7 @@ async def is_removed(store: Store, attempt: str) -> bool:
 
 async def _take_back(store: Store, decision: records_pb2.Decision) -> NoReturn:
     """Removes what was written for an attempt that isn't there any more; raises RemovedError."""
-    info, checksum = await _stat_metadata(store)
+    info, checksum = await stat_metadata(store)
     if info is not None and (info.size, checksum) == (
         decision.metadata_size,
         decision.metadata_crc32c,
@@ -138,7 +138,7 @@ async def find_standing(store: Store) -> tuple[ObjectInfo | None, identity.Attem
 
     Raises IntegrityError when a decision is damaged, so that it can't be told.
     """
-    info, checksum = await _stat_metadata(store)
+    info, checksum = await stat_metadata(store)
     if info is None:
         return None, None
     keys = [item.key for item in await store.list(identity.attempts_prefix())]
@@ -149,8 +149,8 @@ async def find_standing(store: Store) -> tuple[ObjectInfo | None, identity.Attem
     return info, identity.Attempt.parse(committed.attempt) if committed is not None else None
 
 
-async def _stat_metadata(store: Store) -> tuple[ObjectInfo | None, int]:
-    """What ``.metadata`` is, and its checksum."""
+async def stat_metadata(store: Store) -> tuple[ObjectInfo | None, int]:
+    """What ``.metadata`` is, and its checksum. Raises StorageError."""
     while True:
         info = await store.stat(identity.METADATA)
         if info is None:

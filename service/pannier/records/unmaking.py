@@ -1,0 +1,148 @@
+"""Takes a whole checkpoint away, so that nobody brings it back: ``pannier rm``.
+
+In: a checkpoint id's store. Out: nothing of its ended attempts is there any more. The order:
+
+1. every committed attempt gets a mark, so that neither ``pannier recover`` nor a coordinator that
+   was stopped takes one of them for a commit that is to be finished;
+2. ``.metadata`` goes, exactly the generation that was judged: from here on there is no checkpoint;
+3. data files, records, the decision last;
+4. a look whether a write that was delayed has brought ``.metadata`` back.
+
+Whoever dies on the way leaves marks: run again, it goes on. Async.
+"""
+
+import json
+from dataclasses import dataclass, field
+
+from pannier.daemon.crashing import point
+from pannier.records.decisions import match
+from pannier.records.installing import stat_metadata
+from pannier.records.leases import Lease, find_leases
+from pannier.records.removing import remove_ended
+from pannier.records.viewing import View, find_needed, view
+from pannier.storage import ConflictError, ObjectInfo, Store
+from pannier.v1 import records_pb2
+from pannier.wire import identity
+from pannier.wire.errors import SaveAbortedError
+
+
+@dataclass
+class Condemned:
+    """What is to go from one checkpoint id."""
+
+    seen: View
+    attempts: list[str]
+    """Ended ones, the newest last."""
+    undecided: list[str]
+    """They stay: a save may be under way."""
+    leases: list[Lease]
+
+    @property
+    def size(self) -> int:
+        """Bytes that are to go."""
+        metadata = self.seen.metadata
+        own = metadata.size if metadata is not None else 0
+        return own + sum(self.seen.size(attempt) for attempt in self.attempts)
+
+    def readers(self, now: float) -> list[Lease]:
+        """Leases that live at ``now``, by the store's clock."""
+        return [lease for lease in self.leases if lease.expires > now]
+
+
+@dataclass
+class Gone:
+    """What was removed."""
+
+    objects: list[ObjectInfo] = field(default_factory=list)
+
+
+async def condemn(store: Store) -> Condemned:
+    """What :func:`remove_checkpoint` would remove; writes nothing.
+
+    Raises:
+        SaveAbortedError: there is nothing, or it isn't Pannier's.
+        StorageError: it can't be read.
+        IntegrityError: whose ``.metadata`` it is can't be told.
+    """
+    seen = await view(store)
+    if seen.foreign or (not seen.attempts and await store.stat(identity.METADATA) is not None):
+        raise SaveAbortedError(
+            f"{store.url} was not committed by Pannier, so that it isn't known which of its files "
+            "may go: remove it with your storage's own tools"
+        )
+    if not seen.attempts:
+        raise SaveAbortedError(f"there is no checkpoint at {store.url}, nor a save's records")
+    known = seen.decisions.known
+    leases = await find_leases(store)
+    return Condemned(
+        seen,
+        [attempt for attempt in seen.attempts if attempt in known],
+        [attempt for attempt in seen.attempts if attempt not in known],
+        leases,
+    )
+
+
+async def remove_checkpoint(store: Store, condemned: Condemned, *, host: str) -> Gone:
+    """Removes it. Whoever reads it fails, also with a lease.
+
+    Args:
+        host: signs the marks.
+
+    Raises:
+        SaveAbortedError: a newer save was committed there meanwhile, which stays.
+        StorageError: a step failed: run it again.
+        IntegrityError: ``.metadata`` refers to what isn't its attempt's.
+    """
+    seen, gone = condemned.seen, Gone()
+    for attempt in condemned.attempts:
+        if seen.decisions.known[attempt].outcome == records_pb2.OUTCOME_COMMIT:
+            await _mark(store, attempt, host)
+    if seen.metadata is not None:
+        point("sweep.metadata.before")
+        await store.delete(identity.METADATA, generation=seen.metadata.generation)
+        point("sweep.metadata.after")
+        gone.objects.append(seen.metadata)
+        if await store.stat(identity.METADATA) is not None:
+            raise SaveAbortedError(
+                f"another save was committed to {store.url} meanwhile: it stays, and what it has "
+                "superseded goes by itself; run the command again to remove that one, too"
+            )
+    for lease in condemned.leases:
+        if lease.attempt in condemned.attempts:
+            point("sweep.leftover.before")
+            await store.delete(lease.info.key)
+            point("sweep.leftover.after")
+    for attempt in condemned.attempts:
+        needed = await find_needed(store)
+        gone.objects += await remove_ended(store, attempt, needed=needed)
+    if not condemned.undecided:
+        await _discard(store)
+    await _look_again(store, condemned)
+    return gone
+
+
+async def _discard(store: Store) -> None:
+    """Uploads that were cut off, temporary files, locks; not those of checkpoints farther down."""
+    for item in await store.list_unfinished():
+        if "/" not in item.key or item.key.startswith(identity.attempts_prefix()):
+            await store.discard(item)
+
+
+async def _mark(store: Store, attempt: str, host: str) -> None:
+    point("sweep.removal.before")
+    try:
+        await store.create(identity.removal_mark(attempt), json.dumps({"by": host}).encode())
+    except ConflictError as error:
+        if error.current is None:
+            raise
+    point("sweep.removal.after")
+
+
+async def _look_again(store: Store, condemned: Condemned) -> None:
+    """A coordinator that was stopped before its last write may have gone on since."""
+    info, checksum = await stat_metadata(store)
+    if info is None:
+        return
+    removed = {attempt: condemned.seen.decisions.known[attempt] for attempt in condemned.attempts}
+    if match(removed, info.size, checksum) is not None:
+        await store.delete(identity.METADATA, generation=info.generation)
