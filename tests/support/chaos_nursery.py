@@ -60,7 +60,9 @@ class Nursery:
                 "OMP_NUM_THREADS": "1",
                 "OPENBLAS_NUM_THREADS": "1",
                 "GLOO_SOCKET_IFNAME": "lo",
-                "PYTHONPATH": str(Path(__file__).parents[1]),
+                "PYTHONPATH": os.pathsep.join(
+                    [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+                ),
             }
         )
         self._process = Process(
@@ -186,7 +188,14 @@ def run_rank(arguments: Mapping[str, Any]) -> int:
 def main() -> None:
     orders = socket.socket(fileno=int(sys.argv[1]))
     # What the children need, loaded once; none of it starts a thread.
-    for module in ("torch.distributed.checkpoint", "torch.distributed.tensor", "pannier.client"):
+    for module in (
+        "torch._dynamo",
+        "torch.distributed.checkpoint",
+        "torch.distributed.tensor",
+        "pannier.client",
+        "support.chaos_states",
+        "support.chaos_trainer",
+    ):
         importlib.import_module(module)
     status = serve(orders)
     sys.stdout.flush()
