@@ -7,15 +7,21 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
+from urllib.parse import quote
 
+import grpc
+import psutil
 import pytest
 
-from pannier.v1 import save_pb2
+from pannier.v1 import coordinator_pb2_grpc, save_pb2, sidecar_pb2
 from support.cli import pannier
-from support.daemons import Daemons
+from support.daemons import Daemon, Daemons, await_serving
 from support.gcs_server import GcsServer
 from support.hand import Party
+from support.relay import Relay
 from support.scripted_sidecar import wait_until
 from support.watching import ABORTED, COMMITTED, all_in, await_save
 
@@ -33,23 +39,43 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GcsServer]:
 
 @pytest.fixture
 def daemons(server: GcsServer, tmp_path: Path) -> Iterator[Daemons]:
-    """Two hosts, and a coordinator that isn't started yet."""
+    """Two hosts, of which nothing is started yet."""
     with Daemons(tmp_path, sidecars=2, environment=server.env, start=False) as made:
-        for sidecar in made.sidecars:
-            sidecar.start()
         yield made
     server.clear()
 
 
-def party(daemons: Daemons, **settings: object) -> Party:
-    return Party([sidecar.address for sidecar in daemons.sidecars], **settings)  # type: ignore[arg-type]
+def party(daemons: Daemons, **settings: Any) -> Party:
+    """One rank on each host."""
+    return Party([sidecar.address for sidecar in daemons.sidecars], **settings)
+
+
+def hold_up(server: GcsServer) -> None:
+    """Uploads of large files are refused, and tried again, until ``server.clear()``."""
+    server.fault(kind="status", method="POST", path="uploadType=resumable", status=503, times=-1)
+
+
+def ask(server: GcsServer, path: str, method: str = "GET") -> Any:
+    """The documented API of the bucket."""
+    request = urllib.request.Request(f"{server.url}/storage/v1/b/bucket/o{path}", method=method)
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        return json.loads(answer.read() or b"null")
+
+
+def generations(server: GcsServer, prefix: str) -> dict[str, str]:
+    """The bucket's objects, by name."""
+    found = ask(server, f"?prefix={prefix}/").get("items", [])
+    return {item["name"]: item["generation"] for item in found}
 
 
 def listed(server: GcsServer, prefix: str) -> list[str]:
-    """Names of the bucket's objects, by the documented API."""
-    url = f"{server.url}/storage/v1/b/bucket/o?prefix={prefix}/"
-    with urllib.request.urlopen(url, timeout=10) as answer:
-        return [item["name"] for item in json.load(answer).get("items", [])]
+    return list(generations(server, prefix))
+
+
+def remove(server: GcsServer, prefix: str) -> None:
+    """As a user does: ``.metadata`` first."""
+    for name in sorted(listed(server, prefix), key=lambda name: not name.endswith("/.metadata")):
+        ask(server, f"/{quote(name, safe='')}", "DELETE")
 
 
 def decisions_alone(server: GcsServer, place: str) -> bool:
@@ -73,6 +99,8 @@ def test_a_coordinator_that_is_killed_after_each_of_its_writes_commits_all_the_s
         coordinator.environment["PANNIER_CRASH_AT"] = f"coordinator.{point}" if point else ""
         coordinator.start()
 
+    for sidecar in daemons.sidecars:
+        sidecar.start(ready=False)
     live(LIVES[0])
     with party(daemons) as ranks, ThreadPoolExecutor(1) as threads:
         agreed = threads.submit(ranks.agree, target, 1)
@@ -84,3 +112,189 @@ def test_a_coordinator_that_is_killed_after_each_of_its_writes_commits_all_the_s
                 ranks.ingest(target, 1, agreed.result(20))
         assert await_save(coordinator.address, target, lambda s: s.state == COMMITTED)
     check_whole(server, target)
+
+
+class Split:
+    """Two hosts whose links lead to one of two coordinators."""
+
+    def __init__(self, daemons: Daemons, server: GcsServer, logs: Path) -> None:
+        self.daemons = daemons
+        self.server = server
+        self.new = daemons.coordinator
+        self._logs = logs
+        self._stack = ExitStack()
+        self._old: Daemon | None = None
+        self.links: list[Relay] = []
+        for index, sidecar in enumerate(daemons.sidecars):
+            link = Relay(daemons.directory / f"l{index}.sock", self.new.address)
+            place = sidecar.arguments.index("--coordinator") + 1
+            sidecar.arguments[place] = link.address
+            self.links.append(self._stack.enter_context(link))
+
+    def start_old(self, pause_at: str) -> Daemon:
+        """A coordinator that is stopped there; all links lead to it."""
+        address = f"unix://{self.daemons.directory}/old.sock"
+        arguments = ["coordinator", "--address", address]
+        environment = {**self.new.environment, "PANNIER_PAUSE_AT": f"coordinator.{pause_at}"}
+        old = Daemon("old coordinator", address, arguments, environment, self._logs)
+        self._old = old
+        old.start()
+        self.lead_to(old)
+        return old
+
+    def lead_to(self, coordinator: Daemon) -> None:
+        """As a network does that was mended: nobody reaches the other one any more."""
+        for link in self.links:
+            link.lead_to(coordinator.address)
+
+    def end_old(self) -> None:
+        self.lead_to(self.new)
+        if self._old is not None:
+            self._old.close()
+            self._old = None
+
+    def close(self) -> None:
+        self.end_old()
+        self._stack.close()
+
+
+@pytest.fixture(scope="module")
+def splittable(server: GcsServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Split]:
+    """Two hosts and the newer coordinator."""
+    logs = tmp_path_factory.mktemp("split")
+    with Daemons(logs, sidecars=2, environment=server.env, start=False) as daemons:
+        made = Split(daemons, server, logs)
+        try:
+            everybody = (made.new, *daemons.sidecars)
+            for daemon in everybody:
+                daemon.start(ready=False)
+            for daemon in everybody:
+                await_serving(daemon.address, process=daemon.process)
+            yield made
+        finally:
+            made.close()
+
+
+@pytest.fixture
+def split(splittable: Split) -> Iterator[Split]:
+    yield splittable
+    splittable.end_old()
+    splittable.server.clear()
+
+
+def await_stopped(daemon: Daemon) -> None:
+    """Returns when it has stopped itself."""
+    process = psutil.Process(daemon.pid)
+    wait_until(lambda: process.status() == psutil.STATUS_STOPPED, 20)
+
+
+def say_failed(coordinator: Daemon, ranks: Party, checkpoint_id: str) -> None:
+    """Rank 1 tells this coordinator, and it alone, that its part can't be."""
+    context = ranks.hands[1].context(checkpoint_id)
+    failure = save_pb2.Failure(rank=1, kind=save_pb2.FAILURE_KIND_CLIENT, message="boom")
+    request = sidecar_pb2.FailRequest(context=context, failure=failure)
+    with grpc.insecure_channel(coordinator.address) as channel:
+        coordinator_pb2_grpc.CoordinatorStub(channel).Fail(request, timeout=10)
+
+
+def ended(daemon: Daemon, checkpoint_id: str) -> save_pb2.SaveStatus:
+    """How the coordinator says that the save has ended."""
+    return await_save(daemon.address, checkpoint_id, lambda s: s.state in (COMMITTED, ABORTED))
+
+
+@pytest.mark.slow
+def test_a_coordinator_that_was_stopped_while_it_planned_follows_the_one_that_planned_since(
+    split: Split,
+) -> None:
+    target = "gs://bucket/planned-twice/step-1"
+    old = split.start_old("manifest.before")
+    with (
+        party(split.daemons, incarnation="plannedtwice") as ranks,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        agreed = threads.submit(ranks.agree, target, 1)
+        await_stopped(old)
+        split.lead_to(split.new)
+        plans = agreed.result(20)
+        old.resume()
+        await_save(old.address, target, lambda s: s.state == save_pb2.SAVE_STATE_STAGING)
+        # Long enough for the old one to miss those that don't call it any more.
+        time.sleep(1.5)
+        ranks.ingest(target, 1, plans)
+        assert ended(split.new, target).state == COMMITTED
+    status = ended(old, target)
+    assert status.state == COMMITTED
+    assert "COMMIT was decided by another coordinator" in status.note
+    check_whole(split.server, target)
+
+
+@pytest.mark.slow
+def test_a_stopped_coordinator_does_not_commit_what_another_has_aborted(split: Split) -> None:
+    target = "gs://bucket/aborted-first/step-1"
+    old = split.start_old("decision.before")
+    with party(split.daemons, incarnation="abortedfirst") as ranks:
+        ranks.save(target, 1)
+        await_stopped(old)
+        say_failed(split.new, ranks, target)
+        assert ended(split.new, target).state == ABORTED
+        split.lead_to(split.new)
+        old.resume()
+        status = ended(old, target)
+    assert status.state == ABORTED
+    assert [failure.message for failure in status.failures] == ["boom"]
+    assert "ABORT was decided by another coordinator" in status.note
+    wait_until(lambda: decisions_alone(split.server, "aborted-first/step-1"))
+
+
+@pytest.mark.slow
+def test_a_stopped_coordinator_does_not_abort_what_another_has_committed(split: Split) -> None:
+    target = "gs://bucket/committed-first/step-1"
+    old = split.start_old("decision.before")
+    hold_up(split.server)
+    with party(split.daemons, incarnation="committedfirst", words=[LARGE, 4]) as ranks:
+        ranks.save(target, 1)
+        say_failed(old, ranks, target)
+        await_stopped(old)
+        split.server.clear()
+        split.lead_to(split.new)
+        assert ended(split.new, target).state == COMMITTED
+        before = listed(split.server, "committed-first/step-1")
+        old.resume()
+        status = ended(old, target)
+    assert status.state == COMMITTED
+    assert "COMMIT was decided by another coordinator" in status.note
+    assert "this coordinator follows (here: rank 1" in old.log()
+    assert listed(split.server, "committed-first/step-1") == before
+    check_whole(split.server, target)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("meanwhile", ["replaced", "removed"])
+def test_a_stopped_coordinator_does_not_bring_a_checkpoint_back(
+    split: Split, meanwhile: str
+) -> None:
+    place = f"{meanwhile}/step-1"
+    target = f"gs://bucket/{place}"
+    old = split.start_old("metadata.before")
+    with party(split.daemons, incarnation=meanwhile) as ranks:
+        ranks.save(target, 1)
+        await_stopped(old)
+        split.lead_to(split.new)
+        assert ended(split.new, target).state == COMMITTED
+        if meanwhile == "replaced":
+            ranks.save(target, 2)
+            status = await_save(split.new.address, target, lambda s: s.state == COMMITTED)
+            assert status.save.number == 2
+        else:
+            remove(split.server, place)
+        before = generations(split.server, place)
+        old.resume()
+        status = ended(old, target)
+    assert generations(split.server, place) == before
+    if meanwhile == "replaced":
+        assert status.state == COMMITTED
+        check_whole(split.server, target)
+    else:
+        assert before == {}
+        assert status.state == ABORTED
+        assert "was removed from" in status.failures[0].message

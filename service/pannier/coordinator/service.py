@@ -246,7 +246,12 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         return not save.doomed.is_set()
 
     def _lose(self, save: Save, rank: int) -> None:
-        unheard = save.parts[rank].phase < save_pb2.RANK_PHASE_PLANNED
+        part = save.parts[rank]
+        if save.touched and part.host not in {each.host for each in self._attachments.present()}:
+            # The whole link broke: its sidecar may have gone to another coordinator, which has
+            # adopted this plan. Storage tells, or the deadline.
+            return
+        unheard = part.phase < save_pb2.RANK_PHASE_PLANNED
         if unheard and not self._callers[(save.key, rank)] and not save.deciding:
             save.fail(
                 save_pb2.FAILURE_KIND_LOST,
