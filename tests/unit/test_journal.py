@@ -58,6 +58,11 @@ STORY = [
 ]
 
 
+def image(records: list[Record]) -> bytes:
+    """A file without space for more."""
+    return header() + encode(records)
+
+
 def write(directory: Path, *records: Record, version: int = journal.FORMAT) -> Path:
     path = directory / journal.NAME
     path.write_bytes(header(version) + encode(records))
@@ -75,17 +80,17 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     first.append(STORY[4])
     first.sync()
     first.close(remove=False)
-    assert Journal(tmp_path).read() == Contents(records=STORY[:5])
+    assert Journal(tmp_path).read() == Contents(records=STORY[:5], end=len(image(STORY[:5])))
     assert oct((tmp_path / "journal").stat().st_mode & 0o777) == "0o600"
 
 
 @pytest.mark.parametrize("cut", range(1, len(encode(STORY[-1:]))))
 def test_a_last_record_torn_at_any_byte_is_cut_off(cut: int) -> None:
-    data = header() + encode(STORY)
+    data = image(STORY)
     contents = decode(data[:-cut], PATH)
     assert contents.records == STORY[:-1]
     assert contents.damaged_at is None
-    assert contents.torn == len(encode(STORY[-1:])) - cut
+    assert 0 < contents.torn <= len(encode(STORY[-1:])) - cut
 
 
 def test_a_last_record_of_zeros_is_cut_off() -> None:
@@ -96,8 +101,8 @@ def test_a_last_record_of_zeros_is_cut_off() -> None:
 
 
 def test_a_flipped_bit_anywhere_is_found_and_ends_what_is_believed() -> None:
-    data = header() + encode(STORY)
-    ends = [len(header() + encode(STORY[:count])) for count in range(len(STORY) + 1)]
+    data = image(STORY)
+    ends = [len(image(STORY[:count])) for count in range(len(STORY) + 1)]
     for at in range(len(data)):
         broken = bytearray(data)
         broken[at] ^= 1 << random.Random(at).randrange(8)
@@ -108,7 +113,7 @@ def test_a_flipped_bit_anywhere_is_found_and_ends_what_is_believed() -> None:
             assert contents.damaged_at == (ends[whole] if at >= ends[0] else 0)
             assert contents.beyond == STORY[whole + (at >= ends[0]) :]
         else:
-            assert contents.torn == len(data) - ends[-2]
+            assert (contents.damaged_at, contents.end) == (None, ends[-2])
 
 
 @settings(max_examples=300, deadline=None)
@@ -116,7 +121,7 @@ def test_a_flipped_bit_anywhere_is_found_and_ends_what_is_believed() -> None:
 def test_no_bytes_make_the_reader_do_anything_but_refuse_or_read(
     noise: bytes, at: int, replace: bool
 ) -> None:
-    data = header() + encode(STORY)
+    data = image(STORY)
     at = min(at, len(data))
     mixed = data[:at] + noise + data[at + (len(noise) if replace else 0) :]
     try:
@@ -128,7 +133,7 @@ def test_no_bytes_make_the_reader_do_anything_but_refuse_or_read(
         parts.apply(record)
         assert record in STORY
     # What is before the noise is always read.
-    whole = [r for i, r in enumerate(STORY) if len(header() + encode(STORY[: i + 1])) <= at]
+    whole = [r for i, r in enumerate(STORY) if len(image(STORY[: i + 1])) <= at]
     assert contents.records[: len(whole)] == whole
 
 
@@ -215,7 +220,8 @@ def test_a_write_that_fails_leaves_no_half_record(
         written.append(STORY[1])
     monkeypatch.undo()
     written.append(STORY[2])
-    assert written.read() == Contents(records=[STORY[0], STORY[2]])
+    kept = [STORY[0], STORY[2]]
+    assert written.read() == Contents(records=kept, end=len(image(kept)))
     written.close(remove=True)
     assert not os.listdir(tmp_path)
 
@@ -304,7 +310,7 @@ def test_damage_fails_what_it_may_concern_by_name_and_nothing_else(
     """Rank 0 is ingested before it; of rank 1, and of a later save, something is lost."""
     path = write(tmp_path, *STORY, begun(3), ingested(3))
     data = bytearray(path.read_bytes())
-    data[len(header() + encode(STORY[:5])) + 14] ^= 0x10
+    data[len(image(STORY[:5])) + 14] ^= 0x10
     path.write_bytes(data)
     damaged = Ledger(tmp_path)
     one, two, three = damaged.parts()
@@ -329,12 +335,42 @@ def test_a_journal_that_grew_is_written_anew(
     monkeypatch.setattr(ledger, "_GROWTH", 2000)
     path = write(tmp_path, *STORY)
     kept = Ledger(tmp_path)
+    short = decode(path.read_bytes(), path).end
     for _ in range(100):
         kept._journal.append(held(2, 10, 22))
-    grown = path.stat().st_size
+    assert decode(path.read_bytes(), path).end > short + 2000
     kept.tidy()
-    assert path.stat().st_size < grown - 2000
+    assert decode(path.read_bytes(), path).end == short
     assert len(Ledger(tmp_path).parts()) == 2
+
+
+def test_a_full_spool_keeps_no_sidecar_from_starting_and_noting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = Ledger(tmp_path)
+    first._journal.append(*STORY)
+    path = tmp_path / "journal"
+    torn = len(image(STORY[:-1]))
+    with path.open("r+b") as file:
+        file.seek(torn + 20)
+        file.write(b"!!")
+    blocks = path.stat().st_blocks
+    real = os.open
+
+    def full(name: Path, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_CREAT:
+            raise OSError(28, "No space left on device")
+        return real(name, flags, mode)
+
+    monkeypatch.setattr(journal.os, "open", full)
+    second = Ledger(tmp_path)
+    second._journal.append(STORY[-1])
+    second.tidy()
+    contents = decode(path.read_bytes(), path)
+    assert (contents.records, contents.torn, contents.damaged_at) == (STORY, 0, None)
+    # The space had been there all the time.
+    assert path.stat().st_blocks == blocks
+    assert path.stat().st_size > 4 << 20
 
 
 def test_an_empty_journal_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -2,9 +2,10 @@
 
 In: records. Out: the same records in the next life, as far as the file is whole. It begins with
 MAGIC, the format and their crc32c; then come records, each a mark, the length, the crc32c of
-length and message, and a :class:`~pannier.v1.journal_pb2.JournalRecord`. Records are only ever
-added; a whole new file takes the place of one that has grown. Blocking; thread-safe where it
-says so.
+length and message, and a :class:`~pannier.v1.journal_pb2.JournalRecord`; then zeros, which are
+space for more, since a spool that is full must not keep us from noting what is in it. Records are
+only ever added; a whole new file takes the place of one that has grown. Blocking; thread-safe
+where it says so.
 """
 
 import os
@@ -12,6 +13,7 @@ import stat
 import struct
 import threading
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -33,6 +35,8 @@ _HEADER: Final = struct.Struct("<8sII")
 _RECORD: Final = struct.Struct("<4sII")
 _MARK: Final = b"\xf7PJ\x1a"
 _NEW: Final = f"{NAME}.new"
+_RESERVE: Final = 4 << 20
+"""Bytes of space for more records."""
 # Not blocked by what only looks like a file.
 _SAFE: Final = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
@@ -48,7 +52,9 @@ class Contents:
     beyond: list[journal_pb2.JournalRecord] = field(default_factory=list)
     """What can still be read behind the damage: not to be built upon."""
     torn: int = 0
-    """Bytes of the last record that were cut off."""
+    """Bytes of the last record, which is to be cut off."""
+    end: int = 0
+    """Where the next record goes when nothing is damaged."""
 
 
 def encode(records: Iterable[journal_pb2.JournalRecord]) -> bytes:
@@ -79,6 +85,7 @@ def decode(data: bytes, path: Path) -> Contents:
         # can have been in it.
         contents.torn = len(data)
         return contents
+    contents.end = _HEADER.size
     magic, version, crc = _HEADER.unpack_from(data.ljust(_HEADER.size, b"\0"))
     begins_well = magic == MAGIC and crc == crc32c.crc32c(data[: _HEADER.size - 4])
     if begins_well and version > FORMAT:
@@ -94,7 +101,9 @@ def decode(data: bytes, path: Path) -> Contents:
             break
         record, at = found
         contents.records.append(record)
-    if at < len(data):
+    contents.end = at
+    rest = data[at:].rstrip(b"\0")
+    if rest or not begins_well:
         contents.beyond = _salvage(data, at)
         if contents.beyond:
             contents.damaged_at = at
@@ -104,7 +113,7 @@ def decode(data: bytes, path: Path) -> Contents:
                 "--spool, or remove the file if nothing in this directory is wanted"
             )
         else:
-            contents.torn = len(data) - at
+            contents.torn = len(rest)
     return contents
 
 
@@ -152,6 +161,8 @@ class Journal:
                 fd = os.open(new, flags, 0o600)
                 try:
                     size = _write(fd, header() + encode(records), 0)
+                    with suppress(OSError):  # a full disk, which may have room for what there is
+                        os.posix_fallocate(fd, 0, size + max(_RESERVE, size))
                     os.fsync(fd)
                     crashing.point("sidecar.compaction.before")
                     new.rename(self.path)
@@ -159,16 +170,34 @@ class Journal:
                     os.close(fd)
                     new.unlink(missing_ok=True)
                     raise
-                if self._fd >= 0:
-                    os.close(self._fd)
-                self._fd = fd
-                self._size = self._synced = self._first_size = size
+                self._use(fd, size)
                 _sync_directory(self.path.parent)
                 crashing.point("sidecar.compaction.after")
             except OSError as error:
                 raise PannierError(
                     f"the journal {self.path} can't be rewritten: {error}"
                 ) from error
+
+    def reopen(self, contents: Contents) -> None:
+        """Goes on with the file as it is, when there is no room for another.
+
+        Args:
+            contents: as it was read, without damage.
+
+        Raises PannierError.
+        """
+        with self._sync_lock, self._lock:
+            try:
+                fd = os.open(self.path, os.O_RDWR | _SAFE)
+                try:
+                    _write(fd, bytes(contents.torn), contents.end)
+                    os.fsync(fd)
+                except BaseException:
+                    os.close(fd)
+                    raise
+            except OSError as error:
+                raise PannierError(f"the journal {self.path} can't be written: {error}") from error
+            self._use(fd, contents.end)
 
     @property
     def growth(self) -> int:
@@ -211,6 +240,12 @@ class Journal:
                 ) from error
             self._synced = reached
 
+    def _use(self, fd: int, size: int) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = fd
+        self._size = self._synced = self._first_size = size
+
     def close(self, *, remove: bool) -> None:
         """Ends its use; ``remove``: nothing in it is needed any more."""
         with self._sync_lock, self._lock:
@@ -223,7 +258,7 @@ class Journal:
 
 
 def _write(fd: int, data: bytes, at: int) -> int:
-    """Writes at the file's end, which is ``at``; the new end. On error the file ends at ``at``."""
+    """Writes what comes after all records, which end at ``at``; the new end. All or nothing."""
     view, end = memoryview(data), at
     try:
         while end - at < len(view):

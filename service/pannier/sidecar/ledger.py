@@ -14,7 +14,7 @@ from typing import Final
 
 from pannier.daemon import crashing
 from pannier.sidecar.files import DataFile
-from pannier.sidecar.journal import Journal
+from pannier.sidecar.journal import Contents, Journal
 from pannier.sidecar.saves import RankSave, Save
 from pannier.v1 import journal_pb2, plan_pb2, records_pb2, save_pb2
 from pannier.wire.errors import PannierError
@@ -173,8 +173,15 @@ class Ledger:
         self._parts = Parts()
         self._lock = threading.Lock()
         self._numbers: dict[RankSave, int] = {}
-        self._read()
-        self._journal.rewrite(self._records())
+        self._full = 0
+        """Bytes that it had grown by when there was no room to write it anew."""
+        contents = self._read()
+        try:
+            self._journal.rewrite(self._records())
+        except PannierError:
+            if not contents.end or contents.damaged_at is not None:
+                raise
+            self._journal.reopen(contents)
 
     def parts(self) -> list[Part]:
         """What the former life left, oldest first; before the first change."""
@@ -234,13 +241,15 @@ class Ledger:
 
     def tidy(self) -> None:
         """Writes the journal anew when it has grown; to be called now and then. May take long."""
-        if self._journal.growth < max(_GROWTH, self._journal.compact):
+        if self._journal.growth < max(_GROWTH, self._journal.compact, 2 * self._full):
             return
         with self._lock:
             try:
                 self._journal.rewrite(self._records())
+                self._full = 0
             except PannierError as error:
-                _log.error("%s", error)
+                _log.warning("%s", error)
+                self._full = self._journal.growth
 
     def close(self) -> set[str]:
         """Ends it: without a trace when nothing is pending. Names of spool files that must stay."""
@@ -255,7 +264,7 @@ class Ledger:
             self._journal.close(remove=not pending)
             return needed
 
-    def _read(self) -> None:
+    def _read(self) -> Contents:
         contents = self._journal.read()
         for record in contents.records:
             self._parts.apply(record)
@@ -267,6 +276,7 @@ class Ledger:
             )
         if contents.damaged_at is not None:
             self._survive(contents.damaged_at, contents.beyond)
+        return contents
 
     def _survive(self, damaged_at: int, beyond: Iterable[Record]) -> None:
         """Goes on with what was ingested before the damage; what may lack something fails."""
