@@ -14,14 +14,17 @@ from pannier.client import Client, DeadlineError, PannierError, saving
 from pannier.client.config import load_settings
 from pannier.v1 import save_pb2
 from support import netns
+from support.chaos_links import Links
 from support.daemons import Daemons
 from support.gcs_server import GcsServer
 from support.netns import HERE, Network
+from support.ranks import free_port
 from support.scripted_sidecar import wait_until
 from support.watching import all_in, await_save
 
 INGESTED = all_in(save_pb2.RANK_PHASE_INGESTED)
 STATE = {"w": torch.arange(4.0 * 2**20), "step": 7}
+SMALL = {"w": torch.arange(2.0**18)}
 LARGE = {"w": torch.arange(16.0 * 2**20)}
 """64 MiB, seconds on a slow link."""
 PORT = 7777
@@ -150,3 +153,38 @@ def test_a_trainer_cut_from_its_sidecar_goes_on_where_it_was(
         network.mend(HERE)
         handle.result(30)
         check(client, LARGE, target)
+
+
+@pytest.mark.slow
+def test_a_far_and_lossy_link_slows_saves_down_and_ends_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Latency, and packets that come seconds late, between all three."""
+    with Links() as links, Daemons(tmp_path, start=False) as daemons:
+        addresses = {}
+        for daemon in (daemons.coordinator, daemons.sidecar):
+            port = free_port()
+            daemon.arguments += ["--listen", f"127.0.0.1:{port}"]
+            link = links.add(daemon.name, "127.0.0.1", port)
+            # Several round trips until it is connected.
+            link.slow(0.3)
+            addresses[daemon.name] = link
+        place = daemons.sidecar.arguments.index("--coordinator") + 1
+        daemons.sidecar.arguments[place] = addresses["coordinator"].address
+        daemons.coordinator.start()
+        daemons.sidecar.start()
+        for name, value in daemons.env(PANNIER_SIDECAR=addresses["sidecar 0"].address).items():
+            monkeypatch.setenv(name, value)
+        with Client(load_settings()) as client:
+            first = str(tmp_path / "root" / "step-1")
+            client.save(SMALL, checkpoint_id=first, timeout=60)
+            second = client.async_save(SMALL, checkpoint_id=f"{tmp_path}/root/step-2", timeout=60)
+            for link in addresses.values():
+                link.stall()
+            time.sleep(3)
+            assert not second.done()
+            for link in addresses.values():
+                link.mend()
+                link.slow(0.1)
+            second.result(40)
+            check(client, SMALL, first)
