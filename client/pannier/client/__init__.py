@@ -112,6 +112,7 @@ def load(
     planner: LoadPlanner | None = None,
     process_group: Any = None,
     no_dist: bool = False,
+    verify: bool = False,
 ) -> None:
     """Loads a checkpoint into ``state_dict`` in place, as ``torch.distributed.checkpoint.load``.
 
@@ -127,9 +128,13 @@ def load(
             ``DefaultLoadPlanner(allow_partial_load=True)``.
         process_group: the ranks that load together. Default: all.
         no_dist: this process loads by itself.
+        verify: compare what is read with the checksums that were taken when it was saved; whole
+            data files are read for that. Only for what Pannier wrote.
 
     Raises:
         PannierError: an earlier save failed and nobody asked for its result; on all ranks.
+        IntegrityError: with ``verify``, bytes are not those that were saved, naming the file; a
+            part of ``state_dict`` is filled then.
         InvalidRequestError: an argument can't be accepted.
         StorageError: there is no such checkpoint, or ``.metadata`` can't be read.
         LoadError: anything else; with failures by rank.
@@ -141,6 +146,7 @@ def load(
         planner=planner,
         process_group=process_group,
         no_dist=no_dist,
+        verify=verify,
         before=api.raise_unasked,
     )
 

@@ -35,6 +35,7 @@ def load(
     planner: LoadPlanner | None = None,
     process_group: Any = None,
     no_dist: bool = False,
+    verify: bool = False,
     before: Callable[[], None] = _nothing,
 ) -> None:
     """See :func:`pannier.client.load`.
@@ -51,19 +52,25 @@ def load(
 
     def make() -> StorageReader:
         before()
-        return _reader(checkpoint_id, storage_reader)
+        reader = _reader(checkpoint_id, storage_reader)
+        if verify:
+            reader.verify_once()
+        return reader
 
     with _as_load_error(group):
         reader = _agree(group, make)
-        content = _from_first(group, reader.fetch_metadata)
-        reader.share_metadata(content)
-        dcp.load(
-            state_dict,
-            storage_reader=reader,
-            planner=planner,
-            process_group=process_group,
-            no_dist=no_dist,
-        )
+        try:
+            reader.share_metadata(_from_first(group, reader.resolve))
+            dcp.load(
+                state_dict,
+                storage_reader=reader,
+                planner=planner,
+                process_group=process_group,
+                no_dist=no_dist,
+            )
+        finally:
+            # All ranks are through, or none goes on: dcp.load ends with a collective.
+            reader.release()
 
 
 def _reader(

@@ -1,6 +1,6 @@
-"""Directories in storage as the trainer reads them: through fsspec, blocking, read-only.
+"""Directories in storage as the trainer reads them: through fsspec, blocking.
 
-In: a path or a URL. Out: ranges of objects, listings, times. Every failure is a
+In: a path or a URL. Out: ranges of objects, listings, times; only leases are written. Every failure is a
 StorageError that says which object of which place; :class:`MissingError` when it
 is not there. Thread-safe.
 """
@@ -8,7 +8,7 @@ is not there. Thread-safe.
 import os
 import posixpath
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timezone
 from typing import Any, Final
@@ -23,6 +23,8 @@ _SILENCE_S: Final = 60.0
 _LAYOUT_LOOKUP: Final = "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"
 _EXTRAS: Final = {"gs": "gcs", "gcs": "gcs", "s3": "s3", "s3a": "s3"}
 _LOCAL: Final = ("file", "local")
+_STAMP: Final = ("size", "generation", "ETag", "ino", "mtime", "created")
+"""What the file systems' ``info`` has of these changes when an object is replaced."""
 
 
 class MissingError(StorageError):
@@ -98,6 +100,37 @@ class Place:
         seconds: float = time.timestamp()
         return seconds
 
+    def size(self, name: str) -> int:
+        """Bytes of an object."""
+        with self._naming(name):
+            return int(self._fs.info(self._at(name))["size"])
+
+    def stamp(self, name: str) -> str:
+        """Differs, whenever an object was replaced between two calls."""
+        with self._naming(name):
+            info = self._fs.info(self._at(name))
+        return repr([info.get(each) for each in _STAMP])
+
+    def write(self, name: str, content: bytes) -> None:
+        """Creates or replaces a small object; not at once where it is a file."""
+        with self._naming(name, "written"):
+            path = self._at(name)
+            if self._is_local:
+                self._fs.makedirs(posixpath.dirname(path), exist_ok=True)
+            self._fs.pipe_file(path, content)
+
+    def remove(self, name: str) -> None:
+        """Removes an object, and its directory when that is empty; no error when it is gone."""
+        path = self._at(name)
+        try:
+            with self._naming(name, "removed"):
+                self._fs.rm_file(path)
+        except MissingError:
+            return
+        if self._is_local:
+            with suppress(OSError):
+                os.rmdir(posixpath.dirname(path))
+
     def _at(self, name: str) -> str:
         return posixpath.join(self._path, name)
 
@@ -107,7 +140,7 @@ class Place:
         return len(data)
 
     @contextmanager
-    def _naming(self, name: str) -> Iterator[None]:
+    def _naming(self, name: str, done: str = "read") -> Iterator[None]:
         what = posixpath.join(self.url, name) if name else self.url
         try:
             yield
@@ -117,11 +150,11 @@ class Place:
             raise
         except PermissionError as error:
             raise StorageError(
-                f"{what} can't be read: {error}; check that this process may read it"
+                f"{what} can't be {done}: {error}; check what this process may do there"
             ) from error
         except Exception as error:  # every file system of fsspec has errors of its own
             raise StorageError(
-                f"{what} can't be read: {type(error).__name__}: {error}; check the address and "
+                f"{what} can't be {done}: {type(error).__name__}: {error}; check the address and "
                 "the credentials in the trainer's environment or storage_options"
             ) from error
 

@@ -23,14 +23,17 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from pannier.client import compat, places, standing
+from pannier.client import compat, leases, places, standing
 from pannier.client.fetching import Range, fetch
 from pannier.client.metadata import unpickle_metadata
+from pannier.client.verifying import Receipts, Verifier
 from pannier.wire import identity
-from pannier.wire.errors import IntegrityError, InvalidRequestError, PannierError
+from pannier.wire.errors import IntegrityError, InvalidRequestError, PannierError, StorageError
 
 MEMORY_BYTES: Final = 256 << 20
 """Held for what is read ahead, by default."""
+_RACES: Final = 10
+"""Commits in a row while ``.metadata`` is read."""
 
 
 class Generation(NamedTuple):
@@ -55,6 +58,8 @@ class StorageReader(storage.StorageReader):
         thread_count: requests at the same time.
         memory_bytes: held at most for what is read ahead, unless one tensor's
             archive is larger.
+        verify: compare all that is read with the checksums that were taken when it was
+            saved. Reads whole data files. Only for what Pannier wrote.
 
     Raises:
         InvalidRequestError: the path is none, or its scheme is unknown.
@@ -68,6 +73,7 @@ class StorageReader(storage.StorageReader):
         storage_options: Mapping[str, Any] | None = None,
         thread_count: int = 8,
         memory_bytes: int = MEMORY_BYTES,
+        verify: bool = False,
     ) -> None:
         super().__init__()
         if thread_count < 1 or memory_bytes < 1:
@@ -77,9 +83,14 @@ class StorageReader(storage.StorageReader):
         self._options = storage_options
         self._threads = thread_count
         self._memory_bytes = memory_bytes
+        self._verify = verify
+        self._verify_now = verify
+        self._lease: leases.Lease | None = None
         self._place = places.open_place(path, storage_options)
         self._shared: bytes | None = None
+        self._parsed: tuple[bytes, Metadata] | None = None
         self._generation: Generation | None = None
+        self._attempt = ""
         self._storage_data: Mapping[Any, Any] = {}
         self._load_id = str(uuid.uuid4())
 
@@ -92,9 +103,22 @@ class StorageReader(storage.StorageReader):
         """Begins a new load, of ``checkpoint_id`` if it is given."""
         if checkpoint_id:
             self._place = places.open_place(checkpoint_id, self._options)
-        self._shared = self._generation = None
+        self.release()
+        self._shared = self._generation = self._parsed = None
         self._storage_data = {}
+        self._attempt = ""
+        self._verify_now = self._verify
         self._load_id = str(uuid.uuid4())
+
+    def verify_once(self) -> None:
+        """As if made with ``verify``, until the next :meth:`reset`."""
+        self._verify_now = True
+
+    def release(self) -> None:
+        """Lets go of the checkpoint's files: whoever replaces it may remove them."""
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            lease.release()
 
     def fetch_metadata(self, name: str = identity.METADATA) -> bytes:
         """The bytes of ``.metadata``.
@@ -107,6 +131,55 @@ class StorageReader(storage.StorageReader):
             return self._place.read(name)
         except places.MissingError as error:
             raise places.MissingError(standing.describe_absence(self._place, name)) from error
+
+    def resolve(self, *, idle_s: float | None = None) -> bytes:
+        """The bytes of ``.metadata``, with a lease of the files that it refers to.
+
+        Until :meth:`release`, these are not removed when the checkpoint is replaced; where no
+        lease can be written, for the grace period.
+
+        Args:
+            idle_s: gives the lease up when nothing is read for so long; None: never.
+
+        Raises:
+            StorageError: as :meth:`fetch_metadata`.
+            InvalidRequestError: it is no DCP checkpoint's, or not safe to unpickle, or can't be
+                verified, because Pannier didn't write it.
+            IntegrityError: it is to be verified, and is not what was committed.
+        """
+        self._parsed = self._resolve(idle_s)
+        return self._parsed[0]
+
+    def _resolve(self, idle_s: float | None) -> tuple[bytes, Metadata]:
+        self.release()
+        where = posixpath.join(self.checkpoint_id, identity.METADATA)
+        for _ in range(_RACES):
+            stamp = self._stamp()
+            content = self.fetch_metadata()
+            metadata = unpickle_metadata(content, where)
+            attempt = leases.attempt_of(getattr(metadata.storage_meta, "save_id", None))
+            if self._verify_now:
+                if not attempt:
+                    raise InvalidRequestError(
+                        f"verify=True: {where} was not written by Pannier, so that there are no "
+                        "checksums to compare with"
+                    )
+                Receipts(self._place, attempt).check_metadata(content)
+            if not attempt:
+                return content, metadata
+            lease = leases.take(self._place, attempt, reader=self, idle_s=idle_s)
+            # Looked at again: whoever removes what was replaced looks for leases after that.
+            if lease is None or self._stamp() == stamp:
+                self._lease = lease
+                return content, metadata
+            lease.release()
+        raise StorageError(f"{where} was replaced {_RACES} times while it was read")
+
+    def _stamp(self) -> str:
+        try:
+            return self._place.stamp(identity.METADATA)
+        except places.MissingError:
+            return ""
 
     def share_metadata(self, content: bytes) -> None:
         """Reads from what another rank has fetched, until the next :meth:`reset`."""
@@ -126,9 +199,21 @@ class StorageReader(storage.StorageReader):
         """
         rank = kwargs.get("rank")
         name = identity.METADATA if rank is None else f"__{rank}{identity.METADATA}"
-        shared = self._shared if rank is None else None
-        content = self.fetch_metadata(name) if shared is None else shared
-        metadata = unpickle_metadata(content, posixpath.join(self.checkpoint_id, name))
+        if rank is None and self._shared is None:
+            content, metadata = self._resolve(leases.IDLE_S)
+        else:
+            if rank is not None and self._verify_now:
+                raise InvalidRequestError(
+                    "verify=True: a checkpoint per rank (use_collectives=False) has no receipts"
+                )
+            shared = self._shared if rank is None else None
+            content = self.fetch_metadata(name) if shared is None else shared
+            parsed, self._parsed = self._parsed, None
+            metadata = (
+                parsed[1]
+                if parsed is not None and parsed[0] is shared
+                else unpickle_metadata(content, posixpath.join(self.checkpoint_id, name))
+            )
         self._generation = None
         if rank is None:
             own = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
@@ -137,6 +222,7 @@ class StorageReader(storage.StorageReader):
             )
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
+        self._attempt = leases.attempt_of(getattr(metadata.storage_meta, "save_id", None))
         metadata.storage_meta.load_id = self._load_id
         return metadata
 
@@ -166,27 +252,44 @@ class StorageReader(storage.StorageReader):
 
         Raises:
             StorageError: a file is missing or too short, or can't be read.
-            IntegrityError: bytes are not the archive that should be there.
+            IntegrityError: bytes are not the archive that should be there, or, when it is to be
+                verified, not those that were saved; then a part of the state is filled.
             InvalidRequestError: an item is stored in a way that Pannier can't read.
         """
         wanted: defaultdict[Range, list[ReadItem]] = defaultdict(list)
         for item in plan.items:
             wanted[self._range(item)].append(item)
-        ranges = sorted(wanted)
-        contents = fetch(
-            self._place, ranges, threads=self._threads, memory_bytes=self._memory_bytes
-        )
         try:
-            for each, content in contents:
-                self._deliver(each, content, wanted[each], planner)
+            self._read(wanted, planner)
         except places.MissingError as error:
             raise places.MissingError(
                 f"{error}, but {identity.METADATA} refers to it: was the checkpoint replaced or "
                 "removed while it was read?"
             ) from error
+        finally:
+            # Where one rank resolved .metadata for all, it lets go when all are through.
+            if self._shared is None:
+                self.release()
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+    def _read(self, wanted: Mapping[Range, Sequence[ReadItem]], planner: LoadPlanner) -> None:
+        ranges = sorted(wanted)
+        verifier: Verifier | None = None
+        if self._verify_now:
+            verifier = Verifier(self._place, Receipts(self._place, self._attempt), ranges)
+            ranges = verifier.ranges
+        contents = fetch(
+            self._place, ranges, threads=self._threads, memory_bytes=self._memory_bytes
+        )
+        for each, content in contents:
+            if self._lease is not None:
+                self._lease.touch()
+            if verifier is not None:
+                verifier.follow(each, content)
+            if each in wanted:
+                self._deliver(each, content, wanted[each], planner)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
