@@ -9,7 +9,7 @@ which an error becomes the failure of its rank.
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, Final
 
 from pannier.daemon import crashing
 from pannier.sidecar.files import DataFile, SpoolSource
@@ -23,6 +23,9 @@ from pannier.wire import identity
 from pannier.wire.errors import PannierError
 
 _log = logging.getLogger(__name__)
+
+_CLOSE_S: Final = 2.0
+"""At the end, for objects of aborted saves to be deleted: storage may not answer."""
 
 Opener = Callable[[str], Store]
 """Makes the store of one checkpoint id."""
@@ -81,15 +84,19 @@ class Uploads:
     # On the loop.
 
     async def close(self) -> None:
-        """Stops what runs; its objects are not half-made."""
+        """Stops what runs; its objects are not half-made. The journal knows what is left to do."""
         tasks = [
             *(task for tasks in self._uploads.values() for task in tasks.values()),
             *self._finishing.values(),
         ]
         for task in tasks:
             task.cancel()
-        waited = [*tasks, *self._clearing.values(), *self._background]
-        await asyncio.gather(*waited, return_exceptions=True)
+        await asyncio.gather(*tasks, *self._clearing.values(), return_exceptions=True)
+        if self._background:
+            _, late = await asyncio.wait(self._background, timeout=_CLOSE_S)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
         for store in self._stores.values():
             await store.close()
         self._stores.clear()
