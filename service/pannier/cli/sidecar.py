@@ -51,7 +51,7 @@ DEFAULT_ADDRESS = "unix:///run/pannier/sidecar.sock"
     default=30,
     show_default=True,
     metavar="SECONDS",
-    help="After SIGTERM, time to finish uploads; saves that need more of it are aborted.",
+    help="After SIGTERM, time to finish uploads; the rest stays in the spool for the next start.",
 )
 @option(
     "--idle-exit",
@@ -64,9 +64,9 @@ def command(**settings: Any) -> None:
     """Run the daemon that carries this host's checkpoints to storage.
 
     Trainers on this host hand it their data files; it uploads them, confirms
-    their checksums and reports to the coordinator. What it had not uploaded
-    when it was killed is lost, and those saves are aborted: it empties the
-    spool when it starts. Storage credentials and endpoints come from the
+    their checksums and reports to the coordinator. A journal in the spool says
+    what is there: however it ended, the next sidecar that is started on the
+    same --spool goes on with it. Storage credentials and endpoints come from the
     environment, as gcsfs and s3fs know them.
     """
     from pannier.sidecar.config import SidecarConfig

@@ -54,7 +54,7 @@ _ROOM = 4 << 30
     default=30,
     show_default=True,
     metavar="SECONDS",
-    help="After SIGTERM, time to finish uploads.",
+    help="After SIGTERM, time to finish uploads; the rest stays in the spool for the next start.",
 )
 @option("--allow", multiple=True, metavar="ROOT", help="Only accept checkpoints below it.")
 @option("--planner", multiple=True, metavar="MODULE:CLASS", help="See `pannier coordinator`.")
