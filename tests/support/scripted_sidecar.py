@@ -229,6 +229,7 @@ class ScriptedSidecar(sidecar_pb2_grpc.SidecarServicer):
     ) -> sidecar_pb2.PingResponse:
         with self.changed:
             self.pings.append(request)
+            self.changed.notify_all()
         return sidecar_pb2.PingResponse()
 
     def Write(

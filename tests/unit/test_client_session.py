@@ -287,3 +287,21 @@ def test_close_returns_at_once_and_ends_running_calls(
     assert time.monotonic() - began < 0.5
     sender.join(5)
     assert len(errors) == 1
+
+
+def test_only_a_client_whose_process_goes_on_says_goodbye(sidecar: ScriptedSidecar) -> None:
+    for goodbye in (False, True):
+        leaving = Session.connect(Settings(sidecar=sidecar.address), WHO)
+        ended = len(sidecar.ended)
+        leaving.close(goodbye=goodbye)
+        sidecar.wait_for(lambda ended=ended: len(sidecar.ended) > ended)
+        assert [each.closing for each in sidecar.pings] == [True] * goodbye
+
+
+def test_a_sidecar_is_pinged_as_long_as_the_session_lives(
+    session: Session, sidecar: ScriptedSidecar
+) -> None:
+    sidecar.wait_for(lambda: bool(sidecar.pings))
+    (first,) = sidecar.pings
+    assert (first.job, first.incarnation, first.rank, first.client) == ("job", "abc", 0, "c1")
+    assert not first.closing
