@@ -195,6 +195,12 @@ class Sidecar:
         async with self._writing:
             await self._call.write(coordinator_pb2.AttachRequest(reports=reports))
 
+    async def claim(self, *reports: coordinator_pb2.RankReport, **more: Any) -> None:
+        """As :meth:`tell`, but nothing of it is in storage."""
+        request = coordinator_pb2.AttachRequest(reports=reports, **more)
+        async with self._writing:
+            await self._call.write(request)
+
     async def _read(self) -> None:
         async for response in self._call:
             for status in response.saves:

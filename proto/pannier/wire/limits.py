@@ -23,6 +23,8 @@ MAX_NAME: Final = 4096
 """Characters of a key of the state dict."""
 MAX_RANKS: Final = 1 << 16
 """Ranks of a group."""
+MAX_WORLD: Final = 1 << 20
+"""Processes of a job."""
 MAX_ITEMS: Final = 1 << 20
 """Items of one rank's plan."""
 MAX_ALL_ITEMS: Final = 1 << 24
@@ -42,6 +44,7 @@ MAX_ALL_SAVES: Final = 1 << 14
 def check_context(context: sidecar_pb2.SaveContext) -> None:
     """The sizes in a save's context."""
     _at_most(len(context.ranks), MAX_RANKS, "ranks of a group")
+    _at_most(context.world_size, MAX_WORLD, "processes of a job")
     _at_most(len(context.checkpoint_id.encode()), MAX_CHECKPOINT_ID, "bytes of a checkpoint id")
     check_host(context.host)
 
@@ -131,6 +134,21 @@ def shortened(failure: save_pb2.Failure) -> save_pb2.Failure:
     if len(failure.message) > MAX_TEXT:
         short.message = failure.message[:MAX_TEXT] + " …"
     return short
+
+
+def shortened_status(status: save_pb2.RankStatus) -> save_pb2.RankStatus:
+    """A rank's status as a sidecar told it, the same way."""
+    short = save_pb2.RankStatus()
+    short.CopyFrom(status)
+    short.host = status.host[:MAX_HOST]
+    short.last_error = status.last_error[:MAX_TEXT]
+    short.seconds_since_heard = age(status.seconds_since_heard)
+    return short
+
+
+def age(seconds: float) -> float:
+    """Seconds since something happened, as a peer told them: never in the future."""
+    return seconds if math.isfinite(seconds) and seconds > 0 else 0.0
 
 
 def _check_items(items: plan_pb2.Items, most: int, what: str) -> None:

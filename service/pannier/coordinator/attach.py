@@ -20,9 +20,10 @@ from pannier.coordinator.losses import Losses
 from pannier.coordinator.registry import Registry
 from pannier.coordinator.saves import Presence, Save
 from pannier.v1 import coordinator_pb2, save_pb2, sidecar_pb2
-from pannier.wire import identity
+from pannier.wire import identity, limits
 from pannier.wire.errors import (
     InvalidRequestError,
+    OverloadedError,
     VersionMismatchError,
 )
 from pannier.wire.version import WIRE_VERSION, package_version
@@ -31,6 +32,9 @@ _log = logging.getLogger(__name__)
 
 REFRESH_S: Final = 1.0
 """How often a sidecar hears of a save that only grows older."""
+
+_WELL_S: Final = 5.0
+"""A sidecar that was heard so lately still speaks for its ranks."""
 
 Requests = AsyncIterator[coordinator_pb2.AttachRequest]
 
@@ -74,6 +78,8 @@ class Attachments:
         if first is None:
             return
         check_version(first.wire_version, first.host)
+        limits.check_host(first.host)
+        limits.check_words(sidecar=first.sidecar)
         stream = _Stream(self._losses.attached(first.host, first.sidecar))
         self._streams.add(stream)
         _log.info("sidecar %s on %s is attached", first.sidecar[:8], first.host)
@@ -142,16 +148,18 @@ class Attachments:
         self, stream: _Stream, context: sidecar_pb2.SaveContext, *, failing: bool = False
     ) -> Save | None:
         """The save, of which the sidecar hears from now on; None when this can't be part of it."""
-        stream.told.setdefault(identity.save_text(context.save), ())
         try:
-            return self._registry.enter(context, known=True, failing=failing)
+            save = self._registry.enter(context, known=True, failing=failing)
         except DisagreementError as error:
             _log.warning("host %s: %s", stream.presence.host, error)
             doomed = self._registry.find(context.save)
             if doomed is not None:
                 stream.add(doomed)
-        except InvalidRequestError as error:
+        except (InvalidRequestError, OverloadedError) as error:
             _log.error("a report of host %s is not valid: %s", stream.presence.host, error)
+        else:
+            stream.told.setdefault(save.key, ())
+            return save
         return None
 
     def _report(self, save: Save, presence: Presence, report: coordinator_pb2.RankReport) -> None:
@@ -159,23 +167,25 @@ class Attachments:
         part = save.parts[rank]
         if save.ended:
             return
+        check_speaker(save, rank, presence)
+        if report.HasField("receipt") and report.receipt.rank != rank:
+            raise InvalidRequestError(
+                f"{save.label}: a receipt of rank {report.receipt.rank} for rank {rank}"
+            )
         part.sidecar = presence
         save.suspects.pop(rank, None)
-        part.told = report.status
-        part.heard = time.monotonic() - report.status.seconds_since_heard
+        part.told = limits.shortened_status(report.status)
+        part.heard = time.monotonic() - part.told.seconds_since_heard
         if report.attempt:
             self._check_attempt(save, report)
         if report.HasField("receipt") and part.receipt is None:
-            if report.receipt.rank != rank:
-                raise InvalidRequestError(f"a receipt of rank {report.receipt.rank} from {rank}")
             part.receipt = report.receipt
         # DURABLE is what the receipt says, not the phase.
         phase = save_pb2.RANK_PHASE_DURABLE if part.receipt is not None else report.status.phase
         if phase < save_pb2.RANK_PHASE_DURABLE or part.receipt is not None:
             part.advance(phase)
         if report.HasField("failure"):
-            failure = save_pb2.Failure()
-            failure.CopyFrom(report.failure)
+            failure = limits.shortened(report.failure)
             failure.rank, failure.host = rank, failure.host or host
             late = failure.kind == save_pb2.FAILURE_KIND_LOST and (
                 part.phase >= save_pb2.RANK_PHASE_INGESTED
@@ -243,6 +253,21 @@ _RENDERED_KEPT: Final = 64
 def _essence(save: Save) -> tuple[object, ...]:
     """What is told at once when it changes."""
     return (save.state, len(save.failures), save.attempt is not None, bool(save.problem), save.note)
+
+
+def check_speaker(save: Save, rank: int, presence: Presence) -> None:
+    """Raises InvalidRequestError when a sidecar of another host speaks for the rank and is well.
+
+    A rank lives on one host; its sidecar may be another one there, after a restart.
+    """
+    owner = save.parts[rank].sidecar
+    if owner is None or owner.host == presence.host or not owner.streams:
+        return
+    if time.monotonic() - owner.heard < _WELL_S:
+        raise InvalidRequestError(
+            f"{save.label}: rank {rank} is on host {owner.host}, whose sidecar is attached and "
+            f"speaks for it; host {presence.host} can't. Do two processes run as this rank?"
+        )
 
 
 def check_version(version: int, host: str) -> None:

@@ -20,11 +20,11 @@ _KEPT_S: Final = 3600.0
 
 
 class Losses:
-    """All sidecars, by the id of their life."""
+    """All sidecars, by host and the id of their life."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
-        self._presences: dict[str, Presence] = {}
+        self._presences: dict[tuple[str, str], Presence] = {}
 
     def attached(self, host: str, sidecar: str) -> Presence:
         """A stream of the sidecar begins; its first request reports all that it holds."""
@@ -34,7 +34,8 @@ class Losses:
             for name, presence in self._presences.items()
             if presence.streams or now - presence.heard < _KEPT_S
         }
-        presence = self._presences.setdefault(sidecar, Presence(host))
+        # With its host: the id of another's life isn't one's own.
+        presence = self._presences.setdefault((host, sidecar), Presence(host))
         presence.streams += 1
         self._look_later(host)
         return presence

@@ -82,7 +82,7 @@ class Registry:
         Raises:
             InvalidRequestError: the context contradicts itself.
             DisagreementError: it contradicts another rank's; the save is doomed.
-            UnavailableError: a new save, while draining or above the limits.
+            UnavailableError: a new save while draining, or one above the limits.
         """
         check_context(context)
         key = identity.save_text(context.save)
@@ -92,8 +92,7 @@ class Registry:
                 raise UnavailableError(
                     f"the coordinator is draining and takes no new saves ({key})"
                 )
-            if not known:
-                check_room([each.context.save for each in self._saves.values()], context.save)
+            check_room([each.context.save for each in self._saves.values()], context.save)
             save = self._new(context, key)
         self._note(save, context)
         if failing and context.rank in save.parts:

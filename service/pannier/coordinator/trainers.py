@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pannier.coordinator.registry import Registry
 from pannier.coordinator.saves import Presence, Save, State
 from pannier.v1 import coordinator_pb2, save_pb2
+from pannier.wire import limits
 
 
 def take(
@@ -29,17 +30,20 @@ def take(
 
 def _note(save: Save, rank: int, sidecar: Presence, trainer: coordinator_pb2.TrainerStatus) -> None:
     part = save.parts[rank]
+    if part.spoken_for and part.sidecar is not None and part.sidecar.host != sidecar.host:
+        return  # it lives on another host
     if trainer.gone:
         # Of one that had handed something in, its sidecar reports what became of that.
         unheard = part.phase <= save_pb2.RANK_PHASE_MISSING and part.receipt is None
         if unheard and not save.resumed and save.state in (State.PLANNING, State.STAGING):
             save.fail(
                 save_pb2.FAILURE_KIND_LOST,
-                f"{trainer.gone} is gone: it ended before it took part in this save",
+                f"{trainer.gone[: limits.MAX_NAME]} is gone: it ended before it took part in this save",
                 rank,
             )
         return
     part.host = part.host or sidecar.host
-    heard = time.monotonic() - trainer.seconds_since_heard
+    silent_s = limits.age(trainer.seconds_since_heard)
+    heard = time.monotonic() - silent_s
     part.heard = heard if part.heard is None else max(part.heard, heard)
-    part.told.seconds_since_heard = trainer.seconds_since_heard
+    part.told.seconds_since_heard = silent_s
