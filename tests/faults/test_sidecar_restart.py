@@ -2,13 +2,18 @@
 
 import os
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
+from pannier.client import Client
+from pannier.client.config import load_settings
 from pannier.v1 import save_pb2
+from pannier.wire import addresses
 from support.daemons import Daemon, Daemons, clean_environment, memory_directory, short_directory
 from support.gcs_server import GcsServer
 from support.ranks import start_ranks
@@ -179,22 +184,17 @@ def check(target: str, server: GcsServer, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ending", ["kill", "stop"])
 def test_a_half_uploaded_save_is_committed_though_its_trainer_is_dead(
-    daemons: Daemons, server: GcsServer, monkeypatch: pytest.MonkeyPatch, ending: str
+    daemons: Daemons, server: GcsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target = f"gs://bucket/half-{ending}/step-1"
+    target = "gs://bucket/half/step-1"
     slow_down(server)
     environment = {**daemons.env(), **server.env, "TARGET": target}
     with start_ranks(TRAINER, 1, environment, torchrun=False) as ranks:
         await_save(daemons.coordinator_address, target, INGESTED)
         wait_until(lambda: any("upload_id" in path for _, path, _ in server.requests()))
         ranks.kill()
-    if ending == "kill":
-        daemons.sidecar.kill()
-    else:
-        assert daemons.sidecar.stop() == 0
-        assert "journal" in {path.name for path in (daemons.spool / "0").iterdir()}
+    daemons.sidecar.kill()
     server.clear()
     daemons.sidecar.start()
     await_save(daemons.coordinator_address, target, lambda s: s.state == COMMITTED)
@@ -219,4 +219,44 @@ def test_the_client_goes_on_by_itself_when_both_daemons_are_killed(
         daemons.coordinator.start()
         ranks.wait_for("result", timeout=30)
         ranks.wait(20).check()
+    check(target, server, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGTERM])
+def test_embedded_daemons_that_end_with_their_trainer_leave_it_to_the_next(
+    embedded: Path, server: GcsServer, monkeypatch: pytest.MonkeyPatch, ending: signal.Signals
+) -> None:
+    """All processes of the job are gone; the next run's first call finishes what it had saved."""
+    target = f"gs://bucket/embedded-{ending.name}/step-1"
+    slow_down(server)
+    environment = {
+        **server.env,
+        "PANNIER_RUNTIME_DIR": str(embedded),
+        "PANNIER_SPOOL": os.environ["PANNIER_SPOOL"],
+        "PANNIER_GRACE": "1",
+        "TARGET": target,
+    }
+    with start_ranks(TRAINER, 1, environment, torchrun=False) as ranks:
+        sidecar = addresses.embedded_sidecar(embedded)
+        wait_until(Path(sidecar.removeprefix("unix://")).exists, timeout=60)
+        await_save(sidecar, target, INGESTED, timeout=60)
+        ranks.kill()
+    supervisor = psutil.Process(int((embedded / "up.pid").read_text()))
+    daemons = supervisor.children(recursive=True)
+    if ending == signal.SIGTERM:
+        supervisor.terminate()
+    else:
+        # In the order in which nobody can start the others again.
+        for process in (supervisor, *daemons):
+            process.kill()
+    _, alive = psutil.wait_procs([supervisor, *daemons], timeout=20)
+    assert not alive
+    server.clear()
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with Client(load_settings()) as client:
+        client.save({"w": torch.ones(10)}, checkpoint_id=target + "-next", timeout=60)
+        root = target.rpartition("/")[0]
+        wait_until(lambda: target in [i.checkpoint_id for i in client.list(root)], timeout=30)
     check(target, server, monkeypatch)
