@@ -1,22 +1,19 @@
 """Coordinators that are killed, stopped, cut off or doubled: what is in storage settles it."""
 
-import json
-import re
 import signal
 import time
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import grpc
 import psutil
 import pytest
 
 from pannier.v1 import coordinator_pb2_grpc, save_pb2, sidecar_pb2
+from support.bucket import check_whole, decisions_alone, generations, hold_up, listed, remove
 from support.cli import pannier
 from support.daemons import Daemon, Daemons, await_serving
 from support.gcs_server import GcsServer
@@ -28,7 +25,8 @@ from support.watching import ABORTED, COMMITTED, all_in, await_save
 DURABLE = all_in(save_pb2.RANK_PHASE_DURABLE)
 LARGE = 2 << 20
 """Floats of a rank whose data file is uploaded in pieces."""
-LIVES = ["manifest.after", "candidate.after", "decision.after", "metadata.after"]
+LIVES = ["manifest.after", "decision.after"]
+"""Where one coordinator after the other dies; one place at a time: :mod:`test_crash_points`."""
 
 
 @pytest.fixture(scope="module")
@@ -50,46 +48,8 @@ def party(daemons: Daemons, **settings: Any) -> Party:
     return Party([sidecar.address for sidecar in daemons.sidecars], **settings)
 
 
-def hold_up(server: GcsServer) -> None:
-    """Uploads of large files are refused, and tried again, until ``server.clear()``."""
-    server.fault(kind="status", method="POST", path="uploadType=resumable", status=503, times=-1)
-
-
-def ask(server: GcsServer, path: str, method: str = "GET") -> Any:
-    """The documented API of the bucket."""
-    request = urllib.request.Request(f"{server.url}/storage/v1/b/bucket/o{path}", method=method)
-    with urllib.request.urlopen(request, timeout=10) as answer:
-        return json.loads(answer.read() or b"null")
-
-
-def generations(server: GcsServer, prefix: str) -> dict[str, str]:
-    """The bucket's objects, by name."""
-    found = ask(server, f"?prefix={prefix}/").get("items", [])
-    return {item["name"]: item["generation"] for item in found}
-
-
-def listed(server: GcsServer, prefix: str) -> list[str]:
-    return list(generations(server, prefix))
-
-
-def remove(server: GcsServer, prefix: str) -> None:
-    """As a user does: ``.metadata`` first."""
-    for name in sorted(listed(server, prefix), key=lambda name: not name.endswith("/.metadata")):
-        ask(server, f"/{quote(name, safe='')}", "DELETE")
-
-
-def decisions_alone(server: GcsServer, place: str) -> bool:
-    names = listed(server, place)
-    return len(names) == 1 and re.search(r"/\.pannier/i[^/]+/decision$", names[0]) is not None
-
-
-def check_whole(server: GcsServer, checkpoint_id: str) -> None:
-    result = pannier("verify", checkpoint_id, env=server.env)
-    assert result.code == 0, result
-
-
 @pytest.mark.slow
-def test_a_coordinator_that_is_killed_after_each_of_its_writes_commits_all_the_same(
+def test_a_save_is_committed_though_one_coordinator_after_the_other_is_killed(
     daemons: Daemons, server: GcsServer
 ) -> None:
     target = "gs://bucket/lives/step-1"
@@ -112,6 +72,34 @@ def test_a_coordinator_that_is_killed_after_each_of_its_writes_commits_all_the_s
                 ranks.ingest(target, 1, agreed.result(20))
         assert await_save(coordinator.address, target, lambda s: s.state == COMMITTED)
     check_whole(server, target)
+
+
+@pytest.mark.slow
+def test_recover_ends_what_daemons_that_are_gone_for_good_have_left(
+    daemons: Daemons, server: GcsServer
+) -> None:
+    half, whole = "gs://bucket/gone/step-1", "gs://bucket/gone/step-2"
+    daemons.coordinator.environment["PANNIER_CRASH_AT"] = "coordinator.candidate.before"
+    for daemon in (*daemons.sidecars, daemons.coordinator):
+        daemon.start(ready=False)
+    await_serving(daemons.coordinator.address, process=daemons.coordinator.process)
+    with party(daemons) as ranks:
+        ranks.ingest(half, 1, {0: ranks.agree(half, 1)[0]})
+        wait_until(lambda: any("/receipts/0" in name for name in listed(server, "gone/step-1")))
+        ranks.save(whole, 2)
+        assert daemons.coordinator.process.wait(20) == -signal.SIGKILL
+        for sidecar in daemons.sidecars:
+            sidecar.kill()
+    result = pannier("recover", "gs://bucket/gone", "--json", env=server.env)
+    assert result.code == 1, result
+    outcomes = {line["checkpoint"]: line for line in result.json_lines()}
+    assert outcomes[half]["end"] == "undecided"
+    assert outcomes[half]["missing"] == [{"rank": 1, "host": "node-1"}]
+    assert outcomes[whole]["end"] == "committed"
+    check_whole(server, whole)
+    result = pannier("recover", half, "--abort", env=server.env)
+    assert result.code == 0, result
+    assert decisions_alone(server, "gone/step-1")
 
 
 class Split:
