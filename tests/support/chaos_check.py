@@ -125,7 +125,7 @@ def check(arguments: Mapping[str, Any]) -> int:
             report.problems.append(
                 f"{_name(key, save)} was committed, but {standing.get(save.id, 'nothing')} is there"
             )
-    left = _leftovers(names, root, attempts)
+    left = leftovers(names, root, attempts)
     if left:
         report.problems.append(f"left by gc: {left[:5]}")
     Path(arguments["report"]).write_text(json.dumps(vars(report)))
@@ -151,7 +151,7 @@ _KEPT = re.compile(r"(?:(?P<id>[^/]+)/)?\.pannier/(?:(?P<attempt>i\d+-[^/]+)/(?P
 _DATA = re.compile(r"(?P<id>[^/]+)/__(?P<attempt>i[^_]+)_.*\.distcp")
 
 
-def _leftovers(names: Iterable[str], root: str, standing: Mapping[str, str]) -> list[str]:
+def leftovers(names: Iterable[str], root: str, standing: Mapping[str, str]) -> list[str]:
     """What ``pannier gc`` had to remove and didn't; ``standing`` has the attempt by id."""
     left = []
     for name in names:

@@ -40,13 +40,18 @@ class Hand(Trainer):
 
     def ingest(self, context: sidecar_pb2.SaveContext, plan: plan_pb2.FinalPlan) -> None:
         """Streams all that is planned and hands it over."""
-        told = receipt_of(plan, self.rank)
-        files = [self._send(context, plan, file) for file in told.files]
+        files = self.stream_all(context, plan)
         request = sidecar_pb2.HandOverRequest(
             context=context, attempt=plan.attempt, plan_id=plan.plan_id, files=files
         )
-        request.varying.extend(told.varying)
+        request.varying.extend(receipt_of(plan, self.rank).varying)
         self.call("HandOver", request)
+
+    def stream_all(
+        self, context: sidecar_pb2.SaveContext, plan: plan_pb2.FinalPlan
+    ) -> list[records_pb2.DataFile]:
+        """Streams all that is planned."""
+        return [self._send(context, plan, file) for file in receipt_of(plan, self.rank).files]
 
     def _send(
         self,
