@@ -72,7 +72,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, 
         Daemons(directory, allow=allow, environment=server.env) as daemons,
     ):
         server.fault(kind="status", status=403, path="denied", times=-1)
-        run_ranks(SCRIPT, 2, daemons.env(ROOT=str(root), REPORT=str(directory)))
+        env = daemons.env(ROOT=str(root), REPORT=str(directory))
+        run_ranks(SCRIPT, 2, env, torchrun=False)
     return root, [json.loads((directory / f"{rank}.json").read_text()) for rank in range(2)]
 
 

@@ -33,7 +33,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     root = directory / "run"
     with Daemons(directory) as daemons:
         env = daemons.env(ROOT=str(root), REPORT=str(directory), PANNIER_PLAN_TIMEOUT="5")
-        run_ranks(SCRIPT, 2, env, timeout=150)
+        run_ranks(SCRIPT, 2, env, timeout=150, torchrun=False)
     return Run([json.loads((directory / f"{rank}.json").read_text()) for rank in range(2)], root)
 
 

@@ -27,6 +27,7 @@ SCRIPTS = Path(__file__).parent / "ranks"
 SEED = 5
 KINDS = ["plain tensors", "nested", "objects", "dtypes", "DTensor, 2-D mesh", "FSDP2", "optimizer"]
 KILLED = "optimizer"
+READERS = (3, 2, 1)
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +55,8 @@ def listed(server: GcsServer, prefix: str) -> list[str]:
         return [item["name"] for item in json.load(answer).get("items", [])]
 
 
-def reports(directory: Path, ranks: int) -> list[dict[str, Any]]:
-    return [json.loads((directory / f"{rank}.json").read_text()) for rank in range(ranks)]
+def reports(directory: Path, ranks: int, prefix: str = "") -> list[dict[str, Any]]:
+    return [json.loads((directory / f"{prefix}{rank}.json").read_text()) for rank in range(ranks)]
 
 
 @pytest.fixture(scope="module")
@@ -99,13 +100,11 @@ def loaded(
 ) -> dict[int, list[dict[str, list[str]]]]:
     """What 1, 2 and 3 ranks find wrong when they load both with plain DCP."""
     roots = json.dumps({saved: [4, KINDS], survivor: [4, [KILLED]]})
-    found = {}
-    for ranks in (1, 2, 3):
-        directory = tmp_path_factory.mktemp("read")
-        env = {"ROOTS": roots, "READERS": "dcp", "SEED": str(SEED), "REPORT": str(directory)}
-        run_ranks(SCRIPTS / "read_states.py", ranks, {**env, **server.env})
-        found[ranks] = reports(directory, ranks)
-    return found
+    directory = tmp_path_factory.mktemp("read")
+    env = {"ROOTS": roots, "READERS": "dcp", "SEED": str(SEED), "REPORT": str(directory)}
+    env |= {"WORLDS": json.dumps(READERS), **server.env}
+    run_ranks(SCRIPTS / "read_states.py", max(READERS), env, torchrun=False)
+    return {ranks: reports(directory, ranks, f"{ranks}-") for ranks in READERS}
 
 
 def of(report: dict[str, list[str]], root: str) -> dict[str, list[str]]:
@@ -115,7 +114,7 @@ def of(report: dict[str, list[str]], root: str) -> dict[str, list[str]]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)  # The first one waits for all runs.
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", READERS)
 def test_what_four_ranks_saved_to_a_bucket_is_read_by_plain_dcp(
     loaded: dict[int, list[dict[str, list[str]]]], saved: str, ranks: int
 ) -> None:

@@ -17,7 +17,7 @@ from support.states import quantized
 SCRIPTS = Path(__file__).parent / "ranks"
 SEED = 3
 WRITERS = (2, 4)
-READERS = (1, 2, 3)
+READERS = (3, 2, 1)
 
 
 @dataclass(frozen=True)
@@ -32,13 +32,14 @@ class Runs:
     """Where the checkpoints are, by number of ranks that saved them."""
 
 
-def _run(
-    script: str, ranks: int, directory: Path, env: dict[str, str]
-) -> list[dict[str, list[str]]]:
+def _run(script: str, ranks: int, directory: Path, env: dict[str, str]) -> None:
     directory.mkdir()
     environment = {**env, "REPORT": str(directory), "SEED": str(SEED)}
-    run_ranks(SCRIPTS / script, ranks, environment, timeout=100)
-    return [json.loads((directory / f"{rank}.json").read_text()) for rank in range(ranks)]
+    run_ranks(SCRIPTS / script, ranks, environment, timeout=200, torchrun=False)
+
+
+def _reports(directory: Path, ranks: int, prefix: str = "") -> list[dict[str, list[str]]]:
+    return [json.loads((directory / f"{prefix}{rank}.json").read_text()) for rank in range(ranks)]
 
 
 @pytest.fixture(scope="module")
@@ -46,21 +47,18 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     base = tmp_path_factory.mktemp("states")
     roots = {ranks: base / f"by-{ranks}" for ranks in WRITERS}
     with Daemons(base) as daemons:
-        written = {
-            ranks: _run(
-                "write_states.py",
-                ranks,
-                base / f"written-{ranks}",
-                daemons.env(ROOT=str(roots[ranks])),
-            )
-            for ranks in WRITERS
-        }
+        for ranks in WRITERS:
+            env = daemons.env(ROOT=str(roots[ranks]))
+            _run("write_states.py", ranks, base / f"written-{ranks}", env)
+    written = {ranks: _reports(base / f"written-{ranks}", ranks) for ranks in WRITERS}
     # Nothing of Pannier runs while the checkpoints are read.
     env = {
         "ROOTS": json.dumps({str(root): [ranks, [*KINDS]] for ranks, root in roots.items()}),
         "READERS": "dcp client",
+        "WORLDS": json.dumps(READERS),
     }
-    read = {ranks: _run("read_states.py", ranks, base / f"read-{ranks}", env) for ranks in READERS}
+    _run("read_states.py", max(READERS), base / "read", env)
+    read = {ranks: _reports(base / "read", ranks, f"{ranks}-") for ranks in READERS}
     return Runs(written, read, roots)
 
 

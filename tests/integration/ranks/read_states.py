@@ -1,7 +1,7 @@
 """Loads every kind of state with plain DCP and with the client, and compares bit for bit.
 
 Environment: ROOTS (JSON: directory or URL to number of writers and names of kinds), READERS
-(words: dcp, client), REPORT (directory), SEED.
+(words: dcp, client), WORLDS (JSON: numbers of ranks, descending), REPORT (directory), SEED.
 """
 
 import json
@@ -19,6 +19,7 @@ from support.bits import differences
 from support.reading import plain_load
 from support.sharded_states import KINDS, WHOLE
 from support.states import Colour, Kind, Layout, Position
+from support.worlds import worlds
 
 warnings.filterwarnings("ignore")
 torch.serialization.add_safe_globals([TwoTensor, Position, Colour])
@@ -46,9 +47,8 @@ def load(kind: Kind, saved: Kind, directory: str, layout: Layout) -> dict[str, l
     return found
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+def report_on(rank: int, ranks: int) -> dict[str, list[str]]:
+    """What differs, by kind and how it was loaded, for this number of ranks."""
     report = {}
     for root, (writers, names) in json.loads(os.environ["ROOTS"]).items():
         layout = Layout(rank, ranks, writers)
@@ -58,10 +58,10 @@ def main() -> None:
                 if kind is not None and ranks in kind.ranks:
                     for how, found in load(kind, saved, f"{root}/{name}", layout).items():
                         report[f"{name}|{kind.name}|{how}|{root}"] = found
-    path = Path(os.environ["REPORT"]) / f"{rank}.json"
+    return report
+
+
+for size in worlds(*json.loads(os.environ["WORLDS"])):
+    report = report_on(dist.get_rank(), size)
+    path = Path(os.environ["REPORT"]) / f"{size}-{dist.get_rank()}.json"
     path.write_text(json.dumps(report))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-main()
