@@ -19,6 +19,7 @@ from typing import Final
 import filelock
 import grpc
 
+from pannier.daemon.private import make_private
 from pannier.wire.addresses import ChannelOptions, channel_options, parse_address
 from pannier.wire.errors import ConfigurationError
 from pannier.wire.tls import FLAGS, Tls, is_unix
@@ -120,8 +121,7 @@ def _unix_socket(address: str, guests: Collection[int]) -> Iterator[Path]:
     path = Path(parse_address(address, setting="--address").removeprefix(_UNIX))
     directory = path.parent
     try:
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        directory.mkdir(mode=0o700, exist_ok=True)
+        make_private(directory)
         _check_directory(directory)
         _let_in(directory, guests, _ENTER)
         lock = filelock.FileLock(f"{path}.lock", timeout=0, mode=0o600, is_singleton=False)

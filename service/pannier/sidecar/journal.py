@@ -155,11 +155,14 @@ class Journal:
         """
         new = self.path.with_name(_NEW)
         with self._sync_lock, self._lock:
+            if self._fd >= 0:
+                self._check_there()
             try:
                 new.unlink(missing_ok=True)
                 flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | _SAFE
                 fd = os.open(new, flags, 0o600)
                 try:
+                    os.fchmod(fd, 0o600)
                     size = _write(fd, header() + encode(records), 0)
                     with suppress(OSError):  # a full disk, which may have room for what there is
                         os.posix_fallocate(fd, 0, size + max(_RESERVE, size))
@@ -228,6 +231,7 @@ class Journal:
         """Returns when all that was added before is on disk. Thread-safe. Raises PannierError."""
         wanted = self._size
         with self._sync_lock:
+            self._check_there()
             if self._synced >= wanted:
                 return
             with self._lock:
@@ -240,6 +244,13 @@ class Journal:
                 ) from error
             self._synced = reached
 
+    def _check_there(self) -> None:
+        if os.fstat(self._fd).st_nlink == 0:
+            raise PannierError(
+                f"the journal {self.path} was removed under the running sidecar, which can't vouch "
+                "for anything without it: start it again"
+            )
+
     def _use(self, fd: int, size: int) -> None:
         if self._fd >= 0:
             os.close(self._fd)
@@ -251,7 +262,7 @@ class Journal:
         with self._sync_lock, self._lock:
             if self._fd < 0:
                 return
-            if remove:
+            if remove and os.fstat(self._fd).st_nlink:
                 self.path.unlink(missing_ok=True)
             os.close(self._fd)
             self._fd = -1

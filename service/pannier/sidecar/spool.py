@@ -14,10 +14,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Collection, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 from pannier.daemon import crashing
+from pannier.daemon.private import make_private
 from pannier.wire.errors import BusyError, ConfigurationError, PannierError
 
 _NAME: Final = re.compile(r"\d{8,}\.data")
@@ -69,7 +71,7 @@ class Spool:
         self._reserved = 0
         self._next = 0
         try:
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private(directory)
             self._check()
             self._directory_fd = self._take_lock()
         except OSError as error:
@@ -99,14 +101,23 @@ class Spool:
                 "--spool-budget, or a --spool (embedded: PANNIER_SPOOL) on a larger file system"
             )
 
-    def take(self, job: str, size: int) -> Slab:
+    def take(self, job: str, size: int, *, spare: int = 0) -> Slab:
         """A slab of at least ``size`` bytes, with any content, of that job's alone.
+
+        Args:
+            spare: bytes for which there must be room afterwards.
 
         Raises:
             BusyError: there is no room, with the bytes needed and free.
             PannierError: the spool can't be written.
         """
+        if self.gone:
+            raise PannierError(
+                f"the spool {self.directory} was removed under the running sidecar: start that again"
+            )
         with self._lock:
+            if spare:
+                self._check_spare(_whole_pages(size), spare)
             slab, missing = self._choose(job, size)
             try:
                 self._evict_for(missing, job)
@@ -132,6 +143,17 @@ class Spool:
                 ) from error
             raise
         return slab
+
+    @property
+    def gone(self) -> bool:
+        """Whether the directory was removed, or another one is in its place."""
+        try:
+            found = os.stat(self.directory)
+        except FileNotFoundError:
+            return True
+        except OSError as error:
+            raise PannierError(f"the spool {self.directory} can't be used: {error}") from error
+        return not os.path.samestat(found, os.fstat(self._directory_fd))
 
     def give(self, slab: Slab) -> None:
         """Takes a slab back whose content nobody needs, reads or writes any more."""
@@ -207,6 +229,19 @@ class Spool:
                 else:
                     self._drop(slab)
         os.close(self._directory_fd)
+
+    def _check_spare(self, size: int, spare: int) -> None:
+        free = sum(slab.capacity for slabs in self._free.values() for slab in slabs)
+        space = os.statvfs(self.directory)
+        room = space.f_bavail * space.f_frsize + free
+        if self.budget is not None:
+            room = min(room, self.budget - self._reserved + free)
+        if room - size < spare:
+            raise BusyError(
+                f"the spool {self.directory} has room for {max(0, room)} more bytes, {spare} of "
+                f"them for saves that began earlier, and {size} are needed: wait for those, or "
+                "give the sidecar more room (--spool, --spool-budget)"
+            )
 
     def _check(self) -> None:
         found = self.directory.stat()
@@ -284,7 +319,9 @@ class Spool:
         with self._lock:
             self._next += 1
             path = self.directory / f"{self._next:08d}.data"
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+        fd = os.open(path.name, flags, 0o600, dir_fd=self._directory_fd)
+        os.fchmod(fd, 0o600)  # whatever the umask: the next life opens it, too
         slab = Slab(path, fd, job)
         with self._lock:
             self._slabs.add(slab)
@@ -293,7 +330,9 @@ class Spool:
 
     def _drop(self, slab: Slab) -> None:
         self._slabs.discard(slab)
-        slab.path.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):
+            # In this very directory: another one may be in its place by now.
+            os.unlink(slab.path.name, dir_fd=self._directory_fd)
         crashing.point("sidecar.slab.removed")
         os.close(slab.fd)
         self._reserved -= slab.capacity
