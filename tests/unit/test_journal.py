@@ -195,6 +195,32 @@ def test_a_link_or_a_pipe_is_not_followed(tmp_path: Path) -> None:
         Ledger(tmp_path)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_a_journal_of_another_user_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, *STORY)
+    os.chown(path, 12345, -1)
+    with pytest.raises(errors.ConfigurationError, match="but of user 12345"):
+        Ledger(tmp_path)
+    assert path.read_bytes() == image(STORY)
+
+
+def test_a_directory_that_can_not_be_written_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_only(path: Path, flags: int, mode: int = 0o777) -> int:
+        assert flags & os.O_CREAT
+        raise OSError(30, "Read-only file system", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", lambda self, missing_ok: None)
+        patch.setattr(journal.Journal, "read", lambda self: Contents())
+        patch.setattr(journal.os, "open", read_only)
+        with pytest.raises(
+            errors.ConfigurationError, match=r"Read-only file system.* another --sp"
+        ):
+            Ledger(tmp_path)
+
+
 def test_what_a_crash_left_of_a_rewrite_goes(tmp_path: Path) -> None:
     path = write(tmp_path, *STORY)
     (tmp_path / "journal.new").write_bytes(b"half")

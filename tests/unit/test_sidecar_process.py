@@ -13,7 +13,7 @@ import pytest
 from pannier.v1 import save_pb2
 from pannier.wire import errors
 from support.daemons import Daemon, clean_environment, memory_directory, short_directory
-from support.scripted import PLAN_ID, ScriptedCoordinator, Trainer
+from support.scripted import PLAN_ID, ScriptedCoordinator, Trainer, data_file
 
 MIB = 1 << 20
 
@@ -97,6 +97,29 @@ def test_after_sigkill_it_starts_again_on_the_same_spool_and_socket(host: Host) 
         again = trainer.context(f"{host.root}/step-1", 2)
         trainer.hand_over(again, trainer.write(again, "0", b"y" * MIB))
         host.coordinator.await_phase(again, save_pb2.RANK_PHASE_DURABLE)
+
+
+def test_a_sidecar_whose_spool_is_removed_leaves_to_be_started_again(host: Host) -> None:
+    host.sidecar.start()
+    with Trainer(host.sidecar.address) as trainer:
+        context = trainer.context(f"{host.root}/step-1")
+        data = os.urandom(20 * MIB)
+        with trainer.stream(trainer.header(context, "0", len(data))) as stream:
+            stream.committed()
+            shutil.rmtree(host.spool)
+            for offset in range(0, len(data), MIB):
+                stream.send(data[offset : offset + MIB], offset)
+            while stream.committed() < len(data):
+                pass
+        # The bytes are there, but nobody would find them after a crash.
+        with pytest.raises(errors.PannierError, match="was removed under the running sidecar"):
+            trainer.hand_over(context, data_file(trainer.header(context, "0", 0).name, data))
+        report = host.coordinator.await_report(lambda report: report.HasField("failure"))
+        assert report.failure.kind == save_pb2.FAILURE_KIND_SPOOL
+        host.coordinator.decide(context, save_pb2.SAVE_STATE_ABORTED, report.failure)
+    assert host.sidecar.process.wait(15) == 1
+    assert f"the spool {host.spool} was removed" in host.sidecar.log()
+    host.sidecar.start()
 
 
 def test_memory_stays_small_whatever_the_size(host: Host) -> None:

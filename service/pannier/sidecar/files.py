@@ -222,8 +222,8 @@ class SpoolSource:
 
     @property
     def path(self) -> Path:
-        """Of the spool file; it may be longer."""
-        return self._file.slab.path
+        """Of the spool file; it may be longer. Good for this process, even if it is removed."""
+        return Path(f"/proc/self/fd/{self._file.slab.fd}")
 
     async def read(self, offset: int, length: int) -> bytes:
         """Exactly these bytes; waits until they are there."""

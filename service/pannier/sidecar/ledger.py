@@ -17,7 +17,7 @@ from pannier.sidecar.files import DataFile
 from pannier.sidecar.journal import Contents, Journal
 from pannier.sidecar.saves import RankSave, Save
 from pannier.v1 import journal_pb2, plan_pb2, records_pb2, save_pb2
-from pannier.wire.errors import PannierError
+from pannier.wire.errors import ConfigurationError, PannierError
 from pannier.wire.identity import save_text
 
 _log = logging.getLogger(__name__)
@@ -164,8 +164,7 @@ class Parts:
 class Ledger:
     """The journal of one spool and what it says.
 
-    Raises ConfigurationError when the journal that is there can't be read; PannierError when
-    none can be written.
+    Raises ConfigurationError when the journal that is there can't be read, or none can be written.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -178,9 +177,9 @@ class Ledger:
         contents = self._read()
         try:
             self._journal.rewrite(self._records())
-        except PannierError:
+        except PannierError as error:
             if not contents.end or contents.damaged_at is not None:
-                raise
+                raise ConfigurationError(f"{error}: name another --spool") from error
             self._journal.reopen(contents)
 
     def parts(self) -> list[Part]:

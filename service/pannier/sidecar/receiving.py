@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pannier.sidecar.files import DataFile
 from pannier.sidecar.ledger import Ledger
 from pannier.sidecar.saves import BEFORE_INGESTION, Phase, RankSave, Saves
+from pannier.sidecar.shares import Shares
 from pannier.sidecar.spool import Spool
 from pannier.sidecar.uploads import Uploads
 from pannier.storage import check_allowed, check_shared
@@ -44,6 +45,7 @@ class Receiving:
         self._spool = spool
         self._uploads = uploads
         self._ledger = ledger
+        self._shares = Shares()
         self._allow = allow
         self._loop = loop
 
@@ -104,7 +106,8 @@ class Receiving:
                     f"{limits.MAX_FILES} are allowed"
                 )
             self.check_room(rank, header)
-            slab = self._spool.take(rank.context.save.job, header.size)
+            spare = self._shares.owed(rank.save, self._saves.undecided())
+            slab = self._spool.take(rank.context.save.job, header.size, spare=spare)
             file = DataFile(header.name, header.size, slab, label=label, loop=self._loop)
             try:
                 self._saves.streaming(rank, header.attempt, file)
@@ -165,6 +168,7 @@ class Receiving:
                 self._saves.fail(rank, save_pb2.FAILURE_KIND_SPOOL, str(error))
                 raise
             self._saves.ingested(rank, receipt)
+            self._shares.ingested(rank)
             self._uploads.finish(rank)
 
     def _check_size(

@@ -54,6 +54,8 @@ T = TypeVar("T")
 def run(config: SidecarConfig) -> int:
     """Runs a sidecar until SIGTERM, SIGINT or idleness; returns the exit status.
 
+    That is 1 when it needs to be started again: its spool was removed.
+
     Raises ConfigurationError when it can't start.
     """
     set_up_logging()
@@ -61,7 +63,7 @@ def run(config: SidecarConfig) -> int:
     with StopSignals() as stop, Sidecar(config) as sidecar:
         sidecar.wait(stop)
         sidecar.drain(stop)
-    return 0
+        return 1 if sidecar.spool.gone else 0
 
 
 class Sidecar:
@@ -92,11 +94,14 @@ class Sidecar:
         self._stack.close()
 
     def wait(self, stop: StopSignals) -> None:
-        """Returns when it is asked to stop, or was idle for long enough."""
+        """Returns when it is asked to stop, was idle for long enough, or lost its spool."""
         while not stop.wait(_TICK_S):
             idle = self._idle_s()
             if self.config.idle_exit_s is not None and idle >= self.config.idle_exit_s:
                 _log.info("idle for %.0f s: leaving", idle)
+                return
+            if self.spool.gone:
+                _log.error("the spool %s was removed: leaving", self.config.spool)
                 return
             self.spool.trim(self._sessions.jobs())
             self._ledger.tidy()
