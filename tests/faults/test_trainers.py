@@ -110,13 +110,11 @@ def test_a_sidecar_that_is_gone_for_good_is_named_at_the_deadline(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("forgetful", [False, True])
-def test_a_sidecar_that_is_killed_gets_the_rest_from_the_client_that_waited_for_it(
+def test_a_sidecar_that_is_killed_and_loses_its_spool_gets_everything_again(
     daemons: Daemons,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-    forgetful: bool,
 ) -> None:
     for name, value in daemons.env().items():
         monkeypatch.setenv(name, value)
@@ -128,8 +126,7 @@ def test_a_sidecar_that_is_killed_gets_the_rest_from_the_client_that_waited_for_
         daemons.sidecar.kill()
         held = handle.status().bytes_ingested
         assert 0 < held < handle.status().bytes
-        if forgetful:
-            shutil.rmtree(daemons.spool / "0")
+        shutil.rmtree(daemons.spool / "0")
         time.sleep(1)
         daemons.sidecar.start()
         handle.result(40)

@@ -159,7 +159,7 @@ class Link:
             if timed:
                 request.timeout_s = left
             try:
-                response = await stub(request, timeout=left + SLACK_S)
+                response = await stub(request, timeout=left + (SLACK_S if timed else 0))
             except grpc.aio.AioRpcError as error:
                 raise from_rpc_error(error, peer=self.peer) from error
             self._heard = time.monotonic()
