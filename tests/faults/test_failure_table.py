@@ -1,0 +1,251 @@
+"""Every row of the design's table of failures, and the test that kills the real thing.
+
+Rows that no other module has stand here, played by hand at real daemons.
+"""
+
+import ast
+import re
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from pannier.v1 import save_pb2
+from pannier.wire.errors import PannierError, SaveAbortedError
+from support.daemons import Daemons
+from support.gcs_server import GcsServer
+from support.hand import Party
+from support.stretch import stretched
+from support.watching import ABORTED, COMMITTED, await_save
+
+ROWS = {
+    "a trainer dies before it is ingested": [
+        "faults/test_lost_hosts.py::test_trainers_that_die_before_they_are_ingested_end_the_save_at_once_and_by_name",
+    ],
+    "a trainer dies after it is ingested": [
+        "faults/test_lost_hosts.py::test_one_trainer_that_dies_when_it_is_ingested_is_not_missed",
+        "integration/test_commit.py::test_a_commit_survives_sigkill_of_all_trainers",
+    ],
+    "the sidecar is killed": [
+        "faults/test_sidecar_restart.py::test_a_half_uploaded_save_is_committed_though_its_trainer_is_dead",
+        "faults/test_sidecar_restart.py::test_a_stream_goes_on_at_the_offset_that_the_killed_sidecar_held",
+        "faults/test_crash_points.py::test_a_daemon_that_dies_there_loses_nothing_and_leaves_nothing",
+    ],
+    "the coordinator is killed": [
+        "faults/test_restarts.py::test_a_killed_coordinator_commits_what_was_ingested",
+        "faults/test_crash_points.py::test_a_daemon_that_dies_there_loses_nothing_and_leaves_nothing",
+    ],
+    "the host is lost after ingestion, before durability": [
+        "faults/test_lost_hosts.py::test_a_host_that_is_lost_before_it_is_durable_is_named_at_the_deadline",
+    ],
+    "network cut between hosts": [
+        "faults/test_network.py::test_a_cut_from_the_coordinator_ends_only_saves_whose_deadline_passes_meanwhile",
+        "faults/test_network.py::test_a_cut_from_storage_for_seconds_holds_an_upload_up",
+    ],
+    "storage: 429, 5xx, reset, slow": [
+        "faults/test_failure_table.py::test_storage_that_is_busy_resets_or_stalls_is_tried_again",
+    ],
+    "storage: 401, 403, 404 bucket": [
+        "faults/test_failure_table.py::test_storage_that_refuses_ends_the_save_at_once",
+    ],
+    "checksum mismatch": [
+        "faults/test_failure_table.py::test_a_checksum_mismatch_is_mended_once_and_told_twice",
+    ],
+    "spool or disk full": [
+        "integration/test_bad_input.py::test_a_full_spool_is_waited_for_skipped_or_raised",
+        "unit/test_sidecar_serving.py::test_a_full_file_system_is_an_error_before_a_byte_comes",
+    ],
+    "ranks disagree (world size, checkpoint id, group, plan)": [
+        "faults/test_failure_table.py::test_ranks_that_disagree_are_told_who_said_what",
+        "integration/test_client_in_step.py::test_ranks_of_different_worlds_are_told_who_said_what",
+    ],
+    "a rank never calls save": [
+        "faults/test_failure_table.py::test_a_rank_that_never_calls_save_is_named_at_the_deadline",
+    ],
+    "a trainer or daemon is stopped (SIGSTOP) and goes on later": [
+        "faults/test_trainers.py::test_a_trainer_that_wakes_up_late_changes_nothing_and_hears_of_it",
+        "faults/test_lost_hosts.py::test_a_stopped_sidecar_that_wakes_up_after_the_abort_leaves_nothing",
+        "faults/test_coordinators.py::test_a_stopped_coordinator_does_not_commit_what_another_has_aborted",
+    ],
+    "SIGTERM to the sidecar": [
+        "faults/test_sidecar_restart.py::test_what_sigterm_finds_pending_is_carried_on_by_the_next_sidecar",
+        "unit/test_sidecar_serving.py::test_draining_takes_no_new_saves_and_finishes_the_old",
+    ],
+    "the same checkpoint id again": [
+        "integration/test_overwrite.py::test_the_first_is_read_until_the_second_is_committed",
+        "integration/test_overwrite.py::test_an_overwritten_checkpoint_stays_under_its_reader_and_goes_afterwards",
+    ],
+    "the decision can't be read or written": [
+        "faults/test_failure_table.py::test_a_save_is_in_doubt_while_its_decision_can_not_be_written",
+    ],
+}
+TESTS = Path(__file__).parents[1]
+LARGE = 2 << 20
+"""Floats of a rank whose data file is uploaded in pieces."""
+UPLOADS = {"method": "POST", "path": "uploadType=resumable"}
+"""What data files begin with, and nothing else does."""
+PIECES = {"method": "PUT", "path": "upload_id"}
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_the_row_has_its_tests(row: str) -> None:
+    for name in ROWS[row]:
+        path, _, function = name.partition("::")
+        tree = ast.parse((TESTS / path).read_text())
+        assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GcsServer]:
+    with GcsServer(tmp_path_factory.mktemp("gcs")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def daemons(shared: GcsServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemons]:
+    logs = tmp_path_factory.mktemp("table")
+    with Daemons(logs, sidecars=2, environment=shared.env) as running:
+        yield running
+
+
+@pytest.fixture
+def server(shared: GcsServer) -> Iterator[GcsServer]:
+    yield shared
+    shared.clear()
+    shared.options(ignore_checksums=False)
+
+
+@pytest.fixture
+def ranks(daemons: Daemons, request: pytest.FixtureRequest) -> Iterator[Party]:
+    """One on each host; the second's data file is a large one."""
+    addresses = [sidecar.address for sidecar in daemons.sidecars]
+    incarnation = f"{abs(hash(request.node.name)):x}"
+    with Party(addresses, incarnation=incarnation, words=[4, LARGE]) as party:
+        yield party
+
+
+def ended(daemons: Daemons, target: str) -> save_pb2.SaveStatus:
+    return await_save(
+        daemons.coordinator_address,
+        target,
+        lambda status: status.state in (COMMITTED, ABORTED),
+        timeout=stretched(30),
+    )
+
+
+FLEETING = {
+    "429": {**UPLOADS, "kind": "status", "status": 429, "times": 2},
+    "500": {**PIECES, "kind": "status", "status": 500, "times": 2},
+    "503": {**UPLOADS, "kind": "status", "status": 503, "times": 2},
+    "reset": {**PIECES, "kind": "reset", "times": 2},
+    "partial": {**PIECES, "kind": "partial", "bytes": 1 << 20},
+    "slow": {"kind": "delay", "seconds": 0.1, "times": 10},
+}
+
+
+@pytest.mark.parametrize("trouble", FLEETING)
+def test_storage_that_is_busy_resets_or_stalls_is_tried_again(
+    daemons: Daemons, server: GcsServer, ranks: Party, trouble: str
+) -> None:
+    target = f"gs://bucket/fleeting/{trouble}"
+    server.fault(**FLEETING[trouble])
+    ranks.save(target, 1)
+    status = ended(daemons, target)
+    assert status.state == COMMITTED
+    assert server.faults()[0]["hits"]
+    retried = sum(rank.retries for rank in status.ranks)
+    assert retried or trouble == "slow", status
+
+
+@pytest.mark.parametrize("code", [401, 403, 404])
+def test_storage_that_refuses_ends_the_save_at_once(
+    daemons: Daemons, server: GcsServer, ranks: Party, code: int
+) -> None:
+    target = f"gs://bucket/refused/{code}"
+    server.fault(
+        **UPLOADS, kind="status", status=code, times=-1, message="the provider's own words"
+    )
+    began = time.monotonic()
+    with suppress(PannierError):
+        # The stream may be cut on the way.
+        ranks.save(target, 1, save_timeout_s=stretched(60))
+    status = ended(daemons, target)
+    assert time.monotonic() - began < stretched(10)
+    assert status.state == ABORTED
+    (failure,) = status.failures
+    assert failure.rank == 1
+    assert failure.host == "node-1"
+    assert failure.kind == save_pb2.FAILURE_KIND_STORAGE
+    assert "the provider's own words" in failure.message
+    assert server.faults()[0]["hits"] == 1
+
+
+@pytest.mark.parametrize("times", [1, -1])
+def test_a_checksum_mismatch_is_mended_once_and_told_twice(
+    daemons: Daemons, server: GcsServer, ranks: Party, times: int
+) -> None:
+    target = f"gs://bucket/flipped/{times}"
+    server.options(ignore_checksums=True)
+    server.fault(**PIECES, kind="corrupt", times=times)
+    ranks.save(target, 1)
+    status = ended(daemons, target)
+    if times == 1:
+        assert status.state == COMMITTED
+        assert sum(rank.retries for rank in status.ranks) == 1
+        return
+    assert status.state == ABORTED
+    (failure,) = status.failures
+    assert (failure.rank, failure.kind) == (1, save_pb2.FAILURE_KIND_INTEGRITY)
+    assert len(set(re.findall(r"\b[0-9a-f]{8}\b", failure.message))) == 2, failure
+
+
+def test_ranks_that_disagree_are_told_who_said_what(daemons: Daemons, ranks: Party) -> None:
+    ids = [f"gs://bucket/disagree/step-{rank}" for rank in (1, 2)]
+    with ThreadPoolExecutor(2) as threads:
+        calls = [
+            threads.submit(hand.agree, hand.context(id))
+            for hand, id in zip(ranks.hands, ids, strict=True)
+        ]
+    for call in calls:
+        error = call.exception()
+        assert isinstance(error, SaveAbortedError)
+        assert all(id in str(error) for id in ids), error
+        assert "rank 0" in str(error)
+        assert "rank 1" in str(error)
+
+
+def test_a_rank_that_never_calls_save_is_named_at_the_deadline(
+    daemons: Daemons, ranks: Party
+) -> None:
+    target = "gs://bucket/never/step-1"
+    # So that it is known where it is.
+    ranks.save("gs://bucket/never/step-0", 1)
+    caller = ranks.hands[0]
+    began = time.monotonic()
+    with pytest.raises(SaveAbortedError, match=r"rank 1\b.*node-1"):
+        caller.agree(caller.context(target, 2), timeout_s=2)
+    assert 2 <= time.monotonic() - began < 2 + stretched(8)
+
+
+def test_a_save_is_in_doubt_while_its_decision_can_not_be_written(
+    daemons: Daemons, server: GcsServer, ranks: Party
+) -> None:
+    target = "gs://bucket/doubt/step-1"
+    plans = ranks.agree(target, 1)
+    # All that the coordinator still writes.
+    server.fault(kind="status", method="POST", path="uploadType=multipart", status=403, times=-1)
+    for rank, plan in plans.items():
+        hand = ranks.hands[rank]
+        if rank:
+            hand.ingest(hand.context(target), plan)
+        else:
+            hand.fail(hand.context(target), "boom")
+    doubt = save_pb2.SAVE_STATE_IN_DOUBT
+    await_save(daemons.coordinator_address, target, lambda s: s.state == doubt)
+    server.clear()
+    status = ended(daemons, target)
+    assert status.state == ABORTED
+    assert [failure.message for failure in status.failures] == ["boom"]
