@@ -106,6 +106,7 @@ def command(
 async def _collect(root: str, options: dict[str, Any], rules: Rules, dry_run: bool) -> _Found:
     found = _Found()
     aborted: set[str] = set()
+    undecided: set[str] = set()
     host = socket.gethostname()
     store = open_store(root, storage_options=options)
     try:
@@ -124,7 +125,10 @@ async def _collect(root: str, options: dict[str, Any], rules: Rules, dry_run: bo
             found.removed += [(checkpoint, removed) for removed in report.removed]
             found.kept += [(checkpoint, kept) for kept in report.kept]
             aborted |= {posixpath.join(directory, attempt) for attempt in report.aborted}
-        async for removed in sweep_unfinished(store, rules, aborted, now=now, dry_run=dry_run):
+            undecided |= {posixpath.join(directory, attempt) for attempt in report.undecided}
+        async for removed in sweep_unfinished(
+            store, rules, aborted=aborted, undecided=undecided, now=now, dry_run=dry_run
+        ):
             found.removed.append((root, removed))
     finally:
         await store.close()

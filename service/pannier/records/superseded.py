@@ -8,6 +8,7 @@ whether a sweeper died. Async.
 
 import json
 from dataclasses import dataclass, field
+from typing import Final
 
 from pannier.daemon.crashing import point
 from pannier.records.clock import store_time
@@ -17,8 +18,10 @@ from pannier.records.viewing import View, find_needed, view
 from pannier.storage import ConflictError, ObjectInfo, Store
 from pannier.wire import identity
 
-GRACE_S = 3600.0
+GRACE_S: Final = 3600.0
 """Seconds that a superseded attempt stays, by default."""
+LOOK_S: Final = 30.0
+"""Seconds after which a lease is looked at again, at most."""
 
 
 @dataclass
@@ -86,7 +89,8 @@ async def sweep_superseded(
         lease = living.get(attempt)
         if lease is not None:
             swept.kept[attempt] = f"superseded, but {lease.holder} is reading it"
-            swept.wait(lease.expires - now)
+            # It may be let go sooner.
+            swept.wait(min(lease.expires - now, LOOK_S))
             continue
         if dry_run:
             swept.removed[attempt] = list(seen.attempts[attempt])

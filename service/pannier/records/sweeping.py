@@ -85,6 +85,8 @@ class Report:
     kept: list[Kept] = field(default_factory=list)
     aborted: set[str] = field(default_factory=set)
     """Attempts whose unfinished uploads can't become anything."""
+    undecided: set[str] = field(default_factory=set)
+    """Attempts that may be under way."""
 
     def add(self, objects: Iterable[ObjectInfo], reason: Reason, attempt: str = "") -> None:
         """These objects are gone."""
@@ -182,6 +184,7 @@ class _Sweeper:
             self._keep(attempt, "its commit is decided, but not done: run `pannier recover`")
 
     async def _sweep_undecided(self, attempt: str) -> None:
+        self.report.undecided.add(attempt)
         objects = self.seen.attempts[attempt]
         idle_s = max(0.0, self.now - max(info.modified for info in objects))
         if idle_s < self.rules.abandoned_after_s:
@@ -197,6 +200,7 @@ class _Sweeper:
             return
         if not self.dry_run and not await self._give_up(found):
             return
+        self.report.undecided.discard(attempt)
         left = [info for info in objects if info.key != identity.decision(attempt)]
         await self._remove(attempt, left, Reason.ABANDONED, keep_decision=True)
 
@@ -255,18 +259,25 @@ class _Sweeper:
 
 
 async def sweep_unfinished(
-    store: Store, rules: Rules, aborted: Collection[str], *, now: float, dry_run: bool
+    store: Store,
+    rules: Rules,
+    *,
+    aborted: Collection[str],
+    undecided: Collection[str],
+    now: float,
+    dry_run: bool,
 ) -> AsyncIterator[Removed]:
     """Uploads and temporary files below ``store`` that nobody completes any more.
 
     Args:
         aborted: attempts that are aborted, as paths relative to ``store``: what they
             have begun goes whatever its age.
+        undecided: attempts that may be under way, likewise: what they have begun stays.
 
     Raises StorageError.
     """
     for item in await store.list_unfinished():
-        if not _may_go(item, rules, aborted, now):
+        if not _may_go(item, rules, aborted, undecided, now):
             continue
         if not dry_run:
             point("sweep.leftover.before")
@@ -276,9 +287,15 @@ async def sweep_unfinished(
         yield Removed(item.key, Reason.UPLOAD, attempt, item.size)
 
 
-def _may_go(item: Unfinished, rules: Rules, aborted: Collection[str], now: float) -> bool:
+def _may_go(
+    item: Unfinished,
+    rules: Rules,
+    aborted: Collection[str],
+    undecided: Collection[str],
+    now: float,
+) -> bool:
     directory, name = posixpath.split(item.key)
-    attempt = attempt_of(name)
-    if attempt and posixpath.join(directory, attempt) in aborted:
-        return True
+    attempt = posixpath.join(directory, attempt_of(name))
+    if attempt in aborted or attempt in undecided:
+        return attempt in aborted
     return max(0.0, now - item.modified) >= rules.abandoned_after_s

@@ -1,0 +1,189 @@
+"""A second save to the same id: the first is whole until then, and goes when nobody reads it."""
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+
+from pannier.client import Client, StorageReader, leases
+from pannier.client.config import load_settings
+from pannier.daemon.crashing import VARIABLE
+from support.cli import pannier_here as pannier
+from support.daemons import Daemons
+from support.gcs_server import GcsServer
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+GRACE_S = 1.0
+SIZE = 1000
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GcsServer]:
+    with GcsServer(tmp_path_factory.mktemp("gcs")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def daemons(server: GcsServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemons]:
+    with Daemons(
+        tmp_path_factory.mktemp("overwrite"),
+        environment=server.env,
+        coordinator_arguments=["--grace-superseded", str(GRACE_S)],
+    ) as running:
+        yield running
+
+
+@pytest.fixture
+def client(
+    daemons: Daemons, server: GcsServer, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Client]:
+    for name, value in {**daemons.env(), **server.env}.items():
+        monkeypatch.setenv(name, value)
+    with Client(load_settings()) as made:
+        yield made
+
+
+@pytest.fixture(params=["file", "gs"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "file":
+        return str(tmp_path / "run" / "step-1")
+    return f"gs://bucket/{tmp_path.name}/step-1"
+
+
+def version(number: int) -> dict[str, torch.Tensor]:
+    return {"w": torch.full((SIZE,), float(number))}
+
+
+def objects(place: str) -> list[str]:
+    protocol, _, path = place.rpartition("://")
+    options = {"token": "anon"} if protocol else {}
+    fs = fsspec.filesystem(protocol or "file", use_listings_cache=False, **options)
+    return [str(name).partition("step-1/")[2] for name in fs.find(path)]
+
+
+def of(place: str, attempt: str) -> list[str]:
+    return [name for name in objects(place) if attempt in name]
+
+
+def until(reached: Callable[[], bool], what: str, timeout: float = 20) -> None:
+    """Looks at storage, which tells nobody of changes, until ``reached``."""
+    end = time.monotonic() + timeout
+    while not reached():
+        assert time.monotonic() < end, f"not within {timeout} s: {what}"
+        time.sleep(0.05)
+
+
+class Halting(DefaultLoadPlanner):
+    """Stops in the middle of a load until it is told to go on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reading = threading.Event()
+        self.go_on = threading.Event()
+
+    def resolve_tensor(self, read_item: Any) -> torch.Tensor:
+        self.reading.set()
+        assert self.go_on.wait(30)
+        return super().resolve_tensor(read_item)
+
+
+def test_an_overwritten_checkpoint_stays_under_its_reader_and_goes_afterwards(
+    client: Client, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leases, "RENEW_S", 0.5)
+    first = client.save(version(1), checkpoint_id=place)
+    loaded, planner = version(0), Halting()
+    problems: list[BaseException] = []
+
+    def load() -> None:
+        try:
+            # In small pieces: what comes after the halt is not read ahead.
+            reader = StorageReader(place, memory_bytes=1)
+            client.load(loaded, storage_reader=reader, planner=planner)
+        except BaseException as error:  # noqa: BLE001 - told by the test's own thread
+            problems.append(error)
+
+    loading = threading.Thread(target=load)
+    loading.start()
+    try:
+        assert planner.reading.wait(20)
+        (held,) = [name for name in objects(place) if "/leases/" in name]
+        assert first.attempt in held
+        second = client.save(version(2), checkpoint_id=place)
+        began = time.monotonic()
+        until(lambda: f".pannier/{first.attempt}/superseded" in objects(place), "the mark")
+        # Longer than the grace period, and than the lease lives without being renewed.
+        while time.monotonic() - began < max(GRACE_S, 3 * leases.RENEW_S) + 0.5:
+            assert [name for name in of(place, first.attempt) if name.endswith(".distcp")]
+            time.sleep(0.1)
+    finally:
+        planner.go_on.set()
+        loading.join(30)
+    assert problems == []
+    assert torch.equal(loaded["w"], version(1)["w"])
+    until(lambda: of(place, first.attempt) == [], "the superseded attempt is removed")
+    assert of(place, second.attempt)
+    assert not [name for name in objects(place) if "/leases/" in name]
+    assert pannier("verify", place).code == 0
+    client.load(loaded, checkpoint_id=place, verify=True)
+    assert torch.equal(loaded["w"], version(2)["w"])
+
+
+def test_the_first_is_read_until_the_second_is_committed(
+    client: Client, server: GcsServer, tmp_path: Path
+) -> None:
+    place = f"gs://bucket/{tmp_path.name}/step-1"
+    client.save(version(1), checkpoint_id=place)
+    server.fault(kind="delay", method="POST", path="uploadType", seconds=0.3, times=-1)
+    seen = []
+    try:
+        handle = client.async_save(version(2), checkpoint_id=place)
+        while not handle.done():
+            loaded = version(0)
+            dcp.load(loaded, storage_reader=StorageReader(place), no_dist=True)
+            seen.append(loaded["w"].unique().tolist())
+    finally:
+        server.clear()
+    handle.result(20)
+    assert seen[0] == [1.0]
+    assert all(one in ([1.0], [2.0]) for one in seen), seen
+    assert seen == sorted(seen)
+
+
+def test_a_coordinator_killed_while_it_sweeps_leaves_one_whole_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = str(tmp_path / "run" / "step-1")
+    with Daemons(
+        tmp_path / "daemons",
+        coordinator_arguments=["--grace-superseded", "0"],
+        environment={VARIABLE: "sweep.deletion.after:1"},
+    ) as daemons:
+        for name, value in daemons.env().items():
+            monkeypatch.setenv(name, value)
+        with Client(load_settings()) as client:
+            first = client.save(version(1), checkpoint_id=place)
+            handle = client.async_save(version(2), checkpoint_id=place)
+            assert daemons.coordinator.process.wait(30) == -signal.SIGKILL
+            whole = pannier("verify", place, "--json")
+            assert whole.code == 0, whole
+            del daemons.coordinator.environment[VARIABLE]
+            daemons.coordinator.start()
+            second = handle.result(30)
+            assert whole.json()["attempt"] == second.attempt
+            # It takes the commit up, and the sweep with it, or was told of it before.
+            assert pannier("gc", str(tmp_path / "run"), "--grace", "0").code == 0
+    assert of(place, first.attempt) == []
+    assert pannier("verify", place, "--json").json()["attempt"] == second.attempt
+    loaded = version(0)
+    dcp.load(loaded, storage_reader=StorageReader(place), no_dist=True)
+    assert torch.equal(loaded["w"], version(2)["w"])
