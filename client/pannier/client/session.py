@@ -11,16 +11,16 @@ import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import grpc
-import tenacity
 
 from pannier.client.alarm import Alarm, Alarms
 from pannier.client.config import Settings
 from pannier.client.identity import Identity
 from pannier.client.line import InterruptedCallError, Line
 from pannier.client.pulse import Pulse
+from pannier.client.repeating import Repeating
 from pannier.client.streaming import Deadline, FileSource, Progress, Sender, StagedFile, Stop
 from pannier.v1 import save_pb2, sidecar_pb2, sidecar_pb2_grpc
 from pannier.wire import errors, identity
@@ -54,8 +54,6 @@ _GOODBYE_S: Final = 1.0
 StatusListener = Callable[[save_pb2.SaveStatus], None]
 SilenceListener = Callable[[str], None]
 """Called with the sidecar's name and when it was last heard; "" once it is heard again."""
-Response = TypeVar("Response")
-Result = TypeVar("Result")
 
 
 @dataclass
@@ -77,7 +75,6 @@ class Session:
         self.address = line.address
         self.peer = f"sidecar at {line.address}"
         self.identity = who
-        self._hint = hint
         self._revive = revive
         # Daemons that are started again need time to.
         self._patience_s = RECONNECT_S if revive is None else RESTART_S
@@ -93,6 +90,12 @@ class Session:
         self._answered = threading.Event()
         """The sidecar took us, or said why it doesn't."""
         self._closed = threading.Event()
+        self._repeat = Repeating(
+            f"{self.peer} can't be reached: {hint}",
+            connected=self._connected,
+            closed=self._closed,
+            at_exit_s=RECONNECT_S,
+        )
         self._pulse = Pulse(
             self.peer, self._ping, connected=self._connected.is_set, tell=self._tell_silence
         )
@@ -332,49 +335,6 @@ class Session:
                         f"{self.peer} did not answer within {timeout:g} s: is it stopped?"
                     ) from error
                 raise errors.from_rpc_error(error, peer=self.peer) from error
-
-    def _repeat(
-        self, call: Callable[[], Result], deadline: Deadline, patience_s: float = float("inf")
-    ) -> Result:
-        """``call()``, again while the sidecar can't be reached, until ``deadline``."""
-        patience = Deadline(min(patience_s, deadline.remaining()))
-        at_exit: Deadline | None = None
-
-        def enough(_: tenacity.RetryCallState) -> bool:
-            nonlocal at_exit
-            if at_exit is None and not threading.main_thread().is_alive():
-                # The interpreter is ending and waits for us: not for long.
-                at_exit = Deadline(RECONNECT_S)
-            return (
-                patience.passed or self._closed.is_set() or (at_exit is not None and at_exit.passed)
-            )
-
-        tries = tenacity.Retrying(
-            retry=tenacity.retry_if_exception_type((UnavailableError, InterruptedCallError)),
-            wait=self._pause,
-            stop=enough,
-            sleep=self._await_connection,
-            reraise=True,
-        )
-        try:
-            return tries(call)
-        except InterruptedCallError as error:
-            raise UnavailableError(f"{self.peer} can't be reached: {self._hint}") from error
-
-    @staticmethod
-    def _pause(state: tenacity.RetryCallState) -> float:
-        if state.outcome is not None and isinstance(
-            state.outcome.exception(), InterruptedCallError
-        ):
-            return 0.0
-        return min(1.0, 0.05 * 2.0 ** min(state.attempt_number, 5))
-
-    def _await_connection(self, seconds: float) -> None:
-        if self._connected.is_set():
-            # Connected, or not yet noticed that it isn't: don't hurry.
-            self._closed.wait(seconds)
-        else:
-            self._connected.wait(seconds)
 
     def _listen(self) -> None:
         """Keeps the ``Connect`` stream open; the session's own thread."""
