@@ -13,7 +13,7 @@ from pannier.wire.version import WIRE_VERSION
 
 ChannelOptions = list[tuple[str, int]]
 
-_HOST_PORT = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+):(\d{1,5})")
+_HOST_PORT = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
 _MAX_SOCKET_PATH = 107
 
 
@@ -23,6 +23,9 @@ def parse_address(address: str, *, setting: str) -> str:
     Raises ConfigurationError naming ``setting`` when it is neither ``unix:///path``
     nor ``host:port``.
     """
+    if not address.isprintable():
+        # As text of two lines, or as a path that ends at a NUL, it would mean something else.
+        raise ConfigurationError(f"{setting}={address!r} has characters that can't be printed")
     if address.startswith("unix:///"):
         path = address.removeprefix("unix://")
         if len(os.fsencode(path)) > _MAX_SOCKET_PATH:

@@ -24,6 +24,10 @@ for _power, _letter in enumerate("kmgt", start=1):
     _UNITS[f"{_letter}b"] = 1000**_power
 
 
+_LARGEST_SIZE = 1 << 63
+"""Offsets of files are signed."""
+
+
 class Size(_Type):
     """Bytes: ``201326592``, ``192MiB``, ``1.5 GiB``, ``2GB``."""
 
@@ -37,8 +41,8 @@ class Size(_Type):
         if match is None:
             self.fail(f"{value!r} is not a size like 192MiB, 2GiB or 1000000", param, ctx)
         number = float(match[1]) * _UNITS[(match[2] or "B").lower()]
-        if number < 1:
-            self.fail(f"{value!r} is not a positive number of bytes", param, ctx)
+        if not 1 <= number < _LARGEST_SIZE:
+            self.fail(f"{value!r} is not a positive number of bytes below 8 EiB", param, ctx)
         return int(number)
 
 
@@ -94,7 +98,8 @@ class JsonObject(_Type):
             return value
         try:
             parsed = json.loads(value)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
+            # Numbers that are too long and brackets that are too deep aren't JSONDecodeErrors.
             self.fail(f"not valid JSON: {error}", param, ctx)
         if not isinstance(parsed, dict):
             self.fail(f"{value!r} is not a JSON object", param, ctx)

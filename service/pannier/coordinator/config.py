@@ -1,14 +1,12 @@
 """Settings of a coordinator, checked when they are made."""
 
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from pannier.daemon.access import Access
 from pannier.records.superseded import GRACE_S
-from pannier.storage.location import parse
-from pannier.wire.errors import ConfigurationError, InvalidRequestError
+from pannier.wire.errors import ConfigurationError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,14 +15,10 @@ class CoordinatorConfig(Access):
 
     address: str = "unix:///run/pannier/coordinator.sock"
     """Where sidecars reach it: ``unix:///path`` or ``host:port``."""
-    allow: tuple[str, ...] = ()
-    """Roots that checkpoints must lie below; none: anywhere."""
     storage_options: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the fsspec file systems."""
     planner: tuple[str, ...] = ()
     """``module:Class`` of planners that override global planning and may run here."""
-    host: str = field(default_factory=socket.gethostname)
-    """This host in status and decisions."""
     embedded: bool = False
     """Started by a client (``pannier up``)."""
     suspect_after_s: float = 5
@@ -34,17 +28,10 @@ class CoordinatorConfig(Access):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for root in self.allow:
-            try:
-                parse(root)
-            except InvalidRequestError as error:
-                raise ConfigurationError(f"--allow {root}: {error}") from error
         for name in self.planner:
             module, colon, cls = name.partition(":")
             if not (module and colon and cls):
                 raise ConfigurationError(f"--planner {name!r} is not module:Class")
-        if not self.host:
-            raise ConfigurationError("--host is empty")
         if not 0 <= self.grace_superseded_s < float("inf"):
             raise ConfigurationError(
                 f"--grace-superseded {self.grace_superseded_s} is not a number of seconds from 0"

@@ -1,14 +1,17 @@
-"""Who may reach a daemon, as settings: checked when they are made, the same for both daemons."""
+"""Who may reach a daemon and what it may reach, as settings: checked when they are made, the same for both daemons."""
 
 import os
+import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 from pannier.daemon.listening import check_exposure, socket_path
 from pannier.daemon.peers import Peers
+from pannier.storage.location import parse
+from pannier.wire import limits
 from pannier.wire.addresses import parse_address
-from pannier.wire.errors import ConfigurationError
+from pannier.wire.errors import ConfigurationError, InvalidRequestError
 from pannier.wire.tls import Tls, tls_of
 
 _LARGEST_UID: Final = (1 << 32) - 2
@@ -32,6 +35,10 @@ class Access:
     """Listen in plaintext where other hosts can connect, too."""
     allow_uid: tuple[int, ...] = ()
     """Users besides this one and root who may connect to the unix socket."""
+    allow: tuple[str, ...] = ()
+    """Roots that checkpoints must lie below; none: anywhere."""
+    host: str = field(default_factory=socket.gethostname)
+    """This host in status, errors and decisions."""
     tls: Tls | None = field(init=False, default=None, compare=False)
     """Of the three files; None: plaintext."""
 
@@ -44,6 +51,17 @@ class Access:
         for uid in self.allow_uid:
             if not 0 <= uid <= _LARGEST_UID:
                 raise ConfigurationError(f"--allow-uid {uid} is not the number of a user")
+        for root in self.allow:
+            try:
+                parse(root)
+            except InvalidRequestError as error:
+                raise ConfigurationError(f"--allow {root!r}: {error}") from error
+        try:
+            limits.check_host(self.host)
+        except InvalidRequestError as error:
+            raise ConfigurationError(f"--host: {error}") from error
+        if not self.host:
+            raise ConfigurationError("--host is empty")
 
     def peers(self) -> Peers | None:
         """Who may connect to the unix socket; None: there is none."""

@@ -1,7 +1,6 @@
 """Settings of a sidecar, checked when they are made."""
 
 import os
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,12 +27,8 @@ class SidecarConfig(Access):
     """Most bytes the spool may take; None: what its file system has."""
     memory: int = 192 << 20
     """Most bytes of upload buffers."""
-    allow: tuple[str, ...] = ()
-    """Roots that checkpoints must lie below; none: anywhere."""
     storage_options: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the fsspec file systems."""
-    host: str = field(default_factory=socket.gethostname)
-    """This host in status and errors."""
     idle_exit_s: float | None = None
     """Exit after so many seconds without a client or an undecided save; None: never."""
     grace_s: float = 30
@@ -53,8 +48,6 @@ class SidecarConfig(Access):
                 f"--memory {self.memory} is too little to upload with: give at least "
                 f"{_LEAST_MEMORY >> 20} MiB"
             )
-        if not self.host:
-            raise ConfigurationError("--host is empty")
         for setting, value in (("--idle-exit", self.idle_exit_s), ("--grace", self.grace_s)):
             if value is not None and not value > 0:
                 raise ConfigurationError(f"{setting} {value} is not a positive number of seconds")

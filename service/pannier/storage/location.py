@@ -50,7 +50,7 @@ def parse(url: str) -> Location:
     """Takes a URL or an absolute path apart.
 
     Raises InvalidRequestError for unknown schemes, relative paths, ``..``, empty
-    names and control characters.
+    names, control characters and lone surrogates.
     """
     scheme, separator, rest = url.partition("://")
     if not separator or "/" in scheme:
@@ -60,6 +60,8 @@ def parse(url: str) -> Location:
         raise InvalidRequestError(f"{url!r} has an unknown scheme; use {SUPPORTED}")
     if any(ord(character) < 32 or ord(character) == 127 for character in url):
         raise InvalidRequestError(f"{url!r} contains a control character")
+    if any(0xD800 <= ord(character) < 0xE000 for character in url):
+        raise InvalidRequestError(f"{url!r} can't be written as UTF-8")
     local = known == "file"
     if local and not rest.startswith("/"):
         raise InvalidRequestError(f"{url!r} is not absolute; use {SUPPORTED}")
