@@ -35,7 +35,7 @@ _HEADER: Final = struct.Struct("<8sII")
 _RECORD: Final = struct.Struct("<4sII")
 _MARK: Final = b"\xf7PJ\x1a"
 _NEW: Final = f"{NAME}.new"
-_RESERVE: Final = 4 << 20
+_RESERVE: Final = 2 << 20
 """Bytes of space for more records."""
 # Not blocked by what only looks like a file.
 _SAFE: Final = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -201,6 +201,11 @@ class Journal:
             except OSError as error:
                 raise PannierError(f"the journal {self.path} can't be written: {error}") from error
             self._use(fd, contents.end)
+
+    @property
+    def space(self) -> int:
+        """Bytes that it takes on its file system."""
+        return os.fstat(self._fd).st_blocks * 512
 
     @property
     def growth(self) -> int:

@@ -182,6 +182,11 @@ class Ledger:
                 raise ConfigurationError(f"{error}: name another --spool") from error
             self._journal.reopen(contents)
 
+    @property
+    def space(self) -> int:
+        """Bytes that the journal takes on its file system."""
+        return self._journal.space
+
     def parts(self) -> list[Part]:
         """What the former life left, oldest first; before the first change."""
         return list(self._parts)

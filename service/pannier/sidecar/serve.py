@@ -127,6 +127,7 @@ class Sidecar:
         self.spool = Spool(config.spool, config.spool_budget)
         stack.callback(lambda: self.spool.close(self._kept))
         self._ledger = Ledger(config.spool)
+        self.spool.overhead = self._ledger.space
         stack.callback(self._close_ledger)
         self._loop = stack.enter_context(_event_loop())
         self._link = Link(

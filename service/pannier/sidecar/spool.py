@@ -60,6 +60,8 @@ class Spool:
         """
         self.directory = directory
         self.budget = budget
+        self.overhead = 0
+        """Bytes of the file system that are taken for good, by the journal."""
         self._lock = threading.Lock()
         self._free: dict[str, deque[Slab]] = {}
         """By job, the one given back last at the end; jobs in order of their first use."""
@@ -90,6 +92,7 @@ class Spool:
         space = os.statvfs(self.directory)
         # Without what only root may use. 0: a file system that doesn't tell.
         total = (space.f_blocks - space.f_bfree + space.f_bavail) * space.f_frsize
+        total -= min(total, self.overhead)
         room, of = total or None, "on its file system"
         if self.budget is not None and (room is None or self.budget < room):
             room, of = self.budget, "in its budget"
