@@ -6,7 +6,7 @@ ones in pieces side by side.
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final, NamedTuple
 
@@ -48,7 +48,7 @@ class _Fetch(NamedTuple):
 
 def fetch(
     place: Place, ranges: Sequence[Range], *, threads: int, memory_bytes: int
-) -> Iterator[tuple[Range, memoryview]]:
+) -> Generator[tuple[Range, memoryview], None, None]:
     """The bytes of each range, in the order of ``ranges``.
 
     Args:

@@ -5,6 +5,7 @@ checkpoint may be replaced while ranks begin to read it: every rank's plan says
 which ``.metadata`` it was made from, and plans of two are refused.
 """
 
+import contextlib
 import dataclasses
 import io
 import os
@@ -283,13 +284,15 @@ class StorageReader(storage.StorageReader):
         contents = fetch(
             self._place, ranges, threads=self._threads, memory_bytes=self._memory_bytes
         )
-        for each, content in contents:
-            if self._lease is not None:
-                self._lease.touch()
-            if verifier is not None:
-                verifier.follow(each, content)
-            if each in wanted:
-                self._deliver(each, content, wanted[each], planner)
+        # Closed also while an error is on its way: its threads end with it.
+        with contextlib.closing(contents):
+            for each, content in contents:
+                if self._lease is not None:
+                    self._lease.touch()
+                if verifier is not None:
+                    verifier.follow(each, content)
+                if each in wanted:
+                    self._deliver(each, content, wanted[each], planner)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
