@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from support.gcs_server import GcsServer
-from support.ranks import run_ranks
+from support.ranks import run_in_turn, run_ranks
 
 
 def save() -> None:
@@ -74,115 +74,117 @@ def test_from_a_bucket(checkpoint: Path, tmp_path: Path) -> None:
     assert len([path for path in reads if "alt=media" in path or "/download/" in path]) == 3
 
 
-def test_each_group_loads_by_itself(checkpoint: Path) -> None:
-    def script() -> None:
-        import os
+def each_group_loads_by_itself() -> None:
+    import os
 
-        import pytest
-        import torch
-        import torch.distributed as dist
-        from torch.distributed.device_mesh import DeviceMesh
-        from torch.distributed.tensor import Shard, distribute_tensor
+    import pytest
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Shard, distribute_tensor
 
-        from pannier.client.load import load
-        from pannier.wire.errors import InvalidRequestError
-        from support.sharded import full_weight
+    from pannier.client.load import load
+    from pannier.wire.errors import InvalidRequestError
+    from support.sharded import full_weight
 
-        dist.init_process_group("gloo")
-        rank = dist.get_rank()
-        groups = [dist.new_group([0]), dist.new_group([1, 2])]
-        ranks = [0] if rank == 0 else [1, 2]
-        mesh = DeviceMesh.from_group(groups[rank > 0], "cpu", torch.tensor(ranks))
-        got = {"weight": distribute_tensor(torch.zeros(11, 6), mesh, [Shard(1)])}
-        load(got, checkpoint_id=os.environ["PLACE"], process_group=groups[rank > 0])
-        assert torch.equal(got["weight"].full_tensor(), full_weight(1))
-        with pytest.raises(InvalidRequestError, match=f"rank {rank} is not in this process group"):
-            load(got, checkpoint_id=os.environ["PLACE"], process_group=groups[rank == 0])
-        dist.barrier()
-        dist.destroy_process_group()
-
-    run_ranks(script, 3, {"PLACE": str(checkpoint)}, torchrun=False)
+    rank = dist.get_rank()
+    groups = [dist.new_group([0]), dist.new_group([1, 2])]
+    ranks = [0] if rank == 0 else [1, 2]
+    mesh = DeviceMesh.from_group(groups[rank > 0], "cpu", torch.tensor(ranks))
+    got = {"weight": distribute_tensor(torch.zeros(11, 6), mesh, [Shard(1)])}
+    load(got, checkpoint_id=os.environ["PLACE"], process_group=groups[rank > 0])
+    assert torch.equal(got["weight"].full_tensor(), full_weight(1))
+    with pytest.raises(InvalidRequestError, match=f"rank {rank} is not in this process group"):
+        load(got, checkpoint_id=os.environ["PLACE"], process_group=groups[rank == 0])
 
 
-def test_what_fails_on_one_rank_fails_on_all_by_name(checkpoint: Path) -> None:
-    def script() -> None:
-        import os
+def what_fails_on_one_rank_fails_on_all_by_name() -> None:
+    import os
 
-        import pytest
-        import torch
-        import torch.distributed as dist
+    import pytest
+    import torch
+    import torch.distributed as dist
 
-        from pannier.client.load import load
-        from pannier.client.places import MissingError
-        from pannier.wire.errors import InvalidRequestError, LoadError
-        from support.sharded import make_state
+    from pannier.client.load import load
+    from pannier.client.places import MissingError
+    from pannier.wire.errors import InvalidRequestError, LoadError
+    from support.sharded import make_state
 
-        dist.init_process_group("gloo")
-        rank, place = dist.get_rank(), os.environ["PLACE"]
-        state = make_state(seed=2)
-        extra = {"mine": torch.zeros(1)} if rank == 1 else {}
-        with pytest.raises(LoadError, match=r"rank 1: .*Missing key.*mine") as caught:
-            load({**state, **extra}, checkpoint_id=place)
-        assert list(caught.value.failures) == [1]
-        # Its traceback holds this frame, and so the process group: gloo's threads must not
-        # outlive the interpreter.
-        del caught
+    rank, place = dist.get_rank(), os.environ["PLACE"]
+    state = make_state(seed=2)
+    extra = {"mine": torch.zeros(1)} if rank == 1 else {}
+    with pytest.raises(LoadError, match=r"rank 1: .*Missing key.*mine") as caught:
+        load({**state, **extra}, checkpoint_id=place)
+    assert list(caught.value.failures) == [1]
+    # Its traceback holds this frame, and so the process group: gloo's threads must not
+    # outlive the interpreter.
+    del caught
 
-        with pytest.raises(InvalidRequestError, match="rank 1: nonsense:// is an unknown scheme"):
-            load(state, checkpoint_id="nonsense://x" if rank == 1 else place)
+    with pytest.raises(InvalidRequestError, match="rank 1: nonsense:// is an unknown scheme"):
+        load(state, checkpoint_id="nonsense://x" if rank == 1 else place)
 
-        with pytest.raises(InvalidRequestError, match=f"rank 0: {place}, rank 1: {place}-2"):
-            load(state, checkpoint_id=f"{place}-2" if rank == 1 else place)
+    with pytest.raises(InvalidRequestError, match=f"rank 0: {place}, rank 1: {place}-2"):
+        load(state, checkpoint_id=f"{place}-2" if rank == 1 else place)
 
-        with pytest.raises(MissingError, match="is no checkpoint: it doesn't exist"):
-            load(state, checkpoint_id=f"{place}-2")
+    with pytest.raises(MissingError, match="is no checkpoint: it doesn't exist"):
+        load(state, checkpoint_id=f"{place}-2")
 
-        # And goes on.
-        load(state, checkpoint_id=place)
-        dist.destroy_process_group()
-
-    run_ranks(script, 2, {"PLACE": str(checkpoint)}, torchrun=False)
+    # And goes on.
+    load(state, checkpoint_id=place)
 
 
-def test_dcp_load_refuses_two_generations(tmp_path: Path) -> None:
+def dcp_load_refuses_two_generations() -> None:
     """A checkpoint is replaced after some ranks have read ``.metadata``, before others do."""
 
-    def script() -> None:
-        import os
-        from typing import Any
+    import os
+    from typing import Any
 
-        import pytest
-        import torch
-        import torch.distributed as dist
-        import torch.distributed.checkpoint as dcp
-        from torch.distributed.checkpoint.api import CheckpointException
-        from torch.distributed.checkpoint.metadata import Metadata
+    import pytest
+    import torch
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.metadata import Metadata
 
-        from pannier.client.reader import StorageReader
+    from pannier.client.reader import StorageReader
 
-        dist.init_process_group("gloo")
-        rank, place = dist.get_rank(), os.environ["PLACE"]
-        if rank == 0:
-            dcp.save({"w": torch.ones(3)}, checkpoint_id=place, no_dist=True)
-        dist.barrier()
+    rank, place = dist.get_rank(), os.environ["ROOT"] + "/step-1"
+    if rank == 0:
+        dcp.save({"w": torch.ones(3)}, checkpoint_id=place, no_dist=True)
+    dist.barrier()
 
-        class Slow(StorageReader):
-            def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-                if rank == 1:
-                    dist.barrier()
-                    return super().read_metadata()
-                metadata = super().read_metadata()
-                if rank == 0:
-                    dcp.save({"w": torch.zeros(3)}, checkpoint_id=place, no_dist=True)
+    class Slow(StorageReader):
+        def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+            if rank == 1:
                 dist.barrier()
-                return metadata
+                return super().read_metadata()
+            metadata = super().read_metadata()
+            if rank == 0:
+                dcp.save({"w": torch.zeros(3)}, checkpoint_id=place, no_dist=True)
+            dist.barrier()
+            return metadata
 
-        state = {"w": torch.full((3,), 5.0)}
-        with pytest.raises(CheckpointException, match=r"ranks \[0, 2\] read .*ranks \[1\] read"):
-            dcp.load(state, storage_reader=Slow(place))
-        assert torch.equal(state["w"], torch.full((3,), 5.0))
-        dcp.load(state, storage_reader=StorageReader(place))
-        assert torch.equal(state["w"], torch.zeros(3))
-        dist.destroy_process_group()
+    state = {"w": torch.full((3,), 5.0)}
+    with pytest.raises(CheckpointException, match=r"ranks \[0, 2\] read .*ranks \[1\] read"):
+        dcp.load(state, storage_reader=Slow(place))
+    assert torch.equal(state["w"], torch.full((3,), 5.0))
+    dcp.load(state, storage_reader=StorageReader(place))
+    assert torch.equal(state["w"], torch.zeros(3))
 
-    run_ranks(script, 3, {"PLACE": str(tmp_path / "step-1")}, torchrun=False)
+
+SCENARIOS = (
+    (3, each_group_loads_by_itself),
+    (2, what_fails_on_one_rank_fails_on_all_by_name),
+    (3, dcp_load_refuses_two_generations),
+)
+
+
+@pytest.fixture(scope="module")
+def passed(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    root = tmp_path_factory.mktemp("several")
+    return run_in_turn(SCENARIOS, {"PLACE": str(checkpoint), "ROOT": str(root)})
+
+
+@pytest.mark.parametrize("scenario", [scenario.__name__ for _, scenario in SCENARIOS])
+def test_on_several_ranks(passed: set[str], scenario: str) -> None:
+    assert scenario in passed, "see the ranks' output where they were started"

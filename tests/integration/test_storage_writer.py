@@ -21,7 +21,7 @@ from pannier.wire.errors import InvalidRequestError, PannierError, UnavailableEr
 from support.bits import differences
 from support.daemons import Daemons
 from support.gcs_server import GcsServer
-from support.ranks import run_ranks
+from support.ranks import run_in_turn, run_ranks
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
@@ -303,190 +303,21 @@ def test_any_number_of_ranks_reads_what_three_wrote(daemons: Daemons, tmp_path: 
     def read() -> None:
         import os
 
-        import torch.distributed as dist
         import torch.distributed.checkpoint as dcp
 
         from support.bits import differences
         from support.sharded import make_state
+        from support.worlds import worlds
 
-        dist.init_process_group("gloo")
-        for place, seed in ((os.environ["PLACE"], 1), (os.environ["PLACE"] + "-own", 2)):
-            got = make_state(7)
-            dcp.load(got, checkpoint_id=place)
-            assert differences(got, make_state(seed)) == [], place
-        dist.destroy_process_group()
+        for _ in worlds(2, 1):
+            for place, seed in ((os.environ["PLACE"], 1), (os.environ["PLACE"] + "-own", 2)):
+                got = make_state(7)
+                dcp.load(got, checkpoint_id=place)
+                assert differences(got, make_state(seed)) == [], place
 
     env = {"PLACE": str(tmp_path / "step-1"), **daemons.env()}
-    run_ranks(save, 3, env)
-    for ranks in (1, 2):
-        run_ranks(read, ranks, env, torchrun=False)
-
-
-def test_groups_save_by_themselves(daemons: Daemons, tmp_path: Path) -> None:
-    def script() -> None:
-        import os
-
-        import pytest
-        import torch
-        import torch.distributed as dist
-        import torch.distributed.checkpoint as dcp
-        from torch.distributed.checkpoint.api import CheckpointException
-
-        from pannier import client
-
-        dist.init_process_group("gloo")
-        rank, root = dist.get_rank(), os.environ["ROOT"]
-        groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-        group, own = groups[rank % 2], rank % 2
-        state = {"w": torch.full((4,), float(own)), "mine": own}
-        writer = client.StorageWriter(f"{root}/group-{own}", process_group=group)
-        dcp.save(state, storage_writer=writer, process_group=group)
-        got = {"w": torch.zeros(4), "mine": -1}
-        dcp.load(got, checkpoint_id=f"{root}/group-{own}", process_group=group)
-        assert got["mine"] == own
-        assert torch.equal(got["w"], state["w"])
-        dist.barrier()
-
-        # A writer for other ranks than those that save.
-        whole = client.StorageWriter(f"{root}/wrong")
-        with pytest.raises(CheckpointException, match=r"process_group=..., no_dist=..."):
-            dcp.save(state, storage_writer=whole, process_group=group)
-        with pytest.raises(CheckpointException, match=r"process_group=..., no_dist=..."):
-            dcp.save(state, storage_writer=writer, no_dist=True)
-
-        # Each rank its own, as if there were no others.
-        alone = client.StorageWriter(f"{root}/rank-{rank}", no_dist=True)
-        dcp.save({"mine": rank}, storage_writer=alone, no_dist=True)
-        got = {"mine": -1}
-        dcp.load(got, checkpoint_id=f"{root}/rank-{rank}", no_dist=True)
-        assert got == {"mine": rank}
-        dist.barrier()
-        assert not os.path.exists(f"{root}/wrong/.metadata")
-        # All together, and the numbers are in step.
-        dcp.save({"all": 1}, storage_writer=client.StorageWriter(f"{root}/all"))
-        client.save({"all": 2}, checkpoint_id=f"{root}/all", process_group=group) if own else None
-        dist.barrier()
-        client.save({"all": 3}, checkpoint_id=f"{root}/together")
-        client.close()
-        dist.destroy_process_group()
-
-    run_ranks(script, 4, {"ROOT": str(tmp_path), **daemons.env()}, torchrun=False)
-
-
-def test_one_ranks_failure_is_everybodys_and_the_next_save_works(
-    daemons: Daemons, tmp_path: Path
-) -> None:
-    def script() -> None:
-        import os
-        from typing import Any
-
-        import pytest
-        import torch.distributed as dist
-        import torch.distributed.checkpoint as dcp
-        from torch.distributed.checkpoint.api import CheckpointException
-        from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-
-        from pannier import client
-        from support.bits import differences
-        from support.sharded import make_state
-
-        class Failing(DefaultSavePlanner):
-            def __init__(self, method: str) -> None:
-                super().__init__()
-                self.method = method
-
-            def fail(self, method: str) -> None:
-                if dist.get_rank() == 1 and self.method == method:
-                    raise ZeroDivisionError(method)
-
-            def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
-                self.fail("set_up_planner")
-                super().set_up_planner(*args, **kwargs)
-
-            def create_local_plan(self) -> Any:
-                self.fail("create_local_plan")
-                return super().create_local_plan()
-
-            def finish_plan(self, new_plan: Any) -> Any:
-                self.fail("finish_plan")
-                return super().finish_plan(new_plan)
-
-            def resolve_data(self, write_item: Any) -> Any:
-                self.fail("resolve_data")
-                return super().resolve_data(write_item)
-
-        dist.init_process_group("gloo")
-        rank, root = dist.get_rank(), os.environ["ROOT"]
-        writer = client.StorageWriter(f"{root}/step")
-        methods = ["set_up_planner", "create_local_plan", "finish_plan", "resolve_data"]
-        for seed, method in enumerate(methods):
-            with pytest.raises(CheckpointException, match=method):
-                dcp.save(make_state(1), storage_writer=writer, planner=Failing(method))
-            if seed == 0:
-                assert not os.path.exists(f"{root}/step/.metadata")
-            dist.barrier()
-            dcp.save(make_state(seed), storage_writer=writer)
-            client.save(make_state(seed), checkpoint_id=f"{root}/own")
-            got = make_state(9)
-            dcp.load(got, checkpoint_id=f"{root}/step")
-            assert differences(got, make_state(seed)) == [], method
-            dist.barrier()
-
-        # Ranks that contradict each other.
-        writer = client.StorageWriter(f"{root}/{'here' if rank else 'there'}")
-        with pytest.raises(CheckpointException, match=r"rank 1 saves .*/here"):
-            dcp.save(make_state(1), storage_writer=writer)
-        if rank == 1:
-            client.default_client().open_save(f"{root}/x")
-        writer = client.StorageWriter(f"{root}/again")
-        with pytest.raises(CheckpointException, match=r"ranks \[1\] are not at the same save"):
-            dcp.save(make_state(1), storage_writer=writer)
-        assert not os.path.exists(f"{root}/here/.metadata")
-        assert not os.path.exists(f"{root}/there/.metadata")
-        dist.barrier()
-        dist.destroy_process_group()
-
-    run_ranks(script, 3, {"ROOT": str(tmp_path), **daemons.env()}, torchrun=False)
-
-
-def test_a_rank_that_never_writes_is_named_at_the_deadline(
-    daemons: Daemons, tmp_path: Path
-) -> None:
-    def script() -> None:
-        import os
-        import time
-        from typing import Any
-
-        import pytest
-        import torch.distributed as dist
-        from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-
-        from pannier import client
-        from pannier.wire.errors import SaveAbortedError
-
-        dist.init_process_group("gloo")
-        rank = dist.get_rank()
-        writer = client.StorageWriter(os.environ["PLACE"], timeout=3)
-        planner = DefaultSavePlanner()
-        planner.set_up_planner({"w": rank}, writer.storage_meta(), rank == 0)
-        writer.set_up_storage_writer(rank == 0, rank=rank, use_collectives=True)
-        plan = writer.prepare_local_plan(planner.create_local_plan())
-        plans: list[Any] = [None, None]
-        dist.all_gather_object(plans, plan)
-        if rank == 0:
-            plans, metadata = planner.create_global_plan(plans)
-            (plan, _) = writer.prepare_global_plan(plans)
-            began = time.monotonic()
-            results = writer.write_data(planner.finish_plan(plan), planner).value()
-            with pytest.raises(SaveAbortedError) as caught:
-                writer.finish(metadata, [results])
-            assert list(caught.value.failures) == [1], caught.value
-            assert 2 < time.monotonic() - began < 30
-        dist.barrier()
-        assert not os.path.exists(os.environ["PLACE"] + "/.metadata")
-        dist.destroy_process_group()
-
-    run_ranks(script, 2, {"PLACE": str(tmp_path / "s"), **daemons.env()}, torchrun=False)
+    run_ranks(save, 3, env, torchrun=False)
+    run_ranks(read, 2, env, torchrun=False)
 
 
 def test_torchs_async_save_in_another_process_is_refused(client: Client, tmp_path: Path) -> None:
@@ -516,3 +347,168 @@ def test_torchs_async_save_in_another_process_is_refused(client: Client, tmp_pat
     """
     env = {"PLACE": str(tmp_path / "s"), "PANNIER_SIDECAR": client.settings.sidecar or ""}
     run_ranks(script, 1, env, torchrun=False)
+
+
+def groups_save_by_themselves() -> None:
+    import os
+
+    import pytest
+    import torch
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    from pannier import client
+
+    rank, root = dist.get_rank(), os.environ["ROOT"]
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    group, own = groups[rank % 2], rank % 2
+    state = {"w": torch.full((4,), float(own)), "mine": own}
+    writer = client.StorageWriter(f"{root}/group-{own}", process_group=group)
+    dcp.save(state, storage_writer=writer, process_group=group)
+    got = {"w": torch.zeros(4), "mine": -1}
+    dcp.load(got, checkpoint_id=f"{root}/group-{own}", process_group=group)
+    assert got["mine"] == own
+    assert torch.equal(got["w"], state["w"])
+    dist.barrier()
+
+    # A writer for other ranks than those that save.
+    whole = client.StorageWriter(f"{root}/wrong")
+    with pytest.raises(CheckpointException, match=r"process_group=..., no_dist=..."):
+        dcp.save(state, storage_writer=whole, process_group=group)
+    with pytest.raises(CheckpointException, match=r"process_group=..., no_dist=..."):
+        dcp.save(state, storage_writer=writer, no_dist=True)
+
+    # Each rank its own, as if there were no others.
+    alone = client.StorageWriter(f"{root}/rank-{rank}", no_dist=True)
+    dcp.save({"mine": rank}, storage_writer=alone, no_dist=True)
+    got = {"mine": -1}
+    dcp.load(got, checkpoint_id=f"{root}/rank-{rank}", no_dist=True)
+    assert got == {"mine": rank}
+    dist.barrier()
+    assert not os.path.exists(f"{root}/wrong/.metadata")
+    # All together, and the numbers are in step.
+    dcp.save({"all": 1}, storage_writer=client.StorageWriter(f"{root}/all"))
+    client.save({"all": 2}, checkpoint_id=f"{root}/all", process_group=group) if own else None
+    dist.barrier()
+    client.save({"all": 3}, checkpoint_id=f"{root}/together")
+    client.close()
+
+
+def one_ranks_failure_is_everybodys_and_the_next_save_works() -> None:
+    import os
+    from typing import Any
+
+    import pytest
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+    from pannier import client
+    from support.bits import differences
+    from support.sharded import make_state
+
+    class Failing(DefaultSavePlanner):
+        def __init__(self, method: str) -> None:
+            super().__init__()
+            self.method = method
+
+        def fail(self, method: str) -> None:
+            if dist.get_rank() == 1 and self.method == method:
+                raise ZeroDivisionError(method)
+
+        def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
+            self.fail("set_up_planner")
+            super().set_up_planner(*args, **kwargs)
+
+        def create_local_plan(self) -> Any:
+            self.fail("create_local_plan")
+            return super().create_local_plan()
+
+        def finish_plan(self, new_plan: Any) -> Any:
+            self.fail("finish_plan")
+            return super().finish_plan(new_plan)
+
+        def resolve_data(self, write_item: Any) -> Any:
+            self.fail("resolve_data")
+            return super().resolve_data(write_item)
+
+    rank, root = dist.get_rank(), os.environ["ROOT"]
+    writer = client.StorageWriter(f"{root}/step")
+    methods = ["set_up_planner", "create_local_plan", "finish_plan", "resolve_data"]
+    for seed, method in enumerate(methods):
+        with pytest.raises(CheckpointException, match=method):
+            dcp.save(make_state(1), storage_writer=writer, planner=Failing(method))
+        if seed == 0:
+            assert not os.path.exists(f"{root}/step/.metadata")
+        dist.barrier()
+        dcp.save(make_state(seed), storage_writer=writer)
+        client.save(make_state(seed), checkpoint_id=f"{root}/own")
+        got = make_state(9)
+        dcp.load(got, checkpoint_id=f"{root}/step")
+        assert differences(got, make_state(seed)) == [], method
+        dist.barrier()
+
+    # Ranks that contradict each other.
+    writer = client.StorageWriter(f"{root}/{'here' if rank else 'there'}")
+    with pytest.raises(CheckpointException, match=r"rank 1 saves .*/here"):
+        dcp.save(make_state(1), storage_writer=writer)
+    if rank == 1:
+        client.default_client().open_save(f"{root}/x")
+    writer = client.StorageWriter(f"{root}/again")
+    with pytest.raises(CheckpointException, match=r"ranks \[1\] are not at the same save"):
+        dcp.save(make_state(1), storage_writer=writer)
+    assert not os.path.exists(f"{root}/here/.metadata")
+    assert not os.path.exists(f"{root}/there/.metadata")
+
+
+def a_rank_that_never_writes_is_named_at_the_deadline() -> None:
+    import os
+    import time
+    from typing import Any
+
+    import pytest
+    import torch.distributed as dist
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+    from pannier import client
+    from pannier.wire.errors import SaveAbortedError
+
+    rank = dist.get_rank()
+    writer = client.StorageWriter(f"{os.environ['ROOT']}/never", timeout=3)
+    planner = DefaultSavePlanner()
+    planner.set_up_planner({"w": rank}, writer.storage_meta(), rank == 0)
+    writer.set_up_storage_writer(rank == 0, rank=rank, use_collectives=True)
+    plan = writer.prepare_local_plan(planner.create_local_plan())
+    plans: list[Any] = [None, None]
+    dist.all_gather_object(plans, plan)
+    if rank == 0:
+        plans, metadata = planner.create_global_plan(plans)
+        (plan, _) = writer.prepare_global_plan(plans)
+        began = time.monotonic()
+        results = writer.write_data(planner.finish_plan(plan), planner).value()
+        with pytest.raises(SaveAbortedError) as caught:
+            writer.finish(metadata, [results])
+        assert list(caught.value.failures) == [1], caught.value
+        assert 2 < time.monotonic() - began < 30
+    dist.barrier()
+    assert not os.path.exists(f"{os.environ['ROOT']}/never/.metadata")
+
+
+SCENARIOS = (
+    (4, groups_save_by_themselves),
+    (3, one_ranks_failure_is_everybodys_and_the_next_save_works),
+    (2, a_rank_that_never_writes_is_named_at_the_deadline),
+)
+
+
+@pytest.fixture(scope="module")
+def passed(daemons: Daemons, tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    root = tmp_path_factory.mktemp("several")
+    return run_in_turn(SCENARIOS, {"ROOT": str(root), **daemons.env()})
+
+
+@pytest.mark.parametrize("scenario", [scenario.__name__ for _, scenario in SCENARIOS])
+def test_on_several_ranks(passed: set[str], scenario: str) -> None:
+    assert scenario in passed, "see the ranks' output where they were started"

@@ -6,7 +6,7 @@ import shutil
 import socket
 import textwrap
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -194,3 +194,38 @@ def run_ranks(
     """
     with start_ranks(script, nproc, env, torchrun=torchrun, rank_env=rank_env) as ranks:
         return ranks.wait(timeout).check()
+
+
+_IN_TURN = """
+import sys
+from support.worlds import in_turn
+
+in_turn([{scenarios}])
+"""
+
+
+def run_in_turn(
+    scenarios: Sequence[tuple[int, Callable[[], object]]],
+    env: Mapping[str, str] = {},
+    timeout: float = 120,
+) -> set[str]:
+    """Several functions in the same ranks, one after the other, since starting ranks takes seconds.
+
+    Each comes with its number of ranks, and finds a process group of that many. Functions import
+    all they use. Returns the names of those that passed on all their ranks; the first that doesn't
+    is the last that runs, and its traceback is printed.
+    """
+    source = "\n\n".join(textwrap.dedent(inspect.getsource(each)) for _, each in scenarios)
+    calls = ", ".join(f"({size}, {each.__name__})" for size, each in scenarios)
+    nproc = max(size for size, _ in scenarios)
+    with start_ranks(
+        source + _IN_TURN.format(scenarios=calls), nproc, env, torchrun=False
+    ) as ranks:
+        finished = ranks.wait(timeout)
+    if any(finished.returncodes):
+        print("\n".join(f"--- rank {i}\n{text}" for i, text in enumerate(finished.outputs)))
+    return {
+        each.__name__
+        for size, each in scenarios
+        if all(f"passed {each.__name__}\n" in text for text in finished.outputs[:size])
+    }

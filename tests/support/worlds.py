@@ -1,11 +1,14 @@
-"""For ranks: process groups of several sizes, one after the other, in the same processes.
+"""For ranks: several process groups, one after the other, in the same processes.
 
 A process that imports torch takes seconds; what is to be shown for 1, 2 and 3 ranks needs 3 of them.
+For ranks started without torchrun.
 """
 
+import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch.distributed as dist
@@ -14,16 +17,36 @@ import torch.distributed as dist
 def worlds(*sizes: int) -> Iterator[int]:
     """Joins a process group of each size that has this rank; gives the size.
 
-    Sizes must differ: torch remembers meshes by their shape. They descend, so that the first world's
-    ranks have all come before one is left out. For ranks started without torchrun.
+    Sizes must differ: torch remembers meshes by their shape.
     """
-    assert list(sizes) == sorted(set(sizes), reverse=True)
-    rank = int(os.environ["RANK"])
-    directory = Path(sys.argv[0]).resolve().parent
+    assert len(sizes) == len(set(sizes))
     for size in sizes:
-        if rank < size:
-            meeting = f"file://{directory}/world-of-{size}"
-            dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size)
-            yield size
-            dist.barrier()
-            dist.destroy_process_group()
+        with _world(f"of-{size}", size) as joined:
+            if joined:
+                yield size
+
+
+def in_turn(scenarios: Sequence[tuple[int, Callable[[], object]]]) -> None:
+    """Calls each function on its number of ranks; see :func:`support.ranks.run_in_turn`."""
+    for size, scenario in scenarios:
+        with _world(scenario.__name__, size) as joined:
+            if joined:
+                scenario()
+        if joined:
+            print(f"passed {scenario.__name__}", flush=True)
+
+
+@contextmanager
+def _world(name: str, size: int) -> Iterator[bool]:
+    """A process group of the first ``size`` ranks; whether this rank is in it."""
+    rank = int(os.environ["RANK"])
+    if rank >= size:
+        yield False
+        return
+    meeting = f"file://{Path(sys.argv[0]).resolve().parent}/world-{name}"
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size)
+    yield True
+    dist.barrier()
+    # What a traceback holds, too: gloo's threads must not outlive the interpreter.
+    gc.collect()
+    dist.destroy_process_group()

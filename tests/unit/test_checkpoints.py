@@ -11,7 +11,7 @@ from pannier.v1 import records_pb2
 from pannier.wire.errors import InvalidRequestError, PannierError, StorageError
 from support.checkpoints import write, write_attempt, write_decision
 from support.gcs_server import GcsServer
-from support.ranks import run_ranks
+from support.ranks import run_in_turn
 
 
 def commit(root: Path, name: str, at: float) -> str:
@@ -120,119 +120,116 @@ def test_refuses_what_is_no_root(root: str) -> None:
         checkpoints.list_checkpoints(root)
 
 
-def test_ranks_learn_it_from_the_first(tmp_path: Path) -> None:
-    def script() -> None:
-        import os
-        from pathlib import Path
+def ranks_learn_it_from_the_first() -> None:
+    import os
+    from pathlib import Path
 
-        import pytest
-        import torch.distributed as dist
+    import pytest
+    import torch.distributed as dist
 
-        from pannier.client.checkpoints import latest
-        from pannier.wire.errors import InvalidRequestError
+    from pannier.client.checkpoints import latest
+    from pannier.wire.errors import InvalidRequestError
 
-        dist.init_process_group("gloo")
-        rank, root = dist.get_rank(), Path(os.environ["ROOT"])
-        pair = dist.new_group([1, 2])
-        assert latest(root) is None
+    rank, root = dist.get_rank(), Path(os.environ["ROOT"]) / "several"
+    pair = dist.new_group([1, 2])
+    assert latest(root) is None
 
-        def commit(name: str) -> str:
-            (root / name).mkdir()
-            (root / name / ".metadata").touch()
-            return str(root / name)
+    def commit(name: str) -> str:
+        (root / name).mkdir(parents=True)
+        (root / name / ".metadata").touch()
+        return str(root / name)
 
-        # All get what the first rank saw, though there is a newer one when they ask.
-        if rank == 0:
-            first = commit("step-1")
-            assert latest(root) == first
-            commit("step-2")
-        dist.barrier()
-        if rank > 0:
-            assert latest(root) == str(root / "step-1")
-        assert latest(root, no_dist=True) == str(root / "step-2")
-        # A group asks by itself; its first rank is not the world's.
-        if rank in (1, 2):
-            assert latest(root, process_group=pair) == str(root / "step-2")
+    # All get what the first rank saw, though there is a newer one when they ask.
+    if rank == 0:
+        first = commit("step-1")
+        assert latest(root) == first
+        commit("step-2")
+    dist.barrier()
+    if rank > 0:
+        assert latest(root) == str(root / "step-1")
+    assert latest(root, no_dist=True) == str(root / "step-2")
+    # A group asks by itself; its first rank is not the world's.
+    if rank in (1, 2):
+        assert latest(root, process_group=pair) == str(root / "step-2")
+    else:
+        with pytest.raises(InvalidRequestError, match="rank 0 is not in this process group"):
+            latest(root, process_group=pair)
+
+
+def a_failure_of_the_first_rank_is_everybodys() -> None:
+    import os
+
+    import pytest
+    import torch.distributed as dist
+
+    from pannier.client.checkpoints import latest
+    from pannier.client.places import Place
+    from pannier.wire.errors import InvalidRequestError, PannierError, StorageError
+
+    def fail(self: Place) -> None:
+        raise StorageError("storage is away")
+
+    rank, root = dist.get_rank(), os.environ["ROOT"] + "/failing"
+    original, Place.list = Place.list, fail if rank == 0 else Place.list
+    with pytest.raises(StorageError, match="storage is away"):
+        latest(root)
+    Place.list = original
+    # And the calls are still in step.
+    assert latest(root) is None
+
+    def unasked() -> None:
+        raise PannierError("an earlier save failed")
+
+    # One rank's own trouble: the first one's is told, another's is its own.
+    for culprit in (0, 1):
+        if rank == culprit or culprit == 0:
+            with pytest.raises(PannierError, match="an earlier save failed"):
+                latest(root, before=unasked if rank == culprit else lambda: None)
         else:
-            with pytest.raises(InvalidRequestError, match="rank 0 is not in this process group"):
-                latest(root, process_group=pair)
-        dist.barrier()
-        dist.destroy_process_group()
-
-    root = tmp_path / "root"
-    root.mkdir()
-    run_ranks(script, 3, {"ROOT": str(root)}, torchrun=False)
-
-
-def test_a_failure_of_the_first_rank_is_everybodys(tmp_path: Path) -> None:
-    def script() -> None:
-        import os
-
-        import pytest
-        import torch.distributed as dist
-
-        from pannier.client.checkpoints import latest
-        from pannier.client.places import Place
-        from pannier.wire.errors import InvalidRequestError, PannierError, StorageError
-
-        def fail(self: Place) -> None:
-            raise StorageError("storage is away")
-
-        dist.init_process_group("gloo")
-        rank, root = dist.get_rank(), os.environ["ROOT"]
-        original, Place.list = Place.list, fail if rank == 0 else Place.list
-        with pytest.raises(StorageError, match="storage is away"):
-            latest(root)
-        Place.list = original
-        # And the calls are still in step.
+            assert latest(root) is None
         assert latest(root) is None
-
-        def unasked() -> None:
-            raise PannierError("an earlier save failed")
-
-        # One rank's own trouble: the first one's is told, another's is its own.
-        for culprit in (0, 1):
-            if rank == culprit or culprit == 0:
-                with pytest.raises(PannierError, match="an earlier save failed"):
-                    latest(root, before=unasked if rank == culprit else lambda: None)
-            else:
-                assert latest(root) is None
-            assert latest(root) is None
-        if rank == 0:
-            assert latest(root) is None
-        else:
-            with pytest.raises(InvalidRequestError, match=f"{root}/other.*{root}"):
-                latest(f"{root}/other")
-        dist.barrier()
-        dist.destroy_process_group()
-
-    run_ranks(script, 2, {"ROOT": str(tmp_path)}, torchrun=False)
+    if rank == 0:
+        assert latest(root) is None
+    else:
+        with pytest.raises(InvalidRequestError, match=f"{root}/other.*{root}"):
+            latest(f"{root}/other")
 
 
-def test_nobody_waits_longer_than_told(tmp_path: Path) -> None:
+def nobody_waits_longer_than_told() -> None:
     """The first rank not at all: what only it calls can't hang."""
 
-    def script() -> None:
-        import os
-        import time
+    import os
+    import time
 
-        import pytest
-        import torch.distributed as dist
+    import pytest
+    import torch.distributed as dist
 
-        from pannier.client.checkpoints import latest
-        from pannier.wire.errors import DeadlineError
+    from pannier.client.checkpoints import latest
+    from pannier.wire.errors import DeadlineError
 
-        dist.init_process_group("gloo")
-        began = time.monotonic()
-        if dist.get_rank() == 1:
-            with pytest.raises(DeadlineError, match=r"waiting for ranks \[0\]"):
-                latest(os.environ["ROOT"], timeout=0.5)
-            assert time.monotonic() - began > 0.4
-        dist.barrier()
-        if dist.get_rank() == 0:
-            assert latest(os.environ["ROOT"]) is None
-        assert time.monotonic() - began < 30
-        dist.barrier()
-        dist.destroy_process_group()
+    began = time.monotonic()
+    if dist.get_rank() == 1:
+        with pytest.raises(DeadlineError, match=r"waiting for ranks \[0\]"):
+            latest(os.environ["ROOT"] + "/waiting", timeout=0.5)
+        assert time.monotonic() - began > 0.4
+    dist.barrier()
+    if dist.get_rank() == 0:
+        assert latest(os.environ["ROOT"] + "/waiting") is None
+    assert time.monotonic() - began < 30
 
-    run_ranks(script, 2, {"ROOT": str(tmp_path)}, torchrun=False)
+
+SCENARIOS = (
+    (3, ranks_learn_it_from_the_first),
+    (2, a_failure_of_the_first_rank_is_everybodys),
+    (2, nobody_waits_longer_than_told),
+)
+
+
+@pytest.fixture(scope="module")
+def passed(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    return run_in_turn(SCENARIOS, {"ROOT": str(tmp_path_factory.mktemp("root"))})
+
+
+@pytest.mark.parametrize("scenario", [scenario.__name__ for _, scenario in SCENARIOS])
+def test_on_several_ranks(passed: set[str], scenario: str) -> None:
+    assert scenario in passed, "see the ranks' output where they were started"
