@@ -18,6 +18,8 @@ from pannier.wire.errors import IntegrityError
 
 _PARALLEL: Final = 16
 """Records read at the same time."""
+_DIGITS: Final = 12
+"""Of a record's name; whatever has more or fewer isn't ours."""
 
 
 async def number_of(root: Store, job: str, incarnation: str) -> int:
@@ -60,12 +62,12 @@ async def number_of(root: Store, job: str, incarnation: str) -> int:
 
 
 def _key(number: int) -> str:
-    return f"{identity.incarnations_prefix()}{number:012d}"
+    return f"{identity.incarnations_prefix()}{number:0{_DIGITS}d}"
 
 
 def _is_number(key: str, prefix: str) -> bool:
     name = key.removeprefix(prefix)
-    return name.isascii() and name.isdigit()
+    return name.isascii() and name.isdigit() and len(name) == _DIGITS
 
 
 async def _read(root: Store, number: int) -> records_pb2.IncarnationRecord:
