@@ -39,6 +39,7 @@ _KINDS: Final = {
     WriteItemType.SHARD: plan_pb2.ITEM_KIND_SHARD,
 }
 _TYPES: Final = {kind: type_ for type_, kind in _KINDS.items()}
+_LARGEST: Final = (1 << 63) - 1
 _PICKLED_FORMATS: Final = (
     torch.contiguous_format,
     torch.channels_last,
@@ -157,6 +158,8 @@ def _decode_items(message: plan_pb2.Items) -> list[WriteItem]:
     properties = [_decode_properties(p) for p in message.properties]
     fqns = list(message.fqns)
     size, offset, extent = message.size[:], message.chunk_offset[:], message.chunk_size[:]
+    if (largest := max((*size, *offset, *extent), default=0)) > _LARGEST:
+        raise InvalidRequestError(f"a shape with {largest} in it is none that torch knows")
     items = []
     at = 0
     for fqn, kind, hint, ndim, prop in zip(

@@ -194,6 +194,8 @@ def _read_plan(
     head, body, tail = _ints(plan.head), _ints(plan.body), _ints(plan.tail)
     if {len(each) for each in (fqn, ndim, prop, items.hint, head, body, tail)} - {len(kind)}:
         raise ValueError("its columns differ in length")
+    if sum(map(float, (*plan.head, *plan.body, *plan.tail))) >= _LARGEST:
+        raise ValueError("its slots have more bytes than a file can")
     size, offset, extent = (
         _ints(each) for each in (items.size, items.chunk_offset, items.chunk_size)
     )
