@@ -116,6 +116,8 @@ def answer(
 def reset(connection: socket.socket) -> None:
     """Ends a connection with RST."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    # Its handler holds it open, and would take a body that nobody read for the next request.
+    connection.shutdown(socket.SHUT_RDWR)
     connection.close()
 
 

@@ -27,6 +27,7 @@ from pannier.records.ending import carry_out, prepare_commit
 from pannier.records.installing import RemovedError
 from pannier.records.manifests import exists, publish
 from pannier.storage import DeniedError, NotFoundError, StorageError, Store
+from pannier.storage.limits import limited
 from pannier.v1 import records_pb2, save_pb2
 from pannier.wire.errors import (
     ConfigurationError,
@@ -149,21 +150,9 @@ class Conductor:
         except (InvalidRequestError, ConfigurationError) as error:
             raise StorageError(str(error)) from error
         try:
-            await self._find_attempt(save)
-            if not save.external and not save.resumed:
-                await self._gather(save)
-            decision = None
-            if save.resumed:
-                decision = await take_up(save, store)
-            if decision is None and not save.external and save.manifest is None:
-                ours = await self._plan(save, store)
-                if not ours:
-                    _log.warning("%s: another coordinator has planned it before", save.label)
-                    decision = await take_up(save, store)
-            if decision is None:
-                save.move(State.STAGING)
-                save.progress()
-                decision = await self._await_ranks(save, store)
+            # What is decided is carried out however long that takes; all before has a deadline.
+            with limited(until=lambda: save.next_deadline, told=lambda why: _retried(save, why)):
+                decision = await self._prepare(save, store)
             if decision is None:
                 decision = await self._commit(save, store)
             await self._obey(save, store, decision)
@@ -171,6 +160,25 @@ class Conductor:
             await store.close()
 
     # Steps, in order.
+
+    async def _prepare(self, save: Save, store: Store) -> records_pb2.Decision | None:
+        """Up to the point at which it can be committed; the decision, if it has been ended."""
+        await self._find_attempt(save)
+        if not save.external and not save.resumed:
+            await self._gather(save)
+        decision = None
+        if save.resumed:
+            decision = await take_up(save, store)
+        if decision is None and not save.external and save.manifest is None:
+            ours = await self._plan(save, store)
+            if not ours:
+                _log.warning("%s: another coordinator has planned it before", save.label)
+                decision = await take_up(save, store)
+        if decision is None:
+            save.move(State.STAGING)
+            save.progress()
+            decision = await self._await_ranks(save, store)
+        return decision
 
     async def _find_attempt(self, save: Save) -> None:
         context = save.context
@@ -253,6 +261,7 @@ class Conductor:
             if complete():
                 return None
             decision = await looks.look(store)
+            save.problem = ""
             if decision is not None or complete():
                 return decision
             if save.suspects:
@@ -403,6 +412,11 @@ class Conductor:
 
     async def _in_thread(self, function: Callable[[], _Answer]) -> _Answer:
         return await asyncio.get_running_loop().run_in_executor(self._threads, function)
+
+
+def _retried(save: Save, why: str) -> None:
+    save.problem = f"storage at {save.context.checkpoint_id} ({why})"
+    save.ring()
 
 
 async def _cancel(task: "asyncio.Task[Any]") -> None:

@@ -11,6 +11,7 @@ from typing import Any, Final, TypeVar
 
 from pannier.coordinator.incarnations import number_of
 from pannier.storage import Store, check_allowed, check_shared, open_store
+from pannier.storage.limits import unlimited
 from pannier.v1 import save_pb2
 from pannier.wire import identity
 
@@ -80,7 +81,8 @@ async def _once(
         async def asking() -> _Answer:
             return await ask()
 
-        task = known[key] = asyncio.get_running_loop().create_task(asking())
+        with unlimited():  # others share it, whose deadlines are not the first one's
+            task = known[key] = asyncio.get_running_loop().create_task(asking())
         while len(known) > _KEPT:
             known.popitem(last=False)
     try:
