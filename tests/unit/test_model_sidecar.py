@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import crc32c
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -88,6 +88,11 @@ class Sidecar(RuleBasedStateMachine):
         told = self.parts.get(rank)
         return self.verdict is not None or (told is not None and told.phase is Phase.FAILED)
 
+    def _some(self, phase: Phase) -> bool:
+        """Whether a rank is there and may go on."""
+        phases = [told.phase for told in self.parts.values()]
+        return self.verdict is None and phase in phases
+
     # What trainers do.
 
     @rule(rank=RANKS)
@@ -116,7 +121,8 @@ class Sidecar(RuleBasedStateMachine):
         file.restore(count, crc32c.crc32c(data))
         return part
 
-    @rule(rank=RANKS, count=st.integers(0, SIZE - 1), noted=st.booleans())
+    @precondition(lambda self: self._some(Phase.STREAMING))
+    @rule(rank=RANKS, count=st.integers(1, SIZE - 1), noted=st.booleans())
     def send(self, rank: int, count: int, noted: bool) -> None:
         told = self.parts.get(rank)
         if told is None or self._over(rank) or told.phase is not Phase.STREAMING:
@@ -128,6 +134,7 @@ class Sidecar(RuleBasedStateMachine):
             self.ledger.held(part, part.files[FILE])
             told.held = count
 
+    @precondition(lambda self: self._some(Phase.STREAMING))
     @rule(rank=RANKS, recorded_only=st.booleans())
     def hand_over(self, rank: int, recorded_only: bool) -> None:
         told = self.parts.get(rank)
@@ -162,6 +169,7 @@ class Sidecar(RuleBasedStateMachine):
 
     # What becomes of it.
 
+    @precondition(lambda self: self._some(Phase.INGESTED))
     @rule(rank=RANKS)
     def store(self, rank: int) -> None:
         told = self.parts.get(rank)
@@ -175,10 +183,11 @@ class Sidecar(RuleBasedStateMachine):
         self.saves.durable(part)
         told.phase = Phase.DURABLE
 
-    @rule(commit=st.booleans())
-    def decide(self, commit: bool) -> None:
-        durable = [told.phase is Phase.DURABLE for told in self.parts.values()]
-        if not self.parts or (commit and not all(durable)):
+    @precondition(lambda self: self.parts)
+    @rule(commit=st.booleans(), in_time=st.integers(0, 4))
+    def decide(self, commit: bool, in_time: int) -> None:
+        phases = {told.phase for told in self.parts.values()}
+        if phases != {Phase.DURABLE} if commit else in_time and Phase.FAILED not in phases:
             return
         status = save_pb2.SaveStatus(
             save=self._context(0).save, state=COMMITTED if commit else ABORTED
@@ -244,4 +253,6 @@ class Sidecar(RuleBasedStateMachine):
 
 
 TestSidecar = Sidecar.TestCase
-TestSidecar.settings = settings(max_examples=15, stateful_step_count=25, deadline=None)
+TestSidecar.settings = settings(
+    max_examples=20, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+)
