@@ -57,6 +57,7 @@ class Scripted(status_pb2_grpc.StatusServicer):
         episodes: Sequence[Sequence[save_pb2.SaveStatus]] = (),
     ) -> None:
         self.saves = list(saves)
+        self.backlog = (0, 0.0)
         self.episodes = [list(episode) for episode in episodes]
         self.asked: list[object] = []
 
@@ -65,7 +66,12 @@ class Scripted(status_pb2_grpc.StatusServicer):
     ) -> status_pb2.ListSavesResponse:
         self.asked.append(request)
         return status_pb2.ListSavesResponse(
-            saves=self.saves, daemon_state="serving", host="node-0", version="1.2.3"
+            saves=self.saves,
+            daemon_state="serving",
+            host="node-0",
+            version="1.2.3",
+            bytes_queued=self.backlog[0],
+            oldest_upload_s=self.backlog[1],
         )
 
     def GetSave(
@@ -134,6 +140,14 @@ def test_status_is_a_table_of_saves(serve: Serve) -> None:
     assert "3.0 GiB" in lines[0]
     assert "gs://bucket/run/step-100" in lines[0]
     assert "COMMITTED" in lines[1]
+
+
+def test_status_says_what_waits_for_storage(serve: Serve) -> None:
+    daemon = Scripted([UPLOADING])
+    address = serve(daemon)
+    assert "to upload" not in pannier("status", "--address", address).out
+    daemon.backlog = (3 << 30, 12.3)
+    assert "3.0 GiB to upload, the oldest for 12 s" in pannier("status", "--address", address).out
 
 
 def test_the_address_comes_from_the_environment(serve: Serve) -> None:

@@ -68,6 +68,9 @@ def command(
         return
     out = render.console()
     out.print(f"{listed.host}: {listed.daemon_state}, pannier {listed.version}")
+    if listed.oldest_upload_s:
+        waiting = f"{render.size(listed.bytes_queued)} to upload"
+        out.print(f"{waiting}, the oldest for {listed.oldest_upload_s:.0f} s")
     if listed.saves:
         out.print(render.saves_table(listed.saves))
     else:

@@ -6,7 +6,7 @@ and status says ``draining`` once the daemon takes no new saves.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -25,12 +25,23 @@ _REFRESH_S: Final = 1.0
 """How often WatchSave looks for what changes with time alone ("last heard 12 s ago")."""
 
 
+@dataclass(frozen=True)
+class Backlog:
+    """What a daemon has taken over and not yet brought to storage."""
+
+    bytes_queued: int = 0
+    oldest_s: float = 0.0
+    """Age of the oldest upload, seconds."""
+
+
 @dataclass
 class Vitals:
     """What a daemon says of itself."""
 
     host: str
     draining: bool = False
+    backlog: Callable[[], Backlog] = Backlog
+    """Asked by any thread."""
 
     @property
     def state(self) -> str:
@@ -92,11 +103,14 @@ def _reflected(services: Sequence[str]) -> tuple[str, ...]:
 def _list(
     board: Board, vitals: Vitals, request: status_pb2.ListSavesRequest
 ) -> status_pb2.ListSavesResponse:
+    backlog = vitals.backlog()
     return status_pb2.ListSavesResponse(
         saves=board.list(job=request.job, states=request.states, limit=request.limit),
         daemon_state=vitals.state,
         host=vitals.host,
         version=package_version(),
+        bytes_queued=backlog.bytes_queued,
+        oldest_upload_s=backlog.oldest_s,
     )
 
 

@@ -8,6 +8,7 @@ one ``pwrite``, both without the GIL.
 import asyncio
 import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
@@ -51,6 +52,8 @@ class DataFile:
         self.uploaded = 0
         """Bytes that the store holds so far."""
         self.durable = False
+        self.since = time.monotonic()
+        """When it was opened, in this life of the sidecar."""
         self._loop = loop
         self._lock = threading.Lock()
         self._writer: object | None = None

@@ -32,7 +32,7 @@ from pannier.sidecar.restoring import restore
 from pannier.sidecar.saves import RankSave, Save, Saves
 from pannier.sidecar.sessions import RESTORED_S, Sessions
 from pannier.sidecar.spool import Spool
-from pannier.sidecar.status import save_status
+from pannier.sidecar.status import backlog, save_status
 from pannier.sidecar.uploads import Opener, Uploads
 from pannier.storage import open_store
 from pannier.v1 import sidecar_pb2
@@ -77,7 +77,7 @@ class Sidecar:
         self.config = config
         self.board = Board()
         self.saves = Saves()
-        self.vitals = Vitals(config.host)
+        self.vitals = Vitals(config.host, backlog=lambda: backlog(self.saves.pending()))
         self._open_store = store or self._default_store
         self._stack = ExitStack()
         self._kept: set[str] = set()

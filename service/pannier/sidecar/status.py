@@ -4,8 +4,10 @@ In: saves and how the link to the coordinator is. Out: messages. Thread-safe.
 """
 
 import time
+from collections.abc import Iterable
 from typing import Protocol
 
+from pannier.daemon.operating import Backlog
 from pannier.daemon.waiting import Awaited, waiting_on
 from pannier.sidecar.saves import Phase, RankSave, Save
 from pannier.v1 import save_pb2
@@ -39,6 +41,17 @@ def rank_status(rank: RankSave) -> save_pb2.RankStatus:
         retries=rank.retries,
         last_error=rank.failure.message if rank.failure else rank.last_error,
         seconds_since_heard=time.monotonic() - rank.heard,
+    )
+
+
+def backlog(pending: Iterable[RankSave]) -> Backlog:
+    """What these ranks have in the spool and storage hasn't confirmed."""
+    files = [file for rank in pending for file in list(rank.files.values()) if not file.durable]
+    now = time.monotonic()
+    return Backlog(
+        # The two are read while other threads move them.
+        bytes_queued=sum(max(0, file.held - file.uploaded) for file in files),
+        oldest_s=max((now - file.since for file in files), default=0.0),
     )
 
 

@@ -1,0 +1,166 @@
+"""How long a store tries, what it tries again, and how it is told to stop sooner."""
+
+import asyncio
+import itertools
+import time
+from collections.abc import Coroutine
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from pannier.storage import StorageError
+from pannier.storage.base import DeniedError
+from pannier.storage.cleanup import clean_up
+from pannier.storage.limits import end_of, limited, unlimited, within
+from pannier.storage.retrying import TransientError, retry
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pannier.storage.retrying.FIRST_WAIT_S", 0.01)
+
+
+class Flaky:
+    """Fails ``times`` (-1: always) before it answers, each try taking ``seconds``."""
+
+    def __init__(self, times: int = -1, *, seconds: float = 0, error: Exception | None = None):
+        self.times = times
+        self.seconds = seconds
+        self.error = error or TransientError("gs://b/o: 503 busy")
+        self.tries: list[float] = []
+        self.cut = 0
+
+    async def __call__(self) -> str:
+        self.tries.append(time.monotonic())
+        try:
+            await asyncio.sleep(self.seconds)
+        except asyncio.CancelledError:
+            self.cut += 1
+            raise
+        if self.times:
+            self.times -= 1
+            raise self.error
+        return "done"
+
+
+def timed(work: Coroutine[Any, Any, Any]) -> float:
+    began = time.monotonic()
+    asyncio.run(asyncio.wait_for(work, 20))
+    return time.monotonic() - began
+
+
+def test_what_is_transient_is_tried_again_and_each_time_is_told() -> None:
+    flaky, told, heard = Flaky(3), list[str](), list[str]()
+
+    async def body() -> None:
+        with limited(told=heard.append):
+            assert await retry(flaky, what="o", deadline_s=20, retried=told.append) == "done"
+
+    timed(body())
+    assert len(flaky.tries) == 4
+    assert told == heard == ["gs://b/o: 503 busy"] * 3
+
+
+def test_what_can_not_succeed_is_tried_once() -> None:
+    flaky = Flaky(error=DeniedError("gs://b/o: 403 no"))
+
+    async def body() -> None:
+        with pytest.raises(DeniedError):
+            await retry(flaky, what="o", deadline_s=20)
+
+    timed(body())
+    assert len(flaky.tries) == 1
+
+
+def test_waits_are_random() -> None:
+    async def waits(flaky: Flaky) -> list[float]:
+        await retry(flaky, what="o", deadline_s=20)
+        return [later - sooner for sooner, later in itertools.pairwise(flaky.tries)]
+
+    async def body() -> list[list[float]]:
+        return list(await asyncio.gather(*(waits(Flaky(4)) for _ in range(8))))
+
+    found = asyncio.run(body())
+    # Many who failed together don't come back together.
+    assert len({round(each[-1], 3) for each in found}) > 1
+
+
+def test_a_store_that_asks_to_wait_is_obeyed() -> None:
+    flaky = Flaky(1, error=TransientError("429", after_s=0.3))
+    timed(retry(flaky, what="o", deadline_s=20))
+    assert flaky.tries[1] - flaky.tries[0] >= 0.3
+
+
+def test_no_wait_goes_beyond_the_deadline() -> None:
+    flaky = Flaky(error=TransientError("429", after_s=30))
+
+    async def body() -> None:
+        with pytest.raises(StorageError, match=r"429 \(given up after 1 try"):
+            await retry(flaky, what="o", deadline_s=1)
+
+    assert timed(body()) < 1
+
+
+@pytest.mark.parametrize("whose", ["the store's", "the caller's"])
+def test_a_try_that_hangs_is_cut_off_at_the_end(whose: str) -> None:
+    flaky = Flaky(seconds=60)
+
+    async def body() -> None:
+        end = time.monotonic() + 0.2
+        until = None if whose == "the store's" else lambda: end
+        with limited(until=until), pytest.raises(StorageError, match="o: no answer"):
+            await retry(flaky, what="o", deadline_s=0.2 if until is None else 30)
+
+    assert timed(body()) < 5
+    assert flaky.cut == 1
+
+
+def test_the_callers_end_holds_for_tasks_begun_within_and_not_for_what_tidies_up() -> None:
+    async def body() -> None:
+        past = time.monotonic() - 1
+        with limited(until=lambda: past):
+            task = asyncio.create_task(asyncio.to_thread(end_of, 100))
+            assert end_of(100) == past
+            with unlimited():
+                assert end_of(100) > past
+            tidied = Flaky(0)
+            await clean_up(retry(tidied, what="o", deadline_s=10), "left")
+            assert tidied.tries
+        assert await task == past
+        assert end_of(100) > past
+
+    timed(body())
+
+
+def test_an_end_that_moves_is_asked_again() -> None:
+    async def body() -> None:
+        end = time.monotonic() + 0.2
+
+        async def work() -> None:
+            nonlocal end
+            for _ in range(4):
+                await asyncio.sleep(0.1)
+                end = time.monotonic() + 0.2
+            await asyncio.sleep(60)
+
+        with pytest.raises(asyncio.TimeoutError):
+            await within(30, work(), sooner=lambda: end)
+
+    assert 0.6 <= timed(body()) < 5
+
+
+def test_who_is_cancelled_leaves_nothing_running() -> None:
+    flaky = Flaky(seconds=60)
+
+    async def body() -> None:
+        task = asyncio.create_task(within(30, flaky()))
+        await asyncio.sleep(0.05)
+        assert flaky.tries
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+        assert task.cancelled()
+        assert flaky.cut == 1
+
+    timed(body())
