@@ -11,10 +11,12 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from types import TracebackType
 
-from support.processes import SESSION
+import psutil
 
 HERE = "here"
 """The host that the test itself runs on."""
+_PREFIX = "pannier-test-"
+"""Of the namespaces' names; the process that made them follows."""
 
 
 def unavailable() -> str:
@@ -23,7 +25,7 @@ def unavailable() -> str:
         return "there is no `ip` command"
     if os.geteuid() != 0:
         return "network namespaces need root"
-    name = f"pannier-{SESSION}-try"
+    name = f"{_PREFIX}{os.getpid()}-try"
     try:
         _ip("netns", "add", name)
     except RuntimeError as error:
@@ -71,6 +73,7 @@ class Network:
         )
 
     def __enter__(self) -> "Network":
+        _remove_orphans()
         try:
             self._add(self._switch)
             _ip("-n", self._switch, "link", "add", "switch", "type", "bridge")
@@ -119,17 +122,27 @@ class Network:
 
     @staticmethod
     def _space(host: str) -> str:
-        return f"pannier-{SESSION}-{host}"
+        return f"{_PREFIX}{os.getpid()}-{host}"
 
     def _port(self, host: str) -> str:
         return f"port{self._hosts.index(host)}"
 
 
-def _ip(*arguments: str) -> None:
-    _run("ip", *arguments)
+def _remove_orphans() -> None:
+    """What runs left behind that were killed."""
+    for line in _ip("netns", "list").splitlines():
+        name = line.split()[0]
+        pid = name.removeprefix(_PREFIX).split("-")[0]
+        if name.startswith(_PREFIX) and not psutil.pid_exists(int(pid)):
+            _ip("netns", "del", name)
 
 
-def _run(*command: str) -> None:
+def _ip(*arguments: str) -> str:
+    return _run("ip", *arguments)
+
+
+def _run(*command: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
+    return done.stdout
