@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
 from pannier.sidecar.receiving import check_context
-from pannier.sidecar.saves import BEFORE_INGESTION, RankSave, Save, Saves
+from pannier.sidecar.saves import Phase, RankSave, Save, Saves
 from pannier.sidecar.trainers import Key, Trainers
 from pannier.sidecar.watches import Watches
 from pannier.v1 import save_pb2, sidecar_pb2
@@ -230,7 +230,8 @@ class Sessions:
         """A former life confirmed what this one knows nothing of: its journal was damaged."""
         for each in pending:
             rank = self._saves.find(each.context) if each.handed_over else None
-            if rank is not None and rank.phase in BEFORE_INGESTION:
+            # One that is only planned here is judged by the coordinator, which looks into storage.
+            if rank is not None and rank.phase is Phase.STREAMING:
                 self._saves.fail(
                     rank,
                     save_pb2.FAILURE_KIND_SPOOL,
