@@ -2,7 +2,8 @@
 
 Every method saves the same bytes to the same place in a fresh process, one after
 another in the same run; what counts are the ratios. Prints a table and writes
-``bench-results/bench.json`` and ``bench.md`` (the README's table).
+``bench-results/bench.json`` and ``bench.md`` (the README's table); then a second table,
+where the time of a streamed hand-over goes (``streaming.py``).
 """
 
 import argparse
@@ -30,6 +31,7 @@ from pannier.wire.version import package_version
 from support.gcs_server import GcsServer
 
 WORKER = Path(__file__).with_name("worker.py")
+STREAMING = Path(__file__).with_name("streaming.py")
 METHODS = ("pannier", "torch-thread", "torch-process")
 BUCKET = "bench"
 
@@ -118,6 +120,16 @@ def measure(method: str, target: str, options: argparse.Namespace, gcs: str) -> 
         return {"method": method, "target": target, "sidecar_peak_bytes": peak, **summary(result)}
 
 
+def stream(size: int) -> dict[str, Any]:
+    """Rates and CPU time of a hand-over and of the bare ways beside it."""
+    command = [sys.executable, "-W", "ignore", str(STREAMING), f"--bytes={size}"]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    if finished.returncode:
+        raise RuntimeError(f"streaming failed:\n{finished.stderr}")
+    result: dict[str, Any] = json.loads(finished.stdout.splitlines()[-1])
+    return result
+
+
 def summary(result: dict[str, Any]) -> dict[str, Any]:
     """Medians over the saves from the third on; steps against the quiet ones of the same process."""
     quiet, busy = sorted(result["quiet_step_s"]), sorted(result["busy_step_s"])
@@ -158,6 +170,8 @@ def main() -> None:
                 for method in options.methods:
                     console.print(f"{time.strftime('%H:%M:%S')} {method} -> {target}")
                     rows.append(measure(method, target, options, server.url))
+    console.print(f"{time.strftime('%H:%M:%S')} streaming")
+    streaming = stream(options.bytes)
     machine = {
         "cores": os.cpu_count(),
         "processor": platform.processor() or platform.machine(),
@@ -173,10 +187,12 @@ def main() -> None:
         "tensors": options.tensors,
         "saves": options.saves,
         "rows": rows,
+        "streaming": streaming,
     }
     (options.output / "bench.json").write_text(json.dumps(report, indent=2) + "\n")
     (options.output / "bench.md").write_text(markdown(report))
     console.print(table(report))
+    console.print(streaming_table(streaming))
 
 
 COLUMNS = (
@@ -218,6 +234,17 @@ def table(report: dict[str, Any]) -> Table:
         out.add_column(column, justify="left" if number < 2 else "right")
     for row in report["rows"]:
         out.add_row(*cells(row))
+    return out
+
+
+def streaming_table(ways: dict[str, Any]) -> Table:
+    """Where the time of a hand-over goes, for a terminal."""
+    out = Table(title="the bytes of one rank, from process to process")
+    for number, column in enumerate(("way", "GiB/s", "CPU seconds per GiB")):
+        out.add_column(column, justify="right" if number == 1 else "left")
+    for way, found in ways.items():
+        cpu = "\n".join(f"{value:.2f} {kind}" for kind, value in found["cpu_s_per_gib"].items())
+        out.add_row(way, f"{found['gib_per_s']:.2f}", cpu, end_section=True)
     return out
 
 
