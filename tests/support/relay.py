@@ -68,7 +68,7 @@ class Relay:
                     ours.close()
                     continue
                 self._open |= {ours, theirs}
-            ended = threading.Barrier(2, action=lambda a=ours, b=theirs: self._close(a, b))  # type: ignore[misc]
+            ended = threading.Barrier(2, action=lambda a=ours, b=theirs: self._close(a, b))
             for source, sink in ((ours, theirs), (theirs, ours)):
                 thread = threading.Thread(
                     target=self._pump, args=(source, sink, ended), daemon=True

@@ -129,6 +129,20 @@ def test_a_candidate_is_committed_as_it_is(tmp_path: Path) -> None:
     assert pannier("verify", str(place)).code == 0
 
 
+@pytest.mark.parametrize("damage", ["cut", "another attempt's"])
+def test_a_damaged_candidate_is_not_committed(tmp_path: Path, damage: str) -> None:
+    place = tmp_path / "step-1"
+    metadata = write_attempt(place, FIRST, commit=False)
+    told = metadata.replace(b"s1_1_0", b"s2_1_0") if damage != "cut" else metadata[:-40]
+    (place / identity.metadata_candidate(FIRST)).write_bytes(told)
+    result = pannier("recover", str(place), "--json")
+    assert result.code == 1
+    (line,) = result.json_lines()
+    assert line["end"] == "undecided"
+    assert identity.metadata_candidate(FIRST) in line["reason"]
+    assert not (place / ".metadata").exists()
+
+
 @pytest.mark.parametrize("candidate", [False, True])
 def test_without_torch_what_needs_none_is_done(tmp_path: Path, candidate: bool) -> None:
     place = tmp_path / "step-1"

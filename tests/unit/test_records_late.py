@@ -99,7 +99,7 @@ def test_a_lost_answer_does_not_bring_it_back_either() -> None:
             save=save_pb2.SaveId(job="j", incarnation="a", group=GROUP, number=1),
             attempt=FIRST,
             plan_id="p",
-            metadata=b"m",
+            metadata=FIRST.name.encode(),
             host="here",
         )
         decision = await decide(store, proposal)

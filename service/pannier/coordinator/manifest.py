@@ -15,6 +15,7 @@ from pannier.coordinator.planning import GlobalPlan
 from pannier.records.manifests import ManifestRecord
 from pannier.v1 import plan_pb2, records_pb2, sidecar_pb2
 from pannier.wire import identity
+from pannier.wire.errors import IntegrityError
 
 
 @dataclass(frozen=True)
@@ -88,9 +89,18 @@ class Manifest(ManifestRecord):
         return cls(message, message.SerializeToString(deterministic=True))
 
     def share(self, rank: int) -> Share:
-        """What ``rank`` writes; nothing, for a rank without items."""
+        """What ``rank`` writes; nothing, for a rank without items.
+
+        Raises IntegrityError when the manifest contradicts itself.
+        """
         if self._shares is None:
-            self._shares = _shares(self.message)
+            try:
+                self._shares = _shares(self.message)
+            except (IndexError, ValueError, OverflowError) as error:
+                raise IntegrityError(
+                    f"the plan manifest of attempt {self.message.attempt} contradicts itself: "
+                    f"{error}"
+                ) from error
         return self._shares.get(rank) or Share([], [])
 
     def final_plan(self, rank: int) -> plan_pb2.FinalPlan:

@@ -87,9 +87,15 @@ async def _read(store: Store, key: str) -> records_pb2.Decision | None:
     except NotFoundError:
         return None
     try:
-        return json_format.Parse(data, records_pb2.Decision(), ignore_unknown_fields=True)
+        decision = json_format.Parse(data, records_pb2.Decision(), ignore_unknown_fields=True)
     except (json_format.ParseError, UnicodeDecodeError) as error:
         raise IntegrityError(f"{store.url}/{key} is damaged: {error}") from error
+    # Whoever obeys it removes or installs what it names.
+    if not key.endswith(identity.decision(decision.attempt)):
+        raise IntegrityError(f"{store.url}/{key} is damaged: it names {decision.attempt!r}")
+    if decision.outcome not in (records_pb2.OUTCOME_COMMIT, records_pb2.OUTCOME_ABORT):
+        raise IntegrityError(f"{store.url}/{key} is damaged: it says neither COMMIT nor ABORT")
+    return decision
 
 
 @dataclass

@@ -5,13 +5,16 @@ and storage as it says. Knows nothing of ranks' processes; whoever runs it, and 
 outcome is the same. Async; StorageError says that a step's outcome may be unknown: run it again.
 """
 
+import asyncio
+
 from pannier.records.decisions import propose
 from pannier.records.installing import find_newer, install, publish_candidate
+from pannier.records.referring import referred
 from pannier.records.removing import remove_attempt
 from pannier.storage import Store
 from pannier.v1 import records_pb2, save_pb2
 from pannier.wire import identity
-from pannier.wire.errors import PannierError
+from pannier.wire.errors import IntegrityError, PannierError
 
 
 class SupersededError(PannierError):
@@ -29,9 +32,14 @@ async def prepare_commit(
 ) -> records_pb2.Decision:
     """Publishes the candidate; returns the COMMIT to be put to storage.
 
-    Raises SupersededError when ``.metadata`` is a newer attempt's.
+    Raises:
+        SupersededError: ``.metadata`` is a newer attempt's.
+        IntegrityError: another's candidate stands there, and needs other files.
     """
     standing = await publish_candidate(store, attempt.name, metadata)
+    if standing != metadata:
+        # Other versions of Python or torch write other bytes for the same.
+        await asyncio.to_thread(_check_same, store, attempt, standing, metadata)
     newer = await find_newer(store, attempt)
     if newer is not None:
         raise SupersededError(f"a newer save, {newer.name}, was committed to {store.url} meanwhile")
@@ -43,6 +51,15 @@ async def prepare_commit(
         plan_id=plan_id,
         metadata=standing,
     )
+
+
+def _check_same(store: Store, attempt: identity.Attempt, standing: bytes, metadata: bytes) -> None:
+    where = f"{store.url}/{identity.metadata_candidate(attempt.name)}"
+    if referred(standing, where) != referred(metadata, "the metadata made here"):
+        raise IntegrityError(
+            f"{where} doesn't need the files that the manifest and the receipts tell of: it is "
+            "damaged"
+        )
 
 
 async def carry_out(store: Store, decision: records_pb2.Decision) -> None:

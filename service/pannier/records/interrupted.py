@@ -4,6 +4,7 @@ In: a store. Out: what each interrupted attempt lacks; and, on request, its end,
 as a coordinator's. A save that is under way looks the same: ending it twice does no harm. Async.
 """
 
+import asyncio
 import enum
 import posixpath
 from collections.abc import Awaitable, Callable, Sequence
@@ -14,6 +15,7 @@ from pannier.records.ending import SupersededError, carry_out, prepare_commit
 from pannier.records.installing import RemovedError, find_standing
 from pannier.records.manifests import ManifestRecord, read_manifest
 from pannier.records.receipts import find_receipts
+from pannier.records.referring import referred
 from pannier.records.viewing import attempt_of
 from pannier.storage import NotFoundError, ObjectInfo, Store
 from pannier.v1 import records_pb2, save_pb2
@@ -181,7 +183,8 @@ async def end(
         await carry_out(store, decision)
     except RemovedError as error:
         return Outcome(interrupted, End.REMOVED, str(error))
-    except (IntegrityError, ConfigurationError) as error:
+    except (IntegrityError, ConfigurationError, NotFoundError) as error:
+        # A record that should be there is gone: somebody removes the attempt, or it is damaged.
         if abort and interrupted.found is Found.COMPLETE and isinstance(error, IntegrityError):
             return await _abort(store, interrupted, host, str(error))
         return Outcome(interrupted, End.UNDECIDED, str(error))
@@ -203,12 +206,14 @@ async def _commit(store: Store, attempt: str, build: Build, host: str) -> record
     manifest = await read_manifest(store, attempt, ManifestRecord)
     if manifest is None:
         raise IntegrityError(f"{store.url}: the manifest of {attempt} is gone")
+    receipts = await find_receipts(store, attempt, manifest.ranks)
     try:
-        # A coordinator that had checked the receipts.
+        # Of a coordinator that had checked the receipts.
         metadata = await store.read(identity.metadata_candidate(attempt))
     except NotFoundError:
-        receipts = await find_receipts(store, attempt, manifest.ranks)
         metadata = await build(manifest.data, receipts)
+    else:
+        await asyncio.to_thread(_check_candidate, store, attempt, metadata, receipts)
     proposal = await prepare_commit(
         store,
         save=manifest.message.save,
@@ -242,6 +247,16 @@ async def give_up(
             failures=failures,
         ),
     )
+
+
+def _check_candidate(
+    store: Store, attempt: str, metadata: bytes, receipts: Sequence[records_pb2.Receipt]
+) -> None:
+    """Raises IntegrityError unless all files that it needs are durable."""
+    where = f"{store.url}/{identity.metadata_candidate(attempt)}"
+    durable = {file.name for receipt in receipts for file in receipt.files}
+    if lacking := referred(metadata, where) - durable:
+        raise IntegrityError(f"{where} needs {sorted(lacking)[:4]}, of which no receipt tells")
 
 
 async def _abort(store: Store, interrupted: Interrupted, host: str, why: str) -> Outcome:
