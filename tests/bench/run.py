@@ -3,7 +3,8 @@
 Every method saves the same bytes to the same place in a fresh process, one after
 another in the same run; what counts are the ratios. Prints a table and writes
 ``bench-results/bench.json`` and ``bench.md`` (the README's table); then a second table,
-where the time of a streamed hand-over goes (``streaming.py``).
+where the time of a streamed hand-over goes (``streaming.py``), and a third, how long it takes until
+work goes on after a daemon was killed (``recovery.py``).
 """
 
 import argparse
@@ -32,6 +33,7 @@ from support.gcs_server import GcsServer
 
 WORKER = Path(__file__).with_name("worker.py")
 STREAMING = Path(__file__).with_name("streaming.py")
+RECOVERY = Path(__file__).with_name("recovery.py")
 METHODS = ("pannier", "torch-thread", "torch-process")
 BUCKET = "bench"
 
@@ -120,12 +122,12 @@ def measure(method: str, target: str, options: argparse.Namespace, gcs: str) -> 
         return {"method": method, "target": target, "sidecar_peak_bytes": peak, **summary(result)}
 
 
-def stream(size: int) -> dict[str, Any]:
-    """Rates and CPU time of a hand-over and of the bare ways beside it."""
-    command = [sys.executable, "-W", "ignore", str(STREAMING), f"--bytes={size}"]
+def run_script(script: Path, size: int) -> dict[str, Any]:
+    """What a script of its own measures, with so many bytes."""
+    command = [sys.executable, "-W", "ignore", str(script), f"--bytes={size}"]
     finished = subprocess.run(command, capture_output=True, text=True, timeout=900)
     if finished.returncode:
-        raise RuntimeError(f"streaming failed:\n{finished.stderr}")
+        raise RuntimeError(f"{script.name} failed:\n{finished.stderr}")
     result: dict[str, Any] = json.loads(finished.stdout.splitlines()[-1])
     return result
 
@@ -171,7 +173,9 @@ def main() -> None:
                     console.print(f"{time.strftime('%H:%M:%S')} {method} -> {target}")
                     rows.append(measure(method, target, options, server.url))
     console.print(f"{time.strftime('%H:%M:%S')} streaming")
-    streaming = stream(options.bytes)
+    streaming = run_script(STREAMING, options.bytes)
+    console.print(f"{time.strftime('%H:%M:%S')} recovery")
+    recovery = run_script(RECOVERY, options.bytes)
     machine = {
         "cores": os.cpu_count(),
         "processor": platform.processor() or platform.machine(),
@@ -188,11 +192,13 @@ def main() -> None:
         "saves": options.saves,
         "rows": rows,
         "streaming": streaming,
+        "recovery": recovery,
     }
     (options.output / "bench.json").write_text(json.dumps(report, indent=2) + "\n")
     (options.output / "bench.md").write_text(markdown(report))
     console.print(table(report))
     console.print(streaming_table(streaming))
+    console.print(recovery_table(recovery))
 
 
 COLUMNS = (
@@ -245,6 +251,19 @@ def streaming_table(ways: dict[str, Any]) -> Table:
     for way, found in ways.items():
         cpu = "\n".join(f"{value:.2f} {kind}" for kind, value in found["cpu_s_per_gib"].items())
         out.add_row(way, f"{found['gib_per_s']:.2f}", cpu, end_section=True)
+    return out
+
+
+def recovery_table(found: dict[str, Any]) -> Table:
+    """From a kill until work goes on, for a terminal."""
+    out = Table(title="from the kill on")
+    for column in ("killed", "until", "seconds"):
+        out.add_column(column, justify="right" if column == "seconds" else "left")
+    half = f"sidecar, {found['bytes'] / (1 << 30):g} GiB half uploaded"
+    waiting = f"coordinator, {found['ranks']} ranks waiting"
+    for name, killed in (("sidecar", half), ("coordinator", waiting)):
+        for what, seconds in found[name].items():
+            out.add_row(killed, what.removesuffix("_s"), f"{seconds:.1f}")
     return out
 
 
