@@ -47,9 +47,13 @@ ROWS = {
     ],
     "storage: 429, 5xx, reset, slow": [
         "faults/test_failure_table.py::test_storage_that_is_busy_resets_or_stalls_is_tried_again",
+        "faults/test_slow_storage.py::test_a_cut_upload_goes_on_at_what_the_store_holds_and_nothing_is_sent_twice",
+        "faults/test_slow_storage.py::test_a_stalled_upload_is_cut_off_and_goes_on",
+        "faults/test_slow_storage.py::test_saves_that_pile_up_take_no_more_than_the_spool_and_are_seen",
     ],
     "storage: 401, 403, 404 bucket": [
         "faults/test_failure_table.py::test_storage_that_refuses_ends_the_save_at_once",
+        "faults/test_slow_storage.py::test_a_refusal_in_the_middle_reaches_the_handle_with_rank_host_object_and_cause",
     ],
     "checksum mismatch": [
         "faults/test_failure_table.py::test_a_checksum_mismatch_is_mended_once_and_told_twice",
