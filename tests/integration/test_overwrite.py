@@ -19,6 +19,7 @@ from pannier.daemon.crashing import VARIABLE
 from support.cli import pannier_here as pannier
 from support.daemons import Daemons
 from support.gcs_server import GcsServer
+from support.ranks import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -136,6 +137,44 @@ def test_an_overwritten_checkpoint_stays_under_its_reader_and_goes_afterwards(
     assert pannier("verify", place).code == 0
     client.load(loaded, checkpoint_id=place, verify=True)
     assert torch.equal(loaded["w"], version(2)["w"])
+
+
+def load_and_look() -> None:
+    """Run by each rank: which leases are there while it reads."""
+    import os
+    from pathlib import Path
+    from typing import Any
+
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+
+    from pannier import client
+
+    dist.init_process_group("gloo")
+    leases = Path(os.environ["PLACE"]) / ".pannier" / "leases"
+    seen = []
+
+    class Looking(DefaultLoadPlanner):
+        def resolve_tensor(self, read_item: Any) -> torch.Tensor:
+            seen.append(len(list(leases.iterdir())))
+            dist.barrier()
+            return super().resolve_tensor(read_item)
+
+    found = {"w": torch.zeros(int(os.environ["SIZE"]))}
+    client.load(found, checkpoint_id=os.environ["PLACE"], planner=Looking(), verify=True)
+    assert torch.equal(found["w"], torch.ones_like(found["w"]))
+    assert seen == [1], seen
+    dist.barrier()
+    assert not leases.exists()
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_one_rank_takes_the_lease_for_all(client: Client, tmp_path: Path) -> None:
+    place = str(tmp_path / "run" / "step-1")
+    client.save(version(1), checkpoint_id=place)
+    run_ranks(load_and_look, 2, {"PLACE": place, "SIZE": str(SIZE)}, torchrun=False)
 
 
 def test_the_first_is_read_until_the_second_is_committed(
