@@ -278,7 +278,10 @@ def test_a_stopped_coordinator_does_not_bring_a_checkpoint_back(
         before = generations(split.server, place)
         old.resume()
         status = ended(old, target)
-    assert generations(split.server, place) == before
+    after = generations(split.server, place)
+    # Either one may have noted meanwhile that the first attempt is superseded.
+    marks = {name for name in after.keys() - before.keys() if name.endswith("/superseded")}
+    assert {name: after[name] for name in after.keys() - marks} == before
     if meanwhile == "replaced":
         assert status.state == COMMITTED
         check_whole(split.server, target)
