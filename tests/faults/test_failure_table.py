@@ -61,6 +61,7 @@ ROWS = {
     "spool or disk full": [
         "integration/test_bad_input.py::test_a_full_spool_is_waited_for_skipped_or_raised",
         "unit/test_sidecar_serving.py::test_a_full_file_system_is_an_error_before_a_byte_comes",
+        "faults/test_spool.py::test_a_disk_that_others_have_filled",
     ],
     "ranks disagree (world size, checkpoint id, group, plan)": [
         "faults/test_failure_table.py::test_ranks_that_disagree_are_told_who_said_what",
@@ -84,6 +85,7 @@ ROWS = {
     ],
     "the decision can't be read or written": [
         "faults/test_failure_table.py::test_a_save_is_in_doubt_while_its_decision_can_not_be_written",
+        "faults/test_slow_storage.py::test_a_commit_whose_answer_is_lost_and_can_not_be_read_is_in_doubt_and_then_true",
     ],
 }
 TESTS = Path(__file__).parents[1]

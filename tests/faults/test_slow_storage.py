@@ -16,7 +16,7 @@ from pannier.client import Client, SaveAbortedError
 from pannier.client.config import load_settings
 from pannier.v1 import save_pb2, status_pb2, status_pb2_grpc
 from pannier.wire import addresses
-from support.bucket import decisions_alone, generations
+from support.bucket import check_whole, decisions_alone, generations
 from support.daemons import Daemons, await_serving
 from support.gcs_server import GcsServer
 from support.processes import Process, python
@@ -171,6 +171,30 @@ def test_a_stalled_upload_is_cut_off_and_goes_on(
     (rank,) = await_save(impatient, target, lambda save: True).ranks
     assert rank.retries >= 1
     assert "did not answer for" in rank.last_error
+
+
+def test_a_commit_whose_answer_is_lost_and_can_not_be_read_is_in_doubt_and_then_true(
+    server: GcsServer, daemons: Daemons, client: Client
+) -> None:
+    target = "gs://bucket/doubt/step-1"
+    server.fault(kind="delay", seconds=stretched(1.5), **PIECES)
+    handle = client.async_save(state(7.0), checkpoint_id=target)
+    ingested = all_in(save_pb2.RANK_PHASE_INGESTED)
+    await_save(daemons.coordinator_address, target, ingested)
+    # After the receipt and the metadata that is to be: the decision.
+    server.fault(kind="lost", method="POST", path="uploadType=multipart", skip=2)
+    server.fault(kind="status", status=403, method="GET", path="decision", times=-1)
+    doubt = save_pb2.SAVE_STATE_IN_DOUBT
+    await_save(daemons.coordinator_address, target, lambda save: save.state == doubt)
+    # It was decided, and nobody can know: nothing is reported, nothing is deleted.
+    names = generations(server, "doubt/step-1")
+    assert [name for name in names if name.endswith("/decision")]
+    assert "doubt/step-1/.metadata" not in names
+    assert not handle.done()
+    server.clear()
+    handle.result(stretched(30))
+    assert generations(server, "doubt/step-1").keys() >= names.keys()
+    check_whole(server, target)
 
 
 def test_saves_that_pile_up_take_no_more_than_the_spool_and_are_seen(
