@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from google.protobuf import json_format
 
+from pannier.storage import DeniedError
+from pannier.storage.local import LocalStore
 from pannier.v1 import records_pb2
 from pannier.wire import identity
 from support.checkpoints import write, write_attempt, write_decision
@@ -237,3 +239,40 @@ def test_temporary_files_go_when_they_are_old(place: Path) -> None:
 def test_ages_must_not_be_negative(place: Path) -> None:
     assert pannier("gc", str(place), "--grace", "-1").code == 2
     assert pannier("gc", str(place), "--abandoned-after", "nan").code == 2
+
+
+def test_a_superseded_file_that_is_still_needed_stays(place: Path) -> None:
+    """Whoever wrote a .metadata that refers to an older attempt's files."""
+    write_attempt(place, FIRST)
+    content = (place / ".metadata").read_bytes()
+    write_attempt(place, SECOND)
+    write_decision(place, SECOND, records_pb2.OUTCOME_COMMIT, content + b"#")
+    write(place / ".metadata", content + b"#")
+    data = {name for name in names(place) if name.endswith(".distcp")}
+    for dry in (("--dry-run",), ()):
+        result = pannier("gc", str(place), *NOW, *dry, "--json")
+        (kept,) = lines(result, "kept")
+        assert (kept["attempt"], "refers to" in kept["reason"]) == (FIRST, True)
+        assert data <= names(place)
+
+
+def test_what_was_removed_before_an_error_is_told(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = place.parent / "step-2"
+    for each in (place, other):
+        write_decision(each, FIRST, records_pb2.OUTCOME_ABORT)
+        write(each / identity.data_file(FIRST, 0, 0), b"late")
+    delete = LocalStore.delete
+
+    async def refuse(self: LocalStore, key: str, *, generation: str | None = None) -> None:
+        if self.url == str(other):
+            raise DeniedError("no")
+        await delete(self, key, generation=generation)
+
+    monkeypatch.setattr(LocalStore, "delete", refuse)
+    result = pannier("gc", str(place.parent), "--json")
+    assert (result.code, "error: no" in result.err) == (3, True)
+    (line,) = result.json_lines()
+    assert line["checkpoint"] == str(place)
+    assert names(other) == {identity.decision(FIRST), identity.data_file(FIRST, 0, 0)}

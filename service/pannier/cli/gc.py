@@ -34,6 +34,8 @@ class _Found:
 
     removed: list[tuple[str, Removed]] = field(default_factory=list)
     kept: list[tuple[str, Kept]] = field(default_factory=list)
+    complete: bool = True
+    """Nothing failed on the way."""
 
 
 @click.command("gc")
@@ -85,7 +87,15 @@ def command(
     "bytes".
     """
     rules = Rules(grace_s=grace, abandoned_after_s=abandoned_after)
-    found = asyncio.run(_collect(root, storage_options, rules, dry_run))
+    found = _Found()
+    try:
+        asyncio.run(_collect(root, storage_options, rules, dry_run, found))
+    finally:
+        # Also what was removed before an error.
+        _tell(root, found, dry_run, as_json)
+
+
+def _tell(root: str, found: _Found, dry_run: bool, as_json: bool) -> None:
     if as_json:
         for checkpoint, removed in found.removed:
             render.print_json(_fields(checkpoint, removed, dry_run))
@@ -103,8 +113,10 @@ def command(
     _print(root, found, dry_run)
 
 
-async def _collect(root: str, options: dict[str, Any], rules: Rules, dry_run: bool) -> _Found:
-    found = _Found()
+async def _collect(
+    root: str, options: dict[str, Any], rules: Rules, dry_run: bool, found: _Found
+) -> None:
+    found.complete = False
     aborted: set[str] = set()
     undecided: set[str] = set()
     host = socket.gethostname()
@@ -113,7 +125,8 @@ async def _collect(root: str, options: dict[str, Any], rules: Rules, dry_run: bo
         directories = find_places(await store.list())
         unfinished = await store.list_unfinished()
         if not (directories or unfinished):
-            return found
+            found.complete = True
+            return
         now = time.time() if dry_run else await store_time(store)
         for directory in directories:
             checkpoint = f"{root.rstrip('/')}/{directory}".rstrip("/")
@@ -130,14 +143,16 @@ async def _collect(root: str, options: dict[str, Any], rules: Rules, dry_run: bo
             store, rules, aborted=aborted, undecided=undecided, now=now, dry_run=dry_run
         ):
             found.removed.append((root, removed))
+        found.complete = True
     finally:
         await store.close()
-    return found
 
 
 def _print(root: str, found: _Found, dry_run: bool) -> None:
     out = render.console()
     if not found.removed and not found.kept:
+        if not found.complete:
+            return
         out.print(f"nothing to remove below {root}")
         return
     if found.removed:

@@ -13,10 +13,11 @@ from typing import Final
 from pannier.daemon.crashing import point
 from pannier.records.clock import store_time
 from pannier.records.leases import find_leases
-from pannier.records.removing import remove_ended
+from pannier.records.removing import check_unneeded, remove_ended
 from pannier.records.viewing import View, find_needed, view
 from pannier.storage import ConflictError, ObjectInfo, Store
 from pannier.wire import identity
+from pannier.wire.errors import IntegrityError
 
 GRACE_S: Final = 3600.0
 """Seconds that a superseded attempt stays, by default."""
@@ -92,10 +93,16 @@ async def sweep_superseded(
             # It may be let go sooner.
             swept.wait(min(lease.expires - now, LOOK_S))
             continue
-        if dry_run:
-            swept.removed[attempt] = list(seen.attempts[attempt])
+        objects = list(seen.attempts[attempt])
+        try:
+            if dry_run:
+                check_unneeded(store, attempt, objects, needed)
+            else:
+                objects = await remove_ended(store, attempt, needed=needed)
+        except IntegrityError as error:
+            swept.kept[attempt] = str(error)
         else:
-            swept.removed[attempt] = await remove_ended(store, attempt, needed=needed)
+            swept.removed[attempt] = objects
     return swept
 
 
