@@ -20,6 +20,10 @@ from support.ranks import free_port
 from support.strangers import NOBODY, call, needs_root, speak
 
 LIST = "/pannier.v1.Status/ListSaves"
+HEALTH = "/grpc.health.v1.Health/Check"
+REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+HEALTHY = b"\x00\x00\x00\x00\x02\x08\x01"
+"""The message that says SERVING, as it is on the wire."""
 
 
 class Secured:
@@ -129,11 +133,14 @@ def test_another_user_is_refused_by_both_daemons(daemons: Daemons, tmp_path: Pat
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
         assert speak(str(path), call(LIST)) == b"denied"
+        assert HEALTHY in speak(str(path), call(HEALTH), user=0, wait=1)
     for path in sockets:
         path.chmod(0o666)
         path.parent.chmod(0o711)
         # An answer would name the daemon's host.
         assert b"serving" not in speak(str(path), call(LIST))
+        assert HEALTHY not in speak(str(path), call(HEALTH))
+        assert b"pannier.v1" not in speak(str(path), call(REFLECTION))
     for daemon in (daemons.sidecar, daemons.coordinator):
         assert f"user {NOBODY} (process " in daemon.log()
     settings = load_settings(sidecar=daemons.sidecar_address, job="test")

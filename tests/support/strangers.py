@@ -29,6 +29,8 @@ for _ in range(count):
         connection.sendall(said)
         if wait:
             time.sleep(wait)
+            connection.setblocking(False)
+            answers.append(connection.recv(65536))
         else:
             while more := connection.recv(65536):
                 answers.append(more)

@@ -6,12 +6,18 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import grpc
 import pytest
 
-from pannier.coordinator import registry
+from pannier.coordinator import serve
 from pannier.v1 import coordinator_pb2, plan_pb2, records_pb2, save_pb2, sidecar_pb2
-from pannier.wire import identity, limits
-from pannier.wire.errors import InvalidRequestError, OverloadedError, SaveAbortedError
+from pannier.wire import addresses, identity, limits
+from pannier.wire.errors import (
+    InvalidRequestError,
+    OverloadedError,
+    PannierError,
+    SaveAbortedError,
+)
 from support.daemons import short_directory
 from support.ranks_by_hand import (
     Desk,
@@ -282,4 +288,37 @@ def test_saves_under_way_have_a_limit_also_for_reports(
                 assert isinstance(each, SaveAbortedError)
 
     asyncio.run(scenario())
-    assert registry.check_room is limits.check_room
+
+
+def test_calls_of_one_sidecar_have_a_limit_and_others_are_answered(
+    sockets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve, "_CALLS_OF_ONE", 4)
+    ranks = tuple(range(8))
+    greedy_place, place = str(tmp_path / "root" / "greedy"), str(tmp_path / "root" / "step-1")
+
+    def calls(own: Desk) -> list["asyncio.Task[plan_pb2.FinalPlan]"]:
+        return [
+            asyncio.create_task(
+                own.plan(
+                    context(rank, greedy_place, ranks=ranks),
+                    local_plan([tensor(f"w{rank}", 1)]),
+                    timeout_s=1.5,
+                )
+            )
+            for rank in ranks
+        ]
+
+    async def scenario() -> None:
+        async with coordinator(sockets) as honest:
+            options = [*addresses.channel_options(), ("grpc.use_local_subchannel_pool", 1)]
+            address = f"unix://{sockets}/c.sock"
+            async with grpc.aio.insecure_channel(address, options=options) as channel:
+                waiting = calls(Desk(channel))
+                await planned(honest, place)
+                ended = await asyncio.gather(*waiting, return_exceptions=True)
+                assert all(isinstance(each, PannierError) for each in ended)
+                # Some of the eight were let in: the plan couldn't be made with those.
+                assert "(not heard of yet)" in str(ended)
+
+    asyncio.run(scenario())

@@ -39,6 +39,8 @@ _log = logging.getLogger(__name__)
 _SERVICE: Final = "pannier.v1.Coordinator"
 _THREADS: Final = 2
 """For planning and metadata, which hold the GIL for most of their time."""
+_CALLS_OF_ONE: Final = 1024
+"""Calls at a time on one connection, more than a sidecar forwards; others wait in the sidecar."""
 _PATIENCE_S: Final = 2.0
 """After SIGTERM: for commits that are being decided."""
 
@@ -88,7 +90,8 @@ async def serving(config: CoordinatorConfig) -> AsyncIterator[Registry]:
         peers = config.peers()
         watched = [] if peers is None else [AioPeerInterceptor(peers)]
         server = grpc.aio.server(
-            interceptors=[*watched, AioErrorInterceptor()], options=server_options()
+            interceptors=[*watched, AioErrorInterceptor()],
+            options=[*server_options(), ("grpc.max_concurrent_streams", _CALLS_OF_ONE)],
         )
         coordinator_pb2_grpc.add_CoordinatorServicer_to_server(service, server)
         operating = AioOperating(server, board, vitals, [_SERVICE])
