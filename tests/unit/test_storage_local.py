@@ -6,6 +6,8 @@ import fcntl
 import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from pannier.storage import (
     NotFoundError,
     StorageError,
     draft,
+    lock,
     open_store,
 )
 from pannier.storage.base import ObjectInfo, Store
@@ -284,3 +287,33 @@ def test_a_path_through_a_file_is_not_found(tmp_path: Path) -> None:
 
     asyncio.run(main())
     assert files(tmp_path) == ["file"]
+
+
+def test_a_cancelled_wait_for_the_lock_leaves_it_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, go_on = threading.Event(), threading.Event()
+    take = lock._try
+
+    def late(path: Path) -> int | None:
+        began.set()
+        assert go_on.wait(10)
+        return take(path)
+
+    async def scenario() -> None:
+        async def hold() -> None:
+            async with lock.locked(tmp_path, time.monotonic() + 10):
+                raise AssertionError("it was cancelled before")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(lock, "_try", late)
+            holding = asyncio.create_task(hold())
+            await asyncio.to_thread(began.wait, 10)
+            holding.cancel()
+            go_on.set()
+            with pytest.raises(asyncio.CancelledError):
+                await holding
+        async with lock.locked(tmp_path, time.monotonic() + 1):
+            return
+
+    asyncio.run(scenario())

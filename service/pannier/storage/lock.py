@@ -35,7 +35,7 @@ async def locked(directory: Path, end: float) -> AsyncIterator[None]:
     """
     path = directory / _NAME
     began = time.monotonic()
-    while (fd := await in_thread(_try, path)) is None:
+    while (fd := await _take(path)) is None:
         if time.monotonic() > end:
             waited_s = time.monotonic() - began
             raise StorageError(
@@ -48,6 +48,24 @@ async def locked(directory: Path, end: float) -> AsyncIterator[None]:
         yield
     finally:
         await in_thread(_release, path, fd)
+
+
+async def _take(path: Path) -> int | None:
+    """:func:`_try` in a thread; whoever is cancelled meanwhile holds nothing."""
+    taken = []
+
+    def take() -> int | None:
+        fd = _try(path)
+        if fd is not None:
+            taken.append(fd)
+        return fd
+
+    try:
+        return await in_thread(take)
+    except asyncio.CancelledError:
+        for fd in taken:
+            _release(path, fd)
+        raise
 
 
 def _try(path: Path) -> int | None:
