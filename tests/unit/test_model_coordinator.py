@@ -174,9 +174,12 @@ class Coordinator(RuleBasedStateMachine):
         self._look()
 
     @precondition(lambda self: self.attempt)
-    @rule()
-    def finish(self) -> None:
+    @rule(well=st.booleans())
+    def finish(self, well: bool) -> None:
         """Nothing more is lost: the save ends, and as it must."""
+        for rank in (0, 1) if well and not self.failed else ():
+            if rank not in self.stored:
+                self.store(rank, True)
         for rank in {0, 1} - self.stored:
             self._run(self._tell(report(self._context(rank), self.attempt, PLANNED), rank))
         complete = len(self.stored) == 2
