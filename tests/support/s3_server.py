@@ -5,6 +5,7 @@ import io
 import socket
 import struct
 import threading
+import urllib.request
 from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any
@@ -133,6 +134,9 @@ class S3Server:
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
         self._thread.start()
         self.client = boto3.client("s3", endpoint_url=self.url, region_name="us-east-1", **_KEYS)
+        # moto keeps what it has in this process, for whichever server comes next.
+        request = urllib.request.Request(f"{self.url}/moto-api/reset", method="POST")
+        urllib.request.urlopen(request, timeout=10).close()
         self.client.create_bucket(Bucket="bucket")
         return self
 
