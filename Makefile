@@ -25,8 +25,10 @@ demo: $(INSTALLED)  ## Train, kill, restore: what Pannier does, in under three m
 
 test: lint pytest  ## Everything that must pass: lint, then the tests
 
+# Most of a test's time is waiting: a few files at a time, also on two cores.
+WORKERS ?= 3
 pytest: $(INSTALLED)  ## The tests alone; choose some with ARGS="tests/unit -k cli"
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile $(ARGS)
 
 lint: $(INSTALLED) check-stubs  ## Style, types, import layers, protos, freshness of the stubs
 	$(BIN)/ruff check
