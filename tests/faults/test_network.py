@@ -94,7 +94,8 @@ def test_a_cut_from_the_coordinator_ends_only_saves_whose_deadline_passes_meanwh
     with new_client(daemons, server, monkeypatch) as client:
         hold_up(server)
         patient = client.async_save(STATE, checkpoint_id="gs://bucket/cut/step-1", timeout=60)
-        hasty = client.async_save(STATE, checkpoint_id="gs://bucket/cut/step-2", timeout=10)
+        # Long enough for the silence to be noticed, too.
+        hasty = client.async_save(STATE, checkpoint_id="gs://bucket/cut/step-2", timeout=16)
         for step in (1, 2):
             await_save(daemons.coordinator_address, f"gs://bucket/cut/step-{step}", INGESTED)
         network.cut("coordinator")
