@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from pannier.v1 import plan_pb2, records_pb2, save_pb2, sidecar_pb2
 from pannier.wire import plans
+from pannier.wire.errors import UnavailableError
 from support.ranks_by_hand import local_plan, receipt_of, tensor
 from support.scripted import TIMEOUT_S, Trainer, data_file
 
@@ -105,7 +106,11 @@ class Party:
 
     def __enter__(self) -> "Party":
         for hand in self.hands:
-            hand.connect()
+            try:
+                hand.connect()
+            except UnavailableError:
+                # The sidecar died at this very moment: the next one is waited for.
+                hand.connect()
         return self
 
     def __exit__(self, *details: object) -> None:
