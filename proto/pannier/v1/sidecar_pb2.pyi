@@ -42,7 +42,7 @@ class PendingSave(_message.Message):
     def __init__(self, context: _Optional[_Union[SaveContext, _Mapping]] = ..., handed_over: bool = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("wire_version", "sidecar_version", "host", "coordinator", "max_message_bytes", "embedded", "draining")
+    __slots__ = ("wire_version", "sidecar_version", "host", "coordinator", "max_message_bytes", "embedded", "draining", "descriptors")
     WIRE_VERSION_FIELD_NUMBER: _ClassVar[int]
     SIDECAR_VERSION_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
@@ -50,6 +50,7 @@ class Welcome(_message.Message):
     MAX_MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
     EMBEDDED_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    DESCRIPTORS_FIELD_NUMBER: _ClassVar[int]
     wire_version: int
     sidecar_version: str
     host: str
@@ -57,7 +58,8 @@ class Welcome(_message.Message):
     max_message_bytes: int
     embedded: bool
     draining: bool
-    def __init__(self, wire_version: _Optional[int] = ..., sidecar_version: _Optional[str] = ..., host: _Optional[str] = ..., coordinator: _Optional[str] = ..., max_message_bytes: _Optional[int] = ..., embedded: bool = ..., draining: bool = ...) -> None: ...
+    descriptors: str
+    def __init__(self, wire_version: _Optional[int] = ..., sidecar_version: _Optional[str] = ..., host: _Optional[str] = ..., coordinator: _Optional[str] = ..., max_message_bytes: _Optional[int] = ..., embedded: bool = ..., draining: bool = ..., descriptors: _Optional[str] = ...) -> None: ...
 
 class ConnectResponse(_message.Message):
     __slots__ = ("welcome", "save")
@@ -84,26 +86,34 @@ class SaveContext(_message.Message):
     def __init__(self, save: _Optional[_Union[_save_pb2.SaveId, _Mapping]] = ..., checkpoint_id: _Optional[str] = ..., ranks: _Optional[_Iterable[int]] = ..., world_size: _Optional[int] = ..., rank: _Optional[int] = ..., host: _Optional[str] = ...) -> None: ...
 
 class PlanRequest(_message.Message):
-    __slots__ = ("context", "plan", "digest", "timeout_s", "save_timeout_s", "wire_version")
+    __slots__ = ("context", "plan", "digest", "timeout_s", "save_timeout_s", "wire_version", "cached_plan_id", "attempt", "prepare")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     SAVE_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     WIRE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    CACHED_PLAN_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    PREPARE_FIELD_NUMBER: _ClassVar[int]
     context: SaveContext
     plan: _plan_pb2.LocalPlan
     digest: str
     timeout_s: float
     save_timeout_s: float
     wire_version: int
-    def __init__(self, context: _Optional[_Union[SaveContext, _Mapping]] = ..., plan: _Optional[_Union[_plan_pb2.LocalPlan, _Mapping]] = ..., digest: _Optional[str] = ..., timeout_s: _Optional[float] = ..., save_timeout_s: _Optional[float] = ..., wire_version: _Optional[int] = ...) -> None: ...
+    cached_plan_id: str
+    attempt: str
+    prepare: bool
+    def __init__(self, context: _Optional[_Union[SaveContext, _Mapping]] = ..., plan: _Optional[_Union[_plan_pb2.LocalPlan, _Mapping]] = ..., digest: _Optional[str] = ..., timeout_s: _Optional[float] = ..., save_timeout_s: _Optional[float] = ..., wire_version: _Optional[int] = ..., cached_plan_id: _Optional[str] = ..., attempt: _Optional[str] = ..., prepare: bool = ...) -> None: ...
 
 class PlanResponse(_message.Message):
-    __slots__ = ("plan",)
+    __slots__ = ("plan", "wanted")
     PLAN_FIELD_NUMBER: _ClassVar[int]
+    WANTED_FIELD_NUMBER: _ClassVar[int]
     plan: _plan_pb2.FinalPlan
-    def __init__(self, plan: _Optional[_Union[_plan_pb2.FinalPlan, _Mapping]] = ...) -> None: ...
+    wanted: bool
+    def __init__(self, plan: _Optional[_Union[_plan_pb2.FinalPlan, _Mapping]] = ..., wanted: bool = ...) -> None: ...
 
 class BeginRequest(_message.Message):
     __slots__ = ("context", "save_timeout_s", "wire_version")
@@ -151,19 +161,79 @@ class WriteResponse(_message.Message):
     committed: int
     def __init__(self, committed: _Optional[int] = ...) -> None: ...
 
+class ReserveRequest(_message.Message):
+    __slots__ = ("job", "incarnation", "rank", "client", "sizes")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_FIELD_NUMBER: _ClassVar[int]
+    SIZES_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    incarnation: str
+    rank: int
+    client: str
+    sizes: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, job: _Optional[str] = ..., incarnation: _Optional[str] = ..., rank: _Optional[int] = ..., client: _Optional[str] = ..., sizes: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class LentFile(_message.Message):
+    __slots__ = ("slab", "capacity")
+    SLAB_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_FIELD_NUMBER: _ClassVar[int]
+    slab: str
+    capacity: int
+    def __init__(self, slab: _Optional[str] = ..., capacity: _Optional[int] = ...) -> None: ...
+
+class ReserveResponse(_message.Message):
+    __slots__ = ("files", "token")
+    FILES_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    files: _containers.RepeatedCompositeFieldContainer[LentFile]
+    token: bytes
+    def __init__(self, files: _Optional[_Iterable[_Union[LentFile, _Mapping]]] = ..., token: _Optional[bytes] = ...) -> None: ...
+
+class ReleaseRequest(_message.Message):
+    __slots__ = ("job", "incarnation", "rank", "client", "slabs")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_FIELD_NUMBER: _ClassVar[int]
+    SLABS_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    incarnation: str
+    rank: int
+    client: str
+    slabs: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, job: _Optional[str] = ..., incarnation: _Optional[str] = ..., rank: _Optional[int] = ..., client: _Optional[str] = ..., slabs: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ReleaseResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class MappedFile(_message.Message):
+    __slots__ = ("name", "slab")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SLAB_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    slab: str
+    def __init__(self, name: _Optional[str] = ..., slab: _Optional[str] = ...) -> None: ...
+
 class HandOverRequest(_message.Message):
-    __slots__ = ("context", "attempt", "plan_id", "files", "varying")
+    __slots__ = ("context", "attempt", "plan_id", "files", "varying", "mapped", "client")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PLAN_ID_FIELD_NUMBER: _ClassVar[int]
     FILES_FIELD_NUMBER: _ClassVar[int]
     VARYING_FIELD_NUMBER: _ClassVar[int]
+    MAPPED_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_FIELD_NUMBER: _ClassVar[int]
     context: SaveContext
     attempt: str
     plan_id: str
     files: _containers.RepeatedCompositeFieldContainer[_records_pb2.DataFile]
     varying: _containers.RepeatedCompositeFieldContainer[_records_pb2.VaryingItem]
-    def __init__(self, context: _Optional[_Union[SaveContext, _Mapping]] = ..., attempt: _Optional[str] = ..., plan_id: _Optional[str] = ..., files: _Optional[_Iterable[_Union[_records_pb2.DataFile, _Mapping]]] = ..., varying: _Optional[_Iterable[_Union[_records_pb2.VaryingItem, _Mapping]]] = ...) -> None: ...
+    mapped: _containers.RepeatedCompositeFieldContainer[MappedFile]
+    client: str
+    def __init__(self, context: _Optional[_Union[SaveContext, _Mapping]] = ..., attempt: _Optional[str] = ..., plan_id: _Optional[str] = ..., files: _Optional[_Iterable[_Union[_records_pb2.DataFile, _Mapping]]] = ..., varying: _Optional[_Iterable[_Union[_records_pb2.VaryingItem, _Mapping]]] = ..., mapped: _Optional[_Iterable[_Union[MappedFile, _Mapping]]] = ..., client: _Optional[str] = ...) -> None: ...
 
 class HandOverResponse(_message.Message):
     __slots__ = ()

@@ -55,6 +55,16 @@ class SidecarStub(object):
                 request_serializer=pannier_dot_v1_dot_sidecar__pb2.WriteRequest.SerializeToString,
                 response_deserializer=pannier_dot_v1_dot_sidecar__pb2.WriteResponse.FromString,
                 _registered_method=True)
+        self.Reserve = channel.unary_unary(
+                '/pannier.v1.Sidecar/Reserve',
+                request_serializer=pannier_dot_v1_dot_sidecar__pb2.ReserveRequest.SerializeToString,
+                response_deserializer=pannier_dot_v1_dot_sidecar__pb2.ReserveResponse.FromString,
+                _registered_method=True)
+        self.Release = channel.unary_unary(
+                '/pannier.v1.Sidecar/Release',
+                request_serializer=pannier_dot_v1_dot_sidecar__pb2.ReleaseRequest.SerializeToString,
+                response_deserializer=pannier_dot_v1_dot_sidecar__pb2.ReleaseResponse.FromString,
+                _registered_method=True)
         self.HandOver = channel.unary_unary(
                 '/pannier.v1.Sidecar/HandOver',
                 request_serializer=pannier_dot_v1_dot_sidecar__pb2.HandOverRequest.SerializeToString,
@@ -115,6 +125,22 @@ class SidecarServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Reserve(self, request, context):
+        """Lends files of the spool to a client, to stage into. Their descriptors come
+        over the socket that Welcome.descriptors names. They are lent until the
+        client goes away or gives them back.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Release(self, request, context):
+        """Gives files back that were lent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def HandOver(self, request, context):
         """All of the rank's files are in the spool and sealed: answered when the rank
         is ingested.
@@ -166,6 +192,16 @@ def add_SidecarServicer_to_server(servicer, server):
                     servicer.Write,
                     request_deserializer=pannier_dot_v1_dot_sidecar__pb2.WriteRequest.FromString,
                     response_serializer=pannier_dot_v1_dot_sidecar__pb2.WriteResponse.SerializeToString,
+            ),
+            'Reserve': grpc.unary_unary_rpc_method_handler(
+                    servicer.Reserve,
+                    request_deserializer=pannier_dot_v1_dot_sidecar__pb2.ReserveRequest.FromString,
+                    response_serializer=pannier_dot_v1_dot_sidecar__pb2.ReserveResponse.SerializeToString,
+            ),
+            'Release': grpc.unary_unary_rpc_method_handler(
+                    servicer.Release,
+                    request_deserializer=pannier_dot_v1_dot_sidecar__pb2.ReleaseRequest.FromString,
+                    response_serializer=pannier_dot_v1_dot_sidecar__pb2.ReleaseResponse.SerializeToString,
             ),
             'HandOver': grpc.unary_unary_rpc_method_handler(
                     servicer.HandOver,
@@ -297,6 +333,60 @@ class Sidecar(object):
             '/pannier.v1.Sidecar/Write',
             pannier_dot_v1_dot_sidecar__pb2.WriteRequest.SerializeToString,
             pannier_dot_v1_dot_sidecar__pb2.WriteResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Reserve(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pannier.v1.Sidecar/Reserve',
+            pannier_dot_v1_dot_sidecar__pb2.ReserveRequest.SerializeToString,
+            pannier_dot_v1_dot_sidecar__pb2.ReserveResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Release(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pannier.v1.Sidecar/Release',
+            pannier_dot_v1_dot_sidecar__pb2.ReleaseRequest.SerializeToString,
+            pannier_dot_v1_dot_sidecar__pb2.ReleaseResponse.FromString,
             options,
             channel_credentials,
             insecure,
