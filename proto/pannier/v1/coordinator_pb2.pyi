@@ -10,7 +10,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class RankReport(_message.Message):
-    __slots__ = ("context", "attempt", "status", "receipt", "failure", "plan_id", "digest")
+    __slots__ = ("context", "attempt", "status", "receipt", "failure", "plan_id", "digest", "timeout_s", "save_timeout_s")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
@@ -18,6 +18,8 @@ class RankReport(_message.Message):
     FAILURE_FIELD_NUMBER: _ClassVar[int]
     PLAN_ID_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    SAVE_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     context: _sidecar_pb2.SaveContext
     attempt: str
     status: _save_pb2.RankStatus
@@ -25,7 +27,9 @@ class RankReport(_message.Message):
     failure: _save_pb2.Failure
     plan_id: str
     digest: str
-    def __init__(self, context: _Optional[_Union[_sidecar_pb2.SaveContext, _Mapping]] = ..., attempt: _Optional[str] = ..., status: _Optional[_Union[_save_pb2.RankStatus, _Mapping]] = ..., receipt: _Optional[_Union[_records_pb2.Receipt, _Mapping]] = ..., failure: _Optional[_Union[_save_pb2.Failure, _Mapping]] = ..., plan_id: _Optional[str] = ..., digest: _Optional[str] = ...) -> None: ...
+    timeout_s: float
+    save_timeout_s: float
+    def __init__(self, context: _Optional[_Union[_sidecar_pb2.SaveContext, _Mapping]] = ..., attempt: _Optional[str] = ..., status: _Optional[_Union[_save_pb2.RankStatus, _Mapping]] = ..., receipt: _Optional[_Union[_records_pb2.Receipt, _Mapping]] = ..., failure: _Optional[_Union[_save_pb2.Failure, _Mapping]] = ..., plan_id: _Optional[str] = ..., digest: _Optional[str] = ..., timeout_s: _Optional[float] = ..., save_timeout_s: _Optional[float] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
     __slots__ = ("wire_version", "host", "sidecar", "reports", "watched", "trainers")

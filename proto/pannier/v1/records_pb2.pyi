@@ -41,7 +41,7 @@ class Member(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., host: _Optional[str] = ..., digest: _Optional[str] = ...) -> None: ...
 
 class PlanManifest(_message.Message):
-    __slots__ = ("save", "attempt", "checkpoint_id", "incarnation_number", "members", "metadata", "owner", "position", "external")
+    __slots__ = ("save", "attempt", "checkpoint_id", "incarnation_number", "members", "metadata", "owner", "position", "external", "body_size", "crc32c")
     SAVE_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_ID_FIELD_NUMBER: _ClassVar[int]
@@ -51,6 +51,8 @@ class PlanManifest(_message.Message):
     OWNER_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
     EXTERNAL_FIELD_NUMBER: _ClassVar[int]
+    BODY_SIZE_FIELD_NUMBER: _ClassVar[int]
+    CRC32C_FIELD_NUMBER: _ClassVar[int]
     save: _save_pb2.SaveId
     attempt: str
     checkpoint_id: str
@@ -60,7 +62,9 @@ class PlanManifest(_message.Message):
     owner: _containers.RepeatedScalarFieldContainer[int]
     position: _containers.RepeatedScalarFieldContainer[int]
     external: bool
-    def __init__(self, save: _Optional[_Union[_save_pb2.SaveId, _Mapping]] = ..., attempt: _Optional[str] = ..., checkpoint_id: _Optional[str] = ..., incarnation_number: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., metadata: _Optional[_Union[_plan_pb2.GlobalMetadata, _Mapping]] = ..., owner: _Optional[_Iterable[int]] = ..., position: _Optional[_Iterable[int]] = ..., external: bool = ...) -> None: ...
+    body_size: int
+    crc32c: int
+    def __init__(self, save: _Optional[_Union[_save_pb2.SaveId, _Mapping]] = ..., attempt: _Optional[str] = ..., checkpoint_id: _Optional[str] = ..., incarnation_number: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., metadata: _Optional[_Union[_plan_pb2.GlobalMetadata, _Mapping]] = ..., owner: _Optional[_Iterable[int]] = ..., position: _Optional[_Iterable[int]] = ..., external: bool = ..., body_size: _Optional[int] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class DataFile(_message.Message):
     __slots__ = ("name", "size", "crc32c")

@@ -17,6 +17,7 @@ class SaveState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     SAVE_STATE_COMMITTED: _ClassVar[SaveState]
     SAVE_STATE_ABORTED: _ClassVar[SaveState]
     SAVE_STATE_IN_DOUBT: _ClassVar[SaveState]
+    SAVE_STATE_PREPARED: _ClassVar[SaveState]
 
 class RankPhase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -49,6 +50,7 @@ SAVE_STATE_UPLOADING: SaveState
 SAVE_STATE_COMMITTED: SaveState
 SAVE_STATE_ABORTED: SaveState
 SAVE_STATE_IN_DOUBT: SaveState
+SAVE_STATE_PREPARED: SaveState
 RANK_PHASE_UNSPECIFIED: RankPhase
 RANK_PHASE_MISSING: RankPhase
 RANK_PHASE_PLANNED: RankPhase
