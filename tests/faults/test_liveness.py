@@ -111,9 +111,13 @@ def test_a_stopped_daemon_is_named_and_the_save_goes_on_when_it_does(
         daemons.sidecar.pause()
         silent = re.compile(r"the sidecar at .* \(last heard ([5-9]|1\d) s ago\)")
         wait_until(lambda: silent.match(handle.status().waiting_on) is not None, 15)
-        warned = [each.message for each in caplog.records if each.levelname == "WARNING"]
-        assert len(warned) == 1
-        assert re.match(r"the sidecar at .* is silent, last heard", warned[0])
+
+        def warned() -> list[str]:
+            return [each.message for each in caplog.records if each.levelname == "WARNING"]
+
+        wait_until(lambda: len(warned()) > 0)
+        assert len(warned()) == 1
+        assert re.match(r"the sidecar at .* is silent, last heard", warned()[0])
         assert "node-0 is attached, but was last heard" in daemons.coordinator.log()
         daemons.sidecar.resume()
         server.clear()
