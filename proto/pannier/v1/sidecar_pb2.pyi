@@ -62,12 +62,18 @@ class Welcome(_message.Message):
     def __init__(self, wire_version: _Optional[int] = ..., sidecar_version: _Optional[str] = ..., host: _Optional[str] = ..., coordinator: _Optional[str] = ..., max_message_bytes: _Optional[int] = ..., embedded: bool = ..., draining: bool = ..., descriptors: _Optional[str] = ...) -> None: ...
 
 class ConnectResponse(_message.Message):
-    __slots__ = ("welcome", "save")
+    __slots__ = ("welcome", "save", "room")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     SAVE_FIELD_NUMBER: _ClassVar[int]
+    ROOM_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     save: _save_pb2.SaveStatus
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., save: _Optional[_Union[_save_pb2.SaveStatus, _Mapping]] = ...) -> None: ...
+    room: RoomWanted
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., save: _Optional[_Union[_save_pb2.SaveStatus, _Mapping]] = ..., room: _Optional[_Union[RoomWanted, _Mapping]] = ...) -> None: ...
+
+class RoomWanted(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class SaveContext(_message.Message):
     __slots__ = ("save", "checkpoint_id", "ranks", "world_size", "rank", "host")
@@ -132,16 +138,18 @@ class BeginResponse(_message.Message):
     def __init__(self, attempt: _Optional[str] = ...) -> None: ...
 
 class FileHeader(_message.Message):
-    __slots__ = ("context", "attempt", "name", "size")
+    __slots__ = ("context", "attempt", "name", "size", "reason")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     SIZE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
     context: SaveContext
     attempt: str
     name: str
     size: int
-    def __init__(self, context: _Optional[_Union[SaveContext, _Mapping]] = ..., attempt: _Optional[str] = ..., name: _Optional[str] = ..., size: _Optional[int] = ...) -> None: ...
+    reason: str
+    def __init__(self, context: _Optional[_Union[SaveContext, _Mapping]] = ..., attempt: _Optional[str] = ..., name: _Optional[str] = ..., size: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class WriteRequest(_message.Message):
     __slots__ = ("header", "offset", "crc32c", "data")
@@ -218,22 +226,20 @@ class MappedFile(_message.Message):
     def __init__(self, name: _Optional[str] = ..., slab: _Optional[str] = ...) -> None: ...
 
 class HandOverRequest(_message.Message):
-    __slots__ = ("context", "attempt", "plan_id", "files", "varying", "mapped", "client")
+    __slots__ = ("context", "attempt", "plan_id", "files", "varying", "mapped")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PLAN_ID_FIELD_NUMBER: _ClassVar[int]
     FILES_FIELD_NUMBER: _ClassVar[int]
     VARYING_FIELD_NUMBER: _ClassVar[int]
     MAPPED_FIELD_NUMBER: _ClassVar[int]
-    CLIENT_FIELD_NUMBER: _ClassVar[int]
     context: SaveContext
     attempt: str
     plan_id: str
     files: _containers.RepeatedCompositeFieldContainer[_records_pb2.DataFile]
     varying: _containers.RepeatedCompositeFieldContainer[_records_pb2.VaryingItem]
     mapped: _containers.RepeatedCompositeFieldContainer[MappedFile]
-    client: str
-    def __init__(self, context: _Optional[_Union[SaveContext, _Mapping]] = ..., attempt: _Optional[str] = ..., plan_id: _Optional[str] = ..., files: _Optional[_Iterable[_Union[_records_pb2.DataFile, _Mapping]]] = ..., varying: _Optional[_Iterable[_Union[_records_pb2.VaryingItem, _Mapping]]] = ..., mapped: _Optional[_Iterable[_Union[MappedFile, _Mapping]]] = ..., client: _Optional[str] = ...) -> None: ...
+    def __init__(self, context: _Optional[_Union[SaveContext, _Mapping]] = ..., attempt: _Optional[str] = ..., plan_id: _Optional[str] = ..., files: _Optional[_Iterable[_Union[_records_pb2.DataFile, _Mapping]]] = ..., varying: _Optional[_Iterable[_Union[_records_pb2.VaryingItem, _Mapping]]] = ..., mapped: _Optional[_Iterable[_Union[MappedFile, _Mapping]]] = ...) -> None: ...
 
 class HandOverResponse(_message.Message):
     __slots__ = ()
