@@ -101,6 +101,7 @@ _TEXT = st.one_of(
 _SCALARS = {
     FieldDescriptor.TYPE_UINT32: _numbers(0, (1 << 32) - 1),
     FieldDescriptor.TYPE_FIXED32: _numbers(0, (1 << 32) - 1),
+    FieldDescriptor.TYPE_FIXED64: _numbers(0, (1 << 64) - 1),
     FieldDescriptor.TYPE_UINT64: _numbers(0, (1 << 64) - 1),
     FieldDescriptor.TYPE_INT32: _numbers(-(1 << 31), (1 << 31) - 1),
     FieldDescriptor.TYPE_INT64: _numbers(-(1 << 63), (1 << 63) - 1),

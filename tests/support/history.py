@@ -72,7 +72,7 @@ class History:
         message = records_pb2.PlanManifest(save=self._save(attempt), attempt=name.name)
         for rank in range(RANKS):
             message.members.add(rank=rank, host="node")
-        manifest = ManifestRecord(message, message.SerializeToString())
+        manifest = ManifestRecord.parse(message.SerializeToString())
         attempt.plan_id = (await publish(self._store, manifest)).plan_id
         self._tries.append(attempt)
 

@@ -199,8 +199,8 @@ def sound() -> tuple[bytes, list[records_pb2.Receipt]]:
             plan_id=parsed.plan_id,
             rank=rank,
             files=[
-                records_pb2.DataFile(name=name, size=size or 10)
-                for name, size in parsed.share(rank).files.items()
+                records_pb2.DataFile(name=file.name, size=file.size or 10)
+                for file in parsed.final_plan(rank).files
             ],
         )
         for rank in (0, 1)

@@ -35,7 +35,7 @@ def build_candidate(
     return pickle_metadata(
         complete_metadata(manifest, receipts),
         checkpoint_id=checkpoint_id,
-        attempt=manifest.message.attempt,
+        attempt=manifest.header.attempt,
     )
 
 
@@ -44,12 +44,12 @@ def build_checked(manifest: bytes, receipts: Iterable[records_pb2.Receipt]) -> b
     plan = Manifest.parse(manifest)
     told = {receipt.rank: receipt for receipt in receipts}
     for receipt in told.values():
-        if plan.message.external:
-            check_external_receipt(plan.message.attempt, receipt)
+        if plan.header.external:
+            check_external_receipt(plan.header.attempt, receipt)
         else:
             check_receipt(plan, receipt)
-    if plan.message.external:
+    if plan.header.external:
         check_external_metadata(plan.message.metadata, told)
     if missing := [rank for rank in plan.ranks if rank not in told]:
         raise IntegrityError(f"the receipts of ranks {missing} are missing")
-    return build_candidate(plan, told, checkpoint_id=plan.message.checkpoint_id)
+    return build_candidate(plan, told, checkpoint_id=plan.header.checkpoint_id)

@@ -215,15 +215,13 @@ class Conductor:
 
         def make() -> Manifest:
             plan = self._planners.make(plans, attempt.name)
-            made = Manifest.make(context, attempt, plans, plan)
-            made.share(-1)
-            return made
+            return Manifest.make(context, attempt, plans, plan)
 
         made = await self._in_thread(make)
         save.problem = f"storage at {context.checkpoint_id}"
         standing = await self._publish(save, store, made)
         save.problem = ""
-        await self._in_thread(lambda: standing.share(-1))
+        await self._in_thread(lambda: standing.plan)
         adopt(save, standing)
         return standing is made
 

@@ -1,39 +1,26 @@
 """The plan manifest: the global plan as an object beside the checkpoint, and what follows from it.
 
-In: a global plan and the members of a save. Out: bytes whose hash is the plan id, each
-rank's final plan, and what each rank's receipt must say. Everybody reads these from the
-manifest alone, so a coordinator that finds another's manifest goes on from that one.
+In: a global plan and the members of a save. Out: the object's bytes, each rank's final plan, and
+what each rank's receipt must say. Everybody reads these from the manifest alone, so a coordinator
+that finds another's manifest goes on from that one. Later saves by the same plan get manifests of
+their own, which share all of it but their header.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
-import numpy as np
-
+from pannier.coordinator.agreed import AgreedPlan, Share, read_assignment
 from pannier.coordinator.columns import RankPlan
 from pannier.coordinator.planning import GlobalPlan
-from pannier.records.manifests import ManifestRecord
+from pannier.records.manifests import ManifestRecord, join, plan_id_of
 from pannier.v1 import plan_pb2, records_pb2, sidecar_pb2
 from pannier.wire import identity
 from pannier.wire.errors import IntegrityError
 
 
-@dataclass(frozen=True)
-class Share:
-    """What one rank writes: rows of the manifest's metadata, in order of position."""
-
-    rows: list[int]
-    positions: list[int]
-    files: dict[str, int] = field(default_factory=dict)
-    """Sizes by name; 0 for the objects file, whose size the receipt tells."""
-
-
 class Manifest(ManifestRecord):
     """A plan manifest that knows its plan. Immutable."""
 
-    def __init__(self, message: records_pb2.PlanManifest, data: bytes) -> None:
-        super().__init__(message, data)
-        self._shares: Mapping[int, Share] | None = None
+    _plan: AgreedPlan | None = None
 
     @classmethod
     def make(
@@ -44,21 +31,26 @@ class Manifest(ManifestRecord):
         plan: GlobalPlan,
     ) -> "Manifest":
         """The manifest of a plan that Pannier made. CPU-bound; any thread."""
-        return cls._of(
-            records_pb2.PlanManifest(
-                save=context.save,
-                attempt=attempt.name,
-                checkpoint_id=context.checkpoint_id,
-                incarnation_number=attempt.incarnation_number,
-                members=[
-                    records_pb2.Member(rank=each.rank, host=each.host, digest=each.digest)
-                    for each in members
-                ],
-                metadata=plan.metadata,
-                owner=plan.owner,
-                position=plan.position,
-            )
-        )
+        agreed = agree(attempt, members, plan)
+        return cls.of(agreed, context, attempt, {each.rank: each.host for each in members})
+
+    @classmethod
+    def of(
+        cls,
+        plan: AgreedPlan,
+        context: sidecar_pb2.SaveContext,
+        attempt: identity.Attempt,
+        hosts: Mapping[int, str],
+    ) -> "Manifest":
+        """The manifest of one more save by a plan that was agreed."""
+        header = _header(context, attempt)
+        for rank, digest in plan.members:
+            header.members.add(rank=rank, host=hosts.get(rank, ""), digest=digest)
+        prefix = identity.data_prefix(attempt.name)
+        header.metadata.files.extend([prefix + name for name in plan.names])
+        made = cls(header, join(header, plan.body), plan.plan_id, plan.body)
+        made._plan = plan
+        return made
 
     @classmethod
     def make_external(
@@ -69,77 +61,73 @@ class Manifest(ManifestRecord):
         metadata: plan_pb2.GlobalMetadata,
     ) -> "Manifest":
         """The manifest of a plan that torch made, with complete placements."""
-        return cls._of(
-            records_pb2.PlanManifest(
-                save=context.save,
-                attempt=attempt.name,
-                checkpoint_id=context.checkpoint_id,
-                incarnation_number=attempt.incarnation_number,
-                members=[
-                    records_pb2.Member(rank=rank, host=hosts.get(rank, ""))
-                    for rank in context.ranks
-                ],
-                metadata=metadata,
-                external=True,
-            )
-        )
+        message = _header(context, attempt)
+        message.external = True
+        for rank in context.ranks:
+            message.members.add(rank=rank, host=hosts.get(rank, ""))
+        message.metadata.CopyFrom(metadata)
+        return cls.parse(message.SerializeToString(deterministic=True))
 
-    @classmethod
-    def _of(cls, message: records_pb2.PlanManifest) -> "Manifest":
-        return cls(message, message.SerializeToString(deterministic=True))
-
-    def share(self, rank: int) -> Share:
-        """What ``rank`` writes; nothing, for a rank without items.
+    @property
+    def plan(self) -> AgreedPlan:
+        """What this attempt has in common with others; read from storage, CPU-bound at first.
 
         Raises IntegrityError when the manifest contradicts itself.
         """
-        if self._shares is None:
+        if self._plan is None:
+            message = self.message
+            prefix = identity.data_prefix(message.attempt)
             try:
-                self._shares = _shares(self.message)
+                self._plan = AgreedPlan(
+                    plan_id=self.plan_id,
+                    members=[(member.rank, member.digest) for member in message.members],
+                    names=[name.removeprefix(prefix) for name in message.metadata.files],
+                    body=self.body or b"",
+                    # Who writes what of a plan of torch's isn't known.
+                    assignment=read_assignment(
+                        records_pb2.PlanManifest() if message.external else message
+                    ),
+                )
             except (IndexError, ValueError, OverflowError) as error:
                 raise IntegrityError(
-                    f"the plan manifest of attempt {self.message.attempt} contradicts itself: "
-                    f"{error}"
+                    f"the plan manifest of attempt {message.attempt} contradicts itself: {error}"
                 ) from error
-        return self._shares.get(rank) or Share([], [])
+        return self._plan
+
+    def share(self, rank: int) -> Share:
+        """What ``rank`` writes; nothing, for a rank without items. Raises as :attr:`plan`."""
+        return self.plan.share(rank)
 
     def final_plan(self, rank: int) -> plan_pb2.FinalPlan:
         """The answer to ``rank``'s local plan."""
-        share = self.share(rank)
-        place = self.message.metadata.placement
-        names = {name: number for number, name in enumerate(share.files)}
-        files = self.message.metadata.files
-        return plan_pb2.FinalPlan(
-            plan_id=self.plan_id,
-            attempt=self.message.attempt,
-            positions=share.positions,
-            files=[
-                plan_pb2.PlannedFile(name=name, size=size) for name, size in share.files.items()
-            ],
-            placement=plan_pb2.Placement(
-                file=[names[files[place.file[row]]] for row in share.rows],
-                offset=[place.offset[row] for row in share.rows],
-                length=[place.length[row] for row in share.rows],
-            ),
-        )
+        return self.plan.final_plan(rank, self.header.attempt)
 
 
-def _shares(message: records_pb2.PlanManifest) -> dict[int, Share]:
-    owner, position = np.array(message.owner, np.int64), np.array(message.position, np.int64)
-    place, names = message.metadata.placement, message.metadata.files
-    order = np.lexsort((position, owner))
-    edges = np.flatnonzero(np.diff(owner[order])) + 1
-    file = np.array(place.file, np.int64)
-    length = np.array(place.length, np.int64)
-    end = np.array(place.offset, np.int64) + length
-    shares = {}
-    for rows in np.split(order, edges):
-        if not len(rows):
-            continue
-        share = Share(rows.tolist(), position[rows].tolist())
-        # A rank's files are numbered in the order of the layout; the objects file is the last.
-        for number in np.unique(file[rows]).tolist():
-            here = rows[file[rows] == number]
-            share.files[names[number]] = int(end[here].max()) if length[here].any() else 0
-        shares[message.members[int(owner[rows[0]])].rank] = share
-    return shares
+def agree(attempt: identity.Attempt, members: Sequence[RankPlan], plan: GlobalPlan) -> AgreedPlan:
+    """The plan without what is the attempt's own, in which it was made. CPU-bound; any thread."""
+    prefix = identity.data_prefix(attempt.name)
+    names = [name.removeprefix(prefix) for name in plan.metadata.files]
+    message = records_pb2.PlanManifest(
+        metadata=plan.metadata, owner=plan.owner, position=plan.position
+    )
+    del message.metadata.files[:]
+    body = message.SerializeToString(deterministic=True)
+    who = [(each.rank, each.digest) for each in members]
+    return AgreedPlan(
+        plan_id=plan_id_of(who, names, body),
+        members=who,
+        names=names,
+        body=body,
+        assignment=read_assignment(message),
+    )
+
+
+def _header(
+    context: sidecar_pb2.SaveContext, attempt: identity.Attempt
+) -> records_pb2.PlanManifest:
+    return records_pb2.PlanManifest(
+        save=context.save,
+        attempt=attempt.name,
+        checkpoint_id=context.checkpoint_id,
+        incarnation_number=attempt.incarnation_number,
+    )

@@ -18,29 +18,30 @@ def check_receipt(manifest: Manifest, receipt: records_pb2.Receipt) -> None:
     That is the same plan, the planned files in their planned sizes, and a place for each
     item whose size varies.
     """
-    _check_identity(receipt, manifest.message.attempt, manifest.plan_id)
+    _check_identity(receipt, manifest.header.attempt, manifest.plan_id)
     share = manifest.share(receipt.rank)
+    prefix = identity.data_prefix(manifest.header.attempt)
     sizes = _sizes(receipt)
-    if sizes.keys() != share.files.keys():
-        raise _wrong(receipt, f"it names files {sorted(sizes)}, the plan has {sorted(share.files)}")
+    if sizes.keys() != {prefix + name for name in share.files}:
+        planned = sorted(prefix + name for name in share.files)
+        raise _wrong(receipt, f"it names files {sorted(sizes)}, the plan has {planned}")
     for name, size in share.files.items():
-        if size and size != sizes[name]:
-            raise _wrong(receipt, f"{name} has {sizes[name]} bytes, the plan says {size}")
-    place, names = manifest.message.metadata.placement, manifest.message.metadata.files
-    varying = {
-        position: names[place.file[row]]
-        for row, position in zip(share.rows, share.positions, strict=True)
-        if place.length[row] == 0
-    }
+        if size and size != sizes[prefix + name]:
+            raise _wrong(
+                receipt,
+                f"{prefix + name} has {sizes[prefix + name]} bytes, the plan says {size}",
+            )
     told = {item.position: item for item in receipt.varying}
-    if len(told) != len(receipt.varying) or told.keys() != varying.keys():
+    if len(told) != len(receipt.varying) or told.keys() != share.varying.keys():
         raise _wrong(
             receipt,
-            f"it places items {sorted(told)}, those without a planned place are {sorted(varying)}",
+            f"it places items {sorted(told)}, those without a planned place are "
+            f"{sorted(share.varying)}",
         )
     for position, item in told.items():
-        if item.file != varying[position]:
-            raise _wrong(receipt, f"item {position} is in {item.file}, not {varying[position]}")
+        planned_file = prefix + share.varying[position][1]
+        if item.file != planned_file:
+            raise _wrong(receipt, f"item {position} is in {item.file}, not {planned_file}")
         if not item.length or item.offset + item.length > sizes[item.file]:
             raise _wrong(
                 receipt,
@@ -88,15 +89,12 @@ def complete_metadata(
     """The manifest's metadata with the places that the (checked) receipts tell."""
     out = plan_pb2.GlobalMetadata()
     out.CopyFrom(manifest.message.metadata)
-    if manifest.message.external:
+    if manifest.header.external:
         return out
     for rank, receipt in receipts.items():
-        if not receipt.varying:
-            continue
         share = manifest.share(rank)
-        rows = dict(zip(share.positions, share.rows, strict=True))
         for item in receipt.varying:
-            row = rows[item.position]
+            row, _ = share.varying[item.position]
             out.placement.offset[row] = item.offset
             out.placement.length[row] = item.length
     return out

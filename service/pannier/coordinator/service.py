@@ -217,7 +217,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
     def _check_replanned(self, save: Save, plan: RankPlan) -> None:
         """The answer got lost and is asked for again."""
         assert save.manifest is not None
-        for member in save.manifest.message.members:
+        for member in save.manifest.header.members:
             if member.rank == plan.rank and member.digest == plan.digest:
                 return
         save.fail(

@@ -90,8 +90,8 @@ async def take_up(save: Save, store: Store) -> records_pb2.Decision | None:
         save.external = True
         receipts = await find_receipts(store, name, save.context.ranks)
     else:
-        save.external = found.message.external
-        await asyncio.to_thread(found.share, -1)
+        save.external = found.header.external
+        await asyncio.to_thread(lambda: found.plan)
         adopt(save, found)
         receipts = await find_receipts(store, name, found.ranks)
         if save.external:
@@ -111,12 +111,12 @@ def adopt(save: Save, standing: Manifest) -> None:
 
     Raises DisagreementError unless it is of the plans that we know.
     """
-    digests = {member.rank: member.digest for member in standing.message.members}
+    digests = {member.rank: member.digest for member in standing.header.members}
     for plan in save.gathering.plans:
         if digests.get(plan.rank) != plan.digest:
             raise DisagreementError(
                 f"rank {plan.rank} (host {plan.host}) planned digest {plan.digest[:12]}, but "
-                f"attempt {standing.message.attempt} was planned before with "
+                f"attempt {standing.header.attempt} was planned before with "
                 f"{digests.get(plan.rank, 'none')[:12]}",
                 (plan.rank, plan.host),
             )

@@ -140,7 +140,7 @@ async def judge(
         return Interrupted(attempt, Found.UNDECIDED, planned=False, modified=modified)
     there = {receipt.rank for receipt in await find_receipts(store, attempt, manifest.ranks)}
     missing = tuple(rank for rank in manifest.ranks if rank not in there)
-    members = tuple((member.rank, member.host) for member in manifest.message.members)
+    members = tuple((member.rank, member.host) for member in manifest.header.members)
     return Interrupted(
         attempt,
         Found.UNDECIDED if missing else Found.COMPLETE,
@@ -216,7 +216,7 @@ async def _commit(store: Store, attempt: str, build: Build, host: str) -> record
         await asyncio.to_thread(_check_candidate, store, attempt, metadata, receipts)
     proposal = await prepare_commit(
         store,
-        save=manifest.message.save,
+        save=manifest.header.save,
         attempt=identity.Attempt.parse(attempt),
         plan_id=manifest.plan_id,
         metadata=metadata,
@@ -241,7 +241,7 @@ async def give_up(
         store,
         propose(
             records_pb2.OUTCOME_ABORT,
-            save=manifest.message.save if manifest is not None else save,
+            save=manifest.header.save if manifest is not None else save,
             attempt=attempt,
             host=host,
             failures=failures,

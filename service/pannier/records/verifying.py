@@ -1,18 +1,18 @@
 """Is every byte of a checkpoint as it was committed? Objects in, findings out. Async."""
 
 import asyncio
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import crc32c
-from google.protobuf import message
+from google.protobuf.message import DecodeError
 
 from pannier.records.decisions import match, read_decisions
+from pannier.records.manifests import ManifestRecord, read_manifest
 from pannier.storage import NotFoundError, Store
 from pannier.v1 import records_pb2
 from pannier.wire import identity
-from pannier.wire.errors import InvalidRequestError, SaveAbortedError
+from pannier.wire.errors import IntegrityError, InvalidRequestError, SaveAbortedError
 
 _PARALLEL = 8
 """Objects read at the same time."""
@@ -118,39 +118,36 @@ async def _read_receipts(
     store: Store, committed: records_pb2.Decision
 ) -> tuple[list[records_pb2.Receipt], list[Finding]]:
     """Receipts of all ranks that the manifest names, and what is wrong with these records."""
-    manifest = records_pb2.PlanManifest()
     key = identity.manifest(committed.attempt)
-    status, data = await _read_record(store, key, manifest)
-    # The plan id is the manifest's hash.
-    if status == "ok" and hashlib.sha256(data).hexdigest() != committed.plan_id:
-        status = "checksum"
-    if status != "ok":
-        return [], [Finding(key, None, status)]
+    try:
+        manifest = await read_manifest(store, committed.attempt, ManifestRecord)
+    except IntegrityError:
+        return [], [Finding(key, None, "malformed")]
+    if manifest is None:
+        return [], [Finding(key, None, "missing")]
+    if manifest.plan_id != committed.plan_id:
+        return [], [Finding(key, None, "checksum")]
     receipts, problems = [], []
-    for member in manifest.members:
-        receipt = records_pb2.Receipt()
-        key = identity.receipt(committed.attempt, member.rank)
-        status, _ = await _read_record(store, key, receipt)
-        expected = (committed.attempt, member.rank)
-        if status == "ok" and (receipt.attempt, receipt.rank) != expected:
+    for rank in manifest.ranks:
+        key = identity.receipt(committed.attempt, rank)
+        status, receipt = await _read_receipt(store, key)
+        if status == "ok" and (receipt.attempt, receipt.rank) != (committed.attempt, rank):
             status = "malformed"
         if status == "ok":
             receipts.append(receipt)
         else:
-            problems.append(Finding(key, member.rank, status))
+            problems.append(Finding(key, rank, status))
     return receipts, problems
 
 
-async def _read_record(store: Store, key: str, into: message.Message) -> tuple[str, bytes]:
+async def _read_receipt(store: Store, key: str) -> tuple[str, records_pb2.Receipt]:
     """Status, as of a :class:`Finding`, and content."""
     try:
-        data = await store.read(key)
-        into.ParseFromString(data)
+        return "ok", records_pb2.Receipt.FromString(await store.read(key))
     except NotFoundError:
-        return "missing", b""
-    except message.DecodeError:
-        return "malformed", data
-    return "ok", data
+        return "missing", records_pb2.Receipt()
+    except DecodeError:
+        return "malformed", records_pb2.Receipt()
 
 
 async def _check_file(
