@@ -549,7 +549,7 @@ def test_copies_from_a_device_are_queued_and_waited_for_once(
     tmp_path: Path, pool: ArenaPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = FakeDevice()
-    monkeypatch.setattr("pannier.client.staging._ASYNC_DEVICES", frozenset({"cpu"}))
+    monkeypatch.setattr("pannier.client.transfer._ASYNC_DEVICES", frozenset({"cpu"}))
     monkeypatch.setattr(torch, "get_device_module", lambda _: device)
     # The copies of contiguous tensors of the host don't go that way.
     state = {f"w{i}": torch.randn(4, 5).t() for i in range(6)}
@@ -565,7 +565,7 @@ def test_a_failed_save_leaves_no_copy_under_way(
     pool: ArenaPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = FakeDevice()
-    monkeypatch.setattr("pannier.client.staging._ASYNC_DEVICES", frozenset({"cpu"}))
+    monkeypatch.setattr("pannier.client.transfer._ASYNC_DEVICES", frozenset({"cpu"}))
     monkeypatch.setattr(torch, "get_device_module", lambda _: device)
     with pytest.raises(InvalidRequestError, match="'lock'"):
         stage_all(plan({"w": torch.randn(4, 5).t(), "lock": threading.Lock()}), pool)
@@ -576,7 +576,7 @@ def test_a_growing_file_never_moves_under_a_queued_copy(
     pool: ArenaPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = FakeDevice()
-    monkeypatch.setattr("pannier.client.staging._ASYNC_DEVICES", frozenset({"cpu"}))
+    monkeypatch.setattr("pannier.client.transfer._ASYNC_DEVICES", frozenset({"cpu"}))
     monkeypatch.setattr(torch, "get_device_module", lambda _: device)
     state = {"a": torch.randn(4, 5).t(), "b": torch.randn(4, 5).t(), "o": "x"}
     _, arena = stage_all(plan(state, Untouched()), pool)

@@ -7,29 +7,23 @@ a plain strided tensor of the planned dtype and shape; everything else is
 serialised at once, as DCP would store it, to the rank's objects file.
 """
 
-import ctypes
 import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import IO, Any, Final, NamedTuple, cast
+from typing import IO, Any, NamedTuple, cast
 
 import torch
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from pannier.client import archives, compat
-from pannier.client.arena import Arena, ArenaPool, Region, Spill
-from pannier.client.copying import HostCopies
+from pannier.client.arena import Arena, ArenaPool, Region
 from pannier.client.planning import Planning, planned_archive
+from pannier.client.transfer import Transfers
 from pannier.v1 import plan_pb2, records_pb2
 from pannier.wire import identity, layout
 from pannier.wire.errors import InvalidRequestError, PannierError
 
 Resolve = Callable[[WriteItem], torch.Tensor | io.BytesIO]
-
-_ASYNC_DEVICES: Final = frozenset({"cuda", "xpu"})
-"""Device types whose copies to the host can be queued and waited for together."""
-_LARGE: Final = 256 << 10
-"""Bytes; copies of so much are gathered and shared among threads."""
 
 
 @dataclass(frozen=True)
@@ -170,16 +164,14 @@ class _Writer:
         self._arena = arena
         self._written = [0] * len(names)
         """Per region: everything below it is this save's."""
-        self._host_copies = HostCopies()
-        self._queued: set[torch.device] = set()
-        self._spill_is_target = False
+        self._transfers = Transfers()
 
     def __enter__(self) -> "_Writer":
         return self
 
     def __exit__(self, *_: object) -> None:
         # Also on failure: the arena is lent again, and no device may still write to it.
-        self._wait()
+        self._transfers.wait()
 
     def put(self, item: WriteItem, resolve: Resolve, slot: _Slot | None) -> Placed:
         """Resolves one item and copies it; says where it went."""
@@ -204,8 +196,8 @@ class _Writer:
         """Ends the copies that are under way; nothing may be put afterwards."""
         for region, written in zip(self._arena.files, self._written, strict=True):
             region.zero(written, region.size)
-        self._host_copies.run()
-        self._wait()
+        self._transfers.run()
+        self._transfers.wait()
         files = [
             StagedFile(name, region.size, region.address, region)
             for name, region in zip(self._names, self._arena.files, strict=True)
@@ -239,12 +231,10 @@ class _Writer:
         tail = raw + archive.body
         region.memory[slot.offset : raw] = archive.head
         region.memory[tail : tail + len(archive.tail)] = archive.tail
-        self._copy(tensor, region, raw)
+        self._transfers.copy(tensor, region, raw)
 
     def _spill(self, value: torch.Tensor | io.BytesIO) -> Placed:
-        if self._spill_is_target:
-            # A growing file may move: what is on its way there must have arrived.
-            self._wait()
+        self._transfers.before_growing()
         spill = self._arena.spill
         if isinstance(value, io.BytesIO):
             start = spill.size
@@ -256,45 +246,11 @@ class _Writer:
             spill.write(archive.head)
             raw = spill.reserve(archive.body)
             spill.write(archive.tail)
-            self._copy(value, spill, raw)
+            self._transfers.copy(value, spill, raw)
         else:
             start = spill.size
             torch.save(_compact(value.cpu()), cast("IO[bytes]", spill))
         return Placed(self._objects, start, spill.size - start)
-
-    def _copy(self, tensor: torch.Tensor, target: Region | Spill, offset: int) -> None:
-        """Copies a plain tensor's elements, row-major, without holding the GIL."""
-        if not tensor.numel():
-            return
-        kind = tensor.device.type
-        if (kind == "cpu" or kind in _ASYNC_DEVICES) and not tensor.untyped_storage().nbytes():
-            raise ValueError("its storage was freed (resized to 0)")
-        bits = tensor.is_conj() or tensor.is_neg()
-        if kind == "cpu" and tensor.is_contiguous() and not bits:
-            address, size = target.address + offset, tensor.nbytes
-            if size < _LARGE or isinstance(target, Spill):
-                ctypes.memmove(address, tensor.data_ptr(), size)
-            else:
-                self._host_copies.add(address, tensor.data_ptr(), size, tensor)
-            return
-        place = torch.frombuffer(
-            target.memory, dtype=tensor.dtype, count=tensor.numel(), offset=offset
-        ).view(tensor.shape)
-        if kind not in _ASYNC_DEVICES:
-            place.copy_(tensor)
-            return
-        if bits:
-            # A queued copy would apply the bits on the host before the data is there.
-            tensor = tensor.resolve_conj().resolve_neg()
-        place.copy_(tensor, non_blocking=True)
-        self._queued.add(tensor.device)
-        self._spill_is_target |= isinstance(target, Spill)
-
-    def _wait(self) -> None:
-        for device in self._queued:
-            torch.get_device_module(device).current_stream(device).synchronize()
-        self._queued.clear()
-        self._spill_is_target = False
 
 
 def _checked(item: WriteItem, value: Any) -> torch.Tensor | io.BytesIO:
