@@ -13,7 +13,7 @@ import mmap
 import os
 import threading
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
 from pannier.wire.errors import PannierError
@@ -28,20 +28,50 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
-class _Mapping:
-    """Anonymous memory; unmapped with its last reference (views of it are references)."""
+class Mapping:
+    """Memory of one region, as the pool keeps it. Populated; views of it keep it mapped."""
 
-    def __init__(self, capacity: int) -> None:
+    memory: Any
+    """The buffer, of ``capacity`` bytes."""
+    address: int
+    """Of its first byte."""
+    capacity: int
+    lender: "Lender | None" = None
+    """Whose file it is; None: this process's own memory."""
+
+    def __init__(self) -> None:
         self.used_at = 0
         self.capacity = 0
+
+    @property
+    def usable(self) -> bool:
+        """Whether it is good for another save."""
+        return True
+
+
+class Lender(Protocol):
+    """Where mappings come from that aren't this process's own (``pannier.client.lent``)."""
+
+    def borrow(self, sizes: Sequence[int]) -> "Sequence[Mapping]":
+        """A mapping for each size, bytes. Raises PannierError."""
+
+    def take_back(self, mappings: "list[Mapping]") -> None:
+        """Unmaps these, which the list holds alone, and tells whose they are."""
+
+
+class _Own(Mapping):
+    """Anonymous memory; unmapped with its last reference (views of it are references)."""
+
+    memory: mmap.mmap
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__()
         try:
             self.memory = mmap.mmap(-1, capacity, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
-            raise _no_memory(capacity, error) from error
+            raise no_memory(capacity, error) from error
         # Else a fork would share the pages, and the next save copy each of them.
         self.memory.madvise(mmap.MADV_DONTFORK)
-        if capacity >= _HUGE_PAGE:
-            self._advise_huge()
         _mapped.add(self.memory)
         self._grown(capacity)
 
@@ -50,35 +80,38 @@ class _Mapping:
         try:
             self.memory.resize(capacity)
         except OSError as error:
-            raise _no_memory(capacity, error) from error
+            raise no_memory(capacity, error) from error
         self._grown(capacity)
 
     def _grown(self, capacity: int) -> None:
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
-        _populate(self.address + self.capacity, capacity - self.capacity)
+        advise_huge(self.address, capacity)
+        populate(self.address + self.capacity, capacity - self.capacity)
         self.capacity = capacity
 
-    def _advise_huge(self) -> None:
-        try:
-            self.memory.madvise(mmap.MADV_HUGEPAGE)
-        except OSError as error:
-            # A kernel without huge pages: only slower.
-            if error.errno != errno.EINVAL:
-                raise
+
+def advise_huge(address: int, size: int) -> None:
+    """Asks for huge pages, where the system offers them for such memory."""
+    if size >= _HUGE_PAGE and _libc.madvise(address, size, mmap.MADV_HUGEPAGE):
+        code = ctypes.get_errno()
+        # A kernel without huge pages: only slower.
+        if code != errno.EINVAL:
+            raise OSError(code, os.strerror(code))
 
 
-def _populate(address: int, size: int) -> None:
+def populate(address: int, size: int) -> None:
     """Makes the kernel provide the pages now. Other Python threads go on meanwhile."""
     if not size or _libc.madvise(address, size, _MADV_POPULATE_WRITE) == 0:
         return
     code = ctypes.get_errno()
     if code != errno.EINVAL:
-        raise _no_memory(size, OSError(code, os.strerror(code)))
+        raise no_memory(size, OSError(code, os.strerror(code)))
     # Before Linux 5.14.
     ctypes.memset(address, 0, size)
 
 
-def _no_memory(size: int, error: OSError) -> PannierError:
+def no_memory(size: int, error: OSError) -> PannierError:
+    """What to raise when ``size`` bytes can't be had."""
     return PannierError(
         f"the host has no {size} bytes of memory for staging ({error.strerror}): save less often, "
         "lower PANNIER_MAX_IN_FLIGHT, or give the trainer more memory"
@@ -100,8 +133,9 @@ os.register_at_fork(after_in_child=_after_fork)
 class Region:
     """Memory of one data file. Its content is whatever an earlier save left there."""
 
-    def __init__(self, mapping: _Mapping | None, size: int) -> None:
-        self._mapping = mapping
+    def __init__(self, mapping: Mapping | None, size: int) -> None:
+        self.mapping = mapping
+        """None when there are no bytes."""
         self.size = size
         """Bytes."""
         self.memory: Any = mapping.memory if mapping is not None else bytearray()
@@ -124,7 +158,7 @@ class Region:
 class Spill:
     """Memory that grows: a data file whose size is known when it is written."""
 
-    def __init__(self, mapping: _Mapping) -> None:
+    def __init__(self, mapping: _Own) -> None:
         self._mapping = mapping
         self.size = 0
         """Bytes written so far."""
@@ -166,10 +200,10 @@ class Spill:
 class Arena:
     """The memory of one save. Not thread-safe while it is written."""
 
-    def __init__(self, pool: "ArenaPool", regions: Sequence[Region], taken: list[_Mapping]) -> None:
+    def __init__(self, pool: "ArenaPool", regions: Sequence[Region], taken: list[Mapping]) -> None:
         self._pool = pool
         self._taken = taken
-        self._spilled: _Mapping | None = None
+        self._spilled: _Own | None = None
         self._spill: Spill | None = None
         self.files = list(regions)
         """One region per size asked for."""
@@ -199,88 +233,144 @@ class ArenaPool:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._lock = threading.Lock()
-        self._free: list[_Mapping] = []
-        self._free_spills: list[_Mapping] = []
+        self._free: list[Mapping] = []
+        self._free_spills: list[_Own] = []
         self._lent: WeakKeyDictionary[Arena, int] = WeakKeyDictionary()
         self._clock = 0
         self._closed = False
 
-    def acquire(self, sizes: Sequence[int]) -> Arena:
+    def acquire(self, sizes: Sequence[int], lender: Lender | None = None) -> Arena:
         """An arena with a region of each size, bytes; 0 is a size.
 
-        Raises PannierError when the host has no memory for it.
+        Args:
+            lender: where its memory comes from; None: this process's own.
+
+        Raises PannierError when there is no memory for it.
         """
-        taken: list[_Mapping] = []
-        regions = []
         with self._lock:
             self._clock += 1
+            dropped = self._take_unusable()
             wanted = sum(_rounded(size) for size in sizes if size)
-            found = {i: self._find(size) for i, size in _largest_first(sizes)}
-            missing = sum(_rounded(size) for i, size in enumerate(sizes) if size and not found[i])
-            self._make_room(wanted, missing)
+            found = {i: self._find(size, lender) for i, size in _largest_first(sizes)}
+            lacking = [size for i, size in enumerate(sizes) if size and not found[i]]
+            dropped += self._make_room(wanted, sum(map(_rounded, lacking)))
+        _drop(dropped)
         try:
-            for i, size in enumerate(sizes):
-                mapping = (found[i] or _Mapping(_rounded(size))) if size else None
-                if mapping is not None:
-                    taken.append(mapping)
-                regions.append(Region(mapping, size))
+            fresh = iter(_own(lacking) if lender is None or not lacking else lender.borrow(lacking))
+            mappings = [(found[i] or next(fresh)) if size else None for i, size in enumerate(sizes)]
         except BaseException:
             with self._lock:
                 self._free += [mapping for mapping in found.values() if mapping is not None]
             raise
+        taken = [mapping for mapping in mappings if mapping is not None]
+        regions = [Region(*pair) for pair in zip(mappings, sizes, strict=True)]
         arena = Arena(self, regions, taken)
         with self._lock:
             self._lent[arena] = sum(mapping.capacity for mapping in taken)
         return arena
 
-    def release(self, arena: Arena) -> None:
-        """Takes the memory back; nothing of ``arena`` may be used afterwards."""
+    def prepare(self, sizes: Sequence[int], lender: Lender | None = None) -> None:
+        """Makes sure that as many arenas as may be lent are there for such sizes.
+
+        Raises PannierError when there is no memory for them.
+        """
+        with self._lock:
+            count = self._limit - len(self._lent)
+        arenas: list[Arena] = []
+        try:
+            for _ in range(count):
+                arenas.append(self.acquire(sizes, lender))
+        finally:
+            for arena in arenas:
+                self.release(arena)
+
+    def release(self, arena: Arena, *, reuse: bool = True) -> None:
+        """Takes the memory back; nothing of ``arena`` may be used afterwards.
+
+        Args:
+            reuse: False: somebody may still read it, so that nothing else is staged there.
+        """
+        dropped: list[Mapping] = []
         with self._lock:
             if self._lent.pop(arena, None) is None:
                 return
             taken, arena._taken = arena._taken, []
             spilled, arena._spilled = arena._spilled, None
-            if self._closed:
-                return
+            arena.files = []
+            if self._closed or not reuse:
+                dropped, taken, spilled = taken, [], None
             for mapping in taken:
                 mapping.used_at = self._clock
             self._free += taken
             used = arena._spill.size if arena._spill is not None else 0
             if spilled is not None and spilled.capacity <= max(4 * used, 16 * _SPILL_BYTES):
                 self._free_spills.append(spilled)
+        _drop(dropped)
+
+    def yield_room(self, lender: Lender) -> None:
+        """Gives back what is borrowed from ``lender`` and not in use."""
+        with self._lock:
+            dropped = [mapping for mapping in self._free if mapping.lender is lender]
+            self._free = [mapping for mapping in self._free if mapping.lender is not lender]
+        _drop(dropped)
 
     def close(self) -> None:
         """Frees what isn't lent; the rest is freed when it is released."""
         with self._lock:
             self._closed = True
-            self._free.clear()
+            dropped, self._free = self._free, []
             self._free_spills.clear()
+        _drop(dropped)
 
-    def _find(self, size: int) -> _Mapping | None:
+    def _find(self, size: int, lender: Lender | None) -> Mapping | None:
         """The free mapping that fits best, taken out of the pool."""
-        fits = [m for m in self._free if size <= m.capacity <= 2 * _rounded(size)]
+        fits = [
+            m for m in self._free if m.lender is lender and size <= m.capacity <= 2 * _rounded(size)
+        ]
         if not size or not fits:
             return None
         best = min(fits, key=lambda mapping: (mapping.capacity, -mapping.used_at))
         self._free.remove(best)
         return best
 
-    def _make_room(self, wanted: int, missing: int) -> None:
-        """Frees what was used longest ago, so that changing sizes don't pile up."""
+    def _take_unusable(self) -> list[Mapping]:
+        unusable = [mapping for mapping in self._free if not mapping.usable]
+        self._free = [mapping for mapping in self._free if mapping.usable]
+        return unusable
+
+    def _make_room(self, wanted: int, missing: int) -> list[Mapping]:
+        """Takes out what was used longest ago, so that changing sizes don't pile up."""
+        dropped: list[Mapping] = []
         if not missing:
-            return
+            return dropped
         lent = list(self._lent.values())
         budget = self._limit * max([wanted, *lent])
         self._free.sort(key=lambda mapping: -mapping.used_at)
         kept = sum(mapping.capacity for mapping in self._free)
         while self._free and kept + sum(lent) + wanted > budget:
-            kept -= self._free.pop().capacity
+            dropped.append(self._free.pop())
+            kept -= dropped[-1].capacity
+        return dropped
 
-    def _take_spill(self) -> _Mapping:
+    def _take_spill(self) -> _Own:
         with self._lock:
             if self._free_spills:
                 return self._free_spills.pop()
-        return _Mapping(_SPILL_BYTES)
+        return _Own(_SPILL_BYTES)
+
+
+def _own(sizes: Sequence[int]) -> list[Mapping]:
+    return [_Own(_rounded(size)) for size in sizes]
+
+
+def _drop(mappings: list[Mapping]) -> None:
+    """Frees mappings that are in no pool any more, and gives back those that were borrowed."""
+    while mappings:
+        lender = mappings[0].lender
+        same = [mapping for mapping in mappings if mapping.lender is lender]
+        mappings[:] = [mapping for mapping in mappings if mapping.lender is not lender]
+        if lender is not None:
+            lender.take_back(same)
 
 
 def _largest_first(sizes: Sequence[int]) -> list[tuple[int, int]]:

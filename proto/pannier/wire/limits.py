@@ -31,6 +31,8 @@ MAX_ALL_ITEMS: Final = 1 << 24
 """Items of a global plan that torch made."""
 MAX_FILES: Final = 1024
 """Data files of one rank in one save."""
+MAX_LENT: Final = 1 << 14
+"""Files that are lent to one rank."""
 MAX_PENDING: Final = 1024
 """Saves that one client asks after."""
 MAX_TIMEOUT_S: Final = 7 * 86400.0
@@ -105,7 +107,22 @@ def check_hand_over(request: sidecar_pb2.HandOverRequest) -> None:
     """The sizes in what a rank hands over."""
     _at_most(len(request.files), MAX_FILES, "data files of a rank")
     _at_most(len(request.varying), MAX_ITEMS, "items of a rank's plan")
+    _at_most(len(request.mapped), MAX_FILES, "mapped files of a rank")
     check_words(attempt=request.attempt, plan_id=request.plan_id)
+
+
+def check_reserve(request: sidecar_pb2.ReserveRequest) -> None:
+    """The sizes in what a client wants to borrow."""
+    check_words(client=request.client)
+    _at_most(len(request.sizes), MAX_FILES, "files to be lent at once")
+    if not request.sizes or min(request.sizes) < 1:
+        raise InvalidRequestError("files to be lent have at least one byte each, and there is one")
+
+
+def check_release(request: sidecar_pb2.ReleaseRequest) -> None:
+    """The sizes in what a client gives back."""
+    check_words(client=request.client)
+    _at_most(len(request.slabs), MAX_LENT, "files to be given back at once")
 
 
 def check_connect(request: sidecar_pb2.ConnectRequest) -> None:

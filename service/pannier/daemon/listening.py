@@ -117,6 +117,28 @@ def socket_path(address: str) -> Path | None:
 
 
 @contextmanager
+def private_socket(path: Path, guests: Collection[int]) -> Iterator[socket.socket]:
+    """A listening unix socket beside a daemon's own, with the same rights as that.
+
+    The daemon listens already: the lock of its own socket keeps this one's place, too.
+    """
+    path.unlink(missing_ok=True)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as listener:
+        previous = os.umask(0o177)
+        try:
+            listener.bind(str(path))
+        finally:
+            os.umask(previous)
+        try:
+            path.chmod(0o600)
+            _let_in(path, guests, _READ_WRITE)
+            listener.listen(socket.SOMAXCONN)
+            yield listener
+        finally:
+            path.unlink(missing_ok=True)
+
+
+@contextmanager
 def _unix_socket(address: str, guests: Collection[int]) -> Iterator[Path]:
     path = Path(parse_address(address, setting="--address").removeprefix(_UNIX))
     directory = path.parent

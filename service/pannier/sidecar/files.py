@@ -146,6 +146,33 @@ class DataFile:
             self._loop.call_soon_threadsafe(self._wake)
         return end
 
+    def absorb(self) -> None:
+        """Takes what lies in the slab for the content: reads all of it, for its checksum.
+
+        Goes on from what is held. Uploads follow as it advances.
+
+        Raises:
+            UnavailableError: the save is over, or a stream fills the file instead.
+            PannierError: the slab can't be read, or is shorter than the file.
+        """
+        reader = object()
+        held = self.begin(reader, lambda: None)
+        buffer = memoryview(bytearray(min(_READ_BYTES, max(1, self.size))))
+        try:
+            while held < self.size:
+                piece = buffer[: min(len(buffer), self.size - held)]
+                # Never through a mapping: whoever may still write or cut the file harms only it.
+                count = self._read(piece, held)
+                with self._lock:
+                    if self._writer is not reader:
+                        raise self._over()
+                    self.crc = crc32c.crc32c(piece[:count], self.crc)
+                    self.held = held = held + count
+                if held >= self._wanted:
+                    self._loop.call_soon_threadsafe(self._wake)
+        finally:
+            self.end(reader)
+
     def release(self) -> Slab | None:
         """The content isn't wanted any more: cuts the stream, and gives the slab out of hand.
 
@@ -175,6 +202,21 @@ class DataFile:
             raise PannierError(
                 f"{self.label}: the spool file {slab.path} can't be written: {error}"
             ) from error
+
+    def _read(self, target: memoryview, offset: int) -> int:
+        slab = self.slab
+        try:
+            count = os.preadv(slab.fd, [target], offset)
+        except OSError as error:
+            raise PannierError(
+                f"{self.label}: the spool file {slab.path} can't be read: {error}"
+            ) from error
+        if not count:
+            raise PannierError(
+                f"{self.label}: the spool file {slab.path} ends at byte {offset} of {self.size}: "
+                "the trainer has cut it"
+            )
+        return count
 
     def _misplaced(self, offset: int, length: int) -> InvalidRequestError:
         if not 0 < length <= MAX_CHUNK:
@@ -208,6 +250,7 @@ class DataFile:
         arrived.set()
 
 
+_READ_BYTES: Final = 1 << 20
 _USUAL: Final = 1 << 20
 """Length of all chunks but the last, from our own clients."""
 

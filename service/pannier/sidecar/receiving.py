@@ -9,18 +9,21 @@ from collections.abc import Sequence
 
 from pannier.sidecar.files import DataFile
 from pannier.sidecar.ledger import Ledger
+from pannier.sidecar.lending import Lending
 from pannier.sidecar.saves import BEFORE_INGESTION, Phase, RankSave, Saves
 from pannier.sidecar.shares import Shares
-from pannier.sidecar.spool import Spool
+from pannier.sidecar.spool import Slab, Spool
 from pannier.sidecar.uploads import Uploads
 from pannier.storage import check_allowed, check_shared
 from pannier.v1 import records_pb2, save_pb2, sidecar_pb2
 from pannier.wire import identity, limits
 from pannier.wire.errors import (
+    BusyError,
     ConfigurationError,
     IntegrityError,
     InvalidRequestError,
     PannierError,
+    UnavailableError,
 )
 
 
@@ -37,15 +40,17 @@ class Receiving:
         spool: Spool,
         uploads: Uploads,
         ledger: Ledger,
+        lending: Lending,
         *,
         allow: Sequence[str],
         loop: asyncio.AbstractEventLoop,
     ) -> None:
         self._saves = saves
         self._spool = spool
+        self._lending = lending
         self._uploads = uploads
         self._ledger = ledger
-        self._shares = Shares()
+        self._shares = Shares(lending.idle)
         self._allow = allow
         self._loop = loop
 
@@ -106,21 +111,31 @@ class Receiving:
                     f"{limits.MAX_FILES} are allowed"
                 )
             self.check_room(rank, header)
-            spare = self._shares.owed(rank.save, self._saves.undecided())
-            slab = self._spool.take(rank.context.save.job, header.size, spare=spare)
-            file = DataFile(header.name, header.size, slab, label=label, loop=self._loop)
-            try:
-                self._saves.streaming(rank, header.attempt, file)
-            except BaseException:
-                self._spool.give(slab)
-                raise
-            try:
-                self._ledger.opened(rank, file)
-            except PannierError as error:
-                self._saves.fail(rank, save_pb2.FAILURE_KIND_SPOOL, str(error))
-                raise
-            self._uploads.begin(rank, file)
-        return file
+            rank.transport = f"streamed: {header.reason}" if header.reason else "streamed"
+            return self._begin(rank, header, self._take(rank, header.size))
+
+    def reserve(self, request: sidecar_pb2.ReserveRequest) -> sidecar_pb2.ReserveResponse:
+        """Lends files of the spool to a client that will map them.
+
+        Raises:
+            BusyError: the spool has no room now.
+            InvalidRequestError: they never fit into it, or the request isn't one.
+        """
+        limits.check_reserve(request)
+        identity.check_save_id(
+            save_pb2.SaveId(job=request.job, incarnation=request.incarnation, group="g", number=1)
+        )
+        try:
+            self._spool.check_fits(request.sizes)
+        except ConfigurationError as error:
+            raise InvalidRequestError(str(error)) from error
+        owner = (request.job, request.incarnation, request.rank)
+        return self._lending.reserve(owner, request.client, request.sizes)
+
+    def release(self, request: sidecar_pb2.ReleaseRequest) -> None:
+        """Takes back what a client has unmapped."""
+        limits.check_release(request)
+        self._lending.release((request.job, request.incarnation, request.rank), request.slabs)
 
     def held(self, rank: RankSave, file: DataFile) -> None:
         """More of ``file`` came in: a restarted sidecar would go on from here.
@@ -137,7 +152,7 @@ class Receiving:
     def hand_over(self, request: sidecar_pb2.HandOverRequest, rank: RankSave) -> None:
         """All files of the rank are here and are what the trainer says: the rank is ingested.
 
-        Says nothing new when it is asked again.
+        Mapped files are read for their checksums. Says nothing new when it is asked again.
 
         Raises:
             InvalidRequestError: files are missing, incomplete or of other sizes.
@@ -146,21 +161,15 @@ class Receiving:
             PannierError: it can't be recorded; the save has failed.
         """
         limits.check_hand_over(request)
-        receipt = records_pb2.Receipt(
-            attempt=request.attempt,
-            plan_id=request.plan_id,
-            rank=rank.rank,
-            host=rank.host,
-            files=request.files,
-            varying=request.varying,
-        )
         with rank.opening:
             if rank.receipt is not None and rank.phase is not Phase.FAILED:
-                if rank.receipt != receipt:
+                if rank.receipt != _receipt(request, rank):
                     raise InvalidRequestError(f"{rank.label} was handed over differently before")
                 return
             self._saves.check(rank)
             _check_attempt(request.attempt, rank)
+            self._absorb(request, rank)
+            receipt = _receipt(request, rank)
             self._check_files(rank, receipt)
             try:
                 self._ledger.ingested(rank, receipt)
@@ -170,6 +179,65 @@ class Receiving:
             self._saves.ingested(rank, receipt)
             self._shares.ingested(rank)
             self._uploads.finish(rank)
+
+    def _take(self, rank: RankSave, size: int) -> Slab:
+        spare = self._shares.owed(rank.save, self._saves.undecided())
+        try:
+            return self._spool.take(rank.context.save.job, size, spare=spare)
+        except BusyError:
+            self._lending.ask_for_room()
+            raise
+
+    def _begin(self, rank: RankSave, header: sidecar_pb2.FileHeader, slab: Slab) -> DataFile:
+        """A new data file of the rank, whose content is or will be in ``slab``."""
+        label = f"{header.name} of {rank.label}"
+        file = DataFile(header.name, header.size, slab, label=label, loop=self._loop)
+        try:
+            self._saves.streaming(rank, header.attempt, file)
+        except BaseException:
+            self._lending.give(slab)
+            raise
+        try:
+            self._ledger.opened(rank, file)
+        except PannierError as error:
+            self._saves.fail(rank, save_pb2.FAILURE_KIND_SPOOL, str(error))
+            raise
+        self._uploads.begin(rank, file)
+        return file
+
+    def _absorb(self, request: sidecar_pb2.HandOverRequest, rank: RankSave) -> None:
+        """Opens the files that the trainer has staged into the spool itself, and reads them."""
+        sizes = {file.name: file.size for file in request.files}
+        files = []
+        for mapped in request.mapped:
+            identity.check_data_file(mapped.name, request.attempt, rank.rank)
+            label = f"{mapped.name} of {rank.label}"
+            if mapped.name not in sizes:
+                raise InvalidRequestError(f"{label} is mapped but isn't handed over")
+            header = sidecar_pb2.FileHeader(
+                attempt=request.attempt, name=mapped.name, size=sizes[mapped.name]
+            )
+            file = rank.files.get(mapped.name)
+            self._check_size(header, rank, file, label)
+            if file is None:
+                if len(rank.files) >= limits.MAX_FILES:
+                    raise InvalidRequestError(
+                        f"{label}: the rank has {len(rank.files)} data files, at most "
+                        f"{limits.MAX_FILES} are allowed"
+                    )
+                slab = self._lending.claim(rank, mapped.slab, header.size)
+                rank.transport = "mapped"
+                file = self._begin(rank, header, slab)
+            files.append(file)
+        for file in files:
+            try:
+                file.absorb()
+            except UnavailableError:
+                raise
+            except PannierError as error:
+                self._saves.fail(rank, save_pb2.FAILURE_KIND_SPOOL, str(error))
+                raise
+            self.held(rank, file)
 
     def _check_size(
         self,
@@ -230,6 +298,23 @@ class Receiving:
             )
             self._saves.fail(rank, save_pb2.FAILURE_KIND_INTEGRITY, problem)
             raise IntegrityError(problem)
+
+
+def _receipt(request: sidecar_pb2.HandOverRequest, rank: RankSave) -> records_pb2.Receipt:
+    """What the rank says of itself; checksums of mapped files are ours."""
+    receipt = records_pb2.Receipt(
+        attempt=request.attempt,
+        plan_id=request.plan_id,
+        rank=rank.rank,
+        host=rank.host,
+        files=request.files,
+        varying=request.varying,
+    )
+    mapped = {each.name for each in request.mapped}
+    for said in receipt.files:
+        if said.name in mapped:
+            said.crc32c = rank.files[said.name].crc
+    return receipt
 
 
 def _check_attempt(attempt: str, rank: RankSave) -> None:

@@ -77,6 +77,8 @@ class RankSave:
         """The coordinator itself said that the save is over."""
         self.heard = time.monotonic()
         """When the trainer last sent something, a ping at least; whoever receives it sets this."""
+        self.transport = ""
+        """How its bytes come into the spool, for people."""
         self.retries = 0
         """Of uploads; set on the loop."""
         self.last_error = ""

@@ -18,7 +18,12 @@ import grpc
 from pannier.daemon.admitting import STATUS_LIMITS, AdmissionInterceptor
 from pannier.daemon.board import Board
 from pannier.daemon.failing import ErrorInterceptor
-from pannier.daemon.listening import listening, raise_descriptor_limit, server_options
+from pannier.daemon.listening import (
+    listening,
+    raise_descriptor_limit,
+    server_options,
+    socket_path,
+)
 from pannier.daemon.logs import set_up_logging
 from pannier.daemon.operating import Operating, Vitals
 from pannier.daemon.peers import PeerInterceptor
@@ -26,7 +31,9 @@ from pannier.daemon.stopping import StopSignals
 from pannier.sidecar import service
 from pannier.sidecar.config import SidecarConfig
 from pannier.sidecar.ledger import Ledger
+from pannier.sidecar.lending import Lending
 from pannier.sidecar.link import Link
+from pannier.sidecar.passing import passing
 from pannier.sidecar.receiving import Receiving
 from pannier.sidecar.restoring import restore
 from pannier.sidecar.saves import RankSave, Save, Saves
@@ -82,6 +89,8 @@ class Sidecar:
         self._stack = ExitStack()
         self._kept: set[str] = set()
         """Names of spool files that the next life needs."""
+        self._descriptors = ""
+        """Name of the socket that passes those of lent files, beside our own."""
 
     def __enter__(self) -> "Sidecar":
         with ExitStack() as stack:
@@ -103,6 +112,7 @@ class Sidecar:
             if self.spool.gone:
                 _log.error("the spool %s was removed: leaving", self.config.spool)
                 return
+            self._lending.tick()
             self.spool.trim(self._sessions.jobs())
             self._ledger.tidy()
             self._servicer.open_streams.cut_idle()
@@ -137,9 +147,10 @@ class Sidecar:
             loop=self._loop,
             tls=config.tls,
         )
+        self._lending = Lending(self.spool, lambda clients: self._sessions.want_room(clients))
         self._uploads = Uploads(
             self.saves,
-            self.spool,
+            self._lending,
             self._ledger,
             memory=config.memory,
             open_store=self._open_store,
@@ -193,6 +204,7 @@ class Sidecar:
             self.spool,
             self._uploads,
             self._ledger,
+            self._lending,
             allow=config.allow,
             loop=self._loop,
         )
@@ -210,6 +222,11 @@ class Sidecar:
         )
         if peers is not None:
             stack.enter_context(peers.watching())
+        path = socket_path(config.address)
+        if path is not None:
+            self._descriptors = stack.enter_context(
+                passing(path, self._lending, guests=config.allow_uid)
+            )
         server.start()
 
         def end() -> None:
@@ -231,6 +248,7 @@ class Sidecar:
             max_message_bytes=MAX_MESSAGE_BYTES,
             embedded=self.config.embedded,
             draining=self.saves.draining,
+            descriptors=self._descriptors,
         )
 
     def _publish(self, save: Save, rank: RankSave | None, urgent: bool) -> None:

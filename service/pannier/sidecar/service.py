@@ -44,6 +44,8 @@ LIMITS: Final = {
         "Begin": 128,
         "Finish": 128,
         "Write": 256,
+        "Reserve": 128,
+        "Release": 128,
         "HandOver": 256,
         "Fail": 128,
         "Ping": 256,
@@ -152,6 +154,19 @@ class SidecarServicer(sidecar_pb2_grpc.SidecarServicer):
             file.end(context)
             if patient:
                 self._streams.release()
+
+    def Reserve(
+        self, request: sidecar_pb2.ReserveRequest, context: grpc.ServicerContext
+    ) -> sidecar_pb2.ReserveResponse:
+        """Lends files of the spool."""
+        return self._receiving.reserve(request)
+
+    def Release(
+        self, request: sidecar_pb2.ReleaseRequest, context: grpc.ServicerContext
+    ) -> sidecar_pb2.ReleaseResponse:
+        """Takes back what was lent."""
+        self._receiving.release(request)
+        return sidecar_pb2.ReleaseResponse()
 
     def HandOver(
         self, request: sidecar_pb2.HandOverRequest, context: grpc.ServicerContext

@@ -53,6 +53,8 @@ class _Session:
         self.pid = request.pid
         self._condition = threading.Condition()
         self._changed: dict[str, Save | save_pb2.SaveStatus] = {}
+        self._room = False
+        """Others want room in the spool, which the client hasn't been told."""
         self._urgent = False
         self._closed = False
 
@@ -72,12 +74,17 @@ class _Session:
             self._urgent = True
             self._condition.notify()
 
+    def want_room(self) -> None:
+        with self._condition:
+            self._room = self._urgent = True
+            self._condition.notify()
+
     def close(self) -> None:
         with self._condition:
             self._closed = True
             self._condition.notify()
 
-    def next(self) -> list[Save | save_pb2.SaveStatus] | None:
+    def next(self) -> list[Save | save_pb2.SaveStatus | sidecar_pb2.RoomWanted] | None:
         """Waits for changes; None at the end."""
         with self._condition:
             while not (self._closed or self._urgent):
@@ -86,8 +93,12 @@ class _Session:
                     break
             if self._closed:
                 return None
-            changed, self._changed = list(self._changed.values()), {}
-            self._urgent = False
+            changed: list[Save | save_pb2.SaveStatus | sidecar_pb2.RoomWanted]
+            changed = list(self._changed.values())
+            if self._room:
+                changed.append(sidecar_pb2.RoomWanted())
+            self._changed = {}
+            self._room = self._urgent = False
             return changed
 
 
@@ -153,8 +164,11 @@ class Sessions:
             self._check_handed_over(request.pending)
             self._watches.add(session, request.pending, session.tell)
             while (changed := session.next()) is not None:
-                for save in changed:
-                    status = self._render(save) if isinstance(save, Save) else save
+                for each in changed:
+                    if isinstance(each, sidecar_pb2.RoomWanted):
+                        yield sidecar_pb2.ConnectResponse(room=each)
+                        continue
+                    status = self._render(each) if isinstance(each, Save) else each
                     yield sidecar_pb2.ConnectResponse(save=status)
         finally:
             self._watches.remove(session)
@@ -180,6 +194,18 @@ class Sessions:
             ]
         for session in sessions:
             session.mark(save, urgent)
+
+    def want_room(self, clients: set[str]) -> None:
+        """Tells these clients that others need what they have borrowed and don't use."""
+        with self._lock:
+            sessions = [
+                session
+                for listed in self._sessions.values()
+                for session in listed
+                if session.client in clients
+            ]
+        for session in sessions:
+            session.want_room()
 
     def expect(self, rank: RankSave, within_s: float = STRANGER_S) -> None:
         """The rank handed something in: its client must be connected, or be so soon."""

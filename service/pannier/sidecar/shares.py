@@ -7,7 +7,7 @@ each hold a part of the room and wait for the other's. Thread-safe.
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from pannier.sidecar.saves import BEFORE_INGESTION, Phase, RankSave, Save
@@ -20,9 +20,14 @@ Group = tuple[str, str, str]
 
 
 class Shares:
-    """What saves take of this host's spool."""
+    """What saves take of this host's spool.
 
-    def __init__(self) -> None:
+    Args:
+        idle: bytes that a rank (job, incarnation, number) has been lent to stage into, unused.
+    """
+
+    def __init__(self, idle: Callable[[tuple[str, str, int]], int] = lambda owner: 0) -> None:
+        self._idle = idle
         self._lock = threading.Lock()
         self._usual: OrderedDict[Group, dict[int, int]] = OrderedDict()
         """Bytes by rank of this host, as of the last save that the rank handed over."""
@@ -56,12 +61,16 @@ class Shares:
             return 0
         with self._lock:
             usual = dict(self._usual.get(_group(save), {}))
-        total = sum(bytes_ for number, bytes_ in usual.items() if number not in ranks)
+        lacks = {number: bytes_ for number, bytes_ in usual.items() if number not in ranks}
         for number, rank in ranks.items():
             if rank.phase in BEFORE_INGESTION:
                 expected = max(sum((rank.planned or {}).values()), usual.get(number, 0))
-                total += max(0, expected - _opened(rank))
-        return total
+                lacks[number] = expected - _opened(rank)
+        job, incarnation = save.id.job, save.id.incarnation
+        return sum(
+            max(0, bytes_ - self._idle((job, incarnation, number)))
+            for number, bytes_ in lacks.items()
+        )
 
 
 def _group(save: Save) -> Group:

@@ -41,6 +41,7 @@ def rank_status(rank: RankSave) -> save_pb2.RankStatus:
         retries=rank.retries,
         last_error=rank.failure.message if rank.failure else rank.last_error,
         seconds_since_heard=time.monotonic() - rank.heard,
+        transport=rank.transport,
     )
 
 

@@ -14,9 +14,9 @@ from typing import Any, Final
 from pannier.daemon import crashing
 from pannier.sidecar.files import DataFile, SpoolSource
 from pannier.sidecar.ledger import Ledger
+from pannier.sidecar.lending import Lending
 from pannier.sidecar.saves import Phase, RankSave, Save, Saves
 from pannier.sidecar.slots import Slots
-from pannier.sidecar.spool import Spool
 from pannier.storage import IntegrityError, Store
 from pannier.v1 import records_pb2, save_pb2
 from pannier.wire import identity
@@ -42,7 +42,7 @@ class Uploads:
     def __init__(
         self,
         saves: Saves,
-        spool: Spool,
+        lending: Lending,
         ledger: Ledger,
         *,
         memory: int,
@@ -50,7 +50,7 @@ class Uploads:
         loop: asyncio.AbstractEventLoop,
     ) -> None:
         self._saves = saves
-        self._spool = spool
+        self._lending = lending
         self._ledger = ledger
         self._slots = Slots(memory)
         self._open_store = open_store
@@ -212,7 +212,7 @@ class Uploads:
         # A stream that writes a chunk at this moment holds the file: not on the loop.
         slab = await self._loop.run_in_executor(None, file.release)
         if slab is not None:
-            self._spool.give(slab)
+            self._lending.give(slab)
 
     async def _settle(self, save: Save) -> None:
         """After the verdict: objects of an aborted save go, and what the save held here."""
