@@ -5,13 +5,16 @@ names, or these.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from operator import attrgetter
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint import _version
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.distributed_c10d import (
@@ -63,6 +66,46 @@ def local_tensors(value: torch.Tensor) -> list[torch.Tensor]:
     return [value]
 
 
+DTENSOR_FACTS: Final = attrgetter("_spec.placements", "_spec.mesh", "shape", "requires_grad")
+"""What, besides the local tensor, a DTensor's item is made from."""
+
+
+def in_mesh(value: DTensor) -> bool:
+    """Whether this rank is in a DTensor's mesh; else DCP plans no item for it."""
+    return value.device_mesh.get_coordinate() is not None
+
+
+def sharded_facts(value: ShardedTensor) -> tuple[Any, ...]:
+    """What, besides the local shards' tensors, a ShardedTensor's items are made from."""
+    data = value.metadata()
+    kept = data.tensor_properties
+    shards = [shard.metadata for shard in value.local_shards()]
+    return (
+        tuple(data.size),
+        (kept.dtype, kept.layout, kept.requires_grad, kept.memory_format, kept.pin_memory),
+        [(tuple(shard.shard_offsets), tuple(shard.shard_sizes)) for shard in shards],
+    )
+
+
+def flattens_as_of_old() -> bool:
+    """Whether DCP flattens as torch 2.3 did, which it does while it loads such a checkpoint."""
+    return getattr(_version, "_derived_version", None) is not None
+
+
+def without_torch_functions() -> AbstractContextManager[None]:
+    """Attributes of tensors without the detour through modes (``torch.set_default_device``)."""
+    return torch._C.DisableTorchFunction()
+
+
+def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """``target.copy_(source)`` for each; in one call, without the GIL, where torch has that."""
+    if hasattr(torch, "_foreach_copy_"):
+        torch._foreach_copy_(targets, sources)
+        return
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
+
+
 def caches_plans(planner: SavePlanner) -> bool:
     """Whether ``planner`` reads and fills torch's plan cache."""
     return bool(getattr(planner, _PLAN_CACHING, False))
@@ -90,14 +133,20 @@ def without_plan_cache(planner: SavePlanner) -> Iterator[None]:
 
 
 __all__ = [
+    "DTENSOR_FACTS",
     "GLOBAL_PLANNING",
     "AsyncCollectiveTensor",
     "FakeTensor",
     "ShardedTensor",
     "StorageInfo",
     "caches_plans",
+    "copy_all",
+    "flattens_as_of_old",
     "group_store",
     "has_size",
+    "in_mesh",
     "local_tensors",
+    "sharded_facts",
     "without_plan_cache",
+    "without_torch_functions",
 ]

@@ -1,0 +1,257 @@
+"""Where each value of a known plan goes; the copy alone, without items, planner or checks.
+
+In: the final plan of a structure that was planned and staged before (see
+:mod:`pannier.client.structure`). Out: for each later save of that structure the same as
+:func:`pannier.client.staging.stage`. Heads, tails and gaps are written once to each region and
+stay there; small tensors are copied in one call, large ones by address.
+"""
+
+import ctypes
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import compress
+from operator import itemgetter
+from typing import Any, Final
+
+import torch
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+
+from pannier.client import archives, compat, imprints
+from pannier.client.arena import Arena, Region
+from pannier.client.objects import serialized
+from pannier.client.staging import Staged, StagedFile
+from pannier.client.structure import Structure
+from pannier.client.transfer import LARGE, Transfers
+from pannier.v1 import plan_pb2, records_pb2
+from pannier.wire.errors import InvalidRequestError
+
+_SUSPECT: Final = 1 << 40
+"""A tensor whose storage was freed has its offset for an address. Few others lie so low."""
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """A tensor's place in its file."""
+
+    value: int
+    """Index of the tensor."""
+    start: int
+    """Where its archive begins."""
+    raw: int
+    """Where its elements begin."""
+    shape: torch.Size
+    archive: archives.Archive
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, eq=False)
+class _File:
+    """A data file of slots, in order."""
+
+    size: int
+    slots: list[_Slot] = field(default_factory=list)
+    small: list[int] = field(default_factory=list)
+    """Numbers of the slots whose tensors are copied together."""
+    single: list[int] = field(default_factory=list)
+    """Numbers of those that are copied one by one."""
+
+
+class Route:
+    """See the module. Made by :func:`route`; thread-safe."""
+
+    def __init__(
+        self, fqns: list[str], files: list[_File], objects: list[int], positions: list[int]
+    ) -> None:
+        self._fqns = fqns
+        self._files = files
+        self._objects = objects
+        self._positions = positions
+        self._small = [_picker([file.slots[i].value for i in file.small]) for file in files]
+
+    def stage(self, values: list[Any], arena: Arena, names: Sequence[str]) -> Staged:
+        """Copies the values, as :func:`pannier.client.staging.stage` does.
+
+        Args:
+            values: from the structure that the route was made for.
+            arena: acquired with the sizes of the plan's files.
+            names: of the plan's files in this save.
+
+        Raises:
+            InvalidRequestError: an object can't be serialised, or a tensor has no storage.
+            PannierError: there is no memory.
+        """
+        transfers = Transfers()
+        engraved = []
+        try:
+            with torch.no_grad(), compat.without_torch_functions():
+                for file, region, pick in zip(self._files, arena.files, self._small, strict=False):
+                    imprint = imprints.take(region)
+                    if imprint is None or imprint.pattern is not file:
+                        imprint = _engrave(file, region)
+                    self._copy(file, region, imprint, pick(values), values, transfers)
+                    engraved.append((region, imprint))
+            varying = self._spill(values, arena, names)
+            transfers.run()
+        finally:
+            # Also on failure: the arena is lent again, and no device may still write to it.
+            transfers.wait()
+        for region, imprint in engraved:
+            imprints.leave(region, imprint)
+        files = [
+            StagedFile(name, region.size, region.address, region)
+            for name, region in zip(names, arena.files, strict=True)
+            if region.size
+        ]
+        spill = arena.spilled
+        if spill is not None and spill.size:
+            files.append(StagedFile(names[-1], spill.size, spill.address, spill))
+        return Staged(files, varying, [], arena)
+
+    def _copy(
+        self,
+        file: _File,
+        region: Region,
+        imprint: imprints.Imprint,
+        small: Sequence[torch.Tensor],
+        values: list[Any],
+        transfers: Transfers,
+    ) -> None:
+        if small:
+            self._check_storages(file, small)
+            compat.copy_all([imprint.views[i] for i in file.small], list(small))
+        for number in file.single:
+            slot = file.slots[number]
+            try:
+                transfers.copy_to_view(values[slot.value], imprint.views[number], region, slot.raw)
+            except Exception as error:
+                raise self._refusal(slot.value, error) from error
+
+    def _check_storages(self, file: _File, tensors: Sequence[torch.Tensor]) -> None:
+        if min(map(torch.Tensor.data_ptr, tensors)) >= _SUSPECT:
+            return
+        freed = [not tensor.untyped_storage().nbytes() for tensor in tensors]
+        for number in compress(file.small, freed):
+            error = ValueError("its storage was freed (resized to 0)")
+            raise self._refusal(file.slots[number].value, error)
+
+    def _spill(
+        self, values: list[Any], arena: Arena, names: Sequence[str]
+    ) -> list[records_pb2.VaryingItem]:
+        varying = []
+        for index, position in zip(self._objects, self._positions, strict=True):
+            try:
+                data = serialized(values[index])
+            except Exception as error:
+                raise self._refusal(index, error) from error
+            start = arena.spill.size
+            arena.spill.write(data)
+            varying.append(
+                records_pb2.VaryingItem(
+                    position=position, file=names[-1], offset=start, length=len(data)
+                )
+            )
+        return varying
+
+    def _refusal(self, index: int, error: Exception) -> InvalidRequestError:
+        return InvalidRequestError(
+            f"{self._fqns[index]!r} can't be saved: {type(error).__name__}: {error}"
+        )
+
+
+def route(
+    structure: Structure,
+    values: Sequence[Any],
+    items: Sequence[WriteItem],
+    final: plan_pb2.FinalPlan,
+) -> Route | None:
+    """The route of a plan; None where values need more than a copy.
+
+    Args:
+        structure: of the state that was planned.
+        values: of that state, by the structure.
+        items: of the local plan.
+        final: the answer to it.
+    """
+    if [item.index.fqn for item in items] != structure.fqns:
+        return None
+    files = [_File(file.size) for file in final.files]
+    objects = []
+    ends = [0] * len(files)
+    places = final.placement
+    for position, number, start, length in zip(
+        final.positions, places.file, places.offset, places.length, strict=True
+    ):
+        item, value = items[position], values[position]
+        if item.type is WriteItemType.BYTE_IO:
+            if length or isinstance(value, torch.Tensor) or number != len(files) - 1:
+                return None
+            objects.append(position)
+            continue
+        data = item.tensor_data
+        if (
+            not isinstance(value, torch.Tensor)
+            or data is None
+            or (value.dtype, value.shape) != (data.properties.dtype, data.chunk.sizes)
+            or value.dtype not in archives.DTYPES
+        ):
+            return None
+        archive = archives.archive(value.dtype, value.shape)
+        end = start + length
+        if archive.length != length or start < ends[number] or end > files[number].size:
+            return None
+        ends[number] = end
+        _place(
+            files[number],
+            _Slot(position, start, start + len(archive.head), value.shape, archive, value.dtype),
+            on_host=value.is_cpu,
+        )
+    return Route(structure.fqns, files, objects, list(objects))
+
+
+def _place(file: _File, slot: _Slot, *, on_host: bool) -> None:
+    number = len(file.slots)
+    file.slots.append(slot)
+    if slot.archive.body:
+        together = on_host and slot.archive.body < LARGE
+        (file.small if together else file.single).append(number)
+
+
+def _engrave(file: _File, region: Region) -> imprints.Imprint:
+    """Writes all of a file but the elements."""
+    written = 0
+    memory = region.memory
+    for slot in file.slots:
+        region.zero(written, slot.start)
+        memory[slot.start : slot.raw] = slot.archive.head
+        tail = slot.raw + slot.archive.body
+        written = slot.start + slot.archive.length
+        memory[tail:written] = slot.archive.tail
+    region.zero(written, region.size)
+    return imprints.Imprint(file, _views(file, region))
+
+
+def _views(file: _File, region: Region) -> list[torch.Tensor]:
+    """Each slot's elements as a tensor; one without elements stands for nothing."""
+    if not region.size:
+        return []
+    # By address, so that the views don't keep the mapping from being closed; and no inference
+    # tensors, which couldn't be written to later.
+    memory = (ctypes.c_char * region.size).from_address(region.address)
+    with torch.inference_mode(False):
+        nothing = torch.empty(0, device="cpu")
+        return [
+            torch.frombuffer(
+                memory, dtype=slot.dtype, count=math.prod(slot.shape), offset=slot.raw
+            ).view(slot.shape)
+            if slot.archive.body
+            else nothing
+            for slot in file.slots
+        ]
+
+
+def _picker(indices: list[int]) -> Callable[[list[Any]], Sequence[Any]]:
+    """``values -> [values[i] for i in indices]``."""
+    if len(indices) > 1:
+        return itemgetter(*indices)
+    return lambda values: [values[i] for i in indices]
