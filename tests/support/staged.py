@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 
 from pannier.client import compat
 from pannier.client.arena import Arena, ArenaPool
-from pannier.client.planning import Planning
+from pannier.client.planning import Planning, expand
 from pannier.client.staging import Staged, stage
 from pannier.v1 import plan_pb2
 from pannier.wire import identity, layout, plans
@@ -23,7 +23,7 @@ ATTEMPT = "i1-g00000000-s1"
 def plan(
     state: Any, planner: SavePlanner | None = None, checkpoint_id: str = "/checkpoints/step-1"
 ) -> Planning:
-    return Planning(state, planner, is_coordinator=True, checkpoint_id=checkpoint_id)
+    return Planning(expand(state), planner, is_coordinator=True, checkpoint_id=checkpoint_id)
 
 
 def final_plan(

@@ -18,7 +18,8 @@ from typing import Any
 
 from torch.distributed.checkpoint.planner import SavePlanner
 
-from pannier.client import checkpoints, embedded, staging
+from pannier.client import checkpoints, embedded
+from pannier.client.agreed import Wish, agree
 from pannier.client.arena import ArenaPool
 from pannier.client.arguments import (
     check_on_busy,
@@ -26,19 +27,20 @@ from pannier.client.arguments import (
     checkpoint_path,
     told_path,
 )
+from pannier.client.cached import ENABLED, Agreement, Owner, PlanCache
 from pannier.client.config import Settings, check_timeout, load_settings
 from pannier.client.handle import Resolver, SaveHandle, SaveResult, Unasked
 from pannier.client.identity import World, is_alone
 from pannier.client.line import keep_in_children
 from pannier.client.load import load as load_checkpoint
 from pannier.client.membership import Entry, Membership
-from pannier.client.planning import Planning
+from pannier.client.planning import Planning, expand
 from pannier.client.saving import Saving, fail_request
 from pannier.client.session import Session
 from pannier.client.slots import Slots
 from pannier.client.streaming import Deadline
 from pannier.client.writer import StorageWriter
-from pannier.v1 import sidecar_pb2
+from pannier.v1 import plan_pb2, sidecar_pb2
 from pannier.wire import identity
 from pannier.wire.errors import (
     ConfigurationError,
@@ -70,6 +72,7 @@ class Client:
         self._memberships: dict[bool, Membership] = {}
         self._old_memberships: list[Membership] = []
         self._slots = Slots(self.settings.max_in_flight)
+        self._plans = PlanCache(enabled=ENABLED)
         self._pending: set[Saving] = set()
         self._unasked = Unasked()
         self._closed = False
@@ -303,28 +306,25 @@ class Client:
             saving = Saving(session, context, on_busy=on_busy, deadline=deadline, ended=self._ended)
             with self._lock:
                 self._pending.add(saving)
-            planning = Planning(
-                state_dict,
-                planner,
-                is_coordinator=entry.group.is_coordinator,
+            wish = Wish(
+                owner=Owner(
+                    context.save.incarnation,
+                    entry.group.name,
+                    identity.split_checkpoint_id(entry.checkpoint_id)[0],
+                ),
+                number=entry.number,
                 checkpoint_id=entry.checkpoint_id,
+                is_coordinator=entry.group.is_coordinator,
+                state=expand(state_dict),
+                planner=planner,
             )
-            wait_s = min(self.settings.plan_timeout, deadline.remaining())
-            if deadline.passed:
-                raise DeadlineError(f"save {saving.text} was not planned before its timeout")
-            request = sidecar_pb2.PlanRequest(
-                context=context,
-                plan=planning.message,
-                digest=planning.digest,
-                timeout_s=wait_s,
-                save_timeout_s=deadline.remaining(),
-            )
-            entry.planned = True
-            final = session.plan(request, wait_s).plan
-            items = planning.finish(final)
-            saving.planned(final.attempt, final.plan_id)
-            arena = slot.fill([file.size for file in final.files])
-            saving.staged(staging.stage(planning, items, final, arena))
+            plan = agree(self._plans, wish, lambda planning: self._ask(saving, entry, planning))
+            agreement = None
+            if plan.cached is not None:
+                agreement = Agreement(self._plans, session, context, plan.cached, deadline)
+            saving.planned(plan.attempt, plan.plan_id, agreement)
+            arena = slot.fill(plan.sizes)
+            saving.staged(plan.stage(arena))
             # No daemon: a normal exit waits until the rank is ingested.
             threading.Thread(
                 target=saving.carry, args=(slot.free,), name=f"pannier-save-{entry.number}"
@@ -335,6 +335,22 @@ class Client:
             slot.free()
             raise
         return saving.handle
+
+    def _ask(self, saving: Saving, entry: Entry, planning: Planning) -> plan_pb2.FinalPlan:
+        """The coordinator's answer to a local plan."""
+        deadline = saving.deadline
+        wait_s = min(self.settings.plan_timeout, deadline.remaining())
+        if deadline.passed:
+            raise DeadlineError(f"save {saving.text} was not planned before its timeout")
+        request = sidecar_pb2.PlanRequest(
+            context=saving.context,
+            plan=planning.message,
+            digest=planning.digest,
+            timeout_s=wait_s,
+            save_timeout_s=deadline.remaining(),
+        )
+        entry.planned = True
+        return saving.session.plan(request, wait_s).plan
 
     def _ended(self, saving: Saving) -> None:
         self._unasked.add(saving.resolver.verdict)
@@ -366,6 +382,7 @@ class Client:
             if member is None or not member.world.is_current():
                 if member is not None:
                     # torch.distributed was set up anew; saves under way still end.
+                    self._plans.clear()
                     self._old_memberships.append(member)
                 member = self._memberships[alone] = Membership(World(alone=alone))
             return member

@@ -374,7 +374,8 @@ def _drop(mappings: list[Mapping]) -> None:
 
 
 def _largest_first(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    return sorted(enumerate(sizes), key=lambda pair: -pair[1])
+    # Those that take as much in order: so each file gets the memory it had the last time.
+    return sorted(enumerate(sizes), key=lambda pair: -_rounded(pair[1]))
 
 
 def _rounded(size: int) -> int:

@@ -1,6 +1,6 @@
 """One run of a planner on one state dict: DCP's local plan as a message, and back.
 
-In: a state dict and a ``SavePlanner``. Out: the ``LocalPlan`` that the
+In: a state dict, expanded, and a ``SavePlanner``. Out: the ``LocalPlan`` that the
 coordinator gets, and, once it has answered, the items this rank is to write.
 What DCP could not store, or Pannier not honour, is refused here, by name,
 before anything is staged.
@@ -27,17 +27,17 @@ from pannier.wire.errors import InvalidRequestError, PannierError
 
 _RESOLUTION: Final = ("resolve_data", "lookup_object", "transform_object")
 _PLAIN_TYPES: Final = frozenset({torch.Tensor, torch.nn.Parameter})
+_NOT_STATEFUL: Final = _PLAIN_TYPES | {dict, list, tuple, int, float, bool, str, type(None)}
 _T = TypeVar("_T")
 
 
 class Planning:
     """One planner run on one state dict. Not thread-safe.
 
-    Calls ``state_dict()`` of top-level ``Stateful`` values, as ``dcp.save`` does.
     torch's own plan cache is neither read nor filled.
 
     Args:
-        state_dict: as for ``dcp.save``.
+        state: from :func:`expand`.
         planner: None for a ``DefaultSavePlanner``.
         is_coordinator: whether this is the first rank of the group.
         checkpoint_id: told to the planner.
@@ -50,21 +50,16 @@ class Planning:
 
     def __init__(
         self,
-        state_dict: Mapping[str, Any],
+        state: dict[str, Any],
         planner: SavePlanner | None,
         *,
         is_coordinator: bool,
         checkpoint_id: str,
     ) -> None:
-        if not isinstance(state_dict, Mapping):
-            raise InvalidRequestError(
-                f"a state dict is a mapping, not {type(state_dict).__name__}: {state_dict!r:.80}"
-            )
         self._planner = DefaultSavePlanner() if planner is None else planner
         if not isinstance(self._planner, SavePlanner):
             raise InvalidRequestError(f"planner {planner!r} is not a SavePlanner")
         self._name = _class_name(type(self._planner))
-        state = {key: self._expanded(key, value) for key, value in state_dict.items()}
         meta = StorageMeta(checkpoint_id=checkpoint_id, save_id=str(uuid.uuid4()))
         try:
             with compat.without_plan_cache(self._planner):
@@ -109,12 +104,6 @@ class Planning:
     def resolve(self, item: WriteItem) -> torch.Tensor | io.BytesIO:
         """What the planner has for one of its items. To be called once for each."""
         return self._planner.resolve_data(item)
-
-    def _expanded(self, key: str, value: Any) -> Any:
-        # The test for a protocol is slow, and states have thousands of tensors.
-        if type(value) in _PLAIN_TYPES or not isinstance(value, Stateful):
-            return value
-        return _run(f"state_dict() of {key!r}", value.state_dict)
 
     def _set_up(self, state: dict[str, Any], meta: StorageMeta, is_coordinator: bool) -> None:
         set_up: Callable[..., None] = self._planner.set_up_planner
@@ -194,6 +183,27 @@ class Planning:
         message.body.extend(archive.body if archive else 0 for archive in planned)
         message.tail.extend(len(archive.tail) if archive else 0 for archive in planned)
         return message
+
+
+def expand(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """The state with ``state_dict()`` of top-level ``Stateful`` values, as ``dcp.save`` takes it.
+
+    Raises InvalidRequestError: it is no mapping, or a ``state_dict()`` fails.
+    """
+    if not isinstance(state_dict, Mapping):
+        raise InvalidRequestError(
+            f"a state dict is a mapping, not {type(state_dict).__name__}: {state_dict!r:.80}"
+        )
+    # The test for a protocol is slow, and states have thousands of tensors.
+    if _NOT_STATEFUL.issuperset(map(type, state_dict.values())):
+        return dict(state_dict)
+    return {key: _expanded(key, value) for key, value in state_dict.items()}
+
+
+def _expanded(key: str, value: Any) -> Any:
+    if type(value) in _NOT_STATEFUL or not isinstance(value, Stateful):
+        return value
+    return _run(f"state_dict() of {key!r}", value.state_dict)
 
 
 def _run(what: str, function: Callable[[], _T]) -> _T:

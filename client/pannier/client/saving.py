@@ -62,6 +62,16 @@ class Staged(Protocol):
         """Sum of the files' sizes."""
 
 
+class Agreement(Protocol):
+    """What a plan from the cache still lacks (see ``pannier.client.cached``)."""
+
+    def settle(self) -> str:
+        """Waits until all ranks go by one plan; returns its id."""
+
+    def failed(self) -> None:
+        """The save that went by the plan has failed."""
+
+
 class Saving:
     """One save under way. Thread-safe."""
 
@@ -84,6 +94,7 @@ class Saving:
         self._on_busy = on_busy
         self._ended = ended
         self._plan = ("", "")
+        self._agreement: Agreement | None = None
         self._staged: Staged | None = None
         self._bytes = 0
         self._lacked: list[int] = []
@@ -101,9 +112,10 @@ class Saving:
         session.watch(context, self._hear, self._hear_silence)
         self._timer = session.alarm(deadline.remaining() + _GRACE_S, self._expire)
 
-    def planned(self, attempt: str, plan_id: str) -> None:
-        """The plan is agreed."""
+    def planned(self, attempt: str, plan_id: str, agreement: Agreement | None = None) -> None:
+        """The plan is known, and agreed but for what ``agreement`` still has to settle."""
         self._plan = (attempt, plan_id)
+        self._agreement = agreement
         self._phase_over("plan")
         self.resolver.update(
             lambda status: dataclasses.replace(status, attempt=attempt, state="STAGING")
@@ -125,6 +137,8 @@ class Saving:
         """
         unused = True
         try:
+            if self._agreement is not None:
+                self._plan = (self._plan[0], self._agreement.settle())
             self._ingest()
             self._phase_over("ingest")
         except StoppedError:
@@ -340,6 +354,9 @@ class Saving:
         self._ended(self)
 
     def _fail(self, error: PannierError, *, quietly: bool = False) -> None:
+        if self._agreement is not None:
+            # Before anybody hears of it, and saves again.
+            self._agreement.failed()
         self._leave()
         skipped = isinstance(error, SaveSkippedError) and self._on_busy == "skip"
         self.resolver.fail(error, quietly=quietly or skipped)

@@ -15,7 +15,7 @@ from typing import IO, Any, NamedTuple, cast
 import torch
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
-from pannier.client import archives, compat
+from pannier.client import archives, compat, imprints
 from pannier.client.arena import Arena, ArenaPool, Region
 from pannier.client.planning import Planning, planned_archive
 from pannier.client.transfer import Transfers
@@ -165,6 +165,8 @@ class _Writer:
         self._written = [0] * len(names)
         """Per region: everything below it is this save's."""
         self._transfers = Transfers()
+        for region in arena.files:
+            imprints.take(region)
 
     def __enter__(self) -> "_Writer":
         return self
