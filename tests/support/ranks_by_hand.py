@@ -155,6 +155,22 @@ def report(
     )
 
 
+def proposal(
+    who: sidecar_pb2.SaveContext,
+    plan_id: str,
+    digest: str,
+    attempt: str,
+    *,
+    timeout_s: float = 10,
+    save_timeout_s: float = 30,
+) -> coordinator_pb2.RankReport:
+    """The rank goes by a plan that it was given before."""
+    said = report(who, attempt, save_pb2.RANK_PHASE_MISSING)
+    said.plan_id, said.digest = plan_id, digest
+    said.timeout_s, said.save_timeout_s = timeout_s, save_timeout_s
+    return said
+
+
 async def write_receipts(reports: Iterable[coordinator_pb2.RankReport]) -> None:
     """A receipt is in storage before it is told."""
     for each in reports:
@@ -211,12 +227,22 @@ class Sidecar:
         self, save: save_pb2.SaveId, *states: "save_pb2.SaveState", timeout: float = 10
     ) -> save_pb2.SaveStatus:
         """Waits until the save is in one of these states."""
+        return await self.learn(save, lambda status: status.state in states, timeout=timeout)
+
+    async def learn(
+        self,
+        save: save_pb2.SaveId,
+        wanted: Callable[[save_pb2.SaveStatus], bool],
+        *,
+        timeout: float = 10,
+    ) -> save_pb2.SaveStatus:
+        """Waits until the save's status is as it is wanted."""
         key = identity.save_text(save)
 
         async def wait() -> save_pb2.SaveStatus:
             while True:
                 status = self._news.get(key)
-                if status is not None and status.state in states:
+                if status is not None and wanted(status):
                     return status
                 self._changed.clear()
                 await self._changed.wait()

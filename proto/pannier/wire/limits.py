@@ -93,7 +93,9 @@ def check_plan(request: sidecar_pb2.PlanRequest) -> None:
     _check_items(plan.items, MAX_ITEMS, "items of a rank's plan")
     for column in (plan.head, plan.body, plan.tail, plan.mappings):
         _at_most(len(column), MAX_ITEMS, "items of a rank's plan")
-    check_words(digest=request.digest)
+    check_words(
+        digest=request.digest, cached_plan_id=request.cached_plan_id, attempt=request.attempt
+    )
     check_seconds(timeout_s=request.timeout_s, save_timeout_s=request.save_timeout_s)
 
 

@@ -17,7 +17,11 @@ CALL_S = 10.0
 RECONNECT_S = 10.0
 """How long a daemon may be away while a save is watched: a restart."""
 
-TERMINAL = (save_pb2.SAVE_STATE_COMMITTED, save_pb2.SAVE_STATE_ABORTED)
+TERMINAL = (
+    save_pb2.SAVE_STATE_COMMITTED,
+    save_pb2.SAVE_STATE_ABORTED,
+    save_pb2.SAVE_STATE_PREPARED,
+)
 
 daemon_option = combined(
     option(

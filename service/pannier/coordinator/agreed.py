@@ -5,7 +5,7 @@ A plan that was agreed is kept, and later saves go by it. Immutable; any thread.
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -103,6 +103,20 @@ class AgreedPlan:
             )
         return share
 
+    def writes_same(self, other: "AgreedPlan", rank: int) -> bool:
+        """Whether the rank's final plan is the same in both."""
+        if self is other:
+            return True
+        one, two = self.share(rank), other.share(rank)
+        return one.files == two.files and all(
+            np.array_equal(mine, theirs)
+            for mine, theirs in (
+                (one.positions, two.positions),
+                (self.assignment.offset[one.rows], other.assignment.offset[two.rows]),
+                (self.assignment.length[one.rows], other.assignment.length[two.rows]),
+            )
+        )
+
     def final_plan(self, rank: int, attempt: str) -> plan_pb2.FinalPlan:
         """The answer to ``rank``'s local plan, in this attempt."""
         share, told = self.share(rank), self.assignment
@@ -149,7 +163,7 @@ class _Line(NamedTuple):
     root: str
 
 
-_KEPT_EACH: Final = 2
+_KEPT_EACH: Final = 4
 """Plans of one group under one root."""
 _KEPT_BYTES: Final = 256 << 20
 """Of all bodies together; the newest stays in any case."""
@@ -176,13 +190,14 @@ class AgreedPlans:
         """A plan that the group's ranks were given before, for a save to the same root."""
         return self._kept.get((_line(context), plan_id))
 
-    def alike(self, context: sidecar_pb2.SaveContext, digests: dict[int, str]) -> AgreedPlan | None:
-        """The newest plan that was made of the same local plans."""
+    def alike(
+        self, context: sidecar_pb2.SaveContext, digests: dict[int, str]
+    ) -> Iterator[AgreedPlan]:
+        """The plans that were made of the same local plans, the newest first."""
         line = _line(context)
         for (other, _), plan in reversed(self._kept.items()):
             if other == line and plan.digests == digests:
-                return plan
-        return None
+                yield plan
 
 
 def _line(context: sidecar_pb2.SaveContext) -> _Line:

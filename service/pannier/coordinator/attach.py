@@ -15,15 +15,20 @@ from collections.abc import AsyncIterator
 from typing import Final
 
 from pannier.coordinator import trainers
-from pannier.coordinator.gather import DisagreementError
+from pannier.coordinator.gather import DisagreementError, Proposal
+from pannier.coordinator.joining import check_place, join
 from pannier.coordinator.losses import Losses
+from pannier.coordinator.places import Places
 from pannier.coordinator.registry import Registry
 from pannier.coordinator.saves import Presence, Save
 from pannier.v1 import coordinator_pb2, save_pb2, sidecar_pb2
 from pannier.wire import identity, limits
 from pannier.wire.errors import (
+    ConfigurationError,
     InvalidRequestError,
     OverloadedError,
+    SaveAbortedError,
+    UnavailableError,
     VersionMismatchError,
 )
 from pannier.wire.version import WIRE_VERSION, package_version
@@ -58,8 +63,9 @@ class _Stream:
 class Attachments:
     """All sidecars that are attached now."""
 
-    def __init__(self, registry: Registry) -> None:
+    def __init__(self, registry: Registry, places: Places) -> None:
         self._registry = registry
+        self._places = places
         self._losses = Losses(registry)
         self._streams: set[_Stream] = set()
         self._rendered: dict[str, tuple[float, tuple[object, ...], save_pb2.SaveStatus]] = {}
@@ -120,12 +126,20 @@ class Attachments:
         stream.presence.heard = time.monotonic()
         saves = {}
         for report in request.reports:
-            save = self._enter(stream, report.context, failing=report.HasField("failure"))
+            save = self._enter(
+                stream,
+                report.context,
+                # One that a rank would begin with a plan of its own is refused while draining.
+                known=not _proposes(report),
+                failing=report.HasField("failure"),
+            )
             if save is None:
                 continue
             try:
                 self._report(save, stream.presence, report)
-            except InvalidRequestError as error:
+            except SaveAbortedError as error:
+                _log.warning("host %s: %s", stream.presence.host, error)
+            except (InvalidRequestError, ConfigurationError) as error:
                 _log.error("a report of host %s is not valid: %s", stream.presence.host, error)
                 continue
             saves[save.key] = save
@@ -145,17 +159,22 @@ class Attachments:
                 stream.add(save)
 
     def _enter(
-        self, stream: _Stream, context: sidecar_pb2.SaveContext, *, failing: bool = False
+        self,
+        stream: _Stream,
+        context: sidecar_pb2.SaveContext,
+        *,
+        known: bool = True,
+        failing: bool = False,
     ) -> Save | None:
         """The save, of which the sidecar hears from now on; None when this can't be part of it."""
         try:
-            save = self._registry.enter(context, known=True, failing=failing)
+            save = self._registry.enter(context, known=known, failing=failing)
         except DisagreementError as error:
             _log.warning("host %s: %s", stream.presence.host, error)
             doomed = self._registry.find(context.save)
             if doomed is not None:
                 stream.add(doomed)
-        except (InvalidRequestError, OverloadedError) as error:
+        except (InvalidRequestError, OverloadedError, UnavailableError) as error:
             _log.error("a report of host %s is not valid: %s", stream.presence.host, error)
         else:
             stream.told.setdefault(save.key, ())
@@ -176,7 +195,10 @@ class Attachments:
         save.suspects.pop(rank, None)
         part.told = limits.shortened_status(report.status)
         part.heard = time.monotonic() - part.told.seconds_since_heard
-        if report.attempt:
+        save.set_deadlines(*_deadlines(report))
+        if _proposes(report):
+            self._propose(save, report)
+        elif report.attempt:
             self._check_attempt(save, report)
         if report.HasField("receipt") and part.receipt is None:
             part.receipt = report.receipt
@@ -192,6 +214,21 @@ class Attachments:
             )
             if not late:
                 save.doom([failure])
+
+    def _propose(self, save: Save, report: coordinator_pb2.RankReport) -> None:
+        """The rank goes by a plan that it was given for an earlier save."""
+        rank, host = report.context.rank, report.context.host
+        limits.check_words(plan_id=report.plan_id, digest=report.digest)
+        if not save.gathering.proposals:
+            check_place(save, self._places, rank)
+        proposal = Proposal(rank, host, report.digest, report.plan_id, report.attempt)
+        try:
+            identity.Attempt.parse(report.attempt)
+            join(save, proposal)
+        except InvalidRequestError as error:
+            # It waits for an answer, which is the save's end.
+            save.fail(save_pb2.FAILURE_KIND_DISAGREEMENT, str(error), rank)
+            raise
 
     def _check_attempt(self, save: Save, report: coordinator_pb2.RankReport) -> None:
         identity.Attempt.parse(report.attempt)
@@ -252,7 +289,21 @@ _RENDERED_KEPT: Final = 64
 
 def _essence(save: Save) -> tuple[object, ...]:
     """What is told at once when it changes."""
-    return (save.state, len(save.failures), save.attempt is not None, bool(save.problem), save.note)
+    return (
+        *(save.state, len(save.failures), save.attempt is not None, bool(save.problem)),
+        *(save.note, save.plan_id, save.plan_wanted),
+    )
+
+
+def _proposes(report: coordinator_pb2.RankReport) -> bool:
+    """Whether it goes by a cached plan that wasn't agreed for this save yet."""
+    early = report.status.phase < save_pb2.RANK_PHASE_PLANNED
+    return bool(report.plan_id) and early and not report.HasField("failure")
+
+
+def _deadlines(report: coordinator_pb2.RankReport) -> tuple[float, float]:
+    limits.check_seconds(timeout_s=report.timeout_s, save_timeout_s=report.save_timeout_s)
+    return report.timeout_s, report.save_timeout_s
 
 
 def check_speaker(save: Save, rank: int, presence: Presence) -> None:

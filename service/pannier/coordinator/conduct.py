@@ -12,16 +12,18 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
 from typing import Any, Final, TypeVar
 
+from pannier.coordinator.agreed import AgreedPlans
 from pannier.coordinator.blame import blame, check_told, raise_lost, raise_missed
 from pannier.coordinator.commit import build_candidate
 from pannier.coordinator.insisting import insist
-from pannier.coordinator.manifest import Manifest
+from pannier.coordinator.manifest import Manifest, agree
 from pannier.coordinator.places import Places
 from pannier.coordinator.planners import Planners
 from pannier.coordinator.receipts import check_external_metadata
+from pannier.coordinator.reusing import check_attempts, choose, kept_assignments
 from pannier.coordinator.saves import Save, State
 from pannier.coordinator.sweeping import Sweeper
-from pannier.coordinator.takeover import Looks, adopt, take_up
+from pannier.coordinator.takeover import Looks, adopt, go_by, take_up
 from pannier.records.decisions import decide, decider, propose
 from pannier.records.ending import carry_out, prepare_commit
 from pannier.records.installing import RemovedError
@@ -56,6 +58,7 @@ class Conductor:
         host: signs decisions.
         threads: for planning and for the metadata.
         sweeper: told of commits. Default: one of its own.
+        plans: told of the plans that are agreed, which later saves go by. Default: none so far.
     """
 
     def __init__(
@@ -66,12 +69,14 @@ class Conductor:
         host: str,
         threads: Executor,
         sweeper: Sweeper | None = None,
+        plans: AgreedPlans | None = None,
     ) -> None:
         self._places = places
         self._sweeper = sweeper or Sweeper(places)
         self._planners = planners
         self._host = host
         self._threads = threads
+        self._plans = plans or AgreedPlans()
         self._tasks: set[asyncio.Task[None]] = set()
 
     def begin(self, save: Save) -> None:
@@ -153,6 +158,8 @@ class Conductor:
             # What is decided is carried out however long that takes; all before has a deadline.
             with limited(until=lambda: save.next_deadline, told=lambda why: _retried(save, why)):
                 decision = await self._prepare(save, store)
+            if save.state is State.PREPARED:
+                return
             if decision is None:
                 decision = await self._commit(save, store)
             await self._obey(save, store, decision)
@@ -174,7 +181,9 @@ class Conductor:
             if not ours:
                 _log.warning("%s: another coordinator has planned it before", save.label)
                 decision = await take_up(save, store)
-        if decision is None:
+        if save.manifest is not None and not save.external:
+            self._plans.keep(save.context, save.manifest.plan)
+        if decision is None and save.state is not State.PREPARED:
             save.move(State.STAGING)
             save.progress()
             decision = await self._await_ranks(save, store)
@@ -208,22 +217,50 @@ class Conductor:
         raise_missed(save, "async_save was not called there", save.plan_deadline)
 
     async def _plan(self, save: Save, store: Store) -> bool:
-        """Makes and publishes the plan; False when another coordinator was first."""
+        """Finds or makes the plan, and publishes it; False when another coordinator was first."""
         assert save.attempt is not None
-        plans = save.gathering.plans
         context, attempt = save.context, save.attempt
-
-        def make() -> Manifest:
-            plan = self._planners.make(plans, attempt.name)
-            return Manifest.make(context, attempt, plans, plan)
-
-        made = await self._in_thread(make)
+        check_attempts(save, attempt)
+        plan = choose(self._plans, save)
+        if plan is None and save.gathering.unread:
+            save.touched = await exists(store, attempt.name)
+            if save.touched:
+                return False
+            await self._want_plans(save)
+        if save.resumed:
+            return False
+        if plan is None:
+            plans, kept = save.gathering.plans, kept_assignments(self._plans, save)
+            plan = await self._in_thread(
+                lambda: agree(attempt, plans, self._planners.make(plans, attempt.name, kept))
+            )
+        if save.preparing:
+            self._plans.keep(context, plan)
+            save.plan_id = plan.plan_id
+            save.move(State.PREPARED)
+            return True
+        hosts = {rank: part.host for rank, part in save.parts.items()}
+        agreed = plan
+        made = await self._in_thread(lambda: Manifest.of(agreed, context, attempt, hosts))
         save.problem = f"storage at {context.checkpoint_id}"
         standing = await self._publish(save, store, made)
         save.problem = ""
+        if standing is made:
+            go_by(save, made)
+            return True
         await self._in_thread(lambda: standing.plan)
         adopt(save, standing)
-        return standing is made
+        return False
+
+    async def _want_plans(self, save: Save) -> None:
+        """Returns when the ranks that go by a plan which doesn't do have handed theirs in, too."""
+        save.plan_wanted = True
+        save.ring()
+        if await save.until(
+            lambda: not save.gathering.unplanned or save.resumed, lambda: save.plan_deadline
+        ):
+            return
+        raise_missed(save, "its local plan was wanted", save.plan_deadline)
 
     async def _publish(self, save: Save, store: Store, made: Manifest) -> Manifest:
         """Writes the manifest, unless the place refuses it; returns the one that stands there."""

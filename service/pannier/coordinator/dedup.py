@@ -6,20 +6,34 @@ balances by the size of the whole tensor; here the bytes of the shard count.
 """
 
 import heapq
+from typing import Final, NamedTuple
 
 import numpy as np
 
-from pannier.coordinator.columns import Bools, Columns, Ints
+from pannier.coordinator.columns import Bools, Columns, Ints, InvalidPlanError
+
+_SHOWN: Final = 8
+"""Ranks spelled out in an error."""
 
 
-def choose_rows(columns: Columns, *, to_lowest_rank: bool) -> Ints:
+class Kept(NamedTuple):
+    """What can't be changed any more, as ranks have staged by an earlier plan."""
+
+    plans: Ints
+    """Indices of these ranks' plans: they write nothing else."""
+    rows: Ints
+    """What they write."""
+
+
+def choose_rows(columns: Columns, *, to_lowest_rank: bool, kept: Kept | None = None) -> Ints:
     """Rows to be written, ascending, so by rank and position.
 
     Copies within one rank's plan count as one, the first. A chunk goes to the rank with
     the fewest bytes so far among those that hold it, the largest chunks first, or to the
     lowest rank. An empty chunk gives way to a full one at the same offset.
 
-    Raises InvalidPlanError when ranks hold something different under one (key, offset).
+    Raises InvalidPlanError when ranks hold something different under one (key, offset), or when
+    only ranks that can't write it any more hold it.
     """
     if not len(columns.fqn):
         return np.zeros(0, np.int64)
@@ -32,6 +46,8 @@ def choose_rows(columns: Columns, *, to_lowest_rank: bool) -> Ints:
     copies = np.zeros(len(order), bool)
     copies[1:] = (group[1:] == group[:-1]) & (columns.plan[order][1:] == columns.plan[order][:-1])
     order, group = order[~copies], group[~copies]
+    if kept is not None and len(kept.plans):
+        order, group = _without_staged(columns, order, group, kept)
     first = np.flatnonzero(np.r_[True, group[1:] != group[:-1]])
     chosen = order[first] if to_lowest_rank else _balance(columns, order, first)
     return np.sort(chosen)
@@ -51,6 +67,49 @@ def _without_empty(columns: Columns, order: Ints, group: Ints) -> tuple[Ints, In
     group_is_full[group[full]] = True
     kept = full | ~group_is_full[group]
     return order[kept], group[kept]
+
+
+def _without_staged(columns: Columns, order: Ints, group: Ints, kept: Kept) -> tuple[Ints, Ints]:
+    """What ranks that have staged write, they write alone; of all else they write nothing."""
+    staged = np.isin(columns.plan[order], kept.plans)
+    fixed = np.isin(order, kept.rows)
+    group_is_fixed = np.zeros(int(group[-1]) + 1, bool)
+    group_is_fixed[group[fixed]] = True
+    left = np.where(group_is_fixed[group], fixed, ~staged)
+    changed = np.setdiff1d(np.arange(len(columns.plans)), kept.plans)
+    if len(lost := np.setdiff1d(kept.rows, order[fixed])):
+        row = int(lost[0])
+        raise InvalidPlanError(
+            f"the plans of {_ranks(columns, changed)} have changed: {columns.key(row)}, which "
+            f"{columns.who(row)} has staged, is no longer its to write; the next save is planned "
+            "anew",
+            [columns.plans[int(index)] for index in changed],
+        )
+    covered = np.zeros(len(group_is_fixed), bool)
+    covered[group[left]] = True
+    if not covered.all():
+        row = int(order[np.argmax(~covered[group])])
+        raise InvalidPlanError(
+            f"the plans of {_ranks(columns, changed)} have changed, and nobody writes "
+            f"{columns.key(row)} any more, which {columns.who(row)} holds and has staged without; "
+            "the next save is planned anew",
+            [columns.plans[int(index)] for index in changed],
+        )
+    once = np.bincount(group[fixed], minlength=1)
+    if once.max() > 1:
+        row = int(order[fixed][np.argmax(once[group[fixed]] > 1)])
+        raise InvalidPlanError(
+            f"ranks go by different plans, in which more than one of them writes {columns.key(row)}; "
+            "the next save is planned anew",
+            [columns.plans[int(index)] for index in (changed if len(changed) else kept.plans)],
+        )
+    return order[left], group[left]
+
+
+def _ranks(columns: Columns, plans: Ints) -> str:
+    ranks = [columns.plans[int(index)].rank for index in plans]
+    more = f", … {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
+    return f"ranks [{', '.join(map(str, ranks[:_SHOWN]))}{more}]"
 
 
 def _balance(columns: Columns, order: Ints, first: Ints) -> Ints:

@@ -1,10 +1,11 @@
 """Collecting the local plans of a save's ranks, and noticing when they contradict each other.
 
-In: contexts and plans as ranks say them. Out: all plans in the order of ranks, or an error
-that tells who said what. Event loop only; no I/O.
+In: contexts and plans as ranks say them, or the plan of an earlier save that a rank goes by. Out:
+all of them in the order of ranks, or an error that tells who said what. Event loop only; no I/O.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 from pannier.coordinator.columns import RankPlan
@@ -87,12 +88,25 @@ def _cut(ranks: list[int]) -> str:
     return f"[{', '.join(map(str, ranks[:_SHOWN]))}, … {len(ranks) - _SHOWN} more]"
 
 
+@dataclass(frozen=True)
+class Proposal:
+    """A rank goes by its part of a plan that it was given for an earlier save."""
+
+    rank: int
+    host: str
+    digest: str
+    plan_id: str
+    attempt: str
+    """Its save's, as the rank named its files."""
+
+
 class Gathering:
-    """The local plans of one save, as they come in."""
+    """The local plans of one save, and what stands for them, as they come in."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self._ranks = list(ranks)
         self._plans: dict[int, RankPlan] = {}
+        self._proposals: dict[int, Proposal] = {}
 
     def add(self, plan: RankPlan) -> None:
         """Takes a rank's plan; the same one again is no news.
@@ -100,34 +114,82 @@ class Gathering:
         Raises DisagreementError when the rank, or the planners' options, say otherwise.
         """
         known = self._plans.get(plan.rank)
-        if known is not None:
-            if known.digest != plan.digest:
-                raise DisagreementError(
-                    f"rank {plan.rank} handed in two plans for one save: digest "
-                    f"{known.digest[:12]} from host {known.host}, {plan.digest[:12]} from host "
-                    f"{plan.host}; do two processes run as this rank?",
-                    (plan.rank, plan.host),
-                )
-            return
-        for other in self._plans.values():
-            _check_options(other, plan)
-            break
-        self._plans[plan.rank] = plan
+        if known is None:
+            self._check_digest(plan)
+            for other in self._plans.values():
+                _check_options(other, plan)
+                break
+            self._plans[plan.rank] = plan
+        elif known.digest != plan.digest:
+            raise _two_plans(known, plan)
+
+    def propose(self, proposal: Proposal) -> None:
+        """Takes what stands for a rank's plan; once more, or with the plan, is no news.
+
+        Raises DisagreementError when the rank said otherwise.
+        """
+        self._check_digest(proposal)
+        known = self._proposals.setdefault(proposal.rank, proposal)
+        if (known.plan_id, known.attempt) != (proposal.plan_id, proposal.attempt):
+            raise _two_plans(known, proposal)
+
+    def _check_digest(self, said: "RankPlan | Proposal") -> None:
+        for known in (self._plans.get(said.rank), self._proposals.get(said.rank)):
+            if known is not None and known.digest != said.digest:
+                raise _two_plans(known, said)
 
     @property
     def missing(self) -> list[int]:
+        """Ranks of which neither is here, ascending."""
+        return [
+            rank for rank in self._ranks if rank not in self._plans and rank not in self._proposals
+        ]
+
+    @property
+    def unplanned(self) -> list[int]:
         """Ranks whose plan isn't here, ascending."""
         return [rank for rank in self._ranks if rank not in self._plans]
 
     @property
     def complete(self) -> bool:
-        """Whether every rank's plan is here."""
-        return len(self._plans) == len(self._ranks)
+        """Whether every rank's plan is here, or what stands for it."""
+        # A rank may have sent both.
+        enough = len(self._plans) + len(self._proposals) >= len(self._ranks)
+        return enough and len(self._plans.keys() | self._proposals.keys()) == len(self._ranks)
 
     @property
     def plans(self) -> list[RankPlan]:
         """Those that are here, in the order of ranks."""
         return [self._plans[rank] for rank in self._ranks if rank in self._plans]
+
+    @property
+    def proposals(self) -> list[Proposal]:
+        """Those that are here, in the order of ranks; also of ranks whose plans came after."""
+        return [self._proposals[rank] for rank in self._ranks if rank in self._proposals]
+
+    @property
+    def unread(self) -> list[Proposal]:
+        """Those of ranks whose plans aren't here."""
+        return [each for each in self.proposals if each.rank not in self._plans]
+
+    @property
+    def digests(self) -> dict[int, str]:
+        """Of the ranks' local plans, by rank."""
+        return {
+            rank: said[rank].digest
+            for rank in self._ranks
+            for said in (self._plans, self._proposals)
+            if rank in said
+        }
+
+
+def _two_plans(known: "RankPlan | Proposal", other: "RankPlan | Proposal") -> DisagreementError:
+    return DisagreementError(
+        f"rank {other.rank} handed in two plans for one save: digest {known.digest[:12]} from host "
+        f"{known.host}, {other.digest[:12]} from host {other.host}; do two processes run as this "
+        "rank?",
+        (other.rank, other.host),
+    )
 
 
 def _check_options(first: RankPlan, other: RankPlan) -> None:

@@ -10,11 +10,13 @@ import time
 from typing import Final
 
 from pannier.coordinator.registry import Registry
-from pannier.coordinator.saves import Part, Presence, Save
+from pannier.coordinator.saves import Part, Presence, Save, State
 from pannier.v1 import save_pb2
 
 RETURN_S: Final = 3.0
 """A sidecar that lives attaches again within this time after its stream broke."""
+PLAN_RETURN_S: Final = 10.0
+"""The same, and a trainer beside it has called Plan again."""
 _KEPT_S: Final = 3600.0
 """How long a sidecar that went away is remembered."""
 
@@ -44,6 +46,7 @@ class Losses:
         """One of its streams has ended."""
         presence.streams -= 1
         self._look_later(presence.host)
+        asyncio.get_running_loop().call_later(PLAN_RETURN_S, self._look_at_plans, presence.host)
 
     def asked(self, save: Save, rank: int) -> None:
         """The rank was handed over, and the sidecar of its client holds nothing of it."""
@@ -76,6 +79,24 @@ class Losses:
                     and part.phase == save_pb2.RANK_PHASE_INGESTED
                 ):
                     self._judge(save, part)
+
+    def _look_at_plans(self, host: str) -> None:
+        """Fails the ranks that wait for a plan to be agreed, and for whom nobody speaks any more.
+
+        Of those that wait by a call of their own, its end tells.
+        """
+        for save in self._registry.undecided():
+            if save.state is not State.PLANNING:
+                continue
+            for proposal in save.gathering.unread:
+                part = save.parts[proposal.rank]
+                if part.host == host and part.orphaned:
+                    save.fail(
+                        save_pb2.FAILURE_KIND_LOST,
+                        f"the sidecar on host {host} is gone: it ended while the save was planned",
+                        part.rank,
+                        concluded=True,
+                    )
 
     def _judge(self, save: Save, part: Part) -> None:
         if part.receipt is not None or part.spoken_for:

@@ -6,13 +6,15 @@ own objects; everybody else's plans never become objects. CPU-bound; any thread.
 """
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
+from pannier.coordinator.agreed import Share
 from pannier.coordinator.columns import InvalidPlanError, RankPlan
 from pannier.coordinator.planning import GlobalPlan, make_global_plan, place_items
 from pannier.v1 import plan_pb2
@@ -37,14 +39,23 @@ class Planners:
                 "importable there)"
             )
 
-    def make(self, plans: Sequence[RankPlan], attempt: str) -> GlobalPlan:
+    def make(
+        self,
+        plans: Sequence[RankPlan],
+        attempt: str,
+        kept: Mapping[int, Share] = MappingProxyType({}),
+    ) -> GlobalPlan:
         """The global plan of these ranks, which agree on their planner.
+
+        Args:
+            kept: what ranks write in any case. Without effect on a planner of the user's, whose
+                answer to such a rank may then be another than it can take.
 
         Raises InvalidPlanError; whatever a custom planner raises becomes one.
         """
         options = plans[0].plan.options
         if not options.custom_global_plan:
-            return make_global_plan(plans, attempt)
+            return make_global_plan(plans, attempt, kept)
         self.check(options)
         return _run(_instance(self._classes[options.planner]), plans, attempt)
 

@@ -7,15 +7,17 @@ copies are balanced by the bytes of the shard, largest first, and duplicates wit
 rank's plan are dropped.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
+from pannier.coordinator.agreed import Share
 from pannier.coordinator.columns import Columns, Ints, RankPlan, read_columns
 from pannier.coordinator.coverage import check_coverage
-from pannier.coordinator.dedup import choose_rows
+from pannier.coordinator.dedup import Kept, choose_rows
 from pannier.v1 import plan_pb2
 from pannier.wire import identity
 from pannier.wire.layout import lay_out
@@ -32,18 +34,23 @@ class GlobalPlan:
     """In that rank's local plan."""
 
 
-def make_global_plan(plans: Sequence[RankPlan], attempt: str) -> GlobalPlan:
+def make_global_plan(
+    plans: Sequence[RankPlan], attempt: str, kept: Mapping[int, Share] = MappingProxyType({})
+) -> GlobalPlan:
     """Plans a save of these ranks, which agree on their planner's options.
 
     Args:
         plans: in the order of ranks; at least one.
         attempt: names the data files.
+        kept: by rank, what ranks write that have staged already.
 
     Raises InvalidPlanError when the plans are not one checkpoint together.
     """
     options = plans[0].plan.options
     columns = read_columns(plans)
-    chosen = choose_rows(columns, to_lowest_rank=options.dedup_save_to_lowest_rank)
+    chosen = choose_rows(
+        columns, to_lowest_rank=options.dedup_save_to_lowest_rank, kept=_rows_of(columns, kept)
+    )
     check_coverage(columns, chosen)
     owner, position = columns.plan[chosen].tolist(), columns.position[chosen].tolist()
     metadata = plan_pb2.GlobalMetadata(items=_items(columns, chosen))
@@ -52,6 +59,17 @@ def make_global_plan(plans: Sequence[RankPlan], attempt: str) -> GlobalPlan:
         metadata.has_mappings = True
         metadata.mappings.extend(_merge_mappings(plans))
     return GlobalPlan(metadata, owner, position)
+
+
+def _rows_of(columns: Columns, kept: Mapping[int, Share]) -> Kept:
+    """The rows that ranks write in any case, and the indices of these ranks' plans."""
+    ends = np.cumsum(np.bincount(columns.plan, minlength=len(columns.plans)))
+    staged, rows = [], [np.zeros(0, np.int64)]
+    for index, plan in enumerate(columns.plans):
+        if (share := kept.get(plan.rank)) is not None:
+            staged.append(index)
+            rows.append(share.positions + (ends[index - 1] if index else 0))
+    return Kept(np.array(staged, np.int64), np.concatenate(rows))
 
 
 def place_items(

@@ -22,7 +22,7 @@ from pannier.wire.errors import PannierError, SaveAbortedError, SaveSkippedError
 _log = logging.getLogger(__name__)
 
 DEFAULT_TIMEOUT_S: Final = 3600.0
-"""For a save that is only known from reports after a restart."""
+"""For a save of which no rank has said how long it may take."""
 _SHOWN: Final = 4
 """Failures spelled out in an error's message."""
 
@@ -37,19 +37,27 @@ class State(enum.Enum):
     COMMITTED = save_pb2.SAVE_STATE_COMMITTED
     ABORTED = save_pb2.SAVE_STATE_ABORTED
     IN_DOUBT = save_pb2.SAVE_STATE_IN_DOUBT
+    PREPARED = save_pb2.SAVE_STATE_PREPARED
 
 
 # After a restart a save may be found to have ended while it still seems to be planned.
 _MOVES: Final = {
-    State.PLANNING: {State.STAGING, State.COMMITTED, State.ABORTED, State.IN_DOUBT},
+    State.PLANNING: {
+        State.STAGING,
+        State.COMMITTED,
+        State.ABORTED,
+        State.IN_DOUBT,
+        State.PREPARED,
+    },
     State.STAGING: {State.INGESTED, State.COMMITTED, State.ABORTED, State.IN_DOUBT},
     State.INGESTED: {State.UPLOADING, State.COMMITTED, State.ABORTED, State.IN_DOUBT},
     State.UPLOADING: {State.COMMITTED, State.ABORTED, State.IN_DOUBT},
     State.IN_DOUBT: {State.COMMITTED, State.ABORTED},
     State.COMMITTED: set[State](),
     State.ABORTED: set[State](),
+    State.PREPARED: set[State](),
 }
-TERMINAL: Final = (State.COMMITTED, State.ABORTED)
+TERMINAL: Final = (State.COMMITTED, State.ABORTED, State.PREPARED)
 
 
 class Presence:
@@ -132,6 +140,12 @@ class Save:
         self.joined: set[int] = set()
         """Ranks that have spoken of this save."""
         self.gathering = Gathering(context.ranks)
+        self.preparing: bool | None = None
+        """Only its plan is wanted; None: nobody has said yet."""
+        self.plan_wanted = False
+        """Ranks go by a plan that isn't known here: they are to hand theirs in."""
+        self.plan_id = ""
+        """Of the plan that its ranks go by."""
         self.manifest: Manifest | None = None
         self.metadata: plan_pb2.GlobalMetadata | None = None
         """What Finish brought."""
@@ -143,6 +157,8 @@ class Save:
         self.parts = {rank: Part(rank) for rank in context.ranks}
         self.created_at = time.time()
         self.start = time.monotonic()
+        self.timed = False
+        """A rank has said how long it may take."""
         self.plan_deadline = self.start + DEFAULT_TIMEOUT_S
         self.deadline = self.start + DEFAULT_TIMEOUT_S
         self.doomed = asyncio.Event()
@@ -246,6 +262,17 @@ class Save:
         self.unseen = True
         self.ring()
 
+    def set_deadlines(self, plan_s: float, save_s: float) -> None:
+        """From the first rank that says how long it waits, in seconds from now; 0: no word."""
+        if self.timed or not (plan_s or save_s):
+            return
+        self.timed = True
+        now = time.monotonic()
+        if plan_s:
+            self.plan_deadline = now + plan_s
+        if save_s:
+            self.deadline = now + save_s
+
     def resume(self) -> None:
         """Another life of the coordinator has answered it: there is a manifest to go on from."""
         if self.state is State.PLANNING and not self.resumed and self.manifest is None:
@@ -310,7 +337,8 @@ class Save:
     def awaited(self) -> list[Awaited]:
         """The ranks that the save waits for, in its state."""
         if self.state is State.PLANNING:
-            return [self._awaited(rank) for rank in self.gathering.missing]
+            late = self.gathering.unplanned if self.plan_wanted else self.gathering.missing
+            return [self._awaited(rank) for rank in late]
         if self.ended or self.state is State.IN_DOUBT:
             return []
         phases = [part.phase for part in self.parts.values()]
@@ -319,10 +347,10 @@ class Save:
             if min(phases) < save_pb2.RANK_PHASE_INGESTED
             else save_pb2.RANK_PHASE_DURABLE
         )
-        late = [self._awaited(part.rank) for part in self.parts.values() if part.phase < wanted]
-        if not late and self.external and self.metadata is None and self.finisher is not None:
+        behind = [self._awaited(part.rank) for part in self.parts.values() if part.phase < wanted]
+        if not behind and self.external and self.metadata is None and self.finisher is not None:
             return [self._awaited(self.finisher.rank)]
-        return late
+        return behind
 
     def _awaited(self, rank: int) -> Awaited:
         part = self.parts[rank]
@@ -382,6 +410,8 @@ class Save:
             durable_s=self._durable_s,
             committed_s=self.seconds.get(State.COMMITTED, 0),
             note=self.note,
+            plan_id=self.plan_id,
+            plan_wanted=self.plan_wanted and self.state is State.PLANNING,
             bytes_total=sum(
                 max(part.told.bytes_staged, part.told.bytes_ingested, part.told.bytes_durable)
                 for part in self.parts.values()

@@ -14,6 +14,7 @@ from typing import Final
 
 import grpc
 
+from pannier.coordinator.agreed import AgreedPlans
 from pannier.coordinator.attach import Attachments
 from pannier.coordinator.conduct import Conductor
 from pannier.coordinator.config import CoordinatorConfig
@@ -81,11 +82,14 @@ async def serving(config: CoordinatorConfig) -> AsyncIterator[Registry]:
     places = Places(allow=config.allow, storage_options=config.storage_options)
     with ThreadPoolExecutor(_THREADS, "pannier-plan") as threads:
         sweeper = Sweeper(places, grace_s=config.grace_superseded_s)
-        conductor = Conductor(places, planners, host=config.host, threads=threads, sweeper=sweeper)
+        plans = AgreedPlans()
+        conductor = Conductor(
+            *(places, planners), host=config.host, threads=threads, sweeper=sweeper, plans=plans
+        )
         registry = Registry(board, begin=conductor.begin, suspect_after_s=config.suspect_after_s)
         Succession(registry)
-        attachments = Attachments(registry)
-        service = CoordinatorService(registry, places, planners, attachments)
+        attachments = Attachments(registry, places)
+        service = CoordinatorService(registry, places, planners, attachments, plans)
         vigil = Vigil(registry, attachments.present, suspect_after_s=config.suspect_after_s)
         peers = config.peers()
         watched = [] if peers is None else [AioPeerInterceptor(peers)]

@@ -11,9 +11,11 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any, Final
 
+from pannier.coordinator.agreed import AgreedPlan, AgreedPlans
 from pannier.coordinator.attach import Attachments, check_version
 from pannier.coordinator.columns import RankPlan
-from pannier.coordinator.gather import DisagreementError
+from pannier.coordinator.gather import DisagreementError, Proposal
+from pannier.coordinator.joining import check_place, join
 from pannier.coordinator.places import Places
 from pannier.coordinator.planners import Planners
 from pannier.coordinator.registry import Registry
@@ -21,12 +23,12 @@ from pannier.coordinator.saves import DEFAULT_TIMEOUT_S, Save, State
 from pannier.v1 import (
     coordinator_pb2,
     coordinator_pb2_grpc,
+    plan_pb2,
     save_pb2,
     sidecar_pb2,
 )
-from pannier.wire import limits
+from pannier.wire import identity, limits
 from pannier.wire.errors import (
-    ConfigurationError,
     DeadlineError,
     InvalidRequestError,
     PannierError,
@@ -43,9 +45,15 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
     """See the proto."""
 
     def __init__(
-        self, registry: Registry, places: Places, planners: Planners, attachments: Attachments
+        self,
+        registry: Registry,
+        places: Places,
+        planners: Planners,
+        attachments: Attachments,
+        plans: AgreedPlans,
     ) -> None:
         self._registry = registry
+        self._plans = plans
         self._places = places
         self._planners = planners
         self._attachments = attachments
@@ -67,14 +75,19 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         rank = request.context.rank
         await self._keep_in_step(request)
         save = self._enter(request.context)
-        self._admit(save, request)
-        answered = await self._wait_planned(save, rank)
+        proposing = self._admit(save, request)
+        answered = await self._wait_planned(save, rank, proposing=proposing)
         if not answered:
             raise save.error()
-        if save.state is State.COMMITTED or save.manifest is None:
-            raise InvalidRequestError(f"{save.label} is {save.state.name}: it takes no more plans")
+        if proposing and save.state is State.PLANNING:
+            return sidecar_pb2.PlanResponse(wanted=True)
+        plan = self._agreed(save)
         save.parts[rank].advance(save_pb2.RANK_PHASE_PLANNED)
-        return sidecar_pb2.PlanResponse(plan=save.manifest.final_plan(rank))
+        if proposing:
+            agreed = plan_pb2.FinalPlan(plan_id=plan.plan_id, attempt=request.attempt)
+            return sidecar_pb2.PlanResponse(plan=agreed)
+        assert save.attempt is not None
+        return sidecar_pb2.PlanResponse(plan=plan.final_plan(rank, save.attempt.name))
 
     async def Begin(
         self, request: sidecar_pb2.BeginRequest, context: Any
@@ -83,11 +96,11 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         check_version(request.wire_version, request.context.host)
         limits.check_seconds(save_timeout_s=request.save_timeout_s)
         save = self._enter(request.context)
-        if save.gathering.plans:
+        if save.gathering.plans or save.gathering.proposals or save.plan_id:
             raise InvalidRequestError(f"{save.label} is planned by Pannier: it can't be begun")
         save.external = True
         save.finisher = request.context
-        _set_deadlines(save, _BEGIN_S, request.save_timeout_s)
+        save.set_deadlines(_BEGIN_S, request.save_timeout_s)
         self._hear(save, request.context.rank)
         save.ring()
         await save.until(lambda: save.doomed.is_set() or save.state is not State.PLANNING)
@@ -177,64 +190,62 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
             save = self._registry.enter(context)
         except DisagreementError as error:
             raise _aborted(error, self._registry, context) from error
-        try:
-            self._places.check(context.checkpoint_id)
-        except (InvalidRequestError, ConfigurationError) as error:
-            save.fail(save_pb2.FAILURE_KIND_STORAGE, str(error), context.rank)
-            raise
+        check_place(save, self._places, context.rank)
         return save
 
-    def _admit(self, save: Save, request: sidecar_pb2.PlanRequest) -> None:
-        """Takes the plan in; raises what makes it impossible."""
+    def _admit(self, save: Save, request: sidecar_pb2.PlanRequest) -> bool:
+        """Takes in the plan, or that the rank goes by an earlier one (True).
+
+        Raises what makes it impossible.
+        """
         rank, host = request.context.rank, request.context.host
         self._hear(save, rank)
-        try:
-            self._planners.check(request.plan.options)
-        except InvalidRequestError as error:
-            save.fail(save_pb2.FAILURE_KIND_INVALID_PLAN, str(error), rank)
-            raise
-        if save.doomed.is_set():
-            raise save.error()
-        if save.ended:
+        said: RankPlan | Proposal
+        proposing = bool(request.cached_plan_id) and not request.HasField("plan")
+        if proposing:
+            identity.Attempt.parse(request.attempt)
+            said = Proposal(rank, host, request.digest, request.cached_plan_id, request.attempt)
+        else:
+            said = RankPlan(rank, host, request.digest, request.plan)
+            try:
+                self._planners.check(request.plan.options)
+            except InvalidRequestError as error:
+                save.fail(save_pb2.FAILURE_KIND_INVALID_PLAN, str(error), rank)
+                raise
+        if save.ended and not (save.state is State.PREPARED and request.prepare):
+            if save.doomed.is_set():
+                raise save.error()
             raise InvalidRequestError(f"{save.label} is {save.state.name}: it takes no more plans")
-        if not request.digest:
-            raise InvalidRequestError(f"the plan of rank {rank} has no digest")
-        if save.external:
-            raise InvalidRequestError(f"{save.label} was opened with Begin: torch plans it")
-        plan = RankPlan(rank, host, request.digest, request.plan)
+        save.set_deadlines(request.timeout_s, request.save_timeout_s)
+        join(save, said, preparing=request.prepare)
+        return proposing
+
+    def _agreed(self, save: Save) -> AgreedPlan:
+        """The plan of a save that was planned. Raises InvalidRequestError when it isn't kept."""
         if save.manifest is not None:
-            self._check_replanned(save, plan)
-            return
-        if not save.gathering.plans:
-            _set_deadlines(save, request.timeout_s, request.save_timeout_s)
-        try:
-            save.gathering.add(plan)
-        except DisagreementError as error:
-            save.doom(error.failures.values())
-            raise save.error() from error
-        save.ring()
+            return save.manifest.plan
+        plan = self._plans.find(save.context, save.plan_id)
+        if plan is None or save.state is not State.PREPARED:
+            raise InvalidRequestError(f"{save.label} is {save.state.name}: it takes no more plans")
+        return plan
 
-    def _check_replanned(self, save: Save, plan: RankPlan) -> None:
-        """The answer got lost and is asked for again."""
-        assert save.manifest is not None
-        for member in save.manifest.header.members:
-            if member.rank == plan.rank and member.digest == plan.digest:
-                return
-        save.fail(
-            save_pb2.FAILURE_KIND_DISAGREEMENT,
-            f"rank {plan.rank} on host {plan.host} handed in another plan after the plan was agreed; "
-            "do two processes run as this rank?",
-            plan.rank,
-        )
-        raise save.error()
+    async def _wait_planned(self, save: Save, rank: int, *, proposing: bool) -> bool:
+        """Whether the plan was agreed. A caller that goes away is soon counted as lost.
 
-    async def _wait_planned(self, save: Save, rank: int) -> bool:
-        """Whether the plan was agreed. A caller that goes away is soon counted as lost."""
+        Args:
+            proposing: the wait also ends when the rank's local plan is wanted.
+        """
         caller = (save.key, rank)
         self._callers[caller] += 1
         gone = True
         try:
-            await save.until(lambda: save.doomed.is_set() or save.state is not State.PLANNING)
+            await save.until(
+                lambda: (
+                    save.doomed.is_set()
+                    or save.state is not State.PLANNING
+                    or (proposing and save.plan_wanted)
+                )
+            )
             gone = False
         finally:
             self._callers[caller] -= 1
@@ -262,14 +273,6 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
 
     def _hear(self, save: Save, rank: int) -> None:
         save.parts[rank].heard = time.monotonic()
-
-
-def _set_deadlines(save: Save, plan_s: float, save_s: float) -> None:
-    """From the first rank that says how long it waits; 0: no word."""
-    if plan_s > 0:
-        save.plan_deadline = save.start + plan_s
-    if save_s > 0:
-        save.deadline = save.start + save_s
 
 
 def _aborted(

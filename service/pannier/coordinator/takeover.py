@@ -10,7 +10,8 @@ import time
 from collections.abc import Iterable
 from typing import Final
 
-from pannier.coordinator.gather import DisagreementError
+from pannier.coordinator.columns import RankPlan
+from pannier.coordinator.gather import DisagreementError, Proposal
 from pannier.coordinator.manifest import Manifest
 from pannier.coordinator.saves import Save
 from pannier.records.decisions import read_decision
@@ -109,18 +110,37 @@ async def take_up(save: Save, store: Store) -> records_pb2.Decision | None:
 def adopt(save: Save, standing: Manifest) -> None:
     """Takes the manifest that stands in storage.
 
-    Raises DisagreementError unless it is of the plans that we know.
+    Raises DisagreementError unless it is of the plans that we know, and of the one that ranks go by.
     """
-    digests = {member.rank: member.digest for member in standing.header.members}
     for plan in save.gathering.plans:
-        if digests.get(plan.rank) != plan.digest:
-            raise DisagreementError(
-                f"rank {plan.rank} (host {plan.host}) planned digest {plan.digest[:12]}, but "
-                f"attempt {standing.header.attempt} was planned before with "
-                f"{digests.get(plan.rank, 'none')[:12]}",
-                (plan.rank, plan.host),
-            )
+        check_member(standing, plan)
+    for proposal in save.gathering.unread:
+        check_member(standing, proposal)
+    go_by(save, standing)
+
+
+def go_by(save: Save, standing: Manifest) -> None:
+    """The save's manifest is in storage, and fits what its ranks have said."""
+    save.plan_id = "" if standing.header.external else standing.plan_id
     save.manifest = standing
+
+
+def check_member(standing: Manifest, said: RankPlan | Proposal) -> None:
+    """Raises DisagreementError unless the manifest was made of what the rank said."""
+    digest = standing.plan.digests.get(said.rank, "none")
+    attempt = standing.header.attempt
+    if digest != said.digest:
+        raise DisagreementError(
+            f"rank {said.rank} (host {said.host}) planned digest {said.digest[:12]}, but attempt "
+            f"{attempt} was planned before with {digest[:12]}",
+            (said.rank, said.host),
+        )
+    if isinstance(said, Proposal) and (said.plan_id, said.attempt) != (standing.plan_id, attempt):
+        raise DisagreementError(
+            f"rank {said.rank} (host {said.host}) goes by plan {said.plan_id[:12]} as attempt "
+            f"{said.attempt}, but attempt {attempt} was planned before as {standing.plan_id[:12]}",
+            (said.rank, said.host),
+        )
 
 
 def take_receipts(save: Save, receipts: Iterable[records_pb2.Receipt]) -> None:

@@ -18,7 +18,11 @@ from pannier.wire.identity import save_text
 Render = Callable[[], save_pb2.SaveStatus]
 """Makes a fresh message each time; called by any thread that asks (with an aio server, on its loop)."""
 
-TERMINAL = (save_pb2.SAVE_STATE_COMMITTED, save_pb2.SAVE_STATE_ABORTED)
+TERMINAL = (
+    save_pb2.SAVE_STATE_COMMITTED,
+    save_pb2.SAVE_STATE_ABORTED,
+    save_pb2.SAVE_STATE_PREPARED,
+)
 _DEFAULT_LIMIT = 100
 
 

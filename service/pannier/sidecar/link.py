@@ -39,6 +39,8 @@ SUSPECT_S: Final = 5.0
 """A coordinator that was silent for so long is named as waited for."""
 SLACK_S: Final = 2.5
 """Left to the coordinator to answer a deadline of its own, with the names it waited for."""
+_LEAST_S: Final = 0.001
+"""Remaining time that is over; 0 would be no word."""
 _PING_S: Final = 3.0
 _LONGEST_BACKOFF_S: Final = 2.0
 
@@ -284,6 +286,9 @@ class Link:
                 ranks, self._dirty = list(self._dirty.values()), {}
                 asking, self._asking = self._asking, False
                 self._sending = True
+            if time.monotonic() - self._written >= HEARTBEAT_S:
+                # Said until it is answered: a coordinator that drains takes in nothing new.
+                ranks += [rank for rank in self._proposing() if rank not in ranks]
             # What a broken stream swallows is sent after the reconnect, with everything else.
             if ranks or asking or time.monotonic() - self._written >= HEARTBEAT_S:
                 await self._write(call, ranks, asking=asking)
@@ -314,6 +319,14 @@ class Link:
             self._dirty = {}
         undecided = self._saves.undecided()
         return [rank for save in undecided for rank in list(save.ranks.values()) if _tellable(rank)]
+
+    def _proposing(self) -> list[RankSave]:
+        return [
+            rank
+            for save in self._saves.undecided()
+            for rank in list(save.ranks.values())
+            if rank.phase is Phase.PLANNING and _tellable(rank)
+        ]
 
     async def _keep_asking(self) -> None:
         """Asks for the coordinator's health, to know when it was last heard."""
@@ -346,14 +359,25 @@ class Link:
 
 
 def _tellable(rank: RankSave) -> bool:
-    # A rank that plans is known to the coordinator by its call, a refused one by the answer.
-    return rank.phase is not Phase.PLANNING and not rank.refused
+    # A rank that plans is known to the coordinator by its call, unless it goes by an earlier plan; a
+    # refused one by the answer.
+    planning = rank.phase is Phase.PLANNING and rank.proposal is None
+    return not planning and not rank.refused
 
 
 def _report(rank: RankSave) -> coordinator_pb2.RankReport:
     report = coordinator_pb2.RankReport(
         context=rank.context, attempt=rank.attempt, status=rank_status(rank)
     )
+    now = time.monotonic()
+    if rank.proposal is not None:
+        report.plan_id, report.digest = rank.proposal.plan_id, rank.proposal.digest
+        if report.status.phase == Phase.PLANNING.value:
+            report.attempt = rank.proposal.attempt
+    if rank.plan_deadline:
+        report.timeout_s = max(_LEAST_S, rank.plan_deadline - now)
+    if rank.deadline:
+        report.save_timeout_s = max(_LEAST_S, rank.deadline - now)
     # In this order: whoever sees DURABLE must see the receipt.
     if rank.receipt is not None and report.status.phase == Phase.DURABLE.value:
         report.receipt.CopyFrom(rank.receipt)

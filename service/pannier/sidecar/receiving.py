@@ -94,7 +94,7 @@ class Receiving:
             BusyError: the spool has no room now.
             SaveAbortedError: the save is over, or never fits into the spool.
         """
-        _check_attempt(header.attempt, rank)
+        check_attempt(header.attempt, rank)
         identity.check_data_file(header.name, header.attempt, rank.rank)
         label = f"{header.name} of {rank.label}"
         with rank.opening:
@@ -167,7 +167,7 @@ class Receiving:
                     raise InvalidRequestError(f"{rank.label} was handed over differently before")
                 return
             self._saves.check(rank)
-            _check_attempt(request.attempt, rank)
+            check_attempt(request.attempt, rank)
             self._absorb(request, rank)
             receipt = _receipt(request, rank)
             self._check_files(rank, receipt)
@@ -317,7 +317,7 @@ def _receipt(request: sidecar_pb2.HandOverRequest, rank: RankSave) -> records_pb
     return receipt
 
 
-def _check_attempt(attempt: str, rank: RankSave) -> None:
+def check_attempt(attempt: str, rank: RankSave) -> None:
     """Raises InvalidRequestError for the attempt of another save than the rank's."""
     limits.check_words(attempt=attempt)
     parsed = identity.Attempt.parse(attempt)

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
 from pannier.daemon.board import TERMINAL
@@ -23,13 +24,15 @@ from pannier.wire.errors import (
     SaveSkippedError,
     UnavailableError,
 )
-from pannier.wire.identity import save_text
+from pannier.wire.identity import data_prefix, save_text
 from pannier.wire.limits import check_room
 
 _log = logging.getLogger(__name__)
 
 _ENDED_KEPT: Final = 500
 """Saves remembered after their end: for status, reconnecting clients and late messages."""
+_PLANS_KEPT: Final = 1024
+"""Plans of single ranks whose sizes are remembered: for ranks that go by them again."""
 
 
 class Phase(enum.Enum):
@@ -56,6 +59,16 @@ _MOVES: Final = {
 BEFORE_INGESTION: Final = (Phase.PLANNING, Phase.PLANNED, Phase.STREAMING)
 
 
+@dataclass(frozen=True)
+class Proposal:
+    """The rank goes by a plan that it was given for an earlier save, if all others do."""
+
+    plan_id: str
+    digest: str
+    """Of its local plan."""
+    attempt: str
+
+
 class RankSave:
     """One rank's part in one save. Changed by :class:`Saves` only, unless a field says otherwise."""
 
@@ -67,6 +80,12 @@ class RankSave:
         self.phase = Phase.PLANNING
         self.attempt = ""
         self.plan_id = ""
+        self.proposal: Proposal | None = None
+        """What it waits for an answer to; None again when the coordinator wants its local plan."""
+        self.plan_deadline = 0.0
+        """On the monotonic clock; 0: not known."""
+        self.deadline = 0.0
+        """Of the whole save."""
         self.planned: dict[str, int] | None = None
         """Sizes of the planned files by name; None when torch made the plan."""
         self.files: dict[str, DataFile] = {}
@@ -146,6 +165,10 @@ class Saves:
         self._listeners: list[Listener] = []
         self._forget_listeners: list[Callable[[Save], None]] = []
         self._idle_since = time.monotonic()
+        self._changes = threading.Condition()
+        """Notified after each change; taken after the lock was let go, never before."""
+        self._sizes: OrderedDict[tuple[str, str, int, str], dict[str, int]] = OrderedDict()
+        """Of planned files, by rank and plan; names without the attempt's."""
 
     def listen(self, listener: Listener) -> None:
         """Adds a listener; before the first save."""
@@ -244,9 +267,89 @@ class Saves:
             self._adopt(rank, plan.attempt)
             rank.plan_id = plan.plan_id
             rank.planned = {file.name: file.size for file in plan.files}
+            prefix = data_prefix(plan.attempt)
+            sizes = {name.removeprefix(prefix): size for name, size in rank.planned.items()}
+            self._remember(rank, sizes)
             if rank.phase is Phase.PLANNING:
                 rank._move(Phase.PLANNED)
         self._tell(rank.save, rank, True)
+
+    def timed(self, rank: RankSave, timeout_s: float, save_timeout_s: float) -> None:
+        """The trainer says how long its plan and the whole save may take; 0: no word."""
+        now = time.monotonic()
+        rank.plan_deadline = now + timeout_s if timeout_s else rank.plan_deadline
+        rank.deadline = now + save_timeout_s if save_timeout_s else rank.deadline
+
+    def proposed(self, rank: RankSave, proposal: Proposal) -> None:
+        """The trainer goes by an earlier plan; no news when that was agreed already.
+
+        Raises InvalidRequestError when it went by another one before.
+        """
+        with self._lock:
+            self._check(rank)
+            known = rank.proposal
+            if known not in (None, proposal) or rank.attempt not in ("", proposal.attempt):
+                raise InvalidRequestError(
+                    f"{rank.label} goes by plan {proposal.plan_id[:12]} as attempt "
+                    f"{proposal.attempt}, it was told otherwise before"
+                )
+            if rank.phase is Phase.PLANNING:
+                rank.proposal = proposal
+        self._tell(rank.save, rank, True)
+
+    def withdrawn(self, rank: RankSave) -> bool:
+        """Takes the rank's proposal back if the coordinator wants its local plan; whether it did."""
+        with self._lock:
+            status = rank.save.coordinator
+            if rank.phase is not Phase.PLANNING or status is None or not status.plan_wanted:
+                return False
+            rank.proposal = None
+            return True
+
+    def _agree(self, save: Save, status: save_pb2.SaveStatus) -> list[RankSave]:
+        """Ranks whose proposals are agreed by what the coordinator says; with the lock held."""
+        agreed = []
+        for rank in save.ranks.values() if status.plan_id else ():
+            proposal = rank.proposal
+            if proposal is None or rank.phase is not Phase.PLANNING:
+                continue
+            self._adopt(rank, proposal.attempt)
+            # Another one in which it writes the same may have been chosen.
+            rank.plan_id = status.plan_id
+            sizes = self._sizes.get(_plan_key(rank, proposal.plan_id))
+            if sizes is not None:
+                self._remember(rank, sizes)
+                prefix = data_prefix(proposal.attempt)
+                rank.planned = {prefix + name: size for name, size in sizes.items()}
+            rank._move(Phase.PLANNED)
+            agreed.append(rank)
+        return agreed
+
+    def _remember(self, rank: RankSave, sizes: dict[str, int]) -> None:
+        key = _plan_key(rank, rank.plan_id)
+        self._sizes[key] = sizes
+        self._sizes.move_to_end(key)
+        while len(self._sizes) > _PLANS_KEPT:
+            self._sizes.popitem(last=False)
+
+    def until(self, ready: Callable[[], bool], deadline: float) -> bool:
+        """Waits for ``ready()``, asked after each change; False when it isn't at ``deadline``.
+
+        Args:
+            deadline: on the monotonic clock.
+        """
+        with self._changes:
+            while not ready():
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return False
+                self._changes.wait(left)
+        return True
+
+    def wake(self) -> None:
+        """Whoever waits in :meth:`until` looks again."""
+        with self._changes:
+            self._changes.notify_all()
 
     def begun(self, rank: RankSave, attempt: str) -> None:
         """The coordinator opened a save that torch plans."""
@@ -347,6 +450,8 @@ class Saves:
                 or len(before.failures) != len(status.failures)
             )
             ended = status.state in TERMINAL
+            news = news or (before is not None and before.plan_wanted != status.plan_wanted)
+            agreed = [] if ended else self._agree(save, status)
             forgotten = []
             if ended:
                 save.verdict = status
@@ -363,6 +468,9 @@ class Saves:
                 save.checkpoint_id,
                 save_pb2.SaveState.Name(status.state).removeprefix("SAVE_STATE_"),
             )
+        for rank in agreed:
+            # The coordinator has just said so: it needn't hear of it at once.
+            self._tell(save, rank, False)
         self._tell(save, None, news)
         for old in forgotten:
             for listener in self._forget_listeners:
@@ -427,6 +535,11 @@ class Saves:
     def _tell(self, save: Save, rank: RankSave | None, urgent: bool) -> None:
         for listener in self._listeners:
             listener(save, rank, urgent)
+        self.wake()
 
 
-__all__ = ["BEFORE_INGESTION", "Phase", "RankSave", "Save", "Saves", "aborted"]
+def _plan_key(rank: RankSave, plan_id: str) -> tuple[str, str, int, str]:
+    return (rank.save.id.job, rank.save.id.incarnation, rank.rank, plan_id)
+
+
+__all__ = ["BEFORE_INGESTION", "Phase", "Proposal", "RankSave", "Save", "Saves", "aborted"]

@@ -17,6 +17,7 @@ import grpc
 from pannier.sidecar.files import DataFile
 from pannier.sidecar.idling import IDLE_S, Stream, Streams
 from pannier.sidecar.link import Link
+from pannier.sidecar.proposing import is_proposal, propose
 from pannier.sidecar.receiving import Receiving, check_context
 from pannier.sidecar.saves import RankSave, Saves
 from pannier.sidecar.sessions import Sessions
@@ -90,6 +91,13 @@ class SidecarServicer(sidecar_pb2_grpc.SidecarServicer):
     ) -> sidecar_pb2.PlanResponse:
         """Forwards a local plan; waits for the whole group's."""
         limits.check_plan(request)
+        if request.prepare:
+            # No save: nothing is kept of it here.
+            self._receiving.check(request.context)
+            prepared: sidecar_pb2.PlanResponse = self._call(
+                "Plan", request, request.timeout_s, context
+            )
+            return prepared
         try:
             rank = self._enter(request.context)
         except SaveAbortedError:
@@ -97,6 +105,14 @@ class SidecarServicer(sidecar_pb2_grpc.SidecarServicer):
             self._call("Plan", request, request.timeout_s, context)
             raise
         self._saves.check(rank)
+        self._saves.timed(rank, request.timeout_s, request.save_timeout_s)
+        if is_proposal(request):
+            try:
+                return propose(self._saves, self._link, rank, request, _until_end(context))
+            except SaveAbortedError:
+                if rank.save.verdict is not None:
+                    self._call("Plan", request, request.timeout_s, context)
+                raise
         response: sidecar_pb2.PlanResponse = self._forward(
             rank, "Plan", request, request.timeout_s, context
         )
