@@ -1,279 +1,184 @@
-"""``make bench``: Pannier beside torch's own asynchronous saves and a plain memcpy.
+"""``make bench``: every part, one after another, each in a process of its own.
 
-Every method saves the same bytes to the same place in a fresh process, one after
-another in the same run; what counts are the ratios. Prints a table and writes
-``bench-results/bench.json`` and ``bench.md`` (the README's table); then a second table,
-where the time of a streamed hand-over goes (``streaming.py``), and a third, how long it takes until
-work goes on after a daemon was killed (``recovery.py``).
+Prints the table, writes ``bench-results/bench.json`` and ``bench.md``, and with ``--write`` the
+README's table. A part that fails is a row that says why, and the exit status is 1.
 """
 
 import argparse
+import importlib.util
 import json
 import os
-import platform
-import shutil
-import statistics
+import signal
 import subprocess
 import sys
-import tempfile
-import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-import torch
 from rich.console import Console
-from rich.table import Table
+from tests.bench import embedded, report
+from tests.bench.parts import Row, say, table
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from pannier.wire.version import package_version
-from support.gcs_server import GcsServer
-
-WORKER = Path(__file__).with_name("worker.py")
-STREAMING = Path(__file__).with_name("streaming.py")
-RECOVERY = Path(__file__).with_name("recovery.py")
-METHODS = ("pannier", "torch-thread", "torch-process")
-BUCKET = "bench"
+ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 1200
 
 
-class SidecarMemory(threading.Thread):
-    """Samples the anonymous memory of the sidecar below a runtime directory."""
+@dataclass(frozen=True)
+class Part:
+    """One call of a module."""
 
-    def __init__(self, runtime: Path) -> None:
-        super().__init__(daemon=True)
-        self._runtime = str(runtime)
-        self._ended = threading.Event()
-        self.peak = 0
+    module: str
+    arguments: tuple[str, ...] = ()
+    own_rows: bool = True
+    """False: it prints figures of its own form."""
 
-    def run(self) -> None:
-        """Until :meth:`stop`."""
-        while not self._ended.wait(0.05):
-            for process in _daemons(self._runtime):
-                try:
-                    if "sidecar" in process.cmdline():
-                        rollup = Path(f"/proc/{process.pid}/smaps_rollup").read_text()
-                        self.peak = max(self.peak, _anonymous(rollup))
-                except (psutil.Error, OSError):
-                    continue
-
-    def stop(self) -> int:
-        """Peak in bytes."""
-        self._ended.set()
-        self.join()
-        return self.peak
+    @property
+    def name(self) -> str:
+        return " ".join((self.module, *self.arguments))
 
 
-def _anonymous(rollup: str) -> int:
-    line = next(line for line in rollup.splitlines() if line.startswith("Anonymous:"))
-    return int(line.split()[1]) * 1024
-
-
-def _daemons(runtime: str) -> list[psutil.Process]:
+def planned(options: argparse.Namespace) -> list[Part]:
+    """The parts in the order in which they run; those that aren't there are left out."""
     found = []
-    for process in psutil.process_iter():
-        try:
-            if (
-                "pannier.cli" in process.cmdline()
-                and process.environ().get("PANNIER_RUNTIME_DIR") == runtime
-            ):
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
-
-
-def measure(method: str, target: str, options: argparse.Namespace, gcs: str) -> dict[str, Any]:
-    """One method to one place, with daemons of its own; removes what it wrote."""
-    with tempfile.TemporaryDirectory(prefix="pannier-bench-") as directory:
-        runtime = Path(directory) / "run"
-        spool = Path("/dev/shm") / Path(directory).name
-        environment = dict(
-            os.environ,
-            PANNIER_RUNTIME_DIR=str(runtime),
-            PANNIER_SPOOL=str(spool),
-            STORAGE_EMULATOR_HOST=gcs,
-            GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT="false",
-            OMP_NUM_THREADS="1",
-            PYTHONWARNINGS="ignore",
-        )
-        place = f"gs://{BUCKET}/{method}" if target == "gcs" else f"{options.directory}/{method}"
-        memory = SidecarMemory(runtime)
-        memory.start()
-        command = [sys.executable, str(WORKER), method, place]
-        command += [f"--bytes={options.bytes}", f"--tensors={options.tensors}"]
-        command += [f"--saves={options.saves}"]
-        try:
-            finished = subprocess.run(
-                command, env=environment, capture_output=True, text=True, timeout=900
-            )
-            if finished.returncode:
-                raise RuntimeError(f"{method} to {target} failed:\n{finished.stderr}")
-            result: dict[str, Any] = json.loads(finished.stdout.splitlines()[-1])
-        finally:
-            peak = memory.stop()
-            for process in _daemons(str(runtime)):
-                process.terminate()
-            psutil.wait_procs(_daemons(str(runtime)), timeout=10)
-            shutil.rmtree(spool, ignore_errors=True)
-            if target == "disk":
-                shutil.rmtree(place, ignore_errors=True)
-        return {"method": method, "target": target, "sidecar_peak_bytes": peak, **summary(result)}
-
-
-def run_script(script: Path, size: int) -> dict[str, Any]:
-    """What a script of its own measures, with so many bytes."""
-    command = [sys.executable, "-W", "ignore", str(script), f"--bytes={size}"]
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=900)
-    if finished.returncode:
-        raise RuntimeError(f"{script.name} failed:\n{finished.stderr}")
-    result: dict[str, Any] = json.loads(finished.stdout.splitlines()[-1])
-    return result
-
-
-def summary(result: dict[str, Any]) -> dict[str, Any]:
-    """Medians over the saves from the third on; steps against the quiet ones of the same process."""
-    quiet, busy = sorted(result["quiet_step_s"]), sorted(result["busy_step_s"])
-
-    def p99(values: list[float]) -> float:
-        return values[int(len(values) * 0.99)]
-
-    return {
-        "memcpy_s": result["memcpy_s"],
-        "stall_first_s": result["stall_s"][0],
-        "stall_s": statistics.median(result["stall_s"][2:]),
-        "durable_s": statistics.median(result["durable_s"][2:]),
-        "step_median_ratio": statistics.median(busy) / statistics.median(quiet),
-        "step_p99_ratio": p99(busy) / p99(quiet),
-        "trainer_growth_bytes": result["trainer_growth_bytes"],
-    }
-
-
-def main() -> None:
-    """Runs every method against every place."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--bytes", type=int, default=1 << 30, help="of the state (default 1 GiB)")
-    parser.add_argument("--tensors", type=int, default=200)
-    parser.add_argument("--saves", type=int, default=7, help="the first two aren't counted")
-    parser.add_argument("--targets", nargs="+", default=["disk", "gcs"], choices=["disk", "gcs"])
-    parser.add_argument("--methods", nargs="+", default=METHODS, choices=METHODS)
-    parser.add_argument("--directory", help="on the disk to measure (default: a temporary one)")
-    parser.add_argument("--output", type=Path, default=Path("bench-results"))
-    options = parser.parse_args()
-    if options.saves < 3:
-        parser.error("--saves must be at least 3: the first two aren't counted")
-    console = Console(width=120)
-    rows = []
-    with tempfile.TemporaryDirectory(prefix="pannier-bench-", dir=options.directory) as directory:
-        options.directory = directory
-        with GcsServer(Path(directory) / "gcs", buckets=[BUCKET]) as server:
-            for target in options.targets:
-                for method in options.methods:
-                    console.print(f"{time.strftime('%H:%M:%S')} {method} -> {target}")
-                    rows.append(measure(method, target, options, server.url))
-    console.print(f"{time.strftime('%H:%M:%S')} streaming")
-    streaming = run_script(STREAMING, options.bytes)
-    console.print(f"{time.strftime('%H:%M:%S')} recovery")
-    recovery = run_script(RECOVERY, options.bytes)
-    machine = {
-        "cores": os.cpu_count(),
-        "processor": platform.processor() or platform.machine(),
-        "memory_bytes": psutil.virtual_memory().total,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "pannier": package_version(),
-    }
-    options.output.mkdir(exist_ok=True)
-    report = {
-        "machine": machine,
-        "bytes": options.bytes,
-        "tensors": options.tensors,
-        "saves": options.saves,
-        "rows": rows,
-        "streaming": streaming,
-        "recovery": recovery,
-    }
-    (options.output / "bench.json").write_text(json.dumps(report, indent=2) + "\n")
-    (options.output / "bench.md").write_text(markdown(report))
-    console.print(table(report))
-    console.print(streaming_table(streaming))
-    console.print(recovery_table(recovery))
-
-
-COLUMNS = (
-    "to",
-    "method",
-    "stall",
-    "÷ memcpy",
-    "first stall",
-    "durable",
-    "step median",
-    "step p99",
-    "trainer grew",
-    "sidecar peak",
-)
-
-
-def cells(row: dict[str, Any]) -> list[str]:
-    """One row of the table, as text."""
-    sidecar = f"{row['sidecar_peak_bytes'] / (1 << 20):.0f} MiB"
+    sizes = ["64M", "256M"] if options.quick else options.sizes
+    for transport in embedded.transports():
+        way = ("--transport", transport)
+        # A streamed save is in memory twice: the larger sizes are for mapped ones.
+        for size in sizes if transport == "mapped" else sizes[:1]:
+            found.append(Part("blocking", (*way, "--bytes", size)))
+        found.append(Part("blocking", (*way, "--small")))
+        found.append(Part("steps", (*way, "--bytes", sizes[0])))
+        for size in sizes if transport == "mapped" else sizes[:1]:
+            found.append(Part("durable", (*way, "--bytes", size)))
+        for size in sizes if options.full and transport == "mapped" else sizes[:1]:
+            found.append(Part("uploading", (*way, "--bytes", size)))
+        for size in sizes if transport == "mapped" else sizes[:1]:
+            found.append(Part("memory", (*way, "--bytes", size)))
+        found.append(Part("memory", (*way, "--leaks")))
+    best = ("--transport", embedded.transports()[0], "--bytes", sizes[0])
+    found.append(Part("peers", best))
+    if options.full:
+        found.append(Part("peers", (*best, "--to", "gcs")))
+    # Several hosts, a first one of several sizes, no trainers: these have their own sizes.
+    found += [Part("planning"), Part("device")]
+    few = str((64 if options.quick else 1024) << 20)
+    found.append(Part("streaming", ("--bytes", few), own_rows=False))
+    found.append(Part("recovery", ("--bytes", few), own_rows=False))
+    chosen = options.parts or [part.module for part in found]
     return [
-        row["target"],
-        row["method"],
-        f"{row['stall_s'] * 1e3:.0f} ms",
-        f"{row['stall_s'] / row['memcpy_s']:.1f} ×",
-        f"{row['stall_first_s']:.1f} s",
-        f"{row['durable_s']:.2f} s",
-        f"{row['step_median_ratio']:.2f} ×",
-        f"{row['step_p99_ratio']:.1f} ×",
-        f"{row['trainer_growth_bytes'] / (1 << 20):.0f} MiB",
-        sidecar if row["method"] == "pannier" else "–",
+        part
+        for part in found
+        if part.module in chosen and importlib.util.find_spec(f"tests.bench.{part.module}")
     ]
 
 
-def table(report: dict[str, Any]) -> Table:
-    """The figures of one run, for a terminal."""
-    gib = report["bytes"] / (1 << 30)
-    out = Table(title=f"{gib:g} GiB in {report['tensors']} tensors, medians from the third save on")
-    for number, column in enumerate(COLUMNS):
-        out.add_column(column, justify="left" if number < 2 else "right")
-    for row in report["rows"]:
-        out.add_row(*cells(row))
-    return out
+def measured(part: Part, options: argparse.Namespace) -> tuple[list[Row], dict[str, Any]]:
+    """The rows and figures of a part. Raises RuntimeError with the end of its output."""
+    command = [sys.executable, "-W", "ignore", "-m", f"tests.bench.{part.module}", *part.arguments]
+    if part.own_rows:
+        command += ["--json", *(["--quick"] if options.quick else [])]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        try:
+            told, _ = process.communicate(timeout=TIMEOUT_S)
+        except BaseException as error:
+            # It ends its own daemons then.
+            process.send_signal(signal.SIGINT)
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise RuntimeError(f"not done after {TIMEOUT_S} s") from error
+            raise
+    lines = told.splitlines()
+    if process.returncode or not lines:
+        raise RuntimeError(f"exit status {process.returncode}; see above")
+    answer = json.loads(lines[-1])
+    if not part.own_rows:
+        return ROWS[part.module](answer), answer
+    return [Row(**row) for row in answer["rows"]], answer["figures"]
 
 
-def streaming_table(ways: dict[str, Any]) -> Table:
-    """Where the time of a hand-over goes, for a terminal."""
-    out = Table(title="the bytes of one rank, from process to process")
-    for number, column in enumerate(("way", "GiB/s", "CPU seconds per GiB")):
-        out.add_column(column, justify="right" if number == 1 else "left")
-    for way, found in ways.items():
-        cpu = "\n".join(f"{value:.2f} {kind}" for kind, value in found["cpu_s_per_gib"].items())
-        out.add_row(way, f"{found['gib_per_s']:.2f}", cpu, end_section=True)
-    return out
+def streaming_rows(found: dict[str, Any]) -> list[Row]:
+    """Where the time of a streamed hand-over goes."""
+    rows = []
+    for way, figures in found.items():
+        cpu = ", ".join(f"{value:.2f} {kind}" for kind, value in figures["cpu_s_per_gib"].items())
+        rows.append(
+            Row(
+                f"streaming profile: {way}",
+                "",
+                f"{figures['gib_per_s']:.2f} GiB/s",
+                detail=f"CPU s per GiB: {cpu}",
+            )
+        )
+    return rows
 
 
-def recovery_table(found: dict[str, Any]) -> Table:
-    """From a kill until work goes on, for a terminal."""
-    out = Table(title="from the kill on")
-    for column in ("killed", "until", "seconds"):
-        out.add_column(column, justify="right" if column == "seconds" else "left")
-    half = f"sidecar, {found['bytes'] / (1 << 30):g} GiB half uploaded"
-    waiting = f"coordinator, {found['ranks']} ranks waiting"
-    for name, killed in (("sidecar", half), ("coordinator", waiting)):
-        for what, seconds in found[name].items():
-            out.add_row(killed, what.removesuffix("_s"), f"{seconds:.1f}")
-    return out
+def recovery_rows(found: dict[str, Any]) -> list[Row]:
+    """From a kill until work goes on."""
+    half = f"sidecar killed, {found['bytes'] / (1 << 30):g} GiB half uploaded"
+    waiting = f"coordinator killed, {found['ranks']} ranks waiting"
+    return [
+        Row(
+            what,
+            "",
+            ", ".join(f"{name.removesuffix('_s')} after {s:.1f} s" for name, s in times.items()),
+        )
+        for what, times in ((half, found["sidecar"]), (waiting, found["coordinator"]))
+    ]
 
 
-def markdown(report: dict[str, Any]) -> str:
-    """The figures of one run, for the README."""
-    lines = ["| " + " | ".join(COLUMNS) + " |"]
-    lines.append("|" + "---|" * 2 + "---:|" * (len(COLUMNS) - 2))
-    lines += ["| " + " | ".join(cells(row)) + " |" for row in report["rows"]]
-    return "\n".join(lines) + "\n"
+ROWS = {"streaming": streaming_rows, "recovery": recovery_rows}
+
+
+def main() -> int:
+    """Runs the parts and tells what they found; the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="two minutes, small sizes: a trial")
+    parser.add_argument("--full", action="store_true", help="large sizes and buckets everywhere")
+    parser.add_argument("--sizes", nargs="+", default=["1G", "4G"], help="of the state, per rank")
+    parser.add_argument("--parts", nargs="+", metavar="PART", help="only these modules")
+    parser.add_argument("--list", action="store_true", help="tell the parts and leave")
+    parser.add_argument("--write", action="store_true", help="the README's table")
+    parser.add_argument("--output", type=Path, default=ROOT / "bench-results")
+    options = parser.parse_args()
+    parts = planned(options)
+    if options.list:
+        print("\n".join(part.name for part in parts))
+        return 0
+    found = report.machine()
+    rows: list[Row] = []
+    figures: dict[str, Any] = {}
+    failed = False
+    begun = time.monotonic()
+    for number, part in enumerate(parts, 1):
+        say(f"[{number}/{len(parts)}] {part.name}")
+        started = time.monotonic()
+        try:
+            more, figures[part.name] = measured(part, options)
+        except (RuntimeError, ValueError, KeyError, TypeError) as error:
+            more, failed = [Row(part.name, "", f"failed: {error}", False)], True
+        figures[f"{part.name}: seconds"] = time.monotonic() - started
+        rows += more
+        write(options.output, found, rows, figures)
+    Console(width=150).print(table(rows, report.about(found)))
+    say(f"{time.monotonic() - begun:.0f} s in all")
+    if options.write:
+        report.put_in(ROOT / "README.md", report.markdown(found, rows))
+    return 1 if failed else 0
+
+
+def write(output: Path, found: dict[str, Any], rows: list[Row], figures: dict[str, Any]) -> None:
+    """What is known so far: a run that is broken off isn't lost."""
+    output.mkdir(exist_ok=True)
+    together = {"machine": found, "rows": [row.__dict__ for row in rows], "figures": figures}
+    (output / "bench.json").write_text(json.dumps(together, indent=2) + "\n")
+    (output / "bench.md").write_text(report.markdown(found, rows))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,14 +1,15 @@
-"""One way of saving, measured in a process of its own; prints one JSON object.
+"""One way of saving asynchronously, in a process of its own; prints one JSON object.
 
-Started by ``run.py``: ``worker.py METHOD TARGET --bytes N --tensors N --saves N``.
-The training step is a matrix product of about 4 ms; a save is begun, and steps run on
-until it is durable.
+Started by ``peers.py``: ``python -m tests.bench.worker METHOD TARGET ...``. The stall lasts until
+the state may change: the call, and the staging if that goes on after it. Then training steps run
+until the save is durable.
 """
 
 import argparse
 import json
 import os
-import time
+import shutil
+import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -16,29 +17,82 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from tests.bench.parts import WARM_UP
+from tests.bench.timing import timed
+from tests.bench.training import Copies, State, Training, change, make_state, start_rank
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save
 
-State = dict[str, torch.Tensor]
-Save = Callable[[State, str], "Future[Any]"]
+Save = Callable[[State, str], tuple["Future[Any] | None", "Future[Any]"]]
+"""Returns futures of the staging (None: it is over) and of the save."""
 
 
 def pannier() -> Save:
     """Ours, as a training loop calls it."""
     from pannier import client
 
-    return lambda state, target: client.async_save(state, checkpoint_id=target)
+    return lambda state, target: (None, client.async_save(state, checkpoint_id=target))
 
 
-def torch_async(kind: AsyncCheckpointerType) -> Save:
+def torch_async(kind: AsyncCheckpointerType, stager: DefaultStager | None = None) -> Save:
     """``dcp.async_save`` with torch's own writer for the place."""
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 
-    def save(state: State, target: str) -> "Future[Any]":
-        writer = FsspecWriter(target) if "://" in target else dcp.FileSystemWriter(target)
-        answer = dcp.async_save(state, storage_writer=writer, async_checkpointer_type=kind)
+    def save(state: State, target: str) -> tuple[None, "Future[Any]"]:
+        writer = FsspecWriter(target) if "://" in target else FileSystemWriter(target)
+        answer = async_save(
+            state, storage_writer=writer, async_checkpointer_type=kind, async_stager=stager
+        )
         assert isinstance(answer, Future)
-        return answer
+        return None, answer
+
+    return save
+
+
+def torch_process_shared() -> Save:
+    """The PROCESS mode with a stager that is kept, in shared memory.
+
+    Pinning it needs CUDA: without, torch's stager ignores ``use_pinned_memory`` and refuses
+    ``use_non_blocking_copy``.
+    """
+    options = StagingOptions(
+        use_pinned_memory=torch.cuda.is_available(),
+        use_shared_memory=True,
+        use_async_staging=False,
+        use_non_blocking_copy=torch.cuda.is_available(),
+    )
+    return torch_async(AsyncCheckpointerType.PROCESS, DefaultStager(options))
+
+
+def torch_checkpointing() -> Save:
+    """Meta's package of that name, as its documentation says for a CPU. Raises ImportError."""
+    from torch_checkpointing import make_async_checkpoint_saver
+    from torch_checkpointing.checkpoint_base import CheckpointBase, CheckpointItem
+    from torch_checkpointing.config import AsyncCheckpointSaverConfig
+    from torch_checkpointing.staging import CheckpointStagerConfig
+    from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
+
+    staging = CheckpointStagerConfig(use_pinned_memory=False, use_non_blocking_copy=False)
+    saver = make_async_checkpoint_saver(
+        AsyncCheckpointSaverConfig(staging_config=staging),
+        # Its default, O_DIRECT, ends with EINVAL on ext4: the pieces that it writes aren't aligned.
+        storage_config=LocalFileSystemStorageConfig(use_direct_io=False),
+    )
+
+    class Checkpoint(CheckpointBase):  # type: ignore[misc]
+        def __init__(self, state: State) -> None:
+            self._state = state
+
+        def get_items(self) -> dict[str, Any]:
+            return {"model": CheckpointItem(self._state)}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            raise NotImplementedError
+
+    def save(state: State, target: str) -> tuple["Future[Any]", "Future[Any]"]:
+        staged, written = saver.save(target, Checkpoint(state))
+        return staged, written
 
     return save
 
@@ -47,19 +101,9 @@ METHODS: dict[str, Callable[[], Save]] = {
     "pannier": pannier,
     "torch-thread": lambda: torch_async(AsyncCheckpointerType.THREAD),
     "torch-process": lambda: torch_async(AsyncCheckpointerType.PROCESS),
+    "torch-process-shared": torch_process_shared,
+    "torch-checkpointing": torch_checkpointing,
 }
-
-
-def warm_memcpy(state: State) -> float:
-    """Seconds to copy all tensors once into memory that was touched before; best of 5."""
-    copies = {name: tensor.clone() for name, tensor in state.items()}
-    seconds = []
-    for _ in range(5):
-        begun = time.perf_counter()
-        for name, tensor in state.items():
-            copies[name].copy_(tensor)
-        seconds.append(time.perf_counter() - begun)
-    return min(seconds)
 
 
 def peak_memory(*, reset: bool = False) -> int:
@@ -71,61 +115,68 @@ def peak_memory(*, reset: bool = False) -> int:
     return int(line.split()[1]) * 1024
 
 
+def measure(method: str, target: str, state: State, saves: int) -> dict[str, Any]:
+    """Seconds of stalls, of saves until durable, of copies between them, and of steps."""
+    training, copies = Training(), Copies(state)
+    before = peak_memory(reset=True)
+    save = METHODS[method]()
+    found: dict[str, list[float]] = {
+        name: [] for name in ("stall_s", "durable_s", "memcpy_s", "quiet_step_s", "busy_step_s")
+    }
+    for number in range(WARM_UP + saves):
+        place = f"{target}/step-{number}"
+        change(state)
+        found["memcpy_s"].append(timed(copies.copy)[0])
+        change(state)
+
+        def call(place: str = place) -> "Future[Any]":
+            staged, written = save(state, place)
+            if staged is not None:
+                staged.result()
+            return written
+
+        stall, written = timed(call)
+        rest, busy = timed(training.until, written.done)
+        written.result()
+        found["stall_s"].append(stall)
+        found["durable_s"].append(stall + rest)
+        if number >= WARM_UP:
+            found["busy_step_s"] += busy
+        if "://" not in target:
+            shutil.rmtree(place)
+            os.sync()
+        if number >= WARM_UP:
+            # As many without a save, in turns with those.
+            found["quiet_step_s"] += training.steps(len(busy))
+    counted = {
+        name: values[WARM_UP:] if not name.endswith("step_s") else values
+        for name, values in found.items()
+    }
+    return {
+        **counted,
+        "first_stall_s": found["stall_s"][0],
+        "grown_bytes": peak_memory() - before,
+    }
+
+
 def main() -> None:
     """Measures and prints."""
-    parser = argparse.ArgumentParser()
+    warnings.filterwarnings("ignore")
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("method", choices=METHODS)
     parser.add_argument("target", help="directory or URL for the checkpoints")
     parser.add_argument("--bytes", type=int, required=True)
     parser.add_argument("--tensors", type=int, required=True)
     parser.add_argument("--saves", type=int, required=True)
     options = parser.parse_args()
-
-    torch.set_num_threads(1)
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
-    elements = options.bytes // options.tensors // 4
-    state = {f"layer.{i}": torch.randn(elements) for i in range(options.tensors)}
-    a = torch.randn(416, 416)
-
-    def step() -> float:
-        begun = time.perf_counter()
-        for _ in range(4):
-            torch.mm(a, a)
-        return time.perf_counter() - begun
-
-    memcpy = warm_memcpy(state)
-    for _ in range(50):
-        step()
-    quiet = [step() for _ in range(400)]
-    before = peak_memory(reset=True)
-    save = METHODS[options.method]()
-    stalls, durable, busy = [], [], []
-    for number in range(options.saves):
-        for tensor in state.values():
-            tensor.add_(1)
-        begun = time.perf_counter()
-        handle = save(state, f"{options.target}/step-{number}")
-        stalls.append(time.perf_counter() - begun)
-        while not handle.done():
-            busy.append(step())
-        handle.result()
-        durable.append(time.perf_counter() - begun)
-    after = peak_memory()
-    print(
-        json.dumps(
-            {
-                "memcpy_s": memcpy,
-                "stall_s": stalls,
-                "durable_s": durable,
-                "quiet_step_s": quiet,
-                "busy_step_s": busy,
-                "trainer_growth_bytes": after - before,
-            }
-        ),
-        flush=True,
-    )
+    start_rank()
+    state = make_state(options.bytes, options.tensors)
+    result = measure(options.method, options.target, state, options.saves)
+    print(json.dumps(result), flush=True)
+    # Not by the interpreter's end: a peer's threads and processes may hang it up.
     dist.destroy_process_group()
+    if options.method != "pannier":
+        os._exit(0)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,89 @@
+"""How long ``async_save`` keeps the training loop: against a warm copy of the same tensors.
+
+Save and copy take turns in one process, on the same tensors. The copy is a loop of ``copy_`` on
+torch's default number of threads, into memory that was touched before.
+"""
+
+import statistics
+from typing import Any
+
+from tests.bench.embedded import Place, rest
+from tests.bench.parts import GIB, WARM_UP, Row, arguments, finish, parsed, say, sized
+from tests.bench.timing import milliseconds, ratio, timed
+from tests.bench.training import Copies, State, change, make_state
+
+ALLOWED_RATIO = 1.15
+ALLOWED_MORE_S = 0.010
+SMALL = (10_000, 4096)
+"""Tensors, and bytes of each."""
+ALLOWED_SMALL = 1.5
+
+
+def measure(state: State, transport: str, saves: int) -> dict[str, Any]:
+    """Seconds of the call and of the copy, by turns; and of the first call."""
+    from pannier import client
+
+    copies = Copies(state)
+    called: list[float] = []
+    copied: list[float] = []
+    with Place(transport) as place:
+        for number in range(WARM_UP + saves):
+            with place.checkpoint(f"step-{number}") as target:
+                change(state)
+                copied.append(timed(copies.copy)[0])
+                change(state)
+                spent, handle = timed(client.async_save, state, checkpoint_id=target)
+                called.append(spent)
+                handle.result()
+            rest()
+    return {"first_s": called[0], "called_s": called[WARM_UP:], "copied_s": copied[WARM_UP:]}
+
+
+def row_of_large(found: dict[str, Any], options: Any, transport: str) -> Row:
+    """The row of large tensors."""
+    call, copy = statistics.median(found["called_s"]), statistics.median(found["copied_s"])
+    times = ratio(found["called_s"], found["copied_s"])
+    more = (call - ALLOWED_RATIO * copy) * 1e3
+    met = call <= ALLOWED_RATIO * copy + ALLOWED_MORE_S if transport == "mapped" else None
+    return Row(
+        f"blocking time of `async_save`, {transport}, {sized(options.bytes)} in "
+        f"{options.tensors} tensors",
+        f"≤ {ALLOWED_RATIO} × memcpy + {ALLOWED_MORE_S * 1e3:.0f} ms" if met is not None else "",
+        f"{times}; {ALLOWED_RATIO} × {more:+.1f} ms",
+        met,
+        f"{milliseconds(call)}, memcpy {milliseconds(copy)} "
+        f"({options.bytes / GIB / copy:.1f} GiB/s), first save {milliseconds(found['first_s'])}",
+    )
+
+
+def row_of_small(found: dict[str, Any], transport: str) -> Row:
+    """The row of small tensors."""
+    call, copy = statistics.median(found["called_s"]), statistics.median(found["copied_s"])
+    return Row(
+        f"the same, {transport}, {SMALL[0]:,} tensors of {sized(SMALL[1])}",
+        f"≤ {ALLOWED_SMALL} × a loop of `copy_`" if transport == "mapped" else "",
+        str(ratio(found["called_s"], found["copied_s"])),
+        call <= ALLOWED_SMALL * copy if transport == "mapped" else None,
+        f"{milliseconds(call)}, loop {milliseconds(copy)}",
+    )
+
+
+def main() -> None:
+    parser = arguments(__doc__, saves=7)
+    parser.add_argument("--small", action="store_true", help="10,000 tensors of 4 KiB instead")
+    options = parsed(parser)
+    if options.small:
+        say(f"blocking, {options.transport}, small tensors")
+        state = make_state(SMALL[0] * SMALL[1], SMALL[0])
+        found = measure(state, options.transport, options.saves)
+        rows = [row_of_small(found, options.transport)]
+    else:
+        say(f"blocking, {options.transport}, {sized(options.bytes)}")
+        state = make_state(options.bytes, options.tensors)
+        found = measure(state, options.transport, options.saves)
+        rows = [row_of_large(found, options, options.transport)]
+    finish(options, rows, found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""Embedded daemons of one measurement: a place for their files, and a look at their processes.
+
+They are started by the client in this process or in a child, as a user's are; everything is gone
+when the place is left.
+"""
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+
+import psutil
+
+from pannier.client.config import load_settings
+from pannier.wire.errors import ConfigurationError
+
+NICE = 10
+"""The daemons' niceness where the slow-down of steps is measured."""
+
+
+def transports() -> list[str]:
+    """What this version of the client knows: ``mapped``, ``streamed``."""
+    known = []
+    for name in ("mapped", "streamed"):
+        with suppress(ConfigurationError):
+            load_settings(transport=name)
+            known.append(name)
+    return known
+
+
+class Place:
+    """``with Place(transport) as place:`` what the client starts lives there and ends with it.
+
+    Sets the environment of this process; its children inherit it.
+
+    Args:
+        transport: ``PANNIER_TRANSPORT``.
+        storage: more environment, such as the address of a storage server.
+        disk: parent of a directory for checkpoints. Default: that of temporary files.
+    """
+
+    def __init__(
+        self,
+        transport: str = "auto",
+        *,
+        storage: dict[str, str] | None = None,
+        disk: str | None = None,
+    ) -> None:
+        self.transport = transport
+        self._root = Path(tempfile.mkdtemp(prefix="pannier-bench-", dir="/tmp"))
+        self.runtime = self._root / "run"
+        self.disk = Path(tempfile.mkdtemp(prefix="pannier-bench-", dir=disk))
+        """A directory on the disk that is measured."""
+        self.spool = Path("/dev/shm") / self._root.name
+        self._before: dict[str, str | None] = {}
+        self._environment = {
+            "PANNIER_RUNTIME_DIR": str(self.runtime),
+            "PANNIER_SPOOL": str(self.spool),
+            "PANNIER_TRANSPORT": transport,
+            "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
+            **(storage or {}),
+        }
+
+    def __enter__(self) -> "Place":
+        for name, value in self._environment.items():
+            self._before[name] = os.environ.get(name)
+            os.environ[name] = value
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        from pannier import client
+
+        try:
+            client.close()
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        daemons = self.daemons()
+        for process in daemons:
+            with suppress(psutil.Error):
+                process.terminate()
+        _, left = psutil.wait_procs(daemons, timeout=15)
+        for process in left:
+            with suppress(psutil.Error):
+                process.kill()
+        for path in (self._root, self.disk, self.spool):
+            shutil.rmtree(path, ignore_errors=True)
+        for name, value in self._before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+    @contextmanager
+    def checkpoint(self, name: str) -> Iterator[str]:
+        """A path to save to, removed (and the disk at rest) when it is left."""
+        path = self.disk / name
+        try:
+            yield str(path)
+        finally:
+            shutil.rmtree(path, ignore_errors=True)
+            os.sync()
+
+    def daemons(self) -> list[psutil.Process]:
+        """Supervisor, coordinator and sidecar, as far as they run."""
+        try:
+            root = psutil.Process(int((self.runtime / "up.pid").read_text()))
+            return [root, *root.children(recursive=True)]
+        except (OSError, ValueError, psutil.Error):
+            return []
+
+    def find(self, role: str) -> psutil.Process:
+        """The process of a role, ``sidecar`` or ``coordinator``. Raises RuntimeError."""
+        for process in self.daemons()[1:]:
+            with suppress(psutil.Error):
+                if role in process.cmdline():
+                    return process
+        raise RuntimeError(f"no {role} runs in {self.runtime}")
+
+    @property
+    def sidecar(self) -> psutil.Process:
+        return self.find("sidecar")
+
+    def make_nice(self, least: int = NICE) -> int:
+        """Lowers the daemons' priority as far as it isn't that low; returns the sidecar's niceness."""
+        for process in self.daemons():
+            for task in Path(f"/proc/{process.pid}/task").iterdir():
+                with suppress(OSError):
+                    tid = int(task.name)
+                    if os.getpriority(os.PRIO_PROCESS, tid) < least:
+                        os.setpriority(os.PRIO_PROCESS, tid, least)
+        return os.getpriority(os.PRIO_PROCESS, self.sidecar.pid)
+
+
+def cpu_seconds(process: psutil.Process) -> float:
+    """User and system time of a process so far, threads that ended included."""
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+def rest(seconds: float = 0.2) -> None:
+    """Lets daemons finish what a save leaves behind, such as putting its files aside."""
+    time.sleep(seconds)

@@ -1,0 +1,123 @@
+"""How much training steps slow down while a save is in flight.
+
+Windows of steps come in pairs of equal length: one with a save in flight, from the return of
+``async_save`` until the commit, and one without. As many pairs without any save in either half
+are the noise floor: what the same figures are when nothing happens. Which half comes first
+alternates. The daemons run at a lower priority (``nice``), as beside a training job they should.
+"""
+
+import statistics
+from typing import Any
+
+from tests.bench.embedded import Place, rest
+from tests.bench.parts import WARM_UP, Row, arguments, finish, parsed, say, sized
+from tests.bench.timing import percentile
+from tests.bench.training import State, Training, change, make_state
+
+ALLOWED_MEDIAN = 1.05
+ALLOWED_P99 = 1.5
+
+
+class Pairs:
+    """Steps of both halves of all pairs, pooled; and each pair's ratio of medians."""
+
+    def __init__(self) -> None:
+        self.quiet: list[float] = []
+        self.other: list[float] = []
+        self._medians: list[float] = []
+
+    def add(self, quiet: list[float], other: list[float]) -> None:
+        self.quiet += quiet
+        self.other += other
+        self._medians.append(statistics.median(other) / statistics.median(quiet))
+
+    def figures(self) -> dict[str, Any]:
+        """Ratios of the pooled steps; seconds of the quiet ones."""
+
+        def times(share: float) -> float:
+            return percentile(self.other, share) / percentile(self.quiet, share)
+
+        return {
+            "median_ratio": times(0.5),
+            "p99_ratio": times(0.99),
+            "median_ratio_of_pairs": self._medians,
+            "quiet_median_s": percentile(self.quiet, 0.5),
+            "quiet_p99_s": percentile(self.quiet, 0.99),
+            "steps": len(self.other),
+        }
+
+
+def measure(state: State, transport: str, saves: int) -> dict[str, Any]:
+    """Figures of the steps beside saves, of the noise floor, and the sidecar's niceness."""
+    from pannier import client
+
+    training = Training()
+    beside, floor = Pairs(), Pairs()
+    length, niceness = 300, 0
+    with Place(transport) as place:
+
+        def busy(target: str) -> list[float]:
+            change(state)
+            handle = client.async_save(state, checkpoint_id=target)
+            steps = training.until(handle.done)
+            handle.result()
+            return steps
+
+        for number in range(WARM_UP):
+            with place.checkpoint(f"warm-{number}") as target:
+                length = len(busy(target))
+            niceness = place.make_nice()
+        for number in range(saves):
+            first = number % 2 == 0
+            with place.checkpoint(f"step-{number}") as target:
+                quiet = training.steps(length) if first else []
+                other = busy(target)
+                length = max(50, len(other))
+                if not first:
+                    rest()
+                    quiet = training.steps(length)
+            beside.add(quiet, other)
+            rest()
+            one, two = training.steps(length), training.steps(length)
+            floor.add(*((one, two) if first else (two, one)))
+    return {"beside": beside.figures(), "floor": floor.figures(), "nice": niceness}
+
+
+def rows(found: dict[str, Any], options: Any, transport: str) -> list[Row]:
+    """Median and p99."""
+    beside, floor = found["beside"], found["floor"]
+    out = []
+    for name, allowed in (("median", ALLOWED_MEDIAN), ("p99", ALLOWED_P99)):
+        value = beside[f"{name}_ratio"]
+        judged = transport == "mapped"
+        out.append(
+            Row(
+                f"{name} of training steps while a save is in flight, {transport}, "
+                f"{sized(options.bytes)}, sidecar at nice {found['nice']}",
+                f"≤ {allowed} ×" if judged else "",
+                f"{value:.2f} × (noise floor {floor[f'{name}_ratio']:.2f} ×)",
+                value <= allowed if judged else None,
+                f"quiet {beside[f'quiet_{name}_s'] * 1e3:.2f} ms, {beside['steps']} steps"
+                + (
+                    f", pairs {min(beside['median_ratio_of_pairs']):.2f} to "
+                    f"{max(beside['median_ratio_of_pairs']):.2f}, of the floor "
+                    f"{min(floor['median_ratio_of_pairs']):.2f} to "
+                    f"{max(floor['median_ratio_of_pairs']):.2f}"
+                    if name == "median"
+                    else ""
+                ),
+            )
+        )
+    return out
+
+
+def main() -> None:
+    options = parsed(arguments(__doc__, saves=9))
+    say(f"steps, {options.transport}, {sized(options.bytes)}")
+    state = make_state(options.bytes, options.tensors)
+    found = measure(state, options.transport, options.saves)
+    finish(options, rows(found, options, options.transport), found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""How long until a save is durable in a bucket: against torch's ``FsspecWriter``.
+
+Both write to the GCS server of the tests, on the same cores. Torch saves synchronously, by one
+rank, with the number of threads that is best here (tried first); both take turns.
+"""
+
+import os
+import statistics
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+from tests.bench.embedded import Place, cpu_seconds, rest
+from tests.bench.parts import GIB, WARM_UP, Row, arguments, finish, parsed, say, sized
+from tests.bench.timing import ratio, timed
+from tests.bench.training import State, change, make_state, start_rank
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from support.bucket import listed, remove
+from support.gcs_server import GcsServer
+
+ALLOWED_RATIO = 0.7
+THREADS = (1, 2, 4, 8)
+BUCKET = "bucket"
+
+
+def save_by_torch(state: State, target: str, threads: int) -> None:
+    """Returns when torch says that it is saved."""
+    save(state, storage_writer=FsspecWriter(target, thread_count=threads))
+
+
+def best_threads(state: State, server: GcsServer, tries: int) -> dict[int, float]:
+    """Seconds by number of threads: the median of ``tries``."""
+    found = {}
+    for threads in THREADS:
+        taken = []
+        for number in range(tries):
+            name = f"tried-{threads}-{number}"
+            taken.append(timed(save_by_torch, state, f"gs://{BUCKET}/{name}", threads)[0])
+            remove(server, name)
+        found[threads] = statistics.median(taken)
+    return found
+
+
+def measure(state: State, options: Any, directory: Path) -> dict[str, Any]:
+    """Seconds of both, by turns, and CPU seconds of the sidecar per GiB."""
+    from pannier import client
+
+    size = sum(tensor.nbytes for tensor in state.values())
+    ours: list[float] = []
+    theirs: list[float] = []
+    used: list[float] = []
+    with (
+        GcsServer(directory, [BUCKET]) as server,
+        Place(options.transport, storage=server.env) as place,
+    ):
+        # Each number once more than the first, which also loads what torch needs.
+        save_by_torch(state, f"gs://{BUCKET}/first", 1)
+        remove(server, "first")
+        tried = best_threads(state, server, 1 if options.quick else 2)
+        threads = min(tried, key=lambda number: tried[number])
+        for number in range(WARM_UP + options.saves):
+            change(state)
+            name = f"ours-{number}"
+            before = cpu_seconds(place.sidecar) if number else 0.0
+            ours.append(timed(client.save, state, checkpoint_id=f"gs://{BUCKET}/{name}")[0])
+            used.append((cpu_seconds(place.sidecar) - before) * GIB / size)
+            assert f"{name}/.metadata" in listed(server, name)
+            remove(server, name)
+            os.sync()
+            rest()
+            if number >= WARM_UP:
+                name = f"theirs-{number}"
+                target = f"gs://{BUCKET}/{name}"
+                theirs.append(timed(save_by_torch, state, target, threads)[0])
+                remove(server, name)
+                os.sync()
+                rest()
+    return {
+        "saved_s": ours[WARM_UP:],
+        "torch_s": theirs,
+        "torch_s_by_threads": tried,
+        "threads": threads,
+        "sidecar_cpu_s_per_gib": used[WARM_UP:],
+    }
+
+
+def rows(found: dict[str, Any], options: Any) -> list[Row]:
+    """Time, and the sidecar's CPU time."""
+    ours, theirs = statistics.median(found["saved_s"]), statistics.median(found["torch_s"])
+    judged = options.transport == "mapped"
+    of = f"{options.transport}, {sized(options.bytes)}"
+    tried = ", ".join(f"{n}: {s:.2f} s" for n, s in found["torch_s_by_threads"].items())
+    return [
+        Row(
+            f"time until durable on the GCS server, {of}",
+            f"≤ {ALLOWED_RATIO} × `FsspecWriter`" if judged else "",
+            str(ratio(found["saved_s"], found["torch_s"])),
+            ours <= ALLOWED_RATIO * theirs if judged else None,
+            f"{ours:.2f} s, torch with {found['threads']} threads {theirs:.2f} s (tried: {tried})",
+        ),
+        Row(
+            f"CPU of the sidecar, to the GCS server, {of}",
+            "",
+            f"{statistics.median(found['sidecar_cpu_s_per_gib']):.2f} s per GiB",
+        ),
+    ]
+
+
+def main() -> None:
+    warnings.filterwarnings("ignore")
+    options = parsed(arguments(__doc__))
+    say(f"durable in a bucket, {options.transport}, {sized(options.bytes)}")
+    start_rank()
+    state = make_state(options.bytes, options.tensors)
+    with tempfile.TemporaryDirectory(prefix="pannier-bench-") as directory:
+        found = measure(state, options, Path(directory))
+    finish(options, rows(found, options), found)
+
+
+if __name__ == "__main__":
+    main()
