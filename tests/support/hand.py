@@ -3,11 +3,12 @@
 They are neither as heavy as trainers nor as shy: each step of a save is a call of its own.
 """
 
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from pannier.v1 import plan_pb2, records_pb2, save_pb2, sidecar_pb2
-from pannier.wire import plans
+from pannier.wire import identity, plans
 from pannier.wire.errors import UnavailableError
 from support.ranks_by_hand import local_plan, receipt_of, tensor
 from support.scripted import TIMEOUT_S, Trainer, data_file
@@ -38,6 +39,42 @@ class Hand(Trainer):
         )
         answer: sidecar_pb2.PlanResponse = self.call("Plan", request, timeout_s + 5)
         return answer.plan
+
+    def go_on(
+        self,
+        context: sidecar_pb2.SaveContext,
+        given: plan_pb2.FinalPlan,
+        *,
+        timeout_s: float = TIMEOUT_S,
+        save_timeout_s: float = 60,
+    ) -> plan_pb2.FinalPlan:
+        """Goes by the plan of an earlier save; hands the local plan in where that is wanted.
+
+        The call is made again while the sidecar can't be reached.
+        """
+        final = renamed(given, context.save.number)
+        request = sidecar_pb2.PlanRequest(
+            context=context,
+            digest=plans.plan_digest(self._plan),
+            timeout_s=timeout_s,
+            save_timeout_s=save_timeout_s,
+            cached_plan_id=given.plan_id,
+            attempt=final.attempt,
+        )
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                answer: sidecar_pb2.PlanResponse = self.call("Plan", request, timeout_s + 5)
+                break
+            except UnavailableError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.1)
+        if answer.wanted:
+            return self.agree(context, timeout_s=timeout_s, save_timeout_s=save_timeout_s)
+        assert answer.plan == plan_pb2.FinalPlan(plan_id=answer.plan.plan_id, attempt=final.attempt)
+        final.plan_id = answer.plan.plan_id
+        return final
 
     def ingest(self, context: sidecar_pb2.SaveContext, plan: plan_pb2.FinalPlan) -> None:
         """Streams all that is planned and hands it over."""
@@ -78,6 +115,18 @@ class Hand(Trainer):
             rank=self.rank, host=self.host, kind=save_pb2.FAILURE_KIND_CLIENT, message=message
         )
         self.call("Fail", sidecar_pb2.FailRequest(context=context, failure=failure))
+
+
+def renamed(given: plan_pb2.FinalPlan, number: int) -> plan_pb2.FinalPlan:
+    """What a rank was given, as it uses it in its group's save with this number."""
+    final = plan_pb2.FinalPlan()
+    final.CopyFrom(given)
+    old = identity.Attempt.parse(given.attempt)
+    final.attempt = identity.Attempt(old.incarnation_number, number, old.group).name
+    for file in final.files:
+        name = file.name.removeprefix(identity.data_prefix(old.name))
+        file.name = identity.data_prefix(final.attempt) + name
+    return final
 
 
 class Party:
@@ -125,6 +174,19 @@ class Party:
             answers = {
                 hand.rank: threads.submit(
                     hand.agree, hand.context(checkpoint_id, number), **timeouts
+                )
+                for hand in self.hands
+            }
+        return {rank: answer.result() for rank, answer in answers.items()}
+
+    def go_on(
+        self, checkpoint_id: str, number: int, given: Mapping[int, plan_pb2.FinalPlan]
+    ) -> dict[int, plan_pb2.FinalPlan]:
+        """All ranks go by plans of an earlier save."""
+        with ThreadPoolExecutor(len(self.hands)) as threads:
+            answers = {
+                hand.rank: threads.submit(
+                    hand.go_on, hand.context(checkpoint_id, number), given[hand.rank]
                 )
                 for hand in self.hands
             }
