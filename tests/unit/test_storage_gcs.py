@@ -1,6 +1,7 @@
 """Google Cloud Storage when things go wrong, by real gcsfs over HTTP."""
 
 import asyncio
+import os
 import subprocess
 import sys
 import time
@@ -20,6 +21,7 @@ from pannier.storage import (
     open_store,
 )
 from pannier.storage.gcs import GcsStore
+from pannier.storage.gcs_http import GcsConnection
 from support.gcs_server import GcsServer
 from support.sources import FileSource, some_bytes
 
@@ -63,6 +65,12 @@ def run(server: GcsServer, request: pytest.FixtureRequest) -> Callable[..., None
     return runner
 
 
+@pytest.fixture(params=["from-spool", "buffered"])
+def sending(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel sends to a plain endpoint; through TLS bytes go through a buffer."""
+    monkeypatch.setattr(GcsConnection, "encrypted", request.param == "buffered")
+
+
 class Upload:
     """An upload of ``size`` bytes, and what it said."""
 
@@ -88,6 +96,7 @@ def chunks(server: GcsServer) -> list[str]:
     return sent[starts[-1] :]
 
 
+@pytest.mark.usefixtures("sending")
 @pytest.mark.parametrize(
     "fault",
     [
@@ -119,6 +128,7 @@ def test_an_upload_survives(
     assert server.faults()[0]["hits"] == fault.get("times", 1)
 
 
+@pytest.mark.usefixtures("sending")
 def test_a_cut_upload_goes_on_where_the_server_is(
     server: GcsServer, run: Callable[..., None], tmp_path: Path
 ) -> None:
@@ -137,6 +147,7 @@ def test_a_cut_upload_goes_on_where_the_server_is(
     ]
 
 
+@pytest.mark.usefixtures("sending")
 def test_a_lost_session_is_begun_again(
     server: GcsServer, run: Callable[..., None], tmp_path: Path
 ) -> None:
@@ -150,6 +161,7 @@ def test_a_lost_session_is_begun_again(
     run(body)
 
 
+@pytest.mark.usefixtures("sending")
 @pytest.mark.parametrize("size", [1000, BIG])
 @pytest.mark.parametrize("checked_by", ["server", "client"])
 def test_corruption_on_the_way_is_found_and_sent_again(
@@ -167,6 +179,7 @@ def test_corruption_on_the_way_is_found_and_sent_again(
     run(body)
 
 
+@pytest.mark.usefixtures("sending")
 def test_corruption_twice_fails_with_both_checksums_and_leaves_nothing(
     server: GcsServer, run: Callable[..., None], tmp_path: Path
 ) -> None:
@@ -175,6 +188,35 @@ def test_corruption_twice_fails_with_both_checksums_and_leaves_nothing(
         server.fault(kind="corrupt", method="PUT", content_range="bytes 0-", times=-1)
         upload = Upload(tmp_path)
         with pytest.raises(IntegrityError, match=f"{upload.source.crc:08x}"):
+            await upload.to(store)
+        assert await store.list() == []
+
+    before = server.sessions()
+    run(body)
+    assert server.sessions() == before
+
+
+@pytest.mark.usefixtures("sending")
+def test_a_refusal_in_the_middle_of_a_chunk_is_heard(
+    server: GcsServer, run: Callable[..., None], tmp_path: Path
+) -> None:
+    async def body(store: GcsStore) -> None:
+        server.fault(kind="status", method="PUT", status=403, skip=1, message="no more")
+        upload = Upload(tmp_path)
+        with pytest.raises(DeniedError, match="no more"):
+            await upload.to(store)
+        assert upload.retries == []
+
+    run(body)
+
+
+def test_a_spool_file_that_was_cut_is_never_sent(
+    server: GcsServer, run: Callable[..., None], tmp_path: Path
+) -> None:
+    async def body(store: GcsStore) -> None:
+        upload = Upload(tmp_path)
+        os.truncate(upload.source.path, 9 << 20)
+        with pytest.raises(IntegrityError, match=f"ends at {9 << 20} of {BIG} bytes"):
             await upload.to(store)
         assert await store.list() == []
 
@@ -277,6 +319,7 @@ def test_trouble_ends_at_the_deadline_with_its_reason(
     assert server.sessions() == before
 
 
+@pytest.mark.usefixtures("sending")
 def test_a_silent_server_is_given_up(
     server: GcsServer,
     run: Callable[..., None],

@@ -15,6 +15,7 @@ from pannier.storage import (
     Store,
     open_store,
 )
+from pannier.storage.gcs_http import GcsConnection
 from pannier.wire.errors import InvalidRequestError, SaveAbortedError
 from support.gcs_server import GcsServer
 from support.s3_server import S3Server
@@ -39,9 +40,13 @@ def s3() -> Iterator[S3Server]:
 Body = Callable[[Store], Coroutine[Any, Any, None]]
 
 
-@pytest.fixture(params=["local", "memory", "gs", "s3"])
+@pytest.fixture(params=["local", "memory", "gs", "gs buffered", "s3"])
 def run(
-    request: pytest.FixtureRequest, tmp_path: Path, gcs: GcsServer, s3: S3Server
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    gcs: GcsServer,
+    s3: S3Server,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Callable[[Body], None]:
     """Runs a coroutine with an empty store of each kind."""
     place = uuid.uuid4().hex
@@ -51,7 +56,11 @@ def run(
     elif request.param == "memory":
         url = f"memory://tests/{place}"
     else:
-        url = f"{request.param}://bucket/{place}"
+        scheme, _, way = request.param.partition(" ")
+        if way:
+            # As for an endpoint with TLS.
+            monkeypatch.setattr(GcsConnection, "encrypted", True)
+        url = f"{scheme}://bucket/{place}"
         options = s3.options if request.param == "s3" else {"endpoint_url": gcs.url}
 
     def runner(body: Body) -> None:

@@ -10,8 +10,8 @@ import threading
 from collections import deque
 from typing import Final
 
-_PIECE: Final = 8 << 20
-_ALONE: Final = 32 << 20
+_PIECE: Final = 2 << 20
+_ALONE: Final = 8 << 20
 """Up to so many bytes a second thread costs more than it brings."""
 _MOST_THREADS: Final = 4
 

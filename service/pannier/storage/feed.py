@@ -1,6 +1,7 @@
-"""From a spool file that may still grow into buffers: what every store's upload reads."""
+"""From a spool file that may still grow: what every store's upload reads."""
 
 import os
+from typing import IO
 
 import crc32c
 
@@ -12,12 +13,13 @@ class Feed:
     """Reads a source in order, straight from its file, and checksums what it read.
 
     The checksum is taken of the very buffer that goes to the store, so that
-    :meth:`confirm` vouches for the way from the sender up to there.
+    :meth:`confirm` vouches for the way from the sender up to there. Where the kernel sends
+    from the :meth:`file`, only the store's own checksum can.
     """
 
     def __init__(self, source: Source) -> None:
         self._source = source
-        self._fd = -1
+        self._file: IO[bytes] | None = None
         self._crc = 0
         self._position = 0
 
@@ -26,26 +28,41 @@ class Feed:
 
         Bytes read again don't count twice.
         """
-        end = offset + len(view)
-        if end > offset:
-            # The last byte is there only when all before it are.
-            await self._source.read(end - 1, 1)
+        await self._wait_for(offset + len(view))
         await in_thread(self._fill, view, offset)
 
+    async def file(self, end: int) -> IO[bytes]:
+        """The file, once all bytes below ``end`` are there; closed by :meth:`close`."""
+        await self._wait_for(end)
+        file = self._open()
+        if os.fstat(file.fileno()).st_size < end:
+            raise self._short(os.fstat(file.fileno()).st_size)
+        return file
+
+    async def _wait_for(self, end: int) -> None:
+        if end:
+            # The last byte is there only when all before it are.
+            await self._source.read(end - 1, 1)
+
+    def _open(self) -> IO[bytes]:
+        if self._file is None:
+            self._file = open(self._source.path, "rb", buffering=0)  # noqa: SIM115
+        return self._file
+
     def _fill(self, view: memoryview, offset: int) -> None:
-        if self._fd < 0:
-            self._fd = os.open(self._source.path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = self._open().fileno()
         done = 0
         while done < len(view):
-            count = os.preadv(self._fd, [view[done:]], offset + done)
+            count = os.preadv(fd, [view[done:]], offset + done)
             if count == 0:
-                raise IntegrityError(
-                    f"{self._source.path} ends at {offset + done} of {self._source.size} bytes"
-                )
+                raise self._short(offset + done)
             done += count
         if offset <= self._position < offset + done:
             self._crc = crc32c.crc32c(view[self._position - offset : done], self._crc)
             self._position = offset + done
+
+    def _short(self, found: int) -> IntegrityError:
+        return IntegrityError(f"{self._source.path} ends at {found} of {self._source.size} bytes")
 
     async def confirm(self) -> int:
         """The source's checksum, after the last byte was read.
@@ -62,6 +79,6 @@ class Feed:
 
     def close(self) -> None:
         """Closes the file."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        if self._file is not None:
+            self._file.close()
+            self._file = None

@@ -27,12 +27,12 @@ from pannier.storage.base import (
     Source,
     Store,
 )
+from pannier.storage.bodies import Slices
 from pannier.storage.feed import Feed
 from pannier.storage.gcs_http import (
     ChecksumRefusedError,
     GcsConnection,
     PreconditionError,
-    Slices,
     lease,
 )
 from pannier.storage.gcs_upload import ResumableUpload, encode_crc
@@ -108,20 +108,18 @@ class GcsStore(Store):
             if source.size <= BUFFER:
                 await feed.fill(view[: source.size], 0)
                 crc = await feed.confirm()
-                resource = await self._insert(
-                    connection, key, bytes(view[: source.size]), crc, "0", note
-                )
+                resource = await self._insert(connection, key, view[: source.size], crc, "0", note)
             else:
                 upload = ResumableUpload(
                     connection,
                     self._bucket,
                     self._name(key),
-                    source.size,
+                    source,
                     deadline_s=self._deadline_s,
                     retried=note,
                 )
                 resource = await upload.run(feed, view, progress)
-                crc = await feed.confirm()
+                crc = await source.crc32c()
             info = self._info(resource)
             if not troubled:
                 # Else a connection that is going down may still send from it.
@@ -137,7 +135,8 @@ class GcsStore(Store):
                 ) from None
             info = there
         except ChecksumRefusedError as error:
-            raise IntegrityError(str(error)) from error
+            sent = await source.crc32c()
+            raise IntegrityError(f"{error} The sender's is {sent:08x}.") from error
         finally:
             feed.close()
         if info.crc32c is None:
@@ -191,22 +190,18 @@ class GcsStore(Store):
         self,
         connection: GcsConnection,
         key: str,
-        data: bytes,
+        data: bytes | memoryview,
         crc: int,
         generation: str,
         retried: Retried,
     ) -> dict[str, Any]:
         boundary = uuid.uuid4().hex
-        resource = {"name": self._name(key), "crc32c": encode_crc(crc)}
-        body = b"".join(
-            (
-                f"--{boundary}\r\nContent-Type: application/json; charset=UTF-8\r\n\r\n".encode(),
-                json.dumps(resource).encode(),
-                f"\r\n--{boundary}\r\nContent-Type: application/octet-stream\r\n\r\n".encode(),
-                data,
-                f"\r\n--{boundary}--\r\n".encode(),
-            )
+        resource = json.dumps({"name": self._name(key), "crc32c": encode_crc(crc)})
+        head = (
+            f"--{boundary}\r\nContent-Type: application/json; charset=UTF-8\r\n\r\n{resource}"
+            f"\r\n--{boundary}\r\nContent-Type: application/octet-stream\r\n\r\n"
         )
+        body = (head.encode(), data, f"\r\n--{boundary}--\r\n".encode())
 
         async def once() -> dict[str, Any]:
             answer = await connection.request(
@@ -215,7 +210,7 @@ class GcsStore(Store):
                 what=self._what(key),
                 params={"uploadType": "multipart", "ifGenerationMatch": generation},
                 headers={"Content-Type": f"multipart/related; boundary={boundary}"},
-                data=Slices(memoryview(body)),
+                data=Slices(*body),
             )
             return answer.json()
 

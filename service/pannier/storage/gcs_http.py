@@ -20,12 +20,12 @@ os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
 
 import aiohttp
 import google.auth.exceptions
-from aiohttp.abc import AbstractStreamWriter
 from gcsfs.core import GCSFileSystem
 from gcsfs.retry import HttpError, NonRetryableError
 from yarl import URL
 
 from pannier.storage.base import DeniedError, NotFoundError, StorageError
+from pannier.storage.bodies import Body, Slices
 from pannier.storage.limits import within
 from pannier.storage.retrying import TransientError
 from pannier.storage.sharing import Lease
@@ -36,7 +36,6 @@ CONNECT_S = 15.0
 SILENCE_S = 60.0
 SLOWEST_BYTES_PER_S = 128 << 10
 """A request whose body moves slower than this is given up and tried again."""
-_SLICE = 256 << 10
 _PROVIDER_TEXT = 500
 _CREDENTIALS_HINT = (
     "check which credentials the daemon uses (storage option 'token', "
@@ -70,28 +69,6 @@ class Answer:
         if not isinstance(value, dict):
             raise TransientError(f"an answer that isn't a JSON object: {self.body[:100]!r}")
         return value
-
-
-class Slices(aiohttp.payload.Payload):
-    """A request's body in pieces, so that the transport never copies all of a large buffer."""
-
-    _value: memoryview
-
-    def __init__(self, view: memoryview) -> None:
-        super().__init__(view, content_type="application/octet-stream")
-        self._size = len(view)
-        self.moved = time.monotonic()
-        """When the connection last took some of it."""
-
-    def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
-        """Not text."""
-        raise TypeError("bytes of a data file")
-
-    async def write(self, writer: AbstractStreamWriter) -> None:
-        """Writes all; may be called again by aiohttp on a new connection."""
-        for at in range(0, len(self._value), _SLICE):
-            await writer.write(self._value[at : at + _SLICE])
-            self.moved = time.monotonic()
 
 
 class GcsConnection:
@@ -132,6 +109,11 @@ class GcsConnection:
         """Without a slash at its end."""
         return str(self._fs._location).rstrip("/")
 
+    @property
+    def encrypted(self) -> bool:
+        """Whether what is sent passes through TLS in this process."""
+        return not self.endpoint.startswith("http://")
+
     def object_url(self, bucket: str, name: str | None = None, *, area: str = "") -> str:
         """URL of an object or, without a name, of the bucket's collection of objects.
 
@@ -148,7 +130,7 @@ class GcsConnection:
         what: str,
         params: Mapping[str, str | None] | None = None,
         headers: Mapping[str, str] | None = None,
-        data: Slices | None = None,
+        data: Body | None = None,
         expected: tuple[int, ...] = (200,),
     ) -> Answer:
         """One request, once.
@@ -166,7 +148,7 @@ class GcsConnection:
         if params is not None:
             billed = self._fs._get_params(dict(params))
             url = f"{url}?{urlencode(billed)}" if billed else url
-        body = data or Slices(memoryview(b""))
+        body = data or Slices()
         limit_s = CONNECT_S + SILENCE_S + (body.size or 0) / SLOWEST_BYTES_PER_S
         body.moved = began = time.monotonic()
         try:
@@ -196,7 +178,7 @@ class GcsConnection:
         method: str,
         url: str,
         headers: Mapping[str, str] | None,
-        data: Slices | None,
+        data: Body | None,
     ) -> Answer:
         async with self._fs.session.request(
             method,

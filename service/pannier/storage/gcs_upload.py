@@ -9,10 +9,11 @@ import json
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from pannier.storage.base import NotFoundError, Progress, Retried, StorageError
+from pannier.storage.base import NotFoundError, Progress, Retried, Source, StorageError
+from pannier.storage.bodies import Body, FromSpool, Slices
 from pannier.storage.cleanup import clean_up
 from pannier.storage.feed import Feed
-from pannier.storage.gcs_http import Answer, GcsConnection, Slices
+from pannier.storage.gcs_http import Answer, GcsConnection
 from pannier.storage.retrying import TransientError, retry
 
 T = TypeVar("T")
@@ -35,7 +36,7 @@ class ResumableUpload:
 
     Args:
         name: of the object within the bucket.
-        size: bytes; more than none.
+        source: of more than no bytes.
         deadline_s: for each chunk.
     """
 
@@ -44,20 +45,26 @@ class ResumableUpload:
         connection: GcsConnection,
         bucket: str,
         name: str,
-        size: int,
+        source: Source,
         *,
         deadline_s: float,
         retried: Retried,
     ) -> None:
         self._connection = connection
-        self._bucket, self._name, self._size = bucket, name, size
+        self._bucket, self._name = bucket, name
+        self._source, self._size = source, source.size
         self._what = f"gs://{bucket}/{name}"
         self._deadline_s = deadline_s
         self._retried = retried
         self._session = ""
 
     async def run(self, feed: Feed, view: memoryview, progress: Progress) -> dict[str, Any]:
-        """Uploads all of ``feed`` through the buffer ``view``.
+        """Uploads all of ``feed``, in chunks of ``view``'s length.
+
+        Args:
+            feed: reads the source.
+            view: the buffer of a chunk; not used where the kernel can send from the spool.
+            progress: told what the server holds.
 
         Returns:
             the object's resource; its checksum is the caller's to compare.
@@ -81,13 +88,13 @@ class ResumableUpload:
         try:
             held = 0
             while True:
-                piece = view[: min(len(view), self._size - held)]
-                await feed.fill(piece, held)
+                end = min(held + len(view), self._size)
+                body = await self._load(feed, view, held, end)
                 headers = {}
-                if held + len(piece) == self._size:
+                if end == self._size:
                     # Lets the server refuse what isn't what the sender had.
-                    headers["X-Goog-Hash"] = f"crc32c={encode_crc(await feed.confirm())}"
-                reached = await self._send(piece, held, headers)
+                    headers["X-Goog-Hash"] = f"crc32c={encode_crc(await self._checksum(feed))}"
+                reached = await self._send(body, held, end, headers)
                 if isinstance(reached, dict):
                     return reached
                 held = reached
@@ -95,6 +102,20 @@ class ResumableUpload:
         except BaseException:
             await clean_up(self._cancel(), "an upload session may be left")
             raise
+
+    async def _load(
+        self, feed: Feed, view: memoryview, start: int, end: int
+    ) -> Callable[[int], Body]:
+        """Bytes of the source up to ``end``, from any offset that is at least ``start``."""
+        if self._connection.encrypted:
+            await feed.fill(view[: end - start], start)
+            return lambda at: Slices(view[at - start : end - start])
+        file = await feed.file(end)
+        return lambda at: FromSpool(file, at, end - at)
+
+    async def _checksum(self, feed: Feed) -> int:
+        """What the object's has to be. Raises IntegrityError when what was read has another."""
+        return await (feed.confirm() if self._connection.encrypted else self._source.crc32c())
 
     async def _retry(self, operation: Callable[[], Coroutine[Any, Any, T]]) -> T:
         return await retry(
@@ -112,7 +133,7 @@ class ResumableUpload:
                 "X-Upload-Content-Type": "application/octet-stream",
                 "X-Upload-Content-Length": str(self._size),
             },
-            data=Slices(memoryview(json.dumps({"name": self._name}).encode())),
+            data=Slices(json.dumps({"name": self._name}).encode()),
             expected=(200, 201),
         )
         location = answer.headers.get("Location")
@@ -121,32 +142,29 @@ class ResumableUpload:
         return location
 
     async def _send(
-        self, piece: memoryview, start: int, headers: dict[str, str]
+        self, body: Callable[[int], Body], start: int, end: int, headers: dict[str, str]
     ) -> int | dict[str, Any]:
-        """Sends a chunk; the number of bytes the server holds then, or the finished object."""
+        """Sends the chunk from ``start`` to ``end``; the number of bytes the server holds then, or the finished object."""
         uncertain = False
 
         async def once() -> int | dict[str, Any]:
             nonlocal uncertain
             at = start
             if uncertain:
-                state = self._state(
-                    await self._put(Slices(memoryview(b"")), f"bytes */{self._size}", {})
-                )
-                if isinstance(state, dict) or not start <= state < start + len(piece):
+                state = self._state(await self._put(Slices(), f"bytes */{self._size}", {}))
+                if isinstance(state, dict) or not start <= state < end:
                     return state
                 at = state
             uncertain = True
-            last = start + len(piece) - 1
-            span = f"bytes {at}-{last}/{self._size}"
-            state = self._state(await self._put(Slices(piece[at - start :]), span, headers))
+            span = f"bytes {at}-{end - 1}/{self._size}"
+            state = self._state(await self._put(body(at), span, headers))
             if state == at:
                 raise TransientError(f"{self._what}: the server took nothing of {span}")
             return state
 
         return await self._retry(once)
 
-    async def _put(self, data: Slices, content_range: str, headers: dict[str, str]) -> Answer:
+    async def _put(self, data: Body, content_range: str, headers: dict[str, str]) -> Answer:
         try:
             return await self._connection.request(
                 "PUT",
