@@ -8,6 +8,7 @@ import os
 import shutil
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -15,6 +16,7 @@ from types import TracebackType
 
 import psutil
 
+from pannier.client import SaveHandle
 from pannier.client.config import load_settings
 from pannier.wire.errors import ConfigurationError
 
@@ -140,6 +142,22 @@ class Place:
                     if os.getpriority(os.PRIO_PROCESS, tid) < least:
                         os.setpriority(os.PRIO_PROCESS, tid, least)
         return os.getpriority(os.PRIO_PROCESS, self.sidecar.pid)
+
+
+class Ways:
+    """How the bytes of a measurement's saves really went."""
+
+    def __init__(self) -> None:
+        self._found: Counter[str] = Counter()
+
+    def add(self, handle: SaveHandle) -> None:
+        """Notes the way of a save that is staged."""
+        self._found[handle.status().transport.partition(":")[0] or "streamed"] += 1
+
+    def note(self, expected: str) -> str:
+        """A remark for the table; empty when all went as ``expected``."""
+        other = sum(count for way, count in self._found.items() if way != expected)
+        return f"; {other} of {self._found.total()} saves were not {expected}" if other else ""
 
 
 def cpu_seconds(process: psutil.Process) -> float:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from tests.bench.embedded import Place, rest
+from tests.bench.embedded import Place, Ways, rest
 from tests.bench.parts import GIB, MIB, Row, arguments, finish, parsed, say, sized
 from tests.bench.training import State, change, make_state
 
@@ -94,6 +94,7 @@ def two_in_flight(state: State, transport: str, rounds: int, disk: str | None) -
     """Peaks in bytes over ``rounds`` of two saves that are begun at once."""
     from pannier import client
 
+    ways = Ways()
     size = sum(tensor.nbytes for tensor in state.values())
     with Place(transport, disk=disk) as place:
         # Starts the daemons, and loads what the client needs.
@@ -109,12 +110,14 @@ def two_in_flight(state: State, transport: str, rounds: int, disk: str | None) -
                         change(state)
                         handles.append(client.async_save(state, checkpoint_id=target))
                     for handle in handles:
+                        ways.add(handle)
                         handle.result()
         finally:
             watch.stop()
         rest(1.0)
         kept = in_files(place.spool, [os.getpid(), place.sidecar.pid])
     return {
+        "note": ways.note(transport),
         "state_bytes": size,
         "together_bytes": watch.together,
         "arenas_bytes": watch.arenas,
@@ -189,7 +192,7 @@ def rows_of_memory(found: dict[str, Any], transport: str) -> list[Row]:
             times <= ALLOWED_RATIO if judged else None,
             f"peak {found['together_bytes'] / GIB:.2f} GiB, of it the trainer's own "
             f"{found['arenas_bytes'] / GIB:.2f} GiB; in the spool afterwards "
-            f"{found['kept_bytes'] / GIB:.2f} GiB",
+            f"{found['kept_bytes'] / GIB:.2f} GiB{found['note']}",
         ),
         Row(
             f"the sidecar's own anonymous memory, {transport}, {sized(size)}",

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 from rich.console import Console
-from tests.bench import embedded, report
+from tests.bench import embedded, parts, report
 from tests.bench.parts import Row, say, table
 
 ROOT = Path(__file__).parents[2]
@@ -41,28 +42,29 @@ class Part:
 def planned(options: argparse.Namespace) -> list[Part]:
     """The parts in the order in which they run; those that aren't there are left out."""
     found = []
-    sizes = ["64M", "256M"] if options.quick else options.sizes
+    usual = ["64M"] if options.quick else [size for size in options.sizes if fits(size)]
     for transport in embedded.transports():
         way = ("--transport", transport)
-        # A streamed save is in memory twice: the larger sizes are for mapped ones.
-        for size in sizes if transport == "mapped" else sizes[:1]:
-            found.append(Part("blocking", (*way, "--bytes", size)))
+        # A streamed save is in memory twice, and isn't what the targets are about.
+        mapped = transport == "mapped"
+        sizes = usual if mapped or options.full else usual[:1]
+        found += [Part("blocking", (*way, "--bytes", size)) for size in sizes]
         found.append(Part("blocking", (*way, "--small")))
-        found.append(Part("steps", (*way, "--bytes", sizes[0])))
-        for size in sizes if transport == "mapped" else sizes[:1]:
-            found.append(Part("durable", (*way, "--bytes", size)))
-        for size in sizes if options.full and transport == "mapped" else sizes[:1]:
-            found.append(Part("uploading", (*way, "--bytes", size)))
-        for size in sizes if transport == "mapped" else sizes[:1]:
-            found.append(Part("memory", (*way, "--bytes", size)))
-        found.append(Part("memory", (*way, "--leaks")))
-    best = ("--transport", embedded.transports()[0], "--bytes", sizes[0])
+        found += [Part("steps", (*way, "--bytes", usual[0]))]
+        if mapped or not options.quick:
+            found += [Part("durable", (*way, "--bytes", size)) for size in sizes]
+            found += [Part("memory", (*way, "--bytes", size)) for size in sizes]
+        if mapped or options.full:
+            large = sizes if options.full else sizes[:1]
+            found += [Part("uploading", (*way, "--bytes", size)) for size in large]
+            found.append(Part("memory", (*way, "--leaks")))
+    best = ("--transport", embedded.transports()[0], "--bytes", usual[0])
     found.append(Part("peers", best))
     if options.full:
         found.append(Part("peers", (*best, "--to", "gcs")))
-    # Several hosts, a first one of several sizes, no trainers: these have their own sizes.
+    # These have sizes of their own.
     found += [Part("planning"), Part("device")]
-    few = str((64 if options.quick else 1024) << 20)
+    few = str(parts.megabytes(usual[0]))
     found.append(Part("streaming", ("--bytes", few), own_rows=False))
     found.append(Part("recovery", ("--bytes", few), own_rows=False))
     chosen = options.parts or [part.module for part in found]
@@ -71,6 +73,11 @@ def planned(options: argparse.Namespace) -> list[Part]:
         for part in found
         if part.module in chosen and importlib.util.find_spec(f"tests.bench.{part.module}")
     ]
+
+
+def fits(size: str) -> bool:
+    """Whether the host has the memory: a state, a copy of it, two arenas, and room to breathe."""
+    return 4.5 * parts.megabytes(size) <= psutil.virtual_memory().available
 
 
 def measured(part: Part, options: argparse.Namespace) -> tuple[list[Row], dict[str, Any]]:
@@ -146,17 +153,21 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="the README's table")
     parser.add_argument("--output", type=Path, default=ROOT / "bench-results")
     options = parser.parse_args()
-    parts = planned(options)
+    chosen = planned(options)
     if options.list:
-        print("\n".join(part.name for part in parts))
+        print("\n".join(part.name for part in chosen))
         return 0
     found = report.machine()
-    rows: list[Row] = []
+    rows = [
+        Row(f"{size} per rank", "", "skipped: there is no memory for four times as much")
+        for size in ([] if options.quick else options.sizes)
+        if not fits(size)
+    ]
     figures: dict[str, Any] = {}
     failed = False
     begun = time.monotonic()
-    for number, part in enumerate(parts, 1):
-        say(f"[{number}/{len(parts)}] {part.name}")
+    for number, part in enumerate(chosen, 1):
+        say(f"[{number}/{len(chosen)}] {part.name}")
         started = time.monotonic()
         try:
             more, figures[part.name] = measured(part, options)

@@ -9,7 +9,7 @@ alternates. The daemons run at a lower priority (``nice``), as beside a training
 import statistics
 from typing import Any
 
-from tests.bench.embedded import Place, rest
+from tests.bench.embedded import Place, Ways, rest
 from tests.bench.parts import WARM_UP, Row, arguments, finish, parsed, say, sized
 from tests.bench.timing import percentile
 from tests.bench.training import State, Training, change, make_state
@@ -52,13 +52,14 @@ def measure(state: State, transport: str, saves: int) -> dict[str, Any]:
     from pannier import client
 
     training = Training()
-    beside, floor = Pairs(), Pairs()
+    beside, floor, ways = Pairs(), Pairs(), Ways()
     length, niceness = 300, 0
     with Place(transport) as place:
 
         def busy(target: str) -> list[float]:
             change(state)
             handle = client.async_save(state, checkpoint_id=target)
+            ways.add(handle)
             steps = training.until(handle.done)
             handle.result()
             return steps
@@ -80,7 +81,12 @@ def measure(state: State, transport: str, saves: int) -> dict[str, Any]:
             rest()
             one, two = training.steps(length), training.steps(length)
             floor.add(*((one, two) if first else (two, one)))
-    return {"beside": beside.figures(), "floor": floor.figures(), "nice": niceness}
+    return {
+        "beside": beside.figures(),
+        "floor": floor.figures(),
+        "nice": niceness,
+        "note": ways.note(transport),
+    }
 
 
 def rows(found: dict[str, Any], options: Any, transport: str) -> list[Row]:
@@ -105,7 +111,8 @@ def rows(found: dict[str, Any], options: Any, transport: str) -> list[Row]:
                     f"{max(floor['median_ratio_of_pairs']):.2f}"
                     if name == "median"
                     else ""
-                ),
+                )
+                + found["note"],
             )
         )
     return out
