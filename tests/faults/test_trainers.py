@@ -66,7 +66,9 @@ def test_a_trainer_that_wakes_up_late_changes_nothing_and_hears_of_it(
     daemons: Daemons, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = str(tmp_path / "root" / "step-1")
-    environment = daemons.env(GO=str(tmp_path), ROOT=str(tmp_path / "root"))
+    environment = daemons.env(
+        GO=str(tmp_path), ROOT=str(tmp_path / "root"), PANNIER_TRANSPORT="streamed"
+    )
     with start_ranks(TRAINER, 1, environment, torchrun=False) as ranks:
         order(tmp_path, 1, 0, mib=MIB, timeout=9)
         await_save(daemons.sidecar_address, target, streaming)
@@ -116,7 +118,7 @@ def test_a_sidecar_that_is_killed_and_loses_its_spool_gets_everything_again(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    for name, value in daemons.env().items():
+    for name, value in daemons.env(PANNIER_TRANSPORT="streamed").items():
         monkeypatch.setenv(name, value)
     target = str(tmp_path / "root" / "step-1")
     with Client(load_settings()) as client, caplog.at_level(logging.WARNING, "pannier.client"):

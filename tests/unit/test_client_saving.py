@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from pannier.client import saving as saving_module
+from pannier.client.arena import Arena, ArenaPool
 from pannier.client.config import Settings
 from pannier.client.identity import Identity
 from pannier.client.saving import Saving, aborted, fail_request
@@ -52,12 +53,14 @@ class File:
         self.size = size
         self._buffer = ctypes.create_string_buffer(b"x" * size, size)
         self.address = ctypes.addressof(self._buffer)
+        self.keepalive = self._buffer
 
 
 @dataclass
 class Staged:
     files: list[File]
     varying: list[records_pb2.VaryingItem] = field(default_factory=list)
+    arena: Arena = field(default_factory=lambda: ArenaPool(1).acquire([]))
 
     @property
     def bytes(self) -> int:

@@ -7,7 +7,7 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from torch.testing._internal.two_tensor import TwoTensor
 
 from pannier.client import archives
-from pannier.client.arena import ArenaPool
+from pannier.client.arena import Arena, ArenaPool
 from pannier.client.compat import AsyncCollectiveTensor
 from pannier.client.planning import resolves_as_planned
 from pannier.client.staging import Staged, stage, stage_external
@@ -740,7 +740,7 @@ def test_an_external_plan_is_laid_out_here(
         planner.resolve_data,
         "i2-g00000000-s3",
         4,
-        pool,
+        pool.acquire,
         slots=resolves_as_planned(planner),
     )
     names = {placed.file for placed in staged.placements}
@@ -757,16 +757,20 @@ def test_an_external_plan_is_laid_out_here(
     assert (into["o"], into["e"]) == ({"x": Note("n")}, 1)
 
 
-def test_an_external_plan_that_fails_gives_its_memory_back(pool: ArenaPool) -> None:
+def test_an_external_plan_that_fails_leaves_its_arena_to_the_caller(pool: ArenaPool) -> None:
     planning = plan({"a": torch.ones(1 << 20)})
+    arenas = []
 
     def fails(item: WriteItem) -> torch.Tensor:
         raise ValueError("no")
 
-    for _ in range(3):
-        with pytest.raises(InvalidRequestError, match=r"'a'.*no"):
-            stage_external(planning.items, fails, ATTEMPT, 0, pool)
-    assert len(pool._free) == 1
+    def acquire(sizes: Sequence[int]) -> Arena:
+        arenas.append(pool.acquire(sizes))
+        return arenas[-1]
+
+    with pytest.raises(InvalidRequestError, match=r"'a'.*no"):
+        stage_external(planning.items, fails, ATTEMPT, 0, acquire)
+    assert [region.size > 4 << 20 for region in arenas[0].files] == [True]
 
 
 def test_dcp_and_we_store_the_same_values(tmp_path: Path, pool: ArenaPool) -> None:

@@ -27,7 +27,7 @@ from pannier.client.arguments import (
     checkpoint_path,
     told_path,
 )
-from pannier.client.cached import ENABLED, Agreement, Owner, PlanCache
+from pannier.client.cached import Agreement, Owner, PlanCache
 from pannier.client.config import Settings, check_timeout, load_settings
 from pannier.client.handle import Resolver, SaveHandle, SaveResult, Unasked
 from pannier.client.identity import World, is_alone
@@ -72,7 +72,7 @@ class Client:
         self._memberships: dict[bool, Membership] = {}
         self._old_memberships: list[Membership] = []
         self._slots = Slots(self.settings.max_in_flight)
-        self._plans = PlanCache(enabled=ENABLED)
+        self._plans = PlanCache()
         self._pending: set[Saving] = set()
         self._unasked = Unasked()
         self._closed = False
@@ -323,7 +323,7 @@ class Client:
             if plan.cached is not None:
                 agreement = Agreement(self._plans, session, context, plan.cached, deadline)
             saving.planned(plan.attempt, plan.plan_id, agreement)
-            arena = slot.fill(plan.sizes)
+            arena = slot.hold(session.arena(self._slots.pool, plan.sizes))
             saving.staged(plan.stage(arena))
             # No daemon: a normal exit waits until the rank is ingested.
             threading.Thread(

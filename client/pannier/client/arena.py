@@ -48,6 +48,9 @@ class Mapping:
         """Whether it is good for another save."""
         return True
 
+    def unseal(self) -> None:
+        """Makes it writable, if it isn't."""
+
 
 class Lender(Protocol):
     """Where mappings come from that aren't this process's own (``pannier.client.lent``)."""
@@ -207,6 +210,8 @@ class Arena:
         self._spill: Spill | None = None
         self.files = list(regions)
         """One region per size asked for."""
+        self.streams_because = ""
+        """Why it isn't the sidecar's memory, for people."""
 
     @property
     def spill(self) -> Spill:
@@ -300,6 +305,7 @@ class ArenaPool:
             if self._closed or not reuse:
                 dropped, taken, spilled = taken, [], None
             for mapping in taken:
+                mapping.unseal()
                 mapping.used_at = self._clock
             self._free += taken
             used = arena._spill.size if arena._spill is not None else 0

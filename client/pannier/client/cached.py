@@ -23,8 +23,6 @@ from pannier.v1 import plan_pb2, sidecar_pb2
 from pannier.wire import identity
 from pannier.wire.errors import InvalidRequestError, PannierError
 
-ENABLED: Final = False
-"""Whether saves go by cached plans: until the coordinator agrees to them, they don't."""
 _MOST_PLANS: Final = 8
 """Plans of all groups and roots; those used last are kept."""
 _MOST_ROUTES: Final = 2
@@ -156,14 +154,9 @@ class Match:
 
 
 class PlanCache:
-    """All cached plans of a client.
+    """All cached plans of a client."""
 
-    Args:
-        enabled: False: it finds nothing.
-    """
-
-    def __init__(self, *, enabled: bool = True) -> None:
-        self._enabled = enabled
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._plans: OrderedDict[tuple[Owner, str], CachedPlan] = OrderedDict()
 
@@ -171,7 +164,7 @@ class PlanCache:
         self, owner: Owner, options: Options | None, state: Mapping[str, Any]
     ) -> Match | None:
         """The plan of a state that needs no planner, and its values."""
-        if options is None or not self._enabled:
+        if options is None:
             return None
         with self._lock:
             plans = [plan for (whose, _), plan in self._plans.items() if whose == owner]
@@ -185,7 +178,7 @@ class PlanCache:
     def find(self, owner: Owner, digest: str) -> CachedPlan | None:
         """The plan of a local plan."""
         with self._lock:
-            return self._plans.get((owner, digest)) if self._enabled else None
+            return self._plans.get((owner, digest))
 
     def keep(self, plan: CachedPlan) -> None:
         """Remembers an agreed plan, as the one used last."""

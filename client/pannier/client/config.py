@@ -39,7 +39,8 @@ class Settings(BaseSettings):
     spool: Path | None = None
     """Directory of the embedded sidecar's spool."""
     transport: str = "auto"
-    """How bytes reach the sidecar: ``auto`` or ``streamed``."""
+    """How bytes reach the sidecar: ``mapped`` (staged into files of its spool), ``streamed``, or
+    ``auto``: mapped where that is possible."""
     runtime_dir: Path = Field(default_factory=addresses.runtime_dir)
     """Where the embedded daemons keep their sockets and their log."""
     plan_timeout: float = Field(default=300.0, gt=0, le=86400)
@@ -95,10 +96,8 @@ class Settings(BaseSettings):
     @field_validator("transport")
     @classmethod
     def _transport(cls, value: str) -> str:
-        if value == "mapped":
-            raise ValueError("this version has no mapped transport: use auto or streamed")
-        if value not in ("auto", "streamed"):
-            raise ValueError("use auto or streamed")
+        if value not in ("auto", "mapped", "streamed"):
+            raise ValueError("use auto, mapped or streamed")
         return value
 
     @field_validator("spool", "runtime_dir", "tls_cert", "tls_key", "tls_ca")

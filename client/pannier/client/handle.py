@@ -63,6 +63,9 @@ class SaveStatus:
     """Whom the save waits for, empty for nobody."""
     failures: Mapping[int, save_pb2.Failure] = field(default_factory=dict)
     """By rank."""
+    transport: str = ""
+    """How this rank's bytes reach its sidecar: ``mapped``, or ``streamed`` and why; empty until
+    they are staged."""
 
     def __str__(self) -> str:
         waiting = f", waiting for {self.waiting_on}" if self.waiting_on else ""

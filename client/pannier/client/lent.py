@@ -17,9 +17,10 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from pannier.client.arena import ArenaPool, Mapping, advise_huge, no_memory, populate
+from pannier.client.arena import Arena, ArenaPool, Mapping, advise_huge, no_memory, populate
 from pannier.v1 import sidecar_pb2
 from pannier.wire.errors import PannierError, UnavailableError
+from pannier.wire.tls import is_unix
 
 _log = logging.getLogger(__name__)
 
@@ -204,6 +205,104 @@ class Lender:
         for fd in found:
             os.set_inheritable(fd, False)
         return found
+
+
+class Borrowing:
+    """Which lender one session has now, if any. Thread-safe.
+
+    Args:
+        address: of the sidecar.
+        transport: ``auto``, ``mapped`` or ``streamed``.
+        reserve, release: calls of the session.
+    """
+
+    def __init__(self, address: str, transport: str, reserve: Reserve, release: Release) -> None:
+        self._address = address
+        self._transport = transport
+        self._reserve = reserve
+        self._release = release
+        self._lock = threading.Lock()
+        self._socket = ""
+        self._lender: Lender | None = None
+        self.reason = ""
+        """Why there is none, for people."""
+
+    def welcomed(self, name: str) -> None:
+        """The sidecar, maybe in a new life, told its socket's name; "": it has none."""
+        with self._lock:
+            self._socket = name
+
+    def lender(self) -> Lender | None:
+        """The present one, which is connected; None, with a reason, if there can be none.
+
+        Raises UnavailableError: there is none, but it must be mapped.
+        """
+        with self._lock:
+            if self._lender is not None and self._lender.lost:
+                self._lender.close()
+                self._lender = None
+            if self._lender is None:
+                self._lender = self._connect()
+            if self._lender is None and self._transport == "mapped":
+                raise UnavailableError(
+                    f"PANNIER_TRANSPORT=mapped, but the spool can't be mapped: {self.reason}; "
+                    "use auto to stream instead"
+                )
+            return self._lender
+
+    def arena(self, pool: ArenaPool, sizes: Sequence[int]) -> Arena:
+        """An arena of ``pool`` with a region of each size, bytes: borrowed if that is possible now.
+
+        Raises PannierError: there is no memory for it, or it must be mapped and can't be.
+        """
+        lender = self.lender()
+        reason = self.reason
+        if lender is not None:
+            lender.serve(pool)
+            try:
+                return pool.acquire(sizes, lender)
+            except PannierError as error:
+                # It may have room, or be there again, by the time the bytes are sent.
+                reason = str(error)
+        arena = pool.acquire(sizes)
+        arena.streams_because = reason
+        return arena
+
+    def room_wanted(self) -> None:
+        """Others need room in the spool."""
+        lender = self._lender
+        if lender is not None:
+            lender.room_wanted()
+
+    def close(self) -> None:
+        """Ends all loans."""
+        with self._lock:
+            lender, self._lender = self._lender, None
+            self._socket = ""
+        if lender is not None:
+            lender.close()
+
+    def _connect(self) -> Lender | None:
+        self.reason = self._impossible()
+        if self.reason:
+            return None
+        own = self._address.removeprefix("unix://")
+        try:
+            return Lender(
+                os.path.join(os.path.dirname(own), self._socket), self._reserve, self._release
+            )
+        except UnavailableError as error:
+            self.reason = str(error)
+            return None
+
+    def _impossible(self) -> str:
+        if self._transport == "streamed":
+            return "PANNIER_TRANSPORT=streamed"
+        if not is_unix(self._address):
+            return "the sidecar is reached over TCP; a unix socket would pass its files"
+        if not self._socket:
+            return "the sidecar has no socket that passes its files"
+        return ""
 
 
 _lenders: "weakref.WeakSet[Lender]" = weakref.WeakSet()

@@ -11,11 +11,14 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Final, Protocol
 
+from pannier.client.arena import Arena
 from pannier.client.handle import Resolver, SaveHandle, SaveResult
+from pannier.client.lent import LentMapping
 from pannier.client.session import Session
+from pannier.client.slots import Fate
 from pannier.client.streaming import Deadline, MemoryInUseError, StagedFile, Stop, StoppedError
 from pannier.v1 import records_pb2, save_pb2, sidecar_pb2
 from pannier.wire import errors, identity
@@ -52,6 +55,10 @@ class Staged(Protocol):
     @property
     def files(self) -> Sequence[StagedFile]:
         """Data files in host memory."""
+
+    @property
+    def arena(self) -> Arena:
+        """Whose memory that is."""
 
     @property
     def varying(self) -> Sequence[records_pb2.VaryingItem]:
@@ -97,6 +104,11 @@ class Saving:
         self._agreement: Agreement | None = None
         self._staged: Staged | None = None
         self._bytes = 0
+        self._lock = threading.Lock()
+        self._over = False
+        """It has ended for this process."""
+        self._let_go: Callable[[Fate], None] | None = None
+        """Gives the arena back once the sidecar needs its files no more: it is set while it does."""
         self._lacked: list[int] = []
         """Bytes of each file that the sidecar didn't hold when they were last sent."""
         self._told_waiting = ""
@@ -126,16 +138,21 @@ class Saving:
         self._staged = staged
         self._bytes = staged.bytes
         self._phase_over("stage")
-        self.resolver.update(lambda status: dataclasses.replace(status, bytes=staged.bytes))
+        self.resolver.update(
+            lambda status: dataclasses.replace(
+                status, bytes=staged.bytes, transport=_transport(staged)
+            )
+        )
         self.resolver.staged()
 
-    def carry(self, let_go: Callable[[bool], None]) -> None:
+    def carry(self, let_go: Callable[[Fate], None]) -> None:
         """Brings what is staged to the sidecar. Runs in a thread.
 
         Args:
-            let_go: called at the end; with False when its memory may still be read.
+            let_go: called once, when the arena is needed no more: at the end of this, or, when
+                the sidecar uploads from it, at the end of the save.
         """
-        unused = True
+        fate = Fate.UNUSED
         try:
             if self._agreement is not None:
                 self._plan = (self._plan[0], self._agreement.settle())
@@ -144,13 +161,19 @@ class Saving:
         except StoppedError:
             pass
         except PannierError as error:
-            unused = not isinstance(error, MemoryInUseError)
+            if isinstance(error, MemoryInUseError):
+                fate = Fate.READ_HERE
             self.give_up(error)
         except Exception as error:  # noqa: BLE001 - a thread's end: it becomes the save's failure
             self.give_up(PannierError(f"{type(error).__name__} while sending: {error}"))
         finally:
+            lent = self._lent()
             self._staged = None
-            let_go(unused)
+            with self._lock:
+                if lent and fate is Fate.UNUSED and not self._over:
+                    self._let_go = let_go
+                    let_go = lambda fate: None  # noqa: E731 - it is called by _leave
+            let_go(fate)
 
     def give_up(self, error: PannierError) -> None:
         """This rank can't go on: says so, and fails the handle if no news of the abort comes."""
@@ -183,16 +206,31 @@ class Saving:
         self._seconds[phase] = now - self._phase_began
         self._phase_began = now
 
+    def _lent(self) -> dict[str, LentMapping]:
+        """By name, the files that were staged into the sidecar's own memory."""
+        if self._staged is None:
+            return {}
+        lent = {}
+        for file in self._staged.files:
+            mapping = getattr(file.keepalive, "mapping", None)
+            if isinstance(mapping, LentMapping):
+                lent[file.name] = mapping
+        return lent
+
     def _ingest(self) -> None:
-        files = self._send_all()
+        mapped = self._lent()
+        for mapping in mapped.values():
+            mapping.seal()
+        files = self._send_all(mapped)
         while True:
             try:
-                self._hand_over(files)
+                self._hand_over(files, mapped)
                 return
             except InvalidRequestError as error:
-                # A sidecar that was started anew may have forgotten what its predecessor held.
-                # Of what it holds, nothing is sent twice.
-                files = self._send_all()
+                # A sidecar that was started anew may have forgotten what its predecessor held, and
+                # knows none of its loans. Of what it holds, nothing is sent twice.
+                mapped = {}
+                files = self._send_all(mapped)
                 if not sum(self._lacked):
                     raise
                 _log.warning(
@@ -201,9 +239,9 @@ class Saving:
                 )
                 _log.debug("what it said: %s", error)
 
-    def _send_all(self) -> list[records_pb2.DataFile]:
+    def _send_all(self, mapped: Container[str]) -> list[records_pb2.DataFile]:
         assert self._staged is not None
-        todo = deque(self._staged.files)
+        todo = deque(file for file in self._staged.files if file.name not in mapped)
         held: dict[str, int] = {}
         crcs: dict[str, int] = {}
         problems: list[Exception] = []
@@ -242,7 +280,7 @@ class Saving:
         if problems:
             raise problems[0]
         return [
-            records_pb2.DataFile(name=file.name, size=file.size, crc32c=crcs[file.name])
+            records_pb2.DataFile(name=file.name, size=file.size, crc32c=crcs.get(file.name, 0))
             for file in self._staged.files
         ]
 
@@ -258,6 +296,7 @@ class Saving:
                     self.context,
                     self._plan[0],
                     file,
+                    reason=self._staged.arena.streams_because if self._staged is not None else "",
                     timeout=self.deadline.remaining(),
                     progress=taken,
                     stop=self.stop,
@@ -300,7 +339,9 @@ class Saving:
     def _show_waiting(self) -> None:
         self.resolver.update(lambda s: dataclasses.replace(s, waiting_on=self._waiting()))
 
-    def _hand_over(self, files: Sequence[records_pb2.DataFile]) -> None:
+    def _hand_over(
+        self, files: Sequence[records_pb2.DataFile], mapped: Mapping[str, LentMapping]
+    ) -> None:
         assert self._staged is not None
         attempt, plan_id = self._plan
         request = sidecar_pb2.HandOverRequest(
@@ -309,8 +350,15 @@ class Saving:
             plan_id=plan_id,
             files=files,
             varying=self._staged.varying,
+            mapped=[
+                sidecar_pb2.MappedFile(name=name, slab=mapping.slab)
+                for name, mapping in mapped.items()
+            ],
         )
         self.session.hand_over(request, self.deadline.remaining())
+        if mapped:
+            held = self._staged.bytes
+            self.resolver.update(lambda s: dataclasses.replace(s, bytes_ingested=held))
 
     def _hear_silence(self, text: str) -> None:
         self._silent = text
@@ -334,6 +382,7 @@ class Saving:
             self._commit(news)
         elif news.state == save_pb2.SAVE_STATE_ABORTED:
             self.stop.set()
+            self._leave(Fate.UNUSED)
             self._fail(aborted(news, self._waiting() if self._no_room else ""))
 
     def _commit(self, news: save_pb2.SaveStatus) -> None:
@@ -349,7 +398,7 @@ class Saving:
             total_bytes=news.bytes_total or own,
             seconds=dict(self._seconds),
         )
-        self._leave()
+        self._leave(Fate.UNUSED)
         self.resolver.resolve(result)
         self._ended(self)
 
@@ -357,14 +406,20 @@ class Saving:
         if self._agreement is not None:
             # Before anybody hears of it, and saves again.
             self._agreement.failed()
-        self._leave()
+        # Nobody knows how it ended: the sidecar may still be at its files.
+        self._leave(Fate.READ_BY_SIDECAR)
         skipped = isinstance(error, SaveSkippedError) and self._on_busy == "skip"
         self.resolver.fail(error, quietly=quietly or skipped)
         self._ended(self)
 
-    def _leave(self) -> None:
+    def _leave(self, fate: Fate) -> None:
         self.session.unwatch(self.context.save)
         self._timer.cancel()
+        with self._lock:
+            self._over = True
+            let_go, self._let_go = self._let_go, None
+        if let_go is not None:
+            let_go(fate)
 
     def _expire(self) -> None:
         self.stop.set()
@@ -377,6 +432,11 @@ class Saving:
             "nothing was heard of the save's end, so it may still be committed: "
             f"ask `pannier status {self.text}` or `pannier ls {root}`"
         )
+
+
+def _transport(staged: Staged) -> str:
+    reason = staged.arena.streams_because
+    return f"streamed: {reason}" if reason else "mapped"
 
 
 def fail_request(context: sidecar_pb2.SaveContext, error: BaseException) -> sidecar_pb2.FailRequest:

@@ -9,15 +9,17 @@ again until their deadline. Thread-safe; every error is a PannierError.
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import grpc
 
 from pannier.client.alarm import Alarm, Alarms
+from pannier.client.arena import Arena, ArenaPool
 from pannier.client.config import Settings
 from pannier.client.identity import Identity
+from pannier.client.lent import Borrowing
 from pannier.client.line import InterruptedCallError, Line
 from pannier.client.pulse import Pulse
 from pannier.client.repeating import Repeating
@@ -70,7 +72,13 @@ class Session:
     """See the module. Made by :meth:`connect`."""
 
     def __init__(
-        self, line: Line, who: Identity, *, hint: str, revive: Callable[[], None] | None
+        self,
+        line: Line,
+        who: Identity,
+        *,
+        hint: str,
+        revive: Callable[[], None] | None,
+        transport: str = "auto",
     ) -> None:
         self.address = line.address
         self.peer = f"sidecar at {line.address}"
@@ -82,6 +90,7 @@ class Session:
         self._alarms = Alarms("pannier-alarms")
         self._sender = Sender(self._line, self._alarms, self.peer)
         self._streams = threading.Semaphore(MAX_STREAMS)
+        self._borrowing = Borrowing(line.address, transport, self._reserve, self._release)
         self._lock = threading.Lock()
         self._watched: dict[str, _Watched] = {}
         self._welcome: sidecar_pb2.Welcome | None = None
@@ -131,7 +140,7 @@ class Session:
             "user may open it (PANNIER_SIDECAR)"
         )
         line = Line(where, tls=settings.tls(), trusted_uids=settings.trusted_uids)
-        session = cls(line, who, hint=hint, revive=revive)
+        session = cls(line, who, hint=hint, revive=revive, transport=settings.transport)
         listening = threading.Thread(target=session._listen, name="pannier-connect", daemon=True)
         listening.start()
         answered = session._answered.wait(EMBEDDED_S if address else CONNECT_S)
@@ -208,11 +217,14 @@ class Session:
         attempt: str,
         file: StagedFile,
         *,
+        reason: str = "",
         timeout: float = 3600.0,
         progress: Progress = lambda held: None,
         stop: Stop | None = None,
     ) -> int:
         """Streams one data file, going on where a broken stream ended; returns its crc32c.
+
+        ``reason``: why it isn't mapped, for people.
 
         Raises:
             SaveAbortedError: the save ended on all ranks.
@@ -223,7 +235,7 @@ class Session:
         deadline = Deadline(timeout)
         source = FileSource(file)
         header = sidecar_pb2.FileHeader(
-            context=context, attempt=attempt, name=file.name, size=file.size
+            context=context, attempt=attempt, name=file.name, size=file.size, reason=reason
         )
         until = stop or Stop()
         if not self._streams.acquire(timeout=timeout):
@@ -233,6 +245,17 @@ class Session:
         finally:
             self._streams.release()
         return source.crc32c()
+
+    # Memory to stage into.
+
+    def arena(self, pool: ArenaPool, sizes: Sequence[int]) -> Arena:
+        """An arena with a region of each size, bytes, in the sidecar's spool if that is possible.
+
+        Raises:
+            UnavailableError: it isn't, and ``PANNIER_TRANSPORT=mapped``.
+            PannierError: there is no memory for it.
+        """
+        return self._borrowing.arena(pool, sizes)
 
     # Status of saves.
 
@@ -270,6 +293,7 @@ class Session:
             goodbye: the process goes on without it, so that the sidecar mustn't take it for gone.
         """
         self._closed.set()
+        self._borrowing.close()
         self._pulse.close()
         self._alarms.close()
         if goodbye and self._connected.is_set():
@@ -292,6 +316,30 @@ class Session:
             closing=closing,
         )
         self._unary("Ping", request, timeout)
+
+    def _reserve(self, sizes: Sequence[int]) -> sidecar_pb2.ReserveResponse:
+        who = self.identity
+        request = sidecar_pb2.ReserveRequest(
+            job=who.job,
+            incarnation=who.incarnation,
+            rank=who.rank,
+            client=who.client,
+            sizes=sizes,
+        )
+        answer: sidecar_pb2.ReserveResponse = self._repeat(
+            lambda: self._unary("Reserve", request, _ANSWER_S), Deadline(_ANSWER_S), RECONNECT_S
+        )
+        return answer
+
+    def _release(self, slabs: Sequence[str]) -> None:
+        who = self.identity
+        request = sidecar_pb2.ReleaseRequest(
+            job=who.job, incarnation=who.incarnation, rank=who.rank, client=who.client, slabs=slabs
+        )
+        try:
+            self._unary("Release", request, _GOODBYE_S)
+        except InterruptedCallError as error:
+            raise UnavailableError("a fork came in between") from error
 
     def _leave(self) -> None:
         try:
@@ -415,6 +463,7 @@ class Session:
                     f"{welcome.wire_version}: install the same version on both sides"
                 )
             self._welcome = welcome
+            self._borrowing.welcomed(welcome.descriptors)
             self._problem = None
             self._connected.set()
             self._answered.set()
@@ -423,3 +472,5 @@ class Session:
                 watched = self._watched.get(identity.save_text(response.save.save))
             if watched is not None:
                 watched.listener(response.save)
+        elif response.HasField("room"):
+            self._borrowing.room_wanted()

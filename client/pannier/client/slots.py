@@ -3,8 +3,8 @@
 In: requests of ``async_save``. Out: slots, each with an arena. Thread-safe.
 """
 
+import enum
 import threading
-from collections.abc import Sequence
 from typing import Final
 
 from pannier.client.arena import Arena, ArenaPool
@@ -14,6 +14,17 @@ _abandoned: Final[list[Arena]] = []
 """Arenas that a thread of gRPC may still read: never freed, never used again."""
 
 
+class Fate(enum.Enum):
+    """Who may still read an arena that is given back."""
+
+    UNUSED = enum.auto()
+    """Nobody: it is used again."""
+    READ_BY_SIDECAR = enum.auto()
+    """The sidecar, which holds its files: this process lets go of them."""
+    READ_HERE = enum.auto()
+    """A thread of gRPC in this process: the memory is lost."""
+
+
 class Slot:
     """The right to hold an arena."""
 
@@ -21,27 +32,19 @@ class Slot:
         self._slots = slots
         self._arena: Arena | None = None
 
-    def fill(self, sizes: Sequence[int]) -> Arena:
-        """The slot's arena, with a region of each size (bytes)."""
-        self._arena = self._slots.pool.acquire(sizes)
-        return self._arena
-
-    def hold(self, arena: Arena) -> None:
+    def hold(self, arena: Arena) -> Arena:
         """Takes over an arena that was acquired from the slots' pool."""
         self._arena = arena
+        return arena
 
-    def free(self, unused: bool = True) -> None:
-        """Gives the slot back.
-
-        Args:
-            unused: nobody reads the arena any more. False: it is lost.
-        """
+    def free(self, fate: Fate = Fate.UNUSED) -> None:
+        """Gives the slot back; ``fate`` is that of its arena."""
         arena, self._arena = self._arena, None
         if arena is not None:
-            if unused:
-                self._slots.pool.release(arena)
-            else:
+            if fate is Fate.READ_HERE:
                 _abandoned.append(arena)
+            else:
+                self._slots.pool.release(arena, reuse=fate is Fate.UNUSED)
         self._slots._give_back(self)
 
 

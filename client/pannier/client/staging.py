@@ -16,8 +16,10 @@ import torch
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from pannier.client import archives, compat, imprints
-from pannier.client.arena import Arena, ArenaPool, Region
+from pannier.client.arena import Arena, Region
+from pannier.client.devices import DeviceCopies
 from pannier.client.planning import Planning, planned_archive
+from pannier.client.rest import Rest
 from pannier.client.transfer import Transfers
 from pannier.v1 import plan_pb2, records_pb2
 from pannier.wire import identity, layout
@@ -60,6 +62,8 @@ class Staged:
     """One per item."""
     arena: Arena
     """The memory; whoever acquired it releases it."""
+    rest: Rest | None = None
+    """Copies that are still under way; they must be finished before the arena is released."""
 
     @property
     def bytes(self) -> int:
@@ -68,7 +72,11 @@ class Staged:
 
 
 def stage(
-    planning: Planning, items: Sequence[WriteItem], final: plan_pb2.FinalPlan, arena: Arena
+    planning: Planning,
+    items: Sequence[WriteItem],
+    final: plan_pb2.FinalPlan,
+    arena: Arena,
+    devices: DeviceCopies | None = None,
 ) -> Staged:
     """Copies the items that the final plan gave to this rank.
 
@@ -77,6 +85,7 @@ def stage(
         items: from ``planning.finish(final)``.
         final: says where each item goes.
         arena: acquired with the sizes of ``final.files``, in order.
+        devices: makes the copies from devices; says what may arrive later. Default: nothing.
 
     Raises:
         InvalidRequestError: an item can't be resolved or serialised; names its key.
@@ -85,7 +94,7 @@ def stage(
     names = [file.name for file in final.files]
     places = final.placement
     slots = list(map(_Slot, places.file, places.offset, places.length))
-    with _Writer(names, _objects_name(names), arena) as writer:
+    with _Writer(names, _objects_name(names), arena, devices) as writer:
         placements = [
             writer.put(item, planning.resolve, slot)
             for item, slot in zip(items, slots, strict=True)
@@ -98,7 +107,7 @@ def stage(
         for position, slot, placed in zip(final.positions, slots, placements, strict=True)
         if placed != (names[slot.file], slot.offset, slot.length)
     ]
-    return Staged(files, varying, placements, arena)
+    return Staged(files, varying, placements, arena, writer.rest())
 
 
 def stage_external(
@@ -106,7 +115,7 @@ def stage_external(
     resolve: Resolve,
     attempt: str,
     rank: int,
-    pool: ArenaPool,
+    acquire: Callable[[Sequence[int]], Arena],
     *,
     slots: bool = True,
 ) -> Staged:
@@ -117,7 +126,7 @@ def stage_external(
         resolve: gives an item's value; called once for each.
         attempt: name of the attempt, for the names of the files.
         rank: global rank, for the names of the files.
-        pool: lends the arena: release ``Staged.arena`` to it.
+        acquire: gives the arena, with a region of each size; it is the caller's also on failure.
         slots: False when only the resolved values tell dtypes and shapes (see
             :func:`pannier.client.planning.resolves_as_planned`).
 
@@ -134,17 +143,13 @@ def stage_external(
     )
     places = iter(zip(laid.file, laid.offset, laid.length, strict=True))
     names = [identity.data_file(attempt, rank, index) for index in range(len(laid.sizes))]
-    arena = pool.acquire(laid.sizes)
-    try:
-        with _Writer(names, identity.objects_file(attempt, rank), arena) as writer:
-            placements = [
-                writer.put(item, resolve, _Slot(*next(places)) if archive is not None else None)
-                for item, archive in zip(items, planned, strict=True)
-            ]
-            return Staged(writer.finish(), [], placements, arena)
-    except BaseException:
-        pool.release(arena)
-        raise
+    arena = acquire(laid.sizes)
+    with _Writer(names, identity.objects_file(attempt, rank), arena) as writer:
+        placements = [
+            writer.put(item, resolve, _Slot(*next(places)) if archive is not None else None)
+            for item, archive in zip(items, planned, strict=True)
+        ]
+        return Staged(writer.finish(), [], placements, arena)
 
 
 class _Slot(NamedTuple):
@@ -158,13 +163,19 @@ class _Slot(NamedTuple):
 class _Writer:
     """Fills an arena, item by item, in the order of their places."""
 
-    def __init__(self, names: Sequence[str], objects: str, arena: Arena) -> None:
+    def __init__(
+        self,
+        names: Sequence[str],
+        objects: str,
+        arena: Arena,
+        devices: DeviceCopies | None = None,
+    ) -> None:
         self._names = names
         self._objects = objects
         self._arena = arena
         self._written = [0] * len(names)
         """Per region: everything below it is this save's."""
-        self._transfers = Transfers()
+        self._transfers = Transfers(devices)
         for region in arena.files:
             imprints.take(region)
 
@@ -183,7 +194,7 @@ class _Writer:
             if slot is not None and slot.length:
                 region = self._claim(slot)
                 if tensor is not None and _is_plain(tensor) and _fits(tensor, item):
-                    self._fill(region, slot, tensor)
+                    self._fill(region, slot, tensor, item.index.fqn, value)
                     return Placed(self._names[slot.file], slot.offset, slot.length)
                 region.zero(slot.offset, slot.offset + slot.length)
             return self._spill(value if tensor is None else tensor)
@@ -210,6 +221,10 @@ class _Writer:
             files.append(StagedFile(self._objects, spill.size, spill.address, spill))
         return files
 
+    def rest(self) -> Rest | None:
+        """Begins the copies that may be late, if there are any; after all that can fail."""
+        return self._transfers.rest()
+
     def _claim(self, slot: _Slot) -> Region:
         """The slot's region, with the gap before the slot cleared."""
         region, written = self._arena.files[slot.file], self._written[slot.file]
@@ -223,7 +238,9 @@ class _Writer:
         self._written[slot.file] = end
         return region
 
-    def _fill(self, region: Region, slot: _Slot, tensor: torch.Tensor) -> None:
+    def _fill(
+        self, region: Region, slot: _Slot, tensor: torch.Tensor, name: str, value: Any
+    ) -> None:
         archive = archives.archive(tensor.dtype, tensor.shape)
         if archive.length != slot.length:
             raise PannierError(
@@ -233,10 +250,9 @@ class _Writer:
         tail = raw + archive.body
         region.memory[slot.offset : raw] = archive.head
         region.memory[tail : tail + len(archive.tail)] = archive.tail
-        self._transfers.copy(tensor, region, raw)
+        self._transfers.copy(tensor, region, raw, name=name, value=value)
 
     def _spill(self, value: torch.Tensor | io.BytesIO) -> Placed:
-        self._transfers.before_growing()
         spill = self._arena.spill
         if isinstance(value, io.BytesIO):
             start = spill.size

@@ -46,6 +46,10 @@ class StagedFile(Protocol):
     def address(self) -> int:
         """Of the first byte; valid as long as the object lives."""
 
+    @property
+    def keepalive(self) -> object:
+        """Owner of the memory."""
+
 
 class Deadline:
     """A point in time that several waits share."""

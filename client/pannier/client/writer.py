@@ -353,10 +353,9 @@ class StorageWriter(storage.StorageWriter):
                     planner.resolve_data,
                     save.attempt,
                     save.context.rank,
-                    slots.pool,
+                    lambda sizes: slot.hold(save.session.arena(slots.pool, sizes)),
                     slots=resolves_as_planned(planner),
                 )
-                slot.hold(staged.arena)
                 saving.staged(staged)
             except BaseException:
                 slot.free()
