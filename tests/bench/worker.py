@@ -40,7 +40,11 @@ def torch_async(kind: AsyncCheckpointerType, stager: DefaultStager | None = None
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 
     def save(state: State, target: str) -> tuple[None, "Future[Any]"]:
-        writer = FsspecWriter(target) if "://" in target else FileSystemWriter(target)
+        # In a bucket nothing is to be synced, and torch would call os.sync().
+        if "://" in target:
+            writer = FsspecWriter(target, sync_files=False)
+        else:
+            writer = FileSystemWriter(target)
         answer = async_save(
             state, storage_writer=writer, async_checkpointer_type=kind, async_stager=stager
         )
