@@ -1,0 +1,306 @@
+"""Sidecars and ranks that are played against one coordinator, with the messages that real ones send.
+
+In: a number of ranks. Out: saves whose data files nobody writes. One thread, one event loop: of what
+it measures only the coordinator's CPU time is independent of it.
+"""
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final
+
+import grpc
+
+from pannier.v1 import (
+    coordinator_pb2,
+    coordinator_pb2_grpc,
+    plan_pb2,
+    records_pb2,
+    save_pb2,
+    sidecar_pb2,
+)
+from pannier.wire import addresses, identity
+from pannier.wire.version import WIRE_VERSION
+
+RANKS_OF_ONE: Final = 8
+"""Of each sidecar."""
+_CONNECTIONS: Final = 16
+_TIMEOUT_S: Final = 600.0
+_HEAD, _TAIL = 704, 873
+_ROWS, _COLUMNS = 16, 256
+
+
+def local_plans(ranks: int, tensors: int, replicas: int) -> list[plan_pb2.LocalPlan]:
+    """Tensors that are split evenly over groups of ``replicas`` ranks, and one object on each rank."""
+    shards = ranks // replicas
+    names = [f"model.layers.{number // 10}.block.{number % 10}.weight" for number in range(tensors)]
+    count = tensors + 1
+    body = _ROWS * _COLUMNS * 4
+    items = plan_pb2.Items(
+        fqns=[*names, "epoch"],
+        properties=[
+            plan_pb2.TensorProperties(
+                dtype="float32", layout="strided", memory_format="contiguous_format"
+            )
+        ],
+        fqn=range(count),
+        kind=[plan_pb2.ITEM_KIND_SHARD] * tensors + [plan_pb2.ITEM_KIND_BYTE_IO],
+        hint=[-1] * count,
+        ndim=[2] * tensors + [0],
+        property=[0] * count,
+        size=[_ROWS * shards, _COLUMNS] * tensors,
+        chunk_size=[_ROWS, _COLUMNS] * tensors,
+    )
+    options = plan_pb2.PlannerOptions(
+        planner="torch.distributed.checkpoint.default_planner:DefaultSavePlanner",
+        flatten_state_dict=True,
+        flatten_sharded_tensors=True,
+    )
+    template = plan_pb2.LocalPlan(
+        items=items,
+        head=[_HEAD] * tensors + [0],
+        body=[body] * tensors + [0],
+        tail=[_TAIL] * tensors + [0],
+        mappings=[
+            plan_pb2.FlattenMapping(
+                fqn=name, path=[plan_pb2.PathElement(key=part) for part in name.split(".")]
+            )
+            for name in items.fqns
+        ],
+        options=options,
+    )
+    plans = []
+    for rank in range(ranks):
+        plan = plan_pb2.LocalPlan()
+        plan.CopyFrom(template)
+        plan.items.hint[:tensors] = [rank // replicas] * tensors
+        plan.items.chunk_offset.extend([_ROWS * (rank // replicas), 0] * tensors)
+        plans.append(plan)
+    return plans
+
+
+@dataclass
+class Played:
+    """One rank: what it holds, and what it was given."""
+
+    rank: int
+    plan: bytes
+    digest: str
+    given: plan_pb2.FinalPlan = field(default_factory=plan_pb2.FinalPlan)
+
+
+class Sidecar:
+    """One host's: a stream, and what the coordinator last said on it."""
+
+    def __init__(self, stub: Any, host: str, ranks: Sequence[Played]) -> None:
+        self.host = host
+        self.ranks = ranks
+        self.stub = stub
+        self.status = save_pb2.SaveStatus()
+        self._call = stub.Attach()
+        self._news = asyncio.Event()
+        self._reading: asyncio.Task[None] | None = None
+
+    async def attach(self) -> None:
+        first = coordinator_pb2.AttachRequest(
+            wire_version=WIRE_VERSION, host=self.host, sidecar=f"s-{self.host}"
+        )
+        await self._call.write(first)
+        self._reading = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        async for response in self._call:
+            for status in response.saves:
+                self.status = status
+            self._news.set()
+
+    async def tell(self, reports: list[coordinator_pb2.RankReport]) -> None:
+        await self._call.write(coordinator_pb2.AttachRequest(reports=reports))
+
+    async def hear(self, number: int, wanted: Callable[[save_pb2.SaveStatus], bool]) -> None:
+        while not (self.status.save.number == number and wanted(self.status)):
+            if self.status.state == save_pb2.SAVE_STATE_ABORTED:
+                raise RuntimeError(f"aborted: {self.status.failures[:1]}")
+            self._news.clear()
+            await asyncio.wait_for(self._news.wait(), _TIMEOUT_S)
+
+    async def close(self) -> None:
+        self._call.cancel()
+        if self._reading is not None:
+            await asyncio.gather(self._reading, return_exceptions=True)
+
+
+class Cast:
+    """``async with Cast(...) as cast:`` all sidecars and ranks of one job are attached."""
+
+    def __init__(self, address: str, root: Path, plans: Sequence[plan_pb2.LocalPlan]) -> None:
+        self._address = address
+        self._root = root
+        self.ranks = []
+        for rank, plan in enumerate(plans):
+            data = plan.SerializeToString(deterministic=True)
+            self.ranks.append(Played(rank, data, hashlib.sha256(data).hexdigest()))
+        self._numbers = range(len(plans))
+        self._group = identity.group_name(self._numbers)
+        self._channels: list[grpc.aio.Channel] = []
+        self.sidecars: list[Sidecar] = []
+
+    async def __aenter__(self) -> "Cast":
+        options = [*addresses.channel_options(), ("grpc.use_local_subchannel_pool", 1)]
+        hosts = range(0, len(self.ranks), RANKS_OF_ONE)
+        for _ in range(min(_CONNECTIONS, len(hosts))):
+            self._channels.append(grpc.aio.insecure_channel(self._address, options=options))
+        for number, first in enumerate(hosts):
+            channel = self._channels[number % len(self._channels)]
+            stub = coordinator_pb2_grpc.CoordinatorStub(channel)  # type: ignore[no-untyped-call]
+            ranks = self.ranks[first : first + RANKS_OF_ONE]
+            self.sidecars.append(Sidecar(stub, f"node-{number}", ranks))
+        await asyncio.gather(*(sidecar.attach() for sidecar in self.sidecars))
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await asyncio.gather(*(sidecar.close() for sidecar in self.sidecars))
+        for channel in self._channels:
+            await channel.close()
+
+    def place(self, number: int) -> Path:
+        """Where a save goes."""
+        return self._root / f"step-{number}"
+
+    def attempt(self, number: int) -> str:
+        """Of the first incarnation."""
+        return identity.Attempt(1, number, self._group).name
+
+    def context(self, sidecar: Sidecar, rank: int, number: int) -> sidecar_pb2.SaveContext:
+        """As each message of the rank has it."""
+        return sidecar_pb2.SaveContext(
+            save=save_pb2.SaveId(job="job", incarnation="aa", group=self._group, number=number),
+            checkpoint_id=str(self.place(number)),
+            ranks=self._numbers,
+            world_size=len(self.ranks),
+            rank=rank,
+            host=sidecar.host,
+        )
+
+    async def plan(self, number: int) -> float:
+        """All ranks hand their plans in; seconds until all are answered."""
+        requests = []
+        for sidecar in self.sidecars:
+            for played in sidecar.ranks:
+                request = sidecar_pb2.PlanRequest(
+                    context=self.context(sidecar, played.rank, number),
+                    digest=played.digest,
+                    timeout_s=_TIMEOUT_S,
+                    save_timeout_s=_TIMEOUT_S,
+                    wire_version=WIRE_VERSION,
+                )
+                # Field 2, `plan`, as it was serialised for the digest.
+                request.plan.ParseFromString(played.plan)
+                requests.append((sidecar, played, request))
+        begin = time.monotonic()
+        answers = await asyncio.gather(
+            *(sidecar.stub.Plan(request, timeout=_TIMEOUT_S) for sidecar, _, request in requests)
+        )
+        took = time.monotonic() - begin
+        for (_, played, _), answer in zip(requests, answers, strict=True):
+            played.given = answer.plan
+        return took
+
+    async def propose(self, number: int) -> float:
+        """All ranks go by the plan that they have; seconds until all sidecars know it agreed."""
+        told = []
+        for sidecar in self.sidecars:
+            reports = [
+                coordinator_pb2.RankReport(
+                    context=self.context(sidecar, played.rank, number),
+                    attempt=self.attempt(number),
+                    status=self._status(sidecar, played, save_pb2.RANK_PHASE_MISSING),
+                    plan_id=played.given.plan_id,
+                    digest=played.digest,
+                    timeout_s=_TIMEOUT_S,
+                    save_timeout_s=_TIMEOUT_S,
+                )
+                for played in sidecar.ranks
+            ]
+            told.append((sidecar, reports))
+        begin = time.monotonic()
+        await asyncio.gather(*(sidecar.tell(reports) for sidecar, reports in told))
+        for sidecar in self.sidecars:
+            await sidecar.hear(number, lambda status: bool(status.plan_id))
+        return time.monotonic() - begin
+
+    def _status(
+        self, sidecar: Sidecar, played: Played, phase: "save_pb2.RankPhase"
+    ) -> save_pb2.RankStatus:
+        size = sum(file.size for file in played.given.files)
+        ingested = size if phase >= save_pb2.RANK_PHASE_INGESTED else 0
+        durable = size if phase >= save_pb2.RANK_PHASE_DURABLE else 0
+        return save_pb2.RankStatus(
+            rank=played.rank,
+            host=sidecar.host,
+            phase=phase,
+            bytes_staged=size,
+            bytes_ingested=ingested,
+            bytes_uploaded=durable,
+            bytes_durable=durable,
+            seconds_since_heard=0.1,
+        )
+
+    def receipt(self, sidecar: Sidecar, played: Played, number: int) -> records_pb2.Receipt:
+        """What the rank has written, if it had."""
+        given = played.given
+        receipt = records_pb2.Receipt(
+            attempt=self.attempt(number),
+            plan_id=given.plan_id,
+            rank=played.rank,
+            host=sidecar.host,
+        )
+        prefix = identity.data_prefix(receipt.attempt)
+        old = identity.data_prefix(given.attempt)
+        for file in given.files:
+            name = prefix + file.name.removeprefix(old)
+            receipt.files.add(name=name, size=file.size or 4096, crc32c=played.rank)
+        place = given.placement
+        for position, index, length in zip(given.positions, place.file, place.length, strict=True):
+            if not length:
+                name = prefix + given.files[index].name.removeprefix(old)
+                receipt.varying.add(
+                    position=position, file=name, offset=0, length=1000 + number % 10
+                )
+        return receipt
+
+    async def tell(
+        self,
+        number: int,
+        phase: "save_pb2.RankPhase",
+        *,
+        sidecars: Sequence[Sidecar] | None = None,
+    ) -> None:
+        """All ranks of these sidecars, or of all, have come so far; receipts are in storage then."""
+        told = []
+        for sidecar in self.sidecars if sidecars is None else sidecars:
+            reports = []
+            for played in sidecar.ranks:
+                report = coordinator_pb2.RankReport(
+                    context=self.context(sidecar, played.rank, number),
+                    attempt=self.attempt(number),
+                    status=self._status(sidecar, played, phase),
+                )
+                if phase == save_pb2.RANK_PHASE_DURABLE:
+                    report.receipt.CopyFrom(self.receipt(sidecar, played, number))
+                    key = identity.receipt(report.attempt, played.rank)
+                    path = self.place(number) / key
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    path.write_bytes(report.receipt.SerializeToString())
+                reports.append(report)
+            told.append((sidecar, reports))
+        await asyncio.gather(*(sidecar.tell(reports) for sidecar, reports in told))
