@@ -532,59 +532,6 @@ def test_no_settings_of_torch_change(pool: ArenaPool) -> None:
     assert not torch.cuda.is_initialized()
 
 
-class FakeDevice:
-    """Stands for torch.cuda: notes which streams are waited for."""
-
-    def __init__(self) -> None:
-        self.waited: list[torch.device] = []
-
-    def current_stream(self, device: torch.device) -> "FakeDevice":
-        self.waited.append(device)
-        return self
-
-    def synchronize(self) -> None: ...
-
-
-def test_copies_from_a_device_are_queued_and_waited_for_once(
-    tmp_path: Path, pool: ArenaPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    device = FakeDevice()
-    monkeypatch.setattr("pannier.client.transfer._ASYNC_DEVICES", frozenset({"cpu"}))
-    monkeypatch.setattr(torch, "get_device_module", lambda _: device)
-    # The copies of contiguous tensors of the host don't go that way.
-    state = {f"w{i}": torch.randn(4, 5).t() for i in range(6)}
-    state["conj"] = torch.randn(3, dtype=torch.complex64).conj()
-    _save(state, tmp_path, pool)
-    assert device.waited == [torch.device("cpu")]
-    into = {key: torch.zeros(value.shape, dtype=value.dtype) for key, value in state.items()}
-    _load(into, tmp_path)
-    assert all(torch.equal(into[key], value) for key, value in state.items())
-
-
-def test_a_failed_save_leaves_no_copy_under_way(
-    pool: ArenaPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    device = FakeDevice()
-    monkeypatch.setattr("pannier.client.transfer._ASYNC_DEVICES", frozenset({"cpu"}))
-    monkeypatch.setattr(torch, "get_device_module", lambda _: device)
-    with pytest.raises(InvalidRequestError, match="'lock'"):
-        stage_all(plan({"w": torch.randn(4, 5).t(), "lock": threading.Lock()}), pool)
-    assert device.waited == [torch.device("cpu")]
-
-
-def test_a_growing_file_never_moves_under_a_queued_copy(
-    pool: ArenaPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    device = FakeDevice()
-    monkeypatch.setattr("pannier.client.transfer._ASYNC_DEVICES", frozenset({"cpu"}))
-    monkeypatch.setattr(torch, "get_device_module", lambda _: device)
-    state = {"a": torch.randn(4, 5).t(), "b": torch.randn(4, 5).t(), "o": "x"}
-    _, arena = stage_all(plan(state, Untouched()), pool)
-    # Before "b" and before "o".
-    assert len(device.waited) == 2
-    pool.release(arena)
-
-
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
     """A mesh of two ranks, of which this is the second."""

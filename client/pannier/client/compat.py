@@ -4,7 +4,7 @@ Checked against torch 2.9 and 2.13. Everything else in the client imports public
 names, or these.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from operator import attrgetter
 from typing import Any, Final
@@ -111,6 +111,33 @@ def caches_plans(planner: SavePlanner) -> bool:
     return bool(getattr(planner, _PLAN_CACHING, False))
 
 
+def flattened(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The elements of tensors of one dtype and device, row-major, in one tensor.
+
+    A view of a single one that is contiguous. One call for any number of them.
+    """
+    flat: torch.Tensor = torch._utils._flatten_dense_tensors(tensors)  # type: ignore[no-untyped-call]
+    return flat
+
+
+def version(tensor: torch.Tensor) -> int:
+    """Counts changes in place, of a tensor and its views; 0 where nobody counts.
+
+    Fused optimizers don't count theirs.
+    """
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def steps_in_backward(parameter: torch.Tensor) -> bool:
+    """Whether ``_apply_optimizer_in_backward`` gave the parameter an optimizer of its own."""
+    return bool(getattr(parameter, "_in_backward_optimizers", None))
+
+
+def backward_is_running() -> bool:
+    """Whether the calling thread runs for a ``backward()``."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
 @contextmanager
 def without_plan_cache(planner: SavePlanner) -> Iterator[None]:
     """Keeps ``planner`` from reading and filling torch's plan cache.
@@ -139,14 +166,18 @@ __all__ = [
     "FakeTensor",
     "ShardedTensor",
     "StorageInfo",
+    "backward_is_running",
     "caches_plans",
     "copy_all",
+    "flattened",
     "flattens_as_of_old",
     "group_store",
     "has_size",
     "in_mesh",
     "local_tensors",
     "sharded_facts",
+    "steps_in_backward",
+    "version",
     "without_plan_cache",
     "without_torch_functions",
 ]

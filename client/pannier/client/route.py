@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from pannier.client import archives, compat, imprints
 from pannier.client.arena import Arena, Region
+from pannier.client.devices import DeviceCopies
 from pannier.client.objects import serialized
 from pannier.client.staging import Staged, StagedFile
 from pannier.client.structure import Structure
@@ -69,19 +70,26 @@ class Route:
         self._positions = positions
         self._small = [_picker([file.slots[i].value for i in file.small]) for file in files]
 
-    def stage(self, values: list[Any], arena: Arena, names: Sequence[str]) -> Staged:
+    def stage(
+        self,
+        values: list[Any],
+        arena: Arena,
+        names: Sequence[str],
+        devices: DeviceCopies | None = None,
+    ) -> Staged:
         """Copies the values, as :func:`pannier.client.staging.stage` does.
 
         Args:
             values: from the structure that the route was made for.
             arena: acquired with the sizes of the plan's files.
             names: of the plan's files in this save.
+            devices: as for :func:`pannier.client.staging.stage`.
 
         Raises:
             InvalidRequestError: an object can't be serialised, or a tensor has no storage.
             PannierError: there is no memory.
         """
-        transfers = Transfers()
+        transfers = Transfers(devices)
         engraved = []
         try:
             with torch.no_grad(), compat.without_torch_functions():
@@ -106,7 +114,7 @@ class Route:
         spill = arena.spilled
         if spill is not None and spill.size:
             files.append(StagedFile(names[-1], spill.size, spill.address, spill))
-        return Staged(files, varying, [], arena)
+        return Staged(files, varying, [], arena, transfers.rest())
 
     def _copy(
         self,
@@ -123,7 +131,13 @@ class Route:
         for number in file.single:
             slot = file.slots[number]
             try:
-                transfers.copy_to_view(values[slot.value], imprint.views[number], region, slot.raw)
+                transfers.copy_to_view(
+                    values[slot.value],
+                    imprint.views[number],
+                    region,
+                    slot.raw,
+                    self._fqns[slot.value],
+                )
             except Exception as error:
                 raise self._refusal(slot.value, error) from error
 

@@ -1,8 +1,9 @@
 """Copies of plain tensors, of whatever device, into host memory.
 
 In: detached or undetached plain tensors and where their elements go, row-major.
-Out: nothing, once :meth:`Transfers.wait` returns. Copies between host addresses are
-gathered for several threads, those from devices that can queue them are queued.
+Out: nothing, once :meth:`Transfers.wait` returns, but what may arrive later. Copies between host
+addresses are gathered for several threads, those from devices that can queue them are left to
+:mod:`pannier.client.devices`.
 """
 
 import ctypes
@@ -10,63 +11,91 @@ from typing import Final
 
 import torch
 
+from pannier.client import lanes
 from pannier.client.arena import Region, Spill
 from pannier.client.copying import HostCopies
+from pannier.client.devices import DeviceCopies
+from pannier.client.rest import Rest
 
 LARGE: Final = 256 << 10
 """Bytes; copies of so much are gathered and shared among threads."""
-_ASYNC_DEVICES: Final = frozenset({"cuda", "xpu"})
-"""Device types whose copies to the host can be queued and waited for together."""
 
 
 class Transfers:
-    """Copies under way. Not thread-safe."""
+    """Copies under way. Not thread-safe.
 
-    def __init__(self) -> None:
+    Args:
+        devices: makes those from devices. Default: one by which all arrive before :meth:`wait`
+            returns.
+    """
+
+    def __init__(self, devices: DeviceCopies | None = None) -> None:
         self._host_copies = HostCopies()
-        self._queued: set[torch.device] = set()
-        self._spill_is_target = False
+        self._devices = devices or DeviceCopies()
 
-    def copy(self, tensor: torch.Tensor, target: Region | Spill, offset: int) -> None:
+    def copy(
+        self,
+        tensor: torch.Tensor,
+        target: Region | Spill,
+        offset: int,
+        *,
+        name: str = "",
+        value: torch.Tensor | None = None,
+    ) -> None:
         """Copies a plain tensor's elements, row-major, without holding the GIL.
+
+        Args:
+            tensor: the source.
+            target: where it goes.
+            offset: of its first byte there.
+            name: for errors.
+            value: what ``tensor`` was detached from.
 
         Raises ValueError when there are none, for its storage was freed.
         """
-        if not tensor.numel():
-            return
-        if self._gather(tensor, target, offset):
+        if not tensor.numel() or self._gather(tensor, target, offset, name, value):
             return
         place = torch.frombuffer(
             target.memory, dtype=tensor.dtype, count=tensor.numel(), offset=offset
-        ).view(tensor.shape)
-        self._queue(tensor, place)
-        self._spill_is_target |= isinstance(target, Spill) and bool(self._queued)
+        )
+        place.view(tensor.shape).copy_(tensor)
 
     def copy_to_view(
-        self, tensor: torch.Tensor, place: torch.Tensor, region: Region, offset: int
+        self, tensor: torch.Tensor, place: torch.Tensor, region: Region, offset: int, name: str = ""
     ) -> None:
         """:meth:`copy` of a tensor with elements to a view of the region at ``offset``."""
-        if not self._gather(tensor, region, offset):
-            self._queue(tensor, place)
-
-    def before_growing(self) -> None:
-        """To be called before a spill grows: it may move, and what goes there must have arrived."""
-        if self._spill_is_target:
-            self._synchronize()
+        if not self._gather(tensor, region, offset, name, tensor):
+            place.copy_(tensor)
 
     def run(self) -> None:
         """Makes the copies that were gathered."""
+        self._devices.run()
         self._host_copies.run()
 
     def wait(self) -> None:
         """Returns when no device writes any more. Gathered copies that weren't run are dropped."""
-        self._synchronize()
+        self._devices.wait()
 
-    def _gather(self, tensor: torch.Tensor, target: Region | Spill, offset: int) -> bool:
-        """Copies by address, where that is possible."""
+    def rest(self) -> Rest | None:
+        """Begins what may arrive later, if there is any; the last call."""
+        return self._devices.rest()
+
+    def _gather(
+        self,
+        tensor: torch.Tensor,
+        target: Region | Spill,
+        offset: int,
+        name: str,
+        value: torch.Tensor | None,
+    ) -> bool:
+        """Takes on a copy that isn't made at once."""
         kind = tensor.device.type
-        if (kind == "cpu" or kind in _ASYNC_DEVICES) and not tensor.untyped_storage().nbytes():
+        queued = kind in lanes.ASYNC_DEVICES
+        if (kind == "cpu" or queued) and not tensor.untyped_storage().nbytes():
             raise ValueError("its storage was freed (resized to 0)")
+        if queued:
+            self._devices.add(tensor, target, offset, name=name, value=value)
+            return True
         if kind != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
             return False
         address, size = target.address + offset, tensor.nbytes
@@ -75,19 +104,3 @@ class Transfers:
         else:
             self._host_copies.add(address, tensor.data_ptr(), size, tensor)
         return True
-
-    def _queue(self, tensor: torch.Tensor, place: torch.Tensor) -> None:
-        if tensor.device.type not in _ASYNC_DEVICES:
-            place.copy_(tensor)
-            return
-        if tensor.is_conj() or tensor.is_neg():
-            # A queued copy would apply the bits on the host before the data is there.
-            tensor = tensor.resolve_conj().resolve_neg()
-        place.copy_(tensor, non_blocking=True)
-        self._queued.add(tensor.device)
-
-    def _synchronize(self) -> None:
-        for device in self._queued:
-            torch.get_device_module(device).current_stream(device).synchronize()
-        self._queued.clear()
-        self._spill_is_target = False

@@ -1,0 +1,203 @@
+"""Copies from devices to host memory, on a side stream, in as few and large pieces as can be.
+
+In: plain tensors of devices and where their elements go, row-major. Out: nothing once
+:meth:`DeviceCopies.wait` returns, but a :class:`Rest` for what may arrive later. Large tensors go
+straight to a pinned arena. Small ones are packed on the device and go, like all tensors for an
+arena that can't be pinned, to a ring of pinned buffers and from there by memmove.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from pannier.client import lanes, pinning
+from pannier.client.arena import Region, Spill
+from pannier.client.lanes import Lane, Mark
+from pannier.client.pieces import Bounce, Bouncing, Copy, Direct, divided, queue
+from pannier.client.pinning import Ring
+from pannier.client.rest import Rest
+
+_SMALL: Final = 64 << 10
+"""Bytes; queueing a copy of so little costs the host more than the device."""
+_BATCH: Final = 64 << 20
+"""Bytes that are gathered before they are queued."""
+_HELD: Final = 512 << 20
+"""Bytes of tensors that are kept alive by copies under way: a planner may have made them for us."""
+SNAPSHOT: Final = 256 << 20
+"""Bytes, at most, of what may change at once that are copied on the device first."""
+
+Late = Callable[[torch.Tensor], bool]
+"""Whether a tensor is changed by nothing but what waits for its copy."""
+
+
+@dataclass(frozen=True)
+class Means:
+    """By which copies are made; tests have others."""
+
+    lane: Callable[[torch.device], Lane] = lanes.lane
+    pin: Callable[..., str] = pinning.pin
+    ring: Ring = pinning.ring
+
+
+class DeviceCopies:
+    """The copies of one save. Not thread-safe.
+
+    Args:
+        late: tells which tensors may arrive after :meth:`wait`. None: none may.
+    """
+
+    def __init__(self, late: Late | None = None, means: Means | None = None) -> None:
+        self._late = late
+        self._means = means or Means()
+        self._gathered: list[Copy] = []
+        self._gathered_bytes = 0
+        self._bouncing = Bouncing(self._means.ring)
+        self._held: deque[tuple[list[Mark], list[Copy], int]] = deque()
+        self._rest: list[Copy] = []
+        self._fleeting: list[Copy] = []
+        """What may change at once, and is copied on the device before."""
+        self._fleeting_bytes = 0
+        self._pinned: dict[Region | Spill, bool] = {}
+        self.how = ""
+        """The way that was taken, for people; empty when nothing came from a device."""
+
+    def add(
+        self,
+        tensor: torch.Tensor,
+        target: Region | Spill,
+        offset: int,
+        *,
+        name: str = "",
+        value: torch.Tensor | None = None,
+    ) -> None:
+        """Takes on a copy of a plain tensor with elements.
+
+        Args:
+            tensor: the source.
+            target: where it goes.
+            offset: of its first byte there.
+            name: for errors.
+            value: what ``tensor`` was detached from.
+        """
+        copy = Copy(name, tensor.detach(), target, offset)
+        if self._late is not None and isinstance(target, Region):
+            if self._late(tensor if value is None else value):
+                self._rest.append(copy)
+                return
+            if self._fleeting_bytes + tensor.nbytes <= SNAPSHOT:
+                self._fleeting.append(copy)
+                self._fleeting_bytes += tensor.nbytes
+                return
+        self._gathered.append(copy)
+        self._gathered_bytes += tensor.nbytes
+        if self._gathered_bytes >= _BATCH:
+            self._queue_gathered()
+
+    def run(self) -> None:
+        """Queues all that must arrive, and makes sure of the rest that may change."""
+        self._rest += self._snapshots()
+        self._queue_gathered()
+
+    def wait(self) -> None:
+        """Returns when what was queued has arrived; what was not is dropped. Also after a failure."""
+        self._gathered.clear()
+        self._gathered_bytes = 0
+        try:
+            self._bouncing.land_all()
+            while self._held:
+                self._release_oldest()
+        finally:
+            self._bouncing.abandon()
+
+    def rest(self) -> "Rest | None":
+        """Queues what may arrive later, as far as there is room; the last call of a save."""
+        copies, self._rest = self._rest, []
+        if not copies:
+            return None
+        jobs = self._jobs(copies)
+        _follow(copies, self._means)
+        return Rest(copies, jobs, Bouncing(self._means.ring), how=self.how)
+
+    def _snapshots(self) -> list[Copy]:
+        copies, self._fleeting = self._fleeting, []
+        snapshots = []
+        for number, copy in enumerate(copies):
+            try:
+                taken = self._means.lane(copy.tensor.device).snapshot(copy.tensor)
+            except torch.OutOfMemoryError:
+                # The device has no room: then the host waits for these.
+                self._gathered += copies[number:]
+                break
+            snapshots.append(copy._replace(tensor=taken))
+        return snapshots
+
+    def _queue_gathered(self) -> None:
+        copies, self._gathered = self._gathered, []
+        size, self._gathered_bytes = self._gathered_bytes, 0
+        if not copies:
+            return
+        _follow(copies, self._means)
+        used: dict[Lane, None] = {}
+        try:
+            for job in self._jobs(copies):
+                used[job.lane] = None
+                if isinstance(job, Bounce):
+                    self._bouncing.put(job)
+                else:
+                    queue(job)
+        finally:
+            self._held.append(([lane.mark() for lane in used], copies, size))
+        while len(self._held) > 1 and sum(entry[2] for entry in self._held) > _HELD:
+            self._release_oldest()
+
+    def _release_oldest(self) -> None:
+        marks, _, _ = self._held[0]
+        for mark in marks:
+            mark.synchronize()
+        self._held.popleft()
+
+    def _jobs(self, copies: Iterable[Copy]) -> "list[Direct | Bounce]":
+        """Divides copies into pieces that fit, and packs small ones."""
+        jobs: list[Direct | Bounce] = []
+        packs: dict[tuple[Lane, torch.dtype], Bounce] = {}
+        for copy in copies:
+            lane = self._means.lane(copy.tensor.device)
+            size = copy.tensor.nbytes
+            is_pinned = self._is_pinned(copy)
+            if size < _SMALL:
+                key = (lane, copy.tensor.dtype)
+                pack = packs.get(key)
+                if pack is None or pack.size + size > self._means.ring.slot_bytes:
+                    pack = packs[key] = Bounce(lane)
+                    jobs.append(pack)
+                pack.add(copy)
+            elif is_pinned:
+                jobs += [
+                    Direct(lane, piece.tensor, piece.target.address + piece.offset)
+                    for piece in divided(copy, None)
+                ]
+            else:
+                for piece in divided(copy, self._means.ring.slot_bytes):
+                    bounce = Bounce(lane)
+                    bounce.add(piece)
+                    jobs.append(bounce)
+        return jobs
+
+    def _is_pinned(self, copy: Copy) -> bool:
+        target = copy.target
+        known = self._pinned.get(target)
+        if known is None:
+            reason = "it may move"
+            if isinstance(target, Region) and target.mapping is not None:
+                reason = self._means.pin(target.mapping, copy.tensor.device.type)
+                self.how = f"bounced: {reason}" if reason else self.how or "pinned"
+            known = self._pinned[target] = not reason
+        return known
+
+
+def _follow(copies: Iterable[Copy], means: Means) -> None:
+    for device in {copy.tensor.device for copy in copies}:
+        means.lane(device).follow()

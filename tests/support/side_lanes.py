@@ -1,0 +1,117 @@
+"""A device whose copies happen when the test says: its tensors are the host's own."""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from pannier.client.arena import Mapping
+from pannier.client.devices import Means
+from pannier.client.lanes import Lane, Mark
+from pannier.client.pinning import Ring
+
+
+class FakeMark:
+    def __init__(self, lane: "FakeLane", position: int) -> None:
+        self._lane = lane
+        self._position = position
+
+    def query(self) -> bool:
+        return self._lane.done >= self._position
+
+    def synchronize(self) -> None:
+        self._lane.advance(self._position)
+
+
+class FakeLane(Lane):
+    """A side stream that stands still until somebody waits for it.
+
+    What the test does to tensors itself is the training stream, which runs at once; so to hold it
+    back is to let this one run.
+    """
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self._lock = threading.RLock()
+        self._queue: deque[Callable[[], object]] = deque()
+        self.done = 0
+        self.queued = 0
+        self.followed_at: list[int] = []
+        """How much was queued when it was told to wait for the training stream."""
+        self.copied: list[int] = []
+        """Bytes of each copy to the host."""
+        self.held_back = 0
+        self.failure: Exception | None = None
+
+    def follow(self) -> None:
+        self.followed_at.append(self.queued)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self.copied.append(target.nbytes)
+
+        def work() -> None:
+            with torch.no_grad():
+                target.copy_(source)
+
+        self._put(work)
+
+    def pack(self, sources: Sequence[torch.Tensor]) -> torch.Tensor:
+        packed = torch.empty(sum(source.nbytes for source in sources), dtype=torch.uint8)
+
+        def work() -> None:
+            at = 0
+            for source in sources:
+                data = source.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+                packed[at : at + data.numel()] = data
+                at += data.numel()
+
+        self._put(work)
+        return packed
+
+    def mark(self) -> Mark:
+        return FakeMark(self, self.queued)
+
+    def hold_back(self, mark: Mark) -> None:
+        self.held_back += 1
+        mark.synchronize()
+
+    def advance(self, position: int | None = None) -> None:
+        """Lets the device work, up to a position."""
+        with self._lock:
+            while self._queue and (position is None or self.done < position):
+                self.done += 1
+                self._queue.popleft()()
+
+    def _put(self, work: Callable[[], object]) -> None:
+        if self.failure is not None:
+            raise self.failure
+        with self._lock:
+            self.queued += 1
+            self._queue.append(work)
+
+
+def means(lane: FakeLane, *, refusal: str = "", slots: int = 4, slot_bytes: int = 1 << 20) -> Means:
+    """By which a test's copies are made.
+
+    Args:
+        lane: of all tensors.
+        refusal: why arenas can't be pinned; "": they can.
+        slots, slot_bytes: of the ring.
+    """
+
+    def pin(mapping: Mapping, kind: str) -> str:
+        return refusal
+
+    ring = Ring(lambda size: torch.zeros(size, dtype=torch.uint8), slots, slot_bytes)
+    return Means(lambda device: lane, pin, ring)
+
+
+@contextmanager
+def host_as_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Tensors of the host are taken for those of a device."""
+    with monkeypatch.context() as patch:
+        patch.setattr("pannier.client.lanes.ASYNC_DEVICES", frozenset({"cpu"}))
+        yield
