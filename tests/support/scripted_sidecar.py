@@ -53,6 +53,8 @@ class ScriptedSidecar(sidecar_pb2_grpc.SidecarServicer):
         self.stall_at: list[int] = []
         """Write streams stop reading when a file has so many bytes; one entry a stream."""
         self.attempt = "i1-g00000000-s1"
+        self.forgetful = False
+        """Whether it wants the local plan of whoever goes by a kept one."""
         self.files: dict[str, Spool] = {}
         self.connects: list[sidecar_pb2.ConnectRequest] = []
         self.ended: list[str] = []
@@ -178,6 +180,9 @@ class ScriptedSidecar(sidecar_pb2_grpc.SidecarServicer):
         self, request: sidecar_pb2.PlanRequest, context: grpc.ServicerContext
     ) -> sidecar_pb2.PlanResponse:
         self._take("Plan", request, context)
+        if request.cached_plan_id and not request.HasField("plan"):
+            agreed = plan_pb2.FinalPlan(plan_id=request.cached_plan_id, attempt=request.attempt)
+            return sidecar_pb2.PlanResponse(plan=agreed, wanted=self.forgetful)
         local = request.plan
         slotted = [i for i, head in enumerate(local.head) if head]
         layout = lay_out(

@@ -274,15 +274,15 @@ def test_an_abort_while_planning_is_raised_from_the_call(
         time.sleep(0.2)
         abort(request)
 
-    for hook in (abort, abort_with_news_first):
+    for root, hook in (("/x", abort), ("/y", abort_with_news_first)):
         sidecar.on["Plan"] = hook
         with pytest.raises(SaveAbortedError) as raised:
-            client.async_save(state(), checkpoint_id="/x/y")
+            client.async_save(state(), checkpoint_id=f"{root}/y")
         assert raised.value.failures[1].message == "left"
         assert not failures(sidecar)
         del sidecar.on["Plan"]
         # It was raised once: neither now nor by the next call again.
-        client.save(state(), checkpoint_id="/x/y")
+        client.save(state(), checkpoint_id=f"{root}/y")
 
 
 def test_no_sidecar_is_an_error_from_the_call() -> None:
@@ -330,6 +330,8 @@ def test_an_unasked_error_is_raised_by_wait_all_and_close(
 
     sidecar.commit = False
     handles = [client.async_save(state(), checkpoint_id=f"/x/{name}") for name in "ab"]
+    # Both go by the first save's plan, and ask in the background.
+    sidecar.wait_for(lambda: len(sidecar.asked(sidecar_pb2.PlanRequest)) == 3)
     for request in sidecar.asked(sidecar_pb2.PlanRequest)[-2:]:
         sidecar.abort(request.context, save_pb2.Failure(rank=1, message="disk full"))
     assert all(handle.wait(10) for handle in handles)
