@@ -20,6 +20,8 @@ from pannier.client import SaveHandle
 from pannier.client.config import load_settings
 from pannier.wire.errors import ConfigurationError
 
+RUN = "BENCH_RUN"
+"""Environment variable that says which run of the whole bench a process belongs to."""
 NICE = 10
 """The daemons' niceness where the slow-down of steps is measured."""
 
@@ -32,6 +34,22 @@ def transports() -> list[str]:
             load_settings(transport=name)
             known.append(name)
     return known
+
+
+def prefix() -> str:
+    """Of the names of all directories that this process makes for a while."""
+    return f"pannier-bench-{os.environ.get(RUN, os.getpid())}-"
+
+
+def sweep(run: str) -> None:
+    """Ends and removes what a part of the run has left that didn't come to its end."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            if process.pid != os.getpid() and process.environ().get(RUN) == run:
+                process.kill()
+    for parent in {"/tmp", "/dev/shm", tempfile.gettempdir()}:
+        for path in Path(parent).glob(f"pannier-bench-{run}-*"):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 class Place:
@@ -53,9 +71,9 @@ class Place:
         disk: str | None = None,
     ) -> None:
         self.transport = transport
-        self._root = Path(tempfile.mkdtemp(prefix="pannier-bench-", dir="/tmp"))
+        self._root = Path(tempfile.mkdtemp(prefix=prefix(), dir="/tmp"))
         self.runtime = self._root / "run"
-        self.disk = Path(tempfile.mkdtemp(prefix="pannier-bench-", dir=disk))
+        self.disk = Path(tempfile.mkdtemp(prefix=prefix(), dir=disk))
         """A directory on the disk that is measured."""
         self.spool = Path("/dev/shm") / self._root.name
         self._before: dict[str, str | None] = {}

@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from tests.bench.embedded import Place, rest
+from tests.bench.embedded import Place, prefix, rest
 from tests.bench.parts import Row, arguments, finish, parsed, say, sized
 from tests.bench.timing import milliseconds, percentile
 from tests.bench.worker import METHODS
@@ -41,7 +41,7 @@ def run(method: str, options: Any) -> dict[str, Any]:
     with ExitStack() as stack:
         storage: dict[str, str] = {}
         if options.to == "gcs":
-            directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="pannier-bench-"))
+            directory = stack.enter_context(tempfile.TemporaryDirectory(prefix=prefix()))
             storage = stack.enter_context(GcsServer(Path(directory), [BUCKET])).env
         place = stack.enter_context(
             Place(options.transport, storage=storage, disk=options.directory)

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from tests.bench import embedded, parts, report
 from tests.bench.parts import Row, say, table
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT_S = 1200
+TIMEOUT_S = 1800
 
 
 @dataclass(frozen=True)
@@ -50,12 +51,12 @@ def planned(options: argparse.Namespace) -> list[Part]:
         sizes = usual if mapped or options.full else usual[:1]
         found += [Part("blocking", (*way, "--bytes", size)) for size in sizes]
         found.append(Part("blocking", (*way, "--small")))
-        found += [Part("steps", (*way, "--bytes", usual[0]))]
+        large = sizes if options.full else sizes[:1]
+        found += [Part("steps", (*way, "--bytes", size)) for size in large]
         if mapped or not options.quick:
             found += [Part("durable", (*way, "--bytes", size)) for size in sizes]
             found += [Part("memory", (*way, "--bytes", size)) for size in sizes]
         if mapped or options.full:
-            large = sizes if options.full else sizes[:1]
             found += [Part("uploading", (*way, "--bytes", size)) for size in large]
             found.append(Part("memory", (*way, "--leaks")))
     best = ("--transport", embedded.transports()[0], "--bytes", usual[0])
@@ -71,7 +72,9 @@ def planned(options: argparse.Namespace) -> list[Part]:
     return [
         part
         for part in found
-        if part.module in chosen and importlib.util.find_spec(f"tests.bench.{part.module}")
+        if part.module in chosen
+        and part.module not in options.without
+        and importlib.util.find_spec(f"tests.bench.{part.module}")
     ]
 
 
@@ -85,9 +88,7 @@ def measured(part: Part, options: argparse.Namespace) -> tuple[list[Row], dict[s
     command = [sys.executable, "-W", "ignore", "-m", f"tests.bench.{part.module}", *part.arguments]
     if part.own_rows:
         command += ["--json", *(["--quick"] if options.quick else [])]
-    with subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True
-    ) as process:
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         try:
             told, _ = process.communicate(timeout=TIMEOUT_S)
         except BaseException as error:
@@ -96,7 +97,7 @@ def measured(part: Part, options: argparse.Namespace) -> tuple[list[Row], dict[s
             try:
                 process.wait(30)
             except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
+                process.kill()
             if isinstance(error, subprocess.TimeoutExpired):
                 raise RuntimeError(f"not done after {TIMEOUT_S} s") from error
             raise
@@ -149,6 +150,7 @@ def main() -> int:
     parser.add_argument("--full", action="store_true", help="large sizes and buckets everywhere")
     parser.add_argument("--sizes", nargs="+", default=["1G", "4G"], help="of the state, per rank")
     parser.add_argument("--parts", nargs="+", metavar="PART", help="only these modules")
+    parser.add_argument("--without", nargs="+", metavar="PART", default=[])
     parser.add_argument("--list", action="store_true", help="tell the parts and leave")
     parser.add_argument("--write", action="store_true", help="the README's table")
     parser.add_argument("--output", type=Path, default=ROOT / "bench-results")
@@ -165,17 +167,23 @@ def main() -> int:
     ]
     figures: dict[str, Any] = {}
     failed = False
-    begun = time.monotonic()
-    for number, part in enumerate(chosen, 1):
-        say(f"[{number}/{len(chosen)}] {part.name}")
-        started = time.monotonic()
-        try:
-            more, figures[part.name] = measured(part, options)
-        except (RuntimeError, ValueError, KeyError, TypeError) as error:
-            more, failed = [Row(part.name, "", f"failed: {error}", False)], True
-        figures[f"{part.name}: seconds"] = time.monotonic() - started
-        rows += more
-        write(options.output, found, rows, figures)
+    begun, run = time.monotonic(), uuid.uuid4().hex[:6]
+    os.environ[embedded.RUN] = run
+    try:
+        for number, part in enumerate(chosen, 1):
+            say(f"[{number}/{len(chosen)}] {part.name}")
+            started = time.monotonic()
+            try:
+                more, figures[part.name] = measured(part, options)
+            except (RuntimeError, ValueError, KeyError, TypeError) as error:
+                # If it crashed, what it has left would disturb the next.
+                embedded.sweep(run)
+                more, failed = [Row(part.name, "", f"failed: {error}", False)], True
+            figures[f"{part.name}: seconds"] = time.monotonic() - started
+            rows += more
+            write(options.output, found, rows, figures)
+    finally:
+        embedded.sweep(run)
     Console(width=150).print(table(rows, report.about(found)))
     say(f"{time.monotonic() - begun:.0f} s in all")
     if options.write:

@@ -11,7 +11,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from tests.bench.embedded import Place, Ways, cpu_seconds, rest
+from tests.bench.embedded import Place, Ways, cpu_seconds, prefix, rest
 from tests.bench.parts import GIB, WARM_UP, Row, arguments, finish, parsed, say, sized
 from tests.bench.timing import ratio, timed
 from tests.bench.training import State, change, make_state, start_rank
@@ -128,7 +128,7 @@ def main() -> None:
     say(f"durable in a bucket, {options.transport}, {sized(options.bytes)}")
     start_rank()
     state = make_state(options.bytes, options.tensors)
-    with tempfile.TemporaryDirectory(prefix="pannier-bench-") as directory:
+    with tempfile.TemporaryDirectory(prefix=prefix()) as directory:
         found = measure(state, options, Path(directory))
     finish(options, rows(found, options), found)
 

@@ -41,10 +41,8 @@ def torch_async(kind: AsyncCheckpointerType, stager: DefaultStager | None = None
 
     def save(state: State, target: str) -> tuple[None, "Future[Any]"]:
         # In a bucket nothing is to be synced, and torch would call os.sync().
-        if "://" in target:
-            writer = FsspecWriter(target, sync_files=False)
-        else:
-            writer = FileSystemWriter(target)
+        bucket = "://" in target
+        writer = FsspecWriter(target, sync_files=False) if bucket else FileSystemWriter(target)
         answer = async_save(
             state, storage_writer=writer, async_checkpointer_type=kind, async_stager=stager
         )
