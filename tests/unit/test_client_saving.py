@@ -21,6 +21,7 @@ from pannier.client import saving as saving_module
 from pannier.client.arena import Arena, ArenaPool
 from pannier.client.config import Settings
 from pannier.client.identity import Identity
+from pannier.client.rest import Rest
 from pannier.client.saving import Saving, aborted, fail_request
 from pannier.client.session import Session
 from pannier.client.streaming import Deadline
@@ -61,6 +62,8 @@ class Staged:
     files: list[File]
     varying: list[records_pb2.VaryingItem] = field(default_factory=list)
     arena: Arena = field(default_factory=lambda: ArenaPool(1).acquire([]))
+    rest: Rest | None = None
+    how: str = ""
 
     @property
     def bytes(self) -> int:

@@ -15,11 +15,13 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
 from pannier.client import api, checkpoints
 from pannier.client.api import Client, close, configure, default_client
 from pannier.client.checkpoints import CheckpointInfo
+from pannier.client.guard import Guard
 from pannier.client.handle import SaveHandle, SaveResult, SaveStatus
 from pannier.client.load import load as load_checkpoint
 from pannier.client.reader import StorageReader
@@ -53,6 +55,7 @@ def async_save(
     use_collectives: bool = True,
     on_busy: str = "wait",
     timeout: float | None = None,
+    staging: str = "blocking",
 ) -> SaveHandle:
     """Saves in the background; returns when the state is staged. See :meth:`Client.async_save`."""
     return default_client().async_save(
@@ -67,7 +70,13 @@ def async_save(
         use_collectives=use_collectives,
         on_busy=on_busy,
         timeout=timeout,
+        staging=staging,
     )
+
+
+def guard(optimizer: torch.optim.Optimizer, *, wait: bool = True) -> Guard:
+    """Makes an optimizer's steps wait for overlapped staging. See :meth:`Client.guard`."""
+    return default_client().guard(optimizer, wait=wait)
 
 
 def save(
@@ -213,6 +222,7 @@ __all__ = [
     "Client",
     "ConfigurationError",
     "DeadlineError",
+    "Guard",
     "IntegrityError",
     "InvalidRequestError",
     "LoadError",
@@ -231,6 +241,7 @@ __all__ = [
     "close",
     "configure",
     "default_client",
+    "guard",
     "latest",
     "list",
     "load",

@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.planner import SavePlanner
 from pannier.client import staging
 from pannier.client.arena import Arena
 from pannier.client.cached import CachedPlan, Match, Options, Owner, PlanCache, options_of
+from pannier.client.devices import DeviceCopies
 from pannier.client.planning import Planning
 from pannier.client.staging import Staged
 from pannier.v1 import plan_pb2
@@ -26,7 +27,7 @@ class Agreed:
     plan_id: str
     sizes: list[int]
     """Bytes of each data file of slots, in order."""
-    stage: Callable[[Arena], Staged]
+    stage: Callable[[Arena, DeviceCopies | None], Staged]
     """Copies the state into an arena of these sizes; see :func:`pannier.client.staging.stage`."""
     cached: CachedPlan | None
     """What the coordinator has yet to agree to; None: it has."""
@@ -77,7 +78,7 @@ def agree(plans: PlanCache, wish: Wish, ask: Callable[[Planning], plan_pb2.Final
         attempt=final.attempt,
         plan_id=final.plan_id,
         sizes=[file.size for file in final.files],
-        stage=lambda arena: staging.stage(planning, items, final, arena),
+        stage=lambda arena, devices: staging.stage(planning, items, final, arena, devices),
         cached=known,
     )
 
@@ -108,6 +109,6 @@ def _by_match(match: Match, wish: Wish) -> Agreed:
         attempt=plan.attempt(wish.number),
         plan_id=plan.plan_id,
         sizes=plan.sizes,
-        stage=lambda arena: match.route.stage(match.values, arena, names),
+        stage=lambda arena, devices: match.route.stage(match.values, arena, names, devices),
         cached=plan,
     )

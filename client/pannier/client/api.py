@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from pannier.client import checkpoints, embedded
@@ -23,12 +24,15 @@ from pannier.client.agreed import Wish, agree
 from pannier.client.arena import ArenaPool
 from pannier.client.arguments import (
     check_on_busy,
+    check_staging,
     check_torch_only,
     checkpoint_path,
     told_path,
 )
 from pannier.client.cached import Agreement, Owner, PlanCache
 from pannier.client.config import Settings, check_timeout, load_settings
+from pannier.client.devices import DeviceCopies
+from pannier.client.guard import Guard, Guards
 from pannier.client.handle import Resolver, SaveHandle, SaveResult, Unasked
 from pannier.client.identity import World, is_alone
 from pannier.client.line import keep_in_children
@@ -75,6 +79,7 @@ class Client:
         self._plans = PlanCache()
         self._pending: set[Saving] = set()
         self._unasked = Unasked()
+        self._guards = Guards()
         self._closed = False
         self._pid = os.getpid()
         keep_in_children(self)
@@ -96,6 +101,7 @@ class Client:
         use_collectives: bool = True,
         on_busy: str = "wait",
         timeout: float | None = None,
+        staging: str = "blocking",
     ) -> SaveHandle:
         """Saves ``state_dict``; returns when it is staged, and may be changed.
 
@@ -116,6 +122,12 @@ class Client:
                 the handle raises SaveSkippedError), or ``"raise"`` BusyError.
             timeout: seconds until the save must be committed, up to 7 days; from this
                 call on. Default: ``save_timeout``.
+            staging: ``"blocking"``, or ``"overlapped"``: returns before the tensors of guarded
+                optimizers (:meth:`guard`) are copied from their device. Without a guard, before
+                those that require gradients are; then the loop must wait for the handle's
+                ``staging_completion`` itself before it steps. All else is staged when it
+                returns: buffers, tensors of the host, objects. Where nothing is on a device with
+                streams (CUDA, XPU) it is the same as ``"blocking"``.
 
         Raises:
             InvalidRequestError: an argument or the state dict can't be accepted (a ValueError).
@@ -141,12 +153,14 @@ class Client:
                 self._check_open()
                 self._unasked.raise_all()
                 check_on_busy(on_busy)
+                check_staging(staging)
                 check_torch_only(async_checkpointer_type, async_stager, use_collectives)
                 entry.checkpoint_id = checkpoint_path(checkpoint_id, storage_writer)
                 seconds = self.settings.save_timeout if timeout is None else check_timeout(timeout)
                 deadline = deadline or Deadline(seconds)
                 entry.checked = True
-                return self._save(member, entry, state_dict, planner, on_busy, deadline)
+                devices = self._guards.copies(staging)
+                return self._save(member, entry, state_dict, planner, on_busy, deadline, devices)
             except BaseException as error:
                 if isinstance(error, SaveAbortedError) and error.resume_at > number:
                     # This rank didn't call saves that the others did: it joins them again.
@@ -161,6 +175,31 @@ class Client:
     def save(self, state_dict: Mapping[str, Any], **arguments: Any) -> SaveResult:
         """:meth:`async_save`, waiting until the checkpoint is committed."""
         return self.async_save(state_dict, **arguments).result()
+
+    def guard(self, optimizer: torch.optim.Optimizer, *, wait: bool = True) -> Guard:
+        """Tells what nothing but ``optimizer`` changes, and makes its steps wait for the copy.
+
+        For ``staging="overlapped"``: its parameters and its state may be copied from their
+        device while the next forward and backward pass run. Before each step
+        (``register_step_pre_hook``) the training stream waits, on the device, until they are; the
+        host doesn't, but where memory can't be pinned (``SaveStatus.staging``).
+
+        Whatever else changes them (``load_state_dict``, weights that are clamped or swapped) has
+        to wait for the handle's ``staging_completion``. A change that can be seen fails the save.
+
+        Args:
+            optimizer: what the loop steps. Its tensors are looked up at each save.
+            wait: False: only to know its tensors; the loop waits for ``staging_completion``.
+
+        Returns:
+            A guard, with ``remove()``; also a context manager.
+
+        Raises:
+            InvalidRequestError: it isn't an optimizer, or steps inside ``backward()``, which
+                leaves no time for a copy. One that is first seen to do so in a step, or in a
+                CUDA graph, is refused by the next overlapped save.
+        """
+        return self._guards.add(optimizer, wait=wait)
 
     def wait_all(self, timeout: float | None = None) -> None:
         """Waits until every save has ended.
@@ -297,11 +336,12 @@ class Client:
         planner: SavePlanner | None,
         on_busy: str,
         deadline: Deadline,
+        devices: DeviceCopies,
     ) -> SaveHandle:
         session = member.session(self.settings)
         context = entry.context(member, session)
         slot = self._slots.take(on_busy, deadline.remaining())
-        saving = None
+        saving = rest = None
         try:
             saving = Saving(session, context, on_busy=on_busy, deadline=deadline, ended=self._ended)
             with self._lock:
@@ -324,12 +364,19 @@ class Client:
                 agreement = Agreement(self._plans, session, context, plan.cached, deadline)
             saving.planned(plan.attempt, plan.plan_id, agreement)
             arena = slot.hold(session.arena(self._slots.pool, plan.sizes))
-            saving.staged(plan.stage(arena))
+            staged = plan.stage(arena, devices)
+            rest = staged.rest
+            saving.staged(staged)
+            if rest is not None:
+                self._guards.hold(rest)
             # No daemon: a normal exit waits until the rank is ingested.
             threading.Thread(
                 target=saving.carry, args=(slot.free,), name=f"pannier-save-{entry.number}"
             ).start()
         except BaseException:
+            if rest is not None:
+                # The arena must not be used again before.
+                rest.finish(stop=lambda: True)
             if saving is not None:
                 saving.forget()
             slot.free()

@@ -15,6 +15,7 @@ from pannier.wire import identity
 from pannier.wire.errors import InvalidRequestError
 
 ON_BUSY: Final = ("wait", "skip", "raise")
+STAGING: Final = ("blocking", "overlapped")
 
 
 def checkpoint_path(checkpoint_id: str | os.PathLike[str] | None, writer: Any) -> str:
@@ -46,6 +47,12 @@ def check_on_busy(on_busy: str) -> None:
     """Raises InvalidRequestError unless it is one of :data:`ON_BUSY`."""
     if on_busy not in ON_BUSY:
         raise InvalidRequestError(f"on_busy={on_busy!r}: use 'wait', 'skip' or 'raise'")
+
+
+def check_staging(staging: str) -> None:
+    """Raises InvalidRequestError unless it is one of :data:`STAGING`."""
+    if staging not in STAGING:
+        raise InvalidRequestError(f"staging={staging!r}: use 'blocking' or 'overlapped'")
 
 
 def check_torch_only(kind: Any, stager: Any, use_collectives: bool) -> None:

@@ -33,7 +33,8 @@ class SaveResult:
     total_bytes: int
     """What all ranks wrote."""
     seconds: Mapping[str, float]
-    """By phase, as this rank saw it: ``plan``, ``stage``, ``ingest``, ``commit``."""
+    """By phase, as this rank saw it: ``plan``, ``stage``, ``ingest``, ``commit``; after ``stage``
+    ``copy``, when it was overlapped and there was something from a device."""
 
     def metadata(self) -> Metadata:
         """Reads the checkpoint's ``.metadata``, as it is in storage now."""
@@ -66,6 +67,9 @@ class SaveStatus:
     transport: str = ""
     """How this rank's bytes reach its sidecar: ``mapped``, or ``streamed`` and why; empty until
     they are staged."""
+    staging: str = ""
+    """How bytes came from devices: ``pinned`` (straight to the arena), or ``bounced`` (by way of a
+    pinned buffer) and why; empty when none did."""
 
     def __str__(self) -> str:
         waiting = f", waiting for {self.waiting_on}" if self.waiting_on else ""
@@ -167,7 +171,10 @@ class SaveHandle(AskedFuture[SaveResult], AsyncSaveResponse):
 
     @property
     def staging_completion(self) -> Future[None]:  # type: ignore[override]
-        """Done when the state dict may change: already, when ``async_save`` has returned."""
+        """Done when the state dict may change: already, when ``async_save`` has returned.
+
+        With ``staging="overlapped"`` later; an error when the state could not be copied.
+        """
         return self._staging
 
     @property

@@ -114,7 +114,7 @@ class Route:
         spill = arena.spilled
         if spill is not None and spill.size:
             files.append(StagedFile(names[-1], spill.size, spill.address, spill))
-        return Staged(files, varying, [], arena, transfers.rest())
+        return Staged(files, varying, [], arena, transfers.rest(), transfers.how)
 
     def _copy(
         self,

@@ -17,6 +17,7 @@ from typing import Final, Protocol
 from pannier.client.arena import Arena
 from pannier.client.handle import Resolver, SaveHandle, SaveResult
 from pannier.client.lent import LentMapping
+from pannier.client.rest import Rest
 from pannier.client.session import Session
 from pannier.client.slots import Fate
 from pannier.client.streaming import Deadline, MemoryInUseError, StagedFile, Stop, StoppedError
@@ -67,6 +68,14 @@ class Staged(Protocol):
     @property
     def bytes(self) -> int:
         """Sum of the files' sizes."""
+
+    @property
+    def rest(self) -> Rest | None:
+        """Copies from devices that are still under way."""
+
+    @property
+    def how(self) -> str:
+        """By which way bytes came from devices, for people."""
 
 
 class Agreement(Protocol):
@@ -134,16 +143,17 @@ class Saving:
         )
 
     def staged(self, staged: Staged) -> None:
-        """The state dict may change."""
+        """The state dict may change, but for what is still copied."""
         self._staged = staged
         self._bytes = staged.bytes
         self._phase_over("stage")
         self.resolver.update(
             lambda status: dataclasses.replace(
-                status, bytes=staged.bytes, transport=_transport(staged)
+                status, bytes=staged.bytes, transport=_transport(staged), staging=staged.how
             )
         )
-        self.resolver.staged()
+        if staged.rest is None:
+            self.resolver.staged()
 
     def carry(self, let_go: Callable[[Fate], None]) -> None:
         """Brings what is staged to the sidecar. Runs in a thread.
@@ -154,6 +164,7 @@ class Saving:
         """
         fate = Fate.UNUSED
         try:
+            self._finish_staging()
             if self._agreement is not None:
                 self._plan = (self._plan[0], self._agreement.settle())
             self._ingest()
@@ -174,6 +185,17 @@ class Saving:
                     self._let_go = let_go
                     let_go = lambda fate: None  # noqa: E731 - it is called by _leave
             let_go(fate)
+
+    def _finish_staging(self) -> None:
+        """Waits for the copies that outlast the call."""
+        rest = self._staged.rest if self._staged is not None else None
+        if rest is None:
+            return
+        rest.finish(stop=lambda: self.stop.is_set)
+        if self.stop.is_set:
+            raise StoppedError
+        self._phase_over("copy")
+        self.resolver.staged()
 
     def give_up(self, error: PannierError) -> None:
         """This rank can't go on: says so, and fails the handle if no news of the abort comes."""

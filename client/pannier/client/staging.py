@@ -64,6 +64,8 @@ class Staged:
     """The memory; whoever acquired it releases it."""
     rest: Rest | None = None
     """Copies that are still under way; they must be finished before the arena is released."""
+    how: str = ""
+    """By which way bytes came from devices, for people; empty when none did."""
 
     @property
     def bytes(self) -> int:
@@ -107,7 +109,7 @@ def stage(
         for position, slot, placed in zip(final.positions, slots, placements, strict=True)
         if placed != (names[slot.file], slot.offset, slot.length)
     ]
-    return Staged(files, varying, placements, arena, writer.rest())
+    return Staged(files, varying, placements, arena, writer.rest(), writer.how)
 
 
 def stage_external(
@@ -149,7 +151,7 @@ def stage_external(
             writer.put(item, resolve, _Slot(*next(places)) if archive is not None else None)
             for item, archive in zip(items, planned, strict=True)
         ]
-        return Staged(writer.finish(), [], placements, arena)
+        return Staged(writer.finish(), [], placements, arena, how=writer.how)
 
 
 class _Slot(NamedTuple):
@@ -220,6 +222,11 @@ class _Writer:
         if spill is not None and spill.size:
             files.append(StagedFile(self._objects, spill.size, spill.address, spill))
         return files
+
+    @property
+    def how(self) -> str:
+        """See :attr:`Staged.how`."""
+        return self._transfers.how
 
     def rest(self) -> Rest | None:
         """Begins the copies that may be late, if there are any; after all that can fail."""

@@ -76,6 +76,11 @@ class Transfers:
         """Returns when no device writes any more. Gathered copies that weren't run are dropped."""
         self._devices.wait()
 
+    @property
+    def how(self) -> str:
+        """By which way bytes came from devices; see :attr:`DeviceCopies.how`."""
+        return self._devices.how
+
     def rest(self) -> Rest | None:
         """Begins what may arrive later, if there is any; the last call."""
         return self._devices.rest()
