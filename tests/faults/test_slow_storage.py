@@ -8,20 +8,18 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import grpc
 import pytest
 import torch
 
 from pannier.client import Client, SaveAbortedError
 from pannier.client.config import load_settings
-from pannier.v1 import save_pb2, status_pb2, status_pb2_grpc
-from pannier.wire import addresses
+from pannier.v1 import save_pb2
 from support.bucket import check_whole, decisions_alone, generations
 from support.daemons import Daemons, await_serving
 from support.gcs_server import GcsServer
 from support.processes import Process, python
 from support.stretch import stretched
-from support.watching import ABORTED, all_in, await_save
+from support.watching import ABORTED, all_in, await_save, listed
 
 pytestmark = pytest.mark.slow
 
@@ -92,14 +90,6 @@ def state(value: float = 1.0) -> dict[str, torch.Tensor]:
 def pieces(server: GcsServer, before: int) -> list[str]:
     """Content-Range of what was sent of data files since ``before`` requests."""
     return [sent for method, _, sent in server.requests()[before:] if method == "PUT"]
-
-
-def listed(address: str) -> status_pb2.ListSavesResponse:
-    with grpc.insecure_channel(address, options=addresses.channel_options()) as channel:
-        answer: status_pb2.ListSavesResponse = status_pb2_grpc.StatusStub(channel).ListSaves(
-            status_pb2.ListSavesRequest(), timeout=stretched(10)
-        )
-        return answer
 
 
 def peak(pid: int) -> int:

@@ -16,6 +16,7 @@ from support.daemons import Daemons
 from support.gcs_server import GcsServer
 from support.ranks import free_port
 from support.scripted_sidecar import wait_until
+from support.watching import listed
 
 MIB = 1 << 20
 
@@ -106,6 +107,17 @@ def test_what_is_handed_over_is_read_only_until_it_is_committed(
             server.clear()
             handle.result(60)
             assert set(mapped_files().values()) == {"rw-s"}
+
+
+def test_the_status_tells_what_the_spool_takes(
+    settings: Settings, daemons: Daemons, tmp_path: Path
+) -> None:
+    with Client(settings) as client:
+        client.save({"w": torch.ones(MIB)}, checkpoint_id=tmp_path / "root" / "1")
+        told = listed(daemons.sidecar_address)
+        assert 4 * MIB < told.spool_lent_bytes <= told.spool_bytes
+    wait_until(lambda: listed(daemons.sidecar_address).spool_lent_bytes == 0)
+    assert listed(daemons.sidecar_address).spool_held_bytes == 0
 
 
 def test_the_socket_beside_the_sidecars_is_as_private(daemons: Daemons) -> None:

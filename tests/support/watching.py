@@ -51,3 +51,12 @@ def await_save(
 def all_in(phase: "save_pb2.RankPhase") -> Callable[[save_pb2.SaveStatus], bool]:
     """Whether all ranks have come to a phase."""
     return lambda status: bool(status.ranks) and all(r.phase >= phase for r in status.ranks)
+
+
+def listed(address: str) -> status_pb2.ListSavesResponse:
+    """What a daemon says of itself and its saves."""
+    with grpc.insecure_channel(address, options=addresses.channel_options()) as channel:
+        answer: status_pb2.ListSavesResponse = status_pb2_grpc.StatusStub(channel).ListSaves(
+            status_pb2.ListSavesRequest(), timeout=10
+        )
+        return answer

@@ -71,6 +71,13 @@ def command(
     if listed.oldest_upload_s:
         waiting = f"{render.size(listed.bytes_queued)} to upload"
         out.print(f"{waiting}, the oldest for {listed.oldest_upload_s:.0f} s")
+    if listed.spool_bytes:
+        held = f", {render.size(listed.spool_held_bytes)} held by processes that are stopped"
+        out.print(
+            f"spool: {render.size(listed.spool_bytes)}, of these "
+            f"{render.size(listed.spool_lent_bytes)} lent to trainers"
+            f"{held if listed.spool_held_bytes else ''}"
+        )
     if listed.saves:
         out.print(render.saves_table(listed.saves))
     else:

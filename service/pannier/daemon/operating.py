@@ -32,6 +32,10 @@ class Backlog:
     bytes_queued: int = 0
     oldest_s: float = 0.0
     """Age of the oldest upload, seconds."""
+    spool_bytes: int = 0
+    """Reserved in the spool; of these, lent to trainers, and held by processes that may wake up."""
+    lent_bytes: int = 0
+    held_bytes: int = 0
 
 
 @dataclass
@@ -111,6 +115,9 @@ def _list(
         version=package_version(),
         bytes_queued=backlog.bytes_queued,
         oldest_upload_s=backlog.oldest_s,
+        spool_bytes=backlog.spool_bytes,
+        spool_lent_bytes=backlog.lent_bytes,
+        spool_held_bytes=backlog.held_bytes,
     )
 
 

@@ -16,6 +16,7 @@ from typing import Any, Final, TypeVar
 import grpc
 
 from pannier.daemon.admitting import STATUS_LIMITS, AdmissionInterceptor
+from pannier.daemon.allocating import keep_freed_memory
 from pannier.daemon.board import Board
 from pannier.daemon.failing import ErrorInterceptor
 from pannier.daemon.listening import (
@@ -25,7 +26,7 @@ from pannier.daemon.listening import (
     socket_path,
 )
 from pannier.daemon.logs import set_up_logging
-from pannier.daemon.operating import Operating, Vitals
+from pannier.daemon.operating import Backlog, Operating, Vitals
 from pannier.daemon.peers import PeerInterceptor
 from pannier.daemon.stopping import StopSignals
 from pannier.sidecar import service
@@ -67,6 +68,7 @@ def run(config: SidecarConfig) -> int:
     """
     set_up_logging()
     raise_descriptor_limit()
+    keep_freed_memory()
     with StopSignals() as stop, Sidecar(config) as sidecar:
         sidecar.wait(stop)
         sidecar.drain(stop)
@@ -84,7 +86,7 @@ class Sidecar:
         self.config = config
         self.board = Board()
         self.saves = Saves()
-        self.vitals = Vitals(config.host, backlog=lambda: backlog(self.saves.pending()))
+        self.vitals = Vitals(config.host, backlog=self._backlog)
         self._open_store = store or self._default_store
         self._stack = ExitStack()
         self._kept: set[str] = set()
@@ -250,6 +252,9 @@ class Sidecar:
             draining=self.saves.draining,
             descriptors=self._descriptors,
         )
+
+    def _backlog(self) -> Backlog:
+        return backlog(self.saves.pending(), self.spool, self._lending)
 
     def _publish(self, save: Save, rank: RankSave | None, urgent: bool) -> None:
         """Listener of the saves: keeps the board."""

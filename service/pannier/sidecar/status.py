@@ -9,7 +9,9 @@ from typing import Protocol
 
 from pannier.daemon.operating import Backlog
 from pannier.daemon.waiting import Awaited, waiting_on
+from pannier.sidecar.lending import Lending
 from pannier.sidecar.saves import Phase, RankSave, Save
+from pannier.sidecar.spool import Spool
 from pannier.v1 import save_pb2
 
 
@@ -45,14 +47,18 @@ def rank_status(rank: RankSave) -> save_pb2.RankStatus:
     )
 
 
-def backlog(pending: Iterable[RankSave]) -> Backlog:
-    """What these ranks have in the spool and storage hasn't confirmed."""
+def backlog(pending: Iterable[RankSave], spool: Spool, lending: Lending) -> Backlog:
+    """What these ranks have in the spool and storage hasn't confirmed, and what the spool takes."""
     files = [file for rank in pending for file in list(rank.files.values()) if not file.durable]
     now = time.monotonic()
+    lent, held = lending.lent()
     return Backlog(
         # The two are read while other threads move them.
         bytes_queued=sum(max(0, file.held - file.uploaded) for file in files),
         oldest_s=max((now - file.since for file in files), default=0.0),
+        spool_bytes=spool.reserved,
+        lent_bytes=lent,
+        held_bytes=held,
     )
 
 
