@@ -174,6 +174,8 @@ class Ways:
 
     def note(self, expected: str) -> str:
         """A remark for the table; empty when all went as ``expected``."""
+        if expected == "auto":
+            return ""
         other = sum(count for way, count in self._found.items() if way != expected)
         return f"; {other} of {self._found.total()} saves were not {expected}" if other else ""
 
