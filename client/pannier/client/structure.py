@@ -14,7 +14,7 @@ What isn't understood has no structure. Not knowing is always right, only slower
 import enum
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping
-from operator import attrgetter
+from operator import attrgetter, eq
 from typing import Any, Final
 
 import torch
@@ -115,7 +115,9 @@ class Structure:
         tensors = leaves if self._all_tensors else [leaves[i] for i in self._tensors]
         if (self._dtensors or self._sharded) and not _PLAIN.issuperset(map(type, tensors)):
             return None
-        return leaves if list(map(self._facts_of, tensors)) == self._facts else None
+        # One after the other: ten thousand new tuples at once would wake the garbage collector.
+        same = all(map(eq, map(self._facts_of, tensors), self._facts))
+        return leaves if same and len(tensors) == len(self._facts) else None
 
     def _parts(self, leaves: list[Any]) -> list[list[Any]]:
         """The values of each leaf's items."""
