@@ -44,6 +44,9 @@ class FakeLane(Lane):
         self.copied: list[int] = []
         """Bytes of each copy to the host."""
         self.held_back = 0
+        self.runs = threading.Event()
+        """Cleared: the device stands still, and whoever waits for it waits."""
+        self.runs.set()
         self.failure: Exception | None = None
 
     def follow(self) -> None:
@@ -80,6 +83,7 @@ class FakeLane(Lane):
 
     def advance(self, position: int | None = None) -> None:
         """Lets the device work, up to a position."""
+        assert self.runs.wait(60)
         with self._lock:
             while self._queue and (position is None or self.done < position):
                 self.done += 1
@@ -110,8 +114,10 @@ def means(lane: FakeLane, *, refusal: str = "", slots: int = 4, slot_bytes: int 
 
 
 @contextmanager
-def host_as_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Tensors of the host are taken for those of a device."""
+def host_as_device(monkeypatch: pytest.MonkeyPatch, usual: Means | None = None) -> Iterator[None]:
+    """Tensors of the host are taken for those of a device, copied by ``usual``."""
     with monkeypatch.context() as patch:
+        if usual is not None:
+            patch.setattr("pannier.client.devices.USUAL", usual)
         patch.setattr("pannier.client.lanes.ASYNC_DEVICES", frozenset({"cpu"}))
         yield

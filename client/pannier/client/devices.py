@@ -42,6 +42,9 @@ class Means:
     ring: Ring = pinning.ring
 
 
+USUAL: Final = Means()
+
+
 class DeviceCopies:
     """The copies of one save. Not thread-safe.
 
@@ -51,7 +54,7 @@ class DeviceCopies:
 
     def __init__(self, late: Late | None = None, means: Means | None = None) -> None:
         self._late = late
-        self._means = means or Means()
+        self._means = means or USUAL
         self._gathered: list[Copy] = []
         self._gathered_bytes = 0
         self._bouncing = Bouncing(self._means.ring)
