@@ -183,3 +183,11 @@ def test_files_and_descriptors_do_not_pile_up(settings: Settings, tmp_path: Path
             client.save(sized, checkpoint_id=tmp_path / "root" / f"{number}")
         assert descriptors() <= before
         assert len(mapped_files()) <= 2
+
+
+def test_the_sidecar_lets_the_trainers_go_first(daemons: Daemons) -> None:
+    own = os.getpriority(os.PRIO_PROCESS, os.getpid())
+    tasks = Path(f"/proc/{daemons.sidecar.pid}/task").iterdir()
+    assert {os.getpriority(os.PRIO_PROCESS, int(task.name)) for task in tasks} == {
+        min(19, own + 10)
+    }

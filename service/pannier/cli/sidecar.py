@@ -46,6 +46,14 @@ DEFAULT_ADDRESS = "unix:///run/pannier/sidecar.sock"
     help="Most bytes of upload buffers.",
 )
 @option(
+    "--nice",
+    type=click.IntRange(0, 19),
+    default=10,
+    show_default=True,
+    metavar="NUMBER",
+    help="How much it lets the trainers on its host go first where cores are short (nice(1)).",
+)
+@option(
     "--grace",
     type=Seconds(),
     default=30,

@@ -29,6 +29,8 @@ class SidecarConfig(Access):
     """Most bytes of upload buffers."""
     storage_options: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the fsspec file systems."""
+    nice: int = 10
+    """Added to the process's niceness: the trainers go first where cores are short."""
     idle_exit_s: float | None = None
     """Exit after so many seconds without a client or an undecided save; None: never."""
     grace_s: float = 30
@@ -48,6 +50,8 @@ class SidecarConfig(Access):
                 f"--memory {self.memory} is too little to upload with: give at least "
                 f"{_LEAST_MEMORY >> 20} MiB"
             )
+        if not 0 <= self.nice <= 19:
+            raise ConfigurationError(f"--nice {self.nice} is not from 0 to 19")
         for setting, value in (("--idle-exit", self.idle_exit_s), ("--grace", self.grace_s)):
             if value is not None and not value > 0:
                 raise ConfigurationError(f"{setting} {value} is not a positive number of seconds")

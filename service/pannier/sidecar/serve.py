@@ -7,6 +7,7 @@ loop in one of their own.
 
 import asyncio
 import logging
+import os
 import threading
 from collections.abc import Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -68,6 +69,8 @@ def run(config: SidecarConfig) -> int:
     """
     set_up_logging()
     raise_descriptor_limit()
+    # Before there are threads: each keeps the one it was started with.
+    os.nice(config.nice)
     keep_freed_memory()
     with StopSignals() as stop, Sidecar(config) as sidecar:
         sidecar.wait(stop)
