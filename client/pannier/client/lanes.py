@@ -48,7 +48,7 @@ class Lane:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._module: Any = torch.get_device_module(device)
-        self._stream = self._module.Stream(device=device)
+        self._stream = self._module.Stream(device)
         # Waiting for an event spins on a core unless it is told not to.
         self._event_options = {"blocking": True} if device.type == "cuda" else {}
 
@@ -76,9 +76,10 @@ class Lane:
 
     def mark(self) -> Mark:
         """A mark behind all that was queued."""
-        event: Mark = self._module.Event(**self._event_options)
-        self._stream.record_event(event)
-        return event
+        event: Any = self._module.Event(**self._event_options)
+        event.record(self._stream)
+        mark: Mark = event
+        return mark
 
     def hold_back(self, mark: Mark) -> None:
         """What the caller's stream gets from now on waits, on the device, for ``mark``."""
