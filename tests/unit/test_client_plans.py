@@ -326,3 +326,28 @@ def test_a_message_that_is_kept_is_the_planners(client: Client, sidecar: Scripte
     planning = Planning(state(), None, is_coordinator=True, checkpoint_id="/x/1")
     assert full_plans(sidecar)[0].plan == planning.message
     assert isinstance(planning.message, plan_pb2.LocalPlan)
+
+
+def test_a_prepared_save_costs_what_every_save_costs(
+    client: Client, sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client.prepare(state(), "/x")
+    (prepared,) = sidecar.asked(sidecar_pb2.PlanRequest)
+    assert prepared.prepare
+    assert not sidecar.files
+    assert not client._pending
+    with monkeypatch.context() as patched:
+        patched.setattr("pannier.client.agreed.Planning", None)
+        patched.setattr("pannier.client.route._engrave", None)
+        client.save(state(), checkpoint_id="/x/1")
+    (proposal,) = proposals(sidecar)
+    assert proposal.context.save.number == 2
+
+
+def test_preparing_refuses_what_saving_refuses(client: Client, sidecar: ScriptedSidecar) -> None:
+    with pytest.raises(InvalidRequestError, match="'w' can't be saved"):
+        client.prepare({"w": torch.ones(2, device="meta")}, "/x")
+    with pytest.raises(InvalidRequestError, match="neither a path nor a URL"):
+        client.prepare(state(), "")
+    client.prepare(state(), "/x")
+    assert [r.context.save.number for r in full_plans(sidecar)] == [3]

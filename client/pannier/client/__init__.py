@@ -74,6 +74,20 @@ def async_save(
     )
 
 
+def prepare(
+    state_dict: Mapping[str, Any],
+    checkpoint_root: str | os.PathLike[str],
+    *,
+    planner: SavePlanner | None = None,
+    process_group: Any = None,
+    no_dist: bool = False,
+) -> None:
+    """Plans and reserves before training starts. See :meth:`Client.prepare`."""
+    default_client().prepare(
+        state_dict, checkpoint_root, planner=planner, process_group=process_group, no_dist=no_dist
+    )
+
+
 def guard(optimizer: torch.optim.Optimizer, *, wait: bool = True) -> Guard:
     """Makes an optimizer's steps wait for overlapped staging. See :meth:`Client.guard`."""
     return default_client().guard(optimizer, wait=wait)
@@ -245,6 +259,7 @@ __all__ = [
     "latest",
     "list",
     "load",
+    "prepare",
     "save",
     "wait_all",
 ]

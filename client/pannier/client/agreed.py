@@ -89,17 +89,21 @@ def keep(
     planning: Planning,
     plan: plan_pb2.FinalPlan | CachedPlan,
     options: Options | None,
-) -> None:
-    """Remembers an agreed plan, and that it is the one of the wish's state."""
+) -> CachedPlan | None:
+    """Remembers an agreed plan, and that it is the one of the wish's state.
+
+    None when it can serve no other save.
+    """
     if isinstance(plan, plan_pb2.FinalPlan):
         try:
             plan = CachedPlan(wish.owner, planning.message, planning.digest, plan)
         except InvalidRequestError:
             # Names that can't be made for another save: it is planned anew.
-            return
+            return None
     if options is not None:
         plan.learn(options, wish.state, planning.items)
     plans.keep(plan)
+    return plan
 
 
 def _by_match(match: Match, wish: Wish) -> Agreed:

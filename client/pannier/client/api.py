@@ -27,6 +27,7 @@ from pannier.client.arguments import (
     check_staging,
     check_torch_only,
     checkpoint_path,
+    prepared_path,
     told_path,
 )
 from pannier.client.cached import Agreement, Owner, PlanCache
@@ -39,6 +40,7 @@ from pannier.client.line import keep_in_children
 from pannier.client.load import load as load_checkpoint
 from pannier.client.membership import Entry, Membership
 from pannier.client.planning import Planning, expand
+from pannier.client.preparing import prepare
 from pannier.client.saving import Saving, fail_request
 from pannier.client.session import Session
 from pannier.client.slots import Slots
@@ -175,6 +177,59 @@ class Client:
     def save(self, state_dict: Mapping[str, Any], **arguments: Any) -> SaveResult:
         """:meth:`async_save`, waiting until the checkpoint is committed."""
         return self.async_save(state_dict, **arguments).result()
+
+    def prepare(
+        self,
+        state_dict: Mapping[str, Any],
+        checkpoint_root: str | os.PathLike[str],
+        *,
+        planner: SavePlanner | None = None,
+        process_group: Any = None,
+        no_dist: bool = False,
+    ) -> None:
+        """Plans and reserves ahead, so that the first save costs what every save costs.
+
+        All ranks of the group call it, in order with their saves. Nothing is saved, and nothing
+        need be called: without it the first save does the same. An optimizer has its state only
+        after its first step; with another structure than here, saves are planned anew.
+
+        Args:
+            state_dict, planner, process_group, no_dist: as those of the saves to come.
+            checkpoint_root: the directory in which their checkpoints will lie.
+
+        Raises: what :meth:`async_save` raises.
+        """
+        member = self._membership(no_dist)
+        member.check_process()
+        group = member.world.group(process_group)
+        while True:
+            number = member.world.next_number(group)
+            entry = Entry(group, number, told_path(checkpoint_root, None))
+            try:
+                self._check_open()
+                self._unasked.raise_all()
+                entry.checkpoint_id = prepared_path(checkpoint_root)
+                session = member.session(self.settings)
+                context = entry.context(member, session)
+                wish = _wish(entry, context, state_dict, planner)
+                entry.planned = True
+                prepare(
+                    wish,
+                    keeper=self._plans,
+                    session=session,
+                    context=context,
+                    pool=self._slots.pool,
+                    arenas=self._slots.idle,
+                    timeout_s=self.settings.plan_timeout,
+                )
+                return
+            except BaseException as error:
+                if isinstance(error, SaveAbortedError) and error.resume_at > number:
+                    _log.warning("%s", error)
+                    member.world.resume(group, error.resume_at)
+                    continue
+                self._report(member, entry, error)
+                raise
 
     def guard(self, optimizer: torch.optim.Optimizer, *, wait: bool = True) -> Guard:
         """Tells what nothing but ``optimizer`` changes, and makes its steps wait for the copy.
@@ -346,18 +401,7 @@ class Client:
             saving = Saving(session, context, on_busy=on_busy, deadline=deadline, ended=self._ended)
             with self._lock:
                 self._pending.add(saving)
-            wish = Wish(
-                owner=Owner(
-                    context.save.incarnation,
-                    entry.group.name,
-                    identity.split_checkpoint_id(entry.checkpoint_id)[0],
-                ),
-                number=entry.number,
-                checkpoint_id=entry.checkpoint_id,
-                is_coordinator=entry.group.is_coordinator,
-                state=expand(state_dict),
-                planner=planner,
-            )
+            wish = _wish(entry, context, state_dict, planner)
             plan = agree(self._plans, wish, lambda planning: self._ask(saving, entry, planning))
             agreement = None
             if plan.cached is not None:
@@ -475,6 +519,23 @@ class Client:
             _log.error("a save failed and nobody asked for its result: %s", error)
             # Logs may go where nobody looks.
             sys.excepthook(type(error), error, error.__traceback__)
+
+
+def _wish(
+    entry: Entry,
+    context: sidecar_pb2.SaveContext,
+    state_dict: Mapping[str, Any],
+    planner: SavePlanner | None,
+) -> Wish:
+    root, _ = identity.split_checkpoint_id(entry.checkpoint_id)
+    return Wish(
+        owner=Owner(context.save.incarnation, entry.group.name, root),
+        number=entry.number,
+        checkpoint_id=entry.checkpoint_id,
+        is_coordinator=entry.group.is_coordinator,
+        state=expand(state_dict),
+        planner=planner,
+    )
 
 
 def _skipped(context: sidecar_pb2.SaveContext, error: SaveSkippedError) -> SaveHandle:

@@ -5,6 +5,7 @@ In: arguments with torch's names. Out: checked ones, or an InvalidRequestError
 """
 
 import os
+import posixpath
 from typing import Any, Final
 
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
@@ -33,6 +34,11 @@ def checkpoint_path(checkpoint_id: str | os.PathLike[str] | None, writer: Any) -
     url = absolute(checkpoint_id)
     identity.split_checkpoint_id(url)
     return url
+
+
+def prepared_path(checkpoint_root: str | os.PathLike[str]) -> str:
+    """A checkpoint id in the root, under which nothing is saved. Raises InvalidRequestError."""
+    return checkpoint_path(posixpath.join(absolute(checkpoint_root), "prepared"), None)
 
 
 def told_path(checkpoint_id: Any, writer: Any) -> str:

@@ -93,10 +93,10 @@ class Route:
         engraved = []
         try:
             with torch.no_grad(), compat.without_torch_functions():
-                for file, region, pick in zip(self._files, arena.files, self._small, strict=False):
-                    imprint = imprints.take(region)
-                    if imprint is None or imprint.pattern is not file:
-                        imprint = _engrave(file, region)
+                for file, region, pick in zip(self._files, arena.files, self._small, strict=True):
+                    if not file.size:
+                        continue
+                    imprint = _imprint(file, region)
                     self._copy(file, region, imprint, pick(values), values, transfers)
                     engraved.append((region, imprint))
             varying = self._spill(values, arena, names)
@@ -115,6 +115,12 @@ class Route:
         if spill is not None and spill.size:
             files.append(StagedFile(names[-1], spill.size, spill.address, spill))
         return Staged(files, varying, [], arena, transfers.rest(), transfers.how)
+
+    def engrave(self, arena: Arena) -> None:
+        """Writes everything but values into an arena, so that later saves find it there."""
+        for file, region in zip(self._files, arena.files, strict=True):
+            if file.size:
+                imprints.leave(region, _imprint(file, region))
 
     def _copy(
         self,
@@ -229,6 +235,14 @@ def _place(file: _File, slot: _Slot, *, on_host: bool) -> None:
     if slot.archive.body:
         together = on_host and slot.archive.body < LARGE
         (file.small if together else file.single).append(number)
+
+
+def _imprint(file: _File, region: Region) -> imprints.Imprint:
+    """The region's imprint of the file, engraved where it isn't there; to be left when all is done."""
+    found = imprints.take(region)
+    if found is None or found.pattern is not file:
+        found = _engrave(file, region)
+    return found
 
 
 def _engrave(file: _File, region: Region) -> imprints.Imprint:

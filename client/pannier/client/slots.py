@@ -82,6 +82,12 @@ class Slots:
             self._taken.add(slot)
         return slot
 
+    @property
+    def idle(self) -> int:
+        """How many slots are not taken now."""
+        with self._changed:
+            return self._limit - len(self._taken)
+
     def close(self, timeout_s: float | None = None) -> bool:
         """Waits until all slots are given back, then frees the arenas; False: not in time.
 
