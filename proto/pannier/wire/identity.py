@@ -80,14 +80,24 @@ def data_prefix(attempt: str) -> str:
     return f"__{attempt}_"
 
 
+def data_suffix(rank: int, index: int) -> str:
+    """What is not the attempt's own in the name of a rank's ``index``-th data file."""
+    return f"{rank}_{index}.distcp"
+
+
+def objects_suffix(rank: int) -> str:
+    """The same for its data file of archives that vary in size."""
+    return f"{rank}_objects.distcp"
+
+
 def data_file(attempt: str, rank: int, index: int) -> str:
     """Name of a rank's ``index``-th data file of planned slots."""
-    return f"__{attempt}_{rank}_{index}.distcp"
+    return data_prefix(attempt) + data_suffix(rank, index)
 
 
 def objects_file(attempt: str, rank: int) -> str:
     """Name of a rank's data file of archives that vary in size."""
-    return f"__{attempt}_{rank}_objects.distcp"
+    return data_prefix(attempt) + objects_suffix(rank)
 
 
 def check_data_file(name: str, attempt: str, rank: int) -> None:

@@ -11,7 +11,8 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from pannier.coordinator.columns import Ints
+from pannier.coordinator import varints
+from pannier.coordinator.varints import Ints
 from pannier.v1 import plan_pb2, records_pb2, sidecar_pb2
 from pannier.wire import identity
 
@@ -71,35 +72,50 @@ class AgreedPlan:
         self.digests = dict(members)
         self.assignment = assignment
         _check(assignment, len(members), len(names))
-        self._shares: dict[int, Share] = {}
-        self._order = np.lexsort((assignment.position, assignment.owner))
-        edges = np.searchsorted(assignment.owner[self._order], np.arange(len(members) + 1))
+        order = np.lexsort((assignment.position, assignment.owner))
+        self._order = order
+        owner = assignment.owner[order]
+        edges = np.searchsorted(owner, np.arange(len(members) + 1))
         self._spans = {
             rank: (int(edges[index]), int(edges[index + 1]))
             for index, (rank, _) in enumerate(members)
         }
+        # The files of each member, in the order of their numbers: the objects file is the last.
+        pair = owner * len(names) + assignment.file[order]
+        pairs, self._file = np.unique(pair, return_inverse=True)
+        self._files = pairs % max(1, len(names))
+        first = np.searchsorted(pairs, np.arange(len(members) + 1) * len(names))
+        self._file_spans = {
+            rank: (int(first[index]), int(first[index + 1]))
+            for index, (rank, _) in enumerate(members)
+        }
+        length = assignment.length[order]
+        self._sizes = np.zeros(len(pairs), np.int64)
+        np.maximum.at(
+            self._sizes, self._file, np.where(length > 0, assignment.offset[order] + length, 0)
+        )
+        self._varying = np.flatnonzero(length == 0)
+        self._shares: dict[int, Share] = {}
+        self._columns: list[tuple[bytes, Ints]] | None = None
 
     def share(self, rank: int) -> Share:
         """What ``rank`` writes; nothing, for a rank without items."""
         share = self._shares.get(rank)
         if share is None:
-            start, end = self._spans.get(rank, (0, 0))
-            share = self._shares[rank] = self._cut(self._order[start:end])
+            share = self._shares[rank] = self._cut(rank)
         return share
 
-    def _cut(self, rows: Ints) -> Share:
-        told = self.assignment
-        file, length = told.file[rows], told.length[rows]
-        share = Share(rows, told.position[rows])
-        # A rank's files are numbered in the order of the layout; the objects file is the last.
-        ends = told.offset[rows] + length
-        for number in np.unique(file).tolist():
-            here = file == number
-            share.files[self.names[number]] = int(ends[here].max()) if length[here].any() else 0
-        for index in np.flatnonzero(length == 0).tolist():
-            share.varying[int(share.positions[index])] = (
-                int(rows[index]),
-                self.names[int(file[index])],
+    def _cut(self, rank: int) -> Share:
+        start, end = self._spans.get(rank, (0, 0))
+        rows = self._order[start:end]
+        share = Share(rows, self.assignment.position[rows])
+        for number in range(*self._file_spans.get(rank, (0, 0))):
+            share.files[self.names[self._files[number]]] = int(self._sizes[number])
+        first, last = np.searchsorted(self._varying, (start, end))
+        for index in self._varying[first:last].tolist():
+            share.varying[int(share.positions[index - start])] = (
+                int(self._order[index]),
+                self.names[self._files[self._file[index]]],
             )
         return share
 
@@ -119,31 +135,44 @@ class AgreedPlan:
 
     def final_plan(self, rank: int, attempt: str) -> plan_pb2.FinalPlan:
         """The answer to ``rank``'s local plan, in this attempt."""
-        share, told = self.share(rank), self.assignment
+        share = self.share(rank)
         prefix = identity.data_prefix(attempt)
-        # Files are numbered in the order of the share's.
-        _, file = np.unique(told.file[share.rows], return_inverse=True)
-        return plan_pb2.FinalPlan(
-            plan_id=self.plan_id,
-            attempt=attempt,
-            positions=share.positions.tolist(),
-            files=[
-                plan_pb2.PlannedFile(name=prefix + name, size=size)
-                for name, size in share.files.items()
-            ],
-            placement=plan_pb2.Placement(
-                file=file.tolist(),
-                offset=told.offset[share.rows].tolist(),
-                length=told.length[share.rows].tolist(),
-            ),
+        start, end = self._spans.get(rank, (0, 0))
+        position, file, offset, length = (
+            data[int(ends[start - 1]) if start else 0 : int(ends[end - 1]) if end else 0]
+            for data, ends in self._packed()
         )
+        files = [
+            plan_pb2.PlannedFile(name=prefix + name, size=size)
+            for name, size in share.files.items()
+        ]
+        final = plan_pb2.FinalPlan(plan_id=self.plan_id, attempt=attempt, files=files)
+        # The columns as protobuf writes them: they merge with the rest.
+        place = varints.field(1, file) + varints.field(2, offset) + varints.field(3, length)
+        final.MergeFromString(varints.field(3, position) + varints.field(5, place))
+        return final
+
+    def _packed(self) -> list[tuple[bytes, Ints]]:
+        """Columns of all final plans, by rank, and where each number ends."""
+        if self._columns is None:
+            told, order = self.assignment, self._order
+            starts = np.zeros(len(self.members), np.int64)
+            for index, (rank, _) in enumerate(self.members):
+                starts[index] = self._file_spans[rank][0]
+            file = self._file - starts[told.owner[order]]
+            columns = (told.position[order], file, told.offset[order], told.length[order])
+            self._columns = [varints.encode(column) for column in columns]
+        return self._columns
 
 
 def read_assignment(message: records_pb2.PlanManifest) -> Assignment:
     """What a manifest says of it. Raises OverflowError for numbers that no plan has."""
     place = message.metadata.placement
     columns = (message.owner, message.position, place.file, place.offset, place.length)
-    return Assignment(*(np.array(column, np.int64) for column in columns))
+    found = Assignment(*(np.array(column, np.int64) for column in columns))
+    if len(found.offset) and int(max(found.offset.max(), found.length.max())) >= 1 << 62:
+        raise OverflowError("a place is out of range")
+    return found
 
 
 def _check(told: Assignment, members: int, names: int) -> None:

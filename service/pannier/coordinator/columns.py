@@ -12,11 +12,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from pannier.coordinator import varints
 from pannier.v1 import plan_pb2, save_pb2
 from pannier.wire.errors import InvalidRequestError
 from pannier.wire.plans import dtype_named
 
-Ints = npt.NDArray[np.int64]
+Ints = varints.Ints
 Bools = npt.NDArray[np.bool_]
 
 _LARGEST: Final = 1 << 62
@@ -80,6 +81,8 @@ class Columns:
     """The chunk's offset as one number, unique within a key; 0 for objects."""
     volume: Ints
     """Elements of the chunk; 0 for objects."""
+    mappings: list[int]
+    """By plan: a number that plans with the same flatten mappings share."""
 
     @property
     def is_object(self) -> Bools:
@@ -142,94 +145,181 @@ def read_columns(plans: Sequence[RankPlan]) -> Columns:
     Raises InvalidPlanError naming the rank whose columns don't fit together or whose
     chunk lies outside its tensor.
     """
-    names: dict[str, int] = {}
-    known: dict[bytes, int] = {}
-    parts = []
+    reader = _Reader()
     for plan in plans:
         try:
-            parts.append(_read_plan(plan.plan, names, known))
-        except (IndexError, OverflowError, ValueError) as error:
-            raise InvalidPlanError(
-                f"the plan of rank {plan.rank} (host {plan.host}) is malformed: {error}", [plan]
-            ) from error
-    joined = [np.concatenate(column) for column in zip(*parts, strict=True)]
-    fqn, kind, ndim, prop, size, offset, extent, head, body, tail = joined
-    properties = [plan_pb2.TensorProperties.FromString(text) for text in known]
-    counts = [len(part[0]) for part in parts]
-    start = np.cumsum(ndim) - ndim
-    columns = Columns(
+            reader.add(plan.plan)
+        except (IndexError, ValueError) as error:
+            raise _malformed(plan, error) from error
+    found = {name: varints.decode(parts) for name, parts in reader.parts.items()}
+    counts = found["kind"][1]
+    columns = {name: values for name, (values, _) in found.items()}
+    of = np.repeat(np.arange(len(plans)), counts)
+    is_object = columns["kind"] == plan_pb2.ITEM_KIND_BYTE_IO
+    for problem, wrong in _problems(found, of, is_object, reader):
+        if wrong.any():
+            culprit = plans[int(np.argmax(wrong))]
+            raise _malformed(culprit, ValueError(problem))
+    ends = np.cumsum(counts)
+    head, body, tail = (columns[name] for name in ("head", "body", "tail"))
+    out = Columns(
         plans=plans,
-        fqns=list(names),
-        properties=properties,
-        dtypes=[dtype_named(each.dtype) for each in properties],
-        plan=np.repeat(np.arange(len(plans)), counts),
-        position=np.concatenate([np.arange(count) for count in counts]),
-        fqn=fqn,
-        kind=kind,
-        prop=prop,
-        ndim=ndim,
-        start=start,
-        size=size,
-        offset=offset,
-        extent=extent,
+        fqns=list(reader.names),
+        properties=list(reader.messages.values()),
+        dtypes=[dtype_named(each.dtype) for each in reader.messages.values()],
+        plan=of,
+        position=np.arange(len(of)) - np.repeat(ends - counts, counts),
+        fqn=reader.fqns(columns["fqn"], of),
+        kind=columns["kind"],
+        prop=reader.properties(columns["property"], of),
+        ndim=columns["ndim"],
+        start=np.cumsum(columns["ndim"]) - columns["ndim"],
+        size=columns["size"],
+        offset=columns["chunk_offset"],
+        extent=columns["chunk_size"],
         head=head,
         body=body,
         tail=tail,
-        place=np.zeros_like(fqn),
-        volume=(kind != plan_pb2.ITEM_KIND_BYTE_IO).astype(np.int64),
+        place=np.zeros(len(of), np.int64),
+        volume=(~is_object).astype(np.int64),
+        mappings=reader.mappings,
     )
-    _measure(columns)
-    return columns
+    _measure(out)
+    return out
 
 
-def _read_plan(
-    plan: plan_pb2.LocalPlan, names: dict[str, int], known: dict[bytes, int]
-) -> tuple[Ints, ...]:
-    """One rank's columns; keys and properties become numbers in ``names`` and ``known``."""
-    items = plan.items
-    fqns = np.array([names.setdefault(fqn, len(names)) for fqn in items.fqns], np.int64)
-    properties = [known.setdefault(_bytes(p), len(known)) for p in items.properties]
-    kind, ndim = _ints(items.kind), _ints(items.ndim)
-    prop, fqn = _ints(items.property), _ints(items.fqn)
-    head, body, tail = _ints(plan.head), _ints(plan.body), _ints(plan.tail)
-    if {len(each) for each in (fqn, ndim, prop, items.hint, head, body, tail)} - {len(kind)}:
-        raise ValueError("its columns differ in length")
-    if sum(map(float, (*plan.head, *plan.body, *plan.tail))) >= _LARGEST:
-        raise ValueError("its slots have more bytes than a file can")
-    size, offset, extent = (
-        _ints(each) for each in (items.size, items.chunk_offset, items.chunk_size)
+def _malformed(plan: RankPlan, error: Exception) -> InvalidPlanError:
+    return InvalidPlanError(
+        f"the plan of rank {plan.rank} (host {plan.host}) is malformed: {error}", [plan]
     )
-    total = int(ndim.sum())
-    if not total == len(size) == len(offset) == len(extent):
-        raise ValueError(f"its shapes have {len(size)} entries, not {total}")
-    if not np.isin(kind, _KINDS).all():
-        raise ValueError("an item is of unknown kind")
-    is_object = kind == plan_pb2.ITEM_KIND_BYTE_IO
-    if ndim[is_object].any() or head[is_object].any():
-        raise ValueError("an object has a shape or a planned slot")
-    if not is_object.all() and not properties:
-        raise ValueError("its tensors have no properties")
-    # Objects have no property; their number is never looked at.
-    numbers = np.array(properties or [0], np.int64)
-    return fqns[fqn], kind, ndim, numbers[prop], size, offset, extent, head, body, tail
 
 
-_KINDS: Final = [
-    plan_pb2.ITEM_KIND_BYTE_IO,
-    plan_pb2.ITEM_KIND_TENSOR,
-    plan_pb2.ITEM_KIND_SHARD,
-]
+_PER_ITEM: Final = ("fqn", "kind", "hint", "ndim", "property", "head", "body", "tail")
+_SHAPES: Final = ("size", "chunk_offset", "chunk_size")
+_IN_ITEMS: Final = {field.name: field.number for field in plan_pb2.Items.DESCRIPTOR.fields}
+_IN_PLAN: Final = {field.name: field.number for field in plan_pb2.LocalPlan.DESCRIPTOR.fields}
+_MAPPINGS: Final = _IN_PLAN["mappings"]
 
 
-def _bytes(message: plan_pb2.TensorProperties) -> bytes:
-    return message.SerializeToString(deterministic=True)
+class _Reader:
+    """Columns as bytes, plan after plan; keys and properties become numbers.
+
+    Most ranks have the same keys and properties, in the same order: such lists are looked at once.
+    """
+
+    def __init__(self) -> None:
+        self.parts: dict[str, list[bytes]] = {name: [] for name in (*_PER_ITEM, *_SHAPES)}
+        self.names: dict[str, int] = {}
+        """Keys, in order of first use, and their numbers."""
+        self.messages: dict[bytes, plan_pb2.TensorProperties] = {}
+        self.mappings: list[int] = []
+        """By plan: a number that plans with the same mappings share."""
+        self.counts: list[tuple[int, int]] = []
+        """By plan: how many keys and properties it has."""
+        self._shifts: list[tuple[int, int]] = []
+        self._fqns: list[int] = []
+        self._properties: list[int] = []
+        self._numbers: dict[bytes, int] = {}
+        self._known: dict[bytes, tuple[int, int]] = {}
+        self._alike: dict[bytes, int] = {}
+        self._last = (b"", (-1, -1))
+
+    def add(self, plan: plan_pb2.LocalPlan) -> None:
+        """Raises IndexError, ValueError."""
+        # As protobuf writes it: in the order of field numbers.
+        data = plan.SerializeToString(deterministic=True)
+        options = plan_pb2.LocalPlan(options=plan.options).SerializeToString(deterministic=True)
+        fields, rest = varints.cut(data, 0, before=_MAPPINGS)
+        mappings = data[rest : len(data) - len(options)]
+        self.mappings.append(self._alike.setdefault(mappings, len(self._alike)))
+        items = fields.get(_IN_PLAN["items"], b"")
+        lists = self._lists(plan.items, items)
+        columns, _ = varints.cut(items, len(lists))
+        for name, parts in self.parts.items():
+            own = columns.get(_IN_ITEMS[name]) if name in _IN_ITEMS else fields.get(_IN_PLAN[name])
+            parts.append(own or b"")
+        shifts = self._known.get(lists)
+        if shifts is None:
+            shifts = self._known[lists] = (len(self._fqns), len(self._properties))
+            known = self.names
+            self._fqns += [known.setdefault(fqn, len(known)) for fqn in plan.items.fqns]
+            self._properties += [self._property(each) for each in plan.items.properties]
+        self._shifts.append(shifts)
+
+    def _lists(self, items: plan_pb2.Items, data: bytes) -> bytes:
+        """The keys and properties as they stand at the beginning of ``data``."""
+        count = (len(items.fqns), len(items.properties))
+        self.counts.append(count)
+        lists, last = self._last
+        if count != last or not data.startswith(lists):
+            only = plan_pb2.Items(fqns=items.fqns, properties=items.properties)
+            lists = only.SerializeToString(deterministic=True)
+            if not data.startswith(lists):
+                raise ValueError("its keys aren't where they should be")
+            self._last = (lists, count)
+        return lists
+
+    def _property(self, message: plan_pb2.TensorProperties) -> int:
+        text = message.SerializeToString(deterministic=True)
+        if text not in self._numbers:
+            self._numbers[text] = len(self._numbers)
+            self.messages[text] = plan_pb2.TensorProperties.FromString(text)
+        return self._numbers[text]
+
+    def fqns(self, column: Ints, plan: Ints) -> Ints:
+        """Numbers of keys, from indices into each plan's own list."""
+        return self._resolved(self._fqns, 0, column, plan)
+
+    def properties(self, column: Ints, plan: Ints) -> Ints:
+        """The same of properties. Objects have none: what their number is doesn't matter."""
+        return self._resolved(self._properties, 1, column, plan)
+
+    def _resolved(self, numbers: list[int], which: int, column: Ints, plan: Ints) -> Ints:
+        shifts = np.array(self._shifts, np.int64).reshape(-1, 2)[:, which]
+        index = column + shifts[plan]
+        # A list without any, of a plan that has objects alone, is at the end of all.
+        found: Ints = np.array([*numbers, 0], np.int64)[np.minimum(index, len(numbers))]
+        return found
 
 
-def _ints(column: Sequence[int]) -> Ints:
-    values = np.array(column, np.int64)
-    if len(values) and not 0 <= int(values.min()) <= int(values.max()) < _LARGEST:
-        raise ValueError(f"a value of {int(values.max())} is out of range")
-    return values
+def _problems(
+    found: dict[str, tuple[Ints, Ints]], plan: Ints, is_object: Bools, reader: _Reader
+) -> Iterator[tuple[str, Bools]]:
+    """What makes a plan malformed, and whether it is so, by plan; each rests on those before."""
+    counts = found["kind"][1]
+    count = len(counts)
+
+    def any_of(wrong: Bools) -> Bools:
+        hit: Bools = np.bincount(plan[wrong], minlength=count) > 0
+        return hit
+
+    for name in _PER_ITEM:
+        yield "its columns differ in length", found[name][1] != counts
+    for name in (*_PER_ITEM, *_SHAPES):
+        if name == "hint":
+            continue
+        values, own = found[name]
+        bad = (values < 0) | (values >= _LARGEST)
+        hits = np.repeat(np.arange(count), own)[bad]
+        yield "a value is out of range", np.bincount(hits, minlength=count) > 0
+    slots = sum(found[name][0].astype(float) for name in ("head", "body", "tail"))
+    total = np.bincount(plan, weights=slots, minlength=count)
+    yield "its slots have more bytes than a file can", total >= _LARGEST
+    ndim = found["ndim"][0]
+    shapes = np.bincount(plan, weights=ndim, minlength=count)
+    for name in _SHAPES:
+        yield "its shapes don't have as many entries as its items say", found[name][1] != shapes
+    kind = found["kind"][0]
+    known = is_object | (kind == plan_pb2.ITEM_KIND_TENSOR) | (kind == plan_pb2.ITEM_KIND_SHARD)
+    yield "an item is of unknown kind", any_of(~known)
+    slotted = (ndim != 0) | (found["head"][0] != 0)
+    yield "an object has a shape or a planned slot", any_of(is_object & slotted)
+    fqns, properties = np.array(reader.counts, np.int64).T
+    yield "its tensors have no properties", (properties == 0) & any_of(~is_object)
+    yield "an item's key isn't there", any_of(found["fqn"][0] >= fqns[plan])
+    # Of an object without properties the number is 0.
+    most = np.maximum(properties, 1)
+    yield "an item's properties aren't there", any_of(found["property"][0] >= most[plan])
 
 
 def _measure(columns: Columns) -> None:

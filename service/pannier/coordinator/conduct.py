@@ -232,7 +232,7 @@ class Conductor:
         if plan is None:
             plans, kept = save.gathering.plans, kept_assignments(self._plans, save)
             plan = await self._in_thread(
-                lambda: agree(attempt, plans, self._planners.make(plans, attempt.name, kept))
+                lambda: agree(plans, self._planners.make(plans, attempt.name, kept))
             )
         if save.preparing:
             self._plans.keep(context, plan)

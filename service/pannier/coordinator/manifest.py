@@ -31,7 +31,7 @@ class Manifest(ManifestRecord):
         plan: GlobalPlan,
     ) -> "Manifest":
         """The manifest of a plan that Pannier made. CPU-bound; any thread."""
-        agreed = agree(attempt, members, plan)
+        agreed = agree(members, plan)
         return cls.of(agreed, context, attempt, {each.rank: each.host for each in members})
 
     @classmethod
@@ -103,22 +103,15 @@ class Manifest(ManifestRecord):
         return self.plan.final_plan(rank, self.header.attempt)
 
 
-def agree(attempt: identity.Attempt, members: Sequence[RankPlan], plan: GlobalPlan) -> AgreedPlan:
-    """The plan without what is the attempt's own, in which it was made. CPU-bound; any thread."""
-    prefix = identity.data_prefix(attempt.name)
-    names = [name.removeprefix(prefix) for name in plan.metadata.files]
-    message = records_pb2.PlanManifest(
-        metadata=plan.metadata, owner=plan.owner, position=plan.position
-    )
-    del message.metadata.files[:]
-    body = message.SerializeToString(deterministic=True)
+def agree(members: Sequence[RankPlan], plan: GlobalPlan) -> AgreedPlan:
+    """The plan that these ranks' saves go by. CPU-bound; any thread."""
     who = [(each.rank, each.digest) for each in members]
     return AgreedPlan(
-        plan_id=plan_id_of(who, names, body),
+        plan_id=plan_id_of(who, plan.names, plan.body),
         members=who,
-        names=names,
-        body=body,
-        assignment=read_assignment(message),
+        names=plan.names,
+        body=plan.body,
+        assignment=plan.assignment,
     )
 
 

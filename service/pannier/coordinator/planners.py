@@ -11,12 +11,19 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
 from pannier.coordinator.agreed import Share
-from pannier.coordinator.columns import InvalidPlanError, RankPlan
-from pannier.coordinator.planning import GlobalPlan, make_global_plan, place_items
+from pannier.coordinator.columns import Ints, InvalidPlanError, RankPlan
+from pannier.coordinator.planning import (
+    GlobalPlan,
+    Slots,
+    make_body,
+    make_global_plan,
+    place_items,
+)
 from pannier.v1 import plan_pb2
 from pannier.wire.errors import ConfigurationError, InvalidRequestError
 from pannier.wire.plans import decode_items, decode_mappings, metadata_columns
@@ -171,7 +178,20 @@ def _encode(
     if unlisted or len(indices) != len(assigned):
         keys = sorted({index.fqn for index in unlisted})[:4]
         raise InvalidPlanError(f"{name} has ranks write {keys}, which the metadata doesn't list")
-    owner = [assigned[index].owner for index in indices]
-    position = [assigned[index].position for index in indices]
-    place_items(message, plans, owner, position, attempt)
-    return GlobalPlan(message, owner, position)
+    owner = np.array([assigned[index].owner for index in indices], np.int64)
+    position = np.array([assigned[index].position for index in indices], np.int64)
+    names, assignment = place_items(
+        [plan.rank for plan in plans], owner, position, _slots(plans, owner, position)
+    )
+    items = message.items.SerializeToString(deterministic=True)
+    mappings = message.mappings if message.has_mappings else None
+    return GlobalPlan(attempt, names, assignment, make_body(items, assignment, mappings))
+
+
+def _slots(plans: Sequence[RankPlan], owner: Ints, position: Ints) -> Slots:
+    columns = np.zeros((3, len(owner)), np.int64)
+    for index in np.unique(owner).tolist():
+        own, rows = plans[index].plan, owner == index
+        for column, lengths in zip(columns, (own.head, own.body, own.tail), strict=True):
+            column[rows] = np.array(lengths, np.int64)[position[rows]]
+    return Slots(*columns)

@@ -10,28 +10,49 @@ rank's plan are dropped.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
-from pannier.coordinator.agreed import Share
+from pannier.coordinator import varints
+from pannier.coordinator.agreed import Assignment, Share
 from pannier.coordinator.columns import Columns, Ints, RankPlan, read_columns
 from pannier.coordinator.coverage import check_coverage
 from pannier.coordinator.dedup import Kept, choose_rows
-from pannier.v1 import plan_pb2
+from pannier.v1 import plan_pb2, records_pb2
 from pannier.wire import identity
-from pannier.wire.layout import lay_out
+from pannier.wire.layout import Layout, lay_out
 
 
 @dataclass(frozen=True)
 class GlobalPlan:
     """One entry per chunk of the checkpoint, in DCP's order: by rank, then by position."""
 
-    metadata: plan_pb2.GlobalMetadata
-    owner: list[int]
-    """Index into the plans of the rank that writes it."""
-    position: list[int]
-    """In that rank's local plan."""
+    attempt: str
+    """In which it is made; any other may go by it, too."""
+    names: list[str]
+    """Of the data files, without the attempt's."""
+    assignment: Assignment
+    body: bytes
+    """Of the plan's manifests."""
+
+    @property
+    def metadata(self) -> plan_pb2.GlobalMetadata:
+        """The template of this attempt's ``.metadata``: a new message each time."""
+        message = records_pb2.PlanManifest.FromString(self.body).metadata
+        prefix = identity.data_prefix(self.attempt)
+        message.files.extend(prefix + name for name in self.names)
+        return message
+
+    @property
+    def owner(self) -> list[int]:
+        """Index into the plans of the rank that writes it."""
+        return list(self.assignment.owner.tolist())
+
+    @property
+    def position(self) -> list[int]:
+        """In that rank's local plan."""
+        return list(self.assignment.position.tolist())
 
 
 def make_global_plan(
@@ -52,13 +73,38 @@ def make_global_plan(
         columns, to_lowest_rank=options.dedup_save_to_lowest_rank, kept=_rows_of(columns, kept)
     )
     check_coverage(columns, chosen)
-    owner, position = columns.plan[chosen].tolist(), columns.position[chosen].tolist()
-    metadata = plan_pb2.GlobalMetadata(items=_items(columns, chosen))
-    place_items(metadata, plans, owner, position, attempt)
-    if options.flatten_state_dict:
-        metadata.has_mappings = True
-        metadata.mappings.extend(_merge_mappings(plans))
-    return GlobalPlan(metadata, owner, position)
+    slots = Slots(columns.head[chosen], columns.body[chosen], columns.tail[chosen])
+    names, assignment = place_items(
+        [plan.rank for plan in plans], columns.plan[chosen], columns.position[chosen], slots
+    )
+    mappings = merge_mappings(plans, columns.mappings) if options.flatten_state_dict else None
+    body = make_body(_items(columns, chosen), assignment, mappings)
+    return GlobalPlan(attempt, names, assignment, body)
+
+
+def make_body(
+    items: bytes, told: Assignment, mappings: Sequence[plan_pb2.FlattenMapping] | None
+) -> bytes:
+    """What the manifests of a plan have in common: fields 6 to 8 of PlanManifest.
+
+    Args:
+        items: a serialised message.
+        mappings: None: the planner doesn't flatten.
+    """
+    field, packed = varints.field, _packed
+    places = field(1, packed(told.file)) + field(2, packed(told.offset))
+    places += field(3, packed(told.length))
+    rest = plan_pb2.GlobalMetadata(mappings=mappings, has_mappings=mappings is not None)
+    metadata = b"".join(
+        (field(1, items), field(3, places), rest.SerializeToString(deterministic=True))
+    )
+    return b"".join(
+        (field(6, metadata), field(7, packed(told.owner)), field(8, packed(told.position)))
+    )
+
+
+def _packed(values: Ints) -> bytes:
+    return varints.encode(values)[0]
 
 
 def _rows_of(columns: Columns, kept: Mapping[int, Share]) -> Kept:
@@ -72,41 +118,45 @@ def _rows_of(columns: Columns, kept: Mapping[int, Share]) -> Kept:
     return Kept(np.array(staged, np.int64), np.concatenate(rows))
 
 
+class Slots(NamedTuple):
+    """Lengths of archives, by item; a head of 0: it has no planned slot."""
+
+    head: Ints
+    body: Ints
+    tail: Ints
+
+
 def place_items(
-    metadata: plan_pb2.GlobalMetadata,
-    plans: Sequence[RankPlan],
-    owner: Sequence[int],
-    position: Sequence[int],
-    attempt: str,
-) -> None:
-    """Fills in the files and placements of items that their owners write in order of position.
+    ranks: Sequence[int], owner: Ints, position: Ints, slots: Slots
+) -> tuple[list[str], Assignment]:
+    """Names of the data files, and where the items lie, which owners write in order of position.
+
+    Args:
+        ranks: by index, as ``owner`` has them.
 
     Items without a planned slot get their rank's objects file and length 0.
     """
-    count = len(owner)
-    file, offset, length = np.zeros((3, count), np.int64)
-    owners, positions = np.array(owner, np.int64), np.array(position, np.int64)
-    for index, rows in _runs(owners, positions):
-        rank, plan = plans[index].rank, plans[index].plan
-        head, body, tail = (
-            np.array(each, np.int64)[positions[rows]] for each in (plan.head, plan.body, plan.tail)
-        )
-        slotted = head > 0
-        layout = lay_out(head[slotted].tolist(), body[slotted].tolist(), tail[slotted].tolist())
+    file, offset, length = np.zeros((3, len(owner)), np.int64)
+    names: list[str] = []
+    known: dict[bytes, tuple[Layout, Ints]] = {}
+    for index, rows in _runs(owner, position):
+        rank = ranks[index]
+        own = np.stack([column[rows] for column in slots])
+        slotted = own[0] > 0
+        # Most ranks hold shards of the same sizes.
+        key = own.tobytes()
+        if key not in known:
+            layout = lay_out(*own[:, slotted].tolist())
+            known[key] = layout, np.array((layout.file, layout.offset, layout.length), np.int64)
+        layout, places = known[key]
         placed, loose = rows[slotted], rows[~slotted]
-        first = len(metadata.files)
-        metadata.files.extend(
-            identity.data_file(attempt, rank, number) for number in range(len(layout.sizes))
-        )
-        file[placed] = np.array(layout.file, np.int64) + first
-        offset[placed] = layout.offset
-        length[placed] = layout.length
+        file[placed] = places[0] + len(names)
+        offset[placed], length[placed] = places[1], places[2]
+        names += [identity.data_suffix(rank, number) for number in range(len(layout.sizes))]
         if len(loose):
-            file[loose] = len(metadata.files)
-            metadata.files.append(identity.objects_file(attempt, rank))
-    metadata.placement.file.extend(file.tolist())
-    metadata.placement.offset.extend(offset.tolist())
-    metadata.placement.length.extend(length.tolist())
+            file[loose] = len(names)
+            names.append(identity.objects_suffix(rank))
+    return names, Assignment(owner, position, file, offset, length)
 
 
 def _runs(owners: Ints, positions: Ints) -> Iterator[tuple[int, Ints]]:
@@ -118,8 +168,8 @@ def _runs(owners: Ints, positions: Ints) -> Iterator[tuple[int, Ints]]:
             yield int(owners[rows[0]]), rows
 
 
-def _items(columns: Columns, chosen: Ints) -> plan_pb2.Items:
-    """The chosen rows as a message; index hints are the chunks' numbers within their key."""
+def _items(columns: Columns, chosen: Ints) -> bytes:
+    """The chosen rows as a serialised message; index hints are the chunks' numbers within their key."""
     fqn = columns.fqn[chosen]
     _, first, number = np.unique(fqn, return_index=True, return_inverse=True)
     # Keys in order of first use, as DCP's dict of metadata has them.
@@ -131,23 +181,22 @@ def _items(columns: Columns, chosen: Ints) -> plan_pb2.Items:
     ndim = columns.ndim[chosen]
     before = np.cumsum(ndim) - ndim
     at = np.repeat(columns.start[chosen] - before, ndim) + np.arange(int(ndim.sum()))
-    out = plan_pb2.Items(
-        fqns=[columns.fqns[int(fqn[row])] for row in np.sort(first)],
+    lists = plan_pb2.Items(
+        fqns=[columns.fqns[row] for row in fqn[np.sort(first)].tolist()],
         properties=[columns.properties[int(index)] for index in used[shift:]],
     )
-    parts: list[tuple[Any, Ints]] = [
-        (out.fqn, rank_of_first[number]),
-        (out.kind, columns.kind[chosen]),
-        (out.hint, hint),
-        (out.ndim, ndim),
-        (out.property, np.maximum(property_ - shift, 0)),
-        (out.size, columns.size[at]),
-        (out.chunk_offset, columns.offset[at]),
-        (out.chunk_size, columns.extent[at]),
+    parts: list[Ints] = [
+        rank_of_first[number],
+        columns.kind[chosen],
+        varints.zigzag(hint),
+        ndim,
+        np.maximum(property_ - shift, 0),
+        columns.size[at],
+        columns.offset[at],
+        columns.extent[at],
     ]
-    for column, values in parts:
-        column.extend(values.tolist())
-    return out
+    columns_ = (varints.field(number, _packed(values)) for number, values in enumerate(parts, 3))
+    return b"".join((lists.SerializeToString(deterministic=True), *columns_))
 
 
 def _count_within(values: Ints) -> Ints:
@@ -160,10 +209,23 @@ def _count_within(values: Ints) -> Ints:
     return out
 
 
-def _merge_mappings(plans: Sequence[RankPlan]) -> list[plan_pb2.FlattenMapping]:
-    """DCP's ``dict(ChainMap(*mappings))``: the first rank's path wins; its order, too."""
+def merge_mappings(
+    plans: Sequence[RankPlan], alike: Sequence[int]
+) -> list[plan_pb2.FlattenMapping]:
+    """DCP's ``dict(ChainMap(*mappings))``: the first rank's path wins; its order, too.
+
+    Args:
+        alike: by plan, a number that plans with the same mappings share.
+    """
+    numbers = list(alike)
+    lowest = {number: index for index, number in reversed(list(enumerate(numbers)))}
+    highest = {number: index for index, number in enumerate(numbers)}
     merged: dict[str, plan_pb2.FlattenMapping] = {}
-    # ChainMap iterates from the last map to the first.
-    for plan in reversed(plans):
-        merged.update((mapping.fqn, mapping) for mapping in plan.plan.mappings)
+    # ChainMap iterates from the last map to the first: so the keys come in this order …
+    for index in sorted(highest.values(), reverse=True):
+        for mapping in plans[index].plan.mappings:
+            merged.setdefault(mapping.fqn, mapping)
+    # … and the first map's paths stay.
+    for index in sorted(lowest.values(), reverse=True):
+        merged.update((mapping.fqn, mapping) for mapping in plans[index].plan.mappings)
     return list(merged.values())

@@ -1,0 +1,146 @@
+"""Packed columns of a protobuf message as numpy arrays, and back, without an object per number.
+
+In: bytes as protobuf writes them. Out: arrays; and bytes that protobuf reads. Pure; any thread.
+"""
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+
+_LOW: Final = np.uint64(127)
+_LONGEST: Final = 10
+"""Bytes of a number."""
+PACKED: Final = 2
+"""Wire type of packed columns, messages and strings."""
+
+
+def cut(data: bytes, start: int = 0, *, before: int = 1 << 29) -> tuple[dict[int, bytes], int]:
+    """Content of each field by number, up to the first one from ``before`` on; and where that is.
+
+    Of a message that has length-delimited fields alone, each at most once, in order.
+
+    Raises IndexError, ValueError.
+    """
+    found: dict[int, bytes] = {}
+    at, end = start, len(data)
+    while at < end:
+        tag, content = _number(data, at)
+        number = tag >> 3
+        if number >= before:
+            break
+        size, content = _number(data, content)
+        at = content + size
+        if tag & 7 != PACKED or at > end or number in found:
+            raise ValueError(f"field {number} isn't as protobuf writes it")
+        found[number] = data[content:at]
+    return found, at
+
+
+def leading(data: bytes, *, upto: int) -> tuple[bytes, int]:
+    """The fields with numbers up to this one, which come first, and where they end.
+
+    Raises IndexError, ValueError.
+    """
+    at = 0
+    while at < len(data):
+        tag, content = _number(data, at)
+        if tag >> 3 > upto:
+            break
+        size, content = _number(data, content)
+        at = content + size
+    if at > len(data):
+        raise ValueError("a field is longer than its message")
+    return data[:at], at
+
+
+def _number(data: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = data[at]
+        value |= (byte & 127) << shift
+        at += 1
+        if byte < 128:
+            return value, at
+        shift += 7
+
+
+def decode(parts: Sequence[bytes]) -> tuple[Ints, Ints]:
+    """The numbers of all parts, one after another, and how many each part has.
+
+    Numbers of 2^63 and above come out negative. Raises ValueError when a part ends within one.
+    """
+    data = np.frombuffer(b"".join(parts), np.uint8)
+    sizes = np.array([len(part) for part in parts], np.int64)
+    ends = np.flatnonzero(data < 128)
+    edges = np.cumsum(sizes)
+    upto = np.searchsorted(ends, edges)
+    if (data[edges[sizes > 0] - 1] >= 128).any():
+        raise ValueError("a column ends within a number")
+    counts = np.diff(upto, prepend=0)
+    if len(ends) == len(data):
+        return data.astype(np.int64), counts
+    starts = np.empty_like(ends)
+    starts[:1] = 0
+    starts[1:] = ends[:-1] + 1
+    lengths = ends - starts + 1
+    longest = int(lengths.max())
+    if longest > _LONGEST:
+        raise ValueError("a number has more than ten bytes")
+    values = (data[starts] & 127).astype(np.uint64)
+    for index in range(1, longest):
+        rows = np.flatnonzero(lengths > index)
+        more = (data[starts[rows] + index] & 127).astype(np.uint64)
+        values[rows] |= more << np.uint64(7 * index)
+    return values.view(np.int64), counts
+
+
+def encode(values: Ints) -> tuple[bytes, Ints]:
+    """The numbers, none below 0, as a packed column; and where each one ends."""
+    left = values.astype(np.uint64)
+    if not len(left):
+        return b"", np.zeros(0, np.int64)
+    most = int(left.max())
+    if most < 128:
+        return left.astype(np.uint8).tobytes(), np.arange(1, len(left) + 1)
+    lengths = np.ones(len(left), np.int64)
+    limit = 7
+    while most >> limit:
+        lengths += left >= np.uint64(1 << limit)
+        limit += 7
+    ends = np.cumsum(lengths)
+    starts = ends - lengths
+    out: npt.NDArray[np.uint8] = np.empty(int(ends[-1]), np.uint8)
+    rows: npt.NDArray[np.int64] | slice = slice(None)
+    for index in range(int(lengths.max())):
+        if index:
+            rows = np.flatnonzero(lengths > index)
+        byte = (left[rows] >> np.uint64(7 * index)) & _LOW
+        more = (lengths[rows] > index + 1).astype(np.uint8) << 7
+        out[starts[rows] + index] = byte.astype(np.uint8) | more
+    return out.tobytes(), ends
+
+
+def zigzag(values: Ints) -> Ints:
+    """Signed numbers as protobuf's ``sint64`` has them, before they are packed."""
+    out: Ints = (values << 1) ^ (values >> 63)
+    return out
+
+
+def field(number: int, content: bytes) -> bytes:
+    """A length-delimited field; empty content is no field."""
+    if not content:
+        return b""
+    return _varint(number << 3 | PACKED) + _varint(len(content)) + content
+
+
+def _varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 127:
+        out.append(value & 127 | 128)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
