@@ -290,12 +290,14 @@ class Saving:
             except Exception as error:  # noqa: BLE001 - raised below, in the save's own thread
                 problems.append(error)
 
-        helper = None
-        if len(todo) > 1:
-            helper = threading.Thread(target=work, name=f"pannier-send-{self.text}")
+        helpers = [
+            threading.Thread(target=work, name=f"pannier-send-{self.text}-{index}")
+            for index in range(1, min(len(todo), self.session.most_streams))
+        ]
+        for helper in helpers:
             helper.start()
         work()
-        if helper is not None:
+        for helper in helpers:
             helper.join()
         if self.stop.is_set:
             raise StoppedError

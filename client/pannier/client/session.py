@@ -18,12 +18,14 @@ import grpc
 from pannier.client.alarm import Alarm, Alarms
 from pannier.client.arena import Arena, ArenaPool
 from pannier.client.config import Settings
+from pannier.client.copying import threads
 from pannier.client.identity import Identity
 from pannier.client.lent import Borrowing
 from pannier.client.line import InterruptedCallError, Line
 from pannier.client.pulse import Pulse
 from pannier.client.repeating import Repeating
 from pannier.client.streaming import Deadline, FileSource, Progress, Sender, StagedFile, Stop
+from pannier.client.streams import MOST, Streams
 from pannier.v1 import save_pb2, sidecar_pb2, sidecar_pb2_grpc
 from pannier.wire import errors, identity
 from pannier.wire.errors import (
@@ -44,8 +46,6 @@ RECONNECT_S: Final = 10.0
 """How long a call of the trainer's own thread waits for a sidecar that went away."""
 RESTART_S: Final = 40.0
 """The same for embedded daemons, which are started again."""
-MAX_STREAMS: Final = 2
-"""Files on their way at the same time."""
 _ANSWER_S: Final = 30.0
 """One try of a call that waits for nobody but the sidecar."""
 _SLACK_S: Final = 5.0
@@ -89,7 +89,7 @@ class Session:
         self._line = line
         self._alarms = Alarms("pannier-alarms")
         self._sender = Sender(self._line, self._alarms, self.peer)
-        self._streams = threading.Semaphore(MAX_STREAMS)
+        self._streams = Streams(max(2, min(MOST, threads())))
         self._borrowing = Borrowing(line.address, transport, self._reserve, self._release)
         self._lock = threading.Lock()
         self._watched: dict[str, _Watched] = {}
@@ -238,13 +238,27 @@ class Session:
             context=context, attempt=attempt, name=file.name, size=file.size, reason=reason
         )
         until = stop or Stop()
-        if not self._streams.acquire(timeout=timeout):
+        held: int | None = None
+
+        def advanced(committed: int) -> None:
+            nonlocal held
+            if held is not None and committed > held:
+                self._streams.moved(committed - held)
+            held = committed
+            progress(committed)
+
+        if not self._streams.take(timeout):
             raise DeadlineError(f"{file.name} waited {timeout:.0f} s for earlier files to be sent")
         try:
-            self._repeat(lambda: self._sender.stream(header, source, progress, until), deadline)
+            self._repeat(lambda: self._sender.stream(header, source, advanced, until), deadline)
         finally:
-            self._streams.release()
+            self._streams.give()
         return source.crc32c()
+
+    @property
+    def most_streams(self) -> int:
+        """More calls of :meth:`send` at a time than this only wait for each other."""
+        return self._streams.most
 
     # Memory to stage into.
 

@@ -1,0 +1,73 @@
+"""The number of streams finds what is fastest, and no more than that."""
+
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from pannier.client.streams import Streams
+
+MIB = 1 << 20
+
+
+class World:
+    """Files of 256 MiB that never end, sent at a rate that depends on how many are."""
+
+    def __init__(self, most: int, rate: Callable[[int], float]) -> None:
+        self.now = 0.0
+        self.streams = Streams(most, lambda: self.now)
+        self._rate = rate
+        self._left: list[int] = []
+        self.seen: list[int] = []
+
+    def run(self, mib: int) -> None:
+        for _ in range(mib // 16):
+            while len(self._left) < self.streams.limit:
+                assert self.streams.take(0)
+                self._left.append(256)
+            self.seen.append(len(self._left))
+            self.now += 16 / self._rate(len(self._left))
+            self.streams.moved(16 * MIB)
+            self._left = [left - 16 / len(self._left) for left in self._left]  # type: ignore[misc]
+            for _ in [left for left in self._left if left <= 0]:
+                self.streams.give()
+            self._left = [left for left in self._left if left > 0]
+
+
+@pytest.mark.parametrize(
+    ("most", "rate", "expected"),
+    [
+        (4, lambda n: 500.0 * n, 4),
+        (4, lambda n: 500.0 * min(n, 3), 3),
+        (4, lambda n: 1000.0, 1),
+        (4, lambda n: 1000.0 / n, 1),
+        (2, lambda n: 500.0 * n, 2),
+        (1, lambda n: 500.0, 1),
+    ],
+    ids=["each helps", "three help", "one is enough", "more disturb", "two cores", "one core"],
+)
+def test_the_number_follows_what_it_brings(
+    most: int, rate: Callable[[int], float], expected: int
+) -> None:
+    world = World(most, rate)
+    world.run(16 << 10)
+    late = world.seen[len(world.seen) // 2 :]
+    assert late.count(expected) > 0.8 * len(late)
+    assert max(world.seen) <= most
+
+
+def test_a_place_is_waited_for() -> None:
+    streams = Streams(1)
+    assert streams.take(1)
+    assert not streams.take(0.01)
+    taken = threading.Event()
+
+    def wait() -> None:
+        assert streams.take(30)
+        taken.set()
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    streams.give()
+    assert taken.wait(30)
+    waiting.join()
