@@ -155,7 +155,7 @@ def decode_items(message: plan_pb2.Items) -> list[WriteItem]:
 
 
 def _decode_items(message: plan_pb2.Items) -> list[WriteItem]:
-    properties = [_decode_properties(p) for p in message.properties]
+    properties = [decode_properties(p) for p in message.properties]
     fqns = list(message.fqns)
     size, offset, extent = message.size[:], message.chunk_offset[:], message.chunk_size[:]
     if (largest := max((*size, *offset, *extent), default=0)) > _LARGEST:
@@ -194,7 +194,8 @@ def _encode_properties(properties: TensorProperties) -> plan_pb2.TensorPropertie
     )
 
 
-def _decode_properties(message: plan_pb2.TensorProperties) -> TensorProperties:
+def decode_properties(message: plan_pb2.TensorProperties) -> TensorProperties:
+    """Inverse of what :func:`encode_items` makes of them. Raises InvalidRequestError."""
     return TensorProperties(
         dtype=dtype_named(message.dtype),
         layout=_torch_attribute(message.layout, torch.layout),

@@ -7,7 +7,7 @@ A plan that was agreed is kept, and later saves go by it. Immutable; any thread.
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
@@ -15,6 +15,9 @@ from pannier.coordinator import varints
 from pannier.coordinator.varints import Ints
 from pannier.v1 import plan_pb2, records_pb2, sidecar_pb2
 from pannier.wire import identity
+
+if TYPE_CHECKING:
+    from pannier.coordinator.template import MetadataTemplate
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,8 @@ class AgreedPlan:
         self.body = body
         self.digests = dict(members)
         self.assignment = assignment
+        self.template: MetadataTemplate | None = None
+        """Of ``.metadata``, once a save was committed."""
         _check(assignment, len(members), len(names))
         order = np.lexsort((assignment.position, assignment.owner))
         self._order = order

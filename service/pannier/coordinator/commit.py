@@ -4,6 +4,7 @@ In: a manifest and the receipts of all its ranks. Out: the pickle that torch's r
 these bytes become the checkpoint is :mod:`pannier.records`' business.
 """
 
+import logging
 import pickle
 from collections.abc import Iterable, Mapping
 
@@ -15,10 +16,15 @@ from pannier.coordinator.receipts import (
     check_external_receipt,
     check_receipt,
     complete_metadata,
+    told_places,
 )
+from pannier.coordinator.template import MetadataTemplate
 from pannier.v1 import plan_pb2, records_pb2
+from pannier.wire import identity
 from pannier.wire.errors import IntegrityError
 from pannier.wire.plans import build_metadata
+
+_log = logging.getLogger(__name__)
 
 
 def pickle_metadata(message: plan_pb2.GlobalMetadata, *, checkpoint_id: str, attempt: str) -> bytes:
@@ -32,11 +38,24 @@ def build_candidate(
     manifest: Manifest, receipts: Mapping[int, records_pb2.Receipt], *, checkpoint_id: str
 ) -> bytes:
     """Bytes of ``.metadata`` for checked receipts of all ranks. CPU-bound; any thread."""
+    attempt = manifest.header.attempt
+    if manifest.body is not None and (template := _template(manifest)) is not None:
+        meta = StorageMeta(checkpoint_id=checkpoint_id, save_id=attempt)
+        return template.render(identity.data_prefix(attempt), meta, told_places(manifest, receipts))
     return pickle_metadata(
-        complete_metadata(manifest, receipts),
-        checkpoint_id=checkpoint_id,
-        attempt=manifest.header.attempt,
+        complete_metadata(manifest, receipts), checkpoint_id=checkpoint_id, attempt=attempt
     )
+
+
+def _template(manifest: Manifest) -> MetadataTemplate | None:
+    """Made once for all saves by the plan; None for a body that this version doesn't write."""
+    plan = manifest.plan
+    if plan.template is None:
+        try:
+            plan.template = MetadataTemplate(plan)
+        except (IndexError, KeyError, ValueError) as error:
+            _log.warning("the plan %s has no template of metadata: %s", plan.plan_id, error)
+    return plan.template
 
 
 def build_checked(manifest: bytes, receipts: Iterable[records_pb2.Receipt]) -> bytes:

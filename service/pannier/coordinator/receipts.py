@@ -91,13 +91,23 @@ def complete_metadata(
     out.CopyFrom(manifest.message.metadata)
     if manifest.header.external:
         return out
-    for rank, receipt in receipts.items():
-        share = manifest.share(rank)
-        for item in receipt.varying:
-            row, _ = share.varying[item.position]
-            out.placement.offset[row] = item.offset
-            out.placement.length[row] = item.length
+    for row, (offset, length) in told_places(manifest, receipts).items():
+        out.placement.offset[row] = offset
+        out.placement.length[row] = length
     return out
+
+
+def told_places(
+    manifest: Manifest, receipts: Mapping[int, records_pb2.Receipt]
+) -> dict[int, tuple[int, int]]:
+    """Offset and length of the items that have no planned place, by row of the metadata."""
+    places = {}
+    for rank, receipt in receipts.items():
+        varying = manifest.share(rank).varying
+        for item in receipt.varying:
+            row, _ = varying[item.position]
+            places[row] = (item.offset, item.length)
+    return places
 
 
 def _check_identity(receipt: records_pb2.Receipt, attempt: str, plan_id: str) -> None:
