@@ -17,6 +17,8 @@ from support.states import quantized
 SCRIPTS = Path(__file__).parent / "ranks"
 SEED = 3
 WRITERS = (2, 4)
+AGAIN = 4
+"""As many ranks save by the plan of an earlier save."""
 READERS = (3, 2, 1)
 
 
@@ -48,7 +50,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     roots = {ranks: base / f"by-{ranks}" for ranks in WRITERS}
     with Daemons(base) as daemons:
         for ranks in WRITERS:
-            env = daemons.env(ROOT=str(roots[ranks]))
+            again = {"AGAIN": "1"} if ranks == AGAIN else {}
+            env = daemons.env(ROOT=str(roots[ranks]), **again)
             _run("write_states.py", ranks, base / f"written-{ranks}", env)
     written = {ranks: _reports(base / f"written-{ranks}", ranks) for ranks in WRITERS}
     # Nothing of Pannier runs while the checkpoints are read.

@@ -1,7 +1,8 @@
 """Saves every kind of state, each to a directory of its own, and overwrites it at once.
 
 Environment: ROOT (directory or URL of the checkpoints), REPORT (directory), SEED,
-KINDS (JSON, default all).
+KINDS (JSON, default all), AGAIN: another save of the
+same structure goes before each.
 """
 
 import json
@@ -30,6 +31,11 @@ def save(kind: Kind, state: dict[str, Any], directory: str, layout: Layout) -> l
         return []
     from pannier import client
 
+    if "AGAIN" in os.environ:
+        # The save that counts goes by this one's plan.
+        before = kind.build(layout, int(os.environ["SEED"]) + 1)
+        client.save(before, checkpoint_id=f"{directory} before", planner=planner)
+        planner = kind.planner() if kind.planner else None
     handle = client.async_save(state, checkpoint_id=directory, planner=planner)
     found = [
         f"changed by the save: {text}"

@@ -1,0 +1,79 @@
+"""Ranks that save by earlier plans write what ``dcp.save`` writes, and ask nobody in the call."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
+
+from support.bits import differences
+from support.daemons import Daemons
+from support.ranks import run_ranks
+
+SCRIPT = Path(__file__).parent / "ranks" / "same_plan.py"
+STEPS = range(1, 12)
+THROUGH_TORCH = 5
+"""Saved by ``dcp.save`` with our writer."""
+ASKS = {3: ([], ["Plan"]), 7: (["Plan"], ["Plan"]), 9: (["Plan"], ["Plan"])}
+"""Per step, what each rank calls from the training loop; else nothing."""
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("same-plan")
+    with Daemons(directory) as daemons:
+        env = daemons.env(
+            ROOT=str(directory / "ours"),
+            REFERENCE=str(directory / "torch"),
+            REPORT=str(directory),
+            PANNIER_PLAN_TIMEOUT="60",
+        )
+        run_ranks(SCRIPT, 2, env, timeout=150)
+    return directory
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", STEPS)
+def test_the_checkpoint_is_what_torch_writes(runs: Path, step: int) -> None:
+    ours, torchs = (runs / side / f"step-{step}" for side in ("ours", "torch"))
+    assert described(ours) == described(torchs)
+    assert not differences(values(ours), values(torchs))
+
+
+def test_nobody_is_asked_in_the_call_unless_something_changed(runs: Path) -> None:
+    reports = [json.loads((runs / f"{rank}.json").read_text()) for rank in range(2)]
+    for step in STEPS:
+        if step == THROUGH_TORCH:
+            continue
+        for rank, report in enumerate(reports):
+            calls = report[f"step-{step}"]
+            # A new plan may need more room, too.
+            assert calls[:1] == ASKS.get(step, ([], []))[rank], (step, rank)
+
+
+def described(directory: Path) -> dict[str, Any]:
+    metadata: Metadata = FileSystemReader(directory).read_metadata()
+    entries = {
+        key: (entry.size, entry.properties, sorted((c.offsets, c.sizes) for c in entry.chunks))
+        if hasattr(entry, "chunks")
+        else None
+        for key, entry in metadata.state_dict_metadata.items()
+    }
+    return {"entries": entries, "mappings": metadata.planner_data}
+
+
+def values(directory: Path) -> dict[str, Any]:
+    """All of a checkpoint, on one rank."""
+    metadata = FileSystemReader(directory).read_metadata()
+    state: dict[str, Any] = {
+        key: torch.empty(entry.size, dtype=entry.properties.dtype)
+        if hasattr(entry, "chunks")
+        else None
+        for key, entry in metadata.state_dict_metadata.items()
+    }
+    dcp.load(state, storage_reader=FileSystemReader(directory), no_dist=True)
+    return state
