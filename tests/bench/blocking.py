@@ -62,7 +62,9 @@ def row_of_large(found: dict[str, Any], options: Any, transport: str) -> Row:
         f"≤ {ALLOWED_RATIO} × memcpy + {ALLOWED_MORE_S * 1e3:.0f} ms" if met is not None else "",
         str(times),
         met,
-        f"{milliseconds(call)}, allowed {milliseconds(allowed)}, memcpy {milliseconds(copy)} "
+        f"{milliseconds(call)}, "
+        + (f"allowed {milliseconds(allowed)}, " if transport == "mapped" else "")
+        + f"memcpy {milliseconds(copy)} "
         f"({options.bytes / GIB / copy:.1f} GiB/s){found['note']}",
     )
 
@@ -70,16 +72,16 @@ def row_of_large(found: dict[str, Any], options: Any, transport: str) -> Row:
 def row_of_first(found: dict[str, Any], options: Any, transport: str) -> Row:
     """What the first save costs, after ``client.prepare``."""
     call, first = statistics.median(found["called_s"]), found["first_s"]
-    judged = transport == "mapped" and bool(found["prepared_s"])
+    prepared = found["prepared_s"]
+    judged = transport == "mapped" and prepared > 0
     return Row(
-        f"blocking time of the first save{' after `client.prepare`' if judged else ''}, "
+        f"blocking time of the first save{' after `client.prepare`' if prepared else ''}, "
         f"{transport}, {sized(options.bytes)}",
         f"≤ {ALLOWED_FIRST} × a later one" if judged else "",
         f"{first / call:.2f} ×",
         first <= ALLOWED_FIRST * call if judged else None,
-        f"{milliseconds(first)}; `prepare` took {found['prepared_s']:.1f} s"
-        if judged
-        else f"{milliseconds(first)}, with the start of the daemons",
+        f"{milliseconds(first)}"
+        + (f"; `prepare`, with the daemons' start, took {prepared:.1f} s" if prepared else ""),
     )
 
 

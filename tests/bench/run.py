@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 import uuid
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +128,7 @@ def streaming_rows(found: dict[str, Any]) -> list[Row]:
 
 def recovery_rows(found: dict[str, Any]) -> list[Row]:
     """From a kill until work goes on."""
-    half = f"sidecar killed, {found['bytes'] / (1 << 30):g} GiB half uploaded"
+    half = f"sidecar killed, {parts.sized(found['bytes'])} half uploaded"
     waiting = f"coordinator killed, {found['ranks']} ranks waiting"
     return [
         Row(
@@ -143,6 +143,62 @@ def recovery_rows(found: dict[str, Any]) -> list[Row]:
 ROWS = {"streaming": streaming_rows, "recovery": recovery_rows}
 
 
+def told(answers: dict[str, dict[str, Any]], *, briefly: bool = False) -> list[Row]:
+    """All rows, by part; ``briefly`` without those of ``planning`` that have no target."""
+    return [
+        row
+        for name, answer in answers.items()
+        for row in (Row(**each) for each in answer["rows"])
+        if not (briefly and name.startswith("planning") and row.met is None)
+    ]
+
+
+def measure_all(options: argparse.Namespace, chosen: list[Part]) -> dict[str, Any]:
+    """Runs the parts, and writes what is known after each: a run that is broken off isn't lost."""
+    run = uuid.uuid4().hex[:6]
+    os.environ[embedded.RUN] = run
+    found: dict[str, Any] = {"machine": report.machine(), "parts": {}}
+    if options.add:
+        found["parts"] = load(options.output)["parts"]
+    elif not options.quick:
+        for size in options.sizes:
+            if not fits(size):
+                row = Row(f"{size} per rank", "", "skipped: four times that don't fit into memory")
+                found["parts"][f"size {size}"] = {"rows": [asdict(row)], "figures": {}}
+    try:
+        for number, part in enumerate(chosen, 1):
+            say(f"[{number}/{len(chosen)}] {part.name}")
+            started = time.monotonic()
+            try:
+                rows, figures = measured(part, options)
+            except (RuntimeError, ValueError, KeyError, TypeError) as error:
+                # If it crashed, what it has left would disturb the next.
+                embedded.sweep(run)
+                rows, figures = [Row(part.name, "", f"failed: {error}", False)], {"failed": True}
+            found["parts"][part.name] = {
+                "rows": [asdict(row) for row in rows],
+                "figures": figures,
+                "seconds": time.monotonic() - started,
+            }
+            save(options.output, found)
+    finally:
+        embedded.sweep(run)
+    return found
+
+
+def load(output: Path) -> dict[str, Any]:
+    """What an earlier run wrote. Raises OSError, ValueError."""
+    found: dict[str, Any] = json.loads((output / "bench.json").read_text())
+    return found
+
+
+def save(output: Path, found: dict[str, Any]) -> None:
+    """Writes ``bench.json`` and ``bench.md``."""
+    output.mkdir(exist_ok=True)
+    (output / "bench.json").write_text(json.dumps(found, indent=2) + "\n")
+    (output / "bench.md").write_text(report.markdown(found["machine"], told(found["parts"])))
+
+
 def main() -> int:
     """Runs the parts and tells what they found; the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -151,6 +207,8 @@ def main() -> int:
     parser.add_argument("--sizes", nargs="+", default=["1G", "4G"], help="of the state, per rank")
     parser.add_argument("--parts", nargs="+", metavar="PART", help="only these modules")
     parser.add_argument("--without", nargs="+", metavar="PART", default=[])
+    parser.add_argument("--add", action="store_true", help="keep the other parts' last results")
+    parser.add_argument("--show", action="store_true", help="the last results; measure nothing")
     parser.add_argument("--list", action="store_true", help="tell the parts and leave")
     parser.add_argument("--write", action="store_true", help="the README's table")
     parser.add_argument("--output", type=Path, default=ROOT / "bench-results")
@@ -159,44 +217,14 @@ def main() -> int:
     if options.list:
         print("\n".join(part.name for part in chosen))
         return 0
-    found = report.machine()
-    rows = [
-        Row(f"{size} per rank", "", "skipped: there is no memory for four times as much")
-        for size in ([] if options.quick else options.sizes)
-        if not fits(size)
-    ]
-    figures: dict[str, Any] = {}
-    failed = False
-    begun, run = time.monotonic(), uuid.uuid4().hex[:6]
-    os.environ[embedded.RUN] = run
-    try:
-        for number, part in enumerate(chosen, 1):
-            say(f"[{number}/{len(chosen)}] {part.name}")
-            started = time.monotonic()
-            try:
-                more, figures[part.name] = measured(part, options)
-            except (RuntimeError, ValueError, KeyError, TypeError) as error:
-                # If it crashed, what it has left would disturb the next.
-                embedded.sweep(run)
-                more, failed = [Row(part.name, "", f"failed: {error}", False)], True
-            figures[f"{part.name}: seconds"] = time.monotonic() - started
-            rows += more
-            write(options.output, found, rows, figures)
-    finally:
-        embedded.sweep(run)
-    Console(width=150).print(table(rows, report.about(found)))
+    begun = time.monotonic()
+    found = load(options.output) if options.show else measure_all(options, chosen)
+    Console(width=150).print(table(told(found["parts"]), report.about(found["machine"])))
     say(f"{time.monotonic() - begun:.0f} s in all")
     if options.write:
-        report.put_in(ROOT / "README.md", report.markdown(found, rows))
-    return 1 if failed else 0
-
-
-def write(output: Path, found: dict[str, Any], rows: list[Row], figures: dict[str, Any]) -> None:
-    """What is known so far: a run that is broken off isn't lost."""
-    output.mkdir(exist_ok=True)
-    together = {"machine": found, "rows": [row.__dict__ for row in rows], "figures": figures}
-    (output / "bench.json").write_text(json.dumps(together, indent=2) + "\n")
-    (output / "bench.md").write_text(report.markdown(found, rows))
+        text = report.markdown(found["machine"], told(found["parts"], briefly=True))
+        report.put_in(ROOT / "README.md", text)
+    return 1 if any("failed" in each["figures"] for each in found["parts"].values()) else 0
 
 
 if __name__ == "__main__":
