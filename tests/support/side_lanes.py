@@ -1,5 +1,6 @@
 """A device whose copies happen when the test says: its tensors are the host's own."""
 
+import functools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -52,14 +53,10 @@ class FakeLane(Lane):
     def follow(self) -> None:
         self.followed_at.append(self.queued)
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        self.copied.append(target.nbytes)
-
-        def work() -> None:
-            with torch.no_grad():
-                target.copy_(source)
-
-        self._put(work)
+    def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        for target, source in zip(targets, sources, strict=True):
+            self.copied.append(target.nbytes)
+            self._put(functools.partial(_copy, target, source))
 
     def pack(self, sources: Sequence[torch.Tensor]) -> torch.Tensor:
         packed = torch.empty(sum(source.nbytes for source in sources), dtype=torch.uint8)
@@ -95,6 +92,11 @@ class FakeLane(Lane):
         with self._lock:
             self.queued += 1
             self._queue.append(work)
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    with torch.no_grad():
+        target.copy_(source)
 
 
 def means(lane: FakeLane, *, refusal: str = "", slots: int = 4, slot_bytes: int = 1 << 20) -> Means:

@@ -16,7 +16,7 @@ def test_a_copy_is_marked_and_waited_for() -> None:
     lane = Lane(CPU)
     source, target = torch.randn(30, 20).t(), torch.zeros(20, 30)
     lane.follow()
-    lane.copy(target, source)
+    lane.copy([target], [source])
     mark = lane.mark()
     lane.hold_back(mark)
     mark.synchronize()

@@ -97,13 +97,15 @@ def without_torch_functions() -> AbstractContextManager[None]:
     return torch._C.DisableTorchFunction()
 
 
-def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+def copy_all(
+    targets: list[torch.Tensor], sources: list[torch.Tensor], *, non_blocking: bool = False
+) -> None:
     """``target.copy_(source)`` for each; in one call, without the GIL, where torch has that."""
     if hasattr(torch, "_foreach_copy_"):
-        torch._foreach_copy_(targets, sources)
+        torch._foreach_copy_(targets, sources, non_blocking)
         return
     for target, source in zip(targets, sources, strict=True):
-        target.copy_(source)
+        target.copy_(source, non_blocking)
 
 
 def caches_plans(planner: SavePlanner) -> bool:

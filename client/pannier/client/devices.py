@@ -16,7 +16,7 @@ import torch
 from pannier.client import lanes, pinning
 from pannier.client.arena import Region, Spill
 from pannier.client.lanes import Lane, Mark
-from pannier.client.pieces import Bounce, Bouncing, Copy, Direct, divided, queue
+from pannier.client.pieces import Bounce, Bouncing, Copy, Direct, divided, lanes_of, queue
 from pannier.client.pinning import Ring
 from pannier.client.rest import Rest
 
@@ -75,6 +75,7 @@ class DeviceCopies:
         *,
         name: str = "",
         value: torch.Tensor | None = None,
+        place: torch.Tensor | None = None,
     ) -> None:
         """Takes on a copy of a plain tensor with elements.
 
@@ -84,8 +85,9 @@ class DeviceCopies:
             offset: of its first byte there.
             name: for errors.
             value: what ``tensor`` was detached from.
+            place: the target as a tensor, by address, if there is one.
         """
-        copy = Copy(name, tensor.detach(), target, offset)
+        copy = Copy(name, tensor.detach(), target, offset, place)
         if self._late is not None and isinstance(target, Region):
             if self._late(tensor if value is None else value):
                 self._rest.append(copy)
@@ -120,9 +122,9 @@ class DeviceCopies:
         copies, self._rest = self._rest, []
         if not copies:
             return None
-        jobs = self._jobs(copies)
+        direct, bounces = self._divided(copies)
         _follow(copies, self._means)
-        return Rest(copies, jobs, Bouncing(self._means.ring), how=self.how)
+        return Rest(copies, direct, bounces, Bouncing(self._means.ring), how=self.how)
 
     def _snapshots(self) -> list[Copy]:
         copies, self._fleeting = self._fleeting, []
@@ -142,17 +144,15 @@ class DeviceCopies:
         size, self._gathered_bytes = self._gathered_bytes, 0
         if not copies:
             return
+        direct, bounces = self._divided(copies)
         _follow(copies, self._means)
-        used: dict[Lane, None] = {}
         try:
-            for job in self._jobs(copies):
-                used[job.lane] = None
-                if isinstance(job, Bounce):
-                    self._bouncing.put(job)
-                else:
-                    queue(job)
+            for job in bounces:
+                self._bouncing.put(job)
+            queue(direct)
         finally:
-            self._held.append(([lane.mark() for lane in used], copies, size))
+            marks = [lane.mark() for lane in lanes_of(direct, bounces)]
+            self._held.append((marks, copies, size))
         while len(self._held) > 1 and sum(entry[2] for entry in self._held) > _HELD:
             self._release_oldest()
 
@@ -162,9 +162,10 @@ class DeviceCopies:
             mark.synchronize()
         self._held.popleft()
 
-    def _jobs(self, copies: Iterable[Copy]) -> "list[Direct | Bounce]":
-        """Divides copies into pieces that fit, and packs small ones."""
-        jobs: list[Direct | Bounce] = []
+    def _divided(self, copies: Iterable[Copy]) -> tuple[list[Direct], list[Bounce]]:
+        """Copies as pieces that fit; small ones packed."""
+        direct: list[Direct] = []
+        bounces: list[Bounce] = []
         packs: dict[tuple[Lane, torch.dtype], Bounce] = {}
         for copy in copies:
             lane = self._means.lane(copy.tensor.device)
@@ -175,19 +176,19 @@ class DeviceCopies:
                 pack = packs.get(key)
                 if pack is None or pack.size + size > self._means.ring.slot_bytes:
                     pack = packs[key] = Bounce(lane)
-                    jobs.append(pack)
+                    bounces.append(pack)
                 pack.add(copy)
             elif is_pinned:
-                jobs += [
-                    Direct(lane, piece.tensor, piece.target.address + piece.offset)
+                direct += [
+                    Direct(lane, piece.tensor, piece.target.address + piece.offset, piece.place)
                     for piece in divided(copy, None)
                 ]
             else:
                 for piece in divided(copy, self._means.ring.slot_bytes):
                     bounce = Bounce(lane)
                     bounce.add(piece)
-                    jobs.append(bounce)
-        return jobs
+                    bounces.append(bounce)
+        return direct, bounces
 
     def _is_pinned(self, copy: Copy) -> bool:
         target = copy.target

@@ -56,10 +56,10 @@ class Lane:
         """What is queued here from now on waits for what the caller's stream has queued so far."""
         self._stream.wait_stream(self._module.current_stream(self.device))
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Queues a copy to the host. ``source`` must live until a later mark is passed."""
+    def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        """Queues copies to the host. The sources must live until a later mark is passed."""
         with torch.no_grad(), self._module.stream(self._stream):
-            target.copy_(_real(source), non_blocking=True)
+            compat.copy_all(list(targets), list(map(_real, sources)), non_blocking=True)
 
     def pack(self, sources: Sequence[torch.Tensor]) -> torch.Tensor:
         """Queues the gathering of tensors of one dtype, row-major; gives their bytes.

@@ -7,7 +7,7 @@ code.
 import ctypes
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -27,6 +27,8 @@ class Copy(NamedTuple):
     """Detached."""
     target: Region | Spill
     offset: int
+    place: torch.Tensor | None = None
+    """The target as a tensor, if there is one."""
 
 
 class Direct(NamedTuple):
@@ -35,6 +37,8 @@ class Direct(NamedTuple):
     lane: Lane
     source: torch.Tensor
     address: int
+    place: torch.Tensor | None = None
+    """There, as a tensor like the source."""
 
 
 class Landing(NamedTuple):
@@ -87,7 +91,7 @@ class Bouncing:
                 slot = self._ring.take(wait=True)
         assert slot is not None
         try:
-            job.lane.copy(slot.memory[: job.size], job.lane.pack(job.sources))
+            job.lane.copy([slot.memory[: job.size]], [job.lane.pack(job.sources)])
         finally:
             self._under_way.append((job.lane.mark(), slot, job.landings))
         return True
@@ -118,14 +122,30 @@ class Bouncing:
         self._ring.give(slot)
 
 
-def queue(job: Direct) -> None:
-    """Queues a piece on its lane."""
-    source = job.source
+def lanes_of(direct: Iterable[Direct], bounces: Iterable[Bounce]) -> list[Lane]:
+    """Each lane once."""
+    used = dict.fromkeys(copy.lane for copy in direct)
+    return list(used | dict.fromkeys(bounce.lane for bounce in bounces))
+
+
+def queue(copies: Iterable[Direct]) -> None:
+    """Queues copies on their lanes."""
+    by_lane: dict[Lane, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for copy in copies:
+        targets, sources = by_lane.setdefault(copy.lane, ([], []))
+        targets.append(_place(copy) if copy.place is None else copy.place)
+        sources.append(copy.source)
+    for lane, (targets, sources) in by_lane.items():
+        lane.copy(targets, sources)
+
+
+def _place(copy: Direct) -> torch.Tensor:
+    source = copy.source
     # By address: a view of the memory would keep it from being unmapped.
-    memory = (ctypes.c_char * source.nbytes).from_address(job.address)
+    memory = (ctypes.c_char * source.nbytes).from_address(copy.address)
     with torch.inference_mode(False):
         place = torch.frombuffer(memory, dtype=source.dtype, count=source.numel())
-    job.lane.copy(place.view(source.shape), source)
+    return place.view(source.shape)
 
 
 def unpacked(job: Bounce) -> Iterator[Direct]:
@@ -149,7 +169,7 @@ def divided(copy: Copy, limit: int | None) -> Iterator[Copy]:
             return
         at = copy.offset
         for part in torch.split(tensor.view(-1), limit // tensor.element_size()):
-            yield copy._replace(tensor=part, offset=at)
+            yield copy._replace(tensor=part, offset=at, place=None)
             at += part.nbytes
         return
     most = limit or pinning.SLOT_BYTES
@@ -159,6 +179,6 @@ def divided(copy: Copy, limit: int | None) -> Iterator[Copy]:
     row = math.prod(tensor.shape[1:]) * tensor.element_size()
     at = copy.offset
     for part in torch.split(tensor, max(1, most // row)):
-        piece = copy._replace(tensor=part[0] if len(part) == 1 else part, offset=at)
+        piece = copy._replace(tensor=part[0] if len(part) == 1 else part, offset=at, place=None)
         yield from divided(piece, limit) if piece.tensor.nbytes > most else (piece,)
         at += part.nbytes

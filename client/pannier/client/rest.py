@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from pannier.client import compat
 from pannier.client.lanes import Lane, Mark
-from pannier.client.pieces import Bounce, Bouncing, Copy, Direct, queue, unpacked
+from pannier.client.pieces import Bounce, Bouncing, Copy, Direct, lanes_of, queue, unpacked
 from pannier.wire.errors import InvalidRequestError, PannierError
 
 
@@ -23,8 +23,9 @@ class Rest:
     def __init__(
         self,
         copies: Sequence[Copy],
-        jobs: "Sequence[Direct | Bounce]",
-        bouncing: "Bouncing",
+        direct: Sequence[Direct],
+        bounces: Sequence[Bounce],
+        bouncing: Bouncing,
         *,
         how: str,
     ) -> None:
@@ -34,25 +35,21 @@ class Rest:
         self._copies = list(copies)
         self._versions = [compat.version(copy.tensor) for copy in copies]
         self._bouncing = bouncing
-        self._lanes = list(dict.fromkeys(job.lane for job in jobs))
+        self._lanes = lanes_of(direct, bounces)
         self._marks: list[tuple[Lane, Mark]] = []
         self._all_queued = threading.Event()
         self._checked = False
         self._problem: PannierError | None = None
         self._done = False
-        pinned = how == "pinned"
-        self._todo: deque[Bounce] = deque()
+        self._todo = deque(bounces)
         try:
-            for job in jobs:
-                if isinstance(job, Direct):
-                    queue(job)
-                elif self._todo or not bouncing.put(job, wait=False):
-                    if pinned:
-                        # No slot is free: better many copies than one that comes later.
-                        for direct in unpacked(job):
-                            queue(direct)
-                    else:
-                        self._todo.append(job)
+            while self._todo and bouncing.put(self._todo[0], wait=False):
+                self._todo.popleft()
+            queue(direct)
+            if how == "pinned":
+                # No slot is free: better many copies than one that comes later.
+                while self._todo:
+                    queue(unpacked(self._todo.popleft()))
             if not self._todo:
                 self._mark()
         except BaseException:

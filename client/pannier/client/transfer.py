@@ -53,7 +53,7 @@ class Transfers:
 
         Raises ValueError when there are none, for its storage was freed.
         """
-        if not tensor.numel() or self._gather(tensor, target, offset, name, value):
+        if not tensor.numel() or self._gather(tensor, target, offset, name, value=value):
             return
         place = torch.frombuffer(
             target.memory, dtype=tensor.dtype, count=tensor.numel(), offset=offset
@@ -63,8 +63,8 @@ class Transfers:
     def copy_to_view(
         self, tensor: torch.Tensor, place: torch.Tensor, region: Region, offset: int, name: str = ""
     ) -> None:
-        """:meth:`copy` of a tensor with elements to a view of the region at ``offset``."""
-        if not self._gather(tensor, region, offset, name, tensor):
+        """:meth:`copy` of a tensor with elements to a view, by address, of the region."""
+        if not self._gather(tensor, region, offset, name, place=place):
             place.copy_(tensor)
 
     def run(self) -> None:
@@ -91,7 +91,9 @@ class Transfers:
         target: Region | Spill,
         offset: int,
         name: str,
-        value: torch.Tensor | None,
+        *,
+        value: torch.Tensor | None = None,
+        place: torch.Tensor | None = None,
     ) -> bool:
         """Takes on a copy that isn't made at once."""
         kind = tensor.device.type
@@ -99,7 +101,7 @@ class Transfers:
         if (kind == "cpu" or queued) and not tensor.untyped_storage().nbytes():
             raise ValueError("its storage was freed (resized to 0)")
         if queued:
-            self._devices.add(tensor, target, offset, name=name, value=value)
+            self._devices.add(tensor, target, offset, name=name, value=value, place=place)
             return True
         if kind != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
             return False
