@@ -65,6 +65,7 @@ def hand_over(size: int, saves: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="pannier-bench-", dir="/dev/shm") as directory:
         os.environ["PANNIER_RUNTIME_DIR"] = f"{directory}/run"
         os.environ["PANNIER_SPOOL"] = f"{directory}/spool"
+        os.environ["PANNIER_TRANSPORT"] = "streamed"
         from pannier import client
 
         state = {f"layer.{i}": torch.randn(size // 64 // 4) for i in range(64)}
