@@ -27,6 +27,8 @@ _log = logging.getLogger(__name__)
 TOKEN_BYTES: Final = 16
 _FETCH_S: Final = 30.0
 """A loan whose descriptors nobody has fetched by then is over."""
+_ENDING_S: Final = 10.0
+"""How long a file may stay busy after its save's verdict: uploads are cut off in between."""
 
 Owner = tuple[str, str, int]
 """Job, incarnation, rank."""
@@ -45,8 +47,8 @@ class _Loan:
     made_at: float
     connection: object | None = None
     """Over which the descriptors went; None: not yet."""
-    busy: set[str] = field(default_factory=set)
-    """Names of those whose content belongs to a save that has no verdict."""
+    busy: dict[str, RankSave] = field(default_factory=dict)
+    """By name, to whom the content of those belongs that the sidecar hasn't let go of."""
     over: bool = False
     """The borrower is gone."""
 
@@ -66,6 +68,8 @@ class Lending:
         self._life = secrets.token_hex(4)
         """Names of an earlier sidecar's loans are never taken for ours."""
         self._lock = threading.Lock()
+        self._given = threading.Condition(self._lock)
+        """Rung whenever a save has let go of a lent file."""
         self._count = 0
         self._loans: set[_Loan] = set()
         self._by_name: dict[str, tuple[_Loan, Slab]] = {}
@@ -178,10 +182,13 @@ class Lending:
     def claim(self, rank: RankSave, name: str, size: int) -> Slab:
         """The slab that holds ``size`` bytes of a data file of ``rank``; the caller gives it back.
 
+        Waits a moment for one whose save has ended, but isn't cleared away yet.
+
         Raises InvalidRequestError: it isn't lent to that rank now, is another data file, or is shorter.
         """
         owner = (rank.save.id.job, rank.save.id.incarnation, rank.rank)
         with self._lock:
+            self._given.wait_for(lambda: not self._is_ending(name), _ENDING_S)
             loan, slab = self._by_name.get(name, (None, None))
             if loan is None or slab is None or loan.owner != owner:
                 raise InvalidRequestError(
@@ -198,7 +205,7 @@ class Lending:
                     f"{rank.label}: {size} bytes are said to be in the lent file {name}, which has "
                     f"{slab.capacity}"
                 )
-            loan.busy.add(name)
+            loan.busy[name] = rank
         return slab
 
     def give(self, slab: Slab) -> None:
@@ -206,7 +213,8 @@ class Lending:
         with self._lock:
             loan, name = self._by_slab.get(slab, (None, ""))
             if loan is not None and not loan.over:
-                loan.busy.discard(name)
+                loan.busy.pop(name, None)
+                self._given.notify_all()
                 return
             if loan is not None:
                 self._forget(loan, name)
@@ -237,7 +245,7 @@ class Lending:
     def ask_for_room(self) -> None:
         """Asks the clients that hold idle files to give them back."""
         with self._lock:
-            clients = {loan.client for loan in self._loans if loan.slabs.keys() - loan.busy}
+            clients = {loan.client for loan in self._loans if loan.slabs.keys() - loan.busy.keys()}
         if clients:
             self._wanted(clients)
 
@@ -270,9 +278,15 @@ class Lending:
         for slab in idle:
             self.give(slab)
 
+    def _is_ending(self, name: str) -> bool:
+        """Whether a file's save is over, so that its next use is right but early."""
+        loan, _ = self._by_name.get(name, (None, None))
+        rank = loan.busy.get(name) if loan is not None else None
+        return rank is not None and rank.save.verdict is not None
+
     def _forget(self, loan: _Loan, name: str) -> None:
         slab = loan.slabs.pop(name)
-        loan.busy.discard(name)
+        loan.busy.pop(name, None)
         del self._by_name[name]
         del self._by_slab[slab]
         if not loan.slabs:

@@ -7,6 +7,7 @@ pages of a tmpfs cost about ten times the copy itself. Blocking, thread-safe.
 
 import errno
 import fcntl
+import logging
 import os
 import re
 import stat
@@ -21,6 +22,8 @@ from typing import Final
 from pannier.daemon import crashing
 from pannier.daemon.private import make_private
 from pannier.wire.errors import BusyError, ConfigurationError, PannierError
+
+_log = logging.getLogger(__name__)
 
 _NAME: Final = re.compile(r"\d{8,}\.data")
 """Of slabs; no other file of the directory is touched."""
@@ -160,9 +163,15 @@ class Spool:
 
     def give(self, slab: Slab) -> None:
         """Takes a slab back whose content nobody needs, reads or writes any more."""
+        # A trainer may have cut what was lent to it: the next one that maps it would die of that.
+        whole = os.fstat(slab.fd).st_size == slab.capacity
         with self._lock:
             self._taken -= 1
-            self._free.setdefault(slab.job, deque()).append(slab)
+            if whole:
+                self._free.setdefault(slab.job, deque()).append(slab)
+                return
+            self._drop(slab)
+        _log.warning("%s isn't used again: a trainer has changed its size", slab.path)
 
     def trim(self, active: Collection[str]) -> None:
         """Gives the free space of jobs that aren't ``active`` back, a while after they last were.

@@ -1,0 +1,164 @@
+"""A played trainer's side of the mapped hand-over: files of the spool, and what is said of them.
+
+It writes through the descriptor and not through a mapping, so that a cut file harms nobody here.
+"""
+
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import crc32c
+
+from pannier.v1 import records_pb2, sidecar_pb2
+from support.scripted import PLAN_ID, TIMEOUT_S, Trainer, attempt_of
+
+
+@dataclass
+class Lent:
+    """One borrowed file."""
+
+    slab: str
+    capacity: int
+    fd: int
+
+    @property
+    def inode(self) -> int:
+        return os.fstat(self.fd).st_ino
+
+
+class Borrower:
+    """Borrows for a :class:`Trainer`; a context manager, at whose end all loans are over."""
+
+    def __init__(self, trainer: Trainer, sidecar: str) -> None:
+        self.trainer = trainer
+        self._path = sidecar.removeprefix("unix://") + ".fd"
+        self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._connection.settimeout(TIMEOUT_S)
+        self.lent: list[Lent] = []
+
+    def __enter__(self) -> "Borrower":
+        self._connection.connect(self._path)
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """The connection and all descriptors go, as when the process dies."""
+        self._connection.close()
+        for each in self.lent:
+            os.close(each.fd)
+        self.lent.clear()
+
+    def reserve(self, *sizes: int) -> sidecar_pb2.ReserveResponse:
+        who = self.trainer
+        answer: sidecar_pb2.ReserveResponse = who.call(
+            "Reserve",
+            sidecar_pb2.ReserveRequest(
+                job=who.job,
+                incarnation=who.incarnation,
+                rank=who.rank,
+                client=who.client,
+                sizes=sizes,
+            ),
+        )
+        return answer
+
+    def fetch(self, token: bytes, count: int) -> list[int]:
+        """Descriptors of a loan; the caller closes them. Empty: the sidecar has none for that token.
+
+        Raises EOFError: it has cut us off.
+        """
+        self._connection.sendall(token)
+        found: list[int] = []
+        while len(found) < count:
+            said, fds, _, _ = socket.recv_fds(self._connection, 1, 64)
+            if not said:
+                raise EOFError
+            if said == b"\0":
+                break
+            found += fds
+        return found
+
+    def borrow(self, *sizes: int) -> list[Lent]:
+        """Files of at least these sizes, bytes."""
+        answer = self.reserve(*sizes)
+        fds = self.fetch(answer.token, len(answer.files))
+        new = [
+            Lent(file.slab, file.capacity, fd) for file, fd in zip(answer.files, fds, strict=True)
+        ]
+        self.lent += new
+        return new
+
+    def release(self, *lent: Lent) -> None:
+        who = self.trainer
+        slabs = [each.slab for each in lent]
+        for each in lent:
+            os.close(each.fd)
+            self.lent.remove(each)
+        request = sidecar_pb2.ReleaseRequest(
+            job=who.job, incarnation=who.incarnation, rank=who.rank, client=who.client, slabs=slabs
+        )
+        who.call("Release", request)
+
+
+def staged(lent: Lent, name: str, data: bytes) -> "Mapped":
+    """Writes ``data`` there."""
+    assert os.pwrite(lent.fd, data, 0) == len(data)
+    return Mapped(name, len(data), lent.slab)
+
+
+@dataclass
+class Mapped:
+    """What is said of one data file."""
+
+    name: str
+    size: int
+    slab: str
+
+
+def hand_over(
+    trainer: Trainer,
+    context: sidecar_pb2.SaveContext,
+    files: Sequence[Mapped],
+    *,
+    attempt: str | None = None,
+    plan_id: str = PLAN_ID,
+    varying: Sequence[records_pb2.VaryingItem] = (),
+) -> None:
+    """All of the rank's files, which lie in the spool."""
+    request = sidecar_pb2.HandOverRequest(
+        context=context,
+        attempt=attempt or attempt_of(context.save),
+        plan_id=plan_id,
+        files=[records_pb2.DataFile(name=each.name, size=each.size) for each in files],
+        varying=varying,
+        mapped=[sidecar_pb2.MappedFile(name=each.name, slab=each.slab) for each in files],
+    )
+    trainer.call("HandOver", request)
+
+
+def spool_files(directory: Path) -> dict[int, Path]:
+    """The files of a spool by inode."""
+    return {path.stat().st_ino: path for path in directory.glob("*.data")}
+
+
+def mapped_files(directory: Path) -> dict[Path, tuple[int, int]]:
+    """What this very process has mapped of a spool: address and length by path."""
+    found: dict[Path, tuple[int, int]] = {}
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        area, *_, path = line.split(maxsplit=5)
+        if not path.startswith(f"{directory}/"):
+            continue
+        start, end = (int(number, 16) for number in area.split("-"))
+        known = found.get(Path(path), (start, 0))
+        found[Path(path)] = (min(start, known[0]), known[1] + end - start)
+    return found
+
+
+def crc_of(path: Path, size: int) -> int:
+    """Of the first bytes of a file."""
+    with path.open("rb") as file:
+        return crc32c.crc32c(file.read(size))
