@@ -24,6 +24,7 @@ from pannier.storage.base import (
     Store,
     Unfinished,
 )
+from pannier.storage.bodies import Part
 from pannier.storage.cleanup import clean_up
 from pannier.storage.feed import Feed
 from pannier.storage.limits import end_of
@@ -97,7 +98,7 @@ class S3Store(Store):
         ours = True
         try:
             if source.size <= BUFFER:
-                data = bytearray(source.size)
+                data = Part(source.size)
                 await feed.fill(memoryview(data), 0)
                 crc = await feed.confirm()
                 await self._put(key, data, crc, {"IfNoneMatch": "*"}, retried)
@@ -149,13 +150,13 @@ class S3Store(Store):
         )
         upload = {"UploadId": created["UploadId"]}
         part_size = BUFFER * -(-size // (BUFFER * _MOST_PARTS))
-        buffer = bytearray(part_size)
+        buffer = Part(part_size)
         parts: list[dict[str, Any]] = []
         try:
             for number, offset in enumerate(range(0, size, part_size), 1):
                 length = min(part_size, size - offset)
                 if length < part_size:
-                    buffer = bytearray(length)
+                    buffer = Part(length)
                 await feed.fill(memoryview(buffer), offset)
                 crc = _encode(crc32c.crc32c(buffer))
                 answer = await self._call(
