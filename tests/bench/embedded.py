@@ -22,8 +22,6 @@ from pannier.wire.errors import ConfigurationError
 
 RUN = "BENCH_RUN"
 """Environment variable that says which run of the whole bench a process belongs to."""
-NICE = 10
-"""The daemons' niceness where the slow-down of steps is measured."""
 
 
 def transports() -> list[str]:
@@ -151,14 +149,9 @@ class Place:
     def sidecar(self) -> psutil.Process:
         return self.find("sidecar")
 
-    def make_nice(self, least: int = NICE) -> int:
-        """Lowers the daemons' priority as far as it isn't that low; returns the sidecar's niceness."""
-        for process in self.daemons():
-            for task in Path(f"/proc/{process.pid}/task").iterdir():
-                with suppress(OSError):
-                    tid = int(task.name)
-                    if os.getpriority(os.PRIO_PROCESS, tid) < least:
-                        os.setpriority(os.PRIO_PROCESS, tid, least)
+    @property
+    def niceness(self) -> int:
+        """The sidecar's."""
         return os.getpriority(os.PRIO_PROCESS, self.sidecar.pid)
 
 

@@ -3,7 +3,7 @@
 Windows of steps come in pairs of equal length: one with a save in flight, from the return of
 ``async_save`` until the commit, and one without. As many pairs without any save in either half
 are the noise floor: what the same figures are when nothing happens. Which half comes first
-alternates. The daemons run at a lower priority (``nice``), as beside a training job they should.
+alternates. The sidecar runs at the lower priority that it gives itself.
 """
 
 import statistics
@@ -53,7 +53,7 @@ def measure(state: State, transport: str, saves: int) -> dict[str, Any]:
 
     training = Training()
     beside, floor, ways = Pairs(), Pairs(), Ways()
-    length, niceness = 300, 0
+    length = 0
     with Place(transport) as place:
 
         def busy(target: str) -> list[float]:
@@ -66,8 +66,8 @@ def measure(state: State, transport: str, saves: int) -> dict[str, Any]:
 
         for number in range(WARM_UP):
             with place.checkpoint(f"warm-{number}") as target:
-                length = len(busy(target))
-            niceness = place.make_nice()
+                length = max(50, len(busy(target)))
+        niceness = place.niceness
         for number in range(saves):
             first = number % 2 == 0
             with place.checkpoint(f"step-{number}") as target:
