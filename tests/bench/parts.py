@@ -82,8 +82,8 @@ def parsed(parser: argparse.ArgumentParser, words: Sequence[str] | None = None) 
 
 def sized(count: float) -> str:
     """Bytes for people."""
-    if count >= GIB:
-        return f"{count / GIB:g} GiB" if count % GIB == 0 else f"{count / GIB:.2f} GiB"
+    if count >= 0.995 * GIB:
+        return f"{count / GIB:.3g} GiB"
     return f"{count / MIB:.0f} MiB" if count >= MIB else f"{count / 1024:.0f} KiB"
 
 
