@@ -7,6 +7,7 @@ import ctypes
 import io
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +214,7 @@ def test_an_overlapped_save_is_what_the_state_was_at_the_call(
     staged, arena = staged_by(copies, state, pool)
     assert staged.rest is not None
     assert lane.done == 0
+    assert lane.followed_at == [0]
     finishing = threading.Thread(target=staged.rest.finish)
     finishing.start()
     staged.rest.hold_back()
@@ -237,6 +239,23 @@ def test_what_may_change_at_once_is_copied_on_the_device_before_the_call_returns
     assert staged.rest is not None
     staged.rest.finish()
     assert_same(staged, before)
+    pool.release(arena)
+
+
+def test_what_has_to_be_pinned_can_be_pinned_ahead(lane: FakeLane, pool: ArenaPool) -> None:
+    pinned = []
+
+    def pin(mapping: Any, kind: str) -> str:
+        pinned.append((mapping, kind))
+        return ""
+
+    found = replace(means(lane, slots=3), pin=pin)
+    arena = pool.acquire([MIB, 0, 2 * MIB])
+    devices.make_ready(arena, {"step": 5, "empty": []}, found)
+    assert not pinned
+    devices.make_ready(arena, {"a": [{"w": torch.ones(3)}], "step": 5}, found)
+    assert pinned == [(arena.files[0].mapping, "cpu"), (arena.files[2].mapping, "cpu")]
+    assert len(found.ring._free) == 3
     pool.release(arena)
 
 

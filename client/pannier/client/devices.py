@@ -7,14 +7,14 @@ arena that can't be pinned, to a ring of pinned buffers and from there by memmov
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 
-from pannier.client import lanes, pinning
-from pannier.client.arena import Region, Spill
+from pannier.client import compat, lanes, pinning
+from pannier.client.arena import Arena, Region, Spill
 from pannier.client.lanes import Lane, Mark
 from pannier.client.pieces import Bounce, Bouncing, Copy, Direct, divided, lanes_of, queue
 from pannier.client.pinning import Ring
@@ -28,6 +28,8 @@ _HELD: Final = 512 << 20
 """Bytes of tensors that are kept alive by copies under way: a planner may have made them for us."""
 SNAPSHOT: Final = 256 << 20
 """Bytes, at most, of what may change at once that are copied on the device first."""
+
+_PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
 
 Late = Callable[[torch.Tensor], bool]
 """Whether a tensor is changed by nothing but what waits for its copy."""
@@ -200,6 +202,31 @@ class DeviceCopies:
                 self.how = f"bounced: {reason}" if reason else self.how or "pinned"
             known = self._pinned[target] = not reason
         return known
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """This rank's plain tensors on devices with streams, at any depth of mappings and lists."""
+    if isinstance(value, torch.Tensor):
+        for tensor in compat.local_tensors(value):
+            if tensor.device.type in lanes.ASYNC_DEVICES and type(tensor) in _PLAIN:
+                yield tensor
+    elif isinstance(value, Mapping):
+        for inner in value.values():
+            yield from tensors_in(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from tensors_in(inner)
+
+
+def make_ready(arena: Arena, state: Any, means: Means | None = None) -> None:
+    """Pins what the first save of ``state`` into ``arena`` would have to pin."""
+    means = means or USUAL
+    for device in {tensor.device for tensor in tensors_in(state)}:
+        means.lane(device)
+        means.ring.make_ready()
+        for region in arena.files:
+            if region.mapping is not None:
+                means.pin(region.mapping, device.type)
 
 
 def _follow(copies: Iterable[Copy], means: Means) -> None:

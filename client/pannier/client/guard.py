@@ -8,13 +8,13 @@ its state. Only these may be copied late. Thread-safe.
 
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from pannier.client import compat, lanes
-from pannier.client.devices import DeviceCopies, Late
+from pannier.client.devices import DeviceCopies, Late, tensors_in
 from pannier.client.rest import Rest
 from pannier.wire.errors import InvalidRequestError
 
@@ -145,25 +145,9 @@ def _requires_grad(tensor: torch.Tensor) -> bool:
 
 def _storages(optimizer: torch.optim.Optimizer) -> Iterator[int]:
     """Addresses, on devices that copies can be queued on."""
-    for parameter in _parameters(optimizer):
-        yield from _storages_in(parameter)
-    yield from _storages_in(optimizer.state)
-
-
-def _storages_in(value: Any) -> Iterator[int]:
-    if isinstance(value, torch.Tensor):
-        for tensor in compat.local_tensors(value):
-            if tensor.device.type in lanes.ASYNC_DEVICES and type(tensor) in (
-                torch.Tensor,
-                torch.nn.Parameter,
-            ):
-                yield tensor.untyped_storage().data_ptr()
-    elif isinstance(value, Mapping):
-        for inner in value.values():
-            yield from _storages_in(inner)
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from _storages_in(inner)
+    for value in (*_parameters(optimizer), optimizer.state):
+        for tensor in tensors_in(value):
+            yield tensor.untyped_storage().data_ptr()
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:

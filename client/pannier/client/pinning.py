@@ -102,6 +102,13 @@ class Ring:
         self._free: list[RingSlot] = []
         self._changed = threading.Condition()
 
+    def make_ready(self) -> None:
+        """Makes all that may be needed."""
+        with self._changed:
+            while self._missing:
+                self._free.append(RingSlot(self._allocate(self.slot_bytes)))
+                self._missing -= 1
+
     def take(self, *, wait: bool) -> RingSlot | None:
         """A slot; None when there is none and ``wait`` is False.
 

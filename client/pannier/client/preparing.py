@@ -4,6 +4,7 @@ In: a state like those to come, and where they go. Out: a plan that is kept, and
 there, with everything in it but the values. Nothing is saved.
 """
 
+from pannier.client import devices
 from pannier.client.agreed import Wish, keep
 from pannier.client.arena import Arena, ArenaPool
 from pannier.client.cached import PlanCache, options_of
@@ -64,6 +65,7 @@ def prepare(
             held.append(arena)
             if match is not None:
                 match.route.engrave(arena)
+            devices.make_ready(arena, wish.state)
     finally:
         for arena in held:
             pool.release(arena)
