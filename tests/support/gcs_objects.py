@@ -30,21 +30,18 @@ def now() -> str:
 
 
 class Content:
-    """Bytes of an object in the making, with running checksums."""
+    """Bytes of an object in the making, with a running checksum."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.size = 0
         self.crc = 0
-        self._md5 = hashlib.md5(usedforsecurity=False)
         self._file: BinaryIO = path.open("w+b", buffering=0)
 
     def write(self, data: bytes) -> None:
         self._file.write(data)
         self.size += len(data)
         self.crc = crc32c.crc32c(data, self.crc)
-        if self.size <= MD5_LIMIT:
-            self._md5.update(data)
 
     def truncate(self, size: int) -> None:
         """Forgets what is beyond; checksums are taken again."""
@@ -52,12 +49,9 @@ class Content:
             return
         self._file.seek(0)
         self.size, self.crc = 0, 0
-        self._md5 = hashlib.md5(usedforsecurity=False)
         while self.size < size and (part := self._file.read(min(1 << 20, size - self.size))):
             self.size += len(part)
             self.crc = crc32c.crc32c(part, self.crc)
-            if self.size <= MD5_LIMIT:
-                self._md5.update(part)
         self._file.truncate(size)
         self._file.seek(size)
 
@@ -65,9 +59,12 @@ class Content:
     def crc_text(self) -> str:
         return base64.b64encode(self.crc.to_bytes(4, "big")).decode()
 
-    @property
     def md5_text(self) -> str | None:
-        return base64.b64encode(self._md5.digest()).decode() if self.size <= MD5_LIMIT else None
+        """Of an object that has one; when it is whole, for only then its size is known."""
+        if self.size > MD5_LIMIT:
+            return None
+        data = os.pread(self._file.fileno(), self.size, 0)
+        return base64.b64encode(hashlib.md5(data, usedforsecurity=False).digest()).decode()
 
     def close(self) -> None:
         self._file.close()
@@ -156,11 +153,12 @@ class Objects:
         place = self.bucket(bucket).objects
         name = str(metadata["name"])
         old = place.get(name)
+        md5 = content.md5_text()
         try:
             self.check(old, query)
             for key, actual, title in (
                 ("crc32c", content.crc_text, "CRC32C"),
-                ("md5Hash", content.md5_text, "MD5 hash"),
+                ("md5Hash", md5, "MD5 hash"),
             ):
                 given = metadata.get(key)
                 if given and actual and given != actual and not self.ignore_checksums:
@@ -190,8 +188,8 @@ class Objects:
             "updated": moment,
             "timeStorageClassUpdated": moment,
         }
-        if content.md5_text and "componentCount" not in metadata:
-            resource["md5Hash"] = content.md5_text
+        if md5 and "componentCount" not in metadata:
+            resource["md5Hash"] = md5
         for key in ("metadata", "cacheControl", "contentEncoding", "componentCount"):
             if key in metadata:
                 resource[key] = metadata[key]
