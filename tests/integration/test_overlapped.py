@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -127,6 +128,8 @@ def test_training_goes_on_while_the_device_copies(
             training.backward()
             assert handle.status().bytes_ingested == 0
             assert handle.status().staging == (f"bounced: {refusal}" if refusal else "pinned")
+            while handle.status().waiting_on != "copies from cpu":
+                time.sleep(0.01)
             threading.Timer(0.1, lane.runs.set).start()
             training.optimizer.step()
             training.optimizer.zero_grad()

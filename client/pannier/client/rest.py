@@ -58,6 +58,11 @@ class Rest:
             raise
 
     @property
+    def devices(self) -> str:
+        """Those that copy, for people."""
+        return ", ".join(str(lane.device) for lane in self._lanes)
+
+    @property
     def done(self) -> bool:
         """Whether :meth:`finish` has returned."""
         return self._done
@@ -100,7 +105,7 @@ class Rest:
             if isinstance(error, PannierError):
                 raise
             raise PannierError(
-                f"copying from {self._copies[0].tensor.device} failed after async_save had "
+                f"copying from {self.devices} failed after async_save had "
                 f"returned: {type(error).__name__}: {error}"
             ) from error
         finally:

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Container, Mapping, Sequence
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from pannier.client.arena import Arena
 from pannier.client.handle import Resolver, SaveHandle, SaveResult
@@ -81,8 +81,11 @@ class Staged(Protocol):
 class Agreement(Protocol):
     """What a plan from the cache still lacks (see ``pannier.client.cached``)."""
 
-    def settle(self) -> str:
+    def settle(self, context: sidecar_pb2.SaveContext) -> str:
         """Waits until all ranks go by one plan; returns its id."""
+
+    def become(self, number: int, staged: Any) -> "tuple[str, Staged]":
+        """The attempt and what is staged, if this were the group's ``number``-th save."""
 
     def failed(self) -> None:
         """The save that went by the plan has failed."""
@@ -165,8 +168,7 @@ class Saving:
         fate = Fate.UNUSED
         try:
             self._finish_staging()
-            if self._agreement is not None:
-                self._plan = (self._plan[0], self._agreement.settle())
+            self._settle()
             self._ingest()
             self._phase_over("ingest")
         except StoppedError:
@@ -191,11 +193,41 @@ class Saving:
         rest = self._staged.rest if self._staged is not None else None
         if rest is None:
             return
+        waiting = f"copies from {rest.devices}"
+        self.resolver.update(lambda s: dataclasses.replace(s, waiting_on=waiting))
         rest.finish(stop=lambda: self.stop.is_set)
         if self.stop.is_set:
             raise StoppedError
         self._phase_over("copy")
+        self._show_waiting()
         self.resolver.staged()
+
+    def _settle(self) -> None:
+        """Waits until all ranks go by the plan that this one staged by."""
+        while self._agreement is not None:
+            try:
+                self._plan = (self._plan[0], self._agreement.settle(self.context))
+                return
+            except SaveAbortedError as error:
+                if error.resume_at <= self.context.save.number:
+                    raise
+                # This rank didn't call saves that the others did: it joins them again.
+                _log.warning("%s", error)
+                self._become(self._agreement, error.resume_at)
+
+    def _become(self, agreement: Agreement, number: int) -> None:
+        """Goes on as another save of the group; of the one that it was nobody has heard."""
+        self.session.unwatch(self.context.save)
+        context = sidecar_pb2.SaveContext()
+        context.CopyFrom(self.context)
+        context.save.number = number
+        attempt, self._staged = agreement.become(number, self._staged)
+        self.context, self._plan = context, (attempt, "")
+        self.text = identity.save_text(context.save)
+        self.session.watch(context, self._hear, self._hear_silence)
+        self.resolver.update(
+            lambda status: dataclasses.replace(status, id=self.text, attempt=attempt)
+        )
 
     def give_up(self, error: PannierError) -> None:
         """This rank can't go on: says so, and fails the handle if no news of the abort comes."""
