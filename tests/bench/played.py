@@ -102,6 +102,8 @@ class Sidecar:
         self.stub = stub
         self.status = save_pb2.SaveStatus()
         self._call = stub.Attach()
+        self._told: set[int] = set()
+        """Numbers of saves."""
         self._news = asyncio.Event()
         self._reading: asyncio.Task[None] | None = None
 
@@ -119,7 +121,19 @@ class Sidecar:
             self._news.set()
 
     async def tell(self, reports: list[coordinator_pb2.RankReport]) -> None:
-        await self._call.write(coordinator_pb2.AttachRequest(reports=reports))
+        trainers = [
+            coordinator_pb2.TrainerStatus(
+                job="job", incarnation="aa", rank=played.rank, seconds_since_heard=0.1
+            )
+            for played in self.ranks
+        ]
+        for report in reports:
+            save = report.context.save.number
+            if save in self._told:
+                del report.context.ranks[:]
+            self._told.add(save)
+        request = coordinator_pb2.AttachRequest(reports=reports, trainers=trainers)
+        await self._call.write(request)
 
     async def hear(self, number: int, wanted: Callable[[save_pb2.SaveStatus], bool]) -> None:
         while not (self.status.save.number == number and wanted(self.status)):
@@ -181,7 +195,7 @@ class Cast:
         return identity.Attempt(1, number, self._group).name
 
     def context(self, sidecar: Sidecar, rank: int, number: int) -> sidecar_pb2.SaveContext:
-        """As each message of the rank has it."""
+        """As each message of the rank has it, but for reports after a stream's first of a save."""
         return sidecar_pb2.SaveContext(
             save=save_pb2.SaveId(job="job", incarnation="aa", group=self._group, number=number),
             checkpoint_id=str(self.place(number)),

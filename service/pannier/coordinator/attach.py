@@ -38,6 +38,8 @@ _log = logging.getLogger(__name__)
 REFRESH_S: Final = 1.0
 """How often a sidecar hears of a save that only grows older."""
 
+_DUE_S: Final = 0.9
+"""After so long it is due: the timer that asks is no more exact than that."""
 _WELL_S: Final = 5.0
 """A sidecar that was heard so lately still speaks for its ranks."""
 
@@ -51,6 +53,8 @@ class _Stream:
         self.presence = presence
         self.told: dict[str, tuple[object, ...]] = {}
         """By key of a save: what was last told of it; () for nothing yet."""
+        self.told_at: dict[str, float] = {}
+        """When that was, on the monotonic clock."""
         self.news: dict[str, Save] = {}
         self.bell = asyncio.Event()
 
@@ -68,6 +72,8 @@ class Attachments:
         self._places = places
         self._losses = Losses(registry)
         self._streams: set[_Stream] = set()
+        self._essences: dict[str, tuple[object, ...]] = {}
+        """By key of a save: of what all streams were told last."""
         self._rendered: dict[str, tuple[float, tuple[object, ...], save_pb2.SaveStatus]] = {}
         registry.listen(self._changed)
 
@@ -168,7 +174,7 @@ class Attachments:
     ) -> Save | None:
         """The save, of which the sidecar hears from now on; None when this can't be part of it."""
         try:
-            save = self._registry.enter(context, known=known, failing=failing)
+            save = self._registry.enter(context, known=known, failing=failing, brief=True)
         except DisagreementError as error:
             _log.warning("host %s: %s", stream.presence.host, error)
             doomed = self._registry.find(context.save)
@@ -219,11 +225,12 @@ class Attachments:
         """The rank goes by a plan that it was given for an earlier save."""
         rank, host = report.context.rank, report.context.host
         limits.check_words(plan_id=report.plan_id, digest=report.digest)
-        if not save.gathering.proposals:
+        if not save.gathering.proposed:
             check_place(save, self._places, rank)
         proposal = Proposal(rank, host, report.digest, report.plan_id, report.attempt)
         try:
-            identity.Attempt.parse(report.attempt)
+            if save.attempt is None or save.attempt.name != report.attempt:
+                identity.Attempt.parse(report.attempt)
             join(save, proposal)
         except InvalidRequestError as error:
             # It waits for an answer, which is the save's end.
@@ -231,8 +238,11 @@ class Attachments:
             raise
 
     def _check_attempt(self, save: Save, report: coordinator_pb2.RankReport) -> None:
+        if save.attempt is not None and save.attempt.name == report.attempt:
+            save.resume()
+            return
         identity.Attempt.parse(report.attempt)
-        if save.attempt is not None and save.attempt.name != report.attempt:
+        if save.attempt is not None:
             save.fail(
                 save_pb2.FAILURE_KIND_DISAGREEMENT,
                 f"takes part in attempt {report.attempt}, the save is {save.attempt.name}",
@@ -244,19 +254,28 @@ class Attachments:
     # News.
 
     def _changed(self, save: Save) -> None:
+        essence = _essence(save)
+        if self._essences.get(save.key) == essence:
+            # Whoever entered it since is told what it is then.
+            return
+        self._essences[save.key] = essence
+        while len(self._essences) > _RENDERED_KEPT:
+            del self._essences[next(iter(self._essences))]
         for stream in self._streams:
             told = stream.told.get(save.key)
-            if told is not None and told != _essence(save):
+            if told is not None and told != essence:
                 stream.add(save)
 
     def _refresh(self, stream: _Stream) -> None:
+        now = time.monotonic()
         for key, told in list(stream.told.items()):
             if key in stream.news or not told:
                 continue
             save = self._registry.find_key(key)
             if save is None or save.ended:
                 del stream.told[key]
-            elif time.monotonic() - self._rendered_at(key) >= REFRESH_S:
+                stream.told_at.pop(key, None)
+            elif now - stream.told_at.get(key, 0.0) >= _DUE_S:
                 stream.news[key] = save
 
     def _take_news(self, stream: _Stream) -> coordinator_pb2.AttachResponse | None:
@@ -265,17 +284,14 @@ class Attachments:
         news, stream.news = list(stream.news.values()), {}
         for save in news:
             stream.told[save.key] = _essence(save)
+            stream.told_at[save.key] = time.monotonic()
         return coordinator_pb2.AttachResponse(saves=[self._render(save) for save in news])
-
-    def _rendered_at(self, key: str) -> float:
-        known = self._rendered.get(key)
-        return known[0] if known is not None else 0.0
 
     def _render(self, save: Save) -> save_pb2.SaveStatus:
         """The status, shared by all streams for a moment."""
         essence, now = _essence(save), time.monotonic()
         known = self._rendered.get(save.key)
-        if known is not None and known[1] == essence and (now - known[0] < REFRESH_S or save.ended):
+        if known is not None and known[1] == essence and (now - known[0] < _DUE_S or save.ended):
             return known[2]
         status = save.status(ranks=save.ended)
         self._rendered[save.key] = (now, essence, status)

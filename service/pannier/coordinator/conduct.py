@@ -254,8 +254,7 @@ class Conductor:
 
     async def _want_plans(self, save: Save) -> None:
         """Returns when the ranks that go by a plan which doesn't do have handed theirs in, too."""
-        save.plan_wanted = True
-        save.ring()
+        save.want_plans()
         if await save.until(
             lambda: not save.gathering.unplanned or save.resumed, lambda: save.plan_deadline
         ):

@@ -77,6 +77,22 @@ def check_agreement(first: sidecar_pb2.SaveContext, other: sidecar_pb2.SaveConte
             )
 
 
+def says_same(
+    first: sidecar_pb2.SaveContext, other: sidecar_pb2.SaveContext, *, brief: bool = False
+) -> bool:
+    """Whether two ranks of a save mean the same by it: a quick look, at each of many messages.
+
+    Args:
+        brief: the other's group was told before.
+    """
+    return (
+        first.checkpoint_id == other.checkpoint_id
+        and first.world_size == other.world_size
+        # Looked at last: of a large group this takes longer than all else.
+        and (brief or first.ranks == other.ranks)
+    )
+
+
 def who(context: sidecar_pb2.SaveContext) -> str:
     """The speaker, for people."""
     return f"rank {context.rank}" + (f" (host {context.host})" if context.host else "")
@@ -166,6 +182,11 @@ class Gathering:
     def proposals(self) -> list[Proposal]:
         """Those that are here, in the order of ranks; also of ranks whose plans came after."""
         return [self._proposals[rank] for rank in self._ranks if rank in self._proposals]
+
+    @property
+    def proposed(self) -> bool:
+        """Whether any rank goes by an earlier plan."""
+        return bool(self._proposals)
 
     @property
     def unread(self) -> list[Proposal]:

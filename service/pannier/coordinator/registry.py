@@ -11,13 +11,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
-from pannier.coordinator.gather import DisagreementError, check_agreement, check_context, who
+from pannier.coordinator.gather import (
+    DisagreementError,
+    check_agreement,
+    check_context,
+    says_same,
+    who,
+)
 from pannier.coordinator.saves import Save, State
 from pannier.daemon.board import Board
 from pannier.v1 import save_pb2, sidecar_pb2
 from pannier.wire import identity
 from pannier.wire.errors import UnavailableError
-from pannier.wire.limits import check_room
+from pannier.wire.limits import check_host, check_room
 
 _log = logging.getLogger(__name__)
 
@@ -69,7 +75,12 @@ class Registry:
         return self._saves.get(key)
 
     def enter(
-        self, context: sidecar_pb2.SaveContext, *, known: bool = False, failing: bool = False
+        self,
+        context: sidecar_pb2.SaveContext,
+        *,
+        known: bool = False,
+        failing: bool = False,
+        brief: bool = False,
     ) -> Save:
         """The save that a rank speaks of; it begins now when nobody spoke of it before.
 
@@ -79,14 +90,25 @@ class Registry:
             failing: the rank only says that it failed, perhaps over the very thing in which it
                 contradicts the others: its own words go first.
 
+            brief: of a known save the context may leave the group's ranks out.
+
         Raises:
             InvalidRequestError: the context contradicts itself.
             DisagreementError: it contradicts another rank's; the save is doomed.
             UnavailableError: a new save while draining, or one above the limits.
         """
-        check_context(context)
         key = identity.save_text(context.save)
         save = self.find_key(key)
+        brief = brief and not context.ranks
+        same = save is not None and says_same(save.context, context, brief=brief)
+        if save is not None and same and context.rank in save.parts:
+            # As most that is said: it was checked when the first rank said it.
+            check_host(context.host)
+            self._note(save, context)
+            if not failing:
+                self._check_world(save, context)
+            return save
+        check_context(context)
         if save is None:
             if self.draining and not known:
                 raise UnavailableError(
@@ -175,6 +197,9 @@ class Registry:
 
     def _check(self, save: Save, context: sidecar_pb2.SaveContext) -> None:
         check_agreement(save.context, context)
+        self._check_world(save, context)
+
+    def _check_world(self, save: Save, context: sidecar_pb2.SaveContext) -> None:
         of = (context.save.job, context.save.incarnation)
         incarnation = self._incarnations.get(of)
         if incarnation is None:

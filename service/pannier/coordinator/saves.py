@@ -155,6 +155,7 @@ class Save:
         self.suspects: dict[int, save_pb2.Failure] = {}
         """By rank: why its data is lost, unless its receipt is in storage."""
         self.parts = {rank: Part(rank) for rank in context.ranks}
+        self._in_order = list(self.parts.values())
         self.created_at = time.time()
         self.start = time.monotonic()
         self.timed = False
@@ -162,6 +163,10 @@ class Save:
         self.plan_deadline = self.start + DEFAULT_TIMEOUT_S
         self.deadline = self.start + DEFAULT_TIMEOUT_S
         self.doomed = asyncio.Event()
+        self._planned = asyncio.Event()
+        """Set while there is something to tell those who wait for the plan."""
+        self._behind = 0
+        """All parts before this one, in their order, have reached the phase that is waited for."""
         self.concluded: set[int] = set()
         """Ranks of which nobody said that they failed: they weren't heard of any more."""
         self.unseen = False
@@ -248,6 +253,7 @@ class Save:
         for part in self.parts.values():
             if part.phase == save_pb2.RANK_PHASE_FAILED:
                 part.phase = save_pb2.RANK_PHASE_MISSING
+        self._behind = 0
         self.resumed = True
         self.ring()
 
@@ -284,25 +290,58 @@ class Save:
         if self.doomed.is_set():
             self.ring()
             return
-        phases = [part.phase for part in self.parts.values()]
-        if self.state is State.STAGING and min(phases) >= save_pb2.RANK_PHASE_INGESTED:
+        if self.state is State.STAGING and self._all_are(save_pb2.RANK_PHASE_INGESTED):
             self.move(State.INGESTED)
+            self._behind = 0
         if self.state is State.INGESTED and any(
             part.phase == save_pb2.RANK_PHASE_DURABLE or part.told.bytes_uploaded
             for part in self.parts.values()
         ):
             self.move(State.UPLOADING)
-        if not self._durable_s and min(phases) == save_pb2.RANK_PHASE_DURABLE:
+        if (
+            self.state is State.UPLOADING
+            and not self._durable_s
+            and self._all_are(save_pb2.RANK_PHASE_DURABLE)
+        ):
             self._durable_s = time.monotonic() - self.start
+        self.ring()
+
+    def _all_are(self, phase: "save_pb2.RankPhase") -> bool:
+        """Whether all ranks have come so far. They are looked at from where that ended before."""
+        parts = self._in_order
+        while self._behind < len(parts) and parts[self._behind].phase >= phase:
+            self._behind += 1
+        return self._behind == len(parts)
+
+    def want_plans(self) -> None:
+        """Ranks that go by an earlier plan are to hand theirs in."""
+        self.plan_wanted = True
+        self._planned.set()
         self.ring()
 
     def ring(self) -> None:
         """Says that something changed."""
+        if self.doomed.is_set() or self.state is not State.PLANNING:
+            self._planned.set()
         for bell in self._bells:
             bell.set()
         self._changed(self)
 
     # Waiting.
+
+    async def until_planned(self, *, proposing: bool) -> None:
+        """Waits until the plan is agreed or the save is doomed.
+
+        All ranks wait here, so they aren't woken by each other's plans.
+
+        Args:
+            proposing: the wait also ends when the ranks' local plans are wanted.
+        """
+        while self.state is State.PLANNING and not self.doomed.is_set():
+            if proposing and self.plan_wanted:
+                return
+            self._planned.clear()
+            await self._planned.wait()
 
     async def until(
         self, ready: Callable[[], bool], deadline: Callable[[], float] | None = None

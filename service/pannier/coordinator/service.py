@@ -239,13 +239,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         self._callers[caller] += 1
         gone = True
         try:
-            await save.until(
-                lambda: (
-                    save.doomed.is_set()
-                    or save.state is not State.PLANNING
-                    or (proposing and save.plan_wanted)
-                )
-            )
+            await save.until_planned(proposing=proposing)
             gone = False
         finally:
             self._callers[caller] -= 1

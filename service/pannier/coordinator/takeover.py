@@ -27,6 +27,8 @@ LOOK_S: Final = 3.0
 """After so long, storage is asked for ranks that nobody here speaks for; then ever more rarely."""
 LONGEST_LOOK_S: Final = 30.0
 """Even when all ranks are spoken for: another coordinator may have decided."""
+_ASK_S: Final = 0.1
+"""How long the answer counts whether all ranks are spoken for: it is asked after each change."""
 _ANSWER_S: Final = 10.0
 """For storage to tell who is durable."""
 
@@ -38,13 +40,18 @@ class Looks:
         self._save = save
         self._last = time.monotonic()
         self._pause = LOOK_S
+        self._asked = 0.0
+        self._spoken_for = False
 
     def due(self) -> float:
         """On the monotonic clock."""
-        alone = all(
-            part.receipt is not None or part.spoken_for for part in self._save.parts.values()
-        )
-        return self._last + (LONGEST_LOOK_S if alone else self._pause)
+        now = time.monotonic()
+        if now >= self._asked + _ASK_S:
+            self._asked = now
+            self._spoken_for = all(
+                part.receipt is not None or part.spoken_for for part in self._save.parts.values()
+            )
+        return self._last + (LONGEST_LOOK_S if self._spoken_for else self._pause)
 
     async def look(self, store: Store) -> records_pb2.Decision | None:
         """Takes in receipts that no sidecar has lived to report; the decision, if there is one."""

@@ -17,15 +17,14 @@ def take(
     registry: Registry, sidecar: Presence, trainers: Iterable[coordinator_pb2.TrainerStatus]
 ) -> None:
     """Notes what a sidecar says of the trainers on its host, after what it says of their ranks."""
-    told = {(each.job, each.incarnation, each.rank): each for each in trainers}
-    if not told:
-        return
-    for save in registry.undecided():
+    told = list(trainers)
+    for save in registry.undecided() if told else ():
         of = save.context.save
-        for rank in save.parts:
-            trainer = told.get((of.job, of.incarnation, rank))
-            if trainer is not None:
-                _note(save, rank, sidecar, trainer)
+        for trainer in told:
+            if (trainer.job, trainer.incarnation) == (of.job, of.incarnation) and (
+                trainer.rank in save.parts
+            ):
+                _note(save, trainer.rank, sidecar, trainer)
 
 
 def _note(save: Save, rank: int, sidecar: Presence, trainer: coordinator_pb2.TrainerStatus) -> None:

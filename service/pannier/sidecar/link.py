@@ -41,6 +41,8 @@ SLACK_S: Final = 2.5
 """Left to the coordinator to answer a deadline of its own, with the names it waited for."""
 _LEAST_S: Final = 0.001
 """Remaining time that is over; 0 would be no word."""
+_TOLD_KEPT: Final = 256
+"""Saves of a stream after which those that have ended are forgotten."""
 _PING_S: Final = 3.0
 _LONGEST_BACKOFF_S: Final = 2.0
 
@@ -82,6 +84,8 @@ class Link:
         self._suspect = False
         self._lock = threading.Lock()
         self._dirty: dict[tuple[str, int], RankSave] = {}
+        self._told: set[str] = set()
+        """Keys of the saves that the current stream has told of."""
         self._asking = False
         self._sending = False
         self._bell = asyncio.Event()
@@ -298,9 +302,19 @@ class Link:
     async def _write(
         self, call: Any, ranks: list[RankSave], *, first: bool = False, asking: bool = False
     ) -> None:
-        request = coordinator_pb2.AttachRequest(
-            reports=[_report(rank) for rank in ranks if rank.save.verdict is None]
-        )
+        if first:
+            self._told = set()
+        elif len(self._told) > _TOLD_KEPT:
+            self._told.intersection_update(save.key for save in self._saves.undecided())
+        request = coordinator_pb2.AttachRequest()
+        for rank in ranks:
+            if rank.save.verdict is None:
+                report = _report(rank)
+                if rank.save.key in self._told:
+                    # The coordinator knows them from this stream's first report of the save.
+                    del report.context.ranks[:]
+                self._told.add(rank.save.key)
+                request.reports.append(report)
         if ranks or first or time.monotonic() - self._told_trainers >= HEARTBEAT_S:
             # With the ranks that they left behind, so that nobody sees one without the other.
             request.trainers.extend(self.trainers.report())
