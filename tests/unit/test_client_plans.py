@@ -351,3 +351,29 @@ def test_preparing_refuses_what_saving_refuses(client: Client, sidecar: Scripted
         client.prepare(state(), "")
     client.prepare(state(), "/x")
     assert [r.context.save.number for r in full_plans(sidecar)] == [3]
+
+
+def test_a_rank_that_left_calls_out_goes_on_as_the_save_that_the_others_are_at(
+    client: Client, sidecar: ScriptedSidecar
+) -> None:
+    client.save(state(), checkpoint_id="/x/1")
+
+    def behind(request: sidecar_pb2.PlanRequest) -> None:
+        if request.context.save.number < 7:
+            error = SaveAbortedError("save number 2 ended without rank 0")
+            error.resume_at = 7
+            raise error
+        name_attempt(sidecar, request)
+
+    sidecar.on["Plan"] = behind
+    handle = client.async_save(state(), checkpoint_id="/x/7")
+    assert handle.result(10).checkpoint_id == "/x/7"
+    assert handle.status().attempt == "i1-g00000000-s7"
+    assert [p.context.save.number for p in proposals(sidecar)] == [2, 7]
+    hand_over = sidecar.asked(sidecar_pb2.HandOverRequest)[-1]
+    assert (hand_over.context.save.number, hand_over.attempt) == (7, "i1-g00000000-s7")
+    names = {file.name for file in hand_over.files}
+    assert names == {f"__i1-g00000000-s7_0_{end}.distcp" for end in ("0", "objects")}
+    assert {item.file for item in hand_over.varying} == {"__i1-g00000000-s7_0_objects.distcp"}
+    client.save(state(), checkpoint_id="/x/8")
+    assert proposals(sidecar)[-1].context.save.number == 8

@@ -405,7 +405,13 @@ class Client:
             plan = agree(self._plans, wish, lambda planning: self._ask(saving, entry, planning))
             agreement = None
             if plan.cached is not None:
-                agreement = Agreement(self._plans, session, context, plan.cached, deadline)
+                agreement = Agreement(
+                    self._plans,
+                    session,
+                    plan.cached,
+                    deadline,
+                    lambda number: member.world.resume(entry.group, number),
+                )
             saving.planned(plan.attempt, plan.plan_id, agreement)
             arena = slot.hold(session.arena(self._slots.pool, plan.sizes))
             staged = plan.stage(arena, devices)

@@ -8,7 +8,7 @@ digest. The coordinator still has to agree, in the background: see :class:`Agree
 
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
 from pannier.client.route import Route, route
 from pannier.client.session import Session
+from pannier.client.staging import Staged
 from pannier.client.streaming import Deadline
 from pannier.client.structure import Structure, observe
 from pannier.v1 import plan_pb2, sidecar_pb2
@@ -207,36 +208,37 @@ class Agreement:
     Args:
         plans: forgets the plan when the save fails, so that the next one is planned anew.
         session: whom to ask.
-        context: of the save.
         plan: what it was staged by.
         deadline: of the save.
+        resume: makes a number the group's next.
     """
 
     def __init__(
         self,
         plans: PlanCache,
         session: Session,
-        context: sidecar_pb2.SaveContext,
         plan: CachedPlan,
         deadline: Deadline,
+        resume: Callable[[int], None],
     ) -> None:
         self.plan = plan
         self._plans = plans
         self._session = session
-        self._context = context
         self._deadline = deadline
+        self._resume = resume
 
-    def settle(self) -> str:
+    def settle(self, context: sidecar_pb2.SaveContext) -> str:
         """Returns the id of the plan that all ranks go by. Blocks until all have said so.
 
         Raises:
-            SaveAbortedError: the save ended on all ranks, with failures by rank.
+            SaveAbortedError: the save ended on all ranks, with failures by rank; or without this
+                one, which is at another then.
             PannierError: the plan is another by now, so that what was staged is of no use.
         """
-        plan, number = self.plan, self._context.save.number
+        plan, number = self.plan, context.save.number
         attempt = plan.attempt(number)
         request = sidecar_pb2.PlanRequest(
-            context=self._context,
+            context=context,
             digest=plan.digest,
             cached_plan_id=plan.plan_id,
             attempt=attempt,
@@ -258,6 +260,11 @@ class Agreement:
             )
         plan.plan_id = final.plan_id
         return plan.plan_id
+
+    def become(self, number: int, staged: Staged) -> tuple[str, Staged]:
+        """The attempt and what is staged, if this is the group's ``number``-th save."""
+        self._resume(number + 1)
+        return self.plan.attempt(number), staged.renamed(self.plan.names(number))
 
     def failed(self) -> None:
         """The save has failed."""

@@ -9,7 +9,7 @@ serialised at once, as DCP would store it, to the rank's objects file.
 
 import io
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import IO, Any, NamedTuple, cast
 
 import torch
@@ -71,6 +71,18 @@ class Staged:
     def bytes(self) -> int:
         """Sum of the files' sizes."""
         return sum(file.size for file in self.files)
+
+    def renamed(self, names: Sequence[str]) -> "Staged":
+        """The same for another attempt, with these names of all the plan's files."""
+        endings = {_ending(name): name for name in names}
+        files = [replace(file, name=endings[_ending(file.name)]) for file in self.files]
+        varying = []
+        for item in self.varying:
+            moved = records_pb2.VaryingItem()
+            moved.CopyFrom(item)
+            moved.file = endings[_ending(item.file)]
+            varying.append(moved)
+        return replace(self, files=files, varying=varying)
 
 
 def stage(
@@ -318,6 +330,11 @@ def _compact(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.untyped_storage().size() != tensor.nbytes:
         return tensor.clone()
     return tensor
+
+
+def _ending(name: str) -> str:
+    """What a file's name has beside the attempt's and the rank's."""
+    return name.rpartition("_")[2]
 
 
 def _objects_name(names: Sequence[str]) -> str:
