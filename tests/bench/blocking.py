@@ -98,7 +98,7 @@ def row_of_small(found: dict[str, Any], transport: str) -> Row:
 
 
 def main() -> None:
-    parser = arguments(__doc__, saves=7)
+    parser = arguments(__doc__)
     parser.add_argument("--small", action="store_true", help="10,000 tensors of 4 KiB instead")
     options = parsed(parser)
     if options.small:

@@ -206,7 +206,7 @@ def rows_of_memory(found: dict[str, Any], transport: str) -> list[Row]:
 
 
 def main() -> None:
-    parser = arguments(__doc__, saves=4)
+    parser = arguments(__doc__, saves=2)
     parser.add_argument("--directory", help="on a disk (default: a temporary one)")
     parser.add_argument("--leaks", action="store_true", help="the 200 small saves instead")
     options = parsed(parser)

@@ -44,19 +44,19 @@ def planned(options: argparse.Namespace) -> list[Part]:
     """The parts in the order in which they run; those that aren't there are left out."""
     found = []
     usual = ["64M"] if options.quick else [size for size in options.sizes if fits(size)]
+    usual = usual or options.sizes[:1]
     for transport in embedded.transports():
         way = ("--transport", transport)
-        # A streamed save is in memory twice, and isn't what the targets are about.
+        # A streamed save is in memory twice; and the targets are for mapped ones.
         mapped = transport == "mapped"
         sizes = usual if mapped or options.full else usual[:1]
         found += [Part("blocking", (*way, "--bytes", size)) for size in sizes]
         found.append(Part("blocking", (*way, "--small")))
         large = sizes if options.full else sizes[:1]
         found += [Part("steps", (*way, "--bytes", size)) for size in large]
-        if mapped or not options.quick:
+        if mapped or options.full:
             found += [Part("durable", (*way, "--bytes", size)) for size in sizes]
             found += [Part("memory", (*way, "--bytes", size)) for size in sizes]
-        if mapped or options.full:
             found += [Part("uploading", (*way, "--bytes", size)) for size in large]
             found.append(Part("memory", (*way, "--leaks")))
     best = ("--transport", embedded.transports()[0], "--bytes", usual[0])
@@ -163,7 +163,9 @@ def measure_all(options: argparse.Namespace, chosen: list[Part]) -> dict[str, An
     elif not options.quick:
         for size in options.sizes:
             if not fits(size):
-                row = Row(f"{size} per rank", "", "skipped: four times that don't fit into memory")
+                row = Row(
+                    f"{size} per rank", "", "skipped: four times as much don't fit into memory"
+                )
                 found["parts"][f"size {size}"] = {"rows": [asdict(row)], "figures": {}}
     try:
         for number, part in enumerate(chosen, 1):
