@@ -127,6 +127,8 @@ class Saving:
         """Whom the save waits for, as the sidecar told."""
         self._silent = ""
         """The sidecar itself, when it isn't heard of."""
+        self._copying = ""
+        """The devices that still copy to the arena."""
         self._no_room: dict[str, BusyError] = {}
         """Files that the spool has no room for now, by name."""
         self._moved = time.monotonic()
@@ -193,13 +195,16 @@ class Saving:
         rest = self._staged.rest if self._staged is not None else None
         if rest is None:
             return
-        waiting = f"copies from {rest.devices}"
-        self.resolver.update(lambda s: dataclasses.replace(s, waiting_on=waiting))
-        rest.finish(stop=lambda: self.stop.is_set)
+        self._copying = f"copies from {rest.devices}"
+        self._show_waiting()
+        try:
+            rest.finish(stop=lambda: self.stop.is_set)
+        finally:
+            self._copying = ""
+            self._show_waiting()
         if self.stop.is_set:
             raise StoppedError
         self._phase_over("copy")
-        self._show_waiting()
         self.resolver.staged()
 
     def _settle(self) -> None:
@@ -387,8 +392,8 @@ class Saving:
 
     def _waiting(self) -> str:
         """Whom or what the save waits for: what is known here goes before what the sidecar told."""
-        if self._silent:
-            return self._silent
+        if self._silent or self._copying:
+            return self._silent or self._copying
         full = next(iter(list(self._no_room.values())), None)
         return f"room ({full})" if full is not None else self._told_waiting
 
