@@ -166,7 +166,8 @@ def test_no_memory_of_the_device_is_held_after_staging(refusal: str, pool: Arena
             staged.rest.finish()
         pool.release(arena)
 
-    save(late=True)
+    for late in (True, False):
+        save(late)
     torch.cuda.synchronize()
     allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     for late in (True, False, True):
@@ -181,6 +182,7 @@ def test_no_memory_of_the_device_is_held_after_staging(refusal: str, pool: Arena
 
 def test_sources_may_be_dropped_while_they_are_copied(pool: ArenaPool) -> None:
     state = {f"w{i}": torch.full((16 << 20,), float(i), device="cuda") for i in range(8)}
+    warm(state, pool)
     torch.cuda._sleep(BUSY_CYCLES)
     staged, arena = staged_by(DeviceCopies(lambda _: True), state, pool)
     names = list(state)

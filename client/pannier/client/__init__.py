@@ -89,7 +89,10 @@ def prepare(
 
 
 def guard(optimizer: torch.optim.Optimizer, *, wait: bool = True) -> Guard:
-    """Makes an optimizer's steps wait for overlapped staging. See :meth:`Client.guard`."""
+    """Makes an optimizer's steps wait for overlapped staging. See :meth:`Client.guard`.
+
+    After :func:`close` it is to be called anew.
+    """
     return default_client().guard(optimizer, wait=wait)
 
 
