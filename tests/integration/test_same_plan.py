@@ -2,15 +2,11 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata
 
 from support.bits import differences
+from support.contents import described, values
 from support.daemons import Daemons
 from support.ranks import run_ranks
 
@@ -53,27 +49,3 @@ def test_nobody_is_asked_in_the_call_unless_something_changed(runs: Path) -> Non
             calls = report[f"step-{step}"]
             # A new plan may need more room, too.
             assert calls[:1] == ASKS.get(step, ([], []))[rank], (step, rank)
-
-
-def described(directory: Path) -> dict[str, Any]:
-    metadata: Metadata = FileSystemReader(directory).read_metadata()
-    entries = {
-        key: (entry.size, entry.properties, sorted((c.offsets, c.sizes) for c in entry.chunks))
-        if hasattr(entry, "chunks")
-        else None
-        for key, entry in metadata.state_dict_metadata.items()
-    }
-    return {"entries": entries, "mappings": metadata.planner_data}
-
-
-def values(directory: Path) -> dict[str, Any]:
-    """All of a checkpoint, on one rank."""
-    metadata = FileSystemReader(directory).read_metadata()
-    state: dict[str, Any] = {
-        key: torch.empty(entry.size, dtype=entry.properties.dtype)
-        if hasattr(entry, "chunks")
-        else None
-        for key, entry in metadata.state_dict_metadata.items()
-    }
-    dcp.load(state, storage_reader=FileSystemReader(directory), no_dist=True)
-    return state

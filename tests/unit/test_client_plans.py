@@ -159,6 +159,20 @@ def test_what_changes_is_planned_again(
     assert [p.digest for p in proposals(sidecar)] == [second.digest, first.digest]
 
 
+@pytest.mark.parametrize(
+    "other", [{"a.0": torch.ones(3)}, {"a": [torch.ones(3)]}], ids=["key", "list"]
+)
+def test_the_same_key_by_another_path_is_planned_again(
+    client: Client, sidecar: ScriptedSidecar, other: State
+) -> None:
+    client.save({"a": {"0": torch.ones(3)}}, checkpoint_id="/x/1")
+    client.save(other, checkpoint_id="/x/2")
+    first, second = full_plans(sidecar)
+    assert first.plan.items == second.plan.items
+    assert first.plan.mappings != second.plan.mappings
+    assert first.digest != second.digest
+
+
 def test_an_object_may_become_any_other(client: Client, sidecar: ScriptedSidecar) -> None:
     client.save(state(), checkpoint_id="/x/1")
     for n, value in enumerate(["a", None, (1, torch.ones(2)), [1, "b"], {1, 2}, object]):

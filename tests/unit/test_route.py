@@ -1,6 +1,10 @@
 """What is staged by a kept plan is, bit for bit, what planning and staging anew would give."""
 
 import ctypes
+import dataclasses
+import gc
+import tempfile
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +15,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -21,6 +24,8 @@ from pannier.client.cached import CachedPlan, Match, Options, Owner
 from pannier.client.staging import Placed, Staged, stage
 from pannier.wire.errors import InvalidRequestError
 from support import nested
+from support.bits import bits
+from support.contents import described, values
 from support.staged import ATTEMPT, final_plan, plan, stage_all, write_checkpoint
 
 DEFAULT = Options(flatten_sharded_tensors=True, dedup_save_to_lowest_rank=False)
@@ -218,33 +223,63 @@ def test_a_default_device_and_recorded_gradients_change_nothing(pool: ArenaPool)
     assert staged == anew(state, ArenaPool(1))
 
 
-def test_what_is_staged_is_a_checkpoint(tmp_path: Path, pool: ArenaPool) -> None:
-    first = {"w": torch.randn(20, 3), "n": {"step": torch.tensor(1), "note": ["a", 1]}}
-    kept = learned(first)
-    again = {"w": torch.randn(3, 20).t(), "n": {"step": torch.tensor(2), "note": ["b", 2]}}
-    found = match(kept, again)
-    arena = pool.acquire(kept.sizes)
-    staged = found.route.stage(found.values, arena, kept.names(NUMBER))
-    planning = plan(again)
-    places = final_plan(planning.message).placement
-    objects = {item.position: item for item in staged.varying}
-    assert len(objects) == 1
-    names = kept.names(NUMBER)
-    placed = [
-        Placed(names[file], offset, length)
-        if length
-        else Placed(objects[i].file, objects[i].offset, objects[i].length)
-        for i, (file, offset, length) in enumerate(
-            zip(places.file, places.offset, places.length, strict=True)
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(nested.states, st.integers(0, 1 << 30))
+def test_what_is_staged_loads_as_what_torch_saves(state: dict[str, Any], seed: int) -> None:
+    first, again = (nested.build(state, seed + i) for i in range(2))
+    try:
+        kept = learned(first)
+    except InvalidRequestError:
+        assume(False)
+    found = kept.match(DEFAULT, again)
+    assume(found is not None)
+    assert found is not None
+    pool = ArenaPool(1)
+    with tempfile.TemporaryDirectory() as name:
+        ours, torchs = Path(name) / "ours", Path(name) / "torch"
+        staged = found.route.stage(found.values, pool.acquire(kept.sizes), kept.names(NUMBER))
+        planning = plan(again)
+        write_checkpoint(ours, planning.message, planning.items, placed(kept, staged))
+        dcp.save(again, checkpoint_id=torchs, no_dist=True)
+        assert described(ours) == described(torchs)
+        assert [*map(as_text, values(ours).items())] == [*map(as_text, values(torchs).items())]
+    pool.close()
+
+
+def placed(kept: CachedPlan, staged: Staged) -> Staged:
+    """With the place of each item, which its own files tell."""
+    final = kept.final(NUMBER)
+    varying = {item.position: (item.file, item.offset, item.length) for item in staged.varying}
+    columns = final.placement
+    places = [
+        Placed(*varying[position])
+        if position in varying
+        else Placed(final.files[file].name, offset, length)
+        for position, file, offset, length in zip(
+            final.positions, columns.file, columns.offset, columns.length, strict=True
         )
     ]
-    complete = Staged(staged.files, staged.varying, placed, arena)
-    write_checkpoint(tmp_path, planning.message, planning.items, complete)
-    into = {"w": torch.zeros(20, 3), "n": {"step": torch.tensor(0), "note": []}}
-    dcp.load(into, storage_reader=FileSystemReader(tmp_path), no_dist=True)
-    assert torch.equal(into["w"], again["w"])
-    assert into["n"] == again["n"]
-    pool.release(arena)
+    return dataclasses.replace(staged, placements=places)
+
+
+def as_text(pair: tuple[str, Any]) -> tuple[str, Any]:
+    """Comparable, where a NaN equals itself."""
+    key, value = pair
+    return (key, bits(value) if isinstance(value, torch.Tensor) else repr(value))
+
+
+def test_nothing_of_a_state_is_kept(pool: ArenaPool) -> None:
+    state = {"a": torch.randn(100), "b": torch.randn(1 << 20), "o": Thing()}
+    gone = [weakref.ref(value) for value in state.values()]
+    kept = learned(state)
+    by_route(kept, state, pool)
+    del state
+    gc.collect()
+    assert [reference() for reference in gone] == [None] * 3
+
+
+class Thing:
+    """An object that can be pickled."""
 
 
 def test_names_follow_the_number() -> None:

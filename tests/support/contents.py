@@ -1,0 +1,33 @@
+"""What a checkpoint holds, read with torch alone, on one rank."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
+
+
+def described(directory: Path) -> dict[str, Any]:
+    metadata: Metadata = FileSystemReader(directory).read_metadata()
+    entries = {
+        key: (entry.size, entry.properties, sorted((c.offsets, c.sizes) for c in entry.chunks))
+        if hasattr(entry, "chunks")
+        else None
+        for key, entry in metadata.state_dict_metadata.items()
+    }
+    return {"entries": entries, "mappings": metadata.planner_data}
+
+
+def values(directory: Path) -> dict[str, Any]:
+    """All of a checkpoint, on one rank."""
+    metadata = FileSystemReader(directory).read_metadata()
+    state: dict[str, Any] = {
+        key: torch.empty(entry.size, dtype=entry.properties.dtype)
+        if hasattr(entry, "chunks")
+        else None
+        for key, entry in metadata.state_dict_metadata.items()
+    }
+    dcp.load(state, storage_reader=FileSystemReader(directory), no_dist=True)
+    return state
