@@ -145,7 +145,7 @@ class AgreedPlan:
         start, end = self._spans.get(rank, (0, 0))
         position, file, offset, length = (
             data[int(ends[start - 1]) if start else 0 : int(ends[end - 1]) if end else 0]
-            for data, ends in self._packed()
+            for data, ends in self.pack()
         )
         files = [
             plan_pb2.PlannedFile(name=prefix + name, size=size)
@@ -157,8 +157,8 @@ class AgreedPlan:
         final.MergeFromString(varints.field(3, position) + varints.field(5, place))
         return final
 
-    def _packed(self) -> list[tuple[bytes, Ints]]:
-        """Columns of all final plans, by rank, and where each number ends."""
+    def pack(self) -> list[tuple[bytes, Ints]]:
+        """Columns of all final plans, by rank, and where each number ends. CPU-bound at first."""
         if self._columns is None:
             told, order = self.assignment, self._order
             starts = np.zeros(len(self.members), np.int64)

@@ -225,8 +225,7 @@ class Attachments:
         """The rank goes by a plan that it was given for an earlier save."""
         rank, host = report.context.rank, report.context.host
         limits.check_words(plan_id=report.plan_id, digest=report.digest)
-        if not save.gathering.proposed:
-            check_place(save, self._places, rank)
+        check_place(save, self._places, rank)
         proposal = Proposal(rank, host, report.digest, report.plan_id, report.attempt)
         try:
             if save.attempt is None or save.attempt.name != report.attempt:

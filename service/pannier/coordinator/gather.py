@@ -184,11 +184,6 @@ class Gathering:
         return [self._proposals[rank] for rank in self._ranks if rank in self._proposals]
 
     @property
-    def proposed(self) -> bool:
-        """Whether any rank goes by an earlier plan."""
-        return bool(self._proposals)
-
-    @property
     def unread(self) -> list[Proposal]:
         """Those of ranks whose plans aren't here."""
         return [each for each in self.proposals if each.rank not in self._plans]

@@ -19,8 +19,11 @@ _KINDS: Final = {True: "prepares its plan only", False: "saves"}
 
 def check_place(save: Save, places: Places, rank: int) -> None:
     """Raises what the save's place is refused with, which dooms the save."""
+    if save.place_allowed:
+        return
     try:
         places.check(save.context.checkpoint_id)
+        save.place_allowed = True
     except (InvalidRequestError, ConfigurationError) as error:
         save.fail(save_pb2.FAILURE_KIND_STORAGE, str(error), rank)
         raise

@@ -106,13 +106,16 @@ class Manifest(ManifestRecord):
 def agree(members: Sequence[RankPlan], plan: GlobalPlan) -> AgreedPlan:
     """The plan that these ranks' saves go by. CPU-bound; any thread."""
     who = [(each.rank, each.digest) for each in members]
-    return AgreedPlan(
+    agreed = AgreedPlan(
         plan_id=plan_id_of(who, plan.names, plan.body),
         members=who,
         names=plan.names,
         body=plan.body,
         assignment=plan.assignment,
     )
+    # Its ranks are answered next.
+    agreed.pack()
+    return agreed
 
 
 def _header(

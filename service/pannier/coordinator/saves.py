@@ -129,6 +129,8 @@ class Save:
         self.key = identity.save_text(context.save)
         self.state = State.PLANNING
         self.attempt: identity.Attempt | None = None
+        self.place_allowed = False
+        """It was found that the save may go where it is to go."""
         self.external = False
         """torch makes the global plan."""
         self.resumed = False
