@@ -410,6 +410,7 @@ class Client:
                     session,
                     plan.cached,
                     deadline,
+                    self.settings.plan_timeout,
                     lambda number: member.world.resume(entry.group, number),
                 )
             saving.planned(plan.attempt, plan.plan_id, agreement)

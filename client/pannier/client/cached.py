@@ -210,6 +210,7 @@ class Agreement:
         session: whom to ask.
         plan: what it was staged by.
         deadline: of the save.
+        wait_s: for what the other ranks say, seconds.
         resume: makes a number the group's next.
     """
 
@@ -219,12 +220,14 @@ class Agreement:
         session: Session,
         plan: CachedPlan,
         deadline: Deadline,
+        wait_s: float,
         resume: Callable[[int], None],
     ) -> None:
         self.plan = plan
         self._plans = plans
         self._session = session
         self._deadline = deadline
+        self._wait_s = wait_s
         self._resume = resume
 
     def settle(self, context: sidecar_pb2.SaveContext) -> str:
@@ -271,6 +274,6 @@ class Agreement:
         self._plans.drop(self.plan.owner)
 
     def _ask(self, request: sidecar_pb2.PlanRequest) -> sidecar_pb2.PlanResponse:
-        seconds = self._deadline.remaining()
-        request.timeout_s = request.save_timeout_s = seconds
-        return self._session.plan(request, seconds)
+        request.save_timeout_s = self._deadline.remaining()
+        request.timeout_s = min(self._wait_s, request.save_timeout_s)
+        return self._session.plan(request, request.timeout_s)
