@@ -10,22 +10,24 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from pannier.storage import bodies
 from pannier.storage.bodies import Body, FromSpool, Part, Slices
 from support.sources import some_bytes
 
 SIZE = (3 << 20) + 77
 
 
-def put(body: Body | Part, *, respond: int = 0) -> tuple[int, bytes]:
+def put(body: Body | Part, *, respond: int = 0, pause_s: float = 0) -> tuple[int, bytes]:
     """Sends ``body``; returns the status, and what arrived.
 
-    ``respond``: answer after so many bytes, and close; 0: after all.
+    ``respond``: answer after so many bytes, and close; 0: after all. ``pause_s``: after each read.
     """
     arrived = bytearray()
 
     async def handle(request: web.Request) -> web.Response:
         async for data in request.content.iter_any():
             arrived.extend(data)
+            await asyncio.sleep(pause_s)
             if respond and len(arrived) >= respond:
                 response = web.Response(status=403)
                 response.force_close()
@@ -59,6 +61,14 @@ def spool(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.fixture(params=["copied", "by-kernel"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """To this host bytes are copied; elsewhere, without TLS, the kernel sends them."""
+    monkeypatch.setattr(bodies, "_by_kernel", lambda transport: request.param == "by-kernel")
+    return str(request.param)
+
+
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize(("start", "size"), [(0, SIZE), (1, 1), (4096, 1 << 20), (77, SIZE - 77)])
 def test_a_part_of_the_spool_arrives(spool: Path, start: int, size: int) -> None:
     with spool.open("rb", buffering=0) as file:
@@ -67,6 +77,7 @@ def test_a_part_of_the_spool_arrives(spool: Path, start: int, size: int) -> None
     assert arrived == some_bytes(SIZE)[start : start + size]
 
 
+@pytest.mark.usefixtures("way")
 def test_a_spool_file_that_is_cut_meanwhile_ends_the_request(spool: Path) -> None:
     with spool.open("rb", buffering=0) as file:
         body = FromSpool(file, 0, SIZE)
@@ -75,6 +86,7 @@ def test_a_spool_file_that_is_cut_meanwhile_ends_the_request(spool: Path) -> Non
             put(body)
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("kind", ["spool", "memory"])
 def test_an_answer_before_the_end_is_heard(spool: Path, kind: str) -> None:
     with spool.open("rb", buffering=0) as file:
@@ -99,3 +111,33 @@ def test_a_buffer_for_other_clients_is_sent_in_pieces(monkeypatch: pytest.Monkey
     monkeypatch.setattr(Slices, "write", noted)
     assert put(Part(some_bytes(SIZE))) == (200, some_bytes(SIZE))
     assert written == [SIZE]
+
+
+@pytest.mark.parametrize(
+    ("peer", "encrypted", "expected"),
+    [
+        (("127.0.0.1", 80), False, False),
+        (("::1", 80, 0, 0), False, False),
+        (("10.1.2.3", 80), False, True),
+        (("fe80::1%eth0", 80, 0, 2), False, True),
+        (("10.1.2.3", 443), True, False),
+        ("/run/socket", False, False),
+    ],
+)
+def test_the_kernel_sends_plain_bytes_to_other_hosts(
+    peer: object, encrypted: bool, expected: bool
+) -> None:
+    class Transport(asyncio.BaseTransport):
+        def get_extra_info(self, name: str, default: object = None) -> object:
+            return {"peername": peer, "sslcontext": object() if encrypted else None}[name]
+
+    assert bodies._by_kernel(Transport()) is expected
+
+
+def test_a_slow_receiver_gets_what_the_file_held(
+    spool: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The buffer is filled again only when all of it has gone."""
+    monkeypatch.setattr(bodies, "_SLICE", 64 << 10)
+    with spool.open("rb", buffering=0) as file:
+        assert put(FromSpool(file, 0, SIZE), pause_s=0.01) == (200, some_bytes(SIZE))

@@ -18,10 +18,10 @@ from pannier.storage import (
     NotFoundError,
     ObjectInfo,
     StorageError,
+    bodies,
     open_store,
 )
 from pannier.storage.gcs import GcsStore
-from pannier.storage.gcs_http import GcsConnection
 from support.gcs_server import GcsServer
 from support.sources import FileSource, some_bytes
 
@@ -65,10 +65,10 @@ def run(server: GcsServer, request: pytest.FixtureRequest) -> Callable[..., None
     return runner
 
 
-@pytest.fixture(params=["from-spool", "buffered"])
+@pytest.fixture(params=["copied", "by-kernel"])
 def sending(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel sends to a plain endpoint; through TLS bytes go through a buffer."""
-    monkeypatch.setattr(GcsConnection, "encrypted", request.param == "buffered")
+    """As to this host or through TLS, and as to a plain endpoint elsewhere."""
+    monkeypatch.setattr(bodies, "_by_kernel", lambda transport: request.param == "by-kernel")
 
 
 class Upload:

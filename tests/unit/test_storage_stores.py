@@ -13,9 +13,9 @@ from pannier.storage import (
     IntegrityError,
     NotFoundError,
     Store,
+    bodies,
     open_store,
 )
-from pannier.storage.gcs_http import GcsConnection
 from pannier.wire.errors import InvalidRequestError, SaveAbortedError
 from support.gcs_server import GcsServer
 from support.s3_server import S3Server
@@ -40,7 +40,7 @@ def s3() -> Iterator[S3Server]:
 Body = Callable[[Store], Coroutine[Any, Any, None]]
 
 
-@pytest.fixture(params=["local", "memory", "gs", "gs buffered", "s3"])
+@pytest.fixture(params=["local", "memory", "gs", "gs by-kernel", "s3"])
 def run(
     request: pytest.FixtureRequest,
     tmp_path: Path,
@@ -58,8 +58,8 @@ def run(
     else:
         scheme, _, way = request.param.partition(" ")
         if way:
-            # As for an endpoint with TLS.
-            monkeypatch.setattr(GcsConnection, "encrypted", True)
+            # As to an endpoint elsewhere.
+            monkeypatch.setattr(bodies, "_by_kernel", lambda transport: True)
         url = f"{scheme}://bucket/{place}"
         options = s3.options if request.param == "s3" else {"endpoint_url": gcs.url}
 

@@ -1,17 +1,16 @@
-"""Bodies of HTTP requests that carry data files, without a copy of all of them in Python.
-
-Through TLS bytes pass the process anyway: they are read into a buffer that is used again
-(:class:`Slices`). Over plain HTTP the kernel sends them from the spool (:class:`FromSpool`).
-"""
+"""Bodies of HTTP requests that carry data files, without a buffer as large as they are."""
 
 import asyncio
 import errno
+import ipaddress
 import os
 import time
 from typing import IO, Any, Final, cast
 
 import aiohttp.payload
 from aiohttp.abc import AbstractStreamWriter
+
+from pannier.storage.threads import in_thread
 
 _SLICE: Final = 256 << 10
 _SENT: Final = 1 << 20
@@ -69,9 +68,9 @@ aiohttp.payload.register_payload(
 
 
 class FromSpool(Body):
-    """A part of a file, sent by the kernel. Only over a connection that isn't encrypted.
+    """A part of a file, read as the connection takes it, or sent by the kernel.
 
-    The content must not change before the answer is there.
+    What arrives is for the receiver's checksum to confirm.
 
     Args:
         file: open, unbuffered, with a position of its own; ``offset`` and ``size`` lie within it.
@@ -85,20 +84,75 @@ class FromSpool(Body):
 
     async def write(self, writer: AbstractStreamWriter) -> None:
         """Writes all; may be called again by aiohttp on a new connection."""
+        transport = getattr(writer, "transport", None)
+        if transport is None or transport.is_closing():
+            raise ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
+        at, end = self._offset, self._offset + (self.size or 0)
+        if _by_kernel(transport):
+            await self._send(writer, transport, at, end)
+        else:
+            await self._copy(writer, transport, at, end)
+
+    async def _copy(
+        self, writer: AbstractStreamWriter, transport: asyncio.WriteTransport, at: int, end: int
+    ) -> None:
+        # Small, so that what was read is still in the processor's cache when it is sent; and not
+        # used by a later request, since a connection that is going down may still send from it.
+        buffer = memoryview(bytearray(min(_SLICE, end - at)))
+        # Drained means: it may be filled again.
+        transport.set_write_buffer_limits(high=0)
+        while at < end:
+            count = await self._read(buffer[: end - at], at)
+            await writer.write(buffer[:count])
+            await writer.drain()
+            at += count
+            self.moved = time.monotonic()
+
+    async def _read(self, view: memoryview, at: int) -> int:
+        fd = self._value.fileno()
+        try:
+            # Of the disk the event loop waits for nothing.
+            count = os.preadv(fd, [view], at, os.RWF_NOWAIT)
+        except BlockingIOError:
+            count = await in_thread(os.preadv, fd, [view], at)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                raise
+            # Memory, or a file system that can't tell.
+            count = os.preadv(fd, [view], at)
+        if not count:
+            raise _ends(at)
+        return count
+
+    async def _send(
+        self, writer: AbstractStreamWriter, transport: asyncio.WriteTransport, at: int, end: int
+    ) -> None:
         loop = asyncio.get_running_loop()
         # Since aiohttp 3.12 they wait for the body's first bytes.
         getattr(writer, "send_headers", lambda: None)()
-        at, end = self._offset, self._offset + (self.size or 0)
         while at < end:
-            transport = getattr(writer, "transport", None)
-            if transport is None or transport.is_closing():
-                raise ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
             sent = await loop.sendfile(
                 transport, self._value, at, min(_SENT, end - at), fallback=False
             )
             if not sent:
-                raise OSError(errno.EIO, f"the spool file ends at byte {at} of {end}")
+                raise _ends(at)
             at += sent
             self.moved = time.monotonic()
             # Reading was paused meanwhile.
             await asyncio.sleep(0)
+
+
+def _by_kernel(transport: asyncio.BaseTransport) -> bool:
+    """Whether the kernel is to send from the file: it can't encrypt.
+
+    To a receiver on this host it would save less than that one would pay for reading from single
+    pages.
+    """
+    peer = transport.get_extra_info("peername")
+    if transport.get_extra_info("sslcontext") is not None or not isinstance(peer, tuple):
+        return False
+    return not ipaddress.ip_address(peer[0].partition("%")[0]).is_loopback
+
+
+def _ends(at: int) -> OSError:
+    return OSError(errno.EIO, f"the spool file ends at byte {at}")

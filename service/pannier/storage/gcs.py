@@ -102,13 +102,16 @@ class GcsStore(Store):
             retried(reason)
 
         feed = Feed(source)
-        buffer = buffers.take()
         try:
-            view = memoryview(buffer)
             if source.size <= BUFFER:
-                await feed.fill(view[: source.size], 0)
+                buffer = buffers.take()
+                view = memoryview(buffer)[: source.size]
+                await feed.fill(view, 0)
                 crc = await feed.confirm()
-                resource = await self._insert(connection, key, view[: source.size], crc, "0", note)
+                resource = await self._insert(connection, key, view, crc, "0", note)
+                if not troubled:
+                    # Else a connection that is going down may still send from it.
+                    buffers.give(buffer)
             else:
                 upload = ResumableUpload(
                     connection,
@@ -118,12 +121,9 @@ class GcsStore(Store):
                     deadline_s=self._deadline_s,
                     retried=note,
                 )
-                resource = await upload.run(feed, view, progress)
+                resource = await upload.run(feed, progress)
                 crc = await source.crc32c()
             info = self._info(resource)
-            if not troubled:
-                # Else a connection that is going down may still send from it.
-                buffers.give(buffer)
         except PreconditionError:
             crc = await source.crc32c()
             there = await self.stat(key)

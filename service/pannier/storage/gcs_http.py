@@ -109,11 +109,6 @@ class GcsConnection:
         """Without a slash at its end."""
         return str(self._fs._location).rstrip("/")
 
-    @property
-    def encrypted(self) -> bool:
-        """Whether what is sent passes through TLS in this process."""
-        return not self.endpoint.startswith("http://")
-
     def object_url(self, bucket: str, name: str | None = None, *, area: str = "") -> str:
         """URL of an object or, without a name, of the bucket's collection of objects.
 

@@ -7,7 +7,7 @@ Nothing can be seen of the object before its last chunk has arrived.
 import base64
 import json
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 from pannier.storage.base import NotFoundError, Progress, Retried, Source, StorageError
 from pannier.storage.bodies import Body, FromSpool, Slices
@@ -18,6 +18,8 @@ from pannier.storage.retrying import TransientError, retry
 
 T = TypeVar("T")
 
+_CHUNK = 8 << 20
+"""Bytes of a request: a multiple of 256 KiB."""
 _SESSIONS = 3
 """Upload sessions that may be lost by the server before we give up."""
 
@@ -58,13 +60,8 @@ class ResumableUpload:
         self._retried = retried
         self._session = ""
 
-    async def run(self, feed: Feed, view: memoryview, progress: Progress) -> dict[str, Any]:
-        """Uploads all of ``feed``, in chunks of ``view``'s length.
-
-        Args:
-            feed: reads the source.
-            view: the buffer of a chunk; not used where the kernel can send from the spool.
-            progress: told what the server holds.
+    async def run(self, feed: Feed, progress: Progress) -> dict[str, Any]:
+        """Uploads all of ``feed``.
 
         Returns:
             the object's resource; its checksum is the caller's to compare.
@@ -76,25 +73,25 @@ class ResumableUpload:
         """
         for remaining in range(_SESSIONS - 1, -1, -1):
             try:
-                return await self._run(feed, view, progress)
+                return await self._run(feed, progress)
             except _SessionLostError as error:
                 if not remaining:
                     raise
                 self._retried(str(error))
         raise AssertionError("unreachable")
 
-    async def _run(self, feed: Feed, view: memoryview, progress: Progress) -> dict[str, Any]:
+    async def _run(self, feed: Feed, progress: Progress) -> dict[str, Any]:
         self._session = await self._retry(self._start)
         try:
             held = 0
             while True:
-                end = min(held + len(view), self._size)
-                body = await self._load(feed, view, held, end)
+                end = min(held + _CHUNK, self._size)
+                file = await feed.file(end)
                 headers = {}
                 if end == self._size:
                     # Lets the server refuse what isn't what the sender had.
-                    headers["X-Goog-Hash"] = f"crc32c={encode_crc(await self._checksum(feed))}"
-                reached = await self._send(body, held, end, headers)
+                    headers["X-Goog-Hash"] = f"crc32c={encode_crc(await self._source.crc32c())}"
+                reached = await self._send(file, held, end, headers)
                 if isinstance(reached, dict):
                     return reached
                 held = reached
@@ -102,20 +99,6 @@ class ResumableUpload:
         except BaseException:
             await clean_up(self._cancel(), "an upload session may be left")
             raise
-
-    async def _load(
-        self, feed: Feed, view: memoryview, start: int, end: int
-    ) -> Callable[[int], Body]:
-        """Bytes of the source up to ``end``, from any offset that is at least ``start``."""
-        if self._connection.encrypted:
-            await feed.fill(view[: end - start], start)
-            return lambda at: Slices(view[at - start : end - start])
-        file = await feed.file(end)
-        return lambda at: FromSpool(file, at, end - at)
-
-    async def _checksum(self, feed: Feed) -> int:
-        """What the object's has to be. Raises IntegrityError when what was read has another."""
-        return await (feed.confirm() if self._connection.encrypted else self._source.crc32c())
 
     async def _retry(self, operation: Callable[[], Coroutine[Any, Any, T]]) -> T:
         return await retry(
@@ -142,7 +125,7 @@ class ResumableUpload:
         return location
 
     async def _send(
-        self, body: Callable[[int], Body], start: int, end: int, headers: dict[str, str]
+        self, file: IO[bytes], start: int, end: int, headers: dict[str, str]
     ) -> int | dict[str, Any]:
         """Sends the chunk from ``start`` to ``end``; the number of bytes the server holds then, or the finished object."""
         uncertain = False
@@ -157,7 +140,7 @@ class ResumableUpload:
                 at = state
             uncertain = True
             span = f"bytes {at}-{end - 1}/{self._size}"
-            state = self._state(await self._put(body(at), span, headers))
+            state = self._state(await self._put(FromSpool(file, at, end - at), span, headers))
             if state == at:
                 raise TransientError(f"{self._what}: the server took nothing of {span}")
             return state
