@@ -295,7 +295,7 @@ def test_training_goes_on_while_its_checkpoint_is_copied(transport: str, tmp_pat
         with Client(settings) as client:
             client.guard(optimizer)
             for number in range(5):
-                expected.append({key: value.cpu() for key, value in flat().items()})
+                expected.append({key: value.cpu().clone() for key, value in flat().items()})
                 handle = client.async_save(
                     flat(), checkpoint_id=tmp_path / str(number), staging="overlapped"
                 )
