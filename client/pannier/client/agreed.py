@@ -4,7 +4,7 @@ In: a state dict and a planner. Out: how large an arena to take, and how to stag
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.distributed.checkpoint.planner import SavePlanner
@@ -73,7 +73,11 @@ def agree(plans: PlanCache, wish: Wish, ask: Callable[[Planning], plan_pb2.Final
     known = plans.find(wish.owner, planning.digest)
     final = ask(planning) if known is None else known.final(wish.number)
     items = planning.finish(final)
-    keep(plans, wish, planning, final if known is None else known, options)
+    kept = keep(plans, wish, planning, final if known is None else known, options)
+    match = kept.match(options, wish.state) if kept is not None and options is not None else None
+    if match is not None:
+        # The plan is new, but the quickest way to stage is the one of all later saves.
+        return replace(_by_match(match, wish), cached=known)
     return Agreed(
         attempt=final.attempt,
         plan_id=final.plan_id,
