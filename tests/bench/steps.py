@@ -6,6 +6,7 @@ are the noise floor: what the same figures are when nothing happens. Which half 
 alternates. The sidecar runs at the lower priority that it gives itself.
 """
 
+import itertools
 import statistics
 from typing import Any
 
@@ -47,12 +48,20 @@ class Pairs:
         }
 
 
+def slowest(steps: list[float], count: int = 5) -> list[dict[str, float]]:
+    """Which steps took longest, and when they began: to find what held them up."""
+    begun = list(itertools.accumulate(steps, initial=0.0))
+    longest = sorted(range(len(steps)), key=lambda number: -steps[number])[:count]
+    return [{"at_s": begun[number], "took_s": steps[number]} for number in longest]
+
+
 def measure(state: State, transport: str, saves: int) -> dict[str, Any]:
     """Figures of the steps beside saves, of the noise floor, and the sidecar's niceness."""
     from pannier import client
 
     training = Training()
     beside, floor, ways = Pairs(), Pairs(), Ways()
+    course: list[dict[str, Any]] = []
     length = 0
     with Place(transport) as place:
 
@@ -61,7 +70,7 @@ def measure(state: State, transport: str, saves: int) -> dict[str, Any]:
             handle = client.async_save(state, checkpoint_id=target)
             ways.add(handle)
             steps = training.until(handle.done)
-            handle.result()
+            course.append({"phases_s": dict(handle.result().seconds), "slowest": slowest(steps)})
             return steps
 
         for number in range(WARM_UP):
@@ -85,6 +94,7 @@ def measure(state: State, transport: str, saves: int) -> dict[str, Any]:
         "beside": beside.figures(),
         "floor": floor.figures(),
         "nice": niceness,
+        "course": course[WARM_UP:],
         "note": ways.note(transport),
     }
 
