@@ -259,6 +259,32 @@ def test_what_has_to_be_pinned_can_be_pinned_ahead(lane: FakeLane, pool: ArenaPo
     pool.release(arena)
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_one_file_that_cannot_be_pinned_is_told_and_the_others_are(
+    first: int, lane: FakeLane, pool: ArenaPool
+) -> None:
+    arena = pool.acquire([4 * MIB, 4 * MIB])
+    pinned = arena.files[0].mapping
+
+    def pin(mapping: Any, kind: str) -> str:
+        return "" if mapping is pinned else "it is on a disk"
+
+    copies = DeviceCopies(everything, replace(means(lane), pin=pin))
+    sources = [torch.randn(MIB), torch.randn(MIB)]
+    for number in (first, 1 - first):
+        copies.add(sources[number], arena.files[number], 0)
+    copies.run()
+    copies.wait()
+    rest = copies.rest()
+    assert rest is not None
+    assert copies.how == rest.how == "bounced: it is on a disk"
+    assert lane.copied.count(4 * MIB) == 1
+    rest.finish()
+    for region, source in zip(arena.files, sources, strict=True):
+        assert ctypes.string_at(region.address, 4 * MIB) == source.numpy().tobytes()
+    pool.release(arena)
+
+
 def test_too_much_that_may_change_at_once_is_waited_for(
     lane: FakeLane, pool: ArenaPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
