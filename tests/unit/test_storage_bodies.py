@@ -3,6 +3,7 @@
 import asyncio
 import os
 import socket
+import ssl
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -12,12 +13,15 @@ from aiohttp import web
 
 from pannier.storage import bodies
 from pannier.storage.bodies import Body, FromSpool, Part, Slices
+from support.certificates import Authority, Files
 from support.sources import some_bytes
 
 SIZE = (3 << 20) + 77
 
 
-def put(body: Body | Part, *, respond: int = 0, pause_s: float = 0) -> tuple[int, bytes]:
+def put(
+    body: Body | Part, *, respond: int = 0, pause_s: float = 0, tls: Files | None = None
+) -> tuple[int, bytes]:
     """Sends ``body``; returns the status, and what arrived.
 
     ``respond``: answer after so many bytes, and close; 0: after all. ``pause_s``: after each read.
@@ -39,13 +43,18 @@ def put(body: Body | Part, *, respond: int = 0, pause_s: float = 0) -> tuple[int
         app.router.add_put("/", handle)
         runner = web.AppRunner(app, lingering_time=0.2, shutdown_timeout=0.2)
         await runner.setup()
+        ours = theirs = None
+        if tls is not None:
+            theirs = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+            theirs.load_cert_chain(tls.cert, tls.key)
+            ours = ssl.create_default_context(cafile=str(tls.ca))
         with socket.create_server(("127.0.0.1", 0)) as listening:
-            await web.SockSite(runner, listening).start()
-            url = f"http://127.0.0.1:{listening.getsockname()[1]}/"
+            await web.SockSite(runner, listening, ssl_context=theirs).start()
+            url = f"{'https' if tls else 'http'}://127.0.0.1:{listening.getsockname()[1]}/"
             try:
                 async with (
                     aiohttp.ClientSession() as session,
-                    session.put(url, data=body) as answer,
+                    session.put(url, data=body, ssl=ours or True) as answer,
                 ):
                     return answer.status
             finally:
@@ -134,10 +143,13 @@ def test_the_kernel_sends_plain_bytes_to_other_hosts(
     assert bodies._by_kernel(Transport()) is expected
 
 
+@pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "TLS"])
 def test_a_slow_receiver_gets_what_the_file_held(
-    spool: Path, monkeypatch: pytest.MonkeyPatch
+    spool: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encrypted: bool
 ) -> None:
     """The buffer is filled again only when all of it has gone."""
     monkeypatch.setattr(bodies, "_SLICE", 64 << 10)
+    tls = Authority(tmp_path / "ca").issue("receiver") if encrypted else None
     with spool.open("rb", buffering=0) as file:
-        assert put(FromSpool(file, 0, SIZE), pause_s=0.01) == (200, some_bytes(SIZE))
+        body = FromSpool(file, 0, SIZE)
+        assert put(body, pause_s=0.005, tls=tls) == (200, some_bytes(SIZE))
