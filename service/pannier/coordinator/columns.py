@@ -11,8 +11,10 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 import torch
+from google.protobuf.message import DecodeError
 
 from pannier.coordinator import varints
+from pannier.coordinator.unread import LocalPlan, UnreadPlan, unread
 from pannier.v1 import plan_pb2, save_pb2
 from pannier.wire.errors import InvalidRequestError
 from pannier.wire.plans import dtype_named
@@ -49,7 +51,7 @@ class RankPlan:
     rank: int
     host: str
     digest: str
-    plan: plan_pb2.LocalPlan
+    plan: LocalPlan
 
 
 @dataclass(frozen=True)
@@ -148,8 +150,8 @@ def read_columns(plans: Sequence[RankPlan]) -> Columns:
     reader = _Reader()
     for plan in plans:
         try:
-            reader.add(plan.plan)
-        except (IndexError, ValueError) as error:
+            reader.add(unread(plan.plan))
+        except (DecodeError, IndexError, ValueError) as error:
             raise _malformed(plan, error) from error
     found = {name: varints.decode(parts) for name, parts in reader.parts.items()}
     counts = found["kind"][1]
@@ -196,9 +198,6 @@ def _malformed(plan: RankPlan, error: Exception) -> InvalidPlanError:
 
 _PER_ITEM: Final = ("fqn", "kind", "hint", "ndim", "property", "head", "body", "tail")
 _SHAPES: Final = ("size", "chunk_offset", "chunk_size")
-_IN_ITEMS: Final = {field.name: field.number for field in plan_pb2.Items.DESCRIPTOR.fields}
-_IN_PLAN: Final = {field.name: field.number for field in plan_pb2.LocalPlan.DESCRIPTOR.fields}
-_MAPPINGS: Final = _IN_PLAN["mappings"]
 
 
 class _Reader:
@@ -220,44 +219,24 @@ class _Reader:
         self._fqns: list[int] = []
         self._properties: list[int] = []
         self._numbers: dict[bytes, int] = {}
-        self._known: dict[bytes, tuple[int, int]] = {}
-        self._alike: dict[bytes, int] = {}
-        self._last = (b"", (-1, -1))
+        self._known: dict[bytes, tuple[tuple[int, int], tuple[int, int]]] = {}
+        self._alike: dict[int, int] = {}
 
-    def add(self, plan: plan_pb2.LocalPlan) -> None:
-        """Raises IndexError, ValueError."""
-        # As protobuf writes it: in the order of field numbers.
-        data = plan.SerializeToString(deterministic=True)
-        options = plan_pb2.LocalPlan(options=plan.options).SerializeToString(deterministic=True)
-        fields, rest = varints.cut(data, 0, before=_MAPPINGS)
-        mappings = data[rest : len(data) - len(options)]
-        self.mappings.append(self._alike.setdefault(mappings, len(self._alike)))
-        items = fields.get(_IN_PLAN["items"], b"")
-        lists = self._lists(plan.items, items)
-        columns, _ = varints.cut(items, len(lists))
+    def add(self, plan: UnreadPlan) -> None:
+        """Raises DecodeError when its keys can't be read."""
+        self.mappings.append(self._alike.setdefault(id(plan.around), len(self._alike)))
         for name, parts in self.parts.items():
-            own = columns.get(_IN_ITEMS[name]) if name in _IN_ITEMS else fields.get(_IN_PLAN[name])
-            parts.append(own or b"")
-        shifts = self._known.get(lists)
-        if shifts is None:
-            shifts = self._known[lists] = (len(self._fqns), len(self._properties))
-            known = self.names
-            self._fqns += [known.setdefault(fqn, len(known)) for fqn in plan.items.fqns]
-            self._properties += [self._property(each) for each in plan.items.properties]
-        self._shifts.append(shifts)
-
-    def _lists(self, items: plan_pb2.Items, data: bytes) -> bytes:
-        """The keys and properties as they stand at the beginning of ``data``."""
-        count = (len(items.fqns), len(items.properties))
-        self.counts.append(count)
-        lists, last = self._last
-        if count != last or not data.startswith(lists):
-            only = plan_pb2.Items(fqns=items.fqns, properties=items.properties)
-            lists = only.SerializeToString(deterministic=True)
-            if not data.startswith(lists):
-                raise ValueError("its keys aren't where they should be")
-            self._last = (lists, count)
-        return lists
+            parts.append(plan.columns.get(name, b""))
+        known = self._known.get(plan.lists)
+        if known is None:
+            items = plan_pb2.Items.FromString(plan.lists)
+            shifts = (len(self._fqns), len(self._properties))
+            names = self.names
+            self._fqns += [names.setdefault(fqn, len(names)) for fqn in items.fqns]
+            self._properties += [self._property(each) for each in items.properties]
+            known = self._known[plan.lists] = (shifts, (len(items.fqns), len(items.properties)))
+        self._shifts.append(known[0])
+        self.counts.append(known[1])
 
     def _property(self, message: plan_pb2.TensorProperties) -> int:
         text = message.SerializeToString(deterministic=True)

@@ -24,6 +24,7 @@ from pannier.coordinator.planning import (
     make_global_plan,
     place_items,
 )
+from pannier.coordinator.unread import unread
 from pannier.v1 import plan_pb2
 from pannier.wire.errors import ConfigurationError, InvalidRequestError
 from pannier.wire.plans import decode_items, decode_mappings, metadata_columns
@@ -102,14 +103,13 @@ def _run(planner: Any, plans: Sequence[RankPlan], attempt: str) -> GlobalPlan:
     planner.dedup_save_to_lowest_rank = options.dedup_save_to_lowest_rank
     # Its cache is class-wide and would mix saves up.
     planner._enable_plan_caching = False
+    messages = [unread(plan.plan).read() for plan in plans]
     local = [
         SavePlan(
-            decode_items(plan.plan.items),
-            planner_data=decode_mappings(plan.plan.mappings)
-            if options.flatten_state_dict
-            else None,
+            decode_items(message.items),
+            planner_data=decode_mappings(message.mappings) if options.flatten_state_dict else None,
         )
-        for plan in plans
+        for message in messages
     ]
     # A user's code: whatever it raises is the save's failure.
     try:
@@ -191,7 +191,7 @@ def _encode(
 def _slots(plans: Sequence[RankPlan], owner: Ints, position: Ints) -> Slots:
     columns = np.zeros((3, len(owner)), np.int64)
     for index in np.unique(owner).tolist():
-        own, rows = plans[index].plan, owner == index
+        own, rows = unread(plans[index].plan).read(), owner == index
         for column, lengths in zip(columns, (own.head, own.body, own.tail), strict=True):
             column[rows] = np.array(lengths, np.int64)[position[rows]]
     return Slots(*columns)

@@ -21,7 +21,7 @@ from pannier.coordinator.config import CoordinatorConfig
 from pannier.coordinator.places import Places
 from pannier.coordinator.planners import Planners
 from pannier.coordinator.registry import Registry
-from pannier.coordinator.service import CoordinatorService
+from pannier.coordinator.service import NAME, CoordinatorService, add_to_server
 from pannier.coordinator.succession import Succession
 from pannier.coordinator.sweeping import Sweeper
 from pannier.coordinator.vigil import Vigil
@@ -32,12 +32,10 @@ from pannier.daemon.logs import set_up_logging
 from pannier.daemon.operating import AioOperating, Vitals
 from pannier.daemon.peers import AioPeerInterceptor
 from pannier.daemon.stopping import AioStopSignals
-from pannier.v1 import coordinator_pb2_grpc
 from pannier.wire.version import package_version
 
 _log = logging.getLogger(__name__)
 
-_SERVICE: Final = "pannier.v1.Coordinator"
 _THREADS: Final = 2
 """For planning and metadata, which hold the GIL for most of their time."""
 _CALLS_OF_ONE: Final = 1024
@@ -97,8 +95,8 @@ async def serving(config: CoordinatorConfig) -> AsyncIterator[Registry]:
             interceptors=[*watched, AioErrorInterceptor()],
             options=[*server_options(), ("grpc.max_concurrent_streams", _CALLS_OF_ONE)],
         )
-        coordinator_pb2_grpc.add_CoordinatorServicer_to_server(service, server)
-        operating = AioOperating(server, board, vitals, [_SERVICE])
+        add_to_server(service, server)
+        operating = AioOperating(server, board, vitals, [NAME])
         watching = nullcontext() if peers is None else peers.watching()
         with (
             watching,

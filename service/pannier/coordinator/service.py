@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any, Final
 
+import grpc
+
 from pannier.coordinator.agreed import AgreedPlan, AgreedPlans
 from pannier.coordinator.attach import Attachments, check_version
 from pannier.coordinator.columns import RankPlan
@@ -20,6 +22,7 @@ from pannier.coordinator.places import Places
 from pannier.coordinator.planners import Planners
 from pannier.coordinator.registry import Registry
 from pannier.coordinator.saves import DEFAULT_TIMEOUT_S, Save, State
+from pannier.coordinator.unread import PlanCall, UnreadPlan, parse_call, unread
 from pannier.v1 import (
     coordinator_pb2,
     coordinator_pb2_grpc,
@@ -35,6 +38,7 @@ from pannier.wire.errors import (
     SaveAbortedError,
 )
 
+NAME: Final = "pannier.v1.Coordinator"
 LOST_AFTER_S: Final = 1.0
 """A rank whose Plan call broke off counts as lost unless its sidecar calls again by then."""
 _BEGIN_S: Final = 60.0
@@ -60,22 +64,23 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         self._callers: Counter[tuple[str, int]] = Counter()
         """Plan calls that wait, by save and rank."""
 
-    async def Plan(
-        self, request: sidecar_pb2.PlanRequest, context: Any
-    ) -> sidecar_pb2.PlanResponse:
-        """See the proto.
+    async def Plan(self, call: PlanCall, context: Any) -> sidecar_pb2.PlanResponse:
+        """See the proto. The request comes as :func:`add_to_server` has it read.
 
         Raises:
             SaveAbortedError: the save is aborted, for whatever reason on whatever rank.
             InvalidRequestError: this call can't be part of any save.
             VersionMismatchError: its sidecar would never be heard of again.
         """
+        request = call.request
+        if call.error is not None:
+            raise call.error
         check_version(request.wire_version, request.context.host)
         limits.check_plan(request)
         rank = request.context.rank
         await self._keep_in_step(request)
         save = self._enter(request.context)
-        proposing = self._admit(save, request)
+        proposing = self._admit(save, request, call.plan)
         answered = await self._wait_planned(save, rank, proposing=proposing)
         if not answered:
             raise save.error()
@@ -193,7 +198,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         check_place(save, self._places, context.rank)
         return save
 
-    def _admit(self, save: Save, request: sidecar_pb2.PlanRequest) -> bool:
+    def _admit(self, save: Save, request: sidecar_pb2.PlanRequest, plan: UnreadPlan | None) -> bool:
         """Takes in the plan, or that the rank goes by an earlier one (True).
 
         Raises what makes it impossible.
@@ -201,14 +206,15 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         rank, host = request.context.rank, request.context.host
         self._hear(save, rank)
         said: RankPlan | Proposal
-        proposing = bool(request.cached_plan_id) and not request.HasField("plan")
+        proposing = bool(request.cached_plan_id) and plan is None
         if proposing:
             identity.Attempt.parse(request.attempt)
             said = Proposal(rank, host, request.digest, request.cached_plan_id, request.attempt)
         else:
-            said = RankPlan(rank, host, request.digest, request.plan)
+            plan = plan or unread(plan_pb2.LocalPlan())
+            said = RankPlan(rank, host, request.digest, plan)
             try:
-                self._planners.check(request.plan.options)
+                self._planners.check(plan.options)
             except InvalidRequestError as error:
                 save.fail(save_pb2.FAILURE_KIND_INVALID_PLAN, str(error), rank)
                 raise
@@ -267,6 +273,32 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
 
     def _hear(self, save: Save, rank: int) -> None:
         save.parts[rank].heard = time.monotonic()
+
+
+class _Registrar:
+    """What the generated code registers, but with our own deserialiser for ``Plan``."""
+
+    def __init__(self, server: grpc.aio.Server, service: CoordinatorService) -> None:
+        self._server = server
+        self._service = service
+
+    def add_generic_rpc_handlers(self, handlers: Any) -> None:
+        """Without: it comes with the registered ones, which are all that is needed."""
+
+    def add_registered_method_handlers(self, name: str, handlers: dict[str, Any]) -> None:
+        """Called by the generated code."""
+        plan = grpc.unary_unary_rpc_method_handler(
+            self._service.Plan,
+            request_deserializer=parse_call,
+            response_serializer=sidecar_pb2.PlanResponse.SerializeToString,
+        )
+        own = grpc.method_handlers_generic_handler(name, {**handlers, "Plan": plan})
+        self._server.add_generic_rpc_handlers((own,))
+
+
+def add_to_server(service: CoordinatorService, server: grpc.aio.Server) -> None:
+    """Serves ``pannier.v1.Coordinator``."""
+    coordinator_pb2_grpc.add_CoordinatorServicer_to_server(service, _Registrar(server, service))
 
 
 def _aborted(

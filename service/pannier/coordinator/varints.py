@@ -11,7 +11,6 @@ import numpy.typing as npt
 
 Ints = npt.NDArray[np.int64]
 
-_LOW: Final = np.uint64(127)
 _LONGEST: Final = 10
 """Bytes of a number."""
 PACKED: Final = 2
@@ -38,6 +37,30 @@ def cut(data: bytes, start: int = 0, *, before: int = 1 << 29) -> tuple[dict[int
             raise ValueError(f"field {number} isn't as protobuf writes it")
         found[number] = data[content:at]
     return found, at
+
+
+def find(data: bytes, number: int) -> tuple[int, int, int]:
+    """Where the length-delimited field begins, where its content does, and where both end.
+
+    All three are the same when it isn't there. What comes before it is length-delimited, too.
+
+    Raises IndexError, ValueError.
+    """
+    at = 0
+    while at < len(data):
+        tag, content = _number(data, at)
+        if tag >> 3 > number:
+            break
+        if tag & 7 != PACKED:
+            raise ValueError(f"field {tag >> 3} isn't as protobuf writes it")
+        size, content = _number(data, content)
+        end = content + size
+        if end > len(data):
+            raise ValueError("a field is longer than its message")
+        if tag >> 3 == number:
+            return at, content, end
+        at = end
+    return at, at, at
 
 
 def leading(data: bytes, *, upto: int) -> tuple[bytes, int]:
@@ -100,28 +123,28 @@ def decode(parts: Sequence[bytes]) -> tuple[Ints, Ints]:
 
 def encode(values: Ints) -> tuple[bytes, Ints]:
     """The numbers, none below 0, as a packed column; and where each one ends."""
-    left = values.astype(np.uint64)
-    if not len(left):
+    if not len(values):
         return b"", np.zeros(0, np.int64)
-    most = int(left.max())
+    most = int(values.max())
     if most < 128:
-        return left.astype(np.uint8).tobytes(), np.arange(1, len(left) + 1)
-    lengths = np.ones(len(left), np.int64)
-    limit = 7
-    while most >> limit:
-        lengths += left >= np.uint64(1 << limit)
-        limit += 7
+        return values.astype(np.uint8).tobytes(), np.arange(1, len(values) + 1)
+    longest = -(-most.bit_length() // 7)
+    # One row per number, as long as the longest; what a shorter one doesn't need is left out.
+    out = np.empty((len(values), longest), np.uint8)
+    needed = np.ones((len(values), longest), np.bool_)
+    lengths = np.ones(len(values), np.int64)
+    left = values.astype(np.uint32 if most < 1 << 32 else np.uint64)
+    for index in range(longest):
+        out[:, index] = left.astype(np.uint8) & 127
+        left = left >> 7
+        if index + 1 < longest:
+            more = left != 0
+            needed[:, index + 1] = more
+            lengths += more
+            out[:, index] |= more.view(np.uint8) << 7
     ends = np.cumsum(lengths)
-    starts = ends - lengths
-    out: npt.NDArray[np.uint8] = np.empty(int(ends[-1]), np.uint8)
-    rows: npt.NDArray[np.int64] | slice = slice(None)
-    for index in range(int(lengths.max())):
-        if index:
-            rows = np.flatnonzero(lengths > index)
-        byte = (left[rows] >> np.uint64(7 * index)) & _LOW
-        more = (lengths[rows] > index + 1).astype(np.uint8) << 7
-        out[starts[rows] + index] = byte.astype(np.uint8) | more
-    return out.tobytes(), ends
+    text = out if int(ends[-1]) == out.size else out[needed]
+    return text.tobytes(), ends
 
 
 def zigzag(values: Ints) -> Ints:

@@ -1,0 +1,149 @@
+"""Local plans as they come from the wire: cut into columns, which planning decodes all at once.
+
+In: a serialised PlanRequest. Out: the request without its plan, and the plan's columns as bytes. To
+make a message of each plan only to write its columns out again takes as long as all that is planned.
+Event loop only.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Final
+
+from google.protobuf.message import DecodeError
+
+from pannier.coordinator import varints
+from pannier.v1 import plan_pb2, sidecar_pb2
+from pannier.wire.errors import InvalidRequestError
+from pannier.wire.limits import MAX_ITEMS
+
+_IN_REQUEST: Final = sidecar_pb2.PlanRequest.DESCRIPTOR.fields_by_name["plan"].number
+_IN_PLAN: Final = {field.name: field.number for field in plan_pb2.LocalPlan.DESCRIPTOR.fields}
+_IN_ITEMS: Final = {field.name: field.number for field in plan_pb2.Items.DESCRIPTOR.fields}
+_LISTS: Final = max(_IN_ITEMS["fqns"], _IN_ITEMS["properties"])
+_KEPT: Final = 16
+
+
+class UnreadPlan:
+    """One rank's local plan.
+
+    Args:
+        data: serialised in the order of field numbers, as protobuf does.
+
+    Raises ValueError, IndexError, DecodeError when it isn't.
+    """
+
+    def __init__(self, data: bytes) -> None:
+        fields, rest = varints.cut(data, before=_IN_PLAN["mappings"])
+        self.around = _around(data[rest:])
+        """Mappings and options; plans with the same ones share the message."""
+        items = fields.get(_IN_PLAN["items"], b"")
+        self.lists = _lists(items)
+        """Keys and properties as they are serialised."""
+        columns, _ = varints.cut(items, len(self.lists))
+        own = {_IN_ITEMS[name]: name for name in _IN_ITEMS}
+        self.columns = {own[number]: content for number, content in columns.items()}
+        for name in ("head", "body", "tail"):
+            self.columns[name] = fields.get(_IN_PLAN[name], b"")
+
+    @property
+    def options(self) -> plan_pb2.PlannerOptions:
+        """Of its planner."""
+        return self.around.options
+
+    @property
+    def mappings(self) -> list[plan_pb2.FlattenMapping]:
+        """Flatten mappings, in order."""
+        return list(self.around.mappings)
+
+    @property
+    def count(self) -> int:
+        """How many items it has: a kind takes one byte."""
+        return len(self.columns.get("kind", b""))
+
+    def read(self) -> plan_pb2.LocalPlan:
+        """The message."""
+        columns = [(_IN_ITEMS[n], c) for n, c in self.columns.items() if n in _IN_ITEMS]
+        slots = [(_IN_PLAN[n], c) for n, c in self.columns.items() if n not in _IN_ITEMS]
+        items = self.lists + b"".join(varints.field(*each) for each in sorted(columns))
+        plan = plan_pb2.LocalPlan.FromString(
+            varints.field(_IN_PLAN["items"], items)
+            + b"".join(varints.field(*each) for each in sorted(slots))
+        )
+        plan.MergeFrom(self.around)
+        return plan
+
+
+LocalPlan = plan_pb2.LocalPlan | UnreadPlan
+
+
+def unread(plan: LocalPlan) -> UnreadPlan:
+    """The plan as columns."""
+    if isinstance(plan, UnreadPlan):
+        return plan
+    return UnreadPlan(plan.SerializeToString(deterministic=True))
+
+
+@dataclass(frozen=True)
+class PlanCall:
+    """A request, and its plan; or why it can't be read."""
+
+    request: sidecar_pb2.PlanRequest
+    """Without the plan."""
+    plan: UnreadPlan | None
+    error: InvalidRequestError | None = None
+
+
+def parse_call(data: bytes) -> PlanCall:
+    """The deserialiser of ``Plan``; an exception here would reach the caller without its message."""
+    try:
+        try:
+            return _parse(data)
+        except (ValueError, IndexError):
+            # In another order than protobuf's own, perhaps.
+            whole = sidecar_pb2.PlanRequest.FromString(data)
+            return _parse(whole.SerializeToString(deterministic=True))
+    except (ValueError, IndexError, DecodeError) as error:
+        refused = InvalidRequestError(f"a request of {len(data)} bytes is malformed: {error}")
+        return PlanCall(sidecar_pb2.PlanRequest(), None, refused)
+
+
+def _parse(data: bytes) -> PlanCall:
+    start, content, end = varints.find(data, _IN_REQUEST)
+    if start == end:
+        return PlanCall(sidecar_pb2.PlanRequest.FromString(data), None)
+    request = sidecar_pb2.PlanRequest.FromString(data[:start] + data[end:])
+    if request.HasField("plan"):
+        raise ValueError("it has two plans")
+    plan = UnreadPlan(data[content:end])
+    error = None
+    if plan.count > MAX_ITEMS:
+        error = InvalidRequestError(
+            f"{plan.count} items of a rank's plan: at most {MAX_ITEMS} are allowed"
+        )
+    return PlanCall(request, plan, error)
+
+
+_arounds: OrderedDict[bytes, plan_pb2.LocalPlan] = OrderedDict()
+
+
+def _around(data: bytes) -> plan_pb2.LocalPlan:
+    """Most ranks of a job have the same."""
+    message = _arounds.get(data)
+    if message is None:
+        message = _arounds[data] = plan_pb2.LocalPlan.FromString(data)
+        while len(_arounds) > _KEPT:
+            _arounds.popitem(last=False)
+    return message
+
+
+_last = b""
+
+
+def _lists(items: bytes) -> bytes:
+    """Keys and properties, which come first; the same object for ranks that have the same."""
+    global _last
+    size = len(_last)
+    # What follows is another field, so that the lists end there.
+    if not (_last and items.startswith(_last) and len(items) > size and items[size] >> 3 > _LISTS):
+        _last, _ = varints.leading(items, upto=_LISTS)
+    return _last
