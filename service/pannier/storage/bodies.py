@@ -99,8 +99,9 @@ class FromSpool(Body):
         # Small, so that what was read is still in the processor's cache when it is sent; and not
         # used by a later request, since a connection that is going down may still send from it.
         buffer = memoryview(bytearray(min(_SLICE, end - at)))
-        # Drained means: it may be filled again.
-        transport.set_write_buffer_limits(high=0)
+        # Drained means: it may be filled again. asyncio's TLS pauses at the limit, not above it:
+        # at 0, for ever.
+        transport.set_write_buffer_limits(high=1 if _encrypted(transport) else 0)
         while at < end:
             count = await self._read(buffer[: end - at], at)
             await writer.write(buffer[:count])
@@ -149,9 +150,13 @@ def _by_kernel(transport: asyncio.BaseTransport) -> bool:
     pages.
     """
     peer = transport.get_extra_info("peername")
-    if transport.get_extra_info("sslcontext") is not None or not isinstance(peer, tuple):
+    if _encrypted(transport) or not isinstance(peer, tuple):
         return False
     return not ipaddress.ip_address(peer[0].partition("%")[0]).is_loopback
+
+
+def _encrypted(transport: asyncio.BaseTransport) -> bool:
+    return transport.get_extra_info("sslcontext") is not None
 
 
 def _ends(at: int) -> OSError:
