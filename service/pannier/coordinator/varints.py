@@ -4,7 +4,7 @@ In: bytes as protobuf writes them. Out: arrays; and bytes that protobuf reads. P
 """
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -133,7 +133,7 @@ def encode(values: Ints) -> tuple[bytes, Ints]:
     out = np.empty((len(values), longest), np.uint8)
     needed = np.ones((len(values), longest), np.bool_)
     lengths = np.ones(len(values), np.int64)
-    left = values.astype(np.uint32 if most < 1 << 32 else np.uint64)
+    left: npt.NDArray[Any] = values.astype(np.uint32 if most < 1 << 32 else np.uint64)
     for index in range(longest):
         out[:, index] = left.astype(np.uint8) & 127
         left = left >> 7
