@@ -7,6 +7,7 @@ A part is a module with a ``main()``. Run by hand it prints a table; ``run.py`` 
 import argparse
 import dataclasses
 import json
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -72,7 +73,11 @@ def arguments(
 
 
 def parsed(parser: argparse.ArgumentParser, words: Sequence[str] | None = None) -> Any:
-    """The options, with the defaults that depend on ``--quick``."""
+    """The options, with the defaults that depend on ``--quick``.
+
+    From now on SIGTERM is an exit that cleans up.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     options = parser.parse_args(words)
     size, saves = options.quickly if options.quick else options.usual
     options.bytes = options.bytes or size
