@@ -77,7 +77,7 @@ class Client:
         self._lock = threading.Condition()
         self._memberships: dict[bool, Membership] = {}
         self._old_memberships: list[Membership] = []
-        self._slots = Slots(self.settings.max_in_flight)
+        self._slots = Slots(self.settings.max_in_flight, self._under_way)
         self._plans = PlanCache()
         self._pending: set[Saving] = set()
         self._unasked = Unasked()
@@ -119,7 +119,7 @@ class Client:
             async_checkpointer_type, async_stager, use_collectives: as in torch;
                 what Pannier can't honour is refused.
             no_dist: this process saves by itself.
-            on_busy: when ``max_in_flight`` saves are not ingested yet, or the
+            on_busy: when ``max_in_flight`` saves hold their staging memory, or the
                 spool is full: ``"wait"``, ``"skip"`` this save (on all ranks;
                 the handle raises SaveSkippedError), or ``"raise"`` BusyError.
             timeout: seconds until the save must be committed, up to 7 days; from this

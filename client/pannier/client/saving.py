@@ -36,6 +36,8 @@ _log = logging.getLogger(__name__)
 
 _ABORT_NEWS_S: Final = 30.0
 """After giving up: how long until our own error stands in for the news of the abort."""
+_CAUSES_S: Final = 2.0
+"""The same when we were told that the save is over: the news only bring all its causes."""
 _GRACE_S: Final = 30.0
 """After the save's deadline: how long the coordinator has to say how it ended."""
 _BUSY_PAUSE_S: Final = 0.5
@@ -237,12 +239,13 @@ class Saving:
     def give_up(self, error: PannierError) -> None:
         """This rank can't go on: says so, and fails the handle if no news of the abort comes."""
         self.stop.set()
+        self._timer.cancel()
+        patience = _CAUSES_S
         if not isinstance(error, SaveAbortedError):
             self.report(error)
-        self._timer.cancel()
-        if not isinstance(error, SaveAbortedError):
+            patience = _ABORT_NEWS_S
             error = type(error)(f"{error}; {self._in_doubt()}", error.failures.values())
-        self._timer = self.session.alarm(_ABORT_NEWS_S, lambda: self._fail(error))
+        self._timer = self.session.alarm(patience, lambda: self._fail(error))
 
     def report(self, error: BaseException) -> None:
         """Tells the other ranks why this save is over.

@@ -5,6 +5,7 @@ In: requests of ``async_save``. Out: slots, each with an arena. Thread-safe.
 
 import enum
 import threading
+from collections.abc import Callable
 from typing import Final
 
 from pannier.client.arena import Arena, ArenaPool
@@ -49,10 +50,15 @@ class Slot:
 
 
 class Slots:
-    """All slots of a client: ``limit`` of them."""
+    """All slots of a client: ``limit`` of them.
 
-    def __init__(self, limit: int) -> None:
+    Args:
+        holders: says who holds them, for people.
+    """
+
+    def __init__(self, limit: int, holders: Callable[[], str] = lambda: "") -> None:
         self._limit = limit
+        self._holders = holders
         self.pool = ArenaPool(limit)
         """Where the arenas come from."""
         self._taken: set[Slot] = set()
@@ -70,8 +76,8 @@ class Slots:
         with self._changed:
             if len(self._taken) >= self._limit:
                 what = (
-                    f"{len(self._taken)} saves of this process are not ingested yet "
-                    "(PANNIER_MAX_IN_FLIGHT)"
+                    f"{len(self._taken)} saves of this process hold their staging memory "
+                    f"(PANNIER_MAX_IN_FLIGHT): {self._holders()}"
                 )
                 if on_busy == "skip":
                     raise SaveSkippedError(f"the save was skipped: {what}")

@@ -366,7 +366,12 @@ class Link:
                 )
             elif self._suspect and not silent:
                 _log.info("the %s is heard again", self.peer)
-            self._suspect = silent
+            changed, self._suspect = silent is not self._suspect, silent
+            if changed:
+                # Clients are told whom their saves wait for, also where nothing else happens.
+                for save in self._saves.undecided():
+                    for rank in list(save.ranks.values()):
+                        self._saves.progressed(rank)
 
     def _note_heard(self) -> None:
         self._heard = time.monotonic()
