@@ -33,6 +33,28 @@ def test_every_byte_arrives(count: int, size: int, monkeypatch: pytest.MonkeyPat
     assert target.data.raw == content[:size]
 
 
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_copies_of_any_sizes_arrive_together(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copying, "threads", lambda: count)
+    sizes = [0, 1, 77, 8 * MIB, 40 * MIB + 5, 3 * MIB, 8 * MIB + 1]
+    content = os.urandom(1 << 16) * (41 << 4)
+    pairs = [(Buffer(max(1, size), content[:size]), Buffer(max(1, size))) for size in sizes]
+    copies = HostCopies()
+    for size, (source, target) in zip(sizes, pairs, strict=True):
+        copies.add(target.address, source.address, size, source)
+    copies.run()
+    for size, (_, target) in zip(sizes, pairs, strict=True):
+        assert target.data.raw[:size] == content[:size]
+
+
+def test_nothing_is_a_size() -> None:
+    source = Buffer(1)
+    copies = HostCopies()
+    copies.run()
+    copies.add(source.address, source.address, 0, source)
+    copies.run()
+
+
 def test_a_second_run_copies_nothing_again() -> None:
     source, target = Buffer(5, b"first"), Buffer(5)
     copies = HostCopies()
