@@ -22,6 +22,8 @@ class Imprint:
     """Who engraved it, and may rely on it."""
     views: list[torch.Tensor]
     """Places of tensors, as tensors. They don't keep the memory: to be used while an arena does."""
+    together: list[torch.Tensor]
+    """Those of them that are filled by one call."""
 
 
 _lock = threading.Lock()

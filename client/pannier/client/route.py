@@ -127,13 +127,13 @@ class Route:
         file: _File,
         region: Region,
         imprint: imprints.Imprint,
-        small: Sequence[torch.Tensor],
+        small: tuple[torch.Tensor, ...],
         values: list[Any],
         transfers: Transfers,
     ) -> None:
         if small:
             self._check_storages(file, small)
-            compat.copy_all([imprint.views[i] for i in file.small], list(small))
+            compat.copy_all(imprint.together, small)
         for number in file.single:
             slot = file.slots[number]
             try:
@@ -256,7 +256,8 @@ def _engrave(file: _File, region: Region) -> imprints.Imprint:
         written = slot.start + slot.archive.length
         memory[tail:written] = slot.archive.tail
     region.zero(written, region.size)
-    return imprints.Imprint(file, _views(file, region))
+    views = _views(file, region)
+    return imprints.Imprint(file, views, [views[i] for i in file.small])
 
 
 def _views(file: _File, region: Region) -> list[torch.Tensor]:
@@ -278,8 +279,8 @@ def _views(file: _File, region: Region) -> list[torch.Tensor]:
         ]
 
 
-def _picker(indices: list[int]) -> Callable[[list[Any]], Sequence[Any]]:
-    """``values -> [values[i] for i in indices]``."""
+def _picker(indices: list[int]) -> Callable[[list[Any]], tuple[Any, ...]]:
+    """``values -> tuple(values[i] for i in indices)``."""
     if len(indices) > 1:
         return itemgetter(*indices)
-    return lambda values: [values[i] for i in indices]
+    return lambda values: tuple(values[i] for i in indices)
