@@ -98,7 +98,10 @@ def without_torch_functions() -> AbstractContextManager[None]:
 
 
 def copy_all(
-    targets: list[torch.Tensor], sources: tuple[torch.Tensor, ...], *, non_blocking: bool = False
+    targets: list[torch.Tensor],
+    sources: list[torch.Tensor] | tuple[torch.Tensor, ...],
+    *,
+    non_blocking: bool = False,
 ) -> None:
     """``target.copy_(source)`` for each; in one call, without the GIL, where torch has that."""
     if hasattr(torch, "_foreach_copy_"):
