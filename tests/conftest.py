@@ -62,7 +62,9 @@ def _describe(process: psutil.Process) -> str:
 def leaves_nothing_behind() -> Iterator[None]:
     """Fails a test that leaves processes, sockets or shared memory; removes them all the same."""
     processes.forget_logs()
-    known, files = set(_left_processes()), _left_files()
+    # Children as well: one that was just started may not have its environment yet.
+    known = {*_left_processes(), *(each.pid for each in psutil.Process().children(recursive=True))}
+    files = _left_files()
     yield
     deadline = time.monotonic() + 3
     while True:

@@ -412,7 +412,7 @@ def test_skip_gives_a_handle_that_says_so_and_tells_the_others(
     handle = busy.async_save(state(), checkpoint_id="/x/second", on_busy="skip")
     skipped = sidecar.asked(sidecar_pb2.FailRequest)[0].context.save
     assert handle.status().id == identity.save_text(skipped)
-    with pytest.raises(SaveSkippedError, match="not ingested yet"):
+    with pytest.raises(SaveSkippedError, match="hold their staging memory"):
         handle.result(0)
     assert [failure.kind for failure in failures(sidecar)] == [save_pb2.FAILURE_KIND_SKIPPED]
     assert sidecar.asked(sidecar_pb2.FailRequest)[0].context.save.number == 2
@@ -442,7 +442,7 @@ def test_what_a_save_waited_for_room_counts(busy: Client, sidecar: ScriptedSidec
 
 
 def test_wait_has_a_deadline(busy: Client) -> None:
-    with pytest.raises(DeadlineError, match="not ingested yet"):
+    with pytest.raises(DeadlineError, match="hold their staging memory"):
         busy.async_save(state(), checkpoint_id="/x/second", timeout=0.2)
 
 

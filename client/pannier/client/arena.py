@@ -302,10 +302,13 @@ class ArenaPool:
             taken, arena._taken = arena._taken, []
             spilled, arena._spilled = arena._spilled, None
             arena.files = []
+        if reuse:
+            for mapping in taken:
+                mapping.unseal()
+        with self._lock:
             if self._closed or not reuse:
                 dropped, taken, spilled = taken, [], None
             for mapping in taken:
-                mapping.unseal()
                 mapping.used_at = self._clock
             self._free += taken
             used = arena._spill.size if arena._spill is not None else 0

@@ -28,6 +28,8 @@ _SOCKET_S: Final = 10.0
 _MOST_AT_ONCE: Final = 64
 """Descriptors in one message of the sidecar's."""
 
+_PIECE: Final = 16 << 20
+
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (
@@ -86,9 +88,12 @@ class LentMapping(Mapping):
         self._protect(mmap.PROT_READ | mmap.PROT_WRITE)
 
     def _protect(self, protection: int) -> None:
-        if _libc.mprotect(self.address, self.capacity, protection):
-            code = ctypes.get_errno()
-            raise PannierError(f"mprotect of staging memory failed: {os.strerror(code)}")
+        # In pieces: while the kernel is at one, no other thread can allocate or touch a new page.
+        for start in range(0, self.capacity, _PIECE):
+            size = min(_PIECE, self.capacity - start)
+            if _libc.mprotect(self.address + start, size, protection):
+                code = ctypes.get_errno()
+                raise PannierError(f"mprotect of staging memory failed: {os.strerror(code)}")
 
 
 def _unmap(pid: int, address: int, capacity: int) -> None:
