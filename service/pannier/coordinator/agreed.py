@@ -79,6 +79,7 @@ class AgreedPlan:
         _check(assignment, len(members), len(names))
         order = np.lexsort((assignment.position, assignment.owner))
         self._order = order
+        self._index = {rank: index for index, (rank, _) in enumerate(members)}
         owner = assignment.owner[order]
         edges = np.searchsorted(owner, np.arange(len(members) + 1))
         self._spans = {
@@ -101,7 +102,7 @@ class AgreedPlan:
         )
         self._varying = np.flatnonzero(length == 0)
         self._shares: dict[int, Share] = {}
-        self._columns: list[tuple[bytes, Ints]] | None = None
+        self._columns: list[tuple[bytes, list[int]]] | None = None
 
     def share(self, rank: int) -> Share:
         """What ``rank`` writes; nothing, for a rank without items."""
@@ -142,10 +143,10 @@ class AgreedPlan:
         """The answer to ``rank``'s local plan, in this attempt."""
         share = self.share(rank)
         prefix = identity.data_prefix(attempt)
-        start, end = self._spans.get(rank, (0, 0))
+        index = self._index.get(rank)
         position, file, offset, length = (
-            data[int(ends[start - 1]) if start else 0 : int(ends[end - 1]) if end else 0]
-            for data, ends in self.pack()
+            b"" if index is None else data[edges[index] : edges[index + 1]]
+            for data, edges in self.pack()
         )
         files = [
             plan_pb2.PlannedFile(name=prefix + name, size=size)
@@ -157,16 +158,18 @@ class AgreedPlan:
         final.MergeFromString(varints.field(3, position) + varints.field(5, place))
         return final
 
-    def pack(self) -> list[tuple[bytes, Ints]]:
-        """Columns of all final plans, by rank, and where each number ends. CPU-bound at first."""
+    def pack(self) -> list[tuple[bytes, list[int]]]:
+        """Columns of all final plans, by rank, and where each rank's begin. CPU-bound at first."""
         if self._columns is None:
             told, order = self.assignment, self._order
-            starts = np.zeros(len(self.members), np.int64)
-            for index, (rank, _) in enumerate(self.members):
-                starts[index] = self._file_spans[rank][0]
+            starts = np.array([start for start, _ in self._file_spans.values()], np.int64)
+            edges = np.array([0, *(end for _, end in self._spans.values())], np.int64)
             file = self._file - starts[told.owner[order]]
-            columns = (told.position[order], file, told.offset[order], told.length[order])
-            self._columns = [varints.encode(column) for column in columns]
+            self._columns = []
+            for column in (told.position[order], file, told.offset[order], told.length[order]):
+                data, ends = varints.encode(column)
+                cuts = np.concatenate([np.zeros(1, np.int64), ends])[edges]
+                self._columns.append((data, cuts.tolist()))
         return self._columns
 
 

@@ -154,6 +154,10 @@ class Gathering:
             if known is not None and known.digest != said.digest:
                 raise _two_plans(known, said)
 
+    def forget_plans(self) -> None:
+        """The plan is agreed: nobody needs those of the ranks any more."""
+        self._plans.clear()
+
     @property
     def missing(self) -> list[int]:
         """Ranks of which neither is here, ascending."""

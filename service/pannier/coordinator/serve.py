@@ -40,6 +40,15 @@ _THREADS: Final = 2
 """For planning and metadata, which hold the GIL for most of their time."""
 _CALLS_OF_ONE: Final = 1024
 """Calls at a time on one connection, more than a sidecar forwards; others wait in the sidecar."""
+_WAITING: Final = 1 << 16
+"""Calls that have come and weren't looked at: all ranks of a job hand their plans in at once."""
+_WAITING_OPTIONS: Final = (
+    # Above the first, 1000 by default, gRPC refuses some of them, above the other all.
+    "grpc.server.max_pending_requests",
+    "grpc.server.max_pending_requests_hard_limit",
+    # Seconds, 30 by default.
+    "grpc.server_max_unrequested_time_in_server",
+)
 _PATIENCE_S: Final = 2.0
 """After SIGTERM: for commits that are being decided."""
 
@@ -93,7 +102,11 @@ async def serving(config: CoordinatorConfig) -> AsyncIterator[Registry]:
         watched = [] if peers is None else [AioPeerInterceptor(peers)]
         server = grpc.aio.server(
             interceptors=[*watched, AioErrorInterceptor()],
-            options=[*server_options(), ("grpc.max_concurrent_streams", _CALLS_OF_ONE)],
+            options=[
+                *server_options(),
+                ("grpc.max_concurrent_streams", _CALLS_OF_ONE),
+                *((option, _WAITING) for option in _WAITING_OPTIONS),
+            ],
         )
         add_to_server(service, server)
         operating = AioOperating(server, board, vitals, [NAME])

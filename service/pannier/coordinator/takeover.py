@@ -130,6 +130,8 @@ def go_by(save: Save, standing: Manifest) -> None:
     """The save's manifest is in storage, and fits what its ranks have said."""
     save.plan_id = "" if standing.header.external else standing.plan_id
     save.manifest = standing
+    # Digests are in the manifest; of a large job the plans are large.
+    save.gathering.forget_plans()
 
 
 def check_member(standing: Manifest, said: RankPlan | Proposal) -> None:

@@ -176,7 +176,7 @@ class MetadataTemplate:
         by_key = np.argsort(items.fqn[tensors], kind="stable")
         chunks = chunk.fill(offsets[by_key], extents[by_key])
         edges = np.searchsorted(items.fqn[tensors][by_key], np.arange(len(items.lists.fqns) + 1))
-        state = [_DICT]
+        state: list[bytes | memoryview] = [_DICT]
         for row in heads.tolist():
             key = int(items.fqn[row])
             state.append(memo.reference(first_fqn + key))
@@ -188,7 +188,7 @@ class MetadataTemplate:
                 keys["properties"] + properties[int(items.property[row])],
                 keys["size"] + memo.reference(whole[row]),
                 keys["chunks"] + _LIST,
-                chunks[edges[key] : edges[key + 1]].tobytes(),
+                chunks[edges[key] : edges[key + 1]].data,
                 _APPENDS + _STATE,
             )
         state.append(_ITEMS)
@@ -245,7 +245,7 @@ class MetadataTemplate:
                 *state,
                 _pickled("planner_data") + _pickled(planner_data),
                 _pickled("storage_data") + _DICT,
-                pairs.tobytes(),
+                pairs.data,
             )
         )
         self._end = b"".join(_pickled(each) for pair in version.items() for each in pair)
