@@ -153,6 +153,8 @@ class Saving:
         """The state dict may change, but for what is still copied."""
         self._staged = staged
         self._bytes = staged.bytes
+        if staged.bytes and not staged.arena.streams_because and not self._lent():
+            staged.arena.streams_because = "all of it is serialised, so that no size was planned"
         self._phase_over("stage")
         self.resolver.update(
             lambda status: dataclasses.replace(
@@ -291,6 +293,8 @@ class Saving:
             except InvalidRequestError as error:
                 # A sidecar that was started anew may have forgotten what its predecessor held, and
                 # knows none of its loans. Of what it holds, nothing is sent twice.
+                if mapped:
+                    self._refuse_mapped(error)
                 mapped = {}
                 files = self._send_all(mapped)
                 if not sum(self._lacked):
@@ -300,6 +304,13 @@ class Saving:
                     *(self.text, self.session.peer, sum(self._lacked)),
                 )
                 _log.debug("what it said: %s", error)
+
+    def _refuse_mapped(self, error: PannierError) -> None:
+        """What was staged into the spool must be streamed all the same."""
+        assert self._staged is not None
+        self._staged.arena.streams_because = f"it was mapped, but {error}"
+        transport = _transport(self._staged)
+        self.resolver.update(lambda status: dataclasses.replace(status, transport=transport))
 
     def _send_all(self, mapped: Container[str]) -> list[records_pb2.DataFile]:
         assert self._staged is not None

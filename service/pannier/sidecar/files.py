@@ -274,10 +274,12 @@ class SpoolSource:
     async def read(self, offset: int, length: int) -> bytes:
         """Exactly these bytes; waits until they are there."""
         await self._file.wait_for(offset + length)
-        data = os.pread(self._file.slab.fd, length, offset)
+        slab = self._file.slab
+        data = os.pread(slab.fd, length, offset)
         if len(data) != length:
             raise IntegrityError(
-                f"{self._file.label}: the spool file {self.path} ends at byte {offset + len(data)}"
+                f"{self._file.label}: the spool file {slab.path} ends at byte "
+                f"{os.fstat(slab.fd).st_size} of {self.size}: it was cut"
             )
         return data
 

@@ -111,7 +111,8 @@ class Receiving:
                     f"{limits.MAX_FILES} are allowed"
                 )
             self.check_room(rank, header)
-            rank.transport = f"streamed: {header.reason}" if header.reason else "streamed"
+            reason = header.reason[: limits.MAX_TEXT]
+            rank.transport = f"streamed: {reason}" if reason else "streamed"
             return self._begin(rank, header, self._take(rank, header.size))
 
     def reserve(self, request: sidecar_pb2.ReserveRequest) -> sidecar_pb2.ReserveResponse:
@@ -226,9 +227,10 @@ class Receiving:
                         f"{limits.MAX_FILES} are allowed"
                     )
                 slab = self._lending.claim(rank, mapped.slab, header.size)
-                rank.transport = "mapped"
                 file = self._begin(rank, header, slab)
             files.append(file)
+        if files:
+            rank.transport = "mapped"
         for file in files:
             try:
                 file.absorb()

@@ -1,0 +1,110 @@
+"""Trainers that change what they have handed over: their own save fails, and nothing else is harmed."""
+
+import ctypes
+import mmap
+import os
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+import pytest
+
+from pannier.client import SaveAbortedError
+from pannier.v1 import save_pb2
+from support.borrower import mapped_files
+from support.bucket import hold_up
+from support.daemons import Daemons
+from support.gcs_server import GcsServer
+from support.mapping import MIB, check, saving, state
+from support.scripted_sidecar import wait_until
+from support.stretch import stretched
+from support.watching import all_in, await_save
+
+INGESTED = all_in(save_pb2.RANK_PHASE_INGESTED)
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GcsServer]:
+    with GcsServer(tmp_path_factory.mktemp("gcs")) as running:
+        yield running
+
+
+@pytest.fixture
+def storage(server: GcsServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[GcsServer]:
+    """Without faults; this process reads from it, too."""
+    for name, value in server.env.items():
+        monkeypatch.setenv(name, value)
+    yield server
+    server.clear()
+
+
+@pytest.fixture
+def slow(storage: GcsServer, tmp_path: Path) -> Iterator[Daemons]:
+    """One upload at a time, and none is begun before its file is complete."""
+    flags = ("--memory", "8MiB")
+    with Daemons(tmp_path, environment=storage.env, sidecar_arguments=flags) as running:
+        yield running
+
+
+def scribble(path: Path, address: int, length: int) -> None:
+    """Writes into a mapping that was made read-only."""
+    middle = address + length // 2 // mmap.PAGESIZE * mmap.PAGESIZE
+    with path.open("rb") as file:
+        before = os.pread(file.fileno(), 8, middle - address)
+        assert not _libc.mprotect(address, length, mmap.PROT_READ | mmap.PROT_WRITE)
+        ctypes.memset(middle, before[0] ^ 0xFF, 8)
+        assert os.pread(file.fileno(), 8, middle - address) != before
+
+
+@pytest.mark.parametrize("place", ["gs", "local"])
+@pytest.mark.parametrize("how", ["written", "cut"])
+def test_what_a_trainer_changes_after_the_hand_over_fails_its_own_save_alone(
+    slow: Daemons, storage: GcsServer, tmp_path: Path, place: str, how: str
+) -> None:
+    root = {"gs": f"gs://bucket/{how}", "local": str(tmp_path / "root")}[place]
+    spool = slow.spool / "0"
+    with saving(slow) as other, saving(slow) as client:
+        client.save(state(0), checkpoint_id=f"{root}/0")
+        ours = mapped_files(spool).keys()
+        hold_up(storage)
+        # It takes the only place, so that the next upload waits.
+        first = other.async_save(state(1), checkpoint_id=f"gs://bucket/{place}-{how}/first")
+        wait_until(lambda: any("uploadType=resumable" in r[1] for r in storage.requests()))
+        theirs = mapped_files(spool).keys() - ours
+        assert theirs
+        second = client.async_save(state(2), checkpoint_id=f"{root}/2", timeout=60)
+        await_save(slow.sidecar_address, f"{root}/2", INGESTED)
+        changed = large(mapped_files(spool), theirs)
+        for path, (address, length) in changed.items():
+            if how == "written":
+                scribble(path, address, length)
+            else:
+                os.truncate(path, mmap.PAGESIZE)
+        storage.clear()
+        with pytest.raises(SaveAbortedError) as caught:
+            second.result(stretched(40))
+        said = str(caught.value)
+        assert "rank 0 " in said
+        assert ("crc32c" in said.lower()) if how == "written" else ("ends at byte 4096" in said)
+        first.result(stretched(40))
+        check(f"gs://bucket/{place}-{how}/first", 1)
+        check(f"{root}/0", 0)
+        if how == "cut":
+            # What it has mapped is no more its own to write to.
+            client.close()
+        third = saving(slow) if how == "cut" else client
+        with third:
+            for step in (3, 4, 5):
+                third.save(state(step), checkpoint_id=f"{root}/{step}")
+                check(f"{root}/{step}", step)
+    assert slow.sidecar.stop() == 0
+
+
+def large(
+    files: dict[Path, tuple[int, int]], others: Collection[Path]
+) -> dict[Path, tuple[int, int]]:
+    """Those with the tensor that aren't others'."""
+    found = {p: area for p, area in files.items() if p not in others and area[1] >= 8 * MIB}
+    assert found
+    return found
