@@ -22,7 +22,7 @@ from pannier.client.streaming import Deadline
 from pannier.client.structure import Structure, observe
 from pannier.v1 import plan_pb2, sidecar_pb2
 from pannier.wire import identity
-from pannier.wire.errors import InvalidRequestError, PannierError
+from pannier.wire.errors import DeadlineError, InvalidRequestError, PannierError
 
 _MOST_PLANS: Final = 8
 """Plans of all groups and roots; those used last are kept."""
@@ -236,6 +236,7 @@ class Agreement:
         Raises:
             SaveAbortedError: the save ended on all ranks, with failures by rank; or without this
                 one, which is at another then.
+            DeadlineError: not all have, in time.
             PannierError: the plan is another by now, so that what was staged is of no use.
         """
         plan, number = self.plan, context.save.number
@@ -274,6 +275,11 @@ class Agreement:
         self._plans.drop(self.plan.owner)
 
     def _ask(self, request: sidecar_pb2.PlanRequest) -> sidecar_pb2.PlanResponse:
+        if self._deadline.passed:
+            raise DeadlineError(
+                f"save {identity.save_text(request.context.save)} was staged, but its timeout "
+                "passed before the other ranks could be asked"
+            )
         request.save_timeout_s = self._deadline.remaining()
         request.timeout_s = min(self._wait_s, request.save_timeout_s)
         return self._session.plan(request, request.timeout_s)
