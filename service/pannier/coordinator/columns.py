@@ -98,15 +98,21 @@ class Columns:
         width = np.array([dtype.itemsize for dtype in self.dtypes] or [0], np.int64)
         return np.where(self.is_object, 0, self.volume * width[self.prop])
 
-    def by_ndim(self, rows: Ints) -> Iterator[tuple[Ints, Ints, Ints, Ints]]:
-        """``rows`` in portions of equal ``ndim`` > 0, with size, offset and extent as matrices."""
+    def by_ndim(self, rows: Ints, *, block: int = 1 << 17) -> Iterator[tuple[Ints, ...]]:
+        """``rows`` in portions of equal ``ndim`` > 0, with size, offset and extent as matrices.
+
+        Args:
+            block: most rows of a portion, which are memory.
+        """
         ndim = self.ndim[rows]
         for d in np.unique(ndim):
             if d == 0:
                 continue
-            some = rows[ndim == d]
-            at = self.start[some][:, None] + np.arange(d)
-            yield some, self.size[at], self.offset[at], self.extent[at]
+            alike = rows[ndim == d]
+            for begin in range(0, len(alike), block):
+                some = alike[begin : begin + block]
+                at = self.start[some][:, None] + np.arange(d)
+                yield some, self.size[at], self.offset[at], self.extent[at]
 
     def shape(self, row: int) -> str:
         """Chunk of a row, for people: ``[2, 4] at [0, 8] of [16, 8]``."""
@@ -154,6 +160,9 @@ def read_columns(plans: Sequence[RankPlan]) -> Columns:
         except (DecodeError, IndexError, ValueError) as error:
             raise _malformed(plan, error) from error
     found = {name: varints.decode(parts) for name, parts in reader.parts.items()}
+    # Hints are DCP's to make anew: only how many there are is of interest.
+    found["hint"] = (np.zeros(0, np.int64), found["hint"][1])
+    reader.parts.clear()
     counts = found["kind"][1]
     columns = {name: values for name, (values, _) in found.items()}
     of = np.repeat(np.arange(len(plans)), counts)
@@ -163,7 +172,7 @@ def read_columns(plans: Sequence[RankPlan]) -> Columns:
             culprit = plans[int(np.argmax(wrong))]
             raise _malformed(culprit, ValueError(problem))
     ends = np.cumsum(counts)
-    head, body, tail = (columns[name] for name in ("head", "body", "tail"))
+    found.clear()
     out = Columns(
         plans=plans,
         fqns=list(reader.names),
@@ -171,17 +180,17 @@ def read_columns(plans: Sequence[RankPlan]) -> Columns:
         dtypes=[dtype_named(each.dtype) for each in reader.messages.values()],
         plan=of,
         position=np.arange(len(of)) - np.repeat(ends - counts, counts),
-        fqn=reader.fqns(columns["fqn"], of),
+        fqn=reader.fqns(columns.pop("fqn"), of),
         kind=columns["kind"],
-        prop=reader.properties(columns["property"], of),
+        prop=reader.properties(columns.pop("property"), of),
         ndim=columns["ndim"],
         start=np.cumsum(columns["ndim"]) - columns["ndim"],
         size=columns["size"],
         offset=columns["chunk_offset"],
         extent=columns["chunk_size"],
-        head=head,
-        body=body,
-        tail=tail,
+        head=columns["head"],
+        body=columns["body"],
+        tail=columns["tail"],
         place=np.zeros(len(of), np.int64),
         volume=(~is_object).astype(np.int64),
         mappings=reader.mappings,

@@ -56,7 +56,7 @@ def _check_volumes(columns: Columns, rows: Ints) -> None:
 
 def _check_overlaps(columns: Columns, rows: Ints) -> None:
     """``rows`` are sorted by key and not empty."""
-    for some, size, offset, extent in columns.by_ndim(rows):
+    for some, size, offset, extent in columns.by_ndim(rows, block=len(rows)):
         fqn = columns.fqn[some]
         starts = _starts(fqn)
         count = np.diff(np.r_[starts, len(some)])
@@ -85,12 +85,13 @@ def _check_line(columns: Columns, rows: Ints, offset: Ints, extent: Ints, along:
     left, right = order[:-1], order[1:]
     overlap = (columns.fqn[rows[left]] == columns.fqn[rows[right]]) & (begin[right] < end[left])
     # Neighbours in this dimension that are apart in another one don't overlap.
+    left, right = left[overlap], right[overlap]
     apart = (offset[left] + extent[left] <= offset[right]) | (
         offset[right] + extent[right] <= offset[left]
     )
-    overlap &= ~apart.any(axis=1)
-    if overlap.any():
-        number = int(np.argmax(overlap))
+    found = np.flatnonzero(~apart.any(axis=1))
+    if len(found):
+        number = int(found[0])
         _raise_overlap(columns, int(rows[left[number]]), int(rows[right[number]]))
 
 
