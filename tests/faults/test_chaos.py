@@ -8,6 +8,7 @@ from support.chaos import Chaos
 from support.stretch import FACTOR
 
 SEEDS = [3, 8]
+"""One of them streams, with the other all is mapped."""
 SECONDS = 14.0
 
 

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import crc32c
-
-from pannier.v1 import records_pb2, sidecar_pb2
+from pannier.v1 import plan_pb2, records_pb2, sidecar_pb2
+from pannier.wire.errors import InvalidRequestError, UnavailableError
+from support.hand import Hand
+from support.ranks_by_hand import receipt_of
 from support.scripted import PLAN_ID, TIMEOUT_S, Trainer, attempt_of
 
 
@@ -140,6 +141,40 @@ def hand_over(
     trainer.call("HandOver", request)
 
 
+def ingest_mapped(hand: Hand, context: sidecar_pb2.SaveContext, plan: plan_pb2.FinalPlan) -> bool:
+    """As :meth:`Hand.ingest`, but what is planned lies in the spool.
+
+    False: it had to be streamed.
+
+    The process is gone right afterwards, as far as the sidecar knows of its loans.
+
+    Raises UnavailableError: the sidecar went away.
+    """
+    receipt = receipt_of(plan, hand.rank)
+    try:
+        with Borrower(hand, hand.address) as borrower:
+            lent = borrower.borrow(*[file.size for file in receipt.files])
+            files = [
+                staged(each, file.name, bytes(file.size))
+                for each, file in zip(lent, receipt.files, strict=True)
+            ]
+            hand_over(
+                hand,
+                context,
+                files,
+                attempt=plan.attempt,
+                plan_id=plan.plan_id,
+                varying=receipt.varying,
+            )
+    except (OSError, EOFError) as error:
+        raise UnavailableError(f"no descriptors: {error}") from error
+    except InvalidRequestError:
+        # A new life of the sidecar knows nothing of the loan, or not all of it.
+        hand.ingest(context, plan)
+        return False
+    return True
+
+
 def spool_files(directory: Path) -> dict[int, Path]:
     """The files of a spool by inode."""
     return {path.stat().st_ino: path for path in directory.glob("*.data")}
@@ -156,9 +191,3 @@ def mapped_files(directory: Path) -> dict[Path, tuple[int, int]]:
         known = found.get(Path(path), (start, 0))
         found[Path(path)] = (min(start, known[0]), known[1] + end - start)
     return found
-
-
-def crc_of(path: Path, size: int) -> int:
-    """Of the first bytes of a file."""
-    with path.open("rb") as file:
-        return crc32c.crc32c(file.read(size))

@@ -59,6 +59,12 @@ def host_of(rank: int, world: int) -> int:
     return rank * HOSTS // world
 
 
+def transport_of(rank: int, seed: int) -> str:
+    """A third of the seeds streams, in a third all is mapped, in a third both are mixed."""
+    streams = seed % 3 == 0 or (seed % 3 == 1 and rank % 2 == 1)
+    return "streamed" if streams else "auto"
+
+
 class Cluster:
     """``with Cluster(...) as cluster``: daemons are ready; no rank is started yet.
 
@@ -171,6 +177,7 @@ class Cluster:
                 environment={
                     "PANNIER_SIDECAR": self.sidecars[host_of(rank, world)].address,
                     "PANNIER_JOB": "chaos",
+                    "PANNIER_TRANSPORT": transport_of(rank, self.seed),
                     "PANNIER_PLAN_TIMEOUT": str(stretched(PLAN_TIMEOUT_S)),
                     "PANNIER_SAVE_TIMEOUT": str(stretched(SAVE_TIMEOUT_S)),
                 },

@@ -122,6 +122,7 @@ def train(trainer: Trainer) -> int:
                         outcome=_outcome(done.exception())[0],
                         error=_outcome(done.exception())[1],
                         attempt=handle_attempt(done),
+                        transport=done.status().transport,
                     )
                 )
             time.sleep(trainer.pace_s)

@@ -19,6 +19,7 @@ class Hand(Trainer):
 
     def __init__(self, address: str, *, words: int = 4, **who: object) -> None:
         super().__init__(address, **who)  # type: ignore[arg-type]
+        self.address = address
         self.client = f"{self.incarnation}-{self.rank}"
         self._plan = local_plan([tensor(f"w{self.rank}", words)])
 

@@ -24,6 +24,7 @@ from pannier.wire.errors import (
     SaveAbortedError,
     UnavailableError,
 )
+from support.borrower import ingest_mapped
 from support.hand import Hand, Party
 from support.stretch import stretched
 
@@ -46,6 +47,8 @@ class Made:
     handed_over: bool = False
     failed: bool = False
     """One of its ranks said so."""
+    mapped: bool = False
+    """A rank's data went into the spool's own files."""
     outcome: "records_pb2.Outcome" = records_pb2.OUTCOME_UNSPECIFIED
 
 
@@ -60,6 +63,8 @@ class Saver:
         self._thread = threading.Thread(target=self._run, daemon=True)
         self.large = False
         """Whether the first rank's data is more than a few bytes."""
+        self.mapped = False
+        """Whether data goes into the spool's own files; what fails on purpose is streamed."""
         self.made: list[Made] = []
 
     def __enter__(self) -> "Saver":
@@ -126,7 +131,10 @@ class Saver:
             hand.fail(context, "boom")
 
         def ingest() -> bool:
-            hand.ingest(context, plan)
+            if self.mapped:
+                made.mapped |= ingest_mapped(hand, context, plan)
+            else:
+                hand.ingest(context, plan)
             return True
 
         if made.failed and hand.rank == 0:
