@@ -109,6 +109,28 @@ def test_what_is_handed_over_is_read_only_until_it_is_committed(
             assert set(mapped_files().values()) == {"rw-s"}
 
 
+def test_closing_waits_for_the_sidecar_and_not_for_storage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        GcsServer(tmp_path / "gcs") as server,
+        Daemons(tmp_path, environment=server.env) as daemons,
+    ):
+        for name, value in daemons.env().items():
+            monkeypatch.setenv(name, value)
+        server.fault(
+            kind="status", method="POST", path="uploadType=resumable", status=503, times=-1
+        )
+        client = Client(load_settings())
+        handle = client.async_save(state(1.0), checkpoint_id="gs://bucket/root/1")
+        client.close(timeout=30)
+        assert handle.status().transport == "mapped"
+        assert not handle.done()
+        server.clear()
+        handle.result(60)
+        wait_until(lambda: mapped_files() == {})
+
+
 def test_the_status_tells_what_the_spool_takes(
     settings: Settings, daemons: Daemons, tmp_path: Path
 ) -> None:
@@ -166,7 +188,8 @@ def test_a_storage_writer_stages_into_the_spool_too(settings: Settings, tmp_path
     target = tmp_path / "root" / "1"
     with Client(settings) as client:
         dcp.save(state(5.0), storage_writer=StorageWriter(target, client=client), no_dist=True)
-        assert set(mapped_files().values()) == {"rw-s"}
+        # The word of the commit comes in a thread.
+        wait_until(lambda: set(mapped_files().values()) == {"rw-s"})
     check(str(target), 5.0)
 
 

@@ -24,6 +24,7 @@ from pannier.client.identity import Identity
 from pannier.client.rest import Rest
 from pannier.client.saving import Saving, aborted, fail_request
 from pannier.client.session import Session
+from pannier.client.slots import Slots
 from pannier.client.streaming import Deadline
 from pannier.v1 import records_pb2, save_pb2, sidecar_pb2
 from pannier.wire.errors import (
@@ -97,12 +98,12 @@ def begin(session: Session, *, on_busy: str = "wait", timeout_s: float = 60) -> 
 
 def carry(saving: Saving) -> list[str]:
     """Runs it to the end of this rank's part; what was let go."""
-    let_go: list[str] = []
-    carrier = threading.Thread(target=saving.carry, args=(lambda unused: let_go.append("arena"),))
+    slots = Slots(1)
+    carrier = threading.Thread(target=saving.carry, args=(slots.take("raise", 0),))
     carrier.start()
     carrier.join(30)
     assert not carrier.is_alive()
-    return let_go
+    return ["arena"] * slots.idle
 
 
 def test_a_committed_save_tells_what_it_was(session: Session, sidecar: ScriptedSidecar) -> None:
@@ -255,7 +256,7 @@ def test_a_full_spool_shows_in_the_status_while_it_is_waited_for(
     sidecar.on["Write"] = full
     sidecar.commit = False
     saving = begin(session)
-    carrier = threading.Thread(target=saving.carry, args=(lambda _: None,))
+    carrier = threading.Thread(target=saving.carry, args=(Slots(1).take("raise", 0),))
     carrier.start()
     text = "waiting for room (the spool /s is full: 5 bytes needed, 3 free)"
     wait_until(lambda: text in str(saving.handle.status()))

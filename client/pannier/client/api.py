@@ -422,7 +422,7 @@ class Client:
                 self._guards.hold(rest)
             # No daemon: a normal exit waits until the rank is ingested.
             threading.Thread(
-                target=saving.carry, args=(slot.free,), name=f"pannier-save-{entry.number}"
+                target=saving.carry, args=(slot,), name=f"pannier-save-{entry.number}"
             ).start()
         except BaseException:
             if rest is not None:

@@ -19,7 +19,7 @@ from pannier.client.handle import Resolver, SaveHandle, SaveResult
 from pannier.client.lent import LentMapping
 from pannier.client.rest import Rest
 from pannier.client.session import Session
-from pannier.client.slots import Fate
+from pannier.client.slots import Fate, Slot
 from pannier.client.streaming import Deadline, MemoryInUseError, StagedFile, Stop, StoppedError
 from pannier.v1 import records_pb2, save_pb2, sidecar_pb2
 from pannier.wire import errors, identity
@@ -121,8 +121,8 @@ class Saving:
         self._lock = threading.Lock()
         self._over = False
         """It has ended for this process."""
-        self._let_go: Callable[[Fate], None] | None = None
-        """Gives the arena back once the sidecar needs its files no more: it is set while it does."""
+        self._slot: Slot | None = None
+        """Holds the arena while nobody but the sidecar needs it."""
         self._lacked: list[int] = []
         """Bytes of each file that the sidecar didn't hold when they were last sent."""
         self._told_waiting = ""
@@ -164,12 +164,12 @@ class Saving:
         if staged.rest is None:
             self.resolver.staged()
 
-    def carry(self, let_go: Callable[[Fate], None]) -> None:
+    def carry(self, slot: Slot) -> None:
         """Brings what is staged to the sidecar. Runs in a thread.
 
         Args:
-            let_go: called once, when the arena is needed no more: at the end of this, or, when
-                the sidecar uploads from it, at the end of the save.
+            slot: freed when its arena is needed no more: at the end of this, or, when the sidecar
+                uploads from it, at the end of the save.
         """
         fate = Fate.UNUSED
         try:
@@ -189,10 +189,12 @@ class Saving:
             lent = self._lent()
             self._staged = None
             with self._lock:
-                if lent and fate is Fate.UNUSED and not self._over:
-                    self._let_go = let_go
-                    let_go = lambda fate: None  # noqa: E731 - it is called by _leave
-            let_go(fate)
+                kept = bool(lent) and fate is Fate.UNUSED and not self._over
+                self._slot = slot if kept else None
+            if kept:
+                slot.settle()
+            else:
+                slot.free(fate)
 
     def _finish_staging(self) -> None:
         """Waits for the copies that outlast the call."""
@@ -492,9 +494,9 @@ class Saving:
         self._timer.cancel()
         with self._lock:
             self._over = True
-            let_go, self._let_go = self._let_go, None
-        if let_go is not None:
-            let_go(fate)
+            slot, self._slot = self._slot, None
+        if slot is not None:
+            slot.free(fate)
 
     def _expire(self) -> None:
         self.stop.set()

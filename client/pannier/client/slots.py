@@ -38,6 +38,10 @@ class Slot:
         self._arena = arena
         return arena
 
+    def settle(self) -> None:
+        """What is in the arena is ingested: it is kept only for the sidecar, which may have it alone."""
+        self._slots._settle(self)
+
     def free(self, fate: Fate = Fate.UNUSED) -> None:
         """Gives the slot back; ``fate`` is that of its arena."""
         arena, self._arena = self._arena, None
@@ -62,6 +66,8 @@ class Slots:
         self.pool = ArenaPool(limit)
         """Where the arenas come from."""
         self._taken: set[Slot] = set()
+        self._settled: set[Slot] = set()
+        """Those of them whose saves are ingested."""
         self._changed = threading.Condition()
 
     def take(self, on_busy: str, timeout_s: float) -> Slot:
@@ -95,18 +101,24 @@ class Slots:
             return self._limit - len(self._taken)
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """Waits until all slots are given back, then frees the arenas; False: not in time.
+        """Waits until all that is staged is ingested, then frees the arenas; False: not in time.
 
         Args:
             timeout_s: None: without end, for each save has a deadline of its own.
         """
         with self._changed:
-            if not self._changed.wait_for(lambda: not self._taken, timeout_s):
+            if not self._changed.wait_for(lambda: self._taken <= self._settled, timeout_s):
                 return False
         self.pool.close()
         return True
 
+    def _settle(self, slot: Slot) -> None:
+        with self._changed:
+            self._settled.add(slot)
+            self._changed.notify_all()
+
     def _give_back(self, slot: Slot) -> None:
         with self._changed:
             self._taken.discard(slot)
+            self._settled.discard(slot)
             self._changed.notify_all()

@@ -363,7 +363,7 @@ class StorageWriter(storage.StorageWriter):
         except BaseException:
             saving.forget()
             raise
-        saving.carry(slot.free)
+        saving.carry(slot)
         if saving.stop.is_set:
             # The news of the abort bring the causes, of all ranks.
             error = saving.handle.exception()
