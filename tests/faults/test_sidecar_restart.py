@@ -184,12 +184,13 @@ def check(target: str, server: GcsServer, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("transport", ["mapped", "streamed"])
 def test_a_half_uploaded_save_is_committed_though_its_trainer_is_dead(
-    daemons: Daemons, server: GcsServer, monkeypatch: pytest.MonkeyPatch
+    daemons: Daemons, server: GcsServer, monkeypatch: pytest.MonkeyPatch, transport: str
 ) -> None:
-    target = "gs://bucket/half/step-1"
+    target = f"gs://bucket/half-{transport}/step-1"
     slow_down(server)
-    environment = {**daemons.env(), **server.env, "TARGET": target}
+    environment = {**daemons.env(PANNIER_TRANSPORT=transport), **server.env, "TARGET": target}
     with start_ranks(TRAINER, 1, environment, torchrun=False) as ranks:
         await_save(daemons.coordinator_address, target, INGESTED)
         wait_until(lambda: any("upload_id" in path for _, path, _ in server.requests()))
@@ -204,12 +205,13 @@ def test_a_half_uploaded_save_is_committed_though_its_trainer_is_dead(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("transport", ["mapped", "streamed"])
 def test_the_client_goes_on_by_itself_when_both_daemons_are_killed(
-    daemons: Daemons, server: GcsServer, monkeypatch: pytest.MonkeyPatch
+    daemons: Daemons, server: GcsServer, monkeypatch: pytest.MonkeyPatch, transport: str
 ) -> None:
-    target = "gs://bucket/both/step-1"
+    target = f"gs://bucket/both-{transport}/step-1"
     slow_down(server)
-    environment = {**daemons.env(), **server.env, "TARGET": target}
+    environment = {**daemons.env(PANNIER_TRANSPORT=transport), **server.env, "TARGET": target}
     with start_ranks(TRAINER, 1, environment, torchrun=False) as ranks:
         await_save(daemons.coordinator_address, target, INGESTED)
         daemons.sidecar.kill()
