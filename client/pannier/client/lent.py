@@ -199,7 +199,9 @@ class Lender:
         found: list[int] = []
         try:
             while len(found) < count:
-                said, fds, _, _ = socket.recv_fds(self._connection, 1, _MOST_AT_ONCE)
+                said, fds, _, _ = socket.recv_fds(
+                    self._connection, 1, _MOST_AT_ONCE, socket.MSG_CMSG_CLOEXEC
+                )
                 found += fds
                 if not said or said[0] == 0 or said[0] != len(fds):
                     raise OSError(f"{count} descriptors were promised, {len(found)} came")
@@ -207,8 +209,6 @@ class Lender:
             for fd in found:
                 os.close(fd)
             raise
-        for fd in found:
-            os.set_inheritable(fd, False)
         return found
 
 
