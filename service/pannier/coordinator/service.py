@@ -81,6 +81,9 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         await self._keep_in_step(request)
         save = self._enter(request.context)
         proposing = self._admit(save, request, call.plan)
+        attempt = request.attempt
+        del request
+        call.forget()
         answered = await self._wait_planned(save, rank, proposing=proposing)
         if not answered:
             raise save.error()
@@ -89,7 +92,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         plan = self._agreed(save)
         save.parts[rank].advance(save_pb2.RANK_PHASE_PLANNED)
         if proposing:
-            agreed = plan_pb2.FinalPlan(plan_id=plan.plan_id, attempt=request.attempt)
+            agreed = plan_pb2.FinalPlan(plan_id=plan.plan_id, attempt=attempt)
             return sidecar_pb2.PlanResponse(plan=agreed)
         assert save.attempt is not None
         return sidecar_pb2.PlanResponse(plan=plan.final_plan(rank, save.attempt.name))

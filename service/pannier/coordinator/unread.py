@@ -83,7 +83,7 @@ def unread(plan: LocalPlan) -> UnreadPlan:
     return UnreadPlan(plan.SerializeToString(deterministic=True))
 
 
-@dataclass(frozen=True)
+@dataclass
 class PlanCall:
     """A request, and its plan; or why it can't be read."""
 
@@ -91,6 +91,11 @@ class PlanCall:
     """Without the plan."""
     plan: UnreadPlan | None
     error: InvalidRequestError | None = None
+
+    def forget(self) -> None:
+        """Lets go of the request: the call waits, and so do those of thousands of ranks."""
+        self.request = sidecar_pb2.PlanRequest()
+        self.plan = None
 
 
 def parse_call(data: bytes) -> PlanCall:
