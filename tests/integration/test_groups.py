@@ -17,8 +17,8 @@ SCRIPT = Path(__file__).parent / "ranks" / "groups.py"
 CULPRIT = "1"
 DRIFTS = {
     # What goes wrong on rank 1: what is raised there, and the words that say what it was.
-    "skip": ("SaveSkippedError", "in flight|not ingested"),
-    "busy": ("BusyError", "not ingested"),
+    "skip": ("SaveSkippedError", "in flight|staging memory"),
+    "busy": ("BusyError", "staging memory"),
     "create_local_plan": ("InvalidRequestError", "broken on purpose"),
     "finish_plan": ("InvalidRequestError", "broken on purpose"),
     "resolve_data": ("InvalidRequestError", "broken on purpose"),

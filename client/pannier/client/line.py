@@ -143,6 +143,11 @@ class Line:
         with self._condition:
             self._closed = True
             channel, self._channel = self._channel, None
+            if not threading.main_thread().is_alive():
+                # The interpreter is ending. It stops threads where they are, and one of them may
+                # hold a call's lock: freeing that call would wait for it for ever.
+                for running in (*self._calls, channel):
+                    _keep_for_good(running)
         self.cancel_calls()
         if channel is not None:
             _close_aside(channel, self.address)

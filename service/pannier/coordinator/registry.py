@@ -7,7 +7,7 @@ ended, for a bounded number and time. Event loop only; no I/O.
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -108,6 +108,9 @@ class Registry:
             if not failing:
                 self._check_world(save, context)
             return save
+        if brief and save is not None:
+            # What else it says is to be judged by the group that was told before.
+            context = _with_ranks(context, save.context.ranks)
         check_context(context)
         if save is None:
             if self.draining and not known:
@@ -261,3 +264,10 @@ class Registry:
 
 def _same_group(one: save_pb2.SaveId, other: save_pb2.SaveId) -> bool:
     return (one.job, one.incarnation, one.group) == (other.job, other.incarnation, other.group)
+
+
+def _with_ranks(context: sidecar_pb2.SaveContext, ranks: Sequence[int]) -> sidecar_pb2.SaveContext:
+    whole = sidecar_pb2.SaveContext()
+    whole.CopyFrom(context)
+    whole.ranks.extend(ranks)
+    return whole
