@@ -5,15 +5,19 @@ It writes through the descriptor and not through a mapping, so that a cut file h
 
 import os
 import socket
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from pannier.v1 import plan_pb2, records_pb2, sidecar_pb2
-from pannier.wire.errors import InvalidRequestError, UnavailableError
+from pannier.wire.errors import BusyError, InvalidRequestError, UnavailableError
 from support.hand import Hand
 from support.ranks_by_hand import receipt_of
 from support.scripted import PLAN_ID, TIMEOUT_S, Trainer, attempt_of
+
+PATIENCE_S = 3.0
+"""How long the sidecar may take to hear that a borrower is gone."""
 
 
 @dataclass
@@ -84,8 +88,16 @@ class Borrower:
         return found
 
     def borrow(self, *sizes: int) -> list[Lent]:
-        """Files of at least these sizes, bytes."""
-        answer = self.reserve(*sizes)
+        """Files of at least these sizes, bytes; waits a moment for what others have given back."""
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            try:
+                answer = self.reserve(*sizes)
+                break
+            except BusyError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.05)
         fds = self.fetch(answer.token, len(answer.files))
         new = [
             Lent(file.slab, file.capacity, fd) for file, fd in zip(answer.files, fds, strict=True)
