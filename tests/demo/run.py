@@ -100,18 +100,23 @@ class Progress(threading.Thread):
                         shown[name] = line
                         console.print(line)
                 self._changed.notify_all()
-                self._changed.wait(0.1)
+                self._changed.wait(0.02)
 
     def wait_for(self, name: str, what: Callable[[save_pb2.SaveStatus], bool]) -> float:
         """Seconds until ``what`` is true of the save; raises TimeoutError."""
         begun = time.monotonic()
         with self._changed:
             reached = self._changed.wait_for(
-                lambda: name in self.saves and what(self.saves[name]), DEADLINE_S
+                lambda: name in self.saves and what(self.saves[name]), DEADLINE_S / 2
             )
         if not reached:
             raise TimeoutError(f"{name} hangs: {self.saves.get(name)}")
         return time.monotonic() - begun
+
+
+def planned(save: save_pb2.SaveStatus) -> bool:
+    """The coordinator has no part in it any more, until the commit."""
+    return save.state > save_pb2.SAVE_STATE_PLANNING
 
 
 def ingested(save: save_pb2.SaveStatus) -> bool:
@@ -169,8 +174,9 @@ def demo(workplace: Path, progress: Progress) -> bool:
     )
     steps: dict[bool, list[float]] = {True: [], False: []}
     stalls: list[float] = []
+    kill_at = KILL_AT
     losses: dict[int, float] = {}
-    last = f"step-{KILL_AT}"
+    last = ""
     coordinator: psutil.Process | None = None
     for event in trainer.events():
         if event["event"] == "step":
@@ -181,16 +187,22 @@ def demo(workplace: Path, progress: Progress) -> bool:
                 f"  step {event['step']:>3}  loss {event['loss']:.4f}  "
                 f"{event['seconds'] * 1e3:6.0f} ms{'  (save in flight)' if event['saving'] else ''}"
             )
-            if event["step"] > KILL_AT:
+            if last:
                 break
         elif event["event"] == "save":
             stalls.append(event["stall"])
             console.print(f"  save {event['step']:>3}  stalled {event['stall'] * 1e3:.0f} ms")
-            if event["step"] == KILL_AT:
-                # So that this save can't be committed before the trainers are dead.
-                coordinator = _coordinator()
+            if event["step"] >= kill_at:
+                # So that this save can't be committed before the trainers are dead. On a very
+                # fast disk it already is: then it is the next one's turn.
+                coordinator = coordinator or _coordinator()
+                progress.wait_for(f"step-{event['step']}", planned)
                 coordinator.suspend()
-    if coordinator is None:
+                if (root / f"step-{event['step']}" / ".metadata").exists():
+                    coordinator.resume()
+                else:
+                    last, kill_at = f"step-{event['step']}", event["step"]
+    if coordinator is None or not last:
         console.print("[red]training ended before its time")
         return False
 
@@ -213,7 +225,7 @@ def demo(workplace: Path, progress: Progress) -> bool:
         1,
         environment,
         *("--root", str(root), "--restore", str(root / last)),
-        f"--steps={KILL_AT + RESTORED_STEPS}",
+        f"--steps={kill_at + RESTORED_STEPS}",
     )
     restored: dict[int, float] = {}
     for event in restore.events():
@@ -221,7 +233,7 @@ def demo(workplace: Path, progress: Progress) -> bool:
             restored[event["step"]] = event["loss"]
             console.print(f"  step {event['step']:>3}  loss {event['loss']:.4f}")
     exit_code = restore.wait()
-    following = KILL_AT + 1
+    following = kill_at + 1
     continues = exit_code == 0 and math.isclose(
         restored.get(following, math.inf), losses[following], rel_tol=1e-3
     )
@@ -233,7 +245,7 @@ def demo(workplace: Path, progress: Progress) -> bool:
     checks = [
         ("step, no save in flight (median)", milliseconds(steps[False]), None),
         ("step, save in flight (median)", milliseconds(steps[True]), None),
-        ("stall of each save", ", ".join(f"{s * 1e3:.0f} ms" for s in stalls), len(stalls) == 3),
+        ("stall of each save", ", ".join(f"{s * 1e3:.0f} ms" for s in stalls), len(stalls) >= 3),
         ("not committed when the trainers died", str(unseen), unseen),
         ("committed without them", f"after {committed_after:.1f} s", visible),
         ("bytes in storage equal the receipts", "pannier verify", verify.returncode == 0),

@@ -577,11 +577,15 @@ def test_a_forked_child_may_not_save_and_ends_at_once(sidecar: ScriptedSidecar) 
     assert done.stdout.splitlines()[-1] == "5"
 
 
-def test_descriptors_are_close_on_exec(client: Client) -> None:
-    client.save(state(), checkpoint_id="/x/y")
-    inheritable = []
-    for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):
-            if int(name) > 2 and os.get_inheritable(int(name)):
-                inheritable.append(os.readlink(f"/proc/self/fd/{name}"))
-    assert not [path for path in inheritable if "socket" in path or "eventpoll" in path]
+def test_descriptors_are_close_on_exec(sidecar: ScriptedSidecar) -> None:
+    # In a process of its own: a gloo group of another test leaves inheritable ones behind.
+    done = run(
+        sidecar,
+        "client.save(state, checkpoint_id='/x/y')\n"
+        "for name in os.listdir('/proc/self/fd'):\n"
+        "    try: inherited = int(name) > 2 and os.get_inheritable(int(name))\n"
+        "    except OSError: continue\n"
+        "    if inherited: print(os.readlink(f'/proc/self/fd/{name}'))\n",
+    )
+    assert done.returncode == 0, done.stderr
+    assert not [line for line in done.stdout.splitlines() if line.startswith(("socket", "anon"))]
