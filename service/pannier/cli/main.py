@@ -17,6 +17,7 @@ _SUMMARIES = {
     "coordinator": "Run the daemon that plans and commits a job's checkpoints.",
     "up": "Run one sidecar and one coordinator on this host, supervised.",
     "status": "Show saves and how far they are.",
+    "health": "Ask whether a daemon lives and takes saves.",
     "watch": "Follow one save until it is committed or aborted.",
     "ls": "List the checkpoints below a root in storage.",
     "recover": "Finish or judge interrupted saves from storage alone.",

@@ -168,6 +168,13 @@ daemon_options = combined(
         metavar="HOST:PORT",
         help="Also listen here; other than on loopback that takes TLS.",
     ),
+    option(
+        "--health",
+        type=Address(),
+        metavar="HOST:PORT",
+        help="Answer gRPC health checks here, in plaintext, and nothing else: services liveness and "
+        "readiness, for Kubernetes' probes.",
+    ),
     tls_options,
     option(
         "--insecure-listen",

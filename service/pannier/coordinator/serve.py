@@ -31,6 +31,7 @@ from pannier.daemon.listening import listening, raise_descriptor_limit, server_o
 from pannier.daemon.logs import set_up_logging
 from pannier.daemon.operating import AioOperating, Vitals
 from pannier.daemon.peers import AioPeerInterceptor
+from pannier.daemon.probed import probed
 from pannier.daemon.stopping import AioStopSignals
 from pannier.wire.version import package_version
 
@@ -115,6 +116,11 @@ async def serving(config: CoordinatorConfig) -> AsyncIterator[Registry]:
             watching,
             listening(
                 server, config.address, config.listen, tls=config.tls, guests=config.allow_uid
+            ),
+            probed(
+                config.health,
+                ready=lambda: not registry.draining,
+                loop=asyncio.get_running_loop(),
             ),
         ):
             await server.start()

@@ -12,7 +12,7 @@ from pannier.storage.location import parse
 from pannier.wire import limits
 from pannier.wire.addresses import parse_address
 from pannier.wire.errors import ConfigurationError, InvalidRequestError
-from pannier.wire.tls import Tls, tls_of
+from pannier.wire.tls import Tls, is_unix, tls_of
 
 _LARGEST_UID: Final = (1 << 32) - 2
 
@@ -25,6 +25,8 @@ class Access:
     """Where its callers reach it: ``unix:///path`` or ``host:port``."""
     listen: str | None = None
     """Another address to listen on, ``host:port``."""
+    health: str | None = None
+    """Where probes are answered, ``host:port``: health alone, in plaintext."""
     tls_cert: Path | None = None
     """Own certificate, PEM: shown on TCP to whoever connects, and to whom it connects."""
     tls_key: Path | None = None
@@ -48,6 +50,11 @@ class Access:
             if address is not None:
                 parse_address(address, setting=setting)
                 check_exposure(address, self.tls, self.insecure_listen, setting=setting)
+        if self.health is not None and is_unix(parse_address(self.health, setting="--health")):
+            raise ConfigurationError(
+                f"--health={self.health} is no host:port: the unix socket at --address answers health "
+                "checks, too"
+            )
         for uid in self.allow_uid:
             if not 0 <= uid <= _LARGEST_UID:
                 raise ConfigurationError(f"--allow-uid {uid} is not the number of a user")

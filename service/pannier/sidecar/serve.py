@@ -29,6 +29,7 @@ from pannier.daemon.listening import (
 from pannier.daemon.logs import set_up_logging
 from pannier.daemon.operating import Backlog, Operating, Vitals
 from pannier.daemon.peers import PeerInterceptor
+from pannier.daemon.probed import probed
 from pannier.daemon.stopping import StopSignals
 from pannier.sidecar import service
 from pannier.sidecar.config import SidecarConfig
@@ -96,6 +97,7 @@ class Sidecar:
         """Names of spool files that the next life needs."""
         self._descriptors = ""
         """Name of the socket that passes those of lent files, beside our own."""
+        self._serves = False
 
     def __enter__(self) -> "Sidecar":
         with ExitStack() as stack:
@@ -145,6 +147,8 @@ class Sidecar:
         self.spool.overhead = self._ledger.space
         stack.callback(self._close_ledger)
         self._loop = stack.enter_context(_event_loop())
+        # Before recovery, which may take long: a probe then hears "alive, not ready".
+        stack.enter_context(probed(config.health, ready=self._is_ready, loop=self._loop))
         self._link = Link(
             self.saves,
             address=config.coordinator,
@@ -233,13 +237,18 @@ class Sidecar:
                 passing(path, self._lending, guests=config.allow_uid)
             )
         server.start()
+        self._serves = True
 
         def end() -> None:
+            self._serves = False
             self._sessions.close()
             server.stop(0.5).wait()
             threads.shutdown()
 
         stack.callback(end)
+
+    def _is_ready(self) -> bool:
+        return self._serves and not self.saves.draining
 
     def _close_ledger(self) -> None:
         self._kept = self._ledger.close()

@@ -1,0 +1,82 @@
+"""deploy/README.md: its commands run, or say what they need; what it names is there."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import yaml
+
+from support.kubernetes_schemas import problems, releases
+from support.manifests import DEPLOY, REPOSITORY, needs_kubectl
+
+README = (DEPLOY / "README.md").read_text()
+PROMPT = re.compile(r"^\s*(\w*)\$ (.*)$", re.MULTILINE)
+
+
+def lines() -> list[tuple[str, str]]:
+    """Where a command runs, and the command."""
+    blocks = re.findall(r"```console\n(.*?)```", README, re.DOTALL)
+    assert all(PROMPT.match(line) for block in blocks for line in block.strip("\n ").splitlines())
+    return PROMPT.findall("\n".join(blocks))
+
+
+def test_a_command_is_run_here_or_says_what_it_needs() -> None:
+    known = {"": ("cp", "sed", "kubectl kustomize"), "engine": ("docker",)}
+    known["cluster"] = ("kubectl", "gcloud")
+    found = lines()
+    assert len(found) > 10
+    for where, command in found:
+        assert command.startswith(known[where]), command
+
+
+def test_the_commands_that_need_nothing_do_what_they_say(tmp_path: Path) -> None:
+    needs_kubectl()
+    shutil.copytree(DEPLOY, tmp_path / "deploy")
+    for overlay in ("gke-gpu", "gke-tpu"):
+        shutil.rmtree(tmp_path / "deploy/overlays/mine", ignore_errors=True)
+        for where, command in lines():
+            if where:
+                continue
+            done = subprocess.run(
+                ["bash", "-c", command.replace("gke-gpu", overlay, 1)],
+                cwd=tmp_path,
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            assert done.returncode == 0, done.stderr
+        # The last one shows what will be applied.
+        objects = list(yaml.safe_load_all(done.stdout))
+        (release,) = releases(1)
+        assert [problem for each in objects for problem in problems(each, release)] == []
+        assert "gs://my-bucket/my-job" in done.stdout
+        assert "my-registry/my-project/pannier-sidecar:0.1.0" in done.stdout
+        assert not re.search(r"BUCKET|REGISTRY|llama", done.stdout)
+
+
+def test_what_it_names_is_there() -> None:
+    for name in set(re.findall(r"`((?:components|overlays)/[\w-]+)", README)):
+        assert (DEPLOY / name).is_dir(), name
+    for overlay in DEPLOY.glob("overlays/*/"):
+        if overlay.name != "mine":
+            assert overlay.name in README, overlay
+    for target in re.findall(r"\]\((?!http)([^)#]+)", README):
+        assert (DEPLOY / target).exists(), target
+    images = (DEPLOY / "overlays/gke-gpu/kustomization.yaml").read_text()
+    assert "newTag: 0.1.0" in images
+    assert 'version = "0.1.0"' in (REPOSITORY / "pyproject.toml").read_text()
+
+
+def test_the_table_of_sizes_is_what_the_settings_have() -> None:
+    settings = yaml.safe_load((DEPLOY / "overlays/gke-gpu/settings.yaml").read_text())["data"]
+    disk = yaml.safe_load((DEPLOY / "overlays/indexed-job/settings.yaml").read_text())["data"]
+    rows = re.findall(r"^\| `(\w+)`(.*?) \|.*\| (\w+)(?:,[^|]*)? \|$", README, re.MULTILINE)
+    said = {(name, about): value for name, about, value in rows}
+    assert said == {
+        ("SPOOL_SIZE", ""): settings["SPOOL_SIZE"],
+        ("SIDECAR_MEMORY", ", spool in memory"): settings["SIDECAR_MEMORY"],
+        ("SIDECAR_MEMORY", ", spool on a disk"): disk["SIDECAR_MEMORY"],
+        ("PANNIER_GRACE", ""): settings["PANNIER_GRACE"],
+        ("TERMINATION_GRACE", ""): settings["TERMINATION_GRACE"],
+    }

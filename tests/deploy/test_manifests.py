@@ -1,0 +1,327 @@
+"""deploy/ builds, is what Kubernetes takes, and agrees with what the daemons take."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+from pannier.cli.main import cli
+from pannier.coordinator.config import CoordinatorConfig
+from pannier.daemon import probed
+from pannier.sidecar.config import SidecarConfig
+from pannier.wire.addresses import parse_address
+from support.kubernetes_schemas import problems, releases
+from support.manifests import (
+    DEPLOY,
+    NAMESPACE,
+    OVERLAYS,
+    Object,
+    arguments,
+    built,
+    container,
+    containers,
+    daemons,
+    environment,
+    named,
+    of_kind,
+    pod_templates,
+    quantity,
+)
+
+DOWNWARD = {
+    "spec.nodeName": "node-0",
+    "metadata.annotations['batch.kubernetes.io/job-completion-index']": "1",
+    "metadata.labels['leaderworkerset.sigs.k8s.io/worker-index']": "1",
+}
+OWN_MEMORY = 250e6
+"""What the README promises of a sidecar."""
+_BUILT: dict[str, list[Object]] = {}
+
+
+@pytest.fixture(params=OVERLAYS)
+def overlay(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def objects(overlay: str) -> list[Object]:
+    if overlay not in _BUILT:
+        _BUILT[overlay] = built(DEPLOY / "overlays" / overlay)
+    return _BUILT[overlay]
+
+
+def settings(objects: list[Object]) -> dict[str, str]:
+    found: dict[str, str] = named(objects, "ConfigMap", "pannier")["data"]
+    return found
+
+
+def test_there_is_an_overlay_for_each_workload_and_component() -> None:
+    used = " ".join(path.read_text() for path in DEPLOY.glob("*/*/kustomization.yaml"))
+    for component in DEPLOY.glob("components/*/kustomization.yaml"):
+        assert re.search(rf"/{component.parent.name}\b", used), component
+    assert set(OVERLAYS) >= {"gke-gpu", "gke-tpu", "indexed-job", "leaderworkerset", "per-node"}
+
+
+@pytest.mark.parametrize("release", releases())
+def test_every_object_is_what_this_release_takes(objects: list[Object], release: str) -> None:
+    assert [problem for each in objects for problem in problems(each, release)] == []
+
+
+def test_a_misspelt_field_is_found(objects: list[Object]) -> None:
+    (release,) = releases(1)
+    for each in objects:
+        if each["kind"] not in ("ConfigMap", "ServiceAccount"):
+            assert problems({**each, "spec": {**each["spec"], "replica": 2}}, release), each["kind"]
+    for where, template in pod_templates(objects).items():
+        holder = next(o for o in objects if f"{o['kind']}/{o['metadata']['name']}" == where)
+        template["spec"]["hostnetwork"] = True
+        assert problems(holder, release), f"{where}: in the pod"
+        del template["spec"]["hostnetwork"]
+
+
+def test_all_is_in_one_namespace_and_nothing_is_named_that_is_not_there(
+    objects: list[Object],
+) -> None:
+    assert {each["metadata"].get("namespace") for each in objects} == {NAMESPACE}
+    secrets = {each["spec"]["secretName"] for each in of_kind(objects, "Certificate")}
+    for issuer in of_kind(objects, "Issuer"):
+        assert issuer["spec"].get("ca", {"secretName": "pannier-ca"})["secretName"] in secrets
+    for certificate in of_kind(objects, "Certificate"):
+        named(objects, "Issuer", certificate["spec"]["issuerRef"]["name"])
+    for where, template in pod_templates(objects).items():
+        named(objects, "ServiceAccount", template["spec"]["serviceAccountName"])
+        volumes = {volume["name"]: volume for volume in template["spec"].get("volumes", [])}
+        for volume in volumes.values():
+            if "secret" in volume:
+                assert volume["secret"]["secretName"] in secrets, where
+        mounted = {m["name"] for each in containers(template) for m in each.get("volumeMounts", [])}
+        assert mounted == set(volumes), where
+        for each in containers(template):
+            environment(each, objects, DOWNWARD)
+
+
+def test_the_real_command_line_takes_what_the_daemons_are_told(
+    objects: list[Object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = set()
+    for where, _, daemon in daemons(objects):
+        variables = environment(daemon, objects, DOWNWARD)
+        command, *words = arguments(daemon, variables)
+        parsed = parse(command, words, variables, monkeypatch)
+        assert (parsed["tls_cert"], parsed["insecure_listen"]) != (None, True), where
+        # Files that aren't there are all that the daemon's own checks could have against it.
+        config = SidecarConfig if command == "sidecar" else CoordinatorConfig
+        with pytest.raises(Exception, match=r"TLS_CERT|tls-cert"):
+            config(
+                **{
+                    renamed(name): value
+                    for name, value in parsed.items()
+                    if value is not None and name != "embedded"
+                }
+            )
+        seen.add(command)
+    assert seen == {"sidecar", "coordinator"}
+
+
+def renamed(name: str) -> str:
+    times = ("grace", "idle_exit", "grace_superseded", "suspect_after")
+    return f"{name}_s" if name in times else name
+
+
+def parse(
+    command: str, words: list[str], variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> dict[str, Any]:
+    """Parameters as the subcommand gets them; fails on a variable that nobody reads."""
+    found = cli.get_command(click.Context(cli), command)
+    assert found is not None
+    known = {str(each.envvar) for each in found.params if each.envvar}
+    # That one is for whoever runs `pannier status` in the container.
+    unknown = {name for name in variables if name.startswith("PANNIER_")} - known
+    assert unknown <= {"PANNIER_SIDECAR"}, unknown
+    with monkeypatch.context() as patched:
+        for name, value in variables.items():
+            patched.setenv(name, value)
+        return dict(found.make_context(command, list(words)).params)
+
+
+def test_addresses_ports_and_paths_agree(objects: list[Object]) -> None:
+    coordinator = named(objects, "Deployment", "pannier-coordinator")["spec"]["template"]
+    service = named(objects, "Service", "pannier-coordinator")["spec"]
+    labels = coordinator["metadata"]["labels"]
+    assert service["selector"].items() <= labels.items()
+    (port,) = service["ports"]
+    heard = environment(container(coordinator, "coordinator"), objects)["PANNIER_LISTEN"]
+    ports = {p["name"]: p["containerPort"] for p in container(coordinator, "coordinator")["ports"]}
+    assert heard.rpartition(":")[2] == str(ports[port["targetPort"]]) == str(port["port"])
+    certificate = named(objects, "Certificate", "pannier-coordinator")["spec"]
+    policy = named(objects, "NetworkPolicy", "pannier-coordinator")["spec"]
+    (entry,) = policy["ingress"]
+    assert [each["port"] for each in entry["ports"]] == [port["port"]]
+    for where, template, daemon in daemons(objects):
+        told = environment(daemon, objects, DOWNWARD)
+        # Where it may be called and what shows it is what it is called.
+        if daemon["args"][0] == "sidecar":
+            host, _, number = told["PANNIER_COORDINATOR"].rpartition(":")
+            assert (host, number) == ("pannier-coordinator", str(port["port"])), where
+            assert host in certificate["dnsNames"], where
+        probes = [
+            daemon[name]["grpc"] for name in ("startupProbe", "livenessProbe", "readinessProbe")
+        ]
+        names = [probe["service"] for probe in probes]
+        assert names == [probed.READINESS, probed.LIVENESS, probed.READINESS], where
+        health = int(told["PANNIER_HEALTH"].rpartition(":")[2])
+        assert {probe["port"] for probe in probes} == {health}, where
+        assert health in [p["containerPort"] for p in daemon["ports"]], where
+        assert told["PANNIER_SIDECAR"] == told["PANNIER_ADDRESS"], where
+        mounts = {m["mountPath"]: m for m in daemon["volumeMounts"]}
+        volumes = {v["name"]: v for v in template["spec"]["volumes"]}
+        for variable in ("PANNIER_ADDRESS", "PANNIER_SPOOL"):
+            if variable in told:
+                # The mount itself belongs to root, or to everybody.
+                path = Path(told[variable].removeprefix("unix://"))
+                directory = path if variable == "PANNIER_SPOOL" else path.parent
+                assert str(directory.parent) in mounts, f"{where}: {variable}"
+        secret = volumes[mounts["/etc/pannier/tls"]["name"]]["secret"]
+        # Readable for its own group, which fsGroup makes it, and for nobody else.
+        assert secret["defaultMode"] == 0o440, where
+
+
+def test_trainers_find_their_sidecar(objects: list[Object]) -> None:
+    sidecars = [
+        environment(each, objects, DOWNWARD)["PANNIER_ADDRESS"]
+        for _, _, each in daemons(objects)
+        if each["args"][0] == "sidecar"
+    ]
+    (where, template) = next(
+        (where, each) for where, each in pod_templates(objects).items() if where.endswith("/train")
+    )
+    trainer = container(template, "trainer")
+    told = environment(trainer, objects, DOWNWARD)
+    assert [told["PANNIER_SIDECAR"]] == sidecars, where
+    assert parse_address(told["PANNIER_SIDECAR"], setting="PANNIER_SIDECAR")
+    assert told["PANNIER_JOB"] == settings(objects)["PANNIER_JOB"]
+    assert told["HOSTS"] == settings(objects)["HOSTS"]
+    (mount,) = (m for m in trainer["volumeMounts"] if m["mountPath"] == "/run/pannier")
+    assert mount["readOnly"], where
+    # The spool itself isn't shared: descriptors come over the socket.
+    assert "/spool" not in [m["mountPath"] for m in trainer["volumeMounts"]]
+
+
+def test_torchrun_takes_its_arguments(objects: list[Object]) -> None:
+    from torch.distributed.run import parse_args
+
+    template = next(t for where, t in pod_templates(objects).items() if where.endswith("/train"))
+    trainer = container(template, "trainer")
+    variables = environment(trainer, objects, DOWNWARD)
+    command, *words = arguments(trainer, variables)
+    if command == "python":
+        assert (variables["RANK"], variables["WORLD_SIZE"]) == ("1", variables["HOSTS"])
+        return
+    assert command == "torchrun"
+    parsed = parse_args(words)
+    assert (parsed.nnodes, parsed.node_rank, parsed.training_script) == (
+        *(settings(objects)["HOSTS"], 1),
+        "train.py",
+    )
+    assert parsed.master_addr.startswith("train-")
+
+
+def test_as_many_pods_as_hosts_which_none_is_taken_from(objects: list[Object]) -> None:
+    hosts = int(settings(objects)["HOSTS"])
+    (workload,) = (
+        o for o in objects if o["metadata"]["name"] == "train" and o["kind"] != "Service"
+    )
+    spec = workload["spec"]
+    if workload["kind"] == "JobSet":
+        spec = spec["replicatedJobs"][0]["template"]["spec"]
+    if workload["kind"] == "LeaderWorkerSet":
+        assert spec["leaderWorkerTemplate"]["size"] == hosts
+        assert spec["leaderWorkerTemplate"]["restartPolicy"] == "None"
+    else:
+        assert (spec["parallelism"], spec["completions"]) == (hosts, hosts)
+        # A trainer starts again where its spool is.
+        assert spec["template"]["spec"]["restartPolicy"] == "OnFailure"
+    budget = named(objects, "PodDisruptionBudget", "pannier-trainer")["spec"]
+    assert budget["minAvailable"] == hosts
+    (template,) = (t for where, t in pod_templates(objects).items() if where.endswith("/train"))
+    labels = template["metadata"]["labels"].items()
+    assert budget["selector"]["matchLabels"].items() <= labels
+    trainers = named(objects, "NetworkPolicy", "pannier-trainer")["spec"]["podSelector"]
+    assert trainers["matchLabels"].items() <= labels
+
+
+def test_one_coordinator_that_anybody_may_evict(objects: list[Object]) -> None:
+    spec = named(objects, "Deployment", "pannier-coordinator")["spec"]
+    assert (spec["replicas"], spec["strategy"]) == (1, {"type": "Recreate"})
+    budget = named(objects, "PodDisruptionBudget", "pannier-coordinator")["spec"]
+    assert budget["maxUnavailable"] == 1
+    assert (
+        budget["selector"]["matchLabels"].items() <= spec["template"]["metadata"]["labels"].items()
+    )
+
+
+def test_pods_are_confined(objects: list[Object]) -> None:
+    for where, template in pod_templates(objects).items():
+        pod = template["spec"]["securityContext"]
+        assert (pod["runAsNonRoot"], pod["runAsUser"], pod["fsGroup"]) == (True, 65532, 65532), (
+            where
+        )
+        assert pod["seccompProfile"] == {"type": "RuntimeDefault"}, where
+        assert template["spec"]["automountServiceAccountToken"] is False, where
+        for each in containers(template):
+            own = each["securityContext"]
+            assert own["allowPrivilegeEscalation"] is False, each["name"]
+            assert own["capabilities"]["drop"] == ["ALL"], each["name"]
+            if each["name"] != "trainer":
+                assert own["readOnlyRootFilesystem"] is True, each["name"]
+            # One container makes directories for another user, and ends.
+            if each["name"] != "directories":
+                assert "runAsUser" not in own, each["name"]
+                assert "add" not in own["capabilities"], each["name"]
+
+
+def test_a_sidecar_starts_before_its_trainer_and_ends_after_it(objects: list[Object]) -> None:
+    (template,) = (t for where, t in pod_templates(objects).items() if where.endswith("/train"))
+    first = template["spec"]["initContainers"][0]
+    if first["name"] == "sidecar-is-ready":
+        assert "pannier health" in first["command"][-1]
+        return
+    assert (first["name"], first["restartPolicy"]) == ("pannier", "Always")
+    assert first["startupProbe"]["grpc"]["service"] == probed.READINESS
+
+
+def test_times_and_sizes_follow_the_formulas(objects: list[Object]) -> None:
+    told = settings(objects)
+    for where, template, daemon in daemons(objects):
+        if daemon["args"][0] != "sidecar":
+            continue
+        variables = environment(daemon, objects, DOWNWARD)
+        whole = template["spec"]["terminationGracePeriodSeconds"]
+        # A trainer that shares the pod ends first; then the daemon, 10 s for its way out.
+        assert whole >= float(variables["PANNIER_GRACE"]) + 10, where
+        assert str(whole) == told["TERMINATION_GRACE"], where
+        limit = quantity(daemon["resources"]["limits"]["memory"])
+        assert limit == quantity(daemon["resources"]["requests"]["memory"]), where
+        volumes = {v["name"]: v for v in template["spec"]["volumes"]}
+        spool = volumes["pannier-spool"]
+        size = quantity(told["SPOOL_SIZE"])
+        in_memory = spool.get("emptyDir", {}).get("medium") == "Memory"
+        assert limit >= OWN_MEMORY + (size if in_memory else 0), where
+        if "emptyDir" in spool:
+            assert quantity(spool["emptyDir"]["sizeLimit"]) == size, where
+        else:
+            assert spool["hostPath"]["path"].endswith(f"/{told['PANNIER_JOB']}"), where
+            assert variables["PANNIER_SPOOL_BUDGET"] == f"{told['SPOOL_SIZE']}B", where
+        # Twice the ranks' bytes, and a twentieth, is what two saves in flight take.
+        said = re.search(
+            r"that have (\d+) GiB together",
+            (DEPLOY / "overlays" / overlay_of(objects) / "settings.yaml").read_text(),
+        )
+        assert said is not None
+        assert size >= 2.05 * int(said[1]) * 2**30, where
+
+
+def overlay_of(objects: list[Object]) -> str:
+    return next(name for name, each in _BUILT.items() if each is objects)
