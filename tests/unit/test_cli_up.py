@@ -195,14 +195,20 @@ def test_a_daemon_that_ignores_sigterm_is_killed_in_the_end(up: Up) -> None:
     assert not psutil.pid_exists(up.pids("coordinator")[0])
 
 
-def test_a_second_sigterm_hurries(up: Up) -> None:
-    process = up.start(coordinator=STUBBORN)
+@pytest.mark.parametrize("stubborn", ["sidecar", "coordinator"])
+def test_a_second_sigterm_hurries(up: Up, stubborn: str) -> None:
+    process = up.start(**{stubborn: STUBBORN})
     up.both_started()
     process.signal(signal.SIGTERM)
-    up.wait_for(lambda: "sidecar stopped" in up.notes(), "the sidecar's end")
+    if stubborn == "coordinator":
+        up.wait_for(lambda: "sidecar stopped" in up.notes(), "the sidecar's end")
+    else:
+        up.wait_for(lambda: not (up.directory / "up.pid").exists(), "the beginning of the end")
     process.signal(signal.SIGTERM)
+    # Whichever was waited for at that moment: nothing of the 20 s is waited out.
     assert process.wait(READY_S) == 0
     assert not psutil.pid_exists(up.pids("coordinator")[0])
+    assert not psutil.pid_exists(up.pids("sidecar")[0])
 
 
 def test_only_one_supervisor_per_directory(up: Up) -> None:

@@ -85,7 +85,6 @@ class _Daemon:
         self.due = now + delay
         _log.warning("%s ended with %s; starts again in %.1f s", self.name, _ending(code), delay)
 
-    @property
     def running(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
@@ -156,9 +155,10 @@ class Supervisor:
         finally:
             # Gone before the daemons end: a successor then waits for the lock.
             pid_file.unlink(missing_ok=True)
+            hurried = False
             for daemon in reversed(self._daemons):
                 grace_s = self._grace_s if daemon is self._sidecar else 0.0
-                self._end(daemon, grace_s + self._margin_s)
+                hurried = self._end(daemon, 0.0 if hurried else grace_s + self._margin_s)
             signal.pthread_sigmask(signal.SIG_SETMASK, previous)
             lock.release()
 
@@ -220,17 +220,23 @@ class Supervisor:
         info = signal.sigtimedwait(waited, timeout)
         return info.si_signo if info is not None else None
 
-    def _end(self, daemon: _Daemon, patience_s: float) -> None:
-        """SIGTERM; SIGKILL when it is still there at the deadline or we are told to stop again."""
-        if not daemon.running:
-            return
+    def _end(self, daemon: _Daemon, patience_s: float) -> bool:
+        """SIGTERM; SIGKILL when it is still there at the deadline or we are told to stop again.
+
+        Returns whether there is no patience left for the next one either.
+        """
+        hurried = patience_s <= 0
+        if not daemon.running():
+            return hurried
         daemon.terminate()
         deadline = time.monotonic() + patience_s
-        while daemon.running:
+        while daemon.running():
             left = deadline - time.monotonic()
-            if left <= 0 or self._wait_for_signal(left) in self._stops:
+            hurried = hurried or (left > 0 and self._wait_for_signal(left) in self._stops)
+            if hurried or left <= 0:
                 _log.warning("%s did not end in time; killed", daemon.name)
                 daemon.kill()
+        return hurried
 
 
 _OF_OTHER_DAEMONS = frozenset(
