@@ -1,15 +1,22 @@
 """How long until a save is durable in a bucket: against torch's ``FsspecWriter``.
 
 Both write to the GCS server of the tests, on the same cores. Torch saves synchronously, by one
-rank, with the number of threads that is best here (tried first); both take turns.
+rank, with the number of threads that is best here (tried first); both take turns. A third one
+only sends as many bytes through bare sockets, without a checksum and without reading them from
+anywhere: less than that nobody can take from this server.
 """
 
+import json
 import os
+import socket
 import statistics
 import tempfile
+import threading
+import urllib.request
 import warnings
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from tests.bench.embedded import Place, Ways, cpu_seconds, prefix, rest
 from tests.bench.parts import GIB, WARM_UP, Row, arguments, finish, parsed, say, sized
@@ -23,6 +30,8 @@ from support.gcs_server import GcsServer
 
 ALLOWED_RATIO = 0.7
 THREADS = (1, 2, 4, 8)
+SOCKETS = 4
+PIECE = 256 << 10
 BUCKET = "bucket"
 
 
@@ -33,6 +42,42 @@ def save_by_torch(state: State, target: str, threads: int) -> None:
     """
     writer = FsspecWriter(target, thread_count=threads, sync_files=False)
     save(state, storage_writer=writer)
+
+
+def send_bare(server: GcsServer, name: str, size: int) -> None:
+    """``size`` bytes as :data:`SOCKETS` resumable uploads, each in one request, at once."""
+
+    def upload(object_name: str) -> None:
+        begin = urllib.request.Request(
+            f"{server.url}/upload/storage/v1/b/{BUCKET}/o?uploadType=resumable",
+            data=json.dumps({"name": object_name}).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(begin, timeout=60) as answer:
+            session = urlsplit(answer.headers["Location"])
+        piece, length = bytes(PIECE), size // SOCKETS // PIECE * PIECE
+        with socket.create_connection((session.hostname, session.port), 60) as connection:
+            connection.sendall(
+                f"PUT {session.path}?{session.query} HTTP/1.1\r\nHost: {session.netloc}\r\n"
+                f"Content-Length: {length}\r\n"
+                f"Content-Range: bytes 0-{length - 1}/{length}\r\n\r\n".encode()
+            )
+            for _ in range(length // PIECE):
+                connection.sendall(piece)
+            status = connection.recv(4096).split(b"\r\n")[0]
+        if b" 200 " not in status:
+            errors.append(f"{object_name}: {status!r}")
+
+    errors: list[str] = []
+    names = [f"{name}/{number}" for number in range(SOCKETS)]
+    threads = [threading.Thread(target=upload, args=(each,)) for each in names]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    missing = set(names) - set(listed(server, name))
+    if errors or missing:
+        raise RuntimeError(f"bare uploads failed: {errors or missing}")
 
 
 def best_threads(state: State, server: GcsServer, tries: int) -> dict[int, float]:
@@ -62,6 +107,7 @@ def measure(state: State, options: Any, directory: Path) -> dict[str, Any]:
     size = sum(tensor.nbytes for tensor in state.values())
     ours: list[float] = []
     theirs: list[float] = []
+    bare: list[float] = []
     used: list[float] = []
     with (
         GcsServer(directory, [BUCKET]) as server,
@@ -89,10 +135,15 @@ def measure(state: State, options: Any, directory: Path) -> dict[str, Any]:
                 remove(server, name)
                 os.sync()
                 rest()
+                bare.append(timed(send_bare, server, f"bare-{number}", size)[0])
+                remove(server, f"bare-{number}")
+                os.sync()
+                rest()
     return {
         "note": ways.note(options.transport),
         "saved_s": ours[WARM_UP:],
         "torch_s": theirs,
+        "bare_s": bare,
         "torch_s_by_threads": tried,
         "threads": threads,
         "sidecar_cpu_s_per_gib": used[WARM_UP:],
@@ -113,6 +164,13 @@ def rows(found: dict[str, Any], options: Any) -> list[Row]:
             ours <= ALLOWED_RATIO * theirs if judged else None,
             f"{ours:.2f} s, torch with {found['threads']} threads {theirs:.2f} s (tried: {tried})"
             f"{found['note']}",
+        ),
+        Row(
+            f"the same bytes to the GCS server through {SOCKETS} bare sockets, {sized(options.bytes)}",
+            "",
+            str(ratio(found["bare_s"], found["torch_s"])),
+            None,
+            f"{statistics.median(found['bare_s']):.2f} s; the limit of this server",
         ),
         Row(
             f"CPU of the sidecar, to the GCS server, {of}",
