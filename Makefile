@@ -6,6 +6,9 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 STUBS_VENV := .venv-stubs
 STUBS_INSTALLED := $(STUBS_VENV)/.installed
+XLA_VENV := .venv-xla
+XLA_BIN := $(XLA_VENV)/bin
+XLA_INSTALLED := $(XLA_VENV)/.installed
 PIP := python -m pip --disable-pip-version-check
 
 PROTOS = $(notdir $(wildcard proto/pannier/v1/*.proto))
@@ -15,7 +18,7 @@ generate = cd proto && ../$(STUBS_VENV)/bin/python -m grpc_tools.protoc -I. \
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test pytest lint format stubs check-stubs chaos bench lock clean distclean
+.PHONY: help demo test pytest lint format stubs check-stubs demo-xla test-xla chaos bench lock clean distclean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -23,12 +26,19 @@ help:  ## Show this list
 demo: $(INSTALLED)  ## Train, kill, restore: what Pannier does, in under three minutes
 	$(BIN)/python tests/demo/run.py
 
+demo-xla: $(XLA_INSTALLED)  ## The same as an SPMD program of torch_xla, on virtual devices
+	$(XLA_BIN)/python tests/demo/run.py --xla
+
 test: lint pytest  ## Everything that must pass: lint, then the tests
 
 # Most of a test's time is waiting: two files at a time take little more than half of it on two cores.
 WORKERS ?= 2
 pytest: $(INSTALLED)  ## The tests alone; choose some with ARGS="tests/unit -k cli"
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile $(ARGS)
+
+test-xla: $(XLA_INSTALLED)  ## The tests of torch_xla, and the client's with torch 2.9; takes 7 GB
+	$(XLA_BIN)/python -m pytest -o cache_dir=.pytest_cache/xla --numprocesses $(WORKERS) --dist loadfile \
+		$(or $(ARGS),tests/xla)
 
 lint: $(INSTALLED) check-stubs  ## Style, types, import layers, protos, freshness of the stubs
 	$(BIN)/ruff check
@@ -71,14 +81,20 @@ bench: $(INSTALLED)  ## Measure all that is promised, a quarter of an hour; need
 	@test -d $(PEERS) || $(BIN)/$(PIP) install --quiet --no-deps --target $(PEERS) -r tests/bench/peers.txt || true
 	$(BIN)/python -m tests.bench.run $(ARGS)
 
-lock:  ## Resolve pyproject.toml anew and rewrite requirements.lock
+lock:  ## Resolve pyproject.toml anew and rewrite requirements.lock and requirements-xla.lock
 	rm -rf .venv-lock
 	$(PYTHON) -m venv .venv-lock
 	.venv-lock/bin/$(PIP) install --quiet -e '.[dev]' hatchling==1.33.0
 	sed -n '/^#/p' requirements.lock > requirements.lock.new
-	.venv-lock/bin/$(PIP) freeze --exclude-editable \
+	.venv-lock/bin/$(PIP) freeze --all --exclude pip --exclude-editable \
 		| sed -E -e '/^(nvidia-|cuda-|triton)/d' -e 's/^(torch==[^+]*).*/\1/' >> requirements.lock.new
 	mv requirements.lock.new requirements.lock
+	grep -v '^torch==' requirements.lock > .venv-lock/constraints.txt
+	.venv-lock/bin/$(PIP) install --quiet -c .venv-lock/constraints.txt -e '.[xla]'
+	sed -n '/^#/p' requirements-xla.lock > requirements-xla.lock.new
+	.venv-lock/bin/$(PIP) freeze --exclude-editable \
+		| sed -E '/^(nvidia-|cuda-|triton)/d' | grep -v -x -F -f requirements.lock >> requirements-xla.lock.new
+	mv requirements-xla.lock.new requirements-xla.lock
 	rm -rf .venv-lock
 
 clean:  ## Remove caches and results, but not the environments
@@ -86,7 +102,7 @@ clean:  ## Remove caches and results, but not the environments
 	find proto client service tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean  ## Remove the environments too
-	rm -rf $(VENV) $(STUBS_VENV)
+	rm -rf $(VENV) $(STUBS_VENV) $(XLA_VENV)
 
 $(INSTALLED): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
@@ -95,6 +111,15 @@ $(INSTALLED): requirements.lock pyproject.toml
 		{ rm -rf $(VENV); echo "hint: on Debian and Ubuntu, apt install python3-venv" >&2; exit 1; }
 	$(BIN)/$(PIP) install --quiet -r requirements.lock
 	$(BIN)/$(PIP) install --quiet --no-deps --no-build-isolation -e .
+	@touch $@
+
+# The versions of requirements.lock, but for what requirements-xla.lock has instead or beside them.
+$(XLA_INSTALLED): requirements.lock requirements-xla.lock pyproject.toml
+	@test -x $(XLA_BIN)/python || $(PYTHON) -m venv $(XLA_VENV)
+	sed -n 's/^\([^#=]*==\).*/^\1/p' requirements-xla.lock | grep -v -i -f - requirements.lock \
+		| cat - requirements-xla.lock > $(XLA_VENV)/requirements.txt
+	$(XLA_BIN)/$(PIP) install --quiet -r $(XLA_VENV)/requirements.txt
+	$(XLA_BIN)/$(PIP) install --quiet --no-deps --no-build-isolation -e .
 	@touch $@
 
 $(STUBS_INSTALLED): proto/requirements.lock
