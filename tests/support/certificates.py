@@ -73,7 +73,7 @@ class Authority:
         valid_s: float = 3600,
         passphrase: bytes | None = None,
     ) -> Files:
-        """A certificate for ``host``, good as a server's and as a client's.
+        """A certificate for ``host``, a name or a number, good as a server's and as a client's.
 
         The same name again replaces the files. A negative ``valid_s``: it has expired.
         """
@@ -88,7 +88,7 @@ class Authority:
             .not_valid_before(now - _HOUR)
             .not_valid_after(now + datetime.timedelta(seconds=valid_s))
             .add_extension(
-                x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(host))]),
+                x509.SubjectAlternativeName([_called(host)]),
                 critical=False,
             )
             .add_extension(
@@ -117,6 +117,13 @@ def _replace(path: Path, data: bytes) -> None:
     fresh = path.with_suffix(".new")
     fresh.write_bytes(data)
     fresh.replace(path)
+
+
+def _called(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        return x509.DNSName(host)
 
 
 def _name(name: str) -> x509.Name:

@@ -1,8 +1,10 @@
 """``pannier health`` and the listener that only tells health."""
 
 import asyncio
+import shutil
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,8 +14,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pannier.coordinator.config import CoordinatorConfig
 from pannier.daemon.probed import probed
+from pannier.sidecar import serve
+from pannier.sidecar.config import SidecarConfig
 from pannier.wire.errors import ConfigurationError
 from support.cli import pannier
+from support.daemons import short_directory
 from support.ranks import free_port
 
 
@@ -141,6 +146,40 @@ def test_settings_are_checked() -> None:
     ):
         pass
     loop.close()
+
+
+def test_a_sidecar_that_recovers_is_alive_and_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, go = threading.Event(), threading.Event()
+
+    def slow(*details: object) -> list[object]:
+        begun.set()
+        assert go.wait(60)
+        return []
+
+    monkeypatch.setattr(serve, "restore", slow)
+    directory = short_directory()
+    address = f"127.0.0.1:{free_port()}"
+    config = SidecarConfig(
+        address=f"unix://{directory}/s/s.sock",
+        coordinator=f"127.0.0.1:{free_port()}",
+        spool=directory / "spool",
+        health=address,
+    )
+    sidecar = serve.Sidecar(config)
+    with ThreadPoolExecutor(1) as starting:
+        started = starting.submit(sidecar.__enter__)
+        assert begun.wait(60)
+        answers = [ask(address, name) for name in ("readiness", "liveness")]
+        go.set()
+        started.result(60)
+    try:
+        assert answers == ["NOT_SERVING", "SERVING"]
+        assert ask(address, "readiness") == "SERVING"
+        sidecar.saves.draining = True
+        assert [ask(address, n) for n in ("readiness", "liveness")] == ["NOT_SERVING", "SERVING"]
+    finally:
+        sidecar.__exit__(None, None, None)
+        shutil.rmtree(directory)
 
 
 def ask(address: str, service: str, timeout: float = 10) -> str:
