@@ -21,14 +21,16 @@ RUN pip --python /opt/pannier/bin/python install --no-cache-dir --no-compile \
     && python -m compileall -q --invalidation-mode unchecked-hash /opt/pannier/lib
 
 FROM sidecar-environment AS coordinator-environment
-# PyTorch's CPU index, as its "Get started" page names it: elsewhere torch brings CUDA along.
+# PyTorch's CPU index, as its "Get started" page names it: elsewhere torch brings CUDA along. What is
+# left out of the compilation is for later versions of Python.
 ARG TORCH_INDEX=
 RUN pip --python /opt/pannier/bin/python install --no-cache-dir --no-compile \
         --constraint requirements.lock ${TORCH_INDEX:+--extra-index-url "${TORCH_INDEX}"} \
         ".[torch,${EXTRAS}]" \
     && /opt/pannier/bin/python -c 'import sys, torch; sys.exit(torch.version.cuda and "torch with \
 CUDA was installed: --build-arg TORCH_INDEX=... names an index of CPU builds")' \
-    && python -m compileall -q --invalidation-mode unchecked-hash /opt/pannier/lib
+    && python -m compileall -q --invalidation-mode unchecked-hash -x torch/testing/_internal \
+        /opt/pannier/lib
 
 FROM base AS runtime
 # A number, so that Kubernetes can tell that it isn't root's.
