@@ -18,12 +18,22 @@ DEVICES = (1, 4, 8)
 """Numbers of virtual devices that are tested."""
 
 _IN_TURN = """
+import sys
+import traceback
+
 import torch_xla.runtime as xr
 
 xr.use_spmd()
+failed = False
 for check in [{checks}]:
-    check()
-    print("passed", check.__name__, flush=True)
+    try:
+        check()
+    except Exception:
+        traceback.print_exc()
+        failed = True
+    else:
+        print("passed", check.__name__, flush=True)
+sys.exit(failed)
 """
 
 
@@ -81,8 +91,8 @@ def run_checks(
 ) -> set[str]:
     """Several functions in one process with SPMD mode on, one after the other.
 
-    Functions import all they use. Returns the names of those that passed; the first that doesn't is
-    the last that runs, and its traceback is printed.
+    Functions import all they use. Returns the names of those that passed; tracebacks of the others
+    are printed.
     """
     source = "\n\n".join(textwrap.dedent(inspect.getsource(check)) for check in checks)
     names = ", ".join(check.__name__ for check in checks)

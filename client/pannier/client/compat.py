@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint import _version
+from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.distributed_c10d import (
@@ -60,7 +61,8 @@ def local_tensors(value: torch.Tensor) -> list[torch.Tensor]:
     Unlike ``to_local()`` it adds nothing to the autograd graph.
     """
     if isinstance(value, DTensor):
-        return [value._local_tensor]
+        # torch_xla's XLAShardedTensor is a DTensor by name, but without a local one.
+        return [getattr(value, "_local_tensor", value)]
     if isinstance(value, ShardedTensor):
         return [shard.tensor for shard in value.local_shards()]
     return [value]
@@ -85,6 +87,22 @@ def sharded_facts(value: ShardedTensor) -> tuple[Any, ...]:
         (kept.dtype, kept.layout, kept.requires_grad, kept.memory_format, kept.pin_memory),
         [(tuple(shard.shard_offsets), tuple(shard.shard_sizes)) for shard in shards],
     )
+
+
+def wrapper(cls: type[torch.Tensor], tensor: torch.Tensor, *, requires_grad: bool) -> Any:
+    """A new tensor of a subclass without data, with the shape, dtype and device of another."""
+    return torch.Tensor._make_wrapper_subclass(
+        cls,
+        tensor.shape,
+        dtype=tensor.dtype,
+        layout=tensor.layout,
+        device=tensor.device,
+        requires_grad=requires_grad,
+    )
+
+
+plain_torch_function: Final = torch._C._disabled_torch_function_impl
+"""``__torch_function__`` of subclasses that don't want to be asked."""
 
 
 def flattens_as_of_old() -> bool:
@@ -180,9 +198,12 @@ __all__ = [
     "has_size",
     "in_mesh",
     "local_tensors",
+    "plain_torch_function",
+    "set_element",
     "sharded_facts",
     "steps_in_backward",
     "version",
     "without_plan_cache",
     "without_torch_functions",
+    "wrapper",
 ]

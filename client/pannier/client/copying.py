@@ -47,6 +47,11 @@ class HostCopies:
         self._bytes += size
         self._copies.append((size, target, source))
 
+    @property
+    def bytes(self) -> int:
+        """Of the gathered copies."""
+        return self._bytes
+
     def run(self) -> None:
         """Returns when every byte is copied, or, if interrupted, when no thread copies any more."""
         count = threads() if self._bytes > _ALONE else 1

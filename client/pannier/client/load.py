@@ -13,8 +13,10 @@ from typing import Any, TypeVar, cast
 import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict_loader as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlanner
 
+from pannier.client import xla_planners, xla_runtime, xla_upstream
 from pannier.client.identity import is_alone
 from pannier.client.reader import StorageReader
 from pannier.v1 import save_pb2
@@ -64,13 +66,24 @@ def load(
             dcp.load(
                 state_dict,
                 storage_reader=reader,
-                planner=planner,
+                planner=_runner(planner),
                 process_group=process_group,
                 no_dist=no_dist,
             )
         finally:
             # All ranks are through, or none goes on: dcp.load ends with a collective.
             reader.release()
+
+
+def _runner(planner: LoadPlanner | None) -> LoadPlanner | None:
+    """What calls the planner: itself, or one around it where there may be XLA tensors."""
+    if not xla_runtime.is_loaded():
+        return planner
+    if xla_upstream.is_load_planner(planner):
+        return xla_upstream.UpstreamLoad(planner)
+    if planner is None or isinstance(planner, DefaultLoadPlanner):
+        return xla_planners.LoadPlanner(planner)
+    return planner
 
 
 def _reader(

@@ -7,7 +7,6 @@ before anything is staged.
 """
 
 import dataclasses
-import inspect
 import io
 import uuid
 from collections.abc import Callable, Mapping
@@ -20,7 +19,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
-from pannier.client import archives, compat
+from pannier.client import archives, compat, xla_planners, xla_runtime, xla_upstream
 from pannier.v1 import plan_pb2
 from pannier.wire import plans
 from pannier.wire.errors import InvalidRequestError, PannierError
@@ -56,15 +55,16 @@ class Planning:
         is_coordinator: bool,
         checkpoint_id: str,
     ) -> None:
-        self._planner = DefaultSavePlanner() if planner is None else planner
+        self._planner = DefaultSavePlanner() if planner is None else bare(planner)
         if not isinstance(self._planner, SavePlanner):
             raise InvalidRequestError(f"planner {planner!r} is not a SavePlanner")
         self._name = _class_name(type(self._planner))
+        self._runner = _runner(self._planner, state)
         meta = StorageMeta(checkpoint_id=checkpoint_id, save_id=str(uuid.uuid4()))
         try:
             with compat.without_plan_cache(self._planner):
                 self._set_up(state, meta, is_coordinator)
-                self._plan = self._call("create_local_plan", self._planner.create_local_plan)
+                self._plan = self._call("create_local_plan", self._runner.create_local_plan)
         except InvalidRequestError as error:
             # torch doesn't always say which tensor it could not plan.
             self._refuse_values(self._planned_state(state), cause=error)
@@ -90,7 +90,7 @@ class Planning:
         own = [self.items[position] for position in final.positions]
         plan = dataclasses.replace(self._plan, items=list(own))
         with compat.without_plan_cache(self._planner):
-            finished = self._call("finish_plan", lambda: self._planner.finish_plan(plan))
+            finished = self._call("finish_plan", lambda: self._runner.finish_plan(plan))
         items = list(finished.items) if isinstance(finished, SavePlan) else []
         if len(items) != len(own) or not all(map(_same, items, own)):
             changed = next((b for a, b in zip(items, own, strict=False) if not _same(a, b)), None)
@@ -103,16 +103,22 @@ class Planning:
 
     def resolve(self, item: WriteItem) -> torch.Tensor | io.BytesIO:
         """What the planner has for one of its items. To be called once for each."""
-        return self._planner.resolve_data(item)
+        return self._runner.resolve_data(item)
+
+    def release(self) -> None:
+        """All is resolved; lets go of what was fetched from devices for it."""
+        release(self._runner)
+
+    @property
+    def how(self) -> str:
+        """By which way values come from devices that Pannier doesn't copy from; for people."""
+        return "" if self._runner is self._planner else "copied by torch_xla, nothing overlaps"
 
     def _set_up(self, state: dict[str, Any], meta: StorageMeta, is_coordinator: bool) -> None:
-        set_up: Callable[..., None] = self._planner.set_up_planner
-        # As DCP calls it: planners older than torch 2.3 don't know storage_meta.
-        if "storage_meta" in inspect.signature(set_up).parameters:
-            arguments = {"storage_meta": meta, "is_coordinator": is_coordinator}
-            self._call("set_up_planner", lambda: set_up(state_dict=state, **arguments))
-        else:
-            self._call("set_up_planner", lambda: set_up(state, is_coordinator))
+        self._call(
+            "set_up_planner",
+            lambda: xla_planners.set_up(self._runner, state, meta, is_coordinator),
+        )
 
     def _call(self, method: str, function: Callable[[], _T]) -> _T:
         return _run(f"planner {self._name}: {method}", function)
@@ -232,10 +238,34 @@ def resolves_as_planned(planner: SavePlanner) -> bool:
     False for a planner that looks them up or transforms them in its own way:
     then only the resolved value tells dtype and shape.
     """
-    return not _overrides(planner, _RESOLUTION)
+    return not _overrides(bare(planner), _RESOLUTION)
+
+
+def bare(planner: SavePlanner) -> SavePlanner:
+    """The planner in one that is around it for the sake of XLA tensors; any other is that itself."""
+    return planner.planner if isinstance(planner, xla_planners.SavePlanner) else planner
+
+
+def release(planner: SavePlanner) -> None:
+    """All of a plan is resolved: lets go of what the planner has fetched from devices for it."""
+    if isinstance(planner, xla_planners.SavePlanner | xla_upstream.UpstreamSave):
+        planner.release()
+    elif xla_upstream.is_save_planner(planner):
+        xla_upstream.UpstreamSave(planner).release()
+
+
+def _runner(planner: SavePlanner, state: Mapping[str, Any]) -> SavePlanner:
+    """What calls the planner: itself, or one around it where there are XLA tensors."""
+    if xla_upstream.is_save_planner(planner):
+        return xla_upstream.UpstreamSave(planner)
+    if isinstance(planner, DefaultSavePlanner) and xla_runtime.is_loaded():
+        return xla_planners.SavePlanner(planner) if xla_runtime.holds_xla(state) else planner
+    return planner
 
 
 def _overrides(planner: SavePlanner, names: tuple[str, ...]) -> bool:
+    if xla_upstream.is_save_planner(planner):
+        return xla_upstream.overrides(planner, names)
     cls = type(planner)
     return any(
         getattr(cls, name, None) is not getattr(DefaultSavePlanner, name, None)
@@ -280,6 +310,8 @@ def _is_plain(value: Any) -> bool:
 
 def _problem(value: torch.Tensor) -> str | None:
     """Why DCP can't store a tensor, and what to do about it."""
+    if xla_runtime.is_xla(value):
+        return None  # Its planner looks after it.
     if isinstance(value, DTensor) and any(p.is_partial() for p in value.placements):
         return (
             f"a DTensor with placements {tuple(value.placements)} is not reduced yet; redistribute "

@@ -114,6 +114,7 @@ def stage(
             for item, slot in zip(items, slots, strict=True)
         ]
         files = writer.finish()
+    planning.release()
     varying = [
         records_pb2.VaryingItem(
             position=position, file=placed.file, offset=placed.offset, length=placed.length
@@ -121,7 +122,8 @@ def stage(
         for position, slot, placed in zip(final.positions, slots, placements, strict=True)
         if placed != (names[slot.file], slot.offset, slot.length)
     ]
-    return Staged(files, varying, placements, arena, writer.rest(), writer.how)
+    how = writer.how or planning.how
+    return Staged(files, varying, placements, arena, writer.rest(), how)
 
 
 def stage_external(
@@ -270,6 +272,7 @@ class _Writer:
         region.memory[slot.offset : raw] = archive.head
         region.memory[tail : tail + len(archive.tail)] = archive.tail
         self._transfers.copy(tensor, region, raw, name=name, value=value)
+        self._transfers.bound()
 
     def _spill(self, value: torch.Tensor | io.BytesIO) -> Placed:
         spill = self._arena.spill

@@ -77,6 +77,9 @@ class Structure:
         if not _PLAIN.issuperset(map(type, tensors)):
             raise _NotUnderstoodError
         on_host = all(tensor.is_cpu for tensor in tensors)
+        if not on_host and any(tensor.device.type == "xla" for tensor in tensors):
+            # How it is sharded can't be told from it.
+            raise _NotUnderstoodError
         self._facts_of = _HOST_FACTS if on_host else _FACTS
         self._facts = list(map(self._facts_of, tensors))
 

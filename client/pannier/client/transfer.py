@@ -19,6 +19,8 @@ from pannier.client.rest import Rest
 
 LARGE: Final = 256 << 10
 """Bytes; copies of so much are gathered and shared among threads."""
+_HELD: Final = 256 << 20
+"""Bytes of tensors that are kept alive by gathered copies: a planner may have made them for us."""
 
 
 class Transfers:
@@ -71,6 +73,11 @@ class Transfers:
         """Makes the copies that were gathered."""
         self._devices.run()
         self._host_copies.run()
+
+    def bound(self) -> None:
+        """Makes the gathered copies between host addresses if they keep much memory alive."""
+        if self._host_copies.bytes > _HELD:
+            self._host_copies.run()
 
     def wait(self) -> None:
         """Returns when no device writes any more. Gathered copies that weren't run are dropped."""

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from torch.distributed.checkpoint import storage
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from pannier.client import compat, places, staging
 from pannier.client.config import check_timeout
-from pannier.client.planning import resolves_as_planned
+from pannier.client.planning import bare, release, resolves_as_planned
 from pannier.client.saving import Saving, fail_request
 from pannier.client.session import Session
 from pannier.client.staging import Staged
@@ -193,7 +193,8 @@ class StorageWriter(storage.StorageWriter):
         """Notes on the plan whose it is. Raises InvalidRequestError for one out of torch's cache."""
         if not plan.usable:
             raise InvalidRequestError(_NO_PLAN_CACHE)
-        return dataclasses.replace(plan, storage_data=self._current().ticket)
+        items = _without_replicas(plan.items)
+        return dataclasses.replace(plan, items=items, storage_data=self._current().ticket)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Opens the save, and tells each rank's plan its attempt. On the coordinator rank.
@@ -236,7 +237,7 @@ class StorageWriter(storage.StorageWriter):
         save = self._current()
         with self._ending_on_error(save):
             ticket = plan.storage_data
-            if compat.caches_plans(planner):
+            if compat.caches_plans(bare(planner)):
                 raise InvalidRequestError(_NO_PLAN_CACHE)
             if not isinstance(ticket, Ticket) or ticket.save != save.ticket.save:
                 raise InvalidRequestError(
@@ -356,6 +357,7 @@ class StorageWriter(storage.StorageWriter):
                     lambda sizes: slot.hold(save.session.arena(slots.pool, sizes)),
                     slots=resolves_as_planned(planner),
                 )
+                release(planner)
                 saving.staged(staged)
             except BaseException:
                 slot.free()
@@ -381,6 +383,15 @@ class StorageWriter(storage.StorageWriter):
             raise
         finally:
             save.writing = False
+
+
+def _without_replicas(items: list[WriteItem]) -> list[WriteItem]:
+    """One item for each chunk of a rank: torch_xla's planner drops those that the rank has twice."""
+    seen: dict[tuple[Any, ...], WriteItem] = {}
+    for item in items:
+        # The index alone would not tell a key that is both an object and a tensor.
+        seen.setdefault((item.index, item.type), item)
+    return list(seen.values())
 
 
 def _checkpoint_id(path: str | os.PathLike[str]) -> str:
