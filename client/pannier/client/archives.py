@@ -19,7 +19,17 @@ _NORESERVE: Final = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 
 def _known(*names: str) -> frozenset[torch.dtype]:
-    return frozenset(getattr(torch, name) for name in names if hasattr(torch, name))
+    there = (getattr(torch, name) for name in names if hasattr(torch, name))
+    return frozenset(dtype for dtype in there if _is_copied(dtype))
+
+
+def _is_copied(dtype: torch.dtype) -> bool:
+    """Whether this torch can copy it: 2.9 only names float4_e2m1fn_x2."""
+    try:
+        torch.empty(1, dtype=dtype, device="cpu").copy_(torch.empty(1, dtype=dtype, device="cpu"))
+    except NotImplementedError:
+        return False
+    return True
 
 
 DTYPES: Final = _known(
@@ -28,7 +38,7 @@ DTYPES: Final = _known(
     *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
     "float4_e2m1fn_x2",
 )
-"""The dtypes that have a template: raw bytes, no quantisation parameters."""
+"""The dtypes that have a template: raw bytes, no quantisation parameters. Others are serialised."""
 
 
 @dataclass(frozen=True, slots=True)
