@@ -25,9 +25,12 @@ SETTINGS = {
     "HOSTS": '"1"',
     "PANNIER_JOB": "run",
     "PANNIER_ALLOW": "gs://bucket/run",
-    "SPOOL_SIZE": "96Mi",
+    # By the formulas, for MIB of a rank.
+    "SPOOL_SIZE": "99Mi",
+    "SIDECAR_MEMORY": "338Mi",
 }
 """What a user changes, and nothing else."""
+MIB = 48
 
 
 @pytest.fixture(scope="module")
@@ -145,14 +148,21 @@ def test_a_pod_trains_and_saves_as_the_manifests_have_it(
         made.coordinator["coordinator"].await_probe("startupProbe")
         host = made.pod("JobSet/train", "trainer")
         host.start()
-        made.save(1)
-        said(host, "trainer", "step 1 committed")
-        check_whole(bucket, "gs://bucket/run/step-1")
+        # As many at a time as the sizes are for.
+        hold_up(bucket)
+        made.save(1, MIB)
+        made.save(2, MIB)
+        said(host, "trainer", "step 1 staged", "step 2 staged")
+        bucket.clear()
+        said(host, "trainer", "step 1 committed", "step 2 committed")
+        check_whole(bucket, "gs://bucket/run/step-2")
         sidecar, trainer = host["pannier"], host["trainer"]
+        if sidecar.memory is not None:
+            assert 2 * MIB << 20 < sidecar.memory.peak < 338 << 20
         status = sidecar.run("pannier", "status", "--json").json()
-        (save,) = status["saves"]
-        (rank,) = save["ranks"]
-        assert (rank["transport"], rank["host"]) == ("mapped", status["host"]), rank
+        assert [rank["transport"] for save in status["saves"] for rank in save["ranks"]] == [
+            "mapped"
+        ] * 2
         confined(sidecar)
         confined(made.coordinator["coordinator"])
         for each, name in ((sidecar, "sidecar"), (made.coordinator["coordinator"], "coordinator")):

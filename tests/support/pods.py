@@ -1,7 +1,7 @@
 """Pods as a kubelet runs them, of what deploy/ says, without Kubernetes: real processes, users, mounts.
 
 In: objects of an overlay and a host, which is a network namespace. Out: containers with exactly the
-arguments, environment, user, groups, volumes and file modes of the manifest, started and ended in
+arguments, environment, user, groups, volumes, file modes and memory limits of the manifest, started and ended in
 Kubernetes' order, and probed at the pod's address. The image is this machine's own installation,
 with what the Dockerfile sets. Needs root.
 """
@@ -23,6 +23,7 @@ import psutil
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from support import netns
+from support.cgroups import MemoryLimit, limited
 from support.cli import Result
 from support.dockerfiles import stages
 from support.manifests import REPOSITORY, Object, arguments, environment, quantity
@@ -110,6 +111,8 @@ class Container:
         """Variables that the manifest doesn't have; may be changed before :meth:`start`."""
         image = told["image"].rpartition("/")[2].partition(":")[0].removeprefix("pannier-")
         self._stage = STAGES.get(image)
+        self.memory: MemoryLimit | None = None
+        """What its limit allows, while it runs; None: it has none, or this machine can't."""
         self.command: list[str] | None = None
         """In place of the manifest's; of the trainer, which isn't ours."""
 
@@ -142,6 +145,9 @@ class Container:
         words = arguments(self.told, environment(self.told, self._pod.objects, self._pod.downward))
         if self._stage is not None and "command" not in self.told:
             words = [*self._stage.entrypoint, *words]
+        limit = self.told.get("resources", {}).get("limits", {}).get("memory")
+        if limit is not None:
+            self.memory = limited(f"{self._pod.name}-{self.name}", int(quantity(limit)))
         config = {
             "arguments": self.command or words,
             "environment": self.environment,
@@ -163,9 +169,16 @@ class Container:
         path = self._pod.directory / f"{self.name}.json"
         path.write_text(json.dumps(config))
         runtime = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--"]
+        # Whoever writes 0 means itself. Before the network's namespace, which hides these files.
+        join: list[str] = []
+        if self.memory is not None:
+            join = ["sh", "-c", 'echo 0 > "$0"; exec "$@"', str(self.memory.members)]
         self._process = Process(
             f"{self._pod.name} {self.name}",
-            [*self._pod.prefix, *runtime, sys.executable, "-m", "support.container", str(path)],
+            [
+                *(*join, *self._pod.prefix, *runtime),
+                *(sys.executable, "-m", "support.container", str(path)),
+            ],
             environment={**os.environ, "PYTHONPATH": str(REPOSITORY / "tests")},
             log=self._pod.directory / f"{self.name}.log",
         )
@@ -217,6 +230,9 @@ class Container:
         if self._process is not None:
             self._process.close()
             self._process = None
+        if self.memory is not None:
+            self.memory.close()
+            self.memory = None
 
 
 class Pod:
