@@ -18,6 +18,7 @@ _SUMMARIES = {
     "up": "Run one sidecar and one coordinator on this host, supervised.",
     "status": "Show saves and how far they are.",
     "health": "Ask whether a daemon lives and takes saves.",
+    "doctor": "Look for what would keep saves from ending well.",
     "watch": "Follow one save until it is committed or aborted.",
     "ls": "List the checkpoints below a root in storage.",
     "recover": "Finish or judge interrupted saves from storage alone.",

@@ -18,6 +18,7 @@ from pannier.coordinator.agreed import AgreedPlans
 from pannier.coordinator.attach import Attachments
 from pannier.coordinator.conduct import Conductor
 from pannier.coordinator.config import CoordinatorConfig
+from pannier.coordinator.diagnosis import CoordinatorDiagnosis
 from pannier.coordinator.places import Places
 from pannier.coordinator.planners import Planners
 from pannier.coordinator.registry import Registry
@@ -25,6 +26,7 @@ from pannier.coordinator.service import NAME, CoordinatorService, add_to_server
 from pannier.coordinator.succession import Succession
 from pannier.coordinator.sweeping import Sweeper
 from pannier.coordinator.vigil import Vigil
+from pannier.daemon import diagnosing
 from pannier.daemon.board import Board
 from pannier.daemon.failing import AioErrorInterceptor
 from pannier.daemon.listening import listening, raise_descriptor_limit, server_options
@@ -35,6 +37,7 @@ from pannier.daemon.probed import probed
 from pannier.daemon.stopping import AioStopSignals
 from pannier.wire.version import package_version
 
+from pannier.v1 import diagnosis_pb2_grpc
 _log = logging.getLogger(__name__)
 
 _THREADS: Final = 2
@@ -110,7 +113,9 @@ async def serving(config: CoordinatorConfig) -> AsyncIterator[Registry]:
             ],
         )
         add_to_server(service, server)
-        operating = AioOperating(server, board, vitals, [NAME])
+        diagnosis = CoordinatorDiagnosis(config, lambda: registry.draining)
+        diagnosis_pb2_grpc.add_DiagnosisServicer_to_server(diagnosis, server)
+        operating = AioOperating(server, board, vitals, [NAME, diagnosing.NAME])
         watching = nullcontext() if peers is None else peers.watching()
         with (
             watching,

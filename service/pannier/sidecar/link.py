@@ -24,7 +24,7 @@ from pannier.sidecar.saves import Phase, RankSave, Save, Saves
 from pannier.sidecar.status import rank_status
 from pannier.sidecar.trainers import Trainers
 from pannier.sidecar.watches import Watches
-from pannier.v1 import coordinator_pb2, coordinator_pb2_grpc
+from pannier.v1 import coordinator_pb2, coordinator_pb2_grpc, diagnosis_pb2, diagnosis_pb2_grpc
 from pannier.wire.addresses import channel_options, keepalive_options
 from pannier.wire.errors import DeadlineError, PannierError, UnavailableError, from_rpc_error
 from pannier.wire.tls import Tls, open_aio_channel
@@ -184,6 +184,19 @@ class Link:
                 f"the {self.description} could not be reached for {timeout_s:.0f} s to {method}: "
                 f"{error}"
             ) from error
+
+    async def diagnose(
+        self, request: diagnosis_pb2.DiagnoseRequest, timeout_s: float
+    ) -> diagnosis_pb2.DiagnoseResponse:
+        """What the coordinator finds, asked once. Raises PannierError: it can't be reached."""
+        stub: Any = diagnosis_pb2_grpc.DiagnosisStub(self._channels[-1])
+        try:
+            response: diagnosis_pb2.DiagnoseResponse = await stub.Diagnose(
+                request, timeout=timeout_s
+            )
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error, peer=self.peer) from error
+        return response
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:

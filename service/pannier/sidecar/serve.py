@@ -16,6 +16,7 @@ from typing import Any, Final, TypeVar
 
 import grpc
 
+from pannier.daemon import diagnosing
 from pannier.daemon.admitting import STATUS_LIMITS, AdmissionInterceptor
 from pannier.daemon.allocating import keep_freed_memory
 from pannier.daemon.board import Board
@@ -36,6 +37,7 @@ from pannier.sidecar.config import SidecarConfig
 from pannier.sidecar.ledger import Ledger
 from pannier.sidecar.lending import Lending
 from pannier.sidecar.link import Link
+from pannier.sidecar.diagnosis import SidecarDiagnosis
 from pannier.sidecar.passing import passing
 from pannier.sidecar.receiving import Receiving
 from pannier.sidecar.restoring import restore
@@ -45,7 +47,7 @@ from pannier.sidecar.spool import Spool
 from pannier.sidecar.status import backlog, save_status
 from pannier.sidecar.uploads import Opener, Uploads
 from pannier.storage import open_store
-from pannier.v1 import sidecar_pb2
+from pannier.v1 import diagnosis_pb2_grpc, sidecar_pb2
 from pannier.wire.chunks import MAX_MESSAGE_BYTES
 from pannier.wire.version import WIRE_VERSION, package_version
 
@@ -203,7 +205,7 @@ class Sidecar:
             ],
             interceptors=[
                 *watched,
-                AdmissionInterceptor({**service.LIMITS, **STATUS_LIMITS}),
+                AdmissionInterceptor({**service.LIMITS, **STATUS_LIMITS, **diagnosing.LIMITS}),
                 ErrorInterceptor(),
             ],
             maximum_concurrent_rpcs=_CALLS,
@@ -219,7 +221,20 @@ class Sidecar:
         )
         self._servicer = service.SidecarServicer(self.saves, receiving, self._sessions, self._link)
         service.add_to_server(self._servicer, server)
-        self._operating = Operating(server, self.board, self.vitals, [service.NAME])
+        diagnosis_pb2_grpc.add_DiagnosisServicer_to_server(
+            SidecarDiagnosis(
+                config,
+                spool=self.spool,
+                saves=self.saves,
+                link=self._link,
+                descriptors=lambda: self._descriptors,
+                loop=self._loop,
+            ),
+            server,
+        )
+        self._operating = Operating(
+            server, self.board, self.vitals, [service.NAME, diagnosing.NAME]
+        )
         stack.enter_context(
             listening(
                 server,

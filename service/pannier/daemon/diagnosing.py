@@ -1,0 +1,175 @@
+"""What ``pannier doctor`` asks a daemon: each thing that a save needs, tried by itself.
+
+In: what the daemon can say at once of its own parts, and how it opens storage. Out: checks, each
+with what was found and what to do about it. Nothing here raises for a thing that is out of order:
+that is an answer. The coroutine runs on the daemon's event loop.
+"""
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from pannier.storage import (
+    DeniedError,
+    NotFoundError,
+    check_allowed,
+    check_shared,
+    open_store,
+)
+from pannier.v1 import diagnosis_pb2
+from pannier.wire.errors import ConfigurationError, InvalidRequestError, PannierError
+from pannier.wire.version import WIRE_VERSION, package_version
+
+NAME: Final = "pannier.v1.Diagnosis"
+LIMITS: Final = {f"/{NAME}/Diagnose": 4}
+"""Calls at a time: each writes to storage."""
+
+Check = diagnosis_pb2.Check
+_TIMEOUT_S: Final = 20.0
+_LONGEST_S: Final = 120.0
+_MEMORY: Final = frozenset({"tmpfs", "ramfs", "hugetlbfs"})
+
+
+def good(name: str, found: str) -> Check:
+    """A check of something that is in order."""
+    return Check(name=name, result=diagnosis_pb2.CHECK_RESULT_OK, found=found)
+
+
+def warning(name: str, found: str, hint: str) -> Check:
+    """A check of something that works, but not as well or not for long."""
+    return Check(name=name, result=diagnosis_pb2.CHECK_RESULT_WARNING, found=found, hint=hint)
+
+
+def bad(name: str, found: str, hint: str) -> Check:
+    """A check of something without which no save ends well."""
+    return Check(name=name, result=diagnosis_pb2.CHECK_RESULT_FAILED, found=found, hint=hint)
+
+
+async def diagnose(
+    request: diagnosis_pb2.DiagnoseRequest,
+    *,
+    daemon: str,
+    host: str,
+    looks: Callable[[], Iterable[Check]],
+    allow: Sequence[str],
+    storage_options: Mapping[str, Any],
+) -> diagnosis_pb2.DiagnoseResponse:
+    """A daemon's whole answer.
+
+    Args:
+        daemon: ``sidecar`` or ``coordinator``.
+        looks: the daemon's own checks, answered at once.
+        allow, storage_options: as the daemon was told.
+    """
+    response = diagnosis_pb2.DiagnoseResponse(
+        daemon=daemon,
+        host=host,
+        version=package_version(),
+        wire_version=WIRE_VERSION,
+        checks=looks(),
+    )
+    if request.root:
+        timeout_s = min(request.timeout_s or _TIMEOUT_S, _LONGEST_S)
+        response.checks.append(await target(request.root, allow, storage_options, timeout_s))
+    return response
+
+
+async def target(
+    root: str, allow: Sequence[str], storage_options: Mapping[str, Any], timeout_s: float
+) -> Check:
+    """Whether a checkpoint can be written below ``root``: an object is created, replaced, read and removed."""
+    begun = time.monotonic()
+    try:
+        check_shared(root)
+        # A checkpoint's own id lies below its root, which may be the allowed one itself.
+        check_allowed(f"{root.rstrip('/')}/checkpoint", allow)
+        store = open_store(root, storage_options=storage_options, deadline_s=timeout_s)
+        try:
+            await asyncio.wait_for(store.probe(), timeout_s)
+        finally:
+            await store.close()
+    except asyncio.TimeoutError:
+        return bad(
+            "target",
+            f"{root}: no answer from storage for {timeout_s:.0f} s",
+            "can this host reach it? Look at STORAGE_EMULATOR_HOST, endpoint_url, proxies, "
+            "NetworkPolicies",
+        )
+    except InvalidRequestError as error:
+        return bad("target", str(error), "name a directory or URL that --allow covers")
+    except ConfigurationError as error:
+        return bad("target", str(error), "")
+    except DeniedError as error:
+        return bad(
+            "target",
+            f"{error}",
+            f"user {os.geteuid()} of this daemon needs the right to create, read and delete objects "
+            "there; its credentials are those of its own environment and of --storage-options",
+        )
+    except NotFoundError as error:
+        return bad("target", str(error), "create the bucket, or correct its name")
+    except PannierError as error:
+        return bad("target", str(error), "")
+    took = time.monotonic() - begun
+    return good("target", f"{root}: written, replaced, read and removed in {took:.1f} s")
+
+
+def spool(directory: Path, *, budget: int | None, reserved: int, gone: bool) -> Check:
+    """What is there for the bytes of saves in flight."""
+    if gone:
+        return bad("spool", f"{directory} was removed", "the sidecar leaves and is to be restarted")
+    try:
+        space = os.statvfs(directory)
+        mode = directory.stat().st_mode & 0o777
+    except OSError as error:
+        return bad("spool", f"{directory} can't be used: {error}", "restart the sidecar")
+    free = space.f_bavail * space.f_frsize
+    kind = file_system(directory)
+    medium = "memory" if kind in _MEMORY else "a disk"
+    room = min(free, budget - reserved) if budget is not None else free
+    found = (
+        f"{directory}: {medium} ({kind}), mode {mode:04o}, {_gib(free)} GiB free, "
+        f"{_gib(reserved)} GiB reserved"
+        + (f", at most {_gib(budget)} GiB (--spool-budget)" if budget is not None else "")
+    )
+    if mode & 0o022:
+        return bad("spool", found, "others may write to it: chmod 0700")
+    if room + reserved < 1 << 30:
+        return warning(
+            "spool",
+            found,
+            "it needs the bytes of this host's ranks, twice for two saves in flight",
+        )
+    return good("spool", found)
+
+
+def state(*, draining: bool) -> Check:
+    """Whether new saves are taken."""
+    if draining:
+        return warning("state", "draining: takes no new saves", "wait for its successor")
+    return good("state", f"serving, process {os.getpid()} of user {os.geteuid()}")
+
+
+def file_system(path: Path) -> str:
+    """Type of the file system that ``path`` lies on, as /proc/self/mounts has it; "unknown"."""
+    best, kind = "", "unknown"
+    real = os.path.realpath(path)
+    try:
+        mounts = Path("/proc/self/mounts").read_text(errors="surrogateescape").splitlines()
+    except OSError:
+        return kind
+    for line in mounts:
+        _, where, found, *_ = line.split(" ")
+        # Spaces and the like are octal escapes there.
+        where = where.encode("latin-1", "backslashreplace").decode("unicode_escape")
+        below = real == where or real.startswith(where.rstrip("/") + "/")
+        if below and len(where) >= len(best):
+            best, kind = where, found
+    return kind
+
+
+def _gib(count: int) -> str:
+    return f"{count / (1 << 30):.1f}"

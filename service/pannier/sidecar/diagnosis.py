@@ -1,0 +1,99 @@
+"""``Diagnosis`` of a sidecar: its own parts, storage as it sees it, and its coordinator's answer.
+
+Handlers run in the server's threads, what they ask for on the sidecar's event loop.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from typing import Final
+
+import grpc
+
+from pannier.daemon import diagnosing
+from pannier.sidecar.config import SidecarConfig
+from pannier.sidecar.link import Link
+from pannier.sidecar.saves import Saves
+from pannier.sidecar.spool import Spool
+from pannier.v1 import diagnosis_pb2, diagnosis_pb2_grpc
+from pannier.wire.errors import PannierError
+
+_SLACK_S: Final = 10.0
+"""For the answers of both daemons to come, on top of what storage may take."""
+
+
+class SidecarDiagnosis(diagnosis_pb2_grpc.DiagnosisServicer):
+    """Args: the running sidecar's parts; ``descriptors`` as in Welcome."""
+
+    def __init__(
+        self,
+        config: SidecarConfig,
+        *,
+        spool: Spool,
+        saves: Saves,
+        link: Link,
+        descriptors: Callable[[], str],
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        self._config = config
+        self._spool = spool
+        self._saves = saves
+        self._link = link
+        self._descriptors = descriptors
+        self._loop = loop
+
+    def Diagnose(
+        self, request: diagnosis_pb2.DiagnoseRequest, context: grpc.ServicerContext
+    ) -> diagnosis_pb2.DiagnoseResponse:
+        """See the proto."""
+        work = asyncio.run_coroutine_threadsafe(self._diagnose(request), self._loop)
+
+        def give_up() -> None:
+            work.cancel()
+
+        context.add_callback(give_up)
+        return work.result()
+
+    async def _diagnose(
+        self, request: diagnosis_pb2.DiagnoseRequest
+    ) -> diagnosis_pb2.DiagnoseResponse:
+        own, of_coordinator = await asyncio.gather(
+            diagnosing.diagnose(
+                request,
+                daemon="sidecar",
+                host=self._config.host,
+                looks=self._looks,
+                allow=self._config.allow,
+                storage_options=self._config.storage_options,
+            ),
+            self._ask_coordinator(request),
+        )
+        own.descriptors = self._descriptors()
+        if isinstance(of_coordinator, diagnosis_pb2.DiagnoseResponse):
+            own.coordinator.CopyFrom(of_coordinator)
+            found = f"the {self._link.description} answers, version {of_coordinator.version}"
+            own.checks.append(diagnosing.good("coordinator", found))
+        else:
+            own.checks.append(
+                diagnosing.bad(
+                    "coordinator",
+                    f"the {self._link.description}: {of_coordinator}",
+                    "saves wait for it. Does it run, is --coordinator right, and do both sides' "
+                    "certificates come from one CA?",
+                )
+            )
+        return own
+
+    def _looks(self) -> Iterator[diagnosis_pb2.Check]:
+        yield diagnosing.state(draining=self._saves.draining)
+        spool = self._spool
+        yield diagnosing.spool(
+            spool.directory, budget=spool.budget, reserved=spool.reserved, gone=spool.gone
+        )
+
+    async def _ask_coordinator(
+        self, request: diagnosis_pb2.DiagnoseRequest
+    ) -> diagnosis_pb2.DiagnoseResponse | PannierError:
+        try:
+            return await self._link.diagnose(request, (request.timeout_s or 20) + _SLACK_S)
+        except PannierError as error:
+            return error

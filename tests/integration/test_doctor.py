@@ -1,0 +1,138 @@
+"""``pannier doctor`` with real daemons, each broken in one way."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.bucket import listed
+from support.cli import Result, pannier
+from support.daemons import Daemons, short_directory
+from support.gcs_server import GcsServer
+from support.ranks import free_port
+
+
+def doctor(*arguments: str, **environment: str) -> Result:
+    return pannier("doctor", "--json", "--timeout", "5", *arguments, env=environment)
+
+
+def failed(result: Result) -> dict[tuple[str, str], Any]:
+    """What is out of order, by whose it is and its name."""
+    return {
+        (check["of"], check["name"]): check
+        for check in result.json()["checks"]
+        if check["result"] == "failed"
+    }
+
+
+def found(result: Result, of: str, name: str) -> Any:
+    (check,) = [c for c in result.json()["checks"] if (c["of"], c["name"]) == (of, name)]
+    return check
+
+
+@contextmanager
+def in_bucket(tmp_path: Path, *allow: str) -> Iterator[tuple[GcsServer, Daemons]]:
+    with (
+        GcsServer(tmp_path / "gcs", ["bucket"]) as server,
+        Daemons(tmp_path, environment=server.env, allow=allow) as daemons,
+    ):
+        yield server, daemons
+
+
+def test_nothing_stands_in_the_way(tmp_path: Path) -> None:
+    with in_bucket(tmp_path, "gs://bucket/run") as (server, daemons):
+        result = doctor("gs://bucket/run", "--address", daemons.sidecar_address)
+        assert result.code == 0, result
+        assert not failed(result)
+        for of in ("sidecar", "coordinator"):
+            assert "written, replaced, read and removed" in found(result, of, "target")["found"]
+        assert found(result, "here", "transport")["found"].startswith("mapped")
+        assert "memory (tmpfs), mode 0700" in found(result, "sidecar", "spool")["found"]
+        assert not listed(server, "run")
+        # Of the coordinator alone; as text.
+        said = pannier("doctor", "gs://bucket/run", "--address", daemons.coordinator_address)
+        assert said.code == 0
+        assert "✓ coordinator  target" in said.out
+
+
+def test_what_the_daemons_may_not_do(tmp_path: Path) -> None:
+    with in_bucket(tmp_path, "gs://bucket/run", "gs://elsewhere") as (server, daemons):
+        address = ("--address", daemons.sidecar_address)
+        outside = doctor("gs://bucket/other", *address)
+        assert outside.code == 1
+        assert set(failed(outside)) == {("sidecar", "target"), ("coordinator", "target")}
+        assert "--allow" in found(outside, "sidecar", "target")["hint"]
+
+        missing = failed(doctor("gs://elsewhere/run", *address))
+        assert "bucket" in missing["coordinator", "target"]["hint"]
+
+        server.fault(kind="status", method="POST", status=403, times=100)
+        denied = failed(doctor("gs://bucket/run", *address))
+        assert f"user {os.geteuid()}" in denied["sidecar", "target"]["hint"]
+        server.clear()
+
+        server.fault(kind="delay", method="POST", seconds=60, times=100)
+        silent = failed(doctor("gs://bucket/run", *address))
+        assert silent["coordinator", "target"]["found"]
+        server.clear()
+        assert doctor("gs://bucket/run", *address).code == 0
+
+
+def test_a_sidecar_without_its_coordinator(daemons: Daemons, tmp_path: Path) -> None:
+    daemons.coordinator.kill()
+    result = doctor(str(tmp_path), "--address", daemons.sidecar_address)
+    assert result.code == 1
+    (check,) = failed(result).values()
+    assert (check["of"], check["name"]) == ("sidecar", "coordinator")
+    assert daemons.coordinator_address in check["found"]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "result", "says"),
+    [
+        ("streamed", "ok", "PANNIER_TRANSPORT=streamed"),
+        ("auto", "warning", "can't be connected to"),
+        ("mapped", "failed", "can't be connected to"),
+    ],
+)
+def test_which_way_the_bytes_would_take(
+    daemons: Daemons, wanted: str, result: str, says: str
+) -> None:
+    Path(daemons.sidecar_address.removeprefix("unix://") + ".fd").unlink()
+    answer = doctor("--address", daemons.sidecar_address, PANNIER_TRANSPORT=wanted)
+    check = found(answer, "here", "transport")
+    assert check["result"] == result
+    assert says in check["found"]
+    assert answer.code == (result == "failed")
+
+
+def test_over_tcp_bytes_are_streamed(tmp_path: Path) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    with Daemons(tmp_path, sidecar_arguments=["--listen", address]):
+        check = found(doctor("--address", address), "here", "transport")
+        assert check["result"] == "warning"
+        assert "TCP" in check["found"]
+
+
+def test_nobody_is_there(tmp_path: Path) -> None:
+    directory = short_directory()
+    try:
+        missing = doctor("--address", f"unix://{directory}/none.sock")
+        assert missing.code == 3
+        assert "no such socket" in failed(missing)["here", "address"]["found"]
+        refused = doctor("--address", f"127.0.0.1:{free_port()}")
+        assert refused.code == 3
+        assert ("here", "daemon") in failed(refused)
+
+        # Nothing is configured, and nothing runs yet: this process tries the place itself.
+        embedded = {"PANNIER_RUNTIME_DIR": str(directory / "run")}
+        well = doctor(str(tmp_path / "new"), **embedded)
+        assert well.code == 0
+        assert "first trainer starts" in found(well, "here", "address")["found"]
+        (tmp_path / "file").touch()
+        assert doctor(str(tmp_path / "file"), **embedded).code == 1
+    finally:
+        directory.rmdir()
