@@ -18,13 +18,12 @@ import torch
 _NORESERVE: Final = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 
-def _known(*names: str) -> frozenset[torch.dtype]:
-    there = (getattr(torch, name) for name in names if hasattr(torch, name))
-    return frozenset(dtype for dtype in there if _is_copied(dtype))
+def _known(*names: str) -> set[torch.dtype]:
+    return {getattr(torch, name) for name in names if hasattr(torch, name)}
 
 
 def _is_copied(dtype: torch.dtype) -> bool:
-    """Whether this torch can copy it: 2.9 only names float4_e2m1fn_x2."""
+    """Whether this torch can copy it."""
     try:
         torch.empty(1, dtype=dtype, device="cpu").copy_(torch.empty(1, dtype=dtype, device="cpu"))
     except NotImplementedError:
@@ -32,11 +31,14 @@ def _is_copied(dtype: torch.dtype) -> bool:
     return True
 
 
-DTYPES: Final = _known(
-    *("float64", "float32", "float16", "bfloat16", "complex128", "complex64", "complex32"),
-    *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool"),
-    *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
-    "float4_e2m1fn_x2",
+DTYPES: Final = frozenset(
+    _known(
+        *("float64", "float32", "float16", "bfloat16", "complex128", "complex64", "complex32"),
+        *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool"),
+        *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
+    )
+    # torch 2.9 has little more than the name of it.
+    | set(filter(_is_copied, _known("float4_e2m1fn_x2")))
 )
 """The dtypes that have a template: raw bytes, no quantisation parameters. Others are serialised."""
 
