@@ -8,7 +8,14 @@ from pathlib import Path
 import yaml
 
 from support.kubernetes_schemas import problems, releases
-from support.manifests import DEPLOY, REPOSITORY, needs_kubectl
+from support.manifests import (
+    DEPLOY,
+    NAMESPACE,
+    REPOSITORY,
+    built,
+    needs_kubectl,
+    pod_templates,
+)
 
 README = (DEPLOY / "README.md").read_text()
 PROMPT = re.compile(r"^\s*(\w*)\$ (.*)$", re.MULTILINE)
@@ -53,6 +60,14 @@ def test_the_commands_that_need_nothing_do_what_they_say(tmp_path: Path) -> None
         assert "gs://my-bucket/my-job" in done.stdout
         assert "my-registry/my-project/pannier-sidecar:0.1.0" in done.stdout
         assert not re.search(r"BUCKET|REGISTRY|llama", done.stdout)
+
+
+def test_the_account_that_the_bucket_is_opened_for_is_the_daemons() -> None:
+    (namespace, account) = re.findall(r"/subject/ns/([\w-]+)/sa/([\w-]+)", README)[0]
+    for pod in pod_templates(built(DEPLOY / "overlays/gke-gpu")).values():
+        assert pod["spec"]["serviceAccountName"] == account
+    assert namespace == NAMESPACE
+    assert set(re.findall(r"kubectl -n (\S+)", README)) == {NAMESPACE}
 
 
 def test_what_it_names_is_there() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 
 from support import pods
@@ -54,6 +55,7 @@ class Cluster:
         self,
         overlay: str,
         settings: Mapping[str, str],
+        patches: str,
         network: Network,
         bucket: GcsServer,
         directory: Path,
@@ -70,7 +72,9 @@ class Cluster:
         for name, value in {**SETTINGS, **settings}.items():
             text = re.sub(rf"(?m)^  {name}: .*$", f"  {name}: {value}", text)
         path.write_text(text)
-        self.objects = built(deploy / "overlays" / overlay)
+        with (path.parent / "kustomization.yaml").open("a") as file:
+            file.write(patches)
+        self.objects = built(path.parent)
         authority = Authority(directory / "ca")
         self._secrets = {}
         for name, called in (
@@ -124,14 +128,14 @@ class Cluster:
 
 @contextmanager
 def cluster(
-    overlay: str, network: Network, bucket: GcsServer, **settings: str
+    overlay: str, network: Network, bucket: GcsServer, patches: str = "", **settings: str
 ) -> Iterator[Cluster]:
     directory = short_directory()
     directory.chmod(0o755)
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, directory)
         stack.callback(bucket.clear)
-        yield Cluster(overlay, settings, network, bucket, directory, stack)
+        yield Cluster(overlay, settings, patches, network, bucket, directory, stack)
 
 
 def said(pod: Pod, container: str, *lines: str, timeout: float = 40) -> None:
@@ -184,8 +188,12 @@ def test_a_pod_trains_and_saves_as_the_manifests_have_it(
 
 
 def test_sigterm_in_the_middle_of_a_save(network: Network, bucket: GcsServer) -> None:
-    """To the coordinator, which is moved, and to all of a pod, which is deleted."""
-    with cluster("gke-gpu", network, bucket) as made:
+    """To the coordinator, which is moved, and to all of a pod, which is deleted.
+
+    Its trainer is root, as the README says how.
+    """
+    (as_root,) = re.findall(r"```yaml\n(.*?)```", (DEPLOY / "README.md").read_text(), re.DOTALL)
+    with cluster("gke-gpu", network, bucket, as_root) as made:
         coordinator = made.coordinator["coordinator"]
         made.coordinator.start()
         host = made.pod("JobSet/train", "trainer")
@@ -197,6 +205,7 @@ def test_sigterm_in_the_middle_of_a_save(network: Network, bucket: GcsServer) ->
         made.save(2)
         said(host, "trainer", "step 2 staged")
         await_ingested(sidecar, 2)
+        assert psutil.Process(trainer.pid).uids().effective == 0
         # The Deployment's pod ends, and another one comes.
         assert made.coordinator.terminate() == {"coordinator": 0}
         assert coordinator.probe("livenessProbe") == "UNAVAILABLE"
