@@ -1,11 +1,13 @@
 """deploy/ builds, is what Kubernetes takes, and agrees with what the daemons take."""
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import click
 import pytest
+import yaml
 
 from pannier.cli.main import cli
 from pannier.coordinator.config import CoordinatorConfig
@@ -321,6 +323,38 @@ def test_times_and_sizes_follow_the_formulas(objects: list[Object]) -> None:
         )
         assert said is not None
         assert size >= 2.05 * int(said[1]) * 2**30, where
+
+
+@pytest.mark.parametrize("workload", ["jobset", "indexed-job", "leaderworkerset"])
+@pytest.mark.parametrize("place", ["sidecar", "sidecar spool-nvme", "per-node"])
+def test_components_go_together(workload: str, place: str, tmp_path: Path) -> None:
+    shutil.copytree(DEPLOY, tmp_path / "deploy")
+    (release,) = releases(1)
+    for device in ("", "gpu", "tpu"):
+        folder = tmp_path / "deploy/overlays" / f"own-{device}"
+        shutil.copytree(DEPLOY / "overlays/gke-gpu", folder)
+        path = folder / "kustomization.yaml"
+        told = yaml.safe_load(path.read_text())
+        chosen = ["cert-manager", *place.split(), *device.split(), workload]
+        told["components"] = [f"../../components/{name}" for name in chosen]
+        path.write_text(yaml.safe_dump(told))
+        objects = built(folder)
+        assert [problem for each in objects for problem in problems(each, release)] == []
+        template = next(
+            t for where, t in pod_templates(objects).items() if where.endswith("/train")
+        )
+        trainer = container(template, "trainer")
+        variables = environment(trainer, objects, DOWNWARD)
+        assert variables["HOST_RANK"] == "1"
+        if device == "tpu":
+            assert (variables["RANK"], variables["WORLD_SIZE"]) == ("1", variables["HOSTS"])
+        assert ("limits" in trainer.get("resources", {})) == bool(device)
+        selectors = " ".join(template["spec"].get("nodeSelector", {}))
+        assert ("local-ssd" in selectors) == ("nvme" in place)
+        volumes = {volume["name"]: volume for volume in template["spec"]["volumes"]}
+        if "sidecar" in place:
+            medium = volumes["pannier-spool"]["emptyDir"].get("medium") or "disk"
+            assert medium == ("disk" if "nvme" in place else "Memory")
 
 
 def overlay_of(objects: list[Object]) -> str:
