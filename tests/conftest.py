@@ -13,10 +13,11 @@ import pytest
 from support import processes
 from support.daemons import Daemons, memory_directory, short_directory
 
-# Tests don't see the settings of whoever runs them, but for what stretches their deadlines; what
-# they set themselves is inherited.
+# Tests don't see the settings of whoever runs them, but for what stretches their deadlines and the
+# transport of tests that have no opinion on it; what they set themselves is inherited.
+_KEPT = ("PANNIER_TEST_STRETCH", "PANNIER_TRANSPORT")
 for _name in [name for name in os.environ if name.startswith("PANNIER_")]:
-    if _name != "PANNIER_TEST_STRETCH":
+    if _name not in _KEPT:
         del os.environ[_name]
 os.environ[processes.MARKER] = processes.SESSION
 # Inherited by everything that is started here; see gcsfs' layout lookup.

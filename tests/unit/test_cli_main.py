@@ -10,7 +10,7 @@ from pannier.cli.options import Address, JsonObject, Location, Seconds, Size
 from support.cli import pannier
 from support.processes import python
 
-COMMANDS = ["sidecar", "coordinator", "up", "status", "watch", "ls", "recover", "verify"]
+COMMANDS = list(cli.list_commands(click.Context(cli)))
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -25,6 +25,17 @@ def test_every_command_has_help_that_names_its_variables(command: str) -> None:
             assert str(option.envvar).startswith("PANNIER_")
             assert str(option.envvar) in result.out
             assert option.help
+
+
+def test_the_shell_completes_commands_and_options() -> None:
+    for words, position, expected in (
+        ("pannier stat", "1", "plain,status"),
+        ("pannier status --jo", "2", "plain,--job"),
+        ("pannier status --state comm", "3", "plain,committed"),
+    ):
+        asked = {"COMP_WORDS": words, "COMP_CWORD": position}
+        result = pannier(env={"_PANNIER_COMPLETE": "bash_complete", **asked})
+        assert result.out.split() == [expected], result
 
 
 def test_help_lists_the_commands_and_exit_statuses() -> None:
