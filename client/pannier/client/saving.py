@@ -431,6 +431,8 @@ class Saving:
                 sidecar_pb2.MappedFile(name=name, slab=mapping.slab)
                 for name, mapping in mapped.items()
             ],
+            # The call has returned after that, or is about to.
+            stalled_s=self._seconds.get("plan", 0.0) + self._seconds.get("stage", 0.0),
         )
         self.session.hand_over(request, self.deadline.remaining())
         if mapped:

@@ -95,7 +95,7 @@ class Failure(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., host: _Optional[str] = ..., kind: _Optional[_Union[FailureKind, str]] = ..., message: _Optional[str] = ...) -> None: ...
 
 class RankStatus(_message.Message):
-    __slots__ = ("rank", "host", "phase", "bytes_staged", "bytes_ingested", "bytes_uploaded", "bytes_durable", "retries", "last_error", "seconds_since_heard", "transport")
+    __slots__ = ("rank", "host", "phase", "bytes_staged", "bytes_ingested", "bytes_uploaded", "bytes_durable", "retries", "last_error", "seconds_since_heard", "transport", "stalled_s", "planned_s", "staged_s", "ingested_s", "durable_s")
     RANK_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
@@ -107,6 +107,11 @@ class RankStatus(_message.Message):
     LAST_ERROR_FIELD_NUMBER: _ClassVar[int]
     SECONDS_SINCE_HEARD_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    STALLED_S_FIELD_NUMBER: _ClassVar[int]
+    PLANNED_S_FIELD_NUMBER: _ClassVar[int]
+    STAGED_S_FIELD_NUMBER: _ClassVar[int]
+    INGESTED_S_FIELD_NUMBER: _ClassVar[int]
+    DURABLE_S_FIELD_NUMBER: _ClassVar[int]
     rank: int
     host: str
     phase: RankPhase
@@ -118,7 +123,12 @@ class RankStatus(_message.Message):
     last_error: str
     seconds_since_heard: float
     transport: str
-    def __init__(self, rank: _Optional[int] = ..., host: _Optional[str] = ..., phase: _Optional[_Union[RankPhase, str]] = ..., bytes_staged: _Optional[int] = ..., bytes_ingested: _Optional[int] = ..., bytes_uploaded: _Optional[int] = ..., bytes_durable: _Optional[int] = ..., retries: _Optional[int] = ..., last_error: _Optional[str] = ..., seconds_since_heard: _Optional[float] = ..., transport: _Optional[str] = ...) -> None: ...
+    stalled_s: float
+    planned_s: float
+    staged_s: float
+    ingested_s: float
+    durable_s: float
+    def __init__(self, rank: _Optional[int] = ..., host: _Optional[str] = ..., phase: _Optional[_Union[RankPhase, str]] = ..., bytes_staged: _Optional[int] = ..., bytes_ingested: _Optional[int] = ..., bytes_uploaded: _Optional[int] = ..., bytes_durable: _Optional[int] = ..., retries: _Optional[int] = ..., last_error: _Optional[str] = ..., seconds_since_heard: _Optional[float] = ..., transport: _Optional[str] = ..., stalled_s: _Optional[float] = ..., planned_s: _Optional[float] = ..., staged_s: _Optional[float] = ..., ingested_s: _Optional[float] = ..., durable_s: _Optional[float] = ...) -> None: ...
 
 class WaitingOn(_message.Message):
     __slots__ = ("ranks", "text", "deadline_s")

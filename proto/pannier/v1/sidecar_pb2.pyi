@@ -226,20 +226,22 @@ class MappedFile(_message.Message):
     def __init__(self, name: _Optional[str] = ..., slab: _Optional[str] = ...) -> None: ...
 
 class HandOverRequest(_message.Message):
-    __slots__ = ("context", "attempt", "plan_id", "files", "varying", "mapped")
+    __slots__ = ("context", "attempt", "plan_id", "files", "varying", "mapped", "stalled_s")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PLAN_ID_FIELD_NUMBER: _ClassVar[int]
     FILES_FIELD_NUMBER: _ClassVar[int]
     VARYING_FIELD_NUMBER: _ClassVar[int]
     MAPPED_FIELD_NUMBER: _ClassVar[int]
+    STALLED_S_FIELD_NUMBER: _ClassVar[int]
     context: SaveContext
     attempt: str
     plan_id: str
     files: _containers.RepeatedCompositeFieldContainer[_records_pb2.DataFile]
     varying: _containers.RepeatedCompositeFieldContainer[_records_pb2.VaryingItem]
     mapped: _containers.RepeatedCompositeFieldContainer[MappedFile]
-    def __init__(self, context: _Optional[_Union[SaveContext, _Mapping]] = ..., attempt: _Optional[str] = ..., plan_id: _Optional[str] = ..., files: _Optional[_Iterable[_Union[_records_pb2.DataFile, _Mapping]]] = ..., varying: _Optional[_Iterable[_Union[_records_pb2.VaryingItem, _Mapping]]] = ..., mapped: _Optional[_Iterable[_Union[MappedFile, _Mapping]]] = ...) -> None: ...
+    stalled_s: float
+    def __init__(self, context: _Optional[_Union[SaveContext, _Mapping]] = ..., attempt: _Optional[str] = ..., plan_id: _Optional[str] = ..., files: _Optional[_Iterable[_Union[_records_pb2.DataFile, _Mapping]]] = ..., varying: _Optional[_Iterable[_Union[_records_pb2.VaryingItem, _Mapping]]] = ..., mapped: _Optional[_Iterable[_Union[MappedFile, _Mapping]]] = ..., stalled_s: _Optional[float] = ...) -> None: ...
 
 class HandOverResponse(_message.Message):
     __slots__ = ()

@@ -162,6 +162,7 @@ def shortened_status(status: save_pb2.RankStatus) -> save_pb2.RankStatus:
     short.host = status.host[:MAX_HOST]
     short.last_error = status.last_error[:MAX_TEXT]
     short.seconds_since_heard = age(status.seconds_since_heard)
+    short.stalled_s = age(status.stalled_s)
     return short
 
 

@@ -85,6 +85,23 @@ class Address(_Type):
             raise click.BadParameter(str(error), ctx, param) from error
 
 
+class WebAddress(_Type):
+    """``host:port``, or a port on loopback."""
+
+    name = "web-address"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """The address as ``host:port``, checked."""
+        from pannier.daemon.web import web_address
+        from pannier.wire.errors import ConfigurationError
+
+        setting = param.opts[0] if param is not None and param.opts else "address"
+        try:
+            return web_address(value, setting=setting)
+        except ConfigurationError as error:
+            raise click.BadParameter(str(error), ctx, param) from error
+
+
 class JsonObject(_Type):
     """A JSON object on one line."""
 
@@ -174,6 +191,14 @@ daemon_options = combined(
         metavar="HOST:PORT",
         help="Answer gRPC health checks here, in plaintext, and nothing else: services liveness and "
         "readiness, for Kubernetes' probes.",
+    ),
+    option(
+        "--metrics",
+        type=WebAddress(),
+        metavar="[HOST:]PORT",
+        help="Serve Prometheus metrics (/metrics) and a status page (/) here over HTTP, read-only and "
+        "without TLS: whoever can connect sees names of jobs, hosts and checkpoints. A port alone "
+        "is on loopback.",
     ),
     tls_options,
     option(

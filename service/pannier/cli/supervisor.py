@@ -240,7 +240,12 @@ class Supervisor:
 
 
 _OF_OTHER_DAEMONS = frozenset(
-    f"PANNIER_{name}" for name in ("ADDRESS", "LISTEN", "SIDECAR", "COORDINATOR", "IDLE_EXIT")
+    f"PANNIER_{name}"
+    for name in (
+        *("ADDRESS", "LISTEN", "SIDECAR", "COORDINATOR", "IDLE_EXIT"),
+        # Two daemons can't share a port.
+        *("HEALTH", "METRICS"),
+    )
 )
 """Variables that may describe a trainer's configured daemons; ours get flags, and never listen on TCP."""
 

@@ -14,7 +14,7 @@ from typing import Final
 
 from pannier.coordinator.gather import Gathering
 from pannier.coordinator.manifest import Manifest
-from pannier.daemon.waiting import Awaited, waiting_on, waiting_text
+from pannier.daemon.waiting import Awaited, set_times, waiting_on, waiting_text
 from pannier.v1 import plan_pb2, records_pb2, save_pb2, sidecar_pb2
 from pannier.wire import identity
 from pannier.wire.errors import PannierError, SaveAbortedError, SaveSkippedError
@@ -83,6 +83,8 @@ class Part:
     told: save_pb2.RankStatus = field(default_factory=save_pb2.RankStatus)
     """As its sidecar last reported it."""
     receipt: records_pb2.Receipt | None = None
+    reached: dict[int, float] = field(default_factory=dict)
+    """When it came to each phase, on the monotonic clock."""
 
     @property
     def spoken_for(self) -> bool:
@@ -96,7 +98,9 @@ class Part:
 
     def advance(self, phase: "save_pb2.RankPhase") -> None:
         """Moves on; an older report moves nothing back."""
-        self.phase = max(self.phase, phase)
+        if phase > self.phase:
+            self.phase = phase
+            self.reached[phase] = time.monotonic()
 
     def silence(self, suspect_after_s: float) -> float | None:
         """Seconds since it was last heard; a quiet trainer's sidecar speaks for it."""
@@ -475,6 +479,7 @@ class Save:
             silence = time.monotonic() - known[1]
         if silence is not None:
             out.seconds_since_heard = silence
+        set_times(out, part.reached, self.start)
         failure = self.failures.get(part.rank)
         if failure is not None:
             out.last_error = failure.message

@@ -19,6 +19,7 @@ from pannier.coordinator.attach import Attachments
 from pannier.coordinator.conduct import Conductor
 from pannier.coordinator.config import CoordinatorConfig
 from pannier.coordinator.diagnosis import CoordinatorDiagnosis
+from pannier.coordinator.figures import Figures
 from pannier.coordinator.places import Places
 from pannier.coordinator.planners import Planners
 from pannier.coordinator.registry import Registry
@@ -31,13 +32,16 @@ from pannier.daemon.board import Board
 from pannier.daemon.failing import AioErrorInterceptor
 from pannier.daemon.listening import listening, raise_descriptor_limit, server_options
 from pannier.daemon.logs import set_up_logging
+from pannier.daemon.metrics import Counts, Metrics
 from pannier.daemon.operating import AioOperating, Vitals
+from pannier.daemon.pages import Pages, on_loop
 from pannier.daemon.peers import AioPeerInterceptor
 from pannier.daemon.probed import probed
 from pannier.daemon.stopping import AioStopSignals
+from pannier.daemon.web import serving_web
+from pannier.v1 import diagnosis_pb2_grpc
 from pannier.wire.version import package_version
 
-from pannier.v1 import diagnosis_pb2_grpc
 _log = logging.getLogger(__name__)
 
 _THREADS: Final = 2
@@ -101,6 +105,10 @@ async def serving(config: CoordinatorConfig) -> AsyncIterator[Registry]:
         Succession(registry)
         attachments = Attachments(registry, places)
         service = CoordinatorService(registry, places, planners, attachments, plans)
+        ask = on_loop(asyncio.get_running_loop())
+        metrics = Metrics("coordinator", vitals)
+        counts = Counts(metrics.registry)
+        metrics.add(Figures(registry, counts, attachments.present, ask).collect)
         vigil = Vigil(registry, attachments.present, suspect_after_s=config.suspect_after_s)
         peers = config.peers()
         watched = [] if peers is None else [AioPeerInterceptor(peers)]
@@ -126,6 +134,9 @@ async def serving(config: CoordinatorConfig) -> AsyncIterator[Registry]:
                 config.health,
                 ready=lambda: not registry.draining,
                 loop=asyncio.get_running_loop(),
+            ),
+            serving_web(
+                config.metrics, Pages(board, vitals, ask).routes(metrics), setting="--metrics"
             ),
         ):
             await server.start()

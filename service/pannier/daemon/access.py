@@ -8,6 +8,7 @@ from typing import Final
 
 from pannier.daemon.listening import check_exposure, socket_path
 from pannier.daemon.peers import Peers
+from pannier.daemon.web import web_address
 from pannier.storage.location import parse
 from pannier.wire import limits
 from pannier.wire.addresses import parse_address
@@ -27,6 +28,8 @@ class Access:
     """Another address to listen on, ``host:port``."""
     health: str | None = None
     """Where probes are answered, ``host:port``: health alone, in plaintext."""
+    metrics: str | None = None
+    """Where metrics and the status page are served over HTTP, ``[host:]port``, in plaintext."""
     tls_cert: Path | None = None
     """Own certificate, PEM: shown on TCP to whoever connects, and to whom it connects."""
     tls_key: Path | None = None
@@ -55,6 +58,8 @@ class Access:
                 f"--health={self.health} is no host:port: the unix socket at --address answers health "
                 "checks, too"
             )
+        if self.metrics is not None:
+            object.__setattr__(self, "metrics", web_address(self.metrics, setting="--metrics"))
         for uid in self.allow_uid:
             if not 0 <= uid <= _LARGEST_UID:
                 raise ConfigurationError(f"--allow-uid {uid} is not the number of a user")

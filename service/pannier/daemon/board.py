@@ -5,6 +5,8 @@ someone asks, and rings when something changed: nothing is rendered for nobody.
 """
 
 import asyncio
+import builtins
+import itertools
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
@@ -82,6 +84,11 @@ class Board:
         if entry is None:
             raise UnknownSaveError(f"save {key} was just forgotten")
         return entry.render()
+
+    def newest(self, limit: int) -> "builtins.list[str]":
+        """Keys of at most ``limit`` saves, newest first."""
+        with self._lock:
+            return builtins.list(itertools.islice(reversed(self._entries), limit))
 
     def list(
         self, *, job: str = "", states: Collection[int] = (), limit: int = 0

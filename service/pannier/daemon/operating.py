@@ -36,6 +36,12 @@ class Backlog:
     """Reserved in the spool; of these, lent to trainers, and held by processes that may wake up."""
     lent_bytes: int = 0
     held_bytes: int = 0
+    saves_bytes: int = 0
+    """Of the spool's: hold data files of saves."""
+    capacity_bytes: int = 0
+    """Most that the spool can have."""
+    free_bytes: int = 0
+    """What saves could still take of it."""
 
 
 @dataclass
@@ -107,9 +113,15 @@ def _reflected(services: Sequence[str]) -> tuple[str, ...]:
 def _list(
     board: Board, vitals: Vitals, request: status_pb2.ListSavesRequest
 ) -> status_pb2.ListSavesResponse:
+    response = about(vitals)
+    response.saves.extend(board.list(job=request.job, states=request.states, limit=request.limit))
+    return response
+
+
+def about(vitals: Vitals) -> status_pb2.ListSavesResponse:
+    """What a daemon says of itself, without saves. Any thread."""
     backlog = vitals.backlog()
     return status_pb2.ListSavesResponse(
-        saves=board.list(job=request.job, states=request.states, limit=request.limit),
         daemon_state=vitals.state,
         host=vitals.host,
         version=package_version(),
@@ -118,6 +130,9 @@ def _list(
         spool_bytes=backlog.spool_bytes,
         spool_lent_bytes=backlog.lent_bytes,
         spool_held_bytes=backlog.held_bytes,
+        spool_saves_bytes=backlog.saves_bytes,
+        spool_capacity_bytes=backlog.capacity_bytes,
+        spool_free_bytes=backlog.free_bytes,
     )
 
 

@@ -1,9 +1,12 @@
-"""Whom a save waits for, in words: no wait without a name."""
+"""Whom a save waits for, in words: no wait without a name; and how long each rank took."""
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Final
 
 from pannier.v1 import save_pb2
+from pannier.wire import limits
 
 _SHOWN = 16
 """Ranks spelled out per host."""
@@ -49,6 +52,32 @@ def waiting_on(awaited: Iterable[Awaited], *, deadline_s: float = 0) -> save_pb2
         text=waiting_text(listed),
         deadline_s=deadline_s if listed else 0,
     )
+
+
+def set_times(out: save_pb2.RankStatus, reached: Mapping[int, float], start: float) -> None:
+    """Sets how long a rank took to come to each phase; one that wasn't seen stays as it was told.
+
+    Args:
+        reached: when it came to a phase, by ``RankPhase``, on the monotonic clock.
+        start: when the save was first heard of.
+    """
+    latest = math.inf
+    for phase, name in _TIMES:
+        moment = reached.get(phase)
+        told = limits.age(getattr(out, name)) if moment is None else moment - start
+        # What was told counts from another moment than what was seen.
+        told = min(told, latest)
+        setattr(out, name, told)
+        latest = told or latest
+
+
+_TIMES: Final = (
+    (save_pb2.RANK_PHASE_DURABLE, "durable_s"),
+    (save_pb2.RANK_PHASE_INGESTED, "ingested_s"),
+    (save_pb2.RANK_PHASE_STREAMING, "staged_s"),
+    (save_pb2.RANK_PHASE_PLANNED, "planned_s"),
+)
+"""The last one first."""
 
 
 def _where(host: str, group: list[Awaited]) -> str:

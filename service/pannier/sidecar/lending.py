@@ -242,6 +242,16 @@ class Lending:
                 sum(slab.capacity for slab in self._held),
             )
 
+    def unused(self) -> int:
+        """Bytes that are lent and hold nothing of a save."""
+        with self._lock:
+            return sum(
+                slab.capacity
+                for loan in self._loans
+                for name, slab in loan.slabs.items()
+                if name not in loan.busy
+            )
+
     def ask_for_room(self) -> None:
         """Asks the clients that hold idle files to give them back."""
         with self._lock:

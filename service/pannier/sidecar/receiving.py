@@ -169,6 +169,7 @@ class Receiving:
                 return
             self._saves.check(rank)
             check_attempt(request.attempt, rank)
+            rank.stalled_s = limits.age(request.stalled_s)
             self._absorb(request, rank)
             receipt = _receipt(request, rank)
             self._check_files(rank, receipt)

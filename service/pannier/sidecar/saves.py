@@ -96,6 +96,10 @@ class RankSave:
         """The coordinator itself said that the save is over."""
         self.heard = time.monotonic()
         """When the trainer last sent something, a ping at least; whoever receives it sets this."""
+        self.reached: dict[int, float] = {}
+        """When it came to each phase, in this life of the sidecar, on the monotonic clock."""
+        self.stalled_s = 0.0
+        """How long the save held its training loop up; set when it is handed over."""
         self.transport = ""
         """How its bytes come into the spool, for people."""
         self.retries = 0
@@ -116,6 +120,7 @@ class RankSave:
                 f"{self.label} is {self.phase.name}: it can't become {phase.name}"
             )
         self.phase = phase
+        self.reached[phase.value] = time.monotonic()
 
 
 class Save:
@@ -126,6 +131,7 @@ class Save:
         self.key = save_text(context.save)
         self.checkpoint_id = context.checkpoint_id
         self.created_at = time.time()
+        self.start = time.monotonic()
         self.ranks: dict[int, RankSave] = {}
         self.coordinator: save_pb2.SaveStatus | None = None
         """What the coordinator last said of it."""

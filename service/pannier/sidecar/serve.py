@@ -28,16 +28,19 @@ from pannier.daemon.listening import (
     socket_path,
 )
 from pannier.daemon.logs import set_up_logging
+from pannier.daemon.metrics import Metrics
 from pannier.daemon.operating import Backlog, Operating, Vitals
+from pannier.daemon.pages import Pages
 from pannier.daemon.peers import PeerInterceptor
 from pannier.daemon.probed import probed
 from pannier.daemon.stopping import StopSignals
+from pannier.daemon.web import serving_web
 from pannier.sidecar import service
 from pannier.sidecar.config import SidecarConfig
+from pannier.sidecar.diagnosis import SidecarDiagnosis
 from pannier.sidecar.ledger import Ledger
 from pannier.sidecar.lending import Lending
 from pannier.sidecar.link import Link
-from pannier.sidecar.diagnosis import SidecarDiagnosis
 from pannier.sidecar.passing import passing
 from pannier.sidecar.receiving import Receiving
 from pannier.sidecar.restoring import restore
@@ -45,6 +48,7 @@ from pannier.sidecar.saves import RankSave, Save, Saves
 from pannier.sidecar.sessions import RESTORED_S, Sessions
 from pannier.sidecar.spool import Spool
 from pannier.sidecar.status import backlog, save_status
+from pannier.sidecar.tally import Tally
 from pannier.sidecar.uploads import Opener, Uploads
 from pannier.storage import open_store
 from pannier.v1 import diagnosis_pb2_grpc, sidecar_pb2
@@ -179,13 +183,19 @@ class Sidecar:
         )
         # The first: what has failed or ended is recorded before its space is given away.
         self.saves.listen(self._ledger.changed)
-        for listener in (self._publish, self._uploads.changed, self._link.changed):
+        tally = Tally()
+        for listener in (self._publish, self._uploads.changed, self._link.changed, tally.changed):
             self.saves.listen(listener)
         self.saves.listen(self._sessions.changed)
         self.saves.listen_forgotten(lambda save: self.board.remove(save.key))
         # Before the coordinator hears of us: it takes what isn't reported then for lost.
         for rank in restore(self._ledger, self.spool, self.saves, self._uploads, self._loop):
             self._sessions.expect(rank, RESTORED_S)
+        tally.begin()
+        metrics = Metrics("sidecar", self.vitals)
+        metrics.add(lambda: tally.collect(self._backlog(), self._sessions.trainers()))
+        pages = Pages(self.board, self.vitals)
+        stack.enter_context(serving_web(config.metrics, pages.routes(metrics), setting="--metrics"))
         attached = self._link.running()
         self._on_loop(attached.__aenter__())
         stack.callback(lambda: self._on_loop(attached.__aexit__(None, None, None)))

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
@@ -219,6 +220,11 @@ class Sessions:
         """Jobs with a connected client."""
         with self._lock:
             return {job for job, _, _ in self._sessions}
+
+    def trainers(self) -> Counter[str]:
+        """Connected ranks by job."""
+        with self._lock:
+            return Counter(job for job, _, _ in self._sessions)
 
     def idle_s(self) -> float | None:
         """Seconds since the last client left; None while there is one."""

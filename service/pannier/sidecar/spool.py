@@ -87,15 +87,28 @@ class Spool:
         """Bytes of all slabs, taken or free."""
         return self._reserved
 
+    @property
+    def spare(self) -> int:
+        """Bytes of the slabs that nobody has taken."""
+        with self._lock:
+            return self._spare()
+
+    def room(self) -> tuple[int, int]:
+        """Most bytes that slabs can have, and how many of these saves could still take."""
+        space = os.fstatvfs(self._directory_fd)
+        capacity, free = self._total(space), space.f_bavail * space.f_frsize
+        with self._lock:
+            if self.budget is not None:
+                capacity = min(capacity, self.budget) if capacity else self.budget
+                free = min(free, max(0, self.budget - self._reserved))
+            return capacity, free + self._spare()
+
     def check_fits(self, sizes: Iterable[int]) -> None:
         """Raises ConfigurationError when files of these sizes never fit, however long one waits.
 
         What is in use at the moment doesn't matter: that may go.
         """
-        space = os.statvfs(self.directory)
-        # Without what only root may use. 0: a file system that doesn't tell.
-        total = (space.f_blocks - space.f_bfree + space.f_bavail) * space.f_frsize
-        total -= min(total, self.overhead)
+        total = self._total(os.statvfs(self.directory))
         room, of = total or None, "on its file system"
         if self.budget is not None and (room is None or self.budget < room):
             room, of = self.budget, "in its budget"
@@ -243,7 +256,7 @@ class Spool:
         os.close(self._directory_fd)
 
     def _check_spare(self, size: int, spare: int) -> None:
-        free = sum(slab.capacity for slabs in self._free.values() for slab in slabs)
+        free = self._spare()
         space = os.statvfs(self.directory)
         room = space.f_bavail * space.f_frsize + free
         if self.budget is not None:
@@ -254,6 +267,15 @@ class Spool:
                 f"them for saves that began earlier, and {size} are needed: wait for those, or "
                 "give the sidecar more room (--spool, --spool-budget)"
             )
+
+    def _total(self, space: os.statvfs_result) -> int:
+        """Bytes of the file system for slabs; 0: it doesn't tell."""
+        # Without what only root may use.
+        total = (space.f_blocks - space.f_bfree + space.f_bavail) * space.f_frsize
+        return total - min(total, self.overhead)
+
+    def _spare(self) -> int:
+        return sum(slab.capacity for slabs in self._free.values() for slab in slabs)
 
     def _check(self) -> None:
         found = self.directory.stat()

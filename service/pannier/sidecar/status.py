@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from pannier.daemon.operating import Backlog
-from pannier.daemon.waiting import Awaited, waiting_on
+from pannier.daemon.waiting import Awaited, set_times, waiting_on
 from pannier.sidecar.lending import Lending
 from pannier.sidecar.saves import Phase, RankSave, Save
 from pannier.sidecar.spool import Spool
@@ -32,7 +32,7 @@ def rank_status(rank: RankSave) -> save_pb2.RankStatus:
     files = list(rank.files.values())
     staged = dict(rank.planned or {})
     staged.update({file.name: file.size for file in files})
-    return save_pb2.RankStatus(
+    status = save_pb2.RankStatus(
         rank=rank.rank,
         host=rank.host,
         phase=rank.phase.value,
@@ -44,7 +44,10 @@ def rank_status(rank: RankSave) -> save_pb2.RankStatus:
         last_error=rank.failure.message if rank.failure else rank.last_error,
         seconds_since_heard=time.monotonic() - rank.heard,
         transport=rank.transport,
+        stalled_s=rank.stalled_s,
     )
+    set_times(status, rank.reached, rank.save.start)
+    return status
 
 
 def backlog(pending: Iterable[RankSave], spool: Spool, lending: Lending) -> Backlog:
@@ -52,6 +55,7 @@ def backlog(pending: Iterable[RankSave], spool: Spool, lending: Lending) -> Back
     files = [file for rank in pending for file in list(rank.files.values()) if not file.durable]
     now = time.monotonic()
     lent, held = lending.lent()
+    capacity, free = spool.room()
     return Backlog(
         # The two are read while other threads move them.
         bytes_queued=sum(max(0, file.held - file.uploaded) for file in files),
@@ -59,6 +63,9 @@ def backlog(pending: Iterable[RankSave], spool: Spool, lending: Lending) -> Back
         spool_bytes=spool.reserved,
         lent_bytes=lent,
         held_bytes=held,
+        saves_bytes=max(0, spool.reserved - spool.spare - held - lending.unused()),
+        capacity_bytes=capacity,
+        free_bytes=free,
     )
 
 
@@ -74,8 +81,7 @@ def save_status(save: Save, coordinator: Coordinator) -> save_pb2.SaveStatus:
     status.checkpoint_id = save.checkpoint_id
     status.attempt = status.attempt or next((r.attempt for r in ranks if r.attempt), "")
     status.created_at = status.created_at or save.created_at
-    if not status.state:
-        status.state = _local_state(ranks)
+    status.state = state_of(save)
     if save.verdict is None or not status.ranks:
         del status.ranks[:]
         status.ranks.extend(rank_status(rank) for rank in ranks)
@@ -91,6 +97,14 @@ def save_status(save: Save, coordinator: Coordinator) -> save_pb2.SaveStatus:
     elif not status.waiting_on.text:
         status.waiting_on.CopyFrom(waiting_on(_awaited(ranks)))
     return status
+
+
+def state_of(save: Save) -> "save_pb2.SaveState":
+    """What the coordinator said of it last, else what this host's ranks tell."""
+    known = save.verdict or save.coordinator
+    if known is not None and known.state:
+        return known.state
+    return _local_state(list(save.ranks.values()))
 
 
 def _local_state(ranks: list[RankSave]) -> "save_pb2.SaveState":
