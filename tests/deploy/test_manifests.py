@@ -323,6 +323,7 @@ def test_times_and_sizes_follow_the_formulas(objects: list[Object]) -> None:
         )
         assert said is not None
         assert size >= 2.05 * int(said[1]) * 2**30, where
+        assert float(variables["PANNIER_GRACE"]) >= int(said[1]) / 0.2, where
 
 
 @pytest.mark.parametrize("workload", ["jobset", "indexed-job", "leaderworkerset"])
