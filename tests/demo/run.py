@@ -1,8 +1,10 @@
 """The demo: train, save while training, kill the trainers, restore into another layout.
 
-Exit status 0 means that everything in the closing table was seen to be true.
+With ``--xla`` the trainer is an SPMD program of torch_xla, on virtual devices. Exit status 0 means
+that everything in the closing table was seen to be true.
 """
 
+import argparse
 import json
 import math
 import os
@@ -13,7 +15,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,25 +28,60 @@ from rich.table import Table
 from pannier.v1 import save_pb2, status_pb2, status_pb2_grpc
 from pannier.wire.addresses import embedded_sidecar
 
-TRAIN = Path(__file__).with_name("train.py")
-SAVE_EVERY = 8
-KILL_AT = 3 * SAVE_EVERY
+HERE = Path(__file__).parent
+SAVES = 3
 RESTORED_STEPS = 3
-DEADLINE_S = 120.0
+DEADLINE_S = 240.0
 
 console = Console(width=100, highlight=False)
 
 
-class Trainer:
-    """One ``torchrun`` and its events, in a process group of its own."""
+@dataclass(frozen=True)
+class Layout:
+    """How the model is spread, and the program that trains it so."""
 
-    def __init__(self, ranks: int, environment: dict[str, str], *arguments: str) -> None:
+    name: str
+    command: tuple[str, ...]
+    """Of Python; the trainer's own arguments follow."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    save_every: int = 8
+    """Steps."""
+
+
+def fsdp(ranks: int) -> Layout:
+    """FSDP2, a process for each rank."""
+    launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
+    return Layout(
+        f"{ranks} rank{'s' if ranks > 1 else ''} (FSDP2)", (*launcher, str(HERE / "train.py"))
+    )
+
+
+def spmd(rows: int, columns: int) -> Layout:
+    """torch_xla's SPMD on a mesh of virtual devices, all in one process."""
+    return Layout(
+        f"{rows} × {columns} XLA devices (SPMD)",
+        (str(HERE / "train_xla.py"), f"--mesh={rows}x{columns}"),
+        {
+            "PJRT_DEVICE": "CPU",
+            "CPU_NUM_DEVICES": str(rows * columns),
+            "TF_CPP_MIN_LOG_LEVEL": "2",  # XLA's errors only.
+        },
+        save_every=4,
+    )
+
+
+class Trainer:
+    """One run of a layout's program and its events, in a process group of its own."""
+
+    def __init__(self, layout: Layout, *arguments: str) -> None:
         self.process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-                *(f"--nproc-per-node={ranks}", str(TRAIN), *arguments),
-            ],
-            env=environment,
+            [sys.executable, *layout.command, *arguments],
+            env={
+                **os.environ,
+                **layout.environment,
+                "OMP_NUM_THREADS": "1",
+                "PYTHONWARNINGS": "ignore",
+            },
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL if "CI" in os.environ else None,
             text=True,
@@ -60,7 +98,7 @@ class Trainer:
                 yield json.loads(line)
 
     def kill(self) -> None:
-        """SIGKILL to torchrun and every rank."""
+        """SIGKILL to it and every rank."""
         self._timer.cancel()
         for process in psutil.Process(self.process.pid).children(recursive=True):
             process.kill()
@@ -163,18 +201,20 @@ def _stop_daemons() -> None:
         process.kill()
 
 
-def demo(workplace: Path, progress: Progress) -> bool:
-    """Runs the three acts; returns whether all of it was true."""
-    root = workplace / "checkpoints"
-    environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONWARNINGS="ignore")
+def demo(workplace: Path, progress: Progress, layout: Layout, other: Layout) -> bool:
+    """Runs the three acts: trains in one layout, restores in the other.
 
-    console.print(f"\n[bold]1. Training on 2 ranks (FSDP2), a save every {SAVE_EVERY} steps")
+    Returns whether all of it was true.
+    """
+    root = workplace / "checkpoints"
+
+    console.print(f"\n[bold]1. Training on {layout.name}, a save every {layout.save_every} steps")
     trainer = Trainer(
-        2, environment, "--root", str(root), "--steps=1000", f"--save-every={SAVE_EVERY}"
+        layout, "--root", str(root), "--steps=1000", f"--save-every={layout.save_every}"
     )
     steps: dict[bool, list[float]] = {True: [], False: []}
     stalls: list[float] = []
-    kill_at = KILL_AT
+    kill_at = SAVES * layout.save_every
     losses: dict[int, float] = {}
     last = ""
     coordinator: psutil.Process | None = None
@@ -220,10 +260,9 @@ def demo(workplace: Path, progress: Progress) -> bool:
         [sys.executable, "-m", "pannier.cli", "verify", str(root / last)], capture_output=True
     )
 
-    console.print("\n[bold]3. Restored on 1 rank, from the checkpoint of 2")
+    console.print(f"\n[bold]3. Restored on {other.name}, from the checkpoint of {layout.name}")
     restore = Trainer(
-        1,
-        environment,
+        other,
         *("--root", str(root), "--restore", str(root / last)),
         f"--steps={kill_at + RESTORED_STEPS}",
     )
@@ -245,7 +284,11 @@ def demo(workplace: Path, progress: Progress) -> bool:
     checks = [
         ("step, no save in flight (median)", milliseconds(steps[False]), None),
         ("step, save in flight (median)", milliseconds(steps[True]), None),
-        ("stall of each save", ", ".join(f"{s * 1e3:.0f} ms" for s in stalls), len(stalls) >= 3),
+        (
+            "stall of each save",
+            ", ".join(f"{s * 1e3:.0f} ms" for s in stalls),
+            len(stalls) >= SAVES,
+        ),
         ("not committed when the trainers died", str(unseen), unseen),
         ("committed without them", f"after {committed_after:.1f} s", visible),
         ("bytes in storage equal the receipts", "pannier verify", verify.returncode == 0),
@@ -264,6 +307,9 @@ def demo(workplace: Path, progress: Progress) -> bool:
 
 def main() -> int:
     """Sets a private place up, runs the demo, takes it down again."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--xla", action="store_true", help="train with torch_xla")
+    layouts = (spmd(4, 1), spmd(2, 4)) if parser.parse_args().xla else (fsdp(2), fsdp(1))
     with tempfile.TemporaryDirectory(prefix="pannier-demo-") as directory:
         workplace = Path(directory)
         os.environ["PANNIER_RUNTIME_DIR"] = str(workplace / "run")
@@ -271,7 +317,7 @@ def main() -> int:
         progress = Progress(embedded_sidecar(workplace / "run"))
         progress.start()
         try:
-            return 0 if demo(workplace, progress) else 1
+            return 0 if demo(workplace, progress, *layouts) else 1
         finally:
             _stop_daemons()
 

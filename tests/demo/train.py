@@ -61,15 +61,17 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """Predicts the next byte; its forward pass returns the mean cross entropy."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int = LAYERS) -> None:
         super().__init__()
         self.embedding = nn.Embedding(256, WIDTH)
         self.position = nn.Embedding(CONTEXT, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.blocks = nn.ModuleList(Block() for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 256)
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(tokens) + self.position(torch.arange(tokens.shape[1]))
+        x = self.embedding(tokens) + self.position(
+            torch.arange(tokens.shape[1], device=tokens.device)
+        )
         for block in self.blocks:
             x = block(x)
         logits = self.head(self.norm(x))

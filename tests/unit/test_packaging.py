@@ -57,7 +57,9 @@ def floor(name: str) -> Version:
     return Version(version)
 
 
-@pytest.mark.parametrize("target", ["demo", "test", "lint", "stubs", "bench", "format", "clean"])
+@pytest.mark.parametrize(
+    "target", ["demo", "test", "demo-xla", "test-xla", "lint", "stubs", "bench", "format", "clean"]
+)
 def test_make_knows_its_targets(target: str) -> None:
     run = subprocess.run(
         ["make", "--dry-run", target], cwd=REPOSITORY, capture_output=True, text=True, check=False
@@ -82,9 +84,9 @@ def test_ci_runs_the_readmes_commands() -> None:
     subprocess.run(["bash", "-n", script], check=True)
     commands = script.read_text()
     readme = (REPOSITORY / "README.md").read_text()
-    for command in ("make test", "make demo"):
-        assert command in commands
-        assert command in readme
+    for command in ("make test", "make demo", "make test-xla", "make demo-xla"):
+        assert re.search(rf"{command}$|{command}[ ;]", commands, re.MULTILINE), command
+        assert re.search(rf"{command}[ `]", readme), command
 
 
 def test_the_lock_pins_all_that_is_required() -> None:
@@ -94,6 +96,20 @@ def test_the_lock_pins_all_that_is_required() -> None:
         assert version is not None, f"{requirement.name} is not in the lock: run `make lock`"
         assert requirement.specifier.contains(version), f"{requirement}: {version}"
     assert pins["torch"] == Version("2.13.0"), "without a platform suffix: pip chooses the build"
+
+
+def test_the_xla_environment_has_the_working_pair_and_the_oldest_torch() -> None:
+    pins = locked("requirements-xla.lock")
+    pair = {"torch": Version("2.9.0"), "torch-xla": Version("2.9.0")}
+    assert pins.items() >= pair.items()
+    usual = locked("requirements.lock")
+    for requirement in requirements("xla"):
+        name = canonicalize_name(requirement.name)
+        assert requirement.specifier.contains({**usual, **pins}[name]), requirement
+        if name in pair:
+            assert str(requirement.specifier) == f"=={pair[name]}", "newer ones don't load together"
+    (torch,) = (r for r in requirements("torch") if r.name == "torch")
+    assert str(torch.specifier) == ">=2.9", "what test-xla tests is the floor"
 
 
 def test_the_floors_are_those_of_the_generated_stubs() -> None:

@@ -1,0 +1,90 @@
+"""The README's section on TPUs, as a reader would type it, on virtual devices."""
+
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from support import xla
+from support.daemons import Daemons
+
+README = Path(__file__).parents[2] / "README.md"
+
+
+def section() -> str:
+    (found,) = re.findall(r"^## On TPUs.*?(?=^## )", README.read_text(), re.DOTALL | re.MULTILINE)
+    return str(found)
+
+
+def block(opening: str) -> str:
+    blocks = re.findall(r"```\w+\n(.*?)```", section(), re.DOTALL)
+    (found,) = [block for block in blocks if opening in block]
+    return str(found)
+
+
+def training(root: Path) -> str:
+    script = block("# train_xla.py")
+    assert "/tmp/checkpoints" in script
+    return script.replace("/tmp/checkpoints", str(root))
+
+
+def test_the_environment_of_the_readme_is_the_tested_one() -> None:
+    console = block("pip install")
+    assert "pannier[xla,gcs]" in console
+    assert "PJRT_DEVICE=CPU CPU_NUM_DEVICES=4 python train_xla.py" in console
+    assert xla.environment(4) == {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "4"}
+
+
+def test_training_is_preempted_and_goes_on(tmp_path: Path, embedded: Path) -> None:
+    root = tmp_path / "checkpoints"
+    slowed = training(root).replace(
+        "torch_xla.sync()\n",
+        'torch_xla.sync()\n    print("step", step, flush=True)\n    time.sleep(0.2)\n',
+    )
+    with xla.start_program(f"import time\n{slowed}", 4) as program:
+        program.wait_for("step 3\n")
+        program.processes[0].signal(signal.SIGTERM)
+        program.wait(60).check()
+    (preempted,) = root.glob("step-*/.metadata")
+    step = int(preempted.parent.name.removeprefix("step-"))
+    assert step < 10
+
+    again = xla.run_program(
+        training(root).replace("notices = []", 'print("goes on after", done)\nnotices = []'), 8
+    )
+    assert f"goes on after {step}\n" in again.outputs[0]
+    steps = {step, 10, 20, 30}
+    assert {path.parent.name for path in root.glob("*/.metadata")} == {f"step-{n}" for n in steps}
+
+    keep = f"import subprocess\nfrom pannier import client\nroot = {str(root)!r}\n"
+    keep += block("client.list(root)").replace(
+        '"pannier"', f'"{Path(sys.executable).parent}/pannier"'
+    )
+    subprocess.run([sys.executable, "-c", keep], check=True, timeout=60)
+    assert {path.parent.name for path in root.glob("*/.metadata")} == {
+        f"step-{n}" for n in (10, 20, 30)
+    }
+
+
+def test_a_notice_to_one_host_stops_all_at_the_same_step(tmp_path: Path, daemons: Daemons) -> None:
+    """Here "hosts" are processes with devices and a whole state of their own."""
+    root = tmp_path / "checkpoints"
+    script = re.sub(
+        r"^# (dist\.init_process_group\(.gloo.), init_method=.*$",
+        r"\1)",
+        training(root),
+        flags=re.MULTILINE,
+    )
+    assert script != training(root)
+    script = script.replace(
+        "torch_xla.sync()\n",
+        'torch_xla.sync()\n    print("step", step, flush=True)\n    time.sleep(0.2)\n',
+    )
+    with xla.start_program(f"import time\n{script}", 4, daemons.env(), processes=2) as program:
+        program.wait_for("step 3\n")
+        program.processes[1].signal(signal.SIGTERM)
+        program.wait(60).check()
+        last = [program.output(rank).splitlines()[-1] for rank in range(2)]
+    assert last[0] == last[1]
+    assert len(list(root.glob("*/.metadata"))) == 1
