@@ -211,10 +211,10 @@ class Layout:
 
 
 def on_host(value: Any) -> Any:
-    """The state with its XLA tensors as tensors of the host."""
+    """A copy of the state with its tensors on the host."""
     if isinstance(value, torch.Tensor):
         inner = getattr(value, "global_tensor", value)
-        return inner.detach().cpu()
+        return inner.detach().cpu().clone()
     if isinstance(value, Mapping):
         return {key: on_host(inner) for key, inner in value.items()}
     return list(map(on_host, value)) if isinstance(value, list) else value

@@ -10,13 +10,18 @@ from typing import Any, Final
 
 import torch
 
+from pannier.client.xla_tensors import on_host
+
 _REMEMBERED: Final = frozenset({int, float, bool, str, type(None)})
 _LONGEST: Final = 16
 """Entries of a tuple and characters of a string that are remembered."""
 
 
 def serialized(value: Any) -> bytes:
-    """The archive of an object, as ``DefaultSavePlanner`` makes it. Raises what pickling raises."""
+    """The archive of an object, as ``DefaultSavePlanner`` makes it. Raises what pickling raises.
+
+    Tensors of XLA devices in it become the host's.
+    """
     known = _recognised(value)
     if known is None:
         return _saved(value)
@@ -55,5 +60,5 @@ def _value(known: tuple[Any, ...]) -> Any:
 
 def _saved(value: Any) -> bytes:
     sink = io.BytesIO()
-    torch.save(value, sink)
+    torch.save(on_host(value), sink)
     return sink.getvalue()

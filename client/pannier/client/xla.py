@@ -1,69 +1,72 @@
-"""For programs of torch_xla: planners for ``dcp.save`` and ``dcp.load``, and optimizers that are new.
+"""For programs of torch_xla: planners for ``dcp.save`` and ``dcp.load``, and optimizers without state.
 
 ``client.async_save`` and ``client.load`` take states with XLA tensors as they are; nothing here is
-needed for them but :func:`prime_optimizer`. torch_xla isn't imported before it is used.
+needed for them but :func:`prime_optimizer`. torch_xla isn't imported by this.
 """
 
-from collections.abc import Iterator
+from typing import Any, Final
 
 import torch
 
 from pannier.client import xla_runtime
 from pannier.client.xla_planners import LoadPlanner, SavePlanner
 
-_RATES = ("lr", "weight_decay")
+_RATES: Final[tuple[str, ...]] = ("lr", "weight_decay")
 
 
 def prime_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Makes the state that an optimizer otherwise has after its first step, so that it can be restored.
+    """Makes the state that an optimizer otherwise gets in its first step, so that it can be restored.
 
-    What it makes is sharded as its parameters are. Parameters and settings stay as they are; gradients
-    are gone; step counts are those of one step, until they are restored. Does nothing to an optimizer
-    that has state.
+    The state is what it is before that step: zero moments, no steps counted; sharded as the
+    parameters are. Parameters and settings keep their values; gradients are gone. Does nothing to an
+    optimizer that has state. Waits for the devices.
 
     Args:
-        optimizer: of any parameters, of XLA's or others.
+        optimizer: of parameters on XLA devices or elsewhere, whose ``step()`` takes no closure.
+
+    Raises whatever its ``step()`` raises.
     """
     if optimizer.state:
         return
-    parameters = [each for group in optimizer.param_groups for each in group["params"]]
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    kept = [
+    parameters = [
+        parameter
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.requires_grad
+    ]
+    on_xla = any(map(xla_runtime.is_xla, parameters))
+    if on_xla:
+        xla_runtime.settle()
+    rates = [
         {name: group[name] for name in _RATES if name in group} for group in optimizer.param_groups
     ]
-    before = [parameter.detach().clone() for parameter in trained]
-    _settle(trained)
     try:
-        for parameter in trained:
+        for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter, requires_grad=False)
-            if xla_runtime.is_xla(parameter):
-                xla_runtime.mark_like(parameter.grad, parameter)
-        for group, rates in zip(optimizer.param_groups, kept, strict=True):
-            for name, value in rates.items():
-                # A rate on a device stays the tensor that it is.
-                group[name] = torch.zeros_like(value) if isinstance(value, torch.Tensor) else 0.0
+            _shard_like(parameter.grad, parameter)
+        for group, values in zip(optimizer.param_groups, rates, strict=True):
+            group.update({name: _zero(value) for name, value in values.items()})
         optimizer.step()
     finally:
-        for group, rates in zip(optimizer.param_groups, kept, strict=True):
-            group.update(rates)
+        for group, values in zip(optimizer.param_groups, rates, strict=True):
+            group.update(values)
         optimizer.zero_grad(set_to_none=True)
-    del before
-    for parameter, state in _states(optimizer):
-        if xla_runtime.is_xla(parameter) and xla_runtime.is_xla(state):
-            xla_runtime.mark_like(state, parameter)
-    _settle(trained)
-
-
-def _settle(parameters: list[torch.Tensor]) -> None:
-    if any(map(xla_runtime.is_xla, parameters)):
+    for parameter, state in optimizer.state.items():
+        if "step" in state:
+            state["step"] = _zero(state["step"])
+        for value in state.values():
+            _shard_like(value, parameter)
+    if on_xla:
         xla_runtime.settle()
 
 
-def _states(optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    for parameter, states in optimizer.state.items():
-        for state in states.values():
-            if isinstance(state, torch.Tensor):
-                yield parameter, state
+def _zero(value: Any) -> Any:
+    return torch.zeros_like(value) if isinstance(value, torch.Tensor) else type(value)(0)
+
+
+def _shard_like(value: Any, parameter: torch.Tensor) -> None:
+    if xla_runtime.is_xla(value) and xla_runtime.is_xla(parameter):
+        xla_runtime.mark_like(value, parameter)
 
 
 __all__ = ["LoadPlanner", "SavePlanner", "prime_optimizer"]

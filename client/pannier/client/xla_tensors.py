@@ -246,7 +246,7 @@ def on_host(value: Any) -> Any:
 
     So that whoever unpickles it needs no torch_xla. The same object when there are none.
     """
-    if not xla_runtime.holds_xla(value):
+    if not xla_runtime.is_loaded() or not xla_runtime.holds_xla(value):
         return value
     if isinstance(value, torch.Tensor):
         return xla_runtime.global_tensor(value).detach().cpu()
