@@ -306,6 +306,21 @@ def test_times_and_sizes_follow_the_formulas(objects: list[Object]) -> None:
         assert float(variables["PANNIER_GRACE"]) >= int(said[1]) / 0.2, where
 
 
+def test_a_nodes_sidecar_is_told_what_a_pods_is() -> None:
+    pods, node = (built(DEPLOY / "overlays" / name) for name in ("indexed-job", "per-node"))
+    one = container(pod_templates(pods)["Job/train"], "pannier")
+    other = container(pod_templates(node)["DaemonSet/pannier-sidecar"], "pannier")
+    theirs = environment(other, node, DOWNWARD)
+    of_a_node = {"SPOOL_SIZE", "PANNIER_SPOOL_BUDGET", "PANNIER_HOST"}
+    assert environment(one, pods, DOWNWARD) == {
+        name: value for name, value in theirs.items() if name not in of_a_node
+    }
+    # A native sidecar says of itself that it is one; the rest is the same.
+    assert {k: v for k, v in one.items() if k not in ("env", "restartPolicy")} == {
+        k: v for k, v in other.items() if k != "env"
+    }
+
+
 @pytest.mark.parametrize("workload", ["jobset", "indexed-job", "leaderworkerset"])
 @pytest.mark.parametrize("place", ["sidecar", "sidecar spool-nvme", "per-node"])
 def test_components_go_together(workload: str, place: str, tmp_path: Path) -> None:
