@@ -18,7 +18,7 @@ generate = cd proto && ../$(STUBS_VENV)/bin/python -m grpc_tools.protoc -I. \
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test pytest lint format stubs check-stubs demo-xla test-xla chaos bench lock clean distclean
+.PHONY: help demo test pytest lint format stubs check-stubs demo-xla test-xla chaos bench tools lock clean distclean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -80,6 +80,13 @@ PEERS := $(VENV)/peers
 bench: $(INSTALLED)  ## Measure all that is promised, a quarter of an hour; needs a quiet machine
 	@test -d $(PEERS) || $(BIN)/$(PIP) install --quiet --no-deps --target $(PEERS) -r tests/bench/peers.txt || true
 	$(BIN)/python -m tests.bench.run $(ARGS)
+
+# Some tests want more than Python: a browser for the status page, promtool for the alert rules. They
+# are skipped where it isn't, but for CI.
+TOOLS := chromium fonts-dejavu-core prometheus
+tools:  ## Install Debian's packages that some tests want: chromium, promtool
+	@command -v chromium > /dev/null && command -v promtool > /dev/null || \
+		{ apt-get update --quiet=2 && apt-get install --yes --quiet=2 --no-install-recommends $(TOOLS); }
 
 lock:  ## Resolve pyproject.toml anew and rewrite requirements.lock and requirements-xla.lock
 	rm -rf .venv-lock

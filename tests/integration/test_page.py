@@ -1,0 +1,279 @@
+"""The status page in a real browser, beside real daemons; and that it, status, watch and metrics agree."""
+
+import json
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import expect
+
+from pannier.daemon.board import Board
+from pannier.daemon.metrics import Metrics
+from pannier.daemon.operating import Vitals
+from pannier.daemon.pages import Pages
+from pannier.daemon.web import serving_web
+from pannier.v1 import save_pb2
+from support.browser import Browser, browsing
+from support.cli import pannier
+from support.daemons import Daemons, clean_environment
+from support.hand import Party
+from support.processes import MARKER, SESSION, python
+from support.ranks import free_port
+from support.web import Scrape, get, until
+
+PHASES = ("staged", "ingested", "uploaded", "durable")
+VARYING = ("seconds_since_heard", "deadline_s")
+MARKUP = "<img src=x onerror=document.title=1>"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with browsing() as opened:
+        yield opened
+
+
+class Site:
+    """Daemons with pages."""
+
+    def __init__(self, directory: Path) -> None:
+        self.coordinator, self.sidecar = (f"127.0.0.1:{free_port()}" for _ in range(2))
+        self.daemons = Daemons(
+            directory,
+            sidecar_arguments=["--metrics", self.sidecar],
+            coordinator_arguments=["--metrics", self.coordinator],
+        )
+
+    def save(self, checkpoint: str, where: str = "") -> dict[str, Any]:
+        answer = get(where or self.coordinator, f"/save.json?id={checkpoint}")
+        assert answer.status == 200, answer.text
+        found: dict[str, Any] = answer.json()["save"]
+        return found
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    made = Site(tmp_path_factory.mktemp("page"))
+    with made.daemons:
+        yield made
+
+
+def test_a_save_is_followed_live_the_slowest_rank_first(
+    site: Site, browser: Browser, tmp_path: Path
+) -> None:
+    page = browser.page
+    checkpoint = f"{tmp_path}/step-12"
+    with Party([site.daemons.sidecar.address] * 3, incarnation="live") as party:
+        agreed = party.agree(checkpoint, 1)
+        party.ingest(checkpoint, 1, {0: agreed[0], 1: agreed[1]})
+        page.goto(f"http://{site.coordinator}/")
+        expect(page.locator("#ranks tr")).to_have_count(3)
+        expect(page.locator("#ranks .PLANNED")).to_have_count(1)
+        assert page.text_content("#place") == checkpoint
+        assert page.text_content("#state") == "STAGING"
+        assert page.text_content("#ranks tr:first-child td") == "2"
+        assert "rank 2 (host node-2" in str(page.text_content("#waiting"))
+        party.ingest(checkpoint, 1, {2: agreed[2]})
+        expect(page.locator("#state")).to_have_text("COMMITTED")
+        expect(page.locator("#ranks .DURABLE")).to_have_count(3)
+    assert "step-12" in str(page.text_content("#tiles"))
+    assert "/s" in str(page.text_content("#tiles"))
+    assert _colours(browser) > 2
+    assert browser.complaints == []
+
+
+def test_a_failure_has_its_rank_cause_and_hint_and_no_text_becomes_markup(
+    site: Site, browser: Browser, tmp_path: Path
+) -> None:
+    page = browser.page
+    checkpoint = f"{tmp_path}/{MARKUP}"
+    with Party([site.daemons.sidecar.address] * 2, incarnation="marked") as party:
+        party.agree(checkpoint, 1)
+        party.hands[1].fail(party.hands[1].context(checkpoint, 1), f"it can't: {MARKUP}")
+        page.goto(f"http://{site.coordinator}/")
+        expect(page.locator("#state")).to_have_text("ABORTED")
+        expect(page.locator(".failure")).to_have_count(1)
+        told = str(page.text_content(".failure"))
+        assert f"rank 1 (node-1): CLIENT: it can't: {MARKUP}" in told
+        assert "its log has the traceback" in told
+        assert page.text_content("#place") == checkpoint
+        page.click("#saves button:first-child")
+        page.hover("#timeline")
+    assert page.locator("img").count() == 0
+    assert page.title() == "Pannier"
+    assert browser.complaints == []
+
+
+def test_the_page_needs_nothing_from_elsewhere_and_runs_nothing_else(site: Site) -> None:
+    page = get(site.coordinator, "/")
+    policy = page.headers["Content-Security-Policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    assert "http" not in policy
+    assert "innerHTML" not in page.text
+    assert "src=" not in page.text
+    assert "href=" not in page.text
+    assert " style=" not in page.text
+    assert page.headers["Content-Type"] == "text/html; charset=utf-8"
+
+
+def test_an_old_answer_is_told_when_the_daemon_is_gone(browser: Browser) -> None:
+    board, vitals = Board(), Vitals("node-9")
+    where = f"127.0.0.1:{free_port()}"
+    routes = Pages(board, vitals).routes(Metrics("coordinator", vitals))
+    with serving_web(where, routes, setting="--metrics"):
+        browser.page.goto(f"http://{where}/")
+        expect(browser.page.locator("#saves")).to_have_text("none so far")
+        assert not browser.page.is_visible("#lost")
+    expect(browser.page.locator("#lost")).to_be_visible()
+    assert "hasn't answered for" in str(browser.page.text_content("#lost"))
+    browser.page.goto("about:blank")
+    browser.complaints.clear()
+
+
+def test_a_thousand_ranks_are_readable(browser: Browser) -> None:
+    status = save_pb2.SaveStatus(
+        save=save_pb2.SaveId(job="big", incarnation="i", group="g", number=1),
+        id="big/i/g/1",
+        checkpoint_id="gs://bucket/run/step-1000",
+        state=save_pb2.SAVE_STATE_UPLOADING,
+        created_at=time.time() - 9,
+        bytes_total=1000 << 30,
+    )
+    for number in range(1000):
+        slow = number == 617
+        status.ranks.add(
+            rank=number,
+            host=f"node-{number // 8}",
+            phase=save_pb2.RANK_PHASE_INGESTED if slow else save_pb2.RANK_PHASE_DURABLE,
+            bytes_staged=1 << 30,
+            bytes_ingested=1 << 30,
+            bytes_uploaded=(1 << 29) if slow else 1 << 30,
+            planned_s=0.1,
+            staged_s=0.3,
+            ingested_s=0.9,
+            durable_s=0 if slow else 2 + number % 7,
+        )
+    board, vitals = Board(), Vitals("node-0")
+    board.put(status.save, status.checkpoint_id, lambda: status)
+    where = f"127.0.0.1:{free_port()}"
+    routes = Pages(board, vitals).routes(Metrics("coordinator", vitals))
+    with serving_web(where, routes, setting="--metrics"):
+        page = browser.page
+        page.goto(f"http://{where}/")
+        expect(page.locator("#ranks tr")).to_have_count(6)
+        assert page.text_content("#slowest") == "The slowest 6 of 1000 ranks"
+        first = page.locator("#ranks tr").first
+        assert first.locator("td").all_text_contents()[:3] == ["617", "node-77", "INGESTED"]
+        assert page.text_content("#under") == "999 DURABLE, 1 INGESTED"
+        # A line for each, in a box that scrolls.
+        assert 1000 <= page.evaluate("document.querySelector('#timeline').clientHeight") < 1100
+        assert page.evaluate("document.querySelector('#scroll').clientHeight") < 860
+        assert page.evaluate("document.body.scrollWidth <= window.innerWidth")
+        assert _colours(browser) > 3
+        page.goto("about:blank")
+    assert browser.complaints == []
+
+
+def test_page_status_watch_and_metrics_say_the_same_during_a_save(
+    site: Site, browser: Browser, tmp_path: Path
+) -> None:
+    checkpoint = f"{tmp_path}/step-31"
+    address = site.daemons.coordinator.address
+    before = _moved(Scrape(site.sidecar))
+    with Party(
+        [site.daemons.sidecar.address] * 2, incarnation="same", words=[1 << 20, 1 << 19]
+    ) as party:
+        agreed = party.agree(checkpoint, 1)
+        party.ingest(checkpoint, 1, {0: agreed[0]})
+        # Nothing moves any more until the other rank goes on.
+        half = until(
+            lambda: site.save(checkpoint),
+            lambda save: (
+                [r["phase"] for r in save["ranks"]] == ["RANK_PHASE_DURABLE", "RANK_PHASE_PLANNED"]
+                and int(save["ranks"][1]["bytes_staged"]) > 0
+            ),
+        )
+        watching = subprocess.Popen(
+            python("-m", "pannier.cli", "watch", checkpoint, "--address", address, "--json"),
+            env=clean_environment({MARKER: SESSION}),
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert watching.stdout is not None
+        assert _steady(json.loads(watching.stdout.readline())) == _steady(half)
+        status = pannier("status", checkpoint, "--address", address, "--json").json()["save"]
+        assert _steady(status) == _steady(half)
+        here = pannier(
+            "status", checkpoint, "--address", site.daemons.sidecar.address, "--json"
+        ).json()["save"]
+        scrape = Scrape(site.sidecar)
+        for phase in PHASES:
+            total = sum(int(rank[f"bytes_{phase}"]) for rank in half["ranks"])
+            assert _moved(scrape)[phase] - before[phase] == total, phase
+            assert sum(int(rank[f"bytes_{phase}"]) for rank in here["ranks"]) == total, phase
+        listed = pannier("status", "--address", site.daemons.sidecar.address, "--json").json()
+        page = get(site.sidecar, "/status.json").json()
+        for name, field in (
+            ("pannier_queue_bytes", "bytes_queued"),
+            ("pannier_spool_reserved_bytes", "spool_bytes"),
+            ("pannier_spool_lent_bytes", "spool_lent_bytes"),
+            ("pannier_spool_saves_bytes", "spool_saves_bytes"),
+            ("pannier_spool_capacity_bytes", "spool_capacity_bytes"),
+        ):
+            assert scrape.value(name) == int(listed[field]) == int(page[field]), name
+        assert Scrape(site.coordinator).value("pannier_saves", state="staging") == 1
+        browser.page.goto(f"http://{site.coordinator}/")
+        expect(browser.page.locator("#ranks tr")).to_have_count(2)
+        cells = browser.page.locator("#ranks tr").last.locator("td").all_text_contents()
+        assert cells[:7] == ["0", "node-0", "DURABLE", "4.0 MiB", "4.0 MiB", "4.0 MiB", "4.0 MiB"]
+        party.ingest(checkpoint, 1, {1: agreed[1]})
+        told, _ = watching.communicate(timeout=60)
+        assert watching.returncode == 0
+    ended = until(
+        lambda: site.save(checkpoint), lambda save: save["state"] == "SAVE_STATE_COMMITTED"
+    )
+    assert _steady(json.loads(told.splitlines()[-1])) == _steady(ended)
+    coordinator = Scrape(site.coordinator)
+    assert coordinator.value("pannier_last_committed_step", training_job="job") == 31
+    committed = coordinator.value("pannier_last_commit_timestamp_seconds", training_job="job")
+    assert committed == pytest.approx(ended["created_at"] + ended["committed_s"], abs=0.01)
+    total = sum(int(rank["bytes_durable"]) for rank in ended["ranks"])
+    assert total == int(ended["bytes_total"])
+    assert _moved(Scrape(site.sidecar))["durable"] - before["durable"] == total
+    browser.complaints.clear()
+
+
+def _moved(scrape: Scrape) -> dict[str, float]:
+    known = scrape.labels("pannier_bytes_total")
+    return {
+        phase: scrape.value("pannier_bytes_total", training_job="job", phase=phase) if known else 0
+        for phase in PHASES
+    }
+
+
+def _steady(save: dict[str, Any]) -> dict[str, Any]:
+    """Without what changes with time alone."""
+    kept = {name: value for name, value in save.items() if name not in ("ranks", "waiting_on")}
+    kept["waiting_for"] = save["waiting_on"]["ranks"]
+    kept["ranks"] = [
+        {name: value for name, value in rank.items() if name not in VARYING}
+        for rank in save["ranks"]
+    ]
+    return kept
+
+
+def _colours(browser: Browser) -> int:
+    """How many different pixels the timeline has, coarsely."""
+    found = browser.page.evaluate(
+        """() => {
+            const canvas = document.querySelector('#timeline'), seen = new Set();
+            const data = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;
+            for (let i = 0; i < data.length; i += 4)
+                if (data[i + 3] === 255) seen.add((data[i] << 16) | (data[i + 1] << 8) | data[i + 2]);
+            return seen.size;
+        }"""
+    )
+    return int(found)
