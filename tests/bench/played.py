@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final
+from typing import Final
 
 import grpc
 
@@ -96,12 +96,13 @@ class Played:
 class Sidecar:
     """One host's: a stream, and what the coordinator last said on it."""
 
-    def __init__(self, stub: Any, host: str, ranks: Sequence[Played]) -> None:
+    def __init__(self, channel: grpc.aio.Channel, host: str, ranks: Sequence[Played]) -> None:
         self.host = host
         self.ranks = ranks
-        self.stub = stub
+        self.plan = channel.unary_unary("/pannier.v1.Coordinator/Plan")
+        """Takes and gives serialised messages."""
         self.status = save_pb2.SaveStatus()
-        self._call = stub.Attach()
+        self._call = coordinator_pb2_grpc.CoordinatorStub(channel).Attach()  # type: ignore[no-untyped-call]
         self._told: set[int] = set()
         """Numbers of saves."""
         self._news = asyncio.Event()
@@ -170,9 +171,8 @@ class Cast:
             self._channels.append(grpc.aio.insecure_channel(self._address, options=options))
         for number, first in enumerate(hosts):
             channel = self._channels[number % len(self._channels)]
-            stub = coordinator_pb2_grpc.CoordinatorStub(channel)  # type: ignore[no-untyped-call]
             ranks = self.ranks[first : first + RANKS_OF_ONE]
-            self.sidecars.append(Sidecar(stub, f"node-{number}", ranks))
+            self.sidecars.append(Sidecar(channel, f"node-{number}", ranks))
         await asyncio.gather(*(sidecar.attach() for sidecar in self.sidecars))
         return self
 
@@ -210,6 +210,7 @@ class Cast:
         requests = []
         for sidecar in self.sidecars:
             for played in sidecar.ranks:
+                # Ranks and their hosts serialise their messages, each its own, at the same time.
                 request = sidecar_pb2.PlanRequest(
                     context=self.context(sidecar, played.rank, number),
                     digest=played.digest,
@@ -219,14 +220,14 @@ class Cast:
                 )
                 # Field 2, `plan`, as it was serialised for the digest.
                 request.plan.ParseFromString(played.plan)
-                requests.append((sidecar, played, request))
+                requests.append((sidecar, played, request.SerializeToString()))
         begin = time.monotonic()
         answers = await asyncio.gather(
-            *(sidecar.stub.Plan(request, timeout=_TIMEOUT_S) for sidecar, _, request in requests)
+            *(sidecar.plan(data, timeout=_TIMEOUT_S) for sidecar, _, data in requests)
         )
         took = time.monotonic() - begin
         for (_, played, _), answer in zip(requests, answers, strict=True):
-            played.given = answer.plan
+            played.given = sidecar_pb2.PlanResponse.FromString(answer).plan
         return took
 
     async def propose(self, number: int) -> float:

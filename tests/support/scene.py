@@ -13,7 +13,7 @@ from pannier.coordinator.registry import Registry
 from pannier.coordinator.saves import Save, State
 from pannier.daemon.board import Board
 from pannier.storage import DeniedError, ObjectInfo, StorageError, Store, open_store
-from pannier.v1 import save_pb2, sidecar_pb2
+from pannier.v1 import sidecar_pb2
 from pannier.wire import identity
 from support.ranks_by_hand import context, local_plan, rank_plans, receipt_of, tensor
 from support.unsteady import Unsteady
@@ -79,13 +79,12 @@ class Scene:
 
     async def make_durable(self, save: Save) -> None:
         assert save.manifest is not None
-        for rank, part in save.parts.items():
+        for rank in save.parts:
             receipt = receipt_of(save.manifest.final_plan(rank), rank)
             await self.plain.create(
                 identity.receipt(receipt.attempt, rank), receipt.SerializeToString()
             )
-            part.receipt = receipt
-            part.advance(save_pb2.RANK_PHASE_DURABLE)
+            save.take_receipt(receipt)
         save.progress()
 
     async def reach(self, save: Save, ready: Callable[[], bool]) -> None:

@@ -166,6 +166,15 @@ def shortened_status(status: save_pb2.RankStatus) -> save_pb2.RankStatus:
     return short
 
 
+def is_short(status: save_pb2.RankStatus) -> bool:
+    """Whether :func:`shortened_status` would change nothing of it."""
+    return (
+        len(status.host) <= MAX_HOST
+        and len(status.last_error) <= MAX_TEXT
+        and 0 <= status.seconds_since_heard < math.inf
+    )
+
+
 def age(seconds: float) -> float:
     """Seconds since something happened, as a peer told them: never in the future."""
     return seconds if math.isfinite(seconds) and seconds > 0 else 0.0

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 
 from pannier.coordinator import varints
+from pannier.coordinator.sorting import order_by
 from pannier.coordinator.varints import Ints
 from pannier.v1 import plan_pb2, records_pb2, sidecar_pb2
 from pannier.wire import identity
@@ -77,7 +78,7 @@ class AgreedPlan:
         self.template: MetadataTemplate | None = None
         """Of ``.metadata``, once a save was committed."""
         _check(assignment, len(members), len(names))
-        order = np.lexsort((assignment.position, assignment.owner))
+        order = order_by(assignment.owner, assignment.position)
         self._order = order
         self._index = {rank: index for index, (rank, _) in enumerate(members)}
         owner = assignment.owner[order]
@@ -87,22 +88,24 @@ class AgreedPlan:
             for index, (rank, _) in enumerate(members)
         }
         # The files of each member, in the order of their numbers: the objects file is the last.
-        pair = owner * len(names) + assignment.file[order]
-        pairs, self._file = np.unique(pair, return_inverse=True)
-        self._files = pairs % max(1, len(names))
-        first = np.searchsorted(pairs, np.arange(len(members) + 1) * len(names))
+        file = assignment.file[order]
+        by_file = order_by(owner, file)
+        pair = owner[by_file] * max(1, len(names)) + file[by_file]
+        heads = varints.edges_of(pair)[:-1]
+        self._file = np.empty(len(order), np.int64)
+        self._file[by_file] = np.repeat(np.arange(len(heads)), np.diff(heads, append=len(order)))
+        self._files = file[by_file][heads]
+        first = np.searchsorted(pair[heads], np.arange(len(members) + 1) * max(1, len(names)))
         self._file_spans = {
             rank: (int(first[index]), int(first[index + 1]))
             for index, (rank, _) in enumerate(members)
         }
         length = assignment.length[order]
-        self._sizes = np.zeros(len(pairs), np.int64)
-        np.maximum.at(
-            self._sizes, self._file, np.where(length > 0, assignment.offset[order] + length, 0)
-        )
+        end = np.where(length > 0, assignment.offset[order] + length, 0)[by_file]
+        self._sizes = np.maximum.reduceat(end, heads) if len(heads) else end
         self._varying = np.flatnonzero(length == 0)
         self._shares: dict[int, Share] = {}
-        self._columns: list[tuple[bytes, list[int]]] | None = None
+        self._columns: list[list[bytes]] | None = None
 
     def share(self, rank: int) -> Share:
         """What ``rank`` writes; nothing, for a rank without items."""
@@ -141,35 +144,40 @@ class AgreedPlan:
 
     def final_plan(self, rank: int, attempt: str) -> plan_pb2.FinalPlan:
         """The answer to ``rank``'s local plan, in this attempt."""
+        return plan_pb2.FinalPlan.FromString(self.packed_plan(rank, attempt))
+
+    def packed_plan(self, rank: int, attempt: str) -> bytes:
+        """The same, serialised: its columns are written as they are kept."""
         share = self.share(rank)
         prefix = identity.data_prefix(attempt)
         index = self._index.get(rank)
         position, file, offset, length = (
-            b"" if index is None else data[edges[index] : edges[index + 1]]
-            for data, edges in self.pack()
+            b"" if index is None else parts[index] for parts in self.pack()
         )
         files = [
             plan_pb2.PlannedFile(name=prefix + name, size=size)
             for name, size in share.files.items()
         ]
-        final = plan_pb2.FinalPlan(plan_id=self.plan_id, attempt=attempt, files=files)
-        # The columns as protobuf writes them: they merge with the rest.
+        header = plan_pb2.FinalPlan(plan_id=self.plan_id, attempt=attempt)
         place = varints.field(1, file) + varints.field(2, offset) + varints.field(3, length)
-        final.MergeFromString(varints.field(3, position) + varints.field(5, place))
-        return final
+        return b"".join(
+            (
+                header.SerializeToString(),
+                varints.field(3, position),
+                plan_pb2.FinalPlan(files=files).SerializeToString(),
+                varints.field(5, place),
+            )
+        )
 
-    def pack(self) -> list[tuple[bytes, list[int]]]:
-        """Columns of all final plans, by rank, and where each rank's begin. CPU-bound at first."""
+    def pack(self) -> list[list[bytes]]:
+        """Columns of all final plans, by member. CPU-bound at first."""
         if self._columns is None:
             told, order = self.assignment, self._order
             starts = np.array([start for start, _ in self._file_spans.values()], np.int64)
             edges = np.array([0, *(end for _, end in self._spans.values())], np.int64)
             file = self._file - starts[told.owner[order]]
-            self._columns = []
-            for column in (told.position[order], file, told.offset[order], told.length[order]):
-                data, ends = varints.encode(column)
-                cuts = np.concatenate([np.zeros(1, np.int64), ends])[edges]
-                self._columns.append((data, cuts.tolist()))
+            columns = (told.position[order], file, told.offset[order], told.length[order])
+            self._columns = [varints.encode_parts(column, edges) for column in columns]
         return self._columns
 
 

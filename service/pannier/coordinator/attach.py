@@ -14,13 +14,13 @@ import time
 from collections.abc import AsyncIterator
 from typing import Final
 
-from pannier.coordinator import trainers
+from pannier.coordinator import trainers, varints
 from pannier.coordinator.gather import DisagreementError, Proposal
 from pannier.coordinator.joining import check_place, join
 from pannier.coordinator.losses import Losses
 from pannier.coordinator.places import Places
 from pannier.coordinator.registry import Registry
-from pannier.coordinator.saves import Presence, Save
+from pannier.coordinator.saves import Presence, Save, State
 from pannier.v1 import coordinator_pb2, save_pb2, sidecar_pb2
 from pannier.wire import identity, limits
 from pannier.wire.errors import (
@@ -74,15 +74,15 @@ class Attachments:
         self._streams: set[_Stream] = set()
         self._essences: dict[str, tuple[object, ...]] = {}
         """By key of a save: of what all streams were told last."""
-        self._rendered: dict[str, tuple[float, tuple[object, ...], save_pb2.SaveStatus]] = {}
+        self._rendered: dict[str, tuple[float, tuple[object, ...], bytes]] = {}
         registry.listen(self._changed)
 
     def present(self) -> list[Presence]:
         """The sidecars that are attached now."""
         return self._losses.present()
 
-    async def serve(self, requests: Requests) -> AsyncIterator[coordinator_pb2.AttachResponse]:
-        """Answers of one stream, until the sidecar ends it.
+    async def serve(self, requests: Requests) -> AsyncIterator[bytes]:
+        """Answers of one stream, serialised, until the sidecar ends it.
 
         Raises VersionMismatchError, InvalidRequestError.
         """
@@ -100,7 +100,7 @@ class Attachments:
         reading.add_done_callback(lambda _: stream.bell.set())
         try:
             # Says that the stream stands.
-            yield coordinator_pb2.AttachResponse()
+            yield b""
             while not reading.done():
                 response = self._take_news(stream)
                 if response is not None:
@@ -136,7 +136,7 @@ class Attachments:
                 stream,
                 report.context,
                 # One that a rank would begin with a plan of its own is refused while draining.
-                known=not _proposes(report),
+                known=not (report.plan_id and _proposes(report)),
                 failing=report.HasField("failure"),
             )
             if save is None:
@@ -161,7 +161,11 @@ class Attachments:
         trainers.take(self._registry, stream.presence, request.trainers)
         for save in saves.values():
             save.progress()
-            if stream.told[save.key] != _essence(save):
+            told, essence = stream.told[save.key], _essence(save)
+            if not told and _is_young(save):
+                # Nothing that the sidecar doesn't know: whom it waits for is told in a moment.
+                stream.told[save.key], stream.told_at[save.key] = essence, time.monotonic()
+            elif told != essence:
                 stream.add(save)
 
     def _enter(
@@ -199,15 +203,17 @@ class Attachments:
             )
         part.sidecar = presence
         save.suspects.pop(rank, None)
-        part.told = limits.shortened_status(report.status)
+        status = report.status
+        part.told = status if limits.is_short(status) else limits.shortened_status(status)
+        save.uploading = save.uploading or status.bytes_uploaded > 0
         part.heard = time.monotonic() - part.told.seconds_since_heard
         save.set_deadlines(*_deadlines(report))
-        if _proposes(report):
+        if report.plan_id and _proposes(report):
             self._propose(save, report)
         elif report.attempt:
             self._check_attempt(save, report)
         if report.HasField("receipt") and part.receipt is None:
-            part.receipt = report.receipt
+            save.take_receipt(report.receipt)
         # DURABLE is what the receipt says, not the phase.
         phase = save_pb2.RANK_PHASE_DURABLE if part.receipt is not None else report.status.phase
         if phase < save_pb2.RANK_PHASE_DURABLE or part.receipt is not None:
@@ -277,22 +283,22 @@ class Attachments:
             elif now - stream.told_at.get(key, 0.0) >= _DUE_S:
                 stream.news[key] = save
 
-    def _take_news(self, stream: _Stream) -> coordinator_pb2.AttachResponse | None:
+    def _take_news(self, stream: _Stream) -> bytes | None:
         if not stream.news:
             return None
         news, stream.news = list(stream.news.values()), {}
         for save in news:
             stream.told[save.key] = _essence(save)
             stream.told_at[save.key] = time.monotonic()
-        return coordinator_pb2.AttachResponse(saves=[self._render(save) for save in news])
+        return b"".join([self._render(save) for save in news])
 
-    def _render(self, save: Save) -> save_pb2.SaveStatus:
-        """The status, shared by all streams for a moment."""
+    def _render(self, save: Save) -> bytes:
+        """The status as part of an answer, shared by all streams for a moment."""
         essence, now = _essence(save), time.monotonic()
         known = self._rendered.get(save.key)
         if known is not None and known[1] == essence and (now - known[0] < _DUE_S or save.ended):
             return known[2]
-        status = save.status(ranks=save.ended)
+        status = varints.field(_SAVES, save.status(ranks=save.ended).SerializeToString())
         self._rendered[save.key] = (now, essence, status)
         while len(self._rendered) > _RENDERED_KEPT:
             del self._rendered[next(iter(self._rendered))]
@@ -300,13 +306,25 @@ class Attachments:
 
 
 _RENDERED_KEPT: Final = 64
+_SAVES: Final = coordinator_pb2.AttachResponse.DESCRIPTOR.fields_by_name["saves"].number
 
 
 def _essence(save: Save) -> tuple[object, ...]:
     """What is told at once when it changes."""
+    # That uploads have begun is for people to see; their sidecars know it before.
+    state = State.INGESTED if save.state is State.UPLOADING else save.state
     return (
-        *(save.state, len(save.failures), save.attempt is not None, bool(save.problem)),
+        *(state, len(save.failures), save.attempt is not None, bool(save.problem)),
         *(save.note, save.plan_id, save.plan_wanted),
+    )
+
+
+def _is_young(save: Save) -> bool:
+    """Whether it is just being planned, and nothing is the matter."""
+    return (
+        save.state is State.PLANNING
+        and not save.failures
+        and not (save.problem or save.note or save.plan_id or save.plan_wanted)
     )
 
 
@@ -317,8 +335,10 @@ def _proposes(report: coordinator_pb2.RankReport) -> bool:
 
 
 def _deadlines(report: coordinator_pb2.RankReport) -> tuple[float, float]:
-    limits.check_seconds(timeout_s=report.timeout_s, save_timeout_s=report.save_timeout_s)
-    return report.timeout_s, report.save_timeout_s
+    plan_s, save_s = report.timeout_s, report.save_timeout_s
+    if plan_s or save_s:
+        limits.check_seconds(timeout_s=plan_s, save_timeout_s=save_s)
+    return plan_s, save_s
 
 
 def check_speaker(save: Save, rank: int, presence: Presence) -> None:

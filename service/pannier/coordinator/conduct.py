@@ -276,13 +276,16 @@ class Conductor:
         Returns the decision, if another coordinator was first.
         """
         checked: set[int] = set()
+        # Some may have come before the plan was known again.
+        save.unchecked = [part.receipt for part in save.parts.values() if part.receipt is not None]
         looks = Looks(save)
 
         def complete() -> bool:
-            for rank, part in save.parts.items():
-                if part.receipt is not None and rank not in checked:
-                    check_told(save, part.receipt)
-                    checked.add(rank)
+            # Asked after each of thousands of reports.
+            while save.unchecked:
+                receipt = save.unchecked.pop()
+                check_told(save, receipt)
+                checked.add(receipt.rank)
             return len(checked) == len(save.parts) and (
                 not save.external or save.metadata is not None
             )

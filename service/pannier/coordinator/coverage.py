@@ -10,6 +10,7 @@ from typing import Final
 import numpy as np
 
 from pannier.coordinator.columns import Columns, Ints
+from pannier.coordinator.sorting import order_by
 
 _BLOCK: Final = 512
 """Chunks compared with all others at once."""
@@ -17,11 +18,13 @@ _BLOCK: Final = 512
 
 def check_coverage(columns: Columns, chosen: Ints) -> None:
     """Raises InvalidPlanError naming the first tensor with missing or overlapping shards."""
-    rows = chosen[~columns.is_object[chosen] & (columns.ndim[chosen] > 0)]
+    wanted = np.zeros(len(columns.fqn), np.bool_)
+    wanted[chosen] = True
+    wanted &= columns.ndim > 0
+    rows = columns.by_place[wanted[columns.by_place]]
     if len(rows) == 0:
         return
-    rows = rows[np.argsort(columns.fqn[rows], kind="stable")]
-    _check_overlaps(columns, rows[columns.volume[rows] > 0])
+    _check_overlaps(columns, rows)
     if len(columns.plans) > 1:
         _check_volumes(columns, rows)
 
@@ -55,7 +58,19 @@ def _check_volumes(columns: Columns, rows: Ints) -> None:
 
 
 def _check_overlaps(columns: Columns, rows: Ints) -> None:
-    """``rows`` are sorted by key and not empty."""
+    """``rows`` are sorted by key and place."""
+    reach = columns.reach[rows]
+    if (full := reach >= 0).sum() < len(rows):
+        rows, reach = rows[full], reach[full]
+    # Chunks from one number to another, with all others of their key before or after: most tensors
+    # are split along their first dimension.
+    fqn, place = columns.fqn[rows], columns.place[rows]
+    mixed = (fqn[1:] == fqn[:-1]) & (place[1:] <= place[:-1] + reach[:-1])
+    if not mixed.any():
+        return
+    suspects = np.zeros(len(columns.fqns), np.bool_)
+    suspects[fqn[1:][mixed]] = True
+    rows = rows[suspects[fqn]]
     for some, size, offset, extent in columns.by_ndim(rows, block=len(rows)):
         fqn = columns.fqn[some]
         starts = _starts(fqn)
@@ -79,11 +94,10 @@ def _check_line(columns: Columns, rows: Ints, offset: Ints, extent: Ints, along:
     begin = offset[index, along]
     end = begin + extent[index, along]
     fqn = columns.fqn[rows]
-    ascending = (fqn[1:] > fqn[:-1]) | ((fqn[1:] == fqn[:-1]) & (begin[1:] >= begin[:-1]))
     # Shards mostly come in the order of ranks.
-    order = index if ascending.all() else np.lexsort((begin, fqn))
+    order = order_by(fqn, begin)
     left, right = order[:-1], order[1:]
-    overlap = (columns.fqn[rows[left]] == columns.fqn[rows[right]]) & (begin[right] < end[left])
+    overlap = (fqn[left] == fqn[right]) & (begin[right] < end[left])
     # Neighbours in this dimension that are apart in another one don't overlap.
     left, right = left[overlap], right[overlap]
     apart = (offset[left] + extent[left] <= offset[right]) | (

@@ -5,12 +5,13 @@ any thread. DCP's ``dedup_save_plans`` does the same with one Python object per 
 balances by the size of the whole tensor; here the bytes of the shard count.
 """
 
-import heapq
 from typing import Final, NamedTuple
 
 import numpy as np
 
+from pannier.coordinator.balancing import balance, weights
 from pannier.coordinator.columns import Bools, Columns, Ints, InvalidPlanError
+from pannier.coordinator.sorting import first_of_each
 
 _SHOWN: Final = 8
 """Ranks spelled out in an error."""
@@ -37,28 +38,65 @@ def choose_rows(columns: Columns, *, to_lowest_rank: bool, kept: Kept | None = N
     """
     if not len(columns.fqn):
         return np.zeros(0, np.int64)
-    _check_types(columns)
-    # Stable: within a group the rows stay in the order of ranks and positions.
-    order = np.lexsort((columns.place, columns.fqn))
-    group = _number(columns.fqn[order], columns.place[order])
+    try:
+        _check_types(columns.kinds)
+    except InvalidPlanError:
+        # Of all plans, so that all ranks are named.
+        _check_types(columns)
+        raise
+    order = columns.by_place
+    fqn, place = columns.fqn[order], columns.place[order]
+    first = np.flatnonzero(np.r_[True, (fqn[1:] != fqn[:-1]) | (place[1:] != place[:-1])])
+    count = np.diff(first, append=len(order))
+    chosen = np.zeros(len(order), bool)
+    if kept is None or not len(kept.plans):
+        # Most chunks are there once; the others are few, or all.
+        kept = None
+        chosen[order[first[count == 1]]] = True
+        order = order[np.repeat(count > 1, count)]
+        count = count[count > 1]
+    if len(order):
+        load = _load(columns, chosen)
+        group = np.repeat(np.arange(len(count)), count)
+        chosen[_choose(columns, order, group, load, kept, to_lowest_rank=to_lowest_rank)] = True
+    return np.flatnonzero(chosen)
+
+
+def _choose(
+    columns: Columns,
+    order: Ints,
+    group: Ints,
+    load: Ints,
+    kept: Kept | None,
+    *,
+    to_lowest_rank: bool,
+) -> Ints:
+    """One row of each group.
+
+    Args:
+        order: rows by group, and within a group by rank and position.
+        group: numbers 0, 1, …
+        load: bytes that each rank writes in any case.
+    """
     order, group = _without_empty(columns, order, group)
     _check_extents(columns, order, group)
     copies = np.zeros(len(order), bool)
-    copies[1:] = (group[1:] == group[:-1]) & (columns.plan[order][1:] == columns.plan[order][:-1])
-    order, group = order[~copies], group[~copies]
-    if kept is not None and len(kept.plans):
+    plan = columns.plan[order]
+    copies[1:] = (group[1:] == group[:-1]) & (plan[1:] == plan[:-1])
+    if copies.any():
+        order, group = order[~copies], group[~copies]
+    if kept is not None:
         order, group = _without_staged(columns, order, group, kept)
     first = np.flatnonzero(np.r_[True, group[1:] != group[:-1]])
-    chosen = order[first] if to_lowest_rank else _balance(columns, order, first)
-    return np.sort(chosen)
+    return order[first] if to_lowest_rank else balance(columns, order, first, load)
 
 
-def _number(*keys: Ints) -> Ints:
-    """Numbers 0, 1, … for the runs of equal ``keys``, which are sorted."""
-    new = np.zeros(len(keys[0]), bool)
-    for key in keys:
-        new[1:] |= key[1:] != key[:-1]
-    return np.cumsum(new)
+def _load(columns: Columns, chosen: Bools) -> Ints:
+    """Bytes of these rows, by plan."""
+    bytes_ = np.where(chosen, weights(columns), 0)
+    ends = np.cumsum(np.bincount(columns.plan, minlength=len(columns.plans)))
+    upto = np.concatenate([np.zeros(1, np.int64), np.cumsum(bytes_)])[ends]
+    return np.diff(upto, prepend=0)
 
 
 def _without_empty(columns: Columns, order: Ints, group: Ints) -> tuple[Ints, Ints]:
@@ -112,38 +150,9 @@ def _ranks(columns: Columns, plans: Ints) -> str:
     return f"ranks [{', '.join(map(str, ranks[:_SHOWN]))}{more}]"
 
 
-def _balance(columns: Columns, order: Ints, first: Ints) -> Ints:
-    """One row per group: those that one rank holds alone, then the others by weight."""
-    count = np.diff(np.r_[first, len(order)])
-    # An object's size isn't known; like DCP, it counts as something.
-    weight = np.maximum(columns.nbytes[order[first]], 1)
-    alone = count == 1
-    chosen = order[first]
-    load = np.zeros(len(columns.plans), np.int64)
-    np.add.at(load, columns.plan[chosen[alone]], weight[alone])
-    plan = columns.plan[order].astype(np.int32)
-    sets: dict[bytes, list[int]] = {}
-    for number in np.flatnonzero(~alone).tolist():
-        at = first[number]
-        sets.setdefault(plan[at : at + count[number]].tobytes(), []).append(number)
-    for holders_bytes, numbers in sets.items():
-        holders = np.frombuffer(holders_bytes, np.int32).tolist()
-        heap = [(int(load[holder]), place) for place, holder in enumerate(holders)]
-        heapq.heapify(heap)
-        weights = weight[numbers]
-        for index in np.argsort(-weights, kind="stable").tolist():
-            bytes_, place = heap[0]
-            chosen[numbers[index]] = order[first[numbers[index]] + place]
-            heapq.heapreplace(heap, (bytes_ + int(weights[index]), place))
-        for bytes_, place in heap:
-            load[holders[place]] = bytes_
-    return chosen
-
-
 def _check_types(columns: Columns) -> None:
     """Every row of a key agrees with the key's first row on what it is."""
-    _, first, inverse = np.unique(columns.fqn, return_index=True, return_inverse=True)
-    reference = first[inverse]
+    reference = first_of_each(columns.fqn, len(columns.fqns))[columns.fqn]
     is_object = columns.is_object
     differs = is_object != is_object[reference]
     if differs.any():
@@ -191,9 +200,10 @@ def _check_sizes(columns: Columns, reference: Ints) -> None:
 
 def _check_extents(columns: Columns, order: Ints, group: Ints) -> None:
     """Rows of a group agree on the chunk's extent (empty ones are all alike)."""
-    _, first = np.unique(group, return_index=True)
-    reference = _spread(order, first)
+    reference = _spread(order, np.flatnonzero(np.diff(group, prepend=-1)))
     again = (reference != order) & (columns.volume[order] > 0)
+    if columns.like is not None:
+        again &= columns.like[reference] != columns.like[order]
     rows, others = order[again], reference[again]
     differs = np.zeros(len(columns.fqn), bool)
     back = np.zeros(len(columns.fqn), np.int64)

@@ -89,8 +89,17 @@ def says_same(
         first.checkpoint_id == other.checkpoint_id
         and first.world_size == other.world_size
         # Looked at last: of a large group this takes longer than all else.
-        and (brief or first.ranks == other.ranks)
+        and (brief or _same_but_speaker(first, other))
     )
+
+
+def _same_but_speaker(first: sidecar_pb2.SaveContext, other: sidecar_pb2.SaveContext) -> bool:
+    # Messages are compared in C, columns of them with an object per number.
+    rank, host = other.rank, other.host
+    other.rank, other.host = first.rank, first.host
+    same: bool = other == first
+    other.rank, other.host = rank, host
+    return same
 
 
 def who(context: sidecar_pb2.SaveContext) -> str:

@@ -30,7 +30,7 @@ def check_place(save: Save, places: Places, rank: int) -> None:
 
 
 def join(save: Save, said: RankPlan | Proposal, *, preparing: bool = False) -> None:
-    """Takes in what the rank says; once more is no news.
+    """Takes in what the rank says; once more is no news. Who calls this rings.
 
     Raises:
         SaveAbortedError: the save is doomed, perhaps by this.
@@ -60,7 +60,6 @@ def join(save: Save, said: RankPlan | Proposal, *, preparing: bool = False) -> N
     except DisagreementError as error:
         save.doom(error.failures.values())
         raise save.error() from error
-    save.ring()
 
 
 def _check_again(save: Save, manifest: Manifest, said: RankPlan | Proposal) -> None:

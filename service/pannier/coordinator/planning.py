@@ -7,8 +7,9 @@ copies are balanced by the bytes of the shard, largest first, and duplicates wit
 rank's plan are dropped.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -16,12 +17,14 @@ import numpy as np
 
 from pannier.coordinator import varints
 from pannier.coordinator.agreed import Assignment, Share
-from pannier.coordinator.columns import Columns, Ints, RankPlan, read_columns
+from pannier.coordinator.columns import Columns, Ints, RankPlan
 from pannier.coordinator.coverage import check_coverage
 from pannier.coordinator.dedup import Kept, choose_rows
+from pannier.coordinator.reading import read_columns
+from pannier.coordinator.sorting import first_of_each, order_by
 from pannier.v1 import plan_pb2, records_pb2
 from pannier.wire import identity
-from pannier.wire.layout import Layout, lay_out
+from pannier.wire.layout import lay_out
 
 
 @dataclass(frozen=True)
@@ -91,20 +94,22 @@ def make_body(
         items: a serialised message.
         mappings: None: the planner doesn't flatten.
     """
-    field, packed = varints.field, _packed
-    places = field(1, packed(told.file)) + field(2, packed(told.offset))
+    field, runs = varints.field, varints.encode_runs
+    edges = varints.edges_of(told.owner)
+
+    def packed(values: Ints) -> bytes:
+        # Most owners write the same number of items, as large as each other's.
+        return b"".join(varints.encode_parts(values, edges))
+
+    places = field(1, runs(told.file)) + field(2, packed(told.offset))
     places += field(3, packed(told.length))
     rest = plan_pb2.GlobalMetadata(mappings=mappings, has_mappings=mappings is not None)
     metadata = b"".join(
         (field(1, items), field(3, places), rest.SerializeToString(deterministic=True))
     )
     return b"".join(
-        (field(6, metadata), field(7, packed(told.owner)), field(8, packed(told.position)))
+        (field(6, metadata), field(7, runs(told.owner)), field(8, packed(told.position)))
     )
-
-
-def _packed(values: Ints) -> bytes:
-    return varints.encode(values)[0]
 
 
 def _rows_of(columns: Columns, kept: Mapping[int, Share]) -> Kept:
@@ -136,77 +141,106 @@ def place_items(
 
     Items without a planned slot get their rank's objects file and length 0.
     """
+    order = order_by(owner, position)
+    own = np.stack([column[order] for column in slots])
     file, offset, length = np.zeros((3, len(owner)), np.int64)
     names: list[str] = []
-    known: dict[bytes, tuple[Layout, Ints]] = {}
-    for index, rows in _runs(owner, position):
-        rank = ranks[index]
-        own = np.stack([column[rows] for column in slots])
-        slotted = own[0] > 0
+    known: dict[bytes, _Places] = {}
+    owners = owner[order]
+    edges = varints.edges_of(owners).tolist()
+    for begin, end in pairwise(edges):
+        rank = ranks[owners[begin]]
+        lengths = own[:, begin:end]
         # Most ranks hold shards of the same sizes.
-        key = own.tobytes()
-        if key not in known:
-            layout = lay_out(*own[:, slotted].tolist())
-            known[key] = layout, np.array((layout.file, layout.offset, layout.length), np.int64)
-        layout, places = known[key]
-        placed, loose = rows[slotted], rows[~slotted]
-        file[placed] = places[0] + len(names)
-        offset[placed], length[placed] = places[1], places[2]
-        names += [identity.data_suffix(rank, number) for number in range(len(layout.sizes))]
-        if len(loose):
-            file[loose] = len(names)
+        key = lengths.tobytes()
+        if (places := known.get(key)) is None:
+            places = known[key] = _Places.of(lengths)
+        np.add(places.file, len(names), out=file[begin:end])
+        offset[begin:end], length[begin:end] = places.offset, places.length
+        names += [identity.data_suffix(rank, number) for number in range(places.planned)]
+        if places.loose:
             names.append(identity.objects_suffix(rank))
-    return names, Assignment(owner, position, file, offset, length)
+    back = np.empty_like(order)
+    back[order] = np.arange(len(order))
+    return names, Assignment(owner, position, file[back], offset[back], length[back])
 
 
-def _runs(owners: Ints, positions: Ints) -> Iterator[tuple[int, Ints]]:
-    """Each owner with its rows, in order of position."""
-    order = np.lexsort((positions, owners))
-    edges = np.flatnonzero(np.diff(owners[order])) + 1
-    for rows in np.split(order, edges):
-        if len(rows):
-            yield int(owners[rows[0]]), rows
+class _Places(NamedTuple):
+    """Where a rank's items lie, by item; files are counted from its first one on."""
+
+    file: Ints
+    offset: Ints
+    length: Ints
+    planned: int
+    """Files of planned slots."""
+    loose: bool
+    """Whether there is an objects file, after these."""
+
+    @classmethod
+    def of(cls, lengths: Ints) -> "_Places":
+        slotted = lengths[0] > 0
+        layout = lay_out(*lengths[:, slotted].tolist())
+        file, offset, length = np.zeros((3, len(slotted)), np.int64)
+        file[:] = len(layout.sizes)
+        file[slotted], offset[slotted], length[slotted] = layout.file, layout.offset, layout.length
+        return cls(file, offset, length, len(layout.sizes), not slotted.all())
 
 
 def _items(columns: Columns, chosen: Ints) -> bytes:
     """The chosen rows as a serialised message; index hints are the chunks' numbers within their key."""
     fqn = columns.fqn[chosen]
-    _, first, number = np.unique(fqn, return_index=True, return_inverse=True)
     # Keys in order of first use, as DCP's dict of metadata has them.
-    rank_of_first = np.argsort(np.argsort(first))
+    first = first_of_each(fqn, len(columns.fqns))
+    keys = np.argsort(first, kind="stable")[: int((first < len(fqn)).sum())]
+    number = np.zeros(len(columns.fqns), np.int64)
+    number[keys] = np.arange(len(keys))
     is_object = columns.is_object[chosen]
-    hint = np.where(is_object, -1, _count_within(fqn))
-    used, property_ = np.unique(np.where(is_object, -1, columns.prop[chosen]), return_inverse=True)
-    shift = int(len(used) > 0 and used[0] == -1)
+    hint = np.where(is_object, -1, _count_within(columns, chosen))
+    uses = np.bincount(columns.prop[chosen][~is_object], minlength=len(columns.properties))
+    used = np.flatnonzero(uses)
+    property_ = np.zeros(len(uses) + 1, np.int64)
+    property_[used] = np.arange(len(used))
     ndim = columns.ndim[chosen]
-    before = np.cumsum(ndim) - ndim
-    at = np.repeat(columns.start[chosen] - before, ndim) + np.arange(int(ndim.sum()))
+    ends = np.cumsum(ndim)
+    shapes = [columns.size, columns.offset, columns.extent]
+    if int(ndim.sum()) < len(columns.size):
+        at = np.repeat(columns.start[chosen] - ends + ndim, ndim) + np.arange(int(ndim.sum()))
+        shapes = [column[at] for column in shapes]
     lists = plan_pb2.Items(
-        fqns=[columns.fqns[row] for row in fqn[np.sort(first)].tolist()],
-        properties=[columns.properties[int(index)] for index in used[shift:]],
+        fqns=[columns.fqns[key] for key in keys.tolist()],
+        properties=[columns.properties[index] for index in used.tolist()],
     )
-    parts: list[Ints] = [
-        rank_of_first[number],
-        columns.kind[chosen],
-        varints.zigzag(hint),
-        ndim,
-        np.maximum(property_ - shift, 0),
-        columns.size[at],
-        columns.offset[at],
-        columns.extent[at],
+    by_item = varints.edges_of(columns.plan[chosen])
+    by_entry = np.concatenate([np.zeros(1, np.int64), ends])[by_item]
+
+    def parts(values: Ints, edges: Ints) -> bytes:
+        return b"".join(varints.encode_parts(values, edges))
+
+    packed = [
+        parts(number[fqn], by_item),
+        parts(columns.kind[chosen], by_item),
+        varints.encode(varints.zigzag(hint))[0],
+        parts(ndim, by_item),
+        parts(np.where(is_object, 0, property_[columns.prop[chosen]]), by_item),
+        parts(shapes[0], by_entry),
+        varints.encode(shapes[1])[0],
+        parts(shapes[2], by_entry),
     ]
-    columns_ = (varints.field(number, _packed(values)) for number, values in enumerate(parts, 3))
-    return b"".join((lists.SerializeToString(deterministic=True), *columns_))
+    fields = (varints.field(index, content) for index, content in enumerate(packed, 3))
+    return b"".join((lists.SerializeToString(deterministic=True), *fields))
 
 
-def _count_within(values: Ints) -> Ints:
-    """For each element, how many equal ones come before it."""
-    order = np.argsort(values, kind="stable")
-    starts = np.flatnonzero(np.r_[True, np.diff(values[order]) != 0]) if len(values) else order
-    lengths = np.diff(np.r_[starts, len(values)])
-    out = np.empty(len(values), np.int64)
-    out[order] = np.arange(len(values)) - np.repeat(starts, lengths)
-    return out
+def _count_within(columns: Columns, chosen: Ints) -> Ints:
+    """For each chosen row, how many come before it that have its key."""
+    order = columns.by_key
+    wanted = np.zeros(len(order), np.bool_)
+    wanted[chosen] = True
+    upto = np.cumsum(wanted[order])
+    edges = varints.edges_of(columns.fqn[order])
+    before = np.concatenate([np.zeros(1, np.int64), upto])[edges[:-1]]
+    count = np.empty(len(order), np.int64)
+    count[order] = upto - np.repeat(before + 1, np.diff(edges))
+    return count[chosen]
 
 
 def merge_mappings(

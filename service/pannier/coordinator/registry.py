@@ -189,21 +189,21 @@ class Registry:
         return save
 
     def _note(self, save: Save, context: sidecar_pb2.SaveContext) -> None:
-        now = time.monotonic()
-        incarnation = self._incarnations.get((context.save.job, context.save.incarnation))
+        rank, host = context.rank, context.host
+        incarnation = self._incarnations.get(save.life)
         if incarnation is not None:
-            incarnation.hosts[context.rank] = (context.host, now)
-        part = save.parts.get(context.rank)
+            incarnation.hosts[rank] = (host, time.monotonic())
+        part = save.parts.get(rank)
         if part is not None:
-            save.joined.add(context.rank)
-            part.host = context.host or part.host
+            save.joined.add(rank)
+            part.host = host or part.host
 
     def _check(self, save: Save, context: sidecar_pb2.SaveContext) -> None:
         check_agreement(save.context, context)
         self._check_world(save, context)
 
     def _check_world(self, save: Save, context: sidecar_pb2.SaveContext) -> None:
-        of = (context.save.job, context.save.incarnation)
+        of = save.life
         incarnation = self._incarnations.get(of)
         if incarnation is None:
             return

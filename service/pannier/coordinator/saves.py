@@ -131,6 +131,8 @@ class Save:
         self.context = context
         """As the first rank said it."""
         self.key = identity.save_text(context.save)
+        self.life = (context.save.job, context.save.incarnation)
+        """Job and incarnation."""
         self.state = State.PLANNING
         self.attempt: identity.Attempt | None = None
         self.place_allowed = False
@@ -157,6 +159,10 @@ class Save:
         """What Finish brought."""
         self.finisher: sidecar_pb2.SaveContext | None = None
         """Who opened the save with Begin."""
+        self.uploading = False
+        """A rank has begun to."""
+        self.unchecked: list[records_pb2.Receipt] = []
+        """Receipts that came in and weren't held against the plan yet."""
         self.failures: dict[int, save_pb2.Failure] = {}
         self.suspects: dict[int, save_pb2.Failure] = {}
         """By rank: why its data is lost, unless its receipt is in storage."""
@@ -216,6 +222,7 @@ class Save:
             # Status needs little of it; plans and metadata may be large.
             self.gathering = Gathering(())
             self.manifest = self.metadata = None
+            self.unchecked.clear()
             for part in self.parts.values():
                 part.receipt = None
         self.ring()
@@ -269,6 +276,15 @@ class Save:
             self.suspects.setdefault(failure.rank, failure)
             self.ring()
 
+    def take_receipt(self, receipt: records_pb2.Receipt) -> None:
+        """What its rank has written is durable; another receipt of the rank is no news."""
+        part = self.parts[receipt.rank]
+        if part.receipt is None:
+            part.receipt = receipt
+            self.unchecked.append(receipt)
+        part.advance(save_pb2.RANK_PHASE_DURABLE)
+        self.uploading = True
+
     def ask_storage(self) -> None:
         """Somebody who spoke for ranks is gone: what they left in storage counts at once."""
         self.unseen = True
@@ -299,10 +315,7 @@ class Save:
         if self.state is State.STAGING and self._all_are(save_pb2.RANK_PHASE_INGESTED):
             self.move(State.INGESTED)
             self._behind = 0
-        if self.state is State.INGESTED and any(
-            part.phase == save_pb2.RANK_PHASE_DURABLE or part.told.bytes_uploaded
-            for part in self.parts.values()
-        ):
+        if self.state is State.INGESTED and self.uploading:
             self.move(State.UPLOADING)
         if (
             self.state is State.UPLOADING

@@ -28,6 +28,7 @@ from pannier.coordinator.succession import Succession
 from pannier.coordinator.sweeping import Sweeper
 from pannier.coordinator.vigil import Vigil
 from pannier.daemon import diagnosing
+from pannier.daemon.allocating import keep_freed_memory
 from pannier.daemon.board import Board
 from pannier.daemon.failing import AioErrorInterceptor
 from pannier.daemon.listening import listening, raise_descriptor_limit, server_options
@@ -57,6 +58,11 @@ _WAITING_OPTIONS: Final = (
     # Seconds, 30 by default.
     "grpc.server_max_unrequested_time_in_server",
 )
+_KEPT: Final = 64 << 20
+_LARGE: Final = 32 << 20
+"""Bytes; the C library allows no more."""
+_GARBAGE: Final = 20_000
+"""Objects made since the collector looked, 700 by default."""
 _PATIENCE_S: Final = 2.0
 """After SIGTERM: for commits that are being decided."""
 
@@ -68,8 +74,13 @@ def run(config: CoordinatorConfig) -> int:
     """
     set_up_logging()
     raise_descriptor_limit()
-    # torch's modules stay for good: the collector needn't look at them while metadata is built.
+    # Columns of a large job's plan take some MiB each: with pages of their own, clearing these would
+    # cost as much as what is done with them.
+    keep_freed_memory(kept=_KEPT, large=_LARGE, arenas=1)
+    # torch's modules stay for good: the collector needn't look at them while metadata is built. The
+    # coordinator's own objects hardly ever refer to each other in circles.
     gc.freeze()
+    gc.set_threshold(_GARBAGE)
     asyncio.run(_run(config))
     return 0
 

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import grpc
 
+from pannier.coordinator import varints
 from pannier.coordinator.agreed import AgreedPlan, AgreedPlans
 from pannier.coordinator.attach import Attachments, check_version
 from pannier.coordinator.columns import RankPlan
@@ -41,6 +42,7 @@ from pannier.wire.errors import (
 NAME: Final = "pannier.v1.Coordinator"
 LOST_AFTER_S: Final = 1.0
 """A rank whose Plan call broke off counts as lost unless its sidecar calls again by then."""
+_ANSWER: Final = sidecar_pb2.PlanResponse.DESCRIPTOR.fields_by_name["plan"].number
 _BEGIN_S: Final = 60.0
 """For storage to answer when a save is opened with Begin."""
 
@@ -64,8 +66,8 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         self._callers: Counter[tuple[str, int]] = Counter()
         """Plan calls that wait, by save and rank."""
 
-    async def Plan(self, call: PlanCall, context: Any) -> sidecar_pb2.PlanResponse:
-        """See the proto. The request comes as :func:`add_to_server` has it read.
+    async def Plan(self, call: PlanCall, context: Any) -> bytes:
+        """See the proto. Request and answer are as :func:`add_to_server` has them read and written.
 
         Raises:
             SaveAbortedError: the save is aborted, for whatever reason on whatever rank.
@@ -88,14 +90,14 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         if not answered:
             raise save.error()
         if proposing and save.state is State.PLANNING:
-            return sidecar_pb2.PlanResponse(wanted=True)
+            return sidecar_pb2.PlanResponse(wanted=True).SerializeToString()
         plan = self._agreed(save)
         save.parts[rank].advance(save_pb2.RANK_PHASE_PLANNED)
         if proposing:
             agreed = plan_pb2.FinalPlan(plan_id=plan.plan_id, attempt=attempt)
-            return sidecar_pb2.PlanResponse(plan=agreed)
+            return sidecar_pb2.PlanResponse(plan=agreed).SerializeToString()
         assert save.attempt is not None
-        return sidecar_pb2.PlanResponse(plan=plan.final_plan(rank, save.attempt.name))
+        return varints.field(_ANSWER, plan.packed_plan(rank, save.attempt.name))
 
     async def Begin(
         self, request: sidecar_pb2.BeginRequest, context: Any
@@ -173,7 +175,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
 
     async def Attach(
         self, request_iterator: AsyncIterator[coordinator_pb2.AttachRequest], context: Any
-    ) -> AsyncIterator[coordinator_pb2.AttachResponse]:
+    ) -> AsyncIterator[bytes]:
         """See the proto."""
         async for response in self._attachments.serve(request_iterator):
             yield response
@@ -227,6 +229,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
             raise InvalidRequestError(f"{save.label} is {save.state.name}: it takes no more plans")
         save.set_deadlines(request.timeout_s, request.save_timeout_s)
         join(save, said, preparing=request.prepare)
+        save.ring()
         return proposing
 
     def _agreed(self, save: Save) -> AgreedPlan:
@@ -279,7 +282,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
 
 
 class _Registrar:
-    """What the generated code registers, but with our own deserialiser for ``Plan``."""
+    """What the generated code registers, but with our own reading and writing of messages."""
 
     def __init__(self, server: grpc.aio.Server, service: CoordinatorService) -> None:
         self._server = server
@@ -290,13 +293,18 @@ class _Registrar:
 
     def add_registered_method_handlers(self, name: str, handlers: dict[str, Any]) -> None:
         """Called by the generated code."""
-        plan = grpc.unary_unary_rpc_method_handler(
-            self._service.Plan,
-            request_deserializer=parse_call,
-            response_serializer=sidecar_pb2.PlanResponse.SerializeToString,
-        )
-        own = grpc.method_handlers_generic_handler(name, {**handlers, "Plan": plan})
-        self._server.add_generic_rpc_handlers((own,))
+        # What they answer is serialised already.
+        own: dict[str, Any] = {
+            "Plan": grpc.unary_unary_rpc_method_handler(
+                self._service.Plan, request_deserializer=parse_call
+            ),
+            "Attach": grpc.stream_stream_rpc_method_handler(
+                self._service.Attach,
+                request_deserializer=coordinator_pb2.AttachRequest.FromString,
+            ),
+        }
+        handler = grpc.method_handlers_generic_handler(name, {**handlers, **own})
+        self._server.add_generic_rpc_handlers((handler,))
 
 
 def add_to_server(service: CoordinatorService, server: grpc.aio.Server) -> None:

@@ -18,7 +18,7 @@ from pannier.records.decisions import read_decision
 from pannier.records.manifests import read_manifest
 from pannier.records.receipts import find_receipts
 from pannier.storage import StorageError, Store
-from pannier.v1 import records_pb2, save_pb2
+from pannier.v1 import records_pb2
 from pannier.wire.errors import IntegrityError
 
 _log = logging.getLogger(__name__)
@@ -157,7 +157,6 @@ def take_receipts(save: Save, receipts: Iterable[records_pb2.Receipt]) -> None:
     for receipt in receipts:
         part = save.parts.get(receipt.rank)
         if part is not None and part.receipt is None:
-            part.receipt = receipt
             part.host = part.host or receipt.host
-            part.advance(save_pb2.RANK_PHASE_DURABLE)
+            save.take_receipt(receipt)
         save.suspects.pop(receipt.rank, None)

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from pannier.coordinator import varints
 from pannier.coordinator.agreed import AgreedPlan
+from pannier.coordinator.sorting import number_rows
 from pannier.coordinator.varints import Ints
 from pannier.v1 import plan_pb2
 from pannier.wire.plans import StorageInfo, build_metadata, decode_properties
@@ -368,7 +369,7 @@ def _distinct(items: _Items, tensors: Ints, heads: Ints) -> tuple[_Sizes, list[I
     for d in np.unique(ndim).tolist():
         rows = np.flatnonzero(ndim == d)
         shapes = numbers[start[rows][:, None] + np.arange(d)]
-        first, number = _number_rows(shapes)
+        first, number = number_rows(shapes)
         which[rows] = number + found
         firsts.append(rows[first])
         found += len(first)
@@ -380,19 +381,6 @@ def _distinct(items: _Items, tensors: Ints, heads: Ints) -> tuple[_Sizes, list[I
 def _shifts(uses: Sequence[tuple[Ints, Ints]]) -> list[int]:
     lengths = [len(column) for _, column in uses]
     return [sum(lengths[:index]) for index in range(len(lengths))]
-
-
-def _number_rows(shapes: Ints) -> tuple[Ints, Ints]:
-    """The first of each distinct row, and for every row the number of its like."""
-    # One number per row, by which few are confused; those that are, are found.
-    factors = np.array(
-        [pow(0x9E3779B97F4A7C15, d + 1, 1 << 64) for d in range(shapes.shape[1])], np.uint64
-    )
-    mixed = (shapes.astype(np.uint64) * factors).sum(axis=1, dtype=np.uint64)
-    _, first, number = np.unique(mixed, return_index=True, return_inverse=True)
-    if (shapes[first[number]] != shapes).any():
-        _, first, number = np.unique(shapes, axis=0, return_index=True, return_inverse=True)
-    return first, number.reshape(-1)
 
 
 def _write_sizes(sizes: _Sizes, size_class: bytes) -> bytes:

@@ -19,6 +19,7 @@ from pannier.wire.limits import MAX_ITEMS
 _IN_REQUEST: Final = sidecar_pb2.PlanRequest.DESCRIPTOR.fields_by_name["plan"].number
 _IN_PLAN: Final = {field.name: field.number for field in plan_pb2.LocalPlan.DESCRIPTOR.fields}
 _IN_ITEMS: Final = {field.name: field.number for field in plan_pb2.Items.DESCRIPTOR.fields}
+_OF_ITEMS: Final = {number: name for name, number in _IN_ITEMS.items()}
 _LISTS: Final = max(_IN_ITEMS["fqns"], _IN_ITEMS["properties"])
 _KEPT: Final = 16
 
@@ -27,23 +28,27 @@ class UnreadPlan:
     """One rank's local plan.
 
     Args:
-        data: serialised in the order of field numbers, as protobuf does.
+        data: of which ``data[start:end]`` is the plan, serialised in the order of field numbers, as
+            protobuf does.
 
     Raises ValueError, IndexError, DecodeError when it isn't.
     """
 
-    def __init__(self, data: bytes) -> None:
-        fields, rest = varints.cut(data, before=_IN_PLAN["mappings"])
-        self.around = _around(data[rest:])
+    def __init__(self, data: bytes, start: int = 0, end: int | None = None) -> None:
+        end = len(data) if end is None else end
+        fields, rest = varints.spans(data, start, end, before=_IN_PLAN["mappings"])
+        self.around = _around(data, rest, end)
         """Mappings and options; plans with the same ones share the message."""
-        items = fields.get(_IN_PLAN["items"], b"")
-        self.lists = _lists(items)
+        begin, end = fields.get(_IN_PLAN["items"], (rest, rest))
+        self.lists, begin = _lists(data, begin, end)
         """Keys and properties as they are serialised."""
-        columns, _ = varints.cut(items, len(self.lists))
-        own = {_IN_ITEMS[name]: name for name in _IN_ITEMS}
-        self.columns = {own[number]: content for number, content in columns.items()}
+        columns, _ = varints.spans(data, begin, end)
+        self.columns = {
+            _OF_ITEMS[number]: _shared(number, data, *span) for number, span in columns.items()
+        }
         for name in ("head", "body", "tail"):
-            self.columns[name] = fields.get(_IN_PLAN[name], b"")
+            number = _IN_PLAN[name]
+            self.columns[name] = _shared(-number, data, *fields.get(number, (rest, rest)))
 
     @property
     def options(self) -> plan_pb2.PlannerOptions:
@@ -119,7 +124,7 @@ def _parse(data: bytes) -> PlanCall:
     request = sidecar_pb2.PlanRequest.FromString(data[:start] + data[end:])
     if request.HasField("plan"):
         raise ValueError("it has two plans")
-    plan = UnreadPlan(data[content:end])
+    plan = UnreadPlan(data, content, end)
     error = None
     if plan.count > MAX_ITEMS:
         error = InvalidRequestError(
@@ -129,13 +134,20 @@ def _parse(data: bytes) -> PlanCall:
 
 
 _arounds: OrderedDict[bytes, plan_pb2.LocalPlan] = OrderedDict()
+_latest = b""
+"""Of ``_arounds``."""
 
 
-def _around(data: bytes) -> plan_pb2.LocalPlan:
+def _around(data: bytes, begin: int, end: int) -> plan_pb2.LocalPlan:
     """Most ranks of a job have the same."""
-    message = _arounds.get(data)
+    global _latest
+    # Compared in place: it is large.
+    if len(_latest) != end - begin or not data.startswith(_latest, begin, end):
+        _latest = data[begin:end]
+    message = _arounds.get(_latest)
     if message is None:
-        message = _arounds[data] = plan_pb2.LocalPlan.FromString(data)
+        message = plan_pb2.LocalPlan.FromString(_latest)
+        _arounds[_latest] = message
         while len(_arounds) > _KEPT:
             _arounds.popitem(last=False)
     return message
@@ -144,11 +156,25 @@ def _around(data: bytes) -> plan_pb2.LocalPlan:
 _last = b""
 
 
-def _lists(items: bytes) -> bytes:
-    """Keys and properties, which come first; the same object for ranks that have the same."""
+def _lists(data: bytes, begin: int, end: int) -> tuple[bytes, int]:
+    """Keys and properties, which come first, and where they end.
+
+    The same object for ranks that have the same.
+    """
     global _last
-    size = len(_last)
+    at = begin + len(_last)
     # What follows is another field, so that the lists end there.
-    if not (_last and items.startswith(_last) and len(items) > size and items[size] >> 3 > _LISTS):
-        _last, _ = varints.leading(items, upto=_LISTS)
-    return _last
+    if not (_last and data.startswith(_last, begin, end) and at < end and data[at] >> 3 > _LISTS):
+        _last, at = varints.leading(data, begin, end, upto=_LISTS)
+    return _last, at
+
+
+_columns: dict[int, bytes] = {}
+
+
+def _shared(number: int, data: bytes, begin: int, end: int) -> bytes:
+    """A column; the same object as the last one of its number, if that is equal."""
+    known = _columns.get(number)
+    if known is None or len(known) != end - begin or not data.startswith(known, begin, end):
+        known = _columns[number] = data[begin:end]
+    return known

@@ -4,6 +4,7 @@ In: bytes as protobuf writes them. Out: arrays; and bytes that protobuf reads. P
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
@@ -13,19 +14,31 @@ Ints = npt.NDArray[np.int64]
 
 _LONGEST: Final = 10
 """Bytes of a number."""
+_LAST_BYTES: Final = bytes(range(128))
+"""What a number may end with."""
 PACKED: Final = 2
 """Wire type of packed columns, messages and strings."""
 
 
 def cut(data: bytes, start: int = 0, *, before: int = 1 << 29) -> tuple[dict[int, bytes], int]:
-    """Content of each field by number, up to the first one from ``before`` on; and where that is.
+    """Content of each field by number, as :func:`spans` finds it."""
+    found, at = spans(data, start, len(data), before=before)
+    return {number: data[begin:end] for number, (begin, end) in found.items()}, at
 
-    Of a message that has length-delimited fields alone, each at most once, in order.
+
+def spans(
+    data: bytes, start: int, end: int, *, before: int = 1 << 29
+) -> tuple[dict[int, tuple[int, int]], int]:
+    """Where each field's content is, by number, up to the first one from ``before`` on, and where
+    that is.
+
+    Of a message, ``data[start:end]``, that has length-delimited fields alone, each at most once, in
+    order.
 
     Raises IndexError, ValueError.
     """
-    found: dict[int, bytes] = {}
-    at, end = start, len(data)
+    found: dict[int, tuple[int, int]] = {}
+    at = start
     while at < end:
         tag, content = _number(data, at)
         number = tag >> 3
@@ -35,7 +48,7 @@ def cut(data: bytes, start: int = 0, *, before: int = 1 << 29) -> tuple[dict[int
         at = content + size
         if tag & 7 != PACKED or at > end or number in found:
             raise ValueError(f"field {number} isn't as protobuf writes it")
-        found[number] = data[content:at]
+        found[number] = content, at
     return found, at
 
 
@@ -63,21 +76,21 @@ def find(data: bytes, number: int) -> tuple[int, int, int]:
     return at, at, at
 
 
-def leading(data: bytes, *, upto: int) -> tuple[bytes, int]:
+def leading(data: bytes, start: int = 0, end: int | None = None, *, upto: int) -> tuple[bytes, int]:
     """The fields with numbers up to this one, which come first, and where they end.
 
     Raises IndexError, ValueError.
     """
-    at = 0
-    while at < len(data):
+    at, end = start, len(data) if end is None else end
+    while at < end:
         tag, content = _number(data, at)
         if tag >> 3 > upto:
             break
         size, content = _number(data, content)
         at = content + size
-    if at > len(data):
+    if at > end:
         raise ValueError("a field is longer than its message")
-    return data[:at], at
+    return data[start:at], at
 
 
 def _number(data: bytes, at: int) -> tuple[int, int]:
@@ -121,6 +134,11 @@ def decode(parts: Sequence[bytes]) -> tuple[Ints, Ints]:
     return values.view(np.int64), counts
 
 
+def count(part: bytes) -> int:
+    """How many numbers a packed column has."""
+    return len(part) - len(part.translate(None, _LAST_BYTES))
+
+
 def encode(values: Ints) -> tuple[bytes, Ints]:
     """The numbers, none below 0, as a packed column; and where each one ends."""
     if not len(values):
@@ -145,6 +163,46 @@ def encode(values: Ints) -> tuple[bytes, Ints]:
     ends = np.cumsum(lengths)
     text = out if int(ends[-1]) == out.size else out[needed]
     return text.tobytes(), ends
+
+
+def encode_parts(values: Ints, edges: Ints) -> list[bytes]:
+    """The packed columns of ``values[edges[0]:edges[1]]`` and so on; most of these are alike."""
+    bounds = edges.tolist()
+    distinct: dict[bytes, int] = {}
+    which: list[int] = []
+    spans: list[tuple[int, int]] = []
+    for begin, end in pairwise(bounds):
+        number = distinct.setdefault(values[begin:end].tobytes(), len(spans))
+        if number == len(spans):
+            spans.append((begin, end))
+        which.append(number)
+    if len(spans) < len(which):
+        values = np.concatenate([values[begin:end] for begin, end in spans] or [values[:0]])
+        bounds = np.cumsum([0, *(end - begin for begin, end in spans)]).tolist()
+    data, ends = encode(values)
+    cuts = np.concatenate([np.zeros(1, np.int64), ends])[bounds].tolist()
+    parts = [data[begin:end] for begin, end in pairwise(cuts)]
+    return [parts[number] for number in which]
+
+
+def encode_runs(values: Ints) -> bytes:
+    """As :func:`encode`, of numbers that come many times in a row."""
+    edges = edges_of(values)
+    if len(edges) * 8 > len(values):
+        return encode(values)[0]
+    data, ends = encode(values[edges[:-1]])
+    cuts = [0, *ends.tolist()]
+    lengths = np.diff(edges).tolist()
+    return b"".join(
+        data[begin:end] * length
+        for begin, end, length in zip(cuts[:-1], cuts[1:], lengths, strict=True)
+    )
+
+
+def edges_of(values: Ints) -> Ints:
+    """Where runs of equal numbers begin, and where the last one ends."""
+    inner = np.flatnonzero(values[1:] != values[:-1]) + 1
+    return np.concatenate([np.zeros(min(1, len(values)), np.int64), inner, [len(values)]])
 
 
 def zigzag(values: Ints) -> Ints:

@@ -19,14 +19,20 @@ _LARGE: Final = 8 << 20
 _ARENAS: Final = 4
 
 
-def keep_freed_memory() -> None:
-    """To be called before threads are started. Does nothing where the C library isn't glibc."""
+def keep_freed_memory(*, kept: int = _KEPT, large: int = _LARGE, arenas: int = _ARENAS) -> None:
+    """To be called before threads are started. Does nothing where the C library isn't glibc.
+
+    Args:
+        kept: free bytes at an arena's end that aren't given back.
+        large: bytes of what has pages of its own.
+        arenas: at most.
+    """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return
     for option, value in (
-        (_M_TRIM_THRESHOLD, _KEPT),
-        (_M_MMAP_THRESHOLD, _LARGE),
-        (_M_ARENA_MAX, _ARENAS),
+        (_M_TRIM_THRESHOLD, kept),
+        (_M_MMAP_THRESHOLD, large),
+        (_M_ARENA_MAX, arenas),
     ):
         mallopt(option, value)

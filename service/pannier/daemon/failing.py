@@ -12,7 +12,7 @@ from typing import Any, Final, NoReturn
 
 import grpc
 
-from pannier.daemon.handlers import Continuation, Handler, rewrapped
+from pannier.daemon.handlers import Continuation, Handler, Rewrapping, rewrapped
 from pannier.v1 import save_pb2
 from pannier.wire.errors import PannierError, trailing_metadata
 
@@ -86,6 +86,9 @@ class AioErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc, unu
     Takes coroutines and asynchronous generators as handlers.
     """
 
+    def __init__(self) -> None:
+        self._rewrapped = Rewrapping()
+
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
@@ -96,7 +99,7 @@ class AioErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc, unu
         method = handler_call_details.method
         if handler is None or not method.startswith(_OURS):
             return handler
-        return rewrapped(handler, lambda function: _aio(function, method))
+        return self._rewrapped(handler, method, lambda function: _aio(function, method))
 
 
 def _abort(context: grpc.ServicerContext, error: Exception, method: str) -> NoReturn:

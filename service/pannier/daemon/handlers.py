@@ -25,3 +25,18 @@ def rewrapped(handler: Handler, wrap: Callable[[Any], Any]) -> Handler:
         request_deserializer=handler.request_deserializer,
         response_serializer=handler.response_serializer,
     )
+
+
+class Rewrapping:
+    """:func:`rewrapped`, but each handler only once: an aio server asks before each call."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[Handler, Handler]] = {}
+        """By method: the handler, and what became of it."""
+
+    def __call__(self, handler: Handler, method: str, wrap: Callable[[Any], Any]) -> Handler:
+        """What stands for the handler of this method."""
+        known = self._known.get(method)
+        if known is None or known[0] is not handler:
+            known = self._known[method] = (handler, rewrapped(handler, wrap))
+        return known[1]

@@ -24,7 +24,7 @@ from typing import Any, Final
 
 import grpc
 
-from pannier.daemon.handlers import Continuation, Handler, rewrapped
+from pannier.daemon.handlers import Continuation, Handler, Rewrapping, rewrapped
 
 _log = logging.getLogger(__name__)
 
@@ -39,6 +39,8 @@ _WARY_S: Final = 60.0
 """Calls are held up for _TOLD_S as long after a stranger was seen: the next one may be gone, all
 but its call, before anybody looks."""
 _LOOK_S: Final = 1.0
+_APART_S: Final = 0.002
+"""Between looks for the calls of an aio server: thousands may come at once."""
 _STEP_S: Final = 0.002
 _REFUSED: Final = "its connection belongs to a user that may not connect, or has ended"
 
@@ -177,10 +179,38 @@ class PeerInterceptor(grpc.ServerInterceptor):  # type: ignore[misc, unused-igno
             context.abort(grpc.StatusCode.UNAVAILABLE, _REFUSED)
 
 
+class _Looking:
+    """Looks of an event loop: one for all calls that have come before it."""
+
+    def __init__(self, peers: Peers) -> None:
+        self._peers = peers
+        self._last = 0.0
+        self._next: asyncio.Future[frozenset[Id]] | None = None
+
+    async def strangers(self) -> frozenset[Id]:
+        """As :meth:`Peers.strangers`, looked for from now on."""
+        if self._next is None:
+            loop = asyncio.get_running_loop()
+            self._next = loop.create_future()
+            loop.call_at(self._last + _APART_S, self._look, self._next)
+        # A call that is cancelled leaves the others theirs.
+        return await asyncio.shield(self._next)
+
+    def _look(self, told: "asyncio.Future[frozenset[Id]]") -> None:
+        self._next = None
+        try:
+            told.set_result(self._peers.strangers())
+        except OSError as error:
+            told.set_exception(error)
+        self._last = asyncio.get_running_loop().time()
+
+
 class AioPeerInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
     """For an aio server; the first of its interceptors."""
 
     def __init__(self, peers: Peers) -> None:
+        self._looking = _Looking(peers)
+        self._rewrapped = Rewrapping()
         self._peers = peers
 
     async def intercept_service(
@@ -190,7 +220,9 @@ class AioPeerInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc, unus
     ) -> Handler | None:
         """Wraps the handlers of all services."""
         handler = await continuation(handler_call_details)
-        return None if handler is None else rewrapped(handler, self._checked)
+        if handler is None:
+            return None
+        return self._rewrapped(handler, handler_call_details.method, self._checked)
 
     def _checked(self, function: Callable[..., Any]) -> Callable[..., Any]:
         if inspect.isasyncgenfunction(function):
@@ -213,11 +245,11 @@ class AioPeerInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc, unus
     async def _check(self, context: Any) -> None:
         if not _is_unix(context):
             return
-        strangers = self._peers.strangers()
+        strangers = await self._looking.strangers()
         deadline = time.monotonic() + _CLOSED_S
         while strangers and time.monotonic() < deadline:
             await asyncio.sleep(_STEP_S)
-            strangers &= self._peers.strangers()
+            strangers &= await self._looking.strangers()
         if self._peers.wary:
             await asyncio.sleep(_TOLD_S)
         if strangers or context.done():
