@@ -15,10 +15,10 @@ import torch_xla
 import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 from torch import nn
-from torch_xla.experimental.distributed_checkpoint import prime_optimizer
 from train import Transformer, batch, corpus
 
 from pannier import client
+from pannier.client.xla import prime_optimizer
 
 AXES = ("data", "model")
 LAYERS = 2

@@ -36,24 +36,41 @@ def test_the_environment_of_the_readme_is_the_tested_one() -> None:
     assert xla.environment(4) == {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "4"}
 
 
+TELL = """
+import hashlib
+import torch_xla
+for tensor in model[0].weight, optimizer.state_dict()["state"][0]["exp_avg"]:
+    print("digest", hashlib.sha256(tensor.detach().cpu().numpy().tobytes()).hexdigest())
+print("sharding", torch_xla._XLAC._get_xla_sharding_spec(model[0].weight), flush=True)
+"""
+
+
+def told(output: str, what: str) -> list[str]:
+    return re.findall(rf"^{what} (.*)", output, re.MULTILINE)
+
+
 def test_training_is_preempted_and_goes_on(tmp_path: Path, embedded: Path) -> None:
     root = tmp_path / "checkpoints"
     slowed = training(root).replace(
         "torch_xla.sync()\n",
         'torch_xla.sync()\n    print("step", step, flush=True)\n    time.sleep(0.2)\n',
     )
-    with xla.start_program(f"import time\n{slowed}", 4) as program:
+    with xla.start_program(f"import time\n{slowed}\n{TELL}", 4) as program:
         program.wait_for("step 3\n")
         program.processes[0].signal(signal.SIGTERM)
-        program.wait(60).check()
+        before = program.wait(60).check().outputs[0]
     (preempted,) = root.glob("step-*/.metadata")
     step = int(preempted.parent.name.removeprefix("step-"))
     assert step < 10
 
-    again = xla.run_program(
-        training(root).replace("notices = []", 'print("goes on after", done)\nnotices = []'), 8
+    telling = training(root).replace(
+        "notices = []", f'print("goes on after", done)\n{TELL}\nnotices = []'
     )
-    assert f"goes on after {step}\n" in again.outputs[0]
+    after = xla.run_program(telling, 8).outputs[0]
+    assert f"goes on after {step}\n" in after
+    assert told(before, "digest") == told(after, "digest")
+    assert told(before, "sharding") == ["{devices=[4,1]0,1,2,3}"]
+    assert told(after, "sharding") == ["{devices=[8,1]0,1,2,3,4,5,6,7}"]
     steps = {step, 10, 20, 30}
     assert {path.parent.name for path in root.glob("*/.metadata")} == {f"step-{n}" for n in steps}
 
