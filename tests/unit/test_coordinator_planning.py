@@ -12,9 +12,11 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
+from pannier.coordinator import varints
 from pannier.coordinator.columns import InvalidPlanError, RankPlan
 from pannier.coordinator.manifest import Manifest
 from pannier.coordinator.planning import GlobalPlan, make_global_plan
+from pannier.coordinator.unread import UnreadPlan
 from pannier.v1 import plan_pb2, save_pb2, sidecar_pb2
 from pannier.wire import identity
 from pannier.wire.layout import lay_out
@@ -282,6 +284,21 @@ def test_rank_without_items_takes_part() -> None:
             "'x' has overlapping shards",
         ),
         (
+            [[shard("x", [0, 2 * rank], [4, 2 + rank % 2], [4, 9])] for rank in range(4)],
+            {1, 2},
+            "'x' has overlapping shards: [4, 3] at [0, 2] of [4, 9] on rank 1 (host node-1) and",
+        ),
+        (
+            [[shard("x", [rank], [2], [4])] for rank in range(3)],
+            {0, 1},
+            "'x' has overlapping shards: [2] at [0] of [4] on rank 0 (host node-0) and [2] at [1]",
+        ),
+        (
+            [[shard("x", [rank], [2], [4])] for rank in (0, 2, 2, 3)],
+            {3},
+            "'x' on rank 3 (host node-3): its shard is out of bounds: [2] at [3] of [4]",
+        ),
+        (
             [[shard("x", [0], [3], [4])], [shard("x", [3], [2], [4])]],
             {1},
             "'x' on rank 1 (host node-1): its shard is out of bounds: [2] at [3] of [4]",
@@ -362,6 +379,77 @@ def test_malformed_plan_names_its_rank(spoil: object) -> None:
     with pytest.raises(InvalidPlanError) as caught:
         make_global_plan(plans, ATTEMPT)
     assert 1 in caught.value.failures
+
+
+@pytest.mark.parametrize("field", ["fqn", "size", "chunk_offset", "hint"])
+@pytest.mark.parametrize("culprit", [0, 2])
+def test_a_column_that_ends_within_a_number_names_its_rank(field: str, culprit: int) -> None:
+    good = local_plan([tensor("x", 2, 2), thing("o")])
+    plans = [
+        RankPlan(rank, f"node-{rank}", "digest", UnreadPlan(good.SerializeToString()))
+        for rank in range(3)
+    ]
+    content = good.SerializeToString()
+    number = plan_pb2.Items.DESCRIPTOR.fields_by_name[field].number
+    inner = good.items.SerializeToString()
+    _, at = varints.leading(inner, upto=2)
+    spans, _ = varints.spans(inner, at, len(inner))
+    _, end = spans[number]
+    broken = inner[: end - 1] + bytes([inner[end - 1] | 128]) + inner[end:]
+    content = varints.field(1, broken) + content[len(varints.field(1, inner)) :]
+    plans[culprit] = RankPlan(culprit, f"node-{culprit}", "digest", UnreadPlan(content))
+    with pytest.raises(InvalidPlanError, match=f"rank {culprit} .* within a number") as caught:
+        make_global_plan(plans, ATTEMPT)
+    assert caught.value.failures.keys() == {culprit}
+
+
+def _balanced_one_by_one(sizes: Sequence[tuple[int, Sequence[int]]], ranks: int) -> list[int]:
+    """Who writes each chunk, given its bytes and holders: the rule, with nothing clever about it."""
+    load = [0] * ranks
+    sets: dict[tuple[int, ...], list[int]] = {}
+    writers = [0] * len(sizes)
+    for number, (bytes_, holders) in enumerate(sizes):
+        if len(holders) == 1:
+            writers[number] = holders[0]
+            load[holders[0]] += bytes_
+        else:
+            sets.setdefault(tuple(holders), []).append(number)
+    for holders, numbers in sets.items():
+        for number in sorted(numbers, key=lambda number: -sizes[number][0]):
+            writers[number] = min(holders, key=lambda rank: load[rank])
+            load[writers[number]] += sizes[number][0]
+    return writers
+
+
+@given(st.data())
+@settings(max_examples=40, deadline=None)
+def test_sets_of_holders_are_balanced_as_if_one_by_one(data: st.DataObject) -> None:
+    ranks, copies = data.draw(st.sampled_from([(32, 2), (36, 3), (24, 2), (48, 4)]))
+    shards = ranks // copies
+    sizes: list[tuple[int, Sequence[int]]] = []
+    local: list[list[WriteItem]] = [[] for _ in range(ranks)]
+    for number in range(data.draw(st.integers(1, 4))):
+        rows = data.draw(st.integers(1, 3))
+        everywhere = data.draw(st.booleans())
+        for index in range(1 if everywhere else shards):
+            holders = range(ranks) if everywhere else range(index, ranks, shards)
+            sizes.append((4 * rows, holders))
+            for rank in holders:
+                size = [rows] if everywhere else [rows * shards]
+                local[rank].append(
+                    shard(f"k{number}", [0 if everywhere else rows * index], [rows], size)
+                )
+    plan, _, _ = ours(local, lowest=False)
+    found = sorted(
+        (item.index.fqn, item.index.offset, owner)
+        for owner, items in enumerate(written(plan, local))
+        for item in [next(each for each in local[owner] if each.index == index) for index in items]
+    )
+    chunks = sorted({(i.index.fqn, i.index.offset) for items in local for i in items})
+    expected = _balanced_one_by_one(sizes, ranks)
+    # Keys and offsets are made in this order.
+    assert [(fqn, offset) for fqn, offset, _ in found] == chunks
+    assert [owner for _, _, owner in found] == expected
 
 
 def test_items_keep_their_kind_and_properties() -> None:

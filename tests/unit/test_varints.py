@@ -37,6 +37,23 @@ def test_columns_are_written_as_protobuf_writes_them(values: list[int]) -> None:
         begin = end
 
 
+@given(st.lists(st.lists(numbers, max_size=6), min_size=1, max_size=4), st.lists(st.integers(0, 3)))
+def test_parts_that_are_alike_are_written_as_others(
+    distinct: list[list[int]], which: list[int]
+) -> None:
+    parts = [distinct[number % len(distinct)] for number in which]
+    values = np.array([value for part in parts for value in part], np.int64)
+    edges = np.cumsum([0, *(len(part) for part in parts)])
+    assert varints.encode_parts(values, edges) == [packed(part) for part in parts]
+    assert [varints.count(packed(part)) for part in parts] == [len(part) for part in parts]
+
+
+@given(st.lists(st.tuples(numbers, st.integers(1, 40)), max_size=5))
+def test_numbers_that_come_many_times_are_written_as_others(runs: list[tuple[int, int]]) -> None:
+    values = [value for value, times in runs for _ in range(times)]
+    assert varints.encode_runs(np.array(values, np.int64)) == packed(values)
+
+
 @given(st.lists(st.integers(-(2**40), 2**40), max_size=20))
 def test_signed_numbers(values: list[int]) -> None:
     data, _ = varints.encode(varints.zigzag(np.array(values, np.int64)))
