@@ -153,6 +153,16 @@ def combined(*parts: Callable[[_Command], _Command]) -> Callable[[_Command], _Co
     return decorate
 
 
+log_format_option = option(
+    "--log-format",
+    # Spelled out: this module imports no daemon.
+    type=click.Choice(["text", "json"]),
+    default="text",
+    show_default=True,
+    help="Lines for people, or an object a line with timestamp, level, logger, message, daemon and host, "
+    "and job, save, checkpoint, attempt and rank where it is about a save.",
+)
+
 storage_options = option(
     "--storage-options",
     type=JsonObject(),
@@ -226,3 +236,4 @@ daemon_options = combined(
     option("--host", help="Name of this host in status and errors.  [default: the hostname]"),
     option("--embedded", is_flag=True, hidden=True, help="Set by `pannier up`."),
 )
+    log_format_option,

@@ -12,7 +12,14 @@ import click
 from click.core import ParameterSource
 
 from pannier.cli.failures import NEGATIVE
-from pannier.cli.options import Address, Seconds, Size, option, storage_options
+from pannier.cli.options import (
+    Address,
+    Seconds,
+    Size,
+    log_format_option,
+    option,
+    storage_options,
+)
 from pannier.cli.supervisor import AlreadyRunningError, Supervisor, UnsafeDirectoryError
 
 _ROOM = 4 << 30
@@ -60,6 +67,7 @@ _ROOM = 4 << 30
 @option("--planner", multiple=True, metavar="MODULE:CLASS", help="See `pannier coordinator`.")
 @storage_options
 @option("--host", help="Name of this host in status and errors.  [default: the hostname]")
+@log_format_option
 def command(
     *,
     runtime_dir: Path | None,
@@ -67,6 +75,7 @@ def command(
     coordinator: str | None,
     grace: float,
     planner: tuple[str, ...],
+    log_format: str,
     **settings: Any,
 ) -> None:
     """Run one sidecar and one coordinator on this host, supervised.
@@ -91,7 +100,8 @@ def command(
             f"(PANNIER_COORDINATOR) says that it runs at {coordinator}: start that one with it"
         )
     spool = spool or default_spool(directory, addresses.runtime_dir())
-    common = ["--embedded", *_flags(settings, "allow", "storage_options", "host")]
+    common = ["--embedded", "--log-format", log_format]
+    common += _flags(settings, "allow", "storage_options", "host")
     ctx = click.get_current_context()
     decisive = surroundings.record(os.environ)
     for name in ctx.params:
@@ -116,7 +126,7 @@ def command(
         decisive=decisive,
         grace_s=grace,
     )
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s up: %(message)s")
+    _set_up_logging(log_format)
     try:
         status = supervisor.run()
     except AlreadyRunningError as error:
@@ -125,6 +135,15 @@ def command(
     except UnsafeDirectoryError as error:
         raise click.UsageError(str(error)) from error
     ctx.exit(status)
+
+
+def _set_up_logging(format: str) -> None:
+    if format == "text":
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s up: %(message)s")
+        return
+    from pannier.daemon.logs import set_up_logging
+
+    set_up_logging(format, daemon="up")
 
 
 _PANNIER = [sys.executable, "-m", "pannier.cli"]

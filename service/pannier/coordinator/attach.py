@@ -144,7 +144,8 @@ class Attachments:
             try:
                 self._report(save, stream.presence, report)
             except SaveAbortedError as error:
-                _log.warning("host %s: %s", stream.presence.host, error)
+                about = {**save.about, "rank": report.context.rank}
+                _log.warning("host %s: %s", stream.presence.host, error, extra=about)
             except (InvalidRequestError, ConfigurationError) as error:
                 _log.error("a report of host %s is not valid: %s", stream.presence.host, error)
                 continue

@@ -25,6 +25,7 @@ from pannier.coordinator.saves import Save, State
 from pannier.coordinator.sweeping import Sweeper
 from pannier.coordinator.takeover import Looks, adopt, go_by, take_up
 from pannier.records.decisions import decide, decider, propose
+from pannier.daemon.logs import bind
 from pannier.records.ending import carry_out, prepare_commit
 from pannier.records.installing import RemovedError
 from pannier.records.manifests import exists, publish
@@ -101,6 +102,7 @@ class Conductor:
         try:
             await self._until_doomed(save, work, doomed)
             if not save.ended and await self._is_elsewhere(save):
+        bind(lambda: save.about)
                 save.revive()
                 doomed = asyncio.get_running_loop().create_task(save.doomed.wait())
                 work = asyncio.get_running_loop().create_task(self._work(save))

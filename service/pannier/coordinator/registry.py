@@ -183,7 +183,7 @@ class Registry:
             recall=incarnation.hosts.get,
             suspect_after_s=self._suspect_after_s,
         )
-        _log.info("%s begins, with %d ranks", save.label, len(context.ranks))
+        _log.info("%s begins, with %d ranks", save.label, len(context.ranks), extra=save.about)
         self._board.put(context.save, context.checkpoint_id, save.status)
         self._begin(save)
         return save

@@ -201,6 +201,16 @@ class Save:
         return f"save {self.key} to {self.context.checkpoint_id}"
 
     @property
+    def about(self) -> dict[str, str]:
+        """What log records of it carry (:mod:`pannier.daemon.logs`)."""
+        return {
+            "job": self.context.save.job,
+            "save": self.key,
+            "checkpoint": self.context.checkpoint_id,
+            "attempt": self.attempt.name if self.attempt is not None else "",
+        }
+
+    @property
     def ended(self) -> bool:
         """Whether its state is terminal."""
         return self.state in TERMINAL
@@ -217,7 +227,7 @@ class Save:
         self.seconds.setdefault(state, time.monotonic() - self.start)
         why = f": {self.reason()}" if state is State.ABORTED else ""
         level = logging.WARNING if state in (State.ABORTED, State.IN_DOUBT) else logging.INFO
-        _log.log(level, "%s is %s%s", self.label, state.name, why)
+        _log.log(level, "%s is %s%s", self.label, state.name, why, extra=self.about)
         if self.ended:
             # Status needs little of it; plans and metadata may be large.
             self.gathering = Gathering(())

@@ -72,7 +72,7 @@ def run(config: CoordinatorConfig) -> int:
 
     Raises ConfigurationError when it can't listen or a planner can't be imported.
     """
-    set_up_logging()
+    set_up_logging(config.log_format, daemon="coordinator", host=config.host)
     raise_descriptor_limit()
     # Columns of a large job's plan take some MiB each: with pages of their own, clearing these would
     # cost as much as what is done with them.

@@ -67,9 +67,10 @@ class Vigil:
                 _log.warning(
                     "%s, %s, waits for %s: suspect after %.0f s of silence, given up in %.0f s",
                     *(save.label, save.state.name, waiting_text(new), self._after_s, left),
+                    extra=save.about,
                 )
             if back := sorted(before & {one.rank for one in save.awaited()} - ranks):
-                _log.info("%s: %s heard again", save.label, ranks_text(back))
+                _log.info("%s: %s heard again", save.label, ranks_text(back), extra=save.about)
             if ranks:
                 self._ranks[save.key] = ranks
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from pannier.daemon.listening import check_exposure, socket_path
+from pannier.daemon.logs import FORMATS, TEXT
 from pannier.daemon.peers import Peers
 from pannier.daemon.web import web_address
 from pannier.storage.location import parse
@@ -30,6 +31,8 @@ class Access:
     """Where probes are answered, ``host:port``: health alone, in plaintext."""
     metrics: str | None = None
     """Where metrics and the status page are served over HTTP, ``[host:]port``, in plaintext."""
+    log_format: str = TEXT
+    """``text`` for people, or ``json``: an object a line."""
     tls_cert: Path | None = None
     """Own certificate, PEM: shown on TCP to whoever connects, and to whom it connects."""
     tls_key: Path | None = None
@@ -60,6 +63,10 @@ class Access:
             )
         if self.metrics is not None:
             object.__setattr__(self, "metrics", web_address(self.metrics, setting="--metrics"))
+        if self.log_format not in FORMATS:
+            raise ConfigurationError(
+                f"--log-format {self.log_format!r} is none of {', '.join(FORMATS)}"
+            )
         for uid in self.allow_uid:
             if not 0 <= uid <= _LARGEST_UID:
                 raise ConfigurationError(f"--allow-uid {uid} is not the number of a user")

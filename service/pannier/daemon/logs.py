@@ -1,11 +1,66 @@
-"""Logging of a daemon: one line per event on standard error."""
+"""Logging of a daemon: one line per event on standard error, for people or as JSON for a log store.
+
+A record about a save says which: ``job``, ``save``, ``checkpoint``, ``attempt``, ``rank``. Whoever logs
+gives them as ``extra``, or a task binds them once (:func:`bind`) for all that is logged within it,
+by storage as well. Text leaves them out, as its messages name them.
+"""
 
 import logging
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from typing import Any, Final
 
-_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+from pythonjsonlogger.json import JsonFormatter
+
+TEXT: Final = "text"
+JSON: Final = "json"
+FORMATS: Final = (TEXT, JSON)
+
+Fields = Mapping[str, str | int]
+
+_TEXT_FORMAT: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+_bound: ContextVar[Callable[[], Fields]] = ContextVar("pannier-log-fields", default=dict)
 
 
-def set_up_logging(level: int = logging.INFO) -> None:
-    """Sends our own records from ``level`` on, and everyone else's warnings, to standard error."""
-    logging.basicConfig(format=_FORMAT, level=logging.WARNING)
+def bind(fields: Callable[[], Fields]) -> None:
+    """All that this task logs from now on is about ``fields()``, as they are then.
+
+    In a task of an event loop only: those it starts inherit it, others don't see it.
+    """
+    _bound.set(fields)
+
+
+def set_up_logging(format: str = TEXT, level: int = logging.INFO, **fields: str) -> None:
+    """Sends our own records from ``level`` on, and everyone else's warnings, to standard error.
+
+    Args:
+        format: one of FORMATS.
+        fields: what every line of JSON has.
+    """
+    handler = logging.StreamHandler()
+    if format == JSON:
+        handler.setFormatter(
+            JsonFormatter(
+                ["levelname", "name", "message"],
+                timestamp=True,
+                rename_fields={"levelname": "level", "name": "logger", "exc_info": "traceback"},
+                static_fields=dict(fields),
+                json_ensure_ascii=False,
+            )
+        )
+        handler.addFilter(_add_fields)
+    else:
+        handler.setFormatter(logging.Formatter(_TEXT_FORMAT))
+    logging.basicConfig(handlers=[handler], level=logging.WARNING)
     logging.getLogger("pannier").setLevel(level)
+
+
+def _add_fields(record: logging.LogRecord) -> bool:
+    known: dict[str, Any] = record.__dict__
+    for name, value in _bound.get()().items():
+        known.setdefault(name, value)
+    # What isn't known yet isn't said.
+    for name in ("attempt", "rank"):
+        if known.get(name) == "":
+            del known[name]
+    return True

@@ -318,7 +318,7 @@ class Ledger:
         try:
             self._record(rank, what, record)
         except PannierError as error:
-            _log.error("%s: %s is not recorded: %s", rank.label, what, error)
+            _log.error("%s: %s is not recorded: %s", rank.label, what, error, extra=rank.about)
 
     def _record(self, rank: RankSave, what: str, record: Record, *, begin: bool = False) -> None:
         """Adds it to the journal; of a rank that has no part, only with ``begin``."""

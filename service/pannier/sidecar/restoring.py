@@ -169,7 +169,7 @@ def _judge(rank: RankSave, problems: list[tuple[DataFile, PannierError]], saves:
     for file, problem in problems:
         damaged = isinstance(problem, IntegrityError)
         if rank.phase in BEFORE_INGESTION and damaged:
-            _log.warning("%s is sent again: %s", file.label, problem)
+            _log.warning("%s is sent again: %s", file.label, problem, extra=rank.about)
             file.restore(0, 0)
             continue
         saves.fail(

@@ -114,6 +114,11 @@ class RankSave:
         """Save, rank and host, for errors and logs."""
         return f"save {self.save.key} to {self.save.checkpoint_id}, rank {self.rank} on {self.host}"
 
+    @property
+    def about(self) -> dict[str, str | int]:
+        """What log records of it carry (:mod:`pannier.daemon.logs`)."""
+        return {**self.save.about, "attempt": self.attempt, "rank": self.rank}
+
     def _move(self, phase: Phase) -> None:
         if phase not in _MOVES[self.phase]:
             raise InvalidRequestError(
@@ -137,6 +142,11 @@ class Save:
         """What the coordinator last said of it."""
         self.verdict: save_pb2.SaveStatus | None = None
         """How it ended; nothing changes afterwards."""
+
+    @property
+    def about(self) -> dict[str, str]:
+        """What log records of it carry."""
+        return {"job": self.id.job, "save": self.key, "checkpoint": self.checkpoint_id}
 
     def end_error(self) -> PannierError:
         """What a late message of this save is told."""
@@ -395,7 +405,8 @@ class Saves:
             self._adopt(rank, receipt.attempt)
             rank.plan_id = receipt.plan_id
             rank.receipt = receipt
-        _log.info("%s is ingested: %d bytes", rank.label, sum(f.size for f in receipt.files))
+        size = sum(file.size for file in receipt.files)
+        _log.info("%s is ingested: %d bytes", rank.label, size, extra=rank.about)
         self._tell(rank.save, rank, True)
 
     # What becomes of it.
@@ -406,7 +417,7 @@ class Saves:
             if rank.phase is not Phase.INGESTED:
                 return
             rank._move(Phase.DURABLE)
-        _log.info("%s is durable", rank.label)
+        _log.info("%s is durable", rank.label, extra=rank.about)
         self._tell(rank.save, rank, True)
 
     def fail(self, rank: RankSave, kind: "save_pb2.FailureKind", message: str) -> bool:
@@ -420,7 +431,7 @@ class Saves:
             rank.failure = save_pb2.Failure(
                 rank=rank.rank, host=rank.host, kind=kind, message=message
             )
-        _log.error("%s failed: %s", rank.label, message)
+        _log.error("%s failed: %s", rank.label, message, extra=rank.about)
         self._tell(rank.save, rank, True)
         return True
 
@@ -473,6 +484,7 @@ class Saves:
                 key,
                 save.checkpoint_id,
                 save_pb2.SaveState.Name(status.state).removeprefix("SAVE_STATE_"),
+                extra=save.about,
             )
         for rank in agreed:
             # The coordinator has just said so: it needn't hear of it at once.

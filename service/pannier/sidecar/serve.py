@@ -74,7 +74,7 @@ def run(config: SidecarConfig) -> int:
 
     Raises ConfigurationError when it can't start.
     """
-    set_up_logging()
+    set_up_logging(config.log_format, daemon="sidecar", host=config.host)
     raise_descriptor_limit()
     # Before there are threads: each keeps the one it was started with.
     os.nice(config.nice)
@@ -142,7 +142,8 @@ class Sidecar:
                     break
                 watch.wait(min(left, _TICK_S))
         for rank in pending:
-            _log.warning("%s is left behind, %s", rank.label, rank.phase.name.lower())
+            phase = rank.phase.name.lower()
+            _log.warning("%s is left behind, %s", rank.label, phase, extra=rank.about)
         self._on_loop(self._link.flush(_FLUSH_S))
 
     def _start(self, stack: ExitStack) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
 from pannier.daemon import crashing
+from pannier.daemon.logs import bind
 from pannier.sidecar.files import DataFile, SpoolSource
 from pannier.sidecar.ledger import Ledger
 from pannier.sidecar.lending import Lending
@@ -117,6 +118,7 @@ class Uploads:
 
     async def _upload(self, rank: RankSave, file: DataFile) -> bool:
         """One data file; True when it is durable."""
+        bind(lambda: rank.about)
 
         def progress(count: int) -> None:
             file.uploaded = count
@@ -148,6 +150,7 @@ class Uploads:
 
     async def _write_receipt(self, rank: RankSave) -> None:
         """Waits for the files, writes the receipt: then the rank is durable."""
+        bind(lambda: rank.about)
         done = await asyncio.gather(*self._uploads.get(rank, {}).values())
         if not all(done):
             return
@@ -244,6 +247,7 @@ class Uploads:
                     rank.label,
                     key,
                     error,
+                    extra=rank.about,
                 )
             crashing.point("sidecar.deletion.after")
 
