@@ -172,22 +172,6 @@ storage_options = option(
     "Credentials usually come from the environment instead.",
 )
 
-tls_options = combined(
-    *(
-        option(
-            f"--tls-{name}",
-            type=click.Path(path_type=Path),
-            metavar="FILE",
-            help=help,
-        )
-        for name, help in (
-            ("cert", "For TCP: own certificate, PEM, shown to servers and clients alike."),
-            ("key", "Its private key, PEM."),
-            ("ca", "CAs that must have signed what the other side shows, PEM."),
-        )
-    )
-)
-
 daemon_options = combined(
     option(
         "--listen",
@@ -210,6 +194,7 @@ daemon_options = combined(
         "without TLS: whoever can connect sees names of jobs, hosts and checkpoints. A port alone "
         "is on loopback.",
     ),
+    log_format_option,
     tls_options,
     option(
         "--insecure-listen",
@@ -236,4 +221,3 @@ daemon_options = combined(
     option("--host", help="Name of this host in status and errors.  [default: the hostname]"),
     option("--embedded", is_flag=True, hidden=True, help="Set by `pannier up`."),
 )
-    log_format_option,
