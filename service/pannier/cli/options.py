@@ -172,6 +172,22 @@ storage_options = option(
     "Credentials usually come from the environment instead.",
 )
 
+tls_options = combined(
+    *(
+        option(
+            f"--tls-{name}",
+            type=click.Path(path_type=Path),
+            metavar="FILE",
+            help=help,
+        )
+        for name, help in (
+            ("cert", "For TCP: own certificate, PEM, shown to servers and clients alike."),
+            ("key", "Its private key, PEM."),
+            ("ca", "CAs that must have signed what the other side shows, PEM."),
+        )
+    )
+)
+
 daemon_options = combined(
     option(
         "--listen",

@@ -24,8 +24,8 @@ from pannier.coordinator.reusing import check_attempts, choose, kept_assignments
 from pannier.coordinator.saves import Save, State
 from pannier.coordinator.sweeping import Sweeper
 from pannier.coordinator.takeover import Looks, adopt, go_by, take_up
-from pannier.records.decisions import decide, decider, propose
 from pannier.daemon.logs import bind
+from pannier.records.decisions import decide, decider, propose
 from pannier.records.ending import carry_out, prepare_commit
 from pannier.records.installing import RemovedError
 from pannier.records.manifests import exists, publish
@@ -97,12 +97,12 @@ class Conductor:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _conduct(self, save: Save) -> None:
+        bind(lambda: save.about)
         doomed = asyncio.get_running_loop().create_task(save.doomed.wait())
         work = asyncio.get_running_loop().create_task(self._work(save))
         try:
             await self._until_doomed(save, work, doomed)
             if not save.ended and await self._is_elsewhere(save):
-        bind(lambda: save.about)
                 save.revive()
                 doomed = asyncio.get_running_loop().create_task(save.doomed.wait())
                 work = asyncio.get_running_loop().create_task(self._work(save))
