@@ -64,10 +64,11 @@ UNMARKED: Final = ("flat", None)
 
 
 def noise(name: str, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Random bytes as a tensor. No subnormals: gathering a tensor's shards makes them zeros."""
+    """Random bytes as a tensor. Of subnormals and odd NaNs only what survives a gather of shards."""
     value = states.noise(name, shape, dtype, seed)
     if not dtype.is_floating_point:
         return value
+    value = torch.where(value.isnan(), torch.full_like(value, torch.nan), value)
     return torch.where(value.abs() < torch.finfo(dtype).tiny, torch.ones_like(value), value)
 
 
@@ -84,8 +85,8 @@ _TINY: Final = [(1, 1), (1, 2), (2, 1), (1, 9), (1,)]
 
 
 def _dtypes(seed: int) -> State:
-    # Not float16's noise: on its way to a device torch_xla makes its signalling NaNs quiet.
-    kinds = (torch.bfloat16, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool)
+    floats = (torch.bfloat16, torch.float16, torch.float64)
+    kinds = (*floats, torch.int64, torch.int32, torch.uint8, torch.bool)
     state: State = {}
     for dtype in kinds:
         name = str(dtype).removeprefix("torch.")

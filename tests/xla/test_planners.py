@@ -66,6 +66,7 @@ def _torch_xlas_own_planners_lose_nothing() -> None:
     import torch_xla
     from torch.distributed.checkpoint import FileSystemReader
     from torch_xla.experimental.distributed_checkpoint import SPMDLoadPlanner, SPMDSavePlanner
+    from torch_xla.experimental.distributed_checkpoint._helpers import _sharded_cpu_state_dict
 
     from pannier import client
     from support.bits import differences
@@ -91,12 +92,25 @@ def _torch_xlas_own_planners_lose_nothing() -> None:
                 layout.place(kind, number, BEFORE), checkpoint_id=directory, planner=planner
             )
             for load_planner in (None, SPMDLoadPlanner()):
-                which = BEFORE if load_planner else AFTER
-                state = layout.place(kind, 77, which)
+                state = layout.place(kind, 77, AFTER)
                 torch_xla.sync()
                 client.load(state, checkpoint_id=directory, planner=load_planner)
                 found = differences(on_host(state), kind.values(number))
                 assert not found, (name, number, load_planner, found)
+        # Shards that torch_xla's manager has copied to the host.
+        directory = f"{os.environ['ROOT']}/theirs/{name}/shards"
+        shards = _sharded_cpu_state_dict(layout.place(kind, 5, BEFORE))
+        client.save(shards, checkpoint_id=directory, planner=SPMDSavePlanner())
+        state = layout.place(kind, 77, AFTER)
+        torch_xla.sync()
+        client.load(state, checkpoint_id=directory)
+        found = differences(on_host(state), kind.values(5))
+        assert not found, (name, found)
+        # What ours has saved, by its planner.
+        client.save(layout.place(kind, 6, BEFORE), checkpoint_id=f"{directory}/ours")
+        client.load(state, checkpoint_id=f"{directory}/ours", planner=SPMDLoadPlanner())
+        found = differences(on_host(state), kind.values(6))
+        assert not found, (name, found)
     assert Counting.resolved
     metadata = FileSystemReader(Path(os.environ["ROOT"]) / "theirs/uneven/0").read_metadata()
     chunks = metadata.state_dict_metadata["7x3"].chunks

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint import _version
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.planner import SavePlanner
@@ -192,6 +193,7 @@ __all__ = [
     "backward_is_running",
     "caches_plans",
     "copy_all",
+    "flatten_state_dict",
     "flattened",
     "flattens_as_of_old",
     "group_store",

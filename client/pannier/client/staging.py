@@ -108,13 +108,15 @@ def stage(
     names = [file.name for file in final.files]
     places = final.placement
     slots = list(map(_Slot, places.file, places.offset, places.length))
-    with _Writer(names, _objects_name(names), arena, devices) as writer:
-        placements = [
-            writer.put(item, planning.resolve, slot)
-            for item, slot in zip(items, slots, strict=True)
-        ]
-        files = writer.finish()
-    planning.release()
+    try:
+        with _Writer(names, _objects_name(names), arena, devices) as writer:
+            placements = [
+                writer.put(item, planning.resolve, slot)
+                for item, slot in zip(items, slots, strict=True)
+            ]
+            files = writer.finish()
+    finally:
+        planning.release()
     varying = [
         records_pb2.VaryingItem(
             position=position, file=placed.file, offset=placed.offset, length=placed.length

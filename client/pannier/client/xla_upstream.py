@@ -7,6 +7,7 @@ of any class are loaded. Its items keep their index, by which it finds the local
 """
 
 import io
+from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
@@ -102,9 +103,22 @@ class UpstreamLoad(dcp.LoadPlanner):
         metadata: Metadata | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Waits for the devices."""
+        """Waits for the devices; takes its containers apart where the checkpoint has their parts."""
         xla_runtime.settle()
-        self._planner.set_up_planner(state_dict, metadata, is_coordinator)
+        planner = self._planner
+        planner.set_up_planner(state_dict, metadata, is_coordinator)
+        held = metadata.state_dict_metadata if metadata is not None else {}
+        whole: dict[str, Any] = planner.unsharded_state_dict
+        for fqn, value in list(whole.items()):
+            if fqn in held or not isinstance(value, Mapping | list):
+                continue
+            # It has containers without tensors under one key, where DCP has a key for each value.
+            parts, paths = compat.flatten_state_dict({fqn: value})
+            if held.keys() >= parts.keys():
+                del whole[fqn]
+                whole.update(parts)
+                path = planner.mappings.pop(fqn)
+                planner.mappings.update({key: (*path, *paths[key][1:]) for key in parts})
 
     def create_local_plan(self) -> dcp.LoadPlan:
         """Its own."""
