@@ -108,3 +108,20 @@ def test_a_rank_that_its_client_asks_after_is_suspect(monkeypatch: pytest.Monkey
 
     # Rank 1 was reported meanwhile.
     assert suspects(monkeypatch, happen).keys() == {0}
+
+
+def test_hosts_whose_sidecars_are_replaced_at_once_are_all_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def happen(host: Host) -> None:
+        hosts = ("node", "other")
+        old = [host.losses.attached(name, f"old-{name}") for name in hosts]
+        for rank, name in enumerate(hosts):
+            host.hold(rank, old[rank])
+            host.save.parts[rank].host = name
+        for each in old:
+            host.losses.detached(each)
+        for name in hosts:
+            host.losses.attached(name, f"new-{name}")
+
+    assert suspects(monkeypatch, happen).keys() == {0, 1}

@@ -103,7 +103,13 @@ class AgreedPlan:
         length = assignment.length[order]
         end = np.where(length > 0, assignment.offset[order] + length, 0)[by_file]
         self._sizes = np.maximum.reduceat(end, heads) if len(heads) else end
-        self._varying = np.flatnonzero(length == 0)
+        self._positions = assignment.position[order]
+        varying = np.flatnonzero(length == 0)
+        cuts = np.searchsorted(varying, edges).tolist()
+        self._varying = {
+            rank: varying[cuts[index] : cuts[index + 1]] for index, (rank, _) in enumerate(members)
+        }
+        """By rank: indices into the order of ranks of what has no planned place."""
         self._shares: dict[int, Share] = {}
         self._columns: list[list[bytes]] | None = None
 
@@ -116,13 +122,11 @@ class AgreedPlan:
 
     def _cut(self, rank: int) -> Share:
         start, end = self._spans.get(rank, (0, 0))
-        rows = self._order[start:end]
-        share = Share(rows, self.assignment.position[rows])
+        share = Share(self._order[start:end], self._positions[start:end])
         for number in range(*self._file_spans.get(rank, (0, 0))):
             share.files[self.names[self._files[number]]] = int(self._sizes[number])
-        first, last = np.searchsorted(self._varying, (start, end))
-        for index in self._varying[first:last].tolist():
-            share.varying[int(share.positions[index - start])] = (
+        for index in self._varying[rank].tolist() if rank in self._varying else ():
+            share.varying[int(self._positions[index])] = (
                 int(self._order[index]),
                 self.names[self._files[self._file[index]]],
             )
@@ -176,7 +180,7 @@ class AgreedPlan:
             starts = np.array([start for start, _ in self._file_spans.values()], np.int64)
             edges = np.array([0, *(end for _, end in self._spans.values())], np.int64)
             file = self._file - starts[told.owner[order]]
-            columns = (told.position[order], file, told.offset[order], told.length[order])
+            columns = (self._positions, file, told.offset[order], told.length[order])
             self._columns = [varints.encode_parts(column, edges) for column in columns]
         return self._columns
 

@@ -7,6 +7,7 @@ is no suspect: its client streams everything again. Event loop only; no I/O.
 
 import asyncio
 import time
+from collections.abc import Callable, Collection
 from typing import Final
 
 from pannier.coordinator.registry import Registry
@@ -17,8 +18,31 @@ RETURN_S: Final = 3.0
 """A sidecar that lives attaches again within this time after its stream broke."""
 PLAN_RETURN_S: Final = 10.0
 """The same, and a trainer beside it has called Plan again."""
+_MOMENT_S: Final = 0.02
 _KEPT_S: Final = 3600.0
 """How long a sidecar that went away is remembered."""
+
+
+class _Later:
+    """Calls ``look`` with hosts some time after they were added: those of one moment together.
+
+    Each look goes through all ranks, and the sidecars of a large job come and go at once.
+    """
+
+    def __init__(self, after_s: float, look: Callable[[Collection[str]], None]) -> None:
+        self._after_s = after_s
+        self._look = look
+        self._hosts: set[str] = set()
+        self._until = 0.0
+
+    def add(self, host: str) -> None:
+        """It is looked at after that time, or a moment later."""
+        loop = asyncio.get_running_loop()
+        if loop.time() >= self._until:
+            self._hosts = set()
+            self._until = loop.time() + _MOMENT_S
+            loop.call_at(self._until + self._after_s, self._look, self._hosts)
+        self._hosts.add(host)
 
 
 class Losses:
@@ -27,6 +51,8 @@ class Losses:
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
         self._presences: dict[tuple[str, str], Presence] = {}
+        self._returning = _Later(RETURN_S, self._look)
+        self._planning = _Later(PLAN_RETURN_S, self._look_at_plans)
 
     def attached(self, host: str, sidecar: str) -> Presence:
         """A stream of the sidecar begins; its first request reports all that it holds."""
@@ -46,41 +72,42 @@ class Losses:
         """One of its streams has ended."""
         presence.streams -= 1
         self._look_later(presence.host)
-        asyncio.get_running_loop().call_later(PLAN_RETURN_S, self._look_at_plans, presence.host)
+        self._planning.add(presence.host)
 
     def asked(self, save: Save, rank: int) -> None:
         """The rank was handed over, and the sidecar of its client holds nothing of it."""
         asyncio.get_running_loop().call_later(RETURN_S, self._judge, save, save.parts[rank])
 
     def _look_later(self, host: str) -> None:
-        asyncio.get_running_loop().call_later(RETURN_S, self._look, host)
+        self._returning.add(host)
 
     def present(self) -> list[Presence]:
         """Sidecars that are attached now."""
         return [presence for presence in self._presences.values() if presence.streams]
 
-    def _look(self, host: str) -> None:
+    def _look(self, hosts: Collection[str]) -> None:
         """Judges the ranks of sidecars that are gone, and after whom another one came.
 
         Of a sidecar that is gone without a successor nothing is known but what it left in
         storage, which is looked at.
         """
-        here = [p.since for p in self._presences.values() if p.host == host and p.streams]
-        newest = max(here, default=0.0)
+        newest: dict[str, float] = {}
+        for presence in self.present():
+            newest[presence.host] = max(presence.since, newest.get(presence.host, 0.0))
         for save in self._registry.undecided():
-            if any(part.host == host and part.orphaned for part in save.parts.values()):
+            if any(part.host in hosts and part.orphaned for part in save.parts.values()):
                 save.ask_storage()
             for part in save.parts.values():
                 old = part.sidecar
                 if (
                     old is not None
-                    and old.host == host
-                    and old.since < newest
+                    and old.host in hosts
+                    and old.since < newest.get(old.host, 0.0)
                     and part.phase == save_pb2.RANK_PHASE_INGESTED
                 ):
                     self._judge(save, part)
 
-    def _look_at_plans(self, host: str) -> None:
+    def _look_at_plans(self, hosts: Collection[str]) -> None:
         """Fails the ranks that wait for a plan to be agreed, and for whom nobody speaks any more.
 
         Of those that wait by a call of their own, its end tells.
@@ -90,10 +117,10 @@ class Losses:
                 continue
             for proposal in save.gathering.unread:
                 part = save.parts[proposal.rank]
-                if part.host == host and part.orphaned:
+                if part.host in hosts and part.orphaned:
                     save.fail(
                         save_pb2.FAILURE_KIND_LOST,
-                        f"the sidecar on host {host} is gone: it ended while the save was planned",
+                        f"the sidecar on host {part.host} is gone: it ended while the save was planned",
                         part.rank,
                         concluded=True,
                     )
