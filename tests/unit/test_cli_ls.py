@@ -35,6 +35,9 @@ def test_checkpoints_of_every_standing(tmp_path: Path) -> None:
         "attempt": ATTEMPT,
         "bytes": 1000,
         "time": 50.0,
+        "job": "job",
+        "metrics": {},
+        "kept_for": [],
     }
     assert lines[0] == found["step-1"], "the oldest comes first"
     assert (found["plain"]["attempt"], found["plain"]["bytes"]) == (None, 5)

@@ -56,6 +56,7 @@ def async_save(
     on_busy: str = "wait",
     timeout: float | None = None,
     staging: str = "blocking",
+    metrics: Mapping[str, Any] | None = None,
 ) -> SaveHandle:
     """Saves in the background; returns when the state is staged. See :meth:`Client.async_save`."""
     return default_client().async_save(
@@ -71,6 +72,7 @@ def async_save(
         on_busy=on_busy,
         timeout=timeout,
         staging=staging,
+        metrics=metrics,
     )
 
 
@@ -107,6 +109,7 @@ def save(
     use_collectives: bool = True,
     on_busy: str = "wait",
     timeout: float | None = None,
+    metrics: Mapping[str, Any] | None = None,
 ) -> SaveResult:
     """Saves, and returns when the checkpoint is committed. See :meth:`Client.save`."""
     return default_client().save(
@@ -119,6 +122,7 @@ def save(
         use_collectives=use_collectives,
         on_busy=on_busy,
         timeout=timeout,
+        metrics=metrics,
     )
 
 

@@ -23,6 +23,7 @@ from pannier.client import checkpoints, embedded
 from pannier.client.agreed import Wish, agree
 from pannier.client.arena import ArenaPool
 from pannier.client.arguments import (
+    check_metrics,
     check_on_busy,
     check_staging,
     check_torch_only,
@@ -104,6 +105,7 @@ class Client:
         on_busy: str = "wait",
         timeout: float | None = None,
         staging: str = "blocking",
+        metrics: Mapping[str, Any] | None = None,
     ) -> SaveHandle:
         """Saves ``state_dict``; returns when it is staged, and may be changed.
 
@@ -130,6 +132,9 @@ class Client:
                 ``staging_completion`` itself before it steps. All else is staged when it
                 returns: buffers, tensors of the host, objects. Where nothing is on a device with
                 streams (CUDA, XPU) it is the same as ``"blocking"``.
+            metrics: numbers that tell how good the state is, by name, for the coordinator's
+                retention (``--keep-best``) and for whoever reads the decision. One rank may
+                give them alone; where several do, the lowest rank's counts.
 
         Raises:
             InvalidRequestError: an argument or the state dict can't be accepted (a ValueError).
@@ -156,6 +161,7 @@ class Client:
                 self._unasked.raise_all()
                 check_on_busy(on_busy)
                 check_staging(staging)
+                entry.metrics = check_metrics(metrics)
                 check_torch_only(async_checkpointer_type, async_stager, use_collectives)
                 entry.checkpoint_id = checkpoint_path(checkpoint_id, storage_writer)
                 seconds = self.settings.save_timeout if timeout is None else check_timeout(timeout)
@@ -398,7 +404,14 @@ class Client:
         slot = self._slots.take(on_busy, deadline.remaining())
         saving = rest = None
         try:
-            saving = Saving(session, context, on_busy=on_busy, deadline=deadline, ended=self._ended)
+            saving = Saving(
+                session,
+                context,
+                on_busy=on_busy,
+                metrics=entry.metrics,
+                deadline=deadline,
+                ended=self._ended,
+            )
             with self._lock:
                 self._pending.add(saving)
             wish = _wish(entry, context, state_dict, planner)

@@ -21,6 +21,7 @@ class Entry:
         self.group = group
         self.number = number
         self.checkpoint_id = checkpoint_id
+        self.metrics: dict[str, float] = {}
         self.checked = False
         """What is raised from now on is about this save."""
         self.planned = False

@@ -102,6 +102,7 @@ class Saving:
         context: sidecar_pb2.SaveContext,
         *,
         on_busy: str,
+        metrics: Mapping[str, float] | None = None,
         deadline: Deadline,
         ended: Callable[["Saving"], None],
     ) -> None:
@@ -113,6 +114,7 @@ class Saving:
         self.handle = SaveHandle(self.text, context.checkpoint_id)
         self.resolver = Resolver(self.handle)
         self._on_busy = on_busy
+        self._metrics = metrics
         self._ended = ended
         self._plan = ("", "")
         self._agreement: Agreement | None = None
@@ -433,6 +435,7 @@ class Saving:
             ],
             # The call has returned after that, or is about to.
             stalled_s=self._seconds.get("plan", 0.0) + self._seconds.get("stage", 0.0),
+            metrics=self._metrics,
         )
         self.session.hand_over(request, self.deadline.remaining())
         if mapped:

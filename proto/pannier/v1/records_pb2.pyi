@@ -89,23 +89,39 @@ class VaryingItem(_message.Message):
     def __init__(self, position: _Optional[int] = ..., file: _Optional[str] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ...) -> None: ...
 
 class Receipt(_message.Message):
-    __slots__ = ("attempt", "plan_id", "rank", "host", "files", "varying")
+    __slots__ = ("attempt", "plan_id", "rank", "host", "files", "varying", "metrics")
+    class MetricsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PLAN_ID_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     FILES_FIELD_NUMBER: _ClassVar[int]
     VARYING_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
     attempt: str
     plan_id: str
     rank: int
     host: str
     files: _containers.RepeatedCompositeFieldContainer[DataFile]
     varying: _containers.RepeatedCompositeFieldContainer[VaryingItem]
-    def __init__(self, attempt: _Optional[str] = ..., plan_id: _Optional[str] = ..., rank: _Optional[int] = ..., host: _Optional[str] = ..., files: _Optional[_Iterable[_Union[DataFile, _Mapping]]] = ..., varying: _Optional[_Iterable[_Union[VaryingItem, _Mapping]]] = ...) -> None: ...
+    metrics: _containers.ScalarMap[str, float]
+    def __init__(self, attempt: _Optional[str] = ..., plan_id: _Optional[str] = ..., rank: _Optional[int] = ..., host: _Optional[str] = ..., files: _Optional[_Iterable[_Union[DataFile, _Mapping]]] = ..., varying: _Optional[_Iterable[_Union[VaryingItem, _Mapping]]] = ..., metrics: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class Decision(_message.Message):
-    __slots__ = ("outcome", "save", "attempt", "incarnation_number", "plan_id", "metadata_size", "metadata_crc32c", "failures", "decided_by", "decided_at")
+    __slots__ = ("outcome", "save", "attempt", "incarnation_number", "plan_id", "metadata_size", "metadata_crc32c", "failures", "decided_by", "decided_at", "metrics")
+    class MetricsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
     SAVE_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
@@ -116,6 +132,7 @@ class Decision(_message.Message):
     FAILURES_FIELD_NUMBER: _ClassVar[int]
     DECIDED_BY_FIELD_NUMBER: _ClassVar[int]
     DECIDED_AT_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
     outcome: Outcome
     save: _save_pb2.SaveId
     attempt: str
@@ -126,7 +143,8 @@ class Decision(_message.Message):
     failures: _containers.RepeatedCompositeFieldContainer[_save_pb2.Failure]
     decided_by: str
     decided_at: float
-    def __init__(self, outcome: _Optional[_Union[Outcome, str]] = ..., save: _Optional[_Union[_save_pb2.SaveId, _Mapping]] = ..., attempt: _Optional[str] = ..., incarnation_number: _Optional[int] = ..., plan_id: _Optional[str] = ..., metadata_size: _Optional[int] = ..., metadata_crc32c: _Optional[int] = ..., failures: _Optional[_Iterable[_Union[_save_pb2.Failure, _Mapping]]] = ..., decided_by: _Optional[str] = ..., decided_at: _Optional[float] = ...) -> None: ...
+    metrics: _containers.ScalarMap[str, float]
+    def __init__(self, outcome: _Optional[_Union[Outcome, str]] = ..., save: _Optional[_Union[_save_pb2.SaveId, _Mapping]] = ..., attempt: _Optional[str] = ..., incarnation_number: _Optional[int] = ..., plan_id: _Optional[str] = ..., metadata_size: _Optional[int] = ..., metadata_crc32c: _Optional[int] = ..., failures: _Optional[_Iterable[_Union[_save_pb2.Failure, _Mapping]]] = ..., decided_by: _Optional[str] = ..., decided_at: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class Lease(_message.Message):
     __slots__ = ("attempt", "host", "pid", "holder", "renew_s")

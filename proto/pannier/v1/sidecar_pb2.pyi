@@ -226,7 +226,14 @@ class MappedFile(_message.Message):
     def __init__(self, name: _Optional[str] = ..., slab: _Optional[str] = ...) -> None: ...
 
 class HandOverRequest(_message.Message):
-    __slots__ = ("context", "attempt", "plan_id", "files", "varying", "mapped", "stalled_s")
+    __slots__ = ("context", "attempt", "plan_id", "files", "varying", "mapped", "stalled_s", "metrics")
+    class MetricsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PLAN_ID_FIELD_NUMBER: _ClassVar[int]
@@ -234,6 +241,7 @@ class HandOverRequest(_message.Message):
     VARYING_FIELD_NUMBER: _ClassVar[int]
     MAPPED_FIELD_NUMBER: _ClassVar[int]
     STALLED_S_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
     context: SaveContext
     attempt: str
     plan_id: str
@@ -241,7 +249,8 @@ class HandOverRequest(_message.Message):
     varying: _containers.RepeatedCompositeFieldContainer[_records_pb2.VaryingItem]
     mapped: _containers.RepeatedCompositeFieldContainer[MappedFile]
     stalled_s: float
-    def __init__(self, context: _Optional[_Union[SaveContext, _Mapping]] = ..., attempt: _Optional[str] = ..., plan_id: _Optional[str] = ..., files: _Optional[_Iterable[_Union[_records_pb2.DataFile, _Mapping]]] = ..., varying: _Optional[_Iterable[_Union[_records_pb2.VaryingItem, _Mapping]]] = ..., mapped: _Optional[_Iterable[_Union[MappedFile, _Mapping]]] = ..., stalled_s: _Optional[float] = ...) -> None: ...
+    metrics: _containers.ScalarMap[str, float]
+    def __init__(self, context: _Optional[_Union[SaveContext, _Mapping]] = ..., attempt: _Optional[str] = ..., plan_id: _Optional[str] = ..., files: _Optional[_Iterable[_Union[_records_pb2.DataFile, _Mapping]]] = ..., varying: _Optional[_Iterable[_Union[_records_pb2.VaryingItem, _Mapping]]] = ..., mapped: _Optional[_Iterable[_Union[MappedFile, _Mapping]]] = ..., stalled_s: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class HandOverResponse(_message.Message):
     __slots__ = ()

@@ -182,6 +182,11 @@ def is_throw_away(key: str) -> bool:
     return key.startswith((f"{_PRIVATE}/clock-", f"{_PRIVATE}/probe-"))
 
 
+def retention_record() -> str:
+    """Where a root keeps what was kept and removed last, and why."""
+    return f"{_PRIVATE}/retention"
+
+
 def incarnations_prefix() -> str:
     """Where a root keeps its numbered incarnations."""
     return f"{_PRIVATE}/incarnations/"

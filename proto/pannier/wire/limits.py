@@ -5,7 +5,7 @@ here looks at more than lengths and single numbers, so a check costs nothing.
 """
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Final
 
 from pannier.v1 import plan_pb2, save_pb2, sidecar_pb2
@@ -31,6 +31,8 @@ MAX_ALL_ITEMS: Final = 1 << 24
 """Items of a global plan that torch made."""
 MAX_FILES: Final = 1024
 """Data files of one rank in one save."""
+MAX_METRICS: Final = 64
+"""Metrics of one save."""
 MAX_LENT: Final = 1 << 14
 """Files that are lent to one rank."""
 MAX_PENDING: Final = 1024
@@ -49,6 +51,17 @@ def check_context(context: sidecar_pb2.SaveContext) -> None:
     _at_most(context.world_size, MAX_WORLD, "processes of a job")
     _at_most(len(context.checkpoint_id.encode()), MAX_CHECKPOINT_ID, "bytes of a checkpoint id")
     check_host(context.host)
+
+
+def check_metrics(metrics: Mapping[str, float]) -> None:
+    """How many metrics there are, and their names: they stand in decisions and tables."""
+    _at_most(len(metrics), MAX_METRICS, "metrics")
+    for name in metrics:
+        if not (isinstance(name, str) and 0 < len(name) <= MAX_WORD and name.isprintable()):
+            raise InvalidRequestError(
+                f"{str(name)[:MAX_WORD]!r} is no name of a metric: 1 to {MAX_WORD} characters are "
+                "allowed, all of them printable"
+            )
 
 
 def check_room(undecided: Collection[save_pb2.SaveId], new: save_pb2.SaveId) -> None:
@@ -110,6 +123,7 @@ def check_hand_over(request: sidecar_pb2.HandOverRequest) -> None:
     _at_most(len(request.files), MAX_FILES, "data files of a rank")
     _at_most(len(request.varying), MAX_ITEMS, "items of a rank's plan")
     _at_most(len(request.mapped), MAX_FILES, "mapped files of a rank")
+    check_metrics(request.metrics)
     check_words(attempt=request.attempt, plan_id=request.plan_id)
 
 

@@ -7,7 +7,14 @@ from typing import Any
 
 import click
 
-from pannier.cli.options import Address, Seconds, daemon_options, option
+from pannier.cli.options import (
+    Address,
+    Seconds,
+    daemon_options,
+    option,
+    policy_of,
+    retention_options,
+)
 from pannier.cli.sidecar import daemon_settings
 
 DEFAULT_ADDRESS = "unix:///run/pannier/coordinator.sock"
@@ -44,12 +51,18 @@ DEFAULT_ADDRESS = "unix:///run/pannier/coordinator.sock"
     metavar="SECONDS",
     help="How long the files of an overwritten checkpoint stay for readers without a lease.",
 )
+@retention_options
 @daemon_options
 def command(**settings: Any) -> None:
     """Run the daemon that plans and commits a job's checkpoints.
 
     One per job. It keeps nothing on disk: killed and started again anywhere, it
     goes on from what the sidecars report and what is in storage.
+
+    With --keep-newest, --keep-every or --keep-best, each commit is followed by
+    the removal of the job's checkpoints beside it that no rule keeps. `pannier
+    retain --dry-run` shows which these are. The newest, those whose names have
+    no number, and what is being read or written always stay.
     """
     try:
         from pannier.coordinator.config import CoordinatorConfig
@@ -62,4 +75,5 @@ def command(**settings: Any) -> None:
         ) from error
 
     ctx = click.get_current_context()
+    settings["retention"] = policy_of(settings)
     ctx.exit(run(CoordinatorConfig(**daemon_settings(settings))))

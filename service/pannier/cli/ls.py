@@ -10,6 +10,7 @@ from rich.text import Text
 from pannier.cli import render
 from pannier.cli.options import Location, storage_options
 from pannier.records.listing import Checkpoint, Standing, list_checkpoints
+from pannier.records.retaining import read_record
 from pannier.storage import open_store
 
 
@@ -27,19 +28,22 @@ def command(*, root: str, storage_options: dict[str, Any], as_json: bool) -> Non
     undecided   an attempt is under way, or waits for its daemons' return
 
     The JSON is a stable contract: per line "checkpoint" (its id), "state" (as
-    above), "attempt" (or null), "bytes" (of its data files) and "time" (when it
-    was committed, else last written; Unix time in seconds).
+    above), "attempt" (or null), "bytes" (of its data files), "time" (when it
+    was committed, else last written; Unix time in seconds), "job" and "metrics"
+    (of a committed one), and "kept_for" (what the last retention said of it).
     """
-    found = asyncio.run(_list(root, storage_options))
+    found, kept = asyncio.run(_list(root, storage_options))
     if as_json:
         for checkpoint in found:
-            render.print_json(_fields(root, checkpoint))
+            render.print_json(_fields(root, checkpoint, kept))
         return
     out = render.console()
     if not found:
         out.print(f"no checkpoints below {root}")
         return
     table = render.table("state", "attempt", "bytes", "time", "checkpoint", right=["bytes"])
+    if kept:
+        table.add_column("kept for")
     colours = {Standing.COMMITTED: "green", Standing.ABORTED: "red", Standing.UNDECIDED: "yellow"}
     for checkpoint in found:
         table.add_row(
@@ -48,11 +52,12 @@ def command(*, root: str, storage_options: dict[str, Any], as_json: bool) -> Non
             render.size(checkpoint.size),
             render.ago(checkpoint.time),
             Text(checkpoint.name or "."),
+            *([Text(", ".join(_reasons(kept, checkpoint)))] if kept else []),
         )
     out.print(table)
 
 
-def _fields(root: str, checkpoint: Checkpoint) -> dict[str, Any]:
+def _fields(root: str, checkpoint: Checkpoint, kept: dict[str, Any]) -> dict[str, Any]:
     named = dataclasses.asdict(checkpoint)
     return {
         "checkpoint": f"{root.rstrip('/')}/{checkpoint.name}".rstrip("/"),
@@ -60,12 +65,21 @@ def _fields(root: str, checkpoint: Checkpoint) -> dict[str, Any]:
         "attempt": named["attempt"],
         "bytes": named["size"],
         "time": named["time"],
+        "job": named["job"],
+        "metrics": named["metrics"],
+        "kept_for": _reasons(kept, checkpoint),
     }
 
 
-async def _list(root: str, options: dict[str, Any]) -> list[Checkpoint]:
+def _reasons(kept: dict[str, Any], checkpoint: Checkpoint) -> list[str]:
+    reasons: list[str] = kept.get(checkpoint.job, {}).get(checkpoint.name, [])
+    return reasons
+
+
+async def _list(root: str, options: dict[str, Any]) -> tuple[list[Checkpoint], dict[str, Any]]:
+    """The checkpoints, and by job and name why retention kept them."""
     store = open_store(root, storage_options=options)
     try:
-        return await list_checkpoints(store)
+        return await list_checkpoints(store), (await read_record(store)).get("kept", {})
     finally:
         await store.close()

@@ -22,6 +22,7 @@ _SUMMARIES = {
     "watch": "Follow one save until it is committed or aborted.",
     "ls": "List the checkpoints below a root in storage.",
     "recover": "Finish or judge interrupted saves from storage alone.",
+    "retain": "Remove the checkpoints of a job that no rule keeps.",
     "rm": "Remove one checkpoint.",
     "gc": "Remove what crashed, aborted and overwritten saves left behind.",
     "verify": "Re-read a checkpoint and compare it with its receipts.",

@@ -172,6 +172,49 @@ storage_options = option(
     "Credentials usually come from the environment instead.",
 )
 
+retention_options = combined(
+    option(
+        "--keep-newest",
+        type=click.IntRange(1),
+        metavar="N",
+        help="Keep the N newest checkpoints of the job in the same directory.",
+    ),
+    option(
+        "--keep-every",
+        type=click.IntRange(1),
+        metavar="K",
+        help="Keep those whose step, the last number in the name, is a multiple of K.",
+    ),
+    option(
+        "--keep-best",
+        multiple=True,
+        metavar="METRIC:min|max[:N]",
+        help="Keep the N best (1) by a metric of async_save(metrics=...); may be given several times "
+        "(separated by spaces in the variable).",
+    ),
+    option(
+        "--keep",
+        multiple=True,
+        metavar="NAME",
+        help="Always keep those of this name, which may have the wildcards of a shell; may be given "
+        "several times (separated by spaces in the variable).",
+    ),
+)
+"""Arguments of :func:`policy_of`."""
+
+
+def policy_of(settings: dict[str, Any]) -> Any:
+    """Takes the values of :data:`retention_options` out; returns a ``records.retention.Policy``."""
+    from pannier.records.retention import Best, Policy
+
+    return Policy(
+        newest=settings.pop("keep_newest"),
+        every=settings.pop("keep_every"),
+        best=tuple(map(Best.parse, settings.pop("keep_best"))),
+        always=settings.pop("keep"),
+    )
+
+
 tls_options = combined(
     *(
         option(

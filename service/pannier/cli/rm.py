@@ -1,19 +1,16 @@
 """``pannier rm``: one checkpoint, removed so that nobody brings it back."""
 
 import asyncio
-import os
 import socket
 import time
-from contextlib import suppress
 from typing import Any
 
 import click
 
 from pannier.cli import render
 from pannier.cli.options import Location, storage_options
-from pannier.records.unmaking import Condemned, Gone, condemn, remove_checkpoint
+from pannier.records.unmaking import Condemned, Gone, condemn, remove_checkpoint, remove_directory
 from pannier.storage import open_store
-from pannier.storage.location import parse
 
 
 @click.command("rm")
@@ -67,10 +64,7 @@ async def _remove(checkpoint_id: str, options: dict[str, Any], yes: bool) -> tup
         gone = await remove_checkpoint(store, condemned, host=socket.gethostname())
     finally:
         await store.close()
-    location = parse(checkpoint_id)
-    if location.scheme == "file":
-        with suppress(OSError):  # Something else's is left in it.
-            os.rmdir(location.path)
+    remove_directory(checkpoint_id)
     return condemned, gone
 
 

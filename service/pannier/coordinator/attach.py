@@ -214,6 +214,7 @@ class Attachments:
         elif report.attempt:
             self._check_attempt(save, report)
         if report.HasField("receipt") and part.receipt is None:
+            limits.check_metrics(report.receipt.metrics)
             save.take_receipt(report.receipt)
         # DURABLE is what the receipt says, not the phase.
         phase = save_pb2.RANK_PHASE_DURABLE if part.receipt is not None else report.status.phase

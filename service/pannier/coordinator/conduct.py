@@ -20,6 +20,7 @@ from pannier.coordinator.manifest import Manifest, agree
 from pannier.coordinator.places import Places
 from pannier.coordinator.planners import Planners
 from pannier.coordinator.receipts import check_external_metadata
+from pannier.coordinator.retention import Retention
 from pannier.coordinator.reusing import check_attempts, choose, kept_assignments
 from pannier.coordinator.saves import Save, State
 from pannier.coordinator.sweeping import Sweeper
@@ -29,6 +30,7 @@ from pannier.records.decisions import decide, decider, propose
 from pannier.records.ending import carry_out, prepare_commit
 from pannier.records.installing import RemovedError
 from pannier.records.manifests import exists, publish
+from pannier.records.retention import Policy
 from pannier.storage import DeniedError, NotFoundError, StorageError, Store
 from pannier.storage.limits import limited
 from pannier.v1 import records_pb2, save_pb2
@@ -58,7 +60,7 @@ class Conductor:
     Args:
         host: signs decisions.
         threads: for planning and for the metadata.
-        sweeper: told of commits. Default: one of its own.
+        sweeper, retention: told of commits. Default: those of their own, which keep all.
         plans: told of the plans that are agreed, which later saves go by. Default: none so far.
     """
 
@@ -70,10 +72,12 @@ class Conductor:
         host: str,
         threads: Executor,
         sweeper: Sweeper | None = None,
+        retention: Retention | None = None,
         plans: AgreedPlans | None = None,
     ) -> None:
         self._places = places
         self._sweeper = sweeper or Sweeper(places)
+        self._retention = retention or Retention(places, Policy(), host=host)
         self._planners = planners
         self._host = host
         self._threads = threads
@@ -92,6 +96,7 @@ class Conductor:
     async def stop(self) -> None:
         """Drops all saves as they are: another coordinator can go on from storage."""
         await self._sweeper.stop()
+        await self._retention.stop()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -335,6 +340,7 @@ class Conductor:
             attempt=attempt,
             plan_id=agreed.plan_id,
             metadata=data,
+            receipts=receipts.values(),
             host=self._host,
         )
         save.deciding = True
@@ -356,6 +362,7 @@ class Conductor:
                 part.phase = save_pb2.RANK_PHASE_DURABLE
             save.move(State.COMMITTED)
             self._sweeper.committed(save.context.checkpoint_id)
+            self._retention.committed(save.context.checkpoint_id, save.context.save.job)
             return
         for failure in decision.failures:
             save.failures.setdefault(failure.rank, failure)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pannier.daemon.access import Access
+from pannier.records.retention import Policy
 from pannier.records.superseded import GRACE_S
 from pannier.wire.errors import ConfigurationError
 
@@ -23,6 +24,8 @@ class CoordinatorConfig(Access):
     """Started by a client (``pannier up``)."""
     suspect_after_s: float = 5
     """Seconds of silence after which a trainer's own silence is shown, not its sidecar's."""
+    retention: Policy = field(default_factory=Policy)
+    """Which checkpoints of a job stay after each commit; by default all."""
     grace_superseded_s: float = GRACE_S
     """Seconds that the files of an overwritten checkpoint stay, for readers without a lease."""
 

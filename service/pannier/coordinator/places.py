@@ -43,6 +43,10 @@ class Places:
         self.check(checkpoint_id)
         return open_store(checkpoint_id, storage_options=self._options)
 
+    def open_root(self, root: str) -> Store:
+        """The store of a root, or of a checkpoint below it, that was saved to; the caller closes it."""
+        return open_store(root, storage_options=self._options)
+
     async def attempt(self, save: save_pb2.SaveId, checkpoint_id: str) -> identity.Attempt:
         """The save's place in the order of attempts; probes the root at its first use.
 
@@ -55,14 +59,14 @@ class Places:
         return identity.Attempt(number, save.number, save.group)
 
     async def _probe(self, root: str) -> None:
-        store = open_store(root, storage_options=self._options)
+        store = self.open_root(root)
         try:
             await store.probe()
         finally:
             await store.close()
 
     async def _number(self, root: str, job: str, incarnation: str) -> int:
-        store = open_store(root, storage_options=self._options)
+        store = self.open_root(root)
         try:
             return await number_of(store, job, incarnation)
         finally:

@@ -23,6 +23,7 @@ from pannier.coordinator.figures import Figures
 from pannier.coordinator.places import Places
 from pannier.coordinator.planners import Planners
 from pannier.coordinator.registry import Registry
+from pannier.coordinator.retention import Retention
 from pannier.coordinator.service import NAME, CoordinatorService, add_to_server
 from pannier.coordinator.succession import Succession
 from pannier.coordinator.sweeping import Sweeper
@@ -108,9 +109,15 @@ async def serving(config: CoordinatorConfig) -> AsyncIterator[Registry]:
     places = Places(allow=config.allow, storage_options=config.storage_options)
     with ThreadPoolExecutor(_THREADS, "pannier-plan") as threads:
         sweeper = Sweeper(places, grace_s=config.grace_superseded_s)
+        retention = Retention(places, config.retention, host=config.host)
         plans = AgreedPlans()
         conductor = Conductor(
-            *(places, planners), host=config.host, threads=threads, sweeper=sweeper, plans=plans
+            *(places, planners),
+            host=config.host,
+            threads=threads,
+            sweeper=sweeper,
+            retention=retention,
+            plans=plans,
         )
         registry = Registry(board, begin=conductor.begin, suspect_after_s=config.suspect_after_s)
         Succession(registry)

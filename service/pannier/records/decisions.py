@@ -8,7 +8,7 @@ import os
 import posixpath
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -34,6 +34,7 @@ def propose(
     plan_id: str = "",
     metadata: bytes = b"",
     failures: Sequence[save_pb2.Failure] = (),
+    metrics: Mapping[str, float] | None = None,
 ) -> records_pb2.Decision:
     """A decision to be put to storage; unlike any other, so that ours can be told."""
     return records_pb2.Decision(
@@ -47,6 +48,7 @@ def propose(
         failures=failures,
         decided_by=f"{decider(host)}{uuid.uuid4().hex}",
         decided_at=time.time(),
+        metrics=metrics,
     )
 
 

@@ -6,6 +6,7 @@ outcome is the same. Async; StorageError says that a step's outcome may be unkno
 """
 
 import asyncio
+from collections.abc import Iterable
 
 from pannier.records.decisions import propose
 from pannier.records.installing import find_newer, install, publish_candidate
@@ -28,6 +29,7 @@ async def prepare_commit(
     attempt: identity.Attempt,
     plan_id: str,
     metadata: bytes,
+    receipts: Iterable[records_pb2.Receipt],
     host: str,
 ) -> records_pb2.Decision:
     """Publishes the candidate; returns the COMMIT to be put to storage.
@@ -50,7 +52,16 @@ async def prepare_commit(
         host=host,
         plan_id=plan_id,
         metadata=standing,
+        metrics=_metrics(receipts),
     )
+
+
+def _metrics(receipts: Iterable[records_pb2.Receipt]) -> dict[str, float]:
+    """What the ranks have measured; of the lowest rank that tells of it."""
+    found: dict[str, float] = {}
+    for receipt in sorted(receipts, key=lambda receipt: -receipt.rank):
+        found.update(receipt.metrics)
+    return found
 
 
 def _check_same(store: Store, attempt: identity.Attempt, standing: bytes, metadata: bytes) -> None:

@@ -220,6 +220,7 @@ async def _commit(store: Store, attempt: str, build: Build, host: str) -> record
         attempt=identity.Attempt.parse(attempt),
         plan_id=manifest.plan_id,
         metadata=metadata,
+        receipts=receipts,
         host=host,
     )
     return await decide(store, proposal)

@@ -8,7 +8,7 @@ import asyncio
 import enum
 import posixpath
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import crc32c
@@ -47,6 +47,10 @@ class Checkpoint:
     """Bytes of data files of ``attempt``; of all that no attempt names, when it is foreign."""
     time: float
     """When it was decided, or else last written; Unix time, seconds."""
+    job: str = ""
+    """Of a committed one."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Of a committed one, as its trainers told."""
 
 
 @dataclass
@@ -137,4 +141,6 @@ async def _judge_readable(
         committed.attempt,
         sum(item.size for item in directory.data if item.key.startswith(prefix)),
         committed.decided_at or metadata.modified,
+        committed.save.job,
+        dict(committed.metrics),
     )

@@ -12,6 +12,8 @@ Whoever dies on the way leaves marks: run again, it goes on. Async.
 """
 
 import json
+import os
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from pannier.daemon.crashing import point
@@ -21,6 +23,7 @@ from pannier.records.leases import Lease, find_leases
 from pannier.records.removing import remove_ended
 from pannier.records.viewing import View, find_needed, view
 from pannier.storage import ConflictError, ObjectInfo, Store
+from pannier.storage.location import parse
 from pannier.v1 import records_pb2
 from pannier.wire import identity
 from pannier.wire.errors import SaveAbortedError
@@ -119,6 +122,14 @@ async def remove_checkpoint(store: Store, condemned: Condemned, *, host: str) ->
         await _discard(store)
     await _look_again(store, condemned)
     return gone
+
+
+def remove_directory(checkpoint_id: str) -> None:
+    """On a local file system: what :func:`remove_checkpoint` left, unless something else is in it."""
+    location = parse(checkpoint_id)
+    if location.scheme == "file":
+        with suppress(OSError):
+            os.rmdir(location.path)
 
 
 async def _discard(store: Store) -> None:

@@ -312,6 +312,7 @@ def _receipt(request: sidecar_pb2.HandOverRequest, rank: RankSave) -> records_pb
         host=rank.host,
         files=request.files,
         varying=request.varying,
+        metrics=request.metrics,
     )
     mapped = {each.name for each in request.mapped}
     for said in receipt.files:

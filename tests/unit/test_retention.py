@@ -1,0 +1,105 @@
+"""Which checkpoints a policy keeps."""
+
+import math
+
+import pytest
+
+from pannier.records.listing import Checkpoint, Standing
+from pannier.records.retention import Best, Policy, judge, step
+from pannier.wire.errors import ConfigurationError
+
+
+def checkpoint(name: str, time: float, loss: float | None = None, **changes: object) -> Checkpoint:
+    fields: dict[str, object] = {
+        "standing": Standing.COMMITTED,
+        "attempt": "a",
+        "size": 1,
+        "job": "job",
+        "metrics": {} if loss is None else {"loss": loss},
+        **changes,
+    }
+    return Checkpoint(name=name, time=time, **fields)  # type: ignore[arg-type]
+
+
+def kept(policy: Policy, *checkpoints: Checkpoint) -> dict[str, tuple[str, ...]]:
+    return {each.checkpoint.name: each.reasons for each in judge(policy, checkpoints, job="job")}
+
+
+STEPS = [checkpoint(f"step-{n}", n, loss) for n, loss in ((10, 3), (20, 1), (30, 2), (40, 4))]
+
+
+def test_the_newest_by_the_time_of_their_commit() -> None:
+    rolled_back = checkpoint("step-5", 50)
+    assert kept(Policy(newest=2), *STEPS, rolled_back) == {
+        "step-10": (),
+        "step-20": (),
+        "step-30": (),
+        "step-40": ("newest 2",),
+        "step-5": ("newest",),
+    }
+
+
+def test_every_so_many_steps_and_the_newest_all_the_same() -> None:
+    assert kept(Policy(every=20), *STEPS, checkpoint("step-50", 50)) == {
+        "step-10": (),
+        "step-20": ("every 20",),
+        "step-30": (),
+        "step-40": ("every 20",),
+        "step-50": ("newest",),
+    }
+
+
+def test_the_best_by_a_metric() -> None:
+    lowest = kept(Policy(best=(Best("loss", count=2),)), *STEPS)
+    assert [name for name, reasons in lowest.items() if not reasons] == ["step-10"]
+    assert lowest["step-20"] == ("best loss:min:2",)
+    highest = kept(Policy(best=(Best("loss", lowest=False),)), *STEPS[:3])
+    assert highest == {"step-10": ("best loss:max:1",), "step-20": (), "step-30": ("newest",)}
+    # What wasn't measured, or was no number, is never the best; of equal ones the newer is.
+    odd = [checkpoint("1", 1, math.nan), checkpoint("2", 2), checkpoint("3", 3, 7.0)]
+    odd += [checkpoint("4", 4, 7.0), checkpoint("5", 5, 9.0)]
+    best = kept(Policy(best=(Best("loss"),)), *odd)
+    assert [name for name, reasons in best.items() if reasons] == ["4", "5"]
+
+
+def test_what_is_never_touched() -> None:
+    strangers = [
+        checkpoint("step-1", 1, job="another"),
+        checkpoint("step-2", 2, standing=Standing.UNDECIDED),
+        checkpoint("step-3", 3, standing=Standing.FOREIGN),
+        checkpoint("deeper/step-4", 4),
+    ]
+    named = [checkpoint("final", 5), checkpoint("release-7", 6), checkpoint("step-8", 7)]
+    assert kept(Policy(newest=1, always=("release-*",)), *strangers, *named) == {
+        "final": ("its name has no step",),
+        "release-7": ("matches release-*",),
+        "step-8": ("newest",),
+    }
+
+
+def test_without_a_rule_that_limits_all_stay() -> None:
+    for policy in (Policy(), Policy(always=("step-10",))):
+        assert all(kept(policy, *STEPS).values())
+    assert kept(Policy(newest=1), STEPS[0]) == {"step-10": ("newest",)}
+
+
+def test_the_step_is_the_last_number() -> None:
+    assert [step(name) for name in ("step-1000", "v2-step_7", "12", "epoch3-final", "best")] == [
+        *(1000, 7, 12, 3),
+        None,
+    ]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "loss", "loss:", ":min", "loss:best", "loss:min:0", "a:min:x"]
+)
+def test_a_rule_that_means_nothing_is_refused(text: str) -> None:
+    with pytest.raises(ConfigurationError, match="METRIC:min or METRIC:max"):
+        Best.parse(text)
+
+
+def test_rules_as_they_are_written() -> None:
+    assert Best.parse("eval/loss:min") == Best("eval/loss")
+    assert Best.parse("a:b:max:3") == Best("a:b", lowest=False, count=3)
+    with pytest.raises(ConfigurationError, match="--keep-every 0"):
+        Policy(every=0)
