@@ -147,7 +147,8 @@ def load(
     """Loads a checkpoint into ``state_dict`` in place, as ``torch.distributed.checkpoint.load``.
 
     All ranks of the group call it. Tensors must lie where they are wanted, with
-    the shapes of the checkpoint; their sharding may be another.
+    the shapes of the checkpoint; their sharding may be another. So they keep their identity and
+    sharding, those of torch_xla's SPMD programs too: a parameter sees what was loaded.
 
     Args:
         state_dict: tensors to fill, ``Stateful`` objects, and keys of other objects.
@@ -155,7 +156,8 @@ def load(
         storage_reader: a :class:`pannier.client.StorageReader` with other than the
             default options; then ``checkpoint_id`` may be left out.
         planner: default: ``DefaultLoadPlanner``. To load a part only, give
-            ``DefaultLoadPlanner(allow_partial_load=True)``.
+            ``DefaultLoadPlanner(allow_partial_load=True)``. torch_xla's ``SPMDLoadPlanner`` works,
+            but isn't needed.
         process_group: the ranks that load together. Default: all.
         no_dist: this process loads by itself.
         verify: compare what is read with the checksums that were taken when it was saved; whole

@@ -116,7 +116,8 @@ class Client:
             checkpoint_id: directory: a path, or a URL such as ``gs://bucket/run/step-100``.
             storage_writer: a :class:`pannier.client.StorageWriter`, for its path,
                 process group, ``no_dist`` and timeout where they aren't given here.
-            planner: ``DefaultSavePlanner`` or a subclass.
+            planner: ``DefaultSavePlanner`` or a subclass; for tensors of torch_xla also its
+                ``SPMDSavePlanner``, though none is needed.
             process_group: the ranks that save together. Default: all.
             async_checkpointer_type, async_stager, use_collectives: as in torch;
                 what Pannier can't honour is refused.
@@ -131,7 +132,8 @@ class Client:
                 those that require gradients are; then the loop must wait for the handle's
                 ``staging_completion`` itself before it steps. All else is staged when it
                 returns: buffers, tensors of the host, objects. Where nothing is on a device with
-                streams (CUDA, XPU) it is the same as ``"blocking"``.
+                streams (CUDA, XPU) it is the same as ``"blocking"``: so for torch_xla, whose pending
+                work is run first; ``SaveStatus.staging`` says so.
             metrics: numbers that tell how good the state is, by name, for the coordinator's
                 retention (``--keep-best``) and for whoever reads the decision. One rank may
                 give them alone; where several do, the lowest rank's counts.
