@@ -42,6 +42,8 @@ class Run:
     """By host; problems by kind."""
     transferred: list[dict[str, float]]
     """By host; bytes that it fetched for one save, by kind."""
+    incomplete: list[str]
+    """By host; what was said of a save that lacks the second host's part of a tensor."""
     root: Path
     """Of the checkpoints."""
 
@@ -60,7 +62,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         )
     reports = [json.loads((base / f"host-{host}.json").read_text()) for host in range(HOSTS)]
     transferred = [report.pop("transferred") for report in reports]
-    return Run(reports, transferred, base / "root")
+    incomplete = [report.pop("incomplete") for report in reports]
+    return Run(reports, transferred, incomplete, base / "root")
 
 
 @pytest.mark.slow
@@ -101,3 +104,10 @@ def test_a_host_fetches_only_what_it_writes(run: Run) -> None:
     # Each host has all of it, and one of them is told to write it.
     assert sum(each["replicated"] for each in run.transferred) == whole("replicated")
     assert all(each["replicated"] for each in run.transferred)
+
+
+def test_a_tensor_that_lacks_a_hosts_part_is_not_saved(run: Run) -> None:
+    for said in run.incomplete:
+        assert "'16x8'" in said
+        assert "not whole" in said
+    assert not (run.root / "incomplete" / ".metadata").exists()

@@ -6,8 +6,9 @@ each part, at its place in the whole, without padding. Values cross between host
 been read). Not thread-safe.
 """
 
+import copy
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any, ClassVar, Final
 
 import torch
@@ -251,7 +252,13 @@ def on_host(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return xla_runtime.global_tensor(value).detach().cpu()
     if isinstance(value, Mapping):
-        return {key: on_host(inner) for key, inner in value.items()}
+        inner = {key: on_host(each) for key, each in value.items()}
+        if not isinstance(value, MutableMapping):
+            return inner
+        # Of its own class, with whatever else it has.
+        copied = copy.copy(value)
+        copied.update(inner)
+        return copied
     if hasattr(value, "_fields"):
         return type(value)(*map(on_host, value))
     return type(value)(map(on_host, value))

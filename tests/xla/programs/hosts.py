@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch_xla
 import torch_xla.debug.metrics as met
 import torch_xla.runtime as xr
+from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan
 from torch_xla.experimental.distributed_checkpoint import SPMDSavePlanner
 
 from pannier import client
@@ -138,6 +139,26 @@ def transferred(name: str) -> float:
     return float(data[1]) if data else 0.0
 
 
+class Losing(DefaultSavePlanner):
+    """Forgets what the second host has of one tensor."""
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        if dist.get_rank() == 1:
+            plan.items[:] = [item for item in plan.items if item.index.fqn != "16x8"]
+        return plan
+
+
+def incomplete() -> str:
+    """What is said of a save that lacks a part."""
+    state = placed(KINDS["tiled"], SEED, BEFORE)
+    try:
+        client.save(state, checkpoint_id=ROOT / "incomplete", planner=Losing())
+    except client.PannierError as error:
+        return str(error)
+    return "saved"
+
+
 def main() -> None:
     report: dict[str, Any] = {}
     for name in json.loads(os.environ["KINDS"]):
@@ -147,6 +168,7 @@ def main() -> None:
             report[name] = [traceback.format_exc()]
     fetches = {name: transferred(name) for name in ("tiled", "replicated", "partially replicated")}
     report["transferred"] = fetches
+    report["incomplete"] = incomplete()
     path = Path(os.environ["REPORT"]) / f"host-{dist.get_rank()}.json"
     path.write_text(json.dumps(report))
     dist.barrier()
