@@ -92,7 +92,10 @@ def environment(
         source = each.get("valueFrom", {})
         if "configMapKeyRef" in source:
             reference = source["configMapKeyRef"]
-            value = named(objects, "ConfigMap", reference["name"])["data"][reference["key"]]
+            data = named(objects, "ConfigMap", reference["name"])["data"]
+            if reference.get("optional") and reference["key"] not in data:
+                continue
+            value = data[reference["key"]]
         elif "fieldRef" in source:
             value = downward[source["fieldRef"]["fieldPath"]]
         else:

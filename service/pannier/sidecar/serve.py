@@ -194,7 +194,11 @@ class Sidecar:
             self._sessions.expect(rank, RESTORED_S)
         tally.begin()
         metrics = Metrics("sidecar", self.vitals)
-        metrics.add(lambda: tally.collect(self._backlog(), self._sessions.trainers()))
+        metrics.add(
+            lambda: tally.collect(
+                self._backlog(), self._sessions.trainers(), attached=self._link.connected
+            )
+        )
         pages = Pages(self.board, self.vitals)
         stack.enter_context(serving_web(config.metrics, pages.routes(metrics), setting="--metrics"))
         attached = self._link.running()

@@ -95,8 +95,14 @@ class Tally:
                 for rank in list(save.ranks.values()):
                     self._before[rank] = _Amounts.of(rank)
 
-    def collect(self, backlog: Backlog, trainers: Counter[str]) -> Iterable[Metric]:
-        """The families, with what waits and who is connected."""
+    def collect(
+        self, backlog: Backlog, trainers: Counter[str], *, attached: bool
+    ) -> Iterable[Metric]:
+        """The families, with what waits and who is connected.
+
+        Args:
+            attached: the coordinator was heard a moment ago.
+        """
         with self._lock:
             amounts = dict(self._past)
             failures, ended = self._failures.copy(), self._ended.copy()
@@ -120,6 +126,11 @@ class Tally:
         for job, count in trainers.items():
             connected.add_metric([job], count)
         yield connected
+        yield GaugeMetricFamily(
+            "pannier_coordinator_connected",
+            "1 while the coordinator is attached and was heard a moment ago, else 0.",
+            int(attached),
+        )
 
     def _sum(self, ranks: Iterable[RankSave], total: _Amounts) -> _Amounts:
         for rank in ranks:

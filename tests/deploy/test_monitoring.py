@@ -1,0 +1,256 @@
+"""Alerts, dashboard and what brings them into a cluster: they ask for what daemons serve, and fire when they should."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from support.daemons import Daemons
+from support.hand import Party
+from support.kubernetes_schemas import problems, releases
+from support.manifests import (
+    DEPLOY,
+    NAMESPACE,
+    OVERLAYS,
+    arguments,
+    built,
+    daemons,
+    environment,
+    named,
+    of_kind,
+)
+from support.ranks import free_port
+from support.watching import COMMITTED, await_save
+from support.web import Scrape
+
+MONITORING = DEPLOY / "components/monitoring"
+ALERTS = yaml.safe_load((MONITORING / "alerts.yaml").read_text())
+DASHBOARD = json.loads((MONITORING / "dashboard.json").read_text())
+RULES = [rule for group in ALERTS["groups"] for rule in group["rules"]]
+QUERIES = [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]]
+NAME = re.compile(r"\b(?:pannier|process)_[a-z_]+\b")
+
+
+def promtool(*arguments: str) -> None:
+    if shutil.which("promtool") is None:
+        if os.environ.get("CI"):
+            pytest.fail("promtool is missing: alert rules can't be checked")
+        pytest.skip("promtool isn't installed: `make tools`")
+    done = subprocess.run(["promtool", *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    """Names of all series that a sidecar and a coordinator serve after a save."""
+    directory = tmp_path_factory.mktemp("monitoring")
+    ports = [f"127.0.0.1:{free_port()}" for _ in range(2)]
+    checkpoint = f"{directory}/step-1"
+    with (
+        Daemons(
+            directory,
+            sidecar_arguments=["--metrics", ports[0]],
+            coordinator_arguments=["--metrics", ports[1]],
+        ) as running,
+        Party([running.sidecar.address]) as party,
+    ):
+        party.save(checkpoint, 1)
+        await_save(running.sidecar.address, checkpoint, lambda each: each.state == COMMITTED)
+        return Scrape(ports[0]).names | Scrape(ports[1]).names
+
+
+def test_every_metric_that_is_asked_for_is_served(served: set[str]) -> None:
+    asked = {
+        name
+        for query in (*QUERIES, *(rule["expr"] for rule in RULES))
+        for name in NAME.findall(query)
+    }
+    asked |= {
+        name
+        for each in DASHBOARD["templating"]["list"]
+        for name in NAME.findall(str(each.get("definition", "")))
+    }
+    assert len(asked) > 20
+    assert asked <= served, asked - served
+    # And nothing that is served is left out of sight.
+    own = {name.removesuffix("_bucket") for name in served if name.startswith("pannier_")}
+    families = {name for name in own if not name.endswith(("_count", "_sum"))}
+    assert families <= {name.removesuffix("_bucket") for name in asked}
+
+
+def test_the_operators_form_has_the_same_rules() -> None:
+    rules = yaml.safe_load((MONITORING / "rules.yaml").read_text())
+    assert rules["spec"] == ALERTS
+
+
+def test_each_alert_has_its_paragraph_in_the_runbook() -> None:
+    text = (DEPLOY / "runbook.md").read_text()
+    headings = re.findall(r"^## (.*)$", text, re.MULTILINE)
+    assert headings == [rule["alert"] for rule in RULES]
+    for rule in RULES:
+        path, _, anchor = rule["annotations"]["runbook"].partition("#")
+        assert (DEPLOY.parent / path) == DEPLOY / "runbook.md"
+        assert anchor == rule["alert"].lower()
+        assert rule["labels"]["severity"] in ("critical", "warning")
+    for target in re.findall(r"\]\((?!http)([^)#]+)", text):
+        assert (DEPLOY / target).exists(), target
+    for metric in NAME.findall(text):
+        assert any(metric in query for query in (*QUERIES, *(rule["expr"] for rule in RULES))), (
+            metric
+        )
+
+
+def test_prometheus_takes_rules_and_queries(tmp_path: Path) -> None:
+    promtool("check", "rules", str(MONITORING / "alerts.yaml"))
+    plain = [_filled(query) for query in QUERIES]
+    recorded = [{"record": f"q{index}", "expr": query} for index, query in enumerate(plain)]
+    path = tmp_path / "queries.yaml"
+    path.write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": recorded}]}))
+    promtool("check", "rules", str(path))
+
+
+def series(name: str, values: str, **labels: str) -> dict[str, str]:
+    inside = ", ".join(f'{key}="{value}"' for key, value in labels.items())
+    return {"series": f"{name}{{{inside}}}", "values": values}
+
+
+JOB = {"namespace": "training", "training_job": "llama"}
+AT = {"namespace": "training", "instance": "10.0.0.7:7072"}
+FIRING: dict[str, tuple[list[dict[str, str]], dict[str, str]]] = {
+    "PannierNoCommit": (
+        [
+            series("pannier_last_commit_age_seconds", "0+60x120", **JOB),
+            series("pannier_trainers", "8x120", **JOB),
+        ],
+        JOB,
+    ),
+    "PannierOldestUploadGrowing": (
+        [series("pannier_oldest_upload_age_seconds", "0+60x120", **AT)],
+        AT,
+    ),
+    "PannierSpoolNearlyFull": (
+        [
+            series("pannier_spool_saves_bytes", "95x120", **AT),
+            series("pannier_spool_held_bytes", "0x120", **AT),
+            series("pannier_spool_capacity_bytes", "100x120", **AT),
+        ],
+        AT,
+    ),
+    "PannierSavesAborted": (
+        [series("pannier_saves_ended_total", "0x90 1 2 3 4 4x30", outcome="aborted", **AT)],
+        {"namespace": "training"},
+    ),
+    "PannierSaveInDoubt": (
+        [series("pannier_saves", "1x120", state="in_doubt", **AT)],
+        {"namespace": "training"},
+    ),
+    "PannierCoordinatorSilent": ([series("pannier_coordinator_connected", "0x120", **AT)], AT),
+    "PannierUploadsRetried": (
+        [series("pannier_upload_retries_total", "0+60x120", **JOB)],
+        JOB,
+    ),
+}
+SILENT: dict[str, list[dict[str, str]]] = {
+    # Nobody trains any more; or the coordinator was started anew and the commit is of before.
+    "PannierNoCommit": [
+        series("pannier_last_commit_age_seconds", "0+60x120", **JOB),
+        series("pannier_trainers", "8x30 0x90", **JOB),
+    ],
+    # Each is done in time.
+    "PannierOldestUploadGrowing": [
+        series("pannier_oldest_upload_age_seconds", "0 300 700 0 300 700 0 300 700 0x110", **AT)
+    ],
+    # Lent to trainers, for the next save.
+    "PannierSpoolNearlyFull": [
+        series("pannier_spool_saves_bytes", "10x120", **AT),
+        series("pannier_spool_held_bytes", "0x120", **AT),
+        series("pannier_spool_lent_bytes", "90x120", **AT),
+        series("pannier_spool_capacity_bytes", "100x120", **AT),
+    ],
+    "PannierSavesAborted": [
+        series("pannier_saves_ended_total", "0x100 1x20", outcome="aborted", **AT)
+    ],
+    "PannierSaveInDoubt": [series("pannier_saves", "0x100 1 0x20", state="in_doubt", **AT)],
+    "PannierCoordinatorSilent": [series("pannier_coordinator_connected", "1x100 0 1x20", **AT)],
+    "PannierUploadsRetried": [series("pannier_upload_retries_total", "0+1x120", **JOB)],
+}
+
+
+def test_alerts_fire_when_they_should_and_not_else(tmp_path: Path) -> None:
+    assert set(FIRING) == set(SILENT) == {rule["alert"] for rule in RULES}
+    tests: list[dict[str, Any]] = []
+    # Without annotations: their numbers aren't the point.
+    bare = [{name: rule[name] for name in rule if name != "annotations"} for rule in RULES]
+    for rule in bare:
+        input_series, labels = FIRING[rule["alert"]]
+        expected = {"exp_labels": {**rule["labels"], **labels}}
+        for given, alerts in ((input_series, [expected]), (SILENT[rule["alert"]], [])):
+            asked = {"eval_time": "110m", "alertname": rule["alert"], "exp_alerts": alerts}
+            tests.append({"interval": "1m", "input_series": given, "alert_rule_test": [asked]})
+    (tmp_path / "alerts.yaml").write_text(
+        yaml.safe_dump({"groups": [{"name": "pannier", "rules": bare}]})
+    )
+    path = tmp_path / "test.yaml"
+    path.write_text(yaml.safe_dump({"rule_files": ["alerts.yaml"], "tests": tests}))
+    promtool("test", "rules", str(path))
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_with_the_component_all_daemons_are_scraped(overlay: str, tmp_path: Path) -> None:
+    shutil.copytree(DEPLOY, tmp_path / "deploy")
+    path = tmp_path / "deploy/overlays" / overlay / "kustomization.yaml"
+    text = path.read_text()
+    assert "  # - ../../components/monitoring" in text
+    path.write_text(
+        text.replace("# - ../../components/monitoring", "- ../../components/monitoring")
+    )
+    objects = built(path.parent)
+    (release,) = releases(1)
+    assert [problem for each in objects for problem in problems(each, release)] == []
+    assert {each["metadata"].get("namespace") for each in objects} == {NAMESPACE}
+    (monitor,) = of_kind(objects, "PodMonitor")
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    wanted = monitor["spec"]["selector"]["matchLabels"]
+    policy = named(objects, "NetworkPolicy", "pannier-metrics")["spec"]
+    assert policy["podSelector"]["matchLabels"] == wanted
+    (opened,) = policy["ingress"][0]["ports"]
+    seen = 0
+    for where, template, daemon in daemons(objects):
+        assert wanted.items() <= template["metadata"]["labels"].items(), where
+        ports = {each["name"]: each["containerPort"] for each in daemon["ports"]}
+        told = environment(daemon, objects, {"spec.nodeName": "node-0"})
+        assert told["PANNIER_METRICS"].rpartition(":")[2] == str(ports[endpoint["port"]]), where
+        assert opened["port"] == ports[endpoint["port"]]
+        assert arguments(daemon, told)
+        seen += 1
+    assert seen == 2
+    dashboard = named(objects, "ConfigMap", "pannier-dashboard")
+    assert json.loads(dashboard["data"]["dashboard.json"]) == DASHBOARD
+    named(objects, "PrometheusRule", "pannier")
+
+
+def test_the_dashboard_is_one_that_grafana_lays_out() -> None:
+    places = [tuple(panel["gridPos"].values()) for panel in DASHBOARD["panels"]]
+    taken: set[tuple[int, int]] = set()
+    for x, y, width, height in places:
+        cells = {(x + i, y + j) for i in range(width) for j in range(height)}
+        assert not cells & taken
+        assert x + width <= 24
+        taken |= cells
+    titles = [panel["title"] for panel in DASHBOARD["panels"]]
+    assert len(set(titles)) == len(titles)
+    assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(titles)
+
+
+def _filled(query: str) -> str:
+    return (
+        query.replace("$__rate_interval", "1m")
+        .replace("$namespace", ".*")
+        .replace("$training_job", ".*")
+    )
