@@ -36,9 +36,16 @@ WORKERS ?= 2
 pytest: $(INSTALLED)  ## The tests alone; choose some with ARGS="tests/unit -k cli"
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile $(ARGS)
 
+# Of these, none has to do with torch's version: they run with the newest alone.
+WITHOUT_TORCH := $(addprefix unit/test_, bench cli_* daemon_* fuzz_names fuzz_records fuzz_settings \
+		gcs_server identity journal logs model_* packaging peers records_* retention sidecar_* storage_* \
+		streams surroundings tls varints web coordinator_[!cpr]* coordinator_conduct) \
+	$(addprefix integration/test_, command_line doctor good_neighbour json_logs metrics operating page \
+		retention security)
 test-xla: $(XLA_INSTALLED)  ## The tests of torch_xla, and the client's with torch 2.9; takes 7 GB
 	$(XLA_BIN)/python -m pytest -o cache_dir=.pytest_cache/xla --numprocesses $(WORKERS) --dist loadfile \
-		$(or $(ARGS),tests/xla)
+		$(or $(ARGS),tests/xla tests/unit tests/integration \
+			$(foreach path,$(WITHOUT_TORCH),--ignore-glob='tests/$(path).py'))
 
 lint: $(INSTALLED) check-stubs  ## Style, types, import layers, protos, freshness of the stubs
 	$(BIN)/ruff check

@@ -60,16 +60,15 @@ def start_program(
         processes: with the variables that ``init_process_group`` reads; a single one needn't call it.
         rank_env: more variables by rank.
     """
-    return start_ranks(
-        script, processes, {**environment(devices), **env}, torchrun=False, rank_env=rank_env
-    )
+    own = {**environment(devices), "TF_CPP_MIN_LOG_LEVEL": "2"}  # XLA's errors only.
+    return start_ranks(script, processes, {**own, **env}, torchrun=False, rank_env=rank_env)
 
 
 def run_program(
     script: Script,
     devices: int,
     env: Mapping[str, str] = {},
-    timeout: float = 120,
+    timeout: float = 240,
     *,
     processes: int = 1,
     rank_env: Callable[[int], Mapping[str, str]] | None = None,
@@ -87,7 +86,7 @@ def run_checks(
     checks: Sequence[Callable[[], object]],
     devices: int,
     env: Mapping[str, str] = {},
-    timeout: float = 120,
+    timeout: float = 240,
 ) -> set[str]:
     """Several functions in one process with SPMD mode on, one after the other.
 
