@@ -6,7 +6,10 @@ every tensor, sharded over all ranks or over a quarter of them (4 replicas). Bes
 run, torch's ``DefaultSavePlanner.create_global_plan`` for the same state, in a process of its own.
 
 CPU seconds are the coordinator's own; wall-clock times include the played sidecars', which run on
-the same cores.
+the same cores. The time of a cold plan is the whole of it: from the first plan that is sent until the
+last rank has its answer, with everything that goes through gRPC and the manifest in storage. Of the
+ranks' part only their plans are serialised beforehand, as each rank does that on a host of its own.
+torch's call begins with all plans as objects in its memory, and ends when those of all ranks are.
 """
 
 import argparse
@@ -226,7 +229,7 @@ def rows(
 def _rows(told: Figures) -> list[Row]:
     kind = f"{told.replicas} replicas" if told.replicas > 1 else "sharded"
     name = f"planning {told.ranks} ranks × {told.tensors} tensors, {kind}"
-    large = told.ranks >= PEER_RANKS and told.replicas == 1
+    large = told.ranks >= PEER_RANKS
     out = []
     if told.peer_s is not None and told.peer_metadata_s is not None:
         ratio = told.peer_s / told.cold_s

@@ -111,7 +111,9 @@ class AgreedPlan:
         }
         """By rank: indices into the order of ranks of what has no planned place."""
         self._shares: dict[int, Share] = {}
-        self._columns: list[list[bytes]] | None = None
+        self._columns: list[tuple[bytes, bytes]] | None = None
+        self._header: tuple[str, bytes] | None = None
+        """Attempt, and how the final plans of it begin."""
 
     def share(self, rank: int) -> Share:
         """What ``rank`` writes; nothing, for a rank without items."""
@@ -152,36 +154,42 @@ class AgreedPlan:
 
     def packed_plan(self, rank: int, attempt: str) -> bytes:
         """The same, serialised: its columns are written as they are kept."""
-        share = self.share(rank)
+        if (known := self._header) is None or known[0] != attempt:
+            header = plan_pb2.FinalPlan(plan_id=self.plan_id, attempt=attempt)
+            # One object: the event loop answers all ranks of an attempt, a thread may do other ones.
+            known = self._header = (attempt, header.SerializeToString())
         prefix = identity.data_prefix(attempt)
+        files = plan_pb2.FinalPlan(
+            files=[
+                plan_pb2.PlannedFile(name=prefix + name, size=size)
+                for name, size in self.share(rank).files.items()
+            ]
+        )
         index = self._index.get(rank)
-        position, file, offset, length = (
-            b"" if index is None else parts[index] for parts in self.pack()
-        )
-        files = [
-            plan_pb2.PlannedFile(name=prefix + name, size=size)
-            for name, size in share.files.items()
-        ]
-        header = plan_pb2.FinalPlan(plan_id=self.plan_id, attempt=attempt)
-        place = varints.field(1, file) + varints.field(2, offset) + varints.field(3, length)
-        return b"".join(
-            (
-                header.SerializeToString(),
-                varints.field(3, position),
-                plan_pb2.FinalPlan(files=files).SerializeToString(),
-                varints.field(5, place),
-            )
-        )
+        positions, places = (b"", b"") if index is None else self.pack()[index]
+        return b"".join((known[1], positions, files.SerializeToString(), places))
 
-    def pack(self) -> list[list[bytes]]:
-        """Columns of all final plans, by member. CPU-bound at first."""
+    def pack(self) -> list[tuple[bytes, bytes]]:
+        """Positions and placement of all final plans, by member: serialised fields. CPU-bound at first."""
         if self._columns is None:
             told, order = self.assignment, self._order
             starts = np.array([start for start, _ in self._file_spans.values()], np.int64)
             edges = np.array([0, *(end for _, end in self._spans.values())], np.int64)
             file = self._file - starts[told.owner[order]]
             columns = (self._positions, file, told.offset[order], told.length[order])
-            self._columns = [varints.encode_parts(column, edges) for column in columns]
+            # Most members write the same.
+            known: dict[tuple[bytes, ...], tuple[bytes, bytes]] = {}
+            self._columns = []
+            for parts in zip(*(varints.encode_parts(c, edges) for c in columns), strict=True):
+                if parts not in known:
+                    place = (
+                        varints.field(number, part) for number, part in enumerate(parts[1:], 1)
+                    )
+                    known[parts] = (
+                        varints.field(3, parts[0]),
+                        varints.field(5, b"".join(place)),
+                    )
+                self._columns.append(known[parts])
         return self._columns
 
 
