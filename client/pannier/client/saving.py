@@ -22,7 +22,7 @@ from pannier.client.session import Session
 from pannier.client.slots import Fate, Slot
 from pannier.client.streaming import Deadline, MemoryInUseError, StagedFile, Stop, StoppedError
 from pannier.v1 import records_pb2, save_pb2, sidecar_pb2
-from pannier.wire import errors, identity
+from pannier.wire import errors, identity, tracing
 from pannier.wire.errors import (
     BusyError,
     DeadlineError,
@@ -138,7 +138,7 @@ class Saving:
         self._moved = time.monotonic()
         """When bytes last moved; or, before the interpreter's end, when that was last asked."""
         self._seconds: dict[str, float] = {}
-        self._phase_began = time.monotonic()
+        self._began = self._phase_began = time.monotonic()
         session.watch(context, self._hear, self._hear_silence)
         self._timer = session.alarm(deadline.remaining() + _GRACE_S, self._expire)
 
@@ -481,6 +481,7 @@ class Saving:
             seconds=dict(self._seconds),
         )
         self._leave(Fate.UNUSED)
+        self._trace()
         self.resolver.resolve(result)
         self._ended(self)
 
@@ -491,8 +492,24 @@ class Saving:
         # Nobody knows how it ended: the sidecar may still be at its files.
         self._leave(Fate.READ_BY_SIDECAR)
         skipped = isinstance(error, SaveSkippedError) and self._on_busy == "skip"
+        self._trace(str(error))
         self.resolver.fail(error, quietly=quietly or skipped)
         self._ended(self)
+
+    def _trace(self, error: str = "") -> None:
+        """Tells the spans of this rank's part, if anybody wants them."""
+        parts, begin = [], self._began
+        for phase, seconds in self._seconds.items():
+            parts.append(tracing.Stretch(phase, begin, begin + seconds))
+            begin += seconds
+        about: tracing.Attributes = {
+            "pannier.checkpoint": self.context.checkpoint_id,
+            "pannier.rank": self.context.rank,
+            "pannier.host": self.context.host,
+            "pannier.bytes": self._bytes,
+        }
+        own = tracing.Stretch("async_save", self._began, time.monotonic(), about, error)
+        tracing.tell_rank(self.context.save, self.context.rank, own, parts)
 
     def _leave(self, fate: Fate) -> None:
         self.session.unwatch(self.context.save)

@@ -1,7 +1,7 @@
 """The coordinator's figures for Prometheus: its saves under way, and what has become of others.
 
 In: saves, as they change. Out: metric families, asked by any thread; what has to be looked up is
-looked up on the event loop.
+looked up on the event loop. And, of a save that has ended, its own span (:mod:`pannier.wire.tracing`).
 """
 
 import time
@@ -15,6 +15,8 @@ from pannier.coordinator.registry import ENDED_KEPT, Registry
 from pannier.coordinator.saves import Presence, Save
 from pannier.daemon.metrics import Counts, Under, saves_under_way
 from pannier.daemon.pages import Ask
+from pannier.v1 import save_pb2
+from pannier.wire import tracing
 
 _KEPT: Final = 2 * ENDED_KEPT
 
@@ -66,6 +68,34 @@ class Figures:
             return
         self._known[save.key] = save.ended
         if save.ended:
-            self._counts.ended(save.status(ranks=False))
+            status = save.status(ranks=False)
+            self._counts.ended(status)
+            trace(save, status)
         while len(self._known) > _KEPT:
             self._known.popitem(last=False)
+
+
+def trace(save: Save, status: save_pb2.SaveStatus) -> None:
+    """Tells the span of a save that has ended, and what it consisted of."""
+    reached = (
+        ("plan", status.planned_s),
+        ("ingest", status.ingested_s),
+        ("upload", status.durable_s),
+        ("commit", status.committed_s),
+    )
+    parts, begin = [], 0.0
+    for name, end in reached:
+        if end:
+            parts.append(tracing.Stretch(name, save.start + begin, save.start + end))
+            begin = end
+    state = save_pb2.SaveState.Name(status.state).removeprefix("SAVE_STATE_")
+    about: tracing.Attributes = {
+        "pannier.checkpoint": status.checkpoint_id,
+        "pannier.attempt": status.attempt,
+        "pannier.state": state,
+        "pannier.ranks": len(save.context.ranks),
+        "pannier.bytes": status.bytes_total,
+    }
+    failed = save.reason() if status.state == save_pb2.SAVE_STATE_ABORTED else ""
+    own = tracing.Stretch("save", save.start, time.monotonic(), about, failed)
+    tracing.tell_save(save.context.save, own, parts)

@@ -42,6 +42,7 @@ from pannier.daemon.probed import probed
 from pannier.daemon.stopping import AioStopSignals
 from pannier.daemon.web import serving_web
 from pannier.v1 import diagnosis_pb2_grpc
+from pannier.wire import tracing
 from pannier.wire.version import package_version
 
 _log = logging.getLogger(__name__)
@@ -74,6 +75,7 @@ def run(config: CoordinatorConfig) -> int:
     Raises ConfigurationError when it can't listen or a planner can't be imported.
     """
     set_up_logging(config.log_format, daemon="coordinator", host=config.host)
+    tracing.set_up("pannier-coordinator", **{"host.name": config.host})
     raise_descriptor_limit()
     # Columns of a large job's plan take some MiB each: with pages of their own, clearing these would
     # cost as much as what is done with them.

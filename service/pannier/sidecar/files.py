@@ -54,6 +54,8 @@ class DataFile:
         self.durable = False
         self.since = time.monotonic()
         """When it was opened, in this life of the sidecar."""
+        self.stored: float | None = None
+        """When it was durable; None: it isn't, or was before this life of the sidecar."""
         self._loop = loop
         self._lock = threading.Lock()
         self._writer: object | None = None

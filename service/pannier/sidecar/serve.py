@@ -49,9 +49,11 @@ from pannier.sidecar.sessions import RESTORED_S, Sessions
 from pannier.sidecar.spool import Spool
 from pannier.sidecar.status import backlog, save_status
 from pannier.sidecar.tally import Tally
+from pannier.sidecar.traced import trace
 from pannier.sidecar.uploads import Opener, Uploads
 from pannier.storage import open_store
 from pannier.v1 import diagnosis_pb2_grpc, sidecar_pb2
+from pannier.wire import tracing
 from pannier.wire.chunks import MAX_MESSAGE_BYTES
 from pannier.wire.version import WIRE_VERSION, package_version
 
@@ -79,6 +81,7 @@ def run(config: SidecarConfig) -> int:
     # Before there are threads: each keeps the one it was started with.
     os.nice(config.nice)
     keep_freed_memory()
+    tracing.set_up("pannier-sidecar", **{"host.name": config.host})
     with StopSignals() as stop, Sidecar(config) as sidecar:
         sidecar.wait(stop)
         sidecar.drain(stop)
@@ -188,6 +191,7 @@ class Sidecar:
         for listener in (self._publish, self._uploads.changed, self._link.changed, tally.changed):
             self.saves.listen(listener)
         self.saves.listen(self._sessions.changed)
+        self.saves.listen(trace)
         self.saves.listen_forgotten(lambda save: self.board.remove(save.key))
         # Before the coordinator hears of us: it takes what isn't reported then for lost.
         for rank in restore(self._ledger, self.spool, self.saves, self._uploads, self._loop):

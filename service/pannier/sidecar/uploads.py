@@ -8,6 +8,7 @@ which an error becomes the failure of its rank.
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
@@ -144,6 +145,7 @@ class Uploads:
             file.uploaded = file.size
             self._ledger.durable(rank, file)
             file.durable = True
+            file.stored = time.monotonic()
             self._saves.progressed(rank)
 
         return await self._or_fail(rank, upload(), f"uploading {file.name}")

@@ -1,0 +1,165 @@
+"""Traces of saves over trainer, sidecar and coordinator; and that they cost nothing when nobody asks."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from pannier.v1 import save_pb2
+from pannier.wire import tracing
+from support.collector import Collector, Span, collecting
+from support.daemons import Daemons, clean_environment
+from support.hand import Party
+from support.ranks import start_ranks
+from support.watching import ABORTED, COMMITTED, await_save
+from support.web import until
+
+TRAINER = """
+import os
+import torch
+import torch.distributed as dist
+from pannier import client
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+client.save({f"weight-{rank}": torch.arange(100_000.0)}, checkpoint_id=os.environ["CHECKPOINT"])
+dist.destroy_process_group()
+"""
+MS = 1_000_000
+
+
+def test_one_save_is_one_trace_over_three_kinds_of_process(tmp_path: Path) -> None:
+    checkpoint = f"{tmp_path}/step-4"
+    with (
+        collecting() as collector,
+        Daemons(tmp_path, environment=collector.environment()) as daemons,
+    ):
+        environment = {**daemons.env(CHECKPOINT=checkpoint), **collector.environment()}
+        with start_ranks(TRAINER, 2, environment, torchrun=False) as ranks:
+            ranks.wait(90).check()
+        save = await_save(daemons.coordinator.address, checkpoint, lambda each: bool(each.id)).save
+        spans = all_of(
+            collector, save, {"pannier-client", "pannier-sidecar", "pannier-coordinator"}
+        )
+    root = one(spans, "save")
+    assert (root.span_id, root.parent) == (tracing.span_id(save), 0)
+    assert root.service == "pannier-coordinator"
+    assert root.attributes["pannier.state"] == "COMMITTED"
+    assert root.attributes["pannier.checkpoint"] == checkpoint
+    assert names(spans, root) == {"plan", "ingest", "upload", "commit", "async_save"}
+    own = {each.attributes["pannier.rank"]: each for each in spans if each.name == "async_save"}
+    assert own.keys() == {0, 1}
+    for rank, each in own.items():
+        assert (each.span_id, each.parent) == (tracing.span_id(save, rank), root.span_id)
+        uploads = {name for name in names(spans, each) if name.startswith("upload ")}
+        assert uploads
+        # What its client did, and what its sidecar did for it.
+        assert names(spans, each) - uploads == {
+            *("plan", "stage", "ingest", "commit"),
+            *("take in", "write receipt"),
+        }
+        assert each.attributes["pannier.bytes"] >= 400_000
+    assert {each.trace_id for each in spans} == {tracing.trace_id(save)}
+    assert not any(each.error for each in spans)
+    for each in spans:
+        # Clocks are those of one host, but are read at different moments.
+        assert each.end >= each.begin
+        assert each.begin >= min(s.begin for s in own.values()) - 50 * MS, each
+        assert each.end <= root.end + 5000 * MS, each
+
+
+def test_an_aborted_save_says_why_in_its_trace(tmp_path: Path) -> None:
+    with (
+        collecting() as collector,
+        Daemons(tmp_path, environment=collector.environment()) as daemons,
+        Party([daemons.sidecar.address] * 2) as party,
+    ):
+        party.agree(f"{tmp_path}/step-1", 1)
+        party.hands[1].fail(party.hands[1].context(f"{tmp_path}/step-1", 1), "it can't")
+        status = await_save(
+            daemons.coordinator.address, f"{tmp_path}/step-1", lambda each: each.state == ABORTED
+        )
+        root = one(all_of(collector, status.save, {"pannier-coordinator"}), "save")
+    assert root.attributes["pannier.state"] == "ABORTED"
+    assert "rank 1" in root.error
+    assert "it can't" in root.error
+
+
+def test_a_collector_that_is_not_there_harms_no_save(tmp_path: Path) -> None:
+    environment = {
+        "OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9",
+        "OTEL_BSP_SCHEDULE_DELAY": "50",
+    }
+    checkpoint = f"{tmp_path}/step-1"
+    with (
+        Daemons(tmp_path, environment=environment) as daemons,
+        Party([daemons.sidecar.address]) as party,
+    ):
+        party.save(checkpoint, 1)
+        await_save(daemons.sidecar.address, checkpoint, lambda each: each.state == COMMITTED)
+        assert daemons.sidecar.stop() == 0
+
+
+QUIET = """
+import sys
+from pannier.v1 import save_pb2
+from pannier.wire import tracing
+
+if "--without" in sys.argv:
+    sys.modules["opentelemetry.sdk"] = None
+tracing.set_up("pannier-test")
+save = save_pb2.SaveId(job="j", incarnation="i", group="g", number=1)
+tracing.tell_rank(save, 0, tracing.Stretch("async_save", 0, 1))
+tracing.tell_save(save, tracing.Stretch("save", 0, 1))
+print(sorted(name for name in sys.modules if name.startswith("opentelemetry.sdk.trace")))
+"""
+
+
+def quiet(*arguments: str, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", QUIET, *arguments],
+        env=clean_environment(environment),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout.strip()
+
+
+def test_nothing_is_loaded_unless_the_environment_asks_and_the_packages_are_there() -> None:
+    endpoint = "http://127.0.0.1:9"
+    assert quiet() == "[]"
+    assert quiet(OTEL_EXPORTER_OTLP_ENDPOINT=endpoint, OTEL_SDK_DISABLED="true") == "[]"
+    assert quiet(OTEL_EXPORTER_OTLP_ENDPOINT=endpoint, OTEL_TRACES_EXPORTER="none") == "[]"
+    assert quiet("--without", OTEL_EXPORTER_OTLP_ENDPOINT=endpoint) == "[]"
+
+
+def test_ids_follow_from_the_save_and_are_never_another_ones() -> None:
+    saves = [
+        save_pb2.SaveId(job="j", incarnation="i", group="g", number=number) for number in range(99)
+    ]
+    ids = {tracing.span_id(save, rank) for save in saves for rank in (None, *range(9))}
+    assert len(ids) == 990
+    assert len({tracing.trace_id(save) for save in saves}) == 99
+    assert 0 < tracing.trace_id(saves[0]) < 1 << 128
+
+
+def all_of(collector: Collector, save: save_pb2.SaveId, services: set[str]) -> list[Span]:
+    """The save's, once they have come from all these."""
+
+    def complete(found: list[Span]) -> bool:
+        told = {each.service for each in found if each.trace_id == tracing.trace_id(save)}
+        known = {each.span_id for each in found}
+        parents = {each.parent for each in found if each.parent}
+        return told >= services and parents <= known
+
+    found = until(collector.spans, complete)
+    return [each for each in found if each.trace_id == tracing.trace_id(save)]
+
+
+def one(spans: list[Span], name: str) -> Span:
+    (found,) = (each for each in spans if each.name == name)
+    return found
+
+
+def names(spans: list[Span], parent: Span) -> set[str]:
+    return {each.name for each in spans if each.parent == parent.span_id}
