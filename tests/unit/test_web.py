@@ -47,7 +47,7 @@ def test_paths_are_answered_and_errors_have_their_message(address: str) -> None:
     assert found.headers["Cache-Control"] == "no-store"
     told = {path: get(address, path) for path in ("/refuse", "/busy", "/bug", "/other")}
     assert {path: each.status for path, each in told.items()} == {
-        "/refuse": 404,
+        "/refuse": 400,
         "/busy": 503,
         "/bug": 500,
         "/other": 404,

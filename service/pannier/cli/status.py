@@ -77,6 +77,7 @@ def command(
             f"spool: {render.size(listed.spool_bytes)}, of these "
             f"{render.size(listed.spool_lent_bytes)} lent to trainers"
             f"{held if listed.spool_held_bytes else ''}"
+            f"; {render.size(listed.spool_free_bytes)} free"
         )
     if listed.saves:
         out.print(render.saves_table(listed.saves))

@@ -98,10 +98,10 @@ class Counts:
             if save.state != save_pb2.SAVE_STATE_COMMITTED:
                 return
             job = self._job(save.save.job, save.created_at)
-            job.committed = max(job.committed or 0.0, save.created_at + save.committed_s)
             job.bytes += save.bytes_total
-            step = step_of(save.checkpoint_id)
-            job.step = job.step if step is None else step
+            at = save.created_at + save.committed_s
+            if job.committed is None or at >= job.committed:
+                job.committed, job.step = at, step_of(save.checkpoint_id)
         for phase, seconds in (
             ("planned", save.planned_s),
             ("ingested", save.ingested_s),

@@ -19,8 +19,10 @@ from http.server import BaseHTTPRequestHandler
 from typing import Any, Final
 from urllib.parse import parse_qsl, urlsplit
 
+import grpc
+
 from pannier.wire.addresses import parse_address
-from pannier.wire.errors import ConfigurationError, PannierError, UnavailableError
+from pannier.wire.errors import ConfigurationError, PannierError
 
 _log = logging.getLogger(__name__)
 
@@ -195,13 +197,18 @@ class _Handler(BaseHTTPRequestHandler):
 def _outcome(route: Route, request: Request, path: str) -> tuple[Answer, HTTPStatus]:
     try:
         return route(request), HTTPStatus.OK
-    except UnavailableError as error:
-        return _text(str(error)), HTTPStatus.SERVICE_UNAVAILABLE
     except PannierError as error:
-        return _text(str(error)), HTTPStatus.NOT_FOUND
+        return _text(str(error)), _STATUSES.get(error.code, HTTPStatus.INTERNAL_SERVER_ERROR)
     except Exception as error:  # noqa: BLE001 - top of the request: becomes its response
         _log.exception("%s failed", path)
         return _text(f"{type(error).__name__}: {error}"), HTTPStatus.INTERNAL_SERVER_ERROR
+
+
+_STATUSES: Final = {
+    grpc.StatusCode.NOT_FOUND: HTTPStatus.NOT_FOUND,
+    grpc.StatusCode.INVALID_ARGUMENT: HTTPStatus.BAD_REQUEST,
+    grpc.StatusCode.UNAVAILABLE: HTTPStatus.SERVICE_UNAVAILABLE,
+}
 
 
 def _text(message: str) -> Answer:

@@ -1,0 +1,121 @@
+"""What the status page reads: limits, what is kept, and a daemon that doesn't answer."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from pannier.daemon import pages
+from pannier.daemon.board import Board
+from pannier.daemon.metrics import Metrics
+from pannier.daemon.operating import Backlog, Vitals
+from pannier.daemon.pages import Pages, on_loop
+from pannier.daemon.web import Request
+from pannier.v1 import save_pb2
+from pannier.wire.errors import InvalidRequestError, PannierError, UnavailableError
+
+
+class Site:
+    """Pages of a board whose saves count how often they are rendered."""
+
+    def __init__(self) -> None:
+        self.board = Board()
+        self.rendered = 0
+        vitals = Vitals("node-0", backlog=lambda: Backlog(bytes_queued=7, capacity_bytes=9))
+        self.routes = Pages(self.board, vitals).routes(Metrics("sidecar", vitals))
+
+    def put(self, number: int, state: "save_pb2.SaveState") -> str:
+        save = save_pb2.SaveId(job="job", incarnation="i", group="g", number=number)
+        status = save_pb2.SaveStatus(save=save, id=f"job/i/g/{number}", state=state)
+        status.ranks.add(rank=3, host="node-0")
+
+        def render() -> save_pb2.SaveStatus:
+            self.rendered += 1
+            return status
+
+        self.board.put(save, f"/c/step-{number}", render)
+        return status.id
+
+    def ask(self, path: str, **query: str) -> bytes:
+        return self.routes[path](Request(query, "")).body
+
+
+def test_lists_are_without_ranks_and_a_save_has_them() -> None:
+    site = Site()
+    key = site.put(1, save_pb2.SAVE_STATE_UPLOADING)
+    listed = site.ask("/status.json")
+    assert b'"bytes_queued": "7"' in listed
+    assert b'"ranks": []' in listed
+    for name in (key, "/c/step-1"):
+        assert b'"rank": 3' in site.ask("/save.json", id=name)
+
+
+def test_many_viewers_cost_no_more_than_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "_FRESH_S", 60.0)
+    site = Site()
+    for number in range(5):
+        site.put(number, save_pb2.SAVE_STATE_COMMITTED)
+    live = site.put(5, save_pb2.SAVE_STATE_STAGING)
+    for _ in range(20):
+        site.ask("/status.json")
+        site.ask("/save.json", id=live)
+    assert site.rendered == 6
+    # One that has ended is never asked for again, what is under way is.
+    monkeypatch.setattr(pages, "_FRESH_S", 0.0)
+    site.put(6, save_pb2.SAVE_STATE_STAGING)
+    before = site.rendered
+    site.ask("/status.json")
+    assert site.rendered - before == 1
+
+
+def test_what_was_forgotten_is_left_out() -> None:
+    site = Site()
+    key = site.put(1, save_pb2.SAVE_STATE_STAGING)
+    site.put(2, save_pb2.SAVE_STATE_STAGING)
+    site.board.remove(key)
+    assert site.ask("/status.json").count(b'"attempt"') == 1
+    with pytest.raises(PannierError, match="no save 'job/i/g/1' is known here"):
+        site.ask("/save.json", id=key)
+
+
+@pytest.mark.parametrize("limit", ["0", "-1", "501", "1e3", "٣", "9" * 5000, "x"])
+def test_a_limit_is_a_number(limit: str) -> None:
+    site = Site()
+    with pytest.raises(InvalidRequestError, match="limit="):
+        site.ask("/status.json", limit=limit)
+    site.put(1, save_pb2.SAVE_STATE_STAGING)
+    site.put(2, save_pb2.SAVE_STATE_STAGING)
+    assert site.ask("/status.json", limit="1").count(b'"attempt"') == 1
+
+
+@contextmanager
+def turning(loop: asyncio.AbstractEventLoop) -> Iterator[None]:
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    try:
+        yield
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+def test_saves_of_a_loop_are_looked_at_there_and_one_that_hangs_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loop = asyncio.new_event_loop()
+    ask = on_loop(loop)
+    go = threading.Event()
+    with turning(loop):
+        assert ask(lambda: asyncio.get_running_loop() is loop)
+        with pytest.raises(ZeroDivisionError):
+            ask(lambda: 1 // 0)
+        monkeypatch.setattr(pages, "_TURN_S", 0.1)
+        loop.call_soon_threadsafe(go.wait)
+        with pytest.raises(UnavailableError, match="busy, or it hangs"):
+            ask(lambda: True)
+        go.set()
+        monkeypatch.setattr(pages, "_TURN_S", 10.0)
+        assert ask(lambda: True)

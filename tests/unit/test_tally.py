@@ -1,0 +1,152 @@
+"""Counters of a sidecar and a coordinator: they never go back, and count everything once."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from pannier.daemon.metrics import Counts, step_of
+from pannier.daemon.operating import Backlog
+from pannier.sidecar.files import DataFile
+from pannier.sidecar.saves import RankSave, Saves
+from pannier.sidecar.tally import Tally
+from pannier.v1 import save_pb2, sidecar_pb2
+
+Values = dict[tuple[str, str], float]
+
+
+class Scene:
+    """Saves of one rank each, and their tally."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.saves = Saves()
+        self.tally = Tally()
+        self.saves.listen(self.tally.changed)
+        self._loop = loop
+
+    def enter(self, number: int, size: int = 100) -> tuple[RankSave, DataFile]:
+        save = save_pb2.SaveId(job="llama", incarnation="i", group="g", number=number)
+        context = sidecar_pb2.SaveContext(
+            save=save, checkpoint_id=f"/c/step-{number}", ranks=[0], world_size=1, host="node-0"
+        )
+        rank = self.saves.enter(context)
+        file = DataFile("f", size, None, label="f", loop=self._loop)
+        rank.files["f"] = file
+        return rank, file
+
+    def end(self, rank: RankSave, state: "save_pb2.SaveState") -> None:
+        self.saves.heard(save_pb2.SaveStatus(save=rank.save.id, state=state))
+
+    def values(self) -> Values:
+        families = self.tally.collect(Backlog(), Counter(llama=1), attached=True)
+        return {
+            (sample.name, next((v for k, v in sample.labels.items() if k != "training_job"), "")): (
+                sample.value
+            )
+            for family in families
+            for sample in family.samples
+        }
+
+
+@pytest.fixture
+def scene() -> Iterator[Scene]:
+    loop = asyncio.new_event_loop()
+    yield Scene(loop)
+    loop.close()
+
+
+def test_an_upload_that_begins_anew_takes_nothing_back(scene: Scene) -> None:
+    rank, file = scene.enter(1)
+    file.held, file.uploaded = 100, 60
+    assert scene.values()[("pannier_bytes_total", "uploaded")] == 60
+    file.uploaded, rank.retries = 10, 1
+    told = scene.values()
+    assert told[("pannier_bytes_total", "uploaded")] == 60
+    assert told[("pannier_upload_retries_total", "")] == 1
+    file.uploaded = 100
+    file.durable = True
+    scene.end(rank, save_pb2.SAVE_STATE_COMMITTED)
+    told = scene.values()
+    assert told[("pannier_bytes_total", "uploaded")] == 100
+    assert told[("pannier_bytes_total", "durable")] == 100
+    assert told[("pannier_saves_ended_total", "committed")] == 1
+
+
+def test_what_has_ended_stays_counted_and_what_goes_on_is_added(scene: Scene) -> None:
+    for number in range(1, 4):
+        rank, file = scene.enter(number)
+        file.held = 100
+        rank.stalled_s = 0.5
+        before = scene.values()[("pannier_bytes_total", "ingested")]
+        scene.end(
+            rank, save_pb2.SAVE_STATE_ABORTED if number == 2 else save_pb2.SAVE_STATE_COMMITTED
+        )
+        told = scene.values()
+        assert told[("pannier_bytes_total", "ingested")] == before == 100 * number
+        assert told[("pannier_stall_seconds_total", "")] == 0.5 * number
+    assert told[("pannier_saves_ended_total", "aborted")] == 1
+    assert told[("pannier_saves", "staging")] == 0
+
+
+def test_a_failure_is_counted_once_before_and_after_the_verdict(scene: Scene) -> None:
+    rank, _ = scene.enter(1)
+    scene.saves.fail(rank, save_pb2.FAILURE_KIND_STORAGE, "403")
+    assert scene.values()[("pannier_failures_total", "storage")] == 1
+    scene.end(rank, save_pb2.SAVE_STATE_ABORTED)
+    told = scene.values()
+    assert told[("pannier_failures_total", "storage")] == 1
+    assert told[("pannier_failures_total", "lost")] == 0
+
+
+def test_what_a_former_life_has_done_is_not_counted_again(scene: Scene) -> None:
+    rank, file = scene.enter(1)
+    file.held = 70
+    scene.tally.begin()
+    assert scene.values()[("pannier_bytes_total", "ingested")] == 0
+    file.held = 100
+    assert scene.values()[("pannier_bytes_total", "ingested")] == 30
+    scene.end(rank, save_pb2.SAVE_STATE_COMMITTED)
+    assert scene.values()[("pannier_bytes_total", "ingested")] == 30
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "step"),
+    [
+        ("gs://bucket/run/step-1000", 1000),
+        ("/c/step-7/", 7),
+        ("/c/0042", 42),
+        ("s3://bucket/final", None),
+        ("/c/7/final", None),
+        ("/c/" + "1" * 40, None),
+        ("/c/step-٣", None),
+    ],
+)
+def test_the_step_is_the_number_at_the_end(checkpoint: str, step: int | None) -> None:
+    assert step_of(checkpoint) == step
+
+
+def test_a_jobs_age_counts_from_its_first_save_until_it_has_a_commit() -> None:
+    counts = Counts(CollectorRegistry())
+    save = save_pb2.SaveId(job="llama", incarnation="i", group="g", number=1)
+    counts.began("llama", 1000.0)
+    ages = {family.name: family for family in counts.collect()}
+    (age,) = ages["pannier_last_commit_age_seconds"].samples
+    assert age.value > 1e9
+    assert ages["pannier_last_committed_step"].samples == []
+    for number, at in ((2, 5000.0), (1, 4000.0)):
+        counts.ended(
+            save_pb2.SaveStatus(
+                save=save,
+                checkpoint_id=f"/c/step-{number}",
+                state=save_pb2.SAVE_STATE_COMMITTED,
+                created_at=at,
+                committed_s=2,
+                bytes_total=10,
+            )
+        )
+    told = {family.name: family.samples for family in counts.collect()}
+    assert told["pannier_last_commit_timestamp_seconds"][0].value == 5002
+    assert told["pannier_committed_bytes"][0].value == 20
+    assert told["pannier_last_committed_step"][0].value == 2
