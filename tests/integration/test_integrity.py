@@ -168,7 +168,9 @@ def test_metadata_that_is_not_what_was_committed_is_refused(root: str) -> None:
     older = files.fs.cat_file(f"{files.path}/step-2/.metadata")
     files.fs.pipe_file(f"{files.path}/step-1/.metadata", older)
     reader = StorageReader(f"{root}/step-1", verify=True)
-    with pytest.raises(dcp.api.CheckpointException, match=r"can't be verified|not what was"):
+    # dcp.load of torch 2.9 keeps the reason to itself.
+    why = r"can't be verified|not what was" if torch.__version__ >= "2.10" else None
+    with pytest.raises(dcp.api.CheckpointException, match=why):
         dcp.load(blank(), storage_reader=reader, no_dist=True)
     assert pannier("verify", f"{root}/step-1").code == 1
 

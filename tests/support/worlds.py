@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 
 def worlds(*sizes: int) -> Iterator[int]:
@@ -50,3 +52,6 @@ def _world(name: str, size: int) -> Iterator[bool]:
     # What a traceback holds, too: gloo's threads must not outlive the interpreter.
     gc.collect()
     dist.destroy_process_group()
+    if torch.__version__ < "2.10":
+        # What DTensor found for one mesh it takes for a later one of the same shape.
+        DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
