@@ -37,6 +37,9 @@ _log = logging.getLogger(__name__)
 
 REFRESH_S: Final = 1.0
 """How often a sidecar hears of a save that only grows older."""
+_STREAMS: Final = 128
+"""Of more sidecars each hears of it more rarely: a save that lasts must not cost more by the second
+the more there are."""
 
 _DUE_S: Final = 0.9
 """After so long it is due: the timer that asks is no more exact than that."""
@@ -275,6 +278,7 @@ class Attachments:
 
     def _refresh(self, stream: _Stream) -> None:
         now = time.monotonic()
+        due_s = _DUE_S * max(1.0, len(self._streams) / _STREAMS)
         for key, told in list(stream.told.items()):
             if key in stream.news or not told:
                 continue
@@ -282,7 +286,7 @@ class Attachments:
             if save is None or save.ended:
                 del stream.told[key]
                 stream.told_at.pop(key, None)
-            elif now - stream.told_at.get(key, 0.0) >= _DUE_S:
+            elif now - stream.told_at.get(key, 0.0) >= due_s:
                 stream.news[key] = save
 
     def _take_news(self, stream: _Stream) -> bytes | None:
