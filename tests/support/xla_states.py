@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from support import states
+from support.states import noise
 
 State = dict[str, Any]
 Spec = tuple[int | None, ...] | None
@@ -63,15 +63,6 @@ WHOLE: Final = ("flat", (None, None))
 UNMARKED: Final = ("flat", None)
 
 
-def noise(name: str, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Random bytes as a tensor. Of subnormals and odd NaNs only what survives a gather of shards."""
-    value = states.noise(name, shape, dtype, seed)
-    if not dtype.is_floating_point:
-        return value
-    value = torch.where(value.isnan(), torch.full_like(value, torch.nan), value)
-    return torch.where(value.abs() < torch.finfo(dtype).tiny, torch.ones_like(value), value)
-
-
 def _tensors(shapes: list[tuple[int, ...]], dtype: torch.dtype = torch.float32) -> Any:
     def values(seed: int) -> State:
         return {"x".join(map(str, s)) or "scalar": noise(str(s), s, dtype, seed) for s in shapes}
@@ -85,8 +76,8 @@ _TINY: Final = [(1, 1), (1, 2), (2, 1), (1, 9), (1,)]
 
 
 def _dtypes(seed: int) -> State:
-    floats = (torch.bfloat16, torch.float16, torch.float64)
-    kinds = (*floats, torch.int64, torch.int32, torch.uint8, torch.bool)
+    # Not float16's noise: on its way to a device torch_xla makes its signalling NaNs quiet.
+    kinds = (torch.bfloat16, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool)
     state: State = {}
     for dtype in kinds:
         name = str(dtype).removeprefix("torch.")
@@ -212,13 +203,60 @@ class Layout:
 
 
 def on_host(value: Any) -> Any:
-    """A copy of the state with its tensors on the host."""
+    """A copy of the state with its tensors on the host, where shards are put together bit for bit."""
+    if any(map(is_sharded, tensors(value))):
+        import torch_xla
+        import torch_xla.core.xla_model as xm
+
+        torch_xla.sync()
+        xm.wait_device_ops()
+    return _on_host(value)
+
+
+def _on_host(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        inner = getattr(value, "global_tensor", value)
-        return inner.detach().cpu().clone()
+        # A gather by .cpu() computes something, by which subnormals become zeros.
+        return _whole(value) if is_sharded(value) else plain(value).detach().cpu().clone()
     if isinstance(value, Mapping):
-        return {key: on_host(inner) for key, inner in value.items()}
-    return list(map(on_host, value)) if isinstance(value, list) else value
+        return {key: _on_host(inner) for key, inner in value.items()}
+    return list(map(_on_host, value)) if isinstance(value, list) else value
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    import torch_xla
+
+    bindings = torch_xla._XLAC
+    (shards,) = bindings._get_local_shards([plain(tensor)])
+    (places,) = bindings._get_local_shard_replica_and_indices([plain(tensor)])
+    whole = torch.zeros(tensor.shape, dtype=tensor.dtype)
+    for (shard, _), (replica, place) in zip(shards, places, strict=True):
+        part = shard[tuple(slice(0, index.stop - index.start) for index in place)]
+        if replica:
+            same = torch.equal(part.contiguous().view(torch.uint8), bytes_at(whole, place))
+            assert same, f"replica {replica} at {place} is another"
+        whole[tuple(place)] = part
+    return whole
+
+
+def bytes_at(tensor: torch.Tensor, place: list[slice]) -> torch.Tensor:
+    """The bits of a part of a tensor."""
+    return tensor[tuple(place)].contiguous().view(torch.uint8)
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The XLA tensor in a wrapper."""
+    inner: torch.Tensor = getattr(tensor, "global_tensor", tensor)
+    return inner
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether devices hold different parts of it."""
+    if tensor.device.type != "xla":
+        return False
+    import torch_xla
+
+    tiled, partial = 3, 5
+    return torch_xla._XLAC._get_xla_sharding_type(plain(tensor)) in (tiled, partial)
 
 
 def tensors(value: Any) -> list[torch.Tensor]:
@@ -233,6 +271,5 @@ def shardings(value: Any) -> list[str]:
     """The sharding of each of :func:`tensors`."""
     import torch_xla
 
-    plain = [getattr(tensor, "global_tensor", tensor) for tensor in tensors(value)]
-    specs: list[str] = torch_xla._XLAC._get_xla_sharding_specs(plain)
+    specs: list[str] = torch_xla._XLAC._get_xla_sharding_specs(list(map(plain, tensors(value))))
     return specs

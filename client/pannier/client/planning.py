@@ -112,7 +112,7 @@ class Planning:
     @property
     def how(self) -> str:
         """By which way values come from devices that Pannier doesn't copy from; for people."""
-        return "" if self._runner is self._planner else "copied by torch_xla, nothing overlaps"
+        return "" if self._runner is self._planner else xla_runtime.HOW
 
     def _set_up(self, state: dict[str, Any], meta: StorageMeta, is_coordinator: bool) -> None:
         self._call(

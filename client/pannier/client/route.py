@@ -17,13 +17,14 @@ from typing import Any, Final
 import torch
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
-from pannier.client import archives, compat, imprints
+from pannier.client import archives, compat, imprints, xla_runtime
 from pannier.client.arena import Arena, Region
 from pannier.client.devices import DeviceCopies
 from pannier.client.objects import serialized
 from pannier.client.staging import Staged, StagedFile
 from pannier.client.structure import Structure
 from pannier.client.transfer import LARGE, Transfers
+from pannier.client.xla_route import Fetches, Part, Place
 from pannier.v1 import plan_pb2, records_pb2
 from pannier.wire.errors import InvalidRequestError
 
@@ -62,9 +63,15 @@ class Route:
     """See the module. Made by :func:`route`; thread-safe."""
 
     def __init__(
-        self, fqns: list[str], files: list[_File], objects: list[int], positions: list[int]
+        self,
+        fqns: list[str],
+        files: list[_File],
+        objects: list[int],
+        positions: list[int],
+        fetches: Fetches,
     ) -> None:
         self._fqns = fqns
+        self._fetches = fetches
         self._files = files
         self._objects = objects
         self._positions = positions
@@ -91,14 +98,18 @@ class Route:
         """
         transfers = Transfers(devices)
         engraved = []
+        views: list[Sequence[torch.Tensor]] = []
         try:
             with torch.no_grad(), compat.without_torch_functions():
                 for file, region, pick in zip(self._files, arena.files, self._small, strict=True):
                     if not file.size:
+                        views.append(())
                         continue
                     imprint = _imprint(file, region)
                     self._copy(file, region, imprint, pick(values), values, transfers)
                     engraved.append((region, imprint))
+                    views.append(imprint.views)
+                self._fetches.run(values, views, arena.files, transfers)
             varying = self._spill(values, arena, names)
             transfers.run()
         finally:
@@ -114,7 +125,8 @@ class Route:
         spill = arena.spilled
         if spill is not None and spill.size:
             files.append(StagedFile(names[-1], spill.size, spill.address, spill))
-        return Staged(files, varying, [], arena, transfers.rest(), transfers.how)
+        how = transfers.how or (xla_runtime.HOW if self._fetches else "")
+        return Staged(files, varying, [], arena, transfers.rest(), how)
 
     def engrave(self, arena: Arena) -> None:
         """Writes everything but values into an arena, so that later saves find it there."""
@@ -197,6 +209,7 @@ def route(
         return None
     files = [_File(file.size) for file in final.files]
     objects = []
+    fetched: list[Place] = []
     ends = [0] * len(files)
     places = final.placement
     for position, number, start, length in zip(
@@ -204,29 +217,43 @@ def route(
     ):
         item, value = items[position], values[position]
         if item.type is WriteItemType.BYTE_IO:
-            if length or isinstance(value, torch.Tensor) or number != len(files) - 1:
+            if length or isinstance(value, torch.Tensor | Part) or number != len(files) - 1:
                 return None
             objects.append(position)
             continue
-        data = item.tensor_data
-        if (
-            not isinstance(value, torch.Tensor)
-            or data is None
-            or (value.dtype, value.shape) != (data.properties.dtype, data.chunk.sizes)
-            or value.dtype not in archives.DTYPES
-        ):
+        if not _is_planned(item, value):
             return None
-        archive = archives.archive(value.dtype, value.shape)
+        tensor = value.tensor if isinstance(value, Part) else value
+        shape = value.chunk.sizes if isinstance(value, Part) else value.shape
+        archive = archives.archive(tensor.dtype, shape)
         end = start + length
         if archive.length != length or start < ends[number] or end > files[number].size:
             return None
         ends[number] = end
-        _place(
-            files[number],
-            _Slot(position, start, start + len(archive.head), value.shape, archive, value.dtype),
-            on_host=value.is_cpu,
-        )
-    return Route(structure.fqns, files, objects, list(objects))
+        raw = start + len(archive.head)
+        slot = _Slot(position, start, raw, shape, archive, tensor.dtype)
+        if isinstance(value, Part):
+            if archive.body:
+                fetched.append(Place(position, number, len(files[number].slots), raw))
+            files[number].slots.append(slot)
+        else:
+            _place(files[number], slot, on_host=value.is_cpu)
+    fetches = Fetches(fetched, values)
+    return Route(structure.fqns, files, objects, list(objects), fetches)
+
+
+def _is_planned(item: WriteItem, value: Any) -> bool:
+    """Whether a tensor is what its item says, and can be copied to an archive's place."""
+    data = item.tensor_data
+    if data is None or data.properties.dtype not in archives.DTYPES:
+        return False
+    if isinstance(value, Part):
+        _, offsets, sizes = value.chunk
+        planned = (data.properties.dtype, data.chunk.offsets, data.chunk.sizes)
+        return (value.tensor.dtype, offsets, sizes) == planned
+    return isinstance(value, torch.Tensor) and (
+        (value.dtype, value.shape) == (data.properties.dtype, data.chunk.sizes)
+    )
 
 
 def _place(file: _File, slot: _Slot, *, on_host: bool) -> None:

@@ -4,8 +4,8 @@ In: state dicts with their ``Stateful`` values expanded. Out: for one that has t
 structure of an earlier one, the value of each item that a ``DefaultSavePlanner`` would
 plan, in its order, without planning. Everything that the plan is made from is compared:
 keys, types and lengths of containers, and of each tensor dtype, shape, layout,
-``requires_grad``, kind of device, and how it is distributed; of other objects only
-their place. Strides, conj and neg bits, and identities may differ: whoever copies the
+``requires_grad``, kind of device, and how it is distributed, over ranks or over XLA's
+devices; of other objects only their place. Strides, conj and neg bits, and identities may differ: whoever copies the
 values copes. ``pin_memory``, which nobody reads, stays as it was planned.
 
 What isn't understood has no structure. Not knowing is always right, only slower.
@@ -20,7 +20,7 @@ from typing import Any, Final
 import torch
 from torch.distributed.tensor import DTensor
 
-from pannier.client import compat
+from pannier.client import compat, xla_route, xla_runtime
 
 _PLAIN: Final = frozenset({torch.Tensor, torch.nn.Parameter})
 _MAPPINGS: Final = frozenset({dict, OrderedDict, defaultdict})
@@ -65,8 +65,15 @@ class Structure:
         self._objects = _positions(kinds, _Kind.OBJECT)
         self._dtensor_facts = [compat.DTENSOR_FACTS(leaves[i]) for i in self._dtensors]
         self._sharded_facts = [compat.sharded_facts(leaves[i]) for i in self._sharded]
+        self._xla = list(_xla_positions(leaves))
+        on_xla = [leaves[i] for i in self._xla]
+        self._xla_facts = list(map(_FACTS, on_xla))
+        shardings = _shardings(on_xla)
+        if shardings is None:
+            raise _NotUnderstoodError
+        self._shardings = shardings
         parts = self._parts(leaves)
-        self._even = all(len(part) == 1 for part in parts)
+        self._even = not self._xla and all(len(part) == 1 for part in parts)
         fqns = [".".join(path) for path in paths]
         self.fqns = [fqn for fqn, part in zip(fqns, parts, strict=True) for _ in part]
         """Key of each item's value."""
@@ -77,16 +84,14 @@ class Structure:
         if not _PLAIN.issuperset(map(type, tensors)):
             raise _NotUnderstoodError
         on_host = all(tensor.is_cpu for tensor in tensors)
-        if not on_host and any(tensor.device.type == "xla" for tensor in tensors):
-            # How it is sharded can't be told from it.
-            raise _NotUnderstoodError
         self._facts_of = _HOST_FACTS if on_host else _FACTS
         self._facts = list(map(self._facts_of, tensors))
 
     def values(self, state: Mapping[str, Any]) -> list[Any] | None:
         """The value of each item; None when the structure is another.
 
-        Tensors are this rank's plain ones, not detached; objects are as they stand in the state.
+        Tensors are this rank's plain ones, not detached; those of XLA's devices are
+        :class:`pannier.client.xla_route.Part`; objects are as they stand in the state.
         """
         try:
             with compat.without_torch_functions():
@@ -108,6 +113,8 @@ class Structure:
             return None
         if self._sharded_facts != [compat.sharded_facts(leaves[i]) for i in self._sharded]:
             return None
+        if self._xla and not self._same_on_xla([leaves[i] for i in self._xla]):
+            return None
         if not self._even:
             leaves = [value for part in self._parts(leaves) for value in part]
         else:
@@ -122,6 +129,13 @@ class Structure:
         same = all(map(eq, map(self._facts_of, tensors), self._facts))
         return leaves if same and len(tensors) == len(self._facts) else None
 
+    def _same_on_xla(self, tensors: list[torch.Tensor]) -> bool:
+        if list(map(_FACTS, tensors)) != self._xla_facts:
+            return False
+        # What is traced may have another sharding when it has run.
+        xla_runtime.settle()
+        return not xla_route.have_changed(tensors, self._shardings)
+
     def _parts(self, leaves: list[Any]) -> list[list[Any]]:
         """The values of each leaf's items."""
         parts = [[leaf] for leaf in leaves]
@@ -129,6 +143,8 @@ class Structure:
             parts[i] = compat.local_tensors(leaves[i]) if compat.in_mesh(leaves[i]) else []
         for i in self._sharded:
             parts[i] = compat.local_tensors(leaves[i])
+        for i, sharding in zip(self._xla, self._shardings, strict=True):
+            parts[i] = list(sharding.parts(i, leaves[i]))
         return parts
 
 
@@ -253,6 +269,20 @@ def _is_terminal(values: list[Any]) -> bool:
         or (isinstance(value, list) and not _is_terminal(value))
         for value in values
     )
+
+
+def _xla_positions(leaves: Iterable[Any]) -> Iterable[int]:
+    if xla_runtime.is_loaded():
+        for i, leaf in enumerate(leaves):
+            if type(leaf) in _PLAIN and leaf.device.type == "xla":
+                yield i
+
+
+def _shardings(tensors: list[torch.Tensor]) -> list[xla_route.Sharding] | None:
+    if not tensors:
+        return []
+    xla_runtime.settle()
+    return xla_route.shardings(tensors)
 
 
 def _positions(kinds: Iterable[_Kind], wanted: _Kind) -> list[int]:

@@ -24,7 +24,17 @@ from torch_xla.experimental.distributed_checkpoint import SPMDSavePlanner
 
 from pannier import client
 from support.bits import differences
-from support.xla_states import AFTER, BEFORE, KINDS, Kind, Layout, State, tensors
+from support.xla_states import (
+    AFTER,
+    BEFORE,
+    KINDS,
+    Kind,
+    Layout,
+    State,
+    is_sharded,
+    plain,
+    tensors,
+)
 
 SEED, OTHER = 3, 987
 ROOT = Path(os.environ["ROOT"])
@@ -62,14 +72,6 @@ bindings._get_local_shards = own_shards
 bindings._get_local_shard_replica_and_indices = lambda each: [i[own] for i in all_indices(each)]
 bindings._xla_get_runtime_devices = lambda: all_devices()[own]
 bindings._load_local_shards = load_own
-
-
-def is_sharded(tensor: torch.Tensor) -> bool:
-    return bindings._get_xla_sharding_type(plain(tensor)) in (3, 5)
-
-
-def plain(tensor: torch.Tensor) -> torch.Tensor:
-    return getattr(tensor, "global_tensor", tensor)
 
 
 def seen(state: Any) -> list[torch.Tensor]:
