@@ -65,7 +65,9 @@ def messages(kind: type[Message], *, depth: int = 3) -> st.SearchStrategy[Any]:
 
 
 def _put(message: Message, field: Any, value: Any) -> None:
-    if field.is_repeated:
+    if field.message_type is not None and field.message_type.GetOptions().map_entry:
+        getattr(message, field.name).update((entry.key, entry.value) for entry in value)
+    elif field.is_repeated:
         getattr(message, field.name).extend(value)
     elif field.message_type is not None:
         getattr(message, field.name).CopyFrom(value)
