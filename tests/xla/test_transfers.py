@@ -12,6 +12,8 @@ def _each_shard_crosses_once_per_save() -> None:
     import torch
     import torch_xla
     import torch_xla.debug.metrics as met
+    from torch.distributed.checkpoint import DefaultSavePlanner
+    from torch_xla.experimental.distributed_checkpoint import SPMDSavePlanner
 
     from pannier import client
     from pannier.client import agreed, planning
@@ -36,14 +38,21 @@ def _each_shard_crosses_once_per_save() -> None:
         expected += 4 * elements
     torch_xla.sync()
     root = os.environ["ROOT"]
-    for number in range(3):
-        met.clear_all()
-        client.save(state, checkpoint_id=f"{root}/once-{number}")
-        _, crossed, _ = met.metric_data("InboundData")
-        assert crossed == expected, (number, crossed, expected)
-        # From now on by the plan that is known: nothing is planned item by item.
-        agreed.Planning = None
-    agreed.Planning = planning.Planning
+
+    class Own(DefaultSavePlanner):
+        """Has to be run for each save."""
+
+    for planner in (None, Own(), SPMDSavePlanner()):
+        for number in range(3):
+            met.clear_all()
+            directory = f"{root}/once-{type(planner).__name__}-{number}"
+            client.save(state, checkpoint_id=directory, planner=planner)
+            _, crossed, _ = met.metric_data("InboundData")
+            assert crossed == expected, (planner, number, crossed, expected)
+            if planner is None:
+                # From now on by the plan that is known: nothing is planned item by item.
+                agreed.Planning = None
+        agreed.Planning = planning.Planning
 
 
 def _a_tensor_that_was_already_saved_elsewhere_does_not_cross() -> None:
@@ -81,10 +90,14 @@ def _shards_are_let_go_of_as_soon_as_they_are_staged() -> None:
 
     import torch
     import torch_xla
+    from torch.distributed.checkpoint import DefaultSavePlanner
 
     from pannier import client
     from pannier.client import transfer, xla_tensors
     from support.xla_states import ROWS, Layout
+
+    class Own(DefaultSavePlanner):
+        """Has to be run for each save."""
 
     xla_tensors.BATCH_BYTES = 2 << 20
     transfer._HELD = 3 << 20
@@ -106,9 +119,9 @@ def _shards_are_let_go_of_as_soon_as_they_are_staged() -> None:
 
     bindings._get_local_shards = counting
     try:
-        # The first time by the plan alone, then by the plan of an earlier save.
-        for number in range(2):
-            handle = client.async_save(state, checkpoint_id=f"{os.environ['ROOT']}/few-{number}")
+        for number, planner in enumerate((None, Own())):
+            directory = f"{os.environ['ROOT']}/few-{number}"
+            handle = client.async_save(state, checkpoint_id=directory, planner=planner)
             assert not [each for each in shards if each() is not None]
             handle.result(60)
     finally:
