@@ -47,8 +47,8 @@ def promtool(*arguments: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """Names of all series that a sidecar and a coordinator serve after a save."""
+def scrapes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Scrape]:
+    """What a sidecar and a coordinator serve after a save."""
     directory = tmp_path_factory.mktemp("monitoring")
     ports = [f"127.0.0.1:{free_port()}" for _ in range(2)]
     checkpoint = f"{directory}/step-1"
@@ -62,7 +62,30 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     ):
         party.save(checkpoint, 1)
         await_save(running.sidecar.address, checkpoint, lambda each: each.state == COMMITTED)
-        return Scrape(ports[0]).names | Scrape(ports[1]).names
+        return {"sidecar": Scrape(ports[0]), "coordinator": Scrape(ports[1])}
+
+
+@pytest.fixture(scope="module")
+def served(scrapes: dict[str, Scrape]) -> set[str]:
+    """Names of all series."""
+    return {name for each in scrapes.values() for name in each.names}
+
+
+def test_the_list_of_metrics_is_what_is_served(scrapes: dict[str, Scrape]) -> None:
+    found: dict[str, list[str]] = {}
+    for daemon, scrape in scrapes.items():
+        for name, family in scrape.families.items():
+            if not name.startswith("pannier_"):
+                continue
+            labels = sorted({label for s in family.samples for label in s.labels} - {"le"})
+            full = f"{name}_total" if family.type == "counter" else name
+            row = (family.type, ", ".join(f"`{label}`" for label in labels), family.documentation)
+            entry = found.setdefault(full, [*row, daemon])
+            assert entry[:3] == list(row), "both mean the same by it"
+            entry[3] = daemon if entry[3] == daemon else "both"
+    text = (DEPLOY.parent / "docs/metrics.md").read_text()
+    listed = re.findall(r"^\| `(\w+)` \| (.*?) \| (.*?) ?\| (\w+) \| (.*) \|$", text, re.MULTILINE)
+    assert {name: [kind, labels, told, of] for name, kind, labels, of, told in listed} == found
 
 
 def test_every_metric_that_is_asked_for_is_served(served: set[str]) -> None:
