@@ -191,6 +191,39 @@ def _a_users_planner_sees_parts_in_host_memory() -> None:
     assert torch.equal(part["b"].cpu(), torch.ones(2))
 
 
+def _what_a_checkpoint_lacks_of_a_tensor_stays_as_it_is() -> None:
+    import os
+
+    import torch
+    import torch_xla
+    from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan
+
+    from pannier import client
+    from support.xla_states import COLUMNS, GRID, ROWS, UNMARKED, WHOLE, Layout
+
+    class Half(DefaultSavePlanner):
+        def create_local_plan(self) -> SavePlan:
+            plan = super().create_local_plan()
+            # A single process may hold a part only.
+            plan.items[:] = plan.items[:2]
+            return plan
+
+    layout = Layout()
+    value = torch.randn(8, 6)
+    state = {"a": value.to("xla")}
+    layout.mark(state["a"], *ROWS)
+    directory = os.environ["ROOT"] + "/half"
+    client.save(state, checkpoint_id=directory, planner=Half())
+    for marks in (ROWS, COLUMNS, GRID, WHOLE, UNMARKED):
+        other = {"a": torch.ones(8, 6).to("xla")}
+        layout.mark(other["a"], *marks)
+        torch_xla.sync()
+        client.load(other, checkpoint_id=directory)
+        got = other["a"].cpu()
+        assert torch.equal(got[:4], value[:4]), marks
+        assert torch.equal(got[4:], torch.ones(4, 6)), marks
+
+
 def _dcp_save_and_dcp_load_go_through_pannier_too() -> None:
     import os
 
@@ -275,6 +308,7 @@ CHECKS = [
     _torch_xlas_own_planners_lose_nothing,
     _a_planner_with_a_global_plan_of_its_own_is_refused_by_name,
     _a_users_planner_sees_parts_in_host_memory,
+    _what_a_checkpoint_lacks_of_a_tensor_stays_as_it_is,
     _dcp_save_and_dcp_load_go_through_pannier_too,
     _another_sharding_is_another_plan,
     _manual_sharding_is_refused_by_name,

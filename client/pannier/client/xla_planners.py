@@ -140,7 +140,7 @@ class LoadPlanner(dcp.LoadPlanner):
         return self.planner.create_global_plan(global_plan)
 
     def finish_plan(self, central_plan: dcp.LoadPlan) -> dcp.LoadPlan:
-        """The planner's; makes room on the host for what will be read."""
+        """The planner's; notes how much of each XLA tensor will be read."""
         plan = self.planner.finish_plan(central_plan)
         items: dict[str, int] = {}
         elements: dict[str, int] = {}

@@ -183,10 +183,15 @@ class Fetcher:
 
 
 class Incoming(XlaTensor):
-    """One whose parts are loaded: read into host memory, then given to the devices together."""
+    """One whose parts are loaded: read into host memory, then given to the devices together.
+
+    The memory is taken when the first item is read, and let go of with the last.
+    """
 
     pending: int
     """Items that are still to be read."""
+    is_covered: bool
+    """Whether they are all of it."""
     buffers: dict[torch.Size, torch.Tensor]
     """By offset; with padding."""
 
@@ -194,7 +199,7 @@ class Incoming(XlaTensor):
     def __new__(cls, key: str, tensor: torch.Tensor) -> "Incoming":
         """A tensor for which nothing is to be read yet."""
         self: Any = XlaTensor.__new__(cls, key, tensor)
-        self.pending = 0
+        self.pending, self.is_covered = 0, False
         self.buffers = {}
         wrapped: Incoming = self
         return wrapped
@@ -206,26 +211,19 @@ class Incoming(XlaTensor):
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         """Where a part is to be read to."""
         chunk = self.chunk_at(index)
+        if not self.buffers:
+            self.buffers = self._empty() if self.is_covered else self._current()
         return self.buffers[chunk.offsets][tuple(slice(0, size) for size in chunk.sizes)]
 
     def expect(self, items: int, elements: int) -> None:
         """How much will be read. What isn't, stays as it is."""
         self.pending = items
-        if not items:
-            return
-        if elements < sum(math.prod(chunk.sizes) for chunk in self.chunks):
-            self.buffers = self._current()
-            return
-        shape = xla_runtime.padded(self.source) if self.is_sharded else self.shape
-        self.buffers = {
-            chunk.offsets: torch.zeros(shape, dtype=self.dtype, device="cpu")
-            for chunk in self.chunks
-        }
+        self.is_covered = elements >= sum(math.prod(chunk.sizes) for chunk in self.chunks)
 
     def committed(self) -> None:
         """An item has been read. With the last one the devices get the new value."""
         self.pending -= 1
-        if self.pending:
+        if self.pending or not self.buffers:
             return
         if self.is_sharded:
             xla_runtime.load_shards(self.source, self.buffers)
@@ -233,6 +231,13 @@ class Incoming(XlaTensor):
             (value,) = self.buffers.values()
             xla_runtime.load_whole(self.source, value)
         self.buffers = {}
+
+    def _empty(self) -> dict[torch.Size, torch.Tensor]:
+        shape = xla_runtime.padded(self.source) if self.is_sharded else self.shape
+        return {
+            chunk.offsets: torch.zeros(shape, dtype=self.dtype, device="cpu")
+            for chunk in self.chunks
+        }
 
     def _current(self) -> dict[torch.Size, torch.Tensor]:
         if not self.is_sharded:
