@@ -328,3 +328,24 @@ def test_without_spmd_a_tensor_of_a_device_is_a_tensor(tmp_path: Path) -> None:
 
     with Daemons(tmp_path) as daemons:
         run_program(program, 1, daemons.env(ROOT=str(tmp_path / "root")))
+
+
+def test_states_without_xla_tensors_import_no_torch_xla(tmp_path: Path) -> None:
+    def program() -> None:
+        import os
+        import sys
+
+        import torch
+
+        from pannier import client
+        from pannier.client import xla
+
+        state = {"a": torch.ones(3), "b": {"c": 1}}
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=1.0, momentum=0.9)
+        xla.prime_optimizer(optimizer)
+        client.save(state, checkpoint_id=os.environ["ROOT"], planner=xla.SavePlanner())
+        client.load(state, checkpoint_id=os.environ["ROOT"], planner=xla.LoadPlanner())
+        assert "torch_xla" not in sys.modules
+
+    with Daemons(tmp_path) as daemons:
+        run_program(program, 1, daemons.env(ROOT=str(tmp_path / "root")))
