@@ -8,6 +8,7 @@ from contextlib import ExitStack
 import pytest
 
 from pannier.coordinator.config import CoordinatorConfig
+from pannier.daemon import web
 from pannier.daemon.web import Answer, Request, serving_web, web_address
 from pannier.wire.errors import ConfigurationError, InvalidRequestError, UnavailableError
 from support.ranks import free_port
@@ -71,10 +72,17 @@ def test_on_loopback_only_who_names_this_host_is_answered(address: str) -> None:
         assert get(address, "/", {"Host": name}).status == 403, name
 
 
-def test_elsewhere_any_name_leads_here() -> None:
-    where = f"0.0.0.0:{free_port()}"
-    with serving_web(where, ROUTES, setting="--metrics"):
-        assert get(where, "/", {"Host": "pannier-coordinator:7072"}).status == 200
+@pytest.mark.parametrize("ipv6", [True, False])
+@pytest.mark.parametrize("host", ["0.0.0.0", "[::]"])
+def test_elsewhere_any_name_leads_here(
+    host: str, ipv6: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not ipv6:
+        monkeypatch.setattr(web, "_has_ipv6", lambda: False)
+    port = free_port()
+    with serving_web(f"{host}:{port}", ROUTES, setting="--metrics"):
+        found = get(f"127.0.0.1:{port}", "/", {"Host": "pannier-coordinator:7072"})
+        assert found.status == 200
 
 
 def test_connections_that_say_nothing_keep_others_out_only_up_to_a_number(address: str) -> None:

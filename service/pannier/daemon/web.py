@@ -108,8 +108,12 @@ class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
 
     def __init__(self, address: str, routes: Mapping[str, Route]) -> None:
         host, _, port = address.rpartition(":")
+        plain = host.strip("[]")
+        if plain == "::" and not _has_ipv6():
+            # As gRPC does with its own.
+            plain = "0.0.0.0"
         found = socket.getaddrinfo(
-            host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            plain, int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
         self.address_family = found[0][0]
         self.routes = routes
@@ -192,6 +196,16 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:
         """Every request is no event."""
         _log.debug(format, *args)
+
+
+def _has_ipv6() -> bool:
+    """Whether the kernel knows IPv6 at all; clusters often don't."""
+    try:
+        with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as probe:
+            probe.bind(("::", 0))
+    except OSError:
+        return False
+    return True
 
 
 def _outcome(route: Route, request: Request, path: str) -> tuple[Answer, HTTPStatus]:
