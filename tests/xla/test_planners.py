@@ -224,6 +224,41 @@ def _what_a_checkpoint_lacks_of_a_tensor_stays_as_it_is() -> None:
         assert torch.equal(got[4:], torch.ones(4, 6)), marks
 
 
+def _a_tensor_changes_when_all_of_it_has_been_read_and_not_before() -> None:
+    import os
+    from pathlib import Path
+
+    import torch
+    import torch_xla
+    from torch.distributed.checkpoint import FileSystemReader
+
+    from pannier import client
+    from pannier.client.xla import LoadPlanner
+    from support.xla_states import COLUMNS, ROWS, Layout, on_host
+
+    layout = Layout()
+    state = {"a": torch.randn(8, 8).to("xla")}
+    layout.mark(state["a"], *ROWS)
+    directory = os.environ["ROOT"] + "/step by step"
+    client.save(state, checkpoint_id=directory)
+    other = {"a": torch.ones(8, 8).to("xla")}
+    layout.mark(other["a"], *COLUMNS)
+    torch_xla.sync()
+    planner = LoadPlanner()
+    metadata = FileSystemReader(Path(directory)).read_metadata()
+    planner.set_up_planner(dict(other), metadata, is_coordinator=True)
+    plan = planner.finish_plan(planner.create_local_plan())
+    # Each of the four columns is read from each of the four rows.
+    assert len(plan.items) == 16
+    for item in plan.items:
+        assert torch.equal(on_host(other)["a"], torch.ones(8, 8))
+        target = planner.resolve_tensor(item)
+        assert target.shape == (2, 2)
+        target.fill_(7)
+        planner.commit_tensor(item, target)
+    assert torch.equal(on_host(other)["a"], torch.full((8, 8), 7.0))
+
+
 def _dcp_save_and_dcp_load_go_through_pannier_too() -> None:
     import os
 
@@ -309,6 +344,7 @@ CHECKS = [
     _a_planner_with_a_global_plan_of_its_own_is_refused_by_name,
     _a_users_planner_sees_parts_in_host_memory,
     _what_a_checkpoint_lacks_of_a_tensor_stays_as_it_is,
+    _a_tensor_changes_when_all_of_it_has_been_read_and_not_before,
     _dcp_save_and_dcp_load_go_through_pannier_too,
     _another_sharding_is_another_plan,
     _manual_sharding_is_refused_by_name,
