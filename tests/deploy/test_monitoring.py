@@ -83,7 +83,7 @@ def test_the_list_of_metrics_is_what_is_served(scrapes: dict[str, Scrape]) -> No
             entry = found.setdefault(full, [*row, daemon])
             assert entry[:3] == list(row), "both mean the same by it"
             entry[3] = daemon if entry[3] == daemon else "both"
-    text = (DEPLOY.parent / "docs/metrics.md").read_text()
+    text = (DEPLOY / "metrics.md").read_text()
     listed = re.findall(r"^\| `(\w+)` \| (.*?) \| (.*?) ?\| (\w+) \| (.*) \|$", text, re.MULTILINE)
     assert {name: [kind, labels, told, of] for name, kind, labels, of, told in listed} == found
 
