@@ -45,7 +45,9 @@ def test_every_plain_dtype_of_torch_has_a_template() -> None:
         if isinstance(value, torch.dtype) and value not in archives.DTYPES:
             missing.add(str(value).removeprefix("torch."))
     # Bits and quantised types, and integers of under a byte, which DCP can't plan.
-    assert {name for name in missing if not name.startswith(("bits", "q", "int", "uint"))} == set()
+    expected = set() if torch.__version__ >= "2.10" else {"float4_e2m1fn_x2"}
+    found = {name for name in missing if not name.startswith(("bits", "q", "int", "uint"))}
+    assert found == expected
     assert len(archives.DTYPES) >= 17
 
 
