@@ -125,8 +125,9 @@ class Route:
         spill = arena.spilled
         if spill is not None and spill.size:
             files.append(StagedFile(names[-1], spill.size, spill.address, spill))
+        rest = transfers.rest()  # Settles how, too.
         how = transfers.how or (xla_runtime.HOW if self._fetches else "")
-        return Staged(files, varying, [], arena, transfers.rest(), how)
+        return Staged(files, varying, [], arena, rest, how)
 
     def engrave(self, arena: Arena) -> None:
         """Writes everything but values into an arena, so that later saves find it there."""
