@@ -118,6 +118,7 @@ class History:
                 attempt=attempt.name,
                 plan_id=attempt.plan_id,
                 metadata=self._metadata(attempt),
+                receipts=[],
                 host="here",
             )
         except SupersededError:
