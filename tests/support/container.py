@@ -26,11 +26,11 @@ def main() -> None:
     root = Path(told["root"])
     _mount("--make-rprivate", "/")
     _mount("-t", "tmpfs", "-o", "mode=0755", "tmpfs", str(root))
+    # A checkout in /tmp, say, lies below a volume: it is shown there once that is mounted.
+    targets = tuple(f"{target.rstrip('/')}/" for _, target, _ in told["mounts"])
     for name in told["visible"]:
-        if Path(name).is_symlink():
-            (root / name[1:]).symlink_to(os.readlink(name))
-        else:
-            _bind(name, root, name, read_only=True)
+        if not name.startswith(targets):
+            _show(name, root)
     for name in _OF_ETC:
         if Path("/etc", name).exists():
             _bind(f"/etc/{name}", root, f"/etc/{name}", read_only=True)
@@ -43,6 +43,9 @@ def main() -> None:
     _mount("-t", "proc", "proc", str(root / "proc"))
     for source, target, read_only in told["mounts"]:
         _bind(source, root, target, read_only=read_only)
+    for name in told["visible"]:
+        if name.startswith(targets):
+            _show(name, root)
     if told["read_only"]:
         _mount("-o", "remount,ro", str(root))
     os.chroot(root)
@@ -62,6 +65,14 @@ def _become(told: dict[str, Any]) -> None:
     os.setresuid(*3 * (told["user"],))
     if prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "giving up new privileges")
+
+
+def _show(name: str, root: Path) -> None:
+    """A directory of this machine, or a link to one, under its own name."""
+    if Path(name).is_symlink():
+        (root / name[1:]).symlink_to(os.readlink(name))
+    else:
+        _bind(name, root, name, read_only=True)
 
 
 def _bind(source: str, root: Path, target: str, *, read_only: bool) -> None:

@@ -29,7 +29,7 @@ async def prepare_commit(
     attempt: identity.Attempt,
     plan_id: str,
     metadata: bytes,
-    receipts: Iterable[records_pb2.Receipt],
+    receipts: Iterable[records_pb2.Receipt] = (),
     host: str,
 ) -> records_pb2.Decision:
     """Publishes the candidate; returns the COMMIT to be put to storage.
