@@ -4,6 +4,7 @@ import os
 import re
 import stat
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -88,9 +89,9 @@ def test_the_same_files_are_mapped_save_after_save(settings: Settings, tmp_path:
     assert mapped_files() == {}
 
 
-def test_what_is_handed_over_is_read_only_until_it_is_committed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@contextmanager
+def slow_bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[GcsServer]:
+    """Takes no data file until it is cleared; its daemons are those of new clients."""
     with (
         GcsServer(tmp_path / "gcs") as server,
         Daemons(tmp_path, environment=server.env) as daemons,
@@ -100,29 +101,27 @@ def test_what_is_handed_over_is_read_only_until_it_is_committed(
         server.fault(
             kind="status", method="POST", path="uploadType=resumable", status=503, times=-1
         )
-        with Client(load_settings()) as client:
-            handle = client.async_save(state(1.0), checkpoint_id="gs://bucket/root/1")
-            wait_until(lambda: handle.status().bytes_ingested == handle.status().bytes)
-            assert set(mapped_files().values()) == {"r--s"}
-            server.clear()
-            handle.result(60)
-            assert set(mapped_files().values()) == {"rw-s"}
+        yield server
+
+
+def test_what_is_handed_over_is_read_only_until_it_is_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with slow_bucket(tmp_path, monkeypatch) as server, Client(load_settings()) as client:
+        handle = client.async_save(state(1.0), checkpoint_id="gs://bucket/run/1")
+        wait_until(lambda: handle.status().bytes_ingested == handle.status().bytes)
+        assert set(mapped_files().values()) == {"r--s"}
+        server.clear()
+        handle.result(60)
+        assert set(mapped_files().values()) == {"rw-s"}
 
 
 def test_closing_waits_for_the_sidecar_and_not_for_storage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with (
-        GcsServer(tmp_path / "gcs") as server,
-        Daemons(tmp_path, environment=server.env) as daemons,
-    ):
-        for name, value in daemons.env().items():
-            monkeypatch.setenv(name, value)
-        server.fault(
-            kind="status", method="POST", path="uploadType=resumable", status=503, times=-1
-        )
+    with slow_bucket(tmp_path, monkeypatch) as server:
         client = Client(load_settings())
-        handle = client.async_save(state(1.0), checkpoint_id="gs://bucket/root/1")
+        handle = client.async_save(state(1.0), checkpoint_id="gs://bucket/run/1")
         client.close(timeout=30)
         assert handle.status().transport == "mapped"
         assert not handle.done()

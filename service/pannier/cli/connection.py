@@ -36,6 +36,15 @@ daemon_option = combined(
 """Which daemon to ask, and how: arguments of :class:`StatusClient`."""
 
 
+@contextmanager
+def translated(address: str) -> Iterator[None]:
+    """What a failed call to the daemon at ``address`` raises inside becomes a PannierError."""
+    try:
+        yield
+    except grpc.RpcError as error:
+        raise errors.from_rpc_error(error, peer=f"the daemon at {address}") from error
+
+
 class StatusClient:
     """One daemon's Status service. A context manager; not for several threads.
 
@@ -101,12 +110,13 @@ class StatusClient:
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
-        try:
-            yield
-        except grpc.RpcError as error:
-            if error.code() is grpc.StatusCode.NOT_FOUND:
-                raise errors.PannierError(f"{self.address}: {error.details()}") from error
-            raise errors.from_rpc_error(error, peer=f"the daemon at {self.address}") from error
+        with translated(self.address):
+            try:
+                yield
+            except grpc.RpcError as error:
+                if error.code() is grpc.StatusCode.NOT_FOUND:
+                    raise errors.PannierError(f"{self.address}: {error.details()}") from error
+                raise
 
     def __enter__(self) -> "StatusClient":
         return self

@@ -14,9 +14,14 @@ import click
 from rich.text import Text
 
 from pannier.cli import render
-from pannier.cli.connection import daemon_option
+from pannier.cli.connection import daemon_option, translated
 from pannier.cli.failures import NEGATIVE, UNREACHABLE
 from pannier.cli.options import Location, Seconds, storage_options
+from pannier.daemon import diagnosing
+from pannier.v1 import diagnosis_pb2, diagnosis_pb2_grpc
+from pannier.wire import addresses, errors
+from pannier.wire.tls import open_channel, tls_of
+from pannier.wire.version import WIRE_VERSION, package_version
 
 _SLACK_S = 30.0
 """For both daemons to gather their answers, on top of what storage may take."""
@@ -58,9 +63,6 @@ def command(
     The JSON is a stable contract: "checks", each with "of" (here, sidecar,
     coordinator), "name", "result" (ok, warning, failed), "found" and "hint".
     """
-    from pannier.v1 import diagnosis_pb2
-    from pannier.wire import addresses, errors
-
     embedded = address is None
     address = address or addresses.embedded_sidecar(addresses.runtime_dir())
     checks = [("here", check) for check in _here(address, embedded=embedded)]
@@ -86,10 +88,8 @@ def command(
     click.get_current_context().exit(code)
 
 
-def _here(address: str, *, embedded: bool) -> Iterator[Any]:
+def _here(address: str, *, embedded: bool) -> Iterator[diagnosis_pb2.Check]:
     """What this process sees by itself."""
-    from pannier.daemon import diagnosing
-
     found = {}
     for name in _SHOWN:
         with suppress(metadata.PackageNotFoundError):
@@ -133,11 +133,10 @@ def _here(address: str, *, embedded: bool) -> Iterator[Any]:
         yield diagnosing.good("address", described)
 
 
-def _of_answer(address: str, answer: Any) -> Iterator[Any]:
+def _of_answer(
+    address: str, answer: diagnosis_pb2.DiagnoseResponse
+) -> Iterator[diagnosis_pb2.Check]:
     """What the sidecar's answer means for a trainer here."""
-    from pannier.daemon import diagnosing
-    from pannier.wire.version import WIRE_VERSION, package_version
-
     of = f"{answer.daemon} {answer.version} on {answer.host}, protocol {answer.wire_version}"
     if answer.wire_version != WIRE_VERSION:
         yield diagnosing.bad(
@@ -151,10 +150,8 @@ def _of_answer(address: str, answer: Any) -> Iterator[Any]:
         yield _transport(address, answer.descriptors)
 
 
-def _transport(address: str, descriptors: str) -> Any:
+def _transport(address: str, descriptors: str) -> diagnosis_pb2.Check:
     """Which way a trainer's bytes would take. The rules of the client: see README, "Deploy"."""
-    from pannier.daemon import diagnosing
-
     wanted = os.environ.get("PANNIER_TRANSPORT", "auto")
     reason = ""
     if wanted == "streamed":
@@ -182,26 +179,21 @@ def _transport(address: str, descriptors: str) -> Any:
     return diagnosing.warning("transport", f"streamed: {reason}", hint)
 
 
-def _ask(address: str, tls: dict[str, Path | None], root: str | None, timeout: float) -> Any:
-    import grpc
-
-    from pannier.v1 import diagnosis_pb2, diagnosis_pb2_grpc
-    from pannier.wire import addresses, errors
-    from pannier.wire.tls import open_channel, tls_of
-
+def _ask(
+    address: str, tls: dict[str, Path | None], root: str | None, timeout: float
+) -> diagnosis_pb2.DiagnoseResponse:
     secured = tls_of(tls["tls_cert"], tls["tls_key"], tls["tls_ca"])
     request = diagnosis_pb2.DiagnoseRequest(root=root or "", timeout_s=timeout)
     with open_channel(address, addresses.channel_options(), secured) as channel:
         stub: Any = diagnosis_pb2_grpc.DiagnosisStub(channel)
-        try:
-            return stub.Diagnose(request, timeout=timeout + _SLACK_S)
-        except grpc.RpcError as error:
-            raise errors.from_rpc_error(error, peer=f"the daemon at {address}") from error
+        with translated(address):
+            answer: diagnosis_pb2.DiagnoseResponse = stub.Diagnose(
+                request, timeout=timeout + _SLACK_S
+            )
+    return answer
 
 
-def _unreachable(error: Exception) -> Any:
-    from pannier.daemon import diagnosing
-
+def _unreachable(error: Exception) -> diagnosis_pb2.Check:
     return diagnosing.bad(
         "daemon",
         str(error),
@@ -209,9 +201,7 @@ def _unreachable(error: Exception) -> Any:
     )
 
 
-def _try(root: str, options: dict[str, Any], timeout: float) -> Any:
-    from pannier.daemon import diagnosing
-
+def _try(root: str, options: dict[str, Any], timeout: float) -> diagnosis_pb2.Check:
     return asyncio.run(diagnosing.target(root, (), options, timeout))
 
 
@@ -219,10 +209,8 @@ def _path(address: str) -> Path:
     return Path(address.removeprefix("unix://"))
 
 
-def _show(checks: list[tuple[str, Any]], *, as_json: bool) -> None:
-    from pannier.v1 import diagnosis_pb2
-
-    def result(check: Any) -> str:
+def _show(checks: list[tuple[str, diagnosis_pb2.Check]], *, as_json: bool) -> None:
+    def result(check: diagnosis_pb2.Check) -> str:
         name: str = diagnosis_pb2.CheckResult.Name(check.result)
         return name.removeprefix("CHECK_RESULT_").lower()
 

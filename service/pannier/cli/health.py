@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from pannier.cli.connection import CALL_S
+from pannier.cli.connection import CALL_S, translated
 from pannier.cli.failures import NEGATIVE
 from pannier.cli.options import Address, Seconds, tls_options
 
@@ -55,14 +55,15 @@ def command(*, address: str | None, service: str, timeout: float, **tls: Path | 
     secured = None if plain else tls_of(tls["tls_cert"], tls["tls_key"], tls["tls_ca"])
     with open_channel(address, addresses.channel_options(), secured) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
-        try:
-            answer = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout)
-        except grpc.RpcError as error:
-            if error.code() is grpc.StatusCode.NOT_FOUND:
-                raise errors.ConfigurationError(
-                    f"--service {service!r} is no service of the daemon at {address}"
-                ) from error
-            raise errors.from_rpc_error(error, peer=f"the daemon at {address}") from error
+        with translated(address):
+            try:
+                answer = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout)
+            except grpc.RpcError as error:
+                if error.code() is grpc.StatusCode.NOT_FOUND:
+                    raise errors.ConfigurationError(
+                        f"--service {service!r} is no service of the daemon at {address}"
+                    ) from error
+                raise
     status = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
     click.echo(status.lower())
     if answer.status != health_pb2.HealthCheckResponse.SERVING:
