@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
-from pannier.client import Client, InvalidRequestError
+from pannier.client import Client, InvalidRequestError, StorageWriter
 from pannier.client.config import load_settings
 from support.cli import pannier
 from support.daemons import Daemons
@@ -136,6 +137,24 @@ TWO_RANKS = """
     client.close()
     dist.destroy_process_group()
 """
+
+
+def test_metrics_of_a_storage_writer(tmp_path: Path) -> None:
+    root = str(tmp_path / "run")
+    with running(tmp_path) as daemons, saving(daemons) as client:
+        writer = StorageWriter(f"{root}/step-1", client=client, metrics={"loss": 2})
+        dcp.save(state(1), storage_writer=writer)
+        writer.metrics = {"loss": 0.5}
+        dcp.save(state(2), checkpoint_id=f"{root}/step-2", storage_writer=writer)
+        client.save(state(3), checkpoint_id=f"{root}/step-3", storage_writer=writer)
+        given = {"loss": 4.0}
+        client.save(state(4), checkpoint_id=f"{root}/step-4", storage_writer=writer, metrics=given)
+        with pytest.raises(InvalidRequestError, match=r"metrics\['loss'\] is 'low'"):
+            writer.metrics = {"loss": "low"}
+        with pytest.raises(InvalidRequestError, match=r"metrics\['loss'\] is None"):
+            StorageWriter(f"{root}/step-5", metrics={"loss": None})
+        lines = pannier("ls", "--json", root).json_lines()
+        assert [line["metrics"] for line in lines] == [{"loss": n} for n in (2.0, 0.5, 0.5, 4.0)]
 
 
 def test_metrics_that_are_none_are_refused_at_once(tmp_path: Path) -> None:

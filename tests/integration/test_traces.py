@@ -20,11 +20,16 @@ TRAINER = """
 import os
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from pannier import client
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()
-client.save({f"weight-{rank}": torch.arange(100_000.0)}, checkpoint_id=os.environ["CHECKPOINT"])
+state = {f"weight-{rank}": torch.arange(100_000.0)}
+if "WRITER" in os.environ:
+    dcp.save(state, storage_writer=client.StorageWriter(os.environ["CHECKPOINT"]))
+else:
+    client.save(state, checkpoint_id=os.environ["CHECKPOINT"])
 dist.destroy_process_group()
 """
 MS = 1_000_000
@@ -77,6 +82,25 @@ def test_one_save_is_one_trace_over_three_kinds_of_process(
         assert each.end >= each.begin
         assert each.begin >= min(s.begin for s in own.values()) - 50 * MS, each
         assert each.end <= root.end + 5000 * MS, each
+
+
+def test_a_storage_writers_save_is_a_trace_too(
+    collector: Collector, daemons: Daemons, tmp_path: Path
+) -> None:
+    checkpoint = f"{tmp_path}/step-5"
+    environment = {**daemons.env(CHECKPOINT=checkpoint, WRITER="1"), **collector.environment()}
+    with start_ranks(TRAINER, 2, environment, torchrun=False) as ranks:
+        ranks.wait(90).check()
+    save = await_save(daemons.coordinator.address, checkpoint, lambda each: bool(each.id)).save
+    spans = all_of(collector, save, {"pannier-client", "pannier-sidecar", "pannier-coordinator"})
+    root = one(spans, "save")
+    assert root.attributes["pannier.state"] == "COMMITTED"
+    own = {each.attributes["pannier.rank"]: each for each in spans if each.name == "async_save"}
+    assert own.keys() == {0, 1}
+    for each in own.values():
+        assert each.parent == root.span_id
+        assert names(spans, each) >= {"stage", "ingest", "take in", "write receipt"}
+        assert not each.error
 
 
 def test_an_aborted_save_says_why_in_its_trace(

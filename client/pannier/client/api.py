@@ -23,7 +23,6 @@ from pannier.client import checkpoints, embedded
 from pannier.client.agreed import Wish, agree
 from pannier.client.arena import ArenaPool
 from pannier.client.arguments import (
-    check_metrics,
     check_on_busy,
     check_staging,
     check_torch_only,
@@ -32,7 +31,7 @@ from pannier.client.arguments import (
     told_path,
 )
 from pannier.client.cached import Agreement, Owner, PlanCache
-from pannier.client.config import Settings, check_timeout, load_settings
+from pannier.client.config import Settings, check_metrics, check_timeout, load_settings
 from pannier.client.devices import DeviceCopies
 from pannier.client.guard import Guard, Guards
 from pannier.client.handle import Resolver, SaveHandle, SaveResult, Unasked
@@ -114,8 +113,8 @@ class Client:
         Args:
             state_dict: what ``torch.distributed.checkpoint.async_save`` takes.
             checkpoint_id: directory: a path, or a URL such as ``gs://bucket/run/step-100``.
-            storage_writer: a :class:`pannier.client.StorageWriter`, for its path,
-                process group, ``no_dist`` and timeout where they aren't given here.
+            storage_writer: a :class:`pannier.client.StorageWriter`, for its path, process
+                group, ``no_dist``, timeout and metrics where they aren't given here.
             planner: ``DefaultSavePlanner`` or a subclass; for tensors of torch_xla also its
                 ``SPMDSavePlanner``, though none is needed.
             process_group: the ranks that save together. Default: all.
@@ -151,6 +150,7 @@ class Client:
             process_group = storage_writer.process_group if process_group is None else process_group
             no_dist = no_dist or storage_writer.no_dist
             timeout = storage_writer.timeout if timeout is None else timeout
+            metrics = storage_writer.metrics if metrics is None else metrics
         member = self._membership(no_dist)
         member.check_process()
         group = member.world.group(process_group)

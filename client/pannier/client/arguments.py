@@ -4,17 +4,15 @@ In: arguments with torch's names. Out: checked ones, or an InvalidRequestError
 (a ValueError) that says what to use instead.
 """
 
-import math
 import os
 import posixpath
-from collections.abc import Mapping
 from typing import Any, Final
 
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from pannier.client.places import absolute
 from pannier.client.writer import StorageWriter
-from pannier.wire import identity, limits
+from pannier.wire import identity
 from pannier.wire.errors import InvalidRequestError
 
 ON_BUSY: Final = ("wait", "skip", "raise")
@@ -61,23 +59,6 @@ def check_staging(staging: str) -> None:
     """Raises InvalidRequestError unless it is one of :data:`STAGING`."""
     if staging not in STAGING:
         raise InvalidRequestError(f"staging={staging!r}: use 'blocking' or 'overlapped'")
-
-
-def check_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
-    """Numbers by name, as ``float`` takes them; a NaN tells nothing and is left out.
-
-    Raises InvalidRequestError naming the metric.
-    """
-    found: dict[str, float] = {}
-    for name, value in (metrics or {}).items():
-        try:
-            found[name] = float(value)
-        except (TypeError, ValueError) as error:
-            raise InvalidRequestError(
-                f"metrics[{name!r}] is {value!r}, no number: {error}"
-            ) from error
-    limits.check_metrics(found)
-    return {name: value for name, value in found.items() if not math.isnan(value)}
 
 
 def check_torch_only(kind: Any, stager: Any, use_collectives: bool) -> None:

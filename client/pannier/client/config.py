@@ -3,7 +3,9 @@
 Owned by the client; read once, when it is first used.
 """
 
+import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from pannier.v1 import save_pb2
-from pannier.wire import addresses, identity
+from pannier.wire import addresses, identity, limits
 from pannier.wire.errors import ConfigurationError, InvalidRequestError
 from pannier.wire.tls import VARIABLES, Tls, tls_of
 
@@ -126,6 +128,23 @@ def check_timeout(timeout: float) -> float:
             "None"
         )
     return float(timeout)
+
+
+def check_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
+    """Numbers by name, as ``float`` takes them; a NaN tells nothing and is left out.
+
+    Raises InvalidRequestError naming the metric.
+    """
+    found: dict[str, float] = {}
+    for name, value in (metrics or {}).items():
+        try:
+            found[name] = float(value)
+        except (TypeError, ValueError) as error:
+            raise InvalidRequestError(
+                f"metrics[{name!r}] is {value!r}, no number: {error}"
+            ) from error
+    limits.check_metrics(found)
+    return {name: value for name, value in found.items() if not math.isnan(value)}
 
 
 def load_settings(**overrides: Any) -> Settings:

@@ -123,6 +123,7 @@ class Saving:
         self._lock = threading.Lock()
         self._over = False
         """It has ended for this process."""
+        self._traced = False
         self._slot: Slot | None = None
         """Holds the arena while nobody but the sidecar needs it."""
         self._lacked: list[int] = []
@@ -481,7 +482,7 @@ class Saving:
             seconds=dict(self._seconds),
         )
         self._leave(Fate.UNUSED)
-        self._trace()
+        self.trace()
         self.resolver.resolve(result)
         self._ended(self)
 
@@ -492,12 +493,16 @@ class Saving:
         # Nobody knows how it ended: the sidecar may still be at its files.
         self._leave(Fate.READ_BY_SIDECAR)
         skipped = isinstance(error, SaveSkippedError) and self._on_busy == "skip"
-        self._trace(str(error))
+        self.trace(str(error))
         self.resolver.fail(error, quietly=quietly or skipped)
         self._ended(self)
 
-    def _trace(self, error: str = "") -> None:
-        """Tells the spans of this rank's part, if anybody wants them."""
+    def trace(self, error: str = "") -> None:
+        """Tells the spans of this rank's part so far, if anybody wants them; only once."""
+        with self._lock:
+            told, self._traced = self._traced, True
+        if told:
+            return
         parts, begin = [], self._began
         for phase, seconds in self._seconds.items():
             parts.append(tracing.Stretch(phase, begin, begin + seconds))

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from pannier.client import compat, places, staging
-from pannier.client.config import check_timeout
+from pannier.client.config import check_metrics, check_timeout
 from pannier.client.planning import bare, release, resolves_as_planned
 from pannier.client.saving import Saving, fail_request
 from pannier.client.session import Session
@@ -111,9 +111,10 @@ class StorageWriter(storage.StorageWriter):
             groups can be told apart.
         no_dist: as ``dcp.save`` gets it.
         timeout: seconds until a save must be committed. Default: the client's ``save_timeout``.
+        metrics: as :meth:`pannier.client.Client.async_save` takes them: what :attr:`metrics` is at first.
 
     Raises:
-        InvalidRequestError: the path is none, or the timeout not within 7 days.
+        InvalidRequestError: the path is none, the timeout not within 7 days, or a metric no number.
     """
 
     def __init__(
@@ -124,6 +125,7 @@ class StorageWriter(storage.StorageWriter):
         process_group: Any = None,
         no_dist: bool = False,
         timeout: float | None = None,
+        metrics: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
         self._checkpoint_id = _checkpoint_id(path)
@@ -131,6 +133,7 @@ class StorageWriter(storage.StorageWriter):
         self._process_group = process_group
         self._no_dist = no_dist
         self._timeout = None if timeout is None else check_timeout(timeout)
+        self.metrics = metrics
         self._save: _Save | None = None
 
     @property
@@ -152,6 +155,18 @@ class StorageWriter(storage.StorageWriter):
     def timeout(self) -> float | None:
         """Seconds until a save must be committed; None: the client's ``save_timeout``."""
         return self._timeout
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """Numbers by name that go with the saves from now on; set them anew before the next one.
+
+        Setting raises InvalidRequestError naming what is no number.
+        """
+        return self._metrics
+
+    @metrics.setter
+    def metrics(self, metrics: Mapping[str, Any] | None) -> None:
+        self._metrics = check_metrics(metrics)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begins a new save, to ``checkpoint_id`` if it is given."""
@@ -342,6 +357,7 @@ class StorageWriter(storage.StorageWriter):
             save.session,
             save.context,
             on_busy="wait",
+            metrics=self._metrics,
             deadline=save.deadline,
             ended=lambda _: None,
         )
@@ -371,6 +387,8 @@ class StorageWriter(storage.StorageWriter):
             error = saving.handle.exception()
             assert error is not None
             raise error
+        # The process may end before it hears of the commit, which torch's coordinator rank waits for.
+        saving.trace()
         return staged
 
     @contextlib.contextmanager

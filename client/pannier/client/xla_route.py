@@ -122,10 +122,8 @@ class Fetches:
         """
         try:
             self._run(values, views, regions, transfers)
-        except Exception as error:
-            raise InvalidRequestError(
-                f"the state's XLA tensors can't be saved: {type(error).__name__}: {error}"
-            ) from error
+        except RuntimeError as error:  # As torch_xla raises what its runtime says.
+            raise InvalidRequestError(f"the state's XLA tensors can't be saved: {error}") from error
 
     def _run(
         self,

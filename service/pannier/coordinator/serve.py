@@ -10,6 +10,7 @@ import logging
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Final
 
 import grpc
@@ -89,11 +90,11 @@ def run(config: CoordinatorConfig) -> int:
 
 
 async def _run(config: CoordinatorConfig) -> None:
-    async with AioStopSignals() as stop, serving(config) as registry:
+    async with AioStopSignals() as stop, serving(config) as coordinator:
         await stop.wait()
         _log.info("told to stop")
-        registry.draining = True
-        deciding = [save for save in registry.undecided() if save.deciding]
+        await coordinator.drain()
+        deciding = [save for save in coordinator.registry.undecided() if save.deciding]
         loop = asyncio.get_running_loop()
         waits = [
             loop.create_task(save.until(lambda save=save: save.ended))  # type: ignore[misc]
@@ -103,9 +104,23 @@ async def _run(config: CoordinatorConfig) -> None:
             await asyncio.wait(waits, timeout=_PATIENCE_S)
 
 
+@dataclass(frozen=True)
+class Coordinator:
+    """A running one, on its event loop."""
+
+    registry: Registry
+    """What it knows of saves."""
+    operating: AioOperating
+
+    async def drain(self) -> None:
+        """Takes no new saves, and says so to whoever asks."""
+        self.registry.draining = True
+        await self.operating.drain()
+
+
 @asynccontextmanager
-async def serving(config: CoordinatorConfig) -> AsyncIterator[Registry]:
-    """Serves as long as the context lasts; yields what it knows of saves."""
+async def serving(config: CoordinatorConfig) -> AsyncIterator[Coordinator]:
+    """Serves as long as the context lasts."""
     board, vitals = Board(), Vitals(config.host)
     planners = Planners(config.planner)
     places = Places(allow=config.allow, storage_options=config.storage_options)
@@ -164,7 +179,7 @@ async def serving(config: CoordinatorConfig) -> AsyncIterator[Registry]:
             _log.info("coordinator %s serves on %s", package_version(), config.address)
             watch = asyncio.get_running_loop().create_task(vigil.run())
             try:
-                yield registry
+                yield Coordinator(registry, operating)
             finally:
                 watch.cancel()
                 await asyncio.gather(watch, return_exceptions=True)
