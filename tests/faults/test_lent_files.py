@@ -214,10 +214,10 @@ def test_a_token_that_isnt_one_or_was_used_gets_nothing(
         assert other.fetch(answer.token, 1) == []
     # In pieces, and with a half one at the end.
     more = borrower.reserve(MIB)
-    borrower._connection.sendall(more.token[:5])
+    borrower.connection.sendall(more.token[:5])
     (fd,) = borrower.fetch(more.token[5:], 1)
     os.close(fd)
-    borrower._connection.sendall(b"half")
+    borrower.connection.sendall(b"half")
 
 
 @pytest.mark.parametrize("sizes", [[], [0], [MIB] * ((1 << 14) + 1), [BUDGET + 1], [1 << 63]])

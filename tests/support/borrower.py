@@ -39,12 +39,12 @@ class Borrower:
     def __init__(self, trainer: Trainer, sidecar: str) -> None:
         self.trainer = trainer
         self._path = sidecar.removeprefix("unix://") + ".fd"
-        self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._connection.settimeout(TIMEOUT_S)
+        self.connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.connection.settimeout(TIMEOUT_S)
         self.lent: list[Lent] = []
 
     def __enter__(self) -> "Borrower":
-        self._connection.connect(self._path)
+        self.connection.connect(self._path)
         return self
 
     def __exit__(self, *details: object) -> None:
@@ -52,7 +52,7 @@ class Borrower:
 
     def close(self) -> None:
         """The connection and all descriptors go, as when the process dies."""
-        self._connection.close()
+        self.connection.close()
         for each in self.lent:
             os.close(each.fd)
         self.lent.clear()
@@ -76,10 +76,10 @@ class Borrower:
 
         Raises EOFError: it has cut us off.
         """
-        self._connection.sendall(token)
+        self.connection.sendall(token)
         found: list[int] = []
         while len(found) < count:
-            said, fds, _, _ = socket.recv_fds(self._connection, 1, 64)
+            said, fds, _, _ = socket.recv_fds(self.connection, 1, 64)
             if not said:
                 raise EOFError
             if said == b"\0":

@@ -103,7 +103,7 @@ def test_a_failure_is_counted_once_before_and_after_the_verdict(scene: Scene) ->
 def test_what_a_former_life_has_done_is_not_counted_again(scene: Scene) -> None:
     rank, file = scene.enter(1)
     file.held = 70
-    scene.tally.begin()
+    scene.tally.begin(scene.saves.undecided())
     assert scene.values()[("pannier_bytes_total", "ingested")] == 0
     file.held = 100
     assert scene.values()[("pannier_bytes_total", "ingested")] == 30

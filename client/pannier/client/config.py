@@ -15,7 +15,8 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from pannier.v1 import save_pb2
 from pannier.wire import addresses, identity, limits
 from pannier.wire.errors import ConfigurationError, InvalidRequestError
-from pannier.wire.tls import VARIABLES, Tls, tls_of
+from pannier.wire.tls import VARIABLES, Tls, is_unix, tls_of
+from pannier.wire.tokens import VARIABLE, TokenFile
 
 _PREFIX = "PANNIER_"
 _LONGEST_SAVE_S = 7 * 86400
@@ -58,6 +59,8 @@ class Settings(BaseSettings):
     allow_uid: str = ""
     """Users besides this one and root whose sidecar is trusted on a unix socket, as numbers with
     spaces between."""
+    token_file: Path | None = None
+    """File with the job's token, for a sidecar that serves several jobs. None: it wants none."""
     max_in_flight: int = Field(default=2, ge=1, le=16)
     """Saves that may be staged but not yet ingested; each holds one arena."""
 
@@ -74,6 +77,17 @@ class Settings(BaseSettings):
     def tls(self) -> Tls | None:
         """TLS for a sidecar on TCP; None: plaintext. Raises ConfigurationError."""
         return tls_of(self.tls_cert, self.tls_key, self.tls_ca, settings=VARIABLES)
+
+    def token(self) -> TokenFile | None:
+        """The job's token; None: there is none. Raises ConfigurationError for a sidecar on TCP."""
+        if self.token_file is None or self.sidecar is None:
+            return None
+        if not is_unix(self.sidecar):
+            raise ConfigurationError(
+                f"{VARIABLE}={self.token_file} is for a sidecar on a unix socket, and PANNIER_SIDECAR is "
+                f"{self.sidecar}: a sidecar on TCP knows its clients by their certificates"
+            )
+        return TokenFile(self.token_file)
 
     @field_validator("allow_uid")
     @classmethod
@@ -102,7 +116,7 @@ class Settings(BaseSettings):
             raise ValueError("use auto, mapped or streamed")
         return value
 
-    @field_validator("spool", "runtime_dir", "tls_cert", "tls_key", "tls_ca")
+    @field_validator("spool", "runtime_dir", "tls_cert", "tls_key", "tls_ca", "token_file")
     @classmethod
     def _absolute(cls, value: Path | None) -> Path | None:
         if value is not None and not value.is_absolute():

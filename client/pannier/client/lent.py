@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from pannier.client.arena import Arena, ArenaPool, Mapping, advise_huge, no_memory, populate
+from pannier.client.line import Line
 from pannier.v1 import sidecar_pb2
 from pannier.wire.errors import PannierError, UnavailableError
 from pannier.wire.tls import is_unix
@@ -109,11 +110,14 @@ class Lender:
         path: of the socket that passes descriptors.
         reserve: asks the sidecar for files.
         give_back: tells it which are unmapped.
+        digest: what is said first, where the sidecar wants to hear a token's; empty: nothing.
 
     Raises UnavailableError: the socket can't be reached, with the reason.
     """
 
-    def __init__(self, path: str, reserve: Reserve, give_back: Release) -> None:
+    def __init__(
+        self, path: str, reserve: Reserve, give_back: Release, digest: bytes = b""
+    ) -> None:
         self._reserve = reserve
         self._give_back = give_back
         self._lock = threading.Lock()
@@ -123,6 +127,10 @@ class Lender:
         self._connection.settimeout(_SOCKET_S)
         try:
             self._connection.connect(path)
+            if digest:
+                self._connection.sendall(digest)
+                if self._connection.recv(1) != b"\1":
+                    raise OSError("the token is none that is known there")
         except OSError as error:
             self._connection.close()
             raise UnavailableError(f"{path} can't be reached: {error}") from error
@@ -216,26 +224,28 @@ class Borrowing:
     """Which lender one session has now, if any. Thread-safe.
 
     Args:
-        address: of the sidecar.
+        line: to the sidecar.
         transport: ``auto``, ``mapped`` or ``streamed``.
         reserve, release: calls of the session.
     """
 
-    def __init__(self, address: str, transport: str, reserve: Reserve, release: Release) -> None:
-        self._address = address
+    def __init__(self, line: Line, transport: str, reserve: Reserve, release: Release) -> None:
+        self._line = line
+        self._address = line.address
         self._transport = transport
         self._reserve = reserve
         self._release = release
         self._lock = threading.Lock()
         self._socket = ""
+        self._token_first = False
         self._lender: Lender | None = None
         self.reason = ""
         """Why there is none, for people."""
 
-    def welcomed(self, name: str) -> None:
+    def welcomed(self, welcome: sidecar_pb2.Welcome) -> None:
         """The sidecar, maybe in a new life, told its socket's name; "": it has none."""
         with self._lock:
-            self._socket = name
+            self._socket, self._token_first = welcome.descriptors, welcome.token_first
 
     def lender(self) -> Lender | None:
         """The present one, which is connected; None, with a reason, if there can be none.
@@ -294,7 +304,10 @@ class Borrowing:
         own = self._address.removeprefix("unix://")
         try:
             return Lender(
-                os.path.join(os.path.dirname(own), self._socket), self._reserve, self._release
+                os.path.join(os.path.dirname(own), self._socket),
+                self._reserve,
+                self._release,
+                self._line.digest() if self._token_first else b"",
             )
         except UnavailableError as error:
             self.reason = str(error)

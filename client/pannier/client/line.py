@@ -26,8 +26,14 @@ from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
 from pannier.client import inheritance
 from pannier.wire.addresses import channel_options, keepalive_options
-from pannier.wire.errors import ConfigurationError, InvalidRequestError, UnavailableError
+from pannier.wire.errors import (
+    ConfigurationError,
+    InvalidRequestError,
+    UnauthenticatedError,
+    UnavailableError,
+)
 from pannier.wire.tls import Tls, is_unix, open_channel
+from pannier.wire.tokens import Metadata, TokenFile
 
 Running = TypeVar("Running", bound=grpc.RpcContext)
 
@@ -41,7 +47,7 @@ _PAUSE_S = 2.0
 
 
 class InterruptedCallError(Exception):
-    """The line was put down around a fork: make the call again."""
+    """The line was put down around a fork, or had a token that was replaced: make the call again."""
 
 
 class Line:
@@ -50,6 +56,7 @@ class Line:
     Args:
         tls: for TCP; None: plaintext.
         trusted_uids: users that may own a unix socket; None: anybody.
+        token: what calls show; None: nothing.
     """
 
     def __init__(
@@ -58,12 +65,14 @@ class Line:
         *,
         tls: Tls | None = None,
         trusted_uids: Collection[int] | None = None,
+        token: TokenFile | None = None,
     ) -> None:
         if _orphaned:
             raise InvalidRequestError(_FORKED.format(pid=os.getpid()))
         self.address = address
         self._tls = tls
         self._trusted_uids = trusted_uids
+        self._token = token
         self._condition = threading.Condition()
         self._channel: grpc.Channel | None = None
         self._peers: set[inheritance.Peer] = set()
@@ -79,12 +88,14 @@ class Line:
         """Starts a call and gives it; leaves when the caller is done with it.
 
         Raises:
-            InterruptedCallError: out of the block, for a call that a fork ended.
+            InterruptedCallError: out of the block, for a call that a fork ended, or whose token was
+                replaced while it was made.
             UnavailableError: the line is closed.
             InvalidRequestError: this process was forked from the line's.
-            ConfigurationError: somebody else's socket is at the address.
+            ConfigurationError: somebody else's socket is at the address, or the token can't be read.
         """
         self.check_process()
+        shown = self.metadata()
         if self._channel is None:
             self._peers |= inheritance.peers(self.address)
         with self._condition:
@@ -105,10 +116,22 @@ class Line:
             if running in self._interrupted:
                 raise InterruptedCallError from error
             raise
+        except UnauthenticatedError as error:
+            if self.metadata() != shown:
+                raise InterruptedCallError from error
+            raise
         finally:
             with self._condition:
                 self._calls.discard(running)
                 self._condition.notify_all()
+
+    def metadata(self) -> Metadata:
+        """What a call carries: the token, as its file is now. Raises ConfigurationError."""
+        return () if self._token is None else self._token.metadata()
+
+    def digest(self) -> bytes:
+        """What stands for the token; empty: there is none. Raises ConfigurationError."""
+        return b"" if self._token is None else self._token.digest()
 
     def renew(self) -> None:
         """To be called when the connection was lost: who is there now is looked at again.

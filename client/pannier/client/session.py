@@ -50,7 +50,6 @@ _ANSWER_S: Final = 30.0
 """One try of a call that waits for nobody but the sidecar."""
 _SLACK_S: Final = 5.0
 """Left to the daemon to answer a deadline of its own, with the names it waited for."""
-
 _GOODBYE_S: Final = 1.0
 
 StatusListener = Callable[[save_pb2.SaveStatus], None]
@@ -90,7 +89,7 @@ class Session:
         self._alarms = Alarms("pannier-alarms")
         self._sender = Sender(self._line, self._alarms, self.peer)
         self._streams = Streams(max(2, min(MOST, threads())))
-        self._borrowing = Borrowing(line.address, transport, self._reserve, self._release)
+        self._borrowing = Borrowing(line, transport, self._reserve, self._release)
         self._lock = threading.Lock()
         self._watched: dict[str, _Watched] = {}
         self._welcome: sidecar_pb2.Welcome | None = None
@@ -139,7 +138,8 @@ class Session:
             else "check that `pannier sidecar` runs on this host with that --address and that this "
             "user may open it (PANNIER_SIDECAR)"
         )
-        line = Line(where, tls=settings.tls(), trusted_uids=settings.trusted_uids)
+        trusted = settings.trusted_uids
+        line = Line(where, tls=settings.tls(), trusted_uids=trusted, token=settings.token())
         session = cls(line, who, hint=hint, revive=revive, transport=settings.transport)
         listening = threading.Thread(target=session._listen, name="pannier-connect", daemon=True)
         listening.start()
@@ -318,8 +318,6 @@ class Session:
                 _log.debug("no goodbye to the %s", self.peer)
         self._line.close()
 
-    # Inside.
-
     def _ping(self, timeout: float, *, closing: bool = False) -> None:
         who = self.identity
         request = sidecar_pb2.PingRequest(
@@ -374,9 +372,9 @@ class Session:
         deadline = Deadline(timeout)
 
         def start(channel: grpc.Channel) -> Any:
-            stub = sidecar_pb2_grpc.SidecarStub(channel)
+            call = getattr(sidecar_pb2_grpc.SidecarStub(channel), method)
             # A future: one that is cancellable around a fork.
-            return getattr(stub, method).future(request, timeout=timeout)
+            return call.future(request, timeout=timeout, metadata=self._line.metadata())
 
         if isinstance(self._problem, VersionMismatchError):
             raise self._problem
@@ -451,7 +449,9 @@ class Session:
             pending=pending,
         )
         with self._line.call(
-            lambda channel: sidecar_pb2_grpc.SidecarStub(channel).Connect(request)
+            lambda channel: sidecar_pb2_grpc.SidecarStub(channel).Connect(
+                request, metadata=self._line.metadata()
+            )
         ) as call:
             # A daemon that accepts connections and says nothing must not hold us up.
             silence = self._alarms.set(CONNECT_S, call.cancel)
@@ -477,7 +477,7 @@ class Session:
                     f"{welcome.wire_version}: install the same version on both sides"
                 )
             self._welcome = welcome
-            self._borrowing.welcomed(welcome.descriptors)
+            self._borrowing.welcomed(welcome)
             self._problem = None
             self._connected.set()
             self._answered.set()

@@ -191,7 +191,7 @@ class Sender:
                 "/pannier.v1.Sidecar/Write",
                 request_serializer=chunks.encode,
                 response_deserializer=sidecar_pb2.WriteResponse.FromString,
-            )(iter(messages))
+            )(iter(messages), metadata=self._line.metadata())
 
         def cut() -> None:
             stalled.set()

@@ -42,7 +42,7 @@ class PendingSave(_message.Message):
     def __init__(self, context: _Optional[_Union[SaveContext, _Mapping]] = ..., handed_over: bool = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("wire_version", "sidecar_version", "host", "coordinator", "max_message_bytes", "embedded", "draining", "descriptors")
+    __slots__ = ("wire_version", "sidecar_version", "host", "coordinator", "max_message_bytes", "embedded", "draining", "descriptors", "token_first")
     WIRE_VERSION_FIELD_NUMBER: _ClassVar[int]
     SIDECAR_VERSION_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
@@ -51,6 +51,7 @@ class Welcome(_message.Message):
     EMBEDDED_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     DESCRIPTORS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIRST_FIELD_NUMBER: _ClassVar[int]
     wire_version: int
     sidecar_version: str
     host: str
@@ -59,7 +60,8 @@ class Welcome(_message.Message):
     embedded: bool
     draining: bool
     descriptors: str
-    def __init__(self, wire_version: _Optional[int] = ..., sidecar_version: _Optional[str] = ..., host: _Optional[str] = ..., coordinator: _Optional[str] = ..., max_message_bytes: _Optional[int] = ..., embedded: bool = ..., draining: bool = ..., descriptors: _Optional[str] = ...) -> None: ...
+    token_first: bool
+    def __init__(self, wire_version: _Optional[int] = ..., sidecar_version: _Optional[str] = ..., host: _Optional[str] = ..., coordinator: _Optional[str] = ..., max_message_bytes: _Optional[int] = ..., embedded: bool = ..., draining: bool = ..., descriptors: _Optional[str] = ..., token_first: bool = ...) -> None: ...
 
 class ConnectResponse(_message.Message):
     __slots__ = ("welcome", "save", "room")

@@ -49,6 +49,18 @@ class ConfigurationError(PannierError, ValueError):
     code = grpc.StatusCode.FAILED_PRECONDITION
 
 
+class UnauthenticatedError(ConfigurationError):
+    """A sidecar that serves several jobs was not shown a token of the job's."""
+
+    code = grpc.StatusCode.UNAUTHENTICATED
+
+
+class ForbiddenError(InvalidRequestError):
+    """A call named something of another job than the one whose token it carries."""
+
+    code = grpc.StatusCode.PERMISSION_DENIED
+
+
 class VersionMismatchError(PannierError):
     """Client and daemon speak different wire versions."""
 

@@ -4,13 +4,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
+import click
 import grpc
 
 from pannier.cli.options import Address, combined, option, tls_options
 from pannier.v1 import save_pb2, status_pb2, status_pb2_grpc
 from pannier.wire import addresses, errors
 from pannier.wire.tls import open_channel, tls_of
+from pannier.wire.tokens import Metadata, TokenFile
 
 CALL_S = 10.0
 """Deadline of a call that is answered at once."""
@@ -32,8 +35,19 @@ daemon_option = combined(
         "[default: this user's embedded sidecar]",
     ),
     tls_options,
+    option(
+        "--token-file",
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help="With the job's token, for a sidecar that serves several jobs, at the job's own socket.",
+    ),
 )
 """Which daemon to ask, and how: arguments of :class:`StatusClient`."""
+
+
+def shown(token_file: Path | None) -> Metadata:
+    """What calls carry. Raises ConfigurationError when there is no token in the file."""
+    return () if token_file is None else TokenFile(token_file, setting="--token-file").metadata()
 
 
 @contextmanager
@@ -59,26 +73,30 @@ class StatusClient:
         tls_cert: Path | None = None,
         tls_key: Path | None = None,
         tls_ca: Path | None = None,
+        token_file: Path | None = None,
     ) -> None:
-        """Raises ConfigurationError when the TLS files can't be used."""
+        """Raises ConfigurationError when the TLS files, or the token's, can't be used."""
         if address is None:
             address = addresses.embedded_sidecar(addresses.runtime_dir())
         self.address = address
         tls = tls_of(tls_cert, tls_key, tls_ca)
+        self._metadata = shown(token_file)
         self._channel = open_channel(address, addresses.channel_options(), tls)
-        self._stub = status_pb2_grpc.StatusStub(self._channel)
+        self._stub: Any = status_pb2_grpc.StatusStub(self._channel)
 
     def list_saves(self, request: status_pb2.ListSavesRequest) -> status_pb2.ListSavesResponse:
         """Newest first."""
         with self._translated():
-            response: status_pb2.ListSavesResponse = self._stub.ListSaves(request, timeout=CALL_S)
+            response: status_pb2.ListSavesResponse = self._stub.ListSaves(
+                request, timeout=CALL_S, metadata=self._metadata
+            )
             return response
 
     def get_save(self, save: str) -> status_pb2.GetSaveResponse:
         """By id, or the newest of a checkpoint id."""
         with self._translated():
             response: status_pb2.GetSaveResponse = self._stub.GetSave(
-                status_pb2.GetSaveRequest(id=save), timeout=CALL_S
+                status_pb2.GetSaveRequest(id=save), timeout=CALL_S, metadata=self._metadata
             )
             return response
 
@@ -88,7 +106,8 @@ class StatusClient:
         while True:
             try:
                 with self._translated():
-                    for response in self._stub.WatchSave(status_pb2.WatchSaveRequest(id=save)):
+                    request = status_pb2.WatchSaveRequest(id=save)
+                    for response in self._stub.WatchSave(request, metadata=self._metadata):
                         heard = True
                         yield response
                         if response.save.state in TERMINAL:

@@ -14,13 +14,14 @@ import click
 from rich.text import Text
 
 from pannier.cli import render
-from pannier.cli.connection import daemon_option, translated
+from pannier.cli.connection import daemon_option, shown, translated
 from pannier.cli.failures import NEGATIVE, UNREACHABLE
 from pannier.cli.options import Location, Seconds, storage_options
 from pannier.daemon import diagnosing
 from pannier.v1 import diagnosis_pb2, diagnosis_pb2_grpc
 from pannier.wire import addresses, errors
 from pannier.wire.tls import open_channel, tls_of
+from pannier.wire.tokens import Metadata
 from pannier.wire.version import WIRE_VERSION, package_version
 
 _SLACK_S = 30.0
@@ -48,6 +49,7 @@ def command(
     storage_options: dict[str, Any],
     timeout: float,
     as_json: bool,
+    token_file: Path | None,
     **tls: Path | None,
 ) -> None:
     """Look for what would keep saves from ending well. Run it where the trainer runs, as its user.
@@ -74,7 +76,7 @@ def command(
             checks.append(("here", _try(root, storage_options, timeout)))
     elif all(check.result != diagnosis_pb2.CHECK_RESULT_FAILED for _, check in checks):
         try:
-            answer = _ask(address, tls, root, timeout)
+            answer = _ask(address, tls, shown(token_file), root, timeout)
         except errors.PannierError as error:
             code = UNREACHABLE
             checks.append(("here", _unreachable(error)))
@@ -180,7 +182,11 @@ def _transport(address: str, descriptors: str) -> diagnosis_pb2.Check:
 
 
 def _ask(
-    address: str, tls: dict[str, Path | None], root: str | None, timeout: float
+    address: str,
+    tls: dict[str, Path | None],
+    metadata: Metadata,
+    root: str | None,
+    timeout: float,
 ) -> diagnosis_pb2.DiagnoseResponse:
     secured = tls_of(tls["tls_cert"], tls["tls_key"], tls["tls_ca"])
     request = diagnosis_pb2.DiagnoseRequest(root=root or "", timeout_s=timeout)
@@ -188,12 +194,16 @@ def _ask(
         stub: Any = diagnosis_pb2_grpc.DiagnosisStub(channel)
         with translated(address):
             answer: diagnosis_pb2.DiagnoseResponse = stub.Diagnose(
-                request, timeout=timeout + _SLACK_S
+                request, timeout=timeout + _SLACK_S, metadata=metadata
             )
     return answer
 
 
-def _unreachable(error: Exception) -> diagnosis_pb2.Check:
+def _unreachable(error: errors.PannierError) -> diagnosis_pb2.Check:
+    if isinstance(error, errors.UnauthenticatedError):
+        return diagnosing.bad(
+            "token", str(error), "each job has a socket and a token of its own (PANNIER_SIDECAR)"
+        )
     return diagnosing.bad(
         "daemon",
         str(error),

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,16 +16,6 @@ else:
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?", re.IGNORECASE)
-_UNITS = {"b": 1}
-for _power, _letter in enumerate("kmgt", start=1):
-    _UNITS[f"{_letter}ib"] = 1024**_power
-    _UNITS[f"{_letter}b"] = 1000**_power
-
-
-_LARGEST_SIZE = 1 << 63
-"""Offsets of files are signed."""
-
 
 class Size(_Type):
     """Bytes: ``201326592``, ``192MiB``, ``1.5 GiB``, ``2GB``."""
@@ -37,13 +26,12 @@ class Size(_Type):
         """Bytes as an int."""
         if isinstance(value, int):
             return value
-        match = _SIZE.fullmatch(value.strip())
-        if match is None:
-            self.fail(f"{value!r} is not a size like 192MiB, 2GiB or 1000000", param, ctx)
-        number = float(match[1]) * _UNITS[(match[2] or "B").lower()]
-        if not 1 <= number < _LARGEST_SIZE:
-            self.fail(f"{value!r} is not a positive number of bytes below 8 EiB", param, ctx)
-        return int(number)
+        from pannier.daemon.sizes import parse_size
+
+        try:
+            return parse_size(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
 
 
 class Seconds(_Type):

@@ -16,13 +16,20 @@ DEFAULT_ADDRESS = "unix:///run/pannier/sidecar.sock"
     type=Address(),
     default=DEFAULT_ADDRESS,
     show_default=True,
-    help="Where trainers reach it: unix:///path or host:port.",
+    help="Where trainers reach it: unix:///path or host:port. With --jobs, operators alone.",
 )
 @option(
     "--coordinator",
     type=Address(),
-    required=True,
-    help="Where the job's coordinator listens: unix:///path or host:port.",
+    help="Where the job's coordinator listens: unix:///path or host:port. With --jobs, that of jobs whose file "
+    "names none.",
+)
+@option(
+    "--jobs",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="DIRECTORY",
+    help="Serve several jobs, each by a token of its own: those that have a file <job>.json here, as told "
+    "below. Looked at every second.",
 )
 @option(
     "--spool",
@@ -76,9 +83,19 @@ def command(**settings: Any) -> None:
     what is there: however it ended, the next sidecar that is started on the
     same --spool goes on with it. Storage credentials and endpoints come from the
     environment, as gcsfs and s3fs know them.
+
+    With --jobs, a job's trainers connect to jobs/<job>/sidecar.sock beside the
+    sidecar's own socket and show the job's token (PANNIER_TOKEN_FILE). The job's
+    file is a JSON object, which nobody but its owner may write:
+
+    \b
+      "tokens"        those that are good: several while one takes another's place
+      "allow"         roots that the job's checkpoints must lie below
+      "coordinator"   the job's own, unless it is --coordinator's
+      "spool_budget"  most bytes of the job's spool, like "64GiB"
     """
     from pannier.sidecar.config import SidecarConfig
-    from pannier.sidecar.serve import run
+    from pannier.sidecar.process import run
 
     ctx = click.get_current_context()
     ctx.exit(run(SidecarConfig(**daemon_settings(settings))))

@@ -83,9 +83,7 @@ async def target(
     """Whether a checkpoint can be written below ``root``: an object is created, replaced, read and removed."""
     begun = time.monotonic()
     try:
-        check_shared(root)
-        # A checkpoint's own id lies below its root, which may be the allowed one itself.
-        check_allowed(f"{root.rstrip('/')}/checkpoint", allow)
+        _check_root(root, allow)
         store = open_store(root, storage_options=storage_options, deadline_s=timeout_s)
         try:
             await asyncio.wait_for(store.probe(), timeout_s)
@@ -115,6 +113,15 @@ async def target(
         return bad("target", str(error), "")
     took = time.monotonic() - begun
     return good("target", f"{root}: written, replaced, read and removed in {took:.1f} s")
+
+
+def is_allowed(root: str, allow: Sequence[str]) -> bool:
+    """Whether checkpoints may be written below ``root``."""
+    try:
+        _check_root(root, allow)
+    except InvalidRequestError:
+        return False
+    return True
 
 
 def spool(directory: Path, *, budget: int | None, reserved: int, gone: bool) -> Check:
@@ -169,6 +176,12 @@ def file_system(path: Path) -> str:
         if below and len(where) >= len(best):
             best, kind = where, found
     return kind
+
+
+def _check_root(root: str, allow: Sequence[str]) -> None:
+    check_shared(root)
+    # A checkpoint's own id lies below its root, which may be the allowed one itself.
+    check_allowed(f"{root.rstrip('/')}/checkpoint", allow)
 
 
 def _gib(count: int) -> str:

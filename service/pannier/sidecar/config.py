@@ -9,6 +9,7 @@ from typing import Any, Final
 from pannier.daemon.access import Access
 from pannier.wire.addresses import parse_address
 from pannier.wire.errors import ConfigurationError
+from pannier.wire.tls import is_unix
 
 _LEAST_MEMORY: Final = 8 << 20
 
@@ -17,10 +18,14 @@ _LEAST_MEMORY: Final = 8 << 20
 class SidecarConfig(Access):
     """What ``pannier sidecar`` is told. Raises ConfigurationError naming the setting."""
 
-    coordinator: str
-    """Address of the job's coordinator: ``unix:///path`` or ``host:port``."""
+    coordinator: str = ""
+    """Address of the job's coordinator: ``unix:///path`` or ``host:port``; may be missing where each
+    of ``jobs`` names its own."""
     spool: Path
-    """Directory that holds data files until they are in storage; made with mode 0700."""
+    """Directory that holds data files until they are in storage; made with mode 0700. Of ``jobs`` each
+    has its own below it."""
+    jobs: Path | None = None
+    """Directory with a file for each job that is served, by token; None: whoever may connect is."""
     address: str = "unix:///run/pannier/sidecar.sock"
     """Where trainers reach it."""
     spool_budget: int | None = None
@@ -40,7 +45,14 @@ class SidecarConfig(Access):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        parse_address(self.coordinator, setting="--coordinator")
+        if self.coordinator or self.jobs is None:
+            if not self.coordinator:
+                raise ConfigurationError(
+                    "--coordinator is missing: name the job's coordinator, unix:///path or host:port"
+                )
+            parse_address(self.coordinator, setting="--coordinator")
+        if self.jobs is not None:
+            self._check_jobs()
         if not os.path.isabs(self.spool):
             object.__setattr__(self, "spool", Path(os.path.abspath(self.spool)))
         if self.spool_budget is not None and self.spool_budget < 1:
@@ -55,3 +67,16 @@ class SidecarConfig(Access):
         for setting, value in (("--idle-exit", self.idle_exit_s), ("--grace", self.grace_s)):
             if value is not None and not value > 0:
                 raise ConfigurationError(f"{setting} {value} is not a positive number of seconds")
+
+    def _check_jobs(self) -> None:
+        if not is_unix(self.address):
+            raise ConfigurationError(
+                f"--address={self.address} is no unix:///path: the sockets of --jobs lie beside it"
+            )
+        for setting, value, instead in (
+            ("--listen", self.listen, "trainers reach it by their jobs' sockets only"),
+            ("--allow", self.allow, "each job's file names its own roots"),
+            ("--idle-exit", self.idle_exit_s, "jobs come and go, and it stays"),
+        ):
+            if value:
+                raise ConfigurationError(f"{setting} doesn't go with --jobs: {instead}")

@@ -22,7 +22,9 @@ _SLACK_S: Final = 10.0
 
 
 class SidecarDiagnosis(diagnosis_pb2_grpc.DiagnosisServicer):
-    """Args: the running sidecar's parts; ``descriptors`` as in Welcome."""
+    """Args: the running sidecar's parts; ``descriptors`` as in Welcome; ``confined``: who asks may not
+    have the coordinator write where the sidecar may not.
+    """
 
     def __init__(
         self,
@@ -32,6 +34,7 @@ class SidecarDiagnosis(diagnosis_pb2_grpc.DiagnosisServicer):
         saves: Saves,
         link: Link,
         descriptors: Callable[[], str],
+        confined: bool,
         loop: asyncio.AbstractEventLoop,
     ) -> None:
         self._config = config
@@ -39,13 +42,14 @@ class SidecarDiagnosis(diagnosis_pb2_grpc.DiagnosisServicer):
         self._saves = saves
         self._link = link
         self._descriptors = descriptors
+        self._confined = confined
         self._loop = loop
 
     def Diagnose(
         self, request: diagnosis_pb2.DiagnoseRequest, context: grpc.ServicerContext
     ) -> diagnosis_pb2.DiagnoseResponse:
         """See the proto."""
-        work = asyncio.run_coroutine_threadsafe(self._diagnose(request), self._loop)
+        work = asyncio.run_coroutine_threadsafe(self.diagnose(request), self._loop)
 
         def give_up() -> None:
             work.cancel()
@@ -53,9 +57,10 @@ class SidecarDiagnosis(diagnosis_pb2_grpc.DiagnosisServicer):
         context.add_callback(give_up)
         return work.result()
 
-    async def _diagnose(
+    async def diagnose(
         self, request: diagnosis_pb2.DiagnoseRequest
     ) -> diagnosis_pb2.DiagnoseResponse:
+        """The whole answer. On the loop."""
         own, of_coordinator = await asyncio.gather(
             diagnosing.diagnose(
                 request,
@@ -93,7 +98,11 @@ class SidecarDiagnosis(diagnosis_pb2_grpc.DiagnosisServicer):
     async def _ask_coordinator(
         self, request: diagnosis_pb2.DiagnoseRequest
     ) -> diagnosis_pb2.DiagnoseResponse | PannierError:
+        forwarded = diagnosis_pb2.DiagnoseRequest(timeout_s=request.timeout_s)
+        # Else whoever asks would write by the coordinator's rights where this sidecar may not.
+        if not self._confined or diagnosing.is_allowed(request.root, self._config.allow):
+            forwarded.root = request.root
         try:
-            return await self._link.diagnose(request, (request.timeout_s or 20) + _SLACK_S)
+            return await self._link.diagnose(forwarded, (request.timeout_s or 20) + _SLACK_S)
         except PannierError as error:
             return error

@@ -10,7 +10,6 @@ import logging
 import random
 import threading
 import time
-import uuid
 from collections.abc import AsyncIterator, Callable
 from concurrent import futures
 from contextlib import asynccontextmanager, suppress
@@ -51,9 +50,9 @@ class Link:
     """One sidecar's attachment to its coordinator.
 
     Args:
-        address: of the coordinator.
-        host: this host's name.
+        address, host: the coordinator's, and the name of ours.
         tls: for a coordinator on TCP; None: plaintext.
+        life: random id of this life of the sidecar, the same for all its links.
     """
 
     def __init__(
@@ -63,6 +62,7 @@ class Link:
         address: str,
         host: str,
         loop: asyncio.AbstractEventLoop,
+        life: str,
         tls: Tls | None = None,
     ) -> None:
         self.address = address
@@ -78,7 +78,7 @@ class Link:
         self._tls = tls
         self._channels: list[grpc.aio.Channel] = []
         """The last one is used; those before had TLS files that were replaced."""
-        self._sidecar = uuid.uuid4().hex
+        self._sidecar = life
         self._heard: float | None = None
         self._told_trainers = 0.0
         self._suspect = False

@@ -1,59 +1,52 @@
-"""One sidecar process: its parts put together, from the start to the last upload.
+"""One sidecar: its parts put together, from the start to the last upload.
 
-In: a checked config. Out: an exit status. The main thread waits for signals;
-the gRPC server has its threads, uploads and the coordinator's link an event
-loop in one of their own.
+In: a checked config. Out: what trainers and operators are served. It is alone in its process, or one
+of several there, each for a job (:mod:`pannier.sidecar.node`). The gRPC server has its threads, uploads
+and the coordinator's link an event loop in one of their own.
 """
 
 import asyncio
 import logging
-import os
-import threading
-from collections.abc import Coroutine, Iterator
+import time
+from collections import Counter
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Final, TypeVar
 
 import grpc
 
 from pannier.daemon import diagnosing
 from pannier.daemon.admitting import STATUS_LIMITS, AdmissionInterceptor
-from pannier.daemon.allocating import keep_freed_memory
 from pannier.daemon.board import Board
 from pannier.daemon.failing import ErrorInterceptor
-from pannier.daemon.listening import (
-    listening,
-    raise_descriptor_limit,
-    server_options,
-    socket_path,
-)
-from pannier.daemon.logs import set_up_logging
-from pannier.daemon.metrics import Metrics
+from pannier.daemon.listening import listening, server_options, socket_path
 from pannier.daemon.operating import Backlog, Operating, Vitals
-from pannier.daemon.pages import Pages
 from pannier.daemon.peers import PeerInterceptor
 from pannier.daemon.probed import probed
 from pannier.daemon.stopping import StopSignals
-from pannier.daemon.web import serving_web
 from pannier.sidecar import service
 from pannier.sidecar.config import SidecarConfig
 from pannier.sidecar.diagnosis import SidecarDiagnosis
+from pannier.sidecar.guarding import Guard, GuardInterceptor
+from pannier.sidecar.job_sockets import serving_job
+from pannier.sidecar.jobs import Job
 from pannier.sidecar.ledger import Ledger
 from pannier.sidecar.lending import Lending
 from pannier.sidecar.link import Link
 from pannier.sidecar.passing import passing
 from pannier.sidecar.receiving import Receiving
 from pannier.sidecar.restoring import restore
-from pannier.sidecar.saves import RankSave, Save, Saves
+from pannier.sidecar.saves import BEFORE_INGESTION, RankSave, Save, Saves
 from pannier.sidecar.sessions import RESTORED_S, Sessions
+from pannier.sidecar.shared import Shared
 from pannier.sidecar.spool import Spool
 from pannier.sidecar.status import backlog, save_status
-from pannier.sidecar.tally import Tally
+from pannier.sidecar.telling import told
 from pannier.sidecar.traced import trace
 from pannier.sidecar.uploads import Opener, Uploads
 from pannier.storage import open_store
-from pannier.v1 import diagnosis_pb2_grpc, sidecar_pb2
-from pannier.wire import tracing
+from pannier.v1 import diagnosis_pb2_grpc, save_pb2, sidecar_pb2
 from pannier.wire.chunks import MAX_MESSAGE_BYTES
 from pannier.wire.version import WIRE_VERSION, package_version
 
@@ -69,37 +62,33 @@ _FLUSH_S: Final = 1.0
 T = TypeVar("T")
 
 
-def run(config: SidecarConfig) -> int:
-    """Runs a sidecar until SIGTERM, SIGINT or idleness; returns the exit status.
-
-    That is 1 when it needs to be started again: its spool was removed.
-
-    Raises ConfigurationError when it can't start.
-    """
-    set_up_logging(config.log_format, daemon="sidecar", host=config.host)
-    raise_descriptor_limit()
-    # Before there are threads: each keeps the one it was started with.
-    os.nice(config.nice)
-    keep_freed_memory()
-    tracing.set_up("pannier-sidecar", **{"host.name": config.host})
-    with StopSignals() as stop, Sidecar(config) as sidecar:
-        sidecar.wait(stop)
-        sidecar.drain(stop)
-        return 1 if sidecar.spool.gone else 0
-
-
 class Sidecar:
     """A running sidecar; a context manager.
 
     Args:
         store: makes the store of a checkpoint id; default :func:`pannier.storage.open_store`.
+        job: it serves this one alone, and whoever shows a token of the job's.
+        shared: what it has in common with those of other jobs; None: it is alone.
     """
 
-    def __init__(self, config: SidecarConfig, store: Opener | None = None) -> None:
+    def __init__(
+        self,
+        config: SidecarConfig,
+        store: Opener | None = None,
+        *,
+        job: Job | None = None,
+        shared: Shared | None = None,
+    ) -> None:
         self.config = config
-        self.board = Board()
         self.saves = Saves()
-        self.vitals = Vitals(config.host, backlog=self._backlog)
+        self.vitals = Vitals(config.host, backlog=self.backlog)
+        self.guard = None if job is None else Guard(job.name, job.digests)
+        self._alone = shared is None
+        self._shared = shared or Shared(config)
+        self.board = self._shared.board if self._alone else Board()
+        self._boards = {self.board, self._shared.board}
+        self._published: set[str] = set()
+        """Keys of saves that are on the boards."""
         self._open_store = store or self._default_store
         self._stack = ExitStack()
         self._kept: set[str] = set()
@@ -128,35 +117,65 @@ class Sidecar:
             if self.spool.gone:
                 _log.error("the spool %s was removed: leaving", self.config.spool)
                 return
-            self._lending.tick()
-            self.spool.trim(self._sessions.jobs())
-            self._ledger.tidy()
-            self._servicer.open_streams.cut_idle()
+            self.tick()
+
+    def tick(self) -> None:
+        """Looks after what nobody asks for; to be called every second or so. May take a moment."""
+        self._lending.tick()
+        self.spool.trim(self._sessions.jobs())
+        self._ledger.tidy()
+        self._servicer.open_streams.cut_idle()
 
     def drain(self, stop: StopSignals) -> None:
         """Takes no new saves and finishes uploads, until the grace period or ``stop`` ends it."""
+        drain([self], stop, self.config.grace_s, self.board)
+
+    def refuse_new(self) -> None:
+        """Takes no new saves from now on, and says so."""
         self.saves.draining = True
         self._operating.drain()
-        deadline = self._loop.time() + self.config.grace_s
-        with self.board.watch() as watch:
-            while pending := self.saves.pending():
-                left = deadline - self._loop.time()
-                if left <= 0 or stop.wait(0):
-                    break
-                watch.wait(min(left, _TICK_S))
-        for rank in pending:
-            phase = rank.phase.name.lower()
-            _log.warning("%s is left behind, %s", rank.label, phase, extra=rank.about)
+
+    def dismiss(self, why: str) -> None:
+        """Nobody is heard any more; what is ingested goes on, and of the rest ``why`` is the failure."""
+        self.refuse_new()
+        if self.guard is not None:
+            self.guard.close()
+        for rank in self.saves.pending():
+            if rank.phase in BEFORE_INGESTION:
+                self.saves.fail(rank, save_pb2.FAILURE_KIND_CLIENT, f"{rank.label}: {why}")
+        self._sessions.dismiss()
+
+    def flush(self) -> None:
+        """The coordinator is told what there is to tell, if it listens."""
         self._on_loop(self._link.flush(_FLUSH_S))
 
+    def backlog(self) -> Backlog:
+        """What waits here for storage."""
+        return backlog(self.saves.pending(), self.spool, self._lending)
+
+    def ask_for_room(self) -> None:
+        """Asks the trainers to give back what they have borrowed and don't use."""
+        self._lending.ask_for_room()
+
+    @property
+    def attached(self) -> bool:
+        """Whether the coordinator was heard a moment ago."""
+        return self._link.connected
+
+    def trainers(self) -> Counter[str]:
+        """Connected ranks by job."""
+        return self._sessions.trainers()
+
     def _start(self, stack: ExitStack) -> None:
-        config = self.config
-        self.spool = Spool(config.spool, config.spool_budget)
+        config, shared = self.config, self._shared
+        self.spool = Spool(config.spool, config.spool_budget, shared.commons)
         stack.callback(lambda: self.spool.close(self._kept))
         self._ledger = Ledger(config.spool)
         self.spool.overhead = self._ledger.space
         stack.callback(self._close_ledger)
-        self._loop = stack.enter_context(_event_loop())
+        if self._alone:
+            stack.enter_context(shared.running())
+        self._loop = shared.loop
         # Before recovery, which may take long: a probe then hears "alive, not ready".
         stack.enter_context(probed(config.health, ready=self._is_ready, loop=self._loop))
         self._link = Link(
@@ -164,6 +183,7 @@ class Sidecar:
             address=config.coordinator,
             host=config.host,
             loop=self._loop,
+            life=shared.life,
             tls=config.tls,
         )
         self._lending = Lending(self.spool, lambda clients: self._sessions.want_room(clients))
@@ -171,7 +191,7 @@ class Sidecar:
             self.saves,
             self._lending,
             self._ledger,
-            memory=config.memory,
+            slots=shared.slots,
             open_store=self._open_store,
             loop=self._loop,
         )
@@ -187,24 +207,20 @@ class Sidecar:
         )
         # The first: what has failed or ended is recorded before its space is given away.
         self.saves.listen(self._ledger.changed)
-        tally = Tally()
-        for listener in (self._publish, self._uploads.changed, self._link.changed, tally.changed):
+        for listener in (self._publish, self._uploads.changed, self._link.changed):
             self.saves.listen(listener)
+        self.saves.listen(shared.tally.changed)
         self.saves.listen(self._sessions.changed)
         self.saves.listen(trace)
-        self.saves.listen_forgotten(lambda save: self.board.remove(save.key))
+        self.saves.listen_forgotten(self._forget)
+        if not self._alone:
+            stack.callback(self._forget_all)
         # Before the coordinator hears of us: it takes what isn't reported then for lost.
         for rank in restore(self._ledger, self.spool, self.saves, self._uploads, self._loop):
             self._sessions.expect(rank, RESTORED_S)
-        tally.begin()
-        metrics = Metrics("sidecar", self.vitals)
-        metrics.add(
-            lambda: tally.collect(
-                self._backlog(), self._sessions.trainers(), attached=self._link.connected
-            )
-        )
-        pages = Pages(self.board, self.vitals)
-        stack.enter_context(serving_web(config.metrics, pages.routes(metrics), setting="--metrics"))
+        shared.tally.begin(self.saves.undecided())
+        if self._alone:
+            stack.enter_context(told(config.metrics, shared, self.vitals, lambda: [self]))
         attached = self._link.running()
         self._on_loop(attached.__aenter__())
         stack.callback(lambda: self._on_loop(attached.__aexit__(None, None, None)))
@@ -214,7 +230,9 @@ class Sidecar:
         config = self.config
         threads = ThreadPoolExecutor(_CALLS, thread_name_prefix="pannier-call")
         peers = config.peers()
-        watched = [] if peers is None else [PeerInterceptor(peers)]
+        watched: list[grpc.ServerInterceptor] = [] if peers is None else [PeerInterceptor(peers)]
+        if self.guard is not None:
+            peers, watched = None, [GuardInterceptor(self.guard)]
         server = grpc.server(
             threads,
             options=[
@@ -240,36 +258,41 @@ class Sidecar:
         )
         self._servicer = service.SidecarServicer(self.saves, receiving, self._sessions, self._link)
         service.add_to_server(self._servicer, server)
-        diagnosis_pb2_grpc.add_DiagnosisServicer_to_server(
-            SidecarDiagnosis(
-                config,
-                spool=self.spool,
-                saves=self.saves,
-                link=self._link,
-                descriptors=lambda: self._descriptors,
-                loop=self._loop,
-            ),
-            server,
+        self.diagnosis = SidecarDiagnosis(
+            config,
+            spool=self.spool,
+            saves=self.saves,
+            link=self._link,
+            descriptors=lambda: self._descriptors,
+            confined=self.guard is not None,
+            loop=self._loop,
         )
+        diagnosis_pb2_grpc.add_DiagnosisServicer_to_server(self.diagnosis, server)
         self._operating = Operating(
             server, self.board, self.vitals, [service.NAME, diagnosing.NAME]
         )
-        stack.enter_context(
-            listening(
-                server,
-                config.address,
-                config.listen,
-                tls=config.tls,
-                guests=config.allow_uid,
-            )
-        )
-        if peers is not None:
-            stack.enter_context(peers.watching())
         path = socket_path(config.address)
-        if path is not None:
-            self._descriptors = stack.enter_context(
-                passing(path, self._lending, guests=config.allow_uid)
+        passed: AbstractContextManager[str] | None = None
+        if self.guard is not None:
+            assert path is not None
+            stack.enter_context(serving_job(server, path.parent))
+            passed = passing(path, self._lending, knows=self.guard.knows)
+        else:
+            stack.enter_context(
+                listening(
+                    server,
+                    config.address,
+                    config.listen,
+                    tls=config.tls,
+                    guests=config.allow_uid,
+                )
             )
+            if peers is not None:
+                stack.enter_context(peers.watching())
+            if path is not None:
+                passed = passing(path, self._lending, guests=config.allow_uid)
+        if passed is not None:
+            self._descriptors = stack.enter_context(passed)
         server.start()
         self._serves = True
 
@@ -297,17 +320,28 @@ class Sidecar:
             embedded=self.config.embedded,
             draining=self.saves.draining,
             descriptors=self._descriptors,
+            token_first=self.guard is not None,
         )
-
-    def _backlog(self) -> Backlog:
-        return backlog(self.saves.pending(), self.spool, self._lending)
 
     def _publish(self, save: Save, rank: RankSave | None, urgent: bool) -> None:
         """Listener of the saves: keeps the board."""
         if rank is None:
-            self.board.put(save.id, save.checkpoint_id, lambda: save_status(save, self._link))
+            self._published.add(save.key)
+            for board in self._boards:
+                board.put(save.id, save.checkpoint_id, lambda: save_status(save, self._link))
         else:
-            self.board.ring(save.key)
+            for board in self._boards:
+                board.ring(save.key)
+
+    def _forget(self, save: Save) -> None:
+        self._published.discard(save.key)
+        for board in self._boards:
+            board.remove(save.key)
+
+    def _forget_all(self) -> None:
+        self._shared.tally.drop(self.saves.undecided())
+        for key in self._published:
+            self._shared.board.remove(key)
 
     def _default_store(self, checkpoint_id: str) -> Any:
         return open_store(checkpoint_id, storage_options=self.config.storage_options)
@@ -320,16 +354,23 @@ class Sidecar:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
 
-@contextmanager
-def _event_loop() -> Iterator[asyncio.AbstractEventLoop]:
-    """A loop that runs in a thread of its own."""
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, name="pannier-loop", daemon=True)
-    thread.start()
-    try:
-        yield loop
-    finally:
-        asyncio.run_coroutine_threadsafe(loop.shutdown_default_executor(), loop).result()
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
+def drain(sidecars: Sequence[Sidecar], stop: StopSignals, grace_s: float, board: Board) -> None:
+    """None of them takes new saves; they finish uploads, until ``grace_s`` is over or ``stop`` ends it.
+
+    Args:
+        board: all of their saves.
+    """
+    for each in sidecars:
+        each.refuse_new()
+    deadline = time.monotonic() + grace_s
+    with board.watch() as watch:
+        while pending := [rank for each in sidecars for rank in each.saves.pending()]:
+            left = deadline - time.monotonic()
+            if left <= 0 or stop.wait(0):
+                break
+            watch.wait(min(left, _TICK_S))
+    for rank in pending:
+        phase = rank.phase.name.lower()
+        _log.warning("%s is left behind, %s", rank.label, phase, extra=rank.about)
+    for each in sidecars:
+        each.flush()

@@ -231,6 +231,14 @@ class Sessions:
         with self._lock:
             return None if self._sessions else time.monotonic() - self._idle_since
 
+    def dismiss(self) -> None:
+        """Ends all streams: no trainer is heard here any more, and none is taken for gone."""
+        with self._lock:
+            sessions = [each for listed in self._sessions.values() for each in listed]
+        for session in sessions:
+            session.closing = True
+            session.close()
+
     def close(self) -> None:
         """Ends all streams; nobody is taken for gone because of that."""
         with self._lock:

@@ -1,10 +1,12 @@
 """Which uploads run at the same time: as many as the memory for their buffers allows.
 
 On the event loop. A file that is still growing may wait for its trainer for
-long, so such uploads never take all the room from files that are complete.
+long, so such uploads never take all the room from files that are complete. Where several jobs are
+served, who has fewest uploads goes first, and none takes the last place from the others.
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Final
@@ -14,9 +16,10 @@ MOST: Final = 8
 
 
 class _Place:
-    def __init__(self, weight: int, growing: Callable[[], bool]) -> None:
+    def __init__(self, weight: int, growing: Callable[[], bool], job: str) -> None:
         self.weight = weight
         self.growing = growing
+        self.job = job
         self.admitted = asyncio.Event()
 
 
@@ -29,17 +32,21 @@ class Slots:
 
     def __init__(self, memory: int) -> None:
         self._memory = memory
+        self.shared = False
+        """Several jobs are served."""
         self._running: list[_Place] = []
         self._waiting: list[_Place] = []
 
     @asynccontextmanager
-    async def place(self, weight: int, growing: Callable[[], bool]) -> AsyncIterator[None]:
+    async def place(
+        self, weight: int, growing: Callable[[], bool], job: str = ""
+    ) -> AsyncIterator[None]:
         """Waits for room for an upload with buffers of ``weight`` bytes, and holds it.
 
         Args:
             growing: whether the file still grows; asked again whenever there is room.
         """
-        place = _Place(weight, growing)
+        place = _Place(weight, growing, job)
         self._waiting.append(place)
         self.admit()
         try:
@@ -51,11 +58,16 @@ class Slots:
 
     def admit(self) -> None:
         """Lets in who fits; also to be called when a file that waits became complete."""
-        for place in list(self._waiting):
-            if self._fits(place):
-                self._waiting.remove(place)
-                self._running.append(place)
-                place.admitted.set()
+        while (place := self._next()) is not None:
+            self._waiting.remove(place)
+            self._running.append(place)
+            place.admitted.set()
+
+    def _next(self) -> _Place | None:
+        running = Counter(place.job for place in self._running)
+        # Of one job, in the order in which they came.
+        waiting = sorted(self._waiting, key=lambda place: running[place.job])
+        return next((place for place in waiting if self._fits(place)), None)
 
     def _fits(self, place: _Place) -> bool:
         if not self._running and not place.growing():
@@ -68,4 +80,13 @@ class Slots:
             and len(rivals) < most
             and sum(p.weight for p in self._running) + place.weight <= self._memory
             and (sum(p.weight for p in rivals) + place.weight) * share <= self._memory
+            and self._leaves_room(place)
+        )
+
+    def _leaves_room(self, place: _Place) -> bool:
+        """For an upload of another job."""
+        own = [each for each in self._running if each.job == place.job]
+        return not (self.shared and own) or (
+            len(own) < MOST - 1
+            and sum(each.weight for each in own) + 2 * place.weight <= self._memory
         )

@@ -11,7 +11,6 @@ import logging
 import os
 import re
 import stat
-import threading
 import time
 from collections import deque
 from collections.abc import Collection, Iterable
@@ -21,6 +20,7 @@ from typing import Final
 
 from pannier.daemon import crashing
 from pannier.daemon.private import make_private
+from pannier.sidecar.commons import Commons
 from pannier.wire.errors import BusyError, ConfigurationError, PannierError
 
 _log = logging.getLogger(__name__)
@@ -52,12 +52,15 @@ class Spool:
     earlier sidecar left.
     """
 
-    def __init__(self, directory: Path, budget: int | None = None) -> None:
+    def __init__(
+        self, directory: Path, budget: int | None = None, commons: Commons | None = None
+    ) -> None:
         """Opens the directory, making it if need be.
 
         Args:
             directory: has mode 0700 when it is made here.
             budget: most bytes of all slabs together; None: what the file system has.
+            commons: shared with other spools.
 
         Raises ConfigurationError: it can't be used, or another sidecar does.
         """
@@ -65,7 +68,8 @@ class Spool:
         self.budget = budget
         self.overhead = 0
         """Bytes of the file system that are taken for good, by the journal."""
-        self._lock = threading.Lock()
+        self._commons = commons or Commons()
+        self._lock = self._commons.lock
         self._free: dict[str, deque[Slab]] = {}
         """By job, the one given back last at the end; jobs in order of their first use."""
         self._slabs: set[Slab] = set()
@@ -81,6 +85,7 @@ class Spool:
             self._directory_fd = self._take_lock()
         except OSError as error:
             raise ConfigurationError(f"the spool {directory} can't be used: {error}") from error
+        self._commons.join(self)
 
     @property
     def reserved(self) -> int:
@@ -91,17 +96,14 @@ class Spool:
     def spare(self) -> int:
         """Bytes of the slabs that nobody has taken."""
         with self._lock:
-            return self._spare()
+            return self.unused()
 
     def room(self) -> tuple[int, int]:
         """Most bytes that slabs can have, and how many of these saves could still take."""
         space = os.fstatvfs(self._directory_fd)
-        capacity, free = self._total(space), space.f_bavail * space.f_frsize
+        capacity = min(filter(None, [self._total(space), *self._budgets()]), default=0)
         with self._lock:
-            if self.budget is not None:
-                capacity = min(capacity, self.budget) if capacity else self.budget
-                free = min(free, max(0, self.budget - self._reserved))
-            return capacity, free + self._spare()
+            return capacity, max(0, self._room(space))
 
     def check_fits(self, sizes: Iterable[int]) -> None:
         """Raises ConfigurationError when files of these sizes never fit, however long one waits.
@@ -110,8 +112,9 @@ class Spool:
         """
         total = self._total(os.statvfs(self.directory))
         room, of = total or None, "on its file system"
-        if self.budget is not None and (room is None or self.budget < room):
-            room, of = self.budget, "in its budget"
+        for budget in self._budgets():
+            if room is None or budget < room:
+                room, of = budget, "in its budget"
         needed = sum(_whole_pages(size) for size in sizes)
         if room is not None and needed > room:
             raise ConfigurationError(
@@ -245,6 +248,7 @@ class Spool:
 
         Nobody uses them any more.
         """
+        self._commons.leave(self)
         with self._lock:
             self._free.clear()
             for slab in list(self._slabs):
@@ -256,11 +260,7 @@ class Spool:
         os.close(self._directory_fd)
 
     def _check_spare(self, size: int, spare: int) -> None:
-        free = self._spare()
-        space = os.statvfs(self.directory)
-        room = space.f_bavail * space.f_frsize + free
-        if self.budget is not None:
-            room = min(room, self.budget - self._reserved + free)
+        room = self._room(os.statvfs(self.directory))
         if room - size < spare:
             raise BusyError(
                 f"the spool {self.directory} has room for {max(0, room)} more bytes, {spare} of "
@@ -274,7 +274,20 @@ class Spool:
         total = (space.f_blocks - space.f_bfree + space.f_bavail) * space.f_frsize
         return total - min(total, self.overhead)
 
-    def _spare(self) -> int:
+    def _room(self, space: os.statvfs_result) -> int:
+        """Bytes that could still be taken; with the lock held."""
+        own = self.unused()
+        free = own + self._commons.unused(self)
+        room, left = space.f_bavail * space.f_frsize + free, self._commons.left()
+        if self.budget is not None:
+            room = min(room, self.budget - self._reserved + own)
+        return room if left is None else min(room, left + free)
+
+    def _budgets(self) -> list[int]:
+        return [each for each in (self.budget, self._commons.total) if each is not None]
+
+    def unused(self) -> int:
+        """Bytes of the slabs that nobody has taken; with the lock held."""
         return sum(slab.capacity for slabs in self._free.values() for slab in slabs)
 
     def _check(self) -> None:
@@ -317,15 +330,19 @@ class Spool:
         return best, max(0, _whole_pages(size) - best.capacity)
 
     def _evict_for(self, missing: int, job: str) -> None:
-        """Drops free slabs until ``missing`` more bytes are within the budget, others' jobs first."""
-        if self.budget is None:
-            return
-        while self._reserved + missing > self.budget:
-            if not self._evict_one(job):
+        """Drops free slabs until ``missing`` more bytes are within the budgets, others' jobs first."""
+        while self.budget is not None and self._reserved + missing > self.budget:
+            if not self.evict_one(job):
                 free = max(0, self.budget - self._reserved)
                 raise self._full(missing, f"{free} free of its budget of {self.budget}")
+        while (left := self._commons.left()) is not None and missing > left:
+            if not (self.evict_one(job) or self._commons.evict_one(self)):
+                self._commons.want()
+                total = self._commons.total
+                raise self._full(missing, f"{left} free of the {total} for all jobs on this host")
 
-    def _evict_one(self, job: str) -> bool:
+    def evict_one(self, job: str) -> bool:
+        """Drops a free slab, of ``job`` last; False: there is none. With the lock held."""
         for owner in sorted(self._free, key=lambda owner: owner == job):
             if self._free[owner]:
                 self._drop(self._free[owner].popleft())
@@ -340,10 +357,10 @@ class Spool:
                 if error.errno not in _FULL:
                     raise
                 with self._lock:
-                    evicted = self._evict_one(slab.job)
+                    evicted = self.evict_one(slab.job) or self._commons.evict_one(self)
                 if not evicted:
-                    space = os.statvfs(self.directory)
-                    free = space.f_bavail * space.f_frsize
+                    self._commons.want()
+                    free = (space := os.statvfs(self.directory)).f_bavail * space.f_frsize
                     raise self._full(missing, f"{free} free on its file system") from error
             else:
                 slab.capacity += missing

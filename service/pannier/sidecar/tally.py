@@ -88,12 +88,19 @@ class Tally:
             elif self._under_way.pop(save.key, None) is not None:
                 self._fold(save)
 
-    def begin(self) -> None:
-        """What is there now was done by a former life; called once, before trainers are served."""
+    def begin(self, saves: Iterable[Save]) -> None:
+        """What is there of these was done by a former life; called before their trainers are served."""
         with self._lock:
-            for save in self._under_way.values():
+            for save in saves:
                 for rank in list(save.ranks.values()):
                     self._before[rank] = _Amounts.of(rank)
+
+    def drop(self, saves: Iterable[Save]) -> None:
+        """Nobody follows these any more; what they have moved stays counted."""
+        with self._lock:
+            for save in saves:
+                if self._under_way.pop(save.key, None) is not None:
+                    self._count(save)
 
     def collect(
         self, backlog: Backlog, trainers: Counter[str], *, attached: bool
@@ -141,12 +148,15 @@ class Tally:
 
     def _fold(self, save: Save) -> None:
         assert save.verdict is not None
+        self._count(save)
+        self._ended[save.verdict.state] += 1
+
+    def _count(self, save: Save) -> None:
         ranks = list(save.ranks.values())
         self._past[save.id.job] = self._sum(ranks, self._past.get(save.id.job, _Amounts()))
         while len(self._past) > _JOBS_KEPT:
             self._past.popitem(last=False)
         self._failures.update(rank.failure.kind for rank in ranks if rank.failure is not None)
-        self._ended[save.verdict.state] += 1
         for rank in ranks:
             self._seen.pop(rank, None)
             self._before.pop(rank, None)

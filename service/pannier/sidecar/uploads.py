@@ -37,7 +37,7 @@ class Uploads:
     """Carries the files of all ranks of this host.
 
     Args:
-        memory: bytes of buffers that all running uploads may take.
+        slots: places of running uploads, of this and other jobs.
         open_store: called on the loop.
     """
 
@@ -47,14 +47,14 @@ class Uploads:
         lending: Lending,
         ledger: Ledger,
         *,
-        memory: int,
+        slots: Slots,
         open_store: Opener,
         loop: asyncio.AbstractEventLoop,
     ) -> None:
         self._saves = saves
         self._lending = lending
         self._ledger = ledger
-        self._slots = Slots(memory)
+        self._slots = slots
         self._open_store = open_store
         self._loop = loop
         self._stores: dict[str, Store] = {}
@@ -133,7 +133,9 @@ class Uploads:
 
         async def upload() -> None:
             store = self._store(rank.save)
-            async with self._slots.place(store.upload_memory, lambda: not file.complete):
+            async with self._slots.place(
+                store.upload_memory, lambda: not file.complete, rank.save.id.job
+            ):
                 info = await store.upload(
                     file.name, SpoolSource(file), progress=progress, retried=retried
                 )

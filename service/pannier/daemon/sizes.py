@@ -1,0 +1,23 @@
+"""Sizes as people write them. Imports nothing: the command line's start must not wait for it."""
+
+import re
+from typing import Final
+
+_SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?", re.IGNORECASE)
+_UNITS: Final = {"b": 1}
+for _power, _letter in enumerate("kmgt", start=1):
+    _UNITS[f"{_letter}ib"] = 1024**_power
+    _UNITS[f"{_letter}b"] = 1000**_power
+_LARGEST: Final = 1 << 63
+"""Offsets of files are signed."""
+
+
+def parse_size(text: str) -> int:
+    """Bytes of ``201326592``, ``192MiB``, ``1.5 GiB`` or ``2GB``. Raises ValueError saying what is wrong."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"{text!r} is not a size like 192MiB, 2GiB or 1000000")
+    number = float(match[1]) * _UNITS[(match[2] or "B").lower()]
+    if not 1 <= number < _LARGEST:
+        raise ValueError(f"{text!r} is not a positive number of bytes below 8 EiB")
+    return int(number)
