@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -105,18 +104,6 @@ def embedded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield directory
     logs = [(path.name, path.read_text(errors="replace")) for path in directory.glob("*.log")]
     processes.keep_logs(logs)
-    started = [p for pid, p in _left_processes().items() if pid not in before]
-    for process in started:
-        # The supervisor may be told to restart what is killed: stop it first.
-        try:
-            process.send_signal(signal.SIGSTOP)
-        except psutil.NoSuchProcess:
-            continue
-    for process in started:
-        try:
-            process.kill()
-        except psutil.NoSuchProcess:
-            continue
-    psutil.wait_procs(started, timeout=5)
+    processes.end(p for pid, p in _left_processes().items() if pid not in before)
     shutil.rmtree(directory, ignore_errors=True)
     shutil.rmtree(spool, ignore_errors=True)

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -136,6 +136,17 @@ def keep_logs(more: list[tuple[str, str]]) -> None:
 def forget_logs() -> None:
     """Called when a test begins."""
     _logs.clear()
+
+
+def end(found: Iterable[psutil.Process]) -> None:
+    """Kills processes that watch over each other; returns when they are gone."""
+    listed = list(found)
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        # A supervisor may start again what is killed: all are stopped first.
+        for process in listed:
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+    psutil.wait_procs(listed, timeout=5)
 
 
 def marked() -> Iterator[psutil.Process]:

@@ -1,5 +1,6 @@
 """Who saves: the same words on all ranks, without a collective."""
 
+import os
 import socket
 import threading
 from collections.abc import Callable
@@ -9,7 +10,6 @@ from typing import Any
 import torch.distributed as dist
 from torch.multiprocessing import get_context  # type: ignore[attr-defined]
 
-from pannier.client import identity
 from pannier.client.config import Settings
 from pannier.client.identity import Group, Identity, World, is_alone
 from pannier.wire.errors import ConfigurationError, InvalidRequestError
@@ -51,6 +51,7 @@ def test_numbers_are_taken_once_by_threads_at_the_same_time() -> None:
 
 
 def _rank(rank: int, size: int, path: str, scenario: str, answers: Any) -> None:
+    os.environ["TEST_STORE"] = path
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=size)
     try:
         answers.put((rank, _SCENARIOS[scenario](rank)))
@@ -73,9 +74,22 @@ def _jobs(rank: int) -> Identity:
     return World(alone=False).identity(Settings(sidecar=SIDECAR, job=f"job-{rank}"))
 
 
-def _hosts(rank: int) -> Identity:
-    identity.socket.gethostname = lambda: f"node-{rank}"  # type: ignore[attr-defined]
-    return World(alone=False).identity(Settings())
+def _one_host(rank: int) -> Any:
+    pair = World(alone=False).pair(Settings(runtime_dir=_runtime_dir()))
+    return pair.directory, pair.serves_others
+
+
+def _coordinators(rank: int) -> Any:
+    if rank == 1:
+        dist.barrier()
+    coordinator = "10.0.0.2:7070" if rank == 0 else None
+    World(alone=False).identity(Settings(runtime_dir=_runtime_dir(), coordinator=coordinator))
+    if rank == 0:
+        dist.barrier()
+
+
+def _runtime_dir() -> Path:
+    return Path(os.environ["TEST_STORE"] + ".d")
 
 
 def _groups(rank: int) -> tuple[Any, ...]:
@@ -94,7 +108,8 @@ _SCENARIOS: dict[str, Callable[[int], Any]] = {
     "identity": _identity,
     "several": _several,
     "jobs": _jobs,
-    "hosts": _hosts,
+    "one host": _one_host,
+    "coordinators": _coordinators,
     "groups": _groups,
 }
 
@@ -140,13 +155,19 @@ def test_ranks_with_different_jobs_are_told(tmp_path: Path) -> None:
     assert "PANNIER_JOB=job-" in errors[0][1]
 
 
-def test_embedded_daemons_on_two_hosts_are_refused_at_once(tmp_path: Path) -> None:
-    found = run("hosts", 2, tmp_path)
-    errors = [answer for answer in found if isinstance(answer, tuple)]
-    assert len(errors) == 1
-    assert errors[0][0] == ConfigurationError.__name__
-    for word in ("node-0", "node-1", "PANNIER_SIDECAR", "pannier coordinator"):
-        assert word in errors[0][1]
+def test_ranks_of_one_host_have_its_usual_daemons(tmp_path: Path) -> None:
+    # No launcher said so: they tell each other.
+    usual = tmp_path / "store.d"
+    assert run("one host", 3, tmp_path) == [(usual, False)] * 3
+
+
+def test_ranks_with_and_without_a_coordinator_are_told(tmp_path: Path) -> None:
+    found = run("coordinators", 2, tmp_path)
+    assert found[0] is None
+    name, message = found[1]
+    assert name == ConfigurationError.__name__
+    for word in ("rank 1", "rank 0", "PANNIER_COORDINATOR"):
+        assert word in message
 
 
 def test_groups_are_sorted_global_ranks_and_outsiders_are_refused(tmp_path: Path) -> None:

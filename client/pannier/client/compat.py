@@ -190,6 +190,7 @@ __all__ = [
     "FakeTensor",
     "ShardedTensor",
     "StorageInfo",
+    "Store",
     "backward_is_running",
     "caches_plans",
     "copy_all",

@@ -39,6 +39,9 @@ class Settings(BaseSettings):
     one must speak to it. None: the embedded one, or whichever the sidecar has."""
     job: str | None = None
     """Name of the job. None: a unique one."""
+    listen: str | None = None
+    """Where the embedded coordinator of a job on several hosts listens, ``host:port``; the others
+    use it as its address. None: an address of rank 0's host and a free port."""
     spool: Path | None = None
     """Directory of the embedded sidecar's spool."""
     transport: str = "auto"
@@ -101,6 +104,15 @@ class Settings(BaseSettings):
     @classmethod
     def _address(cls, value: str | None) -> str | None:
         return None if value is None else addresses.parse_address(value, setting="address")
+
+    @field_validator("listen")
+    @classmethod
+    def _listen(cls, value: str | None) -> str | None:
+        if value is not None:
+            parsed = addresses.parse_address(value, setting="address")
+            if parsed.startswith("unix:") or addresses.is_wildcard(parsed):
+                raise ValueError("use host:port, as the other hosts reach it")
+        return value
 
     @field_validator("job")
     @classmethod

@@ -5,7 +5,8 @@ belong to nobody's process tree: they outlive the trainer, Ctrl-C and a launcher
 that ends its workers. There is one pair per host, user and wire version, and its
 environment decides where checkpoints go: a trainer whose own says otherwise is
 told so, and doesn't get a second pair behind its back, whose sockets, spool and
-status nobody would look for.
+status nobody would look for. A job on several hosts has pairs of its own
+(:mod:`pannier.client.pairs`).
 """
 
 import os
@@ -20,16 +21,15 @@ from typing import Final
 
 import filelock
 
+from pannier.client import hosts
 from pannier.client.config import Settings
+from pannier.client.pairs import Pair, usual
 from pannier.wire import addresses, surroundings
 from pannier.wire.errors import ConfigurationError, UnavailableError
 
-LOG: Final = "up.log"
-"""Name of the daemons' log in the runtime directory."""
+LOG: Final = addresses.LOG
 START_S: Final = 30.0
 """Until daemons that don't come up are an error."""
-IDLE_EXIT_S: Final = 300.0
-"""The daemons leave when they had neither clients nor uploads for so long."""
 _LOG_LIMIT: Final = 16 << 20
 _POLL_S: Final = 0.05
 
@@ -46,35 +46,60 @@ _FILES = (
 """Variables that may hold a path relative to the trainer's directory."""
 
 
-def ensure(settings: Settings) -> str:
+def ensure(settings: Settings, pair: Pair | None = None) -> str:
     """Address of the embedded sidecar; starts the daemons when none answer.
 
     Any number of processes may call it at the same time: one starts them.
+
+    Args:
+        pair: default: the usual one.
 
     Raises:
         ConfigurationError: the runtime directory isn't this user's, or its daemons
             were started for another place; names the variables that differ.
         UnavailableError: the daemons didn't come up; with the end of their log.
     """
-    directory = settings.runtime_dir
+    pair = pair or usual(settings)
+    directory = pair.directory
     address = addresses.embedded_sidecar(directory)
     path = address.removeprefix("unix://")
     if _accepts(path):
         _check_owner(directory)
-        _check_surroundings(settings)
+        _check_surroundings(settings, pair)
         return address
-    _own(directory)
+    own(directory)
     try:
         with filelock.FileLock(directory / "start.lock", timeout=2 * START_S, mode=0o600):
             if not _accepts(path):
-                _start(settings, path)
+                _start(settings, pair, path)
+                if pair.started is not None:
+                    pair.started()
     except filelock.Timeout as error:
         raise UnavailableError(
             f"another process has been starting the daemons in {directory} for {2 * START_S:g} s; "
             f"their log ends with:\n{_tail(directory / LOG)}"
         ) from error
-    _check_surroundings(settings)
+    _check_surroundings(settings, pair)
     return address
+
+
+def is_up(pair: Pair) -> bool:
+    """Whether its sidecar accepts connections."""
+    return _accepts(addresses.embedded_sidecar(pair.directory).removeprefix("unix://"))
+
+
+def await_listening(pair: Pair, address: str, timeout_s: float) -> str:
+    """Waits until something listens on ``host:port``; why nothing does, or empty.
+
+    The pair was started with that: it is given up when its daemons end.
+    """
+    deadline = time.monotonic() + timeout_s
+    while why := hosts.unreachable(address, _POLL_S):
+        if not is_up(pair) or time.monotonic() > deadline:
+            log = pair.directory / LOG
+            return f"{why}; {log} ends with:\n{_tail(log)}"
+        time.sleep(_POLL_S)
+    return ""
 
 
 def outlives_trainer() -> bool:
@@ -98,7 +123,8 @@ def _accepts(path: str) -> bool:
         return True
 
 
-def _own(directory: Path) -> None:
+def own(directory: Path) -> None:
+    """Makes a runtime directory for this user alone. Raises ConfigurationError: it can't be."""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
@@ -118,13 +144,13 @@ def _check_owner(directory: Path) -> None:
         )
 
 
-def _check_surroundings(settings: Settings) -> None:
-    directory = settings.runtime_dir
+def _check_surroundings(settings: Settings, pair: Pair) -> None:
+    directory = pair.directory
     try:
         theirs = surroundings.decode((directory / surroundings.FILE).read_text())
     except FileNotFoundError:  # A sidecar that someone runs there by hand.
         return
-    names = surroundings.differing(theirs, surroundings.record(_environment(settings)))
+    names = surroundings.differing(theirs, surroundings.record(environment(settings, pair)))
     if names:
         try:
             supervisor = (directory / "up.pid").read_text().strip()
@@ -133,15 +159,15 @@ def _check_surroundings(settings: Settings) -> None:
         raise ConfigurationError(
             f"the embedded daemons in {directory} were started with another value of "
             f"{', '.join(names)}, and would not store this trainer's checkpoints as it asks: wait "
-            f"until they leave ({IDLE_EXIT_S:g} s after their last trainer), end them (kill "
+            f"until they leave ({pair.idle_exit_s:g} s after their last trainer), end them (kill "
             f"{supervisor}), or set another PANNIER_RUNTIME_DIR"
         )
 
 
-def _start(settings: Settings, path: str) -> None:
-    directory = settings.runtime_dir
+def _start(settings: Settings, pair: Pair, path: str) -> None:
+    directory = pair.directory
     command = [sys.executable, "-m", "pannier.cli", "up", "--runtime-dir", str(directory)]
-    command += ["--idle-exit", f"{IDLE_EXIT_S:g}"]
+    command += ["--idle-exit", f"{pair.idle_exit_s:g}", *pair.flags]
     log = directory / LOG
     if log.exists() and log.stat().st_size > _LOG_LIMIT:
         log.replace(log.with_suffix(".log.1"))
@@ -153,7 +179,7 @@ def _start(settings: Settings, path: str) -> None:
             subprocess.run(
                 ["/bin/sh", "-c", '"$@" & ', "sh", *command],
                 cwd="/",
-                env=_environment(settings),
+                env=environment(settings, pair),
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
                 stderr=sink,
@@ -187,7 +213,7 @@ def _await(path: str, alive: int, log: Path) -> None:
             )
 
 
-def _environment(settings: Settings) -> dict[str, str]:
+def environment(settings: Settings, pair: Pair) -> dict[str, str]:
     """What the daemons get: this process's, with the settings that are theirs."""
     kept = {
         name: value
@@ -195,7 +221,8 @@ def _environment(settings: Settings) -> dict[str, str]:
         if name not in _LAUNCHER and not name.startswith("TORCHELASTIC_")
     }
     for name, value in (
-        ("PANNIER_SPOOL", settings.spool),
+        ("PANNIER_SPOOL", pair.spool),
+        ("PANNIER_LISTEN", None),
         ("PANNIER_COORDINATOR", settings.coordinator),
         ("PANNIER_TLS_CERT", settings.tls_cert),
         ("PANNIER_TLS_KEY", settings.tls_key),

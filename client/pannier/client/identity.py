@@ -5,24 +5,24 @@ all ranks of a save. No collective; the process group's store is asked once per
 incarnation. Owned by the client.
 """
 
+import functools
 import json
-import queue
 import secrets
 import socket
 import threading
 import weakref
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
 
-from pannier.client.compat import group_store
 from pannier.client.config import Settings
-from pannier.wire.errors import ConfigurationError, DeadlineError, InvalidRequestError
+from pannier.client.meeting import Meeting, Spot, join, meet, spot
+from pannier.client.notes import Notes
+from pannier.client.pairs import Pair, usual
+from pannier.wire.errors import ConfigurationError, InvalidRequestError
 from pannier.wire.identity import group_name
-
-_KEY = "pannier-incarnation"
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,10 @@ class World:
         self._lock = threading.Lock()
         self._numbers: dict[tuple[int, ...], int] = {}
         self._identity: Identity | None = None
+        self._meeting: Callable[[], Meeting | None] = lambda: None
+        """Settles with the other ranks where the coordinator of several hosts is."""
+        self._spot: Spot | None = None
+        self._pair: Pair | None = None
 
     def is_current(self) -> bool:
         """Whether torch.distributed is still the one this was made from."""
@@ -125,8 +129,7 @@ class World:
         """This rank's identity; the first rank to ask mints the incarnation for all.
 
         Raises:
-            ConfigurationError: ranks contradict each other, or are on several
-                hosts without a coordinator that all can reach.
+            ConfigurationError: ranks contradict each other.
             DeadlineError: the store doesn't answer.
         """
         with self._lock:
@@ -134,26 +137,42 @@ class World:
                 self._identity = self._mint(settings)
             return self._identity
 
+    def pair(self, settings: Settings) -> Pair:
+        """This host's embedded daemons, which share a coordinator with those of other hosts.
+
+        Raises what :func:`pannier.client.meeting.meet` and :func:`~.join` raise. For one thread at
+        a time.
+        """
+        self.identity(settings)
+        if self._pair is None:
+            meeting = self._meeting()
+            if meeting is None or self._spot is None:
+                self._pair = usual(settings)
+            else:
+                self._pair = join(settings, meeting, self._spot)
+        return self._pair
+
     def _mint(self, settings: Settings) -> Identity:
         host = socket.gethostname()
-        own = {
+        own: dict[str, Any] = {
             "job": settings.job or f"job-{secrets.token_hex(4)}",
             "incarnation": secrets.token_hex(8),
             "host": host,
             "rank": self.rank,
         }
-        shared = own if self.alone else self._share(own, settings.plan_timeout)
+        shared: dict[str, Any] = own
+        if not self.alone:
+            if settings.embedded and settings.coordinator is None:
+                self._spot = spot(self.rank, host, self.size, settings)
+                own["spot"] = asdict(self._spot)
+            notes = Notes(self.rank, timeout_s=settings.plan_timeout)
+            life, winner = notes.begin(json.dumps(own))
+            shared = json.loads(winner)
+            self._expect_meeting(notes, life, shared, settings)
         if settings.job is not None and shared["job"] != settings.job:
             raise ConfigurationError(
                 f"PANNIER_JOB={settings.job} on rank {self.rank}, but {shared['job']} on rank "
                 f"{shared['rank']} ({shared['host']}): give all ranks the same job"
-            )
-        if settings.embedded and settings.coordinator is None and shared["host"] != host:
-            raise ConfigurationError(
-                f"rank {self.rank} is on host {host}, rank {shared['rank']} on {shared['host']}, "
-                "and the embedded daemons serve one host: run `pannier coordinator` where all "
-                "hosts reach it and `pannier sidecar --coordinator HOST:PORT` on every host, then "
-                "set PANNIER_SIDECAR (or PANNIER_COORDINATOR for embedded sidecars)"
             )
         return Identity(
             job=str(shared["job"]),
@@ -164,29 +183,20 @@ class World:
             client=secrets.token_hex(8),
         )
 
-    def _share(self, own: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        store = PrefixStore(_KEY, group_store(None))
-        answer: queue.SimpleQueue[str | Exception] = queue.SimpleQueue()
-
-        def ask() -> None:
-            try:
-                # A store may live longer than a process group: the n-th
-                # incarnation of one rank is the n-th of all.
-                life = store.add(f"of/{self.rank}", 1)
-                answer.put(store.compare_set(str(life), "", json.dumps(own)).decode())
-            except RuntimeError as error:  # torch's DistStoreError
-                answer.put(error)
-
-        # The store's own timeout belongs to the user and is long.
-        threading.Thread(target=ask, name="pannier-incarnation", daemon=True).start()
-        try:
-            winner: str | Exception = answer.get(timeout=timeout_s)
-        except queue.Empty:
-            winner = DeadlineError(f"no answer within {timeout_s:g} s")
-        if isinstance(winner, Exception):
-            raise DeadlineError(
-                f"rank {self.rank} could not agree on an incarnation through the process group's "
-                f"store, which rank 0 or its launcher serves: {winner}"
-            ) from winner
-        shared: dict[str, Any] = json.loads(winner)
-        return shared
+    def _expect_meeting(
+        self, notes: Notes, life: int, shared: dict[str, Any], settings: Settings
+    ) -> None:
+        own = self._spot
+        if settings.embedded and (own is None) is ("spot" in shared):
+            named = f"PANNIER_COORDINATOR={settings.coordinator}"
+            raise ConfigurationError(
+                f"rank {self.rank} has {'no PANNIER_COORDINATOR' if own else named}, unlike rank "
+                f"{shared['rank']} ({shared['host']}): set it, or PANNIER_SIDECAR, for all ranks"
+            )
+        if own is None:
+            return
+        first = Spot(**shared["spot"])
+        # Once: it is not asked again when a host can't be joined.
+        self._meeting = functools.cache(
+            lambda: meet(notes, life, own, first, size=self.size, settings=settings)
+        )

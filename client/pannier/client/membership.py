@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pannier.client import embedded
 from pannier.client.config import Settings
 from pannier.client.identity import Group, Identity, World
+from pannier.client.pairs import Pair
 from pannier.client.session import Session
 from pannier.v1 import save_pb2, sidecar_pb2
 from pannier.wire.errors import ConfigurationError, UnavailableError
@@ -77,11 +78,12 @@ class Membership:
         if not settings.embedded:
             session = Session.connect(settings, who)
         else:
+            pair = self.world.pair(settings)
             try:
-                session = self._embedded(settings, who)
+                session = self._embedded(settings, who, pair)
             except UnavailableError:
                 # They may have left, idle, while we found them.
-                session = self._embedded(settings, who)
+                session = self._embedded(settings, who, pair)
         spoken_to = session.welcome.coordinator
         if settings.coordinator not in (None, spoken_to):
             session.close()
@@ -92,8 +94,9 @@ class Membership:
         return session
 
     @staticmethod
-    def _embedded(settings: Settings, who: Identity) -> Session:
+    def _embedded(settings: Settings, who: Identity, pair: Pair) -> Session:
         def revive() -> None:
-            embedded.ensure(settings)
+            embedded.ensure(settings, pair)
 
-        return Session.connect(settings, who, address=embedded.ensure(settings), revive=revive)
+        address = embedded.ensure(settings, pair)
+        return Session.connect(settings, who, address=address, revive=revive)

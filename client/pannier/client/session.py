@@ -27,7 +27,7 @@ from pannier.client.repeating import Repeating
 from pannier.client.streaming import Deadline, FileSource, Progress, Sender, StagedFile, Stop
 from pannier.client.streams import MOST, Streams
 from pannier.v1 import save_pb2, sidecar_pb2, sidecar_pb2_grpc
-from pannier.wire import errors, identity
+from pannier.wire import addresses, errors, identity
 from pannier.wire.errors import (
     DeadlineError,
     PannierError,
@@ -133,7 +133,7 @@ class Session:
         where = address or settings.sidecar
         assert where is not None
         hint = (
-            f"see {settings.runtime_dir}/up.log"
+            f"see {addresses.log_beside(address)}"
             if address
             else "check that `pannier sidecar` runs on this host with that --address and that this "
             "user may open it (PANNIER_SIDECAR)"

@@ -3,9 +3,12 @@
 An address is ``unix:///path`` or ``host:port``.
 """
 
+import ipaddress
 import os
 import re
+import zlib
 from pathlib import Path
+from typing import Final
 
 from pannier.wire.chunks import MAX_MESSAGE_BYTES
 from pannier.wire.errors import ConfigurationError
@@ -38,6 +41,14 @@ def parse_address(address: str, *, setting: str) -> str:
     if match is None or not 0 < int(match[2]) < 65536:
         raise ConfigurationError(f"{setting}={address!r} is neither unix:///path nor host:port")
     return address
+
+
+def is_wildcard(address: str) -> bool:
+    """Whether a ``host:port`` means all addresses of its host, and so is none to connect to."""
+    try:
+        return ipaddress.ip_address(address.rpartition(":")[0].strip("[]")).is_unspecified
+    except ValueError:
+        return False
 
 
 def channel_options() -> ChannelOptions:
@@ -88,9 +99,47 @@ def runtime_dir() -> Path:
     return Path(f"/tmp/pannier-{os.getuid()}-v{WIRE_VERSION}")
 
 
+LOG: Final = "up.log"
+"""Name of the embedded daemons' log in their runtime directory."""
+SUCCESSOR: Final = "successor.json"
+"""There: where else their sidecar finds a coordinator, when its own is gone."""
+_JOBS: Final = "job-"
+"""Begin of the names of the runtime directories, below the usual one, of jobs on several hosts."""
+
+
+def job_dir(directory: Path, job: str, meeting: str) -> Path:
+    """Runtime directory, below the usual one, of the daemons of a job on several hosts.
+
+    Args:
+        job: words that stay the same when the job is started again.
+        meeting: word of one start.
+    """
+    return directory / f"{_JOBS}{zlib.crc32(job.encode()):08x}-{meeting}"
+
+
+def job_dirs(directory: Path, job: str | None = None) -> list[Path]:
+    """Those that are there (of one job), the oldest first."""
+    begin = _JOBS if job is None else job_dir(directory, job, "").name
+    found = [path for path in directory.glob(f"{begin}*") if path.is_dir()]
+    return sorted(found, key=lambda path: (path.stat().st_mtime, path.name))
+
+
+def embedded_sidecars(directory: Path) -> list[str]:
+    """Addresses of the embedded sidecars that have a socket: the usual one's, then those of jobs on
+    several hosts, the newest first."""
+    places = [directory, *reversed(job_dirs(directory))]
+    known = [embedded_sidecar(place) for place in places]
+    return [each for each in known if os.path.exists(each.removeprefix("unix://"))]
+
+
 def embedded_sidecar(directory: Path) -> str:
     """Address of the embedded sidecar."""
     return f"unix://{directory}/sidecar.sock"
+
+
+def log_beside(address: str) -> Path:
+    """The log of the embedded daemons with a socket of this address."""
+    return Path(address.removeprefix("unix://")).with_name(LOG)
 
 
 def embedded_coordinator(directory: Path) -> str:

@@ -1,5 +1,6 @@
 """A channel to a daemon's Status service: calls in, messages or PannierErrors out. Blocking."""
 
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -50,6 +51,26 @@ def shown(token_file: Path | None) -> Metadata:
     return () if token_file is None else TokenFile(token_file, setting="--token-file").metadata()
 
 
+def embedded_sidecars() -> list[str]:
+    """Addresses of this user's embedded sidecars on this host; at least the usual one's.
+
+    Those that answer go first, the usual one before those of jobs on several hosts.
+    """
+    usual = addresses.embedded_sidecar(addresses.runtime_dir())
+    known = addresses.embedded_sidecars(addresses.runtime_dir())
+    return [each for each in known if _listens(each)] or [usual]
+
+
+def _listens(address: str) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(address.removeprefix("unix://"))
+        except OSError:
+            return False
+        return True
+
+
 @contextmanager
 def translated(address: str) -> Iterator[None]:
     """What a failed call to the daemon at ``address`` raises inside becomes a PannierError."""
@@ -77,7 +98,7 @@ class StatusClient:
     ) -> None:
         """Raises ConfigurationError when the TLS files, or the token's, can't be used."""
         if address is None:
-            address = addresses.embedded_sidecar(addresses.runtime_dir())
+            address = embedded_sidecars()[0]
         self.address = address
         tls = tls_of(tls_cert, tls_key, tls_ca)
         self._metadata = shown(token_file)

@@ -51,6 +51,13 @@ DEFAULT_ADDRESS = "unix:///run/pannier/coordinator.sock"
     metavar="SECONDS",
     help="How long the files of an overwritten checkpoint stay for readers without a lease.",
 )
+@option(
+    "--idle-exit",
+    type=Seconds(),
+    metavar="SECONDS",
+    help="Exit after this long without a trainer or an undecided save on any host.  "
+    "[default: never]",
+)
 @retention_options
 @daemon_options
 def command(**settings: Any) -> None:

@@ -14,7 +14,7 @@ import click
 from rich.text import Text
 
 from pannier.cli import render
-from pannier.cli.connection import daemon_option, shown, translated
+from pannier.cli.connection import daemon_option, embedded_sidecars, shown, translated
 from pannier.cli.failures import NEGATIVE, UNREACHABLE
 from pannier.cli.options import Location, Seconds, storage_options
 from pannier.daemon import diagnosing
@@ -66,7 +66,7 @@ def command(
     coordinator), "name", "result" (ok, warning, failed), "found" and "hint".
     """
     embedded = address is None
-    address = address or addresses.embedded_sidecar(addresses.runtime_dir())
+    address = address or embedded_sidecars()[0]
     checks = [("here", check) for check in _here(address, embedded=embedded)]
     code = 0
     if address.startswith("unix:") and not _path(address).exists():

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from pannier.cli.connection import CALL_S, translated
+from pannier.cli.connection import CALL_S, embedded_sidecars, translated
 from pannier.cli.failures import NEGATIVE
 from pannier.cli.options import Address, Seconds, tls_options
 
@@ -49,7 +49,7 @@ def command(*, address: str | None, service: str, timeout: float, **tls: Path | 
     from pannier.wire import addresses, errors
     from pannier.wire.tls import open_channel, tls_of
 
-    address = address or addresses.embedded_sidecar(addresses.runtime_dir())
+    address = address or embedded_sidecars()[0]
     # There it is always in plaintext, whatever else this container's daemon has certificates for.
     plain = address == os.environ.get("PANNIER_HEALTH")
     secured = None if plain else tls_of(tls["tls_cert"], tls["tls_key"], tls["tls_ca"])

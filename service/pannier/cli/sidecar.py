@@ -34,9 +34,9 @@ DEFAULT_ADDRESS = "unix:///run/pannier/sidecar.sock"
 @option(
     "--spool",
     type=click.Path(file_okay=False, path_type=Path),
-    required=True,
     metavar="DIRECTORY",
-    help="Holds data files until they are in storage; tmpfs or a fast local disk.",
+    help="Holds data files until they are in storage; tmpfs or a fast local disk.  [default: below "
+    "/dev/shm when a quarter of the host's memory or 4 GiB is free there, else beside the socket]",
 )
 @option(
     "--spool-budget",
@@ -74,6 +74,9 @@ DEFAULT_ADDRESS = "unix:///run/pannier/sidecar.sock"
     metavar="SECONDS",
     help="Exit after this long without a client or anything to upload.  [default: never]",
 )
+@click.option(
+    "--successor", type=click.Path(path_type=Path), hidden=True, help="Set by `pannier up`."
+)
 @daemon_options
 def command(**settings: Any) -> None:
     """Run the daemon that carries this host's checkpoints to storage.
@@ -98,7 +101,23 @@ def command(**settings: Any) -> None:
     from pannier.sidecar.process import run
 
     ctx = click.get_current_context()
+    if settings["spool"] is None:
+        settings["spool"] = _spool_beside(settings["address"])
     ctx.exit(run(SidecarConfig(**daemon_settings(settings))))
+
+
+def _spool_beside(address: str) -> Path:
+    from pannier.cli.up import default_spool
+    from pannier.daemon.listening import socket_path
+    from pannier.wire.addresses import runtime_dir
+
+    path = socket_path(address)
+    if path is None:
+        raise click.UsageError(
+            f"--address={address} has no socket, and so no place for a spool beside it: give --spool "
+            "(PANNIER_SPOOL)"
+        )
+    return default_spool(path.parent, runtime_dir())
 
 
 def daemon_settings(settings: dict[str, Any]) -> dict[str, Any]:

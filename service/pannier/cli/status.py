@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from pannier.cli import render
-from pannier.cli.connection import StatusClient, daemon_option
+from pannier.cli.connection import StatusClient, daemon_option, embedded_sidecars
 from pannier.v1 import save_pb2, status_pb2
 
 _STATES = [
@@ -48,6 +48,12 @@ def command(
     pannier.v1.GetSaveResponse, in proto3's JSON form with the protos' field
     names, every field present (so 64-bit integers are strings).
     """
+    if address is None:
+        address, *others = embedded_sidecars()
+        for other in others:
+            click.echo(
+                f"hint: another sidecar of yours: pannier status --address {other}", err=True
+            )
     with StatusClient(address, **tls) as client:
         if save is not None:
             found = client.get_save(save)

@@ -1,7 +1,7 @@
 """Keeps one sidecar, and mostly a coordinator, running for the jobs of one user.
 
-In: their command lines and a runtime directory. Out: an exit status, when the
-sidecar left for idleness, when a signal said so, or when a daemon can't run.
+In: their command lines and a runtime directory. Out: an exit status, when one left for
+idleness, when a signal said so, or when a daemon can't run.
 Single-threaded; it waits for signals only. Imports nothing big, since it lives
 as long as the daemons do.
 """
@@ -106,6 +106,7 @@ class Supervisor:
         directory: holds the lock and the pid file; created with mode 0700.
         sidecar: command line.
         coordinator: command line; None when the sidecar uses one elsewhere.
+        shared: the coordinator serves other hosts, too: it says when all are idle, not the sidecar.
         decisive: what trainers compare their environment with.
         grace_s: what the sidecar was given to finish its uploads after SIGTERM.
         margin_s: a daemon's time to exit on top of that, before SIGKILL.
@@ -117,6 +118,7 @@ class Supervisor:
         *,
         coordinator: Sequence[str] | None,
         sidecar: Sequence[str],
+        shared: bool = False,
         decisive: surroundings.Record,
         grace_s: float,
         margin_s: float = 5.0,
@@ -130,6 +132,9 @@ class Supervisor:
         self._daemons = [self._sidecar]
         if coordinator is not None:
             self._daemons.insert(0, _Daemon("coordinator", coordinator, environment))
+        self._lasting = self._daemons[0] if shared else self._sidecar
+        self.idle = False
+        """Whether :meth:`run` returned because there was nothing left to do."""
         # Whoever started us with these ignored (nohup, a shell's background job) means it.
         self._stops = {
             number
@@ -197,8 +202,9 @@ class Supervisor:
                 code = daemon.poll()
                 if code is None:
                     continue
-                if daemon is self._sidecar and code == _OK:
-                    _log.info("the sidecar was idle and left")
+                if daemon is self._lasting and code == _OK:
+                    _log.info("the %s was idle and left", daemon.name)
+                    self.idle = True
                     return _OK
                 if code == _MISCONFIGURED:
                     _log.error("%s refuses its configuration; see its message above", daemon.name)

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import shutil
 import sys
 import zlib
 from pathlib import Path
@@ -19,6 +20,7 @@ from pannier.cli.options import (
     log_format_option,
     option,
     storage_options,
+    tls_options,
 )
 from pannier.cli.supervisor import AlreadyRunningError, Supervisor, UnsafeDirectoryError
 
@@ -47,13 +49,27 @@ _ROOM = 4 << 30
     help="Use the coordinator that listens there, as a job on several hosts must, and run the "
     "sidecar alone.  [default: run one here]",
 )
+@option(
+    "--listen",
+    type=Address(),
+    metavar="HOST:PORT",
+    help="Have the coordinator listen here, too, for the sidecars of other hosts; other than on "
+    "loopback that takes TLS.",
+)
+@option(
+    "--insecure-listen",
+    is_flag=True,
+    help="Let it listen without TLS, where anybody who can connect may save, abort and read along.",
+)
+@tls_options
 @option("--spool-budget", type=Size(), metavar="SIZE", help="Most bytes the spool may hold.")
 @option("--memory", type=Size(), metavar="SIZE", help="Most bytes of upload buffers.")
 @option(
     "--idle-exit",
     type=Seconds(),
     metavar="SECONDS",
-    help="Exit after this long without a client or anything to upload.  [default: never]",
+    help="Exit after this long without a client or anything to upload; with --listen, on any "
+    "host.  [default: never]",
 )
 @option(
     "--grace",
@@ -68,21 +84,25 @@ _ROOM = 4 << 30
 @storage_options
 @option("--host", help="Name of this host in status and errors.  [default: the hostname]")
 @log_format_option
+@click.option("--discard", is_flag=True, hidden=True)
 def command(
     *,
     runtime_dir: Path | None,
     spool: Path | None,
     coordinator: str | None,
+    listen: str | None,
     grace: float,
     planner: tuple[str, ...],
     log_format: str,
+    discard: bool,
     **settings: Any,
 ) -> None:
     """Run one sidecar and one coordinator on this host, supervised.
 
     Clients start it by themselves when no sidecar is configured. The daemons
-    listen on unix sockets that only this user can open. One that crashes is
-    started again; when the sidecar leaves for idleness, all do. A trainer whose
+    listen on unix sockets that only this user can open, the coordinator with
+    --listen on TCP as well. One that crashes is started again; when nothing is
+    left to do, all leave (--idle-exit). A trainer whose
     environment has storage elsewhere is refused; what flags say here holds for all.
     """
     from pannier.wire import addresses, surroundings
@@ -99,9 +119,15 @@ def command(
             "--planner (PANNIER_PLANNER) is for the coordinator, and --coordinator "
             f"(PANNIER_COORDINATOR) says that it runs at {coordinator}: start that one with it"
         )
+    if coordinator is not None and listen is not None:
+        raise click.UsageError(
+            f"--listen={listen} is for the coordinator, and --coordinator says that it runs at "
+            f"{coordinator}: give one of them"
+        )
     spool = spool or default_spool(directory, addresses.runtime_dir())
     common = ["--embedded", "--log-format", log_format]
-    common += _flags(settings, "allow", "storage_options", "host")
+    common += _flags(settings, "allow", "storage_options", "host", *_TLS)
+    idle = _flags(settings, "idle_exit")
     ctx = click.get_current_context()
     decisive = surroundings.record(os.environ)
     for name in ctx.params:
@@ -112,7 +138,9 @@ def command(
         coordinator=[
             *(*_PANNIER, "coordinator", "--address", own_coordinator),
             *common,
-            *_flags({"planner": planner}, "planner"),
+            *_flags({"planner": planner, "listen": listen}, "planner", "listen"),
+            *(["--insecure-listen"] if settings["insecure_listen"] else []),
+            *(idle if listen else []),
         ]
         if coordinator is None
         else None,
@@ -120,9 +148,12 @@ def command(
             *(*_PANNIER, "sidecar", "--address", sidecar),
             *("--coordinator", coordinator or own_coordinator),
             *("--spool", str(spool), "--grace", str(grace)),
+            *("--successor", str(directory / addresses.SUCCESSOR)),
             *common,
-            *_flags(settings, "spool_budget", "memory", "idle_exit"),
+            *_flags(settings, "spool_budget", "memory"),
+            *([] if listen else idle),
         ],
+        shared=listen is not None,
         decisive=decisive,
         grace_s=grace,
     )
@@ -134,7 +165,19 @@ def command(
         status = NEGATIVE
     except UnsafeDirectoryError as error:
         raise click.UsageError(str(error)) from error
+    if discard and supervisor.idle:
+        _discard(directory, spool)
     ctx.exit(status)
+
+
+def _discard(directory: Path, spool: Path) -> None:
+    """Of daemons that nobody will start again, their log alone stays."""
+    from pannier.wire import addresses
+
+    shutil.rmtree(spool, ignore_errors=True)
+    for path in directory.iterdir():
+        if path.name != addresses.LOG and path.is_file():
+            path.unlink(missing_ok=True)
 
 
 def _set_up_logging(format: str) -> None:
@@ -147,6 +190,7 @@ def _set_up_logging(format: str) -> None:
 
 
 _PANNIER = [sys.executable, "-m", "pannier.cli"]
+_TLS = ("tls_cert", "tls_key", "tls_ca")
 
 
 def _flags(settings: dict[str, Any], *names: str) -> list[str]:

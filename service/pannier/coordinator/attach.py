@@ -78,6 +78,8 @@ class Attachments:
         self._essences: dict[str, tuple[object, ...]] = {}
         """By key of a save: of what all streams were told last."""
         self._rendered: dict[str, tuple[float, tuple[object, ...], bytes]] = {}
+        self.attended = 0.0
+        """When a sidecar last told of a trainer that is connected, on the monotonic clock."""
         registry.listen(self._changed)
 
     def present(self) -> list[Presence]:
@@ -163,6 +165,8 @@ class Attachments:
                 self._losses.asked(save, each.context.rank)
             saves[save.key] = save
         trainers.take(self._registry, stream.presence, request.trainers)
+        if any(not trainer.gone for trainer in request.trainers):
+            self.attended = time.monotonic()
         for save in saves.values():
             save.progress()
             told, essence = stream.told[save.key], _essence(save)

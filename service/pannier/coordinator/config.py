@@ -22,6 +22,8 @@ class CoordinatorConfig(Access):
     """``module:Class`` of planners that override global planning and may run here."""
     embedded: bool = False
     """Started by a client (``pannier up``)."""
+    idle_exit_s: float | None = None
+    """Exit after so many seconds without a trainer or an undecided save on any host; None: never."""
     suspect_after_s: float = 5
     """Seconds of silence after which a trainer's own silence is shown, not its sidecar's."""
     retention: Policy = field(default_factory=Policy)
@@ -39,7 +41,9 @@ class CoordinatorConfig(Access):
             raise ConfigurationError(
                 f"--grace-superseded {self.grace_superseded_s} is not a number of seconds from 0"
             )
-        if not self.suspect_after_s > 0:
-            raise ConfigurationError(
-                f"--suspect-after {self.suspect_after_s} is not a positive number of seconds"
-            )
+        for setting, value in (
+            ("--suspect-after", self.suspect_after_s),
+            ("--idle-exit", self.idle_exit_s),
+        ):
+            if value is not None and not value > 0:
+                raise ConfigurationError(f"{setting} {value} is not a positive number of seconds")

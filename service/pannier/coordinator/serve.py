@@ -7,7 +7,7 @@ time: the sidecars report again to the next one.
 import asyncio
 import gc
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
@@ -21,6 +21,7 @@ from pannier.coordinator.conduct import Conductor
 from pannier.coordinator.config import CoordinatorConfig
 from pannier.coordinator.diagnosis import CoordinatorDiagnosis
 from pannier.coordinator.figures import Figures
+from pannier.coordinator.idling import await_idle
 from pannier.coordinator.places import Places
 from pannier.coordinator.planners import Planners
 from pannier.coordinator.registry import Registry
@@ -90,9 +91,9 @@ def run(config: CoordinatorConfig) -> int:
 
 
 async def _run(config: CoordinatorConfig) -> None:
-    async with AioStopSignals() as stop, serving(config) as coordinator:
+    async with AioStopSignals() as stop, serving(config, leave=stop.request) as coordinator:
         await stop.wait()
-        _log.info("told to stop")
+        _log.info("stopping")
         await coordinator.drain()
         deciding = [save for save in coordinator.registry.undecided() if save.deciding]
         loop = asyncio.get_running_loop()
@@ -119,8 +120,14 @@ class Coordinator:
 
 
 @asynccontextmanager
-async def serving(config: CoordinatorConfig) -> AsyncIterator[Coordinator]:
-    """Serves as long as the context lasts."""
+async def serving(
+    config: CoordinatorConfig, leave: Callable[[], None] = lambda: None
+) -> AsyncIterator[Coordinator]:
+    """Serves as long as the context lasts.
+
+    Args:
+        leave: called when it was idle for as long as the settings say.
+    """
     board, vitals = Board(), Vitals(config.host)
     planners = Planners(config.planner)
     places = Places(allow=config.allow, storage_options=config.storage_options)
@@ -177,12 +184,16 @@ async def serving(config: CoordinatorConfig) -> AsyncIterator[Coordinator]:
             await server.start()
             await operating.serve()
             _log.info("coordinator %s serves on %s", package_version(), config.address)
-            watch = asyncio.get_running_loop().create_task(vigil.run())
+            watches = [asyncio.get_running_loop().create_task(vigil.run())]
+            if config.idle_exit_s is not None:
+                idling = await_idle(registry, attachments, config.idle_exit_s, leave)
+                watches.append(asyncio.get_running_loop().create_task(idling))
             try:
                 yield Coordinator(registry, operating)
             finally:
-                watch.cancel()
-                await asyncio.gather(watch, return_exceptions=True)
+                for watch in watches:
+                    watch.cancel()
+                await asyncio.gather(*watches, return_exceptions=True)
                 await operating.drain()
                 await conductor.stop()
                 # Streams never end by themselves; sidecars attach again to the next one.

@@ -42,6 +42,8 @@ class SidecarConfig(Access):
     """Seconds to finish uploads in after SIGTERM."""
     embedded: bool = False
     """Started by a client (``pannier up``)."""
+    successor: Path | None = None
+    """File that may come to name another coordinator, for when this one is gone."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

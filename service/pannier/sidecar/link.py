@@ -13,20 +13,21 @@ import time
 from collections.abc import AsyncIterator, Callable
 from concurrent import futures
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any, Final
 
 import grpc
 import tenacity
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from pannier.sidecar.reporting import report_of, tellable
 from pannier.sidecar.saves import Phase, RankSave, Save, Saves
-from pannier.sidecar.status import rank_status
 from pannier.sidecar.trainers import Trainers
 from pannier.sidecar.watches import Watches
+from pannier.sidecar.whereabouts import Whereabouts
 from pannier.v1 import coordinator_pb2, coordinator_pb2_grpc, diagnosis_pb2, diagnosis_pb2_grpc
-from pannier.wire.addresses import channel_options, keepalive_options
 from pannier.wire.errors import DeadlineError, PannierError, UnavailableError, from_rpc_error
-from pannier.wire.tls import Tls, open_aio_channel
+from pannier.wire.tls import Tls
 from pannier.wire.version import WIRE_VERSION
 
 _log = logging.getLogger(__name__)
@@ -38,8 +39,6 @@ SUSPECT_S: Final = 5.0
 """A coordinator that was silent for so long is named as waited for."""
 SLACK_S: Final = 2.5
 """Left to the coordinator to answer a deadline of its own, with the names it waited for."""
-_LEAST_S: Final = 0.001
-"""Remaining time that is over; 0 would be no word."""
 _TOLD_KEPT: Final = 256
 """Saves of a stream after which those that have ended are forgotten."""
 _PING_S: Final = 3.0
@@ -53,6 +52,7 @@ class Link:
         address, host: the coordinator's, and the name of ours.
         tls: for a coordinator on TCP; None: plaintext.
         life: random id of this life of the sidecar, the same for all its links.
+        successor: see :class:`Whereabouts`.
     """
 
     def __init__(
@@ -64,9 +64,9 @@ class Link:
         loop: asyncio.AbstractEventLoop,
         life: str,
         tls: Tls | None = None,
+        successor: Path | None = None,
     ) -> None:
-        self.address = address
-        self.peer = f"coordinator at {address}"
+        self._where = Whereabouts(address, tls, successor)
         self._attached = False
         self.watches = Watches(saves, self._ask)
         """What clients ask after; passed on to the coordinator."""
@@ -75,9 +75,8 @@ class Link:
         self._saves = saves
         self._host = host
         self._loop = loop
-        self._tls = tls
         self._channels: list[grpc.aio.Channel] = []
-        """The last one is used; those before had TLS files that were replaced."""
+        """The last one is used; those before had TLS files that were replaced, or are elsewhere."""
         self._sidecar = life
         self._heard: float | None = None
         self._told_trainers = 0.0
@@ -90,6 +89,11 @@ class Link:
         self._sending = False
         self._bell = asyncio.Event()
         self._idle = asyncio.Event()
+
+    @property
+    def peer(self) -> str:
+        """The coordinator, for people. Any thread."""
+        return f"coordinator at {self._where.address}"
 
     @property
     def connected(self) -> bool:
@@ -108,7 +112,7 @@ class Link:
 
     def changed(self, save: Save, rank: RankSave | None, urgent: bool) -> None:
         """Listener of :class:`Saves`: the rank is reported, soon or at once."""
-        if rank is None or save.verdict is not None or not _tellable(rank):
+        if rank is None or save.verdict is not None or not tellable(rank):
             return
         with self._lock:
             self._dirty[(save.key, rank.rank)] = rank
@@ -217,8 +221,7 @@ class Link:
                 await channel.close()
 
     def _open(self) -> None:
-        options = [*channel_options(), *keepalive_options()]
-        channel = open_aio_channel(self.address, options, self._tls)
+        channel = self._where.open()
         self._channels.append(channel)
         self._stub: Any = coordinator_pb2_grpc.CoordinatorStub(channel)
         self._health: Any = health_pb2_grpc.HealthStub(channel)
@@ -240,7 +243,7 @@ class Link:
         failures = 0
         while True:
             started = time.monotonic()
-            if self._tls is not None and self._tls.changed():
+            if self._where.moved():
                 # Not closed yet: calls may still wait for an answer on it.
                 self._open()
             try:
@@ -267,6 +270,7 @@ class Link:
         try:
             await self._write(call, self._everything(), first=True)
             self._attached = True
+            self._where.found()
             self._sending = False
             self._note_heard()
             _log.info("attached to the %s", self.peer)
@@ -322,7 +326,7 @@ class Link:
         request = coordinator_pb2.AttachRequest()
         for rank in ranks:
             if rank.save.verdict is None:
-                report = _report(rank)
+                report = report_of(rank)
                 if rank.save.key in self._told:
                     # The coordinator knows them from this stream's first report of the save.
                     del report.context.ranks[:]
@@ -345,14 +349,14 @@ class Link:
         with self._lock:
             self._dirty = {}
         undecided = self._saves.undecided()
-        return [rank for save in undecided for rank in list(save.ranks.values()) if _tellable(rank)]
+        return [rank for save in undecided for rank in list(save.ranks.values()) if tellable(rank)]
 
     def _proposing(self) -> list[RankSave]:
         return [
             rank
             for save in self._saves.undecided()
             for rank in list(save.ranks.values())
-            if rank.phase is Phase.PLANNING and _tellable(rank)
+            if rank.phase is Phase.PLANNING and tellable(rank)
         ]
 
     async def _keep_asking(self) -> None:
@@ -388,31 +392,3 @@ class Link:
 
     def _note_heard(self) -> None:
         self._heard = time.monotonic()
-
-
-def _tellable(rank: RankSave) -> bool:
-    # A rank that plans is known to the coordinator by its call, unless it goes by an earlier plan; a
-    # refused one by the answer.
-    planning = rank.phase is Phase.PLANNING and rank.proposal is None
-    return not planning and not rank.refused
-
-
-def _report(rank: RankSave) -> coordinator_pb2.RankReport:
-    report = coordinator_pb2.RankReport(
-        context=rank.context, attempt=rank.attempt, status=rank_status(rank)
-    )
-    now = time.monotonic()
-    if rank.proposal is not None:
-        report.plan_id, report.digest = rank.proposal.plan_id, rank.proposal.digest
-        if report.status.phase == Phase.PLANNING.value:
-            report.attempt = rank.proposal.attempt
-    if rank.plan_deadline:
-        report.timeout_s = max(_LEAST_S, rank.plan_deadline - now)
-    if rank.deadline:
-        report.save_timeout_s = max(_LEAST_S, rank.deadline - now)
-    # In this order: whoever sees DURABLE must see the receipt.
-    if rank.receipt is not None and report.status.phase == Phase.DURABLE.value:
-        report.receipt.CopyFrom(rank.receipt)
-    if rank.failure is not None:
-        report.failure.CopyFrom(rank.failure)
-    return report

@@ -185,6 +185,7 @@ class Sidecar:
             loop=self._loop,
             life=shared.life,
             tls=config.tls,
+            successor=config.successor,
         )
         self._lending = Lending(self.spool, lambda clients: self._sessions.want_room(clients))
         self._uploads = Uploads(

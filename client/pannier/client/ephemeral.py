@@ -1,0 +1,146 @@
+"""Certificates for one job's daemons: a host's name or number in, PEM texts out.
+
+A CA is made for them and its key forgotten at once, so that nobody can be added later. One
+certificate is good for the coordinator's end alone, one for those who call it.
+"""
+
+import datetime
+import ipaddress
+import secrets
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from pannier.wire.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from cryptography import x509
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+_VALID: Final = datetime.timedelta(days=366)
+"""Longer than any job's processes live; the keys are removed with the daemons that have them."""
+_SKEW: Final = datetime.timedelta(days=1)
+"""Clocks of hosts may differ."""
+
+
+@dataclass(frozen=True, repr=False)
+class Papers:
+    """What one end needs: texts in PEM form. It has no ``repr``, since it holds a private key."""
+
+    cert: str
+    key: str
+    ca: str
+
+
+def issue(host: str) -> tuple[Papers, Papers]:
+    """Papers of a coordinator that is called by the name or number ``host``, and of its callers.
+
+    Raises ConfigurationError: the package that makes them isn't installed.
+    """
+    try:
+        from cryptography import x509
+        from cryptography.hazmat.primitives import hashes
+        from cryptography.hazmat.primitives.asymmetric import ec
+        from cryptography.x509.oid import ExtendedKeyUsageOID
+    except ModuleNotFoundError as error:
+        raise ConfigurationError(
+            f"a job on several hosts needs certificates, and {error.name} is not installed: pip "
+            "install 'pannier[torch]', or set PANNIER_COORDINATOR to a `pannier coordinator`"
+        ) from error
+
+    # Other jobs' CAs have other names.
+    word = secrets.token_hex(8)
+    authority = ec.generate_private_key(ec.SECP256R1())
+    issuer = _name(f"pannier {word}")
+    ca = (
+        _builder(issuer, issuer, authority)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_usage(signs=True), critical=True)
+        .sign(authority, hashes.SHA256())
+    )
+
+    def leaf(role: str, usage: "x509.ObjectIdentifier", called: "x509.GeneralName") -> Papers:
+        key = ec.generate_private_key(ec.SECP256R1())
+        certificate = (
+            _builder(_name(f"pannier {word} {role}"), issuer, key)
+            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .add_extension(_usage(signs=False), critical=True)
+            .add_extension(x509.ExtendedKeyUsage([usage]), critical=False)
+            .add_extension(x509.SubjectAlternativeName([called]), critical=False)
+            .add_extension(
+                x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key()),
+                critical=False,
+            )
+            .sign(authority, hashes.SHA256())
+        )
+        return Papers(cert=_pem(certificate), key=_pem_key(key), ca=_pem(ca))
+
+    return (
+        leaf("coordinator", ExtendedKeyUsageOID.SERVER_AUTH, _called(host)),
+        leaf("sidecar", ExtendedKeyUsageOID.CLIENT_AUTH, x509.DNSName("sidecar.pannier.invalid")),
+    )
+
+
+def _builder(
+    subject: "x509.Name", issuer: "x509.Name", key: "ec.EllipticCurvePrivateKey"
+) -> "x509.CertificateBuilder":
+    from cryptography import x509
+
+    now = datetime.datetime.now(datetime.timezone.utc)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - _SKEW)
+        .not_valid_after(now + _VALID)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+    )
+
+
+def _usage(*, signs: bool) -> "x509.KeyUsage":
+    from cryptography import x509
+
+    return x509.KeyUsage(
+        digital_signature=not signs,
+        key_cert_sign=signs,
+        crl_sign=False,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _called(host: str) -> "x509.GeneralName":
+    from cryptography import x509
+
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        return x509.DNSName(host)
+
+
+def _name(text: str) -> "x509.Name":
+    from cryptography import x509
+    from cryptography.x509.oid import NameOID
+
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
+
+
+def _pem(certificate: "x509.Certificate") -> str:
+    from cryptography.hazmat.primitives import serialization
+
+    return certificate.public_bytes(serialization.Encoding.PEM).decode()
+
+
+def _pem_key(key: "ec.EllipticCurvePrivateKey") -> str:
+    from cryptography.hazmat.primitives import serialization
+
+    return key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    ).decode()

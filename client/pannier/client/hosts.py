@@ -1,0 +1,133 @@
+"""Which ranks share a host, and by which address hosts reach each other.
+
+In: a runtime directory, names and numbers of hosts. Out: a word that is the same for all who can
+share the daemons of that directory; addresses and ports of this host. Blocking.
+"""
+
+import hashlib
+import ipaddress
+import os
+import socket
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Final
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from pannier.wire.addresses import channel_options
+from pannier.wire.errors import ConfigurationError
+from pannier.wire.tls import Tls, open_channel
+
+_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+_ANYWHERE: Final = ("192.0.2.1", "2001:db8::1")
+"""Addresses of nobody's (RFC 5737, RFC 3849): the way to them is the default route."""
+
+
+def place(directory: Path) -> str:
+    """The same for all processes that see this very directory, whose sockets they can share.
+
+    Neither the hostname tells that, which containers may have in common, nor the directory's
+    name. It must exist.
+    """
+    found = directory.stat()
+    try:
+        kernel = _BOOT_ID.read_text().strip()
+    except OSError:  # a sandbox without it
+        kernel = socket.gethostname()
+    text = f"{kernel} {found.st_dev} {found.st_ino}"
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def own_address(towards: Iterable[str | None]) -> str | None:
+    """This host's address, a number, as seen from the first of these hosts that there is a way to.
+
+    One that other hosts can use goes before loopback, which is for processes of one network
+    namespace. Nothing is sent.
+
+    Args:
+        towards: names or numbers; None is skipped.
+    """
+    last = None
+    for name in (*towards, *_ANYWHERE):
+        found = _source(name) if name else None
+        if found is None:
+            continue
+        if not ipaddress.ip_address(found).is_loopback:
+            return found
+        last = last or found
+    return last
+
+
+def free_port(address: str) -> int:
+    """A TCP port of ``address``, a number of this host, that is free now.
+
+    Raises ConfigurationError: the address isn't this host's.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError as error:
+            raise ConfigurationError(
+                f"nothing can listen on {address} here ({error.strerror}): name this host's own "
+                "address by PANNIER_LISTEN=HOST:PORT"
+            ) from error
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def joined(host: str, port: int) -> str:
+    """``host:port``, with brackets around an IPv6 number."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def parted(address: str) -> tuple[str, int]:
+    """Host and port of ``host:port``, without brackets."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def unreachable(address: str, timeout_s: float) -> str:
+    """Why nothing answers at ``host:port`` from here; empty when something does."""
+    try:
+        socket.create_connection(parted(address), timeout_s).close()
+    except OSError as error:
+        return error.strerror or str(error) or type(error).__name__
+    return ""
+
+
+def unanswered(address: str, tls: Tls, timeout_s: float) -> str:
+    """Why no daemon at ``host:port`` talks to who shows this certificate; empty when one does."""
+    if why := unreachable(address, timeout_s):
+        return why
+    with open_channel(address, channel_options(), tls) as channel:
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        try:
+            stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
+        except grpc.RpcError as error:
+            return f"{error.code().name}, {error.details()}"
+    return ""
+
+
+def launched_here(size: int) -> bool:
+    """Whether the launcher said that all of ``size`` ranks are on this host."""
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return local.isdecimal() and int(local) >= size
+
+
+def _source(name: str) -> str | None:
+    try:
+        found = socket.getaddrinfo(name, 9, type=socket.SOCK_DGRAM)
+    except OSError:
+        return None
+    for family, kind, protocol, _, where in found:
+        with socket.socket(family, kind, protocol) as probe:
+            try:
+                probe.connect(where)
+            except OSError:
+                continue
+            source = str(probe.getsockname()[0]).partition("%")[0]
+        if not ipaddress.ip_address(source).is_link_local:
+            return source
+    return None

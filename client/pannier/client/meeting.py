@@ -1,0 +1,252 @@
+"""How the embedded daemons of several hosts come together: one host's coordinator serves all.
+
+In: notes in the process group's store. Out: None where all ranks are on one host, else where the
+coordinator is and the certificate it wants to see. Rank 0's host has it, or that of the first rank
+that saves when rank 0 doesn't. Decided once per incarnation, by one rank for all. Blocking.
+"""
+
+import json
+import logging
+import os
+import secrets
+import threading
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from pannier.client import embedded, former, hosts
+from pannier.client.config import Settings
+from pannier.client.ephemeral import Papers, issue
+from pannier.client.notes import Notes
+from pannier.client.pairs import Pair, job_pair, leave_papers, record
+from pannier.wire import addresses
+from pannier.wire.errors import ConfigurationError, DeadlineError, PannierError, UnavailableError
+from pannier.wire.tls import Tls
+
+_log = logging.getLogger(__name__)
+
+PATIENCE_S: Final = 10.0
+"""How long the others are waited for: rank 0 to decide, or a rank that is on another host."""
+_UP_S: Final = 60.0
+"""Until a coordinator whose sidecar is there has come up: it imports torch."""
+_REACH_S: Final = 5.0
+"""Until a coordinator that doesn't answer counts as out of reach."""
+_ADVICE: Final = "or run `pannier coordinator` where all hosts reach it and set PANNIER_COORDINATOR"
+
+
+@dataclass(frozen=True)
+class Spot:
+    """Where a rank is."""
+
+    rank: int
+    host: str
+    """For people."""
+    place: str
+    """See :func:`hosts.place`."""
+    address: str | None
+    """Its host's, as seen from the store's host; None: not known, or not needed."""
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """What all ranks of an incarnation know of its coordinator."""
+
+    word: str
+    """Random."""
+    job: str
+    """What stays the same when the job is started again."""
+    coordinator: str
+    """``host:port``."""
+    at: Spot
+    """The rank whose host has it."""
+    papers: Papers
+    """For those who call it."""
+
+
+def spot(rank: int, host: str, size: int, settings: Settings) -> Spot:
+    """This rank's, of ``size`` ranks. Raises ConfigurationError: the runtime directory can't be used."""
+    embedded.own(settings.runtime_dir)
+    address = None
+    if not hosts.launched_here(size):
+        address = hosts.own_address([os.environ.get("MASTER_ADDR")])
+    return Spot(rank, host, hosts.place(settings.runtime_dir), address)
+
+
+def meet(
+    notes: Notes, life: int, own: Spot, first: Spot, *, size: int, settings: Settings
+) -> Meeting | None:
+    """Settles where the coordinator is, with the other ranks of the incarnation.
+
+    Args:
+        life: number of the incarnation in the store.
+        own: this rank's spot.
+        first: that of the rank which wrote to the store first.
+        size: number of ranks.
+
+    Raises:
+        ConfigurationError: the rank that decides can't have a coordinator that others reach, or the
+            launcher is wrong about who is on this host.
+        DeadlineError: nobody has decided.
+    """
+    apart = first.place != own.place
+    if hosts.launched_here(size):
+        if apart:
+            raise ConfigurationError(
+                f"LOCAL_WORLD_SIZE={os.environ['LOCAL_WORLD_SIZE']} says that all ranks are on one "
+                f"host, but rank {own.rank} ({own.host}) doesn't see the runtime directory of rank "
+                f"{first.rank} ({first.host}): give all the same PANNIER_RUNTIME_DIR, {_ADVICE}"
+            )
+        return None
+    key = f"{life}/meeting"
+    told = notes.read(key)
+    if told is None:
+        if apart:
+            notes.claim(f"{life}/apart", json.dumps(asdict(own)))
+        else:
+            notes.count(f"{life}/together", 1)
+        if _leads(notes, life, own, first):
+            return _lead(notes, life, own, first, size=size, settings=settings)
+        told = notes.await_one(lambda: notes.read(key), settings.plan_timeout)
+    if told is None:
+        leader = notes.read(f"{life}/lead") or first.rank
+        raise DeadlineError(
+            f"rank {own.rank} ({own.host}) waited {settings.plan_timeout:g} s for rank {leader} to "
+            "say which host has the coordinator: does that rank still run?"
+        )
+    return _decoded(told)
+
+
+def join(settings: Settings, meeting: Meeting, own: Spot) -> Pair:
+    """This host's daemons for a job on several hosts, for :func:`embedded.ensure`.
+
+    Raises:
+        UnavailableError: the coordinator can't be reached from here.
+        ConfigurationError: the runtime directory can't be used.
+    """
+    directory = _directory(settings, meeting, own)
+    where = meeting.coordinator
+    if own.place == meeting.at.place:
+        return job_pair(settings, directory, listen=where)
+    pair = job_pair(settings, directory, coordinator=where)
+    if embedded.is_up(pair):
+        return pair
+    embedded.own(directory)
+    files = leave_papers(directory, meeting.papers)
+    record(pair)
+    if why := hosts.unanswered(where, Tls(*files), _REACH_S):
+        host = meeting.at.host
+        raise UnavailableError(
+            f"host {own.host} (rank {own.rank}) can't reach this job's coordinator at {where}, which "
+            f"runs on {host}, the host of rank {meeting.at.rank}: {why}. Let the hosts connect to "
+            f"each other (firewall), name an address and port of {host} that the others reach by "
+            f"PANNIER_LISTEN=HOST:PORT, {_ADVICE}"
+        )
+    return former.tending(settings, pair, meeting.job, successor=where, files=files)
+
+
+# By the one rank that decides.
+
+
+def _leads(notes: Notes, life: int, own: Spot, first: Spot) -> bool:
+    if own.rank not in (0, first.rank):
+        return False
+    key = f"{life}/lead"
+    if own.rank != 0 and notes.await_one(lambda: notes.read(key), PATIENCE_S) is not None:
+        return False
+    return notes.claim(key, str(own.rank)) == str(own.rank)
+
+
+def _lead(
+    notes: Notes, life: int, own: Spot, first: Spot, *, size: int, settings: Settings
+) -> Meeting | None:
+    def look() -> str | None:
+        """Another host's address, perhaps "", or "here" when all ranks are on this one."""
+        apart = first if first.place != own.place else None
+        if apart is None and (told := notes.read(f"{life}/apart")) is not None:
+            apart = Spot(**json.loads(told))
+        if apart is not None:
+            return apart.address or ""
+        return "here" if notes.count(f"{life}/together") >= size else None
+
+    key = f"{life}/meeting"
+    try:
+        # Of ranks that don't come nothing is known, but that their launcher didn't say they are here.
+        towards = notes.await_one(look, PATIENCE_S)
+        meeting = None if towards == "here" else _convene(own, towards, settings)
+    except PannierError as error:
+        # The others are told at once, not by a deadline.
+        notes.claim(key, json.dumps({"problem": f"rank {own.rank} ({own.host}): {error}"}))
+        raise
+    notes.claim(key, json.dumps(None if meeting is None else asdict(meeting)))
+    return meeting
+
+
+_led_lock = threading.Lock()
+_led: tuple[Settings, Meeting, Papers] | None = None
+"""What this process has convened: it serves the later incarnations of its job, too."""
+
+
+def _convene(own: Spot, towards: str | None, settings: Settings) -> Meeting:
+    """Has the coordinator of all hosts run beside this rank, at an address that is theirs to reach."""
+    global _led
+    with _led_lock:
+        job = _job_words(settings)
+        if _led is not None and (_led[0], _led[1].job) == (settings, job):
+            meeting, papers = replace(_led[1], at=own), _led[2]
+        else:
+            address = settings.listen or _free_address(own, towards)
+            papers, callers = issue(hosts.parted(address)[0])
+            meeting = Meeting(secrets.token_hex(3), job, address, own, callers)
+        directory = _directory(settings, meeting, own)
+        pair = job_pair(settings, directory, listen=meeting.coordinator)
+        embedded.own(directory)
+        leave_papers(directory, papers)
+        record(pair)
+        beside = addresses.embedded_coordinator(directory)
+        embedded.ensure(settings, former.tending(settings, pair, job, successor=beside))
+        if why := embedded.await_listening(pair, meeting.coordinator, _UP_S):
+            raise UnavailableError(
+                f"the embedded coordinator does not listen on {meeting.coordinator}: {why}; if that "
+                f"can't be, name another address by PANNIER_LISTEN=HOST:PORT, {_ADVICE}"
+            )
+        _log.info("this host's coordinator at %s serves all hosts", meeting.coordinator)
+        _led = settings, meeting, papers
+        return meeting
+
+
+def _free_address(own: Spot, towards: str | None) -> str:
+    host = hosts.own_address([towards, os.environ.get("MASTER_ADDR")])
+    if host is None:
+        raise ConfigurationError(
+            f"host {own.host} has no address that other hosts could reach its coordinator by: name "
+            f"one by PANNIER_LISTEN=HOST:PORT, {_ADVICE}"
+        )
+    return hosts.joined(host, hosts.free_port(host))
+
+
+def _job_words(settings: Settings) -> str:
+    """What is the same when the job is started again, as far as that can be known."""
+    run = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    for kind, word in (
+        ("job", settings.job),
+        ("run", None if run == "none" else run),
+        ("slurm", os.environ.get("SLURM_JOB_ID")),
+    ):
+        if word:
+            return f"{kind} {word}"
+    return f"at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+
+
+def _directory(settings: Settings, meeting: Meeting, own: Spot) -> Path:
+    # With the place: the usual directory may lie on a file system that hosts have in common.
+    word = f"{meeting.word}-{own.place[:4]}"
+    return addresses.job_dir(settings.runtime_dir, meeting.job, word)
+
+
+def _decoded(text: str) -> Meeting | None:
+    told = json.loads(text)
+    if told is None:
+        return None
+    if "problem" in told:
+        raise ConfigurationError(f"the hosts have no coordinator in common: {told['problem']}")
+    return Meeting(**{**told, "at": Spot(**told["at"]), "papers": Papers(**told["papers"])})

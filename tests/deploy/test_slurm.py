@@ -1,0 +1,128 @@
+"""deploy/slurm's scripts, as they are, on three hosts with stand-ins for Slurm's commands."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from pannier.wire.version import WIRE_VERSION
+from support import netns, processes
+from support.certificates import Authority
+from support.manifests import DEPLOY
+from support.netns import Network
+from support.processes import Process
+from support.slurm import Allocation
+
+NAMES = ("a", "b", "c")
+FULL = torch.arange(12_000.0).reshape(120, 100)
+
+TRAIN = """
+import os
+import torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from pannier import client
+
+dist.init_process_group("gloo")
+mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+full = torch.arange(12_000.0).reshape(120, 100)
+state = {"w": distribute_tensor(full, mesh, [Shard(0)])}
+for step in (1, 2):
+    client.async_save(state, checkpoint_id=f"{os.environ['ROOT']}/step-{step}")
+client.close()
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture(scope="module")
+def network() -> Iterator[Network]:
+    if why := netns.unavailable():
+        pytest.skip(f"no hosts on this machine: {why}")
+    with Network(*NAMES) as made:
+        yield made
+
+
+@pytest.fixture
+def allocation(network: Network, tmp_path: Path) -> Iterator[Allocation]:
+    before = {process.pid for process in processes.marked()}
+    job = f"pannier-{processes.SESSION}-7"
+    own = [Path("/tmp", job), Path("/dev/shm", job)]
+    yield Allocation(network, NAMES, tmp_path / "slurm", own)
+    processes.end(p for p in processes.marked() if p.pid not in before)
+    for path in own:
+        shutil.rmtree(path)
+
+
+def batch(allocation: Allocation, script: str, directory: Path, **environment: str) -> str:
+    """What ``sbatch`` would run, to its end; all that was written."""
+    (directory / "train.py").write_text(TRAIN)
+    process = Process(
+        script,
+        ["bash", str(DEPLOY / "slurm" / script)],
+        environment=allocation.environment({"ROOT": str(directory / "run"), **environment}),
+        log=directory / "batch.log",
+        cwd=directory,
+    )
+    try:
+        code = process.wait(150)
+        assert code == 0, process.log()
+        return process.log()
+    finally:
+        process.close()
+
+
+def check(directory: Path) -> None:
+    for step in (1, 2):
+        state = {"w": torch.zeros_like(FULL)}
+        dcp.load(state, checkpoint_id=directory / "run" / f"step-{step}", no_dist=True)
+        assert torch.equal(state["w"], FULL)
+
+
+def left(before: set[int]) -> list[psutil.Process]:
+    return [process for process in processes.marked() if process.pid not in before]
+
+
+@pytest.mark.slow
+def test_nothing_is_set_up_and_the_step_ends_after_the_commit(
+    allocation: Allocation, tmp_path: Path
+) -> None:
+    before = {process.pid for process in processes.marked()}
+    job = Path("/tmp", f"pannier-{allocation.job_id}")
+    batch(
+        *(allocation, "embedded.sbatch", tmp_path),
+        # Where these directories are by default is the machine's own.
+        PANNIER_RUNTIME_DIR=str(job / f"v{WIRE_VERSION}"),
+        PANNIER_SPOOL=str(Path("/dev/shm", job.name)),
+    )
+    # Slurm has killed the daemons with the step.
+    assert left(before) == []
+    check(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("secured", [True, False])
+def test_daemons_in_steps_of_their_own_upload_what_is_left_and_leave(
+    allocation: Allocation, tmp_path: Path, secured: bool
+) -> None:
+    before = {process.pid for process in processes.marked()}
+    if secured:
+        environment = Authority(tmp_path / "ca").issue("host", host=NAMES[0]).environment
+    else:
+        environment = {f"PANNIER_TLS_{name}": "" for name in ("CERT", "KEY", "CA")}
+        environment["PANNIER_INSECURE_LISTEN"] = "1"
+    log = batch(allocation, "sidecars.sbatch", tmp_path, **environment)
+    assert left(before) == []
+    assert log.count("attached to the coordinator at a:7070") == 3
+    check(tmp_path)
+
+
+def test_the_scripts_name_what_the_readme_names() -> None:
+    readme = (DEPLOY / "README.md").read_text()
+    for path in (DEPLOY / "slurm").iterdir():
+        assert f"slurm/{path.name}" in readme
+        assert os.access(path, os.R_OK)

@@ -1,0 +1,255 @@
+"""torchrun on three hosts with nothing configured: their embedded daemons find each other.
+
+The hosts are network namespaces with hostnames, runtime directories and spools of their own.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from pannier import client
+from pannier.client import hosts as addresses_of_hosts
+from pannier.v1 import save_pb2
+from pannier.wire import addresses
+from support import netns
+from support.gcs_server import GcsServer
+from support.netns import HERE, Network
+from support.ranks import free_port
+from support.scripted_sidecar import wait_until
+from support.several import Hosts, Job, listeners
+from support.watching import COMMITTED, all_in, await_save, listed
+
+NAMES = ("a", "b", "c")
+FULL = torch.arange(12_000.0).reshape(120, 100)
+HELD = r"uploadType=resumable.*step-1%2F__i[^_]*_{}_"
+"""Uploads of a rank's large file, by which those of the first save can be told from others."""
+INGESTED = all_in(save_pb2.RANK_PHASE_INGESTED)
+
+TRAIN = """
+import os, time
+from pathlib import Path
+import torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from pannier import client
+
+life, flags = os.environ["TORCHELASTIC_RESTART_COUNT"], Path(os.environ["FLAGS"])
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+full = torch.arange(12_000.0).reshape(120, 100)
+state = {"w": distribute_tensor(full, mesh, [Shard(0)]), "step": 0}
+
+def save(step, more=0):
+    state["step"] = step
+    if more:
+        state["more"] = distribute_tensor(torch.ones(more, 1 << 20), mesh, [Shard(0)])
+    return client.async_save(state, checkpoint_id=f"{os.environ['ROOT']}/step-{step}", timeout=90)
+
+def say(what):
+    print(f"<{what}>", flush=True)
+
+def wait(name):
+    while not (flags / name).exists():
+        time.sleep(0.05)
+"""
+TWICE = """
+save(1).result()
+say("saved 1")
+wait("go on")
+save(2).result()
+say("saved 2")
+client.close()
+dist.destroy_process_group()
+"""
+RESTARTED = """
+if life == "0":
+    handle = save(1, more=12)
+    say("staged 1")
+    wait("die")
+    os._exit(3)
+save(2).result()
+say("saved 2")
+client.close()
+dist.destroy_process_group()
+"""
+LEFT = """
+handle = save(1, more=12)
+say("staged 1")
+time.sleep(600)
+"""
+RESUMED = """
+save(2).result()
+say("saved 2")
+wait("go on")
+client.close()
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture(scope="module")
+def network() -> Iterator[Network]:
+    if why := netns.unavailable():
+        pytest.skip(f"no hosts on this machine: {why}")
+    with Network(*NAMES) as made:
+        yield made
+
+
+@pytest.fixture
+def hosts(network: Network) -> Iterator[Hosts]:
+    with Hosts(network, *NAMES) as made:
+        yield made
+
+
+@pytest.fixture
+def server(network: Network, tmp_path: Path) -> Iterator[GcsServer]:
+    with GcsServer(tmp_path / "gcs", host=network.address(HERE)) as running:
+        yield running
+
+
+class Place:
+    """Where a job's script lies, where its checkpoints go, and what tells it to go on."""
+
+    def __init__(self, directory: Path, root: str, **environment: str) -> None:
+        self._directory = directory
+        self.root = root
+        self._flags = directory / "flags"
+        self._flags.mkdir()
+        self._environment = {"ROOT": root, "FLAGS": str(self._flags), **environment}
+
+    def job(self, hosts: Hosts, body: str, **options: object) -> Job:
+        name = f"job-{len(list(self._directory.glob('job-*')))}"
+        (self._directory / name).mkdir()
+        script = self._directory / name / "train.py"
+        script.write_text(TRAIN + body)
+        among = options.pop("among", hosts.all)
+        logs = self._directory / name / "logs"
+        environment = {**self._environment, **options.pop("environment", {})}  # type: ignore[dict-item]
+        return hosts.run(Job(among, script, logs, environment=environment, **options))  # type: ignore[arg-type]
+
+    def tell(self, what: str) -> None:
+        (self._flags / what).touch()
+
+
+def check(root: str, *steps: int) -> None:
+    """The checkpoints are whole, for plain DCP as well where it reads the file system."""
+    for step in steps:
+        state = {"w": torch.zeros_like(FULL), "step": 0}
+        client.load(state, checkpoint_id=f"{root}/step-{step}", verify=True)
+        assert torch.equal(state["w"], FULL)  # type: ignore[arg-type]
+        assert state["step"] == step
+        if not root.startswith("gs:"):
+            plain = {"w": torch.zeros_like(FULL)}
+            dcp.load(plain, checkpoint_id=f"{root}/step-{step}", no_dist=True)
+            assert torch.equal(plain["w"], FULL)
+
+
+@pytest.mark.slow
+def test_torchrun_on_three_hosts_needs_nothing_else(hosts: Hosts, tmp_path: Path) -> None:
+    a = hosts.all[0]
+    place = Place(tmp_path, str(tmp_path / "run"))
+    job = place.job(hosts, TWICE, ranks=[2, 1, 1])
+    job.wait_for("<saved 1>", 4)
+    # One coordinator, on rank 0's host, and nothing listens on TCP but that.
+    coordinator = a.daemon("coordinator")
+    (address,) = listeners(coordinator)
+    assert address.startswith(f"{a.address}:")
+    for host in hosts.all:
+        (daemons,) = host.daemons().values()
+        assert len(daemons) == (3 if host is a else 2)
+        for each in daemons:
+            assert listeners(each) == ([address] if each == coordinator else [])
+        for path in host.runtime_dir.glob("job-*/*.pem"):
+            assert path.stat().st_mode & 0o777 == 0o600
+        assert "PRIVATE" not in "".join(p.read_text() for p in host.runtime_dir.glob("**/*.log"))
+    assert "PRIVATE" not in job.output()
+    # Whoever has no certificate of this job is a stranger.
+    assert addresses_of_hosts.unreachable(address, 2) == ""
+    with pytest.raises(AssertionError, match=r"handshake|Socket closed|reset|UNAVAILABLE"):
+        await_save(address, f"{place.root}/step-1", lambda save: True, timeout=3)
+    # The coordinator is killed, and started again where the others look for it.
+    coordinator.kill()
+    place.tell("go on")
+    job.wait()
+    assert listeners(a.daemon("coordinator")) == [address]
+    check(place.root, 1, 2)
+
+
+@pytest.mark.slow
+def test_restarted_workers_save_while_the_former_daemons_still_upload(
+    hosts: Hosts, server: GcsServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.url)
+    place = Place(tmp_path, "gs://bucket/again", **server.env)
+    server.fault(kind="status", method="POST", path=HELD.format("[012]"), times=-1)
+    job = place.job(
+        *(hosts, RESTARTED),
+        arguments=["--max-restarts=1", "--monitor-interval=0.5"],
+        # Else torch's ranks may read each other's former addresses from torchrun's own store.
+        environment={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+    )
+    job.wait_for("<staged 1>", 3)
+    (former,) = hosts.all[0].daemons()
+    coordinator = addresses.embedded_coordinator(hosts.all[0].runtime_dir / former)
+    await_save(coordinator, f"{place.root}/step-1", INGESTED)
+    place.tell("die")
+    job.wait()
+    check(place.root, 2)
+    # What the former incarnation had handed over is committed by its own daemons.
+    assert [save.state for save in listed(coordinator).saves] != [COMMITTED]
+    server.clear()
+    await_save(coordinator, f"{place.root}/step-1", lambda save: save.state == COMMITTED)
+    check(place.root, 1)
+
+
+@pytest.mark.slow
+def test_what_a_lost_coordinator_left_undecided_is_committed_by_the_next_ones(
+    hosts: Hosts, server: GcsServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.url)
+    a, b, c = hosts.all
+    place = Place(tmp_path, "gs://bucket/moved", **server.env)
+    # Rank 0 is on a; the store is on c.
+    server.fault(kind="status", method="POST", path=HELD.format("[12]"), times=-1)
+    job = place.job(hosts, LEFT, store=c)
+    job.wait_for("<staged 1>", 3)
+    (first,) = a.daemons()
+    save = f"{place.root}/step-1"
+    coordinator = addresses.embedded_coordinator(a.runtime_dir / first)
+    await_save(coordinator, save, INGESTED)
+    await_save(coordinator, save, lambda s: s.ranks[0].phase == save_pb2.RANK_PHASE_DURABLE)
+    # The host with the coordinator is lost; on another one all daemons are killed as well.
+    a.kill()
+    job.kill()
+    b.kill()
+    server.clear()
+    again = place.job(hosts, RESUMED, among=[b, c], store=c)
+    again.wait_for("<saved 2>", 2)
+    (second,) = (name for name, listed in b.daemons().items() if len(listed) == 3)
+    assert second != first
+    coordinator = addresses.embedded_coordinator(b.runtime_dir / second)
+    await_save(coordinator, save, lambda s: s.state == COMMITTED, timeout=60)
+    place.tell("go on")
+    again.wait()
+    check(place.root, 1, 2)
+
+
+@pytest.mark.slow
+def test_a_host_that_cannot_reach_the_coordinator_says_so_at_once(
+    hosts: Hosts, tmp_path: Path
+) -> None:
+    place = Place(tmp_path, str(tmp_path / "run"))
+    # An address that host a has, and that the others have no way to.
+    listen = f"127.0.0.1:{free_port()}"
+    job = place.job(hosts, TWICE, environment={"PANNIER_LISTEN": listen}, store=hosts.all[2])
+    wait_until(
+        lambda: all(job.agents[name].returncode not in (None, 0) for name in "bc"), timeout=90
+    )
+    output = " ".join(job.output().split())
+    for host in hosts.all[1:]:
+        assert f"host {host.name} (rank " in output
+    for word in (listen, "host of rank 0", "Connection refused", "firewall", "PANNIER_LISTEN"):
+        assert word in output
