@@ -1,0 +1,107 @@
+"""A real Prometheus that scrapes daemons, and the dashboard's panels as Grafana asks it for them."""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+import yaml
+
+from support.daemons import clean_environment
+from support.processes import Process
+from support.ranks import free_port
+from support.web import get, until
+
+MONITORING = Path(__file__).parents[2] / "deploy/components/monitoring"
+DASHBOARD = json.loads((MONITORING / "dashboard.json").read_text())
+NAMESPACE = "training"
+_SCRAPE = "250ms"
+
+
+def needs(tool: str) -> str:
+    """Path of one of Prometheus' programs. Skips a test on a machine without; fails it in CI."""
+    found = shutil.which(tool)
+    if found is None:
+        if os.environ.get("CI"):
+            pytest.fail(f"{tool} is missing: alerts and dashboard can't be checked")
+        pytest.skip(f"{tool} isn't installed: `make tools`")
+    return found
+
+
+def filled(query: str, *, interval: str = "1m") -> str:
+    """A panel's query with Grafana's variables replaced: all namespaces and jobs."""
+    return (
+        query.replace("$__rate_interval", interval)
+        .replace("$namespace", ".*")
+        .replace("$training_job", ".*")
+    )
+
+
+class Prometheus:
+    """One that runs at ``host:port``."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+
+    def panel(self, title: str) -> dict[str, float]:
+        """What a panel shows now, by its legend; a query without one goes by an empty text."""
+        (panel,) = (each for each in DASHBOARD["panels"] if each.get("title") == title)
+        shown: dict[str, float] = {}
+        for target in panel["targets"]:
+            for labels, value in self._query(filled(target["expr"])):
+                legend = target.get("legendFormat", "")
+                shown[re.sub(r"\{\{(\w+)\}\}", lambda name: labels[name[1]], legend)] = value
+        return shown
+
+    def _query(self, expression: str) -> list[tuple[dict[str, str], float]]:
+        answer = get(self._address, f"/api/v1/query?query={quote(expression)}")
+        assert answer.status == 200, answer.text
+        return [
+            (each["metric"], float(each["value"][1])) for each in answer.json()["data"]["result"]
+        ]
+
+
+@contextmanager
+def scraping(directory: Path, targets: Sequence[str]) -> Iterator[Prometheus]:
+    """Runs one that has scraped each ``host:port`` of ``targets`` and goes on four times a second."""
+    binary = needs("prometheus")
+    job = {
+        "job_name": "pannier",
+        "static_configs": [{"targets": list(targets), "labels": {"namespace": NAMESPACE}}],
+    }
+    settings = {
+        "global": {"scrape_interval": _SCRAPE, "scrape_timeout": _SCRAPE},
+        "scrape_configs": [job],
+    }
+    config = directory / "prometheus.yaml"
+    config.write_text(yaml.safe_dump(settings))
+    address = f"127.0.0.1:{free_port()}"
+    process = Process(
+        "prometheus",
+        [
+            binary,
+            f"--config.file={config}",
+            f"--storage.tsdb.path={directory / 'prometheus'}",
+            f"--web.listen-address={address}",
+        ],
+        environment=clean_environment({}),
+        log=directory / "prometheus.log",
+    )
+    try:
+        server = Prometheus(address)
+
+        def scraped() -> int:
+            try:
+                return len(server._query("up == 1"))
+            except OSError:
+                return 0
+
+        until(scraped, lambda count: count == len(targets))
+        yield server
+    finally:
+        process.close()
