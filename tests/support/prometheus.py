@@ -55,7 +55,9 @@ class Prometheus:
         for target in panel["targets"]:
             for labels, value in self._query(filled(target["expr"])):
                 legend = target.get("legendFormat", "")
-                shown[re.sub(r"\{\{(\w+)\}\}", lambda name: labels[name[1]], legend)] = value
+                for name in re.findall(r"\{\{(\w+)\}\}", legend):
+                    legend = legend.replace("{{" + name + "}}", labels[name])
+                shown[legend] = value
         return shown
 
     def _query(self, expression: str) -> list[tuple[dict[str, str], float]]:
