@@ -9,7 +9,8 @@ import pytest
 from google.protobuf import message_factory
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from pannier.sidecar.guarding import Guard, named_jobs
+from pannier.sidecar.guarding import Guard, named
+from pannier.sidecar.jobs import Job
 from pannier.sidecar.node import Node
 from pannier.v1 import (
     diagnosis_pb2,
@@ -28,6 +29,7 @@ from pannier.wire.errors import (
     UnauthenticatedError,
     from_rpc_error,
 )
+from pannier.wire.version import WIRE_VERSION
 from support.nodes import NodeHost, TokenTrainer, ingested, node_host
 from support.scripted import TIMEOUT_S
 
@@ -134,9 +136,9 @@ def test_every_kind_of_message_says_whose_it_is() -> None:
     for method in METHODS:
         request = request_of(method, "j")
         seen = request.header if isinstance(request, sidecar_pb2.WriteRequest) else request
-        assert list(named_jobs(seen)) == ["j"], method.name
+        assert [job for job, _ in named(seen)] == ["j"], method.name
     with pytest.raises(ForbiddenError):
-        list(named_jobs(status_pb2.ListSavesRequest()))
+        list(named(status_pb2.ListSavesRequest()))
 
 
 def test_only_health_is_open(two: NodeHost) -> None:
@@ -164,7 +166,7 @@ def test_only_health_is_open(two: NodeHost) -> None:
 
 def test_tokens_are_compared_whole_and_all() -> None:
     digests = [tokens.digest(each * 32) for each in "xyz"]
-    guard = Guard("a", digests)
+    guard = Guard(Job(name="a", digests=frozenset(digests), allow=("/a",)))
     assert all(guard.knows(each) for each in digests)
     assert not any(guard.knows(each[:-1] + b"\0") for each in digests)
     assert not guard.knows(b"")
@@ -215,7 +217,17 @@ def test_checkpoints_lie_below_the_jobs_own_roots(two: NodeHost) -> None:
     for place in (two.id("b"), f"{two.root}/a/../b/step-1", str(two.root / "a"), "/elsewhere/x"):
         with pytest.raises(InvalidRequestError):
             trainer.plan(trainer.context(place))
-    assert not two.coordinator.plans
+        # A save that is given up ends with an object there.
+        with pytest.raises(InvalidRequestError):
+            trainer.call("Fail", sidecar_pb2.FailRequest(context=trainer.context(place)))
+        # So does one that a client says it had handed over, and asks after.
+        request = sidecar_pb2.ConnectRequest(job="a", wire_version=WIRE_VERSION, world_size=1)
+        request.pending.add(context=trainer.context(place), handed_over=True)
+        with pytest.raises(grpc.RpcError) as refused:
+            next(trainer.stub.Connect(request))
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert (two.coordinator.plans, two.coordinator.fails, two.coordinator.reports) == ([], [], [])
+    assert not any(each.watched for each in two.coordinator.requests)
     # Nor does either daemon write there to see whether it could.
     metadata = [("authorization", f"Bearer {two.files.tokens['a']}")]
     with grpc.insecure_channel(two.socket("a")) as channel:

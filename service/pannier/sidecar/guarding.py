@@ -1,8 +1,9 @@
 """Who may call over the sockets of one job, where a sidecar serves several.
 
-In: calls. Out: the same calls, if they carry a token of the job's and name no other job. A pod's user
-is no identity, so anybody may connect, and nobody is heard without a token; only health is open.
-Digests of one length are compared, in constant time. Thread-safe.
+In: calls. Out: the same calls, if they carry a token of the job's, and name no other job and no checkpoint
+outside of the job's roots. A pod's user is no identity, so anybody may connect, and nobody is
+heard without a token; only health is open. Digests of one length are compared, in constant time.
+Thread-safe.
 """
 
 import functools
@@ -17,6 +18,8 @@ import grpc
 
 from pannier.daemon.failing import status_of
 from pannier.daemon.handlers import Continuation, Handler, rewrapped
+from pannier.sidecar.jobs import Job
+from pannier.storage import check_allowed
 from pannier.v1 import sidecar_pb2
 from pannier.wire import tokens
 from pannier.wire.errors import ForbiddenError, PannierError, UnauthenticatedError
@@ -30,16 +33,12 @@ _QUIET_S: Final = 10.0
 
 
 class Guard:
-    """One job's.
+    """One job's."""
 
-    Args:
-        job: its name.
-        digests: of its tokens.
-    """
-
-    def __init__(self, job: str, digests: Collection[bytes]) -> None:
-        self.job = job
-        self._digests = frozenset(digests)
+    def __init__(self, job: Job) -> None:
+        self.job = job.name
+        self._allow = job.allow
+        self._digests = job.digests
         self._lock = threading.Lock()
         self._said_at = -_QUIET_S
 
@@ -74,13 +73,21 @@ class Guard:
             )
 
     def check_request(self, request: Any) -> None:
-        """Raises ForbiddenError when a message of ``pannier.v1.Sidecar`` names another job."""
-        for job in named_jobs(request):
+        """A message of ``pannier.v1.Sidecar`` speaks of the job's own alone.
+
+        Raises:
+            ForbiddenError: it names another job.
+            InvalidRequestError: it names a checkpoint that doesn't lie below the job's roots. Also what
+                only gives a save up is refused: the coordinator would write there that it ended.
+        """
+        for job, checkpoint_id in named(request):
             if job != self.job:
                 raise ForbiddenError(
                     f"{type(request).__name__} names job {job[:64]!r}, and this is the socket of job "
                     f"{self.job}: correct PANNIER_JOB or PANNIER_SIDECAR"
                 )
+            if checkpoint_id is not None:
+                check_allowed(checkpoint_id, self._allow)
 
     def note(self, error: PannierError) -> None:
         """A call was refused: it is logged, now and then."""
@@ -92,18 +99,23 @@ class Guard:
             _log.warning("refused: %s", error, extra={"job": self.job})
 
 
-def named_jobs(request: Any) -> Iterator[str]:
-    """All jobs that a message speaks of. Raises ForbiddenError for a kind of message that isn't known."""
+def named(request: Any) -> Iterator[tuple[str, str | None]]:
+    """All jobs that a message speaks of, each with the checkpoint, where it is about one.
+
+    Raises ForbiddenError for a kind of message that isn't known.
+    """
+    contexts = []
     if isinstance(request, sidecar_pb2.ConnectRequest):
-        yield request.job
-        for pending in request.pending:
-            yield pending.context.save.job
+        yield request.job, None
+        contexts = [each.context for each in request.pending]
     elif isinstance(request, _WITH_JOB):
-        yield request.job
+        yield request.job, None
     elif isinstance(request, _WITH_CONTEXT):
-        yield request.context.save.job
+        contexts = [request.context]
     else:
         raise ForbiddenError(f"{type(request).__name__} says not whose it is")
+    for context in contexts:
+        yield context.save.job, context.checkpoint_id
 
 
 _WITH_JOB: Final = (

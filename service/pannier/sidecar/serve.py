@@ -82,7 +82,7 @@ class Sidecar:
         self.config = config
         self.saves = Saves()
         self.vitals = Vitals(config.host, backlog=self.backlog)
-        self.guard = None if job is None else Guard(job.name, job.digests)
+        self.guard = None if job is None else Guard(job)
         self._alone = shared is None
         self._shared = shared or Shared(config)
         self.board = self._shared.board if self._alone else Board()
