@@ -7,10 +7,13 @@ from pathlib import Path
 
 import yaml
 
+from pannier.sidecar.jobs import KNOWN, Jobs
+from pannier.wire.tokens import TokenFile
 from support.kubernetes_schemas import problems, releases
 from support.manifests import (
     DEPLOY,
     NAMESPACE,
+    NODE_NAMESPACE,
     REPOSITORY,
     built,
     needs_kubectl,
@@ -29,8 +32,9 @@ def lines() -> list[tuple[str, str]]:
 
 
 def test_a_command_is_run_here_or_says_what_it_needs() -> None:
-    known = {"": ("cp", "sed", "kubectl kustomize"), "engine": ("docker",)}
+    known = {"": ("cp", "sed", "kubectl kustomize", "umask", "printf"), "engine": ("docker",)}
     known["cluster"] = ("kubectl", "gcloud")
+    known["slurm"] = ("sbatch",)
     found = lines()
     assert len(found) > 10
     for where, command in found:
@@ -39,9 +43,10 @@ def test_a_command_is_run_here_or_says_what_it_needs() -> None:
 
 def test_the_commands_that_need_nothing_do_what_they_say(tmp_path: Path) -> None:
     needs_kubectl()
-    shutil.copytree(DEPLOY, tmp_path / "deploy")
     for overlay in ("gke-gpu", "gke-tpu"):
-        shutil.rmtree(tmp_path / "deploy/overlays/mine", ignore_errors=True)
+        shutil.rmtree(tmp_path / "deploy", ignore_errors=True)
+        shutil.copytree(DEPLOY, tmp_path / "deploy")
+        shown = {}
         for where, command in lines():
             if where:
                 continue
@@ -53,13 +58,27 @@ def test_the_commands_that_need_nothing_do_what_they_say(tmp_path: Path) -> None
                 check=False,
             )
             assert done.returncode == 0, done.stderr
-        # The last one shows what will be applied.
-        objects = list(yaml.safe_load_all(done.stdout))
+            if command.startswith("kubectl kustomize"):
+                # What will be applied.
+                shown[command.split()[2].rpartition("/")[2]] = done.stdout
+        assert shown.keys() == {"mine", "my-node", "my-job"}
         (release,) = releases(1)
-        assert [problem for each in objects for problem in problems(each, release)] == []
-        assert "gs://my-bucket/my-job" in done.stdout
-        assert "my-registry/my-project/pannier-sidecar:0.1.0" in done.stdout
-        assert not re.search(r"BUCKET|REGISTRY|llama", done.stdout)
+        for name, text in shown.items():
+            objects = list(yaml.safe_load_all(text))
+            assert [problem for each in objects for problem in problems(each, release)] == []
+            assert not re.search(r"BUCKET|REGISTRY|llama", text), name
+            assert "my-registry/my-project/pannier-sidecar:0.1.0" in text
+        assert "gs://my-bucket/my-job" in shown["mine"]
+        assert "path: /run/pannier/jobs/my-job\n" in shown["my-job"]
+        (job,) = Jobs(tmp_path / "jobs").look().values()
+        assert (job.name, job.allow) == ("my-job", ("gs://my-bucket/my-job",))
+        assert job.digests == {TokenFile(tmp_path / "my-job.token").digest()}
+        assert (tmp_path / "jobs").stat().st_mode & 0o077 == 0
+
+
+def test_the_table_of_a_jobs_file_is_what_is_read() -> None:
+    table = README.partition("| field of a job's file |")[2].partition("\n\n")[0]
+    assert set(re.findall(r"^\| `([a-z_]+)` \|", table, re.MULTILINE)) == set(KNOWN)
 
 
 def test_the_account_that_the_bucket_is_opened_for_is_the_daemons() -> None:
@@ -67,7 +86,7 @@ def test_the_account_that_the_bucket_is_opened_for_is_the_daemons() -> None:
     for pod in pod_templates(built(DEPLOY / "overlays/gke-gpu")).values():
         assert pod["spec"]["serviceAccountName"] == account
     assert namespace == NAMESPACE
-    assert set(re.findall(r"kubectl -n (\S+)", README)) == {NAMESPACE}
+    assert set(re.findall(r"kubectl -n (\S+)", README)) == {NAMESPACE, NODE_NAMESPACE}
 
 
 def test_what_it_names_is_there() -> None:

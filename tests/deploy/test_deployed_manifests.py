@@ -15,8 +15,10 @@ from pannier.wire.errors import ConfigurationError
 from support.kubernetes_schemas import problems, releases
 from support.manifests import (
     DEPLOY,
-    NAMESPACE,
+    NODE,
     OVERLAYS,
+    WITH_DAEMONS,
+    WITH_TRAINERS,
     Object,
     arguments,
     built,
@@ -25,6 +27,7 @@ from support.manifests import (
     daemons,
     environment,
     named,
+    namespace,
     of_kind,
     pod_templates,
     quantity,
@@ -35,9 +38,13 @@ DOWNWARD = {
     "metadata.annotations['batch.kubernetes.io/job-completion-index']": "1",
     "metadata.labels['leaderworkerset.sigs.k8s.io/worker-index']": "1",
 }
+BY_HAND = {"pannier-jobs", "pannier-token"}
+"""Secrets that the README says how to make: tokens are in no overlay."""
 OWN_MEMORY = 250e6
 """What the README promises of a sidecar."""
 _BUILT: dict[str, list[Object]] = {}
+with_trainers = pytest.mark.parametrize("overlay", WITH_TRAINERS, indirect=True)
+with_daemons = pytest.mark.parametrize("overlay", WITH_DAEMONS, indirect=True)
 
 
 @pytest.fixture(params=OVERLAYS)
@@ -61,7 +68,14 @@ def test_there_is_an_overlay_for_each_workload_and_component() -> None:
     used = " ".join(path.read_text() for path in DEPLOY.glob("*/*/kustomization.yaml"))
     for component in DEPLOY.glob("components/*/kustomization.yaml"):
         assert re.search(rf"/{component.parent.name}\b", used), component
-    assert set(OVERLAYS) >= {"gke-gpu", "gke-tpu", "indexed-job", "leaderworkerset", "per-node"}
+    assert set(OVERLAYS) >= {
+        "gke-gpu",
+        "gke-tpu",
+        "indexed-job",
+        "leaderworkerset",
+        "per-node",
+        NODE,
+    }
 
 
 @pytest.mark.parametrize("release", releases())
@@ -82,9 +96,9 @@ def test_a_misspelt_field_is_found(objects: list[Object]) -> None:
 
 
 def test_all_is_in_one_namespace_and_nothing_is_named_that_is_not_there(
-    objects: list[Object],
+    overlay: str, objects: list[Object]
 ) -> None:
-    assert {each["metadata"].get("namespace") for each in objects} == {NAMESPACE}
+    assert {each["metadata"].get("namespace") for each in objects} == {namespace(overlay)}
     secrets = {each["spec"]["secretName"] for each in of_kind(objects, "Certificate")}
     for issuer in of_kind(objects, "Issuer"):
         assert issuer["spec"].get("ca", {"secretName": "pannier-ca"})["secretName"] in secrets
@@ -95,13 +109,14 @@ def test_all_is_in_one_namespace_and_nothing_is_named_that_is_not_there(
         volumes = {volume["name"]: volume for volume in template["spec"].get("volumes", [])}
         for volume in volumes.values():
             if "secret" in volume:
-                assert volume["secret"]["secretName"] in secrets, where
+                assert volume["secret"]["secretName"] in secrets | BY_HAND, where
         mounted = {m["name"] for each in containers(template) for m in each.get("volumeMounts", [])}
         assert mounted == set(volumes), where
         for each in containers(template):
             environment(each, objects, DOWNWARD)
 
 
+@with_daemons
 def test_the_real_command_line_takes_what_the_daemons_are_told(
     objects: list[Object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,6 +143,7 @@ def test_the_real_command_line_takes_what_the_daemons_are_told(
     assert seen == {"sidecar", "coordinator"}
 
 
+@with_daemons
 def test_addresses_ports_and_paths_agree(objects: list[Object]) -> None:
     coordinator = named(objects, "Deployment", "pannier-coordinator")["spec"]["template"]
     service = named(objects, "Service", "pannier-coordinator")["spec"]
@@ -161,16 +177,23 @@ def test_addresses_ports_and_paths_agree(objects: list[Object]) -> None:
         volumes = {v["name"]: v for v in template["spec"]["volumes"]}
         for variable in ("PANNIER_ADDRESS", "PANNIER_SPOOL"):
             if variable in told:
-                # The mount itself belongs to root, or to everybody.
+                # The mount itself belongs to root, or to everybody, unless a container sees to that.
                 path = Path(told[variable].removeprefix("unix://"))
                 directory = path if variable == "PANNIER_SPOOL" else path.parent
-                assert str(directory.parent) in mounts, f"{where}: {variable}"
+                made = [each for one in containers(template) for each in one.get("args", [])]
+                if str(directory) not in made:
+                    assert str(directory.parent) in mounts, f"{where}: {variable}"
         secret = volumes[mounts["/etc/pannier/tls"]["name"]]["secret"]
         # Readable for its own group, which fsGroup makes it, and for nobody else.
         assert secret["defaultMode"] == 0o440, where
 
 
+@with_trainers
 def test_trainers_find_their_sidecar(objects: list[Object]) -> None:
+    if overlay_of(objects) == "per-node":
+        # Of other objects: the next test.
+        assert not list(daemons(objects))
+        return
     sidecars = [
         environment(each, objects, DOWNWARD)["PANNIER_ADDRESS"]
         for _, _, each in daemons(objects)
@@ -191,6 +214,7 @@ def test_trainers_find_their_sidecar(objects: list[Object]) -> None:
     assert "/spool" not in [m["mountPath"] for m in trainer["volumeMounts"]]
 
 
+@with_trainers
 def test_torchrun_takes_its_arguments(objects: list[Object]) -> None:
     from torch.distributed.run import parse_args
 
@@ -210,6 +234,7 @@ def test_torchrun_takes_its_arguments(objects: list[Object]) -> None:
     assert parsed.master_addr.startswith("train-")
 
 
+@with_trainers
 def test_as_many_pods_as_hosts_which_none_is_taken_from(objects: list[Object]) -> None:
     hosts = int(settings(objects)["HOSTS"])
     (workload,) = (
@@ -234,6 +259,7 @@ def test_as_many_pods_as_hosts_which_none_is_taken_from(objects: list[Object]) -
     assert trainers["matchLabels"].items() <= labels
 
 
+@with_daemons
 def test_one_coordinator_that_anybody_may_evict(objects: list[Object]) -> None:
     spec = named(objects, "Deployment", "pannier-coordinator")["spec"]
     assert (spec["replicas"], spec["strategy"]) == (1, {"type": "Recreate"})
@@ -264,6 +290,7 @@ def test_pods_are_confined(objects: list[Object]) -> None:
                 assert "add" not in own["capabilities"], each["name"]
 
 
+@with_trainers
 def test_a_sidecar_starts_before_its_trainer_and_ends_after_it(objects: list[Object]) -> None:
     (template,) = (t for where, t in pod_templates(objects).items() if where.endswith("/train"))
     first = template["spec"]["initContainers"][0]
@@ -274,6 +301,7 @@ def test_a_sidecar_starts_before_its_trainer_and_ends_after_it(objects: list[Obj
     assert first["startupProbe"]["grpc"]["service"] == probed.READINESS
 
 
+@with_daemons
 def test_times_and_sizes_follow_the_formulas(objects: list[Object]) -> None:
     told = settings(objects)
     for where, template, daemon in daemons(objects):
@@ -294,7 +322,7 @@ def test_times_and_sizes_follow_the_formulas(objects: list[Object]) -> None:
         if "emptyDir" in spool:
             assert quantity(spool["emptyDir"]["sizeLimit"]) == size, where
         else:
-            assert spool["hostPath"]["path"].endswith(f"/{told['PANNIER_JOB']}"), where
+            assert spool["hostPath"]["path"] == "/var/pannier", where
             assert variables["PANNIER_SPOOL_BUDGET"] == f"{told['SPOOL_SIZE']}B", where
         # Twice the ranks' bytes, and a twentieth, is what two saves in flight take.
         said = re.search(
@@ -304,21 +332,6 @@ def test_times_and_sizes_follow_the_formulas(objects: list[Object]) -> None:
         assert said is not None
         assert size >= 2.05 * int(said[1]) * 2**30, where
         assert float(variables["PANNIER_GRACE"]) >= int(said[1]) / 0.2, where
-
-
-def test_a_nodes_sidecar_is_told_what_a_pods_is() -> None:
-    pods, node = (built(DEPLOY / "overlays" / name) for name in ("indexed-job", "per-node"))
-    one = container(pod_templates(pods)["Job/train"], "pannier")
-    other = container(pod_templates(node)["DaemonSet/pannier-sidecar"], "pannier")
-    theirs = environment(other, node, DOWNWARD)
-    of_a_node = {"SPOOL_SIZE", "PANNIER_SPOOL_BUDGET", "PANNIER_HOST"}
-    assert environment(one, pods, DOWNWARD) == {
-        name: value for name, value in theirs.items() if name not in of_a_node
-    }
-    # A native sidecar says of itself that it is one; the rest is the same.
-    assert {k: v for k, v in one.items() if k not in ("env", "restartPolicy")} == {
-        k: v for k, v in other.items() if k != "env"
-    }
 
 
 @pytest.mark.parametrize("workload", ["jobset", "indexed-job", "leaderworkerset"])

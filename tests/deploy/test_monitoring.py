@@ -16,13 +16,13 @@ from support.hand import Party
 from support.kubernetes_schemas import problems, releases
 from support.manifests import (
     DEPLOY,
-    NAMESPACE,
-    OVERLAYS,
+    WITH_DAEMONS,
     arguments,
     built,
     daemons,
     environment,
     named,
+    namespace,
     of_kind,
 )
 from support.ranks import free_port
@@ -224,7 +224,7 @@ def test_alerts_fire_when_they_should_and_not_else(tmp_path: Path) -> None:
     promtool("test", "rules", str(path))
 
 
-@pytest.mark.parametrize("overlay", OVERLAYS)
+@pytest.mark.parametrize("overlay", WITH_DAEMONS)
 def test_with_the_component_all_daemons_are_scraped(overlay: str, tmp_path: Path) -> None:
     shutil.copytree(DEPLOY, tmp_path / "deploy")
     path = tmp_path / "deploy/overlays" / overlay / "kustomization.yaml"
@@ -236,7 +236,7 @@ def test_with_the_component_all_daemons_are_scraped(overlay: str, tmp_path: Path
     objects = built(path.parent)
     (release,) = releases(1)
     assert [problem for each in objects for problem in problems(each, release)] == []
-    assert {each["metadata"].get("namespace") for each in objects} == {NAMESPACE}
+    assert {each["metadata"].get("namespace") for each in objects} == {namespace(overlay)}
     (monitor,) = of_kind(objects, "PodMonitor")
     (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
     wanted = monitor["spec"]["selector"]["matchLabels"]

@@ -18,7 +18,13 @@ import yaml
 REPOSITORY = Path(__file__).parents[2]
 DEPLOY = REPOSITORY / "deploy"
 OVERLAYS = sorted(path.parent.name for path in DEPLOY.glob("overlays/*/kustomization.yaml"))
+NODE = "node"
+"""The overlay of what the jobs of a node share: it has no trainers."""
+WITH_TRAINERS = [name for name in OVERLAYS if name != NODE]
+WITH_DAEMONS = [name for name in OVERLAYS if name != "per-node"]
+"""The others' pods use the daemons of NODE."""
 NAMESPACE = "training"
+NODE_NAMESPACE = "pannier"
 
 Object = dict[str, Any]
 _UNITS = {"": 1, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40, "m": 0.001}
@@ -49,6 +55,11 @@ def named(objects: Sequence[Object], kind: str, name: str) -> Object:
 
 def of_kind(objects: Sequence[Object], kind: str) -> list[Object]:
     return [each for each in objects if each["kind"] == kind]
+
+
+def namespace(overlay: str) -> str:
+    """Where an overlay's objects go."""
+    return NODE_NAMESPACE if overlay == NODE else NAMESPACE
 
 
 def pod_templates(objects: Sequence[Object]) -> dict[str, Object]:

@@ -62,6 +62,8 @@ class Volumes:
             path = directory / volume["name"]
             if "hostPath" in volume:
                 path = host / volume["hostPath"]["path"][1:]
+                if volume["hostPath"]["type"] == "Directory":
+                    assert path.is_dir(), f"the pod would wait for {path} of the node"
                 path.mkdir(mode=0o755, parents=True, exist_ok=True)
             elif "secret" in volume:
                 self._secret(path, volume["secret"], secrets[volume["secret"]["secretName"]])
@@ -85,15 +87,25 @@ class Volumes:
         os.chown(path, 0, self._group)
         path.chmod(0o2777)
 
+    def replace(self, name: str, told: Object, files: Mapping[str, Path]) -> None:
+        """The Secret behind a volume has other files now; the kubelet brings them in."""
+        self._secret(self.paths[name], told, files)
+
     def _secret(self, path: Path, told: Object, files: Mapping[str, Path]) -> None:
-        version = path / "..2026_11_21"
-        version.mkdir(parents=True)
+        path.mkdir(parents=True, exist_ok=True)
+        version = path / f"..2026_11_{len(list(path.glob('..2026*'))) + 1:02}"
+        version.mkdir()
         for name, source in files.items():
             shutil.copy(source, version / name)
             os.chown(version / name, 0, self._group)
             (version / name).chmod(told["defaultMode"])
-            (path / name).symlink_to(Path("..data", name))
-        (path / "..data").symlink_to(version.name)
+            if not (path / name).is_symlink():
+                (path / name).symlink_to(Path("..data", name))
+        (path / "..data_tmp").symlink_to(version.name)
+        (path / "..data_tmp").rename(path / "..data")
+        for each in path.iterdir():
+            if each.is_symlink() and not each.exists():
+                each.unlink()
         for each in (version, path):
             os.chown(each, 0, self._group)
             each.chmod(0o2755)
