@@ -48,12 +48,19 @@ class Prometheus:
     def __init__(self, address: str) -> None:
         self._address = address
 
-    def panel(self, title: str) -> dict[str, float]:
-        """What a panel shows now, by its legend; a query without one goes by an empty text."""
+    def panel(self, title: str, *, totals: bool = False) -> dict[str, float]:
+        """What a panel shows now, by its legend; a query without one goes by an empty text.
+
+        Args:
+            totals: not how fast counters grow but what they have come to: rates are extrapolated.
+        """
         (panel,) = (each for each in DASHBOARD["panels"] if each.get("title") == title)
         shown: dict[str, float] = {}
         for target in panel["targets"]:
-            for labels, value in self._query(filled(target["expr"])):
+            query = filled(target["expr"])
+            if totals:
+                query = re.sub(r"\b(?:rate|increase)\((.*?)\[\w+\]\)", r"\1", query)
+            for labels, value in self._query(query):
                 legend = target.get("legendFormat", "")
                 for name in re.findall(r"\{\{(\w+)\}\}", legend):
                     legend = legend.replace("{{" + name + "}}", labels[name])
