@@ -106,9 +106,11 @@ def scraping(directory: Path, targets: Sequence[str]) -> Iterator[Prometheus]:
 
         def scraped() -> int:
             try:
-                return len(server._query("up == 1"))
+                if get(address, "/-/ready").status != 200:
+                    return 0
             except OSError:
                 return 0
+            return len(server._query("up == 1"))
 
         until(scraped, lambda count: count == len(targets))
         yield server
