@@ -34,7 +34,7 @@ def lines() -> list[tuple[str, str]]:
 def test_a_command_is_run_here_or_says_what_it_needs() -> None:
     known = {"": ("cp", "sed", "kubectl kustomize", "umask", "printf"), "engine": ("docker",)}
     known["cluster"] = ("kubectl", "gcloud")
-    known["slurm"] = ("sbatch",)
+    known["slurm"] = ("sbatch", "srun")
     found = lines()
     assert len(found) > 10
     for where, command in found:

@@ -117,7 +117,7 @@ def test_daemons_in_steps_of_their_own_upload_what_is_left_and_leave(
         environment["PANNIER_INSECURE_LISTEN"] = "1"
     log = batch(allocation, "sidecars.sbatch", tmp_path, **environment)
     assert left(before) == []
-    assert log.count("attached to the coordinator at a:7070") == 3
+    assert log.count(": attached to the coordinator at a:7070") == 3
     check(tmp_path)
 
 

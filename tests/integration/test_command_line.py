@@ -1,17 +1,24 @@
 """The command line with real daemons."""
 
+import os
 import stat
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
+import torch
 
+from pannier.client.api import Client
+from pannier.client.config import load_settings
+from pannier.client.ephemeral import issue
+from pannier.client.pairs import leave_papers
 from pannier.wire import addresses
 from support.cli import pannier
 from support.daemons import Daemons, await_serving, clean_environment
 from support.processes import Process, python
-from support.ranks import run_ranks
+from support.ranks import free_port, run_ranks
 
 
 def test_both_daemons_tell_their_status_and_end_on_sigterm(daemons: Daemons) -> None:
@@ -126,6 +133,42 @@ def test_up_leaves_when_the_sidecar_is_idle(embedded: Path, tmp_path: Path) -> N
     with up(embedded, tmp_path, "--idle-exit", "0.5") as process:
         assert process.wait(60) == 0
         assert not (embedded / "up.pid").exists()
+
+
+def test_up_for_several_hosts_leaves_when_all_are_idle_and_takes_its_keys_along(
+    embedded: Path, tmp_path: Path
+) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    spool = Path(os.environ["PANNIER_SPOOL"])
+    commands = []
+    for name, papers in zip("ab", issue("127.0.0.1"), strict=True):
+        directory = embedded / f"job-00000000-{name}"
+        directory.mkdir(mode=0o700)
+        (tmp_path / name).mkdir()
+        files = leave_papers(directory, papers)
+        flags = ["--spool", str(spool / name), "--idle-exit", "1", "--discard"]
+        for flag, path in zip(("--tls-cert", "--tls-key", "--tls-ca"), files, strict=True):
+            flags += [flag, str(path)]
+        flags += ["--listen" if name == "a" else "--coordinator", address]
+        commands.append((directory, tmp_path / name, *flags))
+    with up(*commands[0]) as first, up(*commands[1]) as second:
+        # The second one's trainer keeps the first one, whose coordinator it needs.
+        sidecar = addresses.embedded_sidecar(commands[1][0])
+        await_serving(sidecar, process=second)
+        with Client(load_settings(sidecar=sidecar)) as client:
+            client.save({"w": torch.ones(10)}, checkpoint_id=tmp_path / "step-1")
+            time.sleep(3)
+            assert first.returncode is None
+            status = pannier("status")
+            assert status.code == 0
+            assert "hint: another sidecar of yours" in status.err
+        assert first.wait(60) == 0
+        assert second.wait(60) == 0
+    assert [list(command[0].iterdir()) for command in commands] == [[], []]
+    assert list(spool.iterdir()) == []
+    with up(embedded, tmp_path, "--listen", address, "--coordinator", address) as both:
+        assert both.wait(30) == 2
+        assert "give one of them" in both.log()
 
 
 def _child(parent: int, command: str) -> psutil.Process:

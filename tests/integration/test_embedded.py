@@ -15,6 +15,7 @@ from pannier.client.config import load_settings
 from pannier.wire.errors import ConfigurationError
 from support.daemons import Daemons
 from support.ranks import start_ranks
+from support.several import listeners
 
 
 def load(path: Path, **like: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -160,6 +161,37 @@ def test_they_listen_on_this_users_sockets_only(embedded: Path, tmp_path: Path) 
             assert not [c for c in process.net_connections("inet") if c.status == "LISTEN"]
         assert (embedded / "sidecar.sock").stat().st_mode & 0o777 == 0o600
         assert embedded.stat().st_mode & 0o777 == 0o700
+
+
+_ALONE = """
+import os, torch, torch.distributed as dist
+from pannier import client
+dist.init_process_group("gloo")
+client.save({"w": torch.ones(10)}, checkpoint_id=os.environ["ROOT"] + "/step-1")
+client.close()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_ranks_of_one_host_open_no_port_whatever_the_launcher_says(
+    embedded: Path, tmp_path: Path
+) -> None:
+    environment = {
+        "PANNIER_RUNTIME_DIR": str(embedded),
+        "PANNIER_SPOOL": os.environ["PANNIER_SPOOL"],
+        "ROOT": str(tmp_path),
+    }
+
+    def as_of_two_agents(rank: int) -> dict[str, str]:
+        return {"LOCAL_WORLD_SIZE": "1"}
+
+    with start_ranks(_ALONE, 2, environment, torchrun=False, rank_env=as_of_two_agents) as ranks:
+        ranks.wait(120).check()
+    assert [path.name for path in embedded.glob("*/up.pid")] == []
+    for process in running(embedded):
+        assert listeners(process) == []
+    assert torch.equal(load(tmp_path / "step-1", w=torch.ones(10))["w"], torch.ones(10))
 
 
 def test_a_trainer_with_another_endpoint_is_refused_and_one_with_new_credentials_is_not(

@@ -51,9 +51,9 @@ class Allocation:
         for name in names:
             mounts = [str(hosts), "/etc/hosts"]
             for path in own:
-                path.mkdir(parents=True, exist_ok=True)
+                path.mkdir(mode=0o700, exist_ok=True)
                 private = directory / name / path.relative_to("/")
-                private.mkdir(parents=True)
+                private.mkdir(parents=True, mode=0o700)
                 mounts += [str(private), str(path)]
             prefix = [*network.prefix(name), "unshare", "--uts", "--mount", "sh", "-c", _SH, "sh"]
             told[name] = [*prefix, name, *mounts, "--"]

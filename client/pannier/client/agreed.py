@@ -3,7 +3,7 @@
 In: a state dict and a planner. Out: how large an arena to take, and how to stage into it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,9 +13,11 @@ from pannier.client import staging
 from pannier.client.arena import Arena
 from pannier.client.cached import CachedPlan, Match, Options, Owner, PlanCache, options_of
 from pannier.client.devices import DeviceCopies
-from pannier.client.planning import Planning
+from pannier.client.membership import Entry
+from pannier.client.planning import Planning, expand
 from pannier.client.staging import Staged
-from pannier.v1 import plan_pb2
+from pannier.v1 import plan_pb2, sidecar_pb2
+from pannier.wire import identity
 from pannier.wire.errors import InvalidRequestError
 
 
@@ -46,6 +48,24 @@ class Wish:
     state: dict[str, Any]
     """Expanded (:func:`pannier.client.planning.expand`)."""
     planner: SavePlanner | None
+
+
+def wish_of(
+    entry: Entry,
+    context: sidecar_pb2.SaveContext,
+    state_dict: Mapping[str, Any],
+    planner: SavePlanner | None,
+) -> Wish:
+    """The wish that a call with these arguments means."""
+    root, _ = identity.split_checkpoint_id(entry.checkpoint_id)
+    return Wish(
+        owner=Owner(context.save.incarnation, entry.group.name, root),
+        number=entry.number,
+        checkpoint_id=entry.checkpoint_id,
+        is_coordinator=entry.group.is_coordinator,
+        state=expand(state_dict),
+        planner=planner,
+    )
 
 
 def agree(plans: PlanCache, wish: Wish, ask: Callable[[Planning], plan_pb2.FinalPlan]) -> Agreed:

@@ -20,7 +20,7 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from pannier.client import checkpoints, embedded
-from pannier.client.agreed import Wish, agree
+from pannier.client.agreed import agree, wish_of
 from pannier.client.arena import ArenaPool
 from pannier.client.arguments import (
     check_on_busy,
@@ -30,16 +30,16 @@ from pannier.client.arguments import (
     prepared_path,
     told_path,
 )
-from pannier.client.cached import Agreement, Owner, PlanCache
+from pannier.client.cached import Agreement, PlanCache
 from pannier.client.config import Settings, check_metrics, check_timeout, load_settings
 from pannier.client.devices import DeviceCopies
 from pannier.client.guard import Guard, Guards
-from pannier.client.handle import Resolver, SaveHandle, SaveResult, Unasked
+from pannier.client.handle import SaveHandle, SaveResult, Unasked, skipped
 from pannier.client.identity import World, is_alone
 from pannier.client.line import keep_in_children
 from pannier.client.load import load as load_checkpoint
 from pannier.client.membership import Entry, Membership
-from pannier.client.planning import Planning, expand
+from pannier.client.planning import Planning
 from pannier.client.preparing import prepare
 from pannier.client.saving import Saving, fail_request
 from pannier.client.session import Session
@@ -179,7 +179,8 @@ class Client:
                     continue
                 self._report(member, entry, error)
                 if isinstance(error, SaveSkippedError) and on_busy == "skip" and entry.checked:
-                    return _skipped(entry.context(member, member.session(self.settings)), error)
+                    context = entry.context(member, member.session(self.settings))
+                    return skipped(identity.save_text(context.save), context.checkpoint_id, error)
                 raise
 
     def save(self, state_dict: Mapping[str, Any], **arguments: Any) -> SaveResult:
@@ -219,7 +220,7 @@ class Client:
                 entry.checkpoint_id = prepared_path(checkpoint_root)
                 session = member.session(self.settings)
                 context = entry.context(member, session)
-                wish = _wish(entry, context, state_dict, planner)
+                wish = wish_of(entry, context, state_dict, planner)
                 entry.planned = True
                 prepare(
                     wish,
@@ -344,7 +345,8 @@ class Client:
         When it returns the process may die, and what it saved is committed all the same.
 
         With embedded daemons that can't outlive the trainer (in a container or a
-        Slurm step) it waits until they are committed.
+        Slurm step) it waits until they are committed, and where other hosts use this one's
+        coordinator, until theirs are.
 
         A trainer that ends without it does the same, but the exit status of a process
         can't be changed that late: an error that nobody asked for is handed to
@@ -368,6 +370,7 @@ class Client:
             raise DeadlineError(f"after {timeout:g} s not ingested: {self._under_way()}")
         if self._must_wait():
             self._await_ended(None if deadline is None else deadline.remaining(), timeout)
+            self._await_others(None if deadline is None else deadline.remaining(), timeout)
         self._hang_up(goodbye=True)
         self._unasked.raise_all()
 
@@ -416,7 +419,7 @@ class Client:
             )
             with self._lock:
                 self._pending.add(saving)
-            wish = _wish(entry, context, state_dict, planner)
+            wish = wish_of(entry, context, state_dict, planner)
             plan = agree(self._plans, wish, lambda planning: self._ask(saving, entry, planning))
             agreement = None
             if plan.cached is not None:
@@ -518,9 +521,18 @@ class Client:
     def _must_wait(self) -> bool:
         return self.settings.embedded and not embedded.outlives_trainer()
 
-    def _hang_up(self, *, goodbye: bool = False) -> None:
+    def _await_others(self, timeout: float | None, given: float | None = None) -> None:
+        for member in self._members():
+            if left := member.await_others(timeout):
+                raise DeadlineError(f"after {given:g} s not ended on other hosts: {left}")
+
+    def _members(self) -> builtins.list[Membership]:
         with self._lock:
-            members = [*self._old_memberships, *self._memberships.values()]
+            return [*self._old_memberships, *self._memberships.values()]
+
+    def _hang_up(self, *, goodbye: bool = False) -> None:
+        members = self._members()
+        with self._lock:
             busy = {id(saving.session) for saving in self._pending}
         for member in members:
             member.close(lambda session: id(session) not in busy, goodbye=goodbye)
@@ -529,9 +541,12 @@ class Client:
         # Threads of saves that are not ingested have been waited for: they are no daemons.
         if self._pid != os.getpid():
             return
-        if self._must_wait() and self._pending:
-            _log.info("waiting for %d saves to be committed", len(self._pending))
+        if self._must_wait():
+            if self._pending:
+                _log.info("waiting for %d saves to be committed", len(self._pending))
             self._await_ended(None)
+            if not self._closed:
+                self._await_others(None)
         with self._lock:
             self._pending.clear()
         self._hang_up()
@@ -541,30 +556,6 @@ class Client:
             _log.error("a save failed and nobody asked for its result: %s", error)
             # Logs may go where nobody looks.
             sys.excepthook(type(error), error, error.__traceback__)
-
-
-def _wish(
-    entry: Entry,
-    context: sidecar_pb2.SaveContext,
-    state_dict: Mapping[str, Any],
-    planner: SavePlanner | None,
-) -> Wish:
-    root, _ = identity.split_checkpoint_id(entry.checkpoint_id)
-    return Wish(
-        owner=Owner(context.save.incarnation, entry.group.name, root),
-        number=entry.number,
-        checkpoint_id=entry.checkpoint_id,
-        is_coordinator=entry.group.is_coordinator,
-        state=expand(state_dict),
-        planner=planner,
-    )
-
-
-def _skipped(context: sidecar_pb2.SaveContext, error: SaveSkippedError) -> SaveHandle:
-    """A handle of a save that the user's own ``on_busy="skip"`` ended."""
-    handle = SaveHandle(identity.save_text(context.save), context.checkpoint_id)
-    Resolver(handle).fail(error, quietly=True)
-    return handle
 
 
 # The process's own client.

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 from pannier.v1 import save_pb2
-from pannier.wire.errors import PannierError
+from pannier.wire.errors import PannierError, SaveSkippedError
 
 T = TypeVar("T")
 
@@ -250,3 +250,10 @@ class Resolver:
         # Outside the lock: it runs the user's callbacks.
         end()
         return True
+
+
+def skipped(save: str, checkpoint_id: str, error: SaveSkippedError) -> SaveHandle:
+    """A handle of a save that the user's own ``on_busy="skip"`` ended."""
+    handle = SaveHandle(save, checkpoint_id)
+    Resolver(handle).fail(error, quietly=True)
+    return handle

@@ -79,7 +79,8 @@ class World:
         self._meeting: Callable[[], Meeting | None] = lambda: None
         """Settles with the other ranks where the coordinator of several hosts is."""
         self._spot: Spot | None = None
-        self._pair: Pair | None = None
+        self.known_pair: Pair | None = None
+        """What :meth:`pair` has returned."""
 
     def is_current(self) -> bool:
         """Whether torch.distributed is still the one this was made from."""
@@ -144,13 +145,13 @@ class World:
         a time.
         """
         self.identity(settings)
-        if self._pair is None:
+        if self.known_pair is None:
             meeting = self._meeting()
             if meeting is None or self._spot is None:
-                self._pair = usual(settings)
+                self.known_pair = usual(settings)
             else:
-                self._pair = join(settings, meeting, self._spot)
-        return self._pair
+                self.known_pair = join(settings, meeting, self._spot)
+        return self.known_pair
 
     def _mint(self, settings: Settings) -> Identity:
         host = socket.gethostname()

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pannier.client import embedded
 from pannier.client.config import Settings
 from pannier.client.identity import Group, Identity, World
+from pannier.client.lingering import await_others
 from pannier.client.pairs import Pair
 from pannier.client.session import Session
 from pannier.v1 import save_pb2, sidecar_pb2
@@ -60,6 +61,16 @@ class Membership:
             if self._session is None:
                 self._session = self._open(settings)
             return self._session
+
+    def await_others(self, timeout_s: float | None) -> str:
+        """Waits for other hosts' saves at this host's coordinator, if it has theirs.
+
+        Which are still under way after ``timeout_s`` seconds, or empty.
+        """
+        session, pair = self._session, self.world.known_pair
+        if session is None or pair is None:
+            return ""
+        return await_others(pair, session.identity.job, timeout_s)
 
     def check_process(self) -> None:
         """Raises InvalidRequestError in a process forked from the session's."""

@@ -63,7 +63,7 @@ class Whereabouts:
             return False
         try:
             told = json.loads(self._successor.read_text())
-            address = parse_address(told["coordinator"], setting=str(self._successor))
+            address = parse_address(str(told["coordinator"]), setting=str(self._successor))
             if address == self.address:
                 return False
             files = [Path(told[name]) for name in ("cert", "key", "ca")] if "cert" in told else []
