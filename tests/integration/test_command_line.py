@@ -1,10 +1,11 @@
 """The command line with real daemons."""
 
 import os
+import socket
 import stat
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -19,6 +20,7 @@ from support.cli import pannier
 from support.daemons import Daemons, await_serving, clean_environment
 from support.processes import Process, python
 from support.ranks import free_port, run_ranks
+from support.web import Scrape
 
 
 def test_both_daemons_tell_their_status_and_end_on_sigterm(daemons: Daemons) -> None:
@@ -115,8 +117,8 @@ def test_up_runs_both_daemons_for_this_user_alone(embedded: Path, tmp_path: Path
         await_serving(addresses.embedded_coordinator(embedded), process=process)
         assert pannier("status").code == 0, "the default address is the embedded sidecar's"
         assert stat.S_IMODE(embedded.stat().st_mode) == 0o700
-        for socket in embedded.glob("*.sock"):
-            assert stat.S_IMODE(socket.stat().st_mode) == 0o600, socket
+        for path in embedded.glob("*.sock"):
+            assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
         for child in psutil.Process(process.pid).children():
             listening = [c for c in child.net_connections() if c.status == psutil.CONN_LISTEN]
             assert not listening, "an embedded daemon listens on TCP"
@@ -127,6 +129,28 @@ def test_up_runs_both_daemons_for_this_user_alone(embedded: Path, tmp_path: Path
         assert _child(process.pid, "sidecar").pid != sidecar.pid
         assert process.stop(30) == 0
         assert pannier("status").code == 3
+
+
+def test_up_shows_both_daemons_to_browsers(embedded: Path, tmp_path: Path) -> None:
+    port = free_pair()
+    with up(embedded, tmp_path, "--metrics", str(port)) as process:
+        await_serving(addresses.embedded_sidecar(embedded), process=process)
+        await_serving(addresses.embedded_coordinator(embedded), process=process)
+        for number, daemon in enumerate(("coordinator", "sidecar")):
+            (about,) = Scrape(f"127.0.0.1:{port + number}").labels("pannier_build_info")
+            assert about["daemon"] == daemon
+        assert process.stop(30) == 0
+    last = pannier("up", "--metrics", "65535")
+    assert (last.code, "needs the port after that" in last.err) == (2, True)
+
+
+def free_pair() -> int:
+    """A port that is free now, as is the next one."""
+    while True:
+        port = free_port()
+        with socket.socket() as probe, suppress(OSError, OverflowError):
+            probe.bind(("127.0.0.1", port + 1))
+            return port
 
 
 def test_up_leaves_when_the_sidecar_is_idle(embedded: Path, tmp_path: Path) -> None:

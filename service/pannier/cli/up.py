@@ -17,6 +17,7 @@ from pannier.cli.options import (
     Address,
     Seconds,
     Size,
+    WebAddress,
     log_format_option,
     option,
     storage_options,
@@ -84,6 +85,14 @@ _ROOM = 4 << 30
 @storage_options
 @option("--host", help="Name of this host in status and errors.  [default: the hostname]")
 @log_format_option
+# Not from the environment: trainers would hand it to every pair that they start, on the same ports.
+@click.option(
+    "--metrics",
+    type=WebAddress(),
+    metavar="[HOST:]PORT",
+    help="Have the coordinator serve its status page and metrics here, and the sidecar its own on the "
+    "next port; see `pannier coordinator`.",
+)
 @click.option("--discard", is_flag=True, hidden=True)
 def command(
     *,
@@ -94,6 +103,7 @@ def command(
     grace: float,
     planner: tuple[str, ...],
     log_format: str,
+    metrics: str | None,
     discard: bool,
     **settings: Any,
 ) -> None:
@@ -139,6 +149,7 @@ def command(
             *(*_PANNIER, "coordinator", "--address", own_coordinator),
             *common,
             *_flags({"planner": planner, "listen": listen}, "planner", "listen"),
+            *_flags({"metrics": metrics}, "metrics"),
             *(["--insecure-listen"] if settings["insecure_listen"] else []),
             *(idle if listen else []),
         ]
@@ -151,6 +162,7 @@ def command(
             *("--successor", str(directory / addresses.SUCCESSOR)),
             *common,
             *_flags(settings, "spool_budget", "memory"),
+            *_flags({"metrics": metrics and _next_port(metrics)}, "metrics"),
             *([] if listen else idle),
         ],
         shared=listen is not None,
@@ -190,7 +202,15 @@ def _set_up_logging(format: str) -> None:
 
 
 _PANNIER = [sys.executable, "-m", "pannier.cli"]
+_LAST_PORT = 65535
 _TLS = ("tls_cert", "tls_key", "tls_ca")
+
+
+def _next_port(address: str) -> str:
+    host, _, port = address.rpartition(":")
+    if int(port) == _LAST_PORT:
+        raise click.UsageError(f"--metrics={address}: the sidecar needs the port after that")
+    return f"{host}:{int(port) + 1}"
 
 
 def _flags(settings: dict[str, Any], *names: str) -> list[str]:
