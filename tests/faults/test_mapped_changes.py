@@ -24,6 +24,12 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
+@pytest.fixture(autouse=True)
+def mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever way the other tests are told to go."""
+    monkeypatch.delenv("PANNIER_TRANSPORT", raising=False)
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GcsServer]:
     with GcsServer(tmp_path_factory.mktemp("gcs")) as running:

@@ -27,6 +27,12 @@ from support.watching import ABORTED, all_in, await_save
 INGESTED = all_in(save_pb2.RANK_PHASE_INGESTED)
 
 
+@pytest.fixture(autouse=True)
+def mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever way the other tests are told to go."""
+    monkeypatch.delenv("PANNIER_TRANSPORT", raising=False)
+
+
 # Trainers that die or stop.
 
 DYING = """
