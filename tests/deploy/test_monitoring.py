@@ -1,7 +1,6 @@
 """Alerts, dashboard and what brings them into a cluster: they ask for what daemons serve, and fire when they should."""
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -25,24 +24,21 @@ from support.manifests import (
     namespace,
     of_kind,
 )
+from support.prometheus import DASHBOARD, MONITORING, filled, needs
 from support.ranks import free_port
 from support.watching import COMMITTED, await_save
 from support.web import Scrape
 
-MONITORING = DEPLOY / "components/monitoring"
 ALERTS = yaml.safe_load((MONITORING / "alerts.yaml").read_text())
-DASHBOARD = json.loads((MONITORING / "dashboard.json").read_text())
 RULES = [rule for group in ALERTS["groups"] for rule in group["rules"]]
 QUERIES = [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]]
 NAME = re.compile(r"\b(?:pannier|process)_[a-z_]+\b")
 
 
 def promtool(*arguments: str) -> None:
-    if shutil.which("promtool") is None:
-        if os.environ.get("CI"):
-            pytest.fail("promtool is missing: alert rules can't be checked")
-        pytest.skip("promtool isn't installed: `make tools`")
-    done = subprocess.run(["promtool", *arguments], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [needs("promtool"), *arguments], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -131,7 +127,7 @@ def test_each_alert_has_its_paragraph_in_the_runbook() -> None:
 
 def test_prometheus_takes_rules_and_queries(tmp_path: Path) -> None:
     promtool("check", "rules", str(MONITORING / "alerts.yaml"))
-    plain = [_filled(query) for query in QUERIES]
+    plain = [filled(query) for query in QUERIES]
     recorded = [{"record": f"q{index}", "expr": query} for index, query in enumerate(plain)]
     path = tmp_path / "queries.yaml"
     path.write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": recorded}]}))
@@ -269,11 +265,3 @@ def test_the_dashboard_is_one_that_grafana_lays_out() -> None:
     titles = [panel["title"] for panel in DASHBOARD["panels"]]
     assert len(set(titles)) == len(titles)
     assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(titles)
-
-
-def _filled(query: str) -> str:
-    return (
-        query.replace("$__rate_interval", "1m")
-        .replace("$namespace", ".*")
-        .replace("$training_job", ".*")
-    )
