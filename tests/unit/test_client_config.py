@@ -39,6 +39,10 @@ def test_overrides_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("PANNIER_SIDECAR", "somewhere", "neither unix:///path nor host:port"),
         ("PANNIER_COORDINATOR", "host:99999", "neither unix:///path nor host:port"),
+        ("PANNIER_LISTEN", "unix:///run/c.sock", "as the other hosts reach it"),
+        ("PANNIER_LISTEN", "0.0.0.0:7070", "as the other hosts reach it"),
+        ("PANNIER_LISTEN", "[::]:7070", "as the other hosts reach it"),
+        ("PANNIER_LISTEN", "node-0", "neither unix:///path nor host:port"),
         ("PANNIER_JOB", "my job", "not valid"),
         ("PANNIER_TRANSPORT", "pigeon", "use auto, mapped or streamed"),
         ("PANNIER_PLAN_TIMEOUT", "soon", "valid number"),

@@ -34,6 +34,7 @@ def convened(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Spot, str | None]]:
     monkeypatch.setattr(meeting, "_convene", convene)
     monkeypatch.setattr(meeting, "PATIENCE_S", 1.0)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
     return found
 
 
@@ -106,6 +107,20 @@ def test_a_rank_that_may_be_elsewhere_is_expected_there(
     found = Ranks("aa.").run()
     assert [towards for _, towards in convened] == [None]
     assert all(isinstance(each, Meeting) for each in found)
+
+
+def test_ranks_that_met_on_loopback_are_on_one_host(
+    convened: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    ranks = Ranks("aab")
+    late, ranks.spots[2] = ranks.spots[2], None
+    assert ranks.run() == [None, None]
+    assert convened == []
+    # Two containers with one network: had it come sooner, both would have been served.
+    ranks.spots[2] = late
+    with pytest.raises(ConfigurationError, match=r"rank 2 \(node-b\).*PANNIER_RUNTIME_DIR"):
+        ranks.meet(2)
 
 
 def test_the_launcher_is_believed_and_nothing_is_asked(

@@ -113,7 +113,14 @@ def meet(
             f"rank {own.rank} ({own.host}) waited {settings.plan_timeout:g} s for rank {leader} to "
             "say which host has the coordinator: does that rank still run?"
         )
-    return _decoded(told)
+    meeting = _decoded(told)
+    if meeting is None and apart:
+        raise ConfigurationError(
+            f"rank {own.rank} ({own.host}) doesn't see the runtime directory of rank {first.rank} "
+            f"({first.host}), and came too late to be expected elsewhere than on that host: give all "
+            f"the same PANNIER_RUNTIME_DIR, {_ADVICE}"
+        )
+    return meeting
 
 
 def join(settings: Settings, meeting: Meeting, own: Spot) -> Pair:
@@ -170,8 +177,10 @@ def _lead(
 
     key = f"{life}/meeting"
     try:
-        # Of ranks that don't come nothing is known, but that their launcher didn't say they are here.
         towards = notes.await_one(look, PATIENCE_S)
+        if towards is None and hosts.is_loopback(os.environ.get("MASTER_ADDR")):
+            # Of ranks that haven't come nothing is known; but they couldn't have met elsewhere.
+            towards = "here"
         meeting = None if towards == "here" else _convene(own, towards, settings)
     except PannierError as error:
         # The others are told at once, not by a deadline.
