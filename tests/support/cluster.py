@@ -14,12 +14,12 @@ from support import pods
 from support.certificates import Authority
 from support.daemons import short_directory
 from support.gcs_server import GcsServer
-from support.manifests import DEPLOY, REPOSITORY, Object, built, pod_templates
+from support.manifests import DEPLOY, Object, built, pod_templates
 from support.netns import Network
 from support.pods import Pod
 from support.scripted_sidecar import wait_until
+from support.steering import TRAINER, order
 
-TRAINER = REPOSITORY / "tests/support/steered_trainer.py"
 SETTINGS = {
     "HOSTS": '"1"',
     "PANNIER_JOB": "run",
@@ -94,7 +94,7 @@ class Job:
 
     def save(self, step: int, mib: int = 8) -> None:
         """Lets the trainer save."""
-        order(self.go, step, mib)
+        order(self.go, step, 0, mib=mib)
 
 
 class Cluster:
@@ -209,14 +209,7 @@ class Cluster:
 
     def save(self, step: int, mib: int = 8) -> None:
         """Lets the trainer save."""
-        order(self.go, step, mib)
-
-
-def order(go: Path, step: int, mib: int) -> None:
-    """Lets a steered trainer's only rank save."""
-    new = go / "new"
-    new.write_text(f'{{"mib": {mib}}}')
-    new.rename(go / f"{step}-0")
+        order(self.go, step, 0, mib=mib)
 
 
 @contextmanager

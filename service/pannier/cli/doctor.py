@@ -75,10 +75,13 @@ def command(
         elif root is not None:
             checks.append(("here", _try(root, storage_options, timeout)))
     elif all(check.result != diagnosis_pb2.CHECK_RESULT_FAILED for _, check in checks):
+        metadata = shown(token_file)
         try:
-            answer = _ask(address, tls, shown(token_file), root, timeout)
+            answer = _ask(address, tls, metadata, root, timeout)
         except errors.PannierError as error:
-            code = UNREACHABLE
+            # A refusal is an answer.
+            refused = isinstance(error, errors.UnauthenticatedError)
+            code = NEGATIVE if refused else UNREACHABLE
             checks.append(("here", _unreachable(error)))
         else:
             checks += [("here", check) for check in _of_answer(address, answer)]
@@ -148,7 +151,8 @@ def _of_answer(
         )
     else:
         yield diagnosing.good("protocol", of)
-    if answer.daemon == "sidecar":
+    # Over the socket of one that serves several jobs no trainer goes.
+    if answer.daemon == "sidecar" and all(check.name != "jobs" for check in answer.checks):
         yield _transport(address, answer.descriptors)
 
 

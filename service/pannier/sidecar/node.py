@@ -10,7 +10,7 @@ import dataclasses
 import logging
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Final
 
@@ -111,6 +111,8 @@ class Node:
             if part.leaving and not part.sidecar.saves.pending():
                 part.sidecar.flush()
                 self._end(name)
+                with suppress(OSError):  # not ours, or not empty: it stays
+                    (self.config.spool / name).rmdir()
                 _log.info("job %s is no longer served: nothing of it is left to upload", name)
 
     def drain(self, stop: StopSignals) -> None:
@@ -132,17 +134,20 @@ class Node:
         # Before recovery, which may take long: a probe then hears "alive, not ready".
         stack.enter_context(probed(config.health, ready=self._is_ready, loop=self.shared.loop))
         # Its lock is the jobs' too: two sidecars never serve one directory.
-        self._serve(stack)
+        server = self._bind(stack)
         make_parent(self._parent)
         stack.callback(self._end_all)
         self._look()
+        self._tell_of_strays()
         stack.enter_context(
             told(config.metrics, self.shared, self.vitals, lambda: list(self.sidecars.values()))
         )
+        # Whoever asks for its health hears of all jobs.
+        server.start()
         self._serves = True
 
-    def _serve(self, stack: ExitStack) -> None:
-        """What operators ask, on a socket that is theirs alone; trainers have their jobs'."""
+    def _bind(self, stack: ExitStack) -> grpc.Server:
+        """The server for operators, on a socket that is theirs alone; trainers have their jobs'."""
         config = self.config
         threads = ThreadPoolExecutor(_CALLS, thread_name_prefix="pannier-call")
         peers = config.peers()
@@ -170,13 +175,13 @@ class Node:
         self._operating = Operating(server, self.shared.board, self.vitals, [diagnosing.NAME])
         stack.enter_context(listening(server, config.address, guests=config.allow_uid))
         stack.enter_context(peers.watching())
-        server.start()
 
         def end() -> None:
             server.stop(0.5).wait()
             threads.shutdown()
 
         stack.callback(end)
+        return server
 
     def _look(self) -> None:
         wanted = self._jobs.look()
@@ -201,6 +206,16 @@ class Node:
                 self._begin(job)
         self._problems = {name: why for name, why in self._problems.items() if name in wanted}
         self.shared.slots.shared = len(self._parts) > 1
+
+    def _tell_of_strays(self) -> None:
+        """What lies in the spool and belongs to none of the jobs: nobody takes it up."""
+        for path in sorted(self.config.spool.iterdir()):
+            if path.name not in self._parts:
+                _log.warning(
+                    "%s belongs to no job of --jobs and stays as it is: serve the job again, and what was "
+                    "handed over is uploaded; or remove it",
+                    path,
+                )
 
     def _begin(self, job: Job) -> None:
         config = self.config
