@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 import socket
 import threading
 from collections.abc import Iterator
@@ -367,3 +368,33 @@ def test_all_links_of_a_node_are_one_sidecars(two: NodeHost) -> None:
     )
     lives = {each.sidecar for each in two.coordinator.requests if each.sidecar}
     assert len(lives) == 1
+
+
+def test_a_spool_that_is_removed_under_one_job_is_made_anew(two: NodeHost) -> None:
+    b_before = two.node.sidecars["b"]
+    shutil.rmtree(two.spool / "a")
+    two.node.tick()
+    assert two.node.sidecars["b"] is b_before
+    a = two.trainer("a")
+    context = ingested(two, a, b"a" * 100)
+    two.coordinator.await_phase(context, save_pb2.RANK_PHASE_DURABLE)
+    assert not two.node.problems
+
+
+def test_a_fault_in_one_job_is_told_and_leaves_the_others(
+    two: NodeHost, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fault() -> None:
+        raise RuntimeError("a fault of ours")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(two.node.sidecars["a"], "tick", fault)
+        for _ in range(3):
+            two.node.tick()
+    assert any("a fault of ours" in each for each in two.node.problems)
+    assert sum(record.exc_info is not None for record in caplog.records) == 1
+    b = two.trainer("b")
+    context = ingested(two, b, b"b" * 100)
+    two.coordinator.await_phase(context, save_pb2.RANK_PHASE_DURABLE)
+    two.node.tick()
+    assert not two.node.problems

@@ -26,7 +26,9 @@ if _version_not_supported:
 
 
 class SidecarStub(object):
-    """The daemon on the trainer's own host.
+    """The daemon on the trainer's own host. Where it serves several jobs, each call
+    over a job's socket carries the job's token as metadata, "authorization:
+    Bearer TOKEN", and names that job alone; so do Status and Diagnosis there.
     """
 
     def __init__(self, channel):
@@ -88,7 +90,9 @@ class SidecarStub(object):
 
 
 class SidecarServicer(object):
-    """The daemon on the trainer's own host.
+    """The daemon on the trainer's own host. Where it serves several jobs, each call
+    over a job's socket carries the job's token as metadata, "authorization:
+    Bearer TOKEN", and names that job alone; so do Status and Diagnosis there.
     """
 
     def Connect(self, request, context):
@@ -232,7 +236,9 @@ def add_SidecarServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Sidecar(object):
-    """The daemon on the trainer's own host.
+    """The daemon on the trainer's own host. Where it serves several jobs, each call
+    over a job's socket carries the job's token as metadata, "authorization:
+    Bearer TOKEN", and names that job alone; so do Status and Diagnosis there.
     """
 
     @staticmethod

@@ -73,6 +73,8 @@ def read_private(path: Path, *, what: str, most: int) -> bytes:
         if found.st_size > most:
             raise ConfigurationError(f"{what} has {found.st_size} bytes, at most {most} are read")
         return os.read(fd, most)
+    except OSError as error:
+        raise ConfigurationError(f"{what} can't be read: {error.strerror or error}") from error
     finally:
         os.close(fd)
 

@@ -105,21 +105,37 @@ class Node:
         self._look()
         room_wanted = self.shared.commons.take_wanted()
         for name, part in list(self._parts.items()):
-            part.sidecar.tick()
-            if room_wanted:
-                part.sidecar.ask_for_room()
-            if part.leaving and not part.sidecar.saves.pending():
-                part.sidecar.flush()
-                self._end(name)
-                with suppress(OSError):  # not ours, or not empty: it stays
-                    (self.config.spool / name).rmdir()
-                _log.info("job %s is no longer served: nothing of it is left to upload", name)
+            try:
+                self._tend(name, part, room_wanted)
+            except Exception as error:  # noqa: BLE001 - one job's trouble isn't the others'
+                self._fail(name, error)
+            else:
+                self._problems.pop(name, None)
 
     def drain(self, stop: StopSignals) -> None:
         """Takes no new saves and finishes uploads, until the grace period or ``stop`` ends it."""
         self._operating.drain()
         sidecars = list(self.sidecars.values())
         drain(sidecars, stop, self.config.grace_s, self.shared.board)
+
+    def _tend(self, name: str, part: _Part, room_wanted: bool) -> None:
+        part.sidecar.tick()
+        if room_wanted:
+            part.sidecar.ask_for_room()
+        if part.leaving and not part.sidecar.saves.pending():
+            part.sidecar.flush()
+            self._end(name)
+            with suppress(OSError):  # not ours, or not empty: it stays
+                (self.config.spool / name).rmdir()
+            _log.info("job %s is no longer served: nothing of it is left to upload", name)
+
+    def _fail(self, name: str, error: Exception) -> None:
+        """The job isn't served as it should be; it is tried again with the next look."""
+        problem = f"job {name} is not served: {error}"
+        if self._problems.get(name) != problem:
+            known = isinstance(error, (PannierError, OSError))
+            _log.error("%s", problem, exc_info=None if known else error)
+        self._problems[name] = problem
 
     def _start(self, stack: ExitStack) -> None:
         config = self.config
@@ -192,7 +208,7 @@ class Node:
                     _log.info("job %s is gone from --jobs: its uploads are finished", name)
                     part.leaving = True
                     part.sidecar.dismiss(f"the job was taken from --jobs on {self.config.host}")
-            elif part.leaving or part.sidecar.spool.gone or not job.same_but_tokens(part.job):
+            elif part.leaving or _is_lost(part) or not job.same_but_tokens(part.job):
                 # Its journal says how far it is: it goes on with what is new.
                 _log.info("job %s is served anew", name)
                 self._end(name)
@@ -240,18 +256,18 @@ class Node:
             )
             sidecar = Sidecar(own, self._store, job=job, shared=self.shared)
             sidecar.__enter__()
-        except (PannierError, OSError) as error:
-            # The others are served; this one is tried again with the next look.
-            problem = f"job {job.name} is not served: {error}"
-            if self._problems.get(job.name) != problem:
-                _log.error("%s", problem)
-            self._problems[job.name] = problem
+        except Exception as error:  # noqa: BLE001 - the others are served all the same
+            self._fail(job.name, error)
             return
         self._problems.pop(job.name, None)
         self._parts[job.name] = _Part(job, sidecar)
 
     def _end(self, name: str) -> None:
-        self._parts.pop(name).sidecar.__exit__()
+        part = self._parts.pop(name)
+        try:
+            part.sidecar.__exit__()
+        except Exception:  # noqa: BLE001 - what is left of it is told; the others go on
+            _log.exception("job %s has not ended as it should", name)
 
     def _end_all(self) -> None:
         for name in list(self._parts):
@@ -273,3 +289,11 @@ class Node:
             capacity_bytes=capacity,
             free_bytes=free,
         )
+
+
+def _is_lost(part: _Part) -> bool:
+    """Whether the spool was removed under the job, or can't be used any more."""
+    try:
+        return part.sidecar.spool.gone
+    except PannierError:
+        return True
