@@ -37,9 +37,9 @@ pytest: $(INSTALLED)  ## The tests alone; choose some with ARGS="tests/unit -k c
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile $(ARGS)
 
 # Of these, none has to do with torch's version: they run with the newest alone.
-WITHOUT_TORCH := $(addprefix unit/test_, bench cli_* daemon_* fuzz_names fuzz_records fuzz_settings \
-		gcs_server identity journal logs model_* packaging peers records_* retention sidecar_* storage_* \
-		streams surroundings tls varints web coordinator_[!cpr]* coordinator_conduct) \
+WITHOUT_TORCH := $(addprefix unit/test_, bench cli_* daemon_* ephemeral fuzz_names fuzz_records fuzz_settings \
+		gcs_server hosts identity journal logs model_* packaging peers records_* retention sidecar_* storage_* \
+		streams surroundings tls varints web whereabouts coordinator_[!cpr]* coordinator_conduct) \
 	$(addprefix integration/test_, command_line doctor good_neighbour json_logs metrics operating page \
 		retention security)
 test-xla: $(XLA_INSTALLED)  ## The tests of torch_xla, and the client's with torch 2.9; takes 7 GB

@@ -18,6 +18,9 @@ from support.netns import Network
 from support.processes import Process
 from support.slurm import Allocation
 
+pytestmark = pytest.mark.timeout(400)
+"""Seven processes import torch."""
+
 NAMES = ("a", "b", "c")
 FULL = torch.arange(12_000.0).reshape(120, 100)
 
@@ -69,7 +72,7 @@ def batch(allocation: Allocation, script: str, directory: Path, **environment: s
         cwd=directory,
     )
     try:
-        code = process.wait(150)
+        code = process.wait(300)
         assert code == 0, process.log()
         return process.log()
     finally:

@@ -166,7 +166,7 @@ def test_up_for_several_hosts_leaves_when_all_are_idle_and_takes_its_keys_along(
     spool = Path(os.environ["PANNIER_SPOOL"])
     commands = []
     for name, papers in zip("ab", issue("127.0.0.1"), strict=True):
-        directory = embedded / f"job-00000000-{name}"
+        directory = addresses.job_dir(embedded, "a job", name, "a host")
         directory.mkdir(mode=0o700)
         (tmp_path / name).mkdir()
         files = leave_papers(directory, papers)

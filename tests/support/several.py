@@ -150,7 +150,7 @@ class Job:
             for part in parts
         )
 
-    def wait_for(self, text: str, times: int = 1, timeout: float = 90) -> None:
+    def wait_for(self, text: str, times: int = 1, timeout: float = 150) -> None:
         """Returns when ``text`` was written so often."""
         deadline = time.monotonic() + timeout
         while self.output().count(text) < times:
@@ -162,7 +162,7 @@ class Job:
                 )
             time.sleep(0.05)
 
-    def wait(self, timeout: float = 90) -> str:
+    def wait(self, timeout: float = 150) -> str:
         """All ranks have ended well; what they wrote."""
         deadline = time.monotonic() + timeout
         while True:

@@ -2,6 +2,8 @@
 
 import json
 import os
+import socket
+import threading
 import time
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from pannier.client.pairs import Pair, job_pair, record
 from pannier.wire import addresses, surroundings
 
 JOB, OTHER = "run 7", "run 8"
+HERE = socket.gethostname()
 SUCCESSOR = {"coordinator": "10.0.0.2:7070", "cert": "/c", "key": "/k", "ca": "/a"}
 
 
@@ -24,9 +27,9 @@ class Starts:
         self.started: list[Path] = []
         self.up: set[Path] = set()
 
-    def add(self, word: str, job: str = JOB, **environment: str) -> Pair:
+    def add(self, word: str, job: str = JOB, host: str = HERE, **environment: str) -> Pair:
         """One that was started with these variables."""
-        directory = addresses.job_dir(self.settings.runtime_dir, job, word)
+        directory = addresses.job_dir(self.settings.runtime_dir, job, word, host)
         directory.mkdir()
         pair = job_pair(self.settings, directory, coordinator="10.0.0.1:7070")
         record(pair)
@@ -61,13 +64,29 @@ def test_all_of_the_job_are_told_and_those_that_were_killed_are_started_again(
     starts: Starts,
 ) -> None:
     running, killed, other = starts.add("one"), starts.add("two"), starts.add("one", OTHER)
+    # As on a file system that hosts have in common.
+    elsewhere = starts.add("three", host="another host")
     starts.up = {running.directory, other.directory}
     newest = starts.add("new")
     starts.tend(newest)
     assert starts.started == [killed.directory]
     assert told(running) == told(killed) == SUCCESSOR
     assert told(other) is None
+    assert told(elsewhere) is None
     assert told(newest) is None
+
+
+def test_a_later_start_on_one_host_has_its_usual_coordinator_end_them(starts: Starts) -> None:
+    former.tend(starts.settings, JOB)
+    assert starts.started == []
+    killed = starts.add("one")
+    former.tend(starts.settings, JOB)
+    for thread in threading.enumerate():
+        if thread.name == "pannier-former":
+            thread.join(10)
+    assert starts.started == [killed.directory]
+    usual = addresses.embedded_coordinator(starts.settings.runtime_dir)
+    assert told(killed) == {"coordinator": usual}
 
 
 def test_those_with_other_storage_are_left_alone(

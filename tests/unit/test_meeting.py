@@ -1,6 +1,5 @@
 """How ranks settle which host has the coordinator: threads play them, on a store of this process."""
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -179,5 +178,4 @@ def test_a_job_is_known_again(
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    known: Callable[[Settings], str] = meeting._job_words
-    assert known(Settings()) == words
+    assert meeting.job_words(Settings()) == words

@@ -8,6 +8,7 @@ again on their spool. Blocking.
 import json
 import logging
 import shutil
+import socket
 import threading
 import time
 from dataclasses import replace
@@ -16,7 +17,7 @@ from typing import Final
 
 from pannier.client import embedded
 from pannier.client.config import Settings
-from pannier.client.pairs import Pair, leave, recorded
+from pannier.client.pairs import Pair, leave, recorded, usual
 from pannier.wire import addresses, surroundings
 from pannier.wire.errors import PannierError
 
@@ -39,23 +40,35 @@ def tending(
     told = {"coordinator": successor}
     told |= dict(zip(("cert", "key", "ca"), map(str, files), strict=False))
 
-    def started() -> None:
-        threading.Thread(
-            target=_tend, args=(settings, pair, job, told), name="pannier-former", daemon=True
-        ).start()
+    return replace(pair, started=lambda: _tend_soon(settings, pair, job, told))
 
-    return replace(pair, started=started)
+
+def tend(settings: Settings, job: str) -> None:
+    """The same for a start whose ranks are all on this host, with its usual daemons."""
+    if addresses.job_dirs(settings.runtime_dir, job, socket.gethostname()):
+        pair = usual(settings)
+        told = {"coordinator": addresses.embedded_coordinator(pair.directory)}
+        _tend_soon(settings, pair, job, told)
+
+
+def _tend_soon(settings: Settings, pair: Pair, job: str, told: dict[str, str]) -> None:
+    threading.Thread(
+        target=_tend, args=(settings, pair, job, told), name="pannier-former", daemon=True
+    ).start()
 
 
 def _tend(settings: Settings, pair: Pair, job: str, told: dict[str, str]) -> None:
-    for directory in addresses.job_dirs(settings.runtime_dir):
+    # Daemons of other hosts aren't ours, even where their directories are to be seen.
+    host = socket.gethostname()
+    own = addresses.job_dirs(settings.runtime_dir, job, host)
+    for directory in addresses.job_dirs(settings.runtime_dir, host=host):
         if directory == pair.directory:
             continue
         try:
             former = recorded(directory)
             if former is None:
                 _forget(directory)
-            elif directory in addresses.job_dirs(settings.runtime_dir, job):
+            elif directory in own:
                 _look_after(settings, former, told)
         except (PannierError, OSError, ValueError) as error:
             _log.warning("%s, of an earlier start of this job: %s", directory, error)

@@ -18,7 +18,8 @@ from typing import Any
 import torch.distributed as dist
 
 from pannier.client.config import Settings
-from pannier.client.meeting import Meeting, Spot, join, meet, spot
+from pannier.client.former import tend
+from pannier.client.meeting import Meeting, Spot, job_words, join, meet, spot
 from pannier.client.notes import Notes
 from pannier.client.pairs import Pair, usual
 from pannier.wire.errors import ConfigurationError, InvalidRequestError
@@ -149,6 +150,8 @@ class World:
             meeting = self._meeting()
             if meeting is None or self._spot is None:
                 self.known_pair = usual(settings)
+                if settings.coordinator is None:
+                    tend(settings, job_words(settings))
             else:
                 self.known_pair = join(settings, meeting, self._spot)
         return self.known_pair

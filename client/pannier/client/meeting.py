@@ -199,7 +199,7 @@ def _convene(own: Spot, towards: str | None, settings: Settings) -> Meeting:
     """Has the coordinator of all hosts run beside this rank, at an address that is theirs to reach."""
     global _led
     with _led_lock:
-        job = _job_words(settings)
+        job = job_words(settings)
         if _led is not None and (_led[0], _led[1].job) == (settings, job):
             meeting, papers = replace(_led[1], at=own), _led[2]
         else:
@@ -233,7 +233,7 @@ def _free_address(own: Spot, towards: str | None) -> str:
     return hosts.joined(host, hosts.free_port(host))
 
 
-def _job_words(settings: Settings) -> str:
+def job_words(settings: Settings) -> str:
     """What is the same when the job is started again, as far as that can be known."""
     run = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     for kind, word in (
@@ -247,9 +247,9 @@ def _job_words(settings: Settings) -> str:
 
 
 def _directory(settings: Settings, meeting: Meeting, own: Spot) -> Path:
-    # With the place: the usual directory may lie on a file system that hosts have in common.
-    word = f"{meeting.word}-{own.place[:4]}"
-    return addresses.job_dir(settings.runtime_dir, meeting.job, word)
+    # Of one place, perhaps with several names, that has the certificate to serve with.
+    host = meeting.at.host if own.place == meeting.at.place else own.host
+    return addresses.job_dir(settings.runtime_dir, meeting.job, meeting.word, host)
 
 
 def _decoded(text: str) -> Meeting | None:

@@ -107,21 +107,26 @@ _JOBS: Final = "job-"
 """Begin of the names of the runtime directories, below the usual one, of jobs on several hosts."""
 
 
-def job_dir(directory: Path, job: str, meeting: str) -> Path:
+def job_dir(directory: Path, job: str, meeting: str, host: str) -> Path:
     """Runtime directory, below the usual one, of the daemons of a job on several hosts.
 
     Args:
         job: words that stay the same when the job is started again.
-        meeting: word of one start.
+        meeting: word of one start, without ``-``.
+        host: this one's name; the usual directory may lie on a file system that hosts share.
     """
-    return directory / f"{_JOBS}{zlib.crc32(job.encode()):08x}-{meeting}"
+    return directory / f"{_JOBS}{_hash(job)}-{meeting}-{_hash(host)}"
 
 
-def job_dirs(directory: Path, job: str | None = None) -> list[Path]:
-    """Those that are there (of one job), the oldest first."""
-    begin = _JOBS if job is None else job_dir(directory, job, "").name
-    found = [path for path in directory.glob(f"{begin}*") if path.is_dir()]
+def job_dirs(directory: Path, job: str | None = None, host: str | None = None) -> list[Path]:
+    """Those that are there (of one job, of one host), the oldest first."""
+    pattern = f"{_JOBS}{_hash(job) if job else '*'}-*-{_hash(host) if host else '*'}"
+    found = [path for path in directory.glob(pattern) if path.is_dir()]
     return sorted(found, key=lambda path: (path.stat().st_mtime, path.name))
+
+
+def _hash(text: str) -> str:
+    return f"{zlib.crc32(text.encode()):08x}"
 
 
 def embedded_sidecars(directory: Path) -> list[str]:
