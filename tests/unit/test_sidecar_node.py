@@ -1,5 +1,6 @@
 """One sidecar for several jobs: each by its token, and nothing of one is another's."""
 
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -292,3 +293,22 @@ def test_records_name_no_token(two: NodeHost) -> None:
     assert records_pb2.Receipt.FromString(
         next(Path(two.id("a")).rglob("receipts/*")).read_bytes()
     ).files
+
+
+def test_what_a_dead_sidecar_left_is_cleared_or_told(
+    host: NodeHost, caplog: pytest.LogCaptureFixture
+) -> None:
+    host.job("a")
+    host.start()
+    host.stop()
+    half_made = host.sockets / "jobs/.1234abcd"
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(half_made))
+    # Of a job that was taken away while no sidecar ran, and of a sidecar without --jobs.
+    (host.spool / "gone").mkdir()
+    (host.spool / "journal").touch()
+    host.start()
+    assert not half_made.exists()
+    (said,) = [each.getMessage() for each in caplog.records if "belongs to no job" in each.message]
+    assert said.startswith(f"gone, journal in the spool {host.spool}")
+    host.trainer("a")

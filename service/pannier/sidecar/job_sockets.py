@@ -37,7 +37,10 @@ def job_address(parent: Path, job: str) -> str:
 
 
 def make_parent(parent: Path) -> None:
-    """Makes the directory above the jobs', with mode 0700. Raises ConfigurationError."""
+    """Makes the directory above the jobs', with mode 0700; removes what a dead sidecar left half-made.
+
+    Raises ConfigurationError.
+    """
     try:
         make_private(parent)
         found = parent.stat()
@@ -50,6 +53,9 @@ def make_parent(parent: Path) -> None:
             f"{parent} belongs to user {found.st_uid}, who could put sockets of their own there: choose "
             f"an --address in a directory of user {os.geteuid()}"
         )
+    for path in parent.glob(".*"):
+        if path.is_socket():
+            path.unlink()
 
 
 def make_directory(parent: Path, job: str) -> Path:

@@ -225,13 +225,14 @@ class Node:
 
     def _tell_of_strays(self) -> None:
         """What lies in the spool and belongs to none of the jobs: nobody takes it up."""
-        for path in sorted(self.config.spool.iterdir()):
-            if path.name not in self._parts:
-                _log.warning(
-                    "%s belongs to no job of --jobs and stays as it is: serve the job again, and what was "
-                    "handed over is uploaded; or remove it",
-                    path,
-                )
+        found = {path.name for path in self.config.spool.iterdir()}
+        if strays := sorted(found - self._parts.keys()):
+            more = f" and {len(strays) - 4} more" if len(strays) > 4 else ""
+            _log.warning(
+                "%s in the spool %s belongs to no job that is served and stays as it is: serve the job "
+                "again, and what was handed over is uploaded; or remove it",
+                *(", ".join(strays[:4]) + more, self.config.spool),
+            )
 
     def _begin(self, job: Job) -> None:
         config = self.config
