@@ -57,9 +57,10 @@ class Scene:
             "PANNIER_JOB": job,
         }
 
-    def train(self, job: str) -> Ranks:
+    def train(self, job: str, transport: str = "auto") -> Ranks:
         steered = {"GO": str(self.directory / job), "ROOT": f"gs://bucket/{job}"}
-        return start_ranks(TRAINER, 1, {**self.environment(job), **steered}, torchrun=False)
+        told = {**self.environment(job), **steered, "PANNIER_TRANSPORT": transport}
+        return start_ranks(TRAINER, 1, told, torchrun=False)
 
     def save(self, job: str, step: int, **arguments: float) -> None:
         order(self.directory / job, step, 0, **arguments)
@@ -83,15 +84,16 @@ def scene(tmp_path: Path) -> Iterator[Scene]:
 
 
 def test_two_jobs_save_and_operators_see_both(scene: Scene) -> None:
-    with scene.train("one") as one, scene.train("two") as two:
-        for job, ranks in (("one", one), ("two", two)):
+    with scene.train("one") as one, scene.train("two", "streamed") as two:
+        for job, ranks, way in (("one", one, "mapped"), ("two", two, "streamed: ")):
             scene.save(job, 1)
             assert outcome(ranks, 1, 0) == "committed"
             check_whole(scene.server, f"gs://bucket/{job}/step-1")
             assert scene.run(job, "watch", f"gs://bucket/{job}/step-1").code == 0
             shown = scene.run(job, "status", "--json").json()
             assert {save["save"]["job"] for save in shown["saves"]} == {job}
-            assert {rank["transport"] for s in shown["saves"] for rank in s["ranks"]} == {"mapped"}
+            (rank,) = (rank for save in shown["saves"] for rank in save["ranks"])
+            assert rank["transport"].startswith(way)
         everything = pannier("status", "--address", scene.daemons.sidecar_address, "--json").json()
         assert {save["save"]["job"] for save in everything["saves"]} == set(JOBS)
         # Each has its own; to the host's they add up.
