@@ -1,17 +1,22 @@
 """How ranks settle which host has the coordinator: threads play them, on a store of this process."""
 
+import socket
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from pannier.client import meeting
+from pannier.client import embedded, hosts, meeting
 from pannier.client.config import Settings
 from pannier.client.ephemeral import Papers
 from pannier.client.meeting import Meeting, Spot, meet
 from pannier.client.notes import Notes
+from pannier.client.pairs import job_pair, leave_papers, record
+from pannier.wire import addresses, surroundings
 from pannier.wire.errors import ConfigurationError, DeadlineError, UnavailableError
+from support.ranks import free_port
 
 SETTINGS = Settings(plan_timeout=20.0)
 PAPERS = Papers(cert="cert", key="key", ca="ca")
@@ -179,3 +184,47 @@ def test_a_job_is_known_again(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert meeting.job_words(Settings()) == words
+
+
+def test_daemons_of_an_earlier_start_are_used_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where they were killed, unless their port is taken or they store elsewhere."""
+    settings = Settings(runtime_dir=tmp_path)
+    own, address = Spot(0, "node-a", "a", None), f"127.0.0.1:{free_port()}"
+    directory = addresses.job_dir(tmp_path, "job j", "w", own.host)
+    directory.mkdir()
+    pair = job_pair(settings, directory, listen=address)
+    standing = Meeting("w", "job j", address, Spot(3, "node-a", "a", None), PAPERS)
+    server = Papers(cert="server's", key="its key", ca="ca")
+    leave_papers(directory, server)
+    record(pair)
+    (directory / "meeting.json").write_text(meeting._encoded(standing))
+    kept = surroundings.record(embedded.environment(settings, pair))
+    (directory / surroundings.FILE).write_text(surroundings.encode(kept))
+
+    def found(settings: Settings = settings, job: str = "job j") -> tuple[Meeting, Papers] | None:
+        return meeting._standing(settings, job, own)
+
+    again = found()
+    assert again is not None
+    assert (again[0].word, again[0].coordinator, again[0].at) == ("w", address, own)
+    assert (again[0].papers.key, again[1].key) == ("key", "its key")
+    assert found(Settings(runtime_dir=tmp_path, listen=address)) is not None
+    assert found(Settings(runtime_dir=tmp_path, listen="127.0.0.1:1")) is None
+    assert found(job="job k") is None
+    with socket.create_server(hosts.parted(address)):
+        assert found() is None
+        monkeypatch.setattr(embedded, "is_up", lambda pair: True)
+        assert found() is not None
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://127.0.0.1:1")
+    assert found() is None
+
+
+def test_an_address_that_cannot_be_had_is_named() -> None:
+    with pytest.raises(ConfigurationError, match=r"PANNIER_LISTEN=192\.0\.2\.7:7070: .* on host"):
+        hosts.check_free("192.0.2.7:7070")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(ConfigurationError, match="in use"):
+            hosts.check_free(address)

@@ -144,13 +144,21 @@ def _check_owner(directory: Path) -> None:
         )
 
 
+def differing(settings: Settings, pair: Pair) -> list[str]:
+    """Variables of which the pair's daemons have another value, so that they store elsewhere.
+
+    Raises FileNotFoundError when they left no record.
+    """
+    theirs = surroundings.decode((pair.directory / surroundings.FILE).read_text())
+    return surroundings.differing(theirs, surroundings.record(environment(settings, pair)))
+
+
 def _check_surroundings(settings: Settings, pair: Pair) -> None:
     directory = pair.directory
     try:
-        theirs = surroundings.decode((directory / surroundings.FILE).read_text())
+        names = differing(settings, pair)
     except FileNotFoundError:  # A sidecar that someone runs there by hand.
         return
-    names = surroundings.differing(theirs, surroundings.record(environment(settings, pair)))
     if names:
         try:
             supervisor = (directory / "up.pid").read_text().strip()

@@ -18,7 +18,7 @@ from typing import Final
 from pannier.client import embedded
 from pannier.client.config import Settings
 from pannier.client.pairs import Pair, leave, recorded, usual
-from pannier.wire import addresses, surroundings
+from pannier.wire import addresses
 from pannier.wire.errors import PannierError
 
 _log = logging.getLogger(__name__)
@@ -75,10 +75,7 @@ def _tend(settings: Settings, pair: Pair, job: str, told: dict[str, str]) -> Non
 
 
 def _look_after(settings: Settings, former: Pair, told: dict[str, str]) -> None:
-    theirs = surroundings.decode((former.directory / surroundings.FILE).read_text())
-    names = surroundings.differing(
-        theirs, surroundings.record(embedded.environment(settings, former))
-    )
+    names = embedded.differing(settings, former)
     if names:
         # Other storage: it isn't ours to say how their saves end.
         _log.warning(

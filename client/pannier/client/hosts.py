@@ -77,6 +77,24 @@ def free_port(address: str) -> int:
         return port
 
 
+def check_free(address: str) -> None:
+    """Raises ConfigurationError when nothing can listen on ``host:port``, as PANNIER_LISTEN says."""
+    host, port = parted(address)
+    try:
+        (family, kind, protocol, _, where), *_ = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM
+        )
+        with socket.socket(family, kind, protocol) as probe:
+            # As servers do: what a connection that has ended leaves there is in nobody's way.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(where)
+    except OSError as error:
+        raise ConfigurationError(
+            f"PANNIER_LISTEN={address}: {error.strerror or error} on host {socket.gethostname()}, "
+            "which has the job's coordinator: give an address of that host with a free port, or none"
+        ) from error
+
+
 def joined(host: str, port: int) -> str:
     """``host:port``, with brackets around an IPv6 number."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

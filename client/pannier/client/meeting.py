@@ -18,7 +18,15 @@ from pannier.client import embedded, former, hosts
 from pannier.client.config import Settings
 from pannier.client.ephemeral import Papers, issue
 from pannier.client.notes import Notes
-from pannier.client.pairs import Pair, job_pair, leave_papers, record
+from pannier.client.pairs import (
+    Pair,
+    job_pair,
+    leave,
+    leave_papers,
+    paper_files,
+    record,
+    recorded,
+)
 from pannier.wire import addresses
 from pannier.wire.errors import ConfigurationError, DeadlineError, PannierError, UnavailableError
 from pannier.wire.tls import Tls
@@ -31,6 +39,8 @@ _UP_S: Final = 60.0
 """Until a coordinator whose sidecar is there has come up: it imports torch."""
 _REACH_S: Final = 5.0
 """Until a coordinator that doesn't answer counts as out of reach."""
+_MEETING: Final = "meeting.json"
+"""In the directory of the pair with the coordinator: what its host tells the others, a key included."""
 _ADVICE: Final = "or run `pannier coordinator` where all hosts reach it and set PANNIER_COORDINATOR"
 
 
@@ -186,7 +196,7 @@ def _lead(
         # The others are told at once, not by a deadline.
         notes.claim(key, json.dumps({"problem": f"rank {own.rank} ({own.host}): {error}"}))
         raise
-    notes.claim(key, json.dumps(None if meeting is None else asdict(meeting)))
+    notes.claim(key, _encoded(meeting))
     return meeting
 
 
@@ -203,13 +213,12 @@ def _convene(own: Spot, towards: str | None, settings: Settings) -> Meeting:
         if _led is not None and (_led[0], _led[1].job) == (settings, job):
             meeting, papers = replace(_led[1], at=own), _led[2]
         else:
-            address = settings.listen or _free_address(own, towards)
-            papers, callers = issue(hosts.parted(address)[0])
-            meeting = Meeting(secrets.token_hex(3), job, address, own, callers)
+            meeting, papers = _standing(settings, job, own) or _new(settings, job, own, towards)
         directory = _directory(settings, meeting, own)
         pair = job_pair(settings, directory, listen=meeting.coordinator)
         embedded.own(directory)
         leave_papers(directory, papers)
+        leave(directory / _MEETING, _encoded(meeting))
         record(pair)
         beside = addresses.embedded_coordinator(directory)
         embedded.ensure(settings, former.tending(settings, pair, job, successor=beside))
@@ -221,6 +230,38 @@ def _convene(own: Spot, towards: str | None, settings: Settings) -> Meeting:
         _log.info("this host's coordinator at %s serves all hosts", meeting.coordinator)
         _led = settings, meeting, papers
         return meeting
+
+
+def _standing(settings: Settings, job: str, own: Spot) -> tuple[Meeting, Papers] | None:
+    """What an earlier start of the job has left here, running or killed, if that will do."""
+    for directory in reversed(addresses.job_dirs(settings.runtime_dir, job, own.host)):
+        try:
+            pair = recorded(directory)
+            if pair is None or not pair.serves_others or embedded.differing(settings, pair):
+                continue
+            meeting = _decoded((directory / _MEETING).read_text())
+            papers = Papers(*(path.read_text() for path in paper_files(directory)))
+            if meeting is None or settings.listen not in (None, meeting.coordinator):
+                continue
+            if not embedded.is_up(pair):
+                hosts.check_free(meeting.coordinator)
+        except FileNotFoundError:  # They are just leaving.
+            continue
+        except (ValueError, ConfigurationError) as error:
+            _log.warning("the daemons in %s can't be used again: %s", directory, error)
+            continue
+        return replace(meeting, at=own), papers
+    return None
+
+
+def _new(settings: Settings, job: str, own: Spot, towards: str | None) -> tuple[Meeting, Papers]:
+    address = settings.listen
+    if address is None:
+        address = _free_address(own, towards)
+    else:
+        hosts.check_free(address)
+    papers, callers = issue(hosts.parted(address)[0])
+    return Meeting(secrets.token_hex(3), job, address, own, callers), papers
 
 
 def _free_address(own: Spot, towards: str | None) -> str:
@@ -250,6 +291,10 @@ def _directory(settings: Settings, meeting: Meeting, own: Spot) -> Path:
     # Of one place, perhaps with several names, that has the certificate to serve with.
     host = meeting.at.host if own.place == meeting.at.place else own.host
     return addresses.job_dir(settings.runtime_dir, meeting.job, meeting.word, host)
+
+
+def _encoded(meeting: Meeting | None) -> str:
+    return json.dumps(None if meeting is None else asdict(meeting))
 
 
 def _decoded(text: str) -> Meeting | None:
