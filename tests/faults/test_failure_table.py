@@ -241,14 +241,18 @@ def test_a_save_is_in_doubt_while_its_decision_can_not_be_written(
 ) -> None:
     target = "gs://bucket/doubt/step-1"
     plans = ranks.agree(target, 1)
-    # All that the coordinator still writes.
+    first, *others = ranks.hands
+    for hand in others:
+        hand.ingest(hand.context(target), plans[hand.rank])
+    durable = save_pb2.RANK_PHASE_DURABLE
+    await_save(
+        daemons.coordinator_address,
+        target,
+        lambda s: all(part.phase == durable for part in s.ranks if part.rank != first.rank),
+    )
+    # All that is still written.
     server.fault(kind="status", method="POST", path="uploadType=multipart", status=403, times=-1)
-    for rank, plan in plans.items():
-        hand = ranks.hands[rank]
-        if rank:
-            hand.ingest(hand.context(target), plan)
-        else:
-            hand.fail(hand.context(target), "boom")
+    first.fail(first.context(target), "boom")
     doubt = save_pb2.SAVE_STATE_IN_DOUBT
     await_save(daemons.coordinator_address, target, lambda s: s.state == doubt)
     server.clear()
