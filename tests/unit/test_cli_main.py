@@ -153,3 +153,17 @@ def test_running_the_sidecars_code_leaves_torch_out() -> None:
 def test_the_supervisor_stays_small() -> None:
     code = "import sys, pannier.cli.supervisor; sys.exit('grpc' in sys.modules)"
     subprocess.run(python("-c", code), check=True, timeout=30)
+
+
+def test_a_sidecar_without_a_socket_is_asked_for_its_spool() -> None:
+    result = pannier("sidecar", "--address", "127.0.0.1:1", "--coordinator", "127.0.0.1:2")
+    assert result.code == 2
+    assert "--spool" in result.err
+
+
+def test_a_sidecars_spool_is_one_per_socket() -> None:
+    from pannier.cli.sidecar import _spool_beside
+
+    one, other = (_spool_beside(f"unix:///run/{name}/sidecar.sock") for name in ("one", "other"))
+    assert one != other
+    assert one.is_absolute()

@@ -8,6 +8,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 
+from pannier.client import notes
 from pannier.client.notes import Notes, born
 from pannier.wire.errors import DeadlineError
 
@@ -41,15 +42,23 @@ def test_a_rank_that_had_not_come_so_far_joins_the_others_after_a_restart() -> N
         assert begin(3, "other", now) == (3, "word")
 
 
+def test_clocks_of_machines_may_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, now = dist.HashStore(), time.time()
+    assert Notes(0, timeout_s=5, store=store).begin("word") == (1, "word")
+    # Its clock is fast: this process seems to be younger than what the other one wrote.
+    monkeypatch.setattr(notes, "kernel", lambda: "another machine")
+    assert Notes(1, timeout_s=5, store=store, since=now + 30).begin("own") == (1, "word")
+
+
 def test_claims_counts_and_what_is_not_there() -> None:
-    notes = Notes(0, timeout_s=5, store=dist.HashStore())
-    assert notes.read("key") is None
-    assert notes.claim("key", "one") == "one"
-    assert notes.claim("key", "other") == "one"
-    assert notes.read("key") == "one"
-    assert [notes.count("n", more) for more in (0, 1, 2, 0)] == [0, 1, 3, 3]
-    assert notes.await_one(lambda: notes.read("key"), 5) == "one"
-    assert notes.await_one(lambda: notes.read("none"), 0.05) is None
+    here = Notes(0, timeout_s=5, store=dist.HashStore())
+    assert here.read("key") is None
+    assert here.claim("key", "one") == "one"
+    assert here.claim("key", "other") == "one"
+    assert here.read("key") == "one"
+    assert [here.count("n", more) for more in (0, 1, 2, 0)] == [0, 1, 3, 3]
+    assert here.await_one(lambda: here.read("key"), 5) == "one"
+    assert here.await_one(lambda: here.read("none"), 0.05) is None
 
 
 def test_a_store_that_fails_is_named(tmp_path: Path) -> None:
@@ -57,10 +66,10 @@ def test_a_store_that_fails_is_named(tmp_path: Path) -> None:
         def __getattr__(self, name: str) -> object:
             raise RuntimeError("Connection reset by peer")
 
-    notes = Notes(3, timeout_s=5, store=dist.HashStore())
-    notes._store = Gone()
+    here = Notes(3, timeout_s=5, store=dist.HashStore())
+    here._store = Gone()
     with pytest.raises(DeadlineError, match=r"rank 3 .*store.*Connection reset by peer"):
-        notes.begin("word")
+        here.begin("word")
 
 
 def test_when_this_process_began() -> None:

@@ -31,12 +31,16 @@ def place(directory: Path) -> str:
     name. It must exist.
     """
     found = directory.stat()
-    try:
-        kernel = _BOOT_ID.read_text().strip()
-    except OSError:  # a sandbox without it
-        kernel = socket.gethostname()
-    text = f"{kernel} {found.st_dev} {found.st_ino}"
+    text = f"{kernel()} {found.st_dev} {found.st_ino}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def kernel() -> str:
+    """The same for all processes of one machine until it is started again; they share its clock."""
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:  # a sandbox without it
+        return socket.gethostname()
 
 
 def own_address(towards: Iterable[str | None]) -> str | None:

@@ -14,6 +14,7 @@ from typing import Any, Final, TypeVar
 from torch.distributed.distributed_c10d import PrefixStore
 
 from pannier.client.compat import Store, group_store
+from pannier.client.hosts import kernel
 from pannier.wire.errors import DeadlineError
 
 T = TypeVar("T")
@@ -21,8 +22,10 @@ T = TypeVar("T")
 _PREFIX: Final = "pannier-incarnation"
 _FIRST_POLL_S: Final = 0.02
 _LONGEST_POLL_S: Final = 0.5
-_CLOCKS_S: Final = 1.0
-"""How much the clocks of hosts may differ; a process takes longer than that to import torch."""
+_CLOCK_S: Final = 0.5
+"""Of one machine: what may be rounded."""
+_CLOCKS_S: Final = 60.0
+"""How much the clocks of two machines may differ."""
 
 
 class Notes:
@@ -56,14 +59,15 @@ class Notes:
 
         def ask() -> tuple[int, str]:
             life = self._store.add(f"of/{self._rank}", 1)
+            here = kernel()
             while True:
-                own = f"{time.time()} {text}"
-                written, _, found = (
-                    self._store.compare_set(str(life), "", own).decode().partition(" ")
-                )
+                own = f"{time.time()} {here} {text}"
+                there = self._store.compare_set(str(life), "", own).decode()
+                written, machine, found = there.split(" ", 2)
                 # Ranks begin once all are connected. What was written before this process was
                 # there is of processes that are gone.
-                if float(written) > self._born - _CLOCKS_S:
+                clocks_s = _CLOCK_S if machine == here else _CLOCKS_S
+                if float(written) > self._born - clocks_s:
                     return life, found
                 life += 1
 
