@@ -38,9 +38,9 @@ pytest: $(INSTALLED)  ## The tests alone; choose some with ARGS="tests/unit -k c
 
 # Of these, none has to do with torch's version: they run with the newest alone.
 WITHOUT_TORCH := $(addprefix unit/test_, bench cli_* daemon_* ephemeral fuzz_names fuzz_records fuzz_settings \
-		gcs_server hosts identity jobs journal logs model_* packaging peers records_* retention sidecar_* storage_* \
+		gcs_server client_hosts identity jobs journal logs model_* packaging peers records_* retention sidecar_* storage_* \
 		streams surroundings tls tokens varints web whereabouts coordinator_[!cpr]* coordinator_conduct) \
-	$(addprefix integration/test_, command_line doctor good_neighbour jobs_of_a_sidecar json_logs metrics \
+	$(addprefix integration/test_, command_line dashboard doctor good_neighbour jobs_of_a_sidecar json_logs metrics \
 		operating page retention security)
 test-xla: $(XLA_INSTALLED)  ## The tests of torch_xla, and the client's with torch 2.9; takes 7 GB
 	$(XLA_BIN)/python -m pytest -o cache_dir=.pytest_cache/xla --numprocesses $(WORKERS) --dist loadfile \
