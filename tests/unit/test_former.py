@@ -2,9 +2,11 @@
 
 import json
 import os
+import shutil
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from pannier.client import embedded, former
 from pannier.client.config import Settings
 from pannier.client.pairs import Pair, job_pair, record
 from pannier.wire import addresses, surroundings
+from support.daemons import short_directory
 
 JOB, OTHER = "run 7", "run 8"
 HERE = socket.gethostname()
@@ -43,8 +46,9 @@ class Starts:
 
 
 @pytest.fixture
-def starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Starts:
-    made = Starts(tmp_path)
+def starts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Starts]:
+    directory = short_directory()
+    made = Starts(directory)
 
     def ensure(settings: Settings, pair: Pair) -> str:
         made.started.append(pair.directory)
@@ -52,7 +56,8 @@ def starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Starts:
 
     monkeypatch.setattr(embedded, "ensure", ensure)
     monkeypatch.setattr(embedded, "is_up", lambda pair: pair.directory in made.up)
-    return made
+    yield made
+    shutil.rmtree(directory)
 
 
 def told(pair: Pair) -> object:

@@ -1,6 +1,8 @@
 """How ranks settle which host has the coordinator: threads play them, on a store of this process."""
 
+import shutil
 import socket
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from pannier.client.notes import Notes
 from pannier.client.pairs import job_pair, leave_papers, record
 from pannier.wire import addresses, surroundings
 from pannier.wire.errors import ConfigurationError, DeadlineError, UnavailableError
+from support.daemons import short_directory
 from support.ranks import free_port
 
 SETTINGS = Settings(plan_timeout=20.0)
@@ -186,13 +189,20 @@ def test_a_job_is_known_again(
     assert meeting.job_words(Settings()) == words
 
 
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    path = short_directory()
+    yield path
+    shutil.rmtree(path)
+
+
 def test_daemons_of_an_earlier_start_are_used_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    short_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where they were killed, unless their port is taken or they store elsewhere."""
-    settings = Settings(runtime_dir=tmp_path)
+    settings = Settings(runtime_dir=short_path)
     own, address = Spot(0, "node-a", "a", None), f"127.0.0.1:{free_port()}"
-    directory = addresses.job_dir(tmp_path, "job j", "w", own.host)
+    directory = addresses.job_dir(short_path, "job j", "w", own.host)
     directory.mkdir()
     pair = job_pair(settings, directory, listen=address)
     standing = Meeting("w", "job j", address, Spot(3, "node-a", "a", None), PAPERS)
@@ -210,8 +220,8 @@ def test_daemons_of_an_earlier_start_are_used_again(
     assert again is not None
     assert (again[0].word, again[0].coordinator, again[0].at) == ("w", address, own)
     assert (again[0].papers.key, again[1].key) == ("key", "its key")
-    assert found(Settings(runtime_dir=tmp_path, listen=address)) is not None
-    assert found(Settings(runtime_dir=tmp_path, listen="127.0.0.1:1")) is None
+    assert found(Settings(runtime_dir=short_path, listen=address)) is not None
+    assert found(Settings(runtime_dir=short_path, listen="127.0.0.1:1")) is None
     assert found(job="job k") is None
     with socket.create_server(hosts.parted(address)):
         assert found() is None
