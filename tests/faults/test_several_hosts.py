@@ -3,6 +3,7 @@
 The hosts are network namespaces with hostnames, runtime directories and spools of their own.
 """
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from pannier.client import hosts as addresses_of_hosts
 from pannier.v1 import save_pb2
 from pannier.wire import addresses
 from support import netns
+from support.cli import pannier
 from support.gcs_server import GcsServer
 from support.netns import HERE, Network
 from support.ranks import free_port
@@ -89,6 +91,20 @@ save(2).result()
 say("saved 2")
 wait("go on")
 client.close()
+dist.destroy_process_group()
+"""
+OTHERS = """
+save(2).result()
+others = dist.new_group([1, 2])
+if rank:
+    w = torch.ones(3 << 20)
+    path = f"{os.environ['ROOT']}/step-1"
+    client.async_save({"w": w}, checkpoint_id=path, process_group=others, timeout=90)
+    say("staged 1")
+wait("close")
+say(f"closing {rank}")
+client.close()
+say(f"closed {rank}")
 dist.destroy_process_group()
 """
 
@@ -249,6 +265,28 @@ def test_what_a_lost_coordinator_left_undecided_is_committed_by_the_next_ones(
     place.tell("go on")
     again.wait()
     check(place.root, 1, 2)
+
+
+@pytest.mark.slow
+def test_where_daemons_end_with_the_trainer_the_coordinators_host_waits_for_the_others(
+    hosts: Hosts, server: GcsServer, tmp_path: Path
+) -> None:
+    place = Place(tmp_path, "gs://bucket/others", **server.env)
+    server.fault(kind="status", method="POST", path=HELD.format("[12]"), times=-1)
+    job = place.job(hosts, OTHERS, environment={"SLURM_STEP_ID": "0"})
+    job.wait_for("<staged 1>", 2)
+    (name,) = hosts.all[0].daemons()
+    coordinator = addresses.embedded_coordinator(hosts.all[0].runtime_dir / name)
+    save = f"{place.root}/step-1"
+    await_save(coordinator, save, INGESTED)
+    place.tell("close")
+    job.wait_for("<closing ", 3)
+    # Rank 0 has no part in that save, but its host has the coordinator.
+    time.sleep(2)
+    assert "<closed " not in job.output()
+    server.clear()
+    assert job.wait().count("<closed ") == 3
+    assert pannier("ls", save, env=server.env).code == 0
 
 
 @pytest.mark.slow
