@@ -132,14 +132,6 @@ def unanswered(address: str, tls: Tls, timeout_s: float) -> str:
     return ""
 
 
-def is_loopback(name: str | None) -> bool:
-    """Whether a host's name or number means whoever uses it."""
-    try:
-        return ipaddress.ip_address(name or "").is_loopback
-    except ValueError:
-        return name == "localhost"
-
-
 def launched_here(size: int) -> bool:
     """Whether the launcher said that all of ``size`` ranks are on this host."""
     local = os.environ.get("LOCAL_WORLD_SIZE", "")

@@ -188,7 +188,7 @@ def _lead(
     key = f"{life}/meeting"
     try:
         towards = notes.await_one(look, PATIENCE_S)
-        if towards is None and hosts.is_loopback(os.environ.get("MASTER_ADDR")):
+        if towards is None and addresses.is_loopback(os.environ.get("MASTER_ADDR", "")):
             # Of ranks that haven't come nothing is known; but they couldn't have met elsewhere.
             towards = "here"
         meeting = None if towards == "here" else _convene(own, towards, settings)

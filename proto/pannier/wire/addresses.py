@@ -51,6 +51,14 @@ def is_wildcard(address: str) -> bool:
         return False
 
 
+def is_loopback(host: str) -> bool:
+    """Whether a host's name or number, without brackets, means whoever uses it."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 def channel_options() -> ChannelOptions:
     """Options for channels and servers: message limits, quick reconnects, and the receiver's memory."""
     return [

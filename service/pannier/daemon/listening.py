@@ -5,7 +5,6 @@ somebody's explicit word that none of it is needed. The same for synchronous and
 servers; called once, before the server starts.
 """
 
-import ipaddress
 import os
 import resource
 import socket
@@ -20,7 +19,7 @@ import filelock
 import grpc
 
 from pannier.daemon.private import make_private
-from pannier.wire.addresses import ChannelOptions, channel_options, parse_address
+from pannier.wire.addresses import ChannelOptions, channel_options, is_loopback, parse_address
 from pannier.wire.errors import ConfigurationError
 from pannier.wire.tls import FLAGS, Tls, is_unix
 
@@ -66,7 +65,7 @@ def check_exposure(address: str, tls: Tls | None, insecure: bool, *, setting: st
         address: where a daemon is to listen.
         insecure: that is wanted (``--insecure-listen``).
     """
-    if is_unix(address) or tls is not None or insecure or _is_loopback(address):
+    if is_unix(address) or tls is not None or insecure or is_loopback(_host(address)):
         return
     raise ConfigurationError(
         f"{setting}={address} can be reached from other hosts, and without TLS anybody there could "
@@ -265,9 +264,5 @@ def _bind(
         raise ConfigurationError(f"can't listen on {address} ({setting}): {error}") from error
 
 
-def _is_loopback(address: str) -> bool:
-    host = address.rpartition(":")[0].strip("[]")
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+def _host(address: str) -> str:
+    return address.rpartition(":")[0].strip("[]")
