@@ -1,4 +1,5 @@
-# Everything a developer or CI does. Needs Python 3.10 or newer (tested with 3.11) and make.
+# Everything a developer or CI does. Needs Python 3.11 or newer, as the locked versions do, and make.
+# With another Python, in an environment of its own: make demo PYTHON=/usr/bin/python3 VENV=.venv-system
 
 PYTHON ?= python3
 VENV := .venv
@@ -9,6 +10,9 @@ STUBS_INSTALLED := $(STUBS_VENV)/.installed
 XLA_VENV := .venv-xla
 XLA_BIN := $(XLA_VENV)/bin
 XLA_INSTALLED := $(XLA_VENV)/.installed
+# Of torch, for `make test-torch`: the newest there is.
+VERSION := 2.15.0
+TORCH_VENV := .venv-torch-$(VERSION)
 PIP := python -m pip --disable-pip-version-check
 
 PROTOS = $(notdir $(wildcard proto/pannier/v1/*.proto))
@@ -18,7 +22,7 @@ generate = cd proto && ../$(STUBS_VENV)/bin/python -m grpc_tools.protoc -I. \
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test pytest lint format stubs check-stubs demo-xla test-xla chaos bench tools lock clean distclean
+.PHONY: help demo test pytest lint format stubs check-stubs demo-xla test-xla test-torch chaos bench tools lock clean distclean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -32,9 +36,10 @@ demo-xla: $(XLA_INSTALLED)  ## The same as an SPMD program of torch_xla, on virt
 test: lint pytest  ## Everything that must pass: lint, then the tests
 
 # Most of a test's time is waiting: two files at a time take little more than half of it on two cores.
+# Slow files go first (deploy, faults, integration); by default those with the most tests would.
 WORKERS ?= 2
 pytest: $(INSTALLED)  ## The tests alone; choose some with ARGS="tests/unit -k cli"
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # Of these, none has to do with torch's version: they run with the newest alone.
 WITHOUT_TORCH := $(addprefix unit/test_, bench cli_* daemon_* ephemeral fuzz_names fuzz_records fuzz_settings \
@@ -42,10 +47,15 @@ WITHOUT_TORCH := $(addprefix unit/test_, bench cli_* daemon_* ephemeral fuzz_nam
 		streams surroundings tls tokens varints web whereabouts coordinator_[!cpr]* coordinator_conduct) \
 	$(addprefix integration/test_, command_line dashboard doctor good_neighbour jobs_of_a_sidecar json_logs metrics \
 		operating page retention security)
+WITH_TORCH = tests/integration tests/unit $(foreach path,$(WITHOUT_TORCH),--ignore-glob='tests/$(path).py')
 test-xla: $(XLA_INSTALLED)  ## The tests of torch_xla, and the client's with torch 2.9; takes 7 GB
-	$(XLA_BIN)/python -m pytest -o cache_dir=.pytest_cache/xla --numprocesses $(WORKERS) --dist loadfile \
-		$(or $(ARGS),tests/xla tests/unit tests/integration \
-			$(foreach path,$(WITHOUT_TORCH),--ignore-glob='tests/$(path).py'))
+	$(XLA_BIN)/python -m pytest -o cache_dir=.pytest_cache/xla --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder \
+		$(or $(ARGS),tests/xla $(WITH_TORCH))
+
+# A CUDA build doesn't load without the libraries that it depends on: they are what takes the room.
+test-torch: $(TORCH_VENV)/.installed  ## The client's tests with another torch, VERSION=2.15.0; takes 7 GB
+	$(TORCH_VENV)/bin/python -m pytest -o cache_dir=.pytest_cache/torch --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder \
+		$(or $(ARGS),$(WITH_TORCH))
 
 lint: $(INSTALLED) check-stubs  ## Style, types, import layers, protos, freshness of the stubs
 	$(BIN)/ruff check
@@ -79,8 +89,10 @@ check-stubs: $(STUBS_INSTALLED)
 SEEDS ?= 1-10
 MINUTES ?= 60
 SECONDS ?= 16
+ACT ?=
 chaos: $(INSTALLED)  ## Kill, cut and stop all there is, at random: SEEDS=1-50 MINUTES=120
-	PYTHONPATH=tests $(BIN)/python -m support.chaos --seeds $(SEEDS) --minutes $(MINUTES) --seconds $(SECONDS)
+	PYTHONPATH=tests $(BIN)/python -m support.chaos --seeds $(SEEDS) --minutes $(MINUTES) --seconds $(SECONDS) \
+		$(if $(ACT),--act $(ACT))
 
 # What is only compared with; the bench says so when it isn't there.
 PEERS := $(VENV)/peers
@@ -116,11 +128,11 @@ clean:  ## Remove caches and results, but not the environments
 	find proto client service tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean  ## Remove the environments too
-	rm -rf $(VENV) $(STUBS_VENV) $(XLA_VENV)
+	rm -rf $(VENV) $(STUBS_VENV) $(XLA_VENV) .venv-torch-* .venv-system
 
 $(INSTALLED): requirements.lock pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
-		{ echo "Python 3.10 or newer is needed; name one with PYTHON=python3.11" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Python 3.11 or newer is needed; name one with PYTHON=python3.11" >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
 		{ rm -rf $(VENV); echo "hint: on Debian and Ubuntu, apt install python3-venv" >&2; exit 1; }
 	$(BIN)/$(PIP) install --quiet -r requirements.lock
@@ -134,6 +146,14 @@ $(XLA_INSTALLED): requirements.lock requirements-xla.lock pyproject.toml
 		| cat - requirements-xla.lock > $(XLA_VENV)/requirements.txt
 	$(XLA_BIN)/$(PIP) install --quiet -r $(XLA_VENV)/requirements.txt
 	$(XLA_BIN)/$(PIP) install --quiet --no-deps --no-build-isolation -e .
+	@touch $@
+
+# The versions of requirements.lock, but for torch and what it depends on.
+.venv-torch-%/.installed: requirements.lock pyproject.toml
+	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	sed 's/^torch==.*/torch==$*/' requirements.lock > $(@D)/requirements.txt
+	$(@D)/bin/$(PIP) install --quiet -r $(@D)/requirements.txt
+	$(@D)/bin/$(PIP) install --quiet --no-deps --no-build-isolation -e .
 	@touch $@
 
 $(STUBS_INSTALLED): proto/requirements.lock

@@ -192,7 +192,7 @@ class Cast:
 
     def attempt(self, number: int) -> str:
         """Of the first incarnation."""
-        return identity.Attempt(1, number, self._group).name
+        return identity.Attempt(1, number, self._group, "aa").name
 
     def context(self, sidecar: Sidecar, rank: int, number: int) -> sidecar_pb2.SaveContext:
         """As each message of the rank has it, but for reports after a stream's first of a save."""

@@ -20,6 +20,7 @@ from support.gcs_server import GcsServer
 from support.hand import Party
 from support.relay import Relay
 from support.scripted_sidecar import wait_until
+from support.stretch import stretched
 from support.watching import ABORTED, COMMITTED, all_in, await_save
 
 DURABLE = all_in(save_pb2.RANK_PHASE_DURABLE)
@@ -71,6 +72,39 @@ def test_a_save_is_committed_though_one_coordinator_after_the_other_is_killed(
                 # Whoever was not answered is, by the plan that stands.
                 ranks.ingest(target, 1, agreed.result(20))
         assert await_save(coordinator.address, target, lambda s: s.state == COMMITTED)
+    check_whole(server, target)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", ["coordinator", "all daemons"])
+def test_a_save_outlives_its_plan_and_is_committed_by_daemons_that_were_killed_since(
+    killed: str, daemons: Daemons, server: GcsServer
+) -> None:
+    place = f"after-plan-{killed.replace(' ', '-')}/step-1"
+    target = f"gs://bucket/{place}"
+    everybody = [daemons.coordinator, *daemons.sidecars]
+    for daemon in everybody:
+        daemon.start(ready=False)
+    for daemon in everybody:
+        await_serving(daemon.address, process=daemon.process)
+    hold_up(server)
+    plan_s = stretched(3)
+    began = time.monotonic()
+    with party(daemons, words=[LARGE, 4]) as ranks:
+        ranks.save(target, 1, timeout_s=plan_s, save_timeout_s=stretched(60))
+    again = everybody if killed == "all daemons" else [daemons.coordinator]
+    for daemon in again:
+        daemon.kill()
+    wait_until(lambda: time.monotonic() > began + plan_s, 2 * plan_s)
+    for daemon in again:
+        daemon.start()
+    # Nothing but the uploads is waited for, by a coordinator that came after the plan's deadline.
+    await_save(
+        daemons.coordinator.address, target, lambda s: s.state == save_pb2.SAVE_STATE_UPLOADING
+    )
+    assert f"{place}/.metadata" not in listed(server, place)
+    server.clear()
+    assert ended(daemons.coordinator, target).state == COMMITTED
     check_whole(server, target)
 
 
@@ -279,8 +313,12 @@ def test_a_stopped_coordinator_does_not_bring_a_checkpoint_back(
         old.resume()
         status = ended(old, target)
     after = generations(split.server, place)
-    # Either one may have noted meanwhile that the first attempt is superseded.
-    marks = {name for name in after.keys() - before.keys() if name.endswith("/superseded")}
+    # Either one may have noted meanwhile that the first attempt is superseded, or ask for the time.
+    marks = {
+        name
+        for name in after.keys() - before.keys()
+        if name.endswith("/superseded") or "/.pannier/clock-" in name
+    }
     assert {name: after[name] for name in after.keys() - marks} == before
     if meanwhile == "replaced":
         assert status.state == COMMITTED

@@ -83,6 +83,47 @@ ROWS = {
         "integration/test_overwrite.py::test_the_first_is_read_until_the_second_is_committed",
         "integration/test_overwrite.py::test_an_overwritten_checkpoint_stays_under_its_reader_and_goes_afterwards",
     ],
+    "a coordinator is started again past the plan's deadline": [
+        "faults/test_coordinators.py::test_a_save_outlives_its_plan_and_is_committed_by_daemons_that_were_killed_since",
+    ],
+    "a save expires while the sidecar holds its files": [
+        "faults/test_expired_saves.py::test_a_late_hand_over_does_not_commit_what_the_next_save_has_staged",
+    ],
+    "a save's outcome isn't known when its deadline passes": [
+        "unit/test_client_saving.py::test_what_may_be_ingested_is_in_doubt_without_a_decision",
+        "unit/test_client_saving.py::test_a_commit_by_torch_that_is_not_answered_is_in_doubt",
+    ],
+    "storage can't be reached at the first save": [
+        "faults/test_unreachable_storage.py::test_a_first_save_says_soon_that_storage_can_not_be_reached",
+        "faults/test_unreachable_storage.py::test_a_save_by_a_known_plan_names_what_storage_said",
+    ],
+    "a mount hangs": [
+        "unit/test_storage_hanging.py::test_calls_that_hang_are_abandoned_by_name_and_others_go_on",
+        "unit/test_storage_hanging.py::test_a_process_ends_though_calls_hang",
+    ],
+    "two starts of one job save at the same time": [
+        "integration/test_incarnations.py::test_the_older_of_two_lives_saves_no_more",
+    ],
+    "the ranks of one start are divided between two incarnations": [
+        "unit/test_coordinator_saves.py::test_ranks_that_take_part_in_two_incarnations_are_named_at_once",
+    ],
+    "clocks of hosts differ": [
+        "unit/test_notes.py::test_clocks_of_two_machines_are_not_compared",
+    ],
+    "the records of incarnations are lost": [
+        "integration/test_overwrite.py::test_a_job_without_its_incarnation_records_saves_the_new_bytes",
+    ],
+    "the id holds another job's checkpoint": [
+        "integration/test_overwrite.py::test_a_checkpoint_is_replaced_by_its_own_job_or_on_request",
+        "integration/test_overwrite.py::test_a_checkpoint_of_torchs_own_is_replaced_on_request",
+    ],
+    "retention takes what a reader is about to read": [
+        "unit/test_retention_and_readers.py::test_a_lease_that_is_taken_after_the_first_look_spares_the_checkpoint",
+        "unit/test_retention_and_readers.py::test_the_load_of_what_retention_has_removed_says_so",
+    ],
+    "a signal handler raises in a client call": [
+        "unit/test_interrupts.py::test_a_trainer_goes_on_after_any_number_of_interruptions",
+    ],
     "the decision can't be read or written": [
         "faults/test_failure_table.py::test_a_save_is_in_doubt_while_its_decision_can_not_be_written",
         "faults/test_slow_storage.py::test_a_commit_whose_answer_is_lost_and_can_not_be_read_is_in_doubt_and_then_true",

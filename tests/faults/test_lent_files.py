@@ -11,6 +11,7 @@ import pytest
 
 from pannier.v1 import save_pb2, sidecar_pb2
 from pannier.wire.errors import BusyError, InvalidRequestError, PannierError
+from pannier.wire.layout import STAMP_BYTES
 from support.borrower import Borrower, Lent, Mapped, hand_over, spool_files, staged
 from support.daemons import Daemon, clean_environment, memory_directory, short_directory
 from support.scripted import ScriptedCoordinator, Trainer, attempt_of
@@ -163,7 +164,7 @@ def test_a_file_that_holds_a_save_under_way_is_refused_a_second_time(
     with pytest.raises(InvalidRequestError, match=f"{lent.slab} already holds a data file"):
         hand_over(trainer, following, [Mapped(name(following), MIB, lent.slab)])
     host.end_well(trainer, context, data)
-    hand_over(trainer, following, [Mapped(name(following), MIB, lent.slab)])
+    hand_over(trainer, following, [staged(lent, name(following), data)])
     host.end_well(trainer, following, data)
 
 
@@ -273,7 +274,7 @@ def test_a_file_that_its_trainer_cuts_fails_that_save_and_is_lent_to_nobody_else
     with Borrower(trainer, host.address) as other:
         for each in other.borrow(8 * MIB, 8 * MIB):
             assert each.inode != inode
-            assert os.fstat(each.fd).st_size == each.capacity
+            assert os.fstat(each.fd).st_size == each.capacity + STAMP_BYTES
             host.save(trainer, each, os.urandom(8 * MIB))
 
 

@@ -166,7 +166,7 @@ def test_a_trainer_that_stops_while_it_stages_and_wakes_up_late_writes_into_nobo
             )
             assert psutil.Process(trainer.pid).status() == psutil.STATUS_STOPPED
             hold_up(storage)
-            with saving(daemons, max_in_flight=3) as client:
+            with saving(daemons, "another", max_in_flight=3) as client:
                 handles = []
                 for step in (11, 12):
                     handles.append(
@@ -310,8 +310,8 @@ def test_idle_files_are_given_back_when_others_need_the_room(tmp_path: Path) -> 
     flags = ("--spool-budget", str(30 * MIB))
     with (
         Daemons(tmp_path, sidecar_arguments=flags) as daemons,
-        saving(daemons) as one,
-        saving(daemons) as two,
+        saving(daemons, "one") as one,
+        saving(daemons, "two") as two,
     ):
         said = []
         for turn in range(3):

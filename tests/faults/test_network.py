@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pannier.client import Client, DeadlineError, PannierError, saving
+from pannier.client import Client, InDoubtError, PannierError, saving
 from pannier.client.config import load_settings
 from pannier.v1 import save_pb2
 from support import netns
@@ -110,7 +110,7 @@ def test_a_cut_from_the_coordinator_ends_only_saves_whose_deadline_passes_meanwh
         assert time.monotonic() - began < 9
         with pytest.raises(PannierError, match=r"coordinator at .*:7777"):
             third.result(30)
-        with pytest.raises(DeadlineError, match=r"waiting for the coordinator at .*last heard"):
+        with pytest.raises(InDoubtError, match=r"waiting for the coordinator at .*last heard"):
             hasty.result(30)
         assert not patient.done()
         assert "coordinator at" in patient.status().waiting_on

@@ -56,6 +56,8 @@ CASES: dict[str, Sequence[str]] = {
     "denied": ("gs://denied", "403"),
 }
 ONE_RANKS_FAULT = ("sparse", "meta", "nested tensor", "unpicklable", "too big a message")
+OWN_EXCEPTION = {"unpicklable": "TypeError", "two names": "ValueError"}
+"""What torch or the state itself raises, by case: it reaches the caller of that rank as it is."""
 
 
 @pytest.fixture(scope="module")
@@ -84,13 +86,14 @@ def test_one_clear_error_at_once_on_every_rank(
 ) -> None:
     _, ranks = run
     for found in (report[case] for report in ranks):
-        assert found["type"] in (SaveAbortedError.__name__, InvalidRequestError.__name__), found
+        own = OWN_EXCEPTION.get(case, InvalidRequestError.__name__)
+        assert found["type"] in (SaveAbortedError.__name__, own), found
         for word in CASES[case]:
             assert word in found["message"], found
         # The message above the limits takes its time to be made.
         assert found["seconds"] < (30 if case == "too big a message" else AT_ONCE_S)
     if case in ONE_RANKS_FAULT:
-        assert ranks[1][case]["type"] == InvalidRequestError.__name__
+        assert ranks[1][case]["type"] == OWN_EXCEPTION.get(case, InvalidRequestError.__name__)
         assert ranks[0][case]["failures"] == [1]
         assert "rank 1" in ranks[0][case]["message"]
 

@@ -24,7 +24,7 @@ from support.history import History
 from support.s3_server import S3Server
 from support.unsteady import Unsteady
 
-FIRST, SECOND, THIRD = (f"i1-g0000000a-s{number}" for number in (1, 2, 3))
+FIRST, SECOND, THIRD = (f"i1-inc-g0000000a-s{number}" for number in (1, 2, 3))
 NOW = ("--grace", "0", "--abandoned-after", "0")
 
 
@@ -39,9 +39,9 @@ def messy(place: Path) -> set[str]:
     kept = {name for name in names(place) if FIRST not in name}
     write_attempt(place, SECOND, commit=False)
     write_decision(place, SECOND, records_pb2.OUTCOME_ABORT)
-    write(place / identity.data_file("i1-g0000000a-s4", 0, 0), b"never planned")
+    write(place / identity.data_file("i1-inc-g0000000a-s4", 0, 0), b"never planned")
     write(place / identity.lease(THIRD, "old"), b'{"renewS": 1e-9}')
-    return kept | {identity.decision(SECOND), identity.decision("i1-g0000000a-s4")}
+    return kept | {identity.decision(SECOND), identity.decision("i1-inc-g0000000a-s4")}
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,7 @@ def test_a_multipart_upload_that_was_never_completed_goes(monkeypatch: pytest.Mo
 
         assert len(uploads()) == 3
         # One attempt may be under way: its upload stays, whatever the server says of its age.
-        manifest = records_pb2.PlanManifest(attempt=FIRST)
+        manifest = records_pb2.PlanManifest(save=identity.Attempt.parse(FIRST).save, attempt=FIRST)
         manifest.members.add(rank=0, host="node")
         key = f"bucket/run/step-1/{identity.manifest(FIRST)}"
         fs.pipe_file(key, manifest.SerializeToString())
@@ -119,7 +119,7 @@ def test_killed_on_the_way_it_leaves_a_whole_checkpoint_and_is_run_again(
     kept = messy(place)
     killed = pannier("gc", str(tmp_path), *NOW, env={VARIABLE: at})
     assert killed.code == -9, killed
-    assert kept <= names(place) | {identity.decision("i1-g0000000a-s4")}
+    assert kept <= names(place) | {identity.decision("i1-inc-g0000000a-s4")}
     assert here("verify", str(place)).code == 0
     assert here("gc", str(tmp_path), *NOW).code == 0
     assert names(place) == kept

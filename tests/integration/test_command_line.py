@@ -5,7 +5,7 @@ import socket
 import stat
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -170,12 +170,18 @@ def test_up_for_several_hosts_leaves_when_all_are_idle_and_takes_its_keys_along(
         directory.mkdir(mode=0o700)
         (tmp_path / name).mkdir()
         files = leave_papers(directory, papers)
-        flags = ["--spool", str(spool / name), "--idle-exit", "1", "--discard"]
+        # The second one's sidecar leaves by itself unless a trainer comes in time.
+        idle = {"a": "1", "b": "10"}[name]
+        flags = ["--spool", str(spool / name), "--idle-exit", idle, "--discard"]
         for flag, path in zip(("--tls-cert", "--tls-key", "--tls-ca"), files, strict=True):
             flags += [flag, str(path)]
         flags += ["--listen" if name == "a" else "--coordinator", address]
         commands.append((directory, tmp_path / name, *flags))
-    with up(*commands[0]) as first, up(*commands[1]) as second:
+    with ExitStack() as daemons:
+        first = daemons.enter_context(up(*commands[0]))
+        # It waits for the second one, however long that takes to start.
+        await_serving(addresses.embedded_coordinator(commands[0][0]), process=first)
+        second = daemons.enter_context(up(*commands[1]))
         # The second one's trainer keeps the first one, whose coordinator it needs.
         sidecar = addresses.embedded_sidecar(commands[1][0])
         await_serving(sidecar, process=second)

@@ -154,7 +154,9 @@ def test_a_reader_sees_one_whole_checkpoint_or_the_other(
     for reader, seen in json.loads(report.read_text()).items():
         if reader.startswith("dcp gs://"):
             # gcsfs asks for the size first, then for the content, of whichever generation.
-            cut = [read for read in seen if "pickle data was truncated" in read]
+            # torch 2.9 then goes on without metadata, and keeps the reason to itself.
+            signs = ("pickle data was truncated", "assert metadata is not None")
+            cut = [read for read in seen if any(sign in read for sign in signs)]
             seen = [read for read in seen if read not in cut]
         torn = [read for read in seen if isinstance(read, str) or len(read) != 1]
         assert not torn, f"{reader}: {torn[0]}"

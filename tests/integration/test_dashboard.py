@@ -84,6 +84,7 @@ def test_the_dashboard_shows_what_page_and_watch_show(tmp_path: Path) -> None:
         assert prometheus.panel("Hosts without their coordinator, draining daemons") == {
             "without coordinator": 0,
             "draining": 0,
+            "storage calls that hang": 0,
         }
         moved = {
             phase: sum(int(rank[f"bytes_{phase}"]) for rank in save["ranks"]) for phase in PHASES

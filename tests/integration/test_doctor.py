@@ -48,7 +48,10 @@ def test_nothing_stands_in_the_way(tmp_path: Path) -> None:
         assert result.code == 0, result
         assert not failed(result)
         for of in ("sidecar", "coordinator"):
-            assert "written, replaced, read and removed" in found(result, of, "target")["found"]
+            assert (
+                "written, replaced, read, listed and removed"
+                in found(result, of, "target")["found"]
+            )
         assert found(result, "here", "transport")["found"].startswith("mapped")
         assert "memory (tmpfs), mode 0700" in found(result, "sidecar", "spool")["found"]
         assert not listed(server, "run")

@@ -84,7 +84,9 @@ def each_group_loads_by_itself() -> None:
     from torch.distributed.tensor import Shard, distribute_tensor
 
     from pannier.client.load import load
-    from pannier.wire.errors import InvalidRequestError
+    from pannier.client.load_error import LoadError
+    from pannier.client.reader import StorageReader
+    from pannier.wire.errors import InvalidRequestError, StorageError
     from support.sharded import full_weight
 
     rank = dist.get_rank()
@@ -97,6 +99,22 @@ def each_group_loads_by_itself() -> None:
     with pytest.raises(InvalidRequestError, match=f"rank {rank} is not in this process group"):
         load(got, checkpoint_id=os.environ["PLACE"], process_group=groups[rank == 0])
 
+    if rank == 0:
+        return
+
+    class Unreadable(StorageReader):
+        def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+            raise StorageError("no storage today")
+
+    # Errors of two types are one LoadError, by global rank.
+    reader = Unreadable(os.environ["PLACE"]) if rank == 2 else None
+    with pytest.raises(LoadError, match=r"rank 1: nonsense:.*; rank 2: no storage today") as caught:
+        load(got, reader, checkpoint_id="nonsense://x", process_group=groups[1])
+    kinds = {number: type(error) for number, (error, _) in caught.value.failures.items()}
+    assert kinds == {1: InvalidRequestError, 2: StorageError}
+    # Its traceback holds this frame, and so the process group.
+    del caught
+
 
 def what_fails_on_one_rank_fails_on_all_by_name() -> None:
     import os
@@ -106,8 +124,9 @@ def what_fails_on_one_rank_fails_on_all_by_name() -> None:
     import torch.distributed as dist
 
     from pannier.client.load import load
+    from pannier.client.load_error import LoadError
     from pannier.client.places import MissingError
-    from pannier.wire.errors import InvalidRequestError, LoadError
+    from pannier.wire.errors import InvalidRequestError
     from support.sharded import make_state
 
     rank, place = dist.get_rank(), os.environ["PLACE"]

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 
 from pannier.client import Client
 from pannier.client.config import load_settings
-from pannier.wire.errors import InvalidRequestError, PannierError, SaveAbortedError
+from pannier.wire.errors import InvalidRequestError, SaveAbortedError
 from support.daemons import Daemons
 from support.side_lanes import FakeLane, host_as_device, means
 
@@ -155,9 +155,11 @@ def test_a_device_that_fails_fails_that_save_alone(
         )
         lane._queue[0] = breaks
         lane.runs.set()
-        with pytest.raises(SaveAbortedError, match=r"rank 0 .*copying from cpu.*illegal memory"):
+        with pytest.raises(
+            RuntimeError, match=r"illegal memory.*\ncopying from cpu(.|\n)*raised in save .*broken"
+        ):
             handle.result(60)
-        with pytest.raises(PannierError, match="illegal memory"):
+        with pytest.raises(RuntimeError, match="illegal memory"):
             handle.staging_completion.result(0)
         training.step()
         expected = copied(training.state())

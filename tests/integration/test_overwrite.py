@@ -11,9 +11,16 @@ import fsspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
-from pannier.client import Client, StorageReader, leases
+from pannier.client import (
+    CheckpointExistsError,
+    Client,
+    StorageReader,
+    StorageWriter,
+    leases,
+)
 from pannier.client.config import load_settings
 from pannier.daemon.crashing import VARIABLE
 from support.cli import pannier_here as pannier
@@ -83,6 +90,28 @@ def until(reached: Callable[[], bool], what: str, timeout: float = 20) -> None:
         time.sleep(0.05)
 
 
+def test_a_job_without_its_incarnation_records_saves_the_new_bytes(
+    daemons: Daemons, server: GcsServer, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {**daemons.env(), **server.env, "PANNIER_JOB": "job"}.items():
+        monkeypatch.setenv(name, value)
+    root = place.rpartition("/")[0]
+    fs, path = fsspec.url_to_fs(root, **({"token": "anon"} if "://" in root else {}))
+    attempts = []
+    for number in (1, 2):
+        # A new incarnation each.
+        with Client(load_settings()) as client:
+            attempts.append(client.save(version(number), checkpoint_id=place).attempt)
+        fs.invalidate_cache()
+        # As `cp -r run/*` does, or a rule that removes what is old.
+        fs.rm(f"{path}/.pannier/incarnations", recursive=True)
+    loaded = {"w": torch.zeros(SIZE)}
+    dcp.load(loaded, storage_reader=StorageReader(place))
+    assert torch.equal(loaded["w"], version(2)["w"])
+    assert attempts[0] != attempts[1]
+    assert pannier("verify", place).code == 0
+
+
 class Halting(DefaultLoadPlanner):
     """Stops in the middle of a load until it is told to go on."""
 
@@ -95,6 +124,54 @@ class Halting(DefaultLoadPlanner):
         self.reading.set()
         assert self.go_on.wait(30)
         return super().resolve_tensor(read_item)
+
+
+def another_jobs(monkeypatch: pytest.MonkeyPatch) -> Client:
+    monkeypatch.setenv("PANNIER_JOB", "another")
+    return Client(load_settings())
+
+
+def test_a_checkpoint_is_replaced_by_its_own_job_or_on_request(
+    client: Client, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client.save(version(1), checkpoint_id=place)
+    client.save(version(2), checkpoint_id=place)
+    with pytest.raises(CheckpointExistsError, match=r"overwrite=False.*overwrite=True"):
+        client.async_save(version(3), checkpoint_id=place, overwrite=False).result()
+    with another_jobs(monkeypatch) as other:
+        # At once, from the call: nothing was planned yet.
+        with pytest.raises(FileExistsError, match="of job test, and this is job another"):
+            other.async_save(version(4), checkpoint_id=place)
+        with pytest.raises(CheckpointException, match="of job test, and this is job another"):
+            dcp.save(version(5), storage_writer=StorageWriter(place, client=other))
+        assert torch.equal(load_version(place), version(2)["w"])
+        other.save(version(6), checkpoint_id=place, overwrite=True)
+        assert torch.equal(load_version(place), version(6)["w"])
+        other.save(version(7), checkpoint_id=place)
+    with pytest.raises(CheckpointExistsError, match="of job another, and this is job test"):
+        client.save(version(8), checkpoint_id=place)
+    monkeypatch.setenv("PANNIER_JOB", "test")
+    with Client(load_settings()) as restarted:
+        writer = StorageWriter(place, client=restarted, overwrite=True)
+        assert writer.overwrite is True
+        dcp.save(version(9), storage_writer=writer)
+    assert torch.equal(load_version(place), version(9)["w"])
+
+
+def test_a_checkpoint_of_torchs_own_is_replaced_on_request(client: Client, tmp_path: Path) -> None:
+    place = tmp_path / "run" / "step-1"
+    dcp.save(version(1), checkpoint_id=place, no_dist=True)
+    with pytest.raises(CheckpointExistsError, match="Pannier didn't write"):
+        client.save(version(2), checkpoint_id=place)
+    assert torch.equal(load_version(str(place)), version(1)["w"])
+    client.save(version(3), checkpoint_id=place, overwrite=True)
+    assert torch.equal(load_version(str(place)), version(3)["w"])
+
+
+def load_version(place: str) -> torch.Tensor:
+    loaded = version(0)
+    dcp.load(loaded, storage_reader=StorageReader(place), no_dist=True)
+    return loaded["w"]
 
 
 def test_an_overwritten_checkpoint_stays_under_its_reader_and_goes_afterwards(

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from pannier.v1 import plan_pb2, records_pb2, sidecar_pb2
 from pannier.wire.errors import BusyError, InvalidRequestError, UnavailableError
+from pannier.wire.layout import STAMP_BYTES
 from support.hand import Hand
 from support.ranks_by_hand import receipt_of
 from support.scripted import PLAN_ID, TIMEOUT_S, Trainer, attempt_of
@@ -118,9 +119,11 @@ class Borrower:
 
 
 def staged(lent: Lent, name: str, data: bytes) -> "Mapped":
-    """Writes ``data`` there."""
+    """Writes ``data`` there, behind a new stamp."""
+    stamp = os.urandom(STAMP_BYTES)
+    assert os.pwrite(lent.fd, stamp, lent.capacity) == STAMP_BYTES
     assert os.pwrite(lent.fd, data, 0) == len(data)
-    return Mapped(name, len(data), lent.slab)
+    return Mapped(name, len(data), lent.slab, stamp)
 
 
 @dataclass
@@ -130,6 +133,8 @@ class Mapped:
     name: str
     size: int
     slab: str
+    stamp: bytes = bytes(STAMP_BYTES)
+    """That of a fresh file."""
 
 
 def hand_over(
@@ -148,7 +153,10 @@ def hand_over(
         plan_id=plan_id,
         files=[records_pb2.DataFile(name=each.name, size=each.size) for each in files],
         varying=varying,
-        mapped=[sidecar_pb2.MappedFile(name=each.name, slab=each.slab) for each in files],
+        mapped=[
+            sidecar_pb2.MappedFile(name=each.name, slab=each.slab, stamp=each.stamp)
+            for each in files
+        ],
     )
     trainer.call("HandOver", request)
 

@@ -42,6 +42,19 @@ class Files:
         return {"tls_cert": self.cert, "tls_key": self.key, "tls_ca": self.ca}
 
 
+_SIGNS = x509.KeyUsage(
+    digital_signature=False,
+    key_cert_sign=True,
+    crl_sign=False,
+    content_commitment=False,
+    key_encipherment=False,
+    data_encipherment=False,
+    key_agreement=False,
+    encipher_only=False,
+    decipher_only=False,
+)
+
+
 class Authority:
     """A CA whose files lie in ``directory``."""
 
@@ -60,6 +73,11 @@ class Authority:
             .not_valid_before(now - _HOUR)
             .not_valid_after(now + _HOUR)
             .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+            # Python 3.13 wants these two, and who signed a certificate.
+            .add_extension(_SIGNS, critical=True)
+            .add_extension(
+                x509.SubjectKeyIdentifier.from_public_key(self._key.public_key()), critical=False
+            )
             .sign(self._key, hashes.SHA256())
         )
         self.file = directory / "ca.pem"
@@ -95,6 +113,10 @@ class Authority:
                 x509.ExtendedKeyUsage(
                     [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
                 ),
+                critical=False,
+            )
+            .add_extension(
+                x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key()),
                 critical=False,
             )
             .sign(self._key, hashes.SHA256())

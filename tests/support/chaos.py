@@ -5,6 +5,7 @@ hold afterwards. By hand, for one seed or many::
 
     PYTHONPATH=tests python -m support.chaos --seeds 7
     make chaos SEEDS=1-50 MINUTES=90
+    make chaos SEEDS=7 ACT=lost_records
 
 ``--seeds`` takes numbers and ranges: ``17``, ``1-50``, ``3,8,20-30``. The logs of a failing seed
 are kept.
@@ -12,7 +13,6 @@ are kept.
 
 import argparse
 import json
-import os
 import shutil
 import sys
 import tempfile
@@ -24,11 +24,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from support import chaos_acts
+from support.chaos_acts import ChaosError, Scene, stop_after
 from support.chaos_check import read_events
 from support.chaos_cluster import BUCKET, END_S, Cluster, undecided
 from support.chaos_events import Events
 from support.chaos_nursery import Nursery
-from support.chaos_schedule import Event, schedule
+from support.chaos_schedule import ACTS, Event, act, schedule
 from support.cli import pannier
 from support.gcs_server import GcsServer
 from support.stretch import FACTOR, stretched
@@ -40,10 +42,6 @@ _FIRST_S = 40.0
 _SETTLE_S = 20.0
 """Until the daemons have nothing left to do, once the ranks have ended."""
 _CHECK_S = 60.0
-
-
-class ChaosError(AssertionError):
-    """What must hold doesn't."""
 
 
 @dataclass
@@ -81,11 +79,15 @@ class Chaos:
     def __exit__(self, *details: object) -> None:
         self._stack.close()
 
-    def run_seed(self, seed: int, seconds: float = SECONDS) -> Outcome:
-        """Runs the schedule of a seed; what went wrong is in the outcome."""
-        return self.run_events(seed, schedule(seed, seconds))
+    def run_seed(self, seed: int, seconds: float = SECONDS, last: str = "") -> Outcome:
+        """Runs the schedule of a seed; what went wrong is in the outcome.
 
-    def run_events(self, seed: int, events: list[Event]) -> Outcome:
+        Args:
+            last: one of ``ACTS``, to go by instead of the seed's.
+        """
+        return self.run_events(seed, schedule(seed, seconds), last or act(seed))
+
+    def run_events(self, seed: int, events: list[Event], last: str) -> Outcome:
         """The same with a schedule of one's own."""
         outcome = Outcome(seed)
         began = time.monotonic()
@@ -95,7 +97,7 @@ class Chaos:
         try:
             with Cluster(directory, seed, name, self._nursery, self._server) as cluster:
                 try:
-                    self._run(cluster, events, outcome)
+                    self._run(cluster, events, last, outcome)
                 except AssertionError as error:
                     outcome.problems.append(f"{error}\n{cluster.statuses()}")
         except AssertionError as error:
@@ -103,7 +105,7 @@ class Chaos:
         outcome.seconds = time.monotonic() - began
         return outcome
 
-    def _run(self, cluster: Cluster, events: list[Event], outcome: Outcome) -> None:
+    def _run(self, cluster: Cluster, events: list[Event], act: str, outcome: Outcome) -> None:
         cluster.start_ranks(4)
         _await_first(cluster)
         happening = Events(cluster)
@@ -112,6 +114,11 @@ class Chaos:
         finally:
             outcome.happened = happening.happened
             outcome.passed_over = happening.passed_over
+        cluster.server.clear()
+        scene = Scene(cluster, lambda busy: _watch(cluster, busy))
+        scene.await_commits()
+        outcome.happened.append(f"       then {act.replace('_', ' ')}")
+        getattr(chaos_acts, act)(scene)
         cluster.server.clear()
         last = _end_ranks(cluster)
         _settle(cluster)
@@ -176,6 +183,9 @@ def _watch(cluster: Cluster, busy: set[str]) -> None:
 def _end_ranks(cluster: Cluster) -> int:
     """Lets the ranks make one more save together and end; returns its number."""
     current = cluster.current
+    if current.stop.exists():
+        _await_end(cluster)
+        return int(current.stop.read_text())
 
     def begun() -> list[int]:
         return [
@@ -186,9 +196,13 @@ def _end_ranks(cluster: Cluster) -> int:
 
     _await("the ranks save again", lambda: len(begun()) >= current.world, _FIRST_S)
     last = max(begun()) + 3
-    partial = current.stop.with_suffix(".part")
-    partial.write_text(str(last))
-    os.replace(partial, current.stop)
+    stop_after(cluster, last)
+    _await_end(cluster)
+    return last
+
+
+def _await_end(cluster: Cluster) -> None:
+    current = cluster.current
 
     def ended() -> bool:
         for child in current.children:
@@ -197,7 +211,6 @@ def _end_ranks(cluster: Cluster) -> int:
         return current.ended
 
     _await("the ranks end", ended, 3 * END_S)
-    return last
 
 
 def _settle(cluster: Cluster) -> None:
@@ -266,6 +279,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=_seeds, default="1-10", help="for example 17 or 3,20-30")
     parser.add_argument("--minutes", type=float, default=30, help="no new seed is begun after that")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="of chaos per seed")
+    parser.add_argument(
+        "--act", choices=ACTS, default="", help="what comes last, whatever the seed"
+    )
     parser.add_argument("--verbose", action="store_true", help="show what happened in every seed")
     options = parser.parse_args()
     console = Console(width=140, highlight=False)
@@ -279,7 +295,7 @@ def main() -> None:
             if time.monotonic() > deadline:
                 console.print(f"{options.minutes:g} minutes are over before seed {seed}")
                 break
-            outcome = chaos.run_seed(seed, options.seconds)
+            outcome = chaos.run_seed(seed, options.seconds, options.act)
             counts = [
                 str(outcome.counts.get(name, ""))
                 for name in ("saves", "committed", "failed", "unknown")
@@ -299,7 +315,8 @@ def main() -> None:
         return
     stretch = f"PANNIER_TEST_STRETCH={FACTOR:g} " if FACTOR != 1 else ""
     for seed in failed:
-        console.print(f"again: {stretch}make chaos SEEDS={seed} SECONDS={options.seconds:g}")
+        more = f" ACT={options.act}" if options.act else ""
+        console.print(f"again: {stretch}make chaos SEEDS={seed} SECONDS={options.seconds:g}{more}")
     console.print(f"logs: {directory}")
     sys.exit(1)
 

@@ -125,6 +125,9 @@ def check(arguments: Mapping[str, Any]) -> int:
             report.problems.append(
                 f"{_name(key, save)} was committed, but {standing.get(save.id, 'nothing')} is there"
             )
+    if standing:
+        newest = max(standing, key=lambda id: standing[id])
+        report.problems += asyncio.run(_not_newest(root, newest))
     left = leftovers(names, root, attempts)
     if left:
         report.problems.append(f"left by gc: {left[:5]}")
@@ -145,6 +148,28 @@ async def _listed(root: str) -> list[str]:
         return [each.key for each in await store.list("")]
     finally:
         await store.close()
+
+
+async def _not_newest(root: str, newest: str) -> list[str]:
+    """What takes another checkpoint than ``newest`` for the newest one of the root."""
+    from pannier import client
+    from pannier.records.listing import list_checkpoints
+    from pannier.records.retention import Policy, judge
+    from pannier.storage import open_store
+
+    store = open_store(root)
+    try:
+        verdicts = judge(Policy(newest=1), await list_checkpoints(store), job="chaos")
+    finally:
+        await store.close()
+    kept = [f"{root}/{each.checkpoint.name}" for each in verdicts if "newest" in each.reasons]
+    problems = []
+    if kept != [newest]:
+        problems.append(f"retention takes {kept} for the newest checkpoint, which is {newest}")
+    found = await asyncio.to_thread(client.latest, root, no_dist=True)
+    if found != newest:
+        problems.append(f"latest() is {found}, the newest save that was committed is in {newest}")
+    return problems
 
 
 _KEPT = re.compile(r"(?:(?P<id>[^/]+)/)?\.pannier/(?:(?P<attempt>i\d+-[^/]+)/(?P<what>.+)|.*)")

@@ -6,7 +6,9 @@ and their own sidecar, goes over a :class:`support.chaos_links.Link`.
 """
 
 import shutil
+from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
@@ -14,7 +16,7 @@ import grpc
 
 from pannier.v1 import save_pb2, status_pb2, status_pb2_grpc
 from pannier.wire import addresses
-from support import chaos_trainer
+from support import chaos_schedule, chaos_trainer, clocks
 from support.chaos_links import Links
 from support.chaos_nursery import Child, Nursery
 from support.chaos_schedule import HOSTS, LINKS
@@ -38,13 +40,20 @@ PACE_S = 0.15
 
 
 class Incarnation:
-    """One life of the ranks."""
+    """One life of the ranks.
 
-    def __init__(self, number: int, world: int, children: list[Child], stop: Path) -> None:
+    Args:
+        stop, hurry: see :class:`support.chaos_trainer.Trainer`.
+    """
+
+    def __init__(
+        self, number: int, world: int, children: list[Child], stop: Path, hurry: Path
+    ) -> None:
         self.number = number
         self.world = world
         self.children = children
         self.stop = stop
+        self.hurry = hurry
 
     @property
     def ended(self) -> bool:
@@ -81,7 +90,9 @@ class Cluster:
         self.seed = seed
         self.root = f"gs://{BUCKET}/{name}"
         self.server = server
+        self.clocks = chaos_schedule.clocks(seed)
         self.incarnations: list[Incarnation] = []
+        self._jobs: list[Child] = []
         self._nursery = nursery
         self._stack = ExitStack()
 
@@ -140,7 +151,7 @@ class Cluster:
             name,
             address,
             ["coordinator", "--address", address, "--host", name],
-            self._environment("coordinator to storage"),
+            self._environment("coordinator to storage", self.clocks[-1]),
             self.directory,
         )
 
@@ -148,49 +159,95 @@ class Cluster:
         coordinator = self.links[f"sidecar {host} to coordinator"].address
         arguments = ["sidecar", "--address", address, "--coordinator", coordinator]
         arguments += ["--spool", str(self.spools[host]), "--host", f"node-{host}", "--grace", "5"]
-        environment = self._environment(f"sidecar {host} to storage")
+        environment = self._environment(f"sidecar {host} to storage", self.clocks[host])
         return Daemon(f"sidecar {host}", address, arguments, environment, self.directory)
 
-    def _environment(self, link: str) -> dict[str, str]:
-        return clean_environment({"STORAGE_EMULATOR_HOST": f"http://{self.links[link].address}"})
+    def _environment(self, link: str, clock_s: float) -> dict[str, str]:
+        endpoint = {"STORAGE_EMULATOR_HOST": f"http://{self.links[link].address}"}
+        return clean_environment({**endpoint, **clocks.environment(clock_s)})
 
     # Ranks.
 
-    def start_ranks(self, world: int) -> Incarnation:
+    def start_ranks(
+        self,
+        world: int,
+        *,
+        plan_timeout_s: float = PLAN_TIMEOUT_S,
+        save_timeout_s: float = SAVE_TIMEOUT_S,
+    ) -> Incarnation:
         """Begins a new incarnation."""
         number = len(self.incarnations)
-        stop = self.directory / f"stop-{number}"
+        stop, hurry = (self.directory / f"{name}-{number}" for name in ("stop", "hurry"))
         port = free_port()
         children = []
+        timeouts = {
+            "PANNIER_PLAN_TIMEOUT": str(stretched(plan_timeout_s)),
+            "PANNIER_SAVE_TIMEOUT": str(stretched(save_timeout_s)),
+        }
         for rank in range(world):
-            trainer = chaos_trainer.Trainer(
-                root=self.root,
-                seed=self.seed,
-                incarnation=number,
-                world=world,
-                rank=rank,
-                port=port,
-                log=str(self._events(number, rank)),
-                stop=str(stop),
-                pace_s=PACE_S,
-                end_s=stretched(END_S),
-                environment={
-                    "PANNIER_SIDECAR": self.sidecars[host_of(rank, world)].address,
-                    "PANNIER_JOB": "chaos",
-                    "PANNIER_TRANSPORT": transport_of(rank, self.seed),
-                    "PANNIER_PLAN_TIMEOUT": str(stretched(PLAN_TIMEOUT_S)),
-                    "PANNIER_SAVE_TIMEOUT": str(stretched(SAVE_TIMEOUT_S)),
-                },
+            trainer = self._trainer(
+                rank, world, port, log=self._events(number, rank), stop=stop, environment=timeouts
             )
+            trainer = replace(trainer, incarnation=number, hurry=str(hurry))
             name = f"rank {rank} of incarnation {number}"
-            log = self.directory / f"rank-{number}-{rank}.log"
-            arguments = chaos_trainer.encoded(trainer)
-            children.append(
-                self._nursery.start(name, "support.chaos_nursery:run_rank", arguments, log)
-            )
-        incarnation = Incarnation(number, world, children, stop)
+            children.append(self._begin(name, trainer, f"rank-{number}-{rank}"))
+        incarnation = Incarnation(number, world, children, stop, hurry)
         self.incarnations.append(incarnation)
         return incarnation
+
+    def start_job(self, name: str, root: str) -> Incarnation:
+        """Begins another job: a single rank, on the first host, with the same daemons."""
+        stop = self.directory / f"stop-{name}"
+        job = {"PANNIER_JOB": name}
+        trainer = self._trainer(
+            0, 1, free_port(), log=self.job_log(name), stop=stop, environment=job
+        )
+        trainer = replace(trainer, root=root)
+        child = self._begin(f"the rank of job {name}", trainer, f"rank-{name}")
+        self._jobs.append(child)
+        return Incarnation(0, 1, [child], stop, Path())
+
+    def job_log(self, name: str) -> Path:
+        """What the rank of another job wrote down."""
+        return self.directory / f"job-{name}.jsonl"
+
+    def _trainer(
+        self,
+        rank: int,
+        world: int,
+        port: int,
+        *,
+        log: Path,
+        stop: Path,
+        environment: Mapping[str, str],
+    ) -> chaos_trainer.Trainer:
+        host = host_of(rank, world)
+        return chaos_trainer.Trainer(
+            root=self.root,
+            seed=self.seed,
+            incarnation=0,
+            world=world,
+            rank=rank,
+            port=port,
+            log=str(log),
+            stop=str(stop),
+            pace_s=PACE_S,
+            end_s=stretched(END_S),
+            environment={
+                "PANNIER_SIDECAR": self.sidecars[host].address,
+                "PANNIER_JOB": "chaos",
+                "PANNIER_TRANSPORT": transport_of(rank, self.seed),
+                "PANNIER_PLAN_TIMEOUT": str(stretched(PLAN_TIMEOUT_S)),
+                "PANNIER_SAVE_TIMEOUT": str(stretched(SAVE_TIMEOUT_S)),
+                **environment,
+            },
+            clock_s=self.clocks[host],
+        )
+
+    def _begin(self, name: str, trainer: chaos_trainer.Trainer, log: str) -> Child:
+        arguments = chaos_trainer.encoded(trainer)
+        path = self.directory / f"{log}.log"
+        return self._nursery.start(name, "support.chaos_nursery:run_rank", arguments, path)
 
     def _events(self, incarnation: int, rank: int) -> Path:
         return self.directory / f"events-{incarnation}-{rank}.jsonl"
@@ -202,10 +259,9 @@ class Cluster:
     def _kill_ranks(self) -> None:
         import signal
 
-        for incarnation in self.incarnations:
-            for child in incarnation.children:
-                child.signal(signal.SIGKILL)
-                child.ended.wait(10)
+        for child in (*self._jobs, *(c for each in self.incarnations for c in each.children)):
+            child.signal(signal.SIGKILL)
+            child.ended.wait(10)
 
     # What an operator would see.
 

@@ -106,7 +106,8 @@ class Link:
         self._open.add(ours)
         try:
             await asyncio.gather(self._pump(reader, ours), self._pump(theirs, writer))
-        except OSError:
+        except (OSError, asyncio.CancelledError):
+            # The latter from the end of all links: asyncio prints what its callbacks raise.
             pass
         finally:
             for each in (writer, ours):

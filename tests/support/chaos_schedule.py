@@ -122,6 +122,32 @@ _KINDS = {
 KINDS = tuple(_KINDS)
 
 
+ACTS = (
+    "restart_after_long_uploads",
+    "lost_records",
+    "expired_saves",
+    "reverse_commits",
+    "hung_mount",
+    "unreachable_storage",
+)
+"""Each is a function of :mod:`support.chaos_acts`."""
+HOUR_S = 3600.0
+
+
+def act(seed: int) -> str:
+    """What comes at the end, alone, and with an outcome that is certain."""
+    return ACTS[seed % len(ACTS)]
+
+
+def clocks(seed: int) -> tuple[float, float, float]:
+    """How wrong the wall clocks are, in seconds: of each host, and of the coordinator's."""
+    if seed % 5 not in (1, 4):
+        return 0.0, 0.0, 0.0
+    chance = random.Random(f"clocks {seed}")
+    first, second, coordinator = chance.sample([-HOUR_S, 0.0, HOUR_S], 3)
+    return first, second, coordinator
+
+
 def schedule(seed: int, seconds: float, *, gap_s: float = 1.0) -> list[Event]:
     """The events of a seed, in order of time.
 

@@ -24,8 +24,11 @@ def write(path: Path, data: bytes) -> None:
     path.write_bytes(data)
 
 
-def save_id(number: int) -> save_pb2.SaveId:
-    return save_pb2.SaveId(job="job", incarnation="inc", group="g0000000a", number=number)
+def save_of(attempt: str) -> save_pb2.SaveId:
+    """The save whose attempt has this name."""
+    save = identity.Attempt.parse(attempt).save
+    save.job = "job"
+    return save
 
 
 def write_decision(
@@ -39,7 +42,7 @@ def write_decision(
     """The object that ends an attempt."""
     decision = records_pb2.Decision(
         outcome=outcome,
-        save=save_id(identity.Attempt.parse(attempt).number),
+        save=save_of(attempt),
         attempt=attempt,
         plan_id=plan_id,
         metadata_size=len(metadata),
@@ -65,9 +68,7 @@ def write_attempt(
     Returns what stands, or would stand, in ``.metadata``.
     """
     noise = random.Random(attempt)
-    manifest = records_pb2.PlanManifest(
-        save=save_id(identity.Attempt.parse(attempt).number), attempt=attempt
-    )
+    manifest = records_pb2.PlanManifest(save=save_of(attempt), attempt=attempt)
     for rank in range(ranks):
         manifest.members.add(rank=rank, host=f"node-{rank}")
     plan_id = hashlib.sha256(manifest.SerializeToString()).hexdigest()

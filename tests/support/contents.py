@@ -6,13 +6,24 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
+
+
+def without_strides(properties: TensorProperties) -> TensorProperties:
+    """The same; torch 2.15 adds strides, which older versions can't read and nothing uses."""
+    if hasattr(properties, "strides"):
+        properties.strides = None
+    return properties
 
 
 def described(directory: Path) -> dict[str, Any]:
     metadata: Metadata = FileSystemReader(directory).read_metadata()
     entries = {
-        key: (entry.size, entry.properties, sorted((c.offsets, c.sizes) for c in entry.chunks))
+        key: (
+            entry.size,
+            without_strides(entry.properties),
+            sorted((c.offsets, c.sizes) for c in entry.chunks),
+        )
         if hasattr(entry, "chunks")
         else None
         for key, entry in metadata.state_dict_metadata.items()

@@ -21,7 +21,16 @@ FUZZ: Final = settings(
 
 ODD_NAMES = (
     *("..", ".", "", "%2e%2e", "%2f", "..%2f", "\x00", "\n", "\u202e", "\u2025", "\uff0e\uff0e"),
-    *(" ", "~", "a" * 300, ".pannier", ".metadata", "__i1-g00000000-s1_0_0.distcp", "CON", "a\\b"),
+    *(
+        " ",
+        "~",
+        "a" * 300,
+        ".pannier",
+        ".metadata",
+        "__i1-a1-g00000000-s1_0_0.distcp",
+        "CON",
+        "a\\b",
+    ),
     *("\ud800", "é", "e\u0301", "?", "#", "*", "[a]", "{x}", "$HOME", "link", "deep"),
 )
 ODD_SCHEMES = ("", "file://", "gs://", "gcs://", "s3://", "memory://", "http://", "://", "FILE://")
@@ -96,7 +105,7 @@ def _numbers(low: int, high: int) -> st.SearchStrategy[int]:
 _TEXT = st.one_of(
     st.sampled_from([name for name in ODD_NAMES if name.isprintable()]),
     st.sampled_from(
-        ["float32", "int8", "strided", "contiguous_format", "w", "i1-g00000000-s1", "load", "0"]
+        ["float32", "int8", "strided", "contiguous_format", "w", "i1-a1-g00000000-s1", "load", "0"]
     ),
     st.text(st.characters(exclude_categories=["Cs"]), max_size=12),
 )

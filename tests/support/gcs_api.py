@@ -16,10 +16,11 @@ from urllib.parse import parse_qsl, quote, unquote, urlsplit
 from aiohttp import web
 
 from support.gcs_faults import Fault, Faults
-from support.gcs_objects import Bucket, Content, Objects, Refused
+from support.gcs_objects import HOLDS, Bucket, Content, Objects, Refused
 
 GRANULE = 256 << 10
 """An unfinished upload holds a multiple of this."""
+OPTIONS = ("ignore_preconditions", "ignore_delete_preconditions", "ignore_checksums")
 _KEPT_REQUESTS = 10_000
 _OBJECT = r"/storage/v1/b/(?P<bucket>[^/]+)/o/(?P<name>[^/]+)"
 _ROUTES = [
@@ -39,6 +40,7 @@ _ROUTES = [
         ("POST", _OBJECT + r"/(?P<verb>moveTo)/o/(?P<to_name>[^/]+)", "copy"),
         ("GET", r"/storage/v1/b/(?P<bucket>[^/]+)/o/?", "list_objects"),
         ("GET", r"/storage/v1/b/(?P<bucket>[^/]+)", "get_bucket"),
+        ("GET", r"/storage/v1/b/(?P<bucket>[^/]+)/storageLayout", "get_layout"),
         ("DELETE", r"/storage/v1/b/(?P<bucket>[^/]+)", "delete_bucket"),
         ("GET", r"/storage/v1/b/?", "list_buckets"),
         ("POST", r"/storage/v1/b/?", "create_bucket"),
@@ -124,7 +126,14 @@ class Service:
         url = urlsplit(request.raw_path)
         content_range = request.headers.get("Content-Range", "")
         own = url.path.startswith("/_admin/")
-        fault = None if own else self.faults.find(request.method, request.raw_path, content_range)
+        fault = None
+        if not own:
+            fault = self.faults.find(
+                request.method,
+                request.raw_path,
+                content_range=content_range,
+                authorization=request.headers.get("Authorization", ""),
+            )
         if not own:
             self.requests.append([request.method, request.raw_path, content_range])
             del self.requests[:-_KEPT_REQUESTS]
@@ -135,8 +144,10 @@ class Service:
                 raise Cut
             if fault and fault.kind == "status":
                 await drain(request)
-                return error(fault.status, fault.message, "injected", fault.headers or {})
+                return error(fault.status, fault.message, fault.reason, fault.headers or {})
             answer = await self._route(request, url.path, url.query, fault)
+            if fault and fault.kind == "answered":
+                return web.Response(status=fault.status, text=fault.body, headers=fault.headers)
             if fault and fault.kind == "lost":
                 raise Cut
             return answer
@@ -260,6 +271,12 @@ class Service:
                 content.truncate(content.size // GRANULE * GRANULE)
                 held = {"Range": f"bytes=0-{content.size - 1}"} if content.size else {}
                 return web.Response(status=308, reason="Resume Incomplete", headers=held)
+            if call.fault and call.fault.kind == "unfinished":
+                return web.Response(
+                    status=308,
+                    reason="Resume Incomplete",
+                    headers={"Range": f"bytes=0-{content.size - 1}"},
+                )
             apply_hash_header(session.metadata, call.request)
             try:
                 session.resource = self._commit(
@@ -342,7 +359,7 @@ class Service:
         found = self.objects.get(call.match["bucket"], call.match["name"])
         self.objects.check(found, call.query)
         changes = await call.json()
-        for key in ("metadata", "contentType", "cacheControl", "contentEncoding"):
+        for key in (*HOLDS, "metadata", "contentType", "cacheControl", "contentEncoding"):
             if key in changes:
                 found.resource[key] = changes[key]
         found.resource["metageneration"] = str(int(found.metageneration) + 1)
@@ -409,17 +426,31 @@ class Service:
     async def _get_bucket(self, call: Call) -> web.Response:
         return web.json_response(bucket_resource(self.objects.bucket(call.match["bucket"])))
 
+    async def _get_layout(self, call: Call) -> web.Response:
+        bucket = self.objects.bucket(call.match["bucket"])
+        return web.json_response(
+            {
+                "kind": "storage#storageLayout",
+                "bucket": bucket.name,
+                "location": "US-CENTRAL1" if bucket.zonal else "US",
+                "locationType": "zone" if bucket.zonal else "multi-region",
+                "hierarchicalNamespace": {"enabled": bucket.zonal},
+            }
+        )
+
     async def _list_buckets(self, call: Call) -> web.Response:
         items = [bucket_resource(self.objects.buckets[n]) for n in sorted(self.objects.buckets)]
         return web.json_response({"kind": "storage#buckets", "items": items})
 
     async def _create_bucket(self, call: Call) -> web.Response:
-        name = str((await call.json()).get("name", ""))
+        order = await call.json()
+        name = str(order.get("name", ""))
         if not re.fullmatch(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]", name):
             raise Refused(400, f"Invalid bucket name: '{name}'")
         if name in self.objects.buckets:
             raise Refused(409, "Your previous request to create the named bucket succeeded.")
-        self.objects.buckets[name] = Bucket(name)
+        zonal = order.get("storageClass") == "RAPID"
+        self.objects.buckets[name] = Bucket(name, zonal=zonal)
         return web.json_response(bucket_resource(self.objects.buckets[name]))
 
     async def _delete_bucket(self, call: Call) -> web.Response:
@@ -438,7 +469,7 @@ class Service:
             self.faults.clear()
         elif what == "options" and method == "PUT":
             for name, value in (await call.json()).items():
-                if name not in ("ignore_preconditions", "ignore_checksums"):
+                if name not in OPTIONS:
                     raise Refused(400, f"unknown option {name}")
                 setattr(self.objects, name, bool(value))
         elif method != "GET":
@@ -506,8 +537,8 @@ def bucket_resource(bucket: Bucket) -> dict[str, Any]:
         "projectNumber": "0",
         "metageneration": "1",
         "location": "US",
-        "locationType": "multi-region",
-        "storageClass": "STANDARD",
+        "locationType": "zone" if bucket.zonal else "multi-region",
+        "storageClass": "RAPID" if bucket.zonal else "STANDARD",
         "timeCreated": bucket.created,
         "updated": bucket.created,
     }

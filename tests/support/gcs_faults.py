@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
-Kind = Literal["status", "reset", "delay", "partial", "lost", "corrupt"]
+Kind = Literal["status", "reset", "delay", "partial", "lost", "corrupt", "answered", "unfinished"]
 
 
 @dataclass
@@ -18,6 +18,8 @@ class Fault:
     ``partial``: keeps the first ``bytes`` of the body, then resets the connection.
     ``lost``: does everything, then resets the connection instead of answering.
     ``corrupt``: flips a bit of the body before it is kept, or of the content that is sent.
+    ``answered``: does everything, then answers with ``status`` and ``body`` instead.
+    ``unfinished``: takes an upload's last bytes, but answers 308 and makes no object of them yet.
     """
 
     kind: Kind
@@ -27,6 +29,10 @@ class Fault:
     """Searched as a regular expression in path and query, as they were sent."""
     content_range: str = ""
     """The same, in the header Content-Range."""
+    authorization: str = ""
+    """The same, in the header Authorization."""
+    security_token: str = ""
+    """The same, in the header X-Amz-Security-Token."""
     times: int = 1
     """How many matching requests it befalls; -1: all."""
     skip: int = 0
@@ -34,6 +40,9 @@ class Fault:
     status: int = 503
     code: str = "SlowDown"
     """Of S3's errors."""
+    reason: str = "injected"
+    """Of GCS' errors."""
+    body: str = ""
     message: str = "injected"
     headers: Mapping[str, str] | None = None
     seconds: float = 0.0
@@ -44,13 +53,13 @@ class Fault:
         if self.kind not in get_args(Kind):
             raise ValueError(f"unknown kind of fault: {self.kind!r}")
 
-    def applies(self, method: str, path: str, content_range: str) -> bool:
+    def applies(self, method: str, path: str, **headers: str) -> bool:
         """Whether it befalls this request; counts."""
         if (
             self.times == 0
             or (self.method and self.method != method)
             or not re.search(self.path, path)
-            or not re.search(self.content_range, content_range)
+            or any(not re.search(getattr(self, name), headers[name]) for name in headers)
         ):
             return False
         if self.skip:
@@ -76,9 +85,13 @@ class Faults:
     def clear(self) -> None:
         self.rules.clear()
 
-    def find(self, method: str, path: str, content_range: str) -> Fault | None:
-        """The first rule that befalls this request."""
-        return next((r for r in self.rules if r.applies(method, path, content_range)), None)
+    def find(self, method: str, path: str, **headers: str) -> Fault | None:
+        """The first rule that befalls this request.
+
+        Args:
+            headers: those that a rule may be about, by its field's name; empty when absent.
+        """
+        return next((rule for rule in self.rules if rule.applies(method, path, **headers)), None)
 
     def json(self) -> list[dict[str, Any]]:
         return [asdict(rule) for rule in self.rules]

@@ -16,6 +16,9 @@ MD5_LIMIT = 32 << 20
 """Larger objects carry no md5Hash (as composite ones don't in GCS): it costs more than the rest."""
 
 
+HOLDS = {"temporaryHold": "Temporary", "eventBasedHold": "Event-Based"}
+
+
 class Refused(Exception):
     """An answer in the API's error form."""
 
@@ -97,6 +100,8 @@ class StoredObject:
 @dataclass
 class Bucket:
     name: str
+    zonal: bool = False
+    """A Rapid bucket: its objects are written over gRPC only."""
     created: str = field(default_factory=now)
     objects: dict[str, StoredObject] = field(default_factory=dict)
 
@@ -109,6 +114,7 @@ class Objects:
         directory.mkdir(parents=True, exist_ok=True)
         self.buckets: dict[str, Bucket] = {}
         self.ignore_preconditions = False
+        self.ignore_delete_preconditions = False
         self.ignore_checksums = False
         self._numbers = itertools.count()
         self._generation = int(time.time() * 1e6)
@@ -150,12 +156,15 @@ class Objects:
         self, bucket: str, metadata: dict[str, Any], content: Content, query: dict[str, str]
     ) -> StoredObject:
         """Makes ``content`` the object's live generation, if preconditions and checksums hold."""
+        if self.bucket(bucket).zonal:
+            raise Refused(400, "This bucket does not support this operation over this API.")
         place = self.bucket(bucket).objects
         name = str(metadata["name"])
         old = place.get(name)
         md5 = content.md5_text()
         try:
             self.check(old, query)
+            check_holds(bucket, name, old)
             for key, actual, title in (
                 ("crc32c", content.crc_text, "CRC32C"),
                 ("md5Hash", md5, "MD5 hash"),
@@ -200,9 +209,10 @@ class Objects:
 
     def delete(self, bucket: str, name: str, query: dict[str, str]) -> None:
         found = self.bucket(bucket).objects.get(name)
-        if found is not None:
+        if found is not None and not self.ignore_delete_preconditions:
             self.check(found, query)
         self.get(bucket, name, query.get("generation"))
+        check_holds(bucket, name, found)
         self.bucket(bucket).objects.pop(name).path.unlink(missing_ok=True)
 
     def list(self, bucket: str, query: dict[str, str]) -> dict[str, Any]:
@@ -242,3 +252,15 @@ def _page(items: list[dict[str, Any]], prefixes: list[str], token: str | None) -
     if token:
         page["nextPageToken"] = token
     return page
+
+
+def check_holds(bucket: str, name: str, found: StoredObject | None) -> None:
+    """Raises 403 when a hold keeps the object from being replaced or deleted."""
+    for key, title in HOLDS.items():
+        if found is not None and found.resource.get(key):
+            raise Refused(
+                403,
+                f"Object '{bucket}/{name}' is under active {title} hold and cannot be deleted, "
+                "overwritten or archived until hold is removed.",
+                "objectUnderActiveHold",
+            )

@@ -88,7 +88,9 @@ class GcsServer:
         self._admin("DELETE", "faults")
 
     def options(self, **options: bool) -> None:
-        """``ignore_preconditions``, ``ignore_checksums``."""
+        """``ignore_preconditions`` (of writes and deletes), ``ignore_delete_preconditions``,
+        ``ignore_checksums``.
+        """
         self._admin("PUT", "options", options)
 
     def requests(self) -> list[list[str]]:

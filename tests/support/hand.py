@@ -3,6 +3,7 @@
 They are neither as heavy as trainers nor as shy: each step of a save is a call of its own.
 """
 
+import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -123,7 +124,7 @@ def renamed(given: plan_pb2.FinalPlan, number: int) -> plan_pb2.FinalPlan:
     final = plan_pb2.FinalPlan()
     final.CopyFrom(given)
     old = identity.Attempt.parse(given.attempt)
-    final.attempt = identity.Attempt(old.incarnation_number, number, old.group).name
+    final.attempt = dataclasses.replace(old, number=number).name
     for file in final.files:
         name = file.name.removeprefix(identity.data_prefix(old.name))
         file.name = identity.data_prefix(final.attempt) + name

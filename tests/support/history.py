@@ -67,7 +67,7 @@ class History:
         await self._commit(attempt)
 
     async def _begin(self) -> None:
-        name = identity.Attempt(1, len(self._tries) + 1, "g0000000a")
+        name = identity.Attempt(1, len(self._tries) + 1, "g0000000a", "i")
         attempt = _Try(name)
         message = records_pb2.PlanManifest(save=self._save(attempt), attempt=name.name)
         for rank in range(RANKS):
@@ -77,7 +77,9 @@ class History:
         self._tries.append(attempt)
 
     def _save(self, attempt: _Try) -> save_pb2.SaveId:
-        return save_pb2.SaveId(job="j", incarnation="i", group="g", number=attempt.name.number)
+        save = attempt.name.save
+        save.job = "j"
+        return save
 
     def _pick(self) -> _Try | None:
         going = [attempt for attempt in self._tries if attempt.decision is None]

@@ -34,8 +34,8 @@ def check(checkpoint_id: str, value: float, mib: int = 8) -> None:
     assert blank["step"] == value
 
 
-def saving(daemons: Daemons, **settings: Any) -> Client:
-    return Client(load_settings(sidecar=daemons.sidecar_address, job="test", **settings))
+def saving(daemons: Daemons, job: str = "test", **settings: Any) -> Client:
+    return Client(load_settings(sidecar=daemons.sidecar_address, job=job, **settings))
 
 
 def transport(daemons: Daemons, checkpoint_id: str) -> str:

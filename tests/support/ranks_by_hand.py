@@ -27,6 +27,8 @@ from pannier.v1 import (
     records_pb2,
     save_pb2,
     sidecar_pb2,
+    status_pb2,
+    status_pb2_grpc,
 )
 from pannier.wire import addresses, errors, identity, plans
 from pannier.wire.version import WIRE_VERSION
@@ -304,6 +306,32 @@ class Desk:
         self._sidecars.append(sidecar)
         await sidecar.open(*reports)
         return sidecar
+
+    async def await_status(
+        self,
+        place: str,
+        wanted: Callable[[save_pb2.SaveStatus], bool],
+        timeout_s: float = 10,
+    ) -> save_pb2.SaveStatus:
+        """The first status of the newest save to ``place`` that is as it is wanted."""
+        stub = status_pb2_grpc.StatusStub(self.channel)
+
+        async def ask() -> save_pb2.SaveStatus:
+            while True:
+                with suppress(grpc.aio.AioRpcError):  # It has not begun yet.
+                    answer = await stub.GetSave(status_pb2.GetSaveRequest(id=place))
+                    if wanted(answer.save):
+                        return answer.save
+                await asyncio.sleep(0.01)
+
+        return await asyncio.wait_for(ask(), timeout_s)
+
+    async def await_plans(self, place: str, *ranks: int) -> save_pb2.SaveStatus:
+        """Returns when the local plans of these ranks have arrived, and others are waited for."""
+        return await self.await_status(
+            place,
+            lambda save: bool(save.waiting_on.ranks) and not {*ranks} & {*save.waiting_on.ranks},
+        )
 
     async def close(self) -> None:
         for sidecar in self._sidecars:

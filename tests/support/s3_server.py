@@ -49,7 +49,8 @@ class _Faulty:
 
     def __call__(self, environ: Environ, start_response: Callable[..., Any]) -> Iterable[bytes]:
         method, path = environ["REQUEST_METHOD"], environ["REQUEST_URI"]
-        fault = self.faults.find(method, path, "")
+        token = environ.get("HTTP_X_AMZ_SECURITY_TOKEN", "")
+        fault = self.faults.find(method, path, security_token=token)
         self.requests.append([method, path])
         try:
             return self._serve(environ, start_response, fault)
@@ -93,6 +94,9 @@ class _Faulty:
             parts = list(self._app(environ, lambda *rest: began.append(rest)))
         if kind == "lost":
             raise _Cut
+        if kind == "answered":
+            assert fault is not None
+            return answer(start_response, fault.status, fault.code, fault.message, fault.headers)
         if kind == "corrupt" and not data and parts:
             parts[-1] = parts[-1][:-1] + bytes([parts[-1][-1] ^ 0x10])
         start_response(*began[0])

@@ -30,6 +30,16 @@ class Failing(Unsteady):
         self.denied = False
         """Denies all writes."""
         self.tries = 0
+        self.unreadable = False
+        """Refuses all reads."""
+        self.asked: list[str] = []
+        """Keys whose reading was refused."""
+
+    async def read(self, key: str, offset: int = 0, length: int | None = None) -> bytes:
+        if self.unreadable:
+            self.asked.append(key)
+            raise StorageError(f"{key}: 503")
+        return await super().read(key, offset, length)
 
     async def _write(self, key: str, write: Callable[[], Awaitable[ObjectInfo]]) -> ObjectInfo:
         if self.denied:
@@ -44,9 +54,24 @@ class Failing(Unsteady):
 class OnePlace(Places):
     """Gives the test's store out."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Failing) -> None:
         super().__init__()
         self.store = store
+        self.unreachable = False
+        """Nothing is told of any root."""
+
+    async def contact(self, context: sidecar_pb2.SaveContext) -> None:
+        self._reach(context)
+        await super().contact(context)
+
+    async def find_attempt(self, context: sidecar_pb2.SaveContext) -> identity.Attempt | None:
+        self._reach(context)
+        return await super().find_attempt(context)
+
+    def _reach(self, context: sidecar_pb2.SaveContext) -> None:
+        if self.unreachable:
+            self.store.asked.append("root")
+            raise StorageError(f"{context.checkpoint_id}: 503")
 
     def open(self, checkpoint_id: str) -> Store:
         return self.store
@@ -61,7 +86,8 @@ class Scene:
         self.checkpoint_id = checkpoint_id or f"memory://conduct-{next(_places)}/step"
         self.plain = open_store(self.checkpoint_id)
         self.store = Failing(self.plain)
-        self.conductor = Conductor(OnePlace(self.store), Planners(), host=host, threads=threads)
+        self.places = OnePlace(self.store)
+        self.conductor = Conductor(self.places, Planners(), host=host, threads=threads)
         self.board = Board()
         self.registry = Registry(self.board, begin=self.conductor.begin, suspect_after_s=5)
         self.plans = rank_plans(local_plan([tensor("w", 4)]), local_plan([tensor("b", 4)]))

@@ -30,7 +30,7 @@ PLAN_ID = "0123456789abcdef"
 
 def attempt_of(save: save_pb2.SaveId) -> str:
     """The attempt that the scripted coordinator gives a save."""
-    return identity.Attempt(1, save.number, save.group).name
+    return identity.Attempt(1, save.number, save.group, save.incarnation).name
 
 
 class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):

@@ -52,7 +52,7 @@ class ScriptedSidecar(sidecar_pb2_grpc.SidecarServicer):
         """Write streams break when a file has so many bytes; one entry a stream."""
         self.stall_at: list[int] = []
         """Write streams stop reading when a file has so many bytes; one entry a stream."""
-        self.attempt = "i1-g00000000-s1"
+        self.attempt = "i1-a1-g00000000-s1"
         self.forgetful = False
         """Whether it wants the local plan of whoever goes by a kept one."""
         self.files: dict[str, Spool] = {}

@@ -17,7 +17,7 @@ from pannier.client.staging import Staged, stage
 from pannier.v1 import plan_pb2
 from pannier.wire import identity, layout, plans
 
-ATTEMPT = "i1-g00000000-s1"
+ATTEMPT = "i1-a1-g00000000-s1"
 
 
 def plan(

@@ -1,3 +1,4 @@
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -6,12 +7,15 @@ import fsspec
 import pytest
 
 from pannier.client import checkpoints
-from pannier.client.places import Place
+from pannier.client.places import Place, Stat
 from pannier.v1 import records_pb2
-from pannier.wire.errors import InvalidRequestError, PannierError, StorageError
+from pannier.wire import identity
+from pannier.wire.errors import IntegrityError, InvalidRequestError, PannierError, StorageError
 from support.checkpoints import write, write_attempt, write_decision
+from support.cli import pannier_here as pannier
 from support.gcs_server import GcsServer
 from support.ranks import run_in_turn
+from support.s3_server import S3Server
 
 
 def commit(root: Path, name: str, at: float) -> str:
@@ -23,6 +27,93 @@ def commit(root: Path, name: str, at: float) -> str:
 
 def names(root: Any) -> list[str]:
     return [Path(found.checkpoint_id).name for found in checkpoints.list_checkpoints(root)]
+
+
+def saved(root: Path, name: str, attempt: str, at: float) -> str:
+    """A checkpoint of Pannier's whose ``.metadata`` was written at ``at``."""
+    write_attempt(root / name, attempt, ranks=1, files=1, size=10)
+    os.utime(root / name / ".metadata", (at, at))
+    return str(root / name)
+
+
+def test_the_order_is_that_of_the_saves_and_not_of_their_commits(tmp_path: Path) -> None:
+    ids = [
+        saved(tmp_path, "step-100", "i1-inc-g0000000a-s9", 300),
+        saved(tmp_path, "step-200", "i1-inc-g0000000a-s10", 200),
+        # After a restart, by a host whose clock is behind.
+        saved(tmp_path, "step-150", "i2-inc-g0000000a-s1", 100),
+    ]
+    found = checkpoints.list_checkpoints(tmp_path)
+    assert [each.checkpoint_id for each in found] == ids
+    assert [each.attempt for each in found] == [
+        "i1-inc-g0000000a-s9",
+        "i1-inc-g0000000a-s10",
+        "i2-inc-g0000000a-s1",
+    ]
+    assert checkpoints.latest(tmp_path) == ids[-1]
+
+
+def test_what_pannier_did_not_write_comes_first(tmp_path: Path) -> None:
+    foreign = [commit(tmp_path, "plain-2", 900), commit(tmp_path, "plain-1", 1000)]
+    assert checkpoints.latest(tmp_path) == foreign[1]
+    # Written over ours by a plain writer: whose it is isn't known.
+    saved(tmp_path, "over", "i3-inc-g0000000a-s1", 1)
+    write(tmp_path / "over" / ".metadata", b"a plain writer's")
+    os.utime(tmp_path / "over" / ".metadata", (950, 950))
+    own = saved(tmp_path, "step-1", "i1-inc-g0000000a-s1", 10)
+    assert names(tmp_path) == ["plain-2", "over", "plain-1", "step-1"]
+    assert checkpoints.latest(tmp_path) == own
+
+
+def test_it_is_the_attempt_that_stands_which_orders(tmp_path: Path) -> None:
+    """Newer attempts at the same id: one under way, one aborted, one decided but not installed."""
+    saved(tmp_path, "step-1", "i1-inc-g0000000a-s1", 500)
+    standing = (tmp_path / "step-1" / ".metadata").read_bytes()
+    newest = saved(tmp_path, "step-2", "i1-inc-g0000000a-s2", 400)
+    write_attempt(tmp_path / "step-1", "i1-inc-g0000000a-s3", commit=False)
+    write_decision(tmp_path / "step-1", "i1-inc-g0000000a-s4", records_pb2.OUTCOME_ABORT)
+    write_attempt(tmp_path / "step-1", "i1-inc-g0000000a-s5", ranks=1, files=1, size=10)
+    write(tmp_path / "step-1" / ".metadata", standing)
+    assert [each.attempt for each in checkpoints.list_checkpoints(tmp_path)] == [
+        "i1-inc-g0000000a-s1",
+        "i1-inc-g0000000a-s2",
+    ]
+    assert checkpoints.latest(tmp_path) == newest
+
+
+def test_a_damaged_decision_of_the_newest_is_an_error_and_one_of_an_older_is_not(
+    tmp_path: Path,
+) -> None:
+    old = saved(tmp_path, "step-1", "i1-inc-g0000000a-s1", 1)
+    new = saved(tmp_path, "step-2", "i1-inc-g0000000a-s2", 2)
+    write(Path(old) / identity.decision("i1-inc-g0000000a-s1"), b"{")
+    assert checkpoints.latest(tmp_path) == new
+    write(Path(new) / identity.decision("i1-inc-g0000000a-s2"), b"{")
+    with pytest.raises(IntegrityError, match="i1-inc-g0000000a-s2/decision is damaged"):
+        checkpoints.latest(tmp_path)
+
+
+def test_the_newest_of_many_takes_a_listing_each_and_few_requests_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(1, 21):
+        saved(tmp_path, f"step-{number}", f"i1-inc-g0000000a-s{number}", 100 - number)
+    asked: list[str] = []
+
+    def count(method: str) -> None:
+        ask = getattr(Place, method)
+
+        def counting(self: Place, *names: str) -> Any:
+            asked.append(self.url)
+            return ask(self, *names)
+
+        monkeypatch.setattr(Place, method, counting)
+
+    for method in ("list", "stat", "read"):
+        count(method)
+    assert checkpoints.latest(tmp_path) == str(tmp_path / "step-20")
+    # The numbers of incarnations, the root, each directory; .metadata and decision of one.
+    assert len(asked) == 1 + 1 + 20 + 2
 
 
 def test_oldest_first_whatever_the_names(tmp_path: Path) -> None:
@@ -48,9 +139,9 @@ def test_of_one_time_by_name_and_numbers_count(tmp_path: Path) -> None:
 
 def test_what_is_not_committed_is_no_checkpoint(tmp_path: Path) -> None:
     committed = commit(tmp_path, "step-1", 1)
-    write_attempt(tmp_path / "step-2", "i1-g0000000a-s2", commit=False)
-    write_attempt(tmp_path / "step-3", "i1-g0000000a-s3", commit=False)
-    write_decision(tmp_path / "step-3", "i1-g0000000a-s3", records_pb2.OUTCOME_ABORT)
+    write_attempt(tmp_path / "step-2", "i1-inc-g0000000a-s2", commit=False)
+    write_attempt(tmp_path / "step-3", "i1-inc-g0000000a-s3", commit=False)
+    write_decision(tmp_path / "step-3", "i1-inc-g0000000a-s3", records_pb2.OUTCOME_ABORT)
     write(tmp_path / "step-4" / "__0_0.distcp", b"half")
     write(tmp_path / "step-5" / "deeper" / ".metadata", b"")
     write(tmp_path / ".pannier" / "incarnations" / "000000000001", b"{}")
@@ -89,19 +180,37 @@ def test_a_bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert checkpoints.list_checkpoints("gs://bucket")[-1:] == []
 
 
+def test_a_bucket_that_does_not_exist_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with GcsServer(tmp_path) as gcs, S3Server() as s3:
+        for storage, options in (("gs", {"endpoint_url": gcs.url}), ("s3", s3.options)):
+            for empty in ("bucket", "bucket/run"):
+                assert checkpoints.latest(f"{storage}://{empty}", storage_options=options) is None
+            for root in ("no-such-bucket", "no-such-bucket/run/deep"):
+                url = f"{storage}://{root}"
+                with pytest.raises(StorageError, match=f"{url}: its bucket doesn't exist"):
+                    checkpoints.latest(url, storage_options=options)
+                with pytest.raises(StorageError, match="its bucket doesn't exist"):
+                    checkpoints.list_checkpoints(url, storage_options=options)
+                listed = pannier("ls", url, "--storage-options", json.dumps(options))
+                assert listed.code != 0
+                assert "bucket does not exist" in listed.err
+
+
 def test_what_can_not_be_read_is_an_error_and_not_an_older_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commit(tmp_path, "step-1", 1)
     commit(tmp_path, "step-2", 2)
-    original = Place.modified
+    original = Place.stat
 
-    def failing(self: Place, name: str) -> float:
+    def failing(self: Place, name: str) -> Stat:
         if self.url.endswith("step-2"):
             raise StorageError("storage is away")
         return original(self, name)
 
-    monkeypatch.setattr(Place, "modified", failing)
+    monkeypatch.setattr(Place, "stat", failing)
     with pytest.raises(StorageError, match="storage is away"):
         checkpoints.latest(tmp_path)
 

@@ -17,7 +17,7 @@ from support.checkpoints import write, write_attempt, write_decision
 from support.cli import Result
 from support.cli import pannier_here as pannier
 
-FIRST, SECOND, THIRD = "i1-g0000000a-s1", "i1-g0000000a-s2", "i2-g0000000a-s1"
+FIRST, SECOND, THIRD = "i1-inc-g0000000a-s1", "i1-inc-g0000000a-s2", "i2-inc-g0000000a-s1"
 NOW = ("--grace", "0", "--abandoned-after", "0")
 
 
@@ -89,6 +89,32 @@ def test_a_late_upload_of_an_aborted_attempt_goes(place: Path) -> None:
     (line,) = lines(pannier("gc", str(place.parent), "--json"), "removed")
     assert (line["name"], line["bytes"]) == (late.name, 4)
     assert names(place) == {identity.decision(FIRST)}
+
+
+def test_the_decision_of_an_aborted_attempt_goes_when_it_is_old_and_alone(place: Path) -> None:
+    write_attempt(place, SECOND)
+    kept = names(place)
+    never = place.parent / "step-2"
+    write_decision(place, FIRST, records_pb2.OUTCOME_ABORT)
+    for directory, attempt in ((place, THIRD), (never, FIRST)):
+        write_decision(directory, attempt, records_pb2.OUTCOME_ABORT)
+        write(directory / identity.data_file(attempt, 0, 0), b"late")
+    assert len(lines(pannier("gc", str(place.parent), "--json"), "removed")) == 2
+    assert lines(pannier("gc", str(place.parent), "--json"), "removed") == []
+    age(place.parent, 86_401)
+    # Something came late once more.
+    write(place / identity.data_file(THIRD, 1, 0), b"late")
+    removed = lines(pannier("gc", str(place.parent), "--json"), "removed")
+    assert {(line["name"], line["reason"]) for line in removed} == {
+        (identity.decision(FIRST), "aborted"),
+        (identity.data_file(THIRD, 1, 0), "aborted"),
+    }
+    assert names(place) == kept | {identity.decision(THIRD)}
+    assert not never.exists()
+    (line,) = lines(pannier("gc", str(place.parent), "--json"), "removed")
+    assert line["name"] == identity.decision(THIRD)
+    assert names(place) == kept
+    assert pannier("verify", str(place)).code == 0
 
 
 def test_a_superseded_attempt_goes_after_its_grace_period(place: Path) -> None:

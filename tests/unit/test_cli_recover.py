@@ -23,7 +23,7 @@ from support.daemons import clean_environment
 from support.processes import MARKER, SESSION, python
 from support.ranks_by_hand import context, local_plan, rank_plans, receipt_of, tensor, thing
 
-FIRST, SECOND = "i1-g0000000a-s1", "i1-g0000000a-s2"
+FIRST, SECOND = "i1-aa-g83b97b85-s1", "i1-aa-g83b97b85-s2"
 
 
 def names(directory: Path) -> list[str]:

@@ -18,7 +18,7 @@ from support.cli import pannier
 from support.cli import pannier_here as here
 from support.unsteady import Unsteady
 
-FIRST, SECOND, THIRD = (f"i1-g0000000a-s{number}" for number in (1, 2, 3))
+FIRST, SECOND, THIRD = (f"i1-inc-g0000000a-s{number}" for number in (1, 2, 3))
 
 
 def names(directory: Path) -> set[str]:
@@ -78,7 +78,7 @@ def test_a_foreign_checkpoint_is_refused(place: Path) -> None:
 
 
 def test_a_save_under_way_stays(place: Path) -> None:
-    under_way = "i1-g0000000a-s4"
+    under_way = "i1-inc-g0000000a-s4"
     write_attempt(place, under_way, commit=False)
     result = here("rm", str(place), "--yes", "--json")
     assert result.json()["undecided"] == [under_way]
@@ -116,6 +116,16 @@ def test_killed_on_the_way_it_is_whole_or_gone_and_ends_when_run_again(
     result = here("rm", str(place), "--yes")
     assert result.code == (0 if left else 1), result
     assert not left or not place.exists()
+
+
+def test_killed_before_it_removed_an_emptied_directory_it_ends_when_run_again(place: Path) -> None:
+    """Objects go in parallel: the kill that follows one deletion hits others between two steps."""
+    receipts = place / identity.receipts_prefix(FIRST)
+    for path in receipts.iterdir():
+        path.unlink()
+    result = here("rm", str(place), "--yes")
+    assert result.code == 0, result
+    assert not place.exists()
 
 
 def test_a_coordinator_that_was_stopped_before_its_last_write_brings_nothing_back(
@@ -157,7 +167,7 @@ def test_a_write_that_arrives_while_it_is_removed_is_taken_back(place: Path) -> 
 
 
 def test_a_save_that_is_committed_meanwhile_stays(place: Path) -> None:
-    newer = "i2-g0000000a-s1"
+    newer = "i2-inc-g0000000a-s1"
 
     async def run() -> None:
         store = open_store(str(place))

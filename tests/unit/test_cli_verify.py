@@ -10,7 +10,7 @@ from pannier.wire import identity
 from support.checkpoints import write, write_attempt, write_decision
 from support.cli import Result, pannier
 
-ATTEMPT = "i1-g0000000a-s3"
+ATTEMPT = "i1-inc-g0000000a-s3"
 SIZE = 10_000
 
 
@@ -125,7 +125,7 @@ def test_a_missing_or_damaged_receipt_is_found(checkpoint: Path) -> None:
 def test_a_receipt_of_another_attempt_is_no_receipt(checkpoint: Path) -> None:
     receipt = checkpoint / identity.receipt(ATTEMPT, 1)
     other = records_pb2.Receipt.FromString(receipt.read_bytes())
-    other.attempt = "i1-g0000000a-s2"
+    other.attempt = "i1-inc-g0000000a-s2"
     receipt.write_bytes(other.SerializeToString())
     found = damage(pannier("verify", str(checkpoint), "--json"))
     assert found[identity.receipt(ATTEMPT, 1)]["status"] == "malformed"
@@ -159,7 +159,7 @@ def test_another_plans_manifest_is_found(checkpoint: Path) -> None:
 
 
 def test_only_the_committed_attempt_is_verified(checkpoint: Path) -> None:
-    older, newer = "i1-g0000000a-s2", "i1-g0000000a-s4"
+    older, newer = "i1-inc-g0000000a-s2", "i1-inc-g0000000a-s4"
     write_attempt(checkpoint, older, commit=False)
     write_decision(checkpoint, older, records_pb2.OUTCOME_ABORT)
     (checkpoint / identity.data_file(older, 0, 0)).unlink()
@@ -171,7 +171,7 @@ def test_only_the_committed_attempt_is_verified(checkpoint: Path) -> None:
 
 
 def test_after_a_second_save_the_newer_attempt_counts(checkpoint: Path) -> None:
-    newer = "i2-g0000000a-s1"
+    newer = "i2-inc-g0000000a-s1"
     write_attempt(checkpoint, newer)
     data_file(checkpoint, 0, 0).unlink()  # superseded files may go
     result = pannier("verify", str(checkpoint), "--json")
@@ -185,6 +185,22 @@ def test_what_is_not_committed_is_a_negative_answer(tmp_path: Path) -> None:
         assert result.code == 1, result
         assert "not a committed checkpoint" in result.err
         assert "Traceback" not in result.err
+
+
+@pytest.mark.parametrize(
+    "name", ["model.safetensors.index.json", "shard-00001-model-00001-of-00001.safetensors"]
+)
+def test_a_checkpoint_in_safetensors_format_is_named_with_its_reader(
+    tmp_path: Path, name: str
+) -> None:
+    write(tmp_path / "hub" / name, b"{}")
+    result = pannier("verify", str(tmp_path / "hub"))
+    assert result.code == 1
+    assert "HuggingFaceStorageReader" in result.err
+    # One below it is another directory's; and a save by Pannier is said to be none yet.
+    write_attempt(tmp_path / "hub", ATTEMPT, commit=False)
+    for directory in (tmp_path, tmp_path / "hub"):
+        assert "not a committed checkpoint" in pannier("verify", str(directory)).err
 
 
 def test_a_foreign_checkpoint_cannot_be_compared(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -18,6 +19,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import pannier.client as client_package
@@ -169,6 +171,12 @@ def test_the_functions_take_torchs_keywords_and_the_clients() -> None:
     assert names(client_package.async_save) == names(Client.async_save)
     assert names(dcp.save) <= names(client_package.save)
     assert names(client_package.save) <= names(Client.async_save)
+    for function in (client_package.async_save, client_package.save, client_package.load):
+        second = list(inspect.signature(function).parameters.values())[1]
+        assert second.name == (
+            "storage_reader" if function.__name__ == "load" else "storage_writer"
+        )
+        assert second.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
     # Also when the modules of these names were imported.
     assert inspect.isfunction(importlib.import_module("pannier.client").load)
     assert all(hasattr(client_package, name) for name in client_package.__all__)
@@ -183,6 +191,7 @@ def test_the_functions_take_torchs_keywords_and_the_clients() -> None:
         ({"async_stager": object()}, "async_stager"),
         ({"async_checkpointer_type": AsyncCheckpointerType.PROCESS}, "async_checkpointer_type"),
         ({"use_collectives": False}, "use_collectives"),
+        ({"overwrite": "yes"}, "None, True or False"),
         ({"on_busy": "panic"}, "'wait', 'skip' or 'raise'"),
         ({"timeout": 0}, "seconds above 0"),
         ({"timeout": float("nan")}, "timeout=nan"),
@@ -193,6 +202,8 @@ def test_the_functions_take_torchs_keywords_and_the_clients() -> None:
         ({"checkpoint_id": "gs://bucket"}, "not an absolute path or a URL"),
         ({"checkpoint_id": "gs://bucket/../y"}, "not an absolute path or a URL"),
         ({"checkpoint_id": "/x/y", "storage_writer": object()}, "client.StorageWriter"),
+        ({"storage_writer": FileSystemWriter("/x/y")}, "FileSystemWriter.*client.StorageWriter"),
+        ({"storage_writer": "/x/y"}, "storage_writer='/x/y' is a path: give checkpoint_id='/x/y'"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(
@@ -204,6 +215,21 @@ def test_what_cannot_be_honoured_is_refused(
     # The number is taken, and the next save works.
     client.save(state(), checkpoint_id="/x/z")
     assert numbers(sidecar, sidecar_pb2.PlanRequest) == [2]
+
+
+@pytest.mark.parametrize("call", ["save", "async_save"])
+@pytest.mark.parametrize("default", [True, False])
+def test_a_writer_may_be_given_by_position(
+    client: Client, monkeypatch: pytest.MonkeyPatch, call: str, default: bool
+) -> None:
+    monkeypatch.setattr(api, "_default", client)
+    save = getattr(client_package if default else client, call)
+    ended = save(state(), StorageWriter("/x/step-1", client=client))
+    result = ended if call == "save" else ended.result(10)
+    assert result.checkpoint_id == "/x/step-1"
+    for path in ("/x/step-2", Path("/x/step-2")):
+        with pytest.raises(InvalidRequestError, match="is a path: give checkpoint_id='/x/step-2'"):
+            save(state(), path)
 
 
 @pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), 7 * 86400 + 1])
@@ -237,6 +263,94 @@ def test_a_planner_that_raises_ends_the_save_on_all_ranks(
     client.wait_all(1)
     client.save(state(), checkpoint_id="/x/z")
     assert numbers(sidecar, sidecar_pb2.HandOverRequest) == [2]
+
+
+class OwnError(Exception):
+    """One that can't be copied."""
+
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(f"{one} and {two}")
+
+
+class Runs:
+    """A ``Stateful``, a pickled object or a planner's method: it raises what it has."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def state_dict(self) -> dict[str, Any]:
+        raise self._error
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Pickled:
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def __reduce__(self) -> Any:
+        raise self._error
+
+
+class Planned(DefaultSavePlanner):
+    def __init__(self, method: str, error: Exception) -> None:
+        super().__init__()
+        self._error = error
+        setattr(self, method, self._raise)
+
+    def _raise(self, *_: Any) -> Any:
+        raise self._error
+
+
+OWN_CODE = {
+    "state_dict": (
+        lambda error: {"state_dict": {"model": Runs(error)}},
+        r"state_dict\(\) of 'model'",
+    ),
+    "pickling": (lambda error: {"state_dict": {"note": Pickled(error)}}, "'note' can't be saved"),
+    **{
+        method: (
+            lambda error, method=method: {
+                "state_dict": state(),
+                "planner": Planned(method, error),
+            },
+            f"planner .*Planned: {method}",
+        )
+        for method in ("set_up_planner", "create_local_plan", "finish_plan")
+    },
+    "resolve_data": (
+        lambda error: {"state_dict": state(), "planner": Planned("resolve_data", error)},
+        "'w' can't be saved",
+    ),
+}
+
+
+@pytest.mark.usefixtures("two_ranks")
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no room"), OwnError(1, 2)], ids=repr)
+@pytest.mark.parametrize("where", OWN_CODE)
+def test_what_the_callers_own_code_raises_reaches_it_as_it_is(
+    client: Client, sidecar: ScriptedSidecar, where: str, error: Exception
+) -> None:
+    make, says = OWN_CODE[where]
+    error.__notes__ = []  # type: ignore[attr-defined]
+    with pytest.raises(type(error), match=says) as raised:
+        client.async_save(checkpoint_id="/x/y", **make(error))  # type: ignore[no-untyped-call]
+    assert raised.value is error
+    assert any("/x/y, which it ended on all ranks" in note for note in error.__notes__)
+    # The other ranks are told what it was.
+    (failure,) = failures(sidecar)
+    assert f"{type(error).__name__}: {error}" in failure.message
+    assert re.search(says, failure.message)
+    client.save(state(), checkpoint_id="/x/z")
+
+
+@pytest.mark.usefixtures("two_ranks")
+def test_it_does_when_the_plan_is_known(client: Client, sidecar: ScriptedSidecar) -> None:
+    client.save({**state(), "note": {"a": 1}}, checkpoint_id="/x/x")
+    error = MemoryError("no room")
+    with pytest.raises(MemoryError, match=r"'note\.a' can't be saved") as raised:
+        client.async_save({**state(), "note": {"a": Pickled(error)}}, checkpoint_id="/x/y")
+    assert raised.value is error
 
 
 def test_alone_nobody_else_has_to_be_told(
@@ -291,6 +405,69 @@ def test_no_sidecar_is_an_error_from_the_call() -> None:
         pytest.raises(UnavailableError, match=r"there-is-none\.sock"),
     ):
         client.async_save(state(), checkpoint_id="/x/y")
+
+
+# Several processes without a group.
+
+
+def save_by_a_writer(client: Client, **arguments: Any) -> None:
+    path = arguments.pop("checkpoint_id")
+    StorageWriter(path, client=client, **arguments).storage_meta()
+
+
+CALLS_OF_A_SAVE = {
+    "async_save": lambda client, **more: client.async_save(state(), **more),
+    "save": lambda client, **more: client.save(state(), **more),
+    "prepare": lambda client, checkpoint_id, **more: client.prepare(state(), checkpoint_id, **more),
+    "StorageWriter": save_by_a_writer,
+}
+
+
+@pytest.mark.parametrize("call", CALLS_OF_A_SAVE)
+def test_ranks_of_a_launcher_without_a_group_are_not_each_a_world_of_one(
+    client: Client, sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    save = CALLS_OF_A_SAVE[call]
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(
+        InvalidRequestError, match=r"rank 1 of 4 .*init_process_group.*no_dist=True"
+    ):
+        save(client, checkpoint_id="/x/y")
+    assert not sidecar.requests
+    save(client, checkpoint_id="/x/y", no_dist=True)
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"WORLD_SIZE": "4"},
+        {"RANK": "1"},
+        {"RANK": "0", "WORLD_SIZE": "1"},
+        {"RANK": "", "WORLD_SIZE": ""},
+    ],
+    ids=str,
+)
+def test_a_process_alone_is_not_refused_for_stray_variables(
+    client: Client, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    client.save(state(), checkpoint_id="/x/y")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_ranks_of_a_launcher_without_a_group_may_each_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "step-1", no_dist=True)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    newest = client_package.latest(tmp_path)
+    assert newest == str(tmp_path / "step-1")
+    loaded = {"w": torch.zeros(3)}
+    client_package.load(loaded, checkpoint_id=newest)
+    assert torch.equal(loaded["w"], torch.ones(3))
 
 
 # Errors that nobody asked for.

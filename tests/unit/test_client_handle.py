@@ -9,13 +9,14 @@ import weakref
 from collections.abc import Iterator
 
 import pytest
+import torch
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
-from pannier.client.handle import Resolver, SaveHandle, SaveResult
+from pannier.client.handle import Resolver, SaveHandle, SaveResult, Unasked
 from pannier.v1 import save_pb2
 from pannier.wire.errors import SaveAbortedError
 
-RESULT = SaveResult("/x/y", "i1-g00000000-s1", 10, 20, {"plan": 0.1})
+RESULT = SaveResult("/x/y", "i1-a1-g00000000-s1", 10, 20, {"plan": 0.1})
 
 
 def make() -> tuple[SaveHandle, Resolver]:
@@ -86,6 +87,39 @@ def test_a_failure_is_raised_every_time_and_everywhere() -> None:
         assert raised.value.failures[3].message == "disk full"
     assert isinstance(handle.exception(0), SaveAbortedError)
     assert handle.wait(0)
+
+
+def test_what_is_no_error_of_ours_is_raised_as_it_is() -> None:
+    class OwnError(Exception):
+        def __init__(self, one: int, two: int) -> None:
+            super().__init__(f"{one} and {two}")
+
+    handle = SaveHandle("j/i/g/1", "/x/y")
+    unasked, own = Unasked(), OwnError(1, 2)
+    Resolver(handle).fail(own)
+    with pytest.raises(OwnError) as raised:
+        handle.result()
+    assert raised.value is own
+
+    handle = SaveHandle("j/i/g/2", "/x/z")
+    resolver = Resolver(handle)
+    resolver.fail(torch.OutOfMemoryError("no room"))
+    unasked.add(resolver.verdict)
+    # An earlier save's is not the call's own.
+    with pytest.raises(SaveAbortedError, match="OutOfMemoryError: no room"):
+        unasked.raise_all()
+    for completion in (handle, handle.staging_completion, handle.upload_completion):
+        with pytest.raises(torch.OutOfMemoryError, match="no room"):
+            completion.result()
+
+
+def test_a_timeout_while_waiting_is_no_end() -> None:
+    handle = SaveHandle("j/i/g/1", "/x/y")
+    with pytest.raises(concurrent.futures.TimeoutError):
+        handle.result(0)
+    Resolver(handle).fail(TimeoutError("of a device"))
+    with pytest.raises(TimeoutError, match="of a device"):
+        handle.result()
 
 
 def test_a_failure_before_staging_fails_the_staging_future_too() -> None:

@@ -7,13 +7,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.multiprocessing import get_context  # type: ignore[attr-defined]
 
+from pannier.client import latest, load
 from pannier.client.config import Settings
 from pannier.client.identity import Group, Identity, World, is_alone
 from pannier.wire.errors import ConfigurationError, InvalidRequestError
-from pannier.wire.identity import group_name
+from pannier.wire.identity import group_name, incarnation_record
+from support.checkpoints import write
 
 SIDECAR = "unix:///run/pannier/sidecar.sock"
 
@@ -104,6 +108,25 @@ def _groups(rank: int) -> tuple[Any, ...]:
     return group, world.group(None)
 
 
+def _seen(rank: int) -> Any:
+    """Only the first rank looks; and loads tell the others, too."""
+    found = []
+    for number, read in enumerate((latest, load), start=1):
+        root = Path(os.environ["TEST_STORE"] + f".{number}")
+        if rank == 0:
+            write(root / incarnation_record(number), b"{}")
+            dcp.save({"w": torch.ones(1)}, checkpoint_id=root / "step", no_dist=True)
+        dist.barrier()
+        if read is latest:
+            latest(root)
+        else:
+            load({"w": torch.ones(1)}, checkpoint_id=root / "step")
+        found.append(World(alone=False).seen_incarnation(str(root / "step")))
+    latest(root)
+    alone = World(alone=True)
+    return found, alone.apart, alone.seen_incarnation(str(root / "step"))
+
+
 _SCENARIOS: dict[str, Callable[[int], Any]] = {
     "identity": _identity,
     "several": _several,
@@ -111,6 +134,7 @@ _SCENARIOS: dict[str, Callable[[int], Any]] = {
     "one host": _one_host,
     "coordinators": _coordinators,
     "groups": _groups,
+    "seen": _seen,
 }
 
 
@@ -168,6 +192,10 @@ def test_ranks_with_and_without_a_coordinator_are_told(tmp_path: Path) -> None:
     assert name == ConfigurationError.__name__
     for word in ("rank 1", "rank 0", "PANNIER_COORDINATOR"):
         assert word in message
+
+
+def test_ranks_see_the_incarnations_that_the_first_of_them_has_found(tmp_path: Path) -> None:
+    assert run("seen", 3, tmp_path) == [([1, 2], True, None)] * 3
 
 
 def test_groups_are_sorted_global_ranks_and_outsiders_are_refused(tmp_path: Path) -> None:

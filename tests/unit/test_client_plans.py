@@ -58,7 +58,7 @@ def changed(key: str, value: Any) -> State:
 def name_attempt(
     sidecar: ScriptedSidecar, request: sidecar_pb2.PlanRequest, incarnation: int = 1
 ) -> None:
-    sidecar.attempt = f"i{incarnation}-g00000000-s{request.context.save.number}"
+    sidecar.attempt = f"i{incarnation}-a1-g00000000-s{request.context.save.number}"
 
 
 def full_plans(sidecar: ScriptedSidecar) -> list[sidecar_pb2.PlanRequest]:
@@ -115,10 +115,10 @@ def test_the_second_save_is_neither_planned_nor_asked_for_in_the_call(
     (proposal,) = proposals(sidecar)
     assert proposal.cached_plan_id == "p1"
     assert proposal.digest == full_plans(sidecar)[0].digest
-    assert proposal.attempt == "i1-g00000000-s2"
+    assert proposal.attempt == "i1-a1-g00000000-s2"
     hand_over = sidecar.asked(sidecar_pb2.HandOverRequest)[-1]
-    assert (hand_over.attempt, hand_over.plan_id) == ("i1-g00000000-s2", "p1")
-    assert all(file.name.startswith("__i1-g00000000-s2_") for file in hand_over.files)
+    assert (hand_over.attempt, hand_over.plan_id) == ("i1-a1-g00000000-s2", "p1")
+    assert all(file.name.startswith("__i1-a1-g00000000-s2_") for file in hand_over.files)
 
 
 CHANGES: dict[str, Any] = {
@@ -280,7 +280,7 @@ def test_a_coordinator_that_has_forgotten_gets_the_local_plan(
     client.save(state(), checkpoint_id="/x/3")
     first, second = full_plans(sidecar)
     assert first.plan == second.plan
-    assert (second.context.save.number, second.attempt) == (2, "i1-g00000000-s2")
+    assert (second.context.save.number, second.attempt) == (2, "i1-a1-g00000000-s2")
     assert len(proposals(sidecar)) == 2
 
 
@@ -292,11 +292,11 @@ def test_another_answer_than_what_was_staged_ends_the_save(
     # It has a new incarnation's number for us.
     sidecar.on["Plan"] = lambda request: name_attempt(sidecar, request, 2)
     handle = client.async_save(state(), checkpoint_id="/x/2")
-    with pytest.raises(PannierError, match="i2-g00000000-s2"):
+    with pytest.raises(PannierError, match="i2-a1-g00000000-s2"):
         handle.result(10)
     (failure,) = [r.failure for r in sidecar.asked(sidecar_pb2.FailRequest)]
-    assert "i1-g00000000-s2" in failure.message
-    assert "i2-g00000000-s2" in failure.message
+    assert "i1-a1-g00000000-s2" in failure.message
+    assert "i2-a1-g00000000-s2" in failure.message
     sidecar.forgetful = False
     client.save(state(), checkpoint_id="/x/3")
     # Planned anew in the call.
@@ -326,7 +326,7 @@ def test_an_answer_whose_names_are_not_its_attempts_is_not_kept(
 
     def odd(*args: Any) -> sidecar_pb2.PlanResponse:
         answer = plan(*args)
-        answer.plan.attempt = "i1-g00000000-s9"
+        answer.plan.attempt = "i1-a1-g00000000-s9"
         return answer
 
     monkeypatch.setattr(Session, "plan", odd)
@@ -382,12 +382,12 @@ def test_a_rank_that_left_calls_out_goes_on_as_the_save_that_the_others_are_at(
     sidecar.on["Plan"] = behind
     handle = client.async_save(state(), checkpoint_id="/x/7")
     assert handle.result(10).checkpoint_id == "/x/7"
-    assert handle.status().attempt == "i1-g00000000-s7"
+    assert handle.status().attempt == "i1-a1-g00000000-s7"
     assert [p.context.save.number for p in proposals(sidecar)] == [2, 7]
     hand_over = sidecar.asked(sidecar_pb2.HandOverRequest)[-1]
-    assert (hand_over.context.save.number, hand_over.attempt) == (7, "i1-g00000000-s7")
+    assert (hand_over.context.save.number, hand_over.attempt) == (7, "i1-a1-g00000000-s7")
     names = {file.name for file in hand_over.files}
-    assert names == {f"__i1-g00000000-s7_0_{end}.distcp" for end in ("0", "objects")}
-    assert {item.file for item in hand_over.varying} == {"__i1-g00000000-s7_0_objects.distcp"}
+    assert names == {f"__i1-a1-g00000000-s7_0_{end}.distcp" for end in ("0", "objects")}
+    assert {item.file for item in hand_over.varying} == {"__i1-a1-g00000000-s7_0_objects.distcp"}
     client.save(state(), checkpoint_id="/x/8")
     assert proposals(sidecar)[-1].context.save.number == 8

@@ -11,30 +11,37 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.checkpoint.metadata import Metadata
 
 from pannier.client import saving as saving_module
+from pannier.client import writer as writer_module
 from pannier.client.arena import Arena, ArenaPool
 from pannier.client.config import Settings
+from pannier.client.handle import Unasked, Verdict
 from pannier.client.identity import Identity
 from pannier.client.rest import Rest
 from pannier.client.saving import Saving, aborted, fail_request
 from pannier.client.session import Session
-from pannier.client.slots import Slots
-from pannier.client.streaming import Deadline
+from pannier.client.slots import Fate, Slots
+from pannier.client.streaming import Deadline, MemoryInUseError
+from pannier.client.writer import StorageWriter
 from pannier.v1 import records_pb2, save_pb2, sidecar_pb2
 from pannier.wire.errors import (
     BusyError,
     DeadlineError,
+    InDoubtError,
     IntegrityError,
     InvalidRequestError,
     PannierError,
     SaveAbortedError,
     SaveSkippedError,
+    UnavailableError,
 )
 from support.daemons import short_directory
 from support.scripted_sidecar import ScriptedSidecar, wait_until
@@ -91,7 +98,7 @@ def begin(session: Session, *, on_busy: str = "wait", timeout_s: float = 60) -> 
     saving = Saving(
         session, CONTEXT, on_busy=on_busy, deadline=Deadline(timeout_s), ended=lambda _: None
     )
-    saving.planned("i1-g1-s1", "p1")
+    saving.planned("i1-a1-g1-s1", "p1")
     saving.staged(Staged([File(f"f{index}", 3 << 20) for index in range(5)]))
     return saving
 
@@ -115,13 +122,13 @@ def test_a_committed_save_tells_what_it_was(session: Session, sidecar: ScriptedS
     assert set(result.seconds) == {"plan", "stage", "ingest", "commit"}
     (request,) = sidecar.asked(sidecar_pb2.HandOverRequest)
     assert [file.name for file in request.files] == [f"f{index}" for index in range(5)]
-    assert (request.attempt, request.plan_id) == ("i1-g1-s1", "p1")
+    assert (request.attempt, request.plan_id) == ("i1-a1-g1-s1", "p1")
     assert saving.handle.status().bytes_ingested == 5 * (3 << 20)
 
 
 def test_a_rank_without_files_hands_over_too(session: Session, sidecar: ScriptedSidecar) -> None:
     saving = Saving(session, CONTEXT, on_busy="wait", deadline=Deadline(60), ended=lambda _: None)
-    saving.planned("i1-g1-s1", "p1")
+    saving.planned("i1-a1-g1-s1", "p1")
     saving.staged(Staged([]))
     carry(saving)
     assert saving.handle.result(10).bytes == 0
@@ -211,7 +218,7 @@ def test_a_file_that_cannot_be_sent_ends_the_save_on_all_ranks(
     assert failures == {save_pb2.FAILURE_KIND_INTEGRITY}
 
 
-def test_without_news_of_the_abort_our_own_error_is_raised(
+def test_what_may_be_ingested_is_in_doubt_without_a_decision(
     session: Session, sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(saving_module, "_ABORT_NEWS_S", 0.2)
@@ -223,11 +230,31 @@ def test_without_news_of_the_abort_our_own_error_is_raised(
     sidecar.on["HandOver"] = refuse
     saving = begin(session)
     carry(saving)
-    with pytest.raises(IntegrityError, match="bytes changed") as raised:
+    with pytest.raises(InDoubtError, match="bytes changed") as raised:
         saving.handle.result(5)
     # Whether the others have given up, too, is not known here.
     assert "may still be committed" in str(raised.value)
-    assert "`pannier status job/abc/g1/1` or `pannier ls /x`" in str(raised.value)
+    assert "don't use or delete this checkpoint id" in str(raised.value)
+    for way in ("`pannier status job/abc/g1/1`", "`pannier ls /x`", "client.latest('/x')"):
+        assert way in str(raised.value)
+
+
+def test_what_was_not_handed_over_is_aborted_without_a_decision(
+    session: Session, sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saving_module, "_CAUSES_S", 0.2)
+    monkeypatch.setattr(sidecar, "abort", lambda *_: None)
+
+    def refuse(_: Any) -> None:
+        raise IntegrityError("bytes changed")
+
+    sidecar.on["Write"] = refuse
+    saving = begin(session)
+    carry(saving)
+    with pytest.raises(SaveAbortedError, match=r"can't be committed.*bytes changed") as raised:
+        saving.handle.result(5)
+    assert raised.value.failures[0].kind == save_pb2.FAILURE_KIND_INTEGRITY
+    assert not sidecar.asked(sidecar_pb2.HandOverRequest)
 
 
 def test_a_full_spool_is_waited_for(session: Session, sidecar: ScriptedSidecar) -> None:
@@ -360,9 +387,57 @@ def test_a_save_nobody_hears_of_ends_after_its_deadline(
     saving = begin(session, timeout_s=0.5)
     carry(saving)
     with pytest.raises(
-        DeadlineError, match=r"job/abc/g1/1 to /x/y.*may still be committed.*pannier ls /x`"
+        InDoubtError, match=r"job/abc/g1/1 to /x/y.*may still be committed.*pannier ls /x`"
     ):
         saving.handle.result(5)
+
+
+def test_a_save_whose_deadline_passes_before_it_is_handed_over_is_aborted(
+    session: Session, sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saving_module, "_GRACE_S", 0.1)
+    ended = threading.Event()
+    sidecar.on["Write"] = lambda _: ended.wait(30)
+    saving = begin(session, timeout_s=0.5)
+    carrier = threading.Thread(target=saving.carry, args=(Slots(1).take("raise", 0),))
+    carrier.start()
+    try:
+        with pytest.raises(SaveAbortedError, match="was not handed over") as raised:
+            saving.handle.result(10)
+        assert raised.value.failures[0].kind == save_pb2.FAILURE_KIND_DEADLINE
+    finally:
+        ended.set()
+        carrier.join(30)
+    assert not sidecar.asked(sidecar_pb2.HandOverRequest)
+
+
+@pytest.mark.parametrize(
+    "error", [DeadlineError("no answer for 60 s"), UnavailableError("can't be reached")]
+)
+def test_a_commit_by_torch_that_is_not_answered_is_in_doubt(
+    error: PannierError,
+    session: Session,
+    sidecar: ScriptedSidecar,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def finish(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(session, "finish", finish)
+    writer = StorageWriter("/x/y")
+    writer._save = writer_module._Save(session, CONTEXT, 60)
+    with pytest.raises(InDoubtError, match=f"{error}.*may still be committed"):
+        writer.finish(Metadata({}), [])
+
+
+def test_errors_nobody_asked_for_are_in_doubt_together_when_one_is() -> None:
+    unasked = Unasked()
+    for error in (SaveAbortedError("first"), InDoubtError("second")):
+        verdict = Verdict()
+        verdict.error = error
+        unasked.add(verdict)
+    with pytest.raises(InDoubtError, match="first; and second"):
+        unasked.raise_all()
 
 
 def test_an_alarm_far_away_does_not_silence_the_others(session: Session) -> None:
@@ -383,7 +458,7 @@ def test_status_follows_the_news(session: Session, sidecar: ScriptedSidecar) -> 
     news = save_pb2.SaveStatus(
         save=CONTEXT.save,
         state=save_pb2.SAVE_STATE_UPLOADING,
-        attempt="i1-g1-s1",
+        attempt="i1-a1-g1-s1",
         bytes_total=123,
         waiting_on=save_pb2.WaitingOn(ranks=[1], text="ranks [1] (host node-1)"),
     )
@@ -428,3 +503,82 @@ def test_an_abort_names_every_cause_up_to_four() -> None:
     assert "m4" not in str(error)
     assert "2 more" in str(error)
     assert list(error.failures) == list(range(6))
+
+
+# What becomes of the staging memory.
+
+FATES = [
+    (Fate.UNUSED, Fate.UNUSED, True, True),
+    (Fate.UNUSED, Fate.READ_BY_SIDECAR, True, False),
+    (Fate.READ_HERE, Fate.UNUSED, True, False),
+    (Fate.READ_HERE, Fate.READ_BY_SIDECAR, True, False),
+    # Never handed over: what the sidecar does is of no account.
+    (Fate.UNUSED, Fate.READ_BY_SIDECAR, False, True),
+    (Fate.READ_HERE, Fate.UNUSED, False, False),
+]
+
+
+@pytest.mark.parametrize("first", ["sent", "ended"])
+@pytest.mark.parametrize(("sent", "ended", "handed_over", "reused"), FATES)
+def test_staging_memory_is_used_again_only_if_nothing_may_still_read_it(
+    first: str, sent: Fate, ended: Fate, handed_over: bool, reused: bool
+) -> None:
+    slots = Slots(1)
+    slot = slots.take("raise", 0)
+    slot.hold(slots.pool.acquire([1 << 20])).files[0].view[:4] = b"save"
+    assert slot.begin_sending()
+    if first == "ended":
+        slot.ended(ended)
+    assert slots.idle == 0
+    slot.sent(sent, handed_over=handed_over)
+    if first == "sent":
+        assert slots.idle == (0 if handed_over else 1)
+        slot.ended(ended)
+    assert slots.idle == 1
+    # A second report changes nothing.
+    slot.ended(Fate.UNUSED)
+    slot.free()
+    assert slots.idle == 1
+    # Fresh pages are zeros.
+    assert (slots.pool.acquire([1 << 20]).files[0].view[:4] == b"save") is reused
+
+
+def test_staging_memory_that_a_thread_sends_is_not_freed_under_it() -> None:
+    """As when an interrupt comes between the start of that thread and the call's return."""
+    slots = Slots(1)
+    slot = slots.take("raise", 0)
+    slot.hold(slots.pool.acquire([1 << 20]))
+    assert slot.begin_sending()
+    slot.free()
+    assert slots.idle == 0
+    slot.sent(Fate.UNUSED, handed_over=False)
+    assert slots.idle == 1
+    late = slots.take("raise", 0)
+    late.free()
+    assert not late.begin_sending()
+    assert slots.idle == 1
+
+
+@pytest.mark.parametrize("why", ["stopped", "interrupted"])
+def test_staging_memory_that_a_stream_may_still_read_is_never_used_again(
+    session: Session, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    slots = Slots(1)
+    slot = slots.take("raise", 0)
+    address = slot.hold(slots.pool.acquire([1 << 20])).files[0].address
+    saving = begin(session)
+
+    def send(*arguments: Any, **more: Any) -> int:
+        if why == "interrupted":
+            raise KeyboardInterrupt
+        # The save expires while gRPC's thread is at a message.
+        saving.stop.set()
+        raise MemoryInUseError("the stream of f0 does not end")
+
+    monkeypatch.setattr(session, "send", send)
+    monkeypatch.setattr(type(session), "most_streams", property(lambda _: 1))
+    with pytest.raises(KeyboardInterrupt) if why == "interrupted" else nullcontext():
+        saving.carry(slot)
+    saving.forget()
+    assert slots.idle == 1
+    assert slots.pool.acquire([1 << 20]).files[0].address != address

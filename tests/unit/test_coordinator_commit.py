@@ -3,8 +3,9 @@
 import asyncio
 import itertools
 import pickle
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from typing import Any
 
 import crc32c
 import pytest
@@ -12,10 +13,11 @@ from google.protobuf import json_format
 from torch.distributed.checkpoint.metadata import Metadata
 
 from pannier.coordinator.commit import pickle_metadata
-from pannier.coordinator.incarnations import number_of
+from pannier.coordinator.incarnations import Claim, Incarnations
 from pannier.coordinator.manifest import Manifest
 from pannier.coordinator.planning import make_global_plan
 from pannier.records import decisions, installing
+from pannier.records.ending import SupersededError
 from pannier.records.manifests import publish, read_manifest
 from pannier.records.receipts import find_receipts
 from pannier.records.removing import remove_attempt
@@ -49,7 +51,12 @@ def on_fresh_store(scenario: Callable[[Store], Awaitable[None]]) -> None:
 
 
 def save_of(attempt: Attempt) -> save_pb2.SaveId:
-    return save_pb2.SaveId(job="j", incarnation="a", group=attempt.group, number=attempt.number)
+    return save_pb2.SaveId(
+        job="j",
+        incarnation=attempt.incarnation,
+        group=attempt.group,
+        number=attempt.number,
+    )
 
 
 def proposal(
@@ -62,10 +69,16 @@ def proposal(
     )
 
 
+async def ingest(store: Store, attempt: Attempt) -> None:
+    """What stands in storage before an attempt is committed."""
+    for key in (identity.manifest(attempt.name), identity.receipt(attempt.name, 0)):
+        with suppress(ConflictError):
+            await store.create(key, b"")
+
+
 async def commit_all(store: Store, attempt: Attempt, metadata: bytes) -> records_pb2.Decision:
     """The three steps in order, as the conductor takes them."""
-    with suppress(ConflictError):
-        await store.create(identity.receipt(attempt.name, 0), b"")
+    await ingest(store, attempt)
     data = await installing.publish_candidate(store, attempt.name, metadata)
     decision = await decisions.decide(store, proposal(attempt, metadata=data))
     if decision.outcome == records_pb2.OUTCOME_COMMIT:
@@ -73,7 +86,7 @@ async def commit_all(store: Store, attempt: Attempt, metadata: bytes) -> records
     return decision
 
 
-FIRST, SECOND = Attempt(1, 1, GROUP), Attempt(1, 2, GROUP)
+FIRST, SECOND = (Attempt(1, number, GROUP, "a") for number in (1, 2))
 
 
 def test_two_committers_of_one_attempt_agree() -> None:
@@ -151,8 +164,8 @@ def test_newer_attempt_stands_when_both_swap_at_once() -> None:
 
 def test_newer_incarnation_is_newer_than_any_number() -> None:
     async def scenario(store: Store) -> None:
-        await commit_all(store, Attempt(2, 1, GROUP), b"new life")
-        await commit_all(store, Attempt(1, 99, GROUP), b"old life")
+        await commit_all(store, Attempt(2, 1, GROUP, "b"), b"new life")
+        await commit_all(store, Attempt(1, 99, GROUP, "a"), b"old life")
         assert await store.read(METADATA) == b"new life"
 
     on_fresh_store(scenario)
@@ -160,7 +173,7 @@ def test_newer_incarnation_is_newer_than_any_number() -> None:
 
 def test_many_attempts_at_once_leave_the_newest() -> None:
     async def scenario(store: Store) -> None:
-        attempts = [Attempt(1, number, GROUP) for number in range(1, 9)]
+        attempts = [Attempt(1, number, GROUP, "a") for number in range(1, 9)]
         await asyncio.gather(*(commit_all(store, a, a.name.encode()) for a in attempts))
         assert await store.read(METADATA) == attempts[-1].name.encode()
 
@@ -171,7 +184,11 @@ def test_foreign_metadata_is_older_than_anything() -> None:
     async def scenario(store: Store) -> None:
         await store.create(METADATA, b"written by torch")
         assert await installing.find_newer(store, FIRST) is None
-        await commit_all(store, FIRST, b"ours")
+        await ingest(store, FIRST)
+        await installing.publish_candidate(store, FIRST.name, b"ours")
+        decided = proposal(FIRST, metadata=b"ours")
+        decided.overwrite = save_pb2.OVERWRITE_ANY
+        await installing.install(store, await decisions.decide(store, decided))
         assert await store.read(METADATA) == b"ours"
 
     on_fresh_store(scenario)
@@ -179,7 +196,7 @@ def test_foreign_metadata_is_older_than_anything() -> None:
 
 def test_commit_of_a_dead_coordinator_is_finished_by_another() -> None:
     async def scenario(store: Store) -> None:
-        await store.create(identity.receipt(FIRST.name, 0), b"")
+        await ingest(store, FIRST)
         await installing.publish_candidate(store, FIRST.name, b"metadata")
         await decisions.decide(store, proposal(FIRST, metadata=b"metadata"))
         decision = await decisions.read_decision(store, FIRST.name)
@@ -274,6 +291,11 @@ def test_metadata_bytes_are_torchs() -> None:
     )
 
 
+async def number_of(root: Store, job: str, incarnation: str, **told: Any) -> int:
+    """As a coordinator is told that knows nothing of the root yet."""
+    return await Incarnations().number_of(root, Claim(job, incarnation, **told))
+
+
 def test_incarnations_that_ask_at_once_get_different_numbers() -> None:
     async def scenario(root: Store) -> None:
         asked = ["a", "b", "c", "a", "b", "c"]
@@ -297,6 +319,161 @@ def test_number_is_taken_from_the_winner_of_the_race() -> None:
             root, "job", "c"
         )
         assert await number_of(unsteady, "job", "c") == 3
+
+    on_fresh_store(scenario)
+
+
+async def lose_records(root: Store) -> None:
+    for info in await root.list(identity.incarnations_prefix()):
+        await root.delete(info.key)
+
+
+def test_numbers_continue_above_those_of_attempts_when_the_records_are_lost() -> None:
+    async def scenario(root: Store) -> None:
+        assert [await number_of(root, "job", each) for each in ("a", "b")] == [1, 2]
+        for checkpoint, attempt in (
+            ("step-1/", Attempt(1, 9, GROUP, "a")),
+            ("step-2/", Attempt(2, 1, GROUP, "b")),
+        ):
+            await root.create(checkpoint + identity.manifest(attempt.name), b"")
+        await lose_records(root)
+        # An incarnation that goes on keeps the number that its attempts have.
+        assert await number_of(root, "job", "b") == 2
+        await lose_records(root)
+        assert await number_of(root, "job", "c") == 3
+        assert await number_of(root, "job", "a") == 1
+
+    on_fresh_store(scenario)
+
+
+def test_attempts_of_an_incarnation_that_another_coordinator_has_numbered_dont_raise_it() -> None:
+    async def scenario(root: Store) -> None:
+        class Meanwhile(Unsteady):
+            async def list_directories(self, prefix: str = "") -> Sequence[str]:
+                number = await number_of(root, "job", "a")
+                own = identity.manifest(Attempt(number, 1, GROUP, "a").name)
+                await root.create(f"step-1/{own}", b"")
+                return await root.list_directories(prefix)
+
+        assert await number_of(Meanwhile(root), "job", "a") == 1
+
+    on_fresh_store(scenario)
+
+
+def test_numbers_end_where_names_of_attempts_do() -> None:
+    async def scenario(root: Store) -> None:
+        last = Attempt(identity.LARGEST_NUMBER, 1, GROUP, "a")
+        await root.create(f"step-1/{identity.manifest(last.name)}", b"")
+        with pytest.raises(IntegrityError, match="another root"):
+            await number_of(root, "job", "b")
+
+    on_fresh_store(scenario)
+
+
+def test_an_incarnation_that_another_has_followed_gets_no_number() -> None:
+    async def scenario(root: Store) -> None:
+        assert await number_of(root, "job", "first") == 1
+        assert await number_of(root, "job", "second", seen=1, host="node-7") == 2
+        named = r"incarnation late of job job is not its newest: incarnation second \(number 2\).*"
+        with pytest.raises(SupersededError, match=named + "from host node-7.*PANNIER_JOB"):
+            await number_of(root, "job", "late", seen=1)
+        keys = [info.key for info in await root.list(identity.incarnations_prefix())]
+        assert keys == [identity.incarnation_record(number) for number in (1, 2)]
+        # One that begins again sees the second, and follows it.
+        assert await number_of(root, "job", "third", seen=2) == 3
+        # Those that have a number keep it.
+        assert await number_of(root, "job", "first", seen=0) == 1
+        # Others of the root don't concern it, nor do processes that save by themselves.
+        assert await number_of(root, "other", "a", seen=0) == 4
+        assert await number_of(root, "job", "aside", seen=0, apart=True) == 5
+        assert await number_of(root, "job", "fourth", seen=3) == 6
+
+    on_fresh_store(scenario)
+
+
+def test_an_incarnation_that_is_followed_while_it_takes_a_number_gets_none() -> None:
+    async def scenario(root: Store) -> None:
+        unsteady = Unsteady(root)
+        unsteady.before[identity.incarnation_record(1)] = lambda: number_of(root, "job", "newer")
+        with pytest.raises(SupersededError, match="newer"):
+            await number_of(unsteady, "job", "older", seen=0)
+        assert len(await root.list(identity.incarnations_prefix())) == 1
+
+    on_fresh_store(scenario)
+
+
+def test_an_incarnation_gets_its_number_back_where_the_records_were_lost() -> None:
+    async def scenario(root: Store) -> None:
+        own = Attempt(await number_of(root, "job", "a", seen=0), 1, GROUP, "a")
+        await root.create(f"step-1/{identity.manifest(own.name)}", b"")
+        await lose_records(root)
+        assert await number_of(root, "job", "b") == 2
+        assert await number_of(root, "job", "a", seen=0) == 1
+
+    on_fresh_store(scenario)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_the_newest_is_found_though_another_coordinator_has_numbered_it(apart: bool) -> None:
+    async def scenario(root: Store) -> None:
+        known, own = Incarnations(), Claim("job", "a", apart=apart)
+        number = await known.number_of(root, own)
+        await known.check_newest(root, own, number)
+        await number_of(root, "other", "x")
+        await number_of(root, "job", "aside", apart=True)
+        await known.check_newest(root, own, number)
+        # Not the next number: attempts show higher ones than records do.
+        shown = Attempt(7, 1, GROUP, "z")
+        await root.create(f"step-1/{identity.manifest(shown.name)}", b"")
+        assert await number_of(root, "job", "b") == 8
+        if apart:
+            await known.check_newest(root, own, number)
+            return
+        with pytest.raises(SupersededError, match=r"incarnation b \(number 8\)"):
+            await known.check_newest(root, own, number)
+
+    on_fresh_store(scenario)
+
+
+OTHERS = {
+    "another job": save_pb2.SaveId(job="other", incarnation="a", group=GROUP, number=1),
+    "another incarnation": save_pb2.SaveId(job="j", incarnation="b", group=GROUP, number=1),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS.values(), ids=list(OTHERS))
+def test_decision_of_another_save_is_not_obeyed(other: save_pb2.SaveId) -> None:
+    async def scenario(store: Store) -> None:
+        theirs = proposal(FIRST, metadata=b"theirs")
+        theirs.save.CopyFrom(other)
+        key = identity.decision(FIRST.name)
+        await store.create(key, json_format.MessageToJson(theirs).encode())
+        named = f"{identity.save_text(other)}, not of {identity.save_text(save_of(FIRST))}"
+        with pytest.raises(IntegrityError, match=named):
+            await decisions.decide(store, proposal(FIRST))
+        with pytest.raises(IntegrityError, match=named):
+            await decisions.read_decision(store, FIRST.name, save_of(FIRST))
+
+    on_fresh_store(scenario)
+
+
+@pytest.mark.parametrize("other", OTHERS.values(), ids=list(OTHERS))
+def test_manifest_of_another_save_is_not_adopted(other: save_pb2.SaveId) -> None:
+    async def scenario(store: Store) -> None:
+        plans = rank_plans(local_plan([tensor("w", 4)]))
+        plan = make_global_plan(plans, FIRST.name)
+        theirs, ours = (
+            Manifest.make(
+                sidecar_pb2.SaveContext(save=save, ranks=[0], world_size=1), FIRST, plans, plan
+            )
+            for save in (other, save_of(FIRST))
+        )
+        await store.create(identity.manifest(FIRST.name), theirs.data)
+        named = f"{identity.save_text(other)}, not of {identity.save_text(save_of(FIRST))}"
+        with pytest.raises(IntegrityError, match=named):
+            await publish(store, ours)
+        with pytest.raises(IntegrityError, match=named):
+            await read_manifest(store, FIRST.name, Manifest, save_of(FIRST))
 
     on_fresh_store(scenario)
 

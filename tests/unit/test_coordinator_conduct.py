@@ -16,8 +16,8 @@ from pannier.coordinator.planning import make_global_plan
 from pannier.coordinator.registry import ENDED_KEPT
 from pannier.coordinator.saves import State
 from pannier.records.manifests import publish
-from pannier.storage import Store
-from pannier.v1 import records_pb2, save_pb2
+from pannier.storage import Store, open_store
+from pannier.v1 import plan_pb2, records_pb2, save_pb2
 from pannier.wire import identity
 from pannier.wire.errors import InvalidRequestError
 from support.ranks_by_hand import (
@@ -119,6 +119,59 @@ def test_a_place_that_may_not_be_written_ends_the_save(external: bool) -> None:
     play(scenario)
 
 
+@pytest.mark.parametrize("lost", ["", "receipt", "file"])
+def test_what_was_removed_before_torchs_plan_is_published_is_not_committed(lost: str) -> None:
+    """Its sidecars and coordinator were stopped until ``pannier gc`` had given the save up."""
+
+    async def scenario(scene: Scene) -> None:
+        for rank in (0, 1):
+            save = scene.registry.enter(scene.context(rank))
+        save.external = True
+        await scene.reach(save, lambda: save.state is State.STAGING)
+        name = attempt_of(save)
+        for rank in (0, 1):
+            receipt = records_pb2.Receipt(attempt=name, rank=rank)
+            file = receipt.files.add(name=identity.data_file(name, rank, 0), size=4)
+            for key, data, what in (
+                (file.name, b"data", "file"),
+                (identity.receipt(name, rank), receipt.SerializeToString(), "receipt"),
+            ):
+                if rank == 0 or what != lost:
+                    await scene.plain.create(key, data)
+            save.take_receipt(receipt)
+        save.metadata = plan_pb2.GlobalMetadata()
+        save.progress()
+        await scene.reach(save, lambda: save.ended)
+        assert (await scene.plain.stat(identity.METADATA) is None) == bool(lost)
+        if not lost:
+            assert save.state is State.COMMITTED
+            return
+        assert save.state is State.ABORTED
+        (failure,) = save.status().failures
+        assert "files or receipts of ranks [1] are no longer in" in failure.message
+
+    play(scenario)
+
+
+def test_an_incarnation_whose_ranks_died_before_all_had_planned_takes_no_number() -> None:
+    """Else their last words, however late they come, would make it newer than the next one."""
+
+    async def scenario(scene: Scene) -> None:
+        save = scene.registry.enter(scene.context(0))
+        save.gathering.add(scene.plans[0])
+        save.ring()
+        save.fail(save_pb2.FAILURE_KIND_LOST, "its process is gone", 0)
+        await scene.reach(save, lambda: save.ended)
+        assert save.state is State.ABORTED
+        assert save.attempt is None
+        root, _ = identity.split_checkpoint_id(scene.checkpoint_id)
+        store = open_store(root)
+        assert not await store.list(identity.incarnations_prefix())
+        await store.close()
+
+    play(scenario)
+
+
 def test_a_planned_save_whose_place_is_denied_later_stays_in_doubt() -> None:
     async def scenario(scene: Scene) -> None:
         save = await scene.planned()
@@ -135,7 +188,7 @@ def test_a_planned_save_whose_place_is_denied_later_stays_in_doubt() -> None:
 
 def test_a_manifest_that_may_have_been_written_needs_a_decision() -> None:
     async def scenario(scene: Scene) -> None:
-        manifest = identity.manifest(identity.Attempt(1, 1, scene.context().save.group).name)
+        manifest = identity.manifest(identity.Attempt(1, 1, scene.context().save.group, "aa").name)
         scene.store.lose.add(manifest)
         save = await scene.planned()
         await scene.reach(save, lambda: save.ended)
@@ -165,7 +218,11 @@ def test_lost_decision_of_a_save_is_obeyed_with_its_failures() -> None:
         name = attempt_of(save)
         failure = save_pb2.Failure(rank=1, host="h", kind=save_pb2.FAILURE_KIND_LOST, message="m")
         other = records_pb2.Decision(
-            outcome=records_pb2.OUTCOME_ABORT, attempt=name, failures=[failure], decided_by="else"
+            outcome=records_pb2.OUTCOME_ABORT,
+            save=save.context.save,
+            attempt=name,
+            failures=[failure],
+            decided_by="else",
         )
         scene.store.before[identity.decision(name)] = lambda: _put_decision(scene.plain, other)
         await scene.make_durable(save)
@@ -185,6 +242,7 @@ def test_commit_by_another_coordinator_wins_over_our_abort() -> None:
         await scene.plain.create(identity.receipt(name, 0), b"")
         other = records_pb2.Decision(
             outcome=records_pb2.OUTCOME_COMMIT,
+            save=save.context.save,
             attempt=name,
             metadata_size=6,
             metadata_crc32c=crc32c.crc32c(b"theirs"),
@@ -209,7 +267,7 @@ def test_manifest_of_another_coordinator_is_used_if_it_is_of_our_plans(same: boo
         theirs = scene.plans
         if not same:
             theirs = rank_plans(local_plan([tensor("w", 4)]), local_plan([thing("other")]))
-        attempt = identity.Attempt(1, 1, identity.group_name((0, 1)))
+        attempt = identity.Attempt(1, 1, identity.group_name((0, 1)), "aa")
         # Planned elsewhere, with another host's names.
         theirs = [RankPlan(p.rank, "elsewhere", p.digest, p.plan) for p in theirs]
         plan = make_global_plan(theirs, attempt.name)
@@ -286,7 +344,7 @@ def test_receipts_that_nobody_reported_count_at_the_deadline() -> None:
         for rank in save.parts:
             data = receipt_of(save.manifest.final_plan(rank), rank).SerializeToString()
             await scene.plain.create(identity.receipt(attempt_of(save), rank), data)
-        save.deadline = save.start
+        save.shorten(save.start)
         save.ring()
         await scene.reach(save, lambda: save.ended)
         assert save.state is State.COMMITTED

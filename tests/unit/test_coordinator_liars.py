@@ -88,7 +88,7 @@ def test_a_sidecar_that_speaks_for_ranks_of_another_host_harms_nobody(
             forged.files[0].crc32c ^= 1
             misplaced = receipt_of(finals[0], 0)
             boom = save_pb2.Failure(rank=1, kind=save_pb2.FAILURE_KIND_CLIENT, message="boom")
-            other = identity.Attempt(9, 1, who[0].save.group).name
+            other = identity.Attempt(9, 1, who[0].save.group, "aa").name
             await liar.claim(
                 report(who[1], attempt, FAILED, failure=boom),
                 report(who[1], attempt, DURABLE, receipt=forged),
@@ -136,9 +136,11 @@ def test_a_sidecar_takes_over_from_one_of_its_host(sockets: Path, tmp_path: Path
 Spoil = Callable[[coordinator_pb2.RankReport], None]
 SPOILS: dict[str, Spoil] = {
     "another plan": lambda r: setattr(r.receipt, "plan_id", "0" * 64),
-    "another attempt": lambda r: setattr(r, "attempt", "i9-g00000000-s1"),
+    "another attempt": lambda r: setattr(r, "attempt", "i9-aa-g00000000-s1"),
     "a file twice": lambda r: r.receipt.files.append(r.receipt.files[0]),
-    "another's file": lambda r: setattr(r.receipt.files[0], "name", "__i1-g00000000-s1_0_0.distcp"),
+    "another's file": lambda r: setattr(
+        r.receipt.files[0], "name", "__i1-aa-g00000000-s1_0_0.distcp"
+    ),
     "a file outside": lambda r: setattr(r.receipt.files[0], "name", "../../x.distcp"),
     "a failure that never ends": lambda r: r.failure.CopyFrom(
         save_pb2.Failure(kind=save_pb2.FAILURE_KIND_CLIENT, message="x" * 10**6)

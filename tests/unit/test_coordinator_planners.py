@@ -15,7 +15,7 @@ from pannier.wire.errors import ConfigurationError, InvalidRequestError
 from pannier.wire.plans import build_metadata
 from support.ranks_by_hand import local_plan, rank_plans, shard, tensor, thing
 
-ATTEMPT = "i1-g00000000-s1"
+ATTEMPT = "i1-a1-g00000000-s1"
 
 
 class ToHighestRank(DefaultSavePlanner):

@@ -23,7 +23,7 @@ from pannier.wire.layout import lay_out
 from pannier.wire.plans import build_metadata, decode_items, decode_mappings
 from support.ranks_by_hand import local_plan, rank_plans, shard, tensor, thing
 
-ATTEMPT = "i1-g00000000-s1"
+ATTEMPT = "i1-a1-g00000000-s1"
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.float8_e4m3fn, torch.complex64]
 
 

@@ -39,7 +39,7 @@ GROUP = identity.group_name((0, 1))
 
 
 def attempt_name(number: int) -> str:
-    return identity.Attempt(1, number, GROUP).name
+    return identity.Attempt(1, number, GROUP, "aa").name
 
 
 def items(rank: int) -> list[WriteItem]:

@@ -35,7 +35,7 @@ class Watched:
     def save(self, place: str = "/root/step", incarnation: str = "aa", number: int = 1) -> Save:
         save = self.registry.enter(context(0, place, incarnation=incarnation))
         self.registry.enter(context(1, place, incarnation=incarnation))
-        save.attempt = identity.Attempt(number, 1, save.context.save.group)
+        save.attempt = identity.Attempt(number, 1, save.context.save.group, incarnation)
         save.move(State.STAGING)
         return save
 
@@ -80,7 +80,7 @@ def test_a_rank_that_never_came_is_named(caplog: pytest.LogCaptureFixture) -> No
     watched.silent_for(save, 0, 0)
     watched.vigil.look()
     assert said(caplog) == []
-    save.start -= 6
+    save.known_since -= 6
     watched.vigil.look()
     (text,) = said(caplog)
     assert "rank 1 (not heard of yet)" in text
@@ -153,7 +153,7 @@ def test_others_are_left_alone(monkeypatch: pytest.MonkeyPatch, why: str) -> Non
         if why == "another job":
             who.save.job = "other"
         other = watched.registry.enter(who)
-        other.attempt = identity.Attempt(0 if why == "older" else 2, 1, who.save.group)
+        other.attempt = identity.Attempt(0 if why == "older" else 2, 1, who.save.group, "bb")
         other.ring()
         return save
 

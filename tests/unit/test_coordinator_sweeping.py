@@ -13,7 +13,7 @@ from pannier.wire import identity
 from support.checkpoints import write_attempt
 from support.unsteady import Unsteady
 
-FIRST, SECOND, THIRD = (f"i1-g0000000a-s{number}" for number in (1, 2, 3))
+FIRST, SECOND, THIRD = (f"i1-inc-g0000000a-s{number}" for number in (1, 2, 3))
 
 
 class Watched(Unsteady):

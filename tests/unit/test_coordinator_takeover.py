@@ -2,12 +2,13 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from pannier.coordinator import conduct, takeover
+from pannier.coordinator import conduct, saves, takeover
 from pannier.coordinator.saves import Save, State
 from pannier.v1 import save_pb2
 from pannier.wire import identity
@@ -171,5 +172,93 @@ def test_a_commit_whose_checkpoint_was_removed_ends_aborted_and_leaves_nothing()
         assert await end(one, mine) is State.ABORTED
         assert "was removed from" in mine.reason()
         assert await one.plain.list() == []
+
+    play(scenario)
+
+
+OVER = 0.001
+"""Remaining seconds that a sidecar reports of a deadline that has passed."""
+
+
+def report_again(scene: Scene, plan: float, save: float) -> Save:
+    """Both ranks report to a coordinator that was started anew, with what they have left."""
+    for rank in (0, 1):
+        found = scene.registry.enter(scene.context(rank))
+        found.set_deadlines(rank, plan, save)
+        found.resume()
+    return found
+
+
+def test_a_resumed_save_has_no_deadline_for_its_plan() -> None:
+    async def scenario(one: Scene, other: Scene) -> None:
+        planned = await one.planned()
+        again = report_again(other, OVER, 60)
+        await other.reach(again, lambda: again.state is State.STAGING)
+        await other.reach(again, lambda: time.monotonic() > again.plan_deadline)
+        await one.make_durable(planned)
+        assert await end(one, planned) is await end(other, again) is State.COMMITTED
+
+    play(scenario)
+
+
+def test_a_save_that_is_resumed_after_its_deadline_is_finished() -> None:
+    async def scenario(one: Scene, other: Scene) -> None:
+        planned = await one.planned()
+        again = report_again(other, OVER, OVER)
+        await other.reach(again, lambda: again.state is State.STAGING)
+        # Its uploads went on while there was no coordinator.
+        await one.make_durable(planned)
+        assert await end(one, planned) is await end(other, again) is State.COMMITTED
+
+    play(scenario)
+
+
+def test_a_save_that_is_resumed_after_its_deadline_does_not_wait_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(saves, "RESUMED_S", 0.2)
+
+    async def scenario(one: Scene, other: Scene) -> None:
+        await one.planned()
+        again = report_again(other, OVER, OVER)
+        assert await end(other, again) is State.ABORTED
+        assert "was not durable in time" in again.reason()
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("where", ["root", "attempt"])
+def test_storage_is_asked_for_a_resumed_save_until_it_answers(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saves, "RESUMED_S", 0.2)
+
+    async def scenario(one: Scene, other: Scene) -> None:
+        planned = await one.planned()
+        await one.make_durable(planned)
+        assert await end(one, planned) is State.COMMITTED
+        other.store.unreadable = True
+        if where == "root":
+            other.places.unreachable = True
+        again = report_again(other, OVER, OVER)
+        await other.reach(again, lambda: "503" in again.problem and len(other.store.asked) > 1)
+        await other.reach(again, lambda: time.monotonic() > again.start + 2 * saves.RESUMED_S)
+        assert not again.ended
+        other.places.unreachable = other.store.unreadable = False
+        assert await end(other, again) is State.COMMITTED
+
+    play(scenario)
+
+
+def test_the_earliest_deadline_of_the_ranks_counts_in_whatever_order_they_report() -> None:
+    async def scenario(one: Scene, other: Scene) -> None:
+        for scene, order in ((one, (0, 1)), (other, (1, 0))):
+            save = scene.registry.enter(scene.context(0))
+            seconds = {0: 500.0, 1: 5000.0}
+            for rank in order:
+                save.set_deadlines(rank, 0, seconds[rank])
+            # Once more, later.
+            save.set_deadlines(0, 0, OVER)
+            assert save.start + 499 < save.deadline < save.start + 600
 
     play(scenario)

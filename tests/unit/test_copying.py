@@ -3,6 +3,7 @@
 import ctypes
 import gc
 import os
+import queue
 import threading
 import weakref
 from collections.abc import Callable
@@ -79,23 +80,54 @@ def test_sources_live_until_they_are_copied_and_no_longer() -> None:
     assert reference() is None
 
 
-def test_no_thread_stays_behind_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+class InterruptedQueue(queue.SimpleQueue[None]):
+    """Its first wait is interrupted, if asked to; the next one lets the helpers go on."""
+
+    def __init__(self, interrupt: bool, go_on: threading.Event) -> None:
+        self.interrupt, self.go_on = interrupt, go_on
+
+    def get(self, block: bool = True, timeout: float | None = None) -> None:
+        if self.interrupt:
+            self.interrupt = False
+            raise KeyboardInterrupt
+        self.go_on.set()
+        return super().get(block, timeout)
+
+
+@pytest.mark.parametrize("while_", ["copying", "waiting"])
+def test_no_thread_copies_after_an_interrupt(while_: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the calling thread copies a piece or waits for those of the other threads."""
     monkeypatch.setattr(copying, "threads", lambda: 3)
     main = threading.current_thread()
+    helped, go_on = threading.Event(), threading.Event()
     memmove: Callable[..., int] = ctypes.memmove
+    at_it = 0
 
-    def interrupted(*arguments: int) -> int:
-        if threading.current_thread() is main:
+    def copy(*arguments: int) -> int:
+        nonlocal at_it
+        if threading.current_thread() is not main:
+            at_it += 1
+            helped.set()
+            go_on.wait()
+            copied = memmove(*arguments)
+            at_it -= 1
+            return copied
+        helped.wait()
+        if while_ == "copying":
             raise KeyboardInterrupt
         return memmove(*arguments)
 
-    monkeypatch.setattr(ctypes, "memmove", interrupted)
+    monkeypatch.setattr(ctypes, "memmove", copy)
     source, target = Buffer(100 * MIB), Buffer(100 * MIB)
     copies = HostCopies()
+    copies._helped = InterruptedQueue(while_ == "waiting", go_on)
     copies.add(target.address, source.address, 100 * MIB, source)
-    with pytest.raises(KeyboardInterrupt):
-        copies.run()
-    assert not [each.name for each in threading.enumerate() if "pannier-copy" in each.name]
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            copies.run()
+        assert at_it == 0
+    finally:
+        go_on.set()
 
 
 @pytest.mark.parametrize(

@@ -93,13 +93,13 @@ def test_a_key_names_something_below_its_checkpoint(key: str) -> None:
 @FUZZ
 @given(
     name=st.one_of(names, st.builds("__{}_{}_{}.distcp".format, names, st.integers(), names)),
-    attempt=st.one_of(names, st.builds("i{}-g00000000-s{}".format, names, st.integers())),
+    attempt=st.one_of(names, st.builds("i{}-{}-g00000000-s{}".format, names, names, st.integers())),
     rank=st.integers(0, (1 << 32) - 1),
 )
-@example(name="__i1-g00000000-s1_0_../x.distcp", attempt="i1-g00000000-s1", rank=0)
-@example(name="__i1-g00000000-s1_0_0.distcp\n", attempt="i1-g00000000-s1", rank=0)
-@example(name="__i1-g00000000-s1_0_0.distcp", attempt="i1-g00000000-s1", rank=0)
-@example(name="__i1-g00000000-s1_0_٣.distcp", attempt="i1-g00000000-s1", rank=0)
+@example(name="__i1-a1-g00000000-s1_0_../x.distcp", attempt="i1-a1-g00000000-s1", rank=0)
+@example(name="__i1-a1-g00000000-s1_0_0.distcp\n", attempt="i1-a1-g00000000-s1", rank=0)
+@example(name="__i1-a1-g00000000-s1_0_0.distcp", attempt="i1-a1-g00000000-s1", rank=0)
+@example(name="__i1-a1-g00000000-s1_0_٣.distcp", attempt="i1-a1-g00000000-s1", rank=0)
 def test_a_data_file_is_its_own_ranks_and_attempts(name: str, attempt: str, rank: int) -> None:
     for _ in accepted(identity.check_data_file, name, attempt, rank):
         assert name.isascii()
@@ -111,7 +111,10 @@ def test_a_data_file_is_its_own_ranks_and_attempts(name: str, attempt: str, rank
 @FUZZ
 @given(
     text=st.one_of(
-        names, st.from_regex(r"i[0-9٣]{1,14}-g[0-9a-fA-F]{8}-s[0-9]{1,14}\n?", fullmatch=True)
+        names,
+        st.from_regex(
+            r"i[0-9٣]{1,14}-[a-zA-Z0-9_.]{0,33}-g[0-9a-fA-F]{8}-s[0-9]{1,14}\n?", fullmatch=True
+        ),
     )
 )
 def test_an_attempt_has_one_spelling(text: str) -> None:

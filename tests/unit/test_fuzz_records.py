@@ -13,8 +13,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pannier.client.metadata import unpickle_metadata
-from pannier.coordinator import incarnations
 from pannier.coordinator.commit import build_checked
+from pannier.coordinator.incarnations import Claim, Incarnations
 from pannier.coordinator.manifest import Manifest
 from pannier.coordinator.receipts import check_external_metadata, check_receipt
 from pannier.records import decisions, leases
@@ -26,7 +26,7 @@ from pannier.wire import identity
 from pannier.wire.errors import PannierError
 from support.fuzzing import FUZZ, accepted, messages
 
-ATTEMPT = "i1-g00000000-s1"
+ATTEMPT = "i1-a1-g00000000-s1"
 
 json_texts = st.one_of(
     st.binary(max_size=60),
@@ -114,9 +114,11 @@ def test_a_decision_is_read_as_it_was_written(
 def test_incarnation_records(tmp_path_factory: Any, data: bytes, name: str) -> None:
     directory = tmp_path_factory.mktemp("incarnations")
     key = f"{identity.incarnations_prefix()}{name[:200]}"
-    for number in read(directory, key, data, lambda store: incarnations.number_of(store, "j", "a")):
+    for number in read(
+        directory, key, data, lambda store: Incarnations().number_of(store, Claim("j", "a"))
+    ):
         # It becomes part of names.
-        attempt = identity.Attempt(number, 1, "g00000000")
+        attempt = identity.Attempt(number, 1, "g00000000", "a")
         assert identity.Attempt.parse(attempt.name) == attempt
 
 

@@ -22,7 +22,7 @@ from support.fuzzing import FUZZ, accepted, messages
 from support.hosts import Host, running_host
 from support.scripted import Trainer
 
-ATTEMPT = "i1-g00000000-s1"
+ATTEMPT = "i1-a1-g00000000-s1"
 MIB = 1 << 20
 
 

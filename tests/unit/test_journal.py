@@ -27,7 +27,7 @@ def begun(part: int, rank: int = 0) -> Record:
         part=part,
         begun=journal_pb2.PartBegun(
             context=context(rank, f"gs://b/step-{part}", number=part),
-            attempt="i1-g00000000-s1",
+            attempt="i1-a1-g00000000-s1",
             planned=True,
             files=[plan_pb2.PlannedFile(name="f", size=10)],
         ),

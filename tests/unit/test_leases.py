@@ -27,7 +27,7 @@ from support.hosts import await_true as eventually
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
-FIRST, SECOND = "i1-g0000000a-s1", "i1-g0000000a-s2"
+FIRST, SECOND = "i1-inc-g0000000a-s1", "i1-inc-g0000000a-s2"
 
 
 @pytest.fixture
@@ -43,7 +43,11 @@ def held(place: Path) -> list[str]:
 
 
 def leased(place: Path) -> list[Path]:
-    return list((place / ".pannier" / "leases").glob("*"))
+    directory = place / ".pannier" / "leases"
+    try:
+        return [directory / name for name in os.listdir(directory)]
+    except FileNotFoundError:
+        return []  # Removed with the last lease.
 
 
 def test_it_says_who_reads_what(place: Path) -> None:
@@ -165,3 +169,22 @@ def test_it_lasts_as_long_as_the_load_also_when_that_fails(
     assert seen == [FIRST]
     assert leased(place) == []
     eventually(lambda: threading.active_count() <= before, "no thread is left")
+
+
+def test_a_lease_is_written_though_another_reader_removes_the_empty_directory_meanwhile(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = places.open_place(place)
+    real, removed = directory._fs.makedirs, []
+
+    def makedirs(path: str, exist_ok: bool = False) -> None:
+        real(path, exist_ok=exist_ok)
+        if not removed:
+            Path(path).rmdir()
+            removed.append(path)
+
+    monkeypatch.setattr(directory._fs, "makedirs", makedirs)
+    lease = Lease(directory, FIRST, renew_s=30, idle_s=None)
+    assert removed
+    assert len(leased(place)) == 1
+    lease.release()

@@ -1,23 +1,32 @@
+import copy
+import json
+import pickle
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
+from pannier import client
 from pannier.client.load import load
+from pannier.client.load_error import LoadError
 from pannier.client.reader import StorageReader
+from pannier.v1 import save_pb2
+from pannier.wire import errors, identity
 from pannier.wire.errors import (
     IntegrityError,
     InvalidRequestError,
-    LoadError,
     PannierError,
     StorageError,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+READER = r"torch\.distributed\.checkpoint\.HuggingFaceStorageReader"
 
 
 @pytest.fixture
@@ -87,6 +96,23 @@ def test_a_reader_brings_its_own_place(checkpoint: Path, tmp_path: Path) -> None
     assert reader.checkpoint_id == str(checkpoint)
 
 
+def test_a_reader_may_be_given_by_position(checkpoint: Path) -> None:
+    for call in (load, client.load, client.Client().load):
+        state = {"w": torch.zeros(6)}
+        call(state, StorageReader(checkpoint))
+        assert torch.equal(state["w"], torch.arange(6.0))
+
+
+@pytest.mark.parametrize("convert", [str, Path])
+def test_a_path_by_position_is_refused_with_the_name_it_needs(
+    checkpoint: Path, convert: Any
+) -> None:
+    expected = f"storage_reader='{checkpoint}' is a path: give checkpoint_id='{checkpoint}'"
+    for call in (load, client.load, client.Client().load):
+        with pytest.raises(InvalidRequestError, match=re.escape(expected)):
+            call({"w": torch.zeros(6)}, convert(checkpoint))
+
+
 @pytest.mark.filterwarnings("ignore:Detected an existing checkpoint")
 def test_a_reader_reads_anew_each_time(checkpoint: Path) -> None:
     reader = StorageReader(checkpoint)
@@ -100,6 +126,8 @@ def test_a_reader_reads_anew_each_time(checkpoint: Path) -> None:
 def test_refuses_other_readers(checkpoint: Path) -> None:
     with pytest.raises(ValueError, match=r"FileSystemReader.*dcp\.load"):
         load({}, storage_reader=FileSystemReader(checkpoint))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"FileSystemReader.*dcp\.load"):
+        load({}, FileSystemReader(checkpoint))  # type: ignore[arg-type]
 
 
 def test_wants_a_place() -> None:
@@ -112,12 +140,89 @@ def test_no_checkpoint_is_a_storage_error(tmp_path: Path) -> None:
         load({"w": torch.zeros(6)}, checkpoint_id=tmp_path / "nothing")
 
 
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["model-00001-of-00001.safetensors", "model.safetensors.index.json"],
+        ["shard-00002-model-00001-of-00001.safetensors"],
+        ["any.safetensors", "config.json"],
+    ],
+)
+def test_a_checkpoint_in_safetensors_format_is_named_with_its_reader(
+    tmp_path: Path, names: list[str]
+) -> None:
+    for name in names:
+        (tmp_path / name).write_bytes(b"\2\0\0\0\0\0\0\0{}")
+    expected = rf"has no \.metadata: .*safetensors format.*{READER}"
+    with pytest.raises(StorageError, match=expected):
+        load({"w": torch.zeros(6)}, checkpoint_id=tmp_path)
+    with pytest.raises(StorageError, match=expected):
+        StorageReader(tmp_path).read_metadata()
+    # Where Pannier is at a save, its state matters more.
+    (tmp_path / identity.attempts_prefix() / "i1-inc-g0000000a-s3").mkdir(parents=True)
+    with pytest.raises(StorageError, match=r"i1-inc-g0000000a-s3 is in progress"):
+        load({"w": torch.zeros(6)}, checkpoint_id=tmp_path)
+
+
+def test_data_files_in_safetensors_format_are_not_called_damaged(checkpoint: Path) -> None:
+    """As FileSystemWriter(serialization_format=SerializationFormat.SAFETENSORS) writes them."""
+    (file,) = checkpoint.glob("*.distcp")
+    text = json.dumps({"w": {"dtype": "F32", "shape": [6], "data_offsets": [0, 24]}}).encode()
+    content = len(text).to_bytes(8, "little") + text
+    file.write_bytes(content.ljust(file.stat().st_size, b"\0"))
+    with pytest.raises(InvalidRequestError, match=rf"'w' can't be read: .*{file.name}.*{READER}"):
+        load({"w": torch.zeros(6)}, checkpoint_id=checkpoint)
+    # A wrong length, and what is no length at all, are damage.
+    for head in ((1 << 40).to_bytes(8, "little") + b"{", bytes(9)):
+        file.write_bytes(head.ljust(file.stat().st_size, b"\0"))
+        with pytest.raises(IntegrityError, match="can't be read from bytes"):
+            load({"w": torch.zeros(6)}, checkpoint_id=checkpoint)
+
+
 def test_a_missing_key_is_named_by_an_ordinary_exception(checkpoint: Path) -> None:
     with pytest.raises(LoadError, match="missing") as caught:
         load({"missing": torch.zeros(6)}, checkpoint_id=checkpoint)
     assert isinstance(caught.value, Exception)
     assert "missing" in caught.value.failures[0].message
     assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_code_that_catches_torchs_exception_catches_and_reads_a_load_error(
+    checkpoint: Path,
+) -> None:
+    caught: CheckpointException | None = None
+    try:
+        client.load({"missing": torch.zeros(6)}, checkpoint_id=checkpoint)
+    except CheckpointException as error:
+        caught = error
+    assert isinstance(caught, client.LoadError)
+    assert isinstance(caught, errors.LoadError)
+    assert str(caught).startswith("rank 0: RuntimeError: Missing key in checkpoint state_dict")
+    ((rank, (cause, stack)),) = caught.failures.items()
+    assert (rank, type(cause)) == (0, RuntimeError)
+    assert caught.__cause__ is cause
+    assert stack[-1].filename.endswith("default_planner.py")
+
+
+@pytest.mark.parametrize("copied", [copy.copy, lambda error: pickle.loads(pickle.dumps(error))])
+def test_a_load_error_is_copied_with_its_failures(checkpoint: Path, copied: Any) -> None:
+    class OwnError(RuntimeError):
+        """A class that no pickle can name."""
+
+    class Planner(DefaultLoadPlanner):
+        def create_local_plan(self) -> Any:
+            raise OwnError("no plan today")
+
+    with pytest.raises(LoadError, match="no plan today") as caught:
+        load({"w": torch.zeros(6)}, checkpoint_id=checkpoint, planner=Planner())
+    error = copied(caught.value)
+    assert type(error) is LoadError
+    assert str(error) == str(caught.value)
+    failure, before = error.failures[0], caught.value.failures[0]
+    assert (failure.rank, failure.host) == (before.rank, before.host)
+    assert (failure.kind, failure.message) == (save_pb2.FAILURE_KIND_CLIENT, before.message)
+    cause, stack = copied(failure)
+    assert (str(cause), list(stack)) == (before.message, [])
 
 
 def test_another_shape_is_named(checkpoint: Path) -> None:

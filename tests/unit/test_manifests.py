@@ -12,7 +12,9 @@ from pannier.wire import identity
 from pannier.wire.errors import IntegrityError
 from support.ranks_by_hand import context, local_plan, rank_plans, shard, tensor, thing
 
-FIRST, SECOND = (identity.Attempt(1, number, identity.group_name((0, 1))) for number in (1, 2))
+FIRST, SECOND = (
+    identity.Attempt(1, number, identity.group_name((0, 1)), "aa") for number in (1, 2)
+)
 PLANS = rank_plans(
     *(
         local_plan([shard("w", [4 * rank, 0], [4, 8], [8, 8]), tensor("b", 8), thing("epoch")])

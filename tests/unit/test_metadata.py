@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 from pannier.client.metadata import unpickle_metadata
+from pannier.records.referring import referred
 from pannier.wire.errors import InvalidRequestError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -80,11 +81,28 @@ def test_nothing_foreign_is_called(tmp_path: Path, where: str) -> None:
     assert (tmp_path / "flag").exists()
 
 
+def text(words: str) -> bytes:
+    """A string as part of a pickle; as the following, of protocol 4."""
+    return b"\x8c" + bytes([len(words)]) + words.encode()
+
+
+def named(module: str, name: str) -> bytes:
+    return text(module) + text(name) + b"\x93"
+
+
+def attribute(owner: bytes, name: bytes) -> bytes:
+    return named("builtins", "getattr") + owner + name + b"\x86R"
+
+
+DCP = "torch.distributed.checkpoint.metadata"
+ENUM = named(DCP, "_MEM_FORMAT_ENCODING")
+MEMBER = attribute(ENUM, text("TORCH_CHANNELS_LAST"))
+
+
 @pytest.mark.parametrize(
     ("module", "name"),
     [
         ("builtins", "eval"),
-        ("builtins", "getattr"),
         ("torch", "load"),
         ("torch", "nn"),
         ("torch.serialization", "load"),
@@ -94,11 +112,8 @@ def test_nothing_foreign_is_called(tmp_path: Path, where: str) -> None:
     ],
 )
 def test_only_names_of_dcp_are_known(module: str, name: str) -> None:
-    content = b"\x80\x04" + b"".join(
-        b"\x8c" + bytes([len(text)]) + text.encode() for text in (module, name)
-    )
     with pytest.raises(InvalidRequestError, match="which is not part of a DCP checkpoint"):
-        unpickle_metadata(content + b"\x93.", "here")
+        unpickle_metadata(b"\x80\x04" + named(module, name) + b".", "here")
 
 
 @pytest.mark.parametrize("content", [b"", b"not a pickle", b"\x80\x04K\x01", b"\x80\x04)."])
@@ -112,3 +127,81 @@ def test_a_cut_one_is_refused(tmp_path: Path) -> None:
     for length in range(0, len(content), 7):
         with pytest.raises(InvalidRequestError):
             unpickle_metadata(content[:length], "here")
+
+
+WRITTEN = {path.stem: path for path in (Path(__file__).parent / "data").glob("*.metadata")}
+"""``.metadata`` of plain torch, from several versions of Python and torch."""
+
+
+@pytest.mark.parametrize("by", ["python-3.11.2-torch-2.13", "python-3.11.7-torch-2.15"])
+def test_is_read_whatever_torch_and_python_wrote_it(by: str) -> None:
+    content = WRITTEN[by].read_bytes()
+    metadata = unpickle_metadata(content, by)
+    assert sorted(metadata.state_dict_metadata) == ["channels", "model.b", "model.w", "step"]
+    entry = metadata.state_dict_metadata["model.b"]
+    assert isinstance(entry, TensorStorageMetadata)
+    assert (entry.properties.dtype, entry.properties.memory_format) == (
+        torch.bfloat16,
+        torch.contiguous_format,
+    )
+    # What is read is this torch's own, and can be pickled again.
+    assert pickle.loads(pickle.dumps(metadata)).state_dict_metadata == metadata.state_dict_metadata
+    files = {info.relative_path for info in metadata.storage_data.values()}
+    assert referred(content, by) == files == {"__0_0.distcp"}
+
+
+def with_planner_data(value: bytes) -> bytes:
+    state = b"}(" + text("state_dict_metadata") + b"}" + text("planner_data") + value + b"u"
+    return b"\x80\x04" + named(DCP, "Metadata") + b")\x81" + state + b"b."
+
+
+def test_a_member_of_dcps_enum_may_be_named() -> None:
+    got = unpickle_metadata(with_planner_data(MEMBER), "here").planner_data
+    assert (got.name, got.value) == ("TORCH_CHANNELS_LAST", 1)
+    old = named("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING")
+    member = attribute(old, text("TORCH_PRESERVE_FORMAT"))
+    assert unpickle_metadata(with_planner_data(member), "here").planner_data.value == 2
+    # Of protocol 2.
+    content = f"\x80\x02c__builtin__\ngetattr\nc{DCP}\n_MEM_FORMAT_ENCODING\n"
+    called = content.encode("latin-1") + b"X\x13\x00\x00\x00TORCH_CHANNELS_LAST\x86R."
+    with pytest.raises(InvalidRequestError, match="holds a _MEM_FORMAT_ENCODING, not a DCP"):
+        unpickle_metadata(called, "here")
+
+
+NOT_MEMBERS = {
+    "method of a class": attribute(named(DCP, "Metadata"), text("__init__")),
+    "method of torch": attribute(named("torch", "Size"), text("numel")),
+    "member of a list": attribute(b"]", text("append")),
+    **{
+        f"{name!r} of the enum": attribute(ENUM, text(name))
+        for name in ("__class__", "__members__", "_member_map_", "mro", "name", "", "ABSENT")
+    },
+    "dotted": attribute(ENUM, text("TORCH_CHANNELS_LAST.value")),
+    "dotted class": attribute(ENUM, text("__class__.__mro__")),
+    "number": attribute(ENUM, b"K\x01"),
+    "bytes": attribute(ENUM, b"C\x13TORCH_CHANNELS_LAST"),
+    "value of a member": attribute(MEMBER, text("value")),
+    "class of a member": attribute(MEMBER, text("__class__")),
+    "member of a member": attribute(MEMBER, text("TORCH_CHANNELS_LAST")),
+    "nested": attribute(attribute(ENUM, text("__class__")), text("__subclasses__")),
+    "getattr itself": attribute(named("builtins", "getattr"), text("__self__")),
+}
+
+
+@pytest.mark.parametrize("what", NOT_MEMBERS)
+def test_getattr_of_anything_else_is_refused(what: str) -> None:
+    with pytest.raises(InvalidRequestError, match=r"refers to getattr\(.*not part of a DCP"):
+        unpickle_metadata(with_planner_data(NOT_MEMBERS[what]), "here")
+
+
+def test_getattr_cannot_be_changed_or_called_otherwise() -> None:
+    name = named("builtins", "getattr")
+    for content in (
+        name,
+        name + ENUM + text("ABSENT") + text("default") + b"\x87R",
+        # Sets attributes of what was named.
+        name + b"N}" + text("__defaults__") + b")s\x86b",
+        name + b")\x81",
+    ):
+        with pytest.raises(InvalidRequestError):
+            unpickle_metadata(b"\x80\x04" + content + b".", "here")

@@ -18,12 +18,12 @@ from pannier.sidecar.restoring import restore
 from pannier.sidecar.saves import Phase, Saves
 from pannier.sidecar.spool import Spool
 from pannier.v1 import journal_pb2, records_pb2, save_pb2
-from pannier.wire.errors import InvalidRequestError, SaveAbortedError
+from pannier.wire.errors import InDoubtError, InvalidRequestError, SaveAbortedError
 from support.daemons import memory_directory
 from support.ranks_by_hand import context
 
 SIZE = 100
-FILE = "__i1-g00000000-s1_0_0.distcp"
+FILE = "__i1-a1-g00000000-s1_0_0.distcp"
 COMMITTED, ABORTED = save_pb2.SAVE_STATE_COMMITTED, save_pb2.SAVE_STATE_ABORTED
 RANKS = st.sampled_from([0, 1])
 KINDS = st.sampled_from([save_pb2.FAILURE_KIND_LOST, save_pb2.FAILURE_KIND_CLIENT])
@@ -100,7 +100,7 @@ class Sidecar(RuleBasedStateMachine):
         try:
             part = self.saves.enter(self._context(rank))
             self.saves.check(part)
-        except (SaveAbortedError, InvalidRequestError):
+        except (SaveAbortedError, InDoubtError, InvalidRequestError):
             assert self._over(rank)
             return
         assert not self._over(rank)
@@ -108,7 +108,7 @@ class Sidecar(RuleBasedStateMachine):
             return
         slab = self.spool.take("job", SIZE)
         file = DataFile(FILE, SIZE, slab, label="it", loop=self.loop)
-        self.saves.streaming(part, "i1-g00000000-s1", file)
+        self.saves.streaming(part, "i1-a1-g00000000-s1", file)
         self.ledger.opened(part, file)
         self.parts[rank] = Told()
 
@@ -144,7 +144,7 @@ class Sidecar(RuleBasedStateMachine):
         crc = part.files[FILE].crc
         files = [records_pb2.DataFile(name=FILE, size=SIZE, crc32c=crc)]
         told.receipt = records_pb2.Receipt(
-            attempt="i1-g00000000-s1", plan_id="p", rank=rank, files=files
+            attempt="i1-a1-g00000000-s1", plan_id="p", rank=rank, files=files
         )
         self.ledger.ingested(part, told.receipt)
         told.phase, told.held = Phase.INGESTED, SIZE

@@ -1,8 +1,11 @@
 """What ranks write to the store of their process group, and which of it they take for their own's."""
 
 import os
+import socket
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -13,41 +16,111 @@ from pannier.client.notes import Notes, born
 from pannier.wire.errors import DeadlineError
 
 
+def begin(
+    store: Any, rank: int, text: str, *, size: int = 4, who: str = "", since: float | None = None
+) -> tuple[int, str]:
+    return Notes(rank, timeout_s=5, store=store, since=since).begin(text, size=size, who=who)
+
+
+def uptime() -> float:
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
 def test_the_first_word_counts_for_all_ranks() -> None:
     store = dist.HashStore()
-    found = [Notes(rank, timeout_s=5, store=store).begin(f"word of {rank}") for rank in (1, 0, 2)]
+    found = [begin(store, rank, f"word of {rank}") for rank in (1, 0, 2)]
     assert found == [(1, "word of 1")] * 3
-    again = [Notes(rank, timeout_s=5, store=store).begin(f"again {rank}") for rank in (0, 1, 2)]
+    again = [begin(store, rank, f"again {rank}") for rank in (0, 1, 2)]
     assert again == [(2, "again 0")] * 3
 
 
 def test_a_rank_that_had_not_come_so_far_joins_the_others_after_a_restart() -> None:
     store = dist.HashStore()
-    long_ago = time.time() - 60
-
-    def begin(rank: int, text: str, since: float) -> tuple[int, str]:
-        return Notes(rank, timeout_s=5, store=store, since=since).begin(text)
-
     # Ranks 1 and 3 died before their first save, and 0 began twice: torchrun's store outlives them.
-    assert begin(0, "former", long_ago) == (1, "former")
-    assert begin(2, "former", long_ago) == (1, "former")
-    assert begin(0, "second", long_ago) == (2, "second")
-    now = time.time() + 10
+    assert begin(store, 0, "former") == (1, "former")
+    assert begin(store, 2, "former") == (1, "former")
+    assert begin(store, 0, "second") == (2, "second")
+    now = uptime() + 10
     # As it is some seconds later, since processes take their time to start.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(time, "time", lambda: now + 5)
-        assert begin(1, "word", now) == (3, "word")
-        assert begin(0, "other", now) == (3, "word")
-        assert begin(2, "other", now) == (3, "word")
-        assert begin(3, "other", now) == (3, "word")
+        patch.setattr(notes, "_uptime", lambda: now + 5)
+        for rank in (1, 0, 2, 3):
+            assert begin(store, rank, f"word of {rank}", since=now) == (3, "word of 1")
+        # From here on they are in step.
+        for rank in (2, 0, 1, 3):
+            assert begin(store, rank, f"again {rank}", since=now) == (4, "again 2")
 
 
-def test_clocks_of_machines_may_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    store, now = dist.HashStore(), time.time()
-    assert Notes(0, timeout_s=5, store=store).begin("word") == (1, "word")
-    # Its clock is fast: this process seems to be younger than what the other one wrote.
-    monkeypatch.setattr(notes, "kernel", lambda: "another machine")
-    assert Notes(1, timeout_s=5, store=store, since=now + 30).begin("own") == (1, "word")
+class Elsewhere:
+    """Ranks of several machines, each with a clock of its own."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.store = dist.HashStore()
+        self.machine = ""
+        monkeypatch.setattr(notes, "kernel", lambda: self.machine)
+
+    def begin(self, rank: int, machine: str, text: str = "", **more: Any) -> tuple[int, str]:
+        self.machine = machine
+        return begin(self.store, rank, text or f"word of {rank}", **more)
+
+
+@pytest.mark.parametrize("since", [0.0, 1e9], ids=["an early clock", "a late clock"])
+def test_clocks_of_two_machines_are_not_compared(
+    monkeypatch: pytest.MonkeyPatch, since: float
+) -> None:
+    ranks = Elsewhere(monkeypatch)
+    monkeypatch.setattr(time, "time", lambda: since)
+    before = set(threading.enumerate())
+    assert ranks.begin(0, "a", size=4) == (1, "word of 0")
+    assert ranks.begin(1, "b", size=4, since=since) == (1, "word of 0")
+    assert ranks.begin(2, "a", size=4) == (1, "word of 0")
+    assert ranks.begin(3, "c", size=4, since=since) == (1, "word of 0")
+    assert ranks.begin(3, "c", size=4, since=since) == (2, "word of 3")
+    for rank, machine in enumerate("aba"):
+        assert ranks.begin(rank, machine, size=4) == (2, "word of 3")
+    # All have asked: nobody polls the store any more.
+    for thread in set(threading.enumerate()) - before:
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+def test_a_rank_of_another_machine_that_ended_is_not_joined(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ranks = Elsewhere(monkeypatch)
+    monkeypatch.setattr(notes, "ANSWER_S", 0.2)
+    with pytest.MonkeyPatch.context() as patch:
+        # A process that was killed: nothing of it answers.
+        patch.setattr(notes._Responder, "start", lambda self: None)
+        assert ranks.begin(0, "a", "former", who="rank 0 (host node-0)") == (1, "former")
+        assert ranks.begin(0, "a", "second") == (2, "second")
+    # Both are the same process's, which is waited for once.
+    assert ranks.begin(1, "b", since=1.0) == (3, "word of 1")
+    assert [r.message for r in caplog.records if r.levelname == "WARNING"] == [
+        "rank 1: rank 0 (host node-0) did not answer within 0.2 s; incarnation 1 in the process "
+        "group's store is taken for one of processes that have ended"
+    ]
+    # Rank 0 has counted on, and finds the one that rank 1 began.
+    assert ranks.begin(0, "a", since=uptime() + 10) == (3, "word of 1")
+
+
+def test_an_answer_is_given_while_torch_waits_in_the_store() -> None:
+    """As when it sets up a communicator whose first rank is not there yet."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    store = dist.TCPStore("127.0.0.1", port, None, True, wait_for_workers=False)
+    other = dist.TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(notes, "kernel", lambda: "a")
+        assert begin(store, 0, "word", size=2) == (1, "word")
+        waiting = threading.Thread(target=store.get, args=("set by rank 1",), daemon=True)
+        waiting.start()
+        patch.setattr(notes, "kernel", lambda: "b")
+        assert begin(other, 1, "other", size=2) == (1, "word")
+        other.set("set by rank 1", "")
+        waiting.join(10)
+        assert not waiting.is_alive()
 
 
 def test_claims_counts_and_what_is_not_there() -> None:
@@ -69,8 +142,10 @@ def test_a_store_that_fails_is_named(tmp_path: Path) -> None:
     here = Notes(3, timeout_s=5, store=dist.HashStore())
     here._store = Gone()
     with pytest.raises(DeadlineError, match=r"rank 3 .*store.*Connection reset by peer"):
-        here.begin("word")
+        here.begin("word", size=1)
 
 
 def test_when_this_process_began() -> None:
-    assert born() == pytest.approx(psutil.Process(os.getpid()).create_time(), abs=1.5)
+    assert uptime() - born() == pytest.approx(
+        time.time() - psutil.Process(os.getpid()).create_time(), abs=1.5
+    )

@@ -58,7 +58,11 @@ def floor(name: str) -> Version:
 
 
 @pytest.mark.parametrize(
-    "target", ["demo", "test", "demo-xla", "test-xla", "lint", "stubs", "bench", "format", "clean"]
+    "target",
+    [
+        *("demo", "test", "demo-xla", "test-xla", "test-torch"),
+        *("lint", "stubs", "bench", "format", "clean"),
+    ],
 )
 def test_make_knows_its_targets(target: str) -> None:
     run = subprocess.run(
@@ -87,6 +91,31 @@ def test_ci_runs_the_readmes_commands() -> None:
     for command in ("make test", "make demo", "make test-xla", "make demo-xla"):
         assert re.search(rf"{command}$|{command}[ ;]", commands, re.MULTILINE), command
         assert re.search(rf"{command}[ `]", readme), command
+
+
+def test_the_supported_pythons_are_said_alike() -> None:
+    project = pyproject()["project"]
+    prefix = "Programming Language :: Python :: "
+    named = [c.removeprefix(prefix) for c in project["classifiers"] if c.startswith(f"{prefix}3.")]
+    oldest, newest = named[0], named[-1]
+    assert named == [f"3.{minor}" for minor in range(int(oldest[2:]), int(newest[2:]) + 1)]
+    assert project["requires-python"].split(",")[0] == f">={oldest}"
+    readme = (REPOSITORY / "README.md").read_text()
+    assert f"Python {oldest} to {newest} and torch {floor_of('torch')} to " in readme
+
+
+def floor_of(name: str) -> Version:
+    (requirement,) = (r for r in requirements("torch") if r.name == name)
+    (specifier,) = requirement.specifier
+    return Version(specifier.version)
+
+
+def test_ci_runs_the_demo_with_the_systems_python() -> None:
+    commands = (REPOSITORY / ".ci/run").read_text()
+    (line,) = re.findall(r"make demo PYTHON=/usr/bin/python3 VENV=(\S+)", commands)
+    for ignored in (f"{line}/", ".venv-torch-2.15.0/"):
+        run = subprocess.run(["git", "check-ignore", ignored], cwd=REPOSITORY, check=False)
+        assert run.returncode == 0, ignored
 
 
 def test_the_lock_pins_all_that_is_required() -> None:

@@ -23,6 +23,7 @@ from pannier.client import archives, compat
 from pannier.v1 import plan_pb2
 from pannier.wire import plans
 from pannier.wire.errors import InvalidRequestError
+from support.contents import without_strides
 from support.staged import final_plan, plan
 
 CACHES = (
@@ -70,6 +71,9 @@ def test_the_plan_is_dcps_own() -> None:
     planning = plan(state)
 
     assert planning.items == theirs.items
+    for item in theirs.items:
+        if item.tensor_data is not None:
+            without_strides(item.tensor_data.properties)
     assert plans.decode_items(planning.message.items) == theirs.items
     assert plans.decode_mappings(planning.message.mappings) == theirs.planner_data
     options = planning.message.options
@@ -416,9 +420,8 @@ class _Fails(DefaultSavePlanner):
 
 
 def test_a_planner_that_raises_is_named_with_its_method() -> None:
-    with pytest.raises(InvalidRequestError, match=r"_Fails: create_local_plan.*no plan today") as e:
+    with pytest.raises(RuntimeError, match=r"no plan today\nplanner .*_Fails: create_local_plan"):
         plan({"w": torch.ones(1)}, _Fails())
-    assert isinstance(e.value.__cause__, RuntimeError)
 
 
 def test_a_stateful_that_raises_is_named() -> None:
@@ -428,7 +431,7 @@ def test_a_stateful_that_raises_is_named() -> None:
 
         def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
-    with pytest.raises(InvalidRequestError, match=r"'app'.*KeyError"):
+    with pytest.raises(KeyError, match=r"lost'\nstate_dict\(\) of 'app'"):
         plan({"app": Broken()})
 
 
@@ -455,7 +458,7 @@ def test_keys_that_are_no_strings_are_refused() -> None:
 
 
 def test_colliding_keys_are_refused() -> None:
-    with pytest.raises(InvalidRequestError, match=r"set_up_planner.*a\.b"):
+    with pytest.raises(ValueError, match=r"a\.b(.|\n)*set_up_planner"):
         plan({"a": {"b": 1}, "a.b": 2})
 
 
@@ -499,7 +502,7 @@ def test_torchs_plan_cache_is_neither_read_nor_filled(tmp_path: Path) -> None:
 
 def test_the_cache_option_survives_a_planner_that_raises() -> None:
     planner = _Fails(enable_plan_caching=True)
-    with pytest.raises(InvalidRequestError):
+    with pytest.raises(RuntimeError, match="no plan today"):
         plan({"w": torch.ones(1)}, planner)
     assert planner._enable_plan_caching is True
 

@@ -1,6 +1,7 @@
 import io
 import os
 import pickle
+import re
 import shutil
 import subprocess
 import sys
@@ -13,9 +14,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._extension import StreamTransformExtension
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan
 
@@ -130,6 +132,25 @@ def test_is_used_again_for_another_checkpoint(checkpoint: Path, tmp_path: Path) 
     assert differences(got, make_state(2)) == []
 
 
+@pytest.mark.filterwarnings("ignore:The argument order of load has been changed")
+def test_dcp_load_takes_it_by_position(checkpoint: Path) -> None:
+    got = blank(make_state())
+    dcp.load(got, StorageReader(checkpoint), no_dist=True)
+    assert differences(got, make_state()) == []
+
+
+def test_has_the_public_attributes_of_torchs_readers(checkpoint: Path, tmp_path: Path) -> None:
+    reader, torchs = StorageReader(checkpoint), FileSystemReader(checkpoint)
+    assert (reader.path, type(reader.path)) == (torchs.path, type(torchs.path))
+    url = f"file://{checkpoint}"
+    assert StorageReader(url).path == FsspecReader(url).path == url
+    first = reader.load_id
+    assert reader.read_metadata().storage_meta.load_id == first != ""
+    reader.reset(tmp_path / "step-2")
+    assert reader.path == tmp_path / "step-2"
+    assert reader.load_id not in ("", first)
+
+
 def test_reads_only_what_the_plan_needs(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
     original = Place.read_into
@@ -234,28 +255,35 @@ def data_file(checkpoint: Path) -> Path:
     return file
 
 
+def stored(checkpoint: Path, fqn: str) -> tuple[Any, Any]:
+    """Index and place of a key, as ``.metadata`` has them."""
+    data = StorageReader(checkpoint).read_metadata().storage_data
+    return next((index, info) for index, info in data.items() if index.fqn == fqn)
+
+
 def test_names_a_missing_data_file(checkpoint: Path) -> None:
     data_file(checkpoint).unlink()
     with pytest.raises(CheckpointException) as caught:
         load(StorageReader(checkpoint), make_state())
     assert isinstance(cause(caught.value), StorageError)
-    assert "__0_0.distcp doesn't exist" in str(cause(caught.value))
+    assert f"{checkpoint}/__0_0.distcp doesn't exist" in str(cause(caught.value))
+    assert re.search(r"it holds '\w+', '\w+', '\w+' and \d more", str(cause(caught.value)))
 
 
 def test_names_a_cut_data_file(checkpoint: Path) -> None:
-    os.truncate(data_file(checkpoint), 5000)
+    _, place = stored(checkpoint, "large")
+    end = place.offset + place.length
+    os.truncate(data_file(checkpoint), end - 1)
     with pytest.raises(CheckpointException) as caught:
-        load(StorageReader(checkpoint), make_state())
+        load(StorageReader(checkpoint), {"large": make_state()["large"]})
     assert isinstance(cause(caught.value), StorageError)
-    assert "ends after 5000 bytes" in str(cause(caught.value))
+    text = str(cause(caught.value))
+    assert f"{checkpoint}/__0_0.distcp ends after {end - 1} bytes" in text
+    assert "it holds 'large'" in text
 
 
 def test_names_the_key_of_a_damaged_archive(checkpoint: Path) -> None:
-    index, place = next(
-        (index, info)
-        for index, info in StorageReader(checkpoint).read_metadata().storage_data.items()
-        if index.fqn == "half"
-    )
+    index, place = stored(checkpoint, "half")
     with data_file(checkpoint).open("r+b") as file:
         file.seek(place.offset)
         file.write(b"?" * place.length)
@@ -263,6 +291,52 @@ def test_names_the_key_of_a_damaged_archive(checkpoint: Path) -> None:
         load(StorageReader(checkpoint), make_state())
     assert isinstance(cause(caught.value), IntegrityError)
     assert f"'{index.fqn}'" in str(cause(caught.value))
+
+
+@pytest.mark.parametrize("at", [0.0, 0.3, 0.6])
+def test_names_the_key_of_a_damaged_object(checkpoint: Path, at: float) -> None:
+    _, place = stored(checkpoint, "nested.object")
+    with data_file(checkpoint).open("r+b") as file:
+        file.seek(place.offset + int(at * (place.length - 1)))
+        file.write(b"?" * min(200, int((1 - at) * place.length) + 1))
+    with pytest.raises(CheckpointException) as caught:
+        load(StorageReader(checkpoint), {"nested": {"object": None}})
+    assert isinstance(cause(caught.value), IntegrityError)
+    text = str(cause(caught.value))
+    assert "'nested.object' can't be read" in text
+    assert f"{checkpoint}/__0_0.distcp" in text
+
+
+def test_what_a_planner_raises_about_a_whole_object_is_its_own(checkpoint: Path) -> None:
+    class Choosy(DefaultLoadPlanner):
+        def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+            raise KeyError("not wanted here")
+
+    with pytest.raises(CheckpointException) as caught:
+        dcp.load(
+            {"nested": {"object": None}},
+            storage_reader=StorageReader(checkpoint),
+            planner=Choosy(),
+            no_dist=True,
+        )
+    assert isinstance(cause(caught.value), KeyError)
+
+
+@pytest.mark.parametrize("damage", ["size", "checksum"])
+def test_metadata_that_is_not_what_was_decided_is_refused(tmp_path: Path, damage: str) -> None:
+    attempt = "i1-inc-g0000000a-s1"
+    content = checkpoints.write_attempt(tmp_path, attempt)
+    reader = StorageReader(tmp_path)
+    assert reader.resolve() == content
+    reader.release()
+    # What is read as another one's place, and as a longer pickle.
+    changed = content.replace(b"1.1", b"1.7") if damage == "checksum" else content + b"."
+    (tmp_path / ".metadata").write_bytes(changed)
+    with pytest.raises(IntegrityError, match=rf"{tmp_path}/\.metadata is not what was committed"):
+        StorageReader(tmp_path).resolve()
+    # A copy without its records says nothing against it.
+    shutil.rmtree(tmp_path / ".pannier")
+    assert StorageReader(tmp_path).resolve() == changed
 
 
 @pytest.mark.parametrize("path", ["../secret", "/etc/passwd", "a/../../secret", ".."])
@@ -337,26 +411,26 @@ def test_says_that_a_directory_does_not_exist(tmp_path: Path) -> None:
 
 def test_says_which_attempts_are_under_way_or_aborted(tmp_path: Path) -> None:
     path = tmp_path / "step-1"
-    checkpoints.write_attempt(path, "i1-g0000000a-s7", commit=False)
-    checkpoints.write_attempt(path, "i1-g0000000a-s8", commit=False)
-    checkpoints.write_decision(path, "i1-g0000000a-s7", records_pb2.OUTCOME_ABORT)
+    checkpoints.write_attempt(path, "i1-inc-g0000000a-s7", commit=False)
+    checkpoints.write_attempt(path, "i1-inc-g0000000a-s8", commit=False)
+    checkpoints.write_decision(path, "i1-inc-g0000000a-s7", records_pb2.OUTCOME_ABORT)
     with pytest.raises(MissingError) as caught:
         StorageReader(path).read_metadata()
     text = str(caught.value)
-    assert "i1-g0000000a-s8 is in progress" in text
-    assert "i1-g0000000a-s7 was aborted" in text
+    assert "i1-inc-g0000000a-s8 is in progress" in text
+    assert "i1-inc-g0000000a-s7 was aborted" in text
 
 
 def test_says_that_an_attempt_is_about_to_be_committed(tmp_path: Path) -> None:
-    checkpoints.write_attempt(tmp_path, "i1-g0000000a-s7")
+    checkpoints.write_attempt(tmp_path, "i1-inc-g0000000a-s7")
     (tmp_path / ".metadata").unlink()
-    with pytest.raises(MissingError, match="i1-g0000000a-s7 is decided"):
+    with pytest.raises(MissingError, match="i1-inc-g0000000a-s7 is decided"):
         StorageReader(tmp_path).read_metadata()
 
 
 def test_says_what_is_there_instead_of_a_checkpoint(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").touch()
-    with pytest.raises(MissingError, match=r"only model\.safetensors"):
+    (tmp_path / "model.bin").touch()
+    with pytest.raises(MissingError, match=r"only model\.bin"):
         StorageReader(tmp_path).read_metadata()
 
 

@@ -24,7 +24,7 @@ from support.checkpoints import write
 from support.daemons import short_directory
 from support.ranks_by_hand import context, local_plan, rank_plans, receipt_of, tensor, thing
 
-ATTEMPT = "i1-g0000000a-s1"
+ATTEMPT = identity.Attempt(1, 1, identity.group_name((0, 1)), "aa").name
 RECORDS = [
     identity.manifest(ATTEMPT),
     identity.receipt(ATTEMPT, 0),

@@ -7,28 +7,37 @@ import pytest
 from pannier.records.listing import Checkpoint, Standing
 from pannier.records.retention import Best, Policy, judge, step
 from pannier.wire.errors import ConfigurationError
+from pannier.wire.identity import Attempt
 
 
-def checkpoint(name: str, time: float, loss: float | None = None, **changes: object) -> Checkpoint:
+def checkpoint(name: str, save: int, loss: float | None = None, **changes: object) -> Checkpoint:
+    """Of the ``save``-th save; the clocks of those that committed them run backwards."""
     fields: dict[str, object] = {
         "standing": Standing.COMMITTED,
-        "attempt": "a",
+        "attempt": attempt(save),
         "size": 1,
         "job": "job",
         "metrics": {} if loss is None else {"loss": loss},
         **changes,
     }
-    return Checkpoint(name=name, time=time, **fields)  # type: ignore[arg-type]
+    return Checkpoint(name=name, time=-save, **fields)  # type: ignore[arg-type]
 
 
-def kept(policy: Policy, *checkpoints: Checkpoint) -> dict[str, tuple[str, ...]]:
-    return {each.checkpoint.name: each.reasons for each in judge(policy, checkpoints, job="job")}
+def attempt(save: int) -> str:
+    return Attempt(1, save, "g0000000a", "inc").name
+
+
+def kept(
+    policy: Policy, *checkpoints: Checkpoint, committed: str | None = None
+) -> dict[str, tuple[str, ...]]:
+    verdicts = judge(policy, checkpoints, job="job", committed=committed)
+    return {each.checkpoint.name: each.reasons for each in verdicts}
 
 
 STEPS = [checkpoint(f"step-{n}", n, loss) for n, loss in ((10, 3), (20, 1), (30, 2), (40, 4))]
 
 
-def test_the_newest_by_the_time_of_their_commit() -> None:
+def test_the_newest_in_the_order_of_their_saves() -> None:
     rolled_back = checkpoint("step-5", 50)
     assert kept(Policy(newest=2), *STEPS, rolled_back) == {
         "step-10": (),
@@ -37,6 +46,25 @@ def test_the_newest_by_the_time_of_their_commit() -> None:
         "step-40": ("newest 2",),
         "step-5": ("newest",),
     }
+
+
+def test_a_newer_incarnation_is_newer_than_any_save_of_an_older_one() -> None:
+    restarted = checkpoint("step-1", 1, attempt=Attempt(2, 1, "g0000000a", "inc").name)
+    assert kept(Policy(newest=1), *STEPS, restarted)["step-1"] == ("newest",)
+    assert not kept(Policy(newest=1), *STEPS, restarted)["step-40"]
+
+
+def test_neither_what_was_committed_last_nor_anything_newer_goes() -> None:
+    """Two saves are in flight, and the older one is committed after the newer one."""
+    late = kept(Policy(newest=1), *STEPS, committed=attempt(20))
+    assert late == {
+        "step-10": (),
+        "step-20": ("committed last",),
+        "step-30": ("newer than the one committed last",),
+        "step-40": ("newest",),
+    }
+    later = kept(Policy(newest=1), *STEPS, checkpoint("step-50", 50), committed=attempt(50))
+    assert [name for name, reasons in later.items() if reasons] == ["step-50"]
 
 
 def test_every_so_many_steps_and_the_newest_all_the_same() -> None:
@@ -66,7 +94,7 @@ def test_what_is_never_touched() -> None:
     strangers = [
         checkpoint("step-1", 1, job="another"),
         checkpoint("step-2", 2, standing=Standing.UNDECIDED),
-        checkpoint("step-3", 3, standing=Standing.FOREIGN),
+        checkpoint("step-3", 3, standing=Standing.FOREIGN, attempt=None),
         checkpoint("deeper/step-4", 4),
     ]
     named = [checkpoint("final", 5), checkpoint("release-7", 6), checkpoint("step-8", 7)]

@@ -179,7 +179,7 @@ def test_a_failure_in_between_takes_the_imprint_away(big: bool, pool: ArenaPool)
     state = {"a": torch.randn(1 << 20 if big else 100), "o": "x"}
     kept = learned(state)
     wanted = by_route(kept, state, pool)
-    with pytest.raises(InvalidRequestError, match=r"'o' can't be saved: .*pickle"):
+    with pytest.raises(Exception, match=r"lambda.*\n'o' can't be saved"):
         by_route(kept, {**state, "o": lambda: None}, pool)
     dirty(pool, kept.sizes[0])
     assert by_route(kept, state, pool) == wanted
@@ -190,7 +190,7 @@ def test_a_freed_storage_is_refused_by_name(elements: int, pool: ArenaPool) -> N
     state = {"a": torch.randn(30), "b": torch.randn(2 * elements)[elements:]}
     kept = learned(state)
     state["b"].untyped_storage().resize_(0)
-    with pytest.raises(InvalidRequestError, match="'b' can't be saved: ValueError: its storage"):
+    with pytest.raises(InvalidRequestError, match="'b' can't be saved: its storage"):
         by_route(kept, state, pool)
 
 
@@ -286,10 +286,10 @@ def test_names_follow_the_number() -> None:
     state = {"a": torch.randn(100), "o": "x"}
     kept = learned(state)
     assert kept.attempt(1) == ATTEMPT
-    assert kept.attempt(12) == "i1-g00000000-s12"
+    assert kept.attempt(12) == "i1-a1-g00000000-s12"
     assert kept.names(12) == [
-        "__i1-g00000000-s12_0_0.distcp",
-        "__i1-g00000000-s12_0_objects.distcp",
+        "__i1-a1-g00000000-s12_0_0.distcp",
+        "__i1-a1-g00000000-s12_0_objects.distcp",
     ]
     final = kept.final(12)
     assert [file.name for file in final.files] == kept.names(12)

@@ -21,6 +21,7 @@ from pannier.v1 import (
 )
 from pannier.wire import tokens
 from pannier.wire.errors import InvalidRequestError, PannierError, UnauthenticatedError
+from pannier.wire.layout import STAMP_BYTES
 from support.borrower import Mapped, hand_over, staged
 from support.hosts import await_true
 from support.nodes import (
@@ -161,12 +162,12 @@ def test_a_job_has_no_more_than_its_share(host: NodeHost) -> None:
     host.start(spool_budget=16 * MIB)
     a, b = host.trainer("a"), host.trainer("b")
     with TokenBorrower(a, host.socket("a")) as own, TokenBorrower(b, host.socket("b")) as others:
-        own.borrow(4 * MIB)
+        own.borrow(4 * MIB - STAMP_BYTES)
         with pytest.raises(PannierError, match=r"budget of 4194304|is full"):
             own.reserve(MIB)
         with pytest.raises(InvalidRequestError, match="too small"):
             own.reserve(5 * MIB)
-        others.borrow(12 * MIB)
+        others.borrow(12 * MIB - STAMP_BYTES)
         with pytest.raises(PannierError, match="16777216 for all jobs"):
             others.reserve(MIB)
 
@@ -178,15 +179,15 @@ def test_room_that_one_job_does_not_use_is_the_others(host: NodeHost) -> None:
     a, b = host.trainer("a"), host.trainer("b")
     with TokenBorrower(b, host.socket("b")) as others:
         with TokenBorrower(a, host.socket("a")) as own:
-            (lent,) = own.borrow(8 * MIB)
+            (lent,) = own.borrow(8 * MIB - STAMP_BYTES)
             with pytest.raises(PannierError, match="is full"):
-                others.reserve(8 * MIB)
+                others.reserve(8 * MIB - STAMP_BYTES)
             host.node.tick()
             assert a.events.get(timeout=TIMEOUT_S).HasField("room")
             own.release(lent)
         # What a has given back is kept for it, until somebody needs the room.
         assert inodes(host.spool / "a")
-        (got,) = others.borrow(8 * MIB)
+        (got,) = others.borrow(8 * MIB - STAMP_BYTES)
         assert os.pread(got.fd, got.capacity, 0) == bytes(got.capacity)
         assert not list((host.spool / "a").glob("*.data"))
 

@@ -308,9 +308,9 @@ def rank_save(saves: Saves, number: int = 1) -> RankSave:
 def test_a_rank_moves_forward_only() -> None:
     saves = Saves()
     rank = rank_save(saves)
-    saves.begun(rank, "i1-g00000000-s1")
+    saves.begun(rank, "i1-a1-g00000000-s1")
     assert rank.phase is Phase.PLANNED
-    receipt = records_pb2.Receipt(attempt="i1-g00000000-s1")
+    receipt = records_pb2.Receipt(attempt="i1-a1-g00000000-s1")
     saves.ingested(rank, receipt)
     with pytest.raises(errors.InvalidRequestError, match="INGESTED: it can't become INGESTED"):
         saves.ingested(rank, receipt)
@@ -322,9 +322,9 @@ def test_a_rank_moves_forward_only() -> None:
 def test_a_rank_stays_in_its_attempt() -> None:
     saves = Saves()
     rank = rank_save(saves)
-    saves.begun(rank, "i1-g00000000-s1")
-    with pytest.raises(errors.InvalidRequestError, match="belongs to attempt i1-g00000000-s1"):
-        saves.begun(rank, "i2-g00000000-s1")
+    saves.begun(rank, "i1-a1-g00000000-s1")
+    with pytest.raises(errors.InvalidRequestError, match="belongs to attempt i1-a1-g00000000-s1"):
+        saves.begun(rank, "i2-a1-g00000000-s1")
 
 
 def test_an_ingested_rank_is_never_lost() -> None:
@@ -360,7 +360,7 @@ def test_listeners_hear_of_every_change_outside_the_lock() -> None:
 
     saves.listen(listener)
     rank = rank_save(saves)
-    saves.begun(rank, "i1-g00000000-s1")
+    saves.begun(rank, "i1-a1-g00000000-s1")
     saves.progressed(rank)
     saves.heard(save_pb2.SaveStatus(save=rank.save.id, state=save_pb2.SAVE_STATE_COMMITTED))
     assert heard == [("", True), ("PLANNED", True), ("PLANNED", False), ("", True)]

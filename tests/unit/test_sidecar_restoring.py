@@ -2,20 +2,21 @@
 
 import asyncio
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pannier.sidecar import serve
+from pannier.sidecar import boot_clock, serve
 from pannier.sidecar.journal import FORMAT, header
-from pannier.storage import ObjectInfo, Store, open_store
-from pannier.v1 import save_pb2, sidecar_pb2
+from pannier.storage import ObjectInfo, StorageError, Store, open_store
+from pannier.v1 import journal_pb2, save_pb2, sidecar_pb2
 from pannier.wire import errors, identity
 from pannier.wire.version import WIRE_VERSION
 from support.hosts import Host, await_true, running_host
-from support.scripted import Trainer
+from support.scripted import PLAN_ID, Trainer, attempt_of
 
 MIB = 1 << 20
 STREAMING = save_pb2.RANK_PHASE_STREAMING
@@ -165,7 +166,8 @@ def test_a_failure_is_told_again_and_its_save_is_not_taken_up(host: Host) -> Non
     report = host.coordinator.await_report(lambda r: r.HasField("failure"), after=before)
     assert report.failure.message == "403 no permission"
     trainer.connect()
-    with pytest.raises(errors.SaveAbortedError, match="403 no permission"):
+    # It was ingested: only the coordinator's decision says how the save ends.
+    with pytest.raises(errors.InDoubtError, match="403 no permission"):
         trainer.hand_over(context)
 
 
@@ -268,3 +270,72 @@ def test_a_spool_of_a_newer_version_is_refused_and_stays_as_it_is(host: Host) ->
     assert {path: path.read_bytes() for path in host.spool.iterdir()} == before
     journal.unlink()
     host.start()
+
+
+def test_a_rank_that_fails_after_it_was_ingested_is_in_doubt(host: Host) -> None:
+    def lossy(url: str) -> Store:
+        """A place that keeps receipts, and says that it couldn't."""
+        store = open_store(url)
+        create = store.create
+
+        async def lose(key: str, data: bytes) -> ObjectInfo:
+            await create(key, data)
+            raise StorageError(f"{key}: the answer got lost")
+
+        store.create = lose  # type: ignore[method-assign]
+        return store
+
+    host.start(store=lossy)
+    trainer = host.trainer()
+    context = trainer.context(host.id())
+    file = trainer.write(context, "0", bytes(MIB))
+    trainer.hand_over(context, file)
+    host.coordinator.await_report(lambda report: report.HasField("failure"))
+    # A trainer whose hand-over was not answered makes it again.
+    with pytest.raises(errors.InDoubtError, match=r"failed after it was ingested.*answer got lost"):
+        trainer.hand_over(context, file)
+    host.coordinator.decide(context, COMMITTED)
+    trainer.await_state(context, COMMITTED)
+
+
+@pytest.mark.parametrize("boot", ["the same", "another"])
+def test_a_save_keeps_its_deadline(boot: str, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    host.start(store=stalled)
+    trainer = host.trainer()
+    context = trainer.context(host.id())
+    file = trainer.write(context, "0", bytes(MIB))
+    request = sidecar_pb2.HandOverRequest(
+        context=context,
+        attempt=attempt_of(context.save),
+        plan_id=PLAN_ID,
+        files=[file],
+        save_timeout_s=500,
+    )
+    trainer.call("HandOver", request)
+    first = host.coordinator.await_phase(context, INGESTED)
+    assert 400 < first.save_timeout_s <= 500
+    assert first.timeout_s == 0
+    end(host)
+    passed = time.clock_gettime(time.CLOCK_BOOTTIME) + 300
+    monkeypatch.setattr(boot_clock, "boot_time_s", lambda: passed)
+    if boot == "another":
+        monkeypatch.setattr(boot_clock, "boot_id", lambda: "of another boot")
+    for _ in range(2):
+        before = len(host.coordinator.reports)
+        host.start(store=stalled)
+        again = host.coordinator.await_phase(context, INGESTED, after=before)
+        left = again.save_timeout_s
+        # What a boot knew is left again on another one, once.
+        assert 400 < left <= 500 if boot == "another" else 100 < left <= 200
+        end(host)
+
+
+def test_a_deadline_that_has_passed_stays_known(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(boot_clock, "boot_time_s", lambda: 1000.0)
+    begun = journal_pb2.PartBegun()
+    boot_clock.note(begun, time.monotonic() + 10)
+    monkeypatch.setattr(boot_clock, "boot_time_s", lambda: 2000.0)
+    assert 0 < boot_clock.remaining(begun) < 1
+    assert boot_clock.remaining(journal_pb2.PartBegun()) == 0

@@ -597,7 +597,7 @@ def test_shards_within_shards_have_slots_too(mesh: DeviceMesh, pool: ArenaPool) 
 
 def test_an_unpicklable_object_is_named(pool: ArenaPool) -> None:
     planning = plan({"ok": torch.ones(2), "extra": {"lock": threading.Lock()}})
-    with pytest.raises(InvalidRequestError, match=r"'extra\.lock'.*pickle"):
+    with pytest.raises(TypeError, match=r"pickle.*\n'extra\.lock' can't be saved"):
         stage_all(planning, pool)
 
 
@@ -609,9 +609,8 @@ def test_a_planner_that_raises_names_the_key(pool: ArenaPool) -> None:
             return super().lookup_object(index)
 
     planning = plan({"a": torch.ones(1), "b": torch.ones(1)}, Fails())
-    with pytest.raises(InvalidRequestError, match=r"'b'.*RuntimeError: not today") as caught:
+    with pytest.raises(RuntimeError, match=r"not today\n'b' can't be saved"):
         stage_all(planning, pool)
-    assert isinstance(caught.value.__cause__, RuntimeError)
 
 
 @pytest.mark.parametrize(("value", "kind"), [(5, "int"), (io.BytesIO(b"x"), "BytesIO")])
@@ -685,14 +684,14 @@ def test_an_external_plan_is_laid_out_here(
     staged = stage_external(
         planning.items,
         planner.resolve_data,
-        "i2-g00000000-s3",
+        "i2-a1-g00000000-s3",
         4,
         pool.acquire,
         slots=resolves_as_planned(planner),
     )
     names = {placed.file for placed in staged.placements}
     assert names == {file.name for file in staged.files}
-    assert all(name.startswith("__i2-g00000000-s3_4_") for name in names)
+    assert all(name.startswith("__i2-a1-g00000000-s3_4_") for name in names)
     assert staged.varying == []
     write_checkpoint(tmp_path, planning.message, planning.items, staged)
     pool.release(staged.arena)
@@ -715,7 +714,7 @@ def test_an_external_plan_that_fails_leaves_its_arena_to_the_caller(pool: ArenaP
         arenas.append(pool.acquire(sizes))
         return arenas[-1]
 
-    with pytest.raises(InvalidRequestError, match=r"'a'.*no"):
+    with pytest.raises(ValueError, match=r"no\n'a' can't be saved"):
         stage_external(planning.items, fails, ATTEMPT, 0, acquire)
     assert [region.size > 4 << 20 for region in arenas[0].files] == [True]
 

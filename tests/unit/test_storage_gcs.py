@@ -1,19 +1,28 @@
 """Google Cloud Storage when things go wrong, by real gcsfs over HTTP."""
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
 import time
+import urllib.request
+import uuid
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
+import google.auth.credentials
+import google.auth.exceptions
 import pytest
 
+from pannier.daemon import diagnosing
+from pannier.records.ending import prepare_commit
 from pannier.storage import (
     ConflictError,
     DeniedError,
+    HeldError,
     IntegrityError,
     NotFoundError,
     ObjectInfo,
@@ -22,6 +31,8 @@ from pannier.storage import (
     open_store,
 )
 from pannier.storage.gcs import GcsStore
+from pannier.v1 import diagnosis_pb2, save_pb2
+from pannier.wire import identity
 from support.gcs_server import GcsServer
 from support.sources import FileSource, some_bytes
 
@@ -40,7 +51,9 @@ def server(shared: GcsServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[GcsSe
     monkeypatch.setattr("pannier.storage.retrying.FIRST_WAIT_S", 0.01)
     yield shared
     shared.clear()
-    shared.options(ignore_preconditions=False, ignore_checksums=False)
+    shared.options(
+        ignore_preconditions=False, ignore_delete_preconditions=False, ignore_checksums=False
+    )
 
 
 Body = Callable[[GcsStore], Coroutine[Any, Any, None]]
@@ -273,6 +286,253 @@ def test_a_try_that_failed_before_others_won_is_a_conflict(
     run(body)
 
 
+@pytest.mark.parametrize("answer", ["{}", "", "[]", '{"name": "cut'])
+def test_a_success_without_the_objects_resource_is_settled_by_reading_back(
+    server: GcsServer, run: Callable[..., None], tmp_path: Path, answer: str
+) -> None:
+    async def body(store: GcsStore) -> None:
+        fault = {"kind": "answered", "status": 200, "body": answer}
+        server.fault(**fault, path="uploadType=multipart", times=3)
+        first = await store.create("decision", b"COMMIT")
+        replaced = await store.replace("decision", b"again", expected=first.generation)
+        assert await store.stat("decision") == replaced
+        await Upload(tmp_path, 1000).to(store, "small")
+        server.fault(**fault, method="PUT", content_range=f"-{BIG - 1}/")
+        await Upload(tmp_path).to(store, "large")
+        server.fault(**fault, method="GET")
+        assert await store.stat("decision") == replaced
+
+    run(body)
+    assert [rule["hits"] for rule in server.faults()] == [3, 1, 1]
+
+
+@pytest.mark.parametrize("size", [1000, BIG])
+def test_a_success_after_which_nothing_is_there_is_tried_again(
+    server: GcsServer, run: Callable[..., None], tmp_path: Path, size: int
+) -> None:
+    async def body(store: GcsStore) -> None:
+        where = (
+            {"path": "uploadType=multipart"}
+            if size == 1000
+            else {"method": "PUT", "content_range": f"-{BIG - 1}/"}
+        )
+        server.fault(kind="status", status=200, **where)
+        upload = Upload(tmp_path, size)
+        await upload.to(store)
+        assert ["nothing stands there" in retry for retry in upload.retries] == [True]
+
+    run(body)
+
+
+@pytest.mark.parametrize("size", [1000, BIG])
+def test_a_failed_precondition_where_nothing_stands_is_tried_again(
+    server: GcsServer, run: Callable[..., None], tmp_path: Path, size: int
+) -> None:
+    async def body(store: GcsStore) -> None:
+        fault = {"kind": "status", "status": 412, "reason": "conditionNotMet", "method": "POST"}
+        server.fault(**fault, times=2)
+        first = await store.create("decision", b"COMMIT")
+        server.fault(**fault)
+        await store.replace("decision", b"new", expected=first.generation)
+        server.fault(**fault, times=2)
+        upload = Upload(tmp_path, size)
+        await upload.to(store)
+        assert len(upload.retries) == 2
+
+    run(body)
+    assert [rule["hits"] for rule in server.faults()] == [2, 1, 2]
+
+
+def test_a_precondition_that_never_holds_where_nothing_stands_is_no_conflict(
+    server: GcsServer, run: Callable[..., None], tmp_path: Path
+) -> None:
+    async def body(store: GcsStore) -> None:
+        server.fault(kind="status", status=412, method="POST", times=-1)
+        for operation in (store.create("a", b"1"), Upload(tmp_path, 1000).to(store)):
+            with pytest.raises(StorageError, match=r"412.*nothing.*given up after 6") as error:
+                await operation
+            assert not isinstance(error.value, ConflictError)
+        server.clear()
+        assert await store.list() == []
+
+    run(body)
+
+
+@pytest.mark.parametrize("status", [403, 429])
+@pytest.mark.parametrize("reason", ["rateLimitExceeded", "userRateLimitExceeded"])
+def test_a_rate_limit_is_waited_out(
+    server: GcsServer, run: Callable[..., None], tmp_path: Path, status: int, reason: str
+) -> None:
+    async def body(store: GcsStore) -> None:
+        server.fault(kind="status", status=status, reason=reason, times=2)
+        await store.probe()
+        server.fault(kind="status", status=status, reason=reason, method="PUT")
+        upload = Upload(tmp_path)
+        await upload.to(store)
+        assert len(upload.retries) == 1
+
+    run(body)
+    assert [rule["hits"] for rule in server.faults()] == [2, 1]
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_server_that_has_all_bytes_is_asked_until_it_has_made_the_object(
+    server: GcsServer, run: Callable[..., None], tmp_path: Path, times: int
+) -> None:
+    async def body(store: GcsStore) -> None:
+        server.fault(kind="unfinished", method="PUT", content_range=f"/{BIG}", skip=2, times=times)
+        upload = Upload(tmp_path)
+        await upload.to(store)
+        assert len(upload.retries) == times
+
+    run(body)
+    assert chunks(server)[3:] == [f"bytes */{BIG}"] * times
+
+
+def test_a_server_that_never_makes_the_object_of_all_bytes_is_given_up_by_name(
+    server: GcsServer, run: Callable[..., None], tmp_path: Path
+) -> None:
+    async def body(store: GcsStore) -> None:
+        server.fault(kind="unfinished", method="PUT", skip=2, times=-1)
+        with pytest.raises(StorageError, match=rf"holds {BIG} of {BIG} bytes, but has not made"):
+            await Upload(tmp_path).to(store)
+
+    before = server.sessions()
+    run(body, deadline_s=1)
+    assert server.sessions() == before
+
+
+class Tokens(google.auth.credentials.Credentials):
+    """``token-1``, and another with each refresh."""
+
+    def __init__(self, *, refusal: str = "") -> None:
+        super().__init__()
+        self.refusal = refusal
+        self.refreshed = 0
+        self.token = "token-1"
+
+    def refresh(self, request: object) -> None:
+        self.refreshed += 1
+        if self.refusal:
+            raise google.auth.exceptions.RefreshError(self.refusal)
+        self.token = f"token-{self.refreshed + 1}"
+
+
+def with_tokens(tokens: Tokens, body: Body) -> None:
+    async def main() -> None:
+        store = open_store(f"gs://bucket/{uuid.uuid4().hex}", storage_options={"token": tokens})
+        assert isinstance(store, GcsStore)
+        try:
+            await body(store)
+        finally:
+            await store.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.usefixtures("sending")
+def test_a_token_that_ends_before_its_time_is_fetched_again_once_for_all(
+    server: GcsServer, tmp_path: Path
+) -> None:
+    tokens = Tokens()
+
+    async def body(store: GcsStore) -> None:
+        await store.create("a", b"1")
+        server.fault(kind="status", status=401, authorization="token-1$", times=-1)
+        calls = [Upload(tmp_path / str(i)).to(store, f"file-{i}") for i in range(3)]
+        await asyncio.gather(*calls)
+        assert tokens.refreshed == 1
+
+    for number in range(3):
+        (tmp_path / str(number)).mkdir()
+    with_tokens(tokens, body)
+
+
+@pytest.mark.parametrize("refusal", ["", "the account is disabled"])
+def test_a_second_401_is_final(server: GcsServer, refusal: str) -> None:
+    tokens = Tokens(refusal=refusal)
+
+    async def body(store: GcsStore) -> None:
+        server.fault(kind="status", status=401, message="who are you", times=-1)
+        with pytest.raises(DeniedError, match=rf"401 who are you.*{refusal}") as error:
+            await store.stat("a")
+        assert "given up" not in str(error.value)
+        assert tokens.refreshed == 1
+
+    with_tokens(tokens, body)
+    assert server.faults()[0]["hits"] == (1 if refusal else 2)
+
+
+@pytest.mark.parametrize("hold", ["temporaryHold", "eventBasedHold"])
+def test_a_hold_is_named_at_once(
+    server: GcsServer, run: Callable[..., None], request: pytest.FixtureRequest, hold: str
+) -> None:
+    async def body(store: GcsStore) -> None:
+        seen = await store.create(".metadata", b"1")
+        name = store.url.removeprefix("gs://bucket/") + "/.metadata"
+        url = f"{server.url}/storage/v1/b/bucket/o/{quote(name, safe='')}"
+        await asyncio.to_thread(patch, url, {hold: True})
+        before = len(server.requests())
+        for operation in (
+            store.replace(".metadata", b"2", expected=seen.generation),
+            store.delete(".metadata", generation=seen.generation),
+        ):
+            with pytest.raises(HeldError, match=r"under active .* hold.*release the hold") as error:
+                await operation
+            assert "credentials" not in str(error.value)
+        assert len(server.requests()) == before + 2
+        await asyncio.to_thread(patch, url, {hold: False})
+        await store.replace(".metadata", b"2", expected=seen.generation)
+
+    run(body)
+
+
+def test_a_commit_over_metadata_under_a_hold_is_refused_before_it_is_decided(
+    server: GcsServer, run: Callable[..., None]
+) -> None:
+    attempt = identity.Attempt(1, 1, "g00000000", "a")
+
+    async def body(store: GcsStore) -> None:
+        await store.create(identity.METADATA, b"another one's")
+        name = store.url.removeprefix("gs://bucket/") + "/.metadata"
+        url = f"{server.url}/storage/v1/b/bucket/o/{quote(name, safe='')}"
+
+        async def prepare() -> object:
+            return await prepare_commit(
+                store,
+                overwrite=save_pb2.OVERWRITE_ANY,
+                save=save_pb2.SaveId(job="j", incarnation="a", group=attempt.group, number=1),
+                attempt=attempt,
+                plan_id="p",
+                metadata=b"new",
+                host="here",
+            )
+
+        await asyncio.to_thread(patch, url, {"temporaryHold": True})
+        with pytest.raises(HeldError, match=r"\.metadata is under a hold .temporaryHold.*release"):
+            await prepare()
+        assert await store.stat(identity.decision(attempt.name)) is None
+        await asyncio.to_thread(patch, url, {"temporaryHold": False})
+        await prepare()
+
+    run(body)
+
+
+def patch(url: str, changes: dict[str, bool]) -> None:
+    call = urllib.request.Request(url, json.dumps(changes).encode(), method="PATCH")
+    urllib.request.urlopen(call, timeout=20).close()
+
+
+def test_a_retention_policy_is_named_as_one(server: GcsServer, run: Callable[..., None]) -> None:
+    async def body(store: GcsStore) -> None:
+        message = "Object is subject to bucket's retention policy"
+        server.fault(kind="status", status=403, reason="retentionPolicyNotMet", message=message)
+        with pytest.raises(HeldError, match="wait for its retention period"):
+            await store.delete("a")
+
+    run(body)
+
+
 def test_denied_is_final_and_says_what_to_check(
     server: GcsServer, run: Callable[..., None], tmp_path: Path
 ) -> None:
@@ -328,12 +588,12 @@ def test_a_silent_server_is_given_up(
     monkeypatch.setattr("pannier.storage.gcs_http.SILENCE_S", 0.2)
 
     async def body(store: GcsStore) -> None:
-        server.fault(kind="delay", method="POST", seconds=2)
+        server.fault(kind="delay", method="POST", seconds=60)
         await store.create("a", b"1")
 
     began = time.monotonic()
     run(body)
-    assert time.monotonic() - began < 1.9
+    assert time.monotonic() - began < 50
     assert server.faults()[0]["hits"] == 1
 
 
@@ -347,6 +607,70 @@ def test_a_store_that_ignores_preconditions_is_refused(
         assert await store.list() == []
 
     run(body)
+
+
+def test_a_store_that_ignores_preconditions_of_deletes_is_refused(
+    server: GcsServer, run: Callable[..., None]
+) -> None:
+    async def body(store: GcsStore) -> None:
+        server.options(ignore_delete_preconditions=True)
+        with pytest.raises(StorageError, match=r"ignores preconditions.*a removal"):
+            await store.probe()
+        assert await store.list() == []
+
+    run(body)
+
+
+def test_a_probe_lists_too(server: GcsServer, run: Callable[..., None]) -> None:
+    async def body(store: GcsStore) -> None:
+        server.fault(
+            kind="status", method="GET", path=r"/o\?prefix=", status=403, message="may not list"
+        )
+        with pytest.raises(DeniedError, match="may not list"):
+            await store.probe()
+        assert await store.list() == []
+
+    run(body)
+
+
+def test_a_zonal_bucket_is_refused_by_name(server: GcsServer, run: Callable[..., None]) -> None:
+    bucket = f"rapid-{uuid.uuid4().hex}"
+    order = json.dumps({"name": bucket, "storageClass": "RAPID"}).encode()
+    urllib.request.urlopen(f"{server.url}/storage/v1/b", order, timeout=20).close()
+
+    async def body(store: GcsStore) -> None:
+        with pytest.raises(StorageError, match=r"zonal \(Rapid\) bucket.*use a regional"):
+            await store.probe()
+
+    run(body, bucket=bucket)
+
+
+def test_doctor_says_what_a_probe_finds(server: GcsServer) -> None:
+    bucket = f"rapid-{uuid.uuid4().hex}"
+    order = json.dumps({"name": bucket, "storageClass": "RAPID"}).encode()
+    urllib.request.urlopen(f"{server.url}/storage/v1/b", order, timeout=20).close()
+    failed = diagnosis_pb2.CHECK_RESULT_FAILED
+
+    rapid = asyncio.run(diagnosing.target(f"gs://{bucket}/run", (), {}, 20))
+    assert (rapid.result, "zonal (Rapid) bucket" in rapid.found) == (failed, True)
+    server.fault(kind="status", method="GET", path=r"/o\?prefix=", status=403, message="no list")
+    denied = asyncio.run(diagnosing.target("gs://bucket/run", (), {}, 20))
+    assert (denied.result, "no list" in denied.found) == (failed, True)
+    assert "create, read, list and delete" in denied.hint
+    good = asyncio.run(diagnosing.target("gs://bucket/run", (), {}, 20))
+    assert (good.result, "listed" in good.found) == (diagnosis_pb2.CHECK_RESULT_OK, True)
+
+
+@pytest.mark.parametrize("status", [403, 404, 501])
+def test_a_probe_needs_no_answer_about_the_buckets_layout(
+    server: GcsServer, run: Callable[..., None], status: int
+) -> None:
+    async def body(store: GcsStore) -> None:
+        server.fault(kind="status", path="storageLayout", status=status)
+        await store.probe()
+
+    run(body)
+    assert server.faults()[0]["hits"] == 1
 
 
 def test_stores_of_one_loop_share_a_connection_and_close_independently(

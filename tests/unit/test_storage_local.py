@@ -317,3 +317,121 @@ def test_a_cancelled_wait_for_the_lock_leaves_it_free(
             return
 
     asyncio.run(scenario())
+
+
+class Prunes:
+    """Another process that removes directories while they are empty, right before a file is published."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, times: int = 1) -> None:
+        self.done: list[Path] = []
+        real = os.link
+
+        def link(source: str, target: Path, **more: int) -> None:
+            if len(self.done) < times:
+                target.parent.rmdir()
+                self.done.append(target.parent)
+            real(source, target, **more)
+
+        monkeypatch.setattr(draft.os, "link", link)
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_file_is_published_though_its_empty_directory_is_removed_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    async def main() -> None:
+        store = store_at(tmp_path / "store")
+        with monkeypatch.context() as patch:
+            prunes = Prunes(patch, times)
+            await store.create("a/b/small", b"1")
+            assert len(prunes.done) == times
+        data = some_bytes(10_000)
+        with monkeypatch.context() as patch:
+            prunes = Prunes(patch, times)
+            await upload(store, "c/large", FileSource(tmp_path / "spool", data))
+            assert len(prunes.done) == times
+        assert await store.read("c/large") == data
+
+    asyncio.run(main())
+    assert files(tmp_path / "store") == ["a/b/small", "c/large"]
+
+
+def test_a_directory_that_is_removed_while_it_is_made_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, made = Path.mkdir, []
+
+    def mkdir(path: Path, *rest: int, **more: bool) -> None:
+        if path.name == "b" and not made:
+            made.append(path)
+            path.parent.rmdir()
+        real(path, *rest, **more)
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    asyncio.run(store_at(tmp_path / "store").create("a/b/file", b"1"))
+    assert made
+    assert files(tmp_path / "store") == ["a/b/file"]
+
+
+def test_a_create_that_lost_to_a_file_which_was_removed_since_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pannier.storage.retrying.FIRST_WAIT_S", 0.01)
+    real, lost = os.link, []
+
+    def link(source: str, target: Path, **more: int) -> None:
+        if len(lost) < 2:
+            # The second time, its directory is gone, too.
+            if lost:
+                target.parent.rmdir()
+            lost.append(target)
+            raise FileExistsError(errno.EEXIST, "exists", str(target))
+        real(source, target, **more)
+
+    monkeypatch.setattr(draft.os, "link", link)
+    asyncio.run(store_at(tmp_path / "store").create("a/file", b"1"))
+    assert files(tmp_path / "store") == ["a/file"]
+
+
+def test_an_expected_generation_whose_directory_is_gone_is_a_conflict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        store = store_at(tmp_path / "store")
+        seen = await store.create("a/file", b"1")
+        await store.delete("a/file")
+        real = os.open
+
+        def late(path: Path, flags: int, *rest: int, **more: int) -> int:
+            if Path(path).name == lock._NAME:
+                Path(path).parent.rmdir()
+            return real(path, flags, *rest, **more)
+
+        monkeypatch.setattr(lock.os, "open", late)
+        with pytest.raises(ConflictError) as error:
+            await store.replace("a/file", b"2", expected=seen.generation)
+        assert error.value.current is None
+
+    asyncio.run(main())
+
+
+def test_directories_that_a_killed_removal_left_empty_are_found_and_discarded(
+    tmp_path: Path,
+) -> None:
+    async def main() -> None:
+        store = store_at(tmp_path)
+        await store.create("step/.pannier/a/receipts/0", b"1")
+        (tmp_path / "step/.pannier/a/receipts/0").unlink()
+        (tmp_path / "step/.pannier/b").mkdir()
+        await store.create("step/.pannier/b/file", b"1")
+        (tmp_path / "a user's" / "own").mkdir(parents=True)
+        (found,) = await store.list_unfinished()
+        assert found.key == "step/.pannier/a/receipts"
+        await store.discard(found)
+        await store.discard(found)
+        assert await store.list_unfinished() == []
+
+    asyncio.run(main())
+    assert (tmp_path / "a user's" / "own").is_dir()
+    assert not (tmp_path / "step/.pannier/a").exists()
+    assert files(tmp_path) == ["step/.pannier/b/file"]

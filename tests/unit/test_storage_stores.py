@@ -1,6 +1,7 @@
 """What every store promises, on each of them: pannier.storage.base."""
 
 import asyncio
+import time
 import uuid
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
@@ -12,10 +13,14 @@ from pannier.storage import (
     ConflictError,
     IntegrityError,
     NotFoundError,
+    StorageError,
     Store,
     bodies,
     open_store,
 )
+from pannier.storage.gcs_http import GcsConnection
+from pannier.storage.limits import limited
+from pannier.storage.s3_client import S3Connection
 from pannier.wire.errors import InvalidRequestError, SaveAbortedError
 from support.gcs_server import GcsServer
 from support.s3_server import S3Server
@@ -293,6 +298,49 @@ def test_read_gives_ranges(run: Callable[[Body], None]) -> None:
     run(body)
 
 
+def test_directories_are_listed_by_name(run: Callable[[Body], None]) -> None:
+    async def body(store: Store) -> None:
+        assert list(await store.list_directories()) == []
+        for key in (".metadata", ".pannier/i1/a/0", ".pannier/i2/b", ".pannier/file", "b c/ü/x"):
+            await store.create(key, b"")
+        assert list(await store.list_directories()) == [".pannier", "b c"]
+        assert list(await store.list_directories(".pannier/")) == ["i1", "i2"]
+        assert list(await store.list_directories("b c/")) == ["ü"]
+        assert list(await store.list_directories("nothing/")) == []
+        assert list(await store.list_directories(".pannier/file/")) == []
+
+    run(body)
+
+
+@pytest.mark.parametrize("run", ["gs", "s3"], indirect=True)
+def test_listings_follow_pages(
+    run: Callable[[Body], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request, call = GcsConnection.request, S3Connection.call
+
+    async def short_request(self: Any, *arguments: Any, **options: Any) -> Any:
+        if "delimiter" in (options.get("params") or {}):
+            options["params"]["maxResults"] = "2"
+        return await request(self, *arguments, **options)
+
+    async def short_call(self: Any, name: str, **options: Any) -> Any:
+        if name == "list_objects_v2":
+            options["MaxKeys"] = 2
+        return await call(self, name, **options)
+
+    monkeypatch.setattr(GcsConnection, "request", short_request)
+    monkeypatch.setattr(S3Connection, "call", short_call)
+
+    async def body(store: Store) -> None:
+        names = ["a", "b", "c", "d", "e"]
+        for name in names:
+            await store.create(f"{name}/x", b"")
+        assert list(await store.list_directories()) == names
+        assert [info.key for info in await store.list()] == [f"{name}/x" for name in names]
+
+    run(body)
+
+
 def test_list_is_recursive_sorted_and_by_prefix(run: Callable[[Body], None]) -> None:
     async def body(store: Store) -> None:
         assert await store.list() == []
@@ -346,5 +394,24 @@ def test_keys_stay_below_the_store(run: Callable[[Body], None], key: str) -> Non
             await store.create(key, b"x")
         with pytest.raises(InvalidRequestError):
             await store.read(key)
+
+    run(body)
+
+
+def test_nothing_begins_when_the_time_is_up(run: Callable[[Body], None]) -> None:
+    async def body(store: Store) -> None:
+        info = await store.create("there", b"1")
+        with limited(until=time.monotonic):
+            for operation in (
+                store.read("there"),
+                store.stat("there"),
+                store.list(),
+                store.create("new", b"1"),
+                store.replace("there", b"2", expected=info.generation),
+            ):
+                with pytest.raises(StorageError):
+                    await operation
+        assert [each.key for each in await store.list()] == ["there"]
+        assert await store.read("there") == b"1"
 
     run(body)

@@ -23,7 +23,9 @@ from pannier.v1 import plan_pb2, records_pb2
 from pannier.wire import identity
 from support.ranks_by_hand import context, local_plan, rank_plans, shard, tensor, thing
 
-FIRST, SECOND = (identity.Attempt(1, number, identity.group_name((0, 1))) for number in (1, 2))
+FIRST, SECOND = (
+    identity.Attempt(1, number, identity.group_name((0, 1)), "aa") for number in (1, 2)
+)
 
 
 def made(local: Sequence[plan_pb2.LocalPlan]) -> Manifest:

@@ -24,15 +24,17 @@ from pannier.client.checkpoints import CheckpointInfo
 from pannier.client.guard import Guard
 from pannier.client.handle import SaveHandle, SaveResult, SaveStatus
 from pannier.client.load import load as load_checkpoint
+from pannier.client.load_error import LoadError
 from pannier.client.reader import StorageReader
 from pannier.client.writer import StorageWriter
 from pannier.wire.errors import (
     BusyError,
+    CheckpointExistsError,
     ConfigurationError,
     DeadlineError,
+    InDoubtError,
     IntegrityError,
     InvalidRequestError,
-    LoadError,
     PannierError,
     SaveAbortedError,
     SaveSkippedError,
@@ -44,9 +46,9 @@ from pannier.wire.errors import (
 
 def async_save(
     state_dict: Mapping[str, Any],
+    storage_writer: Any = None,
     *,
     checkpoint_id: str | os.PathLike[str] | None = None,
-    storage_writer: Any = None,
     planner: SavePlanner | None = None,
     process_group: Any = None,
     async_checkpointer_type: Any = None,
@@ -57,6 +59,7 @@ def async_save(
     timeout: float | None = None,
     staging: str = "blocking",
     metrics: Mapping[str, Any] | None = None,
+    overwrite: bool | None = None,
 ) -> SaveHandle:
     """Saves in the background; returns when the state is staged. See :meth:`Client.async_save`."""
     return default_client().async_save(
@@ -73,6 +76,7 @@ def async_save(
         timeout=timeout,
         staging=staging,
         metrics=metrics,
+        overwrite=overwrite,
     )
 
 
@@ -100,9 +104,9 @@ def guard(optimizer: torch.optim.Optimizer, *, wait: bool = True) -> Guard:
 
 def save(
     state_dict: Mapping[str, Any],
+    storage_writer: Any = None,
     *,
     checkpoint_id: str | os.PathLike[str] | None = None,
-    storage_writer: Any = None,
     planner: SavePlanner | None = None,
     process_group: Any = None,
     no_dist: bool = False,
@@ -110,6 +114,7 @@ def save(
     on_busy: str = "wait",
     timeout: float | None = None,
     metrics: Mapping[str, Any] | None = None,
+    overwrite: bool | None = None,
 ) -> SaveResult:
     """Saves, and returns when the checkpoint is committed. See :meth:`Client.save`."""
     return default_client().save(
@@ -123,6 +128,7 @@ def save(
         on_busy=on_busy,
         timeout=timeout,
         metrics=metrics,
+        overwrite=overwrite,
     )
 
 
@@ -136,9 +142,9 @@ def wait_all(timeout: float | None = None) -> None:
 
 def load(
     state_dict: dict[str, Any],
+    storage_reader: StorageReader | None = None,
     *,
     checkpoint_id: str | os.PathLike[str] | None = None,
-    storage_reader: StorageReader | None = None,
     planner: LoadPlanner | None = None,
     process_group: Any = None,
     no_dist: bool = False,
@@ -154,7 +160,7 @@ def load(
         state_dict: tensors to fill, ``Stateful`` objects, and keys of other objects.
         checkpoint_id: directory: a path, or a URL such as ``gs://bucket/run/step-100``.
         storage_reader: a :class:`pannier.client.StorageReader` with other than the
-            default options; then ``checkpoint_id`` may be left out.
+            default options; then ``checkpoint_id`` may be left out. It may be given by position.
         planner: default: ``DefaultLoadPlanner``. To load a part only, give
             ``DefaultLoadPlanner(allow_partial_load=True)``. torch_xla's ``SPMDLoadPlanner`` works,
             but isn't needed.
@@ -169,7 +175,7 @@ def load(
             part of ``state_dict`` is filled then.
         InvalidRequestError: an argument can't be accepted.
         StorageError: there is no such checkpoint, or ``.metadata`` can't be read.
-        LoadError: anything else; with failures by rank.
+        LoadError: anything else; with failures by rank. It is torch's ``CheckpointException``, too.
     """
     load_checkpoint(
         state_dict,
@@ -193,13 +199,17 @@ def latest(
 ) -> str | None:
     """The newest checkpoint directly below ``root``; None when there is none.
 
+    It is that of the newest save, by incarnation and save number, whatever the order of their commits
+    and the clocks. Among checkpoints that Pannier didn't write, which come before its own, the one
+    written last.
+
     The group's first rank looks it up and the others get its answer through the
     group's store, so that all ranks load the same. No collective: a rank that
     calls alone waits at most ``timeout``, the first rank never. The n-th call of
     each rank of a group belongs together; for one rank alone, use ``no_dist``.
 
     Args:
-        root: a path or a URL; need not exist.
+        root: a path or a URL; need not exist, but its bucket must.
         process_group: the ranks that ask together. Default: all.
         no_dist: this process asks by itself.
         timeout: seconds to wait for the first rank's answer.
@@ -210,6 +220,7 @@ def latest(
         StorageError: the root can't be read; on all ranks.
         DeadlineError: the first rank hasn't answered in time.
         InvalidRequestError: ranks asked for different roots.
+        IntegrityError: the decision of the newest save is damaged, so that its order isn't known.
     """
     return checkpoints.latest(
         root,
@@ -224,16 +235,19 @@ def latest(
 def list(
     root: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
 ) -> builtins.list[CheckpointInfo]:
-    """The checkpoints directly below ``root``, oldest first; those of one time by name.
+    """The checkpoints directly below ``root``, oldest first, in the order of their saves.
+
+    Those that Pannier didn't write come first, by time.
 
     Args:
-        root: a path or a URL; need not exist.
+        root: a path or a URL; need not exist, but its bucket must.
         storage_options: of the fsspec file system. Default: from the environment.
 
     Raises:
         PannierError: an earlier save failed and nobody asked for its result.
         InvalidRequestError: the root is no path.
         StorageError: it can't be read.
+        IntegrityError: a decision is damaged, so that the order isn't known.
     """
     api.raise_unasked()
     return checkpoints.list_checkpoints(root, storage_options=storage_options)
@@ -241,11 +255,13 @@ def list(
 
 __all__ = [
     "BusyError",
+    "CheckpointExistsError",
     "CheckpointInfo",
     "Client",
     "ConfigurationError",
     "DeadlineError",
     "Guard",
+    "InDoubtError",
     "IntegrityError",
     "InvalidRequestError",
     "LoadError",

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from typing import Final
 
+from pannier.client.interrupts import Condition, aside
+
 _log = logging.getLogger(__name__)
 _LONGEST_WAIT_S: Final = 3600.0
 """Far below what a condition can wait for; then the alarms are looked through again."""
@@ -38,7 +40,7 @@ class Alarms:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._condition = threading.Condition()
+        self._condition = Condition()
         self._pending: set[Alarm] = set()
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -50,7 +52,8 @@ class Alarms:
             self._pending.add(alarm)
             if self._thread is None and not self._closed:
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self._thread.start()
+                # Not here, where a signal handler's exception could end the start half-way.
+                aside(self._thread.start)
             self._condition.notify()
         return alarm
 

@@ -19,11 +19,12 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.planner import SavePlanner
 
-from pannier.client import checkpoints, embedded
+from pannier.client import checkpoints, embedded, wait_log
 from pannier.client.agreed import agree, wish_of
 from pannier.client.arena import ArenaPool
 from pannier.client.arguments import (
     check_on_busy,
+    check_overwrite,
     check_staging,
     check_torch_only,
     checkpoint_path,
@@ -35,16 +36,20 @@ from pannier.client.config import Settings, check_metrics, check_timeout, load_s
 from pannier.client.devices import DeviceCopies
 from pannier.client.guard import Guard, Guards
 from pannier.client.handle import SaveHandle, SaveResult, Unasked, skipped
-from pannier.client.identity import World, is_alone
+from pannier.client.identity import World, check_single_process, is_alone
+from pannier.client.interrupts import Condition, aside, shielded
 from pannier.client.line import keep_in_children
 from pannier.client.load import load as load_checkpoint
 from pannier.client.membership import Entry, Membership
 from pannier.client.planning import Planning
 from pannier.client.preparing import prepare
+from pannier.client.reader import StorageReader
+from pannier.client.rest import Rest
 from pannier.client.saving import Saving, fail_request
 from pannier.client.session import Session
 from pannier.client.slots import Slots
 from pannier.client.streaming import Deadline
+from pannier.client.user_errors import name_save
 from pannier.client.writer import StorageWriter
 from pannier.v1 import plan_pb2, sidecar_pb2
 from pannier.wire import identity
@@ -58,6 +63,14 @@ from pannier.wire.errors import (
 )
 
 _log = logging.getLogger(__name__)
+
+
+def _sidecar() -> str:
+    return "the sidecar on this host"
+
+
+def _plan() -> str:
+    return "the plan that all ranks agree on"
 
 
 class Client:
@@ -74,7 +87,7 @@ class Client:
 
     def __init__(self, settings: Settings | None = None) -> None:
         self.settings = settings or load_settings()
-        self._lock = threading.Condition()
+        self._lock = Condition()
         self._memberships: dict[bool, Membership] = {}
         self._old_memberships: list[Membership] = []
         self._slots = Slots(self.settings.max_in_flight, self._under_way)
@@ -92,9 +105,9 @@ class Client:
     def async_save(
         self,
         state_dict: Mapping[str, Any],
+        storage_writer: Any = None,
         *,
         checkpoint_id: str | os.PathLike[str] | None = None,
-        storage_writer: Any = None,
         planner: SavePlanner | None = None,
         process_group: Any = None,
         async_checkpointer_type: Any = None,
@@ -105,6 +118,7 @@ class Client:
         timeout: float | None = None,
         staging: str = "blocking",
         metrics: Mapping[str, Any] | None = None,
+        overwrite: bool | None = None,
     ) -> SaveHandle:
         """Saves ``state_dict``; returns when it is staged, and may be changed.
 
@@ -114,7 +128,8 @@ class Client:
             state_dict: what ``torch.distributed.checkpoint.async_save`` takes.
             checkpoint_id: directory: a path, or a URL such as ``gs://bucket/run/step-100``.
             storage_writer: a :class:`pannier.client.StorageWriter`, for its path, process
-                group, ``no_dist``, timeout and metrics where they aren't given here.
+                group, ``no_dist``, timeout and metrics where they aren't given here. It may be given
+                by position.
             planner: ``DefaultSavePlanner`` or a subclass; for tensors of torch_xla also its
                 ``SPMDSavePlanner``, though none is needed.
             process_group: the ranks that save together. Default: all.
@@ -136,13 +151,21 @@ class Client:
             metrics: numbers that tell how good the state is, by name, for the coordinator's
                 retention (``--keep-best``) and for whoever reads the decision. One rank may
                 give them alone; where several do, the lowest rank's counts.
+            overwrite: what may be replaced where ``checkpoint_id`` holds a checkpoint: None, one
+                of this job (``PANNIER_JOB``); True, also another job's, and one that Pannier
+                didn't write; False, none. The same on all ranks.
 
         Raises:
+            CheckpointExistsError: there is a checkpoint that may not be replaced (a
+                SaveAbortedError, a FileExistsError); from the handle when the plan was known, or
+                when that checkpoint came during the save.
             InvalidRequestError: an argument or the state dict can't be accepted (a ValueError).
             SaveAbortedError: another rank can't take part; with failures by rank.
             UnavailableError: the sidecar can't be reached.
             PannierError: an earlier save failed and nobody asked for its result.
-            Exception: whatever the planner or a ``state_dict()`` raised on this rank.
+            Exception: whatever the planner, a ``state_dict()``, pickling or a copy from a device
+                raised on this rank, itself, with a note of the save; the other ranks get a
+                SaveAbortedError with this rank and the cause.
 
         Whatever is raised, this save is over on all ranks and the next is in step.
         """
@@ -151,6 +174,7 @@ class Client:
             no_dist = no_dist or storage_writer.no_dist
             timeout = storage_writer.timeout if timeout is None else timeout
             metrics = storage_writer.metrics if metrics is None else metrics
+            overwrite = storage_writer.overwrite if overwrite is None else overwrite
         member = self._membership(no_dist)
         member.check_process()
         group = member.world.group(process_group)
@@ -164,6 +188,7 @@ class Client:
                 check_on_busy(on_busy)
                 check_staging(staging)
                 entry.metrics = check_metrics(metrics)
+                entry.overwrite = check_overwrite(overwrite)
                 check_torch_only(async_checkpointer_type, async_stager, use_collectives)
                 entry.checkpoint_id = checkpoint_path(checkpoint_id, storage_writer)
                 seconds = self.settings.save_timeout if timeout is None else check_timeout(timeout)
@@ -178,14 +203,21 @@ class Client:
                     member.world.resume(group, error.resume_at)
                     continue
                 self._report(member, entry, error)
+                name_save(error, entry.text, entry.checkpoint_id)
                 if isinstance(error, SaveSkippedError) and on_busy == "skip" and entry.checked:
                     context = entry.context(member, member.session(self.settings))
                     return skipped(identity.save_text(context.save), context.checkpoint_id, error)
                 raise
 
-    def save(self, state_dict: Mapping[str, Any], **arguments: Any) -> SaveResult:
+    def save(
+        self, state_dict: Mapping[str, Any], storage_writer: Any = None, **arguments: Any
+    ) -> SaveResult:
         """:meth:`async_save`, waiting until the checkpoint is committed."""
-        return self.async_save(state_dict, **arguments).result()
+        handle = self.async_save(state_dict, storage_writer, **arguments)
+        with wait_log.logged(
+            f"save to {handle.status().checkpoint_id}", lambda: handle.status().waiting_on
+        ):
+            return handle.result()
 
     def prepare(
         self,
@@ -218,19 +250,22 @@ class Client:
                 self._check_open()
                 self._unasked.raise_all()
                 entry.checkpoint_id = prepared_path(checkpoint_root)
-                session = member.session(self.settings)
-                context = entry.context(member, session)
-                wish = wish_of(entry, context, state_dict, planner)
-                entry.planned = True
-                prepare(
-                    wish,
-                    keeper=self._plans,
-                    session=session,
-                    context=context,
-                    pool=self._slots.pool,
-                    arenas=self._slots.idle,
-                    timeout_s=self.settings.plan_timeout,
-                )
+                with wait_log.logged(f"prepare for {entry.checkpoint_id}", _sidecar) as wait:
+                    session = member.session(self.settings)
+                    wait.reason = _plan
+                    context = entry.context(member, session)
+                    entry.text = identity.save_text(context.save)
+                    wish = wish_of(entry, context, state_dict, planner)
+                    entry.planned = True
+                    prepare(
+                        wish,
+                        keeper=self._plans,
+                        session=session,
+                        context=context,
+                        pool=self._slots.pool,
+                        arenas=self._slots.idle,
+                        timeout_s=self.settings.plan_timeout,
+                    )
                 return
             except BaseException as error:
                 if isinstance(error, SaveAbortedError) and error.resume_at > number:
@@ -238,6 +273,7 @@ class Client:
                     member.world.resume(group, error.resume_at)
                     continue
                 self._report(member, entry, error)
+                name_save(error, entry.text, entry.checkpoint_id)
                 raise
 
     def guard(self, optimizer: torch.optim.Optimizer, *, wait: bool = True) -> Guard:
@@ -272,16 +308,22 @@ class Client:
             DeadlineError: some have not after ``timeout`` seconds; names them.
             PannierError: one failed and nobody asked for its result.
         """
-        self._await_ended(timeout)
+        with wait_log.logged("wait_all", self._under_way):
+            self._await_ended(timeout)
         self._unasked.raise_all()
 
     # Reading.
 
     # They raise what nobody asked for, too, in step with the other ranks.
 
-    def load(self, state_dict: dict[str, Any], **arguments: Any) -> None:
+    def load(
+        self,
+        state_dict: dict[str, Any],
+        storage_reader: StorageReader | None = None,
+        **arguments: Any,
+    ) -> None:
         """Loads a checkpoint into ``state_dict``. See :func:`pannier.client.load`."""
-        load_checkpoint(state_dict, before=self._unasked.raise_all, **arguments)
+        load_checkpoint(state_dict, storage_reader, before=self._unasked.raise_all, **arguments)
 
     def latest(self, root: str | os.PathLike[str], **arguments: Any) -> str | None:
         """The newest checkpoint directly below ``root``. See :func:`pannier.client.latest`."""
@@ -319,7 +361,11 @@ class Client:
         return session, lambda checkpoint_id: self.open_save(checkpoint_id, process_group, no_dist)
 
     def open_save(
-        self, checkpoint_id: str, process_group: Any = None, no_dist: bool = False
+        self,
+        checkpoint_id: str,
+        process_group: Any = None,
+        no_dist: bool = False,
+        overwrite: bool | None = None,
     ) -> sidecar_pb2.SaveContext:
         """Takes the next number of a group, for a save whose calls the caller makes.
 
@@ -329,6 +375,7 @@ class Client:
         member = self._membership(no_dist)
         group = member.world.group(process_group)
         entry = Entry(group, member.world.next_number(group), told_path(checkpoint_id, None))
+        entry.overwrite = overwrite
         try:
             self._check_open()
             entry.checkpoint_id = checkpoint_path(checkpoint_id, None)
@@ -366,11 +413,12 @@ class Client:
                 return
             self._closed = True
         deadline = None if timeout is None else Deadline(timeout)
-        if not self._slots.close(timeout):
-            raise DeadlineError(f"after {timeout:g} s not ingested: {self._under_way()}")
-        if self._must_wait():
-            self._await_ended(None if deadline is None else deadline.remaining(), timeout)
-            self._await_others(None if deadline is None else deadline.remaining(), timeout)
+        with wait_log.logged("close", lambda: self._under_way() or "saves of other hosts"):
+            if not self._slots.close(timeout):
+                raise DeadlineError(f"after {timeout:g} s not ingested: {self._under_way()}")
+            if self._must_wait():
+                self._await_ended(None if deadline is None else deadline.remaining(), timeout)
+                self._await_others(None if deadline is None else deadline.remaining(), timeout)
         self._hang_up(goodbye=True)
         self._unasked.raise_all()
 
@@ -404,12 +452,16 @@ class Client:
         deadline: Deadline,
         devices: DeviceCopies,
     ) -> SaveHandle:
-        session = member.session(self.settings)
-        context = entry.context(member, session)
-        slot = self._slots.take(on_busy, deadline.remaining())
-        saving = rest = None
-        try:
-            saving = Saving(
+        with wait_log.logged(f"async_save to {entry.checkpoint_id}", _sidecar) as wait:
+            session = member.session(self.settings)
+            context = entry.context(member, session)
+            entry.text = identity.save_text(context.save)
+            wait.reason = lambda: f"staging memory, held by {self._under_way()}"
+            slot = self._slots.take(on_busy, deadline.remaining())
+        rest: Rest | None = None
+
+        def begin() -> Saving:
+            begun = entry.saving = Saving(
                 session,
                 context,
                 on_busy=on_busy,
@@ -418,10 +470,29 @@ class Client:
                 ended=self._ended,
             )
             with self._lock:
-                self._pending.add(saving)
+                self._pending.add(begun)
+            if entry.dropped:
+                begun.forget()
+            return begun
+
+        def drop() -> None:
+            if not entry.drop():
+                return  # The save was handed to its thread: that ends it, and frees the slot.
+            if rest is not None:
+                # The arena must not be used again before.
+                rest.finish(stop=lambda: True)
+            if entry.saving is not None:
+                entry.saving.forget()
+            slot.free()
+
+        wait = wait_log.Wait(f"async_save to {entry.checkpoint_id}", _plan)
+        try:
+            saving = aside(begin)
+            handle = saving.handle
+            wait.reason = lambda: handle.status().waiting_on or _plan()
             wish = wish_of(entry, context, state_dict, planner)
             plan = agree(self._plans, wish, lambda planning: self._ask(saving, entry, planning))
-            agreement = None
+            agreement, group = None, entry.group
             if plan.cached is not None:
                 agreement = Agreement(
                     self._plans,
@@ -429,27 +500,26 @@ class Client:
                     plan.cached,
                     deadline,
                     self.settings.plan_timeout,
-                    lambda number: member.world.resume(entry.group, number),
+                    lambda number: member.world.resume(group, number),
                 )
             saving.planned(plan.attempt, plan.plan_id, agreement)
-            arena = slot.hold(session.arena(self._slots.pool, plan.sizes))
+            arena = aside(lambda: slot.hold(session.arena(self._slots.pool, plan.sizes)))
+            wait.end()
             staged = plan.stage(arena, devices)
             rest = staged.rest
             saving.staged(staged)
             if rest is not None:
                 self._guards.hold(rest)
             # No daemon: a normal exit waits until the rank is ingested.
-            threading.Thread(
+            carrier = threading.Thread(
                 target=saving.carry, args=(slot,), name=f"pannier-save-{entry.number}"
-            ).start()
+            )
+            aside(lambda: entry.carry(carrier.start))
         except BaseException:
-            if rest is not None:
-                # The arena must not be used again before.
-                rest.finish(stop=lambda: True)
-            if saving is not None:
-                saving.forget()
-            slot.free()
+            aside(drop)
             raise
+        finally:
+            wait.end()
         return saving.handle
 
     def _ask(self, saving: Saving, entry: Entry, planning: Planning) -> plan_pb2.FinalPlan:
@@ -477,6 +547,7 @@ class Client:
         if hang_up:
             self._hang_up(goodbye=True)
 
+    @shielded
     def _report(self, member: Membership, entry: Entry, error: BaseException) -> None:
         """Ends the save on the other ranks, unless it has ended there or there are none."""
         if isinstance(error, SaveAbortedError) and entry.planned:
@@ -492,6 +563,7 @@ class Client:
                 _log.warning("the other ranks could not be told of %r: %s", error, problem)
 
     def _membership(self, no_dist: bool) -> Membership:
+        check_single_process(no_dist)
         alone = is_alone(no_dist)
         with self._lock:
             member = self._memberships.get(alone)
@@ -521,6 +593,7 @@ class Client:
     def _must_wait(self) -> bool:
         return self.settings.embedded and not embedded.outlives_trainer()
 
+    @shielded
     def _await_others(self, timeout: float | None, given: float | None = None) -> None:
         for member in self._members():
             if left := member.await_others(timeout):
@@ -530,6 +603,7 @@ class Client:
         with self._lock:
             return [*self._old_memberships, *self._memberships.values()]
 
+    @shielded
     def _hang_up(self, *, goodbye: bool = False) -> None:
         members = self._members()
         with self._lock:
@@ -541,12 +615,24 @@ class Client:
         # Threads of saves that are not ingested have been waited for: they are no daemons.
         if self._pid != os.getpid():
             return
-        if self._must_wait():
+        with self._lock:
+            # Of a call that was interrupted nothing is left but what a thread carries.
+            self._pending = {saving for saving in self._pending if saving.carried}
+            carrying = [saving for saving in self._pending if saving.carrying]
+        if carrying:
+            # What waits for those threads before this runs was interrupted.
+            self._say_given_up(carrying, "not handed over to the sidecar")
+        elif self._must_wait():
             if self._pending:
                 _log.info("waiting for %d saves to be committed", len(self._pending))
-            self._await_ended(None)
-            if not self._closed:
-                self._await_others(None)
+            try:
+                self._await_ended(None)
+                if not self._closed:
+                    self._await_others(None)
+            except (KeyboardInterrupt, SystemExit):
+                with self._lock:
+                    pending = builtins.list(self._pending)
+                self._say_given_up(pending, "not committed, and the embedded daemons end with it")
         with self._lock:
             self._pending.clear()
         self._hang_up()
@@ -554,8 +640,17 @@ class Client:
             self._unasked.raise_all()
         except PannierError as error:
             _log.error("a save failed and nobody asked for its result: %s", error)
-            # Logs may go where nobody looks.
+            # Logs may not be read.
             sys.excepthook(type(error), error, error.__traceback__)
+
+    @staticmethod
+    def _say_given_up(saves: builtins.list[Saving], what: str) -> None:
+        # Logs may not be read.
+        for saving in saves:
+            sys.stderr.write(
+                f"pannier: the process ends before {saving.handle.status()} has ended: its wait was "
+                f"interrupted; {what}\n"
+            )
 
 
 # The process's own client.

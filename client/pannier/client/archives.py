@@ -33,7 +33,8 @@ def _is_copied(dtype: torch.dtype) -> bool:
 
 DTYPES: Final = frozenset(
     _known(
-        *("float64", "float32", "float16", "bfloat16", "complex128", "complex64", "complex32"),
+        *("float64", "float32", "float16", "bfloat16"),
+        *("complex128", "complex64", "complex32", "bcomplex32"),
         *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool"),
         *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
     )

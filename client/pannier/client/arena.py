@@ -51,6 +51,9 @@ class Mapping:
     def unseal(self) -> None:
         """Makes it writable, if it isn't."""
 
+    def begin_use(self) -> None:
+        """It is about to be staged into."""
+
 
 class Lender(Protocol):
     """Where mappings come from that aren't this process's own (``pannier.client.lent``)."""
@@ -268,6 +271,8 @@ class ArenaPool:
                 self._free += [mapping for mapping in found.values() if mapping is not None]
             raise
         taken = [mapping for mapping in mappings if mapping is not None]
+        for mapping in taken:
+            mapping.begin_use()
         regions = [Region(*pair) for pair in zip(mappings, sizes, strict=True)]
         arena = Arena(self, regions, taken)
         with self._lock:

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-from pannier.client.places import absolute
+from pannier.client.places import absolute, refuse_path
 from pannier.client.writer import StorageWriter
 from pannier.wire import identity
 from pannier.wire.errors import InvalidRequestError
@@ -22,6 +22,7 @@ STAGING: Final = ("blocking", "overlapped")
 def checkpoint_path(checkpoint_id: str | os.PathLike[str] | None, writer: Any) -> str:
     """An absolute path or a URL. Raises InvalidRequestError."""
     if writer is not None:
+        refuse_path("storage_writer", writer)
         if not isinstance(writer, StorageWriter):
             raise InvalidRequestError(
                 f"storage_writer={type(writer).__name__}: Pannier's own writes the checkpoint; give "
@@ -53,6 +54,13 @@ def check_on_busy(on_busy: str) -> None:
     """Raises InvalidRequestError unless it is one of :data:`ON_BUSY`."""
     if on_busy not in ON_BUSY:
         raise InvalidRequestError(f"on_busy={on_busy!r}: use 'wait', 'skip' or 'raise'")
+
+
+def check_overwrite(overwrite: Any) -> bool | None:
+    """``overwrite``. Raises InvalidRequestError unless it is None, True or False."""
+    if overwrite is None or isinstance(overwrite, bool):
+        return overwrite
+    raise InvalidRequestError(f"overwrite={overwrite!r}: use None, True or False")
 
 
 def check_staging(staging: str) -> None:

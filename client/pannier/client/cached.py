@@ -6,6 +6,7 @@ the state's structure is the one that it planned; what any other planner makes i
 digest. The coordinator still has to agree, in the background: see :class:`Agreement`. Thread-safe.
 """
 
+import dataclasses
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -101,8 +102,7 @@ class CachedPlan:
 
     def attempt(self, number: int) -> str:
         """Name of the attempt that is the group's ``number``-th save."""
-        mine = self._attempt
-        return identity.Attempt(mine.incarnation_number, number, mine.group).name
+        return dataclasses.replace(self._attempt, number=number).name
 
     def names(self, number: int) -> list[str]:
         """Names of the data files in that save."""

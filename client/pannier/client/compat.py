@@ -1,6 +1,6 @@
 """What the client uses of torch without a public name, in one place.
 
-Checked against torch 2.9 and 2.13. Everything else in the client imports public
+Checked against torch 2.9, 2.13 and 2.15. Everything else in the client imports public
 names, or these.
 """
 
@@ -14,10 +14,12 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed._shard.sharded_tensor.metadata import MEM_FORMAT_ENCODING
 from torch.distributed.checkpoint import _version
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.distributed_c10d import (
     Store,
@@ -34,6 +36,9 @@ GLOBAL_PLANNING = (
 )
 """Methods by which a DefaultSavePlanner makes the global plan."""
 
+MEMORY_FORMATS: Final = (_MEM_FORMAT_ENCODING, MEM_FORMAT_ENCODING)
+"""Enums of a pickled ``TensorProperties``: of today's, and of the one that torch before 2.3 had."""
+
 _PLAN_CACHING = "_enable_plan_caching"
 
 
@@ -45,6 +50,19 @@ def group_store(process_group: dist.ProcessGroup | None) -> Store:
     if process_group is None:
         return _get_default_store()
     return _get_process_group_store(process_group)
+
+
+def own_connection(store: Store) -> Store:
+    """The same store by a connection of its own, which waits for none of the first's calls.
+
+    One that can't be cloned is returned itself.
+    """
+    try:
+        # Not in the stubs of all versions.
+        clone: Store = store.clone()  # type: ignore[attr-defined,unused-ignore]
+        return clone
+    except (AttributeError, RuntimeError):
+        return store
 
 
 def has_size(dtype: torch.dtype) -> bool:
@@ -186,6 +204,7 @@ def without_plan_cache(planner: SavePlanner) -> Iterator[None]:
 __all__ = [
     "DTENSOR_FACTS",
     "GLOBAL_PLANNING",
+    "MEMORY_FORMATS",
     "AsyncCollectiveTensor",
     "FakeTensor",
     "ShardedTensor",
@@ -201,6 +220,7 @@ __all__ = [
     "has_size",
     "in_mesh",
     "local_tensors",
+    "own_connection",
     "plain_torch_function",
     "set_element",
     "sharded_facts",

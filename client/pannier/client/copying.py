@@ -4,10 +4,12 @@ In: addresses. Out: nothing, once the bytes have arrived. One core copies at
 about half of what two do, and torch's own threads are the training loop's.
 """
 
+import _thread
 import ctypes
 import os
-import threading
+import queue
 from collections import deque
+from contextlib import suppress
 from typing import Final
 
 _PIECE: Final = 8 << 20
@@ -19,6 +21,8 @@ _ROUNDS: Final = 4
 _ALONE: Final = 8 << 20
 """Up to so many bytes a second thread costs more than it brings."""
 _MOST_THREADS: Final = 4
+_LOOK_S: Final = 0.01
+"""How often the caller looks whether helpers still copy, besides when one has ended."""
 
 
 def threads() -> int:
@@ -36,6 +40,9 @@ class HostCopies:
         self._copies: list[tuple[int, int, int]] = []
         self._pieces: deque[tuple[int, int, int]] = deque()
         self._sources: list[object] = []
+        self._helping: list[None] = []
+        """One entry for each helper that may be at a piece."""
+        self._helped: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._bytes = 0
 
     def add(self, target: int, source: int, size: int, owner: object) -> None:
@@ -56,22 +63,31 @@ class HostCopies:
         """Returns when every byte is copied, or, if interrupted, when no thread copies any more."""
         count = threads() if self._bytes > _ALONE else 1
         self._cut(max(_PIECE, self._bytes // (_ROUNDS * count if count > 1 else 1)))
-        helpers = [
-            threading.Thread(target=self._work, name=f"pannier-copy-{index}")
-            for index in range(1, count)
-        ]
-        started = []
         try:
-            for helper in helpers:
-                helper.start()
-                started.append(helper)
+            for _ in range(1, count):
+                # Not Thread.start: an exception of a signal handler in it leaves a thread that
+                # never runs.
+                _thread.start_new_thread(self._help, ())
             self._work()
         finally:
             self._pieces.clear()
-            for helper in started:
-                helper.join()
-            self._sources.clear()
-            self._bytes = 0
+            try:
+                self._await_helpers()
+            finally:
+                self._sources.clear()
+                self._bytes = 0
+
+    def _await_helpers(self) -> None:
+        """Waits until no helper copies, through any number of interrupts; then raises the last."""
+        interrupt: BaseException | None = None
+        while self._helping:
+            try:
+                with suppress(queue.Empty):
+                    self._helped.get(timeout=_LOOK_S)
+            except BaseException as error:  # noqa: BLE001 - raised below
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
 
     def _cut(self, most: int) -> None:
         """Makes pieces of at most so many bytes, the large ones first: small ones fill the end."""
@@ -79,6 +95,15 @@ class HostCopies:
             for start in range(0, size, most):
                 self._pieces.append((target + start, source + start, min(most, size - start)))
         self._copies.clear()
+
+    def _help(self) -> None:
+        # Before a piece is taken: a caller that finds no helper after clearing the pieces is alone.
+        self._helping.append(None)
+        try:
+            self._work()
+        finally:
+            self._helping.pop()
+            self._helped.put(None)
 
     def _work(self) -> None:
         while True:

@@ -5,18 +5,21 @@ arena and no connection, and to nothing that refers to it: it is freed with its
 last reference, without the garbage collector (which trainers switch off).
 """
 
+import concurrent.futures
 import copy
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
+from pannier.client.interrupts import SafeFuture
+from pannier.client.user_errors import description, without_frames
 from pannier.v1 import save_pb2
-from pannier.wire.errors import PannierError, SaveSkippedError
+from pannier.wire.errors import InDoubtError, PannierError, SaveAbortedError, SaveSkippedError
 
 T = TypeVar("T")
 
@@ -80,7 +83,7 @@ class Verdict:
     """How a save ended, and whether anyone has asked for its error."""
 
     def __init__(self) -> None:
-        self.error: PannierError | None = None
+        self.error: Exception | None = None
         self.asked = False
 
 
@@ -106,14 +109,24 @@ class Unasked:
             return
         for verdict in failed:
             verdict.asked = True
-        if len(errors) == 1:
-            raise copy.copy(errors[0])
+        raised = [_of_earlier_save(error) for error in errors]
+        if len(raised) == 1:
+            raise raised[0]
         # By rank, the cause of the earliest save counts.
-        failures = [f for error in reversed(errors) for f in error.failures.values()]
-        raise type(errors[0])("; and ".join(map(str, errors)), failures)
+        failures = [f for error in reversed(raised) for f in error.failures.values()]
+        # One that may be committed must not be raised as one that is not.
+        kind = next((InDoubtError for e in raised if isinstance(e, InDoubtError)), type(raised[0]))
+        raise kind("; and ".join(map(str, raised)), failures)
 
 
-class AskedFuture(Future[T], Generic[T]):
+def _of_earlier_save(error: Exception) -> PannierError:
+    """What a later call raises: an earlier save's exception must not look like that call's own."""
+    if isinstance(error, PannierError):
+        return copy.copy(error)
+    return SaveAbortedError(f"a save failed on this rank: {description(error)}")
+
+
+class AskedFuture(SafeFuture[T], Generic[T]):
     """A future that notes on a verdict when its outcome is asked for."""
 
     def __init__(self, verdict: Verdict) -> None:
@@ -125,11 +138,13 @@ class AskedFuture(Future[T], Generic[T]):
         """The result; raises the error. See :class:`concurrent.futures.Future`."""
         try:
             return super().result(timeout)
-        except PannierError as error:
+        except Exception as error:
+            if not self.done() or super().exception() is not error:
+                raise  # the wait timed out
             # A copy: a traceback on the one we keep would hold the caller's
             # frame, and so the handle itself.
             error.__traceback__ = None
-            fresh = copy.copy(error)
+            fresh = without_frames(error)
         finally:
             self._note()
             del self
@@ -163,7 +178,7 @@ class SaveHandle(AskedFuture[SaveResult], AsyncSaveResponse):
         verdict = Verdict()
         AskedFuture.__init__(self, verdict)
         self._upload: AskedFuture[None] = AskedFuture(verdict)
-        self._staging: Future[None] = Future()
+        self._staging: Future[None] = SafeFuture()
         self._staging.set_running_or_notify_cancel()
         self._guard = threading.Lock()
         self._ended = False
@@ -188,7 +203,11 @@ class SaveHandle(AskedFuture[SaveResult], AsyncSaveResponse):
 
     def wait(self, timeout: float | None = None) -> bool:
         """Waits until the save has ended, well or not; False when ``timeout`` seconds pass first."""
-        return bool(wait([self], timeout).done)
+        try:
+            super(AskedFuture, self).exception(timeout)
+        except (TimeoutError, concurrent.futures.TimeoutError):
+            return self.done()
+        return True
 
 
 class Resolver:
@@ -221,7 +240,7 @@ class Resolver:
 
         return self._end(end)
 
-    def fail(self, error: PannierError, *, quietly: bool = False) -> bool:
+    def fail(self, error: Exception, *, quietly: bool = False) -> bool:
         """The save has failed; False when it had ended before.
 
         Args:
@@ -229,8 +248,7 @@ class Resolver:
             quietly: the user knows already; nobody needs to ask.
         """
 
-        # Without the traceback and causes, whose frames hold arenas.
-        kept = copy.copy(error)
+        kept = without_frames(error)
 
         def end() -> None:
             self.verdict.error = kept

@@ -7,6 +7,7 @@ incarnation. Owned by the client.
 
 import functools
 import json
+import os
 import secrets
 import socket
 import threading
@@ -17,13 +18,14 @@ from typing import Any
 
 import torch.distributed as dist
 
+from pannier.client import incarnations
 from pannier.client.config import Settings
 from pannier.client.former import tend
 from pannier.client.meeting import Meeting, Spot, job_words, join, meet, spot
 from pannier.client.notes import Notes
 from pannier.client.pairs import Pair, usual
 from pannier.wire.errors import ConfigurationError, InvalidRequestError
-from pannier.wire.identity import group_name
+from pannier.wire.identity import group_name, split_checkpoint_id
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,34 @@ def is_alone(no_dist: bool) -> bool:
     return no_dist or not dist.is_available() or not dist.is_initialized()
 
 
+def check_single_process(no_dist: bool) -> None:
+    """Refuses a save of this process alone where a launcher started several without a group.
+
+    Each of them would be the one rank of a job of its own, and all would save to one checkpoint id.
+    ``RANK`` and ``WORLD_SIZE`` are what torchrun sets, and what ``init_process_group`` reads.
+
+    Raises:
+        InvalidRequestError: ``torch.distributed`` is not initialised, and ``no_dist`` not given.
+    """
+    launched = _launched()
+    if no_dist or not is_alone(no_dist) or launched is None:
+        return
+    rank, size = launched
+    raise InvalidRequestError(
+        f"this process is rank {rank} of {size} (RANK and WORLD_SIZE, as torchrun sets them), but "
+        "torch.distributed is not initialised, so that each rank would save alone to the same "
+        "checkpoint: call torch.distributed.init_process_group() before the first save, or, where "
+        "each process saves by itself, give no_dist=True and a checkpoint_id per process"
+    )
+
+
+def _launched() -> tuple[str, str] | None:
+    """This process's rank and how many there are, where a launcher started several."""
+    size, rank = os.environ.get("WORLD_SIZE", ""), os.environ.get("RANK", "")
+    several = size.isdecimal() and rank.isdecimal() and int(size) > 1
+    return (rank, size) if several else None
+
+
 class World:
     """The ranks that a process group connects, or this process alone, for one incarnation.
 
@@ -77,6 +107,7 @@ class World:
         self._lock = threading.Lock()
         self._numbers: dict[tuple[int, ...], int] = {}
         self._identity: Identity | None = None
+        self._seen: dict[str, int | None] = {}
         self._meeting: Callable[[], Meeting | None] = lambda: None
         """Settles with the other ranks where the coordinator of several hosts is."""
         self._spot: Spot | None = None
@@ -139,6 +170,24 @@ class World:
                 self._identity = self._mint(settings)
             return self._identity
 
+    @property
+    def apart(self) -> bool:
+        """Whether this is one of several processes of the job, and saves by itself."""
+        return self.alone and (not is_alone(no_dist=False) or _launched() is not None)
+
+    def seen_incarnation(self, checkpoint_id: str) -> int | None:
+        """The highest number below the root when this process first read there; None: it didn't."""
+        if self.apart:
+            return None
+        try:
+            root, _ = split_checkpoint_id(checkpoint_id)
+        except InvalidRequestError:
+            return None  # of a save that is refused for it
+        with self._lock:
+            if root not in self._seen:
+                self._seen[root] = incarnations.take(root)
+            return self._seen[root]
+
     def pair(self, settings: Settings) -> Pair:
         """This host's embedded daemons, which share a coordinator with those of other hosts.
 
@@ -170,7 +219,8 @@ class World:
                 self._spot = spot(self.rank, host, self.size, settings)
                 own["spot"] = asdict(self._spot)
             notes = Notes(self.rank, timeout_s=settings.plan_timeout)
-            life, winner = notes.begin(json.dumps(own))
+            who = f"rank {self.rank} (host {host})"
+            life, winner = notes.begin(json.dumps(own), size=self.size, who=who)
             shared = json.loads(winner)
             self._expect_meeting(notes, life, shared, settings)
         if settings.job is not None and shared["job"] != settings.job:

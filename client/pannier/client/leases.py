@@ -17,6 +17,7 @@ from typing import Final
 
 from google.protobuf import json_format
 
+from pannier.client.interrupts import Event, shielded
 from pannier.client.places import Place
 from pannier.v1 import records_pb2
 from pannier.wire import identity
@@ -53,7 +54,7 @@ class Lease:
         self._idle_s = idle_s
         self._pid = os.getpid()
         self._heard = time.monotonic()
-        self._ended = threading.Event()
+        self._ended = Event()
         place.write(self.key, self._content)
         self._thread = threading.Thread(target=self._keep, name="pannier-lease", daemon=True)
         self._thread.start()
@@ -66,6 +67,7 @@ class Lease:
         """Has it removed, without waiting for that."""
         self._ended.set()
 
+    @shielded
     def release(self) -> None:
         """Removes it. A removal that fails is not told: the lease expires."""
         self._ended.set()
@@ -88,6 +90,7 @@ class Lease:
             _log.debug("a reader's lease is left to expire: %s", error)
 
 
+@shielded
 def take(place: Place, attempt: str, *, reader: object, idle_s: float | None) -> Lease | None:
     """A lease of an attempt; None where none can be written.
 

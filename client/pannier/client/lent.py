@@ -10,6 +10,7 @@ import ctypes
 import logging
 import mmap
 import os
+import secrets
 import select
 import socket
 import threading
@@ -21,6 +22,7 @@ from pannier.client.arena import Arena, ArenaPool, Mapping, advise_huge, no_memo
 from pannier.client.line import Line
 from pannier.v1 import sidecar_pb2
 from pannier.wire.errors import PannierError, UnavailableError
+from pannier.wire.layout import STAMP_BYTES
 from pannier.wire.tls import is_unix
 
 _log = logging.getLogger(__name__)
@@ -58,22 +60,26 @@ class LentMapping(Mapping):
         self.lender = self._lender = lender
         self.slab = slab
         """Name of the loan."""
+        self.stamp = b""
+        """What the file carries behind its capacity: other bytes each time it is staged into."""
         protection = mmap.PROT_READ | mmap.PROT_WRITE
-        address = _libc.mmap(None, capacity, protection, mmap.MAP_SHARED, fd, 0)
+        length = capacity + STAMP_BYTES
+        address = _libc.mmap(None, length, protection, mmap.MAP_SHARED, fd, 0)
         if address == _FAILED:
             code = ctypes.get_errno()
-            raise no_memory(capacity, OSError(code, os.strerror(code)))
+            raise no_memory(length, OSError(code, os.strerror(code)))
         # The mapping keeps the open file, and so the lock. A fork must not: a child could hold
         # it, and write there, for longer than we live.
-        array = (ctypes.c_char * capacity).from_address(address)
-        unmap = weakref.finalize(array, _unmap, os.getpid(), address, capacity)
+        array = (ctypes.c_char * length).from_address(address)
+        unmap = weakref.finalize(array, _unmap, os.getpid(), address, length)
         unmap.atexit = False
-        _libc.madvise(address, capacity, mmap.MADV_DONTFORK)
-        advise_huge(address, capacity)
-        populate(address, capacity)
+        _libc.madvise(address, length, mmap.MADV_DONTFORK)
+        advise_huge(address, length)
+        populate(address, length)
         self.address = address
         self.capacity = capacity
-        self.memory = memoryview(array).cast("B")
+        whole = memoryview(array).cast("B")
+        self.memory = whole[:capacity]
 
     @property
     def usable(self) -> bool:
@@ -88,10 +94,17 @@ class LentMapping(Mapping):
         """Makes it writable again."""
         self._protect(mmap.PROT_READ | mmap.PROT_WRITE)
 
+    def begin_use(self) -> None:
+        """Writes another stamp: what was handed over from here before is refused from now on."""
+        # The sidecar compares it before and after it reads.
+        self.stamp = secrets.token_bytes(STAMP_BYTES)
+        ctypes.memmove(self.address + self.capacity, self.stamp, STAMP_BYTES)
+
     def _protect(self, protection: int) -> None:
         # In pieces: while the kernel is at one, no other thread can allocate or touch a new page.
-        for start in range(0, self.capacity, _PIECE):
-            size = min(_PIECE, self.capacity - start)
+        length = self.capacity + STAMP_BYTES
+        for start in range(0, length, _PIECE):
+            size = min(_PIECE, length - start)
             if _libc.mprotect(self.address + start, size, protection):
                 code = ctypes.get_errno()
                 raise PannierError(f"mprotect of staging memory failed: {os.strerror(code)}")

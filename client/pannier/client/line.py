@@ -25,6 +25,7 @@ import grpc
 from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
 from pannier.client import inheritance
+from pannier.client.interrupts import Condition
 from pannier.wire.addresses import channel_options, keepalive_options
 from pannier.wire.errors import (
     ConfigurationError,
@@ -73,7 +74,7 @@ class Line:
         self._tls = tls
         self._trusted_uids = trusted_uids
         self._token = token
-        self._condition = threading.Condition()
+        self._condition = Condition()
         self._channel: grpc.Channel | None = None
         self._peers: set[inheritance.Peer] = set()
         self._calls: set[grpc.RpcContext] = set()
@@ -270,7 +271,7 @@ def _after_fork_in_child() -> None:
         line._inherited = True
         # Its locks may be held by threads that don't exist here, and freeing its
         # channel would run gRPC code: it stays as it is, for good.
-        line._condition = threading.Condition()
+        line._condition = Condition()
         _keep_for_good(line)
     for thing in list(_kept_in_children):
         _keep_for_good(thing)

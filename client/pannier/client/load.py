@@ -8,6 +8,7 @@ import contextlib
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
+from traceback import StackSummary
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
@@ -16,11 +17,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlanner
 
-from pannier.client import xla_planners, xla_runtime, xla_upstream
+from pannier.client import incarnations, places, wait_log, xla_planners, xla_runtime, xla_upstream
 from pannier.client.identity import is_alone
+from pannier.client.load_error import LoadError
 from pannier.client.reader import StorageReader
 from pannier.v1 import save_pb2
-from pannier.wire.errors import InvalidRequestError, LoadError, PannierError
+from pannier.wire.errors import InvalidRequestError, PannierError
 
 T = TypeVar("T")
 
@@ -31,9 +33,9 @@ def _nothing() -> None:
 
 def load(
     state_dict: dict[str, Any],
+    storage_reader: StorageReader | None = None,
     *,
     checkpoint_id: str | os.PathLike[str] | None = None,
-    storage_reader: StorageReader | None = None,
     planner: LoadPlanner | None = None,
     process_group: Any = None,
     no_dist: bool = False,
@@ -60,9 +62,13 @@ def load(
         return reader
 
     with _as_load_error(group):
-        reader = _agree(group, make)
+        with wait_log.logged(f"load of {checkpoint_id or 'a checkpoint'}", _others):
+            reader = _agree(group, make)
         try:
-            reader.share_metadata(_from_first(group, reader.resolve))
+            with wait_log.logged(f"load of {reader.checkpoint_id}", lambda: _first(group)):
+                content, incarnation = _from_first(group, lambda: _resolve(reader))
+            incarnations.remember(incarnations.root_of(reader.checkpoint_id), incarnation)
+            reader.share_metadata(content)
             dcp.load(
                 state_dict,
                 storage_reader=reader,
@@ -73,6 +79,15 @@ def load(
         finally:
             # All ranks are through, or none goes on: dcp.load ends with a collective.
             reader.release()
+
+
+def _others() -> str:
+    return "all ranks of the group to call load"
+
+
+def _first(group: "_Group | None") -> str:
+    reader = "this rank" if group is None else f"rank {group.ranks[0]}"
+    return f"{reader} to read .metadata from storage"
 
 
 def _runner(planner: LoadPlanner | None) -> LoadPlanner | None:
@@ -93,6 +108,7 @@ def _reader(
         if checkpoint_id is None:
             raise InvalidRequestError("checkpoint_id is missing: give a path or a URL")
         return StorageReader(checkpoint_id)
+    places.refuse_path("storage_reader", storage_reader)
     if not isinstance(storage_reader, StorageReader):
         raise InvalidRequestError(
             f"storage_reader={type(storage_reader).__name__}: Pannier reads by itself; give "
@@ -139,7 +155,7 @@ def _agree(group: _Group | None, make: Callable[[], StorageReader]) -> StorageRe
     answers = group.gather((reader.checkpoint_id if reader else None, problem))
     failures = {rank: error for rank, (_, error) in zip(group.ranks, answers, strict=True) if error}
     if failures:
-        raise _together(failures)
+        raise _together({rank: (error, StackSummary()) for rank, error in failures.items()})
     ids = [checkpoint_id for checkpoint_id, _ in answers]
     if len(set(ids)) > 1:
         said = ", ".join(f"rank {rank}: {i}" for rank, i in zip(group.ranks, ids, strict=True))
@@ -147,11 +163,18 @@ def _agree(group: _Group | None, make: Callable[[], StorageReader]) -> StorageRe
     return cast("StorageReader", reader)
 
 
-def _from_first(group: _Group | None, read: Callable[[], bytes]) -> bytes:
+def _resolve(reader: StorageReader) -> tuple[bytes, int | None]:
+    """``.metadata``, and the highest number of an incarnation that stood there before."""
+    root = incarnations.root_of(reader.checkpoint_id)
+    incarnation = incarnations.look(root, reader.storage_options)
+    return reader.resolve(), incarnation
+
+
+def _from_first(group: _Group | None, read: Callable[[], T]) -> T:
     """What the group's first rank reads, or its error, on all ranks."""
     if group is None:
         return read()
-    answer: bytes | PannierError | None = None
+    answer: T | PannierError | None = None
     if group.rank == group.ranks[0]:
         try:
             answer = read()
@@ -160,7 +183,7 @@ def _from_first(group: _Group | None, read: Callable[[], bytes]) -> bytes:
     answer = group.broadcast(answer)
     if isinstance(answer, PannierError):
         raise answer
-    return cast("bytes", answer)
+    return cast("T", answer)
 
 
 @contextlib.contextmanager
@@ -168,19 +191,22 @@ def _as_load_error(group: _Group | None) -> Iterator[None]:
     """torch's CheckpointException, which no ``except Exception`` catches, as a LoadError."""
     try:
         yield
+    except PannierError:
+        # A LoadError is a CheckpointException, too.
+        raise
     except CheckpointException as error:
         causes = {
-            group.ranks[rank] if group else rank: cause
-            for rank, (cause, _) in error.failures.items()
+            group.ranks[rank] if group else rank: cause for rank, cause in error.failures.items()
         }
-        raise _together(causes) from next(iter(causes.values()))
+        first, _ = next(iter(causes.values()))
+        raise _together(causes) from first
 
 
-def _together(causes: Mapping[int, BaseException]) -> PannierError:
+def _together(causes: Mapping[int, tuple[BaseException, StackSummary]]) -> PannierError:
     """One error of those of several ranks, of their own type where they have one in common."""
     texts = {
         rank: str(cause) if isinstance(cause, PannierError) else f"{type(cause).__name__}: {cause}"
-        for rank, cause in causes.items()
+        for rank, (cause, _) in causes.items()
     }
     host = socket.gethostname()
     failures = [
@@ -189,12 +215,15 @@ def _together(causes: Mapping[int, BaseException]) -> PannierError:
         )
         for rank in sorted(causes)
     ]
-    types = {type(cause) for cause in causes.values()}
+    types = {type(cause) for cause, _ in causes.values()}
     common = types.pop() if len(types) == 1 else LoadError
-    kind = common if issubclass(common, PannierError) else LoadError
     if len(set(texts.values())) == 1:
         ranks = f"ranks {sorted(causes)}" if len(causes) > 1 else f"rank {min(causes)}"
-        return kind(f"{ranks}: {next(iter(texts.values()))}", failures)
-    shown = [f"rank {rank}: {texts[rank]}" for rank in sorted(causes)]
-    more = f"; and {len(shown) - 4} more" if len(shown) > 4 else ""
-    return kind("; ".join(shown[:4]) + more, failures)
+        message = f"{ranks}: {next(iter(texts.values()))}"
+    else:
+        shown = [f"rank {rank}: {texts[rank]}" for rank in sorted(causes)]
+        more = f"; and {len(shown) - 4} more" if len(shown) > 4 else ""
+        message = "; ".join(shown[:4]) + more
+    if issubclass(common, PannierError) and not issubclass(common, LoadError):
+        return common(message, failures)
+    return LoadError(message, failures, causes)

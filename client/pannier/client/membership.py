@@ -5,15 +5,24 @@ Owned by the client, which has one for all ranks' world and one for saving alone
 
 import threading
 from collections.abc import Callable
+from typing import Final
 
 from pannier.client import embedded
 from pannier.client.config import Settings
 from pannier.client.identity import Group, Identity, World
+from pannier.client.interrupts import aside
 from pannier.client.lingering import await_others
 from pannier.client.pairs import Pair
+from pannier.client.saving import Saving
 from pannier.client.session import Session
 from pannier.v1 import save_pb2, sidecar_pb2
 from pannier.wire.errors import ConfigurationError, UnavailableError
+
+_OVERWRITE: Final = {
+    None: save_pb2.OVERWRITE_UNSPECIFIED,
+    False: save_pb2.OVERWRITE_NEVER,
+    True: save_pb2.OVERWRITE_ANY,
+}
 
 
 class Entry:
@@ -24,15 +33,42 @@ class Entry:
         self.number = number
         self.checkpoint_id = checkpoint_id
         self.metrics: dict[str, float] = {}
+        self.overwrite: bool | None = None
+        self.saving: Saving | None = None
+        """Since it began."""
+        self.text = ""
+        """The save's id, once the session is known."""
         self.checked = False
         """What is raised from now on is about this save."""
+        self._lock = threading.Lock()
+        self._dropped = False
         self.planned = False
         """The coordinator may know of it."""
+
+    def carry(self, start: Callable[[], None]) -> None:
+        """Runs ``start``, by which the save no longer depends on the call, unless that has ended."""
+        with self._lock:
+            if self._dropped:
+                return
+            assert self.saving is not None
+            self.saving.carried = True
+            start()
+
+    def drop(self) -> bool:
+        """The call ends without a handle; False: the save no longer depends on it."""
+        with self._lock:
+            self._dropped = True
+            return self.saving is None or not self.saving.carried
+
+    @property
+    def dropped(self) -> bool:
+        """Whether the call has ended without a handle."""
+        return self._dropped
 
     def context(self, member: "Membership", session: Session) -> sidecar_pb2.SaveContext:
         """What every message of this save carries."""
         who = session.identity
-        return sidecar_pb2.SaveContext(
+        context = sidecar_pb2.SaveContext(
             save=save_pb2.SaveId(
                 job=who.job,
                 incarnation=who.incarnation,
@@ -44,7 +80,13 @@ class Entry:
             world_size=member.world.size,
             rank=self.group.rank,
             host=session.welcome.host or who.host,
+            overwrite=_OVERWRITE[self.overwrite],
+            apart=member.world.apart,
         )
+        seen = member.world.seen_incarnation(self.checkpoint_id)
+        if seen is not None:
+            context.seen_incarnation = seen
+        return context
 
 
 class Membership:
@@ -57,10 +99,7 @@ class Membership:
 
     def session(self, settings: Settings) -> Session:
         """The session; finds or starts the sidecar the first time."""
-        with self._lock:
-            if self._session is None:
-                self._session = self._open(settings)
-            return self._session
+        return self._session or aside(lambda: self._opened(settings))
 
     def await_others(self, timeout_s: float | None) -> str:
         """Waits for other hosts' saves at this host's coordinator, if it has theirs.
@@ -80,9 +119,16 @@ class Membership:
 
     def close(self, wanted: Callable[[Session], bool], *, goodbye: bool = False) -> None:
         """Ends the session, if there is one and it is ``wanted``; see :meth:`Session.close`."""
+        # Without the lock: a thread that opens a session holds it for long.
+        session = self._session
+        if session is not None and wanted(session):
+            session.close(goodbye=goodbye)
+
+    def _opened(self, settings: Settings) -> Session:
         with self._lock:
-            if self._session is not None and wanted(self._session):
-                self._session.close(goodbye=goodbye)
+            if self._session is None:
+                self._session = self._open(settings)
+            return self._session
 
     def _open(self, settings: Settings) -> Session:
         who = self.world.identity(settings)

@@ -1,17 +1,19 @@
 """Reads ``.metadata`` without trusting it: an unpickler that knows DCP's own classes only.
 
-In: the bytes of a ``.metadata``. Out: torch's ``Metadata``. A pickle may name any
-function to call; here it can name only what DCP puts there.
+In: the bytes of a ``.metadata``, written by any torch and Python. Out: this torch's ``Metadata``. A
+pickle may name any function to call; here it can name only what DCP puts there.
 """
 
+import dataclasses
 import io
 import pathlib
 import pickle
 from typing import Any, Final
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 
+from pannier.client import compat
 from pannier.wire.errors import InvalidRequestError
 
 _DCP: Final = "torch.distributed.checkpoint.metadata"
@@ -23,7 +25,6 @@ _ALLOWED: Final = frozenset(
         (_DCP, "Metadata"),
         (_DCP, "MetadataIndex"),
         (_DCP, "StorageMeta"),
-        (_DCP, "TensorProperties"),
         (_DCP, "TensorStorageMetadata"),
         (_DCP, "_MEM_FORMAT_ENCODING"),
         # Where torch before 2.3 had them.
@@ -35,6 +36,9 @@ _ALLOWED: Final = frozenset(
         ("collections", "OrderedDict"),
     }
 )
+_GETATTR: Final = (("builtins", "getattr"), ("__builtin__", "getattr"))
+"""How Python 3.11 up to 3.11.3 pickles a member of an Enum: ``getattr(cls, name)``. The second is
+its name in pickles of protocol 2."""
 # StorageMeta.checkpoint_id; it is never opened.
 _PATHS: Final = {
     "PosixPath": pathlib.PurePosixPath,
@@ -42,6 +46,7 @@ _PATHS: Final = {
     "WindowsPath": pathlib.PureWindowsPath,
     "PureWindowsPath": pathlib.PureWindowsPath,
 }
+_MEMBERS: Final = {cls: dict(cls.__members__) for cls in compat.MEMORY_FORMATS}
 _PATH_MODULES: Final = ("pathlib", "pathlib._local")
 
 
@@ -71,6 +76,17 @@ def unpickle_metadata(content: bytes, where: str) -> Metadata:
     return metadata
 
 
+class _AnyProperties(TensorProperties):
+    """Takes the pickled state of another torch's ``TensorProperties`` and becomes this torch's.
+
+    torch 2.15 appends ``strides``, which nothing reads, and older versions refuse.
+    """
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self.__class__ = TensorProperties  # type: ignore[assignment]
+        self.__setstate__(state[: len(dataclasses.fields(TensorProperties))])
+
+
 class _Unpickler(pickle.Unpickler):
     def __init__(self, content: bytes, where: str) -> None:
         super().__init__(io.BytesIO(content))
@@ -80,12 +96,27 @@ class _Unpickler(pickle.Unpickler):
         """What the pickle may use of the name ``module.name``."""
         if (module, name) in _ALLOWED:
             return super().find_class(module, name)
+        if (module, name) == (_DCP, "TensorProperties"):
+            return _AnyProperties
+        if (module, name) in _GETATTR:
+            # A bound method: a pickle could change the defaults of a plain function.
+            return self._enum_member
         if module in _PATH_MODULES and name in _PATHS:
             return _PATHS[name]
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        raise InvalidRequestError(
-            f"{self._where} refers to {module}.{name}, which is not part of a DCP checkpoint's "
+        raise self._refusal(f"{module}.{name}")
+
+    def _enum_member(self, owner: Any, name: Any) -> Any:
+        """``getattr`` of a member of DCP's own enums, and of nothing else."""
+        members = next((m for cls, m in _MEMBERS.items() if cls is owner), {})
+        if type(name) is not str or name not in members:
+            raise self._refusal(f"getattr({owner!r:.80}, {name!r:.80})")
+        return members[name]
+
+    def _refusal(self, what: str) -> InvalidRequestError:
+        return InvalidRequestError(
+            f"{self._where} refers to {what}, which is not part of a DCP checkpoint's "
             "metadata; unpickling it could run foreign code. If you trust whoever wrote it, read "
             "it with torch.distributed.checkpoint's FileSystemReader or FsspecReader"
         )

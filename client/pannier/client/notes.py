@@ -4,6 +4,9 @@ In: keys and short texts. Out: what others wrote. Nothing here blocks in the sto
 connection torch uses as well: who waits, asks again. Thread-safe.
 """
 
+import atexit
+import json
+import logging
 import os
 import queue
 import threading
@@ -13,9 +16,11 @@ from typing import Any, Final, TypeVar
 
 from torch.distributed.distributed_c10d import PrefixStore
 
-from pannier.client.compat import Store, group_store
+from pannier.client.compat import Store, group_store, own_connection
 from pannier.client.hosts import kernel
 from pannier.wire.errors import DeadlineError
+
+_log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -24,8 +29,10 @@ _FIRST_POLL_S: Final = 0.02
 _LONGEST_POLL_S: Final = 0.5
 _CLOCK_S: Final = 0.5
 """Of one machine: what may be rounded."""
-_CLOCKS_S: Final = 60.0
-"""How much the clocks of two machines may differ."""
+ANSWER_S: Final = 20.0
+"""How long a rank of another machine may take to say that it lives: Python code may keep it busy."""
+_EXIT_S: Final = 2.0
+"""At exit: until an answer that is being given has been."""
 
 
 class Notes:
@@ -36,7 +43,8 @@ class Notes:
         store: default: that of the default process group.
         timeout_s: until a store that doesn't answer is an error; the store's own timeout belongs
             to the user and is long.
-        since: when this process began, in seconds since the epoch; default: asked of the kernel.
+        since: when this process began, in seconds since its machine did; default: asked of the
+            kernel.
 
     All methods raise DeadlineError when the store fails or doesn't answer.
     """
@@ -47,31 +55,65 @@ class Notes:
         self._rank = rank
         self._timeout_s = timeout_s
         self._born = born() if since is None else since
-        self._store: Any = PrefixStore(_PREFIX, store or group_store(None))
+        self._plain = store or group_store(None)
+        self._store: Any = PrefixStore(_PREFIX, self._plain)
 
-    def begin(self, text: str) -> tuple[int, str]:
+    def begin(self, text: str, *, size: int, who: str = "") -> tuple[int, str]:
         """Begins this rank's next incarnation: its number, and what its first rank wrote.
 
         A store may live longer than processes, and longer than a process group: the n-th
         incarnation of one rank is the n-th of all, but for those that ended before this rank came
-        so far.
+        so far. What a process of this machine wrote is told from what a former one did by the
+        kernel's clock. One of another machine is asked, since clocks of two machines may differ:
+        only a process that lives can answer.
+
+        Args:
+            text: of this rank, should it be the first.
+            size: number of ranks.
+            who: this rank, for people.
         """
-
-        def ask() -> tuple[int, str]:
-            life = self._store.add(f"of/{self._rank}", 1)
-            here = kernel()
-            while True:
-                own = f"{time.time()} {here} {text}"
-                there = self._store.compare_set(str(life), "", own).decode()
-                written, machine, found = there.split(" ", 2)
+        count = life = self.count(f"of/{self._rank}", 1)
+        here = kernel()
+        own = json.dumps([here, self._born, _uptime(), who or f"rank {self._rank}", text])
+        ended: set[tuple[str, float]] = set()
+        while True:
+            there = self.claim(str(life), own)
+            machine, since, written, writer, found = json.loads(there)
+            if there == own:
+                _Responder(self._plain, life, size).start()
+                break
+            if machine == here:
                 # Ranks begin once all are connected. What was written before this process was
-                # there is of processes that are gone.
-                clocks_s = _CLOCK_S if machine == here else _CLOCKS_S
-                if float(written) > self._born - clocks_s:
-                    return life, found
-                life += 1
+                # there is of processes that have ended.
+                if written > self._born - _CLOCK_S:
+                    self.count(_asked(life), 1)
+                    break
+            elif (machine, since) not in ended:
+                if self._is_answered(life, writer):
+                    break
+                ended.add((machine, since))
+            life += 1
+        if life > count:
+            # The next one is the one after this.
+            self.count(f"of/{self._rank}", life - count)
+        return life, found
 
-        return self._ask(ask)
+    def _is_answered(self, life: int, writer: str) -> bool:
+        """Whether the rank that wrote to this incarnation lives."""
+        ticket = self.count(_asked(life), 1)
+
+        def look() -> bool | None:
+            return self.count(_answered(life)) >= ticket or None
+
+        _log.debug("rank %d: waiting for %s to say that it lives", self._rank, writer)
+        if self.await_one(look, ANSWER_S):
+            return True
+        _log.warning(
+            "rank %d: %s did not answer within %g s; incarnation %d in the process group's store is "
+            "taken for one of processes that have ended",
+            *(self._rank, writer, ANSWER_S, life),
+        )
+        return False
 
     def claim(self, key: str, text: str) -> str:
         """Writes ``text`` unless there is something; returns what is there then."""
@@ -125,10 +167,62 @@ class Notes:
         return found  # type: ignore[return-value]  # None only where T has it
 
 
+class _Responder:
+    """Tells ranks of other machines that this process lives, until all have asked.
+
+    Uses a connection of its own where the store can have one: torch may wait for other ranks
+    through the first for long.
+    """
+
+    def __init__(self, store: Store, life: int, size: int) -> None:
+        self._store: Any = PrefixStore(_PREFIX, own_connection(store))
+        self._life = life
+        self._others = size - 1
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="pannier-responder", daemon=True)
+
+    def start(self) -> None:
+        """Begins to answer, in a thread."""
+        if self._others:
+            # The interpreter must not end while the thread is in the store.
+            atexit.register(self._stop)
+            self._thread.start()
+
+    def _stop(self) -> None:
+        self._ended.set()
+        self._thread.join(_EXIT_S)
+
+    def _run(self) -> None:
+        answered = 0
+        pause = _FIRST_POLL_S
+        try:
+            while answered < self._others and not self._ended.wait(pause):
+                asked = int(self._store.add(_asked(self._life), 0))
+                if asked > answered:
+                    self._store.add(_answered(self._life), asked - answered)
+                    answered, pause = asked, _FIRST_POLL_S
+                pause = min(2 * pause, _LONGEST_POLL_S)
+        except RuntimeError as error:  # torch's DistStoreError: the process group has ended
+            _log.debug("incarnation %d is answered for no longer: %s", self._life, error)
+        finally:
+            atexit.unregister(self._stop)
+
+
+def _asked(life: int) -> str:
+    return f"{life}/asked"
+
+
+def _answered(life: int) -> str:
+    return f"{life}/answered"
+
+
 def born() -> float:
-    """When this process began, in seconds since the epoch."""
+    """When this process began, in seconds since its machine did."""
     with open("/proc/self/stat", "rb") as file:
         # The name, in brackets, may have spaces.
         ticks = int(file.read().rpartition(b")")[2].split()[19])
-    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-    return time.time() - age_s
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _uptime() -> float:
+    return time.clock_gettime(time.CLOCK_BOOTTIME)

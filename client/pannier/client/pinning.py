@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary, finalize
 import torch
 
 from pannier.client.arena import Mapping
+from pannier.client.interrupts import Condition
 
 _log = logging.getLogger(__name__)
 
@@ -100,7 +101,7 @@ class Ring:
         self._allocate = allocate or _pinned
         self._missing = slots
         self._free: list[RingSlot] = []
-        self._changed = threading.Condition()
+        self._changed = Condition()
 
     def make_ready(self) -> None:
         """Makes all that may be needed."""

@@ -5,16 +5,21 @@ StorageError that says which object of which place; :class:`MissingError` when i
 is not there. Thread-safe.
 """
 
+import base64
+import errno
 import os
 import posixpath
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from datetime import timezone
+from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any, Final
 
 import fsspec
 
+from pannier.client.interrupts import shielded
 from pannier.wire.errors import ConfigurationError, InvalidRequestError, StorageError
 
 _CONNECT_S: Final = 15.0
@@ -23,8 +28,12 @@ _SILENCE_S: Final = 60.0
 _LAYOUT_LOOKUP: Final = "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"
 _EXTRAS: Final = {"gs": "gcs", "gcs": "gcs", "s3": "s3", "s3a": "s3"}
 _LOCAL: Final = ("file", "local")
+_PRUNES: Final = 100
+"""Times in a row that others may remove an empty directory in which a file is to be made."""
 _STAMP: Final = ("size", "generation", "ETag", "ino", "mtime", "created")
 """What the file systems' ``info`` has of these changes when an object is replaced."""
+_MODIFIED: Final = ("mtime", "LastModified")
+"""What the file systems' ``info`` calls the time of the last write; others have ``modified``."""
 
 
 class MissingError(StorageError):
@@ -38,6 +47,17 @@ class Entry:
     name: str
     """Relative to the directory."""
     is_directory: bool
+
+
+@dataclass(frozen=True)
+class Stat:
+    """What a store knows of one object."""
+
+    size: int
+    crc32c: int | None
+    """None where the store doesn't keep one."""
+    modified: float
+    """When it was last written, by the store's clock; Unix time, seconds."""
 
 
 class Place:
@@ -54,12 +74,34 @@ class Place:
         """A directory in this one."""
         return Place(posixpath.join(self.url, name), self._fs, self._at(name))
 
+    @property
+    def parent(self) -> "Place":
+        """The directory that this one is in."""
+        return Place(posixpath.dirname(self.url), self._fs, posixpath.dirname(self._path))
+
+    @property
+    def name(self) -> str:
+        """Its name in :attr:`parent`."""
+        return posixpath.basename(self._path)
+
+    @shielded
     def read(self, name: str) -> bytes:
         """All of an object."""
         with self._naming(name):
+            if self._is_local:
+                return _read_all_local(self._at(name))
             content: bytes = self._fs.cat_file(self._at(name))
         return content
 
+    @shielded
+    def find(self, name: str) -> bytes | None:
+        """All of an object; None when it doesn't exist."""
+        try:
+            return self.read(name)
+        except MissingError:
+            return None
+
+    @shielded
     def read_into(self, name: str, offset: int, target: memoryview) -> None:
         """Fills ``target`` with the object's bytes from ``offset`` on.
 
@@ -77,6 +119,7 @@ class Place:
                 f"metadata wants those up to {offset + len(target)}: the file was cut or replaced"
             )
 
+    @shielded
     def list(self) -> list[Entry]:
         """What the directory holds, by name; nothing of what is below."""
         with self._naming(""):
@@ -91,34 +134,60 @@ class Place:
                 entries[name] = Entry(name, info["type"] == "directory")
         return sorted(entries.values(), key=lambda entry: entry.name)
 
-    def modified(self, name: str) -> float:
-        """When an object was last written, by the store's clock; Unix time, seconds."""
-        with self._naming(name):
-            time = self._fs.modified(self._at(name))
-        if time.tzinfo is None:
-            time = time.replace(tzinfo=timezone.utc)
-        seconds: float = time.timestamp()
-        return seconds
+    @shielded
+    def check_bucket(self) -> None:
+        """Raises StorageError when it isn't only the directory that doesn't exist, but its bucket."""
+        if self._is_local:
+            return
+        try:
+            with self._naming(""):
+                # Of a directory in a bucket that is there: nothing, and no error.
+                self._fs.find(self._path)
+        except MissingError as error:
+            raise StorageError(f"{self.url}: its bucket doesn't exist; check the name") from error
 
+    @shielded
+    def stat(self, name: str) -> Stat:
+        """What the store knows of an object."""
+        with self._naming(name):
+            path = self._at(name)
+            info = self._fs.info(path)
+            time = next((info[key] for key in _MODIFIED if info.get(key) is not None), None)
+            modified = _seconds(self._fs.modified(path) if time is None else time)
+            checksum = info.get("crc32c")
+            crc = int.from_bytes(base64.b64decode(checksum), "big") if checksum else None
+            return Stat(int(info["size"]), crc, modified)
+
+    @shielded
     def size(self, name: str) -> int:
         """Bytes of an object."""
         with self._naming(name):
             return int(self._fs.info(self._at(name))["size"])
 
+    @shielded
     def stamp(self, name: str) -> str:
         """Differs, whenever an object was replaced between two calls."""
         with self._naming(name):
             info = self._fs.info(self._at(name))
         return repr([info.get(each) for each in _STAMP])
 
+    @shielded
     def write(self, name: str, content: bytes) -> None:
         """Creates or replaces a small object; not at once where it is a file."""
         with self._naming(name, "written"):
             path = self._at(name)
-            if self._is_local:
-                self._fs.makedirs(posixpath.dirname(path), exist_ok=True)
-            self._fs.pipe_file(path, content)
+            for last in range(_PRUNES if self._is_local else 0, -1, -1):
+                try:
+                    if self._is_local:
+                        self._fs.makedirs(posixpath.dirname(path), exist_ok=True)
+                    self._fs.pipe_file(path, content)
+                    break
+                except FileNotFoundError:
+                    # Others remove the directory with the last file in it.
+                    if not last:
+                        raise
 
+    @shielded
     def remove(self, name: str) -> None:
         """Removes an object, and its directory when that is empty; no error when it is gone."""
         path = self._at(name)
@@ -159,6 +228,7 @@ class Place:
             ) from error
 
 
+@shielded
 def open_place(
     path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
 ) -> Place:
@@ -223,6 +293,18 @@ def absolute(path: str | os.PathLike[str]) -> str:
     return f"{scheme}://{rest.rstrip('/') or '/'}"
 
 
+def refuse_path(argument: str, value: Any) -> None:
+    """Raises InvalidRequestError for a path where a storage writer or reader belongs."""
+    if isinstance(value, str | os.PathLike):
+        path = os.fspath(value)
+        raise InvalidRequestError(f"{argument}={path!r} is a path: give checkpoint_id={path!r}")
+
+
+def as_torch(url: str) -> str | Path:
+    """The form in which torch's writers and readers have their ``path``; a URL is text."""
+    return url if "://" in url else Path(url)
+
+
 def _gcs_class(options: dict[str, Any]) -> Any:
     """gcsfs' class, and what it needs besides ``options``."""
     # Before the import: else every first use asks for the bucket's layout over gRPC.
@@ -243,13 +325,38 @@ def _gcs_class(options: dict[str, Any]) -> Any:
     return gcsfs.core.GCSFileSystem
 
 
+def _seconds(time: float | datetime) -> float:
+    """Unix time."""
+    if not isinstance(time, datetime):
+        return float(time)
+    return (time if time.tzinfo else time.replace(tzinfo=timezone.utc)).timestamp()
+
+
 def _protocols(fs: Any) -> tuple[str, ...]:
     return (fs.protocol,) if isinstance(fs.protocol, str) else tuple(fs.protocol)
 
 
+def _open_local(path: str) -> int:
+    """A descriptor of a regular file, also by way of a link. Raises StorageError for others."""
+    # Without O_NONBLOCK a pipe would wait for a writer.
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    mode = os.fstat(fd).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(fd)
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+        raise StorageError(f"{path} is not a regular file ({stat.filemode(mode)}): remove it")
+    return fd
+
+
+def _read_all_local(path: str) -> bytes:
+    with open(_open_local(path), "rb", buffering=0) as file:
+        return file.readall()
+
+
 def _read_local(path: str, offset: int, target: memoryview) -> int:
     done = 0
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    fd = _open_local(path)
     try:
         while done < len(target):
             count = os.preadv(fd, [target[done:]], offset + done)

@@ -20,9 +20,10 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
 from pannier.client import archives, compat, xla_planners, xla_runtime, xla_upstream
+from pannier.client.user_errors import located
 from pannier.v1 import plan_pb2
 from pannier.wire import plans
-from pannier.wire.errors import InvalidRequestError, PannierError
+from pannier.wire.errors import InvalidRequestError
 
 _RESOLUTION: Final = ("resolve_data", "lookup_object", "transform_object")
 _PLAIN_TYPES: Final = frozenset({torch.Tensor, torch.nn.Parameter})
@@ -44,7 +45,8 @@ class Planning:
     Raises:
         InvalidRequestError: the state dict holds what DCP can't store (the
             message names the key), or the planner asks for what Pannier can't
-            honour or fails.
+            honour.
+        Exception: whatever the planner raises, with a note of the method.
     """
 
     def __init__(
@@ -65,7 +67,7 @@ class Planning:
             with compat.without_plan_cache(self._planner):
                 self._set_up(state, meta, is_coordinator)
                 self._plan = self._call("create_local_plan", self._runner.create_local_plan)
-        except InvalidRequestError as error:
+        except Exception as error:
             # torch doesn't always say which tensor it could not plan.
             self._refuse_values(self._planned_state(state), cause=error)
             raise
@@ -85,7 +87,7 @@ class Planning:
     def finish(self, final: plan_pb2.FinalPlan) -> list[WriteItem]:
         """This rank's own items at ``final.positions``, through the planner's ``finish_plan``.
 
-        Raises InvalidRequestError when the planner changes them.
+        Raises InvalidRequestError when the planner changes them; and whatever it raises.
         """
         own = [self.items[position] for position in final.positions]
         plan = dataclasses.replace(self._plan, items=list(own))
@@ -121,7 +123,8 @@ class Planning:
         )
 
     def _call(self, method: str, function: Callable[[], _T]) -> _T:
-        return _run(f"planner {self._name}: {method}", function)
+        with located(f"planner {self._name}: {method}"):
+            return function()
 
     def _check_plan(self) -> None:
         if not isinstance(self._plan, SavePlan) or not self._plan.usable:
@@ -194,7 +197,7 @@ class Planning:
 def expand(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """The state with ``state_dict()`` of top-level ``Stateful`` values, as ``dcp.save`` takes it.
 
-    Raises InvalidRequestError: it is no mapping, or a ``state_dict()`` fails.
+    Raises InvalidRequestError: it is no mapping; and whatever a ``state_dict()`` raises.
     """
     if not isinstance(state_dict, Mapping):
         raise InvalidRequestError(
@@ -209,17 +212,8 @@ def expand(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 def _expanded(key: str, value: Any) -> Any:
     if type(value) in _NOT_STATEFUL or not isinstance(value, Stateful):
         return value
-    return _run(f"state_dict() of {key!r}", value.state_dict)
-
-
-def _run(what: str, function: Callable[[], _T]) -> _T:
-    """Runs user code; its failure says where it happened."""
-    try:
-        return function()
-    except PannierError:
-        raise
-    except Exception as error:
-        raise InvalidRequestError(f"{what} raised {type(error).__name__}: {error}") from error
+    with located(f"state_dict() of {key!r}"):
+        return value.state_dict()
 
 
 def planned_archive(item: WriteItem) -> archives.Archive | None:

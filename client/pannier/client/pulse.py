@@ -7,12 +7,12 @@ stopped sidecar keeps its connection, and gRPC's own keepalive doesn't see that 
 
 import logging
 import threading
-import time
 from collections.abc import Callable
 from typing import Final
 
 from pannier.client.line import InterruptedCallError
 from pannier.wire.errors import DeadlineError, PannierError, UnavailableError
+from pannier.wire.liveness import ObserverClock
 
 _log = logging.getLogger(__name__)
 
@@ -48,7 +48,9 @@ class Pulse:
         self._connected = connected
         self._tell = tell
         self._closed = threading.Event()
-        self._heard = time.monotonic()
+        # Trainers keep the interpreter to themselves at times: their own pauses are no silence.
+        self._clock = ObserverClock()
+        self._heard = self._clock.now()
         self._missed = 0
         self._suspect = False
 
@@ -62,16 +64,28 @@ class Pulse:
 
     def heard(self) -> None:
         """The sidecar said something. Any thread."""
-        self._heard = time.monotonic()
+        self._heard = self._clock.now()
 
     def _run(self) -> None:
         pause = EVERY_S
+        self._clock.tick(pause)
         while not self._closed.wait(pause):
-            answered = self._answered()
-            self._missed = 0 if answered else self._missed + 1
-            pause = EVERY_S if answered else AGAIN_S
-            if not self._closed.is_set():
-                self._look()
+            pause = self._beat()
+            self._clock.tick(pause)
+
+    def _beat(self) -> float:
+        """One ping, and what follows from it; returns the pause until the next."""
+        late_s = self._clock.tick(TIMEOUT_S)
+        answered = self._answered()
+        late_s += self._clock.tick(0.0)
+        if answered:
+            self._missed = 0
+        elif not late_s:
+            # Else the answer may have come and gone while this thread could not run.
+            self._missed += 1
+        if not self._closed.is_set():
+            self._look()
+        return EVERY_S if answered else AGAIN_S
 
     def _answered(self) -> bool:
         if not self._connected():
@@ -86,7 +100,7 @@ class Pulse:
         return True
 
     def _look(self) -> None:
-        silent_s = time.monotonic() - self._heard
+        silent_s = self._clock.now() - self._heard
         # One alone is missed by a trainer that was stopped itself.
         suspect = self._missed > 1 and silent_s > SUSPECT_S
         if suspect:

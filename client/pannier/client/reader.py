@@ -11,8 +11,11 @@ import io
 import os
 import posixpath
 import uuid
+import zipfile
+import zlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import crc32c
@@ -25,10 +28,10 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from pannier.client import compat, leases, places, standing
-from pannier.client.fetching import Range, fetch
+from pannier.client.fetching import Contents, Range, fetch
 from pannier.client.metadata import unpickle_metadata
 from pannier.client.verifying import Receipts, Verifier
-from pannier.wire import identity
+from pannier.wire import formats, identity
 from pannier.wire.errors import IntegrityError, InvalidRequestError, PannierError, StorageError
 
 MEMORY_BYTES: Final = 256 << 20
@@ -100,6 +103,21 @@ class StorageReader(storage.StorageReader):
         """The directory that is read: an absolute path or a URL."""
         return self._place.url
 
+    @property
+    def path(self) -> str | Path:
+        """:attr:`checkpoint_id` as torch's ``FileSystemReader`` has it, or ``FsspecReader`` for a URL."""
+        return places.as_torch(self._place.url)
+
+    @property
+    def load_id(self) -> str:
+        """The id of this load, another after each :meth:`reset`; ``read_metadata`` puts it into its result."""
+        return self._load_id
+
+    @property
+    def storage_options(self) -> Mapping[str, Any] | None:
+        """Of the fsspec file system, as they were given."""
+        return self._options
+
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begins a new load, of ``checkpoint_id`` if it is given."""
         if checkpoint_id:
@@ -146,7 +164,8 @@ class StorageReader(storage.StorageReader):
             StorageError: as :meth:`fetch_metadata`.
             InvalidRequestError: it is no DCP checkpoint's, or not safe to unpickle, or can't be
                 verified, because Pannier didn't write it.
-            IntegrityError: it is to be verified, and is not what was committed.
+            IntegrityError: it is not what was committed; where the record of that can't be
+                read, only when it is to be verified.
         """
         self._parsed = self._resolve(idle_s)
         return self._parsed[0]
@@ -159,20 +178,28 @@ class StorageReader(storage.StorageReader):
             content = self.fetch_metadata()
             metadata = unpickle_metadata(content, where)
             attempt = leases.attempt_of(getattr(metadata.storage_meta, "save_id", None))
-            if self._verify_now:
-                if not attempt:
-                    raise InvalidRequestError(
-                        f"verify=True: {where} was not written by Pannier, so that there are no "
-                        "checksums to compare with"
-                    )
-                Receipts(self._place, attempt).check_metadata(content)
+            if self._verify_now and not attempt:
+                raise InvalidRequestError(
+                    f"verify=True: {where} was not written by Pannier, so that there are no "
+                    "checksums to compare with"
+                )
             if not attempt:
                 return content, metadata
+            receipts = Receipts(self._place, attempt)
+            receipts.check_metadata(content, required=self._verify_now)
             lease = leases.take(self._place, attempt, reader=self, idle_s=idle_s)
-            # Looked at again: whoever removes what was replaced looks for leases after that.
-            if lease is None or self._stamp() == stamp:
+            try:
+                standing.check_not_removed(self._place, attempt)
+                # Looked at again: what was replaced is removed only after a look for leases.
+                unchanged = lease is None or self._stamp() == stamp
+            except PannierError:
+                if lease is not None:
+                    lease.release()
+                raise
+            if unchanged:
                 self._lease = lease
                 return content, metadata
+            assert lease is not None
             lease.release()
         raise StorageError(f"{where} was replaced {_RACES} times while it was read")
 
@@ -263,9 +290,12 @@ class StorageReader(storage.StorageReader):
         try:
             self._read(wanted, planner)
         except places.MissingError as error:
+            what = standing.describe_removal(self._place) or (
+                "was the checkpoint replaced or removed while it was read?"
+            )
             raise places.MissingError(
-                f"{error}, but {identity.METADATA} refers to it: was the checkpoint replaced or "
-                "removed while it was read?"
+                f"{error}, but {identity.METADATA} refers to it: {what}; pannier.client.latest "
+                "tells which checkpoint is the newest"
             ) from error
         finally:
             # Where one rank resolved .metadata for all, it lets go when all are through.
@@ -277,16 +307,25 @@ class StorageReader(storage.StorageReader):
 
     def _read(self, wanted: Mapping[Range, Sequence[ReadItem]], planner: LoadPlanner) -> None:
         ranges = sorted(wanted)
+        keys = {
+            each: [str(item.storage_index.fqn) for item in items] for each, items in wanted.items()
+        }
+        contents = Contents(keys)
         verifier: Verifier | None = None
         if self._verify_now:
-            verifier = Verifier(self._place, Receipts(self._place, self._attempt), ranges)
+            receipts = Receipts(self._place, self._attempt)
+            verifier = Verifier(self._place, receipts, ranges, contents)
             ranges = verifier.ranges
-        contents = fetch(
-            self._place, ranges, threads=self._threads, memory_bytes=self._memory_bytes
+        fetched = fetch(
+            self._place,
+            ranges,
+            threads=self._threads,
+            memory_bytes=self._memory_bytes,
+            contents=contents,
         )
         # Closed also while an error is on its way: its threads end with it.
-        with contextlib.closing(contents):
-            for each, content in contents:
+        with contextlib.closing(fetched):
+            for each, content in fetched:
                 if self._lease is not None:
                     self._lease.touch()
                 if verifier is not None:
@@ -329,7 +368,7 @@ class StorageReader(storage.StorageReader):
         tensor: torch.Tensor | None = None
         for item in items:
             if item.type is LoadItemType.BYTE_IO:
-                planner.load_bytes(item, io.BytesIO(content))
+                self._load_bytes(place, content, item, planner)
                 continue
             if tensor is None:
                 tensor = self._load(place, content, item)
@@ -343,21 +382,49 @@ class StorageReader(storage.StorageReader):
             target.copy_(part)
             planner.commit_tensor(item, target)
 
+    def _load_bytes(
+        self, place: Range, content: memoryview, item: ReadItem, planner: LoadPlanner
+    ) -> None:
+        try:
+            planner.load_bytes(item, io.BytesIO(content))
+        except Exception as error:
+            # Of a whole archive, what the planner raises is about something else than the bytes.
+            if isinstance(error, PannierError) or _is_whole(content):
+                raise
+            raise self._unreadable(place, item, error) from error
+
+    def _unreadable(self, place: Range, item: ReadItem, error: Exception) -> IntegrityError:
+        return IntegrityError(
+            f"{item.storage_index.fqn!r} can't be read from bytes {place.offset} to "
+            f"{place.offset + place.length} of {self.checkpoint_id}/{place.file}: "
+            f"{type(error).__name__}: {error}"
+        )
+
     def _load(self, place: Range, content: memoryview, item: ReadItem) -> torch.Tensor:
         try:
             tensor = torch.load(_MemoryFile(content), map_location="cpu", weights_only=True)  # type: ignore[arg-type]
         except Exception as error:  # the bytes may be anything
-            raise IntegrityError(
-                f"{item.storage_index.fqn!r} can't be read from bytes {place.offset} to "
-                f"{place.offset + place.length} of {self.checkpoint_id}/{place.file}: "
-                f"{type(error).__name__}: {error}"
-            ) from error
+            if self._is_safetensors(place.file):
+                name = f"{self.checkpoint_id}/{place.file}"
+                raise InvalidRequestError(
+                    f"{item.storage_index.fqn!r} can't be read: "
+                    + formats.describe_safetensors_file(name)
+                ) from error
+            raise self._unreadable(place, item, error) from error
         if not isinstance(tensor, torch.Tensor):
             raise IntegrityError(
                 f"{item.storage_index.fqn!r}: {self.checkpoint_id}/{place.file} holds a "
                 f"{type(tensor).__name__} where its metadata has a tensor"
             )
         return tensor
+
+    def _is_safetensors(self, file: str) -> bool:
+        head = bytearray(formats.SAFETENSORS_HEAD)
+        try:
+            self._place.read_into(file, 0, memoryview(head))
+        except StorageError:  # shorter, or gone by now
+            return False
+        return formats.is_safetensors(bytes(head))
 
 
 def check_generations(seen: Sequence[Generation]) -> None:
@@ -381,6 +448,15 @@ def check_generations(seen: Sequence[Generation]) -> None:
         )
         + "; load it again (pannier.client.load reads it once for all ranks)"
     )
+
+
+def _is_whole(content: memoryview) -> bool:
+    """Whether this is an archive of torch.save whose members have their checksums."""
+    try:
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            return archive.testzip() is None
+    except (zipfile.BadZipFile, zlib.error, NotImplementedError, EOFError, OSError):
+        return False
 
 
 class _MemoryFile(io.RawIOBase):

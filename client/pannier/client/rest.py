@@ -9,8 +9,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from pannier.client import compat
+from pannier.client.interrupts import Event
 from pannier.client.lanes import Lane, Mark
 from pannier.client.pieces import Bounce, Bouncing, Copy, Direct, lanes_of, queue, unpacked
+from pannier.client.user_errors import add_note
 from pannier.wire.errors import InvalidRequestError, PannierError
 
 
@@ -37,7 +39,7 @@ class Rest:
         self._bouncing = bouncing
         self._lanes = lanes_of(direct, bounces)
         self._marks: list[tuple[Lane, Mark]] = []
-        self._all_queued = threading.Event()
+        self._all_queued = Event()
         self._checked = False
         self._problem: PannierError | None = None
         self._done = False
@@ -88,7 +90,8 @@ class Rest:
             stop: whether nobody needs the copies any more.
 
         Raises:
-            PannierError: a device failed, or a source changed before it was copied.
+            InvalidRequestError: a source changed before it was copied.
+            Exception: what a device that failed raised.
         """
         try:
             while self._todo and not stop():
@@ -102,12 +105,9 @@ class Rest:
                 if not self._checked:
                     self._check()
         except Exception as error:
-            if isinstance(error, PannierError):
-                raise
-            raise PannierError(
-                f"copying from {self.devices} failed after async_save had "
-                f"returned: {type(error).__name__}: {error}"
-            ) from error
+            if not isinstance(error, PannierError):
+                add_note(error, f"copying from {self.devices} failed after async_save had returned")
+            raise
         finally:
             self._give_up()
         if self._problem is not None:

@@ -21,12 +21,13 @@ from pannier.client import archives, compat, imprints, xla_runtime
 from pannier.client.arena import Arena, Region
 from pannier.client.devices import DeviceCopies
 from pannier.client.objects import serialized
-from pannier.client.staging import Staged, StagedFile
+from pannier.client.staging import Staged, StagedFile, unsaved
 from pannier.client.structure import Structure
-from pannier.client.transfer import LARGE, Transfers
+from pannier.client.transfer import LARGE, Transfers, freed_error
+from pannier.client.user_errors import add_note
 from pannier.client.xla_route import Fetches, Part, Place
 from pannier.v1 import plan_pb2, records_pb2
-from pannier.wire.errors import InvalidRequestError
+from pannier.wire.errors import PannierError
 
 _SUSPECT: Final = 1 << 40
 """A tensor whose storage was freed has its offset for an address. Few others lie so low."""
@@ -93,8 +94,9 @@ class Route:
             devices: as for :func:`pannier.client.staging.stage`.
 
         Raises:
-            InvalidRequestError: an object can't be serialised, or a tensor has no storage.
+            InvalidRequestError: a tensor has no storage.
             PannierError: there is no memory.
+            Exception: whatever copying or pickling raised, with a note of the key.
         """
         transfers = Transfers(devices)
         engraved = []
@@ -158,15 +160,15 @@ class Route:
                     self._fqns[slot.value],
                 )
             except Exception as error:
-                raise self._refusal(slot.value, error) from error
+                self._locate(slot.value, error)
+                raise
 
     def _check_storages(self, file: _File, tensors: Sequence[torch.Tensor]) -> None:
         if min(map(torch.Tensor.data_ptr, tensors)) >= _SUSPECT:
             return
         freed = [not tensor.untyped_storage().nbytes() for tensor in tensors]
         for number in compress(file.small, freed):
-            error = ValueError("its storage was freed (resized to 0)")
-            raise self._refusal(file.slots[number].value, error)
+            raise freed_error(self._fqns[file.slots[number].value])
 
     def _spill(
         self, values: list[Any], arena: Arena, names: Sequence[str]
@@ -176,7 +178,8 @@ class Route:
             try:
                 data = serialized(values[index])
             except Exception as error:
-                raise self._refusal(index, error) from error
+                self._locate(index, error)
+                raise
             start = arena.spill.size
             arena.spill.write(data)
             varying.append(
@@ -186,10 +189,9 @@ class Route:
             )
         return varying
 
-    def _refusal(self, index: int, error: Exception) -> InvalidRequestError:
-        return InvalidRequestError(
-            f"{self._fqns[index]!r} can't be saved: {type(error).__name__}: {error}"
-        )
+    def _locate(self, index: int, error: Exception) -> None:
+        if not isinstance(error, PannierError):
+            add_note(error, unsaved(self._fqns[index]))
 
 
 def route(

@@ -21,11 +21,13 @@ from pannier.client.rest import Rest
 from pannier.client.session import Session
 from pannier.client.slots import Fate, Slot
 from pannier.client.streaming import Deadline, MemoryInUseError, StagedFile, Stop, StoppedError
+from pannier.client.user_errors import description, name_save
 from pannier.v1 import records_pb2, save_pb2, sidecar_pb2
 from pannier.wire import errors, identity, tracing
 from pannier.wire.errors import (
     BusyError,
     DeadlineError,
+    InDoubtError,
     InvalidRequestError,
     PannierError,
     SaveAbortedError,
@@ -35,11 +37,13 @@ from pannier.wire.errors import (
 _log = logging.getLogger(__name__)
 
 _ABORT_NEWS_S: Final = 30.0
-"""After giving up: how long until our own error stands in for the news of the abort."""
+"""How long to wait for the coordinator's ABORT before the handle fails with InDoubtError, once this
+rank has failed and may have been ingested."""
 _CAUSES_S: Final = 2.0
-"""The same when we were told that the save is over: the news only bring all its causes."""
-_GRACE_S: Final = 30.0
-"""After the save's deadline: how long the coordinator has to say how it ended."""
+"""How long to wait for the causes of all ranks before the handle fails with the local error, of a
+save that can't be committed."""
+_GRACE_S: Final = 5.0
+"""How long to wait for the coordinator's decision after the save's deadline."""
 _BUSY_PAUSE_S: Final = 0.5
 _EXIT_S: Final = 60.0
 """While the interpreter is ending: how long a full spool is waited for without any progress."""
@@ -48,6 +52,7 @@ _KINDS: Final[tuple[tuple[type[BaseException], save_pb2.FailureKind], ...]] = (
     (errors.IntegrityError, save_pb2.FAILURE_KIND_INTEGRITY),
     (errors.StorageError, save_pb2.FAILURE_KIND_STORAGE),
     (DeadlineError, save_pb2.FAILURE_KIND_DEADLINE),
+    (InDoubtError, save_pb2.FAILURE_KIND_DEADLINE),
     (BusyError, save_pb2.FAILURE_KIND_SPOOL),
 )
 
@@ -121,11 +126,21 @@ class Saving:
         self._staged: Staged | None = None
         self._bytes = 0
         self._lock = threading.Lock()
-        self._over = False
-        """It has ended for this process."""
+        self._handed_over = False
+        """The sidecar was asked to ingest this rank's part, and may have done so."""
+        self.carried = False
+        """A thread of its own brings it to the sidecar."""
+        self.carrying = True
+        """The sidecar doesn't have all of it."""
+        self._raised: Exception | None = None
+        """What ended the save on this rank, where it isn't an error of Pannier's."""
         self._traced = False
         self._slot: Slot | None = None
-        """Holds the arena while nobody but the sidecar needs it."""
+        """Holds the arena; set when :meth:`carry` begins."""
+        self._end: Fate | None = None
+        """What the save's end says of the arena; None: it has not ended for this process."""
+        self._gave_files = False
+        """The sidecar may have been given mapped files."""
         self._lacked: list[int] = []
         """Bytes of each file that the sidecar didn't hold when they were last sent."""
         self._told_waiting = ""
@@ -140,7 +155,7 @@ class Saving:
         """When bytes last moved; or, before the interpreter's end, when that was last asked."""
         self._seconds: dict[str, float] = {}
         self._began = self._phase_began = time.monotonic()
-        session.watch(context, self._hear, self._hear_silence)
+        session.watch(context, self._hear, self._hear_silence, deadline)
         self._timer = session.alarm(deadline.remaining() + _GRACE_S, self._expire)
 
     def planned(self, attempt: str, plan_id: str, agreement: Agreement | None = None) -> None:
@@ -171,33 +186,33 @@ class Saving:
         """Brings what is staged to the sidecar. Runs in a thread.
 
         Args:
-            slot: freed when its arena is needed no more: at the end of this, or, when the sidecar
-                uploads from it, at the end of the save.
+            slot: is given back when its arena is needed no more: at the end of this, or, when the
+                sidecar uploads from it, at the end of the save.
         """
-        fate = Fate.UNUSED
+        if not slot.begin_sending():
+            self._staged = None
+            return
+        with self._lock:
+            self._slot = slot
+            end = self._end
+        if end is not None:
+            slot.ended(end)
+        # An interrupt may leave threads that send.
+        fate = Fate.READ_HERE
         try:
             self._finish_staging()
-            self._settle()
-            self._ingest()
+            self._send_to_sidecar()
             self._phase_over("ingest")
+            fate = Fate.UNUSED
         except StoppedError:
-            pass
-        except PannierError as error:
-            if isinstance(error, MemoryInUseError):
-                fate = Fate.READ_HERE
-            self.give_up(error)
+            fate = Fate.UNUSED
         except Exception as error:  # noqa: BLE001 - a thread's end: it becomes the save's failure
-            self.give_up(PannierError(f"{type(error).__name__} while sending: {error}"))
+            fate = Fate.READ_HERE if isinstance(error, MemoryInUseError) else Fate.UNUSED
+            self.give_up(error)
         finally:
-            lent = self._lent()
+            self.carrying = False
             self._staged = None
-            with self._lock:
-                kept = bool(lent) and fate is Fate.UNUSED and not self._over
-                self._slot = slot if kept else None
-            if kept:
-                slot.settle()
-            else:
-                slot.free(fate)
+            slot.sent(fate, handed_over=self._gave_files)
 
     def _finish_staging(self) -> None:
         """Waits for the copies that outlast the call."""
@@ -215,6 +230,15 @@ class Saving:
             raise StoppedError
         self._phase_over("copy")
         self.resolver.staged()
+
+    def _send_to_sidecar(self) -> None:
+        try:
+            self._settle()
+            self._ingest()
+        except (PannierError, StoppedError):
+            raise
+        except Exception as error:
+            raise PannierError(f"{type(error).__name__} while sending: {error}") from error
 
     def _settle(self) -> None:
         """Waits until all ranks go by the plan that this one staged by."""
@@ -238,29 +262,64 @@ class Saving:
         attempt, self._staged = agreement.become(number, self._staged)
         self.context, self._plan = context, (attempt, "")
         self.text = identity.save_text(context.save)
-        self.session.watch(context, self._hear, self._hear_silence)
+        self.session.watch(context, self._hear, self._hear_silence, self.deadline)
         self.resolver.update(
             lambda status: dataclasses.replace(status, id=self.text, attempt=attempt)
         )
 
-    def give_up(self, error: PannierError) -> None:
-        """This rank can't go on: says so, and fails the handle if no news of the abort comes."""
+    def give_up(self, error: Exception) -> None:
+        """Reports that this rank can't go on; fails the handle unless the decision comes soon.
+
+        What isn't Pannier's own error, such as a device's, is what the handle raises on this rank,
+        unless the save may be committed all the same.
+        """
         self.stop.set()
         self._timer.cancel()
-        patience = _CAUSES_S
+        end = self._end_without_decision(error)
+        in_doubt = isinstance(end, InDoubtError)
+        left = self.deadline.remaining() + _GRACE_S
+        patience = min(_ABORT_NEWS_S, left) if in_doubt else _CAUSES_S
+        self._timer = self.session.alarm(patience, lambda: self._fail(end))
         if not isinstance(error, SaveAbortedError):
-            self.report(error)
-            patience = _ABORT_NEWS_S
-            error = type(error)(f"{error}; {self._in_doubt()}", error.failures.values())
-        self._timer = self.session.alarm(patience, lambda: self._fail(error))
+            request = fail_request(self.context, error)
+            if not isinstance(error, PannierError):
+                # Before the ABORT can come.
+                name_save(error, self.text, self.context.checkpoint_id)
+                self._raised = error
+            self._send_failure(request)
+
+    def _end_without_decision(self, error: Exception) -> Exception:
+        """What the handle raises while the coordinator's decision isn't known.
+
+        A rank that has not been handed over can't be part of a commit: no decision but ABORT is
+        left. Of one that was, or may have been, this process can't tell. To be called once no hand-over
+        can begin any more (``stop`` is set).
+        """
+        if isinstance(error, SaveAbortedError):
+            return error
+        with self._lock:
+            handed_over = self._handed_over
+        if handed_over:
+            return self._in_doubt(str(error))
+        if not isinstance(error, PannierError):
+            return error
+        failures = error.failures or {-1: fail_request(self.context, error).failure}
+        return SaveAbortedError(
+            f"save {self.text} to {self.context.checkpoint_id} can't be committed, because the "
+            f"part of rank {self.context.rank} was not handed over: {error}",
+            failures.values(),
+        )
 
     def report(self, error: BaseException) -> None:
         """Tells the other ranks why this save is over.
 
         When the sidecar can't be told it finds out by itself; ``error`` is raised anyway.
         """
+        self._send_failure(fail_request(self.context, error))
+
+    def _send_failure(self, request: sidecar_pb2.FailRequest) -> None:
         try:
-            self.session.fail(fail_request(self.context, error))
+            self.session.fail(request)
         except PannierError as problem:
             waiting = f"the sidecar, to be told of a failure ({problem})"
             self.resolver.update(lambda s: dataclasses.replace(s, waiting_on=waiting))
@@ -355,6 +414,10 @@ class Saving:
         work()
         for helper in helpers:
             helper.join()
+        # Before anything else: it decides whether the memory is used again.
+        for problem in problems:
+            if isinstance(problem, MemoryInUseError):
+                raise problem
         if self.stop.is_set:
             raise StoppedError
         if problems:
@@ -431,13 +494,19 @@ class Saving:
             files=files,
             varying=self._staged.varying,
             mapped=[
-                sidecar_pb2.MappedFile(name=name, slab=mapping.slab)
+                sidecar_pb2.MappedFile(name=name, slab=mapping.slab, stamp=mapping.stamp)
                 for name, mapping in mapped.items()
             ],
             # The call has returned after that, or is about to.
             stalled_s=self._seconds.get("plan", 0.0) + self._seconds.get("stage", 0.0),
             metrics=self._metrics,
         )
+        with self._lock:
+            if self.stop.is_set:
+                raise StoppedError
+            self._handed_over = True
+        # Whatever the answer: an earlier try may have arrived, and one that is given up may later.
+        self._gave_files = self._gave_files or bool(mapped)
         self.session.hand_over(request, self.deadline.remaining())
         if mapped:
             held = self._staged.bytes
@@ -465,8 +534,8 @@ class Saving:
             self._commit(news)
         elif news.state == save_pb2.SAVE_STATE_ABORTED:
             self.stop.set()
-            self._leave(Fate.UNUSED)
-            self._fail(aborted(news, self._waiting() if self._no_room else ""))
+            error = self._raised or aborted(news, self._waiting() if self._no_room else "")
+            self._fail(error, Fate.UNUSED)
 
     def _commit(self, news: save_pb2.SaveStatus) -> None:
         if "ingest" not in self._seconds:
@@ -486,12 +555,17 @@ class Saving:
         self.resolver.resolve(result)
         self._ended(self)
 
-    def _fail(self, error: PannierError, *, quietly: bool = False) -> None:
+    def _fail(
+        self, error: Exception, end: Fate = Fate.READ_BY_SIDECAR, *, quietly: bool = False
+    ) -> None:
+        """``end``: UNUSED where the sidecar has reported the save's end.
+
+        Else that is not known: the sidecar may still read its files, or begin to.
+        """
         if self._agreement is not None:
             # Before anybody hears of it, and saves again.
             self._agreement.failed()
-        # Nobody knows how it ended: the sidecar may still be at its files.
-        self._leave(Fate.READ_BY_SIDECAR)
+        self._leave(end)
         skipped = isinstance(error, SaveSkippedError) and self._on_busy == "skip"
         self.trace(str(error))
         self.resolver.fail(error, quietly=quietly or skipped)
@@ -520,22 +594,19 @@ class Saving:
         self.session.unwatch(self.context.save)
         self._timer.cancel()
         with self._lock:
-            self._over = True
-            slot, self._slot = self._slot, None
+            # A later report of the sidecar's doesn't say more than the first.
+            self._end = fate if self._end is None else max(self._end, fate)
+            slot, end = self._slot, self._end
         if slot is not None:
-            slot.free(fate)
+            slot.ended(end)
 
     def _expire(self) -> None:
         self.stop.set()
-        self._fail(DeadlineError(f"{self.handle.status()}: {self._in_doubt()}"))
+        error = DeadlineError(f"{self.handle.status()} when its deadline passed")
+        self._fail(self._end_without_decision(error))
 
-    def _in_doubt(self) -> str:
-        """What to say when the news of the save's end don't come: others may have decided it."""
-        root, _ = identity.split_checkpoint_id(self.context.checkpoint_id)
-        return (
-            "nothing was heard of the save's end, so it may still be committed: "
-            f"ask `pannier status {self.text}` or `pannier ls {root}`"
-        )
+    def _in_doubt(self, why: str) -> InDoubtError:
+        return in_doubt(self.context, why)
 
 
 def _transport(staged: Staged) -> str:
@@ -548,9 +619,20 @@ def fail_request(context: sidecar_pb2.SaveContext, error: BaseException) -> side
     kind = next(
         (kind for types, kind in _KINDS if isinstance(error, types)), save_pb2.FAILURE_KIND_CLIENT
     )
-    text = str(error) if isinstance(error, PannierError) else f"{type(error).__name__}: {error}"
+    text = description(error)
     failure = save_pb2.Failure(rank=context.rank, host=context.host, kind=kind, message=text)
     return sidecar_pb2.FailRequest(context=context, failure=failure)
+
+
+def in_doubt(context: sidecar_pb2.SaveContext, why: str) -> InDoubtError:
+    """The error of a save that others may have decided, or may yet decide."""
+    text = identity.save_text(context.save)
+    root, _ = identity.split_checkpoint_id(context.checkpoint_id)
+    return InDoubtError(
+        f"save {text} to {context.checkpoint_id} is in doubt: {why}. It may still be committed: "
+        f"don't use or delete this checkpoint id before its end is known, by `pannier status {text}`, "
+        f"`pannier ls {root}` or client.latest({root!r})"
+    )
 
 
 def aborted(news: save_pb2.SaveStatus, waiting: str = "") -> SaveAbortedError:
@@ -563,9 +645,8 @@ def aborted(news: save_pb2.SaveStatus, waiting: str = "") -> SaveAbortedError:
         (f"rank {cause.rank} ({cause.host}): " if cause.rank >= 0 else "") + cause.message
         for cause in news.failures
     ]
-    skipped = any(cause.kind == save_pb2.FAILURE_KIND_SKIPPED for cause in news.failures)
-    cls = SaveSkippedError if skipped else SaveAbortedError
-    what = "was skipped" if skipped else "was aborted"
+    cls = errors.aborted_as(news.failures)
+    what = "was skipped" if cls is SaveSkippedError else "was aborted"
     text = "; ".join(causes[:4]) or "no cause was told"
     more = f"; and {len(causes) - 4} more" if len(causes) > 4 else ""
     more += f"; this rank was waiting for {waiting}" if waiting else ""

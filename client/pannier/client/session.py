@@ -20,6 +20,7 @@ from pannier.client.arena import Arena, ArenaPool
 from pannier.client.config import Settings
 from pannier.client.copying import threads
 from pannier.client.identity import Identity
+from pannier.client.interrupts import aside, shielded
 from pannier.client.lent import Borrowing
 from pannier.client.line import InterruptedCallError, Line
 from pannier.client.pulse import Pulse
@@ -51,6 +52,7 @@ _ANSWER_S: Final = 30.0
 _SLACK_S: Final = 5.0
 """Left to the daemon to answer a deadline of its own, with the names it waited for."""
 _GOODBYE_S: Final = 1.0
+_LEAST_S: Final = 0.001
 
 StatusListener = Callable[[save_pb2.SaveStatus], None]
 SilenceListener = Callable[[str], None]
@@ -64,7 +66,14 @@ class _Watched:
     context: sidecar_pb2.SaveContext
     listener: StatusListener
     silence: SilenceListener
+    deadline: Deadline | None = None
     handed_over: bool = False
+
+    def pending(self) -> sidecar_pb2.PendingSave:
+        """What a sidecar that may not know the save is told of it."""
+        pending = sidecar_pb2.PendingSave(context=self.context, handed_over=self.handed_over)
+        pending.save_timeout_s = _left(self.deadline)
+        return pending
 
 
 class Session:
@@ -98,11 +107,13 @@ class Session:
         self._answered = threading.Event()
         """The sidecar took us, or said why it doesn't."""
         self._closed = threading.Event()
-        self._repeat = Repeating(
-            f"{self.peer} can't be reached: {hint}",
-            connected=self._connected,
-            closed=self._closed,
-            at_exit_s=RECONNECT_S,
+        self._repeat = shielded(
+            Repeating(
+                f"{self.peer} can't be reached: {hint}",
+                connected=self._connected,
+                closed=self._closed,
+                at_exit_s=RECONNECT_S,
+            ).__call__
         )
         self._pulse = Pulse(
             self.peer, self._ping, connected=self._connected.is_set, tell=self._tell_silence
@@ -169,22 +180,31 @@ class Session:
             SaveAbortedError: the save ended on all ranks, with failures by rank.
             DeadlineError: nobody answered for ``timeout`` seconds.
         """
-        deadline = Deadline(timeout)
-        answer: sidecar_pb2.PlanResponse = self._repeat(
-            lambda: self._unary("Plan", request, deadline.remaining() + _SLACK_S),
-            deadline,
-            patience_s=self._patience_s,
-        )
-        return answer
+        deadline, save_deadline = Deadline(timeout), _deadline(request.save_timeout_s)
+
+        def once() -> sidecar_pb2.PlanResponse:
+            request.timeout_s, request.save_timeout_s = _left(deadline), _left(save_deadline)
+            answer: sidecar_pb2.PlanResponse = self._unary(
+                "Plan", request, deadline.remaining() + _SLACK_S
+            )
+            return answer
+
+        return self._repeat(once, deadline, patience_s=self._patience_s)
 
     def begin(
         self, request: sidecar_pb2.BeginRequest, timeout: float = 60.0
     ) -> sidecar_pb2.BeginResponse:
         """Opens a save whose global plan torch makes."""
-        answer: sidecar_pb2.BeginResponse = self._repeat(
-            lambda: self._unary("Begin", request, timeout), Deadline(timeout), self._patience_s
-        )
-        return answer
+        deadline, save_deadline = Deadline(timeout), _deadline(request.save_timeout_s)
+
+        def once() -> sidecar_pb2.BeginResponse:
+            request.save_timeout_s = _left(save_deadline)
+            answer: sidecar_pb2.BeginResponse = self._unary(
+                "Begin", request, deadline.remaining() + _SLACK_S
+            )
+            return answer
+
+        return self._repeat(once, deadline, self._patience_s)
 
     def finish(
         self, request: sidecar_pb2.FinishRequest, timeout: float
@@ -203,9 +223,14 @@ class Session:
 
     def hand_over(self, request: sidecar_pb2.HandOverRequest, timeout: float = 300.0) -> None:
         """All files of the rank are sent; returns when it is ingested."""
-        self._repeat(
-            lambda: self._unary("HandOver", request, _ANSWER_S, again=True), Deadline(timeout)
-        )
+        deadline = Deadline(timeout)
+
+        def once() -> None:
+            request.save_timeout_s = _left(deadline)
+            seconds = min(_ANSWER_S, deadline.remaining() + _SLACK_S)
+            self._unary("HandOver", request, seconds, again=True)
+
+        self._repeat(once, deadline)
         with self._lock:
             watched = self._watched.get(identity.save_text(request.context.save))
             if watched is not None:
@@ -249,8 +274,13 @@ class Session:
 
         if not self._streams.take(timeout):
             raise DeadlineError(f"{file.name} waited {timeout:.0f} s for earlier files to be sent")
+
+        def once() -> None:
+            header.save_timeout_s = _left(deadline)
+            self._sender.stream(header, source, advanced, until)
+
         try:
-            self._repeat(lambda: self._sender.stream(header, source, advanced, until), deadline)
+            self._repeat(once, deadline)
         finally:
             self._streams.give()
         return source.crc32c()
@@ -269,7 +299,7 @@ class Session:
             UnavailableError: it isn't, and ``PANNIER_TRANSPORT=mapped``.
             PannierError: there is no memory for it.
         """
-        return self._borrowing.arena(pool, sizes)
+        return aside(lambda: self._borrowing.arena(pool, sizes))
 
     # Status of saves.
 
@@ -278,14 +308,19 @@ class Session:
         context: sidecar_pb2.SaveContext,
         listener: StatusListener,
         silence: SilenceListener = lambda text: None,
+        deadline: Deadline | None = None,
     ) -> None:
         """Calls ``listener`` with every status of a save, on a thread of the session.
 
         Both must be quick and may not raise. They are forgotten by :meth:`unwatch`; until then a
         sidecar that was restarted is asked how the save ended.
+
+        Args:
+            deadline: of the save; None: not known.
         """
+        watched = _Watched(context, listener, silence, deadline)
         with self._lock:
-            self._watched[identity.save_text(context.save)] = _Watched(context, listener, silence)
+            self._watched[identity.save_text(context.save)] = watched
 
     def unwatch(self, save: save_pb2.SaveId) -> None:
         """Forgets the listener of ``save``."""
@@ -367,6 +402,7 @@ class Session:
         for each in watched:
             each.silence(text)
 
+    @shielded
     def _unary(self, method: str, request: Any, timeout: float, *, again: bool = False) -> Any:
         """One call. ``again``: after ``timeout`` seconds of silence it may be made again."""
         deadline = Deadline(timeout)
@@ -432,10 +468,7 @@ class Session:
         who = self.identity
         self._line.renew()
         with self._lock:
-            pending = [
-                sidecar_pb2.PendingSave(context=each.context, handed_over=each.handed_over)
-                for each in self._watched.values()
-            ]
+            pending = [each.pending() for each in self._watched.values()]
         request = sidecar_pb2.ConnectRequest(
             wire_version=WIRE_VERSION,
             client_version=package_version(),
@@ -488,3 +521,13 @@ class Session:
                 watched.listener(response.save)
         elif response.HasField("room"):
             self._borrowing.room_wanted()
+
+
+def _deadline(seconds: float) -> Deadline | None:
+    """The deadline that a message tells of; None: it tells of none."""
+    return Deadline(seconds) if seconds else None
+
+
+def _left(deadline: Deadline | None) -> float:
+    """What a message tells of a deadline: seconds that remain, 0 for none."""
+    return 0.0 if deadline is None else max(_LEAST_S, deadline.remaining())

@@ -21,6 +21,7 @@ from pannier.client.devices import DeviceCopies
 from pannier.client.planning import Planning, planned_archive
 from pannier.client.rest import Rest
 from pannier.client.transfer import Transfers
+from pannier.client.user_errors import located
 from pannier.v1 import plan_pb2, records_pb2
 from pannier.wire import identity, layout
 from pannier.wire.errors import InvalidRequestError, PannierError
@@ -102,8 +103,9 @@ def stage(
         devices: makes the copies from devices; says what may arrive later. Default: nothing.
 
     Raises:
-        InvalidRequestError: an item can't be resolved or serialised; names its key.
+        InvalidRequestError: an item isn't what its plan says; names its key.
         PannierError: there is no memory.
+        Exception: whatever resolving, copying or pickling an item raised, with a note of its key.
     """
     names = [file.name for file in final.files]
     places = final.placement
@@ -149,8 +151,9 @@ def stage_external(
             :func:`pannier.client.planning.resolves_as_planned`).
 
     Raises:
-        InvalidRequestError: an item can't be resolved or serialised; names its key.
+        InvalidRequestError: an item isn't what its plan says; names its key.
         PannierError: there is no memory.
+        Exception: whatever resolving, copying or pickling an item raised, with a note of its key.
     """
     planned = [planned_archive(item) if slots else None for item in items]
     known = [archive for archive in planned if archive is not None]
@@ -206,7 +209,7 @@ class _Writer:
 
     def put(self, item: WriteItem, resolve: Resolve, slot: _Slot | None) -> Placed:
         """Resolves one item and copies it; says where it went."""
-        try:
+        with located(unsaved(item.index.fqn)):
             value = _checked(item, resolve(item))
             tensor = _detached(value) if isinstance(value, torch.Tensor) else None
             if slot is not None and slot.length:
@@ -215,13 +218,7 @@ class _Writer:
                     self._fill(region, slot, tensor, item.index.fqn, value)
                     return Placed(self._names[slot.file], slot.offset, slot.length)
                 region.zero(slot.offset, slot.offset + slot.length)
-            return self._spill(value if tensor is None else tensor)
-        except PannierError:
-            raise
-        except Exception as error:
-            raise InvalidRequestError(
-                f"{item.index.fqn!r} can't be saved: {type(error).__name__}: {error}"
-            ) from error
+            return self._spill(value if tensor is None else tensor, item.index.fqn)
 
     def finish(self) -> list[StagedFile]:
         """Ends the copies that are under way; nothing may be put afterwards."""
@@ -276,7 +273,7 @@ class _Writer:
         self._transfers.copy(tensor, region, raw, name=name, value=value)
         self._transfers.bound()
 
-    def _spill(self, value: torch.Tensor | io.BytesIO) -> Placed:
+    def _spill(self, value: torch.Tensor | io.BytesIO, name: str) -> Placed:
         spill = self._arena.spill
         if isinstance(value, io.BytesIO):
             start = spill.size
@@ -288,7 +285,7 @@ class _Writer:
             spill.write(archive.head)
             raw = spill.reserve(archive.body)
             spill.write(archive.tail)
-            self._transfers.copy(value, spill, raw)
+            self._transfers.copy(value, spill, raw, name=name)
         else:
             start = spill.size
             torch.save(_compact(value.cpu()), cast("IO[bytes]", spill))
@@ -335,6 +332,11 @@ def _compact(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.untyped_storage().size() != tensor.nbytes:
         return tensor.clone()
     return tensor
+
+
+def unsaved(fqn: str) -> str:
+    """Where an exception was raised, as its note."""
+    return f"{fqn!r} can't be saved"
 
 
 def _ending(name: str) -> str:

@@ -5,7 +5,7 @@ structure of an earlier one, the value of each item that a ``DefaultSavePlanner`
 plan, in its order, without planning. Everything that the plan is made from is compared:
 keys, types and lengths of containers, and of each tensor dtype, shape, layout,
 ``requires_grad``, kind of device, and how it is distributed, over ranks or over XLA's
-devices; of other objects only their place. Strides, conj and neg bits, and identities may differ: whoever copies the
+devices, or which part of a global tensor it says it is; of other objects only their place. Strides, conj and neg bits, and identities may differ: whoever copies the
 values copes. ``pin_memory``, which nobody reads, stays as it was planned.
 
 What isn't understood has no structure. Not knowing is always right, only slower.
@@ -18,6 +18,7 @@ from operator import attrgetter, eq
 from typing import Any, Final
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
 from pannier.client import compat, xla_route, xla_runtime
@@ -30,6 +31,11 @@ _OWN_ITEMS: Final = "__create_write_items__"
 """Who has it makes its own items."""
 _HOST_FACTS: Final = attrgetter("dtype", "shape", "requires_grad", "layout", "is_cpu")
 _FACTS: Final = attrgetter("dtype", "shape", "requires_grad", "layout", "device.type")
+
+
+_DESCRIBE_SHARDS: Final = hasattr(dcp, "CheckpointableTensor")
+"""Whether this torch takes a plain tensor with these attributes for shards of a global one."""
+_SHARD_ATTRIBUTES: Final = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
 
 
 class _Kind(enum.Enum):
@@ -63,6 +69,10 @@ class Structure:
         self._dtensors = _positions(kinds, _Kind.DTENSOR)
         self._sharded = _positions(kinds, _Kind.SHARDED)
         self._objects = _positions(kinds, _Kind.OBJECT)
+        self._plain = _positions(kinds, _Kind.PLAIN)
+        self._described = _described_shards(leaves, self._plain)
+        if None in self._described.values():
+            raise _NotUnderstoodError
         self._dtensor_facts = [compat.DTENSOR_FACTS(leaves[i]) for i in self._dtensors]
         self._sharded_facts = [compat.sharded_facts(leaves[i]) for i in self._sharded]
         self._xla = list(_xla_positions(leaves))
@@ -112,6 +122,8 @@ class Structure:
         if self._dtensor_facts != [compat.DTENSOR_FACTS(leaves[i]) for i in self._dtensors]:
             return None
         if self._sharded_facts != [compat.sharded_facts(leaves[i]) for i in self._sharded]:
+            return None
+        if self._described != _described_shards(leaves, self._plain):
             return None
         if self._xla and not self._same_on_xla([leaves[i] for i in self._xla]):
             return None
@@ -269,6 +281,31 @@ def _is_terminal(values: list[Any]) -> bool:
         or (isinstance(value, list) and not _is_terminal(value))
         for value in values
     )
+
+
+def _described_shards(leaves: list[Any], plain: Iterable[int]) -> dict[int, tuple[Any, ...] | None]:
+    """What each of DCP's ``CheckpointableTensor`` among the plain tensors says of its shards.
+
+    By position; None for what has other values than sequences of integers.
+    """
+    if not _DESCRIBE_SHARDS:
+        return {}
+    # Few tensors have the first attribute, and only these are looked at closely.
+    first, *others = _SHARD_ATTRIBUTES
+    return {
+        i: _shard_facts(leaves[i])
+        for i in plain
+        if hasattr(leaves[i], first) and all(hasattr(leaves[i], name) for name in others)
+    }
+
+
+def _shard_facts(tensor: Any) -> tuple[Any, ...] | None:
+    # A copy: the tensor's own may be lists, which may change.
+    shape, *parts = (getattr(tensor, name) for name in _SHARD_ATTRIBUTES)
+    try:
+        return (tuple(shape), *(tuple(map(tuple, each)) for each in parts))
+    except TypeError:
+        return None
 
 
 def _xla_positions(leaves: Iterable[Any]) -> Iterable[int]:

@@ -16,11 +16,17 @@ from pannier.client.arena import Region, Spill
 from pannier.client.copying import HostCopies
 from pannier.client.devices import DeviceCopies
 from pannier.client.rest import Rest
+from pannier.wire.errors import InvalidRequestError
 
 LARGE: Final = 256 << 10
 """Bytes; copies of so much are gathered and shared among threads."""
 _HELD: Final = 256 << 20
 """Bytes of tensors that are kept alive by gathered copies: a planner may have made them for us."""
+
+
+def freed_error(name: str) -> InvalidRequestError:
+    """The refusal of a tensor without elements to copy."""
+    return InvalidRequestError(f"{name!r} can't be saved: its storage was freed (resized to 0)")
 
 
 class Transfers:
@@ -53,7 +59,7 @@ class Transfers:
             name: for errors.
             value: what ``tensor`` was detached from.
 
-        Raises ValueError when there are none, for its storage was freed.
+        Raises InvalidRequestError when there are none, for its storage was freed.
         """
         if not tensor.numel() or self._gather(tensor, target, offset, name, value=value):
             return
@@ -106,7 +112,7 @@ class Transfers:
         kind = tensor.device.type
         queued = kind in lanes.ASYNC_DEVICES
         if (kind == "cpu" or queued) and not tensor.untyped_storage().nbytes():
-            raise ValueError("its storage was freed (resized to 0)")
+            raise freed_error(name)
         if queued:
             self._devices.add(tensor, target, offset, name=name, value=value, place=place)
             return True

@@ -4,20 +4,23 @@ A data file's checksum is of the whole file: to check it, all of the file is rea
 rank doesn't need. Blocking; of one load of one rank.
 """
 
+import logging
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Final
 
 import crc32c
-from google.protobuf import json_format
 from google.protobuf.message import DecodeError
 
-from pannier.client.fetching import PIECE_BYTES, Range
+from pannier.client.fetching import PIECE_BYTES, Contents, Range
 from pannier.client.places import MissingError, Place
 from pannier.v1 import records_pb2
 from pannier.wire import identity
-from pannier.wire.errors import IntegrityError
+from pannier.wire.errors import IntegrityError, StorageError
+from pannier.wire.records import fits, parse_decision
+
+_log = logging.getLogger(__name__)
 
 _OWNER: Final = re.compile(r"_(\d+)_[a-z0-9]+\.distcp")
 _ADVICE: Final = "`pannier verify` tells what else is damaged"
@@ -31,25 +34,36 @@ class Receipts:
         self._attempt = attempt
         self._known: dict[int, dict[str, records_pb2.DataFile]] = {}
 
-    def check_metadata(self, content: bytes) -> None:
-        """Raises IntegrityError unless ``.metadata`` is what was committed."""
-        key = identity.decision(self._attempt)
+    def check_metadata(self, content: bytes, *, required: bool) -> None:
+        """Raises IntegrityError unless ``.metadata`` is what was committed.
+
+        Args:
+            required: also where the decision that says so can't be read.
+        """
         try:
-            decision = json_format.Parse(
-                self._place.read(key), records_pb2.Decision(), ignore_unknown_fields=True
-            )
-        except MissingError as error:
-            raise IntegrityError(f"{error}: {identity.METADATA} can't be verified") from error
-        except (json_format.ParseError, UnicodeDecodeError) as error:
-            raise IntegrityError(f"{self._place.url}/{key} is damaged: {error}") from error
+            decision = self._read_decision()
+        except (StorageError, IntegrityError) as error:
+            if required:
+                raise
+            # A copy without its records, or one who may not read them.
+            _log.debug("%s", error)
+            return
         expected = (decision.metadata_size, decision.metadata_crc32c)
         found = (len(content), crc32c.crc32c(content))
-        if decision.outcome != records_pb2.OUTCOME_COMMIT or found != expected:
+        if not fits(decision, *found):
             raise IntegrityError(
                 f"{self._place.url}/{identity.METADATA} is not what was committed: it has "
                 f"{found[0]} bytes with crc32c {found[1]:08x}, committed were {expected[0]} with "
                 f"{expected[1]:08x}; {_ADVICE}"
             )
+
+    def _read_decision(self) -> records_pb2.Decision:
+        key = identity.decision(self._attempt)
+        try:
+            data = self._place.read(key)
+        except MissingError as error:
+            raise IntegrityError(f"{error}: {identity.METADATA} can't be verified") from error
+        return parse_decision(data, self._attempt, f"{self._place.url}/{key}")
 
     def find(self, name: str) -> records_pb2.DataFile:
         """The receipt of a data file, whose size in storage is checked.
@@ -96,12 +110,18 @@ class Receipts:
 class Verifier:
     """Follows what is read of whole files, and compares each when it is through."""
 
-    def __init__(self, place: Place, receipts: Receipts, ranges: Sequence[Range]) -> None:
+    def __init__(
+        self, place: Place, receipts: Receipts, ranges: Sequence[Range], contents: Contents
+    ) -> None:
         self._place = place
+        self._contents = contents
         wanted: defaultdict[str, list[Range]] = defaultdict(list)
         for each in ranges:
             wanted[each.file].append(each)
-        self._files = {name: receipts.find(name) for name in wanted}
+        self._files = {}
+        for name in wanted:
+            with contents.naming(name):
+                self._files[name] = receipts.find(name)
         self.ranges = [
             each for name in sorted(wanted) for each in _cover(wanted[name], self._files[name])
         ]
@@ -119,10 +139,11 @@ class Verifier:
         self._at = (name, done, checksum)
         expected = self._files[name]
         if done == expected.size and checksum != expected.crc32c:
-            raise IntegrityError(
-                f"{self._place.url}/{name} has crc32c {checksum:08x}, saved was "
-                f"{expected.crc32c:08x}: its bytes are damaged or another file's; {_ADVICE}"
-            )
+            with self._contents.naming(name):
+                raise IntegrityError(
+                    f"{self._place.url}/{name} has crc32c {checksum:08x}, saved was "
+                    f"{expected.crc32c:08x}: its bytes are damaged or another file's; {_ADVICE}"
+                )
 
 
 def _cover(wanted: Sequence[Range], file: records_pb2.DataFile) -> Iterator[Range]:

@@ -11,6 +11,7 @@ import dataclasses
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from torch.distributed.checkpoint import storage
@@ -21,11 +22,13 @@ from torch.futures import Future
 
 from pannier.client import compat, places, staging
 from pannier.client.config import check_metrics, check_timeout
+from pannier.client.interrupts import aside
 from pannier.client.planning import bare, release, resolves_as_planned
-from pannier.client.saving import Saving, fail_request
+from pannier.client.saving import Saving, fail_request, in_doubt
 from pannier.client.session import Session
 from pannier.client.staging import Staged
 from pannier.client.streaming import Deadline
+from pannier.client.user_errors import name_save
 from pannier.v1 import sidecar_pb2
 from pannier.wire import identity, plans
 from pannier.wire.errors import (
@@ -112,6 +115,8 @@ class StorageWriter(storage.StorageWriter):
         no_dist: as ``dcp.save`` gets it.
         timeout: seconds until a save must be committed. Default: the client's ``save_timeout``.
         metrics: as :meth:`pannier.client.Client.async_save` takes them: what :attr:`metrics` is at first.
+        overwrite: as :meth:`pannier.client.Client.async_save` takes it; True and False as torch's
+            ``FileSystemWriter`` has them.
 
     Raises:
         InvalidRequestError: the path is none, the timeout not within 7 days, or a metric no number.
@@ -126,8 +131,12 @@ class StorageWriter(storage.StorageWriter):
         no_dist: bool = False,
         timeout: float | None = None,
         metrics: Mapping[str, Any] | None = None,
+        overwrite: bool | None = None,
     ) -> None:
         super().__init__()
+        if not (overwrite is None or isinstance(overwrite, bool)):
+            raise InvalidRequestError(f"overwrite={overwrite!r}: use None, True or False")
+        self._overwrite = overwrite
         self._checkpoint_id = _checkpoint_id(path)
         self._own_client = client
         self._process_group = process_group
@@ -135,11 +144,22 @@ class StorageWriter(storage.StorageWriter):
         self._timeout = None if timeout is None else check_timeout(timeout)
         self.metrics = metrics
         self._save: _Save | None = None
+        self._save_id = ""
 
     @property
     def checkpoint_id(self) -> str:
         """The directory that is written: an absolute path or a URL."""
         return self._checkpoint_id
+
+    @property
+    def path(self) -> str | Path:
+        """:attr:`checkpoint_id` as torch's ``FileSystemWriter`` has it, or ``FsspecWriter`` for a URL."""
+        return places.as_torch(self._checkpoint_id)
+
+    @property
+    def save_id(self) -> str:
+        """The attempt of the last ``dcp.save``, as in ``.metadata``; empty until it writes data."""
+        return self._save_id
 
     @property
     def process_group(self) -> Any:
@@ -157,6 +177,11 @@ class StorageWriter(storage.StorageWriter):
         return self._timeout
 
     @property
+    def overwrite(self) -> bool | None:
+        """Whether a checkpoint is replaced; None: one of this job."""
+        return self._overwrite
+
+    @property
     def metrics(self) -> Mapping[str, float]:
         """Numbers by name that go with the saves from now on; set them anew before the next one.
 
@@ -172,6 +197,7 @@ class StorageWriter(storage.StorageWriter):
         """Begins a new save, to ``checkpoint_id`` if it is given."""
         if checkpoint_id:
             self._checkpoint_id = _checkpoint_id(checkpoint_id)
+        self._save_id = ""
 
     def storage_meta(self) -> StorageMeta:
         """Takes the number of the group's next save, on every rank: DCP's first call of a save.
@@ -247,6 +273,7 @@ class StorageWriter(storage.StorageWriter):
 
         Raises:
             InvalidRequestError: an item can't be saved; names its key.
+            Exception: whatever the planner, pickling or a copy raised, with a note of the key.
             SaveAbortedError: the save ended on all ranks, with failures by rank.
         """
         save = self._current()
@@ -260,7 +287,7 @@ class StorageWriter(storage.StorageWriter):
                     f"{identity.save_text(save.context.save)}: the planner must leave "
                     "SavePlan.storage_data as it is"
                 )
-            save.attempt = ticket.attempt
+            save.attempt = self._save_id = ticket.attempt
             staged = self._ingest(save, plan, planner)
         done: Future[list[WriteResult]] = Future()
         done.set_result(
@@ -281,6 +308,7 @@ class StorageWriter(storage.StorageWriter):
         Raises:
             InvalidRequestError: the metadata is none that Pannier can write.
             SaveAbortedError: the save ended without a checkpoint, with failures by rank.
+            InDoubtError: how it ended is not known.
         """
         save = self._current()
         with self._ending_on_error(save):
@@ -299,7 +327,13 @@ class StorageWriter(storage.StorageWriter):
                 metadata=plans.encode_metadata(_checked(metadata)),
                 timeout_s=seconds,
             )
-            save.session.finish(request, seconds)
+            try:
+                save.session.finish(request, seconds)
+            except (SaveAbortedError, InvalidRequestError):
+                raise
+            except PannierError as error:
+                # The coordinator may have the metadata: the commit needs nothing more from here.
+                raise in_doubt(save.context, str(error)) from error
         save.is_open = False
         self._save = None
 
@@ -332,7 +366,9 @@ class StorageWriter(storage.StorageWriter):
         client = self._client()
         previous, self._save = self._save, None
         # First of all: whatever is raised below, the ranks' numbers stay in step.
-        context = client.open_save(self._checkpoint_id, self._process_group, self._no_dist)
+        context = client.open_save(
+            self._checkpoint_id, self._process_group, self._no_dist, self._overwrite
+        )
         session, _ = client.session_for(self._process_group, self._no_dist)
         if previous is not None and previous.writing:
             self._save = previous
@@ -344,6 +380,7 @@ class StorageWriter(storage.StorageWriter):
             previous.fail(PannierError("dcp.save failed before this rank's data was written"))
         timeout = client.settings.save_timeout if self._timeout is None else self._timeout
         self._save = _Save(session, context, timeout)
+        self._save_id = ""
         return self._save
 
     def _current(self) -> _Save:
@@ -353,13 +390,15 @@ class StorageWriter(storage.StorageWriter):
 
     def _ingest(self, save: _Save, plan: SavePlan, planner: SavePlanner) -> Staged:
         slots = self._client().slots
-        saving = Saving(
-            save.session,
-            save.context,
-            on_busy="wait",
-            metrics=self._metrics,
-            deadline=save.deadline,
-            ended=lambda _: None,
+        saving = aside(
+            lambda: Saving(
+                save.session,
+                save.context,
+                on_busy="wait",
+                metrics=self._metrics,
+                deadline=save.deadline,
+                ended=lambda _: None,
+            )
         )
         try:
             slot = slots.take("wait", save.deadline.remaining())
@@ -370,18 +409,18 @@ class StorageWriter(storage.StorageWriter):
                     planner.resolve_data,
                     save.attempt,
                     save.context.rank,
-                    lambda sizes: slot.hold(save.session.arena(slots.pool, sizes)),
+                    lambda sizes: aside(lambda: slot.hold(save.session.arena(slots.pool, sizes))),
                     slots=resolves_as_planned(planner),
                 )
                 release(planner)
                 saving.staged(staged)
             except BaseException:
-                slot.free()
+                aside(slot.free)
                 raise
         except BaseException:
-            saving.forget()
+            aside(saving.forget)
             raise
-        saving.carry(slot)
+        aside(lambda: saving.carry(slot))
         if saving.stop.is_set:
             # The news of the abort bring the causes, of all ranks.
             error = saving.handle.exception()
@@ -398,6 +437,7 @@ class StorageWriter(storage.StorageWriter):
             yield
         except BaseException as error:
             save.fail(error)
+            name_save(error, identity.save_text(save.context.save), save.context.checkpoint_id)
             raise
         finally:
             save.writing = False

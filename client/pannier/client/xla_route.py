@@ -15,8 +15,8 @@ import torch
 from pannier.client import xla_runtime, xla_tensors
 from pannier.client.arena import Region
 from pannier.client.transfer import Transfers
+from pannier.client.user_errors import located
 from pannier.client.xla_runtime import Chunk, Kind
-from pannier.wire.errors import InvalidRequestError
 
 
 class Part(NamedTuple):
@@ -118,12 +118,10 @@ class Fetches:
             regions: by file.
             transfers: makes the copies.
 
-        Raises InvalidRequestError: torch_xla can't fetch them.
+        Raises what torch_xla raises when it can't fetch them.
         """
-        try:
+        with located("the state's XLA tensors can't be saved"):
             self._run(values, views, regions, transfers)
-        except RuntimeError as error:  # As torch_xla raises what its runtime says.
-            raise InvalidRequestError(f"the state's XLA tensors can't be saved: {error}") from error
 
     def _run(
         self,

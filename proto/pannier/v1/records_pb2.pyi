@@ -19,16 +19,20 @@ OUTCOME_COMMIT: Outcome
 OUTCOME_ABORT: Outcome
 
 class IncarnationRecord(_message.Message):
-    __slots__ = ("number", "job", "incarnation", "created_at")
+    __slots__ = ("number", "job", "incarnation", "created_at", "host", "apart")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     CREATED_AT_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    APART_FIELD_NUMBER: _ClassVar[int]
     number: int
     job: str
     incarnation: str
     created_at: float
-    def __init__(self, number: _Optional[int] = ..., job: _Optional[str] = ..., incarnation: _Optional[str] = ..., created_at: _Optional[float] = ...) -> None: ...
+    host: str
+    apart: bool
+    def __init__(self, number: _Optional[int] = ..., job: _Optional[str] = ..., incarnation: _Optional[str] = ..., created_at: _Optional[float] = ..., host: _Optional[str] = ..., apart: bool = ...) -> None: ...
 
 class Member(_message.Message):
     __slots__ = ("rank", "host", "digest")
@@ -41,7 +45,7 @@ class Member(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., host: _Optional[str] = ..., digest: _Optional[str] = ...) -> None: ...
 
 class PlanManifest(_message.Message):
-    __slots__ = ("save", "attempt", "checkpoint_id", "incarnation_number", "members", "metadata", "owner", "position", "external", "body_size", "crc32c")
+    __slots__ = ("save", "attempt", "checkpoint_id", "incarnation_number", "members", "metadata", "owner", "position", "external", "body_size", "crc32c", "overwrite")
     SAVE_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_ID_FIELD_NUMBER: _ClassVar[int]
@@ -53,6 +57,7 @@ class PlanManifest(_message.Message):
     EXTERNAL_FIELD_NUMBER: _ClassVar[int]
     BODY_SIZE_FIELD_NUMBER: _ClassVar[int]
     CRC32C_FIELD_NUMBER: _ClassVar[int]
+    OVERWRITE_FIELD_NUMBER: _ClassVar[int]
     save: _save_pb2.SaveId
     attempt: str
     checkpoint_id: str
@@ -64,7 +69,8 @@ class PlanManifest(_message.Message):
     external: bool
     body_size: int
     crc32c: int
-    def __init__(self, save: _Optional[_Union[_save_pb2.SaveId, _Mapping]] = ..., attempt: _Optional[str] = ..., checkpoint_id: _Optional[str] = ..., incarnation_number: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., metadata: _Optional[_Union[_plan_pb2.GlobalMetadata, _Mapping]] = ..., owner: _Optional[_Iterable[int]] = ..., position: _Optional[_Iterable[int]] = ..., external: bool = ..., body_size: _Optional[int] = ..., crc32c: _Optional[int] = ...) -> None: ...
+    overwrite: _save_pb2.Overwrite
+    def __init__(self, save: _Optional[_Union[_save_pb2.SaveId, _Mapping]] = ..., attempt: _Optional[str] = ..., checkpoint_id: _Optional[str] = ..., incarnation_number: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., metadata: _Optional[_Union[_plan_pb2.GlobalMetadata, _Mapping]] = ..., owner: _Optional[_Iterable[int]] = ..., position: _Optional[_Iterable[int]] = ..., external: bool = ..., body_size: _Optional[int] = ..., crc32c: _Optional[int] = ..., overwrite: _Optional[_Union[_save_pb2.Overwrite, str]] = ...) -> None: ...
 
 class DataFile(_message.Message):
     __slots__ = ("name", "size", "crc32c")
@@ -114,7 +120,7 @@ class Receipt(_message.Message):
     def __init__(self, attempt: _Optional[str] = ..., plan_id: _Optional[str] = ..., rank: _Optional[int] = ..., host: _Optional[str] = ..., files: _Optional[_Iterable[_Union[DataFile, _Mapping]]] = ..., varying: _Optional[_Iterable[_Union[VaryingItem, _Mapping]]] = ..., metrics: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class Decision(_message.Message):
-    __slots__ = ("outcome", "save", "attempt", "incarnation_number", "plan_id", "metadata_size", "metadata_crc32c", "failures", "decided_by", "decided_at", "metrics")
+    __slots__ = ("outcome", "save", "attempt", "incarnation_number", "plan_id", "metadata_size", "metadata_crc32c", "failures", "decided_by", "decided_at", "metrics", "overwrite")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -133,6 +139,7 @@ class Decision(_message.Message):
     DECIDED_BY_FIELD_NUMBER: _ClassVar[int]
     DECIDED_AT_FIELD_NUMBER: _ClassVar[int]
     METRICS_FIELD_NUMBER: _ClassVar[int]
+    OVERWRITE_FIELD_NUMBER: _ClassVar[int]
     outcome: Outcome
     save: _save_pb2.SaveId
     attempt: str
@@ -144,7 +151,8 @@ class Decision(_message.Message):
     decided_by: str
     decided_at: float
     metrics: _containers.ScalarMap[str, float]
-    def __init__(self, outcome: _Optional[_Union[Outcome, str]] = ..., save: _Optional[_Union[_save_pb2.SaveId, _Mapping]] = ..., attempt: _Optional[str] = ..., incarnation_number: _Optional[int] = ..., plan_id: _Optional[str] = ..., metadata_size: _Optional[int] = ..., metadata_crc32c: _Optional[int] = ..., failures: _Optional[_Iterable[_Union[_save_pb2.Failure, _Mapping]]] = ..., decided_by: _Optional[str] = ..., decided_at: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    overwrite: _save_pb2.Overwrite
+    def __init__(self, outcome: _Optional[_Union[Outcome, str]] = ..., save: _Optional[_Union[_save_pb2.SaveId, _Mapping]] = ..., attempt: _Optional[str] = ..., incarnation_number: _Optional[int] = ..., plan_id: _Optional[str] = ..., metadata_size: _Optional[int] = ..., metadata_crc32c: _Optional[int] = ..., failures: _Optional[_Iterable[_Union[_save_pb2.Failure, _Mapping]]] = ..., decided_by: _Optional[str] = ..., decided_at: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ..., overwrite: _Optional[_Union[_save_pb2.Overwrite, str]] = ...) -> None: ...
 
 class Lease(_message.Message):
     __slots__ = ("attempt", "host", "pid", "holder", "renew_s")

@@ -29,6 +29,12 @@ class RankPhase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     RANK_PHASE_DURABLE: _ClassVar[RankPhase]
     RANK_PHASE_FAILED: _ClassVar[RankPhase]
 
+class Overwrite(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    OVERWRITE_UNSPECIFIED: _ClassVar[Overwrite]
+    OVERWRITE_NEVER: _ClassVar[Overwrite]
+    OVERWRITE_ANY: _ClassVar[Overwrite]
+
 class FailureKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     FAILURE_KIND_UNSPECIFIED: _ClassVar[FailureKind]
@@ -42,6 +48,7 @@ class FailureKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FAILURE_KIND_LOST: _ClassVar[FailureKind]
     FAILURE_KIND_SPOOL: _ClassVar[FailureKind]
     FAILURE_KIND_INTERNAL: _ClassVar[FailureKind]
+    FAILURE_KIND_EXISTS: _ClassVar[FailureKind]
 SAVE_STATE_UNSPECIFIED: SaveState
 SAVE_STATE_PLANNING: SaveState
 SAVE_STATE_STAGING: SaveState
@@ -58,6 +65,9 @@ RANK_PHASE_STREAMING: RankPhase
 RANK_PHASE_INGESTED: RankPhase
 RANK_PHASE_DURABLE: RankPhase
 RANK_PHASE_FAILED: RankPhase
+OVERWRITE_UNSPECIFIED: Overwrite
+OVERWRITE_NEVER: Overwrite
+OVERWRITE_ANY: Overwrite
 FAILURE_KIND_UNSPECIFIED: FailureKind
 FAILURE_KIND_SKIPPED: FailureKind
 FAILURE_KIND_CLIENT: FailureKind
@@ -69,6 +79,7 @@ FAILURE_KIND_DEADLINE: FailureKind
 FAILURE_KIND_LOST: FailureKind
 FAILURE_KIND_SPOOL: FailureKind
 FAILURE_KIND_INTERNAL: FailureKind
+FAILURE_KIND_EXISTS: FailureKind
 
 class SaveId(_message.Message):
     __slots__ = ("job", "incarnation", "group", "number")

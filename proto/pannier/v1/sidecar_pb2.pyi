@@ -34,12 +34,14 @@ class ConnectRequest(_message.Message):
     def __init__(self, wire_version: _Optional[int] = ..., client_version: _Optional[str] = ..., job: _Optional[str] = ..., incarnation: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., client: _Optional[str] = ..., pending: _Optional[_Iterable[_Union[PendingSave, _Mapping]]] = ...) -> None: ...
 
 class PendingSave(_message.Message):
-    __slots__ = ("context", "handed_over")
+    __slots__ = ("context", "handed_over", "save_timeout_s")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     HANDED_OVER_FIELD_NUMBER: _ClassVar[int]
+    SAVE_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     context: SaveContext
     handed_over: bool
-    def __init__(self, context: _Optional[_Union[SaveContext, _Mapping]] = ..., handed_over: bool = ...) -> None: ...
+    save_timeout_s: float
+    def __init__(self, context: _Optional[_Union[SaveContext, _Mapping]] = ..., handed_over: bool = ..., save_timeout_s: _Optional[float] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("wire_version", "sidecar_version", "host", "coordinator", "max_message_bytes", "embedded", "draining", "descriptors", "token_first")
@@ -78,20 +80,26 @@ class RoomWanted(_message.Message):
     def __init__(self) -> None: ...
 
 class SaveContext(_message.Message):
-    __slots__ = ("save", "checkpoint_id", "ranks", "world_size", "rank", "host")
+    __slots__ = ("save", "checkpoint_id", "ranks", "world_size", "rank", "host", "overwrite", "seen_incarnation", "apart")
     SAVE_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_ID_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
+    OVERWRITE_FIELD_NUMBER: _ClassVar[int]
+    SEEN_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    APART_FIELD_NUMBER: _ClassVar[int]
     save: _save_pb2.SaveId
     checkpoint_id: str
     ranks: _containers.RepeatedScalarFieldContainer[int]
     world_size: int
     rank: int
     host: str
-    def __init__(self, save: _Optional[_Union[_save_pb2.SaveId, _Mapping]] = ..., checkpoint_id: _Optional[str] = ..., ranks: _Optional[_Iterable[int]] = ..., world_size: _Optional[int] = ..., rank: _Optional[int] = ..., host: _Optional[str] = ...) -> None: ...
+    overwrite: _save_pb2.Overwrite
+    seen_incarnation: int
+    apart: bool
+    def __init__(self, save: _Optional[_Union[_save_pb2.SaveId, _Mapping]] = ..., checkpoint_id: _Optional[str] = ..., ranks: _Optional[_Iterable[int]] = ..., world_size: _Optional[int] = ..., rank: _Optional[int] = ..., host: _Optional[str] = ..., overwrite: _Optional[_Union[_save_pb2.Overwrite, str]] = ..., seen_incarnation: _Optional[int] = ..., apart: bool = ...) -> None: ...
 
 class PlanRequest(_message.Message):
     __slots__ = ("context", "plan", "digest", "timeout_s", "save_timeout_s", "wire_version", "cached_plan_id", "attempt", "prepare")
@@ -140,18 +148,20 @@ class BeginResponse(_message.Message):
     def __init__(self, attempt: _Optional[str] = ...) -> None: ...
 
 class FileHeader(_message.Message):
-    __slots__ = ("context", "attempt", "name", "size", "reason")
+    __slots__ = ("context", "attempt", "name", "size", "reason", "save_timeout_s")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     SIZE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    SAVE_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     context: SaveContext
     attempt: str
     name: str
     size: int
     reason: str
-    def __init__(self, context: _Optional[_Union[SaveContext, _Mapping]] = ..., attempt: _Optional[str] = ..., name: _Optional[str] = ..., size: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+    save_timeout_s: float
+    def __init__(self, context: _Optional[_Union[SaveContext, _Mapping]] = ..., attempt: _Optional[str] = ..., name: _Optional[str] = ..., size: _Optional[int] = ..., reason: _Optional[str] = ..., save_timeout_s: _Optional[float] = ...) -> None: ...
 
 class WriteRequest(_message.Message):
     __slots__ = ("header", "offset", "crc32c", "data")
@@ -220,15 +230,17 @@ class ReleaseResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class MappedFile(_message.Message):
-    __slots__ = ("name", "slab")
+    __slots__ = ("name", "slab", "stamp")
     NAME_FIELD_NUMBER: _ClassVar[int]
     SLAB_FIELD_NUMBER: _ClassVar[int]
+    STAMP_FIELD_NUMBER: _ClassVar[int]
     name: str
     slab: str
-    def __init__(self, name: _Optional[str] = ..., slab: _Optional[str] = ...) -> None: ...
+    stamp: bytes
+    def __init__(self, name: _Optional[str] = ..., slab: _Optional[str] = ..., stamp: _Optional[bytes] = ...) -> None: ...
 
 class HandOverRequest(_message.Message):
-    __slots__ = ("context", "attempt", "plan_id", "files", "varying", "mapped", "stalled_s", "metrics")
+    __slots__ = ("context", "attempt", "plan_id", "files", "varying", "mapped", "stalled_s", "metrics", "save_timeout_s")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -244,6 +256,7 @@ class HandOverRequest(_message.Message):
     MAPPED_FIELD_NUMBER: _ClassVar[int]
     STALLED_S_FIELD_NUMBER: _ClassVar[int]
     METRICS_FIELD_NUMBER: _ClassVar[int]
+    SAVE_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     context: SaveContext
     attempt: str
     plan_id: str
@@ -252,7 +265,8 @@ class HandOverRequest(_message.Message):
     mapped: _containers.RepeatedCompositeFieldContainer[MappedFile]
     stalled_s: float
     metrics: _containers.ScalarMap[str, float]
-    def __init__(self, context: _Optional[_Union[SaveContext, _Mapping]] = ..., attempt: _Optional[str] = ..., plan_id: _Optional[str] = ..., files: _Optional[_Iterable[_Union[_records_pb2.DataFile, _Mapping]]] = ..., varying: _Optional[_Iterable[_Union[_records_pb2.VaryingItem, _Mapping]]] = ..., mapped: _Optional[_Iterable[_Union[MappedFile, _Mapping]]] = ..., stalled_s: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    save_timeout_s: float
+    def __init__(self, context: _Optional[_Union[SaveContext, _Mapping]] = ..., attempt: _Optional[str] = ..., plan_id: _Optional[str] = ..., files: _Optional[_Iterable[_Union[_records_pb2.DataFile, _Mapping]]] = ..., varying: _Optional[_Iterable[_Union[_records_pb2.VaryingItem, _Mapping]]] = ..., mapped: _Optional[_Iterable[_Union[MappedFile, _Mapping]]] = ..., stalled_s: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ..., save_timeout_s: _Optional[float] = ...) -> None: ...
 
 class HandOverResponse(_message.Message):
     __slots__ = ()

@@ -95,6 +95,22 @@ class SaveSkippedError(SaveAbortedError):
     """The save was skipped on some rank (``on_busy="skip"``), and so on all."""
 
 
+class CheckpointExistsError(SaveAbortedError, FileExistsError):
+    """The save would replace a checkpoint that it may not; ``overwrite=True`` allows it."""
+
+    code = grpc.StatusCode.ALREADY_EXISTS
+
+
+class InDoubtError(PannierError):
+    """How the save ended is not known here: it may be committed, now or later.
+
+    Its checkpoint id must not be used again or deleted before the save's end is known: by
+    ``pannier status``, ``pannier ls`` or ``client.latest``.
+    """
+
+    code = grpc.StatusCode.DEADLINE_EXCEEDED
+
+
 class BusyError(PannierError):
     """Earlier saves are still in flight or the spool is full (``on_busy="raise"``)."""
 
@@ -115,6 +131,16 @@ class IntegrityError(PannierError):
     """Bytes differ from their checksum."""
 
     code = grpc.StatusCode.DATA_LOSS
+
+
+def aborted_as(failures: Iterable[save_pb2.Failure]) -> type[SaveAbortedError]:
+    """The class of the error of a save that these failures ended."""
+    kinds = {failure.kind for failure in failures}
+    if save_pb2.FAILURE_KIND_SKIPPED in kinds:
+        return SaveSkippedError
+    if save_pb2.FAILURE_KIND_EXISTS in kinds:
+        return CheckpointExistsError
+    return SaveAbortedError
 
 
 def _subclasses(cls: type[PannierError]) -> Iterable[type[PannierError]]:

@@ -11,19 +11,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pannier.v1 import save_pb2
-from pannier.wire.errors import InvalidRequestError
+from pannier.wire.errors import IntegrityError, InvalidRequestError
 
 METADATA = ".metadata"
 """DCP's metadata object; its existence is the checkpoint's."""
 
 _PRIVATE = ".pannier"
 _JOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
-_TOKEN = re.compile(r"[a-z0-9]{1,32}")
+_WORD = r"[a-z0-9]{1,32}"
+_TOKEN = re.compile(_WORD)
 _NUMBER = r"0|[1-9][0-9]{0,11}"
-_ATTEMPT = re.compile(rf"i({_NUMBER})-(g[0-9a-f]{{8}})-s({_NUMBER})")
+_ATTEMPT = re.compile(rf"i({_NUMBER})-({_WORD})-(g[0-9a-f]{{8}})-s({_NUMBER})")
 """One spelling for each attempt: names are compared as text, too."""
 _FILE = re.compile(r"objects|0|[1-9][0-9]{0,5}")
-_LARGEST_NUMBER = 10**12 - 1
+LARGEST_NUMBER = 10**12 - 1
+_RECORD_DIGITS = 12
+_RECORD = re.compile(rf"[0-9]{{{_RECORD_DIGITS}}}")
 
 
 def group_name(ranks: Sequence[int]) -> str:
@@ -44,8 +47,26 @@ def check_save_id(save: save_pb2.SaveId) -> None:
             raise InvalidRequestError(
                 f"{what} {value!r} is not 1 to 32 lower-case letters and digits"
             )
-    if not 1 <= save.number <= _LARGEST_NUMBER:
-        raise InvalidRequestError(f"save number {save.number} is not within 1 to {_LARGEST_NUMBER}")
+    if not 1 <= save.number <= LARGEST_NUMBER:
+        raise InvalidRequestError(f"save number {save.number} is not within 1 to {LARGEST_NUMBER}")
+
+
+def check_record(where: str, attempt: str, found: save_pb2.SaveId, save: save_pb2.SaveId) -> None:
+    """Raises IntegrityError unless a record below ``attempt``, of save ``found``, is ``save``'s own.
+
+    Args:
+        where: the record's URL.
+        save: whose it must be. Where a job is empty, only the rest is compared: an attempt's name
+            has no job, and who gives up an attempt without a manifest doesn't know it.
+    """
+    same_job = not (found.job and save.job) or found.job == save.job
+    if not (
+        same_job and Attempt.parse(attempt).is_of(found) and Attempt.parse(attempt).is_of(save)
+    ):
+        raise IntegrityError(
+            f"{where} is a record of save {save_text(found)}, not of {save_text(save).lstrip('/')} "
+            f"(attempt {attempt}): was it copied here? Remove it, or save to another checkpoint id"
+        )
 
 
 def save_text(save: save_pb2.SaveId) -> str:
@@ -55,16 +76,27 @@ def save_text(save: save_pb2.SaveId) -> str:
 
 @dataclass(frozen=True, order=True)
 class Attempt:
-    """An attempt's place in the order of attempts: a greater one is newer."""
+    """An attempt's place in the order of attempts: a greater one is newer.
+
+    Names are unique by the incarnation's random id. Its number orders: the root's records give it,
+    and they may be lost.
+    """
 
     incarnation_number: int
     number: int
     group: str
+    incarnation: str
+    """Its random id."""
 
     @property
     def name(self) -> str:
-        """As it stands in object names: ``i3-g1a2b3c4d-s12``."""
-        return f"i{self.incarnation_number}-{self.group}-s{self.number}"
+        """As it stands in object names: ``i3-5f0c2ab19d3e4870-g1a2b3c4d-s12``."""
+        return f"i{self.incarnation_number}-{self.incarnation}-{self.group}-s{self.number}"
+
+    @property
+    def save(self) -> save_pb2.SaveId:
+        """The save that it is an attempt of, but for the job, which its name doesn't have."""
+        return save_pb2.SaveId(incarnation=self.incarnation, group=self.group, number=self.number)
 
     @classmethod
     def parse(cls, name: str) -> "Attempt":
@@ -72,7 +104,15 @@ class Attempt:
         match = _ATTEMPT.fullmatch(name)
         if match is None:
             raise InvalidRequestError(f"{name!r} is not the name of an attempt")
-        return cls(int(match[1]), int(match[3]), match[2])
+        return cls(int(match[1]), int(match[4]), match[3], match[2])
+
+    def is_of(self, save: save_pb2.SaveId) -> bool:
+        """Whether it is an attempt of ``save``, as far as the name says: it has no job."""
+        return (self.incarnation, self.group, self.number) == (
+            save.incarnation,
+            save.group,
+            save.number,
+        )
 
 
 def data_prefix(attempt: str) -> str:
@@ -190,6 +230,17 @@ def retention_record() -> str:
 def incarnations_prefix() -> str:
     """Where a root keeps its numbered incarnations."""
     return f"{_PRIVATE}/incarnations/"
+
+
+def incarnation_record(number: int) -> str:
+    """The record of the incarnation with this number."""
+    return f"{incarnations_prefix()}{number:0{_RECORD_DIGITS}d}"
+
+
+def incarnation_number(key: str) -> int:
+    """Inverse of :func:`incarnation_record`, also of its last part alone; 0 for anything else."""
+    name = key.removeprefix(incarnations_prefix())
+    return int(name) if _RECORD.fullmatch(name) else 0
 
 
 def split_checkpoint_id(checkpoint_id: str) -> tuple[str, str]:

@@ -17,6 +17,8 @@ FILE_BYTES = 256 << 20
 """A rank's archives are split over files of about this size, which upload in parallel."""
 MAX_FILES = 8
 """Most files of planned slots a rank writes."""
+STAMP_BYTES = 8
+"""Bytes of the stamp that follows the capacity of a spool file which a trainer maps."""
 
 
 @dataclass(frozen=True)

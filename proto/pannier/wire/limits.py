@@ -125,6 +125,7 @@ def check_hand_over(request: sidecar_pb2.HandOverRequest) -> None:
     _at_most(len(request.mapped), MAX_FILES, "mapped files of a rank")
     check_metrics(request.metrics)
     check_words(attempt=request.attempt, plan_id=request.plan_id)
+    check_seconds(save_timeout_s=request.save_timeout_s)
 
 
 def check_reserve(request: sidecar_pb2.ReserveRequest) -> None:
@@ -148,6 +149,7 @@ def check_connect(request: sidecar_pb2.ConnectRequest) -> None:
     _at_most(len(request.pending), MAX_PENDING, "saves that a client asks after")
     for pending in request.pending:
         check_context(pending.context)
+        check_seconds(save_timeout_s=pending.save_timeout_s)
 
 
 def check_seconds(**timeouts: float) -> None:

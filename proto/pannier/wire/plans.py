@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import torch
 from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -26,10 +27,12 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from pannier.v1 import plan_pb2
 from pannier.wire.errors import InvalidRequestError
 
-# torch's private parts, all of them; looked at in torch 2.9 and 2.13. FileSystemReader and
+# torch's private parts, all of them; looked at in torch 2.9, 2.13 and 2.15. FileSystemReader and
 # dcp_to_torch_save read nothing else from `storage_data`.
 StorageInfo: Final = filesystem._StorageInfo
 """``_StorageInfo(relative_path, offset, length)``: what torch's readers expect for each chunk."""
+MemoryFormat: Final = dcp_metadata._MEM_FORMAT_ENCODING
+"""What stands for a ``torch.memory_format`` in a pickled ``TensorProperties``."""
 _DCP_VERSION: Final[str | None] = getattr(filesystem, "CURRENT_DCP_VERSION", None)
 """What FileSystemWriter sets as ``Metadata.version``; older versions of torch set none."""
 

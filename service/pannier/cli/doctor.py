@@ -55,7 +55,7 @@ def command(
     """Look for what would keep saves from ending well. Run it where the trainer runs, as its user.
 
     With ROOT, the directory or URL that checkpoints go to, each daemon writes,
-    replaces, reads and removes a small object there with its own rights. Where
+    replaces, reads, lists and removes a small object there with its own rights. Where
     no embedded daemon runs yet, this process tries it: a trainer would start
     them with the same rights.
 

@@ -25,6 +25,7 @@ from pannier.records.sweeping import (
     sweep,
     sweep_unfinished,
 )
+from pannier.records.unmaking import remove_directory
 from pannier.storage import open_store
 
 
@@ -58,8 +59,8 @@ class _Found:
     default=ABANDONED_AFTER_S,
     show_default=True,
     metavar="SECONDS",
-    help="Silence after which an undecided save, an upload or a temporary file is given up. Longer "
-    "than any save takes.",
+    help="Silence after which an undecided save, an upload or a temporary file is given up, and the "
+    "decision of an aborted save removed. Longer than any save takes.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per object instead.")
 def command(
@@ -76,7 +77,8 @@ def command(
     Never anything that a committed checkpoint refers to, nothing where .metadata
     wasn't committed by Pannier, and no overwritten checkpoint that a reader holds
     a lease of. A save whose ranks are all durable is left for `pannier recover`.
-    Of an aborted save its decision stays, so that whoever comes late obeys it.
+    Of an aborted save its decision stays for --abandoned-after, so that a process
+    that is late obeys it.
     Ages are by the store's clock, except in a dry run, which has only this host's.
 
     The JSON is a stable contract: per object that was or would be removed
@@ -135,6 +137,8 @@ async def _collect(
                 report = await sweep(place, rules, now=now, host=host, dry_run=dry_run)
             finally:
                 await place.close()
+            if report.removed and not dry_run:
+                remove_directory(checkpoint)
             found.removed += [(checkpoint, removed) for removed in report.removed]
             found.kept += [(checkpoint, kept) for kept in report.kept]
             aborted |= {posixpath.join(directory, attempt) for attempt in report.aborted}

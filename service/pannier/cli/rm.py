@@ -9,7 +9,14 @@ import click
 
 from pannier.cli import render
 from pannier.cli.options import Location, storage_options
-from pannier.records.unmaking import Condemned, Gone, condemn, remove_checkpoint, remove_directory
+from pannier.records.unmaking import (
+    Condemned,
+    Gone,
+    condemn,
+    name_readers,
+    remove_checkpoint,
+    remove_directory,
+)
 from pannier.storage import open_store
 
 
@@ -72,8 +79,8 @@ def _question(checkpoint_id: str, condemned: Condemned) -> str:
     standing = condemned.seen.standing
     what = f"committed by {standing.name}" if standing is not None else "not committed"
     # A lease is shown by this host's clock: it is only a hint.
-    readers = [lease.holder for lease in condemned.readers(time.time())]
-    reading = f" It is being read by {', '.join(readers)}." if readers else ""
+    readers = condemned.readers(time.time())
+    reading = f" It is being read by {name_readers(readers)}." if readers else ""
     return (
         f"{checkpoint_id} ({what}; {len(condemned.attempts)} saves, {render.size(condemned.size)})."
         f"{reading} Remove it for good?"

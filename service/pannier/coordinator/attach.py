@@ -22,7 +22,7 @@ from pannier.coordinator.places import Places
 from pannier.coordinator.registry import Registry
 from pannier.coordinator.saves import Presence, Save, State
 from pannier.v1 import coordinator_pb2, save_pb2, sidecar_pb2
-from pannier.wire import identity, limits
+from pannier.wire import identity, limits, liveness
 from pannier.wire.errors import (
     ConfigurationError,
     InvalidRequestError,
@@ -78,8 +78,8 @@ class Attachments:
         self._essences: dict[str, tuple[object, ...]] = {}
         """By key of a save: of what all streams were told last."""
         self._rendered: dict[str, tuple[float, tuple[object, ...], bytes]] = {}
-        self.attended = 0.0
-        """When a sidecar last told of a trainer that is connected, on the monotonic clock."""
+        self.attended: float | None = None
+        """When a sidecar last reported a connected trainer, on the monotonic clock; None: never."""
         registry.listen(self._changed)
 
     def present(self) -> list[Presence]:
@@ -134,7 +134,7 @@ class Attachments:
             self._take(stream, request)
 
     def _take(self, stream: _Stream, request: coordinator_pb2.AttachRequest) -> None:
-        stream.presence.heard = time.monotonic()
+        stream.presence.heard = liveness.now()
         saves = {}
         for report in request.reports:
             save = self._enter(
@@ -160,13 +160,14 @@ class Attachments:
             save = self._enter(stream, each.context) if known or each.handed_over else None
             if save is None:
                 continue
+            save.set_deadlines(each.context.rank, 0, _checked(each.save_timeout_s))
             if each.handed_over:
                 save.resume()
                 self._losses.asked(save, each.context.rank)
             saves[save.key] = save
         trainers.take(self._registry, stream.presence, request.trainers)
         if any(not trainer.gone for trainer in request.trainers):
-            self.attended = time.monotonic()
+            stream.presence.attended = self.attended = stream.presence.heard
         for save in saves.values():
             save.progress()
             told, essence = stream.told[save.key], _essence(save)
@@ -214,8 +215,8 @@ class Attachments:
         status = report.status
         part.told = status if limits.is_short(status) else limits.shortened_status(status)
         save.uploading = save.uploading or status.bytes_uploaded > 0
-        part.heard = time.monotonic() - part.told.seconds_since_heard
-        save.set_deadlines(*_deadlines(report))
+        part.heard = liveness.now() - part.told.seconds_since_heard
+        save.set_deadlines(rank, *_deadlines(report))
         if report.plan_id and _proposes(report):
             self._propose(save, report)
         elif report.attempt:
@@ -351,6 +352,11 @@ def _deadlines(report: coordinator_pb2.RankReport) -> tuple[float, float]:
     return plan_s, save_s
 
 
+def _checked(seconds: float) -> float:
+    """A remaining time; what can't be one counts as not known."""
+    return seconds if 0 <= seconds <= limits.MAX_TIMEOUT_S else 0.0
+
+
 def check_speaker(save: Save, rank: int, presence: Presence) -> None:
     """Raises InvalidRequestError when a sidecar of another host speaks for the rank and is well.
 
@@ -359,7 +365,7 @@ def check_speaker(save: Save, rank: int, presence: Presence) -> None:
     owner = save.parts[rank].sidecar
     if owner is None or owner.host == presence.host or not owner.streams:
         return
-    if time.monotonic() - owner.heard < _WELL_S:
+    if liveness.now() - owner.heard < _WELL_S:
         raise InvalidRequestError(
             f"{save.label}: rank {rank} is on host {owner.host}, whose sidecar is attached and "
             f"speaks for it; host {presence.host} can't. Do two processes run as this rank?"

@@ -9,6 +9,7 @@ from typing import Final, NoReturn
 from pannier.coordinator.receipts import check_external_receipt, check_receipt
 from pannier.coordinator.saves import Save
 from pannier.records.ending import SupersededError
+from pannier.records.installing import OccupiedError
 from pannier.storage import StorageError
 from pannier.v1 import records_pb2, save_pb2
 from pannier.wire.errors import (
@@ -28,6 +29,7 @@ _KINDS: Final[tuple[tuple[type[PannierError], "save_pb2.FailureKind"], ...]] = (
     (DeadlineError, save_pb2.FAILURE_KIND_DEADLINE),
     (InvalidRequestError, save_pb2.FAILURE_KIND_INVALID_PLAN),
     (SupersededError, save_pb2.FAILURE_KIND_DISAGREEMENT),
+    (OccupiedError, save_pb2.FAILURE_KIND_EXISTS),
 )
 
 

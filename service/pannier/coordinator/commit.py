@@ -5,12 +5,12 @@ these bytes become the checkpoint is :mod:`pannier.records`' business.
 """
 
 import logging
-import pickle
 from collections.abc import Iterable, Mapping
 
 from torch.distributed.checkpoint.metadata import StorageMeta
 
 from pannier.coordinator.manifest import Manifest
+from pannier.coordinator.metadata_pickler import dump_metadata
 from pannier.coordinator.receipts import (
     check_external_metadata,
     check_external_receipt,
@@ -30,8 +30,7 @@ _log = logging.getLogger(__name__)
 def pickle_metadata(message: plan_pb2.GlobalMetadata, *, checkpoint_id: str, attempt: str) -> bytes:
     """Bytes of ``.metadata`` as torch's readers take them. CPU-bound; any thread."""
     storage_meta = StorageMeta(checkpoint_id=checkpoint_id, save_id=attempt)
-    # The protocol that torch's own writer uses, so that its readers of all versions know it.
-    return pickle.dumps(build_metadata(message, storage_meta=storage_meta), protocol=4)
+    return dump_metadata(build_metadata(message, storage_meta=storage_meta))
 
 
 def build_candidate(

@@ -7,15 +7,16 @@ runs in a thread.
 
 import asyncio
 import logging
+import math
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Executor
 from typing import Any, Final, TypeVar
 
 from pannier.coordinator.agreed import AgreedPlans
 from pannier.coordinator.blame import blame, check_told, raise_lost, raise_missed
 from pannier.coordinator.commit import build_candidate
-from pannier.coordinator.insisting import insist
+from pannier.coordinator.insisting import ask, insist
 from pannier.coordinator.manifest import Manifest, agree
 from pannier.coordinator.places import Places
 from pannier.coordinator.planners import Planners
@@ -27,16 +28,16 @@ from pannier.coordinator.sweeping import Sweeper
 from pannier.coordinator.takeover import Looks, adopt, go_by, take_up
 from pannier.daemon.logs import bind
 from pannier.records.decisions import decide, decider, propose
-from pannier.records.ending import carry_out, prepare_commit
-from pannier.records.installing import RemovedError
+from pannier.records.ending import SupersededError, carry_out, prepare_commit
+from pannier.records.installing import OccupiedError, RemovedError, check_free
 from pannier.records.manifests import exists, publish
+from pannier.records.receipts import find_lost
 from pannier.records.retention import Policy
 from pannier.storage import DeniedError, NotFoundError, StorageError, Store
-from pannier.storage.limits import limited
+from pannier.storage.limits import limited, within
 from pannier.v1 import records_pb2, save_pb2
 from pannier.wire.errors import (
     ConfigurationError,
-    DeadlineError,
     InvalidRequestError,
     PannierError,
 )
@@ -177,17 +178,26 @@ class Conductor:
 
     async def _prepare(self, save: Save, store: Store) -> records_pb2.Decision | None:
         """Up to the point at which it can be committed; the decision, if it has been ended."""
-        await self._find_attempt(save)
         if not save.external and not save.resumed:
+            await self._reach(save, lambda: self._places.contact(save.context))
+            # The incarnation takes its number after this: the last words of processes that were
+            # killed would make theirs newer than the one that was started since.
             await self._gather(save)
+        await self._find_attempt(save)
+        if not (save.resumed or save.preparing):
+            await self._check_place(save, store)
+        if not save.resumed:
+            # One that is resumed was planned before: what is ingested may be finished.
+            await self._check_newest(save)
         decision = None
         if save.resumed:
-            decision = await take_up(save, store)
+            decision = await ask(save, lambda: take_up(save, store))
         if decision is None and not save.external and save.manifest is None:
             ours = await self._plan(save, store)
             if not ours:
                 _log.warning("%s: another coordinator has planned it before", save.label)
-                decision = await take_up(save, store)
+                save.resumed = True
+                decision = await ask(save, lambda: take_up(save, store))
         if save.manifest is not None and not save.external:
             self._plans.keep(save.context, save.manifest.plan)
         if decision is None and save.state is not State.PREPARED:
@@ -197,22 +207,42 @@ class Conductor:
         return decision
 
     async def _find_attempt(self, save: Save) -> None:
-        context = save.context
-        if save.attempt is not None:
-            return
-        save.problem = f"storage at {context.checkpoint_id}"
+        if save.attempt is None:
+            save.attempt = await self._reach(save, lambda: self._places.attempt(save.context))
+            save.ring()
+
+    async def _reach(self, save: Save, question: Callable[[], Awaitable[_Answer]]) -> _Answer:
+        """The answer of the save's root, in time. Raises StorageError."""
+        save.problem = f"storage at {save.context.checkpoint_id}"
         try:
-            save.attempt = await asyncio.wait_for(
-                self._places.attempt(context.save, context.checkpoint_id),
-                save.plan_deadline - time.monotonic(),
-            )
+            answer = await within(math.inf, ask(save, question), sooner=lambda: save.next_deadline)
         except asyncio.TimeoutError:
-            raise DeadlineError(
-                f"storage at {context.checkpoint_id} did not answer within "
-                f"{save.plan_deadline - save.start:.0f} s; can this coordinator reach it?"
+            raise StorageError(
+                f"{save.problem} did not answer within {save.next_deadline - save.start:.0f} s; can "
+                "this coordinator reach it?"
             ) from None
         save.problem = ""
-        save.ring()
+        return answer
+
+    async def _check_place(self, save: Save, store: Store) -> None:
+        """Raises OccupiedError early; the commit looks once more, at what it replaces."""
+        assert save.attempt is not None
+        save.problem = f"storage at {save.context.checkpoint_id}"
+        await check_free(
+            store,
+            save=save.context.save,
+            attempt=save.attempt.name,
+            overwrite=save.context.overwrite,
+        )
+        save.problem = ""
+
+    async def _check_newest(self, save: Save) -> None:
+        """Raises SupersededError when a newer incarnation of the job has begun to save."""
+        assert save.attempt is not None
+        context, attempt = save.context, save.attempt
+        save.problem = f"storage at {context.checkpoint_id}"
+        await ask(save, lambda: self._places.check_newest(context, attempt))
+        save.problem = ""
 
     async def _gather(self, save: Save) -> None:
         """Returns when all plans are here, or a rank turns out to have been answered before."""
@@ -324,6 +354,12 @@ class Conductor:
             assert save.metadata is not None
             metadata = save.metadata
             await self._in_thread(lambda: check_external_metadata(metadata, receipts))
+            # It has no manifest so far, whose absence would say that it was removed meanwhile.
+            if lost := await find_lost(store, attempt.name, receipts.values()):
+                raise StorageError(
+                    f"files or receipts of ranks {lost} are no longer in {store.url}: "
+                    f"{attempt.name} was given up and removed before it could be committed"
+                )
             hosts = {rank: part.host for rank, part in save.parts.items()}
             made = await self._in_thread(
                 lambda: Manifest.make_external(context, attempt, hosts, metadata)
@@ -342,6 +378,7 @@ class Conductor:
             metadata=data,
             receipts=receipts.values(),
             host=self._host,
+            overwrite=agreed.header.overwrite,
         )
         save.deciding = True
         return await insist(save, lambda: decide(store, proposal))
@@ -357,12 +394,18 @@ class Conductor:
                 save.fail(save_pb2.FAILURE_KIND_STORAGE, str(error))
                 save.move(State.ABORTED)
                 return
+            except OccupiedError as error:
+                save.fail(save_pb2.FAILURE_KIND_EXISTS, str(error))
+                save.move(State.ABORTED)
+                return
             save.failures.clear()
             for part in save.parts.values():
                 part.phase = save_pb2.RANK_PHASE_DURABLE
             save.move(State.COMMITTED)
             self._sweeper.committed(save.context.checkpoint_id)
-            self._retention.committed(save.context.checkpoint_id, save.context.save.job)
+            self._retention.committed(
+                save.context.checkpoint_id, save.context.save.job, decision.attempt
+            )
             return
         for failure in decision.failures:
             save.failures.setdefault(failure.rank, failure)
@@ -403,12 +446,15 @@ class Conductor:
 
     async def _abort(self, save: Save) -> None:
         """Ends a doomed save; nothing may be deleted before the decision is durable."""
-        if save.resumed and save.attempt is None:
+        if save.resumed:
             # Another life of the coordinator may have committed it: only storage can tell.
             save.touched = True
-            save.attempt = await insist(
-                save, lambda: self._places.attempt(save.context.save, save.context.checkpoint_id)
-            )
+        if save.resumed and save.attempt is None:
+            try:
+                save.attempt = await insist(save, lambda: self._places.attempt(save.context))
+            except SupersededError as error:
+                # Its incarnation has no number and no attempt below the root: nothing is there.
+                _log.warning("%s has no attempt in storage: %s", save.label, error)
         await self._find_traces(save)
         if save.attempt is None or not (save.touched or save.external):
             save.move(State.ABORTED)
@@ -451,8 +497,9 @@ class Conductor:
         context = save.context
         store = self._places.open(context.checkpoint_id)
         try:
-            save.attempt = await self._places.attempt(context.save, context.checkpoint_id)
-            save.touched = await exists(store, save.attempt.name)
+            # An incarnation without a number has planned nothing, and gets none for an abort.
+            save.attempt = await self._places.find_attempt(context)
+            save.touched = save.attempt is not None and await exists(store, save.attempt.name)
         finally:
             await store.close()
 

@@ -15,6 +15,11 @@ from pannier.wire.errors import InvalidRequestError, PannierError
 
 _SHOWN: Final = 16
 """Ranks spelled out in an error."""
+OVERWRITES: Final = {
+    save_pb2.OVERWRITE_UNSPECIFIED: "its own job's checkpoint (overwrite=None)",
+    save_pb2.OVERWRITE_NEVER: "no checkpoint (overwrite=False)",
+    save_pb2.OVERWRITE_ANY: "any checkpoint (overwrite=True)",
+}
 
 
 class DisagreementError(PannierError):
@@ -39,6 +44,8 @@ def check_context(context: sidecar_pb2.SaveContext) -> None:
     """Raises InvalidRequestError when a context contradicts itself, or is above a limit."""
     limits.check_context(context)
     identity.check_save_id(context.save)
+    if context.overwrite not in OVERWRITES:
+        raise InvalidRequestError(f"overwrite={context.overwrite} is none that is known here")
     ranks = list(context.ranks)
     if not ranks or ranks != sorted(set(ranks)):
         raise InvalidRequestError(f"the ranks of a save are not sorted and distinct: {_cut(ranks)}")
@@ -60,6 +67,7 @@ _FACTS: Final[Sequence[tuple[str, Callable[[sidecar_pb2.SaveContext], Any]]]] = 
     ("saves to", lambda context: context.checkpoint_id),
     ("has a world size of", lambda context: context.world_size),
     ("saves together with ranks", lambda context: list(context.ranks)),
+    ("overwrites", lambda context: OVERWRITES[context.overwrite]),
 )
 
 
@@ -88,6 +96,7 @@ def says_same(
     return (
         first.checkpoint_id == other.checkpoint_id
         and first.world_size == other.world_size
+        and first.overwrite == other.overwrite
         # Looked at last: of a large group this takes longer than all else.
         and (brief or _same_but_speaker(first, other))
     )
@@ -95,11 +104,23 @@ def says_same(
 
 def _same_but_speaker(first: sidecar_pb2.SaveContext, other: sidecar_pb2.SaveContext) -> bool:
     # Messages are compared in C, columns of them with an object per number.
-    rank, host = other.rank, other.host
-    other.rank, other.host = first.rank, first.host
+    own = (other.rank, other.host, _seen_of(other))
+    _speak_as(other, first.rank, first.host, _seen_of(first))
     same: bool = other == first
-    other.rank, other.host = rank, host
+    _speak_as(other, *own)
     return same
+
+
+def _seen_of(context: sidecar_pb2.SaveContext) -> int | None:
+    return context.seen_incarnation if context.HasField("seen_incarnation") else None
+
+
+def _speak_as(context: sidecar_pb2.SaveContext, rank: int, host: str, seen: int | None) -> None:
+    context.rank, context.host = rank, host
+    if seen is None:
+        context.ClearField("seen_incarnation")
+    else:
+        context.seen_incarnation = seen
 
 
 def who(context: sidecar_pb2.SaveContext) -> str:

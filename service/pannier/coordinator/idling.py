@@ -4,28 +4,47 @@ In: what it knows of saves, and what sidecars tell of trainers. Out: a call, onc
 """
 
 import asyncio
-import time
 from collections.abc import Callable
 from typing import Final
 
 from pannier.coordinator.attach import Attachments
 from pannier.coordinator.registry import Registry
+from pannier.wire import liveness
 
 _TICK_S: Final = 1.0
 _REPORTED_S: Final = 5.0
-"""Sidecars tell of their trainers every second or so."""
+"""Sidecars report their trainers every second or so."""
+FIRST_S: Final = 60.0
+"""At least so long the first trainer is waited for: its host may only be starting its sidecar."""
 
 
 async def await_idle(
     registry: Registry, attachments: Attachments, after_s: float, leave: Callable[[], None]
 ) -> None:
-    """Calls ``leave`` when no save was undecided and no trainer connected for ``after_s`` seconds."""
-    busy = time.monotonic()
+    """Calls ``leave`` when no save was undecided and no trainer connected for ``after_s`` seconds.
+
+    Before the first trainer, for at least ``FIRST_S`` seconds.
+    """
+    busy = liveness.now()
     while True:
         await asyncio.sleep(_TICK_S)
-        now = time.monotonic()
-        if registry.undecided() or now - attachments.attended < _REPORTED_S:
+        now = liveness.now()
+        if registry.undecided() or _attended(attachments, now):
             busy = now
-        if now - busy >= after_s:
+        patience_s = max(after_s, FIRST_S) if attachments.attended is None else after_s
+        if now - busy >= patience_s:
             leave()
             return
+
+
+def _attended(attachments: Attachments, now: float) -> bool:
+    """Whether a trainer is connected, by the last messages of the sidecars.
+
+    A sidecar that is attached but late (its host or this one is busy) keeps its trainers.
+    """
+    if attachments.attended is None:
+        return False
+    return now - attachments.attended < _REPORTED_S or any(
+        presence.attended is not None and presence.heard - presence.attended < _REPORTED_S
+        for presence in attachments.present()
+    )

@@ -1,84 +1,207 @@
 """Numbers of incarnations: which life of a job under one root is newer.
 
 In: a root's store, a job and an incarnation's id. Out: its number, the same for whoever
-asks, from a create-if-absent object per number. Async.
+asks, from a create-if-absent object per number; and whether the job has a newer one. Where these
+records were lost, the names of the attempts below the root still show which numbers were taken.
+Async.
 """
 
 import asyncio
 import time
-from typing import Final
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from typing import Final, TypeVar
 
 from google.protobuf import json_format
 
 from pannier.daemon.crashing import point
+from pannier.records.decisions import is_attempt
+from pannier.records.ending import SupersededError
 from pannier.storage import ConflictError, Store
 from pannier.v1 import records_pb2
 from pannier.wire import identity
 from pannier.wire.errors import IntegrityError
 
 _PARALLEL: Final = 16
-"""Records read at the same time."""
-_DIGITS: Final = 12
-"""Of a record's name; whatever has more or fewer isn't ours."""
+"""Records read, or checkpoints listed, at the same time."""
+_Item = TypeVar("_Item")
+_Answer = TypeVar("_Answer")
 
 
-async def number_of(root: Store, job: str, incarnation: str) -> int:
-    """The incarnation's number under this root; the next free one when it has none yet.
+@dataclass(frozen=True)
+class Claim:
+    """An incarnation that is to get a number."""
 
-    Numbers have no gaps, so two who want one at the same time meet at the same object:
-    the loser reads it, and takes the next or finds that it is its own.
+    job: str
+    incarnation: str
+    host: str = ""
+    """Of the rank whose save needs it."""
+    seen: int | None = None
+    """The highest number below the root when it began; None: not known."""
+    apart: bool = False
+    """It saves beside the ranks of its job, and no other of the job concerns it."""
 
-    Raises StorageError, IntegrityError.
-    """
-    prefix = identity.incarnations_prefix()
-    keys = [info.key for info in await root.list(prefix)]
-    numbers = [int(key.removeprefix(prefix)) for key in keys if _is_number(key, prefix)]
-    limit = asyncio.Semaphore(_PARALLEL)
+    def holds(self, record: records_pb2.IncarnationRecord) -> bool:
+        """Whether the record is of this incarnation."""
+        return (record.job, record.incarnation) == (self.job, self.incarnation)
 
-    async def read(number: int) -> records_pb2.IncarnationRecord:
-        async with limit:
-            return await _read(root, number)
+    def concerns(self, record: records_pb2.IncarnationRecord) -> bool:
+        """Whether the record is of another incarnation that replaces this one, or is replaced."""
+        return record.job == self.job and not (self.apart or record.apart or self.holds(record))
 
-    # The newest first: a coordinator that was started again looks for a recent one.
-    for record in await asyncio.gather(*(read(number) for number in reversed(numbers))):
-        if (record.job, record.incarnation) == (job, incarnation):
-            return record.number
-    number = max(numbers, default=0) + 1
-    while True:
-        record = records_pb2.IncarnationRecord(
-            number=number, job=job, incarnation=incarnation, created_at=time.time()
-        )
-        point("coordinator.incarnation.before")
-        try:
-            await root.create(_key(number), json_format.MessageToJson(record).encode())
-        except ConflictError:
-            winner = await _read(root, number)
-            if (winner.job, winner.incarnation) == (job, incarnation):
+
+class Incarnations:
+    """The incarnations below one root, as far as they are known. For one event loop."""
+
+    def __init__(self) -> None:
+        self._records: dict[int, records_pb2.IncarnationRecord] = {}
+
+    async def number_of(self, root: Store, claim: Claim) -> int:
+        """The incarnation's number under this root; the next free one when it has none yet.
+
+        Two who want a number at the same time meet at the same object: the loser reads it, and
+        takes the next or finds that it is its own.
+
+        Raises:
+            SupersededError: another incarnation of the job has taken a number since this one began.
+            StorageError, IntegrityError
+        """
+        await self._read_new(root)
+        shown: Mapping[str, int] = {}
+        if not self._find(claim):
+            # Once per incarnation. Before the records are listed again: attempts that another
+            # coordinator has made for this incarnation meanwhile are newer than its record.
+            shown = await _shown(root)
+            await self._read_new(root)
+        if known := self._find(claim):
+            return known
+        own = shown.get(claim.incarnation)
+        number = own or max((*self._records, *shown.values()), default=0) + 1
+        while True:
+            # One that has saved before only gets back what was lost.
+            if claim.seen is not None and own is None:
+                self._check(claim, claim.seen, root)
+            if number > identity.LARGEST_NUMBER:
+                raise IntegrityError(
+                    f"{root.url} has used all numbers of incarnations up to "
+                    f"{identity.LARGEST_NUMBER}; save below another root"
+                )
+            record = await _create(root, number, claim)
+            self._records[number] = record
+            if claim.holds(record):
                 return number
             number += 1
-        else:
-            point("coordinator.incarnation.after")
-            return number
+
+    async def find(self, root: Store, claim: Claim) -> int:
+        """The incarnation's number under this root; 0 when it has none, not even a lost one.
+
+        Raises StorageError, IntegrityError.
+        """
+        await self._read_new(root)
+        return self._find(claim) or (await _shown(root)).get(claim.incarnation, 0)
+
+    async def check_newest(self, root: Store, claim: Claim, number: int) -> None:
+        """Raises SupersededError when the job has a newer incarnation than ``number``.
+
+        Costs one listing. Raises StorageError, IntegrityError.
+        """
+        if claim.apart:
+            return
+        await self._read_new(root)
+        self._check(claim, number, root)
+
+    def _check(self, claim: Claim, number: int, root: Store) -> None:
+        newer = [
+            record
+            for other, record in self._records.items()
+            if other > number and claim.concerns(record)
+        ]
+        if not newer:
+            return
+        newest = max(newer, key=lambda record: record.number)
+        began = datetime.fromtimestamp(newest.created_at, timezone.utc)
+        raise SupersededError(
+            f"incarnation {claim.incarnation} of job {claim.job} is not its newest: incarnation "
+            f"{newest.incarnation} (number {newest.number}) has been saving below {root.url} since "
+            f"{began:%Y-%m-%d %H:%M:%S} UTC"
+            + (f", from host {newest.host}" if newest.host else "")
+            + ". Stop the older processes; to go on with them, stop the newer ones and start these "
+            "again. Trainings that are to run at the same time need a PANNIER_JOB each"
+        )
+
+    def _find(self, claim: Claim) -> int:
+        """The incarnation's number; 0 when it has no record."""
+        own = (number for number, each in self._records.items() if claim.holds(each))
+        return max(own, default=0)
+
+    async def _read_new(self, root: Store) -> None:
+        listed = await root.list(identity.incarnations_prefix())
+        numbers = {identity.incarnation_number(info.key) for info in listed}
+        new = sorted(numbers - self._records.keys() - {0})
+        read = await _for_each(lambda number: _read(root, number), new)
+        self._records.update(zip(new, read, strict=True))
 
 
-def _key(number: int) -> str:
-    return f"{identity.incarnations_prefix()}{number:0{_DIGITS}d}"
+async def _create(root: Store, number: int, claim: Claim) -> records_pb2.IncarnationRecord:
+    """Takes the number, unless it is taken; returns the record that stands there."""
+    record = records_pb2.IncarnationRecord(
+        number=number,
+        job=claim.job,
+        incarnation=claim.incarnation,
+        created_at=time.time(),
+        host=claim.host,
+        apart=claim.apart,
+    )
+    point("coordinator.incarnation.before")
+    try:
+        await root.create(
+            identity.incarnation_record(number), json_format.MessageToJson(record).encode()
+        )
+    except ConflictError:
+        return await _read(root, number)
+    point("coordinator.incarnation.after")
+    return record
 
 
-def _is_number(key: str, prefix: str) -> bool:
-    name = key.removeprefix(prefix)
-    return name.isascii() and name.isdigit() and len(name) == _DIGITS
+async def _shown(root: Store) -> dict[str, int]:
+    """Numbers of incarnations by their ids, as the attempts of the checkpoints below the root show."""
+    names = [f"{name}/" for name in await root.list_directories()]
+    prefixes = [
+        name + identity.attempts_prefix() for name in names if name != identity.attempts_prefix()
+    ]
+    found: dict[str, int] = {}
+    for listed in await _for_each(root.list_directories, prefixes):
+        for name in listed:
+            if is_attempt(name):
+                attempt = identity.Attempt.parse(name)
+                known = found.get(attempt.incarnation, 0)
+                found[attempt.incarnation] = max(known, attempt.incarnation_number)
+    return found
+
+
+async def _for_each(
+    call: Callable[[_Item], Awaitable[_Answer]], items: Sequence[_Item]
+) -> list[_Answer]:
+    """The call's results for all items; a few run at the same time."""
+    limit = asyncio.Semaphore(_PARALLEL)
+
+    async def run(item: _Item) -> _Answer:
+        async with limit:
+            return await call(item)
+
+    return await asyncio.gather(*(run(item) for item in items))
 
 
 async def _read(root: Store, number: int) -> records_pb2.IncarnationRecord:
-    data = await root.read(_key(number))
+    data = await root.read(identity.incarnation_record(number))
     try:
         record = json_format.Parse(
             data, records_pb2.IncarnationRecord(), ignore_unknown_fields=True
         )
     except (json_format.ParseError, UnicodeDecodeError) as error:
         raise IntegrityError(
-            f"{root.url}/{_key(number)} is no incarnation record ({error}); it orders the attempts "
+            f"{root.url}/{identity.incarnation_record(number)} is no incarnation record ({error}); it orders the attempts "
             "below this root: restore it, or save below another root"
         ) from error
     record.number = number

@@ -53,3 +53,31 @@ async def insist(
     answer: _Answer = await tries(once)
     save.problem = ""
     return answer
+
+
+async def ask(save: Save, step: Callable[[], Awaitable[_Answer]]) -> _Answer:
+    """Asks storage for what a save needs before anything is decided.
+
+    Of a resumed save only storage knows what became of it, so that it is asked until it answers.
+    Of any other, the first error of the step is raised.
+    """
+
+    def note(state: tenacity.RetryCallState) -> None:
+        error = state.outcome.exception() if state.outcome is not None else None
+        save.problem = f"storage at {save.context.checkpoint_id} ({error})"
+        _log.warning("%s: storage doesn't tell what it holds of it: %s", save.label, error)
+        save.ring()
+
+    tries = tenacity.AsyncRetrying(
+        retry=tenacity.retry_if_exception(
+            lambda error: isinstance(error, StorageError) and save.resumed
+        ),
+        wait=tenacity.wait_random_exponential(multiplier=0.2, max=_LONGEST_BACKOFF_S),
+        before_sleep=note,
+    )
+
+    async def once() -> _Answer:
+        return await step()
+
+    answer: _Answer = await tries(once)
+    return answer

@@ -6,13 +6,13 @@ is no suspect: its client streams everything again. Event loop only; no I/O.
 """
 
 import asyncio
-import time
 from collections.abc import Callable, Collection
 from typing import Final
 
 from pannier.coordinator.registry import Registry
 from pannier.coordinator.saves import Part, Presence, Save, State
 from pannier.v1 import save_pb2
+from pannier.wire import liveness
 
 RETURN_S: Final = 3.0
 """A sidecar that lives attaches again within this time after its stream broke."""
@@ -41,7 +41,7 @@ class _Later:
         if loop.time() >= self._until:
             self._hosts = set()
             self._until = loop.time() + _MOMENT_S
-            loop.call_at(self._until + self._after_s, self._look, self._hosts)
+            liveness.call_later(_MOMENT_S + self._after_s, self._look, self._hosts)
         self._hosts.add(host)
 
 
@@ -56,7 +56,7 @@ class Losses:
 
     def attached(self, host: str, sidecar: str) -> Presence:
         """A stream of the sidecar begins; its first request reports all that it holds."""
-        now = time.monotonic()
+        now = liveness.now()
         self._presences = {
             name: presence
             for name, presence in self._presences.items()
@@ -76,7 +76,7 @@ class Losses:
 
     def asked(self, save: Save, rank: int) -> None:
         """The rank was handed over, and the sidecar of its client holds nothing of it."""
-        asyncio.get_running_loop().call_later(RETURN_S, self._judge, save, save.parts[rank])
+        liveness.call_later(RETURN_S, self._judge, save, save.parts[rank])
 
     def _look_later(self, host: str) -> None:
         self._returning.add(host)

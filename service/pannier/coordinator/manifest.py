@@ -126,4 +126,5 @@ def _header(
         attempt=attempt.name,
         checkpoint_id=context.checkpoint_id,
         incarnation_number=attempt.incarnation_number,
+        overwrite=context.overwrite,
     )

@@ -4,6 +4,7 @@ In: contexts. Out: saves, one per identity. Ended ones are kept for those who as
 ended, for a bounded number and time. Event loop only; no I/O.
 """
 
+import asyncio
 import logging
 import time
 from collections import OrderedDict
@@ -31,13 +32,17 @@ ENDED_KEPT: Final = 512
 """Ended saves remembered."""
 ENDED_KEPT_S: Final = 3600.0
 _INCARNATIONS_KEPT: Final = 64
+SPLIT_S: Final = 2.0
+"""Until ranks that take part in two incarnations count as divided."""
+_SHOWN: Final = 16
+"""Ranks of a host that are spelled out in an error."""
 
 
 @dataclass
 class _Incarnation:
     first: sidecar_pb2.SaveContext
     hosts: dict[int, tuple[str, float]] = field(default_factory=dict)
-    """By rank: host, and when the rank was last heard (monotonic)."""
+    """By rank: host, and when the rank was last heard."""
 
 
 class Registry:
@@ -195,8 +200,41 @@ class Registry:
             incarnation.hosts[rank] = (host, time.monotonic())
         part = save.parts.get(rank)
         if part is not None:
-            save.joined.add(rank)
             part.host = host or part.host
+            if rank not in save.joined:
+                save.joined.add(rank)
+                self._check_split(save)
+        if context.HasField("seen_incarnation") and not save.context.HasField("seen_incarnation"):
+            save.context.seen_incarnation = context.seen_incarnation
+
+    def _check_split(self, save: Save) -> None:
+        """Looks whether the group's other ranks take part as another incarnation."""
+        for other in self._saves.values():
+            if _is_split(save, other):
+                # Not at once: ranks that were started again may follow those that have come.
+                loop = asyncio.get_running_loop()
+                loop.call_later(SPLIT_S, self._judge_split, save, other)
+
+    def _judge_split(self, *halves: Save) -> None:
+        if not _is_split(*halves):
+            return
+        saves = sorted(halves, key=lambda save: min(save.joined))
+        told = " and ".join(
+            f"{_joined(save)} as incarnation {save.context.save.incarnation}" for save in saves
+        )
+        context = saves[0].context
+        message = (
+            f"the group's ranks take part in two incarnations of job {context.save.job}, {told}: "
+            "they did not agree on one through the process group's store, and would wait for each "
+            "other. Start the job again; if it was, end the processes that are left of the former "
+            "start"
+        )
+        error = DisagreementError(
+            message,
+            *((rank, save.parts[rank].host) for save in saves for rank in sorted(save.joined)),
+        )
+        for save in saves:
+            save.doom(error.failures.values())
 
     def _check(self, save: Save, context: sidecar_pb2.SaveContext) -> None:
         check_agreement(save.context, context)
@@ -260,6 +298,33 @@ class Registry:
         self._board.ring(save.key)
         for listener in self._listeners:
             listener(save)
+
+
+def _is_split(one: Save, other: Save) -> bool:
+    """Whether two saves are one, of which each has the ranks that the other lacks."""
+    first, second = one.context, other.context
+    return (
+        first.save.incarnation != second.save.incarnation
+        and (first.save.job, first.save.group) == (second.save.job, second.save.group)
+        and (first.checkpoint_id, first.world_size) == (second.checkpoint_id, second.world_size)
+        and all(
+            save.state is State.PLANNING and not save.doomed.is_set() and not save.context.apart
+            for save in (one, other)
+        )
+        and one.joined.isdisjoint(other.joined)
+        and len(one.joined) + len(other.joined) == len(one.parts)
+    )
+
+
+def _joined(save: Save) -> str:
+    """The ranks that take part, by host, for people."""
+    hosts: dict[str, list[int]] = {}
+    for rank in sorted(save.joined):
+        hosts.setdefault(save.parts[rank].host, []).append(rank)
+    return ", ".join(
+        f"ranks {ranks[:_SHOWN]}{'…' if len(ranks) > _SHOWN else ''} (host {host})"
+        for host, ranks in hosts.items()
+    )
 
 
 def _same_group(one: save_pb2.SaveId, other: save_pb2.SaveId) -> bool:

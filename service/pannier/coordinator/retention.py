@@ -28,18 +28,25 @@ class Retention:
         self._policy = policy
         self._host = host
         self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
-        self._again: set[tuple[str, str]] = set()
+        self._again: dict[tuple[str, str], str] = {}
+        """The attempt that was committed last, where the root is to be looked at once more."""
 
-    def committed(self, checkpoint_id: str, job: str) -> None:
-        """Looks at the root now, or once more when it is being looked at."""
+    def committed(self, checkpoint_id: str, job: str, attempt: str) -> None:
+        """Looks at the root now, or once more when it is being looked at.
+
+        Args:
+            attempt: it has been committed there; it and what is newer stay this time.
+        """
         if not self._policy.limits:
             return
         root, _ = identity.split_checkpoint_id(checkpoint_id)
         key = (root, job)
-        if key in self._tasks:
-            self._again.add(key)
-            return
-        task = asyncio.get_running_loop().create_task(self._keep(root, job))
+        self._again[key] = attempt
+        if key not in self._tasks:
+            self._begin(key)
+
+    def _begin(self, key: tuple[str, str]) -> None:
+        task = asyncio.get_running_loop().create_task(self._keep(*key))
         self._tasks[key] = task
         task.add_done_callback(lambda ended: self._ended(key, ended))
 
@@ -52,23 +59,30 @@ class Retention:
 
     def _ended(self, key: tuple[str, str], ended: "asyncio.Task[None]") -> None:
         del self._tasks[key]
-        if not ended.cancelled() and (error := ended.exception()) is not None:
+        if ended.cancelled():
+            return
+        if (error := ended.exception()) is not None:
             _log.error("retention at %s failed", key[0], exc_info=error)
+        if key in self._again:
+            # Committed after the task's last look.
+            self._begin(key)
 
     async def _keep(self, root: str, job: str) -> None:
         key = (root, job)
-        while True:
-            self._again.discard(key)
+        while (attempt := self._again.pop(key, None)) is not None:
             try:
-                await self._keep_once(root, job)
+                await self._keep_once(root, job, attempt)
             except PannierError as error:
                 _log.warning("retention at %s is left to the next commit: %s", root, error)
-            if key not in self._again:
-                return
 
-    async def _keep_once(self, root: str, job: str) -> None:
+    async def _keep_once(self, root: str, job: str, attempt: str) -> None:
         outcomes = await retain(
-            self._places.open_root, root, self._policy, job=job, host=self._host
+            self._places.open_root,
+            root,
+            self._policy,
+            job=job,
+            host=self._host,
+            committed=attempt,
         )
         for each in outcomes:
             checkpoint = each.checkpoint

@@ -16,13 +16,16 @@ from pannier.coordinator.gather import Gathering
 from pannier.coordinator.manifest import Manifest
 from pannier.daemon.waiting import Awaited, set_times, waiting_on, waiting_text
 from pannier.v1 import plan_pb2, records_pb2, save_pb2, sidecar_pb2
-from pannier.wire import identity
-from pannier.wire.errors import PannierError, SaveAbortedError, SaveSkippedError
+from pannier.wire import identity, liveness
+from pannier.wire.errors import PannierError, SaveSkippedError, aborted_as
 
 _log = logging.getLogger(__name__)
 
 DEFAULT_TIMEOUT_S: Final = 3600.0
 """For a save of which no rank has said how long it may take."""
+RESUMED_S: Final = 60.0
+"""A resumed save has at least so long once storage has answered what it holds of it: its sidecars
+report again, and finish uploads that went on meanwhile."""
 _SHOWN: Final = 4
 """Failures spelled out in an error's message."""
 
@@ -61,13 +64,16 @@ TERMINAL: Final = (State.COMMITTED, State.ABORTED, State.PREPARED)
 
 
 class Presence:
-    """Something that speaks for ranks: when it was last heard (monotonic clock, seconds)."""
+    """Something that speaks for ranks: when it was last heard (:mod:`pannier.wire.liveness`)."""
 
     def __init__(self, host: str) -> None:
         self.host = host
-        self.since = self.heard = time.monotonic()
+        self.since = time.monotonic()
+        self.heard = liveness.now()
         self.streams = 0
         """Of a sidecar: how many are open; none when it is gone."""
+        self.attended: float | None = None
+        """Of a sidecar: when it last reported a connected trainer; None: never."""
 
 
 @dataclass
@@ -78,7 +84,7 @@ class Part:
     host: str = ""
     phase: "save_pb2.RankPhase" = save_pb2.RANK_PHASE_MISSING
     heard: float | None = None
-    """When the rank's trainer was last heard, on the monotonic clock; None: never."""
+    """When the rank's trainer was last heard (:mod:`pannier.wire.liveness`); None: never."""
     sidecar: Presence | None = None
     told: save_pb2.RankStatus = field(default_factory=save_pb2.RankStatus)
     """As its sidecar last reported it."""
@@ -104,7 +110,7 @@ class Part:
 
     def silence(self, suspect_after_s: float) -> float | None:
         """Seconds since it was last heard; a quiet trainer's sidecar speaks for it."""
-        now = time.monotonic()
+        now = liveness.now()
         if self.sidecar is not None and self.phase >= save_pb2.RANK_PHASE_INGESTED:
             # Its trainer may be gone: the sidecar has everything.
             return now - self.sidecar.heard
@@ -170,10 +176,15 @@ class Save:
         self._in_order = list(self.parts.values())
         self.created_at = time.time()
         self.start = time.monotonic()
-        self.timed = False
-        """A rank has said how long it may take."""
+        self.known_since = liveness.now()
+        """The same by the clock that silence is measured by."""
         self.plan_deadline = self.start + DEFAULT_TIMEOUT_S
-        self.deadline = self.start + DEFAULT_TIMEOUT_S
+        """For the plan to be agreed by this coordinator; of no effect on a resumed save."""
+        self._deadline = self.start + DEFAULT_TIMEOUT_S
+        self._timed: dict[str, set[int]] = {"plan": set(), "save": set()}
+        """Ranks that have reported how long it may take."""
+        self._recovered_at: float | None = None
+        """When storage had answered what it holds of a resumed save."""
         self.doomed = asyncio.Event()
         self._planned = asyncio.Event()
         """Set while there is something to tell those who wait for the plan."""
@@ -300,16 +311,32 @@ class Save:
         self.unseen = True
         self.ring()
 
-    def set_deadlines(self, plan_s: float, save_s: float) -> None:
-        """From the first rank that says how long it waits, in seconds from now; 0: no word."""
-        if self.timed or not (plan_s or save_s):
-            return
-        self.timed = True
+    def set_deadlines(self, rank: int, plan_s: float, save_s: float) -> None:
+        """Records how long a rank waits, in seconds from now; 0: not known.
+
+        The earliest deadline of all ranks counts, in whatever order they report. A rank's first
+        report counts: what it repeats after a reconnect differs by delays alone.
+        """
         now = time.monotonic()
-        if plan_s:
-            self.plan_deadline = now + plan_s
-        if save_s:
-            self.deadline = now + save_s
+        self.plan_deadline = self._earliest("plan", rank, plan_s, self.plan_deadline, now)
+        self._deadline = self._earliest("save", rank, save_s, self._deadline, now)
+
+    def _earliest(self, what: str, rank: int, seconds: float, known: float, now: float) -> float:
+        timed = self._timed[what]
+        if not seconds or rank in timed:
+            return known
+        first = not timed
+        timed.add(rank)
+        return now + seconds if first else min(known, now + seconds)
+
+    def shorten(self, deadline: float) -> None:
+        """The whole save must be committed by then, on the monotonic clock."""
+        self._deadline = min(self._deadline, deadline)
+
+    def recovered(self) -> None:
+        """Storage has answered what it holds of a resumed save."""
+        if self._recovered_at is None:
+            self._recovered_at = time.monotonic()
 
     def resume(self) -> None:
         """Another life of the coordinator has answered it: there is a manifest to go on from."""
@@ -449,9 +476,8 @@ class Save:
 
     def error(self) -> PannierError:
         """What a caller is told when the save was aborted."""
-        skipped = any(f.kind == save_pb2.FAILURE_KIND_SKIPPED for f in self.failures.values())
-        cls = SaveSkippedError if skipped else SaveAbortedError
-        verb = "was skipped" if skipped else "was aborted"
+        cls = aborted_as(self.failures.values())
+        verb = "was skipped" if cls is SaveSkippedError else "was aborted"
         return cls(f"{self.label} {verb}: {self.reason()}", self.failures.values())
 
     def status(self, *, ranks: bool = True) -> save_pb2.SaveStatus:
@@ -487,9 +513,22 @@ class Save:
         )
 
     @property
+    def deadline(self) -> float:
+        """Until when it must be committed, on the monotonic clock.
+
+        A resumed save may be past the deadline of its ranks and durable all the same, which only
+        storage tells: it has RESUMED_S from storage's answer on, and no deadline before.
+        """
+        if not self.resumed:
+            return self._deadline
+        since = time.monotonic() if self._recovered_at is None else self._recovered_at
+        return max(self._deadline, since + RESUMED_S)
+
+    @property
     def next_deadline(self) -> float:
         """Until when its state may last, on the monotonic clock."""
-        return self.plan_deadline if self.state is State.PLANNING else self.deadline
+        planning = self.state is State.PLANNING and not self.resumed
+        return self.plan_deadline if planning else self.deadline
 
     def _rank_status(self, part: Part) -> save_pb2.RankStatus:
         out = save_pb2.RankStatus()

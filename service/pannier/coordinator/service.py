@@ -31,7 +31,7 @@ from pannier.v1 import (
     save_pb2,
     sidecar_pb2,
 )
-from pannier.wire import identity, limits
+from pannier.wire import identity, limits, liveness
 from pannier.wire.errors import (
     DeadlineError,
     InvalidRequestError,
@@ -110,7 +110,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
             raise InvalidRequestError(f"{save.label} is planned by Pannier: it can't be begun")
         save.external = True
         save.finisher = request.context
-        save.set_deadlines(_BEGIN_S, request.save_timeout_s)
+        save.set_deadlines(request.context.rank, _BEGIN_S, request.save_timeout_s)
         self._hear(save, request.context.rank)
         save.ring()
         await save.until(lambda: save.doomed.is_set() or save.state is not State.PLANNING)
@@ -148,7 +148,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
                 save.metadata = request.metadata
             elif save.metadata != request.metadata:
                 raise InvalidRequestError(f"{save.label} was finished with other metadata before")
-            save.deadline = min(save.deadline, deadline)
+            save.shorten(deadline)
         self._hear(save, request.context.rank)
         save.ring()
         # A moment more, for the abort that the deadline brings about.
@@ -227,7 +227,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
             if save.doomed.is_set():
                 raise save.error()
             raise InvalidRequestError(f"{save.label} is {save.state.name}: it takes no more plans")
-        save.set_deadlines(request.timeout_s, request.save_timeout_s)
+        save.set_deadlines(rank, request.timeout_s, request.save_timeout_s)
         join(save, said, preparing=request.prepare)
         save.ring()
         return proposing
@@ -278,7 +278,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
             )
 
     def _hear(self, save: Save, rank: int) -> None:
-        save.parts[rank].heard = time.monotonic()
+        save.parts[rank].heard = liveness.now()
 
 
 class _Registrar:

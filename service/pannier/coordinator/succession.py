@@ -6,13 +6,12 @@ their receipts in storage. What is ingested goes on. Of a rank whose sidecar is 
 says whether its trainer lives. Event loop only; no I/O.
 """
 
-import asyncio
 from typing import Final
 
 from pannier.coordinator.registry import Registry
 from pannier.coordinator.saves import Save, State
 from pannier.v1 import save_pb2
-from pannier.wire import identity
+from pannier.wire import identity, liveness
 
 RETURN_S: Final = 10.0
 """A sidecar that was restarted beside the new incarnation has attached by then."""
@@ -36,19 +35,21 @@ class Succession:
             self._rank(save, save.attempt.incarnation_number)
 
     def _rank(self, save: Save, number: int) -> None:
+        if save.context.apart:
+            return
         line = _line(save)
         newest = self._newest.get(line, 0)
         if number > newest:
             self._newest[line] = number
             for other in self._registry.undecided():
                 older = other.attempt is not None and other.attempt.incarnation_number < number
-                if older and _line(other) == line:
+                if older and not other.context.apart and _line(other) == line:
                     self._judge_later(other, number)
         elif number < newest:
             self._judge_later(save, newest)
 
     def _judge_later(self, save: Save, newer: int) -> None:
-        asyncio.get_running_loop().call_later(RETURN_S, self._judge, save, newer)
+        liveness.call_later(RETURN_S, self._judge, save, newer)
 
     def _judge(self, save: Save, newer: int) -> None:
         # A save that is still planned is waited for by calls, which end with their trainers.

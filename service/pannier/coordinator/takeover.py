@@ -18,6 +18,7 @@ from pannier.records.decisions import read_decision
 from pannier.records.manifests import read_manifest
 from pannier.records.receipts import find_receipts
 from pannier.storage import StorageError, Store
+from pannier.storage.limits import unlimited
 from pannier.v1 import records_pb2
 from pannier.wire.errors import IntegrityError
 
@@ -60,13 +61,13 @@ class Looks:
         assert save.attempt is not None
         missing = [rank for rank, part in save.parts.items() if part.receipt is None]
         try:
-            decision, found = await asyncio.wait_for(
-                asyncio.gather(
-                    read_decision(store, save.attempt.name),
+            # The last look comes when the save's own time is up.
+            with unlimited():
+                asked = asyncio.gather(
+                    read_decision(store, save.attempt.name, save.context.save),
                     find_receipts(store, save.attempt.name, missing),
-                ),
-                _ANSWER_S,
-            )
+                )
+            decision, found = await asyncio.wait_for(asked, _ANSWER_S)
         except (StorageError, IntegrityError, asyncio.TimeoutError) as error:
             _log.warning("%s: storage doesn't tell who is durable: %s", save.label, error)
             return None
@@ -89,10 +90,10 @@ async def take_up(save: Save, store: Store) -> records_pb2.Decision | None:
     assert save.attempt is not None
     save.touched = True
     name = save.attempt.name
-    decision = await read_decision(store, name)
+    decision = await read_decision(store, name, save.context.save)
     if decision is not None:
         return decision
-    found = await read_manifest(store, name, Manifest)
+    found = await read_manifest(store, name, Manifest, save.context.save)
     if found is None:
         # Without a manifest nobody was answered a plan: torch makes this one.
         save.external = True
@@ -111,6 +112,7 @@ async def take_up(save: Save, store: Store) -> records_pb2.Decision | None:
     )
     _log.info("%s is %s", save.label, save.note)
     take_receipts(save, receipts)
+    save.recovered()
     return None
 
 

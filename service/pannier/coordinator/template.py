@@ -7,7 +7,6 @@ so that all in between is made once. Pure; any thread.
 """
 
 import io
-import pickle
 import struct
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
@@ -26,6 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from pannier.coordinator import varints
 from pannier.coordinator.agreed import AgreedPlan
+from pannier.coordinator.metadata_pickler import PROTOCOL, MetadataPickler
 from pannier.coordinator.sorting import number_rows
 from pannier.coordinator.varints import Ints
 from pannier.v1 import plan_pb2
@@ -117,7 +117,7 @@ class _Memo:
 def _pickled(value: Any) -> bytes:
     """An object as part of a pickle: without references of its own, header and end."""
     out = io.BytesIO()
-    pickler = pickle.Pickler(out, protocol=4)
+    pickler = MetadataPickler(out, protocol=PROTOCOL)
     pickler.fast = True
     pickler.dump(value)
     text = out.getvalue()[2:-1]

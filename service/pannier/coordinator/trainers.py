@@ -4,13 +4,12 @@ In: reports of a sidecar. Out: when each rank that a save waits for was last hea
 failure of saves that wait for a rank whose process is gone. Event loop only; no I/O.
 """
 
-import time
 from collections.abc import Iterable
 
 from pannier.coordinator.registry import Registry
 from pannier.coordinator.saves import Presence, Save, State
 from pannier.v1 import coordinator_pb2, save_pb2
-from pannier.wire import limits
+from pannier.wire import limits, liveness
 
 
 def take(
@@ -43,6 +42,6 @@ def _note(save: Save, rank: int, sidecar: Presence, trainer: coordinator_pb2.Tra
         return
     part.host = part.host or sidecar.host
     silent_s = limits.age(trainer.seconds_since_heard)
-    heard = time.monotonic() - silent_s
+    heard = liveness.now() - silent_s
     part.heard = heard if part.heard is None else max(part.heard, heard)
     part.told.seconds_since_heard = silent_s

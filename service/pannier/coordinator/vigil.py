@@ -14,6 +14,7 @@ from typing import Final
 from pannier.coordinator.registry import Registry
 from pannier.coordinator.saves import Presence
 from pannier.daemon.waiting import ranks_text, waiting_text
+from pannier.wire import liveness
 
 _log = logging.getLogger(__name__)
 
@@ -45,16 +46,18 @@ class Vigil:
 
     async def run(self) -> None:
         """Until it is cancelled."""
-        while True:
-            await asyncio.sleep(EVERY_S)
-            self.look()
+        with liveness.clock.watched():
+            while True:
+                liveness.clock.tick(EVERY_S)
+                await asyncio.sleep(EVERY_S)
+                self.look()
 
     def look(self) -> None:
         """Tells what has changed since the last look."""
         self._look_at_sidecars()
         known, self._ranks = self._ranks, {}
         for save in self._registry.undecided():
-            age = time.monotonic() - save.start
+            age = liveness.now() - save.known_since
             silent = [
                 one
                 for one in save.awaited()
@@ -75,7 +78,7 @@ class Vigil:
                 self._ranks[save.key] = ranks
 
     def _look_at_sidecars(self) -> None:
-        now = time.monotonic()
+        now = liveness.now()
         silent = {each for each in self._present() if now - each.heard > self._after_s}
         for each in silent - self._sidecars:
             _log.warning(

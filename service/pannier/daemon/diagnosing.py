@@ -80,7 +80,7 @@ async def diagnose(
 async def target(
     root: str, allow: Sequence[str], storage_options: Mapping[str, Any], timeout_s: float
 ) -> Check:
-    """Whether a checkpoint can be written below ``root``: an object is created, replaced, read and removed."""
+    """Whether a checkpoint can be written below ``root``: an object is created, listed, replaced, read and removed."""
     begun = time.monotonic()
     try:
         _check_root(root, allow)
@@ -104,15 +104,15 @@ async def target(
         return bad(
             "target",
             f"{error}",
-            f"user {os.geteuid()} of this daemon needs the right to create, read and delete objects "
-            "there; its credentials are those of its own environment and of --storage-options",
+            f"user {os.geteuid()} of this daemon needs the right to create, read, list and delete "
+            "objects there; its credentials are those of its own environment and of --storage-options",
         )
     except NotFoundError as error:
         return bad("target", str(error), "create the bucket, or correct its name")
     except PannierError as error:
         return bad("target", str(error), "")
     took = time.monotonic() - begun
-    return good("target", f"{root}: written, replaced, read and removed in {took:.1f} s")
+    return good("target", f"{root}: written, replaced, read, listed and removed in {took:.1f} s")
 
 
 def is_allowed(root: str, allow: Sequence[str]) -> bool:

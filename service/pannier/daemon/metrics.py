@@ -25,6 +25,7 @@ from prometheus_client.registry import Collector
 
 from pannier.daemon.operating import Backlog, Vitals
 from pannier.daemon.web import Answer, Request
+from pannier.storage import threads
 from pannier.v1 import save_pb2
 from pannier.wire.version import package_version
 
@@ -301,4 +302,9 @@ class Metrics:
         yield build
         yield GaugeMetricFamily(
             "pannier_draining", "1 when no new saves are taken, else 0.", int(self._vitals.draining)
+        )
+        yield GaugeMetricFamily(
+            "pannier_storage_abandoned_threads",
+            "Blocking calls to storage that were abandoned and have not returned.",
+            threads.abandoned(),
         )

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Iterable
 
 from pannier.records.decisions import propose
-from pannier.records.installing import find_newer, install, publish_candidate
+from pannier.records.installing import check_free, find_newer, install, publish_candidate
 from pannier.records.referring import referred
 from pannier.records.removing import remove_attempt
 from pannier.storage import Store
@@ -19,7 +19,7 @@ from pannier.wire.errors import IntegrityError, PannierError
 
 
 class SupersededError(PannierError):
-    """An older attempt never replaces a newer one."""
+    """An older attempt never replaces a newer one, and an older incarnation begins no save."""
 
 
 async def prepare_commit(
@@ -31,12 +31,15 @@ async def prepare_commit(
     metadata: bytes,
     receipts: Iterable[records_pb2.Receipt] = (),
     host: str,
+    overwrite: "save_pb2.Overwrite" = save_pb2.OVERWRITE_UNSPECIFIED,
 ) -> records_pb2.Decision:
     """Publishes the candidate; returns the COMMIT to be put to storage.
 
     Raises:
         SupersededError: ``.metadata`` is a newer attempt's.
+        OccupiedError: it is one that ``overwrite`` doesn't let the save replace.
         IntegrityError: another's candidate stands there, and needs other files.
+        HeldError: ``.metadata`` can't be replaced, so that a COMMIT could not be carried out.
     """
     standing = await publish_candidate(store, attempt.name, metadata)
     if standing != metadata:
@@ -45,6 +48,7 @@ async def prepare_commit(
     newer = await find_newer(store, attempt)
     if newer is not None:
         raise SupersededError(f"a newer save, {newer.name}, was committed to {store.url} meanwhile")
+    await check_free(store, save=save, attempt=attempt.name, overwrite=overwrite)
     return propose(
         records_pb2.OUTCOME_COMMIT,
         save=save,
@@ -53,6 +57,7 @@ async def prepare_commit(
         plan_id=plan_id,
         metadata=standing,
         metrics=_metrics(receipts),
+        overwrite=overwrite,
     )
 
 
@@ -76,7 +81,7 @@ def _check_same(store: Store, attempt: identity.Attempt, standing: bytes, metada
 async def carry_out(store: Store, decision: records_pb2.Decision) -> None:
     """Makes storage as a standing decision says: installs ``.metadata``, or removes the attempt.
 
-    Raises IntegrityError, RemovedError as :func:`install`.
+    Raises IntegrityError, RemovedError, OccupiedError as :func:`install`.
     """
     if decision.outcome == records_pb2.OUTCOME_COMMIT:
         await install(store, decision)

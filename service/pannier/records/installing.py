@@ -5,24 +5,31 @@ The order of writes:
 
 1. ``metadata``, the candidate: the exact bytes that ``.metadata`` will get;
 2. ``decision``, created if absent: from here on the outcome is settled (:mod:`decisions`);
-3. ``.metadata``, replacing exactly the generation that was judged;
+3. a look whether the attempt is still there, so that no checkpoint is replaced by one that was
+   removed; then ``.metadata``, replacing exactly the generation that was judged;
 4. a look whether the attempt is still there: whoever was stopped before one of these writes, and
    goes on after the checkpoint was removed, takes back what it wrote.
 
 Async; StorageError says that a step's outcome may be unknown: run it again.
 """
 
+import asyncio
 import logging
-from typing import Final, NoReturn
+from collections.abc import Collection
+from typing import Final, NamedTuple, NoReturn
 
 import crc32c
 
 from pannier.daemon.crashing import point
-from pannier.records.decisions import match, read_decisions
-from pannier.storage import ConflictError, NotFoundError, ObjectInfo, Store
-from pannier.v1 import records_pb2
+from pannier.records.decisions import find_committed, read_decision
+from pannier.records.manifests import ManifestRecord, read_manifest
+from pannier.records.referring import saved_by
+from pannier.storage import ConflictError, HeldError, NotFoundError, ObjectInfo, Store
+from pannier.storage.retrying import contend
+from pannier.v1 import records_pb2, save_pb2
 from pannier.wire import identity
 from pannier.wire.errors import IntegrityError, PannierError, StorageError
+from pannier.wire.records import match
 
 _log = logging.getLogger(__name__)
 
@@ -32,6 +39,77 @@ _RACES: Final = 100
 
 class RemovedError(PannierError):
     """The attempt was removed from storage by somebody else: there is nothing to commit."""
+
+
+class OccupiedError(PannierError):
+    """There is a checkpoint that the save may not replace."""
+
+
+class _Standing(NamedTuple):
+    """The checkpoint that is there."""
+
+    info: ObjectInfo | None
+    """Of ``.metadata``; None: there is none."""
+    crc32c: int
+    committed: records_pb2.Decision | None
+    """By which it stands there; None: a foreign one."""
+    records: Collection[ObjectInfo] = ()
+    """Of all attempts, as they are listed; none where there is no ``.metadata``."""
+
+    @property
+    def attempt(self) -> identity.Attempt | None:
+        """Whose it is; None: a foreign one's."""
+        return None if self.committed is None else identity.Attempt.parse(self.committed.attempt)
+
+    def is_of(self, decision: records_pb2.Decision) -> bool:
+        """Whether ``.metadata`` is what was decided."""
+        return self.info is not None and (self.info.size, self.crc32c) == (
+            decision.metadata_size,
+            decision.metadata_crc32c,
+        )
+
+
+async def check_free(
+    store: Store,
+    *,
+    save: save_pb2.SaveId,
+    attempt: str,
+    overwrite: "save_pb2.Overwrite",
+) -> None:
+    """Raises OccupiedError when ``.metadata`` is one that the save may not replace.
+
+    Args:
+        attempt: the save's own; empty where it isn't known yet.
+        overwrite: as the save's manifest has it.
+    """
+    if overwrite != save_pb2.OVERWRITE_ANY:
+        _check_replaceable(store, await _look(store), save, attempt, overwrite)
+
+
+def _check_replaceable(
+    store: Store,
+    stands: _Standing,
+    save: save_pb2.SaveId,
+    attempt: str,
+    overwrite: "save_pb2.Overwrite",
+) -> None:
+    committed = stands.committed
+    if stands.info is None or overwrite == save_pb2.OVERWRITE_ANY:
+        return
+    if committed is None:
+        whose = "a checkpoint that Pannier didn't write"
+    elif committed.attempt == attempt:
+        return
+    elif committed.save.job != save.job:
+        whose = f"a checkpoint of job {committed.save.job}, and this is job {save.job}"
+    elif overwrite == save_pb2.OVERWRITE_NEVER:
+        whose = f"a checkpoint, attempt {committed.attempt}, and overwrite=False"
+    else:
+        return
+    raise OccupiedError(
+        f"{store.url} holds {whose}: save to another checkpoint_id, or give overwrite=True to "
+        "replace it; runs of one job share its checkpoints where PANNIER_JOB names it"
+    )
 
 
 async def publish_candidate(store: Store, attempt: str, metadata: bytes) -> bytes:
@@ -47,9 +125,19 @@ async def publish_candidate(store: Store, attempt: str, metadata: bytes) -> byte
 
 
 async def find_newer(store: Store, attempt: identity.Attempt) -> identity.Attempt | None:
-    """The attempt whose ``.metadata`` stands there, if it is newer than ``attempt``."""
-    _, standing = await find_standing(store)
-    return standing if standing is not None and standing > attempt else None
+    """The attempt whose ``.metadata`` stands there, if it is newer than ``attempt``.
+
+    Raises HeldError when the one that stands there is older, but can't be replaced.
+    """
+    info, standing = await find_standing(store)
+    if standing is not None and standing >= attempt:
+        return standing if standing > attempt else None
+    if info is not None and info.hold:
+        raise HeldError(
+            f"{store.url}/{identity.METADATA} is under a hold ({info.hold}) and can't be replaced: "
+            "release it, or save to another checkpoint id"
+        )
+    return None
 
 
 async def install(store: Store, decision: records_pb2.Decision) -> None:
@@ -58,13 +146,33 @@ async def install(store: Store, decision: records_pb2.Decision) -> None:
     Raises:
         IntegrityError: the candidate isn't what was decided.
         RemovedError: the attempt was removed meanwhile; what this wrote is taken back.
+        OccupiedError: a checkpoint that this one may not replace came there meanwhile; the
+            attempt's records are removed.
     """
     own = identity.Attempt.parse(decision.attempt)
     data: bytes | None = None
-    for _ in range(_RACES):
-        info, standing = await find_standing(store)
-        if standing is not None and standing >= own:
+    async for _ in contend(_RACES):
+        stands = await _look(store)
+        info = stands.info
+        if stands.attempt is not None and stands.attempt >= own:
             return
+        if (
+            info is not None
+            and _seems_removed(decision.attempt, {record.key for record in stands.records})
+            and await is_removed(store, decision.attempt)
+        ):
+            await _take_back(store, decision)
+        try:
+            # Its own without a decision: it was removed, which is found out below.
+            if not stands.is_of(decision):
+                _check_replaceable(
+                    store, stands, decision.save, decision.attempt, decision.overwrite
+                )
+        except OccupiedError as error:
+            # It came after the decision. Nothing of this attempt is to be installed later, either.
+            await _remove_records(store, decision)
+            _log.warning("%s: attempt %s isn't installed: %s", store.url, decision.attempt, error)
+            raise
         if data is None:
             data = await _read_candidate(store, decision)
         point("coordinator.metadata.before")
@@ -98,18 +206,44 @@ async def _read_candidate(store: Store, decision: records_pb2.Decision) -> bytes
 
 
 async def is_removed(store: Store, attempt: str) -> bool:
-    """Whether a decided attempt is removed: marked so, or its decision or all receipts are gone.
+    """Whether a decided attempt is removed: marked so, or records that it must have are missing.
 
-    Of the receipts, no coordinator makes one anew, and every attempt has some before its
-    decision. As long as any is left, whoever removes the attempt is still at it, and looks for
+    These are its decision, its manifest and its receipts, each written before ``.metadata``. An
+    attempt is removed after ABORT or supersession, data files first, and ``pannier gc`` removes an
+    ABORT last. A coordinator that was stopped for so long finds no ABORT in the way of its COMMIT,
+    but no manifest, either: it has published or read that one before the ranks wrote anything, and
+    none is published twice. Where torch made the plan, the manifest comes after the receipts, and
+    only when all of them and their files are still there; from then on no sidecar writes any.
+
+    As long as any receipt is left, whoever removes the attempt is still at it, and looks for
     ``.metadata`` once more in the end.
+
+    A listing may be older than what it should show (NFS). That an object is there may be taken from
+    one; that it is gone, only from asking for it by name.
     """
-    keys = {info.key for info in await store.list(identity.attempt_prefix(attempt))}
+    receipts = identity.receipts_prefix(attempt)
+    mark, decision, manifest, listed = await asyncio.gather(
+        store.stat(identity.removal_mark(attempt)),
+        store.stat(identity.decision(attempt)),
+        store.stat(identity.manifest(attempt)),
+        store.list(receipts),
+    )
+    if mark is not None or decision is None or manifest is None:
+        return True
+    if listed:
+        return False
+    plan = await read_manifest(store, attempt, ManifestRecord)
+    return plan is None or await store.stat(identity.receipt(attempt, plan.ranks[0])) is None
+
+
+def _seems_removed(attempt: str, listed: Collection[str]) -> bool:
+    """What a listing says of it, to be asked by name before anything is done about it."""
     receipts = identity.receipts_prefix(attempt)
     return (
-        identity.removal_mark(attempt) in keys
-        or identity.decision(attempt) not in keys
-        or not any(key.startswith(receipts) for key in keys)
+        identity.removal_mark(attempt) in listed
+        or identity.decision(attempt) not in listed
+        or identity.manifest(attempt) not in listed
+        or not any(key.startswith(receipts) for key in listed)
     )
 
 
@@ -121,10 +255,7 @@ async def _take_back(store: Store, decision: records_pb2.Decision) -> NoReturn:
         decision.metadata_crc32c,
     ):
         await store.delete(identity.METADATA, generation=info.generation)
-    kept = identity.decision(decision.attempt)
-    left = [item.key for item in await store.list(identity.attempt_prefix(decision.attempt))]
-    for key in sorted(left, key=lambda key: key == kept):
-        await store.delete(key)
+    await _remove_records(store, decision)
     text = (
         f"attempt {decision.attempt} was removed from {store.url} before this coordinator had "
         "brought its commit to an end: nothing of it is there any more"
@@ -133,25 +264,54 @@ async def _take_back(store: Store, decision: records_pb2.Decision) -> NoReturn:
     raise RemovedError(text)
 
 
+async def _remove_records(store: Store, decision: records_pb2.Decision) -> None:
+    """Removes the attempt's objects but its data files, the decision last."""
+    kept = identity.decision(decision.attempt)
+    left = [item.key for item in await store.list(identity.attempt_prefix(decision.attempt))]
+    for key in sorted(left, key=lambda key: key == kept):
+        await store.delete(key)
+
+
 async def find_standing(store: Store) -> tuple[ObjectInfo | None, identity.Attempt | None]:
     """What ``.metadata`` is, and whose: None for a foreign one, which is older than anything.
 
     Raises IntegrityError when a decision is damaged, so that it can't be told.
     """
+    stands = await _look(store)
+    return stands.info, stands.attempt
+
+
+async def _look(store: Store) -> _Standing:
     info, checksum = await stat_metadata(store)
     if info is None:
-        return None, None
-    keys = [item.key for item in await store.list(identity.attempts_prefix())]
-    decisions = await read_decisions(store, keys)
-    for damage in decisions.damaged.values():
-        raise damage
-    committed = match(decisions.known, info.size, checksum)
-    return info, identity.Attempt.parse(committed.attempt) if committed is not None else None
+        return _Standing(None, 0, None)
+    records = await store.list(identity.attempts_prefix())
+    committed = await find_committed(store, records, info.size, checksum)
+    if committed is None:
+        committed = await _find_unlisted(store, info.size, checksum)
+    return _Standing(info, checksum, committed, records)
+
+
+async def _find_unlisted(store: Store, size: int, checksum: int) -> records_pb2.Decision | None:
+    """The decision that ``.metadata`` names as its own: a listing may be older than it (NFS).
+
+    Else an attempt would take a newer one's ``.metadata`` for a foreign one, and replace it.
+    """
+    try:
+        content = await store.read(identity.METADATA)
+        where = f"{store.url}/{identity.METADATA}"
+        attempt = await asyncio.to_thread(saved_by, content, where)
+    except (NotFoundError, IntegrityError):
+        return None  # Replaced meanwhile, or no DCP checkpoint's: it is none of the attempts'.
+    if not attempt:
+        return None
+    decision = await read_decision(store, attempt)
+    return match({attempt: decision}, size, checksum) if decision is not None else None
 
 
 async def stat_metadata(store: Store) -> tuple[ObjectInfo | None, int]:
     """What ``.metadata`` is, and its checksum. Raises StorageError."""
-    while True:
+    async for _ in contend(_RACES):
         info = await store.stat(identity.METADATA)
         if info is None:
             return None, 0
@@ -164,3 +324,4 @@ async def stat_metadata(store: Store) -> tuple[ObjectInfo | None, int]:
         again = await store.stat(identity.METADATA)
         if again is not None and again.generation == info.generation:
             return info, crc32c.crc32c(data)
+    raise StorageError(f"{store.url}: {identity.METADATA} changed {_RACES} times while it was read")

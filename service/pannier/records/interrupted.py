@@ -10,9 +10,16 @@ import posixpath
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from pannier.records.decisions import Decisions, decide, is_attempt, propose, read_decisions
+from pannier.records.decisions import (
+    Decisions,
+    decide,
+    is_attempt,
+    propose,
+    read_decision,
+    read_decisions,
+)
 from pannier.records.ending import SupersededError, carry_out, prepare_commit
-from pannier.records.installing import RemovedError, find_standing
+from pannier.records.installing import OccupiedError, RemovedError, find_standing
 from pannier.records.manifests import ManifestRecord, read_manifest
 from pannier.records.receipts import find_receipts
 from pannier.records.referring import referred
@@ -90,13 +97,12 @@ async def find_interrupted(store: Store) -> list[Interrupted]:
             attempt = attempt_of(info.key)
             if attempt:
                 attempts.setdefault(attempt, []).append(info)
-    decisions = await read_decisions(
-        store, (info.key for items in attempts.values() for info in items)
-    )
+    decisions = await read_decisions(store, (info for items in attempts.values() for info in items))
+    standing = Standing(store)
     found = []
     for name in sorted(attempts, key=identity.Attempt.parse):
         try:
-            interrupted = await judge(store, name, attempts[name], decisions)
+            interrupted = await judge(store, name, attempts[name], decisions, standing)
         except IntegrityError as error:
             interrupted = Interrupted(name, Found.DAMAGED, problem=str(error))
         if interrupted is not None:
@@ -104,14 +110,33 @@ async def find_interrupted(store: Store) -> list[Interrupted]:
     return found
 
 
+class Standing:
+    """Whose ``.metadata`` stands, looked up once, after the decisions of the attempts were read."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._found: tuple[ObjectInfo | None, identity.Attempt | None] | None = None
+
+    async def find(self) -> tuple[ObjectInfo | None, identity.Attempt | None]:
+        """See :func:`pannier.records.installing.find_standing`."""
+        if self._found is None:
+            self._found = await find_standing(self._store)
+        return self._found
+
+
 async def judge(
-    store: Store, attempt: str, items: Sequence[ObjectInfo], decisions: Decisions
+    store: Store,
+    attempt: str,
+    items: Sequence[ObjectInfo],
+    decisions: Decisions,
+    standing_there: Standing,
 ) -> Interrupted | None:
     """What an attempt lacks; None when it is at its end.
 
     Args:
         items: its objects.
         decisions: at least its own, if it has one.
+        standing_there: shared by all attempts.
 
     Raises StorageError, and IntegrityError when a record is damaged.
     """
@@ -126,7 +151,7 @@ async def judge(
     if decision is not None:
         if any(info.key == identity.removal_mark(attempt) for info in items):
             return None
-        metadata, standing = await find_standing(store)
+        metadata, standing = await standing_there.find()
         decided = next(info.modified for info in items if info.key == key)
         ended = (
             # A plain writer saved to this place since.
@@ -138,7 +163,9 @@ async def judge(
     manifest = await read_manifest(store, attempt, ManifestRecord)
     if manifest is None:
         return Interrupted(attempt, Found.UNDECIDED, planned=False, modified=modified)
-    there = {receipt.rank for receipt in await find_receipts(store, attempt, manifest.ranks)}
+    # What is missing here may be given up.
+    receipts = await find_receipts(store, attempt, manifest.ranks, unlisted=True)
+    there = {receipt.rank for receipt in receipts}
     missing = tuple(rank for rank in manifest.ranks if rank not in there)
     members = tuple((member.rank, member.host) for member in manifest.header.members)
     return Interrupted(
@@ -167,7 +194,7 @@ async def end(
         if interrupted.found is Found.COMPLETE:
             try:
                 decision = await _commit(store, name, build, host)
-            except SupersededError as error:
+            except (SupersededError, OccupiedError) as error:
                 return await _abort(store, interrupted, host, str(error))
         elif interrupted.found is Found.DAMAGED:
             return Outcome(interrupted, End.UNDECIDED, interrupted.problem)
@@ -176,12 +203,12 @@ async def end(
                 return Outcome(interrupted, End.UNDECIDED, _lacks(interrupted))
             return await _abort(store, interrupted, host, f"given up: {_lacks(interrupted)}")
         else:
-            standing = (await read_decisions(store, [identity.decision(name)])).known.get(name)
+            standing = await read_decision(store, name)
             if standing is None:
                 return Outcome(interrupted, End.REMOVED, "it was removed meanwhile")
             decision = standing
         await carry_out(store, decision)
-    except RemovedError as error:
+    except (RemovedError, OccupiedError) as error:
         return Outcome(interrupted, End.REMOVED, str(error))
     except (IntegrityError, ConfigurationError, NotFoundError) as error:
         # A record that should be there is gone: somebody removes the attempt, or it is damaged.
@@ -206,7 +233,7 @@ async def _commit(store: Store, attempt: str, build: Build, host: str) -> record
     manifest = await read_manifest(store, attempt, ManifestRecord)
     if manifest is None:
         raise IntegrityError(f"{store.url}: the manifest of {attempt} is gone")
-    receipts = await find_receipts(store, attempt, manifest.ranks)
+    receipts = await find_receipts(store, attempt, manifest.ranks, unlisted=True)
     try:
         # Of a coordinator that had checked the receipts.
         metadata = await store.read(identity.metadata_candidate(attempt))
@@ -222,6 +249,7 @@ async def _commit(store: Store, attempt: str, build: Build, host: str) -> record
         metadata=metadata,
         receipts=receipts,
         host=host,
+        overwrite=manifest.header.overwrite,
     )
     return await decide(store, proposal)
 
@@ -232,7 +260,6 @@ async def give_up(
     """Decides ABORT, unless something was decided already; returns what stands."""
     manifest = await read_manifest(store, interrupted.attempt, ManifestRecord)
     attempt = identity.Attempt.parse(interrupted.attempt)
-    save = save_pb2.SaveId(group=attempt.group, number=attempt.number)
     hosts = dict(interrupted.members)
     failures = [
         save_pb2.Failure(rank=rank, host=hosts[rank], kind=save_pb2.FAILURE_KIND_LOST, message=why)
@@ -242,7 +269,7 @@ async def give_up(
         store,
         propose(
             records_pb2.OUTCOME_ABORT,
-            save=manifest.header.save if manifest is not None else save,
+            save=manifest.header.save if manifest is not None else attempt.save,
             attempt=attempt,
             host=host,
             failures=failures,

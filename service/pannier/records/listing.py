@@ -1,7 +1,8 @@
 """The checkpoints below a root, as storage has them: objects in, verdicts out. Async.
 
 Which attempt a checkpoint's ``.metadata`` belongs to is found by comparing its
-size and checksum with the COMMIT decisions beside it, without a pickle.
+size and checksum with the COMMIT decisions beside it, without a pickle. Checkpoints are
+ordered by their attempts, not by times, which are those of several machines' clocks.
 """
 
 import asyncio
@@ -13,10 +14,11 @@ from dataclasses import dataclass, field
 
 import crc32c
 
-from pannier.records.decisions import is_attempt, match, read_decisions
+from pannier.records.decisions import find_committed, is_attempt, read_decisions
 from pannier.storage import ObjectInfo, Store
 from pannier.v1 import records_pb2
 from pannier.wire import identity
+from pannier.wire.errors import IntegrityError
 
 _PARALLEL = 8
 """Checkpoints judged at the same time."""
@@ -46,11 +48,21 @@ class Checkpoint:
     size: int
     """Bytes of data files of ``attempt``; of all that no attempt names, when it is foreign."""
     time: float
-    """When it was decided, or else last written; Unix time, seconds."""
+    """When it was decided, or else last written; Unix time, seconds. Only to be shown."""
     job: str = ""
     """Of a committed one."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Of a committed one, as its trainers told."""
+
+    @property
+    def order(self) -> tuple[bool, identity.Attempt | float, float, str]:
+        """Sorts oldest first: foreign ones by time, then the others by attempt.
+
+        Copies of a checkpoint have one attempt; they are sorted by time.
+        """
+        if self.attempt is None:
+            return False, self.time, self.time, self.name
+        return True, identity.Attempt.parse(self.attempt), self.time, self.name
 
 
 @dataclass
@@ -68,7 +80,7 @@ async def list_checkpoints(store: Store) -> list[Checkpoint]:
     found = await asyncio.gather(
         *(_judge(store, name, directory, limit) for name, directory in directories.items())
     )
-    return sorted(found, key=lambda checkpoint: (checkpoint.time, checkpoint.name))
+    return sorted(found, key=lambda checkpoint: checkpoint.order)
 
 
 def _directories(objects: Iterable[ObjectInfo]) -> dict[str, _Directory]:
@@ -96,12 +108,10 @@ async def _judge(
     store: Store, name: str, directory: _Directory, limit: asyncio.Semaphore
 ) -> Checkpoint:
     async with limit:
-        found = await read_decisions(
-            store, (item.key for items in directory.records.values() for item in items)
-        )
-        decisions = found.known
+        records = [item for items in directory.records.values() for item in items]
         if directory.metadata is not None:
-            return await _judge_readable(store, name, directory, directory.metadata, decisions)
+            return await _judge_readable(store, name, directory, directory.metadata, records)
+        decisions = (await read_decisions(store, records)).known
     newest = max(directory.records, key=identity.Attempt.parse)
     aborted = all(
         attempt in decisions and decisions[attempt].outcome == records_pb2.OUTCOME_ABORT
@@ -121,12 +131,16 @@ async def _judge_readable(
     name: str,
     directory: _Directory,
     metadata: ObjectInfo,
-    decisions: dict[str, records_pb2.Decision],
+    records: list[ObjectInfo],
 ) -> Checkpoint:
     checksum = metadata.crc32c
-    if checksum is None and decisions:
+    if checksum is None and records:
         checksum = crc32c.crc32c(await store.read(metadata.key))
-    committed = match(decisions, metadata.size, checksum or 0)
+    try:
+        committed = await find_committed(store, records, metadata.size, checksum or 0)
+    except IntegrityError:
+        # Its owner isn't known; `pannier verify` names the damage.
+        committed = None
     if committed is None:
         own = [
             item.size

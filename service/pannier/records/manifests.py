@@ -19,7 +19,7 @@ from google.protobuf.message import DecodeError
 
 from pannier.daemon.crashing import point
 from pannier.storage import ConflictError, DeniedError, NotFoundError, StorageError, Store
-from pannier.v1 import records_pb2
+from pannier.v1 import records_pb2, save_pb2
 from pannier.wire import identity
 from pannier.wire.errors import IntegrityError
 
@@ -130,7 +130,8 @@ async def publish(store: Store, manifest: _Manifest) -> _Manifest:
 
     Raises:
         DeniedError, NotFoundError: nothing was written, and none stands there.
-        StorageError, IntegrityError: whether one stands there isn't known.
+        StorageError: whether one stands there isn't known.
+        IntegrityError: what stands there is damaged, or another save's.
     """
     key = identity.manifest(manifest.header.attempt)
     point("coordinator.manifest.before")
@@ -138,7 +139,7 @@ async def publish(store: Store, manifest: _Manifest) -> _Manifest:
         await store.create(key, manifest.data)
     except ConflictError:
         try:
-            return type(manifest).parse(await store.read(key))
+            return await _read(store, manifest.header.attempt, type(manifest), manifest.header.save)
         except (DeniedError, NotFoundError) as error:
             raise StorageError(
                 f"another coordinator's manifest stands there, but can't be read: {error}"
@@ -147,15 +148,31 @@ async def publish(store: Store, manifest: _Manifest) -> _Manifest:
     return manifest
 
 
-async def read_manifest(store: Store, attempt: str, kind: type[_Manifest]) -> _Manifest | None:
-    """The manifest of an attempt; None when it has none. Raises StorageError, IntegrityError."""
-    key = identity.manifest(attempt)
+async def read_manifest(
+    store: Store, attempt: str, kind: type[_Manifest], save: save_pb2.SaveId | None = None
+) -> _Manifest | None:
+    """The manifest of an attempt; None when it has none.
+
+    Args:
+        save: whose attempt it is, when the caller knows its job, too.
+
+    Raises StorageError, and IntegrityError when it is damaged, or another save's.
+    """
+    own = save if save is not None else identity.Attempt.parse(attempt).save
     try:
-        found = kind.parse(await store.read(key))
+        return await _read(store, attempt, kind, own)
     except NotFoundError:
         return None
+
+
+async def _read(
+    store: Store, attempt: str, kind: type[_Manifest], save: save_pb2.SaveId
+) -> _Manifest:
+    key = identity.manifest(attempt)
+    found = kind.parse(await store.read(key))
     if found.header.attempt != attempt:
         raise IntegrityError(f"{store.url}/{key} is of attempt {found.header.attempt!r}")
+    identity.check_record(f"{store.url}/{key}", attempt, found.header.save, save)
     return found
 
 

@@ -10,7 +10,8 @@ import pickle
 import posixpath
 from typing import Any
 
-from pannier.wire.errors import IntegrityError
+from pannier.wire import identity
+from pannier.wire.errors import IntegrityError, InvalidRequestError
 
 
 class _Inert:
@@ -50,13 +51,33 @@ def referred(content: bytes, where: str) -> frozenset[str]:
 
     Raises IntegrityError when it isn't a DCP checkpoint's metadata.
     """
+    names, _ = _read(content, where)
+    return frozenset(posixpath.normpath(name) for name in names)
+
+
+def saved_by(content: bytes, where: str) -> str:
+    """The attempt that a ``.metadata`` names as its own; empty for another writer's.
+
+    Otherwise as :func:`referred`.
+    """
+    _, save_id = _read(content, where)
     try:
-        metadata = _Unpickler(io.BytesIO(content)).load()
-        places = metadata.state["storage_data"]
-        names = {place.state["relative_path"] for place in places.values()}
+        return identity.Attempt.parse(save_id).name
+    except InvalidRequestError:
+        return ""
+
+
+def _read(content: bytes, where: str) -> tuple[set[str], str]:
+    """The files' names, and the id of the save; empty when it has none."""
+    try:
+        state = _Unpickler(io.BytesIO(content)).load().state
+        places = state["storage_data"]
+        names = {str(place.state["relative_path"]) for place in places.values()}
+        # Not every writer gives one.
+        meta = getattr(state.get("storage_meta"), "state", None) or {}
+        return names, str(meta.get("save_id") or "")
     except Exception as error:  # a damaged pickle can raise anything
         raise IntegrityError(
             f"{where} can't be read as a checkpoint's metadata, so that it isn't known which files it "
             f"needs: {type(error).__name__}: {error}"
         ) from error
-    return frozenset(posixpath.normpath(str(name)) for name in names)

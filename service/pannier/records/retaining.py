@@ -1,9 +1,9 @@
 """Carries a retention policy out at one root: ``pannier retain``, and the coordinator after each commit.
 
 In: how to open stores, the policy, a job. Out: what was removed, what stays and why. A checkpoint that is
-being read (a lease lives) or written (an attempt isn't decided) stays until the next time. What was
-decided is recorded beside the checkpoints, for ``pannier ls``. Async; whoever dies on the way has removed
-some: the next run goes on, and ``pannier gc`` ends the removal that was begun.
+being read (a lease lives) or written (an attempt isn't decided) stays until the next time. What is
+decided is recorded beside the checkpoints before anything goes, for ``pannier ls`` and for a reader that
+comes too late. Async; a process that dies on the way has removed some: the next run removes the rest.
 """
 
 import json
@@ -15,8 +15,15 @@ from typing import Any, Final
 
 from pannier.records.clock import store_time
 from pannier.records.listing import Checkpoint, list_checkpoints
-from pannier.records.retention import Policy, Verdict, judge
-from pannier.records.unmaking import condemn, remove_checkpoint, remove_directory
+from pannier.records.retention import Policy, judge
+from pannier.records.unmaking import (
+    Condemned,
+    InUseError,
+    condemn,
+    name_readers,
+    remove_checkpoint,
+    remove_directory,
+)
 from pannier.storage import ConflictError, NotFoundError, Store
 from pannier.wire import identity
 from pannier.wire.errors import PannierError
@@ -54,6 +61,7 @@ async def retain(
     *,
     job: str,
     host: str,
+    committed: str | None = None,
     dry_run: bool = False,
 ) -> list[Outcome]:
     """Removes what the policy doesn't keep of a job's checkpoints directly below ``root``.
@@ -61,6 +69,7 @@ async def retain(
     Args:
         open_store: of a checkpoint id or root; each store is closed here.
         host: signs removals.
+        committed: the attempt whose commit is the occasion: it and what is newer stay this time.
         dry_run: only tells.
 
     Raises:
@@ -68,50 +77,84 @@ async def retain(
     """
     store = open_store(root)
     try:
-        verdicts = judge(policy, await list_checkpoints(store), job=job)
+        checkpoints = await list_checkpoints(store)
+        verdicts = judge(policy, checkpoints, job=job, committed=committed)
         now = await store_time(store) if any(not each.reasons for each in verdicts) else 0.0
         outcomes = []
+        going: list[_Removal] = []
         for verdict in verdicts:
             if verdict.reasons:
                 outcomes.append(Outcome(verdict.checkpoint, verdict.reasons))
-            else:
-                url = f"{root.rstrip('/')}/{verdict.checkpoint.name}"
-                outcomes.append(await _remove(open_store, url, verdict, now, host, dry_run))
-        if not dry_run and policy.limits:
+                continue
+            each = _Removal(open_store, root, now, verdict.checkpoint)
+            outcomes.append(await each.condemn())
+            if not outcomes[-1].reasons:
+                going.append(each)
+        if dry_run or not policy.limits:
+            return outcomes
+        await _record(store, job, outcomes)
+        removed = {each.checkpoint.name: await each.remove(host) for each in going}
+        outcomes = [removed.get(each.checkpoint.name, each) for each in outcomes]
+        if any(each.spared for each in removed.values()):
             await _record(store, job, outcomes)
     finally:
         await store.close()
     return outcomes
 
 
-async def _remove(
-    open_store: Opener, url: str, verdict: Verdict, now: float, host: str, dry_run: bool
-) -> Outcome:
-    checkpoint = verdict.checkpoint
-    store = open_store(url)
-    try:
-        condemned = await condemn(store)
+@dataclass
+class _Removal:
+    """One checkpoint that no rule keeps."""
+
+    open_store: Opener
+    root: str
+    now: float
+    """The store's time."""
+    checkpoint: Checkpoint
+    condemned: Condemned | None = None
+
+    async def condemn(self) -> Outcome:
+        """Whether it can go now; writes nothing."""
+        store = self.open_store(self._url)
+        try:
+            condemned = await condemn(store)
+        except PannierError as error:
+            return self._spared(f"it could not be removed: {error}")
+        finally:
+            await store.close()
         standing = condemned.seen.standing
-        if standing is None or standing.name != checkpoint.attempt:
-            return _spared(checkpoint, "it was overwritten a moment ago")
+        if standing is None or standing.name != self.checkpoint.attempt:
+            return self._spared("it was overwritten a moment ago")
         if condemned.undecided:
-            return _spared(checkpoint, "a save to it is under way")
-        if readers := condemned.readers(now):
-            holders = ", ".join(sorted({lease.holder for lease in readers}))
-            return _spared(checkpoint, f"it is being read by {holders}")
-        if dry_run:
-            return Outcome(checkpoint, (), condemned.size)
-        gone = await remove_checkpoint(store, condemned, host=host)
-    except PannierError as error:
-        return _spared(checkpoint, f"it could not be removed: {error}")
-    finally:
-        await store.close()
-    remove_directory(url)
-    return Outcome(checkpoint, (), sum(info.size for info in gone.objects))
+            return self._spared("a save to it is under way")
+        if readers := condemned.readers(self.now):
+            return self._spared(f"it is being read by {name_readers(readers)}")
+        self.condemned = condemned
+        return Outcome(self.checkpoint, (), condemned.size)
 
+    async def remove(self, host: str) -> Outcome:
+        """Removes it, unless it is being read by now."""
+        assert self.condemned is not None
+        store = self.open_store(self._url)
+        try:
+            removed = await remove_checkpoint(
+                store, self.condemned, host=host, reason="retention", spare_at=self.now
+            )
+        except InUseError as error:
+            return self._spared(str(error))
+        except PannierError as error:
+            return self._spared(f"it could not be removed: {error}")
+        finally:
+            await store.close()
+        remove_directory(self._url)
+        return Outcome(self.checkpoint, (), sum(info.size for info in removed.objects))
 
-def _spared(checkpoint: Checkpoint, why: str) -> Outcome:
-    return Outcome(checkpoint, (why,), spared=True)
+    @property
+    def _url(self) -> str:
+        return f"{self.root.rstrip('/')}/{self.checkpoint.name}"
+
+    def _spared(self, why: str) -> Outcome:
+        return Outcome(self.checkpoint, (why,), spared=True)
 
 
 async def _record(store: Store, job: str, outcomes: list[Outcome]) -> None:
@@ -127,7 +170,14 @@ async def _record(store: Store, job: str, outcomes: list[Outcome]) -> None:
     ]
     jobs = known.get("kept", {})
     jobs[job] = {each.checkpoint.name: each.reasons for each in outcomes if each.reasons}
-    record = {"kept": jobs, "removed": [*known.get("removed", []), *removed][-_RECORDED:]}
+    # An earlier entry may be of a checkpoint that was spared in the end, or saved again.
+    names = {each.checkpoint.name for each in outcomes}
+    former = [
+        each
+        for each in known.get("removed", [])
+        if each.get("job") != job or each.get("name") not in names
+    ]
+    record = {"kept": jobs, "removed": [*former, *removed][-_RECORDED:]}
     data = json.dumps(record, indent=1).encode()
     try:
         await store.replace(key, data, expected=info.generation if info is not None else None)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from pannier.records.listing import Checkpoint, Standing
+from pannier.wire import identity
 from pannier.wire.errors import ConfigurationError
 
 _STEP: Final = re.compile(r"\d+")
@@ -46,7 +47,7 @@ class Policy:
     """What is kept; a checkpoint that no rule keeps may go. Raises ConfigurationError."""
 
     newest: int | None = None
-    """So many of the newest, by when they were committed."""
+    """So many of the newest, in the order of their saves."""
     every: int | None = None
     """Those whose step, the last number in the name, is a multiple of this."""
     best: tuple[Best, ...] = ()
@@ -72,8 +73,14 @@ class Verdict:
     reasons: tuple[str, ...]
 
 
-def judge(policy: Policy, checkpoints: Iterable[Checkpoint], *, job: str) -> list[Verdict]:
+def judge(
+    policy: Policy, checkpoints: Iterable[Checkpoint], *, job: str, committed: str | None = None
+) -> list[Verdict]:
     """A verdict for each committed checkpoint of the job directly below the root, oldest first.
+
+    Args:
+        committed: the attempt whose commit is the occasion. Saves may be committed in another order
+            than they were begun in: neither it nor a newer one goes before a later commit.
 
     Others' checkpoints, attempts that aren't committed, and what lies deeper have none: they are never
     touched.
@@ -84,16 +91,21 @@ def judge(policy: Policy, checkpoints: Iterable[Checkpoint], *, job: str) -> lis
             for each in checkpoints
             if each.standing is Standing.COMMITTED and each.job == job and "/" not in each.name
         ),
-        key=lambda each: (each.time, each.name),
+        key=lambda each: each.order,
     )
     if not policy.limits:
         return [Verdict(each, ("no rule limits them",)) for each in own]
     best = {rule: _best(rule, own) for rule in policy.best}
+    occasion = identity.Attempt.parse(committed) if committed is not None else None
     verdicts = []
     for age, checkpoint in enumerate(reversed(own)):
         reasons = [f"matches {p}" for p in policy.always if fnmatch.fnmatchcase(checkpoint.name, p)]
         if age < (policy.newest or 1):
             reasons.append("newest" if age == 0 else f"newest {policy.newest}")
+        elif occasion is not None and _attempt(checkpoint) == occasion:
+            reasons.append("committed last")
+        elif occasion is not None and _attempt(checkpoint) > occasion:
+            reasons.append("newer than the one committed last")
         found = step(checkpoint.name)
         if found is None:
             reasons.append("its name has no step")
@@ -102,6 +114,11 @@ def judge(policy: Policy, checkpoints: Iterable[Checkpoint], *, job: str) -> lis
         reasons += [f"best {rule}" for rule, names in best.items() if checkpoint.name in names]
         verdicts.append(Verdict(checkpoint, tuple(reasons)))
     return verdicts[::-1]
+
+
+def _attempt(checkpoint: Checkpoint) -> identity.Attempt:
+    assert checkpoint.attempt is not None
+    return identity.Attempt.parse(checkpoint.attempt)
 
 
 def step(name: str) -> int | None:

@@ -51,7 +51,6 @@ async def sweep_checkpoint(store: Store, *, grace_s: float) -> Swept:
     seen = await view(store, data=False)
     if not seen.superseded():
         return Swept()
-    seen = await view(store)
     return await sweep_superseded(store, seen, grace_s=grace_s, now=await store_time(store))
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from pannier.daemon.crashing import point
-from pannier.records.interrupted import Found, Interrupted, give_up, judge
+from pannier.records.interrupted import Found, Interrupted, Standing, give_up, judge
 from pannier.records.leases import read_leases
 from pannier.records.removing import check_unneeded, remove_ended
 from pannier.records.superseded import GRACE_S, sweep_superseded
@@ -34,7 +34,7 @@ class Rules:
     grace_s: float = GRACE_S
     """Of superseded attempts, from when that was first seen."""
     abandoned_after_s: float = ABANDONED_AFTER_S
-    """Of what nobody has ended: attempts, uploads, temporary files."""
+    """Of what was never completed: attempts, uploads, temporary files; and of aborted attempts' decisions."""
 
 
 class Reason(enum.Enum):
@@ -43,7 +43,7 @@ class Reason(enum.Enum):
     SUPERSEDED = "superseded"
     """A newer save to the same id was committed, and the grace period has passed."""
     ABORTED = "aborted"
-    """Its save was aborted, or this came late."""
+    """Its save was aborted, or this came late; at last its decision."""
     ABANDONED = "abandoned"
     """Nobody has written to its attempt for long, and nobody can commit it."""
     REMOVED = "removed"
@@ -174,14 +174,28 @@ class _Sweeper:
         elif decision is None:
             await self._sweep_undecided(attempt)
         elif decision.outcome == records_pb2.OUTCOME_ABORT:
-            self.report.aborted.add(attempt)
-            left = [i for i in self.seen.attempts[attempt] if i.key != identity.decision(attempt)]
-            if left:
-                await self._remove(attempt, left, Reason.ABORTED, keep_decision=True)
+            await self._sweep_aborted(attempt)
         elif marked:
             await self._remove(attempt, self.seen.attempts[attempt], Reason.REMOVED)
         else:
             self._keep(attempt, "its commit is decided, but not done: run `pannier recover`")
+
+    async def _sweep_aborted(self, attempt: str) -> None:
+        """What is left of it; when nothing is, its decision, too, once that is old.
+
+        The decision stops a coordinator that is late with a COMMIT. None needs it any more then: one
+        that was stopped before its decision, and goes on only now, finds the attempt's manifest and
+        receipts missing, and installs nothing (:func:`pannier.records.installing.is_removed`). The age
+        is only for those that ask how the save ended.
+        """
+        self.report.aborted.add(attempt)
+        key = identity.decision(attempt)
+        objects = self.seen.attempts[attempt]
+        left = [info for info in objects if info.key != key]
+        if left:
+            await self._remove(attempt, left, Reason.ABORTED, keep_decision=True)
+        elif all(self._is_old(info.modified) for info in objects):
+            await self._remove(attempt, objects, Reason.ABORTED)
 
     async def _sweep_undecided(self, attempt: str) -> None:
         self.report.undecided.add(attempt)
@@ -192,7 +206,7 @@ class _Sweeper:
                 attempt, f"undecided, last written {idle_s:.0f} s ago: a save may be under way"
             )
             return
-        found = await judge(self.store, attempt, objects, self.seen.decisions)
+        found = await judge(self.store, attempt, objects, self.seen.decisions, Standing(self.store))
         if found is None:
             return
         if found.found is Found.COMPLETE:

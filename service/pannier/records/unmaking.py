@@ -8,16 +8,21 @@ In: a checkpoint id's store. Out: nothing of its ended attempts is there any mor
 3. data files, records, the decision last;
 4. a look whether a write that was delayed has brought ``.metadata`` back.
 
+Retention spares what is being read, and so looks at the leases once more between 1 and 2. A reader
+writes its lease first and looks for marks then, so that one of the two sees the other, however they
+interleave: the reader gives up, or the marks are taken back.
+
 Whoever dies on the way leaves marks: run again, it goes on. Async.
 """
 
 import json
 import os
+import uuid
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 from pannier.daemon.crashing import point
-from pannier.records.decisions import match
 from pannier.records.installing import stat_metadata
 from pannier.records.leases import Lease, find_leases
 from pannier.records.removing import remove_ended
@@ -26,7 +31,12 @@ from pannier.storage import ConflictError, ObjectInfo, Store
 from pannier.storage.location import parse
 from pannier.v1 import records_pb2
 from pannier.wire import identity
-from pannier.wire.errors import SaveAbortedError
+from pannier.wire.errors import PannierError, SaveAbortedError
+from pannier.wire.records import match
+
+
+class InUseError(PannierError):
+    """A reader holds a lease of the checkpoint."""
 
 
 @dataclass
@@ -49,7 +59,7 @@ class Condemned:
 
     def readers(self, now: float) -> list[Lease]:
         """Leases that live at ``now``, by the store's clock."""
-        return [lease for lease in self.leases if lease.expires > now]
+        return _living(self.leases, now)
 
 
 @dataclass
@@ -85,21 +95,39 @@ async def condemn(store: Store) -> Condemned:
     )
 
 
-async def remove_checkpoint(store: Store, condemned: Condemned, *, host: str) -> Gone:
-    """Removes it. Whoever reads it fails, also with a lease.
+async def remove_checkpoint(
+    store: Store,
+    condemned: Condemned,
+    *,
+    host: str,
+    reason: str = "pannier rm",
+    spare_at: float | None = None,
+) -> Gone:
+    """Removes it. Unless readers are spared, they fail, also with a lease.
 
     Args:
         host: signs the marks.
+        reason: stands in the marks, for people.
+        spare_at: the store's time; with it, nothing is removed while a lease lives.
 
     Raises:
+        InUseError: a reader is spared; nothing was removed, and nothing is marked.
         SaveAbortedError: a newer save was committed there meanwhile, which stays.
         StorageError: a step failed: run it again.
         IntegrityError: ``.metadata`` refers to what isn't its attempt's.
     """
     seen, gone = condemned.seen, Gone()
-    for attempt in condemned.attempts:
-        if seen.decisions.known[attempt].outcome == records_pb2.OUTCOME_COMMIT:
-            await _mark(store, attempt, host)
+    content = json.dumps({"by": host, "reason": reason, "token": uuid.uuid4().hex}).encode()
+    committed = [
+        attempt
+        for attempt in condemned.attempts
+        if seen.decisions.known[attempt].outcome == records_pb2.OUTCOME_COMMIT
+    ]
+    if spare_at is None:
+        for attempt in committed:
+            await _mark(store, attempt, content)
+    else:
+        await _mark_unread(store, committed, content, spare_at)
     if seen.metadata is not None:
         point("sweep.metadata.before")
         await store.delete(identity.METADATA, generation=seen.metadata.generation)
@@ -139,14 +167,42 @@ async def _discard(store: Store) -> None:
             await store.discard(item)
 
 
-async def _mark(store: Store, attempt: str, host: str) -> None:
+async def _mark(store: Store, attempt: str, content: bytes) -> None:
+    """Replaces any other mark, which its writer may take back."""
+    key = identity.removal_mark(attempt)
     point("sweep.removal.before")
     try:
-        await store.create(identity.removal_mark(attempt), json.dumps({"by": host}).encode())
+        await store.create(key, content)
     except ConflictError as error:
-        if error.current is None:
-            raise
+        current = error.current
+        await store.replace(key, content, expected=current.generation if current else None)
     point("sweep.removal.after")
+
+
+async def _mark_unread(store: Store, attempts: Collection[str], content: bytes, now: float) -> None:
+    """Marks them, or raises InUseError. Another's marks stay."""
+    own: list[ObjectInfo] = []
+    for attempt in attempts:
+        point("sweep.removal.before")
+        try:
+            own.append(await store.create(identity.removal_mark(attempt), content))
+        except ConflictError as error:
+            if error.current is None:
+                raise
+        point("sweep.removal.after")
+    if readers := _living(await find_leases(store), now):
+        for mark in own:
+            await store.delete(mark.key, generation=mark.generation)
+        raise InUseError(f"it is being read by {name_readers(readers)}")
+
+
+def _living(leases: Iterable[Lease], now: float) -> list[Lease]:
+    return [lease for lease in leases if lease.expires > now]
+
+
+def name_readers(leases: Iterable[Lease]) -> str:
+    """The holders, for people."""
+    return ", ".join(sorted({lease.holder for lease in leases}))
 
 
 async def _look_again(store: Store, condemned: Condemned) -> None:

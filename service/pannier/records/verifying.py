@@ -7,12 +7,14 @@ from dataclasses import dataclass, replace
 import crc32c
 from google.protobuf.message import DecodeError
 
-from pannier.records.decisions import match, read_decisions
+from pannier.records.decisions import read_decisions
 from pannier.records.manifests import ManifestRecord, read_manifest
 from pannier.storage import NotFoundError, Store
 from pannier.v1 import records_pb2
 from pannier.wire import identity
 from pannier.wire.errors import IntegrityError, InvalidRequestError, SaveAbortedError
+from pannier.wire.formats import describe_safetensors
+from pannier.wire.records import match
 
 _PARALLEL = 8
 """Objects read at the same time."""
@@ -63,11 +65,11 @@ async def verify(store: Store, *, progress: Callable[[int, int], None]) -> Verdi
     before = await store.stat(identity.METADATA)
     if before is None:
         raise SaveAbortedError(
-            f"{store.url} has no {identity.METADATA}: it is not a committed checkpoint"
+            f"{store.url} has no {identity.METADATA}: "
+            + (await _other_format(store) or "it is not a committed checkpoint")
         )
     content = await store.read(identity.METADATA)
-    keys = [item.key for item in await store.list(identity.attempts_prefix())]
-    decisions = await read_decisions(store, keys)
+    decisions = await read_decisions(store, await store.list(identity.attempts_prefix()))
     damaged = list(decisions.damaged)
     commits = {a: d for a, d in decisions.known.items() if d.outcome == records_pb2.OUTCOME_COMMIT}
     checksum = crc32c.crc32c(content)
@@ -114,13 +116,22 @@ async def verify(store: Store, *, progress: Callable[[int, int], None]) -> Verdi
     return Verdict(committed.attempt, findings)
 
 
+async def _other_format(store: Store) -> str | None:
+    """What a directory without ``.metadata`` is, when no save by Pannier left anything there."""
+    if await store.list(identity.attempts_prefix()):
+        return None
+    # By the names of torch's HuggingFaceStorageWriter: there may be many other objects below.
+    found = [item.key for prefix in ("model", "shard-") for item in await store.list(prefix)]
+    return describe_safetensors(key for key in found if "/" not in key)
+
+
 async def _read_receipts(
     store: Store, committed: records_pb2.Decision
 ) -> tuple[list[records_pb2.Receipt], list[Finding]]:
     """Receipts of all ranks that the manifest names, and what is wrong with these records."""
     key = identity.manifest(committed.attempt)
     try:
-        manifest = await read_manifest(store, committed.attempt, ManifestRecord)
+        manifest = await read_manifest(store, committed.attempt, ManifestRecord, committed.save)
     except IntegrityError:
         return [], [Finding(key, None, "malformed")]
     if manifest is None:

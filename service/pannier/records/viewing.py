@@ -8,12 +8,14 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from pannier.records.decisions import Decisions, is_attempt, read_decisions
-from pannier.records.installing import find_standing
+from pannier.records.installing import stat_metadata
 from pannier.records.referring import referred
 from pannier.storage import NotFoundError, ObjectInfo, Store
+from pannier.storage.retrying import contend
 from pannier.v1 import records_pb2
 from pannier.wire import identity
 from pannier.wire.errors import StorageError
+from pannier.wire.records import match
 
 _RACES = 10
 """Commits in a row while ``.metadata`` is read."""
@@ -63,13 +65,16 @@ async def view(store: Store, *, data: bool = True) -> View:
     """Looks at one checkpoint id.
 
     Args:
-        data: also at data files; without them, only records are known.
+        data: also at data files; without them, only records are known, and of attempts more than
+            whose decision is left.
 
     Raises:
         StorageError: it can't be read.
         IntegrityError: whose ``.metadata`` it is can't be told.
     """
     found = View()
+    # First: what commits meanwhile has its decision in storage before.
+    metadata, checksum = await stat_metadata(store)
     prefixes = [identity.attempts_prefix()]
     if data:
         prefixes.append(identity.data_prefix("")[:-1])
@@ -82,11 +87,19 @@ async def view(store: Store, *, data: bool = True) -> View:
             elif info.key.startswith(identity.attempts_prefix()):
                 found.others.append(info)
     for name in sorted(loose, key=identity.Attempt.parse):
-        found.attempts[name] = loose[name]
+        # After each abort, a decision alone stays.
+        if data or [info.key for info in loose[name]] != [identity.decision(name)]:
+            found.attempts[name] = loose[name]
     if found.attempts:
-        found.metadata, found.standing = await find_standing(store)
-        keys = (info.key for items in found.attempts.values() for info in items)
-        found.decisions = await read_decisions(store, keys)
+        found.decisions = await read_decisions(
+            store, (info for items in found.attempts.values() for info in items)
+        )
+        found.metadata = metadata
+        if metadata is not None:
+            found.decisions.check()
+            committed = match(found.decisions.known, metadata.size, checksum)
+            if committed is not None:
+                found.standing = identity.Attempt.parse(committed.attempt)
     return found
 
 
@@ -107,7 +120,7 @@ async def find_needed(store: Store) -> frozenset[str]:
         StorageError: it can't be read.
         IntegrityError: it isn't a checkpoint's metadata.
     """
-    for _ in range(_RACES):
+    async for _ in contend(_RACES):
         before = await store.stat(identity.METADATA)
         if before is None:
             return frozenset()

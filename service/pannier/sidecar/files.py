@@ -29,6 +29,7 @@ class DataFile:
 
     Args:
         slab: None: the content is in storage, or was given up, in a former life.
+        stamp: of the slab, where a trainer has staged the content itself; empty: it is streamed.
         label: names file, save, rank and host in errors.
         loop: where the upload reads.
     """
@@ -41,9 +42,11 @@ class DataFile:
         *,
         label: str,
         loop: asyncio.AbstractEventLoop,
+        stamp: bytes = b"",
     ) -> None:
         self.name = name
         self.size = size
+        self.stamp = stamp
         self.label = label
         self.held = 0
         """All bytes below this offset are in the spool."""
@@ -154,11 +157,14 @@ class DataFile:
         Goes on from what is held. Uploads follow as it advances.
 
         Raises:
+            IntegrityError: the trainer has staged something else there.
             UnavailableError: the save is over, or a stream fills the file instead.
             PannierError: the slab can't be read, or is shorter than the file.
         """
         reader = object()
         held = self.begin(reader, lambda: None)
+        if held < self.size:
+            self.check_stamp()
         buffer = memoryview(bytearray(min(_READ_BYTES, max(1, self.size))))
         try:
             while held < self.size:
@@ -172,8 +178,34 @@ class DataFile:
                     self.held = held = held + count
                 if held >= self._wanted:
                     self._loop.call_soon_threadsafe(self._wake)
+            self.check_stamp()
         finally:
             self.end(reader)
+
+    def check_stamp(self) -> None:
+        """What was read of a mapped file is of this save, if this raises nothing afterwards.
+
+        The trainer writes another stamp before it stages something else there.
+
+        Raises:
+            IntegrityError: the stamp has changed.
+            UnavailableError: the save is over.
+            PannierError: the slab can't be read.
+        """
+        if not self.stamp:
+            return
+        slab = self.slab
+        try:
+            found = slab.read_stamp()
+        except OSError as error:
+            raise self._unreadable(slab, error) from error
+        if len(found) < len(self.stamp):
+            raise self._cut(slab, os.fstat(slab.fd).st_size)
+        if found != self.stamp:
+            raise IntegrityError(
+                f"{self.label}: the trainer has staged another save into the spool file "
+                f"{slab.path} (its stamp is {found.hex()}, {self.stamp.hex()} was handed over)"
+            )
 
     def release(self) -> Slab | None:
         """The content isn't wanted any more: cuts the stream, and gives the slab out of hand.
@@ -210,15 +242,19 @@ class DataFile:
         try:
             count = os.preadv(slab.fd, [target], offset)
         except OSError as error:
-            raise PannierError(
-                f"{self.label}: the spool file {slab.path} can't be read: {error}"
-            ) from error
+            raise self._unreadable(slab, error) from error
         if not count:
-            raise PannierError(
-                f"{self.label}: the spool file {slab.path} ends at byte {offset} of {self.size}: "
-                "the trainer has cut it"
-            )
+            raise self._cut(slab, offset)
         return count
+
+    def _unreadable(self, slab: Slab, error: OSError) -> PannierError:
+        return PannierError(f"{self.label}: the spool file {slab.path} can't be read: {error}")
+
+    def _cut(self, slab: Slab, end: int) -> PannierError:
+        return PannierError(
+            f"{self.label}: the spool file {slab.path} ends at byte {end} of {self.size}: the "
+            "trainer has cut it"
+        )
 
     def _misplaced(self, offset: int, length: int) -> InvalidRequestError:
         if not 0 < length <= MAX_CHUNK:

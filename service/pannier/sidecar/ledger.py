@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from pannier.daemon import crashing
+from pannier.sidecar import boot_clock
 from pannier.sidecar.files import DataFile
 from pannier.sidecar.journal import Contents, Journal
 from pannier.sidecar.saves import RankSave, Save
@@ -36,6 +37,7 @@ class KeptFile:
     size: int
     slab: str
     """Name of its spool file; empty when another data file lies there now."""
+    stamp: bytes = b""
     held: int = 0
     crc32c: int = 0
     durable: bool = False
@@ -73,7 +75,9 @@ class Part:
         """As few as tell the same."""
         yield Record(part=self.number, begun=self.begun)
         for file in self.files.values():
-            opened = journal_pb2.FileOpened(name=file.name, size=file.size, slab=file.slab)
+            opened = journal_pb2.FileOpened(
+                name=file.name, size=file.size, slab=file.slab, stamp=file.stamp
+            )
             yield Record(part=self.number, opened=opened)
             if file.held:
                 held = journal_pb2.FileHeld(name=file.name, held=file.held, crc32c=file.crc32c)
@@ -109,7 +113,8 @@ class Parts:
         self.highest = max(self.highest, record.part)
         change = record.WhichOneof("change")
         if change == "begun":
-            self.by_number.setdefault(record.part, Part(record.part, record.begun))
+            known = self.by_number.setdefault(record.part, Part(record.part, record.begun))
+            boot_clock.copy(record.begun, known.begun)
             return
         part = self.by_number.get(record.part)
         if part is None or change is None:
@@ -136,7 +141,7 @@ class Parts:
     def _open(self, part: Part, opened: journal_pb2.FileOpened) -> None:
         if opened.name in part.files:
             return
-        file = KeptFile(opened.name, opened.size, opened.slab)
+        file = KeptFile(opened.name, opened.size, opened.slab, opened.stamp)
         part.files[file.name] = file
         if file.slab:
             former = self._slabs.get(file.slab)
@@ -175,6 +180,8 @@ class Ledger:
         self._full = 0
         """Bytes that it had grown by when there was no room to write it anew."""
         contents = self._read()
+        for part in self._parts:
+            boot_clock.adopt(part.begun)
         try:
             self._journal.rewrite(self._records())
         except PannierError as error:
@@ -200,7 +207,9 @@ class Ledger:
 
     def opened(self, rank: RankSave, file: DataFile) -> None:
         """The spool file of ``file`` belongs to it from now on; before its first byte."""
-        opened = journal_pb2.FileOpened(name=file.name, size=file.size, slab=file.slab.path.name)
+        opened = journal_pb2.FileOpened(
+            name=file.name, size=file.size, slab=file.slab.path.name, stamp=file.stamp
+        )
         self._record(rank, "opened", Record(opened=opened), begin=True)
 
     def held(self, rank: RankSave, file: DataFile) -> None:
@@ -332,6 +341,8 @@ class Ledger:
                     return
                 number = self._parts.highest + 1
                 records.insert(0, Record(begun=_begun(rank)))
+            elif begin and rank.deadline and not self._knows_deadline(number):
+                records.insert(0, Record(begun=_begun(rank)))
             for each in records:
                 each.part = number
             crashing.point(f"sidecar.{what}.before")
@@ -344,6 +355,10 @@ class Ledger:
                 self._numbers.pop(rank, None)
             crashing.point(f"sidecar.{what}.after")
 
+    def _knows_deadline(self, number: int) -> bool:
+        part = self._parts.by_number.get(number)
+        return part is None or bool(part.begun.save_timeout_s)
+
 
 def _begun(rank: RankSave) -> journal_pb2.PartBegun:
     begun = journal_pb2.PartBegun(
@@ -355,4 +370,5 @@ def _begun(rank: RankSave) -> journal_pb2.PartBegun:
     )
     for name, size in (rank.planned or {}).items():
         begun.files.append(plan_pb2.PlannedFile(name=name, size=size))
+    boot_clock.note(begun, rank.deadline)
     return begun

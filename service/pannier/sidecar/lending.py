@@ -21,6 +21,7 @@ from pannier.sidecar.saves import RankSave
 from pannier.sidecar.spool import Slab, Spool
 from pannier.v1 import sidecar_pb2
 from pannier.wire.errors import BusyError, InvalidRequestError
+from pannier.wire.layout import STAMP_BYTES
 
 _log = logging.getLogger(__name__)
 
@@ -93,7 +94,7 @@ class Lending:
         slabs: list[Slab] = []
         try:
             for size in sizes:
-                slabs.append(self._spool.take(owner[0], size, spare=spare))
+                slabs.append(self._spool.take(owner[0], size + STAMP_BYTES, spare=spare))
         except BaseException as error:
             for slab in slabs:
                 self.give(slab)
@@ -117,7 +118,7 @@ class Lending:
                 self._by_slab[slab] = (loan, name)
         return sidecar_pb2.ReserveResponse(
             files=[
-                sidecar_pb2.LentFile(slab=name, capacity=slab.capacity)
+                sidecar_pb2.LentFile(slab=name, capacity=slab.stageable)
                 for name, slab in loan.slabs.items()
             ],
             token=loan.token,
@@ -200,10 +201,10 @@ class Lending:
                     f"{rank.label}: the lent file {name} already holds a data file of a save that "
                     "hasn't ended"
                 )
-            if size > slab.capacity:
+            if size > slab.stageable:
                 raise InvalidRequestError(
                     f"{rank.label}: {size} bytes are said to be in the lent file {name}, which has "
-                    f"{slab.capacity}"
+                    f"{slab.stageable}"
                 )
             loan.busy[name] = rank
         return slab

@@ -25,7 +25,14 @@ from pannier.sidecar.saves import Phase, RankSave, Save, Saves
 from pannier.sidecar.trainers import Trainers
 from pannier.sidecar.watches import Watches
 from pannier.sidecar.whereabouts import Whereabouts
-from pannier.v1 import coordinator_pb2, coordinator_pb2_grpc, diagnosis_pb2, diagnosis_pb2_grpc
+from pannier.v1 import (
+    coordinator_pb2,
+    coordinator_pb2_grpc,
+    diagnosis_pb2,
+    diagnosis_pb2_grpc,
+    sidecar_pb2,
+)
+from pannier.wire import liveness
 from pannier.wire.errors import DeadlineError, PannierError, UnavailableError, from_rpc_error
 from pannier.wire.tls import Tls
 from pannier.wire.version import WIRE_VERSION
@@ -85,6 +92,9 @@ class Link:
         self._dirty: dict[tuple[str, int], RankSave] = {}
         self._told: set[str] = set()
         """Keys of the saves that the current stream has told of."""
+        self._followed: set[str] = set()
+        """Keys of planning saves of which the current stream brings the status."""
+        self._asked_planning = 0.0
         self._asking = False
         self._sending = False
         self._bell = asyncio.Event()
@@ -99,14 +109,14 @@ class Link:
     def connected(self) -> bool:
         """Attached, and heard a moment ago. Any thread."""
         heard = self._heard
-        return self._attached and heard is not None and time.monotonic() - heard < SUSPECT_S
+        return self._attached and heard is not None and liveness.now() - heard < SUSPECT_S
 
     @property
     def description(self) -> str:
         """The coordinator and when it was last heard, for people. Any thread."""
         if self._heard is None:
             return f"{self.peer} (not heard of yet)"
-        return f"{self.peer} (last heard {time.monotonic() - self._heard:.0f} s ago)"
+        return f"{self.peer} (last heard {liveness.now() - self._heard:.0f} s ago)"
 
     # Any thread.
 
@@ -172,7 +182,7 @@ class Link:
                 response = await stub(request, timeout=left + (SLACK_S if timed else 0))
             except grpc.aio.AioRpcError as error:
                 raise from_rpc_error(error, peer=self.peer) from error
-            self._heard = time.monotonic()
+            self._heard = liveness.now()
             return response
 
         tries = tenacity.AsyncRetrying(
@@ -339,6 +349,11 @@ class Link:
         if first or asking:
             request.watched.extend(self.watches.unknown())
         if first:
+            self._followed = set()
+        elif time.monotonic() - self._asked_planning >= HEARTBEAT_S:
+            self._asked_planning = time.monotonic()
+            request.watched.extend(self._planning())
+        if first:
             request.wire_version = WIRE_VERSION
             request.host = self._host
             request.sidecar = self._sidecar
@@ -350,6 +365,19 @@ class Link:
             self._dirty = {}
         undecided = self._saves.undecided()
         return [rank for save in undecided for rank in list(save.ranks.values()) if tellable(rank)]
+
+    def _planning(self) -> list[sidecar_pb2.PendingSave]:
+        """Saves that the coordinator knows by their ranks' calls alone, to hear what they wait for."""
+        asked = []
+        for save in self._saves.undecided():
+            ranks = list(save.ranks.values())
+            if save.key in self._followed or any(tellable(rank) for rank in ranks):
+                continue
+            if save.coordinator is not None:
+                self._followed.add(save.key)
+            asked += [sidecar_pb2.PendingSave(context=rank.context) for rank in ranks[:1]]
+        self._followed.intersection_update(save.key for save in self._saves.undecided())
+        return asked
 
     def _proposing(self) -> list[RankSave]:
         return [
@@ -373,22 +401,27 @@ class Link:
 
     async def _keep_watch(self) -> None:
         """Says who has gone silent: silence has no event of its own."""
-        while True:
-            await asyncio.sleep(HEARTBEAT_S)
-            self.trainers.look()
-            silent = self._heard is not None and time.monotonic() - self._heard > SUSPECT_S
-            if silent and not self._suspect:
-                _log.warning(
-                    "the %s is silent: its saves wait, until their deadlines", self.description
-                )
-            elif self._suspect and not silent:
-                _log.info("the %s is heard again", self.peer)
-            changed, self._suspect = silent is not self._suspect, silent
-            if changed:
-                # Clients are told whom their saves wait for, also where nothing else happens.
-                for save in self._saves.undecided():
-                    for rank in list(save.ranks.values()):
-                        self._saves.progressed(rank)
+        with liveness.clock.watched():
+            while True:
+                liveness.clock.tick(HEARTBEAT_S)
+                await asyncio.sleep(HEARTBEAT_S)
+                self._look()
+
+    def _look(self) -> None:
+        self.trainers.look()
+        silent = self._heard is not None and liveness.now() - self._heard > SUSPECT_S
+        if silent and not self._suspect:
+            _log.warning(
+                "the %s is silent: its saves wait, until their deadlines", self.description
+            )
+        elif self._suspect and not silent:
+            _log.info("the %s is heard again", self.peer)
+        changed, self._suspect = silent is not self._suspect, silent
+        if changed:
+            # Clients are told whom their saves wait for, also where nothing else happens.
+            for save in self._saves.undecided():
+                for rank in list(save.ranks.values()):
+                    self._saves.progressed(rank)
 
     def _note_heard(self) -> None:
-        self._heard = time.monotonic()
+        self._heard = liveness.now()

@@ -10,7 +10,7 @@ from typing import Any
 
 from pannier.sidecar.link import SLACK_S, Link
 from pannier.sidecar.receiving import check_attempt
-from pannier.sidecar.saves import Phase, Proposal, RankSave, Saves
+from pannier.sidecar.saves import Phase, Proposal, RankSave, Saves, aborted
 from pannier.v1 import plan_pb2, save_pb2, sidecar_pb2
 from pannier.wire.errors import DeadlineError, UnavailableError
 
@@ -50,7 +50,7 @@ def propose(
         status = rank.save.coordinator
         wanted = status is not None and status.plan_wanted
         ended = rank.save.verdict is not None or rank.phase is not Phase.PLANNING
-        return given_up or wanted or ended
+        return given_up or wanted or ended or bool(_failures(rank))
 
     proposal = Proposal(request.cached_plan_id, request.digest, request.attempt)
     saves.proposed(rank, proposal)
@@ -62,11 +62,30 @@ def propose(
         return sidecar_pb2.PlanResponse(plan=agreed)
     if answered and not given_up and saves.withdrawn(rank):
         return sidecar_pb2.PlanResponse(wanted=True)
+    if failures := _failures(rank):
+        error = aborted(rank.save.key, rank.save.checkpoint_id, failures)
+        saves.refused(rank, error)
+        raise error
     if given_up:
         raise UnavailableError(f"{rank.label}: the call of Plan was given up")
     problem = (
         f"the {link.description} did not say within {request.timeout_s:.0f} s whether all ranks go "
         "by their plan"
     )
+    status = rank.save.coordinator
+    if status is not None and status.waiting_on.text:
+        problem += f"; it last waited for {status.waiting_on.text}"
     saves.fail(rank, save_pb2.FAILURE_KIND_DEADLINE, f"Plan: {problem}")
     raise DeadlineError(problem)
+
+
+def _failures(rank: RankSave) -> list[save_pb2.Failure]:
+    """Why the coordinator gives the save up when that is for storage.
+
+    Then its ABORT may take as long as storage is away. A rank that calls with its local plan isn't
+    kept waiting for it either.
+    """
+    status = rank.save.coordinator
+    failures = list(status.failures) if status is not None else []
+    storage = any(each.kind == save_pb2.FAILURE_KIND_STORAGE for each in failures)
+    return failures if storage else []

@@ -5,6 +5,7 @@ uploads under way, ranks that are ingested. Blocking, thread-safe.
 """
 
 import asyncio
+import time
 from collections.abc import Sequence
 
 from pannier.sidecar.files import DataFile
@@ -20,11 +21,13 @@ from pannier.wire import identity, limits
 from pannier.wire.errors import (
     BusyError,
     ConfigurationError,
+    DeadlineError,
     IntegrityError,
     InvalidRequestError,
     PannierError,
     UnavailableError,
 )
+from pannier.wire.layout import STAMP_BYTES
 
 
 class Receiving:
@@ -95,12 +98,14 @@ class Receiving:
             SaveAbortedError: the save is over, or never fits into the spool.
         """
         check_attempt(header.attempt, rank)
+        limits.check_seconds(save_timeout_s=header.save_timeout_s)
         identity.check_data_file(header.name, header.attempt, rank.rank)
         label = f"{header.name} of {rank.label}"
         with rank.opening:
             self._saves.check(rank)
             file = rank.files.get(header.name)
             self._check_size(header, rank, file, label)
+            self._saves.timed(rank, 0, header.save_timeout_s)
             if file is not None:
                 return file
             if rank.phase not in BEFORE_INGESTION:
@@ -127,7 +132,7 @@ class Receiving:
             save_pb2.SaveId(job=request.job, incarnation=request.incarnation, group="g", number=1)
         )
         try:
-            self._spool.check_fits(request.sizes)
+            self._spool.check_fits([size + STAMP_BYTES for size in request.sizes])
         except ConfigurationError as error:
             raise InvalidRequestError(str(error)) from error
         owner = (request.job, request.incarnation, request.rank)
@@ -169,7 +174,9 @@ class Receiving:
                 return
             self._saves.check(rank)
             check_attempt(request.attempt, rank)
+            self._check_in_time(rank)
             rank.stalled_s = limits.age(request.stalled_s)
+            self._saves.timed(rank, 0, request.save_timeout_s)
             self._absorb(request, rank)
             receipt = _receipt(request, rank)
             self._check_files(rank, receipt)
@@ -190,10 +197,27 @@ class Receiving:
             self._lending.ask_for_room()
             raise
 
-    def _begin(self, rank: RankSave, header: sidecar_pb2.FileHeader, slab: Slab) -> DataFile:
+    def _check_in_time(self, rank: RankSave) -> None:
+        """Fails a rank that is handed over after its save's deadline.
+
+        Its trainer has given the save up, and what it handed over.
+        """
+        late_s = time.monotonic() - rank.deadline
+        if not rank.deadline or late_s < 0:
+            return
+        problem = (
+            f"{rank.label} was handed over {late_s:.1f} s after the save's deadline: was the "
+            "sidecar stopped?"
+        )
+        self._saves.fail(rank, save_pb2.FAILURE_KIND_DEADLINE, problem)
+        raise DeadlineError(problem)
+
+    def _begin(
+        self, rank: RankSave, header: sidecar_pb2.FileHeader, slab: Slab, stamp: bytes = b""
+    ) -> DataFile:
         """A new data file of the rank, whose content is or will be in ``slab``."""
         label = f"{header.name} of {rank.label}"
-        file = DataFile(header.name, header.size, slab, label=label, loop=self._loop)
+        file = DataFile(header.name, header.size, slab, label=label, loop=self._loop, stamp=stamp)
         try:
             self._saves.streaming(rank, header.attempt, file)
         except BaseException:
@@ -221,6 +245,11 @@ class Receiving:
             )
             file = rank.files.get(mapped.name)
             self._check_size(header, rank, file, label)
+            if len(mapped.stamp) != STAMP_BYTES or (file and file.stamp != mapped.stamp):
+                known = file.stamp.hex() if file else f"{STAMP_BYTES} bytes"
+                raise InvalidRequestError(
+                    f"{label} is mapped with the stamp {mapped.stamp.hex()!r}, expected was {known!r}"
+                )
             if file is None:
                 if len(rank.files) >= limits.MAX_FILES:
                     raise InvalidRequestError(
@@ -228,7 +257,7 @@ class Receiving:
                         f"{limits.MAX_FILES} are allowed"
                     )
                 slab = self._lending.claim(rank, mapped.slab, header.size)
-                file = self._begin(rank, header, slab)
+                file = self._begin(rank, header, slab, mapped.stamp)
             files.append(file)
         if files:
             rank.transport = "mapped"
@@ -238,7 +267,9 @@ class Receiving:
             except UnavailableError:
                 raise
             except PannierError as error:
-                self._saves.fail(rank, save_pb2.FAILURE_KIND_SPOOL, str(error))
+                damaged = isinstance(error, IntegrityError)
+                kind = save_pb2.FAILURE_KIND_INTEGRITY if damaged else save_pb2.FAILURE_KIND_SPOOL
+                self._saves.fail(rank, kind, str(error))
                 raise
             self.held(rank, file)
 
@@ -326,10 +357,10 @@ def check_attempt(attempt: str, rank: RankSave) -> None:
     limits.check_words(attempt=attempt)
     parsed = identity.Attempt.parse(attempt)
     save = rank.save.id
-    if (parsed.group, parsed.number) != (save.group, save.number):
+    if not parsed.is_of(save):
         raise InvalidRequestError(
             f"{rank.label}: {attempt} is an attempt of another save, number {parsed.number} of group "
-            f"{parsed.group}"
+            f"{parsed.group} in incarnation {parsed.incarnation}"
         )
 
 

@@ -29,7 +29,7 @@ def report_of(rank: RankSave) -> coordinator_pb2.RankReport:
         report.plan_id, report.digest = rank.proposal.plan_id, rank.proposal.digest
         if report.status.phase == Phase.PLANNING.value:
             report.attempt = rank.proposal.attempt
-    if rank.plan_deadline:
+    if rank.plan_deadline and rank.phase is Phase.PLANNING:
         report.timeout_s = max(_LEAST_S, rank.plan_deadline - now)
     if rank.deadline:
         report.save_timeout_s = max(_LEAST_S, rank.deadline - now)

@@ -15,6 +15,7 @@ from typing import Final
 
 import crc32c
 
+from pannier.sidecar import boot_clock
 from pannier.sidecar.files import DataFile
 from pannier.sidecar.ledger import KeptFile, Ledger, Part
 from pannier.sidecar.saves import BEFORE_INGESTION, Phase, RankSave, Saves
@@ -135,6 +136,7 @@ def _restore(
         begun.context,
         _phase(part),
         created_at=begun.created_at,
+        save_timeout_s=boot_clock.remaining(begun),
         attempt=begun.attempt or (receipt.attempt if receipt is not None else ""),
         plan_id=begun.plan_id or (receipt.plan_id if receipt is not None else ""),
         planned={file.name: file.size for file in begun.files} if begun.planned else None,
@@ -157,7 +159,8 @@ def _phase(part: Part) -> Phase:
 def _file(
     kept: KeptFile, slab: Slab | None, rank: RankSave, loop: asyncio.AbstractEventLoop
 ) -> DataFile:
-    file = DataFile(kept.name, kept.size, slab, label=f"{kept.name} of {rank.label}", loop=loop)
+    label = f"{kept.name} of {rank.label}"
+    file = DataFile(kept.name, kept.size, slab, label=label, loop=loop, stamp=kept.stamp)
     file.restore(kept.held, kept.crc32c)
     if kept.durable:
         file.durable, file.uploaded = True, file.size

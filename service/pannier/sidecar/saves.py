@@ -17,7 +17,9 @@ from typing import Final
 from pannier.daemon.board import TERMINAL
 from pannier.sidecar.files import DataFile
 from pannier.v1 import plan_pb2, records_pb2, save_pb2, sidecar_pb2
+from pannier.wire import liveness
 from pannier.wire.errors import (
+    InDoubtError,
     InvalidRequestError,
     PannierError,
     SaveAbortedError,
@@ -94,7 +96,7 @@ class RankSave:
         self.failure: save_pb2.Failure | None = None
         self.refused = False
         """The coordinator itself said that the save is over."""
-        self.heard = time.monotonic()
+        self.heard = liveness.now()
         """When the trainer last sent something, a ping at least; whoever receives it sets this."""
         self.reached: dict[int, float] = {}
         """When it came to each phase, in this life of the sidecar, on the monotonic clock."""
@@ -232,7 +234,7 @@ class Saves:
                     f"{rank.label}: now called to {context.checkpoint_id} with ranks "
                     f"{list(context.ranks)}, before with ranks {list(rank.context.ranks)}"
                 )
-            rank.heard = time.monotonic()
+            rank.heard = liveness.now()
         if fresh:
             self._tell(rank.save, None, True)
         return rank
@@ -243,6 +245,7 @@ class Saves:
         phase: Phase,
         *,
         created_at: float,
+        save_timeout_s: float = 0.0,
         attempt: str,
         plan_id: str = "",
         planned: dict[str, int] | None = None,
@@ -255,6 +258,7 @@ class Saves:
         The files are the caller's to add.
 
         Args:
+            save_timeout_s: what is left until the save's deadline; 0: not known.
             verdict: how the save had ended; the same for all its ranks.
         """
         key = save_text(context.save)
@@ -268,6 +272,7 @@ class Saves:
             rank = save.ranks[context.rank] = RankSave(save, context)
             rank.phase, rank.attempt, rank.plan_id = phase, attempt, plan_id
             rank.planned, rank.receipt, rank.failure = planned, receipt, failure
+            rank.deadline = _earlier(0.0, save_timeout_s)
         if verdict is None:
             self._tell(save, None, True)
         return rank
@@ -291,10 +296,12 @@ class Saves:
         self._tell(rank.save, rank, True)
 
     def timed(self, rank: RankSave, timeout_s: float, save_timeout_s: float) -> None:
-        """The trainer says how long its plan and the whole save may take; 0: no word."""
-        now = time.monotonic()
-        rank.plan_deadline = now + timeout_s if timeout_s else rank.plan_deadline
-        rank.deadline = now + save_timeout_s if save_timeout_s else rank.deadline
+        """The trainer says how long its plan and the whole save may take; 0: not known.
+
+        The earliest deadline counts: a call that is made again may carry the time of the first.
+        """
+        rank.plan_deadline = _earlier(rank.plan_deadline, timeout_s)
+        rank.deadline = _earlier(rank.deadline, save_timeout_s)
 
     def proposed(self, rank: RankSave, proposal: Proposal) -> None:
         """The trainer goes by an earlier plan; no news when that was agreed already.
@@ -387,7 +394,7 @@ class Saves:
 
     def received(self, rank: RankSave) -> None:
         """Some MiB came in."""
-        rank.heard = time.monotonic()
+        rank.heard = liveness.now()
         self.progressed(rank)
 
     def progressed(self, rank: RankSave) -> None:
@@ -541,6 +548,11 @@ class Saves:
             raise rank.save.end_error()
         if rank.phase is Phase.FAILED:
             failures = [rank.failure] if rank.failure is not None else []
+            if rank.receipt is not None:
+                # Its receipt may be in storage all the same, and the save committed by it.
+                raise InDoubtError(
+                    f"{rank.label} failed after it was ingested: {_text(failures)}", failures
+                )
             raise aborted(rank.save.key, rank.save.checkpoint_id, failures)
 
     def _adopt(self, rank: RankSave, attempt: str) -> None:
@@ -554,6 +566,18 @@ class Saves:
         for listener in self._listeners:
             listener(save, rank, urgent)
         self.wake()
+
+
+def _text(failures: list[save_pb2.Failure]) -> str:
+    return "; ".join(failure.message for failure in failures)
+
+
+def _earlier(known: float, seconds: float) -> float:
+    """The earlier of a deadline and now + ``seconds``; 0 stands for none."""
+    if not seconds:
+        return known
+    end = time.monotonic() + seconds
+    return min(known, end) if known else end
 
 
 def _plan_key(rank: RankSave, plan_id: str) -> tuple[str, str, int, str]:

@@ -127,6 +127,7 @@ class SidecarServicer(sidecar_pb2_grpc.SidecarServicer):
         limits.check_seconds(save_timeout_s=request.save_timeout_s)
         rank = self._enter(request.context)
         self._saves.check(rank)
+        self._saves.timed(rank, 0, request.save_timeout_s)
         response: sidecar_pb2.BeginResponse = self._forward(
             rank, "Begin", request, _BEGIN_S, context
         )

@@ -22,6 +22,7 @@ from pannier.daemon import crashing
 from pannier.daemon.private import make_private
 from pannier.sidecar.commons import Commons
 from pannier.wire.errors import BusyError, ConfigurationError, PannierError
+from pannier.wire.layout import STAMP_BYTES
 
 _log = logging.getLogger(__name__)
 
@@ -43,6 +44,15 @@ class Slab:
         self.fd = fd
         self.job = job
         self.capacity = 0
+
+    @property
+    def stageable(self) -> int:
+        """Bytes of it that a trainer may stage into; its stamp follows them."""
+        return self.capacity - STAMP_BYTES
+
+    def read_stamp(self) -> bytes:
+        """The stamp that the trainer which maps it has written; shorter where the file was cut."""
+        return os.pread(self.fd, STAMP_BYTES, self.stageable)
 
 
 class Spool:

@@ -13,6 +13,7 @@ from pannier.sidecar.lending import Lending
 from pannier.sidecar.saves import Phase, RankSave, Save
 from pannier.sidecar.spool import Spool
 from pannier.v1 import save_pb2
+from pannier.wire import liveness
 
 
 class Coordinator(Protocol):
@@ -42,7 +43,7 @@ def rank_status(rank: RankSave) -> save_pb2.RankStatus:
         bytes_durable=sum(file.size for file in files if file.durable),
         retries=rank.retries,
         last_error=rank.failure.message if rank.failure else rank.last_error,
-        seconds_since_heard=time.monotonic() - rank.heard,
+        seconds_since_heard=liveness.now() - rank.heard,
         transport=rank.transport,
         stalled_s=rank.stalled_s,
     )
@@ -119,7 +120,7 @@ def _local_state(ranks: list[RankSave]) -> "save_pb2.SaveState":
 
 def _awaited(ranks: list[RankSave]) -> list[Awaited]:
     waiting = [rank for rank in ranks if rank.phase not in (Phase.DURABLE, Phase.FAILED)]
-    now = time.monotonic()
+    now = liveness.now()
     # Of an ingested rank nothing but this sidecar's own work is awaited.
     return [
         Awaited(r.rank, r.host, 0.0 if r.phase is Phase.INGESTED else now - r.heard)

@@ -7,12 +7,12 @@ keeps its connection, so that only its pings tell whether it lives. Thread-safe.
 
 import logging
 import threading
-import time
 from collections import OrderedDict
 from typing import Final
 
 from pannier.sidecar.saves import BEFORE_INGESTION, RankSave, Saves
 from pannier.v1 import coordinator_pb2
+from pannier.wire import liveness
 
 _log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class Trainers:
 
     def heard(self, key: Key) -> None:
         """The trainer connected or pinged."""
-        now = time.monotonic()
+        now = liveness.now()
         with self._lock:
             self._heard[key] = now
             self._gone.pop(key, None)
@@ -54,14 +54,14 @@ class Trainers:
         """The trainer's process is gone; ``who`` is its name for people."""
         with self._lock:
             self._heard.pop(key, None)
-            self._gone[key] = (time.monotonic(), who)
+            self._gone[key] = (liveness.now(), who)
             self._gone.move_to_end(key)
             while len(self._gone) > _GONE_KEPT:
                 self._gone.popitem(last=False)
 
     def report(self) -> list[coordinator_pb2.TrainerStatus]:
         """All of them, for the coordinator."""
-        now = time.monotonic()
+        now = liveness.now()
         with self._lock:
             gone = [(key, at, who) for key, (at, who) in self._gone.items()]
             heard = [(key, at, "") for key, at in self._heard.items()]
@@ -75,7 +75,7 @@ class Trainers:
 
     def look(self) -> None:
         """Says which trainers are suspect now. To be called every second or so."""
-        now = time.monotonic()
+        now = liveness.now()
         silent: dict[Key, RankSave] = {}
         for save in self._saves.undecided():
             for rank in list(save.ranks.values()):

@@ -144,6 +144,7 @@ class Uploads:
                     f"the store has {info.size} bytes with crc32c {info.crc32c}, the spool "
                     f"{file.size} with {file.crc}"
                 )
+            file.check_stamp()
             file.uploaded = file.size
             self._ledger.durable(rank, file)
             file.durable = True

@@ -6,14 +6,36 @@ save ended: nothing is concluded here from not knowing it. Thread-safe.
 """
 
 import threading
+import time
 from collections.abc import Callable, Hashable, Iterable
+from typing import Final
 
 from pannier.daemon.board import TERMINAL
 from pannier.sidecar.saves import Saves
 from pannier.v1 import save_pb2, sidecar_pb2
 from pannier.wire.identity import save_text
 
+_LEAST_S: Final = 0.001
+"""Remaining time that is over; 0 stands for a deadline that isn't known."""
+
 Tell = Callable[[save_pb2.SaveStatus], None]
+
+
+class _Pending:
+    """A save that a client has asked after, with its deadline on this host's clock."""
+
+    def __init__(self, asked: sidecar_pb2.PendingSave) -> None:
+        self.context = asked.context
+        self._handed_over = asked.handed_over
+        timeout_s = asked.save_timeout_s
+        self._deadline = time.monotonic() + timeout_s if timeout_s else None
+
+    def now(self) -> sidecar_pb2.PendingSave:
+        """The same with the time that remains."""
+        pending = sidecar_pb2.PendingSave(context=self.context, handed_over=self._handed_over)
+        if self._deadline is not None:
+            pending.save_timeout_s = max(_LEAST_S, self._deadline - time.monotonic())
+        return pending
 
 
 class Watches:
@@ -23,11 +45,11 @@ class Watches:
         self._saves = saves
         self._changed = changed
         self._lock = threading.Lock()
-        self._watches: dict[Hashable, tuple[Tell, dict[str, sidecar_pb2.PendingSave]]] = {}
+        self._watches: dict[Hashable, tuple[Tell, dict[str, _Pending]]] = {}
 
     def add(self, who: Hashable, pending: Iterable[sidecar_pb2.PendingSave], tell: Tell) -> None:
         """A client has connected; ``tell`` gets the status of the saves it waits for."""
-        by_key = {save_text(each.context.save): each for each in pending}
+        by_key = {save_text(each.context.save): _Pending(each) for each in pending}
         if not by_key:
             return
         with self._lock:
@@ -43,7 +65,7 @@ class Watches:
         """What to ask the coordinator for: of these ranks nothing is held here."""
         with self._lock:
             asked = [each for _, pending in self._watches.values() for each in pending.values()]
-        return [each for each in asked if not self._saves.holds(each.context)]
+        return [each.now() for each in asked if not self._saves.holds(each.context)]
 
     def heard(self, status: save_pb2.SaveStatus) -> None:
         """The coordinator told how a save is."""

@@ -10,6 +10,7 @@ from typing import Any
 from pannier.storage.base import (
     ConflictError,
     DeniedError,
+    HeldError,
     IntegrityError,
     NotFoundError,
     ObjectInfo,
@@ -70,6 +71,7 @@ def _missing(url: str, extra: str, error: ModuleNotFoundError) -> ConfigurationE
 __all__ = [
     "ConflictError",
     "DeniedError",
+    "HeldError",
     "IntegrityError",
     "NotFoundError",
     "ObjectInfo",

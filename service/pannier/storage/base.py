@@ -23,6 +23,14 @@ class DeniedError(StorageError):
     """Credentials are missing, expired or without the permission."""
 
 
+class HeldError(StorageError):
+    """A hold or a retention policy keeps the object as it is until it is released."""
+
+
+class UnreachableError(StorageError):
+    """The store has not answered at all: no name, no connection, or no word on it."""
+
+
 class ConflictError(StorageError):
     """A precondition failed: ``current`` is what stands there instead (None: nothing)."""
 
@@ -43,6 +51,8 @@ class ObjectInfo:
     """None where the store doesn't keep one."""
     modified: float
     """Unix time, seconds, of the store's clock."""
+    hold: str = ""
+    """What keeps it from being replaced or removed, as the store names it; empty: nothing known."""
 
 
 @dataclass(frozen=True)
@@ -143,6 +153,18 @@ class Store(ABC):
     async def list(self, prefix: str = "") -> list[ObjectInfo]:
         """All objects whose key starts with ``prefix``, recursively, sorted by key."""
 
+    async def list_directories(self, prefix: str = "") -> Sequence[str]:
+        """Names of the directories directly below ``prefix``, sorted.
+
+        Where the store has directories of its own, empty ones count. Stores override this: it
+        reads a full listing.
+
+        Args:
+            prefix: empty, or a key that ends with ``/``.
+        """
+        below = (info.key.removeprefix(prefix) for info in await self.list(prefix))
+        return sorted({name for name, slash, _ in (key.partition("/") for key in below) if slash})
+
     @abstractmethod
     async def delete(self, key: str, *, generation: str | None = None) -> None:
         """Removes ``key`` (only that generation, when given). No error when it is gone.
@@ -151,7 +173,7 @@ class Store(ABC):
         """
 
     async def list_unfinished(self) -> Sequence[Unfinished]:
-        """Uploads and temporary files of any age below this directory that can be discarded.
+        """Uploads, temporary files and empty directories of any age that can be discarded.
 
         None where the store drops them by itself.
         """
@@ -165,11 +187,11 @@ class Store(ABC):
     async def probe(self) -> None:
         """Checks that the place can be written and that preconditions are honoured.
 
-        Creates a small object twice; leaves nothing behind.
+        Creates a small object twice, lists, replaces and removes it; leaves nothing behind.
 
         Raises:
-            StorageError: with what to check; a store that lets a second create
-                win is refused by name.
+            StorageError: with what to check; a store that ignores a precondition of a
+                write or of a removal is refused by name.
         """
 
     @abstractmethod
@@ -180,6 +202,7 @@ class Store(ABC):
 __all__ = [
     "ConflictError",
     "DeniedError",
+    "HeldError",
     "IntegrityError",
     "NotFoundError",
     "ObjectInfo",
@@ -189,4 +212,5 @@ __all__ = [
     "StorageError",
     "Store",
     "Unfinished",
+    "UnreachableError",
 ]

@@ -8,13 +8,19 @@ import errno
 import fcntl
 import os
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
 
 HIDDEN = ".pannier-"
 """Names of the store's own files in a checkpoint directory start with it."""
 BLOCK = 4096
 _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT)
+_PRUNES = 100
+"""Times in a row that others may remove an empty directory in which a file is to be made."""
 _NO_LINK = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
@@ -66,15 +72,7 @@ class Draft:
         self._target = target
         self._name: Path | None = None
         self._direct = direct
-        for last in (False, True):
-            make_directory(target.parent)
-            try:
-                self._fd = self._open()
-                break
-            except FileNotFoundError:
-                # Somebody removed the empty directory in between.
-                if last:
-                    raise
+        self._fd = self._in_directory(self._open)
 
     def _open(self) -> int:
         flags = os.O_RDWR | os.O_CLOEXEC
@@ -96,6 +94,21 @@ class Draft:
                 raise
             self._name = name
             return fd
+
+    def _in_directory(self, make: Callable[[], T]) -> T:
+        """Runs ``make`` in the target's directory, which is created again when others remove it.
+
+        A file without a name doesn't keep its directory: it counts as empty, and is removed after
+        the last other file in it.
+        """
+        for last in range(_PRUNES, -1, -1):
+            try:
+                make_directory(self._target.parent)
+                return make()
+            except FileNotFoundError:
+                if not last:
+                    raise
+        raise AssertionError("unreachable")
 
     def _new_name(self) -> Path:
         return self._target.with_name(f"{HIDDEN}{uuid.uuid4().hex}.tmp")
@@ -132,7 +145,7 @@ class Draft:
             LinksUnsupportedError: use :meth:`move`.
         """
         self._link(self._target)
-        sync_directory(self._target.parent)
+        self._sync_name()
 
     def move(self) -> None:
         """:meth:`link` for file systems without links; only safe under the directory's lock."""
@@ -148,13 +161,21 @@ class Draft:
             self._name = name
         os.rename(self._name, self._target)
         self._name = None
-        sync_directory(self._target.parent)
+        self._sync_name()
+
+    def _sync_name(self) -> None:
+        # Gone with its directory: others have removed what was published, which is durable, too.
+        with suppress(FileNotFoundError):
+            sync_directory(self._target.parent)
+
+    def _link_nameless(self, path: Path) -> None:
+        # Only with a directory does os.link() follow /proc's link to the file.
+        os.link(f"/proc/self/fd/{self._fd}", path, src_dir_fd=self._fd)
 
     def _link(self, path: Path) -> None:
         try:
             if self._name is None:
-                # Only with a directory does os.link() follow /proc's link to the file.
-                os.link(f"/proc/self/fd/{self._fd}", path, src_dir_fd=self._fd)
+                self._in_directory(lambda: self._link_nameless(path))
             else:
                 os.link(self._name, path)
         except OSError as error:

@@ -6,7 +6,7 @@ from typing import IO
 import crc32c
 
 from pannier.storage.base import IntegrityError, Source
-from pannier.storage.threads import in_thread
+from pannier.storage.threads import spool
 
 
 class Feed:
@@ -29,7 +29,7 @@ class Feed:
         Bytes read again don't count twice.
         """
         await self._wait_for(offset + len(view))
-        await in_thread(self._fill, view, offset)
+        await spool.run(self._fill, view, offset)
 
     async def file(self, end: int) -> IO[bytes]:
         """The file, once all bytes below ``end`` are there; closed by :meth:`close`."""

@@ -7,10 +7,11 @@ also is what a retry meets when the first try's answer was lost.
 """
 
 import base64
+import functools
 import json
 import re
 import uuid
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any, TypeVar
 
@@ -19,12 +20,14 @@ import crc32c
 from pannier.storage import probing
 from pannier.storage.base import (
     ConflictError,
+    DeniedError,
     IntegrityError,
     NotFoundError,
     ObjectInfo,
     Progress,
     Retried,
     Source,
+    StorageError,
     Store,
 )
 from pannier.storage.bodies import Slices
@@ -33,17 +36,19 @@ from pannier.storage.gcs_http import (
     ChecksumRefusedError,
     GcsConnection,
     PreconditionError,
+    UnclearError,
     lease,
 )
 from pannier.storage.gcs_upload import ResumableUpload, encode_crc
 from pannier.storage.limits import end_of
 from pannier.storage.location import Location, check_key
-from pannier.storage.retrying import TransientError, retry, silent
+from pannier.storage.retrying import TransientError, UnsettledError, retry, settle, silent
 from pannier.storage.threads import BUFFER, buffers
 
 T = TypeVar("T")
 
-_FIELDS = "name,size,generation,crc32c,updated"
+_HOLDS = ("temporaryHold", "eventBasedHold")
+_FIELDS = ",".join(("name,size,generation,crc32c,updated", *_HOLDS))
 _FRACTION = re.compile(r"\.(\d+)")
 
 
@@ -84,11 +89,12 @@ class GcsStore(Store):
         self, key: str, source: Source, *, progress: Progress, retried: Retried
     ) -> ObjectInfo:
         """See :meth:`Store.upload`. The deadline counts anew with each chunk."""
+        once = functools.partial(self._upload, key, source, progress, retried)
         try:
-            return await self._upload(key, source, progress, retried)
+            return await settle(once, retried=retried)
         except IntegrityError as error:
             retried(str(error))
-            return await self._upload(key, source, progress, retried)
+            return await settle(once, retried=retried)
 
     async def _upload(
         self, key: str, source: Source, progress: Progress, retried: Retried
@@ -124,10 +130,12 @@ class GcsStore(Store):
                 resource = await upload.run(feed, progress)
                 crc = await source.crc32c()
             info = self._info(resource)
-        except PreconditionError:
+        except (PreconditionError, UnclearError) as error:
             crc = await source.crc32c()
             there = await self.stat(key)
-            if there is None or (there.size, there.crc32c) != (source.size, crc):
+            if there is None:
+                raise UnsettledError(f"{error}; nothing stands there") from error
+            if (there.size, there.crc32c) != (source.size, crc):
                 raise ConflictError(
                     f"{self._what(key)} exists with other content: "
                     "data-file names are never used twice",
@@ -156,12 +164,15 @@ class GcsStore(Store):
 
     async def replace(self, key: str, data: bytes, *, expected: str | None) -> ObjectInfo:
         """See :meth:`Store.replace`."""
+        return await settle(lambda: self._replace(key, data, expected))
+
+    async def _replace(self, key: str, data: bytes, expected: str | None) -> ObjectInfo:
         connection = await self._connection()
         crc = crc32c.crc32c(data)
         try:
             resource = await self._insert(connection, key, data, crc, expected or "0", silent)
-        except PreconditionError:
-            return await self._settle(key, data, expected)
+        except (PreconditionError, UnclearError) as error:
+            return await self._read_back(key, data, expected, error)
         except ChecksumRefusedError as error:
             raise IntegrityError(str(error)) from error
         info = self._info(resource)
@@ -173,7 +184,10 @@ class GcsStore(Store):
             )
         return info
 
-    async def _settle(self, key: str, data: bytes, expected: str | None) -> ObjectInfo:
+    async def _read_back(
+        self, key: str, data: bytes, expected: str | None, problem: StorageError
+    ) -> ObjectInfo:
+        """What stands there, if it is ``data``. Raises ConflictError, UnsettledError."""
         current = await self.stat(key)
         if current is not None and current.size == len(data):
             try:
@@ -182,6 +196,8 @@ class GcsStore(Store):
             except NotFoundError:
                 current = await self.stat(key)  # Replaced in between: not ours any more.
         stands = f"generation {current.generation}" if current else "nothing"
+        if (current.generation if current else None) == expected:
+            raise UnsettledError(f"{problem}; {stands} stands there, as expected") from problem
         raise ConflictError(
             f"{self._what(key)}: {stands} stands there, not {expected or 'nothing'}", current
         )
@@ -212,7 +228,7 @@ class GcsStore(Store):
                 headers={"Content-Type": f"multipart/related; boundary={boundary}"},
                 data=Slices(*body),
             )
-            return answer.json()
+            return answer.resource(self._what(key))
 
         return await self._retry(once, key, retried)
 
@@ -259,7 +275,10 @@ class GcsStore(Store):
                 what=self._what(key),
                 params={"fields": _FIELDS},
             )
-            return answer.json()
+            try:
+                return answer.resource(self._what(key))
+            except UnclearError as error:
+                raise TransientError(str(error)) from error
 
         try:
             return self._info(await self._retry(once, key))
@@ -270,8 +289,22 @@ class GcsStore(Store):
 
     async def list(self, prefix: str = "") -> list[ObjectInfo]:
         """See :meth:`Store.list`."""
+        pages = await self._pages(prefix, fields=f"items({_FIELDS})")
+        found = [self._info(item) for page in pages for item in page.get("items", ())]
+        return sorted(found, key=lambda info: info.key)
+
+    async def list_directories(self, prefix: str = "") -> Sequence[str]:
+        """See :meth:`Store.list_directories`."""
+        pages = await self._pages(prefix, fields="prefixes", delimiter="/")
+        start = len(self._prefix + prefix)
+        return sorted(name[start:-1] for page in pages for name in page.get("prefixes", ()))
+
+    async def _pages(
+        self, prefix: str, *, fields: str, delimiter: str | None = None
+    ) -> Sequence[dict[str, Any]]:
+        """All pages of a listing."""
         connection = await self._connection()
-        found: list[ObjectInfo] = []
+        pages: list[dict[str, Any]] = []
         token: str | None = None
         while True:
 
@@ -282,17 +315,17 @@ class GcsStore(Store):
                     what=self._what(prefix),
                     params={
                         "prefix": self._prefix + prefix,
-                        "fields": f"items({_FIELDS}),nextPageToken",
+                        "delimiter": delimiter,
+                        "fields": f"{fields},nextPageToken",
                         "pageToken": token,
                     },
                 )
                 return answer.json()
 
-            page = await self._retry(once, prefix)
-            found += [self._info(item) for item in page.get("items", ())]
-            token = page.get("nextPageToken")
+            pages.append(await self._retry(once, prefix))
+            token = pages[-1].get("nextPageToken")
             if not token:
-                return sorted(found, key=lambda info: info.key)
+                return pages
 
     async def delete(self, key: str, *, generation: str | None = None) -> None:
         """See :meth:`Store.delete`."""
@@ -310,8 +343,33 @@ class GcsStore(Store):
         await self._retry(once, key)
 
     async def probe(self) -> None:
-        """See :meth:`Store.probe`."""
+        """See :meth:`Store.probe`. A zonal (Rapid) bucket is refused by name."""
+        await self._check_layout()
         await probing.probe(self)
+
+    async def _check_layout(self) -> None:
+        connection = await self._connection()
+
+        async def once() -> dict[str, Any]:
+            answer = await connection.request(
+                "GET",
+                connection.bucket_url(self._bucket, "storageLayout"),
+                what=f"gs://{self._bucket}",
+                params={"fields": "locationType"},
+                expected=(200, 400, 405, 501),
+            )
+            return answer.json() if answer.status == 200 else {}
+
+        try:
+            layout = await self._retry(once, "")
+        except (DeniedError, NotFoundError):
+            # Other servers don't have it, and not every account may ask: the writes decide.
+            return
+        if layout.get("locationType") == "zone":
+            raise StorageError(
+                f"gs://{self._bucket} is a zonal (Rapid) bucket, which takes appends over gRPC only: "
+                "Pannier can't write there; use a regional, dual-region or multi-region bucket"
+            )
 
     async def close(self) -> None:
         """See :meth:`Store.close`."""
@@ -325,6 +383,7 @@ class GcsStore(Store):
             generation=str(resource["generation"]),
             crc32c=int.from_bytes(base64.b64decode(crc), "big") if crc else None,
             modified=_unix_time(str(resource.get("updated", ""))),
+            hold=", ".join(name for name in _HOLDS if resource.get(name)),
         )
 
 

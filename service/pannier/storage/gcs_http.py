@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from urllib.parse import quote, urlencode
 
@@ -20,16 +21,17 @@ os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
 
 import aiohttp
 import google.auth.exceptions
+import google.auth.transport.requests
 from gcsfs.core import GCSFileSystem
 from gcsfs.retry import HttpError, NonRetryableError
 from yarl import URL
 
-from pannier.storage.base import DeniedError, NotFoundError, StorageError
+from pannier.storage.base import DeniedError, HeldError, NotFoundError, StorageError
 from pannier.storage.bodies import Body, Slices
-from pannier.storage.limits import within
+from pannier.storage.limits import tell, within
 from pannier.storage.retrying import TransientError
 from pannier.storage.sharing import Lease
-from pannier.storage.threads import in_thread
+from pannier.storage.threads import set_up
 from pannier.wire.errors import ConfigurationError
 
 CONNECT_S = 15.0
@@ -37,6 +39,9 @@ SILENCE_S = 60.0
 SLOWEST_BYTES_PER_S = 128 << 10
 """A request whose body moves slower than this is given up and tried again."""
 _PROVIDER_TEXT = 500
+_RATE_LIMITS = {"rateLimitExceeded", "userRateLimitExceeded"}
+_HOLDS = {"objectUnderActiveHold", "retentionPolicyNotMet"}
+"""Reasons of a 403 that no permission would change."""
 _CREDENTIALS_HINT = (
     "check which credentials the daemon uses (storage option 'token', "
     "GOOGLE_APPLICATION_CREDENTIALS, or the machine's service account) and that they may create, "
@@ -46,6 +51,10 @@ _CREDENTIALS_HINT = (
 
 class PreconditionError(StorageError):
     """412: ifGenerationMatch didn't hold."""
+
+
+class UnclearError(StorageError):
+    """200 to a write, but what came with it is not the object's resource."""
 
 
 class ChecksumRefusedError(StorageError):
@@ -59,6 +68,8 @@ class Answer:
     status: int
     headers: Mapping[str, str]
     body: bytes
+    authorization: str = ""
+    """What the request was sent with."""
 
     def json(self) -> dict[str, Any]:
         """The body's JSON object. Raises TransientError when it isn't one: it was cut."""
@@ -68,6 +79,18 @@ class Answer:
             raise TransientError(f"an answer that isn't JSON: {self.body[:100]!r}") from error
         if not isinstance(value, dict):
             raise TransientError(f"an answer that isn't a JSON object: {self.body[:100]!r}")
+        return value
+
+    def resource(self, what: str) -> dict[str, Any]:
+        """The resource of the object that was written. Raises UnclearError when it isn't one."""
+        try:
+            value = json.loads(self.body)
+        except ValueError:
+            value = None
+        if not isinstance(value, dict) or not {"name", "generation"} <= value.keys():
+            raise UnclearError(
+                f"{what}: {self.status} with {self.body[:100]!r} instead of the object's resource"
+            )
         return value
 
 
@@ -90,7 +113,7 @@ class GcsConnection:
             settings.setdefault("token", "anon")
         settings.update(asynchronous=True, skip_instance_cache=True)
         try:
-            fs = await in_thread(GCSFileSystem, **settings)
+            fs = await set_up.run(partial(GCSFileSystem, **settings))
             session = await fs._set_session()
             # Else aiohttp sends a whole chunk again, silently, when a connection breaks.
             session._retry_connection = False
@@ -117,6 +140,10 @@ class GcsConnection:
         tail = "" if name is None else f"/{quote(name, safe='')}"
         return f"{self.endpoint}{area}/storage/v1/b/{quote(bucket, safe='')}/o{tail}"
 
+    def bucket_url(self, bucket: str, part: str) -> str:
+        """URL of something that belongs to a bucket, like its ``storageLayout``."""
+        return f"{self.endpoint}/storage/v1/b/{quote(bucket, safe='')}/{part}"
+
     async def request(
         self,
         method: str,
@@ -137,17 +164,37 @@ class GcsConnection:
             expected: statuses that are an answer; others raise.
 
         Raises:
-            TransientError, DeniedError, NotFoundError, PreconditionError,
+            TransientError, DeniedError, HeldError, NotFoundError, PreconditionError,
             ChecksumRefusedError, StorageError
+
+        A token that is refused before its time is fetched again, once, and the request repeated.
         """
         if params is not None:
             billed = self._fs._get_params(dict(params))
             url = f"{url}?{urlencode(billed)}" if billed else url
+        answer = await self._exchange(method, url, headers, data, what)
+        if answer.status == 401 and answer.authorization:
+            refused = _error(answer, what)
+            await self._renew(answer.authorization, refused)
+            answer = await self._exchange(method, url, headers, data, what)
+        if answer.status not in expected:
+            raise _error(answer, what)
+        return answer
+
+    async def _exchange(
+        self,
+        method: str,
+        url: str,
+        headers: Mapping[str, str] | None,
+        data: Body | None,
+        what: str,
+    ) -> Answer:
+        """An answer of any status. Raises TransientError, DeniedError, StorageError."""
         body = data or Slices()
         limit_s = CONNECT_S + SILENCE_S + (body.size or 0) / SLOWEST_BYTES_PER_S
         body.moved = began = time.monotonic()
         try:
-            answer = await within(
+            return await within(
                 limit_s,
                 self._once(method, url, headers, data),
                 # A peer that takes nothing for so long has stalled.
@@ -156,17 +203,16 @@ class GcsConnection:
         except asyncio.TimeoutError as error:
             raise TransientError(
                 f"{what}: {self.endpoint} did not answer for "
-                f"{time.monotonic() - max(began, body.moved):.0f} s"
+                f"{time.monotonic() - max(began, body.moved):.0f} s",
+                answered=False,
             ) from error
         except (aiohttp.InvalidURL, aiohttp.ClientConnectorCertificateError) as error:
             raise StorageError(f"{what}: {error}") from error
         except (aiohttp.ClientError, OSError) as error:
             raise TransientError(
-                f"{what}: connection to {self.endpoint}: {type(error).__name__}: {error}"
+                f"{what}: connection to {self.endpoint}: {type(error).__name__}: {error}",
+                answered=False,
             ) from error
-        if answer.status not in expected:
-            raise _error(answer, what)
-        return answer
 
     async def _once(
         self,
@@ -175,37 +221,74 @@ class GcsConnection:
         headers: Mapping[str, str] | None,
         data: Body | None,
     ) -> Answer:
+        authorized = await self._authorized(headers)
         async with self._fs.session.request(
             method,
             URL(url, encoded=True),
-            headers=await self._authorized(headers),
+            headers=authorized,
             data=data,
             allow_redirects=False,
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=SILENCE_S),
         ) as response:
-            return Answer(response.status, response.headers, await response.read())
+            return Answer(
+                response.status,
+                response.headers,
+                await response.read(),
+                authorized.get("authorization", ""),
+            )
 
     async def _authorized(self, headers: Mapping[str, str] | None) -> dict[str, str]:
         credentials = self._fs.credentials
         try:
             if credentials.credentials is not None:
                 # May fetch a token, with blocking calls.
-                await in_thread(credentials.maybe_refresh)
+                await set_up.run(credentials.maybe_refresh)
             authorized: dict[str, str] = self._fs._get_headers(headers)
         except google.auth.exceptions.TransportError as error:
-            raise TransientError(f"no token could be fetched: {error}") from error
+            raise TransientError(f"no token could be fetched: {error}", answered=False) from error
         except (HttpError, NonRetryableError, google.auth.exceptions.GoogleAuthError) as error:
             raise DeniedError(f"no token could be fetched: {error}; {_CREDENTIALS_HINT}") from error
         return authorized
+
+    async def _renew(self, authorization: str, refused: StorageError) -> None:
+        """Fetches a token in place of the one that was refused, unless another request has."""
+        credentials = self._fs.credentials.credentials
+        if credentials is None:
+            raise refused
+        tell(f"{refused}; fetching another token")
+        try:
+            await set_up.run(_refresh, self._fs.credentials, authorization)
+        except google.auth.exceptions.TransportError as error:
+            raise TransientError(f"no token could be fetched: {error}") from error
+        except google.auth.exceptions.GoogleAuthError as error:
+            raise DeniedError(f"{refused} (no other token could be fetched: {error})") from error
+
+
+def _refresh(credentials: Any, authorization: str) -> None:
+    """Blocking; ``credentials`` are gcsfs'."""
+    with credentials.lock:
+        current: dict[str, str] = {}
+        credentials.credentials.apply(current)
+        if current.get("authorization") == authorization:
+            credentials.credentials.refresh(google.auth.transport.requests.Request())
+            credentials.credentials.apply(credentials.heads)
 
 
 def _error(answer: Answer, what: str) -> StorageError:
     said = _provider_text(answer)
     text = f"{what}: {answer.status} {said}"
     status = answer.status
-    if status in (408, 429) or (status >= 500 and status != 501):
+    reasons = _reasons(answer)
+    limited = status == 403 and reasons & _RATE_LIMITS
+    if status in (408, 429) or limited or (status >= 500 and status != 501):
         after = answer.headers.get("Retry-After", "")
         return TransientError(text, float(after) if after.isdigit() else 0)
+    if status == 403 and reasons & _HOLDS:
+        return HeldError(
+            f"{text}; the object is under a hold or a retention policy and can't be replaced or "
+            "removed: release the hold (gcloud storage objects update --no-temporary-hold "
+            "--no-event-based-hold), or wait for its retention period to end"
+        )
     if status in (401, 403):
         return DeniedError(f"{text}; {_CREDENTIALS_HINT}")
     if status in (404, 410):
@@ -225,6 +308,14 @@ def _provider_text(answer: Answer) -> str:
     except (ValueError, KeyError, TypeError):
         pass  # Not the documented form: the text as it is.
     return text[:_PROVIDER_TEXT]
+
+
+def _reasons(answer: Answer) -> set[str]:
+    """Of an error in the documented form; else none."""
+    try:
+        return {str(item["reason"]) for item in json.loads(answer.body)["error"]["errors"]}
+    except (ValueError, KeyError, TypeError):
+        return set()
 
 
 def lease(options: Mapping[str, Any]) -> Lease[GcsConnection]:

@@ -59,6 +59,8 @@ class ResumableUpload:
         self._deadline_s = deadline_s
         self._retried = retried
         self._session = ""
+        self._behind = 0
+        """How often the server had fewer bytes than it had confirmed, in this session."""
 
     async def run(self, feed: Feed, progress: Progress) -> dict[str, Any]:
         """Uploads all of ``feed``.
@@ -68,10 +70,12 @@ class ResumableUpload:
 
         Raises:
             PreconditionError: an object is already there.
+            UnclearError: the server doesn't say what it has made.
             StorageError: anything final. The session is deleted then, and on
                 cancellation.
         """
         for remaining in range(_SESSIONS - 1, -1, -1):
+            self._behind = 0
             try:
                 return await self._run(feed, progress)
             except _SessionLostError as error:
@@ -94,11 +98,20 @@ class ResumableUpload:
                 reached = await self._send(file, held, end, headers)
                 if isinstance(reached, dict):
                     return reached
+                if reached < held:
+                    self._note_loss(held, reached)
                 held = reached
                 progress(held)
         except BaseException:
             await clean_up(self._cancel(), "an upload session may be left")
             raise
+
+    def _note_loss(self, held: int, reached: int) -> None:
+        self._behind += 1
+        reason = f"{self._what}: the server had confirmed {held} bytes, and holds {reached}"
+        if self._behind >= _SESSIONS:
+            raise _SessionLostError(f"the upload session loses bytes: {reason}")
+        self._retried(reason)
 
     async def _retry(self, operation: Callable[[], Coroutine[Any, Any, T]]) -> T:
         return await retry(
@@ -162,14 +175,21 @@ class ResumableUpload:
 
     def _state(self, answer: Answer) -> int | dict[str, Any]:
         if answer.status != 308:
-            return answer.json()
-        held = answer.headers.get("Range")
-        if held is None:
+            return answer.resource(self._what)
+        span = answer.headers.get("Range")
+        if span is None:
             return 0
         try:
-            return int(held.rpartition("-")[2]) + 1
+            held = int(span.rpartition("-")[2]) + 1
         except ValueError as error:
-            raise TransientError(f"{self._what}: the server holds {held!r}") from error
+            raise TransientError(f"{self._what}: the server holds {span!r}") from error
+        if held >= self._size:
+            # Asked for its state, it may have finished the object.
+            raise TransientError(
+                f"{self._what}: the server holds {held} of {self._size} bytes, but has not made "
+                "the object of them yet"
+            )
+        return held
 
     async def _cancel(self) -> None:
         """Deletes the session; without an answer, the server does in a week."""

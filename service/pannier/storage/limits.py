@@ -6,13 +6,18 @@ tasks that it starts.
 """
 
 import asyncio
+import functools
+import math
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
+from pannier.wire.errors import StorageError
+
+P = ParamSpec("P")
 T = TypeVar("T")
 
 Told = Callable[[str], None]
@@ -63,9 +68,31 @@ def end_of(deadline_s: float) -> float:
     return end if until is None else min(end, until())
 
 
+def in_time(operation: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Coroutine[Any, Any, T]]:
+    """A store's operation that raises StorageError when the time is up before it begins.
+
+    For stores that answer at once, where nothing is tried again: what a caller may do is the same
+    on every store.
+    """
+
+    @functools.wraps(operation)
+    async def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+        if end_of(math.inf) <= time.monotonic():
+            what = " ".join(str(each) for each in args[1:2] if isinstance(each, str))
+            raise StorageError(f"{operation.__name__} {what}: the time for it was up")
+        return await operation(*args, **kwargs)
+
+    return checked
+
+
+def listener() -> Told | None:
+    """Who is told in this task when something is tried again."""
+    return _limits.get(_NONE).told
+
+
 def tell(reason: str) -> None:
     """Tells whoever listens to this task that something is tried again."""
-    told = _limits.get(_NONE).told
+    told = listener()
     if told is not None:
         told(reason)
 

@@ -10,32 +10,66 @@ import fcntl
 import os
 import random
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any, TypeVar
 
 from pannier.storage.base import StorageError
 from pannier.storage.draft import HIDDEN
-from pannier.storage.threads import in_thread
+from pannier.storage.threads import PATIENCE_S, Guarded, Threads, threads_of
+
+T = TypeVar("T")
 
 _NAME = f"{HIDDEN}lock"
 _RETRY_S = 0.005
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+
+
+class Locked:
+    """A lock that is held. Released when the last call that needs it has returned."""
+
+    def __init__(self, path: Path, fd: int, threads: Threads) -> None:
+        self._guard = Guarded(lambda: _release(path, fd))
+        self._threads = threads
+
+    async def run(self, function: Callable[..., T], *args: Any, until: float) -> T:
+        """As :meth:`Threads.run`, but a call that is abandoned keeps the lock until it ends."""
+        return await self._threads.run(self._guard.use, function, *args, until=until)
+
+    async def release(self) -> None:
+        """At the end. Raises HungError when the file system does not answer."""
+        until = time.monotonic() + PATIENCE_S
+        await self._threads.run(self._guard.close, until=until, closing=True)
 
 
 @asynccontextmanager
-async def locked(directory: Path, end: float) -> AsyncIterator[None]:
+async def locked(
+    directory: Path, end: float, threads: Threads | None = None
+) -> AsyncIterator[Locked]:
     """Holds the lock of an existing ``directory``.
 
     Args:
         end: time.monotonic() at which we wait no longer.
+        threads: default: those of the directory.
 
     Raises:
         StorageError: somebody else held it until the deadline.
         OSError: the directory doesn't exist or can't be written.
     """
+    threads = threads or threads_of(str(directory))
     path = directory / _NAME
     began = time.monotonic()
-    while (fd := await _take(path)) is None:
+
+    def undo(fd: int | None) -> None:
+        if fd is not None:
+            _release(path, fd)
+
+    while True:
+        until = max(end, time.monotonic() + PATIENCE_S)
+        fd = await threads.run(_try, path, until=until, undo=undo)
+        if fd is not None:
+            break
         if time.monotonic() > end:
             waited_s = time.monotonic() - began
             raise StorageError(
@@ -44,32 +78,15 @@ async def locked(directory: Path, end: float) -> AsyncIterator[None]:
             )
         # The kernel offers no wait for a file lock with a deadline.
         await asyncio.sleep(_RETRY_S * (0.5 + random.random()))
+    held = Locked(path, fd, threads)
     try:
-        yield
+        yield held
     finally:
-        await in_thread(_release, path, fd)
-
-
-async def _take(path: Path) -> int | None:
-    """:func:`_try` in a thread; whoever is cancelled meanwhile holds nothing."""
-    taken = []
-
-    def take() -> int | None:
-        fd = _try(path)
-        if fd is not None:
-            taken.append(fd)
-        return fd
-
-    try:
-        return await in_thread(take)
-    except asyncio.CancelledError:
-        for fd in taken:
-            _release(path, fd)
-        raise
+        await held.release()
 
 
 def _try(path: Path) -> int | None:
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    fd = os.open(path, _FLAGS, 0o666)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         current = os.stat(path)

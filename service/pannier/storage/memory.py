@@ -23,6 +23,7 @@ from pannier.storage.base import (
     Store,
 )
 from pannier.storage.feed import Feed
+from pannier.storage.limits import in_time
 from pannier.storage.location import Location, check_key
 from pannier.storage.threads import BUFFER
 
@@ -44,6 +45,7 @@ class MemoryStore(Store):
     def _path(self, key: str) -> str:
         return f"{self._directory}/{check_key(key)}"
 
+    @in_time
     async def upload(
         self, key: str, source: Source, *, progress: Progress, retried: Retried
     ) -> ObjectInfo:
@@ -66,10 +68,12 @@ class MemoryStore(Store):
                 feed.close()
         return await self.create(key, bytes(data))
 
+    @in_time
     async def create(self, key: str, data: bytes) -> ObjectInfo:
         """See :meth:`Store.create`."""
         return await self.replace(key, data, expected=None)
 
+    @in_time
     async def replace(self, key: str, data: bytes, *, expected: str | None) -> ObjectInfo:
         """See :meth:`Store.replace`."""
         path = self._path(key)
@@ -87,6 +91,7 @@ class MemoryStore(Store):
             f"memory:/{path}: {stands} stands there, not {expected or 'nothing'}", current
         )
 
+    @in_time
     async def read(self, key: str, offset: int = 0, length: int | None = None) -> bytes:
         """See :meth:`Store.read`."""
         path = self._path(key)
@@ -96,11 +101,13 @@ class MemoryStore(Store):
         with file.getbuffer() as view:
             return bytes(view[offset : None if length is None else offset + length])
 
+    @in_time
     async def stat(self, key: str) -> ObjectInfo | None:
         """See :meth:`Store.stat`."""
         file = self._fs.store.get(self._path(key))
         return None if file is None else _info(key, file)
 
+    @in_time
     async def list(self, prefix: str = "") -> list[ObjectInfo]:
         """See :meth:`Store.list`."""
         start = f"{self._directory}/"
@@ -111,6 +118,7 @@ class MemoryStore(Store):
         ]
         return [_info(key, file) for key, file in sorted(found, key=lambda pair: pair[0])]
 
+    @in_time
     async def delete(self, key: str, *, generation: str | None = None) -> None:
         """See :meth:`Store.delete`."""
         path = self._path(key)

@@ -5,19 +5,23 @@ their own retries): two layers multiply, hide the reason, and miss the deadline.
 """
 
 import asyncio
+import random
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_random_exponential
 
-from pannier.storage.base import Retried, StorageError
+from pannier.storage.base import Retried, StorageError, UnreachableError
 from pannier.storage.limits import end_of, tell, within
 
 T = TypeVar("T")
 
 FIRST_WAIT_S = 0.25
 LONGEST_WAIT_S = 20.0
+_LONGEST_PAUSE_S = 2.0
+"""Between two tries of a write that others may win."""
+_SETTLE_TRIES = 6
 _LONGEST_REQUEST_S = 60.0
 """Most that a store is obeyed when it asks to wait."""
 
@@ -27,11 +31,17 @@ class TransientError(StorageError):
 
     Args:
         after_s: the store asked to wait at least this long (Retry-After).
+        answered: False when nothing came from the store itself.
     """
 
-    def __init__(self, message: str, after_s: float = 0) -> None:
+    def __init__(self, message: str, after_s: float = 0, *, answered: bool = True) -> None:
         super().__init__(message)
         self.after_s = after_s
+        self.answered = answered
+
+
+class UnsettledError(StorageError):
+    """A write whose outcome reading back doesn't tell: what was to be there isn't, nor is anything else."""
 
 
 def silent(reason: str) -> None:
@@ -55,12 +65,14 @@ async def retry(
 
     Raises:
         StorageError: with the last TransientError's message when the time is up. Whether
-            a write has reached the store is unknown then.
+            a write has reached the store is unknown then. UnreachableError: it has not answered
+            in any try.
     """
     started = time.monotonic()
     end = end_of(deadline_s)
     jitter = wait_random_exponential(multiplier=FIRST_WAIT_S, max=LONGEST_WAIT_S)
     problem: TransientError | None = None
+    answered = False
 
     def wait(state: RetryCallState) -> float:
         after_s = problem.after_s if problem is not None else 0
@@ -75,11 +87,12 @@ async def retry(
         tell(str(problem))
 
     async def once() -> T:
-        nonlocal problem
+        nonlocal problem, answered
         try:
             return await within(end - time.monotonic(), operation())
         except TransientError as error:
             problem = error
+            answered = answered or error.answered
             raise
 
     attempts = AsyncRetrying(
@@ -94,7 +107,38 @@ async def retry(
     except (TransientError, asyncio.TimeoutError) as error:
         tries = attempts.statistics.get("attempt_number", 1)
         last = problem or f"{what}: no answer"
-        raise StorageError(
+        kind = StorageError if answered else UnreachableError
+        raise kind(
             f"{last} (given up after {tries} {'try' if tries == 1 else 'tries'} in "
             f"{time.monotonic() - started:.0f} s)"
         ) from error
+
+
+async def contend(tries: int) -> AsyncIterator[int]:
+    """Numbers the tries of a write that others may win; pauses with jitter before each but the first.
+
+    Without the pause, writers that lost to the same one meet again at once.
+    """
+    for number in range(tries):
+        if number:
+            longest_s = min(_LONGEST_PAUSE_S, FIRST_WAIT_S * 2 ** min(number, 16))
+            await asyncio.sleep(random.uniform(0, longest_s))
+        yield number
+
+
+async def settle(write: Callable[[], Coroutine[Any, Any, T]], *, retried: Retried = silent) -> T:
+    """Runs a write with a precondition again while it raises UnsettledError.
+
+    Raises:
+        StorageError: with the last UnsettledError's message after a few tries.
+    """
+    problem: UnsettledError | None = None
+    async for _ in contend(_SETTLE_TRIES):
+        if problem is not None:
+            retried(str(problem))
+            tell(str(problem))
+        try:
+            return await write()
+        except UnsettledError as error:
+            problem = error
+    raise StorageError(f"{problem} (given up after {_SETTLE_TRIES} tries)") from problem

@@ -6,6 +6,7 @@ is read back.
 """
 
 import base64
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -29,7 +30,7 @@ from pannier.storage.cleanup import clean_up
 from pannier.storage.feed import Feed
 from pannier.storage.limits import end_of
 from pannier.storage.location import Location, check_key
-from pannier.storage.retrying import TransientError, retry, silent
+from pannier.storage.retrying import TransientError, UnsettledError, retry, settle, silent
 from pannier.storage.s3_client import (
     BeyondEndError,
     ChecksumRefusedError,
@@ -85,17 +86,18 @@ class S3Store(Store):
         self, key: str, source: Source, *, progress: Progress, retried: Retried
     ) -> ObjectInfo:
         """See :meth:`Store.upload`. The deadline counts anew with each part."""
+        once = functools.partial(self._upload, key, source, progress, retried)
         try:
-            return await self._upload(key, source, progress, retried)
+            return await settle(once, retried=retried)
         except IntegrityError as error:
             retried(str(error))
-            return await self._upload(key, source, progress, retried)
+            return await settle(once, retried=retried)
 
     async def _upload(
         self, key: str, source: Source, progress: Progress, retried: Retried
     ) -> ObjectInfo:
         feed = Feed(source)
-        ours = True
+        ours, answered = True, f"{self._what(key)} was uploaded"
         try:
             if source.size <= BUFFER:
                 data = Part(source.size)
@@ -104,8 +106,8 @@ class S3Store(Store):
                 await self._put(key, data, crc, {"IfNoneMatch": "*"}, retried)
             else:
                 await self._upload_parts(key, source.size, feed, progress, retried)
-        except PreconditionError:
-            ours = False
+        except PreconditionError as error:
+            ours, answered = False, str(error)
         except ChecksumRefusedError as error:
             raise IntegrityError(str(error)) from error
         finally:
@@ -113,7 +115,7 @@ class S3Store(Store):
         crc = await source.crc32c()
         info = await self.stat(key)
         if info is None:
-            raise StorageError(f"{self._what(key)} is gone right after it was uploaded")
+            raise UnsettledError(f"{answered}; nothing stands there")
         arrived = await self._crc_of(info)
         if (info.size, arrived) != (source.size, crc):
             if not ours:
@@ -233,15 +235,18 @@ class S3Store(Store):
 
     async def replace(self, key: str, data: bytes, *, expected: str | None) -> ObjectInfo:
         """See :meth:`Store.replace`."""
+        return await settle(lambda: self._replace(key, data, expected))
+
+    async def _replace(self, key: str, data: bytes, expected: str | None) -> ObjectInfo:
         condition = {"IfNoneMatch": "*"} if expected is None else {"IfMatch": f'"{expected}"'}
         try:
             answer = await self._put(key, data, crc32c.crc32c(data), condition)
-        except PreconditionError:
-            return await self._settle(key, data, expected)
-        except NotFoundError:
+        except PreconditionError as error:
+            return await self._read_back(key, data, expected, error)
+        except NotFoundError as error:
             if expected is None:
                 raise
-            return await self._settle(key, data, expected)
+            return await self._read_back(key, data, expected, error)
         except ChecksumRefusedError as error:
             raise IntegrityError(str(error)) from error
         etag = answer["ETag"].strip('"')
@@ -251,7 +256,10 @@ class S3Store(Store):
         # Replaced by somebody else since: ours was there.
         return ObjectInfo(key, len(data), etag, crc32c.crc32c(data), 0.0)
 
-    async def _settle(self, key: str, data: bytes, expected: str | None) -> ObjectInfo:
+    async def _read_back(
+        self, key: str, data: bytes, expected: str | None, problem: StorageError
+    ) -> ObjectInfo:
+        """What stands there, if it is ``data``. Raises ConflictError, UnsettledError."""
         current = await self.stat(key)
         if current is not None and current.size == len(data):
             try:
@@ -260,6 +268,8 @@ class S3Store(Store):
             except NotFoundError:
                 current = None
         stands = f"generation {current.generation}" if current else "nothing"
+        if (current.generation if current else None) == expected:
+            raise UnsettledError(f"{problem}; {stands} stands there, as expected") from problem
         raise ConflictError(
             f"{self._what(key)}: {stands} stands there, not {expected or 'nothing'}", current
         )
@@ -314,9 +324,33 @@ class S3Store(Store):
 
     async def list(self, prefix: str = "") -> list[ObjectInfo]:
         """See :meth:`Store.list`; without checksums, which S3 doesn't list."""
+        found = [
+            ObjectInfo(
+                key=item["Key"].removeprefix(self._prefix),
+                size=int(item["Size"]),
+                generation=item["ETag"].strip('"'),
+                crc32c=None,
+                modified=item["LastModified"].timestamp(),
+            )
+            for page in await self._pages(prefix)
+            for item in page.get("Contents", ())
+        ]
+        return sorted(found, key=lambda info: info.key)
+
+    async def list_directories(self, prefix: str = "") -> Sequence[str]:
+        """See :meth:`Store.list_directories`."""
+        start = len(self._prefix + prefix)
+        return sorted(
+            item["Prefix"][start:-1]
+            for page in await self._pages(prefix, Delimiter="/")
+            for item in page.get("CommonPrefixes", ())
+        )
+
+    async def _pages(self, prefix: str, **options: str) -> Sequence[dict[str, Any]]:
+        """All pages of a listing."""
         connection = await self._connection()
-        found: list[ObjectInfo] = []
-        more: dict[str, str] = {}
+        pages: list[dict[str, Any]] = []
+        more = dict(options)
         while True:
             asked = dict(more)
             page = await retry(
@@ -330,19 +364,10 @@ class S3Store(Store):
                 what=self._what(prefix),
                 deadline_s=self._deadline_s,
             )
-            found += [
-                ObjectInfo(
-                    key=item["Key"].removeprefix(self._prefix),
-                    size=int(item["Size"]),
-                    generation=item["ETag"].strip('"'),
-                    crc32c=None,
-                    modified=item["LastModified"].timestamp(),
-                )
-                for item in page.get("Contents", ())
-            ]
+            pages.append(page)
             if not page.get("IsTruncated"):
-                return sorted(found, key=lambda info: info.key)
-            more = {"ContinuationToken": page["NextContinuationToken"]}
+                return pages
+            more = {**options, "ContinuationToken": page["NextContinuationToken"]}
 
     async def delete(self, key: str, *, generation: str | None = None) -> None:
         """See :meth:`Store.delete`."""

@@ -7,6 +7,7 @@ are off (:mod:`pannier.storage.retrying` does it).
 import asyncio
 import json
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -14,10 +15,10 @@ import botocore.exceptions as boto
 from s3fs import S3FileSystem
 
 from pannier.storage.base import DeniedError, NotFoundError, StorageError
-from pannier.storage.limits import within
+from pannier.storage.limits import tell, within
 from pannier.storage.retrying import TransientError
 from pannier.storage.sharing import Lease
-from pannier.storage.threads import in_thread
+from pannier.storage.threads import set_up
 from pannier.wire.errors import ConfigurationError
 
 CONNECT_S = 15
@@ -39,6 +40,7 @@ _OVERLOAD = {
     "Throttling",
     "ThrottlingException",
 }
+_EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired"}
 _CHECKSUM = {"BadDigest", "InvalidDigest", "XAmzContentChecksumMismatch"}
 
 
@@ -50,6 +52,10 @@ class ChecksumRefusedError(StorageError):
     """The server's checksum of what arrived isn't the one that was sent along."""
 
 
+class TokenExpiredError(DeniedError):
+    """The session token was refused before its time; the credentials may have another by now."""
+
+
 class BeyondEndError(StorageError):
     """416: the object ends before the range that was asked for."""
 
@@ -59,6 +65,9 @@ class S3Connection:
 
     def __init__(self, fs: S3FileSystem) -> None:
         self._fs = fs
+        self._clients = [fs._s3creator]
+        """All that were made; requests on their way may use an older one."""
+        self._renewing = asyncio.Lock()
 
     @classmethod
     async def open(cls, options: Mapping[str, Any]) -> "S3Connection":
@@ -75,15 +84,16 @@ class S3Connection:
         }
         settings.update(asynchronous=True, skip_instance_cache=True)
         try:
-            fs = await in_thread(S3FileSystem, **settings)
+            fs = await set_up.run(partial(S3FileSystem, **settings))
             await fs.set_session()
         except (TypeError, ValueError, KeyError, OSError, boto.BotoCoreError) as error:
             raise ConfigurationError(f"S3 can't be set up: {error}; {_CREDENTIALS_HINT}") from error
         return cls(fs)
 
     async def close(self) -> None:
-        """Closes the client's connections."""
-        await self._fs._s3creator.__aexit__(None, None, None)
+        """Closes the clients' connections."""
+        while self._clients:
+            await self._clients.pop().__aexit__(None, None, None)
 
     async def call(
         self, operation: str, *, what: str, size: int = 0, **arguments: Any
@@ -98,7 +108,33 @@ class S3Connection:
         Raises:
             TransientError, DeniedError, NotFoundError, PreconditionError, BeyondEndError,
             ChecksumRefusedError, StorageError
+
+        A token that is refused before its time is looked for again, once, and the call repeated.
         """
+        refused = self._fs._s3creator
+        try:
+            return await self._call(operation, what, size, arguments)
+        except TokenExpiredError as error:
+            tell(f"{error}; looking for other credentials")
+            await self._renew(refused)
+            return await self._call(operation, what, size, arguments)
+
+    async def _renew(self, refused: Any) -> None:
+        """Finds credentials as at first, unless another call has since. Raises DeniedError."""
+        async with self._renewing:
+            if self._fs._s3creator is not refused:
+                return
+            try:
+                await self._fs.set_session(refresh=True)
+            except (OSError, ValueError, boto.BotoCoreError) as error:
+                raise DeniedError(
+                    f"no other credentials were found: {error}; {_CREDENTIALS_HINT}"
+                ) from error
+            self._clients.append(self._fs._s3creator)
+
+    async def _call(
+        self, operation: str, what: str, size: int, arguments: Mapping[str, Any]
+    ) -> dict[str, Any]:
         limit_s = CONNECT_S + SILENCE_S + size / SLOWEST_BYTES_PER_S
         try:
             return await within(limit_s, self._once(operation, arguments))
@@ -121,7 +157,9 @@ class S3Connection:
             asyncio.TimeoutError,
             OSError,
         ) as error:
-            raise TransientError(f"{what}: {type(error).__name__}: {error}") from error
+            raise TransientError(
+                f"{what}: {type(error).__name__}: {error}", answered=False
+            ) from error
         except boto.BotoCoreError as error:
             raise StorageError(f"{what}: {error}") from error
 
@@ -143,6 +181,8 @@ def _error(error: boto.ClientError, what: str) -> StorageError:
         return ChecksumRefusedError(text)
     if code in _OVERLOAD or status in (408, 429) or (status >= 500 and status != 501):
         return TransientError(text)
+    if code in _EXPIRED:
+        return TokenExpiredError(f"{text}; {_CREDENTIALS_HINT}")
     if status in (401, 403):
         return DeniedError(f"{text}; {_CREDENTIALS_HINT}")
     if status == 404:

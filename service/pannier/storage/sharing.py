@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from pannier.storage.base import StorageError
+from pannier.storage.base import StorageError, UnreachableError
 
 T = TypeVar("T")
 
@@ -58,7 +58,7 @@ class Lease(Generic[T]):
         try:
             await asyncio.wait({entry.opening}, timeout=max(0.0, end - time.monotonic()))
             if not entry.opening.done():
-                raise StorageError(
+                raise UnreachableError(
                     "no credentials were found in time: does the machine's metadata server answer?"
                 )
             return entry.opening.result()

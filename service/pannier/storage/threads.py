@@ -1,43 +1,283 @@
 """Blocking calls of the stores, off the event loop, and the buffers that they fill.
 
-Owned by the process: one small pool of threads, one pool of aligned buffers that
-are used again, since touching fresh pages costs more than the copy itself.
+Each place (a directory of checkpoints, the spool, what sets connections up) has a small pool of
+threads of its own, so that calls that hang in one keep no other waiting. A call that doesn't
+return is abandoned: its thread is replaced, up to a bound, and keeps what it uses until it ends.
+The threads are daemons: a process ends without those that hang. Owned by the process, as is one
+pool of aligned buffers that are used again, since touching fresh pages costs more than the copy.
 """
 
 import asyncio
+import math
 import mmap
+import time
+from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from threading import Lock
-from typing import ParamSpec, TypeVar
+from concurrent.futures import Future
+from threading import Condition, Lock, Thread
+from typing import Any, Final, Generic, TypeVar
+from weakref import WeakSet, WeakValueDictionary
 
-P = ParamSpec("P")
+from pannier.storage.base import StorageError
+
 T = TypeVar("T")
 
 BUFFER = 8 << 20
 """Bytes of one buffer: a multiple of 256 KiB, as GCS's chunks, and of any disk's block."""
 _KEPT = 8
-_THREADS = 8
+_THREADS: Final = 8
+"""Of one place."""
+MOST_HUNG: Final = 16
+"""Calls to one place that may hang before others fail at once."""
+_IDLE_S: Final = 10.0
+PATIENCE_S: Final = 5.0
+"""After its caller is cancelled, a call that has begun may take so long before it is abandoned."""
 
-_executor = ThreadPoolExecutor(_THREADS, thread_name_prefix="pannier-storage")
+
+class HungError(StorageError):
+    """A blocking call has not returned in time, and was abandoned."""
 
 
-async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Runs ``function`` in a thread and waits for its end even when cancelled.
+class _Call(Generic[T]):
+    """One call. Changed with its pool's lock held."""
 
-    So what it uses (buffers, descriptors) can be given up afterwards.
+    def __init__(self, function: Callable[[], T], name: str, undo: Callable[[T], object] | None):
+        self.function = function
+        self.name = name
+        self.future: Future[T] = Future()
+        self._undo = undo
+        self.begun = self.ended = False
+        self.unwanted = False
+        """Its caller is gone: the result is undone."""
+
+    def undo(self, result: T) -> None:
+        if self._undo is not None:
+            self._undo(result)
+
+
+class Threads:
+    """Runs the blocking calls to one place. Its methods but :meth:`run` may be called by any thread.
+
+    Args:
+        place: for errors.
+        patience_s: infinite: a call that has begun is never abandoned.
     """
-    call = asyncio.get_running_loop().run_in_executor(_executor, lambda: function(*args, **kwargs))
-    try:
-        return await asyncio.shield(call)
-    except asyncio.CancelledError:
-        while not call.done():
-            with suppress(asyncio.CancelledError):
-                await asyncio.wait({call})
-        if not call.cancelled():
-            call.exception()  # Retrieved: the cancellation is what counts.
-        raise
+
+    def __init__(self, place: str, *, patience_s: float = PATIENCE_S) -> None:
+        self.place = place
+        self._patience_s = patience_s
+        self._changed = Condition()
+        self._queue: deque[_Call[Any]] = deque()
+        self._threads = self._idle = 0
+        self._hung: set[_Call[Any]] = set()
+        _pools.add(self)
+
+    @property
+    def hung(self) -> int:
+        """Calls that were abandoned and have not returned."""
+        return len(self._hung)
+
+    async def run(
+        self,
+        function: Callable[..., T],
+        *args: Any,
+        until: float = math.inf,
+        undo: Callable[[T], object] | None = None,
+        closing: bool = False,
+    ) -> T:
+        """Runs ``function(*args)`` in a thread.
+
+        Cancelled, it returns when the call has ended, so that what the call uses can be given up:
+        at once when it has not begun, and after some seconds when it hangs.
+
+        Args:
+            until: time.monotonic() at which the call is abandoned.
+            undo: gets the result of a call whose caller is gone, in any thread.
+            closing: it is accepted also when too many calls hang.
+
+        Raises:
+            HungError: it did not return by then, or too many others haven't.
+        """
+        began = time.monotonic()
+        call = _Call(lambda: function(*args), _name(function, *args), undo)
+        self._submit(call, closing)
+        waiter = asyncio.wrap_future(call.future)
+        try:
+            await asyncio.wait(
+                {waiter}, timeout=None if until == math.inf else max(0.0, until - began)
+            )
+        except asyncio.CancelledError:
+            await self._end(call, waiter)
+            raise
+        if not waiter.done() and self._give_up(call):
+            raise HungError(
+                f"{self.place}: {call.name} has not returned for {time.monotonic() - began:.0f} s: "
+                "does what is mounted there still answer?"
+            )
+        return await waiter
+
+    def _submit(self, call: _Call[Any], closing: bool) -> None:
+        with self._changed:
+            if len(self._hung) >= MOST_HUNG and not closing:
+                raise HungError(
+                    f"{len(self._hung)} calls to {self.place} hang: does what is mounted there "
+                    "still answer? It is used again once they return"
+                )
+            self._queue.append(call)
+            self._provide()
+
+    def _provide(self) -> None:
+        """Sees to a thread for the first call in the queue; with the lock held."""
+        if self._idle >= len(self._queue):
+            self._changed.notify()
+        elif self._threads < _THREADS:
+            Thread(target=self._work, name=f"pannier-storage {self.place}", daemon=True).start()
+            self._threads += 1
+
+    async def _end(self, call: _Call[Any], waiter: "asyncio.Future[Any]") -> None:
+        """The caller is cancelled: the call is withdrawn, ends, or is abandoned."""
+        with self._changed:
+            if not call.begun:
+                self._queue.remove(call)
+                return
+            call.unwanted = not call.ended
+        end = time.monotonic() + self._patience_s
+        while not waiter.done() and (left := end - time.monotonic()) > 0:
+            try:
+                await asyncio.wait({waiter}, timeout=None if left == math.inf else left)
+            except asyncio.CancelledError:
+                continue
+        if not waiter.done() and self._give_up(call):
+            return
+        await asyncio.wait({waiter})
+        if not call.unwanted and waiter.exception() is None:
+            call.undo(waiter.result())
+        waiter.exception()  # Retrieved: the cancellation is what counts.
+
+    def _give_up(self, call: _Call[Any]) -> bool:
+        """Withdraws or abandons a call; False when it has just ended."""
+        with self._changed:
+            if call.ended:
+                return False
+            call.unwanted = True
+            if not call.begun:
+                self._queue.remove(call)
+                return True
+            self._hung.add(call)
+            # It may be used by others again.
+            self._threads -= 1
+            if self._queue:
+                self._provide()
+            return True
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                while not self._queue:
+                    self._idle += 1
+                    rung = self._changed.wait(_IDLE_S)
+                    self._idle -= 1
+                    if not rung and not self._queue:
+                        self._threads -= 1
+                        return
+                call = self._queue.popleft()
+                call.begun = True
+            self._run(call)
+            with self._changed:
+                if call in self._hung:
+                    self._hung.discard(call)
+                    return
+            # What it refers to may be large.
+            del call
+
+    def _run(self, call: _Call[Any]) -> None:
+        try:
+            result, error = call.function(), None
+        except BaseException as raised:  # noqa: BLE001 - it is the caller's
+            result, error = None, raised
+        with self._changed:
+            call.ended = True
+            abandoned = call in self._hung
+        if call.unwanted and error is None:
+            call.undo(result)
+        if abandoned:
+            # Its loop may be gone.
+            return
+        if error is None:
+            call.future.set_result(result)
+        else:
+            call.future.set_exception(error)
+
+
+def _name(*parts: Any) -> str:
+    """Of the innermost function."""
+    names = [getattr(each, "__name__", "a call") for each in parts if callable(each)]
+    return names[-1].strip("_")
+
+
+class Guarded:
+    """Something that calls in threads use: closed when the last of them has returned.
+
+    So that a call which was abandoned never finds its descriptor to be another file's. Thread-safe.
+    """
+
+    def __init__(self, close: Callable[[], object]) -> None:
+        self._close = close
+        self._lock = Lock()
+        self._users = 0
+        self._closing = False
+
+    def use(self, function: Callable[..., T], *args: Any) -> T:
+        """``function(*args)``. Raises StorageError after :meth:`close`."""
+        with self._lock:
+            if self._closing:
+                raise StorageError(f"{function.__name__} came too late: its file is closed")
+            self._users += 1
+        try:
+            return function(*args)
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._users -= 1
+            last = self._closing and not self._users
+        if last:
+            self._close()
+
+    def close(self) -> bool:
+        """Closes it now, or when the last call has returned (False)."""
+        with self._lock:
+            self._closing = True
+            busy = self._users > 0
+        if not busy:
+            self._close()
+        return not busy
+
+
+_pools: "WeakSet[Threads]" = WeakSet()
+_by_place: "WeakValueDictionary[str, Threads]" = WeakValueDictionary()
+_lock = Lock()
+
+set_up = Threads("what sets connections to storage up")
+"""For credentials, tokens and clients."""
+spool = Threads("the spool", patience_s=math.inf)
+"""For what uploads read: a file of the spool goes to no other save while one reads it."""
+
+
+def threads_of(place: str) -> Threads:
+    """The pool of a place, shared by all who name it alike."""
+    with _lock:
+        found = _by_place.get(place)
+        if found is None:
+            found = _by_place[place] = Threads(place)
+        return found
+
+
+def abandoned() -> int:
+    """Threads of this process whose calls were abandoned and have not returned."""
+    with _lock:
+        return sum(pool.hung for pool in list(_pools))
 
 
 class Buffers:

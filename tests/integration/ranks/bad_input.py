@@ -125,7 +125,7 @@ def attempt(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
     except Exception as error:  # noqa: BLE001 - it goes to the report
         return {
             "type": type(error).__name__,
-            "message": str(error)[:2000],
+            "message": "\n".join([str(error)[:2000], *getattr(error, "__notes__", ())]),
             "failures": sorted(getattr(error, "failures", {})),
             "seconds": time.monotonic() - began,
         }

@@ -97,7 +97,7 @@ def attempt(name: str, values: Any = None, **arguments: Any) -> dict[str, Any]:
         return {
             "type": type(error).__name__,
             "bases": [base.__name__ for base in type(error).__mro__],
-            "message": str(error),
+            "message": "\n".join([str(error), *getattr(error, "__notes__", ())]),
             "failures": {str(number): failure.kind for number, failure in failures.items()},
         }
 

@@ -78,10 +78,10 @@ def save(step: int, planner: Any = None, **options: Any) -> None:
 
 def main() -> None:
     unary = Session._unary
-    main_thread = threading.get_ident()
 
     def counted(self: Session, method: str, *args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() == main_thread:
+        # Those of the main thread are made aside, while it waits.
+        if threading.current_thread().name in ("MainThread", "pannier-aside"):
             asked.append(method)
         return unary(self, method, *args, **kwargs)
 

@@ -1,0 +1,177 @@
+"""What keeps an exception of a signal handler from leaving a lock held for ever.
+
+Python runs signal handlers on the main thread, between any two bytecodes. What a handler raises
+(KeyboardInterrupt, or ``sys.exit`` in a handler of SIGTERM) may therefore leave ``threading.Condition``,
+``Event``, ``Future``, ``Thread.start`` or gRPC with a lock that is never released again, and every
+other thread that needs it waits for ever. So on the main thread the client takes only locks whose
+``with`` runs no bytecode in between: plain ones, and :class:`Condition` and :class:`Event` of this
+module. All else runs in a thread aside (:func:`aside`), for which the main thread waits without a
+lock; an exception ends that wait alone.
+"""
+
+import _thread
+import contextvars
+import functools
+import os
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Final, ParamSpec, TypeVar
+
+_T = TypeVar("_T")
+_P = ParamSpec("_P")
+_RLock: Final[Any] = type(threading.RLock())
+
+
+class Condition(_RLock):
+    """As ``threading.Condition()``; the lock's own ``with`` is the condition's, which is in C."""
+
+    def __init__(self) -> None:
+        self._waiters: deque[_thread.LockType] = deque()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Waits until notified; False after ``timeout`` seconds. The lock is held before and after."""
+        waiter = _thread.allocate_lock()
+        waiter.acquire()
+        self._waiters.append(waiter)
+        held: Any = (1, threading.get_ident())
+        notified = False
+        try:
+            held = self._release_save()
+            seconds = -1.0 if timeout is None else min(max(0.0, timeout), threading.TIMEOUT_MAX)
+            notified = waiter.acquire(True, seconds)
+        finally:
+            if not self._is_owned():
+                self._acquire_restore(held)
+            if not notified and waiter in self._waiters:
+                self._waiters.remove(waiter)
+        return notified
+
+    def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> bool:
+        """Waits until ``predicate()``; False when it isn't so after ``timeout`` seconds."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while not predicate():
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                return False
+            self.wait(left)
+        return True
+
+    def notify(self, count: int = 1) -> None:
+        """Wakes so many of those that wait. The lock is held."""
+        while count > 0 and self._waiters:
+            self._waiters.popleft().release()
+            count -= 1
+
+    def notify_all(self) -> None:
+        """Wakes all that wait. The lock is held."""
+        self.notify(len(self._waiters))
+
+
+class Event:
+    """As ``threading.Event()``, without ``clear``."""
+
+    def __init__(self) -> None:
+        self._changed = Condition()
+        self._is_set = False
+
+    def is_set(self) -> bool:
+        """Whether it was set."""
+        return self._is_set
+
+    def set(self) -> None:
+        """Wakes all that wait, now and later."""
+        with self._changed:
+            self._is_set = True
+            self._changed.notify_all()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Waits until it is set; False after ``timeout`` seconds."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._is_set, timeout)
+
+
+class SafeFuture(Future[_T]):
+    """A future that the main thread may wait for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._condition = Condition()
+
+
+_Answer = queue.SimpleQueue[tuple[Any, BaseException | None]]
+_Job = tuple[Callable[[], Any], contextvars.Context, _Answer]
+_Inbox = queue.SimpleQueue[_Job]
+_idle: queue.SimpleQueue[_Inbox] = queue.SimpleQueue()
+"""Of threads that wait for a job. What is done here on the main thread is in C."""
+
+
+def aside(function: Callable[[], _T]) -> _T:
+    """``function()``, in another thread when this is the main thread.
+
+    It goes on when a signal handler's exception ends the wait: what it takes must have an owner
+    that was made before. The wait lasts until the function's own deadlines.
+    """
+    if threading.get_ident() != threading.main_thread().ident:
+        return function()
+    answer: _Answer = queue.SimpleQueue()
+    try:
+        inbox = _idle.get_nowait()
+    except queue.Empty:
+        inbox = queue.SimpleQueue()
+        try:
+            # Not Thread.start, which waits on an event for the thread to run.
+            _thread.start_new_thread(_start_worker, (inbox,))
+        except RuntimeError:  # the interpreter is ending and starts no threads
+            return function()
+    inbox.put((function, contextvars.copy_context(), answer))
+    result, error = answer.get()
+    if error is not None:
+        try:
+            raise error
+        finally:
+            # Its traceback holds this frame.
+            del error
+    found: _T = result
+    return found
+
+
+def _start_worker(inbox: _Inbox) -> None:
+    # Of a thread that _thread started, threading would keep a dummy for good.
+    threading.Thread(target=_work, args=(inbox,), name="pannier-aside", daemon=True).start()
+
+
+def _work(inbox: _Inbox) -> None:
+    while True:
+        function, context, answer = inbox.get()
+        outcome: tuple[Any, BaseException | None]
+        try:
+            outcome = context.run(function), None
+        except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
+            outcome = None, error
+        # First, so that the next call finds this thread.
+        _idle.put(inbox)
+        answer.put(outcome)
+        # Nothing of the call outlives it here.
+        del function, context, answer, outcome
+
+
+def _after_fork() -> None:
+    global _idle
+    _idle = queue.SimpleQueue()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def shielded(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """A function that runs :func:`aside`."""
+
+    @functools.wraps(function)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        return aside(lambda: function(*args, **kwargs))
+
+    return run

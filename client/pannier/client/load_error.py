@@ -1,0 +1,86 @@
+"""``LoadError``: why a load failed, by rank, for code that catches Pannier's errors or torch's.
+
+In: a message, and each rank's failure with the exception it came from. Out: an ordinary exception that
+is a ``PannierError`` and torch's ``CheckpointException``.
+"""
+
+from collections.abc import Iterable, Mapping
+from traceback import StackSummary
+
+from torch.distributed.checkpoint.api import CheckpointException
+
+from pannier.v1 import save_pb2
+from pannier.wire import errors
+
+
+class RankFailure(tuple[BaseException, StackSummary]):
+    """Why one rank failed: ``rank``, ``host``, ``kind`` and ``message``, as of any PannierError.
+
+    Also torch's pair of the exception and its stack. A pickle has the text alone: an exception may
+    refer to anything.
+    """
+
+    _failure: save_pb2.Failure
+
+    def __new__(
+        cls, failure: save_pb2.Failure, cause: tuple[BaseException, StackSummary] | None = None
+    ) -> "RankFailure":
+        """``cause``: the exception and its stack; default: the message alone."""
+        pair = cause or (errors.PannierError(failure.message), StackSummary())
+        made = super().__new__(cls, pair)
+        made._failure = failure
+        return made
+
+    @property
+    def rank(self) -> int:
+        """Global rank."""
+        return self._failure.rank
+
+    @property
+    def host(self) -> str:
+        """The host that noticed it."""
+        return self._failure.host
+
+    @property
+    def kind(self) -> save_pb2.FailureKind:
+        """What kind of failure it is."""
+        return self._failure.kind
+
+    @property
+    def message(self) -> str:
+        """What happened, the value, what to do."""
+        return self._failure.message
+
+    def SerializeToString(self) -> bytes:
+        """As ``save_pb2.Failure`` does: an error is pickled by its messages."""
+        return self._failure.SerializeToString()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self._failure,)
+
+
+class LoadError(errors.LoadError, CheckpointException):
+    """A checkpoint could not be loaded; ``failures`` says why, by global rank.
+
+    Args:
+        message: what happened, on which ranks.
+        failures: one of each rank that failed.
+        causes: by rank, the exceptions behind them and their stacks, where these are known.
+    """
+
+    # An attribute, in place of CheckpointException's property, which nothing can set.
+    failures: Mapping[int, RankFailure] = {}  # type: ignore[assignment]
+
+    def __init__(
+        self,
+        message: str,
+        failures: Iterable[save_pb2.Failure] = (),
+        causes: Mapping[int, tuple[BaseException, StackSummary]] | None = None,
+    ) -> None:
+        super().__init__(message)
+        known = causes or {}
+        self.failures = {each.rank: RankFailure(each, known.get(each.rank)) for each in failures}
+
+    def __str__(self) -> str:
+        # CheckpointException's would show stacks in place of the message.
+        return Exception.__str__(self)

@@ -1,0 +1,57 @@
+"""Exceptions of the caller's own code and devices: they reach the caller as they were raised.
+
+In: whatever a planner, a ``state_dict()``, a pickled object or a copy from a device raised. Out: the
+same exception, with notes that say where it happened and which save it ended; its description for
+the other ranks; and, for a handle, a copy that keeps no frame alive.
+"""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from pannier.wire.errors import PannierError
+
+
+def add_note(error: BaseException, text: str) -> None:
+    """``error.add_note(text)``, once; also before Python 3.11, where no traceback prints it."""
+    notes = getattr(error, "__notes__", [])
+    if text not in notes:
+        # What BaseException.add_note does.
+        error.__notes__ = [*notes, text]
+
+
+@contextmanager
+def located(where: str) -> Iterator[None]:
+    """Adds the note ``where`` to an exception that isn't Pannier's own, and lets it pass."""
+    try:
+        yield
+    except PannierError:
+        raise
+    except Exception as error:
+        add_note(error, where)
+        raise
+
+
+def name_save(error: BaseException, save: str, checkpoint_id: str) -> None:
+    """Adds the note which save an exception ended; Pannier's own errors say it themselves."""
+    if isinstance(error, Exception) and not isinstance(error, PannierError):
+        add_note(error, f"raised in save {save} to {checkpoint_id}, which it ended on all ranks")
+
+
+def description(error: BaseException) -> str:
+    """Type, message and notes, for the other ranks; of a PannierError its message."""
+    if isinstance(error, PannierError):
+        return str(error)
+    notes = "; ".join(map(str, getattr(error, "__notes__", ())))
+    return (f"{notes}: " if notes else "") + f"{type(error).__name__}: {error}"
+
+
+def without_frames(error: Exception) -> Exception:
+    """A copy without traceback and causes, whose frames hold arenas; itself where it can't be copied."""
+    kept = error
+    # Exceptions with a signature of their own can't be made of their args.
+    with suppress(Exception):
+        copied = copy.copy(error)
+        kept = copied if type(copied) is type(error) else error
+    kept.__traceback__ = kept.__cause__ = kept.__context__ = None
+    return kept

@@ -1,0 +1,61 @@
+"""Deadlines in the journal: the time that a save has left, across restarts of the sidecar.
+
+In: a rank's deadline on the monotonic clock, which no other process can rely on. Out: seconds that
+are left, with the boot and the time since that boot at which they were (CLOCK_BOOTTIME, which goes
+on while the machine sleeps). After another boot, or on another host, nobody knows how much time has
+passed: what was left then is left again, from the sidecar's start on. Thread-safe.
+"""
+
+import time
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+from pannier.v1 import journal_pb2
+from pannier.wire import limits
+
+_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+_LEAST_S: Final = 0.001
+"""Remaining time that is over; 0 stands for a deadline that isn't known."""
+
+
+@cache
+def boot_id() -> str:
+    """The kernel's random id of this boot; empty where it has none."""
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:
+        return ""
+
+
+def boot_time_s() -> float:
+    """Seconds since this boot."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def note(begun: journal_pb2.PartBegun, deadline: float) -> None:
+    """Sets what is left until ``deadline`` (monotonic clock; 0: not known)."""
+    if deadline:
+        begun.save_timeout_s = max(_LEAST_S, deadline - time.monotonic())
+        begun.boot_id, begun.boot_time_s = boot_id(), boot_time_s()
+
+
+def copy(source: journal_pb2.PartBegun, target: journal_pb2.PartBegun) -> None:
+    """What a later record tells of a deadline; the first one may have come before it was known."""
+    if source.save_timeout_s:
+        target.save_timeout_s = source.save_timeout_s
+        target.boot_id, target.boot_time_s = source.boot_id, source.boot_time_s
+
+
+def adopt(begun: journal_pb2.PartBegun) -> None:
+    """What an earlier boot or another host has left counts from now on."""
+    if begun.save_timeout_s and (not boot_id() or begun.boot_id != boot_id()):
+        begun.boot_id, begun.boot_time_s = boot_id(), boot_time_s()
+
+
+def remaining(begun: journal_pb2.PartBegun) -> float:
+    """Seconds that are left now, of a record of this boot; 0: not known."""
+    if not 0 < begun.save_timeout_s <= limits.MAX_TIMEOUT_S:
+        return 0.0
+    passed = max(0.0, boot_time_s() - begun.boot_time_s)
+    return max(_LEAST_S, begun.save_timeout_s - passed)

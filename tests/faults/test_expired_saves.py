@@ -1,0 +1,111 @@
+"""Saves whose deadline passes before their hand-over arrives: no checkpoint holds the next save's content."""
+
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pannier.client import InDoubtError, PannierError
+from pannier.client import saving as saving_module
+from pannier.client.session import Session
+from pannier.v1 import sidecar_pb2
+from pannier.wire.errors import UnavailableError
+from support.borrower import mapped_files
+from support.daemons import Daemons
+from support.mapping import check, saving, state
+from support.stretch import stretched
+from support.watching import ABORTED, COMMITTED, await_save
+
+IN_TIME_S = 3.0
+
+
+class LateHandOver:
+    """One save's hand-over that this process gives up, and that arrives when the test says so.
+
+    As with a sidecar that is stopped: it gets no report of the failure either. The hand-overs of
+    later saves wait until it has arrived.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.checkpoint_id = ""
+        self.made = threading.Event()
+        self.give_up = threading.Event()
+        self.arrived = threading.Event()
+        self._send = Session.hand_over
+        self._request: tuple[Session, sidecar_pb2.HandOverRequest] | None = None
+        fail = Session.fail
+
+        def hand_over(
+            session: Session, request: sidecar_pb2.HandOverRequest, timeout: float
+        ) -> None:
+            if request.context.checkpoint_id == self.checkpoint_id:
+                self._request = session, request
+                self.made.set()
+                self.give_up.wait()
+                raise UnavailableError("the sidecar is stopped")
+            if self.made.is_set():
+                self.arrived.wait()
+            self._send(session, request, timeout)
+
+        def report(session: Session, request: sidecar_pb2.FailRequest) -> None:
+            if request.context.checkpoint_id == self.checkpoint_id:
+                raise UnavailableError("the sidecar is stopped")
+            fail(session, request)
+
+        monkeypatch.setattr(Session, "hand_over", hand_over)
+        monkeypatch.setattr(Session, "fail", report)
+
+    def arrive(self) -> None:
+        """The sidecar receives it."""
+        assert self._request is not None
+        session, request = self._request
+        try:
+            self._send(session, request, stretched(20))
+        finally:
+            self.arrived.set()
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateHandOver]:
+    monkeypatch.delenv("PANNIER_TRANSPORT", raising=False)
+    monkeypatch.setattr(saving_module, "_GRACE_S", 0.0)
+    made = LateHandOver(monkeypatch)
+    yield made
+    made.give_up.set()
+    made.arrived.set()
+
+
+def test_a_late_hand_over_does_not_commit_what_the_next_save_has_staged(
+    daemons: Daemons, tmp_path: Path, late: LateHandOver
+) -> None:
+    targets = [str(tmp_path / "root" / str(step)) for step in range(4)]
+    with saving(daemons, max_in_flight=1) as client:
+        client.save(state(1), checkpoint_id=targets[1])
+        assert mapped_files(daemons.spool / "0")
+        late.checkpoint_id = targets[2]
+        expired = client.async_save(state(2), checkpoint_id=targets[2], timeout=IN_TIME_S)
+        assert late.made.wait(stretched(20))
+        # Else it would abort the save in time.
+        daemons.coordinator.kill()
+        with pytest.raises(InDoubtError, match="may still be committed"):
+            expired.result(stretched(30))
+        late.give_up.set()
+        daemons.coordinator.start()
+        following = client.async_save(state(3), checkpoint_id=targets[3])
+        refused = ""
+        try:
+            late.arrive()
+        except PannierError as error:
+            refused = str(error)
+        following.result(stretched(60))
+        if not refused:
+            ended = await_save(
+                daemons.coordinator_address, targets[2], lambda s: s.state in (ABORTED, COMMITTED)
+            )
+            if ended.state == COMMITTED:
+                check(targets[2], 2)
+    check(targets[3], 3)
+    # The new coordinator may have aborted it before.
+    assert re.search("after the save's deadline|was aborted", refused)

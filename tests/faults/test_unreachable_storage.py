@@ -1,0 +1,96 @@
+"""Storage that nothing answers for: the training loop is told soon, by the cause, at every save."""
+
+import logging
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+
+from pannier.client import Client, SaveAbortedError, wait_log
+from pannier.client.config import load_settings
+from pannier.coordinator.places import CONTACT_S
+from pannier.v1 import save_pb2
+from support.daemons import Daemons
+from support.gcs_server import GcsServer
+from support.stretch import stretched
+
+pytestmark = pytest.mark.slow
+
+STATE = {"w": torch.ones(8)}
+
+
+@pytest.fixture(params=["refuses", "silent"])
+def endpoint(request: pytest.FixtureRequest) -> Iterator[str]:
+    """One that refuses connections, or accepts them and never answers."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        if request.param == "silent":
+            taken.listen()
+        yield f"http://127.0.0.1:{taken.getsockname()[1]}"
+
+
+@pytest.fixture
+def client(
+    endpoint: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[Client]:
+    """One whose daemons look for storage at the endpoint: its own, or configured ones."""
+    with ExitStack() as stack:
+        if request.param == "embedded":
+            request.getfixturevalue("embedded")
+            monkeypatch.setenv("STORAGE_EMULATOR_HOST", endpoint)
+        else:
+            environment = {"STORAGE_EMULATOR_HOST": endpoint}
+            daemons = stack.enter_context(Daemons(tmp_path, environment=environment))
+            for name, value in daemons.env().items():
+                monkeypatch.setenv(name, value)
+        yield stack.enter_context(Client(load_settings()))
+
+
+@pytest.mark.parametrize("client", ["configured", "embedded"], indirect=True)
+def test_a_first_save_says_soon_that_storage_can_not_be_reached(
+    client: Client,
+    endpoint: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(wait_log, "FIRST_S", 3.0)
+    began = time.monotonic()
+    with (
+        caplog.at_level(logging.WARNING, "pannier"),
+        pytest.raises(SaveAbortedError, match="gs://bucket/run can't be reached") as raised,
+    ):
+        client.async_save(STATE, checkpoint_id="gs://bucket/run/step-1", timeout=600)
+    # Far below the 300 s of plan_timeout.
+    assert time.monotonic() - began < stretched(CONTACT_S + 20)
+    (failure,) = raised.value.failures.values()
+    assert failure.kind == save_pb2.FAILURE_KIND_STORAGE
+    waits = [each.getMessage() for each in caplog.records if each.name == wait_log.__name__]
+    # The first may come before daemons that are just starting have found each other.
+    waited = "async_save to gs://bucket/run/step-1 has waited "
+    assert all(each.startswith(waited) for each in waits)
+    assert "for storage at gs://bucket/run/step-1" in waits[-1]
+    port = endpoint.rpartition(":")[2]
+    assert port in str(raised.value) or "no answer" in str(raised.value)
+
+
+def test_a_save_by_a_known_plan_names_what_storage_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        GcsServer(tmp_path / "gcs") as server,
+        Daemons(tmp_path, environment=server.env) as daemons,
+    ):
+        for name, value in daemons.env(PANNIER_PLAN_TIMEOUT="4").items():
+            monkeypatch.setenv(name, value)
+        with Client(load_settings()) as client:
+            client.save(STATE, checkpoint_id="gs://bucket/run/step-1")
+            server.fault(kind="status", status=503, message="over capacity", times=-1)
+            handle = client.async_save(STATE, checkpoint_id="gs://bucket/run/step-2", timeout=60)
+            with pytest.raises(SaveAbortedError, match="over capacity") as raised:
+                handle.result(stretched(30))
+            assert "gs://bucket/run/step-2" in str(raised.value)
+            server.clear()
