@@ -189,7 +189,7 @@ def run_peer(ranks: int, tensors: int, replicas: int) -> dict[str, float]:
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.planner import SavePlan
 
-    from pannier.wire.plans import decode_items, decode_mappings
+    from pannier.wire.plan_codec import decode_items, decode_mappings
 
     local = [
         SavePlan(decode_items(plan.items), planner_data=decode_mappings(plan.mappings))

@@ -23,7 +23,7 @@ from pannier.v1 import (
     save_pb2,
     sidecar_pb2,
 )
-from pannier.wire import addresses, identity
+from pannier.wire import addresses, object_names
 from pannier.wire.version import WIRE_VERSION
 
 RANKS_OF_ONE: Final = 8
@@ -160,7 +160,7 @@ class Cast:
             data = plan.SerializeToString(deterministic=True)
             self.ranks.append(Played(rank, data, hashlib.sha256(data).hexdigest()))
         self._numbers = range(len(plans))
-        self._group = identity.group_name(self._numbers)
+        self._group = object_names.group_name(self._numbers)
         self._channels: list[grpc.aio.Channel] = []
         self.sidecars: list[Sidecar] = []
 
@@ -192,7 +192,7 @@ class Cast:
 
     def attempt(self, number: int) -> str:
         """Of the first incarnation."""
-        return identity.Attempt(1, number, self._group, "aa").name
+        return object_names.Attempt(1, number, self._group, "aa").name
 
     def context(self, sidecar: Sidecar, rank: int, number: int) -> sidecar_pb2.SaveContext:
         """As each message of the rank has it, but for reports after a stream's first of a save."""
@@ -279,8 +279,8 @@ class Cast:
             rank=played.rank,
             host=sidecar.host,
         )
-        prefix = identity.data_prefix(receipt.attempt)
-        old = identity.data_prefix(given.attempt)
+        prefix = object_names.data_prefix(receipt.attempt)
+        old = object_names.data_prefix(given.attempt)
         for file in given.files:
             name = prefix + file.name.removeprefix(old)
             receipt.files.add(name=name, size=file.size or 4096, crc32c=played.rank)
@@ -312,7 +312,7 @@ class Cast:
                 )
                 if phase == save_pb2.RANK_PHASE_DURABLE:
                     report.receipt.CopyFrom(self.receipt(sidecar, played, number))
-                    key = identity.receipt(report.attempt, played.rank)
+                    key = object_names.receipt(report.attempt, played.rank)
                     path = self.place(number) / key
                     path.parent.mkdir(parents=True, exist_ok=True)
                     path.write_bytes(report.receipt.SerializeToString())

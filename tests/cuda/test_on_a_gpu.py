@@ -14,12 +14,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from pannier.client import Client, pinning
-from pannier.client.arena import Arena, ArenaPool
+from pannier.client import Client
 from pannier.client.config import load_settings
-from pannier.client.devices import DeviceCopies, Means
-from pannier.client.guard import Guards
-from pannier.client.staging import Staged, stage
+from pannier.client.staging import pinned_memory
+from pannier.client.staging.arena import Arena, ArenaPool
+from pannier.client.staging.device_copy import DeviceCopies, Means
+from pannier.client.staging.optimizer_guard import Guards
+from pannier.client.staging.stager import Staged, stage
 from pannier.wire.errors import InvalidRequestError
 from support.daemons import Daemons
 from support.staged import final_plan, plan
@@ -202,7 +203,7 @@ def test_arenas_are_pinned_and_unpinned(pool: ArenaPool) -> None:
     arena = pool.acquire([64 << 20])
     mapping = arena.files[0].mapping
     assert mapping is not None
-    assert pinning.pin(mapping, "cuda") == ""
+    assert pinned_memory.pin(mapping, "cuda") == ""
     view = torch.frombuffer(arena.files[0].memory, dtype=torch.uint8)
     assert view.is_pinned()
     del view
@@ -214,7 +215,7 @@ def test_arenas_are_pinned_and_unpinned(pool: ArenaPool) -> None:
     # It can be registered again by whoever gets the address.
     other = ArenaPool(1).acquire([64 << 20])
     assert other.files[0].mapping is not None
-    assert pinning.pin(other.files[0].mapping, "cuda") == "", hex(address)
+    assert pinned_memory.pin(other.files[0].mapping, "cuda") == "", hex(address)
 
 
 def test_memory_that_cannot_be_pinned_leaves_no_error_behind(pool: ArenaPool) -> None:
@@ -222,7 +223,7 @@ def test_memory_that_cannot_be_pinned_leaves_no_error_behind(pool: ArenaPool) ->
         address = 4096
         capacity = 4096
 
-    reason = pinning._register(Nowhere(), "cuda")  # type: ignore[arg-type]
+    reason = pinned_memory._register(Nowhere(), "cuda")  # type: ignore[arg-type]
     assert reason.startswith("cudaHostRegister refuses 4096 bytes of the arena: ")
     # The next kernel's check would find it.
     torch.ones(3, device="cuda").add_(1)

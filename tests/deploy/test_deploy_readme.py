@@ -7,8 +7,8 @@ from pathlib import Path
 
 import yaml
 
-from pannier.sidecar.jobs import KNOWN, Jobs
-from pannier.wire.tokens import TokenFile
+from pannier.sidecar.multi_job.job_config import KNOWN, Jobs
+from pannier.wire.auth_token import TokenFile
 from support.kubernetes_schemas import problems, releases
 from support.manifests import (
     DEPLOY,

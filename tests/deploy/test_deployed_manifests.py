@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from pannier.cli.main import cli
-from pannier.daemon import probed
+from pannier.daemon import health_server
 from pannier.wire.addresses import parse_address
 from pannier.wire.errors import ConfigurationError
 from support.kubernetes_schemas import problems, releases
@@ -168,7 +168,11 @@ def test_addresses_ports_and_paths_agree(objects: list[Object]) -> None:
             daemon[name]["grpc"] for name in ("startupProbe", "livenessProbe", "readinessProbe")
         ]
         names = [probe["service"] for probe in probes]
-        assert names == [probed.READINESS, probed.LIVENESS, probed.READINESS], where
+        assert names == [
+            health_server.READINESS,
+            health_server.LIVENESS,
+            health_server.READINESS,
+        ], where
         health = int(told["PANNIER_HEALTH"].rpartition(":")[2])
         assert {probe["port"] for probe in probes} == {health}, where
         assert health in [p["containerPort"] for p in daemon["ports"]], where
@@ -298,7 +302,7 @@ def test_a_sidecar_starts_before_its_trainer_and_ends_after_it(objects: list[Obj
         assert "pannier health" in first["command"][-1]
         return
     assert (first["name"], first["restartPolicy"]) == ("pannier", "Always")
-    assert first["startupProbe"]["grpc"]["service"] == probed.READINESS
+    assert first["startupProbe"]["grpc"]["service"] == health_server.READINESS
 
 
 @with_daemons

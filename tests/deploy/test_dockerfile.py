@@ -10,7 +10,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from pannier.cli import coordinator, sidecar
+from pannier.cli.commands import coordinator, sidecar
 from support.cli import pannier
 from support.daemons import await_serving, clean_environment, short_directory
 from support.dockerfiles import Stage, stages

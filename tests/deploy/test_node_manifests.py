@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from pannier.sidecar.job_sockets import job_address, jobs_directory
+from pannier.sidecar.multi_job.sockets import job_address, jobs_directory
 from support.manifests import (
     DEPLOY,
     NODE,

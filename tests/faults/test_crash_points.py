@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from pannier.daemon.crashing import POINTS, VARIABLE
+from pannier.common.fault_points import POINTS, VARIABLE
 from pannier.v1 import records_pb2
-from pannier.wire import identity
+from pannier.wire import object_names
 from support.chaos_check import leftovers
 from support.cli import Result, pannier, pannier_here
 from support.daemons import Daemon, Daemons, memory_directory
@@ -141,9 +141,9 @@ def left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict[
             first, second, failed, last = saver.made
             assert first.id == last.id
             # A killed host wrote it late.
-            late = identity.data_file(failed.attempt, 0, 0)
+            late = object_names.data_file(failed.attempt, 0, 0)
             Path(failed.id, late).write_bytes(b"late")
-            Path(last.id, identity.clock("abc")).write_bytes(b"")
+            Path(last.id, object_names.clock("abc")).write_bytes(b"")
         yield root, {last.id: last.attempt, second.id: second.attempt}
     finally:
         shutil.rmtree(memory)

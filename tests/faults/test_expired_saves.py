@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from pannier.client import InDoubtError, PannierError
-from pannier.client import saving as saving_module
-from pannier.client.session import Session
+from pannier.client.transport import save_task as saving_module
+from pannier.client.transport.sidecar_client import Session
 from pannier.v1 import sidecar_pb2
 from pannier.wire.errors import UnavailableError
 from support.borrower import mapped_files

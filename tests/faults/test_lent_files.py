@@ -11,7 +11,7 @@ import pytest
 
 from pannier.v1 import save_pb2, sidecar_pb2
 from pannier.wire.errors import BusyError, InvalidRequestError, PannierError
-from pannier.wire.layout import STAMP_BYTES
+from pannier.wire.file_layout import STAMP_BYTES
 from support.borrower import Borrower, Lent, Mapped, hand_over, spool_files, staged
 from support.daemons import Daemon, clean_environment, memory_directory, short_directory
 from support.scripted import ScriptedCoordinator, Trainer, attempt_of

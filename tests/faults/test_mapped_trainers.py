@@ -10,8 +10,8 @@ import psutil
 import pytest
 import torch
 
-from pannier.client.transfer import Transfers
-from pannier.daemon.crashing import VARIABLE
+from pannier.client.staging.tensor_copy import Transfers
+from pannier.common.fault_points import VARIABLE
 from pannier.v1 import save_pb2
 from support.borrower import mapped_files, spool_files
 from support.bucket import hold_up
@@ -40,7 +40,7 @@ import os, signal, time
 from pathlib import Path
 import torch
 from pannier import client
-from pannier.client.saving import Saving
+from pannier.client.transport.save_task import Saving
 
 def carry(self, let_go):
     print("staged", flush=True)
@@ -94,7 +94,7 @@ import os, signal, time
 from pathlib import Path
 import torch
 from pannier import client
-from pannier.client.transfer import Transfers
+from pannier.client.staging.tensor_copy import Transfers
 
 copies = Transfers.run
 

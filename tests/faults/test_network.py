@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from pannier.client import Client, InDoubtError, PannierError, saving
+from pannier.client import Client, InDoubtError, PannierError
 from pannier.client.config import load_settings
+from pannier.client.transport import save_task
 from pannier.v1 import save_pb2
 from support import netns
 from support.chaos_links import Links
@@ -90,8 +91,8 @@ def check(client: Client, state: dict[str, object], target: str) -> None:
 def test_a_cut_from_the_coordinator_ends_only_saves_whose_deadline_passes_meanwhile(
     network: Network, daemons: Daemons, server: GcsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(saving, "_GRACE_S", 1.0)
-    monkeypatch.setattr(saving, "_ABORT_NEWS_S", 1.0)
+    monkeypatch.setattr(save_task, "_GRACE_S", 1.0)
+    monkeypatch.setattr(save_task, "_ABORT_NEWS_S", 1.0)
     with new_client(daemons, server, monkeypatch, max_in_flight=4) as client:
         hold_up(server)
         patient = client.async_save(STATE, checkpoint_id="gs://bucket/cut/step-1", timeout=60)

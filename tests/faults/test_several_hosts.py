@@ -12,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from pannier import client
-from pannier.client import hosts as addresses_of_hosts
+from pannier.client.embedded import network as addresses_of_hosts
 from pannier.v1 import save_pb2
 from pannier.wire import addresses
 from support import netns

@@ -12,7 +12,7 @@ import torch
 
 from pannier.client import Client, SaveAbortedError, wait_log
 from pannier.client.config import load_settings
-from pannier.coordinator.places import CONTACT_S
+from pannier.coordinator.stores import CONTACT_S
 from pannier.v1 import save_pb2
 from support.daemons import Daemons
 from support.gcs_server import GcsServer

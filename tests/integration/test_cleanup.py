@@ -11,11 +11,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pannier.daemon.crashing import VARIABLE
-from pannier.records.sweeping import Rules, sweep
+from pannier.common.fault_points import VARIABLE
+from pannier.maintenance.gc import Rules, sweep
 from pannier.storage import ObjectInfo, Store, open_store
 from pannier.v1 import records_pb2
-from pannier.wire import identity
+from pannier.wire import object_names
 from support.checkpoints import write, write_attempt, write_decision
 from support.cli import pannier
 from support.cli import pannier_here as here
@@ -39,9 +39,9 @@ def messy(place: Path) -> set[str]:
     kept = {name for name in names(place) if FIRST not in name}
     write_attempt(place, SECOND, commit=False)
     write_decision(place, SECOND, records_pb2.OUTCOME_ABORT)
-    write(place / identity.data_file("i1-inc-g0000000a-s4", 0, 0), b"never planned")
-    write(place / identity.lease(THIRD, "old"), b'{"renewS": 1e-9}')
-    return kept | {identity.decision(SECOND), identity.decision("i1-inc-g0000000a-s4")}
+    write(place / object_names.data_file("i1-inc-g0000000a-s4", 0, 0), b"never planned")
+    write(place / object_names.lease(THIRD, "old"), b'{"renewS": 1e-9}')
+    return kept | {object_names.decision(SECOND), object_names.decision("i1-inc-g0000000a-s4")}
 
 
 @pytest.fixture(scope="module")
@@ -69,9 +69,9 @@ def test_a_bucket_is_cleaned_up(
     assert left == kept
     assert everything - kept <= removed
     # What only the run itself adds: the mark of what is superseded.
-    assert removed - {identity.superseded_mark(FIRST)} == planned | {
+    assert removed - {object_names.superseded_mark(FIRST)} == planned | {
         name for name in removed if FIRST in name
-    } - {identity.superseded_mark(FIRST)}
+    } - {object_names.superseded_mark(FIRST)}
     assert here("verify", "gs://bucket/run/step-1").code == 0
 
 
@@ -81,7 +81,7 @@ def test_a_multipart_upload_that_was_never_completed_goes(monkeypatch: pytest.Mo
             monkeypatch.setenv(name, value)
         fs = fsspec.filesystem("s3", skip_instance_cache=True)
         for attempt, directory in ((FIRST, "step-1"), (SECOND, "step-2")):
-            key = f"run/{directory}/{identity.data_file(attempt, 0, 0)}"
+            key = f"run/{directory}/{object_names.data_file(attempt, 0, 0)}"
             fs.call_s3("create_multipart_upload", Bucket="bucket", Key=key)
         fs.call_s3("create_multipart_upload", Bucket="bucket", Key="other/file")
 
@@ -91,9 +91,11 @@ def test_a_multipart_upload_that_was_never_completed_goes(monkeypatch: pytest.Mo
 
         assert len(uploads()) == 3
         # One attempt may be under way: its upload stays, whatever the server says of its age.
-        manifest = records_pb2.PlanManifest(save=identity.Attempt.parse(FIRST).save, attempt=FIRST)
+        manifest = records_pb2.PlanManifest(
+            save=object_names.Attempt.parse(FIRST).save, attempt=FIRST
+        )
         manifest.members.add(rank=0, host="node")
-        key = f"bucket/run/step-1/{identity.manifest(FIRST)}"
+        key = f"bucket/run/step-1/{object_names.manifest(FIRST)}"
         fs.pipe_file(key, manifest.SerializeToString())
         young = here("gc", "s3://bucket/run", "--json")
         assert young.code == 0, young
@@ -119,7 +121,7 @@ def test_killed_on_the_way_it_leaves_a_whole_checkpoint_and_is_run_again(
     kept = messy(place)
     killed = pannier("gc", str(tmp_path), *NOW, env={VARIABLE: at})
     assert killed.code == -9, killed
-    assert kept <= names(place) | {identity.decision("i1-inc-g0000000a-s4")}
+    assert kept <= names(place) | {object_names.decision("i1-inc-g0000000a-s4")}
     assert here("verify", str(place)).code == 0
     assert here("gc", str(tmp_path), *NOW).code == 0
     assert names(place) == kept

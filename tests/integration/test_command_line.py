@@ -11,10 +11,10 @@ from pathlib import Path
 import psutil
 import torch
 
-from pannier.client.api import Client
+from pannier.client.client import Client
 from pannier.client.config import load_settings
-from pannier.client.ephemeral import issue
-from pannier.client.pairs import leave_papers
+from pannier.client.embedded.certificates import issue
+from pannier.client.embedded.daemon_spec import leave_papers
 from pannier.wire import addresses
 from support.cli import pannier
 from support.daemons import Daemons, await_serving, clean_environment

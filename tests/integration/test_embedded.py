@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from pannier.client.api import Client
+from pannier.client.client import Client
 from pannier.client.config import load_settings
 from pannier.wire.errors import ConfigurationError
 from support.daemons import Daemons

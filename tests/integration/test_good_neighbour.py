@@ -69,7 +69,7 @@ _PARENT = """
 import os, sys, time
 from pannier.client.config import Settings
 from pannier.client.identity import Identity
-from pannier.client.session import Session
+from pannier.client.transport.sidecar_client import Session
 
 who = Identity(job="job", incarnation="a", rank=0, world_size=1, host="h", client="c")
 session = Session.connect(Settings(sidecar=sys.argv[1]), who)

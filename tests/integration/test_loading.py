@@ -30,8 +30,8 @@ def read() -> None:
 
     import torch.distributed.checkpoint as dcp
 
-    from pannier.client.load import load
-    from pannier.client.reader import StorageReader
+    from pannier.client.loading.load import load
+    from pannier.client.loading.storage_reader import StorageReader
     from support.bits import differences
     from support.sharded import make_state
     from support.worlds import worlds
@@ -83,9 +83,9 @@ def each_group_loads_by_itself() -> None:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    from pannier.client.load import load
-    from pannier.client.load_error import LoadError
-    from pannier.client.reader import StorageReader
+    from pannier.client.loading.load import load
+    from pannier.client.loading.load_error import LoadError
+    from pannier.client.loading.storage_reader import StorageReader
     from pannier.wire.errors import InvalidRequestError, StorageError
     from support.sharded import full_weight
 
@@ -123,9 +123,9 @@ def what_fails_on_one_rank_fails_on_all_by_name() -> None:
     import torch
     import torch.distributed as dist
 
-    from pannier.client.load import load
-    from pannier.client.load_error import LoadError
-    from pannier.client.places import MissingError
+    from pannier.client.loading.filesystem import MissingError
+    from pannier.client.loading.load import load
+    from pannier.client.loading.load_error import LoadError
     from pannier.wire.errors import InvalidRequestError
     from support.sharded import make_state
 
@@ -165,7 +165,7 @@ def dcp_load_refuses_two_generations() -> None:
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.metadata import Metadata
 
-    from pannier.client.reader import StorageReader
+    from pannier.client.loading.storage_reader import StorageReader
 
     rank, place = dist.get_rank(), os.environ["ROOT"] + "/step-1"
     if rank == 0:

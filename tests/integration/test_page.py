@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from playwright.sync_api import expect
 
-from pannier.daemon.board import Board
+from pannier.daemon.http_server import serving_web
 from pannier.daemon.metrics import Metrics
-from pannier.daemon.operating import Vitals
-from pannier.daemon.pages import Pages
-from pannier.daemon.web import serving_web
+from pannier.daemon.status_page import Pages
+from pannier.daemon.status_registry import Board
+from pannier.daemon.status_service import Vitals
 from pannier.v1 import save_pb2
 from support.browser import Browser, browsing
 from support.cli import pannier

@@ -8,7 +8,7 @@ import grpc
 import pytest
 import torch
 
-from pannier.cli.connection import StatusClient
+from pannier.cli.status_client import StatusClient
 from pannier.client import Client
 from pannier.client.config import load_settings
 from pannier.v1 import status_pb2, status_pb2_grpc

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 from pannier.client import Client, StorageReader, StorageWriter
 from pannier.client.config import load_settings
-from pannier.client.places import MissingError
+from pannier.client.loading.filesystem import MissingError
 from pannier.wire.errors import InvalidRequestError, PannierError, UnavailableError
 from support.bits import differences
 from support.contents import without_strides

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from pannier.common import tracing
 from pannier.v1 import save_pb2
-from pannier.wire import tracing
 from support.collector import Collector, Span, collecting
 from support.daemons import Daemons, clean_environment
 from support.hand import Party
@@ -127,7 +127,7 @@ def test_a_process_ends_though_its_collector_is_not_there() -> None:
 QUIET = """
 import sys
 from pannier.v1 import save_pb2
-from pannier.wire import tracing
+from pannier.common import tracing
 
 if "--without" in sys.argv:
     sys.modules["opentelemetry.sdk"] = None

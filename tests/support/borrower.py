@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pannier.v1 import plan_pb2, records_pb2, sidecar_pb2
 from pannier.wire.errors import BusyError, InvalidRequestError, UnavailableError
-from pannier.wire.layout import STAMP_BYTES
+from pannier.wire.file_layout import STAMP_BYTES
 from support.hand import Hand
 from support.ranks_by_hand import receipt_of
 from support.scripted import PLAN_ID, TIMEOUT_S, Trainer, attempt_of

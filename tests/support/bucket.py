@@ -7,7 +7,7 @@ import urllib.request
 from typing import Any
 from urllib.parse import quote
 
-from pannier.records.verifying import verify
+from pannier.maintenance.verify import verify
 from pannier.storage import open_store
 from support.gcs_server import GcsServer
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from pannier.v1 import save_pb2
-from pannier.wire import identity
+from pannier.wire import object_names
 from support.chaos_check import read_events
 from support.chaos_cluster import BUCKET, SAVE_TIMEOUT_S, Cluster, undecided
 from support.chaos_trainer import checkpoint_id
@@ -181,7 +181,7 @@ def lost_records(scene: Scene) -> None:
     scene.end_ranks()
     with scene.without_coordinator():
         name = scene.cluster.root.removeprefix(f"gs://{BUCKET}/")
-        for key in _objects(scene, f"{name}/{identity.incarnations_prefix()}"):
+        for key in _objects(scene, f"{name}/{object_names.incarnations_prefix()}"):
             _request(scene, f"o/{urllib.parse.quote(key, safe='')}", method="DELETE")
     scene.start_ranks()
     # Every third one overwrites a checkpoint of an earlier incarnation.
@@ -234,7 +234,7 @@ def hung_mount(scene: Scene) -> None:
     """Another job's file system hangs; a third job's and the ranks' saves go on beside it."""
     cluster = scene.cluster
     hung, well = cluster.directory / "hung", cluster.directory / "well"
-    records = hung / identity.incarnations_prefix()
+    records = hung / object_names.incarnations_prefix()
     records.mkdir(parents=True)
     for number in range(1, _HANGING + 1):
         os.mkfifo(records / f"{number:012d}")

@@ -153,8 +153,8 @@ async def _listed(root: str) -> list[str]:
 async def _not_newest(root: str, newest: str) -> list[str]:
     """What takes another checkpoint than ``newest`` for the newest one of the root."""
     from pannier import client
-    from pannier.records.listing import list_checkpoints
-    from pannier.records.retention import Policy, judge
+    from pannier.attempts.listing import list_checkpoints
+    from pannier.maintenance.retention_policy import Policy, judge
     from pannier.storage import open_store
 
     store = open_store(root)
@@ -223,7 +223,7 @@ def _check_visible(
 
 
 async def _verify(id: str, problems: list[str]) -> None:
-    from pannier.records.verifying import verify
+    from pannier.maintenance.verify import verify
     from pannier.storage import open_store
 
     store = open_store(id)

@@ -93,10 +93,10 @@ def _move_to_its_host(clock_s: float) -> None:
     """Gives this process another wall clock, and so another kernel."""
     if not clock_s:
         return
-    from pannier.client import hosts
+    from pannier.client.embedded import network
 
     clocks.shift(clock_s)
-    kernel = hosts.kernel
+    kernel = network.kernel
     for module in list(sys.modules.values()):
         if getattr(module, "kernel", None) is kernel:
             module.kernel = lambda: f"{kernel()}{clock_s:+g}"  # type: ignore[attr-defined]

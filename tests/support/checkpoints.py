@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from pannier.v1 import records_pb2, save_pb2
-from pannier.wire import identity
+from pannier.wire import object_names
 
 
 def write(path: Path, data: bytes) -> None:
@@ -26,7 +26,7 @@ def write(path: Path, data: bytes) -> None:
 
 def save_of(attempt: str) -> save_pb2.SaveId:
     """The save whose attempt has this name."""
-    save = identity.Attempt.parse(attempt).save
+    save = object_names.Attempt.parse(attempt).save
     save.job = "job"
     return save
 
@@ -50,7 +50,7 @@ def write_decision(
         decided_by="test",
         decided_at=decided_at,
     )
-    write(directory / identity.decision(attempt), json_format.MessageToJson(decision).encode())
+    write(directory / object_names.decision(attempt), json_format.MessageToJson(decision).encode())
 
 
 def write_attempt(
@@ -76,13 +76,13 @@ def write_attempt(
     for rank in range(ranks):
         receipt = records_pb2.Receipt(attempt=attempt, plan_id=plan_id, rank=rank)
         for index in range(files):
-            name = identity.data_file(attempt, rank, index)
+            name = object_names.data_file(attempt, rank, index)
             data = noise.randbytes(size + rank + index)
             write(directory / name, data)
             places[f"{rank}.{index}"] = _StorageInfo(name, 0, len(data))
             receipt.files.add(name=name, size=len(data), crc32c=crc32c.crc32c(data))
-        write(directory / identity.receipt(attempt, rank), receipt.SerializeToString())
-    write(directory / identity.manifest(attempt), manifest.SerializeToString())
+        write(directory / object_names.receipt(attempt, rank), receipt.SerializeToString())
+    write(directory / object_names.manifest(attempt), manifest.SerializeToString())
     metadata = pickle.dumps(
         Metadata(
             {name: BytesStorageMetadata() for name in places},
@@ -90,10 +90,10 @@ def write_attempt(
             storage_meta=StorageMeta(str(directory), save_id=attempt),
         )
     )
-    write(directory / identity.metadata_candidate(attempt), metadata)
+    write(directory / object_names.metadata_candidate(attempt), metadata)
     if commit:
         write_decision(
             directory, attempt, records_pb2.OUTCOME_COMMIT, metadata, plan_id, decided_at
         )
-        write(directory / identity.METADATA, metadata)
+        write(directory / object_names.METADATA, metadata)
     return metadata

@@ -33,7 +33,7 @@ class Result:
 
 def pannier_here(*arguments: str) -> Result:
     """The same within this process: quick, but deaf to what is set in the environment."""
-    from pannier.cli.failures import reported
+    from pannier.cli.errors import reported
     from pannier.cli.main import cli
 
     def main() -> None:

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from pannier.client.config import Settings
 from pannier.client.identity import Identity
-from pannier.client.session import Session
+from pannier.client.transport.sidecar_client import Session
 from pannier.v1 import save_pb2, sidecar_pb2
 from pannier.wire.errors import InvalidRequestError
 

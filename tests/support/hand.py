@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from pannier.v1 import plan_pb2, records_pb2, save_pb2, sidecar_pb2
-from pannier.wire import identity, plans
+from pannier.wire import object_names, plan_codec
 from pannier.wire.errors import UnavailableError
 from support.ranks_by_hand import local_plan, receipt_of, tensor
 from support.scripted import TIMEOUT_S, Trainer, data_file
@@ -35,7 +35,7 @@ class Hand(Trainer):
         request = sidecar_pb2.PlanRequest(
             context=context,
             plan=self._plan,
-            digest=plans.plan_digest(self._plan),
+            digest=plan_codec.plan_digest(self._plan),
             timeout_s=timeout_s,
             save_timeout_s=save_timeout_s,
         )
@@ -57,7 +57,7 @@ class Hand(Trainer):
         final = renamed(given, context.save.number)
         request = sidecar_pb2.PlanRequest(
             context=context,
-            digest=plans.plan_digest(self._plan),
+            digest=plan_codec.plan_digest(self._plan),
             timeout_s=timeout_s,
             save_timeout_s=save_timeout_s,
             cached_plan_id=given.plan_id,
@@ -123,11 +123,11 @@ def renamed(given: plan_pb2.FinalPlan, number: int) -> plan_pb2.FinalPlan:
     """What a rank was given, as it uses it in its group's save with this number."""
     final = plan_pb2.FinalPlan()
     final.CopyFrom(given)
-    old = identity.Attempt.parse(given.attempt)
+    old = object_names.Attempt.parse(given.attempt)
     final.attempt = dataclasses.replace(old, number=number).name
     for file in final.files:
-        name = file.name.removeprefix(identity.data_prefix(old.name))
-        file.name = identity.data_prefix(final.attempt) + name
+        name = file.name.removeprefix(object_names.data_prefix(old.name))
+        file.name = object_names.data_prefix(final.attempt) + name
     return final
 
 

@@ -13,14 +13,14 @@ from google.protobuf import json_format
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
-from pannier.records.clock import store_time
-from pannier.records.decisions import decide, propose, read_decision
-from pannier.records.ending import SupersededError, carry_out, prepare_commit
-from pannier.records.installing import RemovedError
-from pannier.records.manifests import ManifestRecord, publish
+from pannier.attempts.commit import SupersededError, carry_out, prepare_commit
+from pannier.attempts.decisions import decide, propose, read_decision
+from pannier.attempts.manifests import ManifestRecord, publish
+from pannier.attempts.metadata_swap import RemovedError
+from pannier.attempts.store_clock import store_time
 from pannier.storage import ConflictError, NotFoundError, Store
 from pannier.v1 import records_pb2, save_pb2
-from pannier.wire import identity
+from pannier.wire import object_names
 
 RANKS = 2
 
@@ -29,14 +29,14 @@ RANKS = 2
 class _Try:
     """One attempt, as its processes know it."""
 
-    name: identity.Attempt
+    name: object_names.Attempt
     plan_id: str = ""
     durable: set[int] = field(default_factory=set)
     decision: records_pb2.Decision | None = None
 
     @property
     def file(self) -> dict[int, str]:
-        return {rank: identity.data_file(self.name.name, rank, 0) for rank in range(RANKS)}
+        return {rank: object_names.data_file(self.name.name, rank, 0) for rank in range(RANKS)}
 
 
 class History:
@@ -67,7 +67,7 @@ class History:
         await self._commit(attempt)
 
     async def _begin(self) -> None:
-        name = identity.Attempt(1, len(self._tries) + 1, "g0000000a", "i")
+        name = object_names.Attempt(1, len(self._tries) + 1, "g0000000a", "i")
         attempt = _Try(name)
         message = records_pb2.PlanManifest(save=self._save(attempt), attempt=name.name)
         for rank in range(RANKS):
@@ -97,7 +97,7 @@ class History:
             await self._store.create(attempt.file[rank], name.encode())
             receipt = records_pb2.Receipt(attempt=name, plan_id=attempt.plan_id, rank=rank)
             receipt.files.add(name=attempt.file[rank], size=len(name), crc32c=0)
-            await self._store.create(identity.receipt(name, rank), receipt.SerializeToString())
+            await self._store.create(object_names.receipt(name, rank), receipt.SerializeToString())
         except ConflictError:
             return
         attempt.durable.add(rank)
@@ -174,7 +174,7 @@ class History:
         standing = await self._standing()
         if standing is None:
             return
-        key = identity.lease(standing.name, f"{self._chance.randrange(2**32):x}")
+        key = object_names.lease(standing.name, f"{self._chance.randrange(2**32):x}")
         told = records_pb2.Lease(attempt=standing.name, host="h", pid=1, renew_s=1000)
         await self._store.create(key, json_format.MessageToJson(told).encode())
         if await self._standing() == standing:
@@ -188,10 +188,10 @@ class History:
             del self._leases[key]
             await self._store.delete(key)
 
-    async def _standing(self) -> identity.Attempt | None:
+    async def _standing(self) -> object_names.Attempt | None:
         """Whose ``.metadata`` it is, by what was made, not by what the records say."""
         try:
-            content = await self._store.read(identity.METADATA)
+            content = await self._store.read(object_names.METADATA)
         except NotFoundError:
             return None
         sums = {crc32c.crc32c(self._metadata(attempt)): attempt.name for attempt in self._tries}
@@ -231,4 +231,4 @@ class History:
             ready = decided is None and len(attempt.durable) == RANKS
             if name in needed or pending or ready:
                 assert set(attempt.file.values()) <= there, f"{name} has lost data files"
-                assert all(identity.receipt(name, rank) in there for rank in range(RANKS))
+                assert all(object_names.receipt(name, rank) in there for rank in range(RANKS))

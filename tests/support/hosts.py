@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from pannier.sidecar.config import SidecarConfig
-from pannier.sidecar.serve import Sidecar
+from pannier.sidecar.server import Sidecar
 from pannier.storage import Store
 from support.daemons import memory_directory, short_directory
 from support.scripted import ScriptedCoordinator, Trainer

@@ -14,11 +14,11 @@ from typing import Any
 import grpc
 
 from pannier.sidecar.config import SidecarConfig
-from pannier.sidecar.job_sockets import job_address, jobs_directory
-from pannier.sidecar.node import Node
+from pannier.sidecar.multi_job.host import Node
+from pannier.sidecar.multi_job.sockets import job_address, jobs_directory
 from pannier.storage import Store
 from pannier.v1 import sidecar_pb2, sidecar_pb2_grpc
-from pannier.wire import tokens
+from pannier.wire import auth_token
 from support.borrower import Borrower
 from support.daemons import memory_directory, short_directory
 from support.scripted import TIMEOUT_S, ScriptedCoordinator, Trainer
@@ -88,7 +88,7 @@ class TokenBorrower(Borrower):
 
     def __init__(self, trainer: TokenTrainer, sidecar: str, digest: bytes | None = None) -> None:
         super().__init__(trainer, sidecar)
-        self._digest = tokens.digest(trainer.token or "") if digest is None else digest
+        self._digest = auth_token.digest(trainer.token or "") if digest is None else digest
 
     def __enter__(self) -> "TokenBorrower":
         super().__enter__()

@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from pannier.coordinator.columns import RankPlan
 from pannier.coordinator.config import CoordinatorConfig
-from pannier.coordinator.serve import serving
+from pannier.coordinator.planning.columns import RankPlan
+from pannier.coordinator.server import serving
 from pannier.storage import ConflictError, open_store
 from pannier.v1 import (
     coordinator_pb2,
@@ -30,7 +30,7 @@ from pannier.v1 import (
     status_pb2,
     status_pb2_grpc,
 )
-from pannier.wire import addresses, errors, identity, plans
+from pannier.wire import addresses, errors, object_names, plan_codec
 from pannier.wire.version import WIRE_VERSION
 
 HEAD, TAIL = 704, 873
@@ -67,7 +67,7 @@ def local_plan(
     **options: Any,
 ) -> plan_pb2.LocalPlan:
     """A rank's plan; ``mappings`` None: without flattening."""
-    message = plan_pb2.LocalPlan(items=plans.encode_items(items))
+    message = plan_pb2.LocalPlan(items=plan_codec.encode_items(items))
     for item in items:
         body = 0
         if item.tensor_data is not None:
@@ -76,7 +76,7 @@ def local_plan(
         message.head.append(HEAD if slot else 0)
         message.body.append(body if slot else 0)
         message.tail.append(TAIL if slot else 0)
-    message.mappings.extend(plans.encode_mappings(mappings or {}))
+    message.mappings.extend(plan_codec.encode_mappings(mappings or {}))
     message.options.CopyFrom(
         plan_pb2.PlannerOptions(
             planner="torch.distributed.checkpoint.default_planner:DefaultSavePlanner",
@@ -91,7 +91,7 @@ def local_plan(
 
 def rank_plans(*local: plan_pb2.LocalPlan) -> list[RankPlan]:
     return [
-        RankPlan(rank, f"node-{rank}", plans.plan_digest(plan), plan)
+        RankPlan(rank, f"node-{rank}", plan_codec.plan_digest(plan), plan)
         for rank, plan in enumerate(local)
     ]
 
@@ -107,7 +107,7 @@ def context(
 ) -> sidecar_pb2.SaveContext:
     return sidecar_pb2.SaveContext(
         save=save_pb2.SaveId(
-            job="job", incarnation=incarnation, group=identity.group_name(ranks), number=number
+            job="job", incarnation=incarnation, group=object_names.group_name(ranks), number=number
         ),
         checkpoint_id=checkpoint_id,
         ranks=ranks,
@@ -178,7 +178,7 @@ async def write_receipts(reports: Iterable[coordinator_pb2.RankReport]) -> None:
     for each in reports:
         if each.HasField("receipt"):
             store = open_store(each.context.checkpoint_id)
-            key = identity.receipt(each.attempt, each.context.rank)
+            key = object_names.receipt(each.attempt, each.context.rank)
             with suppress(ConflictError):
                 await store.create(key, each.receipt.SerializeToString())
             await store.close()
@@ -239,7 +239,7 @@ class Sidecar:
         timeout: float = 10,
     ) -> save_pb2.SaveStatus:
         """Waits until the save's status is as it is wanted."""
-        key = identity.save_text(save)
+        key = object_names.save_text(save)
 
         async def wait() -> save_pb2.SaveStatus:
             while True:
@@ -276,7 +276,7 @@ class Desk:
         request = sidecar_pb2.PlanRequest(
             context=who,
             plan=plan,
-            digest=plans.plan_digest(plan),
+            digest=plan_codec.plan_digest(plan),
             timeout_s=timeout_s,
             save_timeout_s=save_timeout_s,
             wire_version=WIRE_VERSION,

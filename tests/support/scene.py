@@ -5,16 +5,16 @@ import itertools
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from pannier.coordinator.columns import RankPlan
-from pannier.coordinator.conduct import Conductor
-from pannier.coordinator.places import Places
-from pannier.coordinator.planners import Planners
-from pannier.coordinator.registry import Registry
-from pannier.coordinator.saves import Save, State
-from pannier.daemon.board import Board
+from pannier.coordinator.planning.columns import RankPlan
+from pannier.coordinator.planning.custom_planners import Planners
+from pannier.coordinator.saves.registry import Registry
+from pannier.coordinator.saves.save import Save, State
+from pannier.coordinator.saves.save_task import Conductor
+from pannier.coordinator.stores import Places
+from pannier.daemon.status_registry import Board
 from pannier.storage import DeniedError, ObjectInfo, StorageError, Store, open_store
 from pannier.v1 import sidecar_pb2
-from pannier.wire import identity
+from pannier.wire import object_names
 from support.ranks_by_hand import context, local_plan, rank_plans, receipt_of, tensor
 from support.unsteady import Unsteady
 
@@ -64,7 +64,7 @@ class OnePlace(Places):
         self._reach(context)
         await super().contact(context)
 
-    async def find_attempt(self, context: sidecar_pb2.SaveContext) -> identity.Attempt | None:
+    async def find_attempt(self, context: sidecar_pb2.SaveContext) -> object_names.Attempt | None:
         self._reach(context)
         return await super().find_attempt(context)
 
@@ -108,7 +108,7 @@ class Scene:
         for rank in save.parts:
             receipt = receipt_of(save.manifest.final_plan(rank), rank)
             await self.plain.create(
-                identity.receipt(receipt.attempt, rank), receipt.SerializeToString()
+                object_names.receipt(receipt.attempt, rank), receipt.SerializeToString()
             )
             save.take_receipt(receipt)
         save.progress()

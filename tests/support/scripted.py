@@ -20,7 +20,7 @@ from pannier.v1 import (
     sidecar_pb2,
     sidecar_pb2_grpc,
 )
-from pannier.wire import chunks, errors, identity
+from pannier.wire import chunk_codec, errors, object_names
 from pannier.wire.addresses import channel_options
 from pannier.wire.version import WIRE_VERSION
 
@@ -30,7 +30,7 @@ PLAN_ID = "0123456789abcdef"
 
 def attempt_of(save: save_pb2.SaveId) -> str:
     """The attempt that the scripted coordinator gives a save."""
-    return identity.Attempt(1, save.number, save.group, save.incarnation).name
+    return object_names.Attempt(1, save.number, save.group, save.incarnation).name
 
 
 class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
@@ -185,7 +185,7 @@ def status_of(
     """A coordinator's status of a save."""
     return save_pb2.SaveStatus(
         save=context.save,
-        id=identity.save_text(context.save),
+        id=object_names.save_text(context.save),
         checkpoint_id=context.checkpoint_id,
         attempt=attempt_of(context.save),
         state=state,
@@ -277,7 +277,7 @@ class Trainer:
         save = save_pb2.SaveId(
             job=self.job,
             incarnation=self.incarnation,
-            group=identity.group_name(self.ranks),
+            group=object_names.group_name(self.ranks),
             number=number,
         )
         return sidecar_pb2.SaveContext(
@@ -322,8 +322,8 @@ class Trainer:
         header = self.header(context, middle, len(data))
         with self.stream(header) as stream:
             held = stream.committed()
-            for offset in range(held, len(data), chunks.CHUNK_BYTES):
-                stream.send(data[offset : offset + chunks.CHUNK_BYTES], offset)
+            for offset in range(held, len(data), chunk_codec.CHUNK_BYTES):
+                stream.send(data[offset : offset + chunk_codec.CHUNK_BYTES], offset)
             while held < len(data):
                 held = stream.committed()
         return data_file(header.name, data)
@@ -400,10 +400,10 @@ class WriteStream:
 
 def _encode(message: Any) -> bytes:
     if not isinstance(message, tuple):
-        return message if isinstance(message, bytes) else chunks.encode(message)
+        return message if isinstance(message, bytes) else chunk_codec.encode(message)
     data, offset, crc = message
     buffer = ctypes.create_string_buffer(data, len(data))
-    return chunks.encode(chunks.Chunk(offset, crc, ctypes.addressof(buffer), len(data)))
+    return chunk_codec.encode(chunk_codec.Chunk(offset, crc, ctypes.addressof(buffer), len(data)))
 
 
 def data_file(name: str, data: bytes) -> records_pb2.DataFile:

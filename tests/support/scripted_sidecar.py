@@ -13,9 +13,9 @@ import crc32c
 import grpc
 
 from pannier.v1 import plan_pb2, save_pb2, sidecar_pb2, sidecar_pb2_grpc
-from pannier.wire import addresses, chunks, errors, identity
+from pannier.wire import addresses, chunk_codec, errors, object_names
 from pannier.wire.errors import PannierError
-from pannier.wire.layout import lay_out
+from pannier.wire.file_layout import lay_out
 from pannier.wire.version import WIRE_VERSION
 
 Hook = Callable[[Any], None]
@@ -86,7 +86,7 @@ class ScriptedSidecar(sidecar_pb2_grpc.SidecarServicer):
         sidecar_pb2_grpc.add_SidecarServicer_to_server(self, server)
         write = grpc.stream_stream_rpc_method_handler(
             self.Write,
-            request_deserializer=chunks.decode,
+            request_deserializer=chunk_codec.decode,
             response_serializer=sidecar_pb2.WriteResponse.SerializeToString,
         )
         server.add_registered_method_handlers("pannier.v1.Sidecar", {"Write": write})
@@ -119,7 +119,7 @@ class ScriptedSidecar(sidecar_pb2_grpc.SidecarServicer):
         """Pushes a status to everyone connected, now and later."""
         news = save_pb2.SaveStatus(
             save=save,
-            id=identity.save_text(save),
+            id=object_names.save_text(save),
             checkpoint_id=checkpoint_id,
             attempt=self.attempt,
             state=state,
@@ -195,11 +195,11 @@ class ScriptedSidecar(sidecar_pb2_grpc.SidecarServicer):
         rank, count = request.context.rank, len(local.head)
         final = plan_pb2.FinalPlan(plan_id="p1", attempt=self.attempt, positions=list(range(count)))
         for index, size in enumerate(layout.sizes):
-            name = identity.data_file(self.attempt, rank, index)
+            name = object_names.data_file(self.attempt, rank, index)
             final.files.add(name=name, size=size)
         objects = len(layout.sizes)
         if len(slotted) < count:
-            final.files.add(name=identity.objects_file(self.attempt, rank))
+            final.files.add(name=object_names.objects_file(self.attempt, rank))
         for position in range(count):
             file, offset, length = places.get(position, (objects, 0, 0))
             final.placement.file.append(file)

@@ -9,10 +9,10 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from pannier.client.arena import Mapping
-from pannier.client.devices import Means
-from pannier.client.lanes import Lane, Mark
-from pannier.client.pinning import Ring
+from pannier.client.staging.arena import Mapping
+from pannier.client.staging.device_copy import Means
+from pannier.client.staging.device_stream import Lane, Mark
+from pannier.client.staging.pinned_memory import Ring
 
 
 class FakeMark:
@@ -120,6 +120,6 @@ def host_as_device(monkeypatch: pytest.MonkeyPatch, usual: Means | None = None) 
     """Tensors of the host are taken for those of a device, copied by ``usual``."""
     with monkeypatch.context() as patch:
         if usual is not None:
-            patch.setattr("pannier.client.devices.USUAL", usual)
-        patch.setattr("pannier.client.lanes.ASYNC_DEVICES", frozenset({"cpu"}))
+            patch.setattr("pannier.client.staging.device_copy.USUAL", usual)
+        patch.setattr("pannier.client.staging.device_stream.ASYNC_DEVICES", frozenset({"cpu"}))
         yield

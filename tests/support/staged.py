@@ -10,12 +10,12 @@ from typing import Any
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
-from pannier.client import compat
-from pannier.client.arena import Arena, ArenaPool
-from pannier.client.planning import Planning, expand
-from pannier.client.staging import Staged, stage
+from pannier.client import torch_compat
+from pannier.client.planning.local_plan import Planning, expand
+from pannier.client.staging.arena import Arena, ArenaPool
+from pannier.client.staging.stager import Staged, stage
 from pannier.v1 import plan_pb2
-from pannier.wire import identity, layout, plans
+from pannier.wire import file_layout, object_names, plan_codec
 
 ATTEMPT = "i1-a1-g00000000-s1"
 
@@ -32,15 +32,15 @@ def final_plan(
     """The answer to a local plan, of which this rank is to write ``positions`` (None: all)."""
     chosen = range(len(message.head)) if positions is None else positions
     slots = [p for p in chosen if message.head[p]]
-    laid = layout.lay_out(
+    laid = file_layout.lay_out(
         *([column[p] for p in slots] for column in (message.head, message.body, message.tail))
     )
     files = [
-        plan_pb2.PlannedFile(name=identity.data_file(ATTEMPT, rank, n), size=size)
+        plan_pb2.PlannedFile(name=object_names.data_file(ATTEMPT, rank, n), size=size)
         for n, size in enumerate(laid.sizes)
     ]
     if len(slots) < len(chosen):
-        files.append(plan_pb2.PlannedFile(name=identity.objects_file(ATTEMPT, rank)))
+        files.append(plan_pb2.PlannedFile(name=object_names.objects_file(ATTEMPT, rank)))
     final = plan_pb2.FinalPlan(plan_id="plan", attempt=ATTEMPT, positions=chosen, files=files)
     places = iter(zip(laid.file, laid.offset, laid.length, strict=True))
     for position in chosen:
@@ -70,10 +70,10 @@ def write_checkpoint(
     write_files(directory, staged)
     _, metadata = create_default_global_save_plan([SavePlan(items)])
     storage = {
-        item.index: compat.StorageInfo(*placed)
+        item.index: torch_compat.StorageInfo(*placed)
         for item, placed in zip(items, staged.placements, strict=True)
     }
     metadata = dataclasses.replace(
-        metadata, planner_data=plans.decode_mappings(message.mappings), storage_data=storage
+        metadata, planner_data=plan_codec.decode_mappings(message.mappings), storage_data=storage
     )
     (directory / ".metadata").write_bytes(pickle.dumps(metadata))

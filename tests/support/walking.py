@@ -17,7 +17,7 @@ import grpc
 from google.protobuf import json_format
 
 from pannier.v1 import plan_pb2, records_pb2
-from pannier.wire import identity
+from pannier.wire import object_names
 from pannier.wire.errors import (
     DeadlineError,
     InvalidRequestError,
@@ -148,7 +148,7 @@ class Saver:
             return True
 
     def _await_decision(self, made: Made, deadline: float) -> "records_pb2.Outcome":
-        path = Path(made.id, identity.decision(made.attempt))
+        path = Path(made.id, object_names.decision(made.attempt))
         while not path.exists():
             assert time.monotonic() < deadline, f"{made} is not decided"
             time.sleep(0.02)

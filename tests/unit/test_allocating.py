@@ -7,7 +7,7 @@ import pytest
 
 ALLOCATES = """
 import resource, threading
-from pannier.daemon.allocating import keep_freed_memory
+from pannier.common.malloc import keep_freed_memory
 
 keep_freed_memory()
 

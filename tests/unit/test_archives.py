@@ -7,7 +7,7 @@ import zipfile
 import pytest
 import torch
 
-from pannier.client import archives
+from pannier.client.staging import archives
 
 SHAPES = [(), (0,), (3, 0, 2), (1,), (5,), (3, 4), (2, 3, 4, 5)]
 

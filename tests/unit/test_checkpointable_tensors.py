@@ -11,11 +11,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from pannier import client as pannier_client
-from pannier.client import structure
-from pannier.client.api import Client
-from pannier.client.arena import ArenaPool
+from pannier.client.client import Client
 from pannier.client.config import Settings
-from pannier.client.structure import observe
+from pannier.client.planning import state_fingerprint
+from pannier.client.planning.state_fingerprint import observe
+from pannier.client.staging.arena import ArenaPool
 from pannier.v1 import sidecar_pb2
 from pannier.wire.errors import PannierError
 from support.daemons import short_directory
@@ -103,7 +103,7 @@ def described(**attributes: Any) -> torch.Tensor:
 def test_the_description_belongs_to_the_structure(
     change: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(structure, "_DESCRIBE_SHARDS", True)
+    monkeypatch.setattr(state_fingerprint, "_DESCRIBE_SHARDS", True)
     before = observe({"w": part(0), "b": torch.zeros(1)})
     assert before is not None
     assert before.values({"w": part(0, 2.0), "b": torch.ones(1)}) is not None
@@ -115,7 +115,7 @@ def test_the_description_belongs_to_the_structure(
 
 
 def test_a_description_that_is_changed_in_place_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(structure, "_DESCRIBE_SHARDS", True)
+    monkeypatch.setattr(state_fingerprint, "_DESCRIBE_SHARDS", True)
     state = {"w": padded(torch.ones(8, 3))}
     seen = observe(state)
     assert seen is not None
@@ -143,7 +143,7 @@ def test_the_same_offsets_need_no_planner(
     client: Client, sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client.save({"w": part(2)}, checkpoint_id="/x/1")
-    monkeypatch.setattr("pannier.client.agreed.Planning", None)
+    monkeypatch.setattr("pannier.client.planning.agreed_plan.Planning", None)
     client.save({"w": part(2, 5.0)}, checkpoint_id="/x/2")
     (given,) = (r for r in sidecar.asked(sidecar_pb2.PlanRequest) if r.HasField("plan"))
     assert list(given.plan.items.size) == [8, 3]

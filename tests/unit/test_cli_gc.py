@@ -10,9 +10,9 @@ import pytest
 from google.protobuf import json_format
 
 from pannier.storage import DeniedError
-from pannier.storage.local import LocalStore
+from pannier.storage.local.store import LocalStore
 from pannier.v1 import records_pb2
-from pannier.wire import identity
+from pannier.wire import object_names
 from support.checkpoints import write, write_attempt, write_decision
 from support.cli import Result
 from support.cli import pannier_here as pannier
@@ -48,7 +48,7 @@ def lines(result: Result, action: str) -> list[dict[str, Any]]:
 
 def lease(directory: Path, attempt: str, *, renew_s: float = 30, token: str = "abc") -> Path:
     told = records_pb2.Lease(attempt=attempt, host="node-1", pid=7, holder=token, renew_s=renew_s)
-    path = directory / identity.lease(attempt, token)
+    path = directory / object_names.lease(attempt, token)
     write(path, json_format.MessageToJson(told).encode())
     return path
 
@@ -71,7 +71,7 @@ def test_leftovers_of_an_aborted_attempt_go_but_for_the_decision(place: Path) ->
     kept = names(place)
     write_attempt(place, SECOND, commit=False)
     write_decision(place, SECOND, records_pb2.OUTCOME_ABORT)
-    left = of(place, SECOND) - {identity.decision(SECOND)}
+    left = of(place, SECOND) - {object_names.decision(SECOND)}
     dry = pannier("gc", str(place.parent), "--dry-run", "--json")
     assert {line["name"] for line in lines(dry, "would-remove")} == left
     assert left < names(place)
@@ -79,16 +79,16 @@ def test_leftovers_of_an_aborted_attempt_go_but_for_the_decision(place: Path) ->
     assert {line["name"] for line in done} == left
     assert {(line["reason"], line["attempt"]) for line in done} == {("aborted", SECOND)}
     assert all(line["bytes"] > 0 and line["checkpoint"] == str(place) for line in done)
-    assert names(place) == kept | {identity.decision(SECOND)}
+    assert names(place) == kept | {object_names.decision(SECOND)}
 
 
 def test_a_late_upload_of_an_aborted_attempt_goes(place: Path) -> None:
     write_decision(place, FIRST, records_pb2.OUTCOME_ABORT)
-    late = place / identity.data_file(FIRST, 1, 0)
+    late = place / object_names.data_file(FIRST, 1, 0)
     write(late, b"late")
     (line,) = lines(pannier("gc", str(place.parent), "--json"), "removed")
     assert (line["name"], line["bytes"]) == (late.name, 4)
-    assert names(place) == {identity.decision(FIRST)}
+    assert names(place) == {object_names.decision(FIRST)}
 
 
 def test_the_decision_of_an_aborted_attempt_goes_when_it_is_old_and_alone(place: Path) -> None:
@@ -98,21 +98,21 @@ def test_the_decision_of_an_aborted_attempt_goes_when_it_is_old_and_alone(place:
     write_decision(place, FIRST, records_pb2.OUTCOME_ABORT)
     for directory, attempt in ((place, THIRD), (never, FIRST)):
         write_decision(directory, attempt, records_pb2.OUTCOME_ABORT)
-        write(directory / identity.data_file(attempt, 0, 0), b"late")
+        write(directory / object_names.data_file(attempt, 0, 0), b"late")
     assert len(lines(pannier("gc", str(place.parent), "--json"), "removed")) == 2
     assert lines(pannier("gc", str(place.parent), "--json"), "removed") == []
     age(place.parent, 86_401)
     # Something came late once more.
-    write(place / identity.data_file(THIRD, 1, 0), b"late")
+    write(place / object_names.data_file(THIRD, 1, 0), b"late")
     removed = lines(pannier("gc", str(place.parent), "--json"), "removed")
     assert {(line["name"], line["reason"]) for line in removed} == {
-        (identity.decision(FIRST), "aborted"),
-        (identity.data_file(THIRD, 1, 0), "aborted"),
+        (object_names.decision(FIRST), "aborted"),
+        (object_names.data_file(THIRD, 1, 0), "aborted"),
     }
-    assert names(place) == kept | {identity.decision(THIRD)}
+    assert names(place) == kept | {object_names.decision(THIRD)}
     assert not never.exists()
     (line,) = lines(pannier("gc", str(place.parent), "--json"), "removed")
-    assert line["name"] == identity.decision(THIRD)
+    assert line["name"] == object_names.decision(THIRD)
     assert names(place) == kept
     assert pannier("verify", str(place)).code == 0
 
@@ -123,7 +123,7 @@ def test_a_superseded_attempt_goes_after_its_grace_period(place: Path) -> None:
     age(place, 10_000)
     (kept,) = lines(pannier("gc", str(place), "--json"), "kept")
     assert (kept["attempt"], "grace period" in kept["reason"]) == (FIRST, True)
-    mark = place / identity.superseded_mark(FIRST)
+    mark = place / object_names.superseded_mark(FIRST)
     assert mark.exists()
     assert pannier("verify", str(place)).code == 0
     assert lines(pannier("gc", str(place), "--json"), "removed") == []
@@ -131,7 +131,7 @@ def test_a_superseded_attempt_goes_after_its_grace_period(place: Path) -> None:
     left = of(place, FIRST)
     (*_, last) = removed = lines(pannier("gc", str(place), "--json"), "removed")
     assert {line["name"] for line in removed} == left
-    assert last["name"] == identity.decision(FIRST)
+    assert last["name"] == object_names.decision(FIRST)
     assert {line["reason"] for line in removed} == {"superseded"}
     assert of(place, FIRST) == set()
     assert json.loads(pannier("verify", str(place), "--json").out)["attempt"] == SECOND
@@ -151,7 +151,7 @@ def test_a_superseded_attempt_stays_as_long_as_a_reader_holds_it(place: Path) ->
     held = lease(place, FIRST)
     (kept,) = lines(pannier("gc", str(place), *NOW, "--json"), "kept")
     assert "process 7 on node-1 is reading it" in kept["reason"]
-    assert identity.data_file(FIRST, 0, 0) in names(place)
+    assert object_names.data_file(FIRST, 0, 0) in names(place)
     os.utime(held, (time.time() - 91,) * 2)
     removed = lines(pannier("gc", str(place), *NOW, "--json"), "removed")
     assert {line["reason"] for line in removed} == {"superseded", "lease"}
@@ -162,8 +162,8 @@ def test_a_superseded_attempt_stays_as_long_as_a_reader_holds_it(place: Path) ->
 
 def test_an_undecided_attempt_is_given_up_when_it_is_old(place: Path) -> None:
     write_attempt(place, FIRST, commit=False)
-    (place / identity.receipt(FIRST, 1)).unlink()
-    (place / identity.metadata_candidate(FIRST)).unlink()
+    (place / object_names.receipt(FIRST, 1)).unlink()
+    (place / object_names.metadata_candidate(FIRST)).unlink()
     before = names(place)
     (kept,) = lines(pannier("gc", str(place), "--json"), "kept")
     assert "a save may be under way" in kept["reason"]
@@ -173,7 +173,7 @@ def test_an_undecided_attempt_is_given_up_when_it_is_old(place: Path) -> None:
     assert names(place) == before == {line["name"] for line in dry}
     removed = lines(pannier("gc", str(place), "--json"), "removed")
     assert {line["reason"] for line in removed} == {"abandoned"}
-    assert names(place) == {identity.decision(FIRST)}
+    assert names(place) == {object_names.decision(FIRST)}
 
 
 def test_an_attempt_that_can_be_committed_is_never_given_up(place: Path) -> None:
@@ -197,12 +197,12 @@ def test_a_decided_commit_is_never_removed(place: Path) -> None:
 
 
 def test_data_files_without_any_record_go_when_they_are_old(place: Path) -> None:
-    write(place / identity.data_file(FIRST, 0, 0), b"data")
+    write(place / object_names.data_file(FIRST, 0, 0), b"data")
     assert lines(pannier("gc", str(place), "--json"), "removed") == []
     age(place, 86_401)
     (line,) = lines(pannier("gc", str(place), "--json"), "removed")
     assert (line["reason"], line["bytes"]) == ("abandoned", 4)
-    assert names(place) == {identity.decision(FIRST)}
+    assert names(place) == {object_names.decision(FIRST)}
 
 
 def test_a_foreign_checkpoint_is_not_touched(place: Path) -> None:
@@ -213,7 +213,7 @@ def test_a_foreign_checkpoint_is_not_touched(place: Path) -> None:
     write(place / ".metadata", b"somebody else's")
     copy = place.parent / "copy"
     write(copy / ".metadata", b"a copy's")
-    write(copy / identity.data_file(FIRST, 0, 0), b"data")
+    write(copy / object_names.data_file(FIRST, 0, 0), b"data")
     age(place.parent, 1e6)
     before = names(place.parent)
     kept = lines(pannier("gc", str(place.parent), *NOW, "--json"), "kept")
@@ -240,7 +240,7 @@ def test_a_needed_file_stays_even_if_its_attempt_was_aborted(place: Path) -> Non
 def test_where_a_decision_is_damaged_nothing_goes(place: Path, attempt: str) -> None:
     write_attempt(place, FIRST)
     write_attempt(place, SECOND)
-    (place / identity.decision(attempt)).write_bytes(b"{")
+    (place / object_names.decision(attempt)).write_bytes(b"{")
     age(place, 1e6)
     before = names(place)
     (kept,) = lines(pannier("gc", str(place), *NOW, "--json"), "kept")
@@ -288,7 +288,7 @@ def test_what_was_removed_before_an_error_is_told(
     other = place.parent / "step-2"
     for each in (place, other):
         write_decision(each, FIRST, records_pb2.OUTCOME_ABORT)
-        write(each / identity.data_file(FIRST, 0, 0), b"late")
+        write(each / object_names.data_file(FIRST, 0, 0), b"late")
     delete = LocalStore.delete
 
     async def refuse(self: LocalStore, key: str, *, generation: str | None = None) -> None:
@@ -301,4 +301,4 @@ def test_what_was_removed_before_an_error_is_told(
     assert (result.code, "error: no" in result.err) == (3, True)
     (line,) = result.json_lines()
     assert line["checkpoint"] == str(place)
-    assert names(other) == {identity.decision(FIRST), identity.data_file(FIRST, 0, 0)}
+    assert names(other) == {object_names.decision(FIRST), object_names.data_file(FIRST, 0, 0)}

@@ -13,8 +13,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pannier.coordinator.config import CoordinatorConfig
-from pannier.daemon.probed import probed
-from pannier.sidecar import serve
+from pannier.daemon.health_server import probed
+from pannier.sidecar import server
 from pannier.sidecar.config import SidecarConfig
 from pannier.wire.errors import ConfigurationError
 from support.cli import pannier
@@ -156,7 +156,7 @@ def test_a_sidecar_that_recovers_is_alive_and_not_ready(monkeypatch: pytest.Monk
         assert go.wait(60)
         return []
 
-    monkeypatch.setattr(serve, "restore", slow)
+    monkeypatch.setattr(server, "restore", slow)
     directory = short_directory()
     address = f"127.0.0.1:{free_port()}"
     config = SidecarConfig(
@@ -165,7 +165,7 @@ def test_a_sidecar_that_recovers_is_alive_and_not_ready(monkeypatch: pytest.Monk
         spool=directory / "spool",
         health=address,
     )
-    sidecar = serve.Sidecar(config)
+    sidecar = server.Sidecar(config)
     with ThreadPoolExecutor(1) as starting:
         started = starting.submit(sidecar.__enter__)
         assert begun.wait(60)

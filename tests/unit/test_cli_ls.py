@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from pannier.v1 import records_pb2
-from pannier.wire import identity
+from pannier.wire import object_names
 from support.checkpoints import write, write_attempt, write_decision
 from support.cli import pannier
 
@@ -64,7 +64,7 @@ def test_the_attempt_is_the_one_that_metadata_belongs_to(tmp_path: Path) -> None
     (line,) = pannier("ls", str(tmp_path), "--json").json_lines()
     assert (line["attempt"], line["bytes"]) == ("i2-inc-g0000000a-s1", 2000)
     # As it was before the second commit took effect.
-    write(directory / identity.METADATA, first)
+    write(directory / object_names.METADATA, first)
     (line,) = pannier("ls", str(tmp_path), "--json").json_lines()
     assert (line["attempt"], line["bytes"]) == (ATTEMPT, 1000)
 
@@ -85,7 +85,7 @@ def test_an_empty_root_has_no_checkpoints(tmp_path: Path) -> None:
 
 def test_a_damaged_decision_does_not_hide_other_checkpoints(tmp_path: Path) -> None:
     write_attempt(tmp_path / "bad", ATTEMPT)
-    write(tmp_path / "bad" / identity.decision(ATTEMPT), b"\xff{")
+    write(tmp_path / "bad" / object_names.decision(ATTEMPT), b"\xff{")
     write_attempt(tmp_path / "good", ATTEMPT)
     lines = pannier("ls", str(tmp_path), "--json").json_lines()
     states = {Path(line["checkpoint"]).name: line["state"] for line in lines}

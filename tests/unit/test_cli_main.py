@@ -132,7 +132,7 @@ def test_unknown_commands_and_options_exit_with_2() -> None:
     "module",
     [
         "pannier.cli.main",
-        *(f"pannier.cli.{command}" for command in COMMANDS),
+        *(f"pannier.cli.commands.{command}" for command in COMMANDS),
         "pannier.cli.supervisor",
         "pannier.storage",
     ],
@@ -144,7 +144,7 @@ def test_importing_it_leaves_torch_out(module: str) -> None:
 
 def test_running_the_sidecars_code_leaves_torch_out() -> None:
     code = (
-        "import sys, pannier.sidecar.serve, pannier.sidecar.config; "
+        "import sys, pannier.sidecar.server, pannier.sidecar.config; "
         "sys.exit(bool({'torch', 'numpy'} & set(sys.modules)))"
     )
     subprocess.run(python("-c", code), check=True, timeout=30)
@@ -162,7 +162,7 @@ def test_a_sidecar_without_a_socket_is_asked_for_its_spool() -> None:
 
 
 def test_a_sidecars_spool_is_one_per_socket() -> None:
-    from pannier.cli.sidecar import _spool_beside
+    from pannier.cli.commands.sidecar import _spool_beside
 
     one, other = (_spool_beside(f"unix:///run/{name}/sidecar.sock") for name in ("one", "other"))
     assert one != other

@@ -9,14 +9,14 @@ import crc32c
 import pytest
 from torch.distributed.checkpoint import FileSystemReader
 
-from pannier.coordinator.commit import build_checked
-from pannier.coordinator.manifest import Manifest
-from pannier.coordinator.planning import make_global_plan
-from pannier.records import interrupted
-from pannier.records.interrupted import End
+from pannier.coordinator.commit.manifest import Manifest
+from pannier.coordinator.commit.metadata import build_checked
+from pannier.coordinator.planning.global_plan import make_global_plan
+from pannier.maintenance import recover
+from pannier.maintenance.recover import End
 from pannier.storage import open_store
 from pannier.v1 import records_pb2
-from pannier.wire import identity
+from pannier.wire import object_names
 from support.checkpoints import write, write_attempt, write_decision
 from support.cli import pannier
 from support.daemons import clean_environment
@@ -33,13 +33,13 @@ def names(directory: Path) -> list[str]:
 def planned(directory: Path) -> Manifest:
     """A real plan of two ranks with both receipts, as a coordinator that died before it committed."""
     plans = rank_plans(local_plan([tensor("w", 4)]), local_plan([tensor("b", 4), thing("step")]))
-    attempt = identity.Attempt.parse(FIRST)
+    attempt = object_names.Attempt.parse(FIRST)
     plan = make_global_plan(plans, FIRST)
     manifest = Manifest.make(context(0, str(directory)), attempt, plans, plan)
-    write(directory / identity.manifest(FIRST), manifest.data)
+    write(directory / object_names.manifest(FIRST), manifest.data)
     for rank in (0, 1):
         receipt = receipt_of(manifest.final_plan(rank), rank)
-        write(directory / identity.receipt(FIRST, rank), receipt.SerializeToString())
+        write(directory / object_names.receipt(FIRST, rank), receipt.SerializeToString())
         for file in receipt.files:
             write(directory / file.name, bytes(file.size))
     return manifest
@@ -92,9 +92,9 @@ def test_the_end_is_foreseen(tmp_path: Path, left: str, abort: bool, end: End) -
     if left == "an abort":
         write_decision(place, FIRST, records_pb2.OUTCOME_ABORT)
     elif left == "nothing of rank 1":
-        (place / identity.receipt(FIRST, 1)).unlink()
+        (place / object_names.receipt(FIRST, 1)).unlink()
     elif left == "a torn decision":
-        write(place / identity.decision(FIRST), b"{")
+        write(place / object_names.decision(FIRST), b"{")
 
     async def build(manifest: bytes, receipts: Sequence[records_pb2.Receipt]) -> bytes:
         return build_checked(manifest, receipts)
@@ -102,9 +102,9 @@ def test_the_end_is_foreseen(tmp_path: Path, left: str, abort: bool, end: End) -
     async def main() -> None:
         store = open_store(str(place))
         try:
-            (found,) = await interrupted.find_interrupted(store)
-            assert interrupted.foresee(found, abort=abort).end is end
-            outcome = await interrupted.end(store, found, build=build, host="here", abort=abort)
+            (found,) = await recover.find_interrupted(store)
+            assert recover.foresee(found, abort=abort).end is end
+            outcome = await recover.end(store, found, build=build, host="here", abort=abort)
             assert outcome.end is end
         finally:
             await store.close()
@@ -134,12 +134,12 @@ def test_a_damaged_candidate_is_not_committed(tmp_path: Path, damage: str) -> No
     place = tmp_path / "step-1"
     metadata = write_attempt(place, FIRST, commit=False)
     told = metadata.replace(b"s1_1_0", b"s2_1_0") if damage != "cut" else metadata[:-40]
-    (place / identity.metadata_candidate(FIRST)).write_bytes(told)
+    (place / object_names.metadata_candidate(FIRST)).write_bytes(told)
     result = pannier("recover", str(place), "--json")
     assert result.code == 1
     (line,) = result.json_lines()
     assert line["end"] == "undecided"
-    assert identity.metadata_candidate(FIRST) in line["reason"]
+    assert object_names.metadata_candidate(FIRST) in line["reason"]
     assert not (place / ".metadata").exists()
 
 
@@ -180,7 +180,7 @@ def test_what_an_aborted_attempt_left_is_removed(tmp_path: Path) -> None:
     write_decision(place, FIRST, records_pb2.OUTCOME_ABORT)
     (line,) = pannier("recover", str(place), "--json").json_lines()
     assert (line["found"], line["end"]) == ("abort", "aborted")
-    assert names(place) == [identity.decision(FIRST)]
+    assert names(place) == [object_names.decision(FIRST)]
     assert pannier("recover", str(place), "--json").out == ""
 
 
@@ -190,8 +190,8 @@ def test_an_undecided_attempt_is_told_with_its_ranks_and_given_up_only_on_reques
     root, place = tmp_path, tmp_path / "runs" / "step-2"
     kept = write_attempt(place, FIRST)
     write_attempt(place, SECOND, ranks=3, commit=False)
-    (place / identity.metadata_candidate(SECOND)).unlink()
-    (place / identity.receipt(SECOND, 1)).unlink()
+    (place / object_names.metadata_candidate(SECOND)).unlink()
+    (place / object_names.receipt(SECOND, 1)).unlink()
     before = names(place)
     result = pannier("recover", str(root))
     assert result.code == 1, result
@@ -232,7 +232,7 @@ def test_a_receipt_of_another_plan_is_no_receipt(tmp_path: Path) -> None:
     manifest = planned(place)
     receipt = receipt_of(manifest.final_plan(1), 1)
     receipt.plan_id = f"{crc32c.crc32c(b'other'):x}"
-    write(place / identity.receipt(FIRST, 1), receipt.SerializeToString())
+    write(place / object_names.receipt(FIRST, 1), receipt.SerializeToString())
     result = pannier("recover", str(place), "--json")
     assert result.code == 1
     assert result.json()["end"] == "undecided"
@@ -243,7 +243,7 @@ def test_a_receipt_of_another_plan_is_no_receipt(tmp_path: Path) -> None:
 def test_a_damaged_decision_is_told_and_the_rest_is_done(tmp_path: Path) -> None:
     damaged, other = tmp_path / "step-1", tmp_path / "step-2"
     write_attempt(damaged, FIRST)
-    write(damaged / identity.decision(FIRST), b"{")
+    write(damaged / object_names.decision(FIRST), b"{")
     write_attempt(other, FIRST, commit=False)
     result = pannier("recover", str(tmp_path), "--abort", "--json")
     assert result.code == 1

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from pannier.daemon.crashing import VARIABLE
-from pannier.records.decisions import read_decision
-from pannier.records.installing import RemovedError, install
-from pannier.records.unmaking import condemn, remove_checkpoint
+from pannier.attempts.decisions import read_decision
+from pannier.attempts.metadata_swap import RemovedError, install
+from pannier.common.fault_points import VARIABLE
+from pannier.maintenance.delete_checkpoint import condemn, remove_checkpoint
 from pannier.storage import open_store
 from pannier.v1 import records_pb2
-from pannier.wire import identity
+from pannier.wire import object_names
 from pannier.wire.errors import SaveAbortedError
 from support.checkpoints import write, write_attempt, write_decision
 from support.cli import pannier
@@ -32,7 +32,7 @@ def place(tmp_path: Path) -> Path:
     write_attempt(directory, FIRST)
     write_attempt(directory, THIRD)
     write_decision(directory, SECOND, records_pb2.OUTCOME_ABORT)
-    write(directory / identity.data_file(SECOND, 0, 0), b"late")
+    write(directory / object_names.data_file(SECOND, 0, 0), b"late")
     return directory
 
 
@@ -103,7 +103,7 @@ def test_a_save_under_way_stays(place: Path) -> None:
 def test_killed_on_the_way_it_is_whole_or_gone_and_ends_when_run_again(
     place: Path, at: str
 ) -> None:
-    write(place / identity.lease(THIRD, "abc"), b"{}")
+    write(place / object_names.lease(THIRD, "abc"), b"{}")
     killed = pannier("rm", str(place), "--yes", env={VARIABLE: at})
     assert killed.code == -9, killed
     if (place / ".metadata").exists():
@@ -120,7 +120,7 @@ def test_killed_on_the_way_it_is_whole_or_gone_and_ends_when_run_again(
 
 def test_killed_before_it_removed_an_emptied_directory_it_ends_when_run_again(place: Path) -> None:
     """Objects go in parallel: the kill that follows one deletion hits others between two steps."""
-    receipts = place / identity.receipts_prefix(FIRST)
+    receipts = place / object_names.receipts_prefix(FIRST)
     for path in receipts.iterdir():
         path.unlink()
     result = here("rm", str(place), "--yes")
@@ -141,7 +141,7 @@ def test_a_coordinator_that_was_stopped_before_its_last_write_brings_nothing_bac
         condemned = await condemn(store)
         await remove_checkpoint(store, condemned, host="here")
         assert names(place) == set()
-        write(place / identity.metadata_candidate(THIRD), content)
+        write(place / object_names.metadata_candidate(THIRD), content)
         with pytest.raises(RemovedError):
             await install(store, decision)
         assert names(place) == set()
@@ -155,7 +155,7 @@ def test_a_write_that_arrives_while_it_is_removed_is_taken_back(place: Path) -> 
     class Late(Unsteady):
         async def delete(self, key: str, *, generation: str | None = None) -> None:
             await super().delete(key, generation=generation)
-            if key == identity.decision(THIRD):
+            if key == object_names.decision(THIRD):
                 write(place / ".metadata", content)
 
     async def run() -> None:

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from pannier.cli.up import default_spool
+from pannier.cli.commands.up import default_spool
 from support.daemons import clean_environment, short_directory
 from support.processes import Process, python
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from pannier.v1 import records_pb2
-from pannier.wire import identity
+from pannier.wire import object_names
 from support.checkpoints import write, write_attempt, write_decision
 from support.cli import Result, pannier
 
@@ -23,7 +23,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def data_file(checkpoint: Path, rank: int, index: int) -> Path:
-    return checkpoint / identity.data_file(ATTEMPT, rank, index)
+    return checkpoint / object_names.data_file(ATTEMPT, rank, index)
 
 
 def damage(result: Result) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def test_a_whole_checkpoint_is_ok(checkpoint: Path) -> None:
     assert answer["attempt"] == ATTEMPT
     assert [file["status"] for file in answer["files"]] == ["ok"] * 5
     assert answer["files"][1] == {
-        "name": identity.data_file(ATTEMPT, 0, 0),
+        "name": object_names.data_file(ATTEMPT, 0, 0),
         "rank": 0,
         "status": "ok",
         "size": SIZE,
@@ -113,28 +113,28 @@ def test_damaged_metadata_is_found(checkpoint: Path, change: bytes) -> None:
 
 
 def test_a_missing_or_damaged_receipt_is_found(checkpoint: Path) -> None:
-    (checkpoint / identity.receipt(ATTEMPT, 0)).unlink()
-    (checkpoint / identity.receipt(ATTEMPT, 1)).write_bytes(b"\xff\xff")
+    (checkpoint / object_names.receipt(ATTEMPT, 0)).unlink()
+    (checkpoint / object_names.receipt(ATTEMPT, 1)).write_bytes(b"\xff\xff")
     found = damage(pannier("verify", str(checkpoint), "--json"))
     assert {name: (file["rank"], file["status"]) for name, file in found.items()} == {
-        identity.receipt(ATTEMPT, 0): (0, "missing"),
-        identity.receipt(ATTEMPT, 1): (1, "malformed"),
+        object_names.receipt(ATTEMPT, 0): (0, "missing"),
+        object_names.receipt(ATTEMPT, 1): (1, "malformed"),
     }
 
 
 def test_a_receipt_of_another_attempt_is_no_receipt(checkpoint: Path) -> None:
-    receipt = checkpoint / identity.receipt(ATTEMPT, 1)
+    receipt = checkpoint / object_names.receipt(ATTEMPT, 1)
     other = records_pb2.Receipt.FromString(receipt.read_bytes())
     other.attempt = "i1-inc-g0000000a-s2"
     receipt.write_bytes(other.SerializeToString())
     found = damage(pannier("verify", str(checkpoint), "--json"))
-    assert found[identity.receipt(ATTEMPT, 1)]["status"] == "malformed"
+    assert found[object_names.receipt(ATTEMPT, 1)]["status"] == "malformed"
 
 
 def test_a_receipt_cannot_lead_out_of_the_checkpoint(checkpoint: Path) -> None:
     secret = checkpoint.parent / "secret"
     secret.write_bytes(b"x")
-    path = checkpoint / identity.receipt(ATTEMPT, 1)
+    path = checkpoint / object_names.receipt(ATTEMPT, 1)
     receipt = records_pb2.Receipt.FromString(path.read_bytes())
     receipt.files[0].name = "../secret"
     path.write_bytes(receipt.SerializeToString())
@@ -144,27 +144,27 @@ def test_a_receipt_cannot_lead_out_of_the_checkpoint(checkpoint: Path) -> None:
 
 
 def test_a_missing_manifest_is_found(checkpoint: Path) -> None:
-    (checkpoint / identity.manifest(ATTEMPT)).unlink()
+    (checkpoint / object_names.manifest(ATTEMPT)).unlink()
     found = damage(pannier("verify", str(checkpoint), "--json"))
-    assert found[identity.manifest(ATTEMPT)]["status"] == "missing"
+    assert found[object_names.manifest(ATTEMPT)]["status"] == "missing"
 
 
 def test_another_plans_manifest_is_found(checkpoint: Path) -> None:
-    path = checkpoint / identity.manifest(ATTEMPT)
+    path = checkpoint / object_names.manifest(ATTEMPT)
     manifest = records_pb2.PlanManifest.FromString(path.read_bytes())
     del manifest.members[1]
     path.write_bytes(manifest.SerializeToString())
     found = damage(pannier("verify", str(checkpoint), "--json"))
-    assert found[identity.manifest(ATTEMPT)]["status"] == "checksum"
+    assert found[object_names.manifest(ATTEMPT)]["status"] == "checksum"
 
 
 def test_only_the_committed_attempt_is_verified(checkpoint: Path) -> None:
     older, newer = "i1-inc-g0000000a-s2", "i1-inc-g0000000a-s4"
     write_attempt(checkpoint, older, commit=False)
     write_decision(checkpoint, older, records_pb2.OUTCOME_ABORT)
-    (checkpoint / identity.data_file(older, 0, 0)).unlink()
+    (checkpoint / object_names.data_file(older, 0, 0)).unlink()
     write_attempt(checkpoint, newer, commit=False)
-    (checkpoint / identity.data_file(newer, 0, 0)).write_bytes(b"half")
+    (checkpoint / object_names.data_file(newer, 0, 0)).write_bytes(b"half")
     result = pannier("verify", str(checkpoint), "--json")
     assert result.code == 0, result
     assert result.json()["attempt"] == ATTEMPT
@@ -211,10 +211,10 @@ def test_a_foreign_checkpoint_cannot_be_compared(tmp_path: Path) -> None:
 
 
 def test_a_damaged_decision_is_named(checkpoint: Path) -> None:
-    (checkpoint / identity.decision(ATTEMPT)).write_bytes(b"{")
+    (checkpoint / object_names.decision(ATTEMPT)).write_bytes(b"{")
     result = pannier("verify", str(checkpoint))
     assert result.code == 1
-    assert identity.decision(ATTEMPT) in result.err
+    assert object_names.decision(ATTEMPT) in result.err
 
 
 def test_large_files_are_read_in_pieces(tmp_path: Path) -> None:

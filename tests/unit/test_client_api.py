@@ -23,13 +23,13 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import pannier.client as client_package
-from pannier.client import api
-from pannier.client.api import Client
+from pannier.client import client as api
+from pannier.client.client import Client
 from pannier.client.config import Settings
+from pannier.client.dcp.storage_writer import StorageWriter
 from pannier.client.identity import Group, World
-from pannier.client.writer import StorageWriter
 from pannier.v1 import save_pb2, sidecar_pb2
-from pannier.wire import identity
+from pannier.wire import object_names
 from pannier.wire.errors import (
     BusyError,
     ConfigurationError,
@@ -589,7 +589,7 @@ def test_skip_gives_a_handle_that_says_so_and_tells_the_others(
 ) -> None:
     handle = busy.async_save(state(), checkpoint_id="/x/second", on_busy="skip")
     skipped = sidecar.asked(sidecar_pb2.FailRequest)[0].context.save
-    assert handle.status().id == identity.save_text(skipped)
+    assert handle.status().id == object_names.save_text(skipped)
     with pytest.raises(SaveSkippedError, match="hold their staging memory"):
         handle.result(0)
     assert [failure.kind for failure in failures(sidecar)] == [save_pb2.FAILURE_KIND_SKIPPED]
@@ -695,7 +695,7 @@ def test_configure_comes_first(monkeypatch: pytest.MonkeyPatch, sidecar: Scripte
 def run(sidecar: ScriptedSidecar, code: str) -> subprocess.CompletedProcess[str]:
     head = (
         "import os, sys, torch\n"
-        "from pannier.client.api import default_client\n"
+        "from pannier.client.client import default_client\n"
         "client = default_client()\n"
         "state = {'w': torch.ones(20_000_000)}\n"
     )
@@ -724,7 +724,7 @@ def test_an_error_at_exit_is_seen(sidecar: ScriptedSidecar) -> None:
     sidecar.on["HandOver"] = refuse
     done = run(
         sidecar,
-        "import pannier.client.saving as s; s._ABORT_NEWS_S = 0.1\n"
+        "import pannier.client.transport.save_task as s; s._ABORT_NEWS_S = 0.1\n"
         "h = client.async_save(state, checkpoint_id='/x/y'); h.wait(10)",
     )
     assert "rank 1 died" in done.stderr
@@ -733,7 +733,7 @@ def test_an_error_at_exit_is_seen(sidecar: ScriptedSidecar) -> None:
         sidecar,
         "import logging; logging.disable()\n"
         "sys.excepthook = lambda kind, error, _: print('HOOK', kind.__name__, error)\n"
-        "import pannier.client.saving as s; s._ABORT_NEWS_S = 0.1\n"
+        "import pannier.client.transport.save_task as s; s._ABORT_NEWS_S = 0.1\n"
         "h = client.async_save(state, checkpoint_id='/x/y'); h.wait(10)",
     )
     assert "HOOK SaveAbortedError rank 1 died" in quiet.stdout

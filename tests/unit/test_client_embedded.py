@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from pannier.client import embedded
 from pannier.client.config import Settings
-from pannier.wire import surroundings
+from pannier.client.embedded import launcher
+from pannier.common import env_fingerprint
 from pannier.wire.errors import ConfigurationError, UnavailableError
 from support.daemons import short_directory
 
@@ -65,7 +65,7 @@ def test_daemons_are_started_once_by_many_and_found_by_all(directory: Path) -> N
     settings = Settings(runtime_dir=directory)
     found: list[str] = []
     threads = [
-        threading.Thread(target=lambda: found.append(embedded.ensure(settings))) for _ in range(4)
+        threading.Thread(target=lambda: found.append(launcher.ensure(settings))) for _ in range(4)
     ]
     for thread in threads:
         thread.start()
@@ -85,7 +85,7 @@ def test_they_are_nobodys_children_and_know_no_rank(
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://127.0.0.1:1")
     with socket.socket() as open_here:
         os.set_inheritable(open_here.fileno(), True)
-        embedded.ensure(Settings(runtime_dir=directory, spool=Path("/tmp/some-spool")))
+        launcher.ensure(Settings(runtime_dir=directory, spool=Path("/tmp/some-spool")))
         number = str(open_here.fileno())
     (one,) = started(directory)
     assert one["sid"] != os.getsid(0)
@@ -96,16 +96,16 @@ def test_they_are_nobodys_children_and_know_no_rank(
     assert "LD_PRELOAD" in one["env"]
     assert number not in one["fds"]
     assert one["env"]["PANNIER_SPOOL"] == "/tmp/some-spool"
-    assert "starting up" in (directory / embedded.LOG).read_text()
+    assert "starting up" in (directory / launcher.LOG).read_text()
 
 
 def test_they_outlive_ctrl_c_and_the_end_of_the_trainers_group(directory: Path) -> None:
     code = (
         "import sys; sys.executable = sys.argv[1]\n"
         "from pathlib import Path\n"
-        "from pannier.client import embedded\n"
+        "from pannier.client.embedded import launcher\n"
         "from pannier.client.config import Settings\n"
-        "embedded.ensure(Settings(runtime_dir=Path(sys.argv[2])))\n"
+        "launcher.ensure(Settings(runtime_dir=Path(sys.argv[2])))\n"
         "print('up', flush=True); sys.stdin.read()"
     )
     python = os.path.join(sys.prefix, "bin", "python")
@@ -122,7 +122,7 @@ def test_they_outlive_ctrl_c_and_the_end_of_the_trainers_group(directory: Path) 
         trainer.wait(10)
     (one,) = started(directory)
     os.kill(one["pid"], 0)
-    assert embedded.ensure(Settings(runtime_dir=directory)).endswith("sidecar.sock")
+    assert launcher.ensure(Settings(runtime_dir=directory)).endswith("sidecar.sock")
     assert len(started(directory)) == 1
 
 
@@ -131,16 +131,16 @@ def test_daemons_that_end_while_starting_are_an_error_with_their_last_words(
 ) -> None:
     monkeypatch.setenv("FAKE", "fail")
     with pytest.raises(UnavailableError, match=r"(?s)ended while starting.*no room on the disk"):
-        embedded.ensure(Settings(runtime_dir=directory))
+        launcher.ensure(Settings(runtime_dir=directory))
 
 
 def test_daemons_that_do_not_come_up_are_an_error_with_their_last_words(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(embedded, "START_S", 0.5)
-    monkeypatch.setattr(embedded, "_accepts", lambda _: False)
+    monkeypatch.setattr(launcher, "START_S", 0.5)
+    monkeypatch.setattr(launcher, "_accepts", lambda _: False)
     with pytest.raises(UnavailableError, match=r"(?s)did not come up within 0.5 s.*starting up"):
-        embedded.ensure(Settings(runtime_dir=directory))
+        launcher.ensure(Settings(runtime_dir=directory))
 
 
 def test_daemons_of_other_settings_are_refused_with_the_settings_names(
@@ -148,15 +148,17 @@ def test_daemons_of_other_settings_are_refused_with_the_settings_names(
 ) -> None:
     monkeypatch.setenv("AWS_PROFILE", "mine")
     settings = Settings(runtime_dir=directory, spool=Path("/tmp/some-spool"))
-    embedded.ensure(settings)
+    launcher.ensure(settings)
     (one,) = started(directory)
-    (directory / surroundings.FILE).write_text(surroundings.encode(surroundings.record(one["env"])))
+    (directory / env_fingerprint.FILE).write_text(
+        env_fingerprint.encode(env_fingerprint.record(one["env"]))
+    )
     (directory / "up.pid").write_text(f"{one['pid']}\n")
     monkeypatch.setenv("AWS_SESSION_TOKEN", "rotated")
-    embedded.ensure(settings)
+    launcher.ensure(settings)
     monkeypatch.setenv("AWS_PROFILE", "another")
     with pytest.raises(ConfigurationError) as caught:
-        embedded.ensure(
+        launcher.ensure(
             Settings(
                 runtime_dir=directory, spool=Path("/tmp/some-spool"), coordinator="10.0.0.2:7070"
             )
@@ -173,7 +175,7 @@ def test_a_stale_socket_is_no_daemon(directory: Path) -> None:
     directory.mkdir(mode=0o700)
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(directory / "sidecar.sock"))
-    assert not embedded._accepts(str(directory / "sidecar.sock"))
+    assert not launcher._accepts(str(directory / "sidecar.sock"))
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a directory away")
@@ -181,7 +183,7 @@ def test_a_directory_of_another_user_is_refused(directory: Path) -> None:
     directory.mkdir(mode=0o755)
     os.chown(directory, 65534, 65534)
     with pytest.raises(ConfigurationError, match=r"PANNIER_RUNTIME_DIR=.* not a directory of user"):
-        embedded.ensure(Settings(runtime_dir=directory))
+        launcher.ensure(Settings(runtime_dir=directory))
 
 
 @pytest.mark.parametrize("mark", ["KUBERNETES_SERVICE_HOST", "SLURM_STEP_ID"])
@@ -191,6 +193,6 @@ def test_daemons_in_a_pod_or_a_slurm_step_end_with_it(
     monkeypatch.setattr(os.path, "exists", lambda _: False)
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     monkeypatch.delenv("SLURM_STEP_ID", raising=False)
-    assert embedded.outlives_trainer()
+    assert launcher.outlives_trainer()
     monkeypatch.setenv(mark, "1")
-    assert not embedded.outlives_trainer()
+    assert not launcher.outlives_trainer()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pannier.client import hosts
+from pannier.client.embedded import network
 from pannier.wire.errors import ConfigurationError
 
 
@@ -15,16 +15,16 @@ def test_a_place_is_the_directory_however_it_is_called(tmp_path: Path) -> None:
     one.mkdir()
     other.mkdir()
     (tmp_path / "link").symlink_to(one)
-    assert hosts.place(one) == hosts.place(tmp_path / "link")
+    assert network.place(one) == network.place(tmp_path / "link")
     # As in containers of one machine, whose kernel and perhaps whose name is the same.
-    assert hosts.place(one) != hosts.place(other)
+    assert network.place(one) != network.place(other)
 
 
 def test_a_place_is_of_this_boot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = hosts.place(tmp_path)
+    before = network.place(tmp_path)
     (tmp_path / "boot").write_text("another\n")
-    monkeypatch.setattr(hosts, "_BOOT_ID", tmp_path / "boot")
-    assert hosts.place(tmp_path) != before
+    monkeypatch.setattr(network, "_BOOT_ID", tmp_path / "boot")
+    assert network.place(tmp_path) != before
 
 
 def test_an_address_that_others_can_use_goes_first() -> None:
@@ -34,32 +34,32 @@ def test_an_address_that_others_can_use_goes_first() -> None:
         except OSError:
             pytest.skip("this machine has loopback alone")
         outside = probe.getsockname()[0]
-    assert hosts.own_address(["127.0.0.1"]) == outside
-    assert hosts.own_address([None, "no such name.invalid", outside]) == outside
+    assert network.own_address(["127.0.0.1"]) == outside
+    assert network.own_address([None, "no such name.invalid", outside]) == outside
 
 
 def test_loopback_is_better_than_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hosts, "_ANYWHERE", ())
-    assert hosts.own_address([None, "127.0.0.1"]) == "127.0.0.1"
-    assert hosts.own_address([]) is None
+    monkeypatch.setattr(network, "_ANYWHERE", ())
+    assert network.own_address([None, "127.0.0.1"]) == "127.0.0.1"
+    assert network.own_address([]) is None
 
 
 def test_a_port_is_of_this_host() -> None:
-    port = hosts.free_port("127.0.0.1")
+    port = network.free_port("127.0.0.1")
     assert 0 < port < 65536
     with pytest.raises(ConfigurationError, match=r"192\.0\.2\.7.*PANNIER_LISTEN"):
-        hosts.free_port("192.0.2.7")
+        network.free_port("192.0.2.7")
 
 
 @pytest.mark.parametrize("host", ["10.0.0.1", "fd00::1", "node-0"])
 def test_addresses_are_joined_and_parted(host: str) -> None:
-    assert hosts.parted(hosts.joined(host, 7070)) == (host, 7070)
+    assert network.parted(network.joined(host, 7070)) == (host, 7070)
 
 
 def test_why_nothing_answers() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        assert hosts.unreachable(f"127.0.0.1:{server.getsockname()[1]}", 1) == ""
-    assert hosts.unreachable("127.0.0.1:1", 1) == os.strerror(111)
+        assert network.unreachable(f"127.0.0.1:{server.getsockname()[1]}", 1) == ""
+    assert network.unreachable("127.0.0.1:1", 1) == os.strerror(111)
 
 
 @pytest.mark.parametrize(
@@ -67,4 +67,4 @@ def test_why_nothing_answers() -> None:
 )
 def test_what_the_launcher_says(told: str, here: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", told)
-    assert hosts.launched_here(3) is here
+    assert network.launched_here(3) is here

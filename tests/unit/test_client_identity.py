@@ -16,7 +16,7 @@ from pannier.client import latest, load
 from pannier.client.config import Settings
 from pannier.client.identity import Group, Identity, World, is_alone
 from pannier.wire.errors import ConfigurationError, InvalidRequestError
-from pannier.wire.identity import group_name, incarnation_record
+from pannier.wire.object_names import group_name, incarnation_record
 from support.checkpoints import write
 
 SIDECAR = "unix:///run/pannier/sidecar.sock"

@@ -11,10 +11,10 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan
 
-from pannier.client.api import Client
+from pannier.client.client import Client
 from pannier.client.config import Settings
-from pannier.client.planning import Planning
-from pannier.client.session import Session
+from pannier.client.planning.local_plan import Planning
+from pannier.client.transport.sidecar_client import Session
 from pannier.v1 import plan_pb2, save_pb2, sidecar_pb2
 from pannier.wire.errors import InvalidRequestError, PannierError, SaveAbortedError
 from support.daemons import short_directory
@@ -107,7 +107,7 @@ def test_the_second_save_is_neither_planned_nor_asked_for_in_the_call(
         return unary(self, method, *args, **kwargs)
 
     monkeypatch.setattr(Session, "_unary", counted)
-    monkeypatch.setattr("pannier.client.agreed.Planning", None)
+    monkeypatch.setattr("pannier.client.planning.agreed_plan.Planning", None)
     handle = client.async_save(state(2.0), checkpoint_id="/x/2")
     assert not calls
     assert handle.result(10).attempt
@@ -255,7 +255,7 @@ def test_a_stateful_is_asked_once_and_stays_quick(
     model = Model()
     client.save({"model": model}, checkpoint_id="/x/1")
     with monkeypatch.context() as patched:
-        patched.setattr("pannier.client.agreed.Planning", None)
+        patched.setattr("pannier.client.planning.agreed_plan.Planning", None)
         client.save({"model": model}, checkpoint_id="/x/2")
     assert model.asked == 2
     # Also where the structure is another.
@@ -351,8 +351,8 @@ def test_a_prepared_save_costs_what_every_save_costs(
     assert not sidecar.files
     assert not client._pending
     with monkeypatch.context() as patched:
-        patched.setattr("pannier.client.agreed.Planning", None)
-        patched.setattr("pannier.client.route._engrave", None)
+        patched.setattr("pannier.client.planning.agreed_plan.Planning", None)
+        patched.setattr("pannier.client.staging.copy_plan._engrave", None)
         client.save(state(), checkpoint_id="/x/1")
     (proposal,) = proposals(sidecar)
     assert proposal.context.save.number == 2

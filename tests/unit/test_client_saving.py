@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import itertools
 import os
 import re
 import shutil
@@ -19,18 +20,18 @@ from typing import Any
 import pytest
 from torch.distributed.checkpoint.metadata import Metadata
 
-from pannier.client import saving as saving_module
-from pannier.client import writer as writer_module
-from pannier.client.arena import Arena, ArenaPool
 from pannier.client.config import Settings
+from pannier.client.dcp import storage_writer as writer_module
+from pannier.client.dcp.storage_writer import StorageWriter
 from pannier.client.handle import Unasked, Verdict
 from pannier.client.identity import Identity
-from pannier.client.rest import Rest
-from pannier.client.saving import Saving, aborted, fail_request
-from pannier.client.session import Session
-from pannier.client.slots import Fate, Slots
-from pannier.client.streaming import Deadline, MemoryInUseError
-from pannier.client.writer import StorageWriter
+from pannier.client.staging.arena import Arena, ArenaPool
+from pannier.client.staging.deferred_copies import Rest
+from pannier.client.staging.in_flight import Fate, Slots
+from pannier.client.transport import save_task as saving_module
+from pannier.client.transport.file_stream import Deadline, MemoryInUseError
+from pannier.client.transport.save_task import Saving, aborted, fail_request
+from pannier.client.transport.sidecar_client import Session
 from pannier.v1 import records_pb2, save_pb2, sidecar_pb2
 from pannier.wire.errors import (
     BusyError,
@@ -301,12 +302,15 @@ def test_a_full_spool_shows_in_the_status_while_it_is_waited_for(
 def test_a_save_that_is_aborted_while_the_spool_is_full_says_so(
     session: Session, sidecar: ScriptedSidecar
 ) -> None:
+    calls = itertools.count()
+
     def full(_: Any) -> None:
+        if next(calls) == 1:
+            sidecar.abort(CONTEXT)
         raise BusyError("the spool /s is full")
 
     sidecar.on["Write"] = full
     saving = begin(session)
-    threading.Timer(0.2, lambda: sidecar.abort(CONTEXT)).start()
     carry(saving)
     with pytest.raises(SaveAbortedError, match=r"was waiting for room \(the spool /s is full\)"):
         saving.handle.result(5)
@@ -334,8 +338,8 @@ def test_a_full_spool_does_not_keep_a_process_from_ending(sidecar: ScriptedSidec
     sidecar.on["Write"] = full
     trainer = (
         "import torch, pannier.client\n"
-        "from pannier.client import saving\n"
-        "saving._EXIT_S = 1.0\n"
+        "from pannier.client.transport import save_task\n"
+        "save_task._EXIT_S = 1.0\n"
         "pannier.client.async_save({'w': torch.ones(9)}, checkpoint_id='/x/y')\n"
     )
     ended = subprocess.run(

@@ -12,13 +12,13 @@ from pathlib import Path
 import crc32c
 import pytest
 
-from pannier.client import session as session_module
 from pannier.client.config import Settings
 from pannier.client.identity import Identity
-from pannier.client.session import Session
-from pannier.client.streaming import FileSource, Stop, StoppedError
+from pannier.client.transport import sidecar_client as session_module
+from pannier.client.transport.file_stream import FileSource, Stop, StoppedError
+from pannier.client.transport.sidecar_client import Session
 from pannier.v1 import plan_pb2, records_pb2, save_pb2, sidecar_pb2
-from pannier.wire.chunks import CHUNK_BYTES
+from pannier.wire.chunk_codec import CHUNK_BYTES
 from pannier.wire.errors import (
     DeadlineError,
     SaveAbortedError,

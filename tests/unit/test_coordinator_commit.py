@@ -12,20 +12,20 @@ import pytest
 from google.protobuf import json_format
 from torch.distributed.checkpoint.metadata import Metadata
 
-from pannier.coordinator.commit import pickle_metadata
+from pannier.attempts import decisions, metadata_swap
+from pannier.attempts.commit import SupersededError
+from pannier.attempts.delete_attempt import remove_attempt
+from pannier.attempts.manifests import publish, read_manifest
+from pannier.attempts.receipts import find_receipts
+from pannier.coordinator.commit.manifest import Manifest
+from pannier.coordinator.commit.metadata import pickle_metadata
 from pannier.coordinator.incarnations import Claim, Incarnations
-from pannier.coordinator.manifest import Manifest
-from pannier.coordinator.planning import make_global_plan
-from pannier.records import decisions, installing
-from pannier.records.ending import SupersededError
-from pannier.records.manifests import publish, read_manifest
-from pannier.records.receipts import find_receipts
-from pannier.records.removing import remove_attempt
+from pannier.coordinator.planning.global_plan import make_global_plan
 from pannier.storage import ConflictError, StorageError, Store, open_store
 from pannier.v1 import records_pb2, save_pb2, sidecar_pb2
-from pannier.wire import identity
+from pannier.wire import object_names
 from pannier.wire.errors import IntegrityError
-from pannier.wire.identity import METADATA, Attempt
+from pannier.wire.object_names import METADATA, Attempt
 from support.ranks_by_hand import local_plan, rank_plans, tensor
 from support.unsteady import Unsteady
 
@@ -71,7 +71,7 @@ def proposal(
 
 async def ingest(store: Store, attempt: Attempt) -> None:
     """What stands in storage before an attempt is committed."""
-    for key in (identity.manifest(attempt.name), identity.receipt(attempt.name, 0)):
+    for key in (object_names.manifest(attempt.name), object_names.receipt(attempt.name, 0)):
         with suppress(ConflictError):
             await store.create(key, b"")
 
@@ -79,10 +79,10 @@ async def ingest(store: Store, attempt: Attempt) -> None:
 async def commit_all(store: Store, attempt: Attempt, metadata: bytes) -> records_pb2.Decision:
     """The three steps in order, as the conductor takes them."""
     await ingest(store, attempt)
-    data = await installing.publish_candidate(store, attempt.name, metadata)
+    data = await metadata_swap.publish_candidate(store, attempt.name, metadata)
     decision = await decisions.decide(store, proposal(attempt, metadata=data))
     if decision.outcome == records_pb2.OUTCOME_COMMIT:
-        await installing.install(store, decision)
+        await metadata_swap.install(store, decision)
     return decision
 
 
@@ -117,7 +117,7 @@ def test_lost_decision_is_obeyed() -> None:
     async def scenario(store: Store) -> None:
         unsteady = Unsteady(store)
         aborted = proposal(FIRST, records_pb2.OUTCOME_ABORT)
-        key = identity.decision(FIRST.name)
+        key = object_names.decision(FIRST.name)
         unsteady.before[key] = lambda: decisions.decide(store, aborted)
         decision = await commit_all(unsteady, FIRST, b"metadata")
         assert decision == aborted
@@ -129,7 +129,7 @@ def test_lost_decision_is_obeyed() -> None:
 def test_lost_answer_of_our_own_decision_is_ours() -> None:
     async def scenario(store: Store) -> None:
         unsteady = Unsteady(store)
-        unsteady.lose.add(identity.decision(FIRST.name))
+        unsteady.lose.add(object_names.decision(FIRST.name))
         ours = proposal(FIRST)
         with pytest.raises(StorageError, match="got lost"):
             await decisions.decide(unsteady, ours)
@@ -145,8 +145,8 @@ def test_newer_attempt_stands_whatever_the_order(order: tuple[Attempt, Attempt])
         for attempt in order:
             await commit_all(store, attempt, f"metadata of {attempt.name}".encode())
         assert await store.read(METADATA) == f"metadata of {SECOND.name}".encode()
-        assert await installing.find_newer(store, FIRST) == SECOND
-        assert await installing.find_newer(store, SECOND) is None
+        assert await metadata_swap.find_newer(store, FIRST) == SECOND
+        assert await metadata_swap.find_newer(store, SECOND) is None
 
     on_fresh_store(scenario)
 
@@ -183,12 +183,12 @@ def test_many_attempts_at_once_leave_the_newest() -> None:
 def test_foreign_metadata_is_older_than_anything() -> None:
     async def scenario(store: Store) -> None:
         await store.create(METADATA, b"written by torch")
-        assert await installing.find_newer(store, FIRST) is None
+        assert await metadata_swap.find_newer(store, FIRST) is None
         await ingest(store, FIRST)
-        await installing.publish_candidate(store, FIRST.name, b"ours")
+        await metadata_swap.publish_candidate(store, FIRST.name, b"ours")
         decided = proposal(FIRST, metadata=b"ours")
         decided.overwrite = save_pb2.OVERWRITE_ANY
-        await installing.install(store, await decisions.decide(store, decided))
+        await metadata_swap.install(store, await decisions.decide(store, decided))
         assert await store.read(METADATA) == b"ours"
 
     on_fresh_store(scenario)
@@ -197,12 +197,12 @@ def test_foreign_metadata_is_older_than_anything() -> None:
 def test_commit_of_a_dead_coordinator_is_finished_by_another() -> None:
     async def scenario(store: Store) -> None:
         await ingest(store, FIRST)
-        await installing.publish_candidate(store, FIRST.name, b"metadata")
+        await metadata_swap.publish_candidate(store, FIRST.name, b"metadata")
         await decisions.decide(store, proposal(FIRST, metadata=b"metadata"))
         decision = await decisions.read_decision(store, FIRST.name)
         assert decision is not None
-        await installing.install(store, decision)
-        await installing.install(store, decision)
+        await metadata_swap.install(store, decision)
+        await metadata_swap.install(store, decision)
         assert await store.read(METADATA) == b"metadata"
 
     on_fresh_store(scenario)
@@ -210,10 +210,10 @@ def test_commit_of_a_dead_coordinator_is_finished_by_another() -> None:
 
 def test_candidate_that_is_not_what_was_decided_is_not_installed() -> None:
     async def scenario(store: Store) -> None:
-        await installing.publish_candidate(store, FIRST.name, b"damaged!")
+        await metadata_swap.publish_candidate(store, FIRST.name, b"damaged!")
         decision = await decisions.decide(store, proposal(FIRST, metadata=b"metadata"))
         with pytest.raises(IntegrityError, match="decided"):
-            await installing.install(store, decision)
+            await metadata_swap.install(store, decision)
         assert await store.stat(METADATA) is None
 
     on_fresh_store(scenario)
@@ -221,8 +221,8 @@ def test_candidate_that_is_not_what_was_decided_is_not_installed() -> None:
 
 def test_damaged_decision_is_named() -> None:
     async def scenario(store: Store) -> None:
-        await store.create(identity.decision(FIRST.name), b"\xff not JSON")
-        with pytest.raises(IntegrityError, match=identity.decision(FIRST.name)):
+        await store.create(object_names.decision(FIRST.name), b"\xff not JSON")
+        with pytest.raises(IntegrityError, match=object_names.decision(FIRST.name)):
             await decisions.read_decision(store, FIRST.name)
 
     on_fresh_store(scenario)
@@ -230,13 +230,13 @@ def test_damaged_decision_is_named() -> None:
 
 def test_after_an_abort_the_decision_alone_stays() -> None:
     async def scenario(store: Store) -> None:
-        other, data = identity.manifest(SECOND.name), identity.data_file(SECOND.name, 3, 0)
+        other, data = object_names.manifest(SECOND.name), object_names.data_file(SECOND.name, 3, 0)
         for key in (
-            identity.manifest(FIRST.name),
-            identity.receipt(FIRST.name, 3),
-            identity.metadata_candidate(FIRST.name),
-            identity.data_file(FIRST.name, 3, 0),
-            identity.objects_file(FIRST.name, 3),
+            object_names.manifest(FIRST.name),
+            object_names.receipt(FIRST.name, 3),
+            object_names.metadata_candidate(FIRST.name),
+            object_names.data_file(FIRST.name, 3, 0),
+            object_names.objects_file(FIRST.name, 3),
             other,
             data,
         ):
@@ -244,7 +244,7 @@ def test_after_an_abort_the_decision_alone_stays() -> None:
         await decisions.decide(store, proposal(FIRST, records_pb2.OUTCOME_ABORT))
         await remove_attempt(store, FIRST.name)
         keys = {info.key for info in await store.list()}
-        assert keys == {identity.decision(FIRST.name), other, data}
+        assert keys == {object_names.decision(FIRST.name), other, data}
 
     on_fresh_store(scenario)
 
@@ -270,8 +270,8 @@ def test_receipts_in_storage_are_found() -> None:
     async def scenario(store: Store) -> None:
         for rank in (0, 2):
             receipt = records_pb2.Receipt(attempt=FIRST.name, rank=rank)
-            await store.create(identity.receipt(FIRST.name, rank), receipt.SerializeToString())
-        await store.create(identity.receipt(FIRST.name, 1), b"\xff")
+            await store.create(object_names.receipt(FIRST.name, rank), receipt.SerializeToString())
+        await store.create(object_names.receipt(FIRST.name, 1), b"\xff")
         found = await find_receipts(store, FIRST.name, [0, 1, 2, 3])
         assert [receipt.rank for receipt in found] == [0, 2]
 
@@ -312,10 +312,10 @@ def test_incarnations_that_ask_at_once_get_different_numbers() -> None:
 def test_number_is_taken_from_the_winner_of_the_race() -> None:
     async def scenario(root: Store) -> None:
         unsteady = Unsteady(root)
-        key = f"{identity.incarnations_prefix()}{1:012d}"
+        key = f"{object_names.incarnations_prefix()}{1:012d}"
         unsteady.before[key] = lambda: number_of(root, "job", "b")
         assert await number_of(unsteady, "job", "a") == 2
-        unsteady.before[f"{identity.incarnations_prefix()}{3:012d}"] = lambda: number_of(
+        unsteady.before[f"{object_names.incarnations_prefix()}{3:012d}"] = lambda: number_of(
             root, "job", "c"
         )
         assert await number_of(unsteady, "job", "c") == 3
@@ -324,7 +324,7 @@ def test_number_is_taken_from_the_winner_of_the_race() -> None:
 
 
 async def lose_records(root: Store) -> None:
-    for info in await root.list(identity.incarnations_prefix()):
+    for info in await root.list(object_names.incarnations_prefix()):
         await root.delete(info.key)
 
 
@@ -335,7 +335,7 @@ def test_numbers_continue_above_those_of_attempts_when_the_records_are_lost() ->
             ("step-1/", Attempt(1, 9, GROUP, "a")),
             ("step-2/", Attempt(2, 1, GROUP, "b")),
         ):
-            await root.create(checkpoint + identity.manifest(attempt.name), b"")
+            await root.create(checkpoint + object_names.manifest(attempt.name), b"")
         await lose_records(root)
         # An incarnation that goes on keeps the number that its attempts have.
         assert await number_of(root, "job", "b") == 2
@@ -351,7 +351,7 @@ def test_attempts_of_an_incarnation_that_another_coordinator_has_numbered_dont_r
         class Meanwhile(Unsteady):
             async def list_directories(self, prefix: str = "") -> Sequence[str]:
                 number = await number_of(root, "job", "a")
-                own = identity.manifest(Attempt(number, 1, GROUP, "a").name)
+                own = object_names.manifest(Attempt(number, 1, GROUP, "a").name)
                 await root.create(f"step-1/{own}", b"")
                 return await root.list_directories(prefix)
 
@@ -362,8 +362,8 @@ def test_attempts_of_an_incarnation_that_another_coordinator_has_numbered_dont_r
 
 def test_numbers_end_where_names_of_attempts_do() -> None:
     async def scenario(root: Store) -> None:
-        last = Attempt(identity.LARGEST_NUMBER, 1, GROUP, "a")
-        await root.create(f"step-1/{identity.manifest(last.name)}", b"")
+        last = Attempt(object_names.LARGEST_NUMBER, 1, GROUP, "a")
+        await root.create(f"step-1/{object_names.manifest(last.name)}", b"")
         with pytest.raises(IntegrityError, match="another root"):
             await number_of(root, "job", "b")
 
@@ -377,8 +377,8 @@ def test_an_incarnation_that_another_has_followed_gets_no_number() -> None:
         named = r"incarnation late of job job is not its newest: incarnation second \(number 2\).*"
         with pytest.raises(SupersededError, match=named + "from host node-7.*PANNIER_JOB"):
             await number_of(root, "job", "late", seen=1)
-        keys = [info.key for info in await root.list(identity.incarnations_prefix())]
-        assert keys == [identity.incarnation_record(number) for number in (1, 2)]
+        keys = [info.key for info in await root.list(object_names.incarnations_prefix())]
+        assert keys == [object_names.incarnation_record(number) for number in (1, 2)]
         # One that begins again sees the second, and follows it.
         assert await number_of(root, "job", "third", seen=2) == 3
         # Those that have a number keep it.
@@ -394,10 +394,12 @@ def test_an_incarnation_that_another_has_followed_gets_no_number() -> None:
 def test_an_incarnation_that_is_followed_while_it_takes_a_number_gets_none() -> None:
     async def scenario(root: Store) -> None:
         unsteady = Unsteady(root)
-        unsteady.before[identity.incarnation_record(1)] = lambda: number_of(root, "job", "newer")
+        unsteady.before[object_names.incarnation_record(1)] = lambda: number_of(
+            root, "job", "newer"
+        )
         with pytest.raises(SupersededError, match="newer"):
             await number_of(unsteady, "job", "older", seen=0)
-        assert len(await root.list(identity.incarnations_prefix())) == 1
+        assert len(await root.list(object_names.incarnations_prefix())) == 1
 
     on_fresh_store(scenario)
 
@@ -405,7 +407,7 @@ def test_an_incarnation_that_is_followed_while_it_takes_a_number_gets_none() -> 
 def test_an_incarnation_gets_its_number_back_where_the_records_were_lost() -> None:
     async def scenario(root: Store) -> None:
         own = Attempt(await number_of(root, "job", "a", seen=0), 1, GROUP, "a")
-        await root.create(f"step-1/{identity.manifest(own.name)}", b"")
+        await root.create(f"step-1/{object_names.manifest(own.name)}", b"")
         await lose_records(root)
         assert await number_of(root, "job", "b") == 2
         assert await number_of(root, "job", "a", seen=0) == 1
@@ -424,7 +426,7 @@ def test_the_newest_is_found_though_another_coordinator_has_numbered_it(apart: b
         await known.check_newest(root, own, number)
         # Not the next number: attempts show higher ones than records do.
         shown = Attempt(7, 1, GROUP, "z")
-        await root.create(f"step-1/{identity.manifest(shown.name)}", b"")
+        await root.create(f"step-1/{object_names.manifest(shown.name)}", b"")
         assert await number_of(root, "job", "b") == 8
         if apart:
             await known.check_newest(root, own, number)
@@ -446,9 +448,9 @@ def test_decision_of_another_save_is_not_obeyed(other: save_pb2.SaveId) -> None:
     async def scenario(store: Store) -> None:
         theirs = proposal(FIRST, metadata=b"theirs")
         theirs.save.CopyFrom(other)
-        key = identity.decision(FIRST.name)
+        key = object_names.decision(FIRST.name)
         await store.create(key, json_format.MessageToJson(theirs).encode())
-        named = f"{identity.save_text(other)}, not of {identity.save_text(save_of(FIRST))}"
+        named = f"{object_names.save_text(other)}, not of {object_names.save_text(save_of(FIRST))}"
         with pytest.raises(IntegrityError, match=named):
             await decisions.decide(store, proposal(FIRST))
         with pytest.raises(IntegrityError, match=named):
@@ -468,8 +470,8 @@ def test_manifest_of_another_save_is_not_adopted(other: save_pb2.SaveId) -> None
             )
             for save in (other, save_of(FIRST))
         )
-        await store.create(identity.manifest(FIRST.name), theirs.data)
-        named = f"{identity.save_text(other)}, not of {identity.save_text(save_of(FIRST))}"
+        await store.create(object_names.manifest(FIRST.name), theirs.data)
+        named = f"{object_names.save_text(other)}, not of {object_names.save_text(save_of(FIRST))}"
         with pytest.raises(IntegrityError, match=named):
             await publish(store, ours)
         with pytest.raises(IntegrityError, match=named):
@@ -480,7 +482,7 @@ def test_manifest_of_another_save_is_not_adopted(other: save_pb2.SaveId) -> None
 
 def test_damaged_incarnation_record_is_named() -> None:
     async def scenario(root: Store) -> None:
-        await root.create(f"{identity.incarnations_prefix()}{1:012d}", b"nonsense")
+        await root.create(f"{object_names.incarnations_prefix()}{1:012d}", b"nonsense")
         with pytest.raises(IntegrityError, match="000000000001"):
             await number_of(root, "job", "a")
 
@@ -498,9 +500,9 @@ def test_decision_is_json_that_others_can_read() -> None:
             failures=[failure],
         )
         await decisions.decide(store, made)
-        text = await store.read(identity.decision(FIRST.name))
+        text = await store.read(object_names.decision(FIRST.name))
         assert json_format.Parse(text, records_pb2.Decision()).failures == [failure]
         with pytest.raises(ConflictError):
-            await store.create(identity.decision(FIRST.name), b"other")
+            await store.create(object_names.decision(FIRST.name), b"other")
 
     on_fresh_store(scenario)

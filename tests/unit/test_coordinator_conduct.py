@@ -9,16 +9,16 @@ import crc32c
 import pytest
 from google.protobuf import json_format
 
-from pannier.coordinator.columns import RankPlan
-from pannier.coordinator.manifest import Manifest
-from pannier.coordinator.places import Places
-from pannier.coordinator.planning import make_global_plan
-from pannier.coordinator.registry import ENDED_KEPT
-from pannier.coordinator.saves import State
-from pannier.records.manifests import publish
+from pannier.attempts.manifests import publish
+from pannier.coordinator.commit.manifest import Manifest
+from pannier.coordinator.planning.columns import RankPlan
+from pannier.coordinator.planning.global_plan import make_global_plan
+from pannier.coordinator.saves.registry import ENDED_KEPT
+from pannier.coordinator.saves.save import State
+from pannier.coordinator.stores import Places
 from pannier.storage import Store, open_store
 from pannier.v1 import plan_pb2, records_pb2, save_pb2
-from pannier.wire import identity
+from pannier.wire import object_names
 from pannier.wire.errors import InvalidRequestError
 from support.ranks_by_hand import (
     local_plan,
@@ -47,7 +47,7 @@ def play(scenario: Callable[[Scene], Awaitable[None]], checkpoint_id: str = "") 
 def test_commit_is_in_doubt_until_the_decision_is_written() -> None:
     async def scenario(scene: Scene) -> None:
         save = await scene.planned()
-        scene.store.refused.add(identity.decision(attempt_of(save)))
+        scene.store.refused.add(object_names.decision(attempt_of(save)))
         await scene.make_durable(save)
         await scene.reach(save, lambda: scene.store.tries >= 2)
         assert save.state is State.IN_DOUBT
@@ -58,7 +58,7 @@ def test_commit_is_in_doubt_until_the_decision_is_written() -> None:
         await scene.reach(save, lambda: save.ended)
         assert save.state is State.COMMITTED
         assert not save.failures
-        assert await scene.plain.stat(identity.METADATA) is not None
+        assert await scene.plain.stat(object_names.METADATA) is not None
 
     play(scenario)
 
@@ -66,11 +66,11 @@ def test_commit_is_in_doubt_until_the_decision_is_written() -> None:
 def test_abort_is_in_doubt_until_the_decision_is_written_and_deletes_nothing() -> None:
     async def scenario(scene: Scene) -> None:
         save = await scene.planned()
-        scene.store.refused.add(identity.decision(attempt_of(save)))
+        scene.store.refused.add(object_names.decision(attempt_of(save)))
         save.fail(save_pb2.FAILURE_KIND_CLIENT, "boom", 1)
         await scene.reach(save, lambda: scene.store.tries >= 2)
         assert save.state is State.IN_DOUBT
-        assert await scene.plain.stat(identity.manifest(attempt_of(save))) is not None
+        assert await scene.plain.stat(object_names.manifest(attempt_of(save))) is not None
         scene.store.refused.clear()
         await scene.reach(save, lambda: save.ended)
         assert save.state is State.ABORTED
@@ -131,10 +131,10 @@ def test_what_was_removed_before_torchs_plan_is_published_is_not_committed(lost:
         name = attempt_of(save)
         for rank in (0, 1):
             receipt = records_pb2.Receipt(attempt=name, rank=rank)
-            file = receipt.files.add(name=identity.data_file(name, rank, 0), size=4)
+            file = receipt.files.add(name=object_names.data_file(name, rank, 0), size=4)
             for key, data, what in (
                 (file.name, b"data", "file"),
-                (identity.receipt(name, rank), receipt.SerializeToString(), "receipt"),
+                (object_names.receipt(name, rank), receipt.SerializeToString(), "receipt"),
             ):
                 if rank == 0 or what != lost:
                     await scene.plain.create(key, data)
@@ -142,7 +142,7 @@ def test_what_was_removed_before_torchs_plan_is_published_is_not_committed(lost:
         save.metadata = plan_pb2.GlobalMetadata()
         save.progress()
         await scene.reach(save, lambda: save.ended)
-        assert (await scene.plain.stat(identity.METADATA) is None) == bool(lost)
+        assert (await scene.plain.stat(object_names.METADATA) is None) == bool(lost)
         if not lost:
             assert save.state is State.COMMITTED
             return
@@ -164,9 +164,9 @@ def test_an_incarnation_whose_ranks_died_before_all_had_planned_takes_no_number(
         await scene.reach(save, lambda: save.ended)
         assert save.state is State.ABORTED
         assert save.attempt is None
-        root, _ = identity.split_checkpoint_id(scene.checkpoint_id)
+        root, _ = object_names.split_checkpoint_id(scene.checkpoint_id)
         store = open_store(root)
-        assert not await store.list(identity.incarnations_prefix())
+        assert not await store.list(object_names.incarnations_prefix())
         await store.close()
 
     play(scenario)
@@ -188,12 +188,14 @@ def test_a_planned_save_whose_place_is_denied_later_stays_in_doubt() -> None:
 
 def test_a_manifest_that_may_have_been_written_needs_a_decision() -> None:
     async def scenario(scene: Scene) -> None:
-        manifest = identity.manifest(identity.Attempt(1, 1, scene.context().save.group, "aa").name)
+        manifest = object_names.manifest(
+            object_names.Attempt(1, 1, scene.context().save.group, "aa").name
+        )
         scene.store.lose.add(manifest)
         save = await scene.planned()
         await scene.reach(save, lambda: save.ended)
         assert save.state is State.ABORTED
-        assert await scene.plain.stat(identity.decision(attempt_of(save))) is not None
+        assert await scene.plain.stat(object_names.decision(attempt_of(save))) is not None
 
     play(scenario)
 
@@ -201,7 +203,7 @@ def test_a_manifest_that_may_have_been_written_needs_a_decision() -> None:
 def test_commit_that_was_decided_is_installed_when_storage_is_back() -> None:
     async def scenario(scene: Scene) -> None:
         save = await scene.planned()
-        scene.store.refused.add(identity.METADATA)
+        scene.store.refused.add(object_names.METADATA)
         await scene.make_durable(save)
         await scene.reach(save, lambda: scene.store.tries >= 2)
         assert save.state is State.IN_DOUBT
@@ -224,12 +226,12 @@ def test_lost_decision_of_a_save_is_obeyed_with_its_failures() -> None:
             failures=[failure],
             decided_by="else",
         )
-        scene.store.before[identity.decision(name)] = lambda: _put_decision(scene.plain, other)
+        scene.store.before[object_names.decision(name)] = lambda: _put_decision(scene.plain, other)
         await scene.make_durable(save)
         await scene.reach(save, lambda: save.ended)
         assert save.state is State.ABORTED
         assert list(save.failures.values()) == [failure]
-        assert await scene.plain.stat(identity.METADATA) is None
+        assert await scene.plain.stat(object_names.METADATA) is None
 
     play(scenario)
 
@@ -238,8 +240,8 @@ def test_commit_by_another_coordinator_wins_over_our_abort() -> None:
     async def scenario(scene: Scene) -> None:
         save = await scene.planned()
         name = attempt_of(save)
-        await scene.plain.create(identity.metadata_candidate(name), b"theirs")
-        await scene.plain.create(identity.receipt(name, 0), b"")
+        await scene.plain.create(object_names.metadata_candidate(name), b"theirs")
+        await scene.plain.create(object_names.receipt(name, 0), b"")
         other = records_pb2.Decision(
             outcome=records_pb2.OUTCOME_COMMIT,
             save=save.context.save,
@@ -251,14 +253,14 @@ def test_commit_by_another_coordinator_wins_over_our_abort() -> None:
         save.fail(save_pb2.FAILURE_KIND_CLIENT, "boom", 1)
         await scene.reach(save, lambda: save.ended)
         assert save.state is State.COMMITTED
-        assert await scene.plain.read(identity.METADATA) == b"theirs"
+        assert await scene.plain.read(object_names.METADATA) == b"theirs"
 
     play(scenario)
 
 
 async def _put_decision(store: Store, decision: records_pb2.Decision) -> None:
     text = json_format.MessageToJson(decision).encode()
-    await store.create(identity.decision(decision.attempt), text)
+    await store.create(object_names.decision(decision.attempt), text)
 
 
 @pytest.mark.parametrize("same", [True, False])
@@ -267,7 +269,7 @@ def test_manifest_of_another_coordinator_is_used_if_it_is_of_our_plans(same: boo
         theirs = scene.plans
         if not same:
             theirs = rank_plans(local_plan([tensor("w", 4)]), local_plan([thing("other")]))
-        attempt = identity.Attempt(1, 1, identity.group_name((0, 1)), "aa")
+        attempt = object_names.Attempt(1, 1, object_names.group_name((0, 1)), "aa")
         # Planned elsewhere, with another host's names.
         theirs = [RankPlan(p.rank, "elsewhere", p.digest, p.plan) for p in theirs]
         plan = make_global_plan(theirs, attempt.name)
@@ -324,7 +326,9 @@ def test_a_suspect_is_acquitted_by_its_receipt_and_failed_without_one() -> None:
         save = await scene.planned()
         assert save.manifest is not None
         receipt = receipt_of(save.manifest.final_plan(0), 0)
-        await scene.plain.create(identity.receipt(attempt_of(save), 0), receipt.SerializeToString())
+        await scene.plain.create(
+            object_names.receipt(attempt_of(save), 0), receipt.SerializeToString()
+        )
         save.suspect(_lost(0))
         await scene.reach(save, lambda: save.parts[0].receipt is not None)
         assert not save.suspects
@@ -343,7 +347,7 @@ def test_receipts_that_nobody_reported_count_at_the_deadline() -> None:
         assert save.manifest is not None
         for rank in save.parts:
             data = receipt_of(save.manifest.final_plan(rank), rank).SerializeToString()
-            await scene.plain.create(identity.receipt(attempt_of(save), rank), data)
+            await scene.plain.create(object_names.receipt(attempt_of(save), rank), data)
         save.shorten(save.start)
         save.ring()
         await scene.reach(save, lambda: save.ended)

@@ -9,9 +9,9 @@ from pathlib import Path
 import grpc
 import pytest
 
-from pannier.coordinator import serve
+from pannier.coordinator import server
 from pannier.v1 import coordinator_pb2, plan_pb2, records_pb2, save_pb2, sidecar_pb2
-from pannier.wire import addresses, identity, limits
+from pannier.wire import addresses, limits, object_names
 from pannier.wire.errors import (
     InvalidRequestError,
     OverloadedError,
@@ -88,7 +88,7 @@ def test_a_sidecar_that_speaks_for_ranks_of_another_host_harms_nobody(
             forged.files[0].crc32c ^= 1
             misplaced = receipt_of(finals[0], 0)
             boom = save_pb2.Failure(rank=1, kind=save_pb2.FAILURE_KIND_CLIENT, message="boom")
-            other = identity.Attempt(9, 1, who[0].save.group, "aa").name
+            other = object_names.Attempt(9, 1, who[0].save.group, "aa").name
             await liar.claim(
                 report(who[1], attempt, FAILED, failure=boom),
                 report(who[1], attempt, DURABLE, receipt=forged),
@@ -109,7 +109,7 @@ def test_a_sidecar_that_speaks_for_ranks_of_another_host_harms_nobody(
             status = await honest[0].hear(who[0].save, COMMITTED, ABORTED)
             assert status.state == COMMITTED, status
             assert not status.failures
-            stored = place / identity.receipt(attempt, 1)
+            stored = place / object_names.receipt(attempt, 1)
             assert records_pb2.Receipt.FromString(stored.read_bytes()) == receipt_of(finals[1], 1)
 
     asyncio.run(scenario())
@@ -295,7 +295,7 @@ def test_saves_under_way_have_a_limit_also_for_reports(
 def test_calls_of_one_sidecar_have_a_limit_and_others_are_answered(
     sockets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serve, "_CALLS_OF_ONE", 4)
+    monkeypatch.setattr(server, "_CALLS_OF_ONE", 4)
     ranks = tuple(range(8))
     greedy_place, place = str(tmp_path / "root" / "greedy"), str(tmp_path / "root" / "step-1")
 

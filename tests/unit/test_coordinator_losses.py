@@ -5,11 +5,11 @@ from collections.abc import Callable
 
 import pytest
 
-from pannier.coordinator import losses
-from pannier.coordinator.losses import Losses
-from pannier.coordinator.registry import Registry
-from pannier.coordinator.saves import Presence, Save
-from pannier.daemon.board import Board
+from pannier.coordinator import lost_sidecars
+from pannier.coordinator.lost_sidecars import Losses
+from pannier.coordinator.saves.registry import Registry
+from pannier.coordinator.saves.save import Presence, Save
+from pannier.daemon.status_registry import Board
 from pannier.v1 import records_pb2, save_pb2
 from support.ranks_by_hand import context
 
@@ -36,7 +36,7 @@ class Host:
 
 
 def suspects(monkeypatch: pytest.MonkeyPatch, happen: Callable[[Host], None]) -> dict[int, str]:
-    monkeypatch.setattr(losses, "RETURN_S", WAIT_S)
+    monkeypatch.setattr(lost_sidecars, "RETURN_S", WAIT_S)
 
     async def main() -> dict[int, str]:
         host = Host()

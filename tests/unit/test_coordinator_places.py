@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from pannier.coordinator import places
-from pannier.coordinator.places import Places
+from pannier.coordinator import stores
+from pannier.coordinator.stores import Places
 from pannier.storage import StorageError
 from pannier.storage.base import UnreachableError
-from pannier.storage.limits import limited
+from pannier.storage.time_limits import limited
 from support.gcs_server import GcsServer
 from support.ranks_by_hand import context
 
@@ -38,7 +38,7 @@ def url(taken: socket.socket) -> str:
 def test_a_root_that_does_not_answer_is_an_error_soon_for_all_its_saves(
     listens: bool, closed: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(places, "CONTACT_S", 1.0)
+    monkeypatch.setattr(stores, "CONTACT_S", 1.0)
     if listens:
         closed.listen()
 
@@ -66,7 +66,7 @@ def test_a_root_that_does_not_answer_is_an_error_soon_for_all_its_saves(
 
 
 def test_a_root_that_answers_is_given_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(places, "CONTACT_S", 0.5)
+    monkeypatch.setattr(stores, "CONTACT_S", 0.5)
 
     async def scenario(server: GcsServer) -> None:
         found = of(server.url)

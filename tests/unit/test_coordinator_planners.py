@@ -8,11 +8,11 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
-from pannier.coordinator.columns import InvalidPlanError
-from pannier.coordinator.planners import Planners
-from pannier.coordinator.planning import make_global_plan
+from pannier.coordinator.planning.columns import InvalidPlanError
+from pannier.coordinator.planning.custom_planners import Planners
+from pannier.coordinator.planning.global_plan import make_global_plan
 from pannier.wire.errors import ConfigurationError, InvalidRequestError
-from pannier.wire.plans import build_metadata
+from pannier.wire.plan_codec import build_metadata
 from support.ranks_by_hand import local_plan, rank_plans, shard, tensor, thing
 
 ATTEMPT = "i1-a1-g00000000-s1"
@@ -100,7 +100,7 @@ def test_named_planner_decides_who_writes() -> None:
 
 
 def _items(plan: Any) -> list[Any]:
-    from pannier.wire.plans import decode_items
+    from pannier.wire.plan_codec import decode_items
 
     return decode_items(plan.metadata.items)
 

@@ -12,15 +12,15 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
-from pannier.coordinator import varints
-from pannier.coordinator.columns import InvalidPlanError, RankPlan
-from pannier.coordinator.manifest import Manifest
-from pannier.coordinator.planning import GlobalPlan, make_global_plan
-from pannier.coordinator.unread import UnreadPlan
+from pannier.coordinator.commit.manifest import Manifest
+from pannier.coordinator.planning import varints
+from pannier.coordinator.planning.columns import InvalidPlanError, RankPlan
+from pannier.coordinator.planning.encoded_plans import UnreadPlan
+from pannier.coordinator.planning.global_plan import GlobalPlan, make_global_plan
 from pannier.v1 import plan_pb2, save_pb2, sidecar_pb2
-from pannier.wire import identity
-from pannier.wire.layout import lay_out
-from pannier.wire.plans import build_metadata, decode_items, decode_mappings
+from pannier.wire import object_names
+from pannier.wire.file_layout import lay_out
+from pannier.wire.plan_codec import build_metadata, decode_items, decode_mappings
 from support.ranks_by_hand import local_plan, rank_plans, shard, tensor, thing
 
 ATTEMPT = "i1-a1-g00000000-s1"
@@ -156,7 +156,7 @@ def test_balanced_it_differs_from_dcp_only_in_who_writes(ranks: list[list[WriteI
 @given(meshes())
 def test_final_plans_place_items_as_the_layout_does(ranks: list[list[WriteItem]]) -> None:
     plan, plans, metadata = ours(ranks, lowest=False)
-    attempt = identity.Attempt.parse(ATTEMPT)
+    attempt = object_names.Attempt.parse(ATTEMPT)
     context = sidecar_pb2.SaveContext(save=save_pb2.SaveId(job="j"), ranks=range(len(ranks)))
     manifest = Manifest.make(context, attempt, plans, plan)
     assert Manifest.parse(manifest.data).plan_id == manifest.plan_id
@@ -182,12 +182,12 @@ def test_final_plans_place_items_as_the_layout_does(ranks: list[list[WriteItem]]
             name = final.files[place[0]].name
             if local.head[position]:
                 number, *expected = next(at)
-                assert name == identity.data_file(ATTEMPT, rank, number)
+                assert name == object_names.data_file(ATTEMPT, rank, number)
                 assert place[1:] == expected
                 info = metadata.storage_data[items[position].index]
                 assert [info.relative_path, info.offset, info.length] == [name, *expected]
             else:
-                assert name == identity.objects_file(ATTEMPT, rank)
+                assert name == object_names.objects_file(ATTEMPT, rank)
                 assert place[1:] == [0, 0]
 
 

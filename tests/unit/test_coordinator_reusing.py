@@ -12,10 +12,10 @@ import pytest
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.planner import WriteItem
 
-from pannier.coordinator import losses
-from pannier.coordinator.manifest import Manifest
+from pannier.coordinator import lost_sidecars
+from pannier.coordinator.commit.manifest import Manifest
 from pannier.v1 import plan_pb2, save_pb2, sidecar_pb2
-from pannier.wire import identity, plans
+from pannier.wire import object_names, plan_codec
 from pannier.wire.errors import PannierError, SaveAbortedError
 from pannier.wire.version import WIRE_VERSION
 from support.daemons import short_directory
@@ -35,11 +35,11 @@ from support.ranks_by_hand import (
 
 COMMITTED, ABORTED = save_pb2.SAVE_STATE_COMMITTED, save_pb2.SAVE_STATE_ABORTED
 DURABLE = save_pb2.RANK_PHASE_DURABLE
-GROUP = identity.group_name((0, 1))
+GROUP = object_names.group_name((0, 1))
 
 
 def attempt_name(number: int) -> str:
-    return identity.Attempt(1, number, GROUP, "aa").name
+    return object_names.Attempt(1, number, GROUP, "aa").name
 
 
 def items(rank: int) -> list[WriteItem]:
@@ -79,7 +79,7 @@ class Job:
     async def propose(self, rank: int, number: int, **more: Any) -> None:
         said: dict[str, Any] = {
             "plan_id": self.given[rank].plan_id,
-            "digest": plans.plan_digest(plan_of(rank)),
+            "digest": plan_codec.plan_digest(plan_of(rank)),
             "attempt": attempt_name(number),
         }
         said.update(more)
@@ -128,7 +128,7 @@ class Job:
         return Path(self.place(number), name).exists()
 
     def manifest(self, number: int) -> Manifest:
-        path = Path(self.place(number), identity.manifest(attempt_name(number)))
+        path = Path(self.place(number), object_names.manifest(attempt_name(number)))
         return Manifest.parse(path.read_bytes())
 
 
@@ -329,7 +329,7 @@ def test_ranks_alternate_between_plans_without_trouble(sockets: Path, tmp_path: 
         await job.propose(1, 3)
         assert (await job.agreed(3)).plan_id in (kept.plan_id, job.given[1].plan_id)
         await job.propose(0, 4, plan_id=kept.plan_id)
-        await job.propose(1, 4, plan_id=kept.plan_id, digest=plans.plan_digest(other))
+        await job.propose(1, 4, plan_id=kept.plan_id, digest=plan_codec.plan_digest(other))
         assert (await job.agreed(4)).plan_id == kept.plan_id
 
     play(scenario, sockets, tmp_path)
@@ -355,7 +355,7 @@ def test_ranks_that_say_two_things_end_the_save(sockets: Path, tmp_path: Path) -
         there = proposal(
             context(1, str(tmp_path / "elsewhere"), number=3),
             job.given[1].plan_id,
-            plans.plan_digest(plan_of(1)),
+            plan_codec.plan_digest(plan_of(1)),
             attempt_name(3),
         )
         await job.sidecars[1].tell(there)
@@ -397,7 +397,7 @@ def test_a_save_known_from_reports_has_the_deadline_that_ranks_tell(
 def test_a_rank_whose_host_is_gone_while_the_plan_is_agreed_is_lost(
     sockets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(losses, "PLAN_RETURN_S", 0.2)
+    monkeypatch.setattr(lost_sidecars, "PLAN_RETURN_S", 0.2)
 
     async def scenario(job: Job) -> None:
         await job.propose(1, 2)
@@ -416,7 +416,7 @@ def test_a_place_that_is_not_allowed_ends_the_save(sockets: Path, tmp_path: Path
         said = proposal(
             context(0, "/elsewhere/step-2", number=2),
             job.given[0].plan_id,
-            plans.plan_digest(plan_of(0)),
+            plan_codec.plan_digest(plan_of(0)),
             attempt_name(2),
         )
         await job.sidecars[0].tell(said)
@@ -440,7 +440,7 @@ def test_a_call_may_say_it_too(sockets: Path, tmp_path: Path) -> None:
 async def _call(job: Job, rank: int, number: int, plan_id: str = "") -> sidecar_pb2.PlanResponse:
     request = sidecar_pb2.PlanRequest(
         context=job.context(rank, number),
-        digest=plans.plan_digest(plan_of(rank)),
+        digest=plan_codec.plan_digest(plan_of(rank)),
         cached_plan_id=plan_id or job.given[rank].plan_id,
         attempt=attempt_name(number),
         timeout_s=10,
@@ -454,7 +454,7 @@ async def _prepare(job: Job, rank: int, number: int) -> sidecar_pb2.PlanResponse
     request = sidecar_pb2.PlanRequest(
         context=job.context(rank, number),
         plan=plan_of(rank),
-        digest=plans.plan_digest(plan_of(rank)),
+        digest=plan_codec.plan_digest(plan_of(rank)),
         timeout_s=10,
         wire_version=WIRE_VERSION,
         prepare=True,

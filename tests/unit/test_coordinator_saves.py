@@ -14,10 +14,11 @@ import torch
 from google.protobuf import json_format
 from torch.distributed.checkpoint import FileSystemReader
 
-from pannier.coordinator import registry, service
-from pannier.daemon.board import Board
+from pannier.coordinator import servicer
+from pannier.coordinator.saves import registry
+from pannier.daemon.status_registry import Board
 from pannier.v1 import plan_pb2, records_pb2, save_pb2, sidecar_pb2, status_pb2, status_pb2_grpc
-from pannier.wire import identity, plans
+from pannier.wire import object_names, plan_codec
 from pannier.wire.errors import (
     InvalidRequestError,
     PannierError,
@@ -85,7 +86,7 @@ def failures_of(error: PannierError) -> dict[int, tuple[int, str]]:
 
 
 def decision_of(checkpoint: Path, attempt: str) -> records_pb2.Decision:
-    text = (checkpoint / identity.decision(attempt)).read_bytes()
+    text = (checkpoint / object_names.decision(attempt)).read_bytes()
     return json_format.Parse(text, records_pb2.Decision())
 
 
@@ -98,7 +99,7 @@ def test_plans_and_receipts_of_all_ranks_become_a_checkpoint(sockets: Path, tmp_
             finals = await plan_both(desk, str(place))
             assert {final.plan_id for final in finals} == {finals[0].plan_id}
             assert [final.attempt for final in finals] == [
-                f"i1-aa-{identity.group_name((0, 1))}-s1"
+                f"i1-aa-{object_names.group_name((0, 1))}-s1"
             ] * 2
             # w is split; b and epoch are held twice and written once.
             written = [
@@ -219,7 +220,7 @@ def test_unfinished_rank_is_named_at_the_deadline(sockets: Path, tmp_path: Path)
             assert "rank 0 (host node-0, last heard" in status.failures[0].message
             # The decision stays; the attempt's other records go, and the checkpoint never was.
             end = time.monotonic() + 5
-            while (place / identity.manifest(finals[0].attempt)).exists():
+            while (place / object_names.manifest(finals[0].attempt)).exists():
                 assert time.monotonic() < end
                 await asyncio.sleep(0.01)
             return finals[0]
@@ -277,7 +278,7 @@ def test_failure_after_planning_is_told_to_sidecars_once_it_is_durable(
                 assert [(f.rank, f.host, f.message) for f in status.failures] == [
                     (1, "node-1", "killed")
                 ]
-                assert (place / identity.decision(finals[0].attempt)).exists()
+                assert (place / object_names.decision(finals[0].attempt)).exists()
 
     asyncio.run(scenario())
 
@@ -328,7 +329,7 @@ def test_plan_call_that_is_made_again_joins(sockets: Path, tmp_path: Path) -> No
             await desk.await_plans(place, 0)
             broken.cancel()
             again = asyncio.create_task(desk.plan(context(0, place), halves(0)))
-            await asyncio.sleep(service.LOST_AFTER_S + 0.2)
+            await asyncio.sleep(servicer.LOST_AFTER_S + 0.2)
             final = await desk.plan(context(1, place), halves(1))
             assert (await again).plan_id == final.plan_id
             # An answer that got lost is given again.
@@ -574,9 +575,11 @@ def test_save_that_torch_plans_is_begun_and_finished(sockets: Path, tmp_path: Pa
             begun = await desk.call(
                 "Begin", sidecar_pb2.BeginRequest(context=who[0], wire_version=WIRE_VERSION)
             )
-            names = [identity.data_file(begun.attempt, rank, 0) for rank in (0, 1)]
+            names = [object_names.data_file(begun.attempt, rank, 0) for rank in (0, 1)]
             metadata = plan_pb2.GlobalMetadata(
-                items=plans.encode_items([shard("w", [2 * r], [2], [4], hint=r) for r in (0, 1)]),
+                items=plan_codec.encode_items(
+                    [shard("w", [2 * r], [2], [4], hint=r) for r in (0, 1)]
+                ),
                 files=names,
                 placement=plan_pb2.Placement(file=[0, 1], offset=[0, 0], length=[50, 60]),
             )
@@ -610,9 +613,9 @@ def test_metadata_of_torch_that_no_file_covers_is_refused(sockets: Path, tmp_pat
             begun = await desk.call(
                 "Begin", sidecar_pb2.BeginRequest(context=who, wire_version=WIRE_VERSION)
             )
-            name = identity.data_file(begun.attempt, 0, 0)
+            name = object_names.data_file(begun.attempt, 0, 0)
             metadata = plan_pb2.GlobalMetadata(
-                items=plans.encode_items([tensor("w", 4)]),
+                items=plan_codec.encode_items([tensor("w", 4)]),
                 files=[name],
                 placement=plan_pb2.Placement(file=[0], offset=[20], length=[50]),
             )
@@ -626,7 +629,7 @@ def test_metadata_of_torch_that_no_file_covers_is_refused(sockets: Path, tmp_pat
                         context=who, attempt=begun.attempt, metadata=metadata, timeout_s=10
                     ),
                 )
-            assert (place / identity.decision(begun.attempt)).exists()
+            assert (place / object_names.decision(begun.attempt)).exists()
 
     asyncio.run(scenario())
     assert not (place / ".metadata").exists()
@@ -694,7 +697,7 @@ def test_killed_coordinator_goes_on_from_storage_and_reports(tmp_path: Path) -> 
             async with desk(daemons.coordinator_address) as calls:
                 first, second = context(0, str(place)), context(1, str(place))
                 receipt = receipt_of(finals[0], 0)
-                key = place / identity.receipt(finals[0].attempt, 0)
+                key = place / object_names.receipt(finals[0].attempt, 0)
                 key.parent.mkdir(parents=True)
                 key.write_bytes(receipt.SerializeToString())
                 sidecar = await calls.attach("node-1")
@@ -744,7 +747,7 @@ def test_a_job_that_was_started_again_saves_anew_where_the_records_were_lost(
             shutil.rmtree(root / ".pannier" / "incarnations")
         return attempts
 
-    first, second = map(identity.Attempt.parse, asyncio.run(scenario()))
+    first, second = map(object_names.Attempt.parse, asyncio.run(scenario()))
     assert second > first
     metadata = FileSystemReader(place).read_metadata()
     assert metadata.storage_meta is not None
@@ -777,15 +780,15 @@ def test_an_incarnation_that_was_followed_begins_no_save(sockets: Path, tmp_path
             with pytest.raises(SaveAbortedError, match=named + ".*node-0"):
                 await desk.plan(step(2), plan)
             # Nor by a plan that it was given before.
-            attempt = identity.Attempt.parse(first.attempt)
+            attempt = object_names.Attempt.parse(first.attempt)
             later = dataclasses.replace(attempt, number=3).name
-            said = proposal(step(3), first.plan_id, plans.plan_digest(plan), later)
+            said = proposal(step(3), first.plan_id, plan_codec.plan_digest(plan), later)
             await sidecar.tell(said)
             status = await sidecar.hear(step(3).save, ABORTED)
             assert re.search(named, status.failures[0].message)
             assert not (root / "step-3").exists()
             # The newer one goes on, and so does one that saves by itself.
-            assert identity.Attempt.parse(newer.attempt).incarnation_number == 2
+            assert object_names.Attempt.parse(newer.attempt).incarnation_number == 2
             await other.plan(step(2, incarnation="bb"), plan)
             aside = step(1, incarnation="cc")
             aside.apart = True
@@ -885,4 +888,4 @@ def test_incarnations_are_numbered_once_across_coordinators(tmp_path: Path) -> N
         daemons.coordinator.kill()
         daemons.coordinator.start()
         attempts += [asyncio.run(plan("aa", 2)), asyncio.run(plan("cc", 1))]
-    assert [identity.Attempt.parse(a).incarnation_number for a in attempts] == [1, 2, 1, 3]
+    assert [object_names.Attempt.parse(a).incarnation_number for a in attempts] == [1, 2, 1, 3]

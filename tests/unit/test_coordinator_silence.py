@@ -8,15 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from pannier.coordinator import losses, succession
-from pannier.coordinator.losses import Losses
-from pannier.coordinator.registry import Registry
-from pannier.coordinator.saves import Presence, Save, State
-from pannier.coordinator.succession import Succession
-from pannier.coordinator.vigil import Vigil
-from pannier.daemon.board import Board
+from pannier.coordinator import lost_sidecars
+from pannier.coordinator.liveness import Vigil
+from pannier.coordinator.lost_sidecars import Losses
+from pannier.coordinator.saves import succession
+from pannier.coordinator.saves.registry import Registry
+from pannier.coordinator.saves.save import Presence, Save, State
+from pannier.coordinator.saves.succession import Succession
+from pannier.daemon.status_registry import Board
 from pannier.v1 import save_pb2
-from pannier.wire import identity
+from pannier.wire import object_names
 from support.ranks_by_hand import context
 
 STREAMING = save_pb2.RANK_PHASE_STREAMING
@@ -35,7 +36,7 @@ class Watched:
     def save(self, place: str = "/root/step", incarnation: str = "aa", number: int = 1) -> Save:
         save = self.registry.enter(context(0, place, incarnation=incarnation))
         self.registry.enter(context(1, place, incarnation=incarnation))
-        save.attempt = identity.Attempt(number, 1, save.context.save.group, incarnation)
+        save.attempt = object_names.Attempt(number, 1, save.context.save.group, incarnation)
         save.move(State.STAGING)
         return save
 
@@ -44,7 +45,7 @@ class Watched:
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
-    messages = [r.message for r in caplog.records if r.name == "pannier.coordinator.vigil"]
+    messages = [r.message for r in caplog.records if r.name == "pannier.coordinator.liveness"]
     caplog.clear()
     return messages
 
@@ -105,7 +106,7 @@ def test_a_silent_sidecar_is_named(caplog: pytest.LogCaptureFixture) -> None:
 
 def later(happen: Callable[[], Save], monkeypatch: pytest.MonkeyPatch) -> Save:
     monkeypatch.setattr(succession, "RETURN_S", 0.02)
-    monkeypatch.setattr(losses, "RETURN_S", 0.02)
+    monkeypatch.setattr(lost_sidecars, "RETURN_S", 0.02)
 
     async def main() -> Save:
         save = happen()
@@ -153,7 +154,7 @@ def test_others_are_left_alone(monkeypatch: pytest.MonkeyPatch, why: str) -> Non
         if why == "another job":
             who.save.job = "other"
         other = watched.registry.enter(who)
-        other.attempt = identity.Attempt(0 if why == "older" else 2, 1, who.save.group, "bb")
+        other.attempt = object_names.Attempt(0 if why == "older" else 2, 1, who.save.group, "bb")
         other.ring()
         return save
 

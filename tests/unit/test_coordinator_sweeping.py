@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from pannier.coordinator import sweeping
-from pannier.coordinator.places import Places
-from pannier.coordinator.sweeping import Sweeper
+from pannier.coordinator.background import superseded
+from pannier.coordinator.background.superseded import Sweeper
+from pannier.coordinator.stores import Places
 from pannier.storage import ObjectInfo, StorageError, Store, open_store
-from pannier.wire import identity
+from pannier.wire import object_names
 from support.checkpoints import write_attempt
 from support.unsteady import Unsteady
 
@@ -22,7 +22,7 @@ class Watched(Unsteady):
     def __init__(self, inner: Store) -> None:
         super().__init__(inner)
         self.gone: dict[str, asyncio.Event] = {
-            identity.decision(attempt): asyncio.Event() for attempt in (FIRST, SECOND, THIRD)
+            object_names.decision(attempt): asyncio.Event() for attempt in (FIRST, SECOND, THIRD)
         }
         self.failing = 0
 
@@ -38,7 +38,7 @@ class Watched(Unsteady):
             self.gone[key].set()
 
     async def until_gone(self, attempt: str) -> None:
-        await asyncio.wait_for(self.gone[identity.decision(attempt)].wait(), 10)
+        await asyncio.wait_for(self.gone[object_names.decision(attempt)].wait(), 10)
 
 
 class OnePlace(Places):
@@ -86,7 +86,7 @@ def test_a_superseded_attempt_goes_when_its_grace_period_has_passed(tmp_path: Pa
 def test_a_sweep_that_failed_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sweeping, "_AGAIN_S", 0.05)
+    monkeypatch.setattr(superseded, "_AGAIN_S", 0.05)
     place = tmp_path / "step-1"
 
     async def run() -> None:
@@ -115,10 +115,10 @@ def test_what_is_waited_for_does_not_hold_a_coordinator_that_ends(tmp_path: Path
         async def tell() -> None:
             marking.set()
 
-        store.before[identity.superseded_mark(FIRST)] = tell
+        store.before[object_names.superseded_mark(FIRST)] = tell
         sweeper.committed(str(place))
         await asyncio.wait_for(marking.wait(), 10)
         await asyncio.wait_for(sweeper.stop(), 5)
 
     asyncio.run(run())
-    assert (place / identity.data_file(FIRST, 0, 0)).exists()
+    assert (place / object_names.data_file(FIRST, 0, 0)).exists()

@@ -8,19 +8,20 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from pannier.coordinator import conduct, saves, takeover
-from pannier.coordinator.saves import Save, State
+from pannier.coordinator.saves import resume, save_task
+from pannier.coordinator.saves import save as saves
+from pannier.coordinator.saves.save import Save, State
 from pannier.v1 import save_pb2
-from pannier.wire import identity
+from pannier.wire import object_names
 from support.ranks_by_hand import receipt_of
 from support.scene import Scene, attempt_of
 
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(takeover, "LOOK_S", 0.05)
-    monkeypatch.setattr(takeover, "LONGEST_LOOK_S", 0.1)
-    monkeypatch.setattr(conduct, "REMOVE_AGAIN_S", (0.05, 0.2))
+    monkeypatch.setattr(resume, "LOOK_S", 0.05)
+    monkeypatch.setattr(resume, "LONGEST_LOOK_S", 0.1)
+    monkeypatch.setattr(save_task, "REMOVE_AGAIN_S", (0.05, 0.2))
 
 
 def play(scenario: Callable[[Scene, Scene], Awaitable[None]]) -> None:
@@ -44,7 +45,7 @@ def play(scenario: Callable[[Scene, Scene], Awaitable[None]]) -> None:
 async def store_receipt(scene: Scene, save: Save, rank: int) -> None:
     assert save.manifest is not None
     receipt = receipt_of(save.manifest.final_plan(rank), rank)
-    key = identity.receipt(attempt_of(save), rank)
+    key = object_names.receipt(attempt_of(save), rank)
     await scene.plain.create(key, receipt.SerializeToString())
 
 
@@ -62,7 +63,7 @@ def test_both_commit_though_each_was_told_of_half(caplog: pytest.LogCaptureFixtu
         await store_receipt(one, mine, 0)
         await store_receipt(one, mine, 1)
         assert await end(one, mine) is await end(other, theirs) is State.COMMITTED
-        assert await one.plain.stat(identity.METADATA) is not None
+        assert await one.plain.stat(object_names.METADATA) is not None
 
     play(scenario)
 
@@ -129,8 +130,8 @@ def test_a_rank_that_says_it_failed_ends_what_another_has_planned() -> None:
 
 
 def test_receipts_of_a_host_that_is_gone_count_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(takeover, "LOOK_S", 100.0)
-    monkeypatch.setattr(takeover, "LONGEST_LOOK_S", 100.0)
+    monkeypatch.setattr(resume, "LOOK_S", 100.0)
+    monkeypatch.setattr(resume, "LONGEST_LOOK_S", 100.0)
 
     async def scenario(one: Scene, other: Scene) -> None:
         save = await one.planned()
@@ -148,13 +149,13 @@ def test_an_upload_that_arrives_after_the_abort_is_removed_too() -> None:
         name = attempt_of(save)
         save.fail(save_pb2.FAILURE_KIND_CLIENT, "boom", 1)
         await end(one, save)
-        late = identity.data_file(name, 0, 0)
+        late = object_names.data_file(name, 0, 0)
         await one.plain.create(late, b"late")
         for _ in range(100):
             if await one.plain.stat(late) is None:
                 break
             await asyncio.sleep(0.02)
-        assert [info.key for info in await one.plain.list()] == [identity.decision(name)]
+        assert [info.key for info in await one.plain.list()] == [object_names.decision(name)]
 
     play(scenario)
 
@@ -167,7 +168,7 @@ def test_a_commit_whose_checkpoint_was_removed_ends_aborted_and_leaves_nothing()
             for info in await one.plain.list():
                 await one.plain.delete(info.key)
 
-        one.store.before[identity.METADATA] = meanwhile
+        one.store.before[object_names.METADATA] = meanwhile
         await one.make_durable(mine)
         assert await end(one, mine) is State.ABORTED
         assert "was removed from" in mine.reason()

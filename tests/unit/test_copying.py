@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import pytest
 
-from pannier.client import copying
-from pannier.client.copying import HostCopies
+from pannier.client.staging import host_copy
+from pannier.client.staging.host_copy import HostCopies
 
 MIB = 1 << 20
 
@@ -25,7 +25,7 @@ class Buffer:
 @pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize("size", [1, 8 * MIB, 8 * MIB + 1, 50 * MIB + 3])
 def test_every_byte_arrives(count: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copying, "threads", lambda: count)
+    monkeypatch.setattr(host_copy, "threads", lambda: count)
     content = os.urandom(4096) * (size // 4096 + 1)
     source, target = Buffer(size, content[:size]), Buffer(size)
     copies = HostCopies()
@@ -36,7 +36,7 @@ def test_every_byte_arrives(count: int, size: int, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_copies_of_any_sizes_arrive_together(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copying, "threads", lambda: count)
+    monkeypatch.setattr(host_copy, "threads", lambda: count)
     sizes = [0, 1, 77, 8 * MIB, 40 * MIB + 5, 3 * MIB, 8 * MIB + 1]
     content = os.urandom(1 << 16) * (41 << 4)
     pairs = [(Buffer(max(1, size), content[:size]), Buffer(max(1, size))) for size in sizes]
@@ -97,7 +97,7 @@ class InterruptedQueue(queue.SimpleQueue[None]):
 @pytest.mark.parametrize("while_", ["copying", "waiting"])
 def test_no_thread_copies_after_an_interrupt(while_: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether the calling thread copies a piece or waits for those of the other threads."""
-    monkeypatch.setattr(copying, "threads", lambda: 3)
+    monkeypatch.setattr(host_copy, "threads", lambda: 3)
     main = threading.current_thread()
     helped, go_on = threading.Event(), threading.Event()
     memmove: Callable[..., int] = ctypes.memmove
@@ -139,4 +139,4 @@ def test_ranks_share_the_cores_of_their_host(
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
-    assert copying.threads() == expected
+    assert host_copy.threads() == expected

@@ -22,11 +22,11 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
     ProtoReflectionDescriptorDatabase,
 )
 
-from pannier.daemon.board import Board
-from pannier.daemon.failing import AioErrorInterceptor, ErrorInterceptor
-from pannier.daemon.listening import listening, server_options
-from pannier.daemon.operating import AioOperating, Operating, Vitals
-from pannier.daemon.stopping import AioStopSignals, StopSignals
+from pannier.daemon.interceptors import AioErrorInterceptor, ErrorInterceptor
+from pannier.daemon.listeners import listening, server_options
+from pannier.daemon.signals import AioStopSignals, StopSignals
+from pannier.daemon.status_registry import Board
+from pannier.daemon.status_service import AioOperating, Operating, Vitals
 from pannier.v1 import (
     plan_pb2,
     save_pb2,

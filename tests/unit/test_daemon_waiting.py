@@ -1,6 +1,6 @@
 """The text that says whom a save waits for."""
 
-from pannier.daemon.waiting import Awaited, waiting_on, waiting_text
+from pannier.common.wait_text import Awaited, waiting_on, waiting_text
 
 
 def test_ranks_are_named_by_host() -> None:

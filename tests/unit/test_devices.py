@@ -19,10 +19,10 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from pannier.client import devices
-from pannier.client.arena import Arena, ArenaPool
-from pannier.client.devices import DeviceCopies
-from pannier.client.staging import Staged, stage
+from pannier.client.staging import device_copy
+from pannier.client.staging.arena import Arena, ArenaPool
+from pannier.client.staging.device_copy import DeviceCopies
+from pannier.client.staging.stager import Staged, stage
 from pannier.wire.errors import InvalidRequestError
 from support.side_lanes import FakeLane, host_as_device, means
 from support.staged import final_plan, plan, write_checkpoint
@@ -125,7 +125,7 @@ def test_all_has_arrived_when_a_blocking_save_returns(
 def test_every_copy_is_queued_behind_the_training_stream(
     lane: FakeLane, pool: ArenaPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(devices, "_BATCH", 1 * MIB)
+    monkeypatch.setattr(device_copy, "_BATCH", 1 * MIB)
     state = {f"w{i}": torch.full((300_000,), float(i)) for i in range(6)}
     staged, arena = staged_by(DeviceCopies(means=means(lane)), state, pool)
     # A planner's tensors are made one after the other: each batch waits anew.
@@ -146,8 +146,8 @@ def test_many_small_tensors_are_one_copy_for_each_dtype(lane: FakeLane, pool: Ar
 def test_tensors_that_a_planner_makes_are_not_all_kept_alive(
     lane: FakeLane, pool: ArenaPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(devices, "_BATCH", 1 * MIB)
-    monkeypatch.setattr(devices, "_HELD", 3 * MIB)
+    monkeypatch.setattr(device_copy, "_BATCH", 1 * MIB)
+    monkeypatch.setattr(device_copy, "_HELD", 3 * MIB)
     made: list[StorageWeakRef] = []
     alive = []
 
@@ -169,7 +169,7 @@ def test_tensors_that_a_planner_makes_are_not_all_kept_alive(
 def test_a_failed_save_leaves_no_copy_under_way(
     lane: FakeLane, pool: ArenaPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(devices, "_BATCH", 1 * MIB)
+    monkeypatch.setattr(device_copy, "_BATCH", 1 * MIB)
     state = {"w": torch.randn(600_000), "v": torch.randn(4, 5), "lock": threading.Lock()}
     with pytest.raises(TypeError, match="'lock'"):
         staged_by(DeviceCopies(everything, means(lane)), state, pool)
@@ -252,9 +252,9 @@ def test_what_has_to_be_pinned_can_be_pinned_ahead(lane: FakeLane, pool: ArenaPo
 
     found = replace(means(lane, slots=3), pin=pin)
     arena = pool.acquire([MIB, 0, 2 * MIB])
-    devices.make_ready(arena, {"step": 5, "empty": []}, found)
+    device_copy.make_ready(arena, {"step": 5, "empty": []}, found)
     assert not pinned
-    devices.make_ready(arena, {"a": [{"w": torch.ones(3)}], "step": 5}, found)
+    device_copy.make_ready(arena, {"a": [{"w": torch.ones(3)}], "step": 5}, found)
     assert pinned == [(arena.files[0].mapping, "cpu"), (arena.files[2].mapping, "cpu")]
     assert len(found.ring._free) == 3
     pool.release(arena)
@@ -289,7 +289,7 @@ def test_one_file_that_cannot_be_pinned_is_told_and_the_others_are(
 def test_too_much_that_may_change_at_once_is_waited_for(
     lane: FakeLane, pool: ArenaPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(devices, "SNAPSHOT", 100_000)
+    monkeypatch.setattr(device_copy, "SNAPSHOT", 100_000)
     state = {"small": torch.randn(1000), "average": torch.randn(300_000)}
     before = {key: value.clone() for key, value in state.items()}
     staged, arena = staged_by(DeviceCopies(nothing, means(lane)), state, pool)

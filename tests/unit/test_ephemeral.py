@@ -9,10 +9,10 @@ import grpc
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from pannier.client.ephemeral import Papers, issue
-from pannier.client.hosts import unanswered
-from pannier.client.pairs import leave_papers
-from pannier.daemon.listening import listening, server_options
+from pannier.client.embedded.certificates import Papers, issue
+from pannier.client.embedded.daemon_spec import leave_papers
+from pannier.client.embedded.network import unanswered
+from pannier.daemon.listeners import listening, server_options
 from pannier.wire.tls import Tls
 from support.ranks import free_port
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from pannier.client.fetching import GAP_BYTES, PIECE_BYTES, Range, fetch
-from pannier.client.places import Place, open_place
+from pannier.client.loading.filesystem import Place, open_place
+from pannier.client.loading.range_reader import GAP_BYTES, PIECE_BYTES, Range, fetch
 from pannier.wire.errors import StorageError
 
 

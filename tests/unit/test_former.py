@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from pannier.client import embedded, former
 from pannier.client.config import Settings
-from pannier.client.pairs import Pair, job_pair, record
-from pannier.wire import addresses, surroundings
+from pannier.client.embedded import former_daemons, launcher
+from pannier.client.embedded.daemon_spec import Pair, job_pair, record
+from pannier.common import env_fingerprint
+from pannier.wire import addresses
 from support.daemons import short_directory
 
 JOB, OTHER = "run 7", "run 8"
@@ -36,13 +37,13 @@ class Starts:
         directory.mkdir()
         pair = job_pair(self.settings, directory, coordinator="10.0.0.1:7070")
         record(pair)
-        own = {**embedded.environment(self.settings, pair), **environment}
-        text = surroundings.encode(surroundings.record(own))
-        (directory / surroundings.FILE).write_text(text)
+        own = {**launcher.environment(self.settings, pair), **environment}
+        text = env_fingerprint.encode(env_fingerprint.record(own))
+        (directory / env_fingerprint.FILE).write_text(text)
         return pair
 
     def tend(self, newest: Pair) -> None:
-        former._tend(self.settings, newest, JOB, SUCCESSOR)
+        former_daemons._tend(self.settings, newest, JOB, SUCCESSOR)
 
 
 @pytest.fixture
@@ -54,8 +55,8 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Starts]:
         made.started.append(pair.directory)
         return ""
 
-    monkeypatch.setattr(embedded, "ensure", ensure)
-    monkeypatch.setattr(embedded, "is_up", lambda pair: pair.directory in made.up)
+    monkeypatch.setattr(launcher, "ensure", ensure)
+    monkeypatch.setattr(launcher, "is_up", lambda pair: pair.directory in made.up)
     yield made
     shutil.rmtree(directory)
 
@@ -82,10 +83,10 @@ def test_all_of_the_job_are_told_and_those_that_were_killed_are_started_again(
 
 
 def test_a_later_start_on_one_host_has_its_usual_coordinator_end_them(starts: Starts) -> None:
-    former.tend(starts.settings, JOB)
+    former_daemons.tend(starts.settings, JOB)
     assert starts.started == []
     killed = starts.add("one")
-    former.tend(starts.settings, JOB)
+    former_daemons.tend(starts.settings, JOB)
     for thread in threading.enumerate():
         if thread.name == "pannier-former":
             thread.join(10)
@@ -129,7 +130,7 @@ def test_logs_of_those_that_left_stay_for_a_day(starts: Starts) -> None:
 
 
 def test_a_pair_is_read_as_it_was_written(starts: Starts) -> None:
-    from pannier.client.pairs import recorded
+    from pannier.client.embedded.daemon_spec import recorded
 
     pair = starts.add("one")
     assert recorded(pair.directory) == pair

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from pannier.sidecar.receiving import check_context
-from pannier.storage import check_allowed, location, open_store
+from pannier.sidecar.ingest import check_context
+from pannier.storage import check_allowed, open_store, url
 from pannier.v1 import save_pb2, sidecar_pb2
-from pannier.wire import identity, limits
+from pannier.wire import limits, object_names
 from pannier.wire.errors import PannierError
 from support.fuzzing import FUZZ, accepted, messages, names, places
 
@@ -37,13 +37,13 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @example(id_="/" + "a/" * 100_000)
 @example(id_="/" + "a" * 100_000)
 def test_a_checkpoint_id_is_refused_or_means_one_place(id_: str) -> None:
-    for place in accepted(location.parse, id_):
+    for place in accepted(url.parse, id_):
         assert ".." not in place.parts
         assert not any("\0" in part or "/" in part or part in ("", ".") for part in place.parts)
         assert posixpath.normpath(place.path) == place.path
-        for root, name in accepted(identity.split_checkpoint_id, id_):
+        for root, name in accepted(object_names.split_checkpoint_id, id_):
             # Where attempts are ordered is the parent of where files go.
-            assert location.parse(root).parts == place.parts[:-1]
+            assert url.parse(root).parts == place.parts[:-1]
             assert name == place.parts[-1]
             assert ".pannier" not in place.parts
 
@@ -65,9 +65,9 @@ def test_no_path_leads_out_of_an_allowed_root(root: Path, parts: list[str], sche
         store = open_store(id_)
     except PannierError:
         return
-    real = os.path.realpath(location.parse(id_).path)
+    real = os.path.realpath(url.parse(id_).path)
     assert real.startswith(f"{root}/"), (id_, real)
-    assert store.url == location.parse(id_).path
+    assert store.url == url.parse(id_).path
 
 
 @FUZZ
@@ -84,7 +84,7 @@ def test_roots_and_ids_of_any_kind_are_compared_without_an_accident(
 @example(key="a/../../x")
 @example(key="/etc/passwd")
 def test_a_key_names_something_below_its_checkpoint(key: str) -> None:
-    for known in accepted(location.check_key, key):
+    for known in accepted(url.check_key, key):
         path = posixpath.normpath(posixpath.join("/base", known))
         assert path.startswith("/base/")
         assert "\0" not in known
@@ -101,11 +101,11 @@ def test_a_key_names_something_below_its_checkpoint(key: str) -> None:
 @example(name="__i1-a1-g00000000-s1_0_0.distcp", attempt="i1-a1-g00000000-s1", rank=0)
 @example(name="__i1-a1-g00000000-s1_0_٣.distcp", attempt="i1-a1-g00000000-s1", rank=0)
 def test_a_data_file_is_its_own_ranks_and_attempts(name: str, attempt: str, rank: int) -> None:
-    for _ in accepted(identity.check_data_file, name, attempt, rank):
+    for _ in accepted(object_names.check_data_file, name, attempt, rank):
         assert name.isascii()
         assert "/" not in name
         assert name.startswith(f"__{attempt}_{rank}_")
-        assert identity.Attempt.parse(attempt).name == attempt
+        assert object_names.Attempt.parse(attempt).name == attempt
 
 
 @FUZZ
@@ -118,17 +118,17 @@ def test_a_data_file_is_its_own_ranks_and_attempts(name: str, attempt: str, rank
     )
 )
 def test_an_attempt_has_one_spelling(text: str) -> None:
-    for attempt in accepted(identity.Attempt.parse, text):
+    for attempt in accepted(object_names.Attempt.parse, text):
         assert attempt.name == text
-        assert identity.leased_attempt(identity.lease(text, "t0")) == text
-    assert "/" not in identity.leased_attempt(text)
+        assert object_names.leased_attempt(object_names.lease(text, "t0")) == text
+    assert "/" not in object_names.leased_attempt(text)
 
 
 @FUZZ
 @given(save=messages(save_pb2.SaveId))
 def test_a_saves_name_is_plain_words(save: save_pb2.SaveId) -> None:
-    for _ in accepted(identity.check_save_id, save):
-        text = identity.save_text(save)
+    for _ in accepted(object_names.check_save_id, save):
+        text = object_names.save_text(save)
         assert text.count("/") == 3
         assert text.isascii()
         assert text.isprintable()

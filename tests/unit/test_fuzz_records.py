@@ -12,17 +12,17 @@ from google.protobuf.message import DecodeError
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from pannier.client.metadata import unpickle_metadata
-from pannier.coordinator.commit import build_checked
+from pannier.attempts import decisions, leases
+from pannier.attempts.metadata_refs import referred
+from pannier.attempts.receipts import find_receipts
+from pannier.client.loading.safe_unpickler import unpickle_metadata
+from pannier.coordinator.commit.manifest import Manifest
+from pannier.coordinator.commit.metadata import build_checked
+from pannier.coordinator.commit.receipt_check import check_external_metadata, check_receipt
 from pannier.coordinator.incarnations import Claim, Incarnations
-from pannier.coordinator.manifest import Manifest
-from pannier.coordinator.receipts import check_external_metadata, check_receipt
-from pannier.records import decisions, leases
-from pannier.records.receipts import find_receipts
-from pannier.records.referring import referred
 from pannier.storage import Store, open_store
 from pannier.v1 import plan_pb2, records_pb2
-from pannier.wire import identity
+from pannier.wire import object_names
 from pannier.wire.errors import PannierError
 from support.fuzzing import FUZZ, accepted, messages
 
@@ -77,11 +77,11 @@ def read(directory: Path, key: str, data: bytes, use: Any) -> list[Any]:
 def test_decisions_and_leases(directory: Path, data: bytes) -> None:
     read(
         directory,
-        identity.decision(ATTEMPT),
+        object_names.decision(ATTEMPT),
         data,
         lambda store: decisions.read_decision(store, ATTEMPT),
     )
-    (found,) = read(directory, identity.lease(ATTEMPT, "t0"), data, leases.find_leases)
+    (found,) = read(directory, object_names.lease(ATTEMPT, "t0"), data, leases.find_leases)
     # One that can't be read protects its attempt, for a time that ends.
     assert [lease.attempt for lease in found] == [ATTEMPT]
     assert 0 < found[0].expires < float("inf")
@@ -98,7 +98,7 @@ def test_a_decision_is_read_as_it_was_written(
         return  # an outcome that has no name
     for found in read(
         directory,
-        identity.decision(ATTEMPT),
+        object_names.decision(ATTEMPT),
         data,
         lambda store: decisions.read_decision(store, ATTEMPT),
     ):
@@ -113,13 +113,13 @@ def test_a_decision_is_read_as_it_was_written(
 @example(data=b"{}", name="9" * 30)
 def test_incarnation_records(tmp_path_factory: Any, data: bytes, name: str) -> None:
     directory = tmp_path_factory.mktemp("incarnations")
-    key = f"{identity.incarnations_prefix()}{name[:200]}"
+    key = f"{object_names.incarnations_prefix()}{name[:200]}"
     for number in read(
         directory, key, data, lambda store: Incarnations().number_of(store, Claim("j", "a"))
     ):
         # It becomes part of names.
-        attempt = identity.Attempt(number, 1, "g00000000", "a")
-        assert identity.Attempt.parse(attempt.name) == attempt
+        attempt = object_names.Attempt(number, 1, "g00000000", "a")
+        assert object_names.Attempt.parse(attempt.name) == attempt
 
 
 @FUZZ
@@ -130,7 +130,7 @@ def test_incarnation_records(tmp_path_factory: Any, data: bytes, name: str) -> N
     )
 )
 def test_receipts_in_a_bucket(directory: Path, data: bytes) -> None:
-    key = identity.receipt(ATTEMPT, 0)
+    key = object_names.receipt(ATTEMPT, 0)
     (found,) = read(directory, key, data, lambda store: find_receipts(store, ATTEMPT, [0, 1]))
     assert all(receipt.rank == 0 for receipt in found)
 
@@ -178,9 +178,9 @@ def sound() -> tuple[bytes, list[records_pb2.Receipt]]:
         chunk_size=[4, 4],
     )
     names = [
-        identity.data_file(ATTEMPT, 0, 0),
-        identity.data_file(ATTEMPT, 1, 0),
-        identity.objects_file(ATTEMPT, 1),
+        object_names.data_file(ATTEMPT, 0, 0),
+        object_names.data_file(ATTEMPT, 1, 0),
+        object_names.objects_file(ATTEMPT, 1),
     ]
     manifest = records_pb2.PlanManifest(
         attempt=ATTEMPT,
@@ -233,8 +233,8 @@ def test_one_wrong_byte_in_manifest_or_receipt(at: float, byte: int, which: int)
         return  # find_receipts leaves it out
     for candidate in accepted(build_checked, records[0], told):
         assert referred(candidate, "x") <= {
-            *(identity.data_file(ATTEMPT, rank, 0) for rank in (0, 1)),
-            identity.objects_file(ATTEMPT, 1),
+            *(object_names.data_file(ATTEMPT, rank, 0) for rank in (0, 1)),
+            object_names.objects_file(ATTEMPT, 1),
         }
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pannier.cli.options import Address, JsonObject, Location, Seconds, Size
 from pannier.client.config import Settings, load_settings
 from pannier.coordinator.config import CoordinatorConfig
-from pannier.daemon.access import Access
+from pannier.daemon.settings import Access
 from pannier.sidecar.config import SidecarConfig
 from pannier.wire.addresses import parse_address
 from pannier.wire.errors import ConfigurationError

@@ -12,12 +12,12 @@ import torch
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from pannier.coordinator.columns import RankPlan
-from pannier.coordinator.gather import check_context
-from pannier.coordinator.planning import make_global_plan
+from pannier.coordinator.planning.columns import RankPlan
+from pannier.coordinator.planning.global_plan import make_global_plan
+from pannier.coordinator.saves.participants import check_context
 from pannier.v1 import plan_pb2, save_pb2, sidecar_pb2
-from pannier.wire import chunks, limits, plans
-from pannier.wire.chunks import ReceivedChunk
+from pannier.wire import chunk_codec, limits, plan_codec
+from pannier.wire.chunk_codec import ReceivedChunk
 from support.fuzzing import FUZZ, accepted, messages
 from support.hosts import Host, running_host
 from support.scripted import Trainer
@@ -114,7 +114,7 @@ def many(plan: plan_pb2.LocalPlan, count: int) -> plan_pb2.LocalPlan:
 @example(local=[whole((1 << 64) - 1, body=1)])
 def test_local_plans_make_a_global_one_or_are_refused(local: list[plan_pb2.LocalPlan]) -> None:
     ranks = [
-        RankPlan(rank, f"node-{rank}", plans.plan_digest(plan), plan)
+        RankPlan(rank, f"node-{rank}", plan_codec.plan_digest(plan), plan)
         for rank, plan in enumerate(local)
     ]
     for made in accepted(make_global_plan, ranks, ATTEMPT):
@@ -132,11 +132,11 @@ def test_local_plans_make_a_global_one_or_are_refused(local: list[plan_pb2.Local
 def test_items_are_decoded_and_encoded_again(items: plan_pb2.Items, fit: bool) -> None:
     if fit:
         items = _fit(items)
-    for decoded in accepted(plans.decode_items, items):
+    for decoded in accepted(plan_codec.decode_items, items):
         assert len(decoded) == len(items.kind)
         assert repr(decoded)
-        for encoded in accepted(plans.encode_items, decoded):
-            assert plans.decode_items(encoded) == decoded
+        for encoded in accepted(plan_codec.encode_items, decoded):
+            assert plan_codec.decode_items(encoded) == decoded
 
 
 @FUZZ
@@ -146,7 +146,7 @@ def test_metadata_of_torch_is_built_or_refused(
 ) -> None:
     if fit:
         metadata.items.CopyFrom(_fit(metadata.items))
-    for built in accepted(plans.build_metadata, metadata, storage_meta=None):
+    for built in accepted(plan_codec.build_metadata, metadata, storage_meta=None):
         assert len(built.storage_data) <= len(metadata.placement.file)
 
 
@@ -160,7 +160,7 @@ def test_requests_are_checked_without_an_accident(request: sidecar_pb2.PlanReque
 @FUZZ
 @given(name=st.text(max_size=12) | st.sampled_from(["load", "Tensor", "__name__", "float32.x", ""]))
 def test_a_dtype_is_one_of_torchs(name: str) -> None:
-    for dtype in accepted(plans.dtype_named, name):
+    for dtype in accepted(plan_codec.dtype_named, name):
         assert isinstance(dtype, torch.dtype)
 
 
@@ -190,7 +190,7 @@ raw = st.one_of(
 @example(message=b"\x10\x00\x1d\x00\x00\x00\x00\x22" + b"\xff" * 9 + b"\x01")
 @example(message=b"\x10\x00\x1d\x00\x00\x00\x00\x22\x05ab")
 def test_a_message_of_a_stream_means_what_protobuf_says(message: bytes) -> None:
-    for decoded in accepted(chunks.decode, message):
+    for decoded in accepted(chunk_codec.decode, message):
         try:
             reference = sidecar_pb2.WriteRequest.FromString(message)
         except Exception:  # noqa: BLE001 - protobuf has several
@@ -221,7 +221,7 @@ def test_a_stream_of_anything_ends_by_name_and_leaves_nothing(
 ) -> None:
     with Trainer(host.address, incarnation=f"inc{next(_NUMBERS)}") as trainer:
         context = trainer.context(host.id())
-        header = chunks.encode(trainer.header(context, "0", MIB))
+        header = chunk_codec.encode(trainer.header(context, "0", MIB))
         ended = threading.Event()
 
         def speak() -> Iterator[bytes]:

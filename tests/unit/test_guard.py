@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch.distributed.optim import _apply_optimizer_in_backward
 
-from pannier.client.arena import ArenaPool
-from pannier.client.devices import DeviceCopies
-from pannier.client.guard import Guards
-from pannier.client.rest import Rest
+from pannier.client.staging.arena import ArenaPool
+from pannier.client.staging.deferred_copies import Rest
+from pannier.client.staging.device_copy import DeviceCopies
+from pannier.client.staging.optimizer_guard import Guards
 from pannier.wire.errors import InvalidRequestError
 from support.side_lanes import FakeLane, host_as_device, means
 
@@ -223,7 +223,7 @@ def test_one_that_is_seen_to_step_in_backward_still_waits_and_is_refused_later(l
 def test_a_step_in_a_graph_is_refused(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
     guards = Guards()
     guards.add(loop.optimizer, wait=True)
-    monkeypatch.setattr("pannier.client.lanes.is_capturing", lambda: True)
+    monkeypatch.setattr("pannier.client.staging.device_stream.is_capturing", lambda: True)
     loop.step()
     with pytest.raises(InvalidRequestError, match="AdamW is recorded in a CUDA graph"):
         guards.copies("overlapped")

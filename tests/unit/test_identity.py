@@ -3,7 +3,7 @@
 import pytest
 
 from pannier.wire.errors import InvalidRequestError
-from pannier.wire.identity import split_checkpoint_id
+from pannier.wire.object_names import split_checkpoint_id
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from pannier.client import Client, incarnations, latest
+from pannier.client import Client, latest
 from pannier.client import load as load_checkpoint
 from pannier.client.config import Settings
 from pannier.client.identity import World
+from pannier.client.loading import highest_incarnation
 from pannier.v1 import sidecar_pb2
-from pannier.wire import identity
+from pannier.wire import object_names
 from support.checkpoints import write
 from support.daemons import short_directory
 from support.scripted_sidecar import ScriptedSidecar
@@ -21,7 +22,7 @@ from support.scripted_sidecar import ScriptedSidecar
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(incarnations, "_seen", {})
+    monkeypatch.setattr(highest_incarnation, "_seen", {})
 
 
 @pytest.fixture
@@ -34,7 +35,7 @@ def sidecar() -> Iterator[ScriptedSidecar]:
 
 def numbered(root: Path, *numbers: int) -> Path:
     for number in numbers:
-        write(root / identity.incarnation_record(number), b"{}")
+        write(root / object_names.incarnation_record(number), b"{}")
     return root
 
 
@@ -47,7 +48,7 @@ def test_latest_and_load_see_the_highest_number(tmp_path: Path) -> None:
     latest(tmp_path)
     assert seen(tmp_path) == 0
     numbered(tmp_path, 3, 12)
-    write(tmp_path / identity.incarnations_prefix() / "13", b"")
+    write(tmp_path / object_names.incarnations_prefix() / "13", b"")
     latest(f"file://{tmp_path}/")
     assert seen(tmp_path) == 12
     torch.distributed.checkpoint.save(

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 
-from pannier.client.api import Client
+from pannier.client.client import Client
 from pannier.client.config import Settings
-from pannier.client.copying import HostCopies
 from pannier.client.interrupts import Condition, Event, SafeFuture, aside
-from pannier.client.slots import Slots
+from pannier.client.staging.host_copy import HostCopies
+from pannier.client.staging.in_flight import Slots
 from pannier.v1 import sidecar_pb2
 from support.daemons import clean_environment, short_directory
 from support.interrupted import InterruptedByTestError, interrupted, moments
@@ -137,7 +137,7 @@ def test_a_slot_that_was_lost_between_two_bytecodes_is_counted_no_more() -> None
 
 
 def test_copies_end_with_an_interruption(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pannier.client.copying.threads", lambda: 3)
+    monkeypatch.setattr("pannier.client.staging.host_copy.threads", lambda: 3)
     source, target = torch.ones(4 << 20), torch.zeros(4 << 20)
 
     def copy() -> None:
@@ -197,7 +197,7 @@ def test_the_next_save_works_after_an_interruption(sidecar: ScriptedSidecar, cal
 
 TRAINER = """
 import faulthandler, random, signal, sys, torch
-from pannier.client.api import default_client
+from pannier.client.client import default_client
 
 class Preempted(BaseException):
     pass
@@ -273,7 +273,7 @@ def test_a_trainer_always_ends_by_a_handler_that_raises(sidecar: ScriptedSidecar
 
 IMPATIENT = """
 import signal, sys, torch
-from pannier.client.api import default_client
+from pannier.client.client import default_client
 if sys.argv[1] == "SIGTERM":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 else:

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from pannier.sidecar.config import SidecarConfig
-from pannier.sidecar.jobs import MOST, Jobs, read_job
-from pannier.wire import tokens
+from pannier.sidecar.multi_job.job_config import MOST, Jobs, read_job
+from pannier.wire import auth_token
 from pannier.wire.errors import ConfigurationError
 from support.nodes import JobFiles
 
@@ -33,12 +33,12 @@ def test_a_job_is_what_its_file_says(files: JobFiles) -> None:
     jobs = Jobs(files.directory).look()
     assert jobs.keys() == {"gpt", "llama-7b"}
     job = jobs["llama-7b"]
-    assert job.digests == {tokens.digest(TOKEN), tokens.digest(old)}
+    assert job.digests == {auth_token.digest(TOKEN), auth_token.digest(old)}
     assert job.allow == ("gs://bucket/llama", "/nfs/llama")
     assert (job.coordinator, job.spool_budget) == ("coordinator.llama:7070", 3 << 29)
     assert (jobs["gpt"].coordinator, jobs["gpt"].spool_budget) == (None, None)
     assert TOKEN not in repr(jobs)
-    assert str(tokens.digest(TOKEN)) not in repr(jobs)
+    assert str(auth_token.digest(TOKEN)) not in repr(jobs)
 
 
 @pytest.mark.parametrize(

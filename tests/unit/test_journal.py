@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pannier.sidecar import journal, ledger
-from pannier.sidecar.journal import Contents, Journal, decode, encode, header
-from pannier.sidecar.ledger import Ledger, Part, Parts
+from pannier.sidecar.spool import journal, journal_state
+from pannier.sidecar.spool.journal import Contents, Journal, decode, encode, header
+from pannier.sidecar.spool.journal_state import Ledger, Part, Parts
 from pannier.v1 import journal_pb2, plan_pb2, records_pb2, save_pb2
 from pannier.wire import errors
 from support.ranks_by_hand import context
@@ -358,7 +358,7 @@ def test_damage_fails_what_it_may_concern_by_name_and_nothing_else(
 def test_a_journal_that_grew_is_written_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ledger, "_GROWTH", 2000)
+    monkeypatch.setattr(journal_state, "_GROWTH", 2000)
     path = write(tmp_path, *STORY)
     kept = Ledger(tmp_path)
     short = decode(path.read_bytes(), path).end

@@ -5,8 +5,8 @@ import inspect
 import pytest
 import torch
 
-from pannier.client import lanes
-from pannier.client.lanes import Lane
+from pannier.client.staging import device_stream
+from pannier.client.staging.device_stream import Lane
 from support.side_lanes import FakeLane
 
 CPU = torch.device("cpu")
@@ -54,13 +54,13 @@ def test_a_snapshot_shares_nothing() -> None:
 
 
 def test_there_is_one_lane_for_a_device() -> None:
-    assert lanes.lane(CPU) is lanes.lane(torch.device("cpu"))
+    assert device_stream.lane(CPU) is device_stream.lane(torch.device("cpu"))
 
 
 def test_nothing_is_recorded_where_there_is_no_cuda() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is")
-    assert not lanes.is_capturing()
+    assert not device_stream.is_capturing()
 
 
 def test_the_fake_has_the_signatures_of_the_real_one() -> None:

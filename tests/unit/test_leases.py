@@ -15,12 +15,12 @@ import torch.distributed.checkpoint as dcp
 from google.protobuf import json_format
 from torch.distributed.checkpoint.metadata import Metadata
 
-from pannier.client import leases, places
-from pannier.client.leases import Lease, take
-from pannier.client.load import load
-from pannier.client.reader import StorageReader
+from pannier.client.loading import filesystem, read_lease
+from pannier.client.loading.load import load
+from pannier.client.loading.read_lease import Lease, take
+from pannier.client.loading.storage_reader import StorageReader
 from pannier.v1 import records_pb2
-from pannier.wire import identity
+from pannier.wire import object_names
 from pannier.wire.errors import PannierError, StorageError
 from support.checkpoints import write_attempt
 from support.hosts import await_true as eventually
@@ -39,7 +39,7 @@ def place(tmp_path: Path) -> Path:
 
 def held(place: Path) -> list[str]:
     """Attempts of the leases that are there."""
-    return [identity.leased_attempt(f".pannier/leases/{p.name}") for p in leased(place)]
+    return [object_names.leased_attempt(f".pannier/leases/{p.name}") for p in leased(place)]
 
 
 def leased(place: Path) -> list[Path]:
@@ -51,7 +51,7 @@ def leased(place: Path) -> list[Path]:
 
 
 def test_it_says_who_reads_what(place: Path) -> None:
-    lease = Lease(places.open_place(place), FIRST, renew_s=30, idle_s=None)
+    lease = Lease(filesystem.open_place(place), FIRST, renew_s=30, idle_s=None)
     (path,) = leased(place)
     told = json_format.Parse(path.read_bytes(), records_pb2.Lease())
     assert (told.attempt, told.pid, told.renew_s) == (FIRST, os.getpid(), 30)
@@ -62,7 +62,7 @@ def test_it_says_who_reads_what(place: Path) -> None:
 
 
 def test_it_is_renewed(place: Path) -> None:
-    lease = Lease(places.open_place(place), FIRST, renew_s=0.05, idle_s=None)
+    lease = Lease(filesystem.open_place(place), FIRST, renew_s=0.05, idle_s=None)
     (path,) = leased(place)
     first = path.stat().st_mtime_ns
     eventually(lambda: path.stat().st_mtime_ns != first, "it is written again")
@@ -70,7 +70,7 @@ def test_it_is_renewed(place: Path) -> None:
 
 
 def test_a_reader_that_does_nothing_for_long_loses_it(place: Path) -> None:
-    lease = Lease(places.open_place(place), FIRST, renew_s=0.05, idle_s=0.1)
+    lease = Lease(filesystem.open_place(place), FIRST, renew_s=0.05, idle_s=0.1)
     eventually(lambda: not leased(place), "it is given up")
     lease.release()
 
@@ -87,11 +87,11 @@ def test_a_reader_that_is_forgotten_loses_it(place: Path) -> None:
 def test_a_place_that_cannot_be_written_gets_none_and_says_so_once(
     place: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(self: places.Place, name: str, content: bytes) -> None:
+    def refuse(self: filesystem.Place, name: str, content: bytes) -> None:
         raise StorageError(f"{name}: 403")
 
-    monkeypatch.setattr(places.Place, "write", refuse)
-    with caplog.at_level(logging.DEBUG, "pannier.client.leases"):
+    monkeypatch.setattr(filesystem.Place, "write", refuse)
+    with caplog.at_level(logging.DEBUG, "pannier.client.loading.read_lease"):
         for _ in range(2):
             reader = StorageReader(place)
             assert reader.resolve() == (place / ".metadata").read_bytes()
@@ -113,11 +113,11 @@ def test_a_checkpoint_that_is_replaced_before_the_lease_is_there_is_read_anew(
     """Whoever removes the first looks for leases only after the second stands there."""
 
     def overwrite(*arguments: Any, **named: Any) -> Lease | None:
-        if not (place / identity.decision(SECOND)).exists():
+        if not (place / object_names.decision(SECOND)).exists():
             write_attempt(place, SECOND)
         return take(*arguments, **named)
 
-    monkeypatch.setattr(leases, "take", overwrite)
+    monkeypatch.setattr(read_lease, "take", overwrite)
     reader = StorageReader(place)
     content = reader.resolve()
     assert SECOND.encode() in content
@@ -174,7 +174,7 @@ def test_it_lasts_as_long_as_the_load_also_when_that_fails(
 def test_a_lease_is_written_though_another_reader_removes_the_empty_directory_meanwhile(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    directory = places.open_place(place)
+    directory = filesystem.open_place(place)
     real, removed = directory._fs.makedirs, []
 
     def makedirs(path: str, exist_ok: bool = False) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 import grpc
 import pytest
 
-from pannier.client.lingering import await_others
-from pannier.client.pairs import Pair
+from pannier.client.embedded.daemon_spec import Pair
+from pannier.client.embedded.host_exit import await_others
 from pannier.v1 import save_pb2, status_pb2, status_pb2_grpc
 from pannier.wire import addresses
 from support.daemons import short_directory

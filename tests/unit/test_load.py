@@ -13,11 +13,11 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from pannier import client
-from pannier.client.load import load
-from pannier.client.load_error import LoadError
-from pannier.client.reader import StorageReader
+from pannier.client.loading.load import load
+from pannier.client.loading.load_error import LoadError
+from pannier.client.loading.storage_reader import StorageReader
 from pannier.v1 import save_pb2
-from pannier.wire import errors, identity
+from pannier.wire import errors, object_names
 from pannier.wire.errors import (
     IntegrityError,
     InvalidRequestError,
@@ -159,7 +159,7 @@ def test_a_checkpoint_in_safetensors_format_is_named_with_its_reader(
     with pytest.raises(StorageError, match=expected):
         StorageReader(tmp_path).read_metadata()
     # Where Pannier is at a save, its state matters more.
-    (tmp_path / identity.attempts_prefix() / "i1-inc-g0000000a-s3").mkdir(parents=True)
+    (tmp_path / object_names.attempts_prefix() / "i1-inc-g0000000a-s3").mkdir(parents=True)
     with pytest.raises(StorageError, match=r"i1-inc-g0000000a-s3 is in progress"):
         load({"w": torch.zeros(6)}, checkpoint_id=tmp_path)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pannier.coordinator.config import CoordinatorConfig
-from pannier.daemon.logs import bind, set_up_logging
+from pannier.daemon.logging import bind, set_up_logging
 from pannier.wire.errors import ConfigurationError
 
 _log = logging.getLogger("pannier.storage.test")

@@ -5,15 +5,15 @@ from dataclasses import replace
 
 import pytest
 
-from pannier.coordinator.manifest import Manifest
-from pannier.coordinator.planning import make_global_plan
+from pannier.coordinator.commit.manifest import Manifest
+from pannier.coordinator.planning.global_plan import make_global_plan
 from pannier.v1 import records_pb2
-from pannier.wire import identity
+from pannier.wire import object_names
 from pannier.wire.errors import IntegrityError
 from support.ranks_by_hand import context, local_plan, rank_plans, shard, tensor, thing
 
 FIRST, SECOND = (
-    identity.Attempt(1, number, identity.group_name((0, 1)), "aa") for number in (1, 2)
+    object_names.Attempt(1, number, object_names.group_name((0, 1)), "aa") for number in (1, 2)
 )
 PLANS = rank_plans(
     *(
@@ -94,7 +94,7 @@ def test_a_body_that_is_cut_off_is_found() -> None:
 def test_one_message_is_a_manifest_too() -> None:
     message = records_pb2.PlanManifest(attempt=FIRST.name, owner=[0], position=[0])
     message.members.add(rank=3, digest="d")
-    message.metadata.files.append(identity.data_file(FIRST.name, 3, 0))
+    message.metadata.files.append(object_names.data_file(FIRST.name, 3, 0))
     message.metadata.placement.file.append(0)
     message.metadata.placement.offset.append(64)
     message.metadata.placement.length.append(100)

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from pannier.client import embedded, hosts, meeting
 from pannier.client.config import Settings
-from pannier.client.ephemeral import Papers
-from pannier.client.meeting import Meeting, Spot, meet
-from pannier.client.notes import Notes
-from pannier.client.pairs import job_pair, leave_papers, record
-from pannier.wire import addresses, surroundings
+from pannier.client.embedded import launcher, network, rendezvous
+from pannier.client.embedded.certificates import Papers
+from pannier.client.embedded.daemon_spec import job_pair, leave_papers, record
+from pannier.client.embedded.pg_store import Notes
+from pannier.client.embedded.rendezvous import Meeting, Spot, meet
+from pannier.common import env_fingerprint
+from pannier.wire import addresses
 from pannier.wire.errors import ConfigurationError, DeadlineError, UnavailableError
 from support.daemons import short_directory
 from support.ranks import free_port
@@ -38,8 +39,8 @@ def convened(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Spot, str | None]]:
         found.append((own, towards))
         return Meeting("w", "job j", "10.0.0.1:7070", own, PAPERS)
 
-    monkeypatch.setattr(meeting, "_convene", convene)
-    monkeypatch.setattr(meeting, "PATIENCE_S", 1.0)
+    monkeypatch.setattr(rendezvous, "_convene", convene)
+    monkeypatch.setattr(rendezvous, "PATIENCE_S", 1.0)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
     return found
@@ -147,7 +148,7 @@ def test_all_are_told_at_once_why_there_is_no_coordinator(monkeypatch: pytest.Mo
     def fail(*_: object) -> Meeting:
         raise UnavailableError("port 7070 is taken")
 
-    monkeypatch.setattr(meeting, "_convene", fail)
+    monkeypatch.setattr(rendezvous, "_convene", fail)
     found = Ranks("abb").run()
     assert [type(each) for each in found] == [UnavailableError, *2 * [ConfigurationError]]
     for each in found[1:]:
@@ -186,7 +187,7 @@ def test_a_job_is_known_again(
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert meeting.job_words(Settings()) == words
+    assert rendezvous.job_words(Settings()) == words
 
 
 @pytest.fixture
@@ -209,12 +210,12 @@ def test_daemons_of_an_earlier_start_are_used_again(
     server = Papers(cert="server's", key="its key", ca="ca")
     leave_papers(directory, server)
     record(pair)
-    (directory / "meeting.json").write_text(meeting._encoded(standing))
-    kept = surroundings.record(embedded.environment(settings, pair))
-    (directory / surroundings.FILE).write_text(surroundings.encode(kept))
+    (directory / "meeting.json").write_text(rendezvous._encoded(standing))
+    kept = env_fingerprint.record(launcher.environment(settings, pair))
+    (directory / env_fingerprint.FILE).write_text(env_fingerprint.encode(kept))
 
     def found(settings: Settings = settings, job: str = "job j") -> tuple[Meeting, Papers] | None:
-        return meeting._standing(settings, job, own)
+        return rendezvous._standing(settings, job, own)
 
     again = found()
     assert again is not None
@@ -223,9 +224,9 @@ def test_daemons_of_an_earlier_start_are_used_again(
     assert found(Settings(runtime_dir=short_path, listen=address)) is not None
     assert found(Settings(runtime_dir=short_path, listen="127.0.0.1:1")) is None
     assert found(job="job k") is None
-    with socket.create_server(hosts.parted(address)):
+    with socket.create_server(network.parted(address)):
         assert found() is None
-        monkeypatch.setattr(embedded, "is_up", lambda pair: True)
+        monkeypatch.setattr(launcher, "is_up", lambda pair: True)
         assert found() is not None
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://127.0.0.1:1")
     assert found() is None
@@ -233,8 +234,8 @@ def test_daemons_of_an_earlier_start_are_used_again(
 
 def test_an_address_that_cannot_be_had_is_named() -> None:
     with pytest.raises(ConfigurationError, match=r"PANNIER_LISTEN=192\.0\.2\.7:7070: .* on host"):
-        hosts.check_free("192.0.2.7:7070")
+        network.check_free("192.0.2.7:7070")
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         with pytest.raises(ConfigurationError, match="in use"):
-            hosts.check_free(address)
+            network.check_free(address)

@@ -8,7 +8,7 @@ import pytest
 
 from pannier.client.config import Settings
 from pannier.client.identity import World
-from pannier.client.membership import Membership
+from pannier.client.transport.membership import Membership
 from pannier.wire.errors import ConfigurationError
 from support.daemons import short_directory
 from support.scripted_sidecar import ScriptedSidecar

@@ -9,8 +9,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
-from pannier.client.metadata import unpickle_metadata
-from pannier.records.referring import referred
+from pannier.attempts.metadata_refs import referred
+from pannier.client.loading.safe_unpickler import unpickle_metadata
 from pannier.wire.errors import InvalidRequestError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

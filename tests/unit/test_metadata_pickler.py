@@ -9,17 +9,17 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import TensorProperties
 
-from pannier.client.metadata import unpickle_metadata
-from pannier.coordinator.commit import build_candidate, pickle_metadata
-from pannier.coordinator.manifest import Manifest
-from pannier.coordinator.planning import make_global_plan
-from pannier.coordinator.receipts import complete_metadata
+from pannier.client.loading.safe_unpickler import unpickle_metadata
+from pannier.coordinator.commit.manifest import Manifest
+from pannier.coordinator.commit.metadata import build_candidate, pickle_metadata
+from pannier.coordinator.commit.receipt_check import complete_metadata
+from pannier.coordinator.planning.global_plan import make_global_plan
 from pannier.v1 import records_pb2
-from pannier.wire import identity
-from pannier.wire.plans import MemoryFormat
+from pannier.wire import object_names
+from pannier.wire.plan_codec import MemoryFormat
 from support.ranks_by_hand import context, local_plan, rank_plans, tensor, thing
 
-ATTEMPT = identity.Attempt(1, 1, identity.group_name((0,)), "aa")
+ATTEMPT = object_names.Attempt(1, 1, object_names.group_name((0,)), "aa")
 
 
 def committed() -> dict[str, bytes]:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from pannier.v1 import plan_pb2, records_pb2, save_pb2
-from pannier.wire import identity
+from pannier.wire import object_names
 from pannier.wire.errors import PannierError
 from support.daemons import memory_directory, short_directory
 from support.ranks_by_hand import (
@@ -205,7 +205,7 @@ class Coordinator(RuleBasedStateMachine):
     # What must hold.
 
     def _decision(self, attempt: str) -> Any:
-        path = self.place / identity.decision(attempt)
+        path = self.place / object_names.decision(attempt)
         if not path.exists():
             return None
         return json_format.Parse(path.read_bytes(), records_pb2.Decision()).outcome

@@ -11,12 +11,12 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from pannier.sidecar.files import DataFile
-from pannier.sidecar.journal import NAME, encode
-from pannier.sidecar.ledger import Ledger
-from pannier.sidecar.restoring import restore
-from pannier.sidecar.saves import Phase, Saves
-from pannier.sidecar.spool import Spool
+from pannier.sidecar.save_state import Phase, Saves
+from pannier.sidecar.spool.data_file import DataFile
+from pannier.sidecar.spool.journal import NAME, encode
+from pannier.sidecar.spool.journal_state import Ledger
+from pannier.sidecar.spool.recovery import restore
+from pannier.sidecar.spool.spool import Spool
 from pannier.v1 import journal_pb2, records_pb2, save_pb2
 from pannier.wire.errors import InDoubtError, InvalidRequestError, SaveAbortedError
 from support.daemons import memory_directory

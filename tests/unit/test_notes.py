@@ -11,8 +11,8 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from pannier.client import notes
-from pannier.client.notes import Notes, born
+from pannier.client.embedded import pg_store
+from pannier.client.embedded.pg_store import Notes, born
 from pannier.wire.errors import DeadlineError
 
 
@@ -43,7 +43,7 @@ def test_a_rank_that_had_not_come_so_far_joins_the_others_after_a_restart() -> N
     now = uptime() + 10
     # As it is some seconds later, since processes take their time to start.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(notes, "_uptime", lambda: now + 5)
+        patch.setattr(pg_store, "_uptime", lambda: now + 5)
         for rank in (1, 0, 2, 3):
             assert begin(store, rank, f"word of {rank}", since=now) == (3, "word of 1")
         # From here on they are in step.
@@ -57,7 +57,7 @@ class Elsewhere:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.store = dist.HashStore()
         self.machine = ""
-        monkeypatch.setattr(notes, "kernel", lambda: self.machine)
+        monkeypatch.setattr(pg_store, "kernel", lambda: self.machine)
 
     def begin(self, rank: int, machine: str, text: str = "", **more: Any) -> tuple[int, str]:
         self.machine = machine
@@ -88,10 +88,10 @@ def test_a_rank_of_another_machine_that_ended_is_not_joined(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     ranks = Elsewhere(monkeypatch)
-    monkeypatch.setattr(notes, "ANSWER_S", 0.2)
+    monkeypatch.setattr(pg_store, "ANSWER_S", 0.2)
     with pytest.MonkeyPatch.context() as patch:
         # A process that was killed: nothing of it answers.
-        patch.setattr(notes._Responder, "start", lambda self: None)
+        patch.setattr(pg_store._Responder, "start", lambda self: None)
         assert ranks.begin(0, "a", "former", who="rank 0 (host node-0)") == (1, "former")
         assert ranks.begin(0, "a", "second") == (2, "second")
     # Both are the same process's, which is waited for once.
@@ -112,11 +112,11 @@ def test_an_answer_is_given_while_torch_waits_in_the_store() -> None:
     store = dist.TCPStore("127.0.0.1", port, None, True, wait_for_workers=False)
     other = dist.TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(notes, "kernel", lambda: "a")
+        patch.setattr(pg_store, "kernel", lambda: "a")
         assert begin(store, 0, "word", size=2) == (1, "word")
         waiting = threading.Thread(target=store.get, args=("set by rank 1",), daemon=True)
         waiting.start()
-        patch.setattr(notes, "kernel", lambda: "b")
+        patch.setattr(pg_store, "kernel", lambda: "b")
         assert begin(other, 1, "other", size=2) == (1, "word")
         other.set("set by rank 1", "")
         waiting.join(10)

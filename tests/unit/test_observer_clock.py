@@ -8,20 +8,21 @@ from types import SimpleNamespace
 
 import pytest
 
-from pannier.client import pulse
-from pannier.client.pulse import Pulse
-from pannier.coordinator import losses
-from pannier.coordinator.losses import Losses
-from pannier.coordinator.registry import Registry
-from pannier.coordinator.saves import Presence, State
-from pannier.coordinator.vigil import Vigil
-from pannier.daemon.board import Board
-from pannier.sidecar.saves import Saves
-from pannier.sidecar.trainers import SUSPECT_S, Trainers
+from pannier.client.transport import heartbeat
+from pannier.client.transport.heartbeat import Pulse
+from pannier.common import observer_clock
+from pannier.common.observer_clock import SLACK_S, ObserverClock
+from pannier.coordinator import lost_sidecars
+from pannier.coordinator.liveness import Vigil
+from pannier.coordinator.lost_sidecars import Losses
+from pannier.coordinator.saves.registry import Registry
+from pannier.coordinator.saves.save import Presence, State
+from pannier.daemon.status_registry import Board
+from pannier.sidecar.liveness import SUSPECT_S, Trainers
+from pannier.sidecar.save_state import Saves
 from pannier.v1 import save_pb2
-from pannier.wire import identity, liveness
+from pannier.wire import object_names
 from pannier.wire.errors import DeadlineError
-from pannier.wire.liveness import SLACK_S, ObserverClock
 from support.ranks_by_hand import context
 
 
@@ -38,8 +39,8 @@ class Machine:
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     made = Machine()
-    monkeypatch.setattr(liveness, "time", SimpleNamespace(monotonic=made.monotonic))
-    monkeypatch.setattr(liveness, "clock", ObserverClock())
+    monkeypatch.setattr(observer_clock, "time", SimpleNamespace(monotonic=made.monotonic))
+    monkeypatch.setattr(observer_clock, "clock", ObserverClock())
     return made
 
 
@@ -108,11 +109,11 @@ def test_a_stopped_or_suspended_trainer_calls_no_sidecar_silent(machine: Machine
     sidecar.beat(0)
     machine.seconds += 3600
     sidecar.answers = False
-    sidecar.beat(pulse.TIMEOUT_S)
+    sidecar.beat(heartbeat.TIMEOUT_S)
     assert not sidecar.said
     # It really is silent, which shows as soon as without that.
     for _ in range(3):
-        sidecar.beat(pulse.TIMEOUT_S)
+        sidecar.beat(heartbeat.TIMEOUT_S)
     assert sidecar.said
 
 
@@ -124,7 +125,7 @@ def test_a_sidecar_that_answers_no_ping_is_silent(
     sidecar.beat(0)
     sidecar.answers = False
     for _ in range(3):
-        sidecar.beat(pulse.TIMEOUT_S)
+        sidecar.beat(heartbeat.TIMEOUT_S)
     assert "last heard" in sidecar.said[-1]
     assert "is silent" in caplog.text
 
@@ -133,10 +134,10 @@ def test_a_thread_that_keeps_the_interpreter_delays_no_verdict_but_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A real one: a call of C that doesn't let go of the interpreter's lock."""
-    monkeypatch.setattr(pulse, "EVERY_S", 0.02)
-    monkeypatch.setattr(pulse, "TIMEOUT_S", 0.02)
-    monkeypatch.setattr(pulse, "AGAIN_S", 0.01)
-    monkeypatch.setattr(pulse, "SUSPECT_S", 1.5)
+    monkeypatch.setattr(heartbeat, "EVERY_S", 0.02)
+    monkeypatch.setattr(heartbeat, "TIMEOUT_S", 0.02)
+    monkeypatch.setattr(heartbeat, "AGAIN_S", 0.01)
+    monkeypatch.setattr(heartbeat, "SUSPECT_S", 1.5)
     usleep = ctypes.PyDLL(None).usleep
     said: list[str] = []
     beats = 0
@@ -173,22 +174,22 @@ def test_a_blocked_coordinator_calls_nothing_silent_that_it_has_not_read(
     registry.enter(context(1, "/root/step"))
     save.move(State.STAGING)
     for part in save.parts.values():
-        part.heard = liveness.now()
+        part.heard = observer_clock.now()
     caplog.clear()
-    with liveness.clock.watched():
-        liveness.clock.tick(1.0)
+    with observer_clock.clock.watched():
+        observer_clock.clock.tick(1.0)
         # torch is imported, or 4096 ranks are planned.
         machine.seconds += 30
         vigil.look()
-        liveness.clock.tick(1.0)
+        observer_clock.clock.tick(1.0)
         assert save.parts[0].silence(5.0) == 1.0 + SLACK_S
         assert [one.heard_s for one in save.awaited()] == [1.0 + SLACK_S] * 2
-        assert not [r for r in caplog.records if r.name == "pannier.coordinator.vigil"]
+        assert not [r for r in caplog.records if r.name == "pannier.coordinator.liveness"]
         for _ in range(5):
             machine.seconds += 1
             vigil.look()
-            liveness.clock.tick(1.0)
-    text = " ".join(r.message for r in caplog.records if r.name == "pannier.coordinator.vigil")
+            observer_clock.clock.tick(1.0)
+    text = " ".join(r.message for r in caplog.records if r.name == "pannier.coordinator.liveness")
     assert "the sidecar on host node-0 is attached, but was last heard" in text
     assert "suspect after 5 s of silence" in text
 
@@ -197,13 +198,13 @@ def test_a_stopped_sidecar_calls_no_trainer_silent_when_it_goes_on(machine: Mach
     saves = Saves()
     trainers = Trainers(saves)
     rank = saves.enter(context(0, "/root/step"))
-    with liveness.clock.watched():
-        liveness.clock.tick(1.0)
+    with observer_clock.clock.watched():
+        observer_clock.clock.tick(1.0)
         machine.seconds += 600
         trainers.look()
         assert not trainers._suspects
-        assert liveness.now() - rank.heard == 1.0 + SLACK_S
-        liveness.clock.tick(SUSPECT_S)
+        assert observer_clock.now() - rank.heard == 1.0 + SLACK_S
+        observer_clock.clock.tick(SUSPECT_S)
         machine.seconds += SUSPECT_S
         trainers.look()
         assert trainers._suspects
@@ -214,21 +215,21 @@ def test_a_coordinator_that_was_blocked_waits_for_sidecars_to_come_back(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, back: bool
 ) -> None:
     """That their streams are there again lies unread when its timers are due."""
-    monkeypatch.setattr(liveness, "SLACK_S", 0.0)
-    monkeypatch.setattr(losses, "RETURN_S", 0.01)
+    monkeypatch.setattr(observer_clock, "SLACK_S", 0.0)
+    monkeypatch.setattr(lost_sidecars, "RETURN_S", 0.01)
 
     async def scenario() -> None:
         registry = registry_of()
         watch = Losses(registry)
         save = registry.enter(context(0, "/root/step"))
         registry.enter(context(1, "/root/step"))
-        save.attempt = identity.Attempt(1, 1, save.context.save.group, "aa")
+        save.attempt = object_names.Attempt(1, 1, save.context.save.group, "aa")
         save.move(State.STAGING)
         old = watch.attached("node-0", "old")
         part = save.parts[0]
         part.sidecar, part.phase = old, save_pb2.RANK_PHASE_INGESTED
-        with liveness.clock.watched():
-            liveness.clock.tick(0.0)
+        with observer_clock.clock.watched():
+            observer_clock.clock.tick(0.0)
             watch.detached(old)
             watch.asked(save, 0)
             machine.seconds += 30
@@ -236,7 +237,7 @@ def test_a_coordinator_that_was_blocked_waits_for_sidecars_to_come_back(
             assert not save.suspects
             if back:
                 watch.attached("node-0", "old")
-            liveness.clock.tick(60.0)
+            observer_clock.clock.tick(60.0)
             machine.seconds += 1
             await asyncio.sleep(0.1)
         assert bool(save.suspects) is not back

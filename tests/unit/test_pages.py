@@ -7,12 +7,12 @@ from contextlib import contextmanager
 
 import pytest
 
-from pannier.daemon import pages
-from pannier.daemon.board import Board
+from pannier.daemon import status_page
+from pannier.daemon.http_server import Request
 from pannier.daemon.metrics import Metrics
-from pannier.daemon.operating import Backlog, Vitals
-from pannier.daemon.pages import Pages, on_loop
-from pannier.daemon.web import Request
+from pannier.daemon.status_page import Pages, on_loop
+from pannier.daemon.status_registry import Board
+from pannier.daemon.status_service import Backlog, Vitals
 from pannier.v1 import save_pb2
 from pannier.wire.errors import InvalidRequestError, PannierError, UnavailableError
 
@@ -53,7 +53,7 @@ def test_lists_are_without_ranks_and_a_save_has_them() -> None:
 
 
 def test_many_viewers_cost_no_more_than_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pages, "_FRESH_S", 60.0)
+    monkeypatch.setattr(status_page, "_FRESH_S", 60.0)
     site = Site()
     for number in range(5):
         site.put(number, save_pb2.SAVE_STATE_COMMITTED)
@@ -63,7 +63,7 @@ def test_many_viewers_cost_no_more_than_one(monkeypatch: pytest.MonkeyPatch) -> 
         site.ask("/save.json", id=live)
     assert site.rendered == 6
     # One that has ended is never asked for again, what is under way is.
-    monkeypatch.setattr(pages, "_FRESH_S", 0.0)
+    monkeypatch.setattr(status_page, "_FRESH_S", 0.0)
     site.put(6, save_pb2.SAVE_STATE_STAGING)
     before = site.rendered
     site.ask("/status.json")
@@ -112,10 +112,10 @@ def test_saves_of_a_loop_are_looked_at_there_and_one_that_hangs_is_told(
         assert ask(lambda: asyncio.get_running_loop() is loop)
         with pytest.raises(ZeroDivisionError):
             ask(lambda: 1 // 0)
-        monkeypatch.setattr(pages, "_TURN_S", 0.1)
+        monkeypatch.setattr(status_page, "_TURN_S", 0.1)
         loop.call_soon_threadsafe(go.wait)
         with pytest.raises(UnavailableError, match="busy, or it hangs"):
             ask(lambda: True)
         go.set()
-        monkeypatch.setattr(pages, "_TURN_S", 10.0)
+        monkeypatch.setattr(status_page, "_TURN_S", 10.0)
         assert ask(lambda: True)

@@ -17,11 +17,11 @@ from typing import Any
 import grpc
 import pytest
 
-from pannier.client.line import Line
-from pannier.daemon.access import Access
-from pannier.daemon.listening import listening, server_options
-from pannier.daemon.peers import AioPeerInterceptor, PeerInterceptor, Peers
-from pannier.daemon.stopping import AioStopSignals
+from pannier.client.transport.channel import Line
+from pannier.daemon.listeners import listening, server_options
+from pannier.daemon.peer_users import AioPeerInterceptor, PeerInterceptor, Peers
+from pannier.daemon.settings import Access
+from pannier.daemon.signals import AioStopSignals
 from pannier.v1 import status_pb2, status_pb2_grpc
 from pannier.wire.errors import ConfigurationError
 from support.daemons import short_directory
@@ -155,7 +155,7 @@ def test_another_user_is_cut_though_the_socket_is_open_to_all(
     guarded: Guarded, caplog: pytest.LogCaptureFixture
 ) -> None:
     guarded.open_to_all()
-    with caplog.at_level(logging.WARNING, "pannier.daemon.peers"):
+    with caplog.at_level(logging.WARNING, "pannier.daemon.peer_users"):
         heard = speak(str(guarded.path), call(LIST), count=3)
     assert guarded.servicer.calls == 0
     assert b"here" not in heard

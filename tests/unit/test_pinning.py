@@ -8,9 +8,9 @@ from ctypes import c_char
 import pytest
 import torch
 
-from pannier.client import pinning
-from pannier.client.arena import ArenaPool, Mapping
-from pannier.client.pinning import Ring, pin
+from pannier.client.staging import pinned_memory
+from pannier.client.staging.arena import ArenaPool, Mapping
+from pannier.client.staging.pinned_memory import Ring, pin
 
 
 class Runtime:
@@ -39,7 +39,7 @@ class Runtime:
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runtime]:
     runtime = Runtime()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr(pinning, "_forget_error", lambda: runtime.calls.append(("forget", 0)))
+    monkeypatch.setattr(pinned_memory, "_forget_error", lambda: runtime.calls.append(("forget", 0)))
     yield runtime
     gc.collect()
 

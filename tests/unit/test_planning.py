@@ -19,9 +19,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor import Shard as ShardOf
 from torch.testing._internal.two_tensor import TwoTensor
 
-from pannier.client import archives, compat
+from pannier.client import torch_compat
+from pannier.client.staging import archives
 from pannier.v1 import plan_pb2
-from pannier.wire import plans
+from pannier.wire import plan_codec
 from pannier.wire.errors import InvalidRequestError
 from support.contents import without_strides
 from support.staged import final_plan, plan
@@ -74,8 +75,8 @@ def test_the_plan_is_dcps_own() -> None:
     for item in theirs.items:
         if item.tensor_data is not None:
             without_strides(item.tensor_data.properties)
-    assert plans.decode_items(planning.message.items) == theirs.items
-    assert plans.decode_mappings(planning.message.mappings) == theirs.planner_data
+    assert plan_codec.decode_items(planning.message.items) == theirs.items
+    assert plan_codec.decode_mappings(planning.message.mappings) == theirs.planner_data
     options = planning.message.options
     assert options.planner == "torch.distributed.checkpoint.default_planner:DefaultSavePlanner"
     assert (options.flatten_state_dict, options.flatten_sharded_tensors) == (True, True)
@@ -536,12 +537,12 @@ def test_a_planner_with_a_cache_of_its_own_is_refused() -> None:
 
 
 def test_the_default_groups_store_is_found(two_ranks: None) -> None:
-    assert compat.group_store(None) is compat.group_store(dist.group.WORLD)
+    assert torch_compat.group_store(None) is torch_compat.group_store(dist.group.WORLD)
 
 
 def test_a_store_without_a_process_group_is_an_error() -> None:
     with pytest.raises(ValueError, match="init_process_group"):
-        compat.group_store(None)
+        torch_compat.group_store(None)
 
 
 def test_an_empty_state_is_a_plan_without_items() -> None:

@@ -24,9 +24,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from pannier.coordinator.metadata_pickler import dump_metadata
+from pannier.coordinator.commit.metadata_pickler import dump_metadata
 from pannier.v1 import plan_pb2
-from pannier.wire import plans
+from pannier.wire import plan_codec
 from pannier.wire.errors import InvalidRequestError
 from support.contents import without_strides
 
@@ -67,8 +67,8 @@ objects = st.builds(
 
 @given(st.lists(tensor_items() | objects, max_size=20))
 def test_items_come_back_as_they_were(items: list[WriteItem]) -> None:
-    message = plan_pb2.Items.FromString(plans.encode_items(items).SerializeToString())
-    back = plans.decode_items(message)
+    message = plan_pb2.Items.FromString(plan_codec.encode_items(items).SerializeToString())
+    back = plan_codec.decode_items(message)
     assert back == items
     # Equality of an index ignores the hint.
     assert [item.index.index for item in back] == [item.index.index for item in items]
@@ -77,14 +77,14 @@ def test_items_come_back_as_they_were(items: list[WriteItem]) -> None:
 
 @given(st.dictionaries(names, st.lists(names | st.integers(-(2**63), 2**63 - 1)).map(tuple)))
 def test_mappings_come_back_as_they_were(mappings: dict[str, Any]) -> None:
-    back = plans.decode_mappings(plans.encode_mappings(mappings))
+    back = plan_codec.decode_mappings(plan_codec.encode_mappings(mappings))
     assert back == mappings
     assert list(back) == list(mappings)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype_has_a_name(dtype: torch.dtype) -> None:
-    assert plans.dtype_named(str(dtype).removeprefix("torch.")) is dtype
+    assert plan_codec.dtype_named(str(dtype).removeprefix("torch.")) is dtype
 
 
 def item(
@@ -118,7 +118,7 @@ def item(
 )
 def test_items_that_dcp_cannot_load_are_refused_by_name(bad: WriteItem, said: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        plans.encode_items([item(), bad])
+        plan_codec.encode_items([item(), bad])
     assert "'layer.weight" in str(caught.value)
     assert said in str(caught.value)
 
@@ -152,23 +152,25 @@ def _spoil_length(message: plan_pb2.Items) -> None:
     [_spoil_fqn, _spoil_kind, _spoil_property, _spoil_shape, _spoil_dtype, _spoil_length],
 )
 def test_columns_that_do_not_fit_are_refused(spoil: Any) -> None:
-    message = plans.encode_items([item()])
+    message = plan_codec.encode_items([item()])
     spoil(message)
     with pytest.raises(InvalidRequestError):
-        plans.decode_items(message)
+        plan_codec.decode_items(message)
 
 
 @pytest.mark.parametrize("path", [("a", 1.5), ("a", None), ("a", True), ("a", 2**70)])
 def test_paths_of_other_parts_are_refused(path: Any) -> None:
     with pytest.raises(InvalidRequestError, match=r"'a\.b'"):
-        plans.encode_mappings({"a.b": path})
+        plan_codec.encode_mappings({"a.b": path})
 
 
 def test_digest_tells_plans_apart() -> None:
-    one = plan_pb2.LocalPlan(items=plans.encode_items([item()]))
-    two = plan_pb2.LocalPlan(items=plans.encode_items([item(fqn="other")]))
+    one = plan_pb2.LocalPlan(items=plan_codec.encode_items([item()]))
+    two = plan_pb2.LocalPlan(items=plan_codec.encode_items([item(fqn="other")]))
     again = plan_pb2.LocalPlan.FromString(one.SerializeToString())
-    assert plans.plan_digest(one) == plans.plan_digest(again) != plans.plan_digest(two)
+    assert (
+        plan_codec.plan_digest(one) == plan_codec.plan_digest(again) != plan_codec.plan_digest(two)
+    )
 
 
 STATE = {
@@ -190,9 +192,9 @@ def saved(directory: Path) -> Metadata:
 def test_metadata_of_dcp_comes_back_as_it_was(tmp_path: Path) -> None:
     metadata = saved(tmp_path)
     message = plan_pb2.GlobalMetadata.FromString(
-        plans.encode_metadata(metadata).SerializeToString()
+        plan_codec.encode_metadata(metadata).SerializeToString()
     )
-    back = plans.build_metadata(message, storage_meta=metadata.storage_meta)
+    back = plan_codec.build_metadata(message, storage_meta=metadata.storage_meta)
     for entry in metadata.state_dict_metadata.values():
         if isinstance(entry, TensorStorageMetadata):
             without_strides(entry.properties)
@@ -203,9 +205,9 @@ def test_metadata_of_dcp_comes_back_as_it_was(tmp_path: Path) -> None:
 
 def test_metadata_is_read_by_torch(tmp_path: Path) -> None:
     metadata = saved(tmp_path)
-    message = plans.encode_metadata(metadata)
+    message = plan_codec.encode_metadata(metadata)
     storage_meta = StorageMeta(checkpoint_id="gs://bucket/step-1", save_id="i1-a1-g0-s1")
-    data = dump_metadata(plans.build_metadata(message, storage_meta=storage_meta))
+    data = dump_metadata(plan_codec.build_metadata(message, storage_meta=storage_meta))
     (tmp_path / ".metadata").write_bytes(data)
     assert FileSystemReader(tmp_path).read_metadata().storage_meta is not None
     target = {
@@ -224,7 +226,9 @@ def test_metadata_is_read_by_torch(tmp_path: Path) -> None:
 
 def test_metadata_pickle_uses_torchs_own_names_only(tmp_path: Path) -> None:
     """Any torch since 2.9 knows these, and nothing else is needed to read it."""
-    metadata = plans.build_metadata(plans.encode_metadata(saved(tmp_path)), storage_meta=None)
+    metadata = plan_codec.build_metadata(
+        plan_codec.encode_metadata(saved(tmp_path)), storage_meta=None
+    )
     seen: set[str] = set()
 
     class Recorder(pickle.Unpickler):
@@ -253,31 +257,33 @@ def tensor_metadata(*chunks: ChunkStorageMetadata) -> TensorStorageMetadata:
 
 def test_metadata_that_is_not_whole_is_refused() -> None:
     chunk = ChunkStorageMetadata(torch.Size((0,)), torch.Size((4,)))
-    info = plans.StorageInfo("f", 0, 10)
+    info = plan_codec.StorageInfo("f", 0, 10)
     with pytest.raises(InvalidRequestError, match=r"'w' at .*no rank wrote it"):
-        plans.encode_metadata(Metadata({"w": tensor_metadata(chunk)}, storage_data={}))
+        plan_codec.encode_metadata(Metadata({"w": tensor_metadata(chunk)}, storage_data={}))
     with pytest.raises(InvalidRequestError, match="'w' is in the metadata"):
-        plans.encode_metadata(Metadata({"w": tensor_metadata()}, storage_data={}))
+        plan_codec.encode_metadata(Metadata({"w": tensor_metadata()}, storage_data={}))
     index = MetadataIndex("o")
     with pytest.raises(InvalidRequestError, match="planner_data is a list"):
-        plans.encode_metadata(
+        plan_codec.encode_metadata(
             Metadata({"o": BytesStorageMetadata()}, planner_data=[1], storage_data={index: info})
         )
-    packed = plans.StorageInfo("f", 0, 10, transform_descriptors=["zstd"])
+    packed = plan_codec.StorageInfo("f", 0, 10, transform_descriptors=["zstd"])
     with pytest.raises(InvalidRequestError, match="'o': its bytes are transformed"):
-        plans.encode_metadata(Metadata({"o": BytesStorageMetadata()}, storage_data={index: packed}))
+        plan_codec.encode_metadata(
+            Metadata({"o": BytesStorageMetadata()}, storage_data={index: packed})
+        )
 
 
 def test_placements_that_do_not_fit_are_refused() -> None:
     chunk = ChunkStorageMetadata(torch.Size((0,)), torch.Size((4,)))
     metadata = Metadata(
         {"w": tensor_metadata(chunk)},
-        storage_data={MetadataIndex("w", (0,)): plans.StorageInfo("f", 0, math.prod((4, 4)))},
+        storage_data={MetadataIndex("w", (0,)): plan_codec.StorageInfo("f", 0, math.prod((4, 4)))},
     )
-    message = plans.encode_metadata(metadata)
+    message = plan_codec.encode_metadata(metadata)
     message.placement.file[0] = 1
     with pytest.raises(InvalidRequestError, match="file 1 of 1"):
-        plans.build_metadata(message, storage_meta=None)
+        plan_codec.build_metadata(message, storage_meta=None)
     message.placement.file.pop()
     with pytest.raises(InvalidRequestError, match="0 places"):
-        plans.build_metadata(message, storage_meta=None)
+        plan_codec.build_metadata(message, storage_meta=None)

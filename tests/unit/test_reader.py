@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan
 
-from pannier.client.places import MissingError, Place
-from pannier.client.reader import Generation, StorageReader
+from pannier.client.loading.filesystem import MissingError, Place
+from pannier.client.loading.storage_reader import Generation, StorageReader
 from pannier.v1 import records_pb2
 from pannier.wire.errors import (
     ConfigurationError,
@@ -483,7 +483,7 @@ def test_a_relative_path_stays_where_it_was(
 def test_gcsfs_layout_lookup_is_off_unless_the_user_wants_it(setting: str | None) -> None:
     script = """
         import os
-        from pannier.client.reader import StorageReader
+        from pannier.client.loading.storage_reader import StorageReader
         reader = StorageReader("gs://bucket/x")
         print(os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"], type(reader._place._fs).__name__)
     """

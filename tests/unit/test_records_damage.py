@@ -10,27 +10,27 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pannier.coordinator.commit import build_checked
-from pannier.coordinator.manifest import Manifest
-from pannier.coordinator.planning import make_global_plan
-from pannier.records.interrupted import End, end, find_directories, find_interrupted, foresee
-from pannier.records.listing import list_checkpoints
-from pannier.records.verifying import verify
+from pannier.attempts.listing import list_checkpoints
+from pannier.coordinator.commit.manifest import Manifest
+from pannier.coordinator.commit.metadata import build_checked
+from pannier.coordinator.planning.global_plan import make_global_plan
+from pannier.maintenance.recover import End, end, find_directories, find_interrupted, foresee
+from pannier.maintenance.verify import verify
 from pannier.storage import open_store
 from pannier.v1 import records_pb2
-from pannier.wire import identity
+from pannier.wire import object_names
 from pannier.wire.errors import PannierError
 from support.checkpoints import write
 from support.daemons import short_directory
 from support.ranks_by_hand import context, local_plan, rank_plans, receipt_of, tensor, thing
 
-ATTEMPT = identity.Attempt(1, 1, identity.group_name((0, 1)), "aa").name
+ATTEMPT = object_names.Attempt(1, 1, object_names.group_name((0, 1)), "aa").name
 RECORDS = [
-    identity.manifest(ATTEMPT),
-    identity.receipt(ATTEMPT, 0),
-    identity.receipt(ATTEMPT, 1),
-    identity.metadata_candidate(ATTEMPT),
-    identity.decision(ATTEMPT),
+    object_names.manifest(ATTEMPT),
+    object_names.receipt(ATTEMPT, 0),
+    object_names.receipt(ATTEMPT, 1),
+    object_names.metadata_candidate(ATTEMPT),
+    object_names.decision(ATTEMPT),
 ]
 
 
@@ -43,12 +43,12 @@ def records() -> dict[str, bytes]:
     """All objects of a checkpoint of two ranks, committed by ``recover``'s own steps."""
     plans = rank_plans(local_plan([tensor("w", 4)]), local_plan([tensor("b", 4), thing("step")]))
     plan = make_global_plan(plans, ATTEMPT)
-    attempt = identity.Attempt.parse(ATTEMPT)
+    attempt = object_names.Attempt.parse(ATTEMPT)
     manifest = Manifest.make(context(0, "/run/step-1"), attempt, plans, plan)
-    found = {identity.manifest(ATTEMPT): manifest.data}
+    found = {object_names.manifest(ATTEMPT): manifest.data}
     for rank in (0, 1):
         receipt = receipt_of(manifest.final_plan(rank), rank)
-        found[identity.receipt(ATTEMPT, rank)] = receipt.SerializeToString()
+        found[object_names.receipt(ATTEMPT, rank)] = receipt.SerializeToString()
         found |= {file.name: bytes(file.size) for file in receipt.files}
     with laid_out(found) as place:
         asyncio.run(look_and_end(place))
@@ -116,9 +116,9 @@ def test_damaged_records_are_told_and_nothing_breaks(
     """``committed``: 0 nothing is decided, 1 the decision is there, 2 ``.metadata`` too."""
     objects = dict(records())
     if committed < 2:
-        del objects[identity.METADATA]
+        del objects[object_names.METADATA]
     if committed < 1:
-        del objects[identity.decision(ATTEMPT)]
+        del objects[object_names.decision(ATTEMPT)]
     for which, how, at, by in many:
         if how == "remove":
             objects.pop(which, None)
@@ -126,18 +126,18 @@ def test_damaged_records_are_told_and_nothing_breaks(
             objects[which] = damaged(objects[which], how, at, by)
     with laid_out(objects) as place:
         asyncio.run(look_and_end(place))
-        metadata = place / identity.METADATA
+        metadata = place / object_names.METADATA
         # With the decision gone, the candidate that stands is as good as any, if it can be read.
-        if committed == 2 and identity.decision(ATTEMPT) in objects:
-            assert metadata.read_bytes() == records()[identity.METADATA]
+        if committed == 2 and object_names.decision(ATTEMPT) in objects:
+            assert metadata.read_bytes() == records()[object_names.METADATA]
         for path in place.glob("*.distcp"):
             assert path.read_bytes() == records()[path.name]
 
 
 def test_what_is_whole_is_committed() -> None:
     """Or else the test above would prove little."""
-    objects = {name: data for name, data in records().items() if name != identity.METADATA}
-    del objects[identity.decision(ATTEMPT)]
+    objects = {name: data for name, data in records().items() if name != object_names.METADATA}
+    del objects[object_names.decision(ATTEMPT)]
     with laid_out(objects) as place:
         assert asyncio.run(look_and_end(place)) == [End.COMMITTED]
-        assert (place / identity.METADATA).read_bytes() == records()[identity.METADATA]
+        assert (place / object_names.METADATA).read_bytes() == records()[object_names.METADATA]

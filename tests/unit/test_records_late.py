@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from pannier.records.decisions import decide, propose, read_decision
-from pannier.records.ending import SupersededError, carry_out, prepare_commit
-from pannier.records.installing import OccupiedError, RemovedError
-from pannier.records.interrupted import Found, find_interrupted
-from pannier.records.sweeping import Rules, sweep
+from pannier.attempts.commit import SupersededError, carry_out, prepare_commit
+from pannier.attempts.decisions import decide, propose, read_decision
+from pannier.attempts.metadata_swap import OccupiedError, RemovedError
+from pannier.maintenance.gc import Rules, sweep
+from pannier.maintenance.recover import Found, find_interrupted
 from pannier.storage import ConflictError, ObjectInfo, Store, open_store
 from pannier.v1 import records_pb2, save_pb2
-from pannier.wire import identity
-from pannier.wire.identity import METADATA, Attempt
+from pannier.wire import object_names
+from pannier.wire.object_names import METADATA, Attempt
 from support.checkpoints import write_attempt
 from support.unsteady import Unsteady
 
@@ -26,8 +26,8 @@ FIRST, SECOND = (Attempt(1, number, GROUP, "a") for number in (1, 2))
 _places = itertools.count()
 
 WRITES = {
-    "candidate": identity.metadata_candidate(FIRST.name),
-    "decision": identity.decision(FIRST.name),
+    "candidate": object_names.metadata_candidate(FIRST.name),
+    "decision": object_names.decision(FIRST.name),
     "metadata": METADATA,
 }
 
@@ -67,7 +67,11 @@ async def commit(
 
 async def ingest(store: Store, attempt: Attempt) -> None:
     name = attempt.name
-    for key in (identity.manifest(name), identity.receipt(name, 0), identity.data_file(name, 0, 0)):
+    for key in (
+        object_names.manifest(name),
+        object_names.receipt(name, 0),
+        object_names.data_file(name, 0, 0),
+    ):
         with suppress(ConflictError):
             await store.create(key, b"x")
 
@@ -93,9 +97,9 @@ class Stale(Unsteady):
 @pytest.mark.parametrize(
     "hidden",
     [
-        identity.attempts_prefix(),
-        identity.receipts_prefix(FIRST.name),
-        identity.decision(FIRST.name),
+        object_names.attempts_prefix(),
+        object_names.receipts_prefix(FIRST.name),
+        object_names.decision(FIRST.name),
     ],
 )
 def test_a_stale_listing_removes_nothing(tmp_path: Path, hidden: str) -> None:
@@ -119,7 +123,7 @@ def test_a_stale_listing_makes_no_older_attempt_replace_a_newer_one(tmp_path: Pa
     newer = write_attempt(tmp_path, SECOND.name)
 
     async def main() -> None:
-        store = Stale(open_store(str(tmp_path)), identity.attempt_prefix(SECOND.name))
+        store = Stale(open_store(str(tmp_path)), object_names.attempt_prefix(SECOND.name))
         decision = await read_decision(store, FIRST.name)
         assert decision is not None
         await carry_out(store, decision)
@@ -132,7 +136,7 @@ def test_a_stale_listing_gives_up_nothing_that_is_complete(tmp_path: Path) -> No
     write_attempt(tmp_path, FIRST.name, commit=False)
 
     async def main() -> None:
-        store = Stale(open_store(str(tmp_path)), identity.receipts_prefix(FIRST.name))
+        store = Stale(open_store(str(tmp_path)), object_names.receipts_prefix(FIRST.name))
         (found,) = await find_interrupted(store)
         assert found.found is Found.COMPLETE
         rules = Rules(abandoned_after_s=0)
@@ -165,7 +169,7 @@ def test_a_lost_compare_and_swap_pauses_with_jitter(monkeypatch: pytest.MonkeyPa
                 late.before[METADATA] = lambda: others(count - 1)
 
         late.before[METADATA] = lambda: others(3)
-        monkeypatch.setattr("pannier.storage.retrying.random.uniform", uniform)
+        monkeypatch.setattr("pannier.storage.retry.random.uniform", uniform)
         await commit(late, FIRST, overwrite=save_pb2.OVERWRITE_ANY)
         assert await store.read(METADATA) == FIRST.name.encode()
 
@@ -253,8 +257,8 @@ async def forget(store: Store, attempt: Attempt) -> None:
         host="elsewhere",
     )
     await carry_out(store, await decide(store, proposal))
-    await store.delete(identity.decision(attempt.name))
-    assert not await store.list(identity.attempt_prefix(attempt.name))
+    await store.delete(object_names.decision(attempt.name))
+    assert not await store.list(object_names.attempt_prefix(attempt.name))
 
 
 @pytest.mark.parametrize("write", ["candidate", "decision"])
@@ -265,8 +269,8 @@ def test_one_whose_abort_is_forgotten_replaces_nothing(
 ) -> None:
     """A coordinator was stopped until ``pannier gc`` had removed the ABORT; its sidecar, too."""
     key = {
-        "candidate": identity.metadata_candidate(SECOND.name),
-        "decision": identity.decision(SECOND.name),
+        "candidate": object_names.metadata_candidate(SECOND.name),
+        "decision": object_names.decision(SECOND.name),
     }[write]
 
     async def scenario(store: Store) -> None:
@@ -280,13 +284,13 @@ def test_one_whose_abort_is_forgotten_replaces_nothing(
         async def meanwhile() -> None:
             await forget(store, SECOND)
             if sidecar_too:
-                await store.create(identity.receipt(SECOND.name, 0), b"x")
+                await store.create(object_names.receipt(SECOND.name, 0), b"x")
 
         late.before[key] = meanwhile
         with pytest.raises(RemovedError, match=SECOND.name):
             await commit(late, SECOND)
         assert await store.stat(METADATA) == before
-        assert not await store.list(identity.attempt_prefix(SECOND.name))
+        assert not await store.list(object_names.attempt_prefix(SECOND.name))
 
     on_fresh_store(scenario)
 
@@ -297,7 +301,7 @@ def test_an_attempt_that_is_still_there_keeps_its_metadata() -> None:
     async def scenario(store: Store) -> None:
         await ingest(store, FIRST)
         late = Unsteady(store)
-        late.before[METADATA] = lambda: store.delete(identity.data_file(FIRST.name, 0, 0))
+        late.before[METADATA] = lambda: store.delete(object_names.data_file(FIRST.name, 0, 0))
         await commit(late, FIRST)
         assert await store.read(METADATA) == FIRST.name.encode()
 
@@ -345,7 +349,9 @@ def test_a_checkpoint_is_replaced_only_by_who_may(
         if when == "before":
             await stand()
         else:
-            late.before[METADATA if when == "metadata" else identity.decision(SECOND.name)] = stand
+            late.before[METADATA if when == "metadata" else object_names.decision(SECOND.name)] = (
+                stand
+            )
         if not says:
             await commit(late, SECOND, overwrite=overwrite)
             assert await store.read(METADATA) == SECOND.name.encode()
@@ -356,7 +362,7 @@ def test_a_checkpoint_is_replaced_only_by_who_may(
         assert await store.read(METADATA) == kept
         if when != "before":
             # Decided, and nobody installs it later.
-            left = [info.key for info in await store.list(identity.attempt_prefix(SECOND.name))]
+            left = [info.key for info in await store.list(object_names.attempt_prefix(SECOND.name))]
             assert left == []
 
     on_fresh_store(scenario)

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from pannier.records.decisions import decide, propose
-from pannier.records.ending import carry_out, prepare_commit
-from pannier.records.interrupted import find_interrupted
-from pannier.records.superseded import sweep_checkpoint
+from pannier.attempts.commit import carry_out, prepare_commit
+from pannier.attempts.decisions import decide, propose
+from pannier.maintenance.recover import find_interrupted
+from pannier.maintenance.superseded import sweep_checkpoint
 from pannier.storage import Store, open_store
 from pannier.v1 import records_pb2, save_pb2
-from pannier.wire import identity
-from pannier.wire.identity import METADATA, Attempt
+from pannier.wire import object_names
+from pannier.wire.object_names import METADATA, Attempt
 from support.gcs_server import GcsServer
 
 GROUP = "g0000000a"
@@ -26,7 +26,7 @@ def save_of(attempt: Attempt) -> save_pb2.SaveId:
 
 
 async def ingest(store: Store, attempt: Attempt) -> None:
-    for key in (identity.manifest(attempt.name), identity.receipt(attempt.name, 0)):
+    for key in (object_names.manifest(attempt.name), object_names.receipt(attempt.name, 0)):
         await store.create(key, attempt.name.encode())
 
 

@@ -4,10 +4,10 @@ import math
 
 import pytest
 
-from pannier.records.listing import Checkpoint, Standing
-from pannier.records.retention import Best, Policy, judge, step
+from pannier.attempts.listing import Checkpoint, Standing
+from pannier.maintenance.retention_policy import Best, Policy, judge, step
 from pannier.wire.errors import ConfigurationError
-from pannier.wire.identity import Attempt
+from pannier.wire.object_names import Attempt
 
 
 def checkpoint(name: str, save: int, loss: float | None = None, **changes: object) -> Checkpoint:

@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from pannier.client import leases
-from pannier.client.places import MissingError
-from pannier.client.reader import StorageReader
-from pannier.coordinator.places import Places
-from pannier.coordinator.retention import Retention
-from pannier.records.retaining import Outcome, read_record, retain
-from pannier.records.retention import Policy
+from pannier.client.loading import read_lease
+from pannier.client.loading.filesystem import MissingError
+from pannier.client.loading.storage_reader import StorageReader
+from pannier.coordinator.background.retention import Retention
+from pannier.coordinator.stores import Places
+from pannier.maintenance.retention_policy import Policy
+from pannier.maintenance.retention_run import Outcome, read_record, retain
 from pannier.storage import StorageError, Store, open_store
-from pannier.wire import identity
-from pannier.wire.identity import Attempt
+from pannier.wire import object_names
+from pannier.wire.object_names import Attempt
 from support.checkpoints import write, write_attempt
 from support.unsteady import Unsteady
 
@@ -69,7 +69,7 @@ class Deleting(Unsteady):
         self._then = then
 
     async def delete(self, key: str, *, generation: str | None = None) -> None:
-        if key == identity.METADATA:
+        if key == object_names.METADATA:
             await asyncio.to_thread(self._then)
         await super().delete(key, generation=generation)
 
@@ -77,7 +77,7 @@ class Deleting(Unsteady):
 def test_a_lease_that_is_taken_after_the_first_look_spares_the_checkpoint(root: Path) -> None:
     before = names(root / "step-1")
     reader = StorageReader(root / "step-1")
-    mark = identity.removal_mark(attempt(1))
+    mark = object_names.removal_mark(attempt(1))
     outcome = retained(root, at(root, mark, reader.resolve))["step-1"]
     assert outcome.spared
     assert "is being read by process" in outcome.why
@@ -126,15 +126,15 @@ def test_a_lease_that_is_written_late_is_let_go_when_the_mark_is_there(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The reader has resolved .metadata before the mark, and writes its lease after the second look."""
-    taken: list[leases.Lease | None] = []
+    taken: list[read_lease.Lease | None] = []
 
-    def take_late(*arguments: object, **named: object) -> leases.Lease | None:
-        write(root / "step-1" / identity.removal_mark(attempt(1)), b"{}")
+    def take_late(*arguments: object, **named: object) -> read_lease.Lease | None:
+        write(root / "step-1" / object_names.removal_mark(attempt(1)), b"{}")
         taken.append(take(*arguments, **named))  # type: ignore[arg-type]
         return taken[-1]
 
-    take = leases.take
-    monkeypatch.setattr(leases, "take", take_late)
+    take = read_lease.take
+    monkeypatch.setattr(read_lease, "take", take_late)
     with pytest.raises(MissingError, match="step-1 is being removed; the newest"):
         StorageReader(root / "step-1").resolve()
     assert taken
@@ -153,14 +153,14 @@ def test_the_load_of_what_retention_has_removed_says_so(root: Path) -> None:
 
 def test_another_ones_marks_are_not_taken_back(root: Path) -> None:
     """``pannier rm`` has begun to remove it, while a reader holds a lease."""
-    mark = root / "step-1" / identity.removal_mark(attempt(1))
+    mark = root / "step-1" / object_names.removal_mark(attempt(1))
     write(mark, b'{"by": "elsewhere"}')
-    lease = root / "step-1" / identity.lease(attempt(1), "abc")
+    lease = root / "step-1" / object_names.lease(attempt(1), "abc")
 
     def lease_it() -> None:
         write(lease, b"{}")
 
-    outcome = retained(root, at(root, identity.removal_mark(attempt(1)), lease_it))["step-1"]
+    outcome = retained(root, at(root, object_names.removal_mark(attempt(1)), lease_it))["step-1"]
     assert outcome.spared
     assert mark.read_bytes() == b'{"by": "elsewhere"}'
 

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from pannier.client import archives, imprints
-from pannier.client.arena import ArenaPool
-from pannier.client.cached import CachedPlan, Match, Options, Owner
-from pannier.client.staging import Placed, Staged, stage
+from pannier.client.planning.plan_cache import CachedPlan, Match, Options, Owner
+from pannier.client.staging import archives, header_cache
+from pannier.client.staging.arena import ArenaPool
+from pannier.client.staging.stager import Placed, Staged, stage
 from pannier.wire.errors import InvalidRequestError
 from support import nested
 from support.bits import bits
@@ -87,7 +87,7 @@ def anew(
 def dirty(pool: ArenaPool, size: int) -> None:
     """Other bytes in the memory that the next arena gets."""
     arena = pool.acquire([size])
-    imprints.take(arena.files[0])
+    header_cache.take(arena.files[0])
     ctypes.memset(arena.files[0].address, 0xAA, size)
     pool.release(arena)
 
@@ -151,7 +151,7 @@ def test_heads_and_tails_are_written_once(pool: ArenaPool, monkeypatch: pytest.M
     state = {"a": torch.randn(100), "b": torch.randn(1 << 20)}
     kept = learned(state)
     by_route(kept, state, pool)
-    monkeypatch.setattr("pannier.client.route._engrave", None)
+    monkeypatch.setattr("pannier.client.staging.copy_plan._engrave", None)
     state["a"].fill_(3)
     assert by_route(kept, state, pool) == anew(state, ArenaPool(1))
 

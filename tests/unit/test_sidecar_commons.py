@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from pannier.sidecar.commons import Commons
-from pannier.sidecar.slots import MOST, Slots
-from pannier.sidecar.spool import Slab, Spool
+from pannier.sidecar.multi_job.budget import Commons
+from pannier.sidecar.spool.spool import Slab, Spool
+from pannier.sidecar.upload.concurrency import MOST, Slots
 from pannier.wire.errors import BusyError
 from support.daemons import memory_directory
 

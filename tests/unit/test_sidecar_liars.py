@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from pannier.sidecar.spool import Spool
+from pannier.sidecar.spool.spool import Spool
 from pannier.v1 import records_pb2, save_pb2, sidecar_pb2
-from pannier.wire import errors, identity
+from pannier.wire import errors, object_names
 from support.hosts import Host, await_true, running_host
 from support.scripted import PLAN_ID, Trainer, attempt_of, data_file
 from support.strangers import NOBODY, needs_root
@@ -242,7 +242,7 @@ def test_modes_do_not_depend_on_the_umask(host: Host, mask: int) -> None:
     trainer.hand_over(context, trainer.write(context, "0", b"x"))
     for path in (host.spool, *host.spool.iterdir()):
         assert not stat.S_IMODE(path.stat().st_mode) & 0o077, path
-    assert identity.data_prefix(attempt_of(context.save)) not in os.listdir(host.spool)
+    assert object_names.data_prefix(attempt_of(context.save)) not in os.listdir(host.spool)
 
 
 @needs_root

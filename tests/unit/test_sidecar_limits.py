@@ -9,10 +9,10 @@ from contextlib import ExitStack, suppress
 import grpc
 import pytest
 
-from pannier.daemon import listening
-from pannier.sidecar import idling, service, sessions
+from pannier.daemon import listeners
+from pannier.sidecar.rpc import connections, idle_streams, servicer
 from pannier.v1 import records_pb2, save_pb2, sidecar_pb2
-from pannier.wire import addresses, chunks, errors, limits
+from pannier.wire import addresses, chunk_codec, errors, limits
 from support.hosts import Host, await_true, running_host
 from support.scripted import PLAN_ID, Trainer, WriteStream, attempt_of
 
@@ -39,14 +39,14 @@ def test_a_message_above_the_limit_is_refused_by_size(host: Host) -> None:
         each for each in addresses.channel_options() if each[0] != "grpc.max_send_message_length"
     ]
     options.append(("grpc.max_send_message_length", -1))
-    too_big = chunks.MAX_MESSAGE_BYTES + 1
+    too_big = chunk_codec.MAX_MESSAGE_BYTES + 1
     with grpc.insecure_channel(host.address, options=options) as channel:
         call = channel.unary_unary("/pannier.v1.Sidecar/HandOver")
         with pytest.raises(grpc.RpcError) as caught:
             call(bytes(too_big), timeout=30)
     error = errors.from_rpc_error(caught.value, peer="the sidecar")
     assert isinstance(error, errors.InvalidRequestError)
-    for word in ("above its limit", str(too_big), str(chunks.MAX_MESSAGE_BYTES)):
+    for word in ("above its limit", str(too_big), str(chunk_codec.MAX_MESSAGE_BYTES)):
         assert word in str(error)
     serves(host)
 
@@ -54,7 +54,7 @@ def test_a_message_above_the_limit_is_refused_by_size(host: Host) -> None:
 def test_write_streams_have_a_limit_that_leaves_other_calls_alone(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(service.LIMITS, "/pannier.v1.Sidecar/Write", 4)
+    monkeypatch.setitem(servicer.LIMITS, "/pannier.v1.Sidecar/Write", 4)
     host.start()
     greedy = host.trainer()
     context = greedy.context(host.id())
@@ -78,8 +78,8 @@ def test_write_streams_have_a_limit_that_leaves_other_calls_alone(
 
 
 def test_streams_that_say_nothing_are_cut(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(idling, "SILENT_S", 0.3)
-    monkeypatch.setattr(service, "IDLE_S", 0.3)
+    monkeypatch.setattr(idle_streams, "SILENT_S", 0.3)
+    monkeypatch.setattr(servicer, "IDLE_S", 0.3)
     host.start()
     trainer = host.trainer()
     mute = trainer.channel.stream_stream("/pannier.v1.Sidecar/Write")(
@@ -161,7 +161,7 @@ def test_data_files_of_a_rank_have_a_limit(host: Host, monkeypatch: pytest.Monke
 
 def test_connections_of_one_rank_have_a_limit(host: Host) -> None:
     host.start()
-    for number in range(sessions._MOST):
+    for number in range(connections._MOST):
         host.trainer(client=f"c{number}")
     one_more = Trainer(host.address, client="more")
     host._trainers.append(one_more)
@@ -175,7 +175,7 @@ def test_connections_of_one_rank_have_a_limit(host: Host) -> None:
 def test_connections_have_a_limit_and_those_within_it_are_served(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listening, "MAX_CONNECTIONS", 8)
+    monkeypatch.setattr(listeners, "MAX_CONNECTIONS", 8)
     host.start()
     trainer = host.trainer()
     path = host.address.removeprefix("unix://")

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pannier.sidecar import sessions
+from pannier.sidecar.rpc import connections
 from pannier.v1 import coordinator_pb2, save_pb2, sidecar_pb2
 from support.hosts import Host, await_true, running_host
 from support.scripted import Trainer
@@ -12,7 +12,7 @@ from support.scripted import Trainer
 
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
-    monkeypatch.setattr(sessions, "GRACE_S", 0.3)
+    monkeypatch.setattr(connections, "GRACE_S", 0.3)
     with running_host() as made:
         made.coordinator.files = {0: {"0": 1 << 20}}
         made.start()

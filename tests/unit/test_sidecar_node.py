@@ -10,9 +10,9 @@ import pytest
 from google.protobuf import message_factory
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from pannier.sidecar.guarding import Guard, named
-from pannier.sidecar.jobs import Job
-from pannier.sidecar.node import Node
+from pannier.sidecar.multi_job.auth import Guard, named
+from pannier.sidecar.multi_job.host import Node
+from pannier.sidecar.multi_job.job_config import Job
 from pannier.v1 import (
     diagnosis_pb2,
     diagnosis_pb2_grpc,
@@ -22,7 +22,7 @@ from pannier.v1 import (
     status_pb2,
     status_pb2_grpc,
 )
-from pannier.wire import tokens
+from pannier.wire import auth_token
 from pannier.wire.errors import (
     ForbiddenError,
     InvalidRequestError,
@@ -166,7 +166,7 @@ def test_only_health_is_open(two: NodeHost) -> None:
 
 
 def test_tokens_are_compared_whole_and_all() -> None:
-    digests = [tokens.digest(each * 32) for each in "xyz"]
+    digests = [auth_token.digest(each * 32) for each in "xyz"]
     guard = Guard(Job(name="a", digests=frozenset(digests), allow=("/a",)))
     assert all(guard.knows(each) for each in digests)
     assert not any(guard.knows(each[:-1] + b"\0") for each in digests)

@@ -19,9 +19,9 @@ from pannier.v1 import (
     save_pb2,
     sidecar_pb2,
 )
-from pannier.wire import tokens
+from pannier.wire import auth_token
 from pannier.wire.errors import InvalidRequestError, PannierError, UnauthenticatedError
-from pannier.wire.layout import STAMP_BYTES
+from pannier.wire.file_layout import STAMP_BYTES
 from support.borrower import Mapped, hand_over, staged
 from support.hosts import await_true
 from support.nodes import (
@@ -82,7 +82,7 @@ def mapped(
 
 def test_descriptors_are_passed_to_who_shows_the_jobs_token(two: NodeHost) -> None:
     a, b = two.trainer("a"), two.trainer("b")
-    for digest in (tokens.digest(two.files.tokens["b"]), bytes(32), b"x" * 32):
+    for digest in (auth_token.digest(two.files.tokens["b"]), bytes(32), b"x" * 32):
         with pytest.raises(PermissionError):
             TokenBorrower(a, two.socket("a"), digest).__enter__()
     with TokenBorrower(a, two.socket("a")) as own, TokenBorrower(b, two.socket("b")) as others:

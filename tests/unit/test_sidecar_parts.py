@@ -12,13 +12,13 @@ import crc32c
 import pytest
 
 from pannier.sidecar.config import SidecarConfig
-from pannier.sidecar.files import DataFile, SpoolSource
-from pannier.sidecar.saves import Phase, RankSave, Saves
-from pannier.sidecar.slots import MOST, Slots
-from pannier.sidecar.spool import KEPT_S, Spool
+from pannier.sidecar.save_state import Phase, RankSave, Saves
+from pannier.sidecar.spool.data_file import DataFile, SpoolSource
+from pannier.sidecar.spool.spool import KEPT_S, Spool
+from pannier.sidecar.upload.concurrency import MOST, Slots
 from pannier.v1 import records_pb2, save_pb2, sidecar_pb2
-from pannier.wire import checksums, errors, identity
-from pannier.wire.chunks import ReceivedChunk
+from pannier.wire import checksums, errors, object_names
+from pannier.wire.chunk_codec import ReceivedChunk
 from support.daemons import memory_directory
 
 MIB = 1 << 20
@@ -120,7 +120,7 @@ def test_space_of_a_job_that_went_away_is_given_back(
     memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [1000.0]
-    monkeypatch.setattr("pannier.sidecar.spool.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("pannier.sidecar.spool.spool.time.monotonic", lambda: now[0])
     spool = Spool(memory / "spool")
     spool.give(spool.take("job", MIB))
     spool.trim({"job"})
@@ -296,7 +296,7 @@ def test_growing_files_leave_room_for_complete_ones() -> None:
 def rank_save(saves: Saves, number: int = 1) -> RankSave:
     ranks = [0]
     save = save_pb2.SaveId(
-        job="job", incarnation="inc", group=identity.group_name(ranks), number=number
+        job="job", incarnation="inc", group=object_names.group_name(ranks), number=number
     )
     return saves.enter(
         sidecar_pb2.SaveContext(
@@ -367,7 +367,7 @@ def test_listeners_hear_of_every_change_outside_the_lock() -> None:
 
 
 def test_only_so_many_ended_saves_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pannier.sidecar.saves._ENDED_KEPT", 2)
+    monkeypatch.setattr("pannier.sidecar.save_state._ENDED_KEPT", 2)
     saves = Saves()
     forgotten: list[int] = []
     saves.listen_forgotten(lambda save: forgotten.append(save.id.number))

@@ -15,7 +15,7 @@ import pytest
 from pannier.storage import ObjectInfo, Store, open_store
 from pannier.v1 import save_pb2, sidecar_pb2
 from pannier.wire.errors import DeadlineError, IntegrityError, InvalidRequestError
-from pannier.wire.layout import STAMP_BYTES
+from pannier.wire.file_layout import STAMP_BYTES
 from support.borrower import Borrower, Lent, Mapped, hand_over, staged
 from support.hosts import Host, running_host
 from support.scripted import TIMEOUT_S, Trainer

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from pannier.sidecar import boot_clock, serve
-from pannier.sidecar.journal import FORMAT, header
+from pannier.sidecar import server
+from pannier.sidecar.spool import boot_clock
+from pannier.sidecar.spool.journal import FORMAT, header
 from pannier.storage import ObjectInfo, StorageError, Store, open_store
 from pannier.v1 import journal_pb2, save_pb2, sidecar_pb2
-from pannier.wire import errors, identity
+from pannier.wire import errors, object_names
 from pannier.wire.version import WIRE_VERSION
 from support.hosts import Host, await_true, running_host
 from support.scripted import PLAN_ID, Trainer, attempt_of
@@ -87,7 +88,7 @@ def spoil(path: Path) -> None:
 def test_a_rank_whose_trainer_does_not_come_back_is_lost(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serve, "RESTORED_S", 0.3)
+    monkeypatch.setattr(server, "RESTORED_S", 0.3)
     host.start()
     trainer, context = begin(host, bytes(20 * MIB))
     end(host)
@@ -238,7 +239,7 @@ def test_a_rank_without_files_is_taken_up_too(host: Host) -> None:
     end(host)
     host.start()
     report = host.coordinator.await_phase(context, DURABLE)
-    assert host.objects() == {identity.receipt(report.attempt, 0)}
+    assert host.objects() == {object_names.receipt(report.attempt, 0)}
 
 
 def test_only_spool_files_that_nobody_needs_are_removed(host: Host) -> None:
@@ -255,7 +256,7 @@ def test_a_second_sidecar_on_the_spool_is_refused_and_touches_nothing(host: Host
     ingest(host, os.urandom(MIB))
     before = sorted((p.name, p.stat().st_mtime_ns) for p in host.spool.iterdir())
     with pytest.raises(errors.ConfigurationError, match="another sidecar works on the spool"):
-        serve.Sidecar(host.sidecar.config).__enter__()
+        server.Sidecar(host.sidecar.config).__enter__()
     assert sorted((p.name, p.stat().st_mtime_ns) for p in host.spool.iterdir()) == before
 
 

@@ -13,13 +13,13 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from pannier.daemon.stopping import StopSignals
+from pannier.daemon.signals import StopSignals
 from pannier.sidecar.config import SidecarConfig
-from pannier.sidecar.serve import Sidecar
+from pannier.sidecar.server import Sidecar
 from pannier.storage import ObjectInfo, Source, StorageError, Store
 from pannier.storage.base import Progress, Retried
 from pannier.v1 import records_pb2, save_pb2, sidecar_pb2, status_pb2, status_pb2_grpc
-from pannier.wire import errors, identity
+from pannier.wire import errors, object_names
 from pannier.wire.version import WIRE_VERSION
 from support.hosts import Host, await_true, running_host
 from support.scripted import (
@@ -63,7 +63,7 @@ def test_from_plan_to_commit(host: Host) -> None:
     assert report.status.bytes_durable == sum(map(len, contents.values()))
     assert {file.name for file in report.receipt.files} == {file.name for file in files}
     attempt = attempt_of(context.save)
-    receipt = Path(host.id()) / identity.receipt(attempt, 0)
+    receipt = Path(host.id()) / object_names.receipt(attempt, 0)
     assert records_pb2.Receipt.FromString(receipt.read_bytes()) == report.receipt
     for name, data in contents.items():
         assert (Path(host.id()) / f"__{attempt}_0_{name}.distcp").read_bytes() == data
@@ -117,7 +117,7 @@ def test_a_rank_without_files_writes_a_receipt(host: Host) -> None:
     trainer.hand_over(context)
     report = host.coordinator.await_phase(context, save_pb2.RANK_PHASE_DURABLE)
     assert not report.receipt.files
-    assert host.objects() == {identity.receipt(attempt_of(context.save), 0)}
+    assert host.objects() == {object_names.receipt(attempt_of(context.save), 0)}
 
 
 def test_a_save_that_torch_plans(host: Host) -> None:
@@ -388,7 +388,7 @@ def test_a_group_name_of_other_ranks_is_refused(host: Host) -> None:
     host.start()
     trainer = host.trainer()
     context = trainer.context(host.id())
-    context.save.group = identity.group_name([0, 1])
+    context.save.group = object_names.group_name([0, 1])
     with pytest.raises(errors.InvalidRequestError, match="not the name of the group"):
         trainer.plan(context)
 
@@ -604,7 +604,7 @@ def test_a_coordinator_that_comes_back_hears_everything_again(host: Host) -> Non
 
     host.coordinator.stop()
     await_true(lambda: not host.sidecar._link.connected, "the link is down")
-    status = host.sidecar.board.get(identity.save_text(first.save))
+    status = host.sidecar.board.get(object_names.save_text(first.save))
     assert "coordinator at unix://" in status.waiting_on.text
     assert "last heard" in status.waiting_on.text
     seen = len(host.coordinator.reports)

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from pannier.sidecar.files import DataFile
-from pannier.sidecar.saves import RankSave, Saves
-from pannier.sidecar.shares import Shares
+from pannier.sidecar.reservations import Shares
+from pannier.sidecar.save_state import RankSave, Saves
+from pannier.sidecar.spool.data_file import DataFile
 from pannier.v1 import plan_pb2, records_pb2, save_pb2, sidecar_pb2
 from pannier.wire import errors
 from support.hosts import Host, await_true, running_host

@@ -24,11 +24,11 @@ from torch.distributed.tensor import Shard as ShardOf
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from torch.testing._internal.two_tensor import TwoTensor
 
-from pannier.client import archives
-from pannier.client.arena import Arena, ArenaPool
-from pannier.client.compat import AsyncCollectiveTensor
-from pannier.client.planning import resolves_as_planned
-from pannier.client.staging import Staged, stage, stage_external
+from pannier.client.planning.local_plan import resolves_as_planned
+from pannier.client.staging import archives
+from pannier.client.staging.arena import Arena, ArenaPool
+from pannier.client.staging.stager import Staged, stage, stage_external
+from pannier.client.torch_compat import AsyncCollectiveTensor
 from pannier.wire.errors import InvalidRequestError, PannierError
 from support.staged import ATTEMPT, final_plan, plan, stage_all, write_checkpoint, write_files
 
@@ -656,7 +656,7 @@ def test_a_wrong_final_plan_writes_nowhere(change: str, pool: ArenaPool) -> None
 def test_several_files_and_their_sizes(
     tmp_path: Path, pool: ArenaPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pannier.wire.layout.FILE_BYTES", 1 << 20)
+    monkeypatch.setattr("pannier.wire.file_layout.FILE_BYTES", 1 << 20)
     state = {f"w{i}": torch.randn(1 << 17) for i in range(8)}
     staged = _save(state, tmp_path, pool)
     assert len(staged.files) == 4

@@ -11,8 +11,8 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from pannier.storage import bodies
-from pannier.storage.bodies import Body, FromSpool, Part, Slices
+from pannier.storage import http_body
+from pannier.storage.http_body import Body, FromSpool, Part, Slices
 from support.certificates import Authority, Files
 from support.sources import some_bytes
 
@@ -73,7 +73,7 @@ def spool(tmp_path: Path) -> Path:
 @pytest.fixture(params=["copied", "by-kernel"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """To this host bytes are copied; elsewhere, without TLS, the kernel sends them."""
-    monkeypatch.setattr(bodies, "_by_kernel", lambda transport: request.param == "by-kernel")
+    monkeypatch.setattr(http_body, "_by_kernel", lambda transport: request.param == "by-kernel")
     return str(request.param)
 
 
@@ -140,7 +140,7 @@ def test_the_kernel_sends_plain_bytes_to_other_hosts(
         def get_extra_info(self, name: str, default: object = None) -> object:
             return {"peername": peer, "sslcontext": object() if encrypted else None}[name]
 
-    assert bodies._by_kernel(Transport()) is expected
+    assert http_body._by_kernel(Transport()) is expected
 
 
 @pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "TLS"])
@@ -148,7 +148,7 @@ def test_a_slow_receiver_gets_what_the_file_held(
     spool: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encrypted: bool
 ) -> None:
     """The buffer is filled again only when all of it has gone."""
-    monkeypatch.setattr(bodies, "_SLICE", 64 << 10)
+    monkeypatch.setattr(http_body, "_SLICE", 64 << 10)
     tls = Authority(tmp_path / "ca").issue("receiver") if encrypted else None
     with spool.open("rb", buffering=0) as file:
         body = FromSpool(file, 0, SIZE)

@@ -17,8 +17,8 @@ import google.auth.credentials
 import google.auth.exceptions
 import pytest
 
-from pannier.daemon import diagnosing
-from pannier.records.ending import prepare_commit
+from pannier.attempts.commit import prepare_commit
+from pannier.daemon import doctor_checks
 from pannier.storage import (
     ConflictError,
     DeniedError,
@@ -27,12 +27,12 @@ from pannier.storage import (
     NotFoundError,
     ObjectInfo,
     StorageError,
-    bodies,
+    http_body,
     open_store,
 )
-from pannier.storage.gcs import GcsStore
+from pannier.storage.gcs.store import GcsStore
 from pannier.v1 import diagnosis_pb2, save_pb2
-from pannier.wire import identity
+from pannier.wire import object_names
 from support.gcs_server import GcsServer
 from support.sources import FileSource, some_bytes
 
@@ -48,7 +48,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GcsServer]:
 @pytest.fixture
 def server(shared: GcsServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[GcsServer]:
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", shared.url)
-    monkeypatch.setattr("pannier.storage.retrying.FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr("pannier.storage.retry.FIRST_WAIT_S", 0.01)
     yield shared
     shared.clear()
     shared.options(
@@ -81,7 +81,7 @@ def run(server: GcsServer, request: pytest.FixtureRequest) -> Callable[..., None
 @pytest.fixture(params=["copied", "by-kernel"])
 def sending(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """As to this host or through TLS, and as to a plain endpoint elsewhere."""
-    monkeypatch.setattr(bodies, "_by_kernel", lambda transport: request.param == "by-kernel")
+    monkeypatch.setattr(http_body, "_by_kernel", lambda transport: request.param == "by-kernel")
 
 
 class Upload:
@@ -268,7 +268,7 @@ def test_a_lost_answer_to_a_create_is_a_success(
 def test_a_try_that_failed_before_others_won_is_a_conflict(
     server: GcsServer, run: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pannier.storage.retrying.FIRST_WAIT_S", 0.5)
+    monkeypatch.setattr("pannier.storage.retry.FIRST_WAIT_S", 0.5)
 
     async def body(store: GcsStore) -> None:
         seen = await store.create("m", b"0")
@@ -490,10 +490,10 @@ def test_a_hold_is_named_at_once(
 def test_a_commit_over_metadata_under_a_hold_is_refused_before_it_is_decided(
     server: GcsServer, run: Callable[..., None]
 ) -> None:
-    attempt = identity.Attempt(1, 1, "g00000000", "a")
+    attempt = object_names.Attempt(1, 1, "g00000000", "a")
 
     async def body(store: GcsStore) -> None:
-        await store.create(identity.METADATA, b"another one's")
+        await store.create(object_names.METADATA, b"another one's")
         name = store.url.removeprefix("gs://bucket/") + "/.metadata"
         url = f"{server.url}/storage/v1/b/bucket/o/{quote(name, safe='')}"
 
@@ -511,7 +511,7 @@ def test_a_commit_over_metadata_under_a_hold_is_refused_before_it_is_decided(
         await asyncio.to_thread(patch, url, {"temporaryHold": True})
         with pytest.raises(HeldError, match=r"\.metadata is under a hold .temporaryHold.*release"):
             await prepare()
-        assert await store.stat(identity.decision(attempt.name)) is None
+        assert await store.stat(object_names.decision(attempt.name)) is None
         await asyncio.to_thread(patch, url, {"temporaryHold": False})
         await prepare()
 
@@ -585,7 +585,7 @@ def test_a_silent_server_is_given_up(
     run: Callable[..., None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("pannier.storage.gcs_http.SILENCE_S", 0.2)
+    monkeypatch.setattr("pannier.storage.gcs.http.SILENCE_S", 0.2)
 
     async def body(store: GcsStore) -> None:
         server.fault(kind="delay", method="POST", seconds=60)
@@ -651,13 +651,13 @@ def test_doctor_says_what_a_probe_finds(server: GcsServer) -> None:
     urllib.request.urlopen(f"{server.url}/storage/v1/b", order, timeout=20).close()
     failed = diagnosis_pb2.CHECK_RESULT_FAILED
 
-    rapid = asyncio.run(diagnosing.target(f"gs://{bucket}/run", (), {}, 20))
+    rapid = asyncio.run(doctor_checks.target(f"gs://{bucket}/run", (), {}, 20))
     assert (rapid.result, "zonal (Rapid) bucket" in rapid.found) == (failed, True)
     server.fault(kind="status", method="GET", path=r"/o\?prefix=", status=403, message="no list")
-    denied = asyncio.run(diagnosing.target("gs://bucket/run", (), {}, 20))
+    denied = asyncio.run(doctor_checks.target("gs://bucket/run", (), {}, 20))
     assert (denied.result, "no list" in denied.found) == (failed, True)
     assert "create, read, list and delete" in denied.hint
-    good = asyncio.run(diagnosing.target("gs://bucket/run", (), {}, 20))
+    good = asyncio.run(doctor_checks.target("gs://bucket/run", (), {}, 20))
     assert (good.result, "listed" in good.found) == (diagnosis_pb2.CHECK_RESULT_OK, True)
 
 

@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 from prometheus_client.exposition import generate_latest
 
-from pannier.client import places
+from pannier.client.loading import filesystem
 from pannier.daemon.metrics import Metrics
-from pannier.daemon.operating import Backlog, Vitals
-from pannier.storage import ConflictError, StorageError, draft, local, open_store, threads
+from pannier.daemon.status_service import Backlog, Vitals
+from pannier.storage import ConflictError, StorageError, io_threads, open_store
 from pannier.storage.base import Store
-from pannier.storage.threads import MOST_HUNG, HungError, Threads, threads_of
+from pannier.storage.io_threads import MOST_HUNG, HungError, Threads, threads_of
+from pannier.storage.local import atomic_file
+from pannier.storage.local import store as local
 from support.cli import pannier
 from support.scripted_sidecar import wait_until
 from support.sources import FileSource, some_bytes
@@ -49,12 +51,12 @@ class DeadMount:
 def dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DeadMount]:
     mount = DeadMount(tmp_path / "dead")
     Path(mount.directory).mkdir()
-    monkeypatch.setattr(threads, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(io_threads, "PATIENCE_S", 0.05)
     monkeypatch.setattr(local, "PATIENCE_S", 0.05)
     monkeypatch.setattr(local, "_read", mount.wrap(local._read))
     yield mount
     mount.answers.set()
-    wait_until(lambda: threads.abandoned() == 0)
+    wait_until(lambda: io_threads.abandoned() == 0)
 
 
 def store_at(directory: Path | str, deadline_s: float = 0.05) -> Store:
@@ -81,25 +83,25 @@ def test_calls_that_hang_are_abandoned_by_name_and_others_go_on(
 
     async def scenario() -> None:
         hung = store_at(f"{dead.directory}/run/step")
-        before = threads.abandoned()
+        before = io_threads.abandoned()
         for turn in range(3):
-            reads = [hung.read(".metadata") for _ in range(threads._THREADS)]
+            reads = [hung.read(".metadata") for _ in range(io_threads._THREADS)]
             answers = await asyncio.gather(*reads, return_exceptions=True)
             assert all(isinstance(each, HungError) for each in answers)
             if turn == 0:
                 assert f"{dead.directory}/run: read has not returned for" in str(answers[0])
-                assert abandoned() == before + threads._THREADS
+                assert abandoned() == before + io_threads._THREADS
             # Another root, and the same process's set-up, don't notice.
             well = store_at(tmp_path / "well" / "step", 10)
             await well.create(f"{turn}", b"data")
             assert await well.read(f"{turn}") == b"data"
-            assert await threads.set_up.run(lambda: 7) == 7
+            assert await io_threads.set_up.run(lambda: 7) == 7
         assert abandoned() == before + MOST_HUNG
         # No more of them: it fails at once, also where it might take long.
         with pytest.raises(HungError, match=rf"{MOST_HUNG} calls to {dead.directory}/run hang"):
             await store_at(f"{dead.directory}/run/other", 3600).read("x")
         dead.answers.set()
-        await until(lambda: threads.abandoned() <= before)
+        await until(lambda: io_threads.abandoned() <= before)
         # It is used again.
         await store_at(f"{dead.directory}/run/step", 10).create("x", b"back")
         assert await store_at(f"{dead.directory}/run/step", 10).read("x") == b"back"
@@ -113,21 +115,21 @@ def test_cancelled_callers_of_a_dead_file_system_are_free_soon(dead: DeadMount) 
 
     async def scenario() -> None:
         store = store_at(f"{dead.directory}/cancelled/step", 3600)
-        tasks = [asyncio.create_task(store.read("x")) for _ in range(3 * threads._THREADS)]
-        await until(lambda: dead.waiting == threads._THREADS)
-        queued = tasks[threads._THREADS :]
+        tasks = [asyncio.create_task(store.read("x")) for _ in range(3 * io_threads._THREADS)]
+        await until(lambda: dead.waiting == io_threads._THREADS)
+        queued = tasks[io_threads._THREADS :]
         for task in queued:
             task.cancel()
         await asyncio.wait(queued)
         assert all(task.cancelled() for task in queued)
-        assert threads.abandoned() == 0
+        assert io_threads.abandoned() == 0
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
-        assert threads_of(f"{dead.directory}/cancelled").hung == threads._THREADS
+        assert threads_of(f"{dead.directory}/cancelled").hung == io_threads._THREADS
 
     asyncio.run(scenario())
-    assert dead.waiting == threads._THREADS
+    assert dead.waiting == io_threads._THREADS
 
 
 def test_an_upload_that_hangs_closes_its_file_only_when_the_write_returns(
@@ -135,20 +137,20 @@ def test_an_upload_that_hangs_closes_its_file_only_when_the_write_returns(
 ) -> None:
     """Else its descriptor would be another file's by then."""
     events: list[str] = []
-    close = draft.Draft.close
+    close = atomic_file.Draft.close
 
-    def closed(self: draft.Draft) -> None:
+    def closed(self: atomic_file.Draft) -> None:
         events.append("closed")
         close(self)
 
-    def write(self: draft.Draft, *arguments: Any) -> None:
+    def write(self: atomic_file.Draft, *arguments: Any) -> None:
         events.append("writes")
         dead.answers.wait()
         os.fstat(self._fd)
         events.append("written")
 
-    monkeypatch.setattr(draft.Draft, "close", closed)
-    monkeypatch.setattr(draft.Draft, "write", write)
+    monkeypatch.setattr(atomic_file.Draft, "close", closed)
+    monkeypatch.setattr(atomic_file.Draft, "write", write)
     source = FileSource(tmp_path / "source", some_bytes(100_000))
 
     async def scenario() -> None:
@@ -179,9 +181,9 @@ def test_a_replacement_that_hangs_keeps_the_lock_until_it_has_ended(
     """Else it would replace what others have put there since."""
     directory = Path(dead.directory, "run", "step")
     began = threading.Event()
-    replace = draft.Draft.replace
+    replace = atomic_file.Draft.replace
 
-    def slow(self: draft.Draft) -> None:
+    def slow(self: atomic_file.Draft) -> None:
         if not began.is_set():
             began.set()
             dead.answers.wait()
@@ -190,7 +192,7 @@ def test_a_replacement_that_hangs_keeps_the_lock_until_it_has_ended(
     async def scenario() -> None:
         store = store_at(directory, 3600)
         first = await store.create("x", b"1")
-        monkeypatch.setattr(draft.Draft, "replace", slow)
+        monkeypatch.setattr(atomic_file.Draft, "replace", slow)
         task = asyncio.create_task(store.replace("x", b"2", expected=first.generation))
         await asyncio.to_thread(began.wait)
         task.cancel()
@@ -241,7 +243,7 @@ def test_reads_of_the_spool_are_waited_for_however_long_they_take() -> None:
             begun.set()
             gate.wait()
 
-        task = asyncio.create_task(threads.spool.run(read))
+        task = asyncio.create_task(io_threads.spool.run(read))
         await asyncio.to_thread(begun.wait)
         for _ in range(5):
             task.cancel()
@@ -257,9 +259,9 @@ def test_reads_of_the_spool_are_waited_for_however_long_they_take() -> None:
 def test_a_process_ends_though_calls_hang() -> None:
     program = (
         "import asyncio, threading, sys\n"
-        "from pannier.storage import threads\n"
-        "threads.PATIENCE_S = 0.05\n"
-        "pool = threads.Threads('/dead', patience_s=0.05)\n"
+        "from pannier.storage import io_threads\n"
+        "io_threads.PATIENCE_S = 0.05\n"
+        "pool = io_threads.Threads('/dead', patience_s=0.05)\n"
         "async def main():\n"
         "    task = asyncio.create_task(pool.run(threading.Event().wait))\n"
         "    await asyncio.sleep(0.1)\n"
@@ -279,7 +281,7 @@ def test_a_process_ends_though_calls_hang() -> None:
 def pipes(tmp_path: Path) -> Path:
     """A directory of checkpoints whose files are pipes that nothing writes to."""
     root = tmp_path / "root"
-    for step in range(threads._THREADS + 1):
+    for step in range(io_threads._THREADS + 1):
         (root / f"step-{step}").mkdir(parents=True)
         os.mkfifo(root / f"step-{step}" / ".metadata")
     return root
@@ -287,7 +289,7 @@ def pipes(tmp_path: Path) -> Path:
 
 def test_a_store_never_waits_for_a_pipe(pipes: Path) -> None:
     async def scenario() -> None:
-        for step in range(threads._THREADS + 1):
+        for step in range(io_threads._THREADS + 1):
             store = store_at(pipes / f"step-{step}", 3600)
             for call in (store.read(".metadata"), store.stat(".metadata")):
                 with pytest.raises(StorageError, match="is not a regular file"):
@@ -295,13 +297,13 @@ def test_a_store_never_waits_for_a_pipe(pipes: Path) -> None:
             with pytest.raises(StorageError, match="is not a regular file"):
                 await store.replace(".metadata", b"x", expected="0" * 16)
             assert await store.list() == []
-        assert threads.abandoned() == 0
+        assert io_threads.abandoned() == 0
 
     asyncio.run(scenario())
 
 
 def test_a_client_never_waits_for_a_pipe(pipes: Path) -> None:
-    place = places.open_place(pipes / "step-0")
+    place = filesystem.open_place(pipes / "step-0")
     with pytest.raises(StorageError, match="is not a regular file"):
         place.read(".metadata")
     with pytest.raises(StorageError, match="is not a regular file"):
@@ -321,7 +323,7 @@ def test_a_linked_directory_and_linked_files_are_read(tmp_path: Path) -> None:
         assert [await store.read(key) for key in "xyz"] == [b"data", b"data", b"more"]
 
     asyncio.run(scenario())
-    place = places.open_place(tmp_path / "root" / "step")
+    place = filesystem.open_place(tmp_path / "root" / "step")
     assert [place.read(name) for name in "xyz"] == [b"data", b"data", b"more"]
 
 

@@ -12,13 +12,13 @@ import pytest
 from pannier.storage import StorageError
 from pannier.storage.base import DeniedError
 from pannier.storage.cleanup import clean_up
-from pannier.storage.limits import end_of, limited, unlimited, within
-from pannier.storage.retrying import TransientError, retry
+from pannier.storage.retry import TransientError, retry
+from pannier.storage.time_limits import end_of, limited, unlimited, within
 
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pannier.storage.retrying.FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr("pannier.storage.retry.FIRST_WAIT_S", 0.01)
 
 
 class Flaky:

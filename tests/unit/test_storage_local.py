@@ -12,16 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from pannier.storage import (
-    ConflictError,
-    DeniedError,
-    NotFoundError,
-    StorageError,
-    draft,
-    lock,
-    open_store,
-)
+from pannier.storage import ConflictError, DeniedError, NotFoundError, StorageError, open_store
 from pannier.storage.base import ObjectInfo, Store
+from pannier.storage.local import atomic_file, lock
 from support.sources import FileSource, some_bytes
 
 
@@ -53,13 +46,13 @@ class Refusals:
                 raise OSError(code, os.strerror(code))
             return real(path, flags, *rest, **more)  # type: ignore[arg-type]
 
-        self._patch.setattr(draft.os, "open", refusing)
+        self._patch.setattr(atomic_file.os, "open", refusing)
 
     def links(self, code: int) -> None:
         def refusing(*arguments: object, **more: object) -> None:
             raise OSError(code, os.strerror(code))
 
-        self._patch.setattr(draft.os, "link", refusing)
+        self._patch.setattr(atomic_file.os, "link", refusing)
 
     def direct_writes(self) -> None:
         real = os.pwrite
@@ -69,7 +62,7 @@ class Refusals:
                 raise OSError(errno.EINVAL, "Invalid argument")
             return real(fd, data, offset)
 
-        self._patch.setattr(draft.os, "pwrite", refusing)
+        self._patch.setattr(atomic_file.os, "pwrite", refusing)
 
 
 @pytest.fixture(
@@ -133,9 +126,9 @@ def test_published_means_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         real_rename(*arguments)
         calls.append("rename")
 
-    monkeypatch.setattr(draft.os, "fsync", sync)
-    monkeypatch.setattr(draft.os, "link", link)
-    monkeypatch.setattr(draft.os, "rename", rename)
+    monkeypatch.setattr(atomic_file.os, "fsync", sync)
+    monkeypatch.setattr(atomic_file.os, "link", link)
+    monkeypatch.setattr(atomic_file.os, "rename", rename)
 
     async def main() -> None:
         store = store_at(tmp_path)
@@ -253,7 +246,7 @@ def test_what_the_system_refuses_is_said_in_words(
         def fail(*arguments: object, **more: object) -> int:
             raise OSError(code, os.strerror(code))
 
-        monkeypatch.setattr(draft.os, "pwrite", fail)
+        monkeypatch.setattr(atomic_file.os, "pwrite", fail)
 
     source_path = tmp_path / "spool"
     for code, kind, text in (
@@ -332,7 +325,7 @@ class Prunes:
                 self.done.append(target.parent)
             real(source, target, **more)
 
-        monkeypatch.setattr(draft.os, "link", link)
+        monkeypatch.setattr(atomic_file.os, "link", link)
 
 
 @pytest.mark.parametrize("times", [1, 3])
@@ -376,7 +369,7 @@ def test_a_directory_that_is_removed_while_it_is_made_is_made_again(
 def test_a_create_that_lost_to_a_file_which_was_removed_since_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pannier.storage.retrying.FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr("pannier.storage.retry.FIRST_WAIT_S", 0.01)
     real, lost = os.link, []
 
     def link(source: str, target: Path, **more: int) -> None:
@@ -388,7 +381,7 @@ def test_a_create_that_lost_to_a_file_which_was_removed_since_is_tried_again(
             raise FileExistsError(errno.EEXIST, "exists", str(target))
         real(source, target, **more)
 
-    monkeypatch.setattr(draft.os, "link", link)
+    monkeypatch.setattr(atomic_file.os, "link", link)
     asyncio.run(store_at(tmp_path / "store").create("a/file", b"1"))
     assert files(tmp_path / "store") == ["a/file"]
 

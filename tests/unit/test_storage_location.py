@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pannier.storage import check_allowed, open_store
-from pannier.storage.location import parse
+from pannier.storage.url import parse
 from pannier.wire.errors import ConfigurationError, InvalidRequestError
 
 
@@ -121,7 +121,7 @@ def test_a_missing_package_is_named_with_its_extra(
     import sys
 
     for name in list(sys.modules):
-        if name.startswith(("pannier.storage.gcs", "pannier.storage.s3")):
+        if name.startswith(("pannier.storage.gcs.store", "pannier.storage.s3.store")):
             monkeypatch.delitem(sys.modules, name)
     real = builtins.__import__
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pannier.storage import ConflictError, DeniedError, NotFoundError, StorageError, open_store
-from pannier.storage.s3 import S3Store
+from pannier.storage.s3.store import S3Store
 from support.s3_server import S3Server
 from support.sources import FileSource, some_bytes
 
@@ -98,7 +98,7 @@ def test_missing_credentials_are_told(server: S3Server, monkeypatch: pytest.Monk
 
 @pytest.fixture
 def faulty(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
-    monkeypatch.setattr("pannier.storage.retrying.FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr("pannier.storage.retry.FIRST_WAIT_S", 0.01)
     yield server
     server.clear()
 

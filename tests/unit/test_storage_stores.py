@@ -15,12 +15,12 @@ from pannier.storage import (
     NotFoundError,
     StorageError,
     Store,
-    bodies,
+    http_body,
     open_store,
 )
-from pannier.storage.gcs_http import GcsConnection
-from pannier.storage.limits import limited
-from pannier.storage.s3_client import S3Connection
+from pannier.storage.gcs.http import GcsConnection
+from pannier.storage.s3.client import S3Connection
+from pannier.storage.time_limits import limited
 from pannier.wire.errors import InvalidRequestError, SaveAbortedError
 from support.gcs_server import GcsServer
 from support.s3_server import S3Server
@@ -64,7 +64,7 @@ def run(
         scheme, _, way = request.param.partition(" ")
         if way:
             # As to an endpoint elsewhere.
-            monkeypatch.setattr(bodies, "_by_kernel", lambda transport: True)
+            monkeypatch.setattr(http_body, "_by_kernel", lambda transport: True)
         url = f"{scheme}://bucket/{place}"
         options = s3.options if request.param == "s3" else {"endpoint_url": gcs.url}
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from pannier.client.streams import Streams
+from pannier.client.transport.stream_slots import Streams
 
 MIB = 1 << 20
 

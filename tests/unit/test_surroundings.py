@@ -2,7 +2,7 @@
 
 import pytest
 
-from pannier.wire import surroundings
+from pannier.common import env_fingerprint
 
 
 @pytest.mark.parametrize(
@@ -20,11 +20,11 @@ from pannier.wire import surroundings
     ],
 )
 def test_another_value_of_it_is_another_place(name: str) -> None:
-    one = surroundings.record({name: "one"})
-    assert surroundings.differing(one, surroundings.record({name: "two"})) == [name]
-    assert surroundings.differing(one, surroundings.record({})) == [name]
-    assert surroundings.differing(surroundings.record({}), one) == [name]
-    assert surroundings.differing(one, surroundings.record({name: "one"})) == []
+    one = env_fingerprint.record({name: "one"})
+    assert env_fingerprint.differing(one, env_fingerprint.record({name: "two"})) == [name]
+    assert env_fingerprint.differing(one, env_fingerprint.record({})) == [name]
+    assert env_fingerprint.differing(env_fingerprint.record({}), one) == [name]
+    assert env_fingerprint.differing(one, env_fingerprint.record({name: "one"})) == []
 
 
 @pytest.mark.parametrize(
@@ -37,22 +37,22 @@ def test_another_value_of_it_is_another_place(name: str) -> None:
     ],
 )
 def test_credentials_that_rotate_and_other_variables_are_not_compared(name: str) -> None:
-    assert surroundings.record({name: "one"}) == {}
+    assert env_fingerprint.record({name: "one"}) == {}
 
 
 def test_an_empty_variable_is_none() -> None:
-    assert surroundings.record({"AWS_PROFILE": ""}) == {}
+    assert env_fingerprint.record({"AWS_PROFILE": ""}) == {}
 
 
 def test_what_a_flag_said_holds_for_every_trainer() -> None:
-    theirs: surroundings.Record = {"PANNIER_ALLOW": None}
-    assert surroundings.differing(theirs, {}) == []
-    assert surroundings.differing(theirs, surroundings.record({"PANNIER_ALLOW": "/x"})) == []
+    theirs: env_fingerprint.Record = {"PANNIER_ALLOW": None}
+    assert env_fingerprint.differing(theirs, {}) == []
+    assert env_fingerprint.differing(theirs, env_fingerprint.record({"PANNIER_ALLOW": "/x"})) == []
 
 
 def test_its_text_has_names_and_no_values() -> None:
-    record = surroundings.record({"STORAGE_EMULATOR_HOST": "http://user:secret@host"})
-    text = surroundings.encode(record)
+    record = env_fingerprint.record({"STORAGE_EMULATOR_HOST": "http://user:secret@host"})
+    text = env_fingerprint.encode(record)
     assert "STORAGE_EMULATOR_HOST" in text
     assert "secret" not in text
-    assert surroundings.decode(text) == record
+    assert env_fingerprint.decode(text) == record

@@ -8,10 +8,10 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from pannier.daemon.metrics import Counts, step_of
-from pannier.daemon.operating import Backlog
-from pannier.sidecar.files import DataFile
-from pannier.sidecar.saves import RankSave, Saves
-from pannier.sidecar.tally import Tally
+from pannier.daemon.status_service import Backlog
+from pannier.sidecar.metrics import Tally
+from pannier.sidecar.save_state import RankSave, Saves
+from pannier.sidecar.spool.data_file import DataFile
 from pannier.v1 import save_pb2, sidecar_pb2
 
 Values = dict[tuple[str, str], float]

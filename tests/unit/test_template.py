@@ -14,17 +14,17 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import WriteItem
 
-from pannier.coordinator.commit import build_candidate, pickle_metadata
-from pannier.coordinator.manifest import Manifest
-from pannier.coordinator.planning import make_global_plan
-from pannier.coordinator.receipts import complete_metadata
-from pannier.records.referring import referred
+from pannier.attempts.metadata_refs import referred
+from pannier.coordinator.commit.manifest import Manifest
+from pannier.coordinator.commit.metadata import build_candidate, pickle_metadata
+from pannier.coordinator.commit.receipt_check import complete_metadata
+from pannier.coordinator.planning.global_plan import make_global_plan
 from pannier.v1 import plan_pb2, records_pb2
-from pannier.wire import identity
+from pannier.wire import object_names
 from support.ranks_by_hand import context, local_plan, rank_plans, shard, tensor, thing
 
 FIRST, SECOND = (
-    identity.Attempt(1, number, identity.group_name((0, 1)), "aa") for number in (1, 2)
+    object_names.Attempt(1, number, object_names.group_name((0, 1)), "aa") for number in (1, 2)
 )
 
 

@@ -11,7 +11,7 @@ import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from pannier.coordinator.config import CoordinatorConfig
-from pannier.daemon.listening import listening, server_options
+from pannier.daemon.listeners import listening, server_options
 from pannier.sidecar.config import SidecarConfig
 from pannier.wire.addresses import channel_options
 from pannier.wire.errors import ConfigurationError

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from pannier.client.config import load_settings
-from pannier.wire import tokens
+from pannier.wire import auth_token
+from pannier.wire.auth_token import TokenFile
 from pannier.wire.errors import ConfigurationError
-from pannier.wire.tokens import TokenFile
 
 TOKEN = "a1" * 16
 
@@ -25,9 +25,9 @@ def written(path: Path, text: str, mode: int = 0o400) -> Path:
 @pytest.mark.parametrize("end", ["", "\n", "\r\n"])
 def test_a_file_that_nobody_else_can_write_is_read(tmp_path: Path, mode: int, end: str) -> None:
     file = TokenFile(written(tmp_path / "token", TOKEN + end, mode))
-    assert tokens.said(file.metadata()) == TOKEN
-    assert file.digest() == tokens.digest(TOKEN)
-    assert len(file.digest()) == tokens.DIGEST_BYTES
+    assert auth_token.said(file.metadata()) == TOKEN
+    assert file.digest() == auth_token.digest(TOKEN)
+    assert len(file.digest()) == auth_token.DIGEST_BYTES
 
 
 @pytest.mark.parametrize("mode", [0o620, 0o602, 0o666])
@@ -74,10 +74,10 @@ def test_it_is_read_again_when_it_was_replaced_by_a_link(tmp_path: Path) -> None
     (tmp_path / "..data").symlink_to("..1")
     (tmp_path / "token").symlink_to("..data/token")
     file = TokenFile(tmp_path / "token")
-    assert tokens.said(file.metadata()) == "old" * 11
+    assert auth_token.said(file.metadata()) == "old" * 11
     (tmp_path / "..new").symlink_to("..2")
     (tmp_path / "..new").replace(tmp_path / "..data")
-    assert tokens.said(file.metadata()) == "new" * 11
+    assert auth_token.said(file.metadata()) == "new" * 11
     (tmp_path / "..data").unlink()
     with pytest.raises(ConfigurationError, match="No such file"):
         file.metadata()
@@ -94,9 +94,9 @@ def test_it_is_in_no_representation(tmp_path: Path) -> None:
 
 
 def test_other_credentials_are_no_token() -> None:
-    assert tokens.said([("authorization", "Basic " + TOKEN), ("x", "Bearer " + TOKEN)]) is None
-    assert tokens.said([("authorization", b"Bearer ")]) is None
-    assert tokens.said([("user-agent", "grpc"), ("authorization", "Bearer " + TOKEN)]) == TOKEN
+    assert auth_token.said([("authorization", "Basic " + TOKEN), ("x", "Bearer " + TOKEN)]) is None
+    assert auth_token.said([("authorization", b"Bearer ")]) is None
+    assert auth_token.said([("user-agent", "grpc"), ("authorization", "Bearer " + TOKEN)]) == TOKEN
 
 
 def test_the_client_shows_it_on_a_unix_socket_only(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pannier.coordinator import varints
+from pannier.coordinator.planning import varints
 from pannier.v1 import plan_pb2
 
 numbers = st.one_of(

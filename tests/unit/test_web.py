@@ -8,8 +8,8 @@ from contextlib import ExitStack
 import pytest
 
 from pannier.coordinator.config import CoordinatorConfig
-from pannier.daemon import web
-from pannier.daemon.web import Answer, Request, serving_web, web_address
+from pannier.daemon import http_server
+from pannier.daemon.http_server import Answer, Request, serving_web, web_address
 from pannier.wire.errors import ConfigurationError, InvalidRequestError, UnavailableError
 from support.ranks import free_port
 from support.web import get
@@ -78,7 +78,7 @@ def test_elsewhere_any_name_leads_here(
     host: str, ipv6: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not ipv6:
-        monkeypatch.setattr(web, "_has_ipv6", lambda: False)
+        monkeypatch.setattr(http_server, "_has_ipv6", lambda: False)
     port = free_port()
     with serving_web(f"{host}:{port}", ROUTES, setting="--metrics"):
         found = get(f"127.0.0.1:{port}", "/", {"Host": "pannier-coordinator:7072"})

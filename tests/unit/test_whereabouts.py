@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pannier.sidecar import whereabouts
-from pannier.sidecar.whereabouts import SUCCEED_S, Whereabouts
+from pannier.sidecar import coordinator_address
+from pannier.sidecar.coordinator_address import SUCCEED_S, Whereabouts
 from pannier.wire.tls import Tls
 from support.certificates import Authority
 
@@ -24,7 +24,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(whereabouts, "time", made)
+    monkeypatch.setattr(coordinator_address, "time", made)
     return made
 
 

@@ -16,7 +16,7 @@ def _each_shard_crosses_once_per_save() -> None:
     from torch_xla.experimental.distributed_checkpoint import SPMDSavePlanner
 
     from pannier import client
-    from pannier.client import agreed, planning
+    from pannier.client.planning import agreed_plan, local_plan
     from support.xla_states import GRID, HALF, ROWS, UNMARKED, WHOLE, Layout
 
     layout = Layout()
@@ -51,8 +51,8 @@ def _each_shard_crosses_once_per_save() -> None:
             assert crossed == expected, (planner, number, crossed, expected)
             if planner is None:
                 # From now on by the plan that is known: nothing is planned item by item.
-                agreed.Planning = None
-        agreed.Planning = planning.Planning
+                agreed_plan.Planning = None
+        agreed_plan.Planning = local_plan.Planning
 
 
 def _a_tensor_that_was_already_saved_elsewhere_does_not_cross() -> None:
@@ -93,14 +93,15 @@ def _shards_are_let_go_of_as_soon_as_they_are_staged() -> None:
     from torch.distributed.checkpoint import DefaultSavePlanner
 
     from pannier import client
-    from pannier.client import transfer, xla_tensors
+    from pannier.client.staging import tensor_copy
+    from pannier.client.xla import shard_tensors
     from support.xla_states import ROWS, Layout
 
     class Own(DefaultSavePlanner):
         """Has to be run for each save."""
 
-    xla_tensors.BATCH_BYTES = 2 << 20
-    transfer._HELD = 3 << 20
+    shard_tensors.BATCH_BYTES = 2 << 20
+    tensor_copy._HELD = 3 << 20
     layout = Layout()
     state = {f"layer {i}": torch.full((512, 512), float(i)).to("xla") for i in range(24)}
     for tensor in state.values():

@@ -18,15 +18,16 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
-from pannier.client import api, checkpoints
-from pannier.client.api import Client, close, configure, default_client
-from pannier.client.checkpoints import CheckpointInfo
-from pannier.client.guard import Guard
+from pannier.client import client
+from pannier.client.client import Client, close, configure, default_client
+from pannier.client.dcp.storage_writer import StorageWriter
 from pannier.client.handle import SaveHandle, SaveResult, SaveStatus
-from pannier.client.load import load as load_checkpoint
-from pannier.client.load_error import LoadError
-from pannier.client.reader import StorageReader
-from pannier.client.writer import StorageWriter
+from pannier.client.loading import catalog
+from pannier.client.loading.catalog import CheckpointInfo
+from pannier.client.loading.load import load as load_checkpoint
+from pannier.client.loading.load_error import LoadError
+from pannier.client.loading.storage_reader import StorageReader
+from pannier.client.staging.optimizer_guard import Guard
 from pannier.wire.errors import (
     BusyError,
     CheckpointExistsError,
@@ -185,7 +186,7 @@ def load(
         process_group=process_group,
         no_dist=no_dist,
         verify=verify,
-        before=api.raise_unasked,
+        before=client.raise_unasked,
     )
 
 
@@ -222,13 +223,13 @@ def latest(
         InvalidRequestError: ranks asked for different roots.
         IntegrityError: the decision of the newest save is damaged, so that its order isn't known.
     """
-    return checkpoints.latest(
+    return catalog.latest(
         root,
         process_group=process_group,
         no_dist=no_dist,
         timeout=timeout,
         storage_options=storage_options,
-        before=api.raise_unasked,
+        before=client.raise_unasked,
     )
 
 
@@ -249,8 +250,8 @@ def list(
         StorageError: it can't be read.
         IntegrityError: a decision is damaged, so that the order isn't known.
     """
-    api.raise_unasked()
-    return checkpoints.list_checkpoints(root, storage_options=storage_options)
+    client.raise_unasked()
+    return catalog.list_checkpoints(root, storage_options=storage_options)
 
 
 __all__ = [

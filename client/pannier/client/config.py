@@ -13,10 +13,10 @@ from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from pannier.v1 import save_pb2
-from pannier.wire import addresses, identity, limits
+from pannier.wire import addresses, limits, object_names
+from pannier.wire.auth_token import VARIABLE, TokenFile
 from pannier.wire.errors import ConfigurationError, InvalidRequestError
 from pannier.wire.tls import VARIABLES, Tls, is_unix, tls_of
-from pannier.wire.tokens import VARIABLE, TokenFile
 
 _PREFIX = "PANNIER_"
 _LONGEST_SAVE_S = 7 * 86400
@@ -118,7 +118,9 @@ class Settings(BaseSettings):
     @classmethod
     def _job(cls, value: str | None) -> str | None:
         if value is not None:
-            identity.check_save_id(save_pb2.SaveId(job=value, incarnation="x", group="x", number=1))
+            object_names.check_save_id(
+                save_pb2.SaveId(job=value, incarnation="x", group="x", number=1)
+            )
         return value
 
     @field_validator("transport")

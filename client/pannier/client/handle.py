@@ -41,7 +41,7 @@ class SaveResult:
 
     def metadata(self) -> Metadata:
         """Reads the checkpoint's ``.metadata``, as it is in storage now."""
-        from pannier.client.reader import StorageReader
+        from pannier.client.loading.storage_reader import StorageReader
 
         metadata: Metadata = StorageReader(self.checkpoint_id).read_metadata()
         return metadata

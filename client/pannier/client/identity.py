@@ -18,14 +18,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-from pannier.client import incarnations
 from pannier.client.config import Settings
-from pannier.client.former import tend
-from pannier.client.meeting import Meeting, Spot, job_words, join, meet, spot
-from pannier.client.notes import Notes
-from pannier.client.pairs import Pair, usual
+from pannier.client.embedded.daemon_spec import Pair, usual
+from pannier.client.embedded.former_daemons import tend
+from pannier.client.embedded.pg_store import Notes
+from pannier.client.embedded.rendezvous import Meeting, Spot, job_words, join, meet, spot
+from pannier.client.loading import highest_incarnation
 from pannier.wire.errors import ConfigurationError, InvalidRequestError
-from pannier.wire.identity import group_name, split_checkpoint_id
+from pannier.wire.object_names import group_name, split_checkpoint_id
 
 
 @dataclass(frozen=True)
@@ -185,13 +185,13 @@ class World:
             return None  # of a save that is refused for it
         with self._lock:
             if root not in self._seen:
-                self._seen[root] = incarnations.take(root)
+                self._seen[root] = highest_incarnation.take(root)
             return self._seen[root]
 
     def pair(self, settings: Settings) -> Pair:
         """This host's embedded daemons, which share a coordinator with those of other hosts.
 
-        Raises what :func:`pannier.client.meeting.meet` and :func:`~.join` raise. For one thread at
+        Raises what :func:`pannier.client.embedded.rendezvous.meet` and :func:`~.join` raise. For one thread at
         a time.
         """
         self.identity(settings)

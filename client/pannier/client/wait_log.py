@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from pannier.client.alarm import Alarms
+from pannier.client.transport.timers import Alarms
 
 _log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import zlib
 from pathlib import Path
 from typing import Final
 
-from pannier.wire.chunks import MAX_MESSAGE_BYTES
+from pannier.wire.chunk_codec import MAX_MESSAGE_BYTES
 from pannier.wire.errors import ConfigurationError
 from pannier.wire.version import WIRE_VERSION
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from google.protobuf import json_format
 
 from pannier.v1 import records_pb2, save_pb2
-from pannier.wire import identity
+from pannier.wire import object_names
 from pannier.wire.errors import IntegrityError
 
 
@@ -31,8 +31,8 @@ def parse_decision(
     # Carrying it out removes or installs the attempt that it names.
     if decision.attempt != attempt:
         raise IntegrityError(f"{where} is damaged: it names {decision.attempt!r}")
-    own = save if save is not None else identity.Attempt.parse(attempt).save
-    identity.check_record(where, attempt, decision.save, own)
+    own = save if save is not None else object_names.Attempt.parse(attempt).save
+    object_names.check_record(where, attempt, decision.save, own)
     if decision.outcome not in (records_pb2.OUTCOME_COMMIT, records_pb2.OUTCOME_ABORT):
         raise IntegrityError(f"{where} is damaged: it says neither COMMIT nor ABORT")
     return decision
@@ -52,4 +52,4 @@ def match(
 ) -> records_pb2.Decision | None:
     """The newest COMMIT whose ``.metadata`` has this size and checksum."""
     fitting = [name for name, decision in decisions.items() if fits(decision, size, checksum)]
-    return decisions[max(fitting, key=identity.Attempt.parse)] if fitting else None
+    return decisions[max(fitting, key=object_names.Attempt.parse)] if fitting else None

@@ -9,7 +9,7 @@ import sys
 
 import click
 
-from pannier.cli.failures import EXIT_STATUSES, reported
+from pannier.cli.errors import EXIT_STATUSES, reported
 from pannier.wire.version import package_version
 
 _SUMMARIES = {
@@ -38,7 +38,7 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _SUMMARIES:
             return None
-        command: click.Command = importlib.import_module(f"pannier.cli.{cmd_name}").command
+        command: click.Command = importlib.import_module(f"pannier.cli.commands.{cmd_name}").command
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -26,7 +26,7 @@ class Size(_Type):
         """Bytes as an int."""
         if isinstance(value, int):
             return value
-        from pannier.daemon.sizes import parse_size
+        from pannier.common.sizes import parse_size
 
         try:
             return parse_size(value)
@@ -80,7 +80,7 @@ class WebAddress(_Type):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         """The address as ``host:port``, checked."""
-        from pannier.daemon.web import web_address
+        from pannier.daemon.http_server import web_address
         from pannier.wire.errors import ConfigurationError
 
         setting = param.opts[0] if param is not None and param.opts else "address"
@@ -193,7 +193,7 @@ retention_options = combined(
 
 def policy_of(settings: dict[str, Any]) -> Any:
     """Takes the values of :data:`retention_options` out; returns a ``records.retention.Policy``."""
-    from pannier.records.retention import Best, Policy
+    from pannier.maintenance.retention_policy import Best, Policy
 
     return Policy(
         newest=settings.pop("keep_newest"),

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import filelock
 
-from pannier.wire import surroundings
+from pannier.common import env_fingerprint
 
 _log = logging.getLogger(__name__)
 
@@ -119,7 +119,7 @@ class Supervisor:
         coordinator: Sequence[str] | None,
         sidecar: Sequence[str],
         shared: bool = False,
-        decisive: surroundings.Record,
+        decisive: env_fingerprint.Record,
         grace_s: float,
         margin_s: float = 5.0,
     ) -> None:
@@ -169,9 +169,9 @@ class Supervisor:
 
     def _leave_record(self) -> None:
         """Before a daemon answers; in one piece, since trainers may be reading it."""
-        path = self._directory / surroundings.FILE
+        path = self._directory / env_fingerprint.FILE
         new = path.with_suffix(".new")
-        new.write_text(surroundings.encode(self._decisive))
+        new.write_text(env_fingerprint.encode(self._decisive))
         new.chmod(0o600)
         new.replace(path)
 

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pannier.daemon.access import Access
-from pannier.records.retention import Policy
-from pannier.records.superseded import GRACE_S
+from pannier.daemon.settings import Access
+from pannier.maintenance.retention_policy import Policy
+from pannier.maintenance.superseded import GRACE_S
 from pannier.wire.errors import ConfigurationError
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from pannier.coordinator.config import CoordinatorConfig
-from pannier.daemon import diagnosing
+from pannier.daemon import doctor_checks
 from pannier.v1 import diagnosis_pb2, diagnosis_pb2_grpc
 
 
@@ -19,7 +19,7 @@ class CoordinatorDiagnosis(diagnosis_pb2_grpc.DiagnosisServicer):
         self, request: diagnosis_pb2.DiagnoseRequest, context: Any
     ) -> diagnosis_pb2.DiagnoseResponse:
         """See the proto."""
-        return await diagnosing.diagnose(
+        return await doctor_checks.diagnose(
             request,
             daemon="coordinator",
             host=self._config.host,
@@ -29,4 +29,4 @@ class CoordinatorDiagnosis(diagnosis_pb2_grpc.DiagnosisServicer):
         )
 
     def _looks(self) -> Iterator[diagnosis_pb2.Check]:
-        yield diagnosing.state(draining=self._draining())
+        yield doctor_checks.state(draining=self._draining())

@@ -15,12 +15,12 @@ from typing import Final, TypeVar
 
 from google.protobuf import json_format
 
-from pannier.daemon.crashing import point
-from pannier.records.decisions import is_attempt
-from pannier.records.ending import SupersededError
+from pannier.attempts.commit import SupersededError
+from pannier.attempts.decisions import is_attempt
+from pannier.common.fault_points import point
 from pannier.storage import ConflictError, Store
 from pannier.v1 import records_pb2
-from pannier.wire import identity
+from pannier.wire import object_names
 from pannier.wire.errors import IntegrityError
 
 _PARALLEL: Final = 16
@@ -82,10 +82,10 @@ class Incarnations:
             # One that has saved before only gets back what was lost.
             if claim.seen is not None and own is None:
                 self._check(claim, claim.seen, root)
-            if number > identity.LARGEST_NUMBER:
+            if number > object_names.LARGEST_NUMBER:
                 raise IntegrityError(
                     f"{root.url} has used all numbers of incarnations up to "
-                    f"{identity.LARGEST_NUMBER}; save below another root"
+                    f"{object_names.LARGEST_NUMBER}; save below another root"
                 )
             record = await _create(root, number, claim)
             self._records[number] = record
@@ -136,8 +136,8 @@ class Incarnations:
         return max(own, default=0)
 
     async def _read_new(self, root: Store) -> None:
-        listed = await root.list(identity.incarnations_prefix())
-        numbers = {identity.incarnation_number(info.key) for info in listed}
+        listed = await root.list(object_names.incarnations_prefix())
+        numbers = {object_names.incarnation_number(info.key) for info in listed}
         new = sorted(numbers - self._records.keys() - {0})
         read = await _for_each(lambda number: _read(root, number), new)
         self._records.update(zip(new, read, strict=True))
@@ -156,7 +156,7 @@ async def _create(root: Store, number: int, claim: Claim) -> records_pb2.Incarna
     point("coordinator.incarnation.before")
     try:
         await root.create(
-            identity.incarnation_record(number), json_format.MessageToJson(record).encode()
+            object_names.incarnation_record(number), json_format.MessageToJson(record).encode()
         )
     except ConflictError:
         return await _read(root, number)
@@ -168,13 +168,15 @@ async def _shown(root: Store) -> dict[str, int]:
     """Numbers of incarnations by their ids, as the attempts of the checkpoints below the root show."""
     names = [f"{name}/" for name in await root.list_directories()]
     prefixes = [
-        name + identity.attempts_prefix() for name in names if name != identity.attempts_prefix()
+        name + object_names.attempts_prefix()
+        for name in names
+        if name != object_names.attempts_prefix()
     ]
     found: dict[str, int] = {}
     for listed in await _for_each(root.list_directories, prefixes):
         for name in listed:
             if is_attempt(name):
-                attempt = identity.Attempt.parse(name)
+                attempt = object_names.Attempt.parse(name)
                 known = found.get(attempt.incarnation, 0)
                 found[attempt.incarnation] = max(known, attempt.incarnation_number)
     return found
@@ -194,14 +196,14 @@ async def _for_each(
 
 
 async def _read(root: Store, number: int) -> records_pb2.IncarnationRecord:
-    data = await root.read(identity.incarnation_record(number))
+    data = await root.read(object_names.incarnation_record(number))
     try:
         record = json_format.Parse(
             data, records_pb2.IncarnationRecord(), ignore_unknown_fields=True
         )
     except (json_format.ParseError, UnicodeDecodeError) as error:
         raise IntegrityError(
-            f"{root.url}/{identity.incarnation_record(number)} is no incarnation record ({error}); it orders the attempts "
+            f"{root.url}/{object_names.incarnation_record(number)} is no incarnation record ({error}); it orders the attempts "
             "below this root: restore it, or save below another root"
         ) from error
     record.number = number

@@ -23,9 +23,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from pannier.daemon.operating import Backlog, Vitals
-from pannier.daemon.web import Answer, Request
-from pannier.storage import threads
+from pannier.daemon.http_server import Answer, Request
+from pannier.daemon.status_service import Backlog, Vitals
+from pannier.storage import io_threads
 from pannier.v1 import save_pb2
 from pannier.wire.version import package_version
 
@@ -306,5 +306,5 @@ class Metrics:
         yield GaugeMetricFamily(
             "pannier_storage_abandoned_threads",
             "Blocking calls to storage that were abandoned and have not returned.",
-            threads.abandoned(),
+            io_threads.abandoned(),
         )

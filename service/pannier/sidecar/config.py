@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from pannier.daemon.access import Access
+from pannier.daemon.settings import Access
 from pannier.wire.addresses import parse_address
 from pannier.wire.errors import ConfigurationError
 from pannier.wire.tls import is_unix

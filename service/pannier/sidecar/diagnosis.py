@@ -9,11 +9,11 @@ from typing import Final
 
 import grpc
 
-from pannier.daemon import diagnosing
+from pannier.daemon import doctor_checks
 from pannier.sidecar.config import SidecarConfig
-from pannier.sidecar.link import Link
-from pannier.sidecar.saves import Saves
-from pannier.sidecar.spool import Spool
+from pannier.sidecar.coordinator_client import Link
+from pannier.sidecar.save_state import Saves
+from pannier.sidecar.spool.spool import Spool
 from pannier.v1 import diagnosis_pb2, diagnosis_pb2_grpc
 from pannier.wire.errors import PannierError
 
@@ -62,7 +62,7 @@ class SidecarDiagnosis(diagnosis_pb2_grpc.DiagnosisServicer):
     ) -> diagnosis_pb2.DiagnoseResponse:
         """The whole answer. On the loop."""
         own, of_coordinator = await asyncio.gather(
-            diagnosing.diagnose(
+            doctor_checks.diagnose(
                 request,
                 daemon="sidecar",
                 host=self._config.host,
@@ -76,10 +76,10 @@ class SidecarDiagnosis(diagnosis_pb2_grpc.DiagnosisServicer):
         if isinstance(of_coordinator, diagnosis_pb2.DiagnoseResponse):
             own.coordinator.CopyFrom(of_coordinator)
             found = f"the {self._link.description} answers, version {of_coordinator.version}"
-            own.checks.append(diagnosing.good("coordinator", found))
+            own.checks.append(doctor_checks.good("coordinator", found))
         else:
             own.checks.append(
-                diagnosing.bad(
+                doctor_checks.bad(
                     "coordinator",
                     f"the {self._link.description}: {of_coordinator}",
                     "saves wait for it. Does it run, is --coordinator right, and do both sides' "
@@ -89,9 +89,9 @@ class SidecarDiagnosis(diagnosis_pb2_grpc.DiagnosisServicer):
         return own
 
     def _looks(self) -> Iterator[diagnosis_pb2.Check]:
-        yield diagnosing.state(draining=self._saves.draining)
+        yield doctor_checks.state(draining=self._saves.draining)
         spool = self._spool
-        yield diagnosing.spool(
+        yield doctor_checks.spool(
             spool.directory, budget=spool.budget, reserved=spool.reserved, gone=spool.gone
         )
 
@@ -100,7 +100,7 @@ class SidecarDiagnosis(diagnosis_pb2_grpc.DiagnosisServicer):
     ) -> diagnosis_pb2.DiagnoseResponse | PannierError:
         forwarded = diagnosis_pb2.DiagnoseRequest(timeout_s=request.timeout_s)
         # Else whoever asks would write by the coordinator's rights where this sidecar may not.
-        if not self._confined or diagnosing.is_allowed(request.root, self._config.allow):
+        if not self._confined or doctor_checks.is_allowed(request.root, self._config.allow):
             forwarded.root = request.root
         try:
             return await self._link.diagnose(forwarded, (request.timeout_s or 20) + _SLACK_S)

@@ -7,13 +7,13 @@ import time
 from collections.abc import Iterable
 from typing import Protocol
 
-from pannier.daemon.operating import Backlog
-from pannier.daemon.waiting import Awaited, set_times, waiting_on
-from pannier.sidecar.lending import Lending
-from pannier.sidecar.saves import Phase, RankSave, Save
-from pannier.sidecar.spool import Spool
+from pannier.common import observer_clock
+from pannier.common.wait_text import Awaited, set_times, waiting_on
+from pannier.daemon.status_service import Backlog
+from pannier.sidecar.save_state import Phase, RankSave, Save
+from pannier.sidecar.spool.mapped_files import Lending
+from pannier.sidecar.spool.spool import Spool
 from pannier.v1 import save_pb2
-from pannier.wire import liveness
 
 
 class Coordinator(Protocol):
@@ -43,7 +43,7 @@ def rank_status(rank: RankSave) -> save_pb2.RankStatus:
         bytes_durable=sum(file.size for file in files if file.durable),
         retries=rank.retries,
         last_error=rank.failure.message if rank.failure else rank.last_error,
-        seconds_since_heard=liveness.now() - rank.heard,
+        seconds_since_heard=observer_clock.now() - rank.heard,
         transport=rank.transport,
         stalled_s=rank.stalled_s,
     )
@@ -120,7 +120,7 @@ def _local_state(ranks: list[RankSave]) -> "save_pb2.SaveState":
 
 def _awaited(ranks: list[RankSave]) -> list[Awaited]:
     waiting = [rank for rank in ranks if rank.phase not in (Phase.DURABLE, Phase.FAILED)]
-    now = liveness.now()
+    now = observer_clock.now()
     # Of an ingested rank nothing but this sidecar's own work is awaited.
     return [
         Awaited(r.rank, r.host, 0.0 if r.phase is Phase.INGESTED else now - r.heard)

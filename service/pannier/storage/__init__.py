@@ -19,9 +19,9 @@ from pannier.storage.base import (
     Store,
     Unfinished,
 )
-from pannier.storage.local import LocalStore
-from pannier.storage.location import check_allowed, check_shared, parse
+from pannier.storage.local.store import LocalStore
 from pannier.storage.memory import MemoryStore
+from pannier.storage.url import check_allowed, check_shared, parse
 from pannier.wire.errors import ConfigurationError
 
 
@@ -50,12 +50,12 @@ def open_store(
         return MemoryStore(location)
     if location.scheme == "gs":
         try:
-            from pannier.storage.gcs import GcsStore
+            from pannier.storage.gcs.store import GcsStore
         except ModuleNotFoundError as error:
             raise _missing(url, "gcs", error) from error
         return GcsStore(location, options, deadline_s=deadline_s)
     try:
-        from pannier.storage.s3 import S3Store
+        from pannier.storage.s3.store import S3Store
     except ModuleNotFoundError as error:
         raise _missing(url, "s3", error) from error
     return S3Store(location, options, deadline_s=deadline_s)

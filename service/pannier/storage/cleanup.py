@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 from pannier.storage.base import StorageError
-from pannier.storage.limits import unlimited
+from pannier.storage.time_limits import unlimited
 
 LIMIT_S = 5.0
 _log = logging.getLogger(__name__)

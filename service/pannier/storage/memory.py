@@ -11,7 +11,7 @@ from typing import Any
 import crc32c
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
-from pannier.storage import probing
+from pannier.storage import store_probe
 from pannier.storage.base import (
     ConflictError,
     IntegrityError,
@@ -22,10 +22,10 @@ from pannier.storage.base import (
     Source,
     Store,
 )
-from pannier.storage.feed import Feed
-from pannier.storage.limits import in_time
-from pannier.storage.location import Location, check_key
-from pannier.storage.threads import BUFFER
+from pannier.storage.io_threads import BUFFER
+from pannier.storage.source_reader import Feed
+from pannier.storage.time_limits import in_time
+from pannier.storage.url import Location, check_key
 
 _lock = threading.Lock()
 _counter = itertools.count(1)
@@ -129,7 +129,7 @@ class MemoryStore(Store):
 
     async def probe(self) -> None:
         """See :meth:`Store.probe`."""
-        await probing.probe(self)
+        await store_probe.probe(self)
 
     async def close(self) -> None:
         """The objects stay as long as the process."""

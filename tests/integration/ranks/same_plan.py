@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from pannier import client
-from pannier.client.session import Session
+from pannier.client.transport.sidecar_client import Session
 
 warnings.filterwarnings("ignore")
 dist.init_process_group("gloo")

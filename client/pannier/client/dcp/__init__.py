@@ -1,0 +1,1 @@
+"""DCP's storage interfaces over the sidecar."""

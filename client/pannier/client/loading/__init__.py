@@ -1,0 +1,1 @@
+"""From a checkpoint in storage to a state dict."""

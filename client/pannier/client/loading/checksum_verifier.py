@@ -1,0 +1,166 @@
+"""Are the bytes that are read those that were saved? Receipts and decision in, errors out.
+
+A data file's checksum is of the whole file: to check it, all of the file is read, also what the
+rank doesn't need. Blocking; of one load of one rank.
+"""
+
+import logging
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import crc32c
+from google.protobuf.message import DecodeError
+
+from pannier.client.loading.filesystem import MissingError, Place
+from pannier.client.loading.range_reader import PIECE_BYTES, Contents, Range
+from pannier.v1 import records_pb2
+from pannier.wire import object_names
+from pannier.wire.errors import IntegrityError, StorageError
+from pannier.wire.records import fits, parse_decision
+
+_log = logging.getLogger(__name__)
+
+_OWNER: Final = re.compile(r"_(\d+)_[a-z0-9]+\.distcp")
+_ADVICE: Final = "`pannier verify` tells what else is damaged"
+
+
+class Receipts:
+    """What each data file of an attempt must be."""
+
+    def __init__(self, place: Place, attempt: str) -> None:
+        self._place = place
+        self._attempt = attempt
+        self._known: dict[int, dict[str, records_pb2.DataFile]] = {}
+
+    def check_metadata(self, content: bytes, *, required: bool) -> None:
+        """Raises IntegrityError unless ``.metadata`` is what was committed.
+
+        Args:
+            required: also where the decision that says so can't be read.
+        """
+        try:
+            decision = self._read_decision()
+        except (StorageError, IntegrityError) as error:
+            if required:
+                raise
+            # A copy without its records, or one who may not read them.
+            _log.debug("%s", error)
+            return
+        expected = (decision.metadata_size, decision.metadata_crc32c)
+        found = (len(content), crc32c.crc32c(content))
+        if not fits(decision, *found):
+            raise IntegrityError(
+                f"{self._place.url}/{object_names.METADATA} is not what was committed: it has "
+                f"{found[0]} bytes with crc32c {found[1]:08x}, committed were {expected[0]} with "
+                f"{expected[1]:08x}; {_ADVICE}"
+            )
+
+    def _read_decision(self) -> records_pb2.Decision:
+        key = object_names.decision(self._attempt)
+        try:
+            data = self._place.read(key)
+        except MissingError as error:
+            raise IntegrityError(f"{error}: {object_names.METADATA} can't be verified") from error
+        return parse_decision(data, self._attempt, f"{self._place.url}/{key}")
+
+    def find(self, name: str) -> records_pb2.DataFile:
+        """The receipt of a data file, whose size in storage is checked.
+
+        Raises:
+            IntegrityError: there is none, or the size differs.
+            StorageError: it can't be read.
+        """
+        match = _OWNER.fullmatch(name.removeprefix(object_names.data_prefix(self._attempt)[:-1]))
+        if match is None:
+            raise IntegrityError(
+                f"{self._place.url}/{name} is no data file of {self._attempt}, to which "
+                f"{object_names.METADATA} belongs: it can't be verified"
+            )
+        file = self._of_rank(int(match[1])).get(name)
+        if file is None:
+            raise IntegrityError(
+                f"rank {match[1]}'s receipt doesn't name {name} at {self._place.url}; {_ADVICE}"
+            )
+        size = self._place.size(name)
+        if size != file.size:
+            raise IntegrityError(
+                f"{self._place.url}/{name} has {size} bytes, saved were {file.size}; {_ADVICE}"
+            )
+        return file
+
+    def _of_rank(self, rank: int) -> dict[str, records_pb2.DataFile]:
+        if rank not in self._known:
+            key = object_names.receipt(self._attempt, rank)
+            try:
+                receipt = records_pb2.Receipt.FromString(self._place.read(key))
+            except MissingError as error:
+                raise IntegrityError(f"{error}: rank {rank}'s files can't be verified") from error
+            except DecodeError as error:
+                raise IntegrityError(f"{self._place.url}/{key} is damaged: {error}") from error
+            if (receipt.attempt, receipt.rank) != (self._attempt, rank):
+                raise IntegrityError(
+                    f"{self._place.url}/{key} is rank {receipt.rank}'s of {receipt.attempt}"
+                )
+            self._known[rank] = {file.name: file for file in receipt.files}
+        return self._known[rank]
+
+
+class Verifier:
+    """Follows what is read of whole files, and compares each when it is through."""
+
+    def __init__(
+        self, place: Place, receipts: Receipts, ranges: Sequence[Range], contents: Contents
+    ) -> None:
+        self._place = place
+        self._contents = contents
+        wanted: defaultdict[str, list[Range]] = defaultdict(list)
+        for each in ranges:
+            wanted[each.file].append(each)
+        self._files = {}
+        for name in wanted:
+            with contents.naming(name):
+                self._files[name] = receipts.find(name)
+        self.ranges = [
+            each for name in sorted(wanted) for each in _cover(wanted[name], self._files[name])
+        ]
+        """All ranges of the files, those that are wanted as they were, in order."""
+        self._at = ("", 0, 0)
+        """File, bytes of it that are checked, checksum of these."""
+
+    def follow(self, each: Range, content: memoryview) -> None:
+        """Takes the next of :attr:`ranges`. Raises IntegrityError at the end of a damaged file."""
+        name, done, checksum = self._at
+        if name != each.file:
+            name, done, checksum = each.file, 0, 0
+        checksum = crc32c.crc32c(content[done - each.offset :], checksum)
+        done = max(done, each.offset + each.length)
+        self._at = (name, done, checksum)
+        expected = self._files[name]
+        if done == expected.size and checksum != expected.crc32c:
+            with self._contents.naming(name):
+                raise IntegrityError(
+                    f"{self._place.url}/{name} has crc32c {checksum:08x}, saved was "
+                    f"{expected.crc32c:08x}: its bytes are damaged or another file's; {_ADVICE}"
+                )
+
+
+def _cover(wanted: Sequence[Range], file: records_pb2.DataFile) -> Iterator[Range]:
+    """``wanted``, sorted, and what lies between them, so that nothing of the file is left out."""
+    done = 0
+    for each in wanted:
+        yield from _pieces(file.name, done, each.offset)
+        if each.offset + each.length > file.size:
+            raise IntegrityError(
+                f"{object_names.METADATA} wants bytes up to {each.offset + each.length} of {file.name}, "
+                f"which has {file.size}"
+            )
+        yield each
+        done = max(done, each.offset + each.length)
+    yield from _pieces(file.name, done, file.size)
+
+
+def _pieces(name: str, start: int, end: int) -> Iterator[Range]:
+    for offset in range(start, end, PIECE_BYTES):
+        yield Range(name, offset, min(PIECE_BYTES, end - offset))

@@ -1,0 +1,233 @@
+"""``client.load``: DCP's load, from one ``.metadata`` that one rank reads for all.
+
+In: a state dict to fill. Out: the same, filled in place, with DCP's resharding.
+Collective, as ``dcp.load`` is; what fails on one rank fails on all, by name.
+"""
+
+import contextlib
+import os
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from traceback import StackSummary
+from typing import Any, TypeVar, cast
+
+import torch.distributed as dist
+import torch.distributed.checkpoint.state_dict_loader as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.planner import LoadPlanner
+
+from pannier.client import wait_log
+from pannier.client.identity import is_alone
+from pannier.client.loading import filesystem, highest_incarnation
+from pannier.client.loading.load_error import LoadError
+from pannier.client.loading.storage_reader import StorageReader
+from pannier.client.xla import planners, runtime, upstream
+from pannier.v1 import save_pb2
+from pannier.wire.errors import InvalidRequestError, PannierError
+
+T = TypeVar("T")
+
+
+def _nothing() -> None:
+    """What comes before a load by default."""
+
+
+def load(
+    state_dict: dict[str, Any],
+    storage_reader: StorageReader | None = None,
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    planner: LoadPlanner | None = None,
+    process_group: Any = None,
+    no_dist: bool = False,
+    verify: bool = False,
+    before: Callable[[], None] = _nothing,
+) -> None:
+    """See :func:`pannier.client.load`.
+
+    Args:
+        before: beside what that takes, called first of all; what it raises is raised on all ranks.
+    """
+    alone = is_alone(no_dist)
+    if not alone and process_group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise InvalidRequestError(
+            f"rank {dist.get_rank()} is not in this process group: only its ranks may load with it"
+        )
+    group = None if alone else _Group(process_group)
+
+    def make() -> StorageReader:
+        before()
+        reader = _reader(checkpoint_id, storage_reader)
+        if verify:
+            reader.verify_once()
+        return reader
+
+    with _as_load_error(group):
+        with wait_log.logged(f"load of {checkpoint_id or 'a checkpoint'}", _others):
+            reader = _agree(group, make)
+        try:
+            with wait_log.logged(f"load of {reader.checkpoint_id}", lambda: _first(group)):
+                content, incarnation = _from_first(group, lambda: _resolve(reader))
+            highest_incarnation.remember(
+                highest_incarnation.root_of(reader.checkpoint_id), incarnation
+            )
+            reader.share_metadata(content)
+            dcp.load(
+                state_dict,
+                storage_reader=reader,
+                planner=_runner(planner),
+                process_group=process_group,
+                no_dist=no_dist,
+            )
+        finally:
+            # All ranks are through, or none goes on: dcp.load ends with a collective.
+            reader.release()
+
+
+def _others() -> str:
+    return "all ranks of the group to call load"
+
+
+def _first(group: "_Group | None") -> str:
+    reader = "this rank" if group is None else f"rank {group.ranks[0]}"
+    return f"{reader} to read .metadata from storage"
+
+
+def _runner(planner: LoadPlanner | None) -> LoadPlanner | None:
+    """What calls the planner: itself, or one around it where there may be XLA tensors."""
+    if not runtime.is_loaded():
+        return planner
+    if upstream.is_load_planner(planner):
+        return upstream.UpstreamLoad(planner)
+    if planner is None or isinstance(planner, DefaultLoadPlanner):
+        return planners.LoadPlanner(planner)
+    return planner
+
+
+def _reader(
+    checkpoint_id: str | os.PathLike[str] | None, storage_reader: StorageReader | None
+) -> StorageReader:
+    if storage_reader is None:
+        if checkpoint_id is None:
+            raise InvalidRequestError("checkpoint_id is missing: give a path or a URL")
+        return StorageReader(checkpoint_id)
+    filesystem.refuse_path("storage_reader", storage_reader)
+    if not isinstance(storage_reader, StorageReader):
+        raise InvalidRequestError(
+            f"storage_reader={type(storage_reader).__name__}: Pannier reads by itself; give "
+            "checkpoint_id or a pannier.client.StorageReader, or call torch's dcp.load"
+        )
+    storage_reader.reset(checkpoint_id)
+    return storage_reader
+
+
+class _Group:
+    """The ranks that load together."""
+
+    def __init__(self, process_group: Any) -> None:
+        self.process_group = process_group
+        self.ranks = dist.get_process_group_ranks(
+            dist.group.WORLD if process_group is None else process_group
+        )
+        self.rank = dist.get_rank()
+        self.size = len(self.ranks)
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value, on all ranks. Collective."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.process_group)
+        return values
+
+    def broadcast(self, value: T) -> T:
+        """The first rank's value, on all ranks. Collective."""
+        values = [value]
+        dist.broadcast_object_list(values, src=self.ranks[0], group=self.process_group)
+        return values[0]
+
+
+def _agree(group: _Group | None, make: Callable[[], StorageReader]) -> StorageReader:
+    """Each rank's reader; raises on all ranks when one has none or another checkpoint's."""
+    if group is None:
+        return make()
+    reader: StorageReader | None = None
+    problem: PannierError | None = None
+    try:
+        reader = make()
+    except PannierError as error:
+        problem = error
+    answers = group.gather((reader.checkpoint_id if reader else None, problem))
+    failures = {rank: error for rank, (_, error) in zip(group.ranks, answers, strict=True) if error}
+    if failures:
+        raise _together({rank: (error, StackSummary()) for rank, error in failures.items()})
+    ids = [checkpoint_id for checkpoint_id, _ in answers]
+    if len(set(ids)) > 1:
+        said = ", ".join(f"rank {rank}: {i}" for rank, i in zip(group.ranks, ids, strict=True))
+        raise InvalidRequestError(f"ranks load different checkpoints: {said}")
+    return cast("StorageReader", reader)
+
+
+def _resolve(reader: StorageReader) -> tuple[bytes, int | None]:
+    """``.metadata``, and the highest number of an incarnation that stood there before."""
+    root = highest_incarnation.root_of(reader.checkpoint_id)
+    incarnation = highest_incarnation.look(root, reader.storage_options)
+    return reader.resolve(), incarnation
+
+
+def _from_first(group: _Group | None, read: Callable[[], T]) -> T:
+    """What the group's first rank reads, or its error, on all ranks."""
+    if group is None:
+        return read()
+    answer: T | PannierError | None = None
+    if group.rank == group.ranks[0]:
+        try:
+            answer = read()
+        except PannierError as error:
+            answer = error
+    answer = group.broadcast(answer)
+    if isinstance(answer, PannierError):
+        raise answer
+    return cast("T", answer)
+
+
+@contextlib.contextmanager
+def _as_load_error(group: _Group | None) -> Iterator[None]:
+    """torch's CheckpointException, which no ``except Exception`` catches, as a LoadError."""
+    try:
+        yield
+    except PannierError:
+        # A LoadError is a CheckpointException, too.
+        raise
+    except CheckpointException as error:
+        causes = {
+            group.ranks[rank] if group else rank: cause for rank, cause in error.failures.items()
+        }
+        first, _ = next(iter(causes.values()))
+        raise _together(causes) from first
+
+
+def _together(causes: Mapping[int, tuple[BaseException, StackSummary]]) -> PannierError:
+    """One error of those of several ranks, of their own type where they have one in common."""
+    texts = {
+        rank: str(cause) if isinstance(cause, PannierError) else f"{type(cause).__name__}: {cause}"
+        for rank, (cause, _) in causes.items()
+    }
+    host = socket.gethostname()
+    failures = [
+        save_pb2.Failure(
+            rank=rank, host=host, kind=save_pb2.FAILURE_KIND_CLIENT, message=texts[rank]
+        )
+        for rank in sorted(causes)
+    ]
+    types = {type(cause) for cause, _ in causes.values()}
+    common = types.pop() if len(types) == 1 else LoadError
+    if len(set(texts.values())) == 1:
+        ranks = f"ranks {sorted(causes)}" if len(causes) > 1 else f"rank {min(causes)}"
+        message = f"{ranks}: {next(iter(texts.values()))}"
+    else:
+        shown = [f"rank {rank}: {texts[rank]}" for rank in sorted(causes)]
+        more = f"; and {len(shown) - 4} more" if len(shown) > 4 else ""
+        message = "; ".join(shown[:4]) + more
+    if issubclass(common, PannierError) and not issubclass(common, LoadError):
+        return common(message, failures)
+    return LoadError(message, failures, causes)

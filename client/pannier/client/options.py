@@ -1,0 +1,86 @@
+"""What ``async_save`` is given beside the state dict: what can be honoured, and what is refused.
+
+In: arguments with torch's names. Out: checked ones, or an InvalidRequestError
+(a ValueError) that says what to use instead.
+"""
+
+import os
+import posixpath
+from typing import Any, Final
+
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+from pannier.client.dcp.storage_writer import StorageWriter
+from pannier.client.loading.filesystem import absolute, refuse_path
+from pannier.wire import object_names
+from pannier.wire.errors import InvalidRequestError
+
+ON_BUSY: Final = ("wait", "skip", "raise")
+STAGING: Final = ("blocking", "overlapped")
+
+
+def checkpoint_path(checkpoint_id: str | os.PathLike[str] | None, writer: Any) -> str:
+    """An absolute path or a URL. Raises InvalidRequestError."""
+    if writer is not None:
+        refuse_path("storage_writer", writer)
+        if not isinstance(writer, StorageWriter):
+            raise InvalidRequestError(
+                f"storage_writer={type(writer).__name__}: Pannier's own writes the checkpoint; give "
+                "checkpoint_id, or pannier.client.StorageWriter"
+            )
+        if checkpoint_id is None:
+            checkpoint_id = writer.checkpoint_id
+    if checkpoint_id is None:
+        raise InvalidRequestError("checkpoint_id is missing: give a path or a URL")
+    url = absolute(checkpoint_id)
+    object_names.split_checkpoint_id(url)
+    return url
+
+
+def prepared_path(checkpoint_root: str | os.PathLike[str]) -> str:
+    """A checkpoint id in the root, under which nothing is saved. Raises InvalidRequestError."""
+    return checkpoint_path(posixpath.join(absolute(checkpoint_root), "prepared"), None)
+
+
+def told_path(checkpoint_id: Any, writer: Any) -> str:
+    """What to tell the other ranks of a save whose arguments may not be valid."""
+    try:
+        return checkpoint_path(checkpoint_id, writer)
+    except (InvalidRequestError, TypeError):
+        return str(checkpoint_id)
+
+
+def check_on_busy(on_busy: str) -> None:
+    """Raises InvalidRequestError unless it is one of :data:`ON_BUSY`."""
+    if on_busy not in ON_BUSY:
+        raise InvalidRequestError(f"on_busy={on_busy!r}: use 'wait', 'skip' or 'raise'")
+
+
+def check_overwrite(overwrite: Any) -> bool | None:
+    """``overwrite``. Raises InvalidRequestError unless it is None, True or False."""
+    if overwrite is None or isinstance(overwrite, bool):
+        return overwrite
+    raise InvalidRequestError(f"overwrite={overwrite!r}: use None, True or False")
+
+
+def check_staging(staging: str) -> None:
+    """Raises InvalidRequestError unless it is one of :data:`STAGING`."""
+    if staging not in STAGING:
+        raise InvalidRequestError(f"staging={staging!r}: use 'blocking' or 'overlapped'")
+
+
+def check_torch_only(kind: Any, stager: Any, use_collectives: bool) -> None:
+    """Raises InvalidRequestError for what only torch's own ``async_save`` can do."""
+    if stager is not None:
+        raise InvalidRequestError(
+            "async_stager: Pannier stages by itself, into memory it reuses; leave it out"
+        )
+    if kind not in (None, AsyncCheckpointerType.THREAD):
+        raise InvalidRequestError(
+            f"async_checkpointer_type={kind}: the sidecar is the other process; leave it out"
+        )
+    if not use_collectives:
+        raise InvalidRequestError(
+            "use_collectives=False writes a checkpoint per rank; Pannier needs no collectives "
+            "anyway: leave it out, or give no_dist=True and a checkpoint_id per rank"
+        )

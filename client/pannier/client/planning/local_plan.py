@@ -1,0 +1,331 @@
+"""One run of a planner on one state dict: DCP's local plan as a message, and back.
+
+In: a state dict, expanded, and a ``SavePlanner``. Out: the ``LocalPlan`` that the
+coordinator gets, and, once it has answered, the items this rank is to write.
+What DCP could not store, or Pannier not honour, is refused here, by name,
+before anything is staged.
+"""
+
+import dataclasses
+import io
+import uuid
+from collections.abc import Callable, Mapping
+from typing import Any, Final, TypeVar
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
+
+from pannier.client import torch_compat
+from pannier.client.staging import archives
+from pannier.client.user_errors import located
+from pannier.client.xla import planners, runtime, upstream
+from pannier.v1 import plan_pb2
+from pannier.wire import plan_codec
+from pannier.wire.errors import InvalidRequestError
+
+_RESOLUTION: Final = ("resolve_data", "lookup_object", "transform_object")
+_PLAIN_TYPES: Final = frozenset({torch.Tensor, torch.nn.Parameter})
+_NOT_STATEFUL: Final = _PLAIN_TYPES | {dict, list, tuple, int, float, bool, str, type(None)}
+_T = TypeVar("_T")
+
+
+class Planning:
+    """One planner run on one state dict. Not thread-safe.
+
+    torch's own plan cache is neither read nor filled.
+
+    Args:
+        state: from :func:`expand`.
+        planner: None for a ``DefaultSavePlanner``.
+        is_coordinator: whether this is the first rank of the group.
+        checkpoint_id: told to the planner.
+
+    Raises:
+        InvalidRequestError: the state dict holds what DCP can't store (the
+            message names the key), or the planner asks for what Pannier can't
+            honour.
+        Exception: whatever the planner raises, with a note of the method.
+    """
+
+    def __init__(
+        self,
+        state: dict[str, Any],
+        planner: SavePlanner | None,
+        *,
+        is_coordinator: bool,
+        checkpoint_id: str,
+    ) -> None:
+        self._planner = DefaultSavePlanner() if planner is None else bare(planner)
+        if not isinstance(self._planner, SavePlanner):
+            raise InvalidRequestError(f"planner {planner!r} is not a SavePlanner")
+        self._name = _class_name(type(self._planner))
+        self._runner = _runner(self._planner, state)
+        meta = StorageMeta(checkpoint_id=checkpoint_id, save_id=str(uuid.uuid4()))
+        try:
+            with torch_compat.without_plan_cache(self._planner):
+                self._set_up(state, meta, is_coordinator)
+                self._plan = self._call("create_local_plan", self._runner.create_local_plan)
+        except Exception as error:
+            # torch doesn't always say which tensor it could not plan.
+            self._refuse_values(self._planned_state(state), cause=error)
+            raise
+        self._check_plan()
+        self.items: list[WriteItem] = list(self._plan.items)
+        """What this rank holds, in the planner's order."""
+        values = self._planned_state({})
+        self._refuse_values(
+            {i.index.fqn: values[i.index.fqn] for i in self.items if i.index.fqn in values}
+        )
+        self._refuse_properties()
+        self.message = self._message(values)
+        """The plan as the coordinator gets it."""
+        self.digest = plan_codec.plan_digest(self.message)
+        """Hash of ``message``, hex."""
+
+    def finish(self, final: plan_pb2.FinalPlan) -> list[WriteItem]:
+        """This rank's own items at ``final.positions``, through the planner's ``finish_plan``.
+
+        Raises InvalidRequestError when the planner changes them; and whatever it raises.
+        """
+        own = [self.items[position] for position in final.positions]
+        plan = dataclasses.replace(self._plan, items=list(own))
+        with torch_compat.without_plan_cache(self._planner):
+            finished = self._call("finish_plan", lambda: self._runner.finish_plan(plan))
+        items = list(finished.items) if isinstance(finished, SavePlan) else []
+        if len(items) != len(own) or not all(map(_same, items, own)):
+            changed = next((b for a, b in zip(items, own, strict=False) if not _same(a, b)), None)
+            what = f"item {changed.index.fqn!r}" if changed else f"{len(own)} items to {len(items)}"
+            raise InvalidRequestError(
+                f"planner {self._name} changes {what} in finish_plan; the plan is agreed by then: "
+                "change it in create_local_plan"
+            )
+        return items
+
+    def resolve(self, item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """What the planner has for one of its items. To be called once for each."""
+        return self._runner.resolve_data(item)
+
+    def release(self) -> None:
+        """All is resolved; lets go of what was fetched from devices for it."""
+        release(self._runner)
+
+    @property
+    def how(self) -> str:
+        """By which way values come from devices that Pannier doesn't copy from; for people."""
+        return "" if self._runner is self._planner else runtime.HOW
+
+    def _set_up(self, state: dict[str, Any], meta: StorageMeta, is_coordinator: bool) -> None:
+        self._call(
+            "set_up_planner",
+            lambda: planners.set_up(self._runner, state, meta, is_coordinator),
+        )
+
+    def _call(self, method: str, function: Callable[[], _T]) -> _T:
+        with located(f"planner {self._name}: {method}"):
+            return function()
+
+    def _check_plan(self) -> None:
+        if not isinstance(self._plan, SavePlan) or not self._plan.usable:
+            raise InvalidRequestError(
+                f"planner {self._name}: create_local_plan returned {self._plan!r:.120} instead of "
+                "a usable SavePlan; Pannier keeps its own plan cache, so the planner's must be off"
+            )
+        for item in self._plan.items:
+            if not isinstance(item.index.fqn, str):
+                raise InvalidRequestError(f"the key {item.index.fqn!r} is not a string")
+        data = self._plan.planner_data
+        if data is not None and not _is_mappings(data):
+            raise InvalidRequestError(
+                f"planner {self._name}: planner_data of type {type(data).__name__} can't be saved; "
+                "only flatten mappings (key to path) can: keep the rest in the state dict, or save "
+                "with dcp.save and another storage writer"
+            )
+
+    def _planned_state(self, default: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The state dict as the planner flattened it, where it keeps it as DCP's does."""
+        state = getattr(self._planner, "state_dict", None)
+        return state if isinstance(state, Mapping) else default
+
+    def _refuse_values(self, values: Mapping[str, Any], cause: BaseException | None = None) -> None:
+        for key, value in values.items():
+            if isinstance(value, torch.Tensor) and (problem := _problem(value)):
+                raise InvalidRequestError(f"{key!r} can't be saved: {problem}") from cause
+
+    def _refuse_properties(self) -> None:
+        for item in self.items:
+            properties = item.tensor_data.properties if item.tensor_data else None
+            if properties is None:
+                continue
+            if properties.layout is not torch.strided:
+                problem = _layout_problem(properties.layout)
+            elif properties.dtype in archives.DTYPES or torch_compat.has_size(properties.dtype):
+                continue
+            else:
+                problem = f"DCP can't store dtype {properties.dtype}; view it as uint8"
+            raise InvalidRequestError(f"{item.index.fqn!r} can't be saved: {problem}")
+
+    def _message(self, values: Mapping[str, Any]) -> plan_pb2.LocalPlan:
+        planner = self._planner
+        flattens = bool(getattr(planner, "flatten_state_dict", self._plan.planner_data is not None))
+        message = plan_pb2.LocalPlan(
+            items=plan_codec.encode_items(self.items),
+            options=plan_pb2.PlannerOptions(
+                planner=self._name,
+                flatten_state_dict=flattens,
+                flatten_sharded_tensors=bool(getattr(planner, "flatten_sharded_tensors", False)),
+                dedup_save_to_lowest_rank=bool(
+                    getattr(planner, "dedup_save_to_lowest_rank", False)
+                ),
+                custom_global_plan=_overrides(planner, torch_compat.GLOBAL_PLANNING),
+            ),
+        )
+        if flattens:
+            message.mappings.extend(plan_codec.encode_mappings(self._plan.planner_data or {}))
+        slots = resolves_as_planned(planner)
+        planned = [
+            planned_archive(item) if slots and _is_plain(values.get(item.index.fqn)) else None
+            for item in self.items
+        ]
+        message.head.extend(len(archive.head) if archive else 0 for archive in planned)
+        message.body.extend(archive.body if archive else 0 for archive in planned)
+        message.tail.extend(len(archive.tail) if archive else 0 for archive in planned)
+        return message
+
+
+def expand(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """The state with ``state_dict()`` of top-level ``Stateful`` values, as ``dcp.save`` takes it.
+
+    Raises InvalidRequestError: it is no mapping; and whatever a ``state_dict()`` raises.
+    """
+    if not isinstance(state_dict, Mapping):
+        raise InvalidRequestError(
+            f"a state dict is a mapping, not {type(state_dict).__name__}: {state_dict!r:.80}"
+        )
+    # The test for a protocol is slow, and states have thousands of tensors.
+    if _NOT_STATEFUL.issuperset(map(type, state_dict.values())):
+        return dict(state_dict)
+    return {key: _expanded(key, value) for key, value in state_dict.items()}
+
+
+def _expanded(key: str, value: Any) -> Any:
+    if type(value) in _NOT_STATEFUL or not isinstance(value, Stateful):
+        return value
+    with located(f"state_dict() of {key!r}"):
+        return value.state_dict()
+
+
+def planned_archive(item: WriteItem) -> archives.Archive | None:
+    """The archive of an item that is what its plan says; None where that has no template."""
+    data = item.tensor_data
+    if item.type is WriteItemType.BYTE_IO or data is None:
+        return None
+    if data.properties.dtype not in archives.DTYPES:
+        return None
+    return archives.archive(data.properties.dtype, tuple(data.chunk.sizes))
+
+
+def resolves_as_planned(planner: SavePlanner) -> bool:
+    """Whether values reach storage as the plan describes them.
+
+    False for a planner that looks them up or transforms them in its own way:
+    then only the resolved value tells dtype and shape.
+    """
+    return not _overrides(bare(planner), _RESOLUTION)
+
+
+def bare(planner: SavePlanner) -> SavePlanner:
+    """The planner in one that is around it for the sake of XLA tensors; any other is that itself."""
+    return planner.planner if isinstance(planner, planners.SavePlanner) else planner
+
+
+def release(planner: SavePlanner) -> None:
+    """All of a plan is resolved: lets go of what the planner has fetched from devices for it."""
+    if isinstance(planner, planners.SavePlanner | upstream.UpstreamSave):
+        planner.release()
+    elif upstream.is_save_planner(planner):
+        upstream.UpstreamSave(planner).release()
+
+
+def _runner(planner: SavePlanner, state: Mapping[str, Any]) -> SavePlanner:
+    """What calls the planner: itself, or one around it where there are XLA tensors."""
+    if upstream.is_save_planner(planner):
+        return upstream.UpstreamSave(planner)
+    if isinstance(planner, DefaultSavePlanner) and runtime.is_loaded():
+        return planners.SavePlanner(planner) if runtime.holds_xla(state) else planner
+    return planner
+
+
+def _overrides(planner: SavePlanner, names: tuple[str, ...]) -> bool:
+    if upstream.is_save_planner(planner):
+        return upstream.overrides(planner, names)
+    cls = type(planner)
+    return any(
+        getattr(cls, name, None) is not getattr(DefaultSavePlanner, name, None)
+        or name in vars(planner)
+        for name in names
+    )
+
+
+def _class_name(cls: type) -> str:
+    return f"{cls.__module__}:{cls.__qualname__}"
+
+
+def _same(one: WriteItem, other: WriteItem) -> bool:
+    # MetadataIndex's own equality ignores the hint.
+    return one is other or (one == other and one.index.index == other.index.index)
+
+
+def _is_mappings(data: Any) -> bool:
+    return isinstance(data, Mapping) and all(
+        isinstance(key, str)
+        and isinstance(path, tuple)
+        and all(isinstance(part, str | int) for part in path)
+        for key, path in data.items()
+    )
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value will, as far as can be known, resolve to plain tensors."""
+    if type(value) in _PLAIN_TYPES or value is None:
+        return True
+    if not isinstance(value, torch.Tensor):
+        return False
+    return all(
+        type(tensor) in _PLAIN_TYPES
+        or isinstance(tensor, torch_compat.AsyncCollectiveTensor)
+        # It resolves to shards of its own.
+        or hasattr(tensor, "__get_tensor_shard__")
+        or type(tensor.detach()) is torch.Tensor
+        for tensor in torch_compat.local_tensors(value)
+    )
+
+
+def _problem(value: torch.Tensor) -> str | None:
+    """Why DCP can't store a tensor, and what to do about it."""
+    if runtime.is_xla(value):
+        return None  # Its planner looks after it.
+    if isinstance(value, DTensor) and any(p.is_partial() for p in value.placements):
+        return (
+            f"a DTensor with placements {tuple(value.placements)} is not reduced yet; redistribute "
+            "it to Shard or Replicate first"
+        )
+    for tensor in torch_compat.local_tensors(value):
+        if isinstance(tensor, torch_compat.ShardedTensor):
+            if problem := _problem(tensor):
+                return problem
+        elif tensor.is_nested:
+            return "a nested tensor has no one shape; save its values and offsets"
+        elif tensor.layout is not torch.strided:
+            return _layout_problem(tensor.layout)
+        elif tensor.is_meta or isinstance(tensor, torch_compat.FakeTensor):
+            return f"a {'meta' if tensor.is_meta else 'fake'} tensor has no data; materialise it"
+    return None
+
+
+def _layout_problem(layout: torch.layout) -> str:
+    name = str(layout).removeprefix("torch.")
+    return f"DCP stores strided tensors, not layout {name}; convert it with to_dense()"

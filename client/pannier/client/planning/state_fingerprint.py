@@ -1,0 +1,329 @@
+"""What a state dict is made of, but for its values; and its values, quickly, when it is the same.
+
+In: state dicts with their ``Stateful`` values expanded. Out: for one that has the
+structure of an earlier one, the value of each item that a ``DefaultSavePlanner`` would
+plan, in its order, without planning. Everything that the plan is made from is compared:
+keys, types and lengths of containers, and of each tensor dtype, shape, layout,
+``requires_grad``, kind of device, and how it is distributed, over ranks or over XLA's
+devices, or which part of a global tensor it says it is; of other objects only their place. Strides, conj and neg bits, and identities may differ: whoever copies the
+values copes. ``pin_memory``, which nobody reads, stays as it was planned.
+
+What isn't understood has no structure. Not knowing is always right, only slower.
+"""
+
+import enum
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Mapping
+from operator import attrgetter, eq
+from typing import Any, Final
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.tensor import DTensor
+
+from pannier.client import torch_compat
+from pannier.client.xla import copy_plan, runtime
+
+_PLAIN: Final = frozenset({torch.Tensor, torch.nn.Parameter})
+_MAPPINGS: Final = frozenset({dict, OrderedDict, defaultdict})
+ATOMS: Final = frozenset({int, float, complex, bool, str, bytes, type(None)})
+"""Types of objects that are nothing else besides."""
+_OWN_ITEMS: Final = "__create_write_items__"
+"""Who has it makes its own items."""
+_HOST_FACTS: Final = attrgetter("dtype", "shape", "requires_grad", "layout", "is_cpu")
+_FACTS: Final = attrgetter("dtype", "shape", "requires_grad", "layout", "device.type")
+
+
+_DESCRIBE_SHARDS: Final = hasattr(dcp, "CheckpointableTensor")
+"""Whether this torch takes a plain tensor with these attributes for shards of a global one."""
+_SHARD_ATTRIBUTES: Final = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
+
+
+class _Kind(enum.Enum):
+    PLAIN = enum.auto()
+    DTENSOR = enum.auto()
+    SHARDED = enum.auto()
+    MAPPING = enum.auto()
+    LIST = enum.auto()
+    OBJECT = enum.auto()
+    UNKNOWN = enum.auto()
+
+
+class _NotUnderstoodError(Exception):
+    """The state dict holds what this module knows nothing of."""
+
+
+class Structure:
+    """The structure of one state dict. Immutable.
+
+    Raises _NotUnderstoodError; see :func:`observe`.
+    """
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        paths: list[tuple[str, ...]] = []
+        self._root = _Node(state, (), paths)
+        leaves: list[Any] = []
+        if torch_compat.flattens_as_of_old() or not self._root.collect(state, leaves):
+            raise _NotUnderstoodError
+        kinds = [_leaf_kind(leaf) for leaf in leaves]
+        self._grad = torch.is_grad_enabled()
+        self._dtensors = _positions(kinds, _Kind.DTENSOR)
+        self._sharded = _positions(kinds, _Kind.SHARDED)
+        self._objects = _positions(kinds, _Kind.OBJECT)
+        self._plain = _positions(kinds, _Kind.PLAIN)
+        self._described = _described_shards(leaves, self._plain)
+        if None in self._described.values():
+            raise _NotUnderstoodError
+        self._dtensor_facts = [torch_compat.DTENSOR_FACTS(leaves[i]) for i in self._dtensors]
+        self._sharded_facts = [torch_compat.sharded_facts(leaves[i]) for i in self._sharded]
+        self._xla = list(_xla_positions(leaves))
+        on_xla = [leaves[i] for i in self._xla]
+        self._xla_facts = list(map(_FACTS, on_xla))
+        shardings = _shardings(on_xla)
+        if shardings is None:
+            raise _NotUnderstoodError
+        self._shardings = shardings
+        parts = self._parts(leaves)
+        self._even = not self._xla and all(len(part) == 1 for part in parts)
+        fqns = [".".join(path) for path in paths]
+        self.fqns = [fqn for fqn, part in zip(fqns, parts, strict=True) for _ in part]
+        """Key of each item's value."""
+        values = [value for part in parts for value in part]
+        self._tensors = [i for i, value in enumerate(values) if isinstance(value, torch.Tensor)]
+        self._all_tensors = len(self._tensors) == len(values)
+        tensors = [values[i] for i in self._tensors]
+        if not _PLAIN.issuperset(map(type, tensors)):
+            raise _NotUnderstoodError
+        on_host = all(tensor.is_cpu for tensor in tensors)
+        self._facts_of = _HOST_FACTS if on_host else _FACTS
+        self._facts = list(map(self._facts_of, tensors))
+
+    def values(self, state: Mapping[str, Any]) -> list[Any] | None:
+        """The value of each item; None when the structure is another.
+
+        Tensors are this rank's plain ones, not detached; those of XLA's devices are
+        :class:`pannier.client.xla.copy_plan.Part`; objects are as they stand in the state.
+        """
+        try:
+            with torch_compat.without_torch_functions():
+                return self._values(state)
+        except (RuntimeError, NotImplementedError):
+            # A tensor that has no shape, for example.
+            return None
+
+    def _values(self, state: Mapping[str, Any]) -> list[Any] | None:
+        leaves: list[Any] = []
+        if torch_compat.flattens_as_of_old() or not self._root.collect(state, leaves):
+            return None
+        if not all(map(_is_object, (leaves[i] for i in self._objects))):
+            return None
+        # A DTensor's local part requires no gradient where none are recorded.
+        if self._dtensors and self._grad != torch.is_grad_enabled():
+            return None
+        if self._dtensor_facts != [torch_compat.DTENSOR_FACTS(leaves[i]) for i in self._dtensors]:
+            return None
+        if self._sharded_facts != [torch_compat.sharded_facts(leaves[i]) for i in self._sharded]:
+            return None
+        if self._described != _described_shards(leaves, self._plain):
+            return None
+        if self._xla and not self._same_on_xla([leaves[i] for i in self._xla]):
+            return None
+        if not self._even:
+            leaves = [value for part in self._parts(leaves) for value in part]
+        else:
+            for i in self._dtensors:
+                leaves[i] = torch_compat.local_tensors(leaves[i])[0]
+            for i in self._sharded:
+                leaves[i] = torch_compat.local_tensors(leaves[i])[0]
+        tensors = leaves if self._all_tensors else [leaves[i] for i in self._tensors]
+        if (self._dtensors or self._sharded) and not _PLAIN.issuperset(map(type, tensors)):
+            return None
+        # One after the other: ten thousand new tuples at once would wake the garbage collector.
+        same = all(map(eq, map(self._facts_of, tensors), self._facts))
+        return leaves if same and len(tensors) == len(self._facts) else None
+
+    def _same_on_xla(self, tensors: list[torch.Tensor]) -> bool:
+        if list(map(_FACTS, tensors)) != self._xla_facts:
+            return False
+        # What is traced may have another sharding when it has run.
+        runtime.settle()
+        return not copy_plan.have_changed(tensors, self._shardings)
+
+    def _parts(self, leaves: list[Any]) -> list[list[Any]]:
+        """The values of each leaf's items."""
+        parts = [[leaf] for leaf in leaves]
+        for i in self._dtensors:
+            parts[i] = (
+                torch_compat.local_tensors(leaves[i]) if torch_compat.in_mesh(leaves[i]) else []
+            )
+        for i in self._sharded:
+            parts[i] = torch_compat.local_tensors(leaves[i])
+        for i, sharding in zip(self._xla, self._shardings, strict=True):
+            parts[i] = list(sharding.parts(i, leaves[i]))
+        return parts
+
+
+def observe(state: Mapping[str, Any]) -> Structure | None:
+    """The structure of a state dict that was planned; None where it isn't understood."""
+    try:
+        with torch_compat.without_torch_functions():
+            return Structure(state)
+    except (_NotUnderstoodError, RuntimeError, NotImplementedError):
+        return None
+
+
+class _Node:
+    """A container: its keys, and what it holds."""
+
+    __slots__ = ("_children", "_is_mapping", "_key_types", "_keys", "_objects", "_types")
+
+    def __init__(
+        self, container: Any, path: tuple[str, ...], paths: list[tuple[str, ...]], depth: int = 0
+    ) -> None:
+        if depth > 100:
+            raise _NotUnderstoodError
+        self._is_mapping = isinstance(container, Mapping)
+        values = list(container.values()) if self._is_mapping else list(container)
+        self._keys = list(container) if self._is_mapping else []
+        self._key_types = list(map(type, self._keys))
+        if not {str, int, bool}.issuperset(self._key_types):
+            # Only these have but one text.
+            raise _NotUnderstoodError
+        self._types = list(map(type, values))
+        self._children: list[tuple[int, _Node]] = []
+        self._objects: set[int] = set()
+        for at, value in enumerate(values):
+            part = str(self._keys[at]) if self._is_mapping else str(at)
+            kind = _leaf_kind(value)
+            if kind is _Kind.UNKNOWN:
+                raise _NotUnderstoodError
+            if kind in (_Kind.MAPPING, _Kind.LIST):
+                self._children.append((at, _Node(value, (*path, part), paths, depth + 1)))
+                continue
+            paths.append((*path, part))
+            if kind is _Kind.OBJECT:
+                self._objects.add(at)
+
+    def collect(self, container: Any, out: list[Any]) -> bool:
+        """Appends the leaves, in order; False when the container is another."""
+        if self._is_mapping:
+            keys = list(container)
+            if keys != self._keys or list(map(type, keys)) != self._key_types:
+                return False
+            values = list(container.values())
+        else:
+            values = container
+        types = list(map(type, values))
+        if types != self._types and not self._allows(types):
+            return False
+        begin = 0
+        for at, child in self._children:
+            out += values[begin:at]
+            if not child.collect(values[at], out):
+                return False
+            begin = at + 1
+        out += values[begin:] if begin else values
+        return True
+
+    def _allows(self, types: list[type]) -> bool:
+        """Whether only objects are of other types; which are looked at later."""
+        return len(types) == len(self._types) and all(
+            one is other or (at in self._objects and _kind(one) in (_Kind.OBJECT, _Kind.LIST))
+            for at, (one, other) in enumerate(zip(types, self._types, strict=True))
+        )
+
+
+def _kind(kind: type) -> _Kind:
+    """What DCP takes values of a type for; a list may be an object, too."""
+    found = _kinds.get(kind)
+    if found is None:
+        if issubclass(kind, torch.Tensor | Mapping | list) or hasattr(kind, _OWN_ITEMS):
+            return _Kind.UNKNOWN
+        if len(_kinds) < _MOST_KINDS:
+            _kinds[kind] = _Kind.OBJECT
+        return _Kind.OBJECT
+    return found
+
+
+_MOST_KINDS: Final = 1000
+_kinds: Final[dict[type, _Kind]] = {
+    torch.Tensor: _Kind.PLAIN,
+    torch.nn.Parameter: _Kind.PLAIN,
+    DTensor: _Kind.DTENSOR,
+    torch_compat.ShardedTensor: _Kind.SHARDED,
+    list: _Kind.LIST,
+    **dict.fromkeys(_MAPPINGS, _Kind.MAPPING),
+}
+
+
+def _leaf_kind(value: Any) -> _Kind:
+    kind = _kind(type(value))
+    if kind is _Kind.LIST and _is_terminal(value):
+        return _Kind.OBJECT
+    if kind is _Kind.OBJECT and not _is_object(value):
+        return _Kind.UNKNOWN
+    return kind
+
+
+def _is_object(value: Any) -> bool:
+    """Whether DCP pickles the value whole; it is of kind object, or a list."""
+    kind = type(value)
+    if kind in ATOMS:
+        return True
+    if kind is list:
+        return _is_terminal(value)
+    return _kind(kind) is _Kind.OBJECT and not hasattr(value, _OWN_ITEMS)
+
+
+def _is_terminal(values: list[Any]) -> bool:
+    """As DCP: whether a list holds neither tensors nor mappings nor lists of such."""
+    if ATOMS.issuperset(map(type, values)):
+        return True
+    return not any(
+        isinstance(value, torch.Tensor | Mapping)
+        or (isinstance(value, list) and not _is_terminal(value))
+        for value in values
+    )
+
+
+def _described_shards(leaves: list[Any], plain: Iterable[int]) -> dict[int, tuple[Any, ...] | None]:
+    """What each of DCP's ``CheckpointableTensor`` among the plain tensors says of its shards.
+
+    By position; None for what has other values than sequences of integers.
+    """
+    if not _DESCRIBE_SHARDS:
+        return {}
+    # Few tensors have the first attribute, and only these are looked at closely.
+    first, *others = _SHARD_ATTRIBUTES
+    return {
+        i: _shard_facts(leaves[i])
+        for i in plain
+        if hasattr(leaves[i], first) and all(hasattr(leaves[i], name) for name in others)
+    }
+
+
+def _shard_facts(tensor: Any) -> tuple[Any, ...] | None:
+    # A copy: the tensor's own may be lists, which may change.
+    shape, *parts = (getattr(tensor, name) for name in _SHARD_ATTRIBUTES)
+    try:
+        return (tuple(shape), *(tuple(map(tuple, each)) for each in parts))
+    except TypeError:
+        return None
+
+
+def _xla_positions(leaves: Iterable[Any]) -> Iterable[int]:
+    if runtime.is_loaded():
+        for i, leaf in enumerate(leaves):
+            if type(leaf) in _PLAIN and leaf.device.type == "xla":
+                yield i
+
+
+def _shardings(tensors: list[torch.Tensor]) -> list[copy_plan.Sharding] | None:
+    if not tensors:
+        return []
+    runtime.settle()
+    return copy_plan.shardings(tensors)
+
+
+def _positions(kinds: Iterable[_Kind], wanted: _Kind) -> list[int]:
+    return [i for i, kind in enumerate(kinds) if kind is wanted]

@@ -1,0 +1,160 @@
+"""Optimizers that wait for copies, and which tensors nothing but they change.
+
+In: optimizers (``client.guard``) and copies that outlast ``async_save``. Out: before each step of a
+guarded optimizer the training stream waits, on the device, until its sources are copied. What a
+state dict's buffers are can't be told from it; what an optimizer changes can: its parameters and
+its state. Only these may be copied late. Thread-safe.
+"""
+
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from pannier.client import torch_compat
+from pannier.client.staging import device_stream
+from pannier.client.staging.deferred_copies import Rest
+from pannier.client.staging.device_copy import DeviceCopies, Late, tensors_in
+from pannier.wire.errors import InvalidRequestError
+
+_IN_BACKWARD = (
+    "steps inside backward(): its parameters change while gradients of others are still computed, "
+    "so there is no time in which a copy may overlap"
+)
+
+
+class Guard:
+    """An optimizer under guard. A context manager: leaving it removes the guard."""
+
+    def __init__(self, guards: "Guards", optimizer: torch.optim.Optimizer, *, wait: bool) -> None:
+        self._guards = weakref.ref(guards)
+        self._optimizer = weakref.ref(optimizer)
+        self._wait = wait
+        self.refusal = ""
+        """Why nothing may overlap, as was found in a step; for people."""
+        self._hook = optimizer.register_step_pre_hook(self._before_step)
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer; None when it is gone."""
+        return self._optimizer()
+
+    def remove(self) -> None:
+        """Its steps wait no more, and its tensors are copied before ``async_save`` returns."""
+        self._hook.remove()
+        guards = self._guards()
+        if guards is not None:
+            guards.discard(self)
+
+    def __enter__(self) -> "Guard":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if device_stream.is_capturing():
+            self.refusal = (
+                f"{_name(optimizer)} is recorded in a CUDA graph, whose replay waits for nothing"
+            )
+            return
+        if torch_compat.backward_is_running():
+            self.refusal = f"{_name(optimizer)} {_IN_BACKWARD}"
+        guards = self._guards()
+        if self._wait and guards is not None:
+            guards.hold_back()
+
+
+class Guards:
+    """Those of one client, and its copies under way."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._guards: list[Guard] = []
+        self._under_way: list[Rest] = []
+
+    def add(self, optimizer: Any, *, wait: bool) -> Guard:
+        """Guards an optimizer; see :meth:`pannier.client.Client.guard`."""
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise InvalidRequestError(
+                f"guard: {type(optimizer).__name__} is no torch.optim.Optimizer; for a wrapper, "
+                "give the optimizer it steps"
+            )
+        if any(map(torch_compat.steps_in_backward, _parameters(optimizer))):
+            raise InvalidRequestError(f"guard: {_name(optimizer)} {_IN_BACKWARD}")
+        guard = Guard(self, optimizer, wait=wait)
+        with self._lock:
+            self._guards.append(guard)
+        return guard
+
+    def discard(self, guard: Guard) -> None:
+        """Forgets a guard, if it is known."""
+        with self._lock:
+            self._guards = [other for other in self._guards if other is not guard]
+
+    def copies(self, staging: str) -> DeviceCopies:
+        """What makes the copies of a save.
+
+        Args:
+            staging: ``"blocking"`` or ``"overlapped"``.
+
+        Raises InvalidRequestError: overlapped, but an optimizer was seen to step where it can't.
+        """
+        return DeviceCopies(self._late() if staging == "overlapped" else None)
+
+    def hold(self, rest: Rest) -> None:
+        """Guarded optimizers wait for ``rest`` from now on."""
+        with self._lock:
+            self._under_way = [other for other in self._under_way if not other.done]
+            self._under_way.append(rest)
+
+    def hold_back(self) -> None:
+        """What the caller's stream does from now on waits for all copies under way."""
+        with self._lock:
+            self._under_way = [rest for rest in self._under_way if not rest.done]
+            rests = list(self._under_way)
+        for rest in rests:
+            rest.hold_back()
+
+    def _late(self) -> Late:
+        with self._lock:
+            self._guards = [guard for guard in self._guards if guard.optimizer is not None]
+            guards = list(self._guards)
+        refusal = next((guard.refusal for guard in guards if guard.refusal), "")
+        if refusal:
+            raise InvalidRequestError(f"staging='overlapped': {refusal}; use staging='blocking'")
+        if not guards:
+            return _requires_grad
+        storages: set[int] = set()
+        for guard in guards:
+            if (optimizer := guard.optimizer) is not None:
+                storages.update(_storages(optimizer))
+        storages.discard(0)
+        return lambda tensor: tensor.untyped_storage().data_ptr() in storages
+
+
+def _requires_grad(tensor: torch.Tensor) -> bool:
+    """Without a guarded optimizer: the loop waits, for what it can only mean parameters."""
+    if torch_compat.steps_in_backward(tensor):
+        raise InvalidRequestError(
+            f"staging='overlapped': its optimizer {_IN_BACKWARD}; use staging='blocking'"
+        )
+    return tensor.requires_grad
+
+
+def _storages(optimizer: torch.optim.Optimizer) -> Iterator[int]:
+    """Addresses, on devices that copies can be queued on."""
+    for value in (*_parameters(optimizer), optimizer.state):
+        for tensor in tensors_in(value):
+            yield tensor.untyped_storage().data_ptr()
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _name(optimizer: torch.optim.Optimizer) -> str:
+    return f"the optimizer {type(optimizer).__name__}"

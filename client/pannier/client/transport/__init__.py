@@ -1,0 +1,1 @@
+"""From staged files to the sidecar, and status back."""

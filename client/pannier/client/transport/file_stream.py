@@ -1,0 +1,278 @@
+"""From staged memory to the sidecar's spool: one ``Write`` stream per data file.
+
+In: a staged file (an address in host memory). Out: its crc32c, when the sidecar
+holds all of it. Blocking code, for the session's background threads; per message
+it runs a few lines of Python and leaves copying and checksums to C code that
+releases the GIL.
+"""
+
+import ctypes
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Final, Protocol
+
+import crc32c
+import grpc
+
+from pannier.client.transport.channel import InterruptedCallError, Line
+from pannier.client.transport.timers import Alarms
+from pannier.v1 import sidecar_pb2
+from pannier.wire import checksums, chunk_codec
+from pannier.wire.chunk_codec import CHUNK_BYTES, Chunk
+from pannier.wire.errors import PannierError, UnavailableError, from_rpc_error
+
+STALL_S: Final = 30.0
+"""A stream on which the sidecar acknowledges nothing for so long is begun again."""
+_LET_GO_S: Final = 30.0
+
+Progress = Callable[[int], None]
+"""Called with the number of bytes of the file that the sidecar holds."""
+
+
+class StagedFile(Protocol):
+    """A data file in host memory (``pannier.client.staging.stager`` makes them)."""
+
+    @property
+    def name(self) -> str:
+        """Relative to the checkpoint id."""
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+
+    @property
+    def address(self) -> int:
+        """Of the first byte; valid as long as the object lives."""
+
+    @property
+    def keepalive(self) -> object:
+        """Owner of the memory."""
+
+
+class Deadline:
+    """A point in time that several waits share."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+
+    def remaining(self) -> float:
+        """Seconds, 0 when it has passed."""
+        return max(0.0, self._end - time.monotonic())
+
+    @property
+    def passed(self) -> bool:
+        """Whether it has passed."""
+        return time.monotonic() >= self._end
+
+
+class FileSource:
+    """The messages of one file, and its checksum out of those of the messages.
+
+    Used by one stream at a time.
+    """
+
+    def __init__(self, file: StagedFile) -> None:
+        self._file = file
+        self.size = file.size
+        self._view = memoryview(
+            (ctypes.c_char * file.size).from_address(file.address) if file.size else b""
+        ).cast("B")
+        self._crcs: list[int | None] = [None] * -(-file.size // CHUNK_BYTES)
+
+    def chunks(self, start: int) -> Iterator[Chunk]:
+        """Chunks from byte ``start`` on, of up to 1 MiB, ending at multiples of it."""
+        position = start
+        while position < self.size:
+            end = min(self.size, (position // CHUNK_BYTES + 1) * CHUNK_BYTES)
+            crc = (
+                crc32c.crc32c(self._view[position:end])
+                if position % CHUNK_BYTES
+                else self._crc(position // CHUNK_BYTES)
+            )
+            yield Chunk(position, crc, self._file.address + position, end - position)
+            position = end
+
+    def crc32c(self) -> int:
+        """Checksum of the whole file; reads only what was not sent."""
+        total = 0
+        for index in range(len(self._crcs)):
+            if (index + 1) * CHUNK_BYTES <= self.size:
+                total = checksums.append(total, self._crc(index), CHUNK_BYTES)
+            else:
+                total = crc32c.crc32c(self._view[index * CHUNK_BYTES :], total)
+        return total
+
+    def _crc(self, index: int) -> int:
+        crc = self._crcs[index]
+        if crc is None:
+            start = index * CHUNK_BYTES
+            crc = crc32c.crc32c(self._view[start : min(self.size, start + CHUNK_BYTES)])
+            self._crcs[index] = crc
+        return crc
+
+
+class StoppedError(Exception):
+    """The save ended elsewhere while its bytes were under way."""
+
+
+class MemoryInUseError(PannierError):
+    """gRPC may still read the file's memory: it must never be used for anything else."""
+
+
+class Stop:
+    """Ends the streams of one save from another thread. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._event = threading.Event()
+        self._calls: set[Any] = set()
+
+    @property
+    def is_set(self) -> bool:
+        """Whether the save's bytes are no longer wanted."""
+        return self._event.is_set()
+
+    def set(self) -> None:
+        """Cuts what runs and lets nothing new begin."""
+        with self._lock:
+            self._event.set()
+            calls = list(self._calls)
+        for call in calls:
+            call.cancel()
+
+    def wait(self, seconds: float) -> bool:
+        """Waits until it is set, at most ``seconds``; whether it is."""
+        return self._event.wait(seconds)
+
+    def add(self, call: Any) -> None:
+        """``call`` runs for this save."""
+        with self._lock:
+            self._calls.add(call)
+        if self.is_set:
+            call.cancel()
+
+    def discard(self, call: Any) -> None:
+        """``call`` is over."""
+        with self._lock:
+            self._calls.discard(call)
+
+
+class Sender:
+    """Opens ``Write`` streams on a line. Thread-safe."""
+
+    def __init__(self, line: Line, alarms: Alarms, peer: str, *, stall_s: float = STALL_S) -> None:
+        self._line = line
+        self._alarms = alarms
+        self._peer = peer
+        self._stall_s = stall_s
+
+    def stream(
+        self,
+        header: sidecar_pb2.FileHeader,
+        source: FileSource,
+        progress: Progress,
+        stop: Stop,
+    ) -> None:
+        """Sends what the sidecar doesn't hold yet, once.
+
+        Raises:
+            UnavailableError, InterruptedCallError: the stream broke; a new one goes on.
+            StoppedError: ``stop`` was set.
+            PannierError: the sidecar refused it.
+        """
+        messages = _Messages(header, source)
+        stalled = threading.Event()
+        committed: int | None = None
+
+        def start(channel: grpc.Channel) -> Any:
+            return channel.stream_stream(
+                "/pannier.v1.Sidecar/Write",
+                request_serializer=chunk_codec.encode,
+                response_deserializer=sidecar_pb2.WriteResponse.FromString,
+            )(iter(messages), metadata=self._line.metadata())
+
+        def cut() -> None:
+            stalled.set()
+            call.cancel()
+
+        with self._line.call(start) as call:
+            alarm = self._alarms.set(self._stall_s, cut)
+            stop.add(call)
+            try:
+                for response in call:
+                    alarm.renew()
+                    if committed is None:
+                        messages.begin(response.committed)
+                    committed = response.committed
+                    progress(committed)
+            except grpc.RpcError as error:
+                if stop.is_set:
+                    raise StoppedError from error
+                if stalled.is_set():
+                    raise UnavailableError(
+                        f"{self._peer} acknowledged nothing for {self._stall_s:g} s: is it stopped?"
+                    ) from error
+                if self._line.was_interrupted(call):
+                    raise InterruptedCallError from error
+                raise self._explain(error) from error
+            finally:
+                alarm.cancel()
+                stop.discard(call)
+                call.cancel()
+                messages.end()
+        if committed != source.size:
+            raise UnavailableError(
+                f"{self._peer} ended the stream of {header.name} at byte {committed} of "
+                f"{source.size}"
+            )
+
+    def _explain(self, error: grpc.RpcError) -> PannierError:
+        known = from_rpc_error(error, peer=self._peer)
+        code = getattr(error, "code", lambda: None)()
+        if type(known) is PannierError and code in _CUT:
+            return UnavailableError(str(known))
+        return known
+
+
+_CUT = (grpc.StatusCode.INTERNAL, grpc.StatusCode.CANCELLED)
+"""How a connection that ends in the middle of a message may show."""
+
+
+class _Messages:
+    """What gRPC's thread takes from us for one stream: the header, then chunks from where we say."""
+
+    def __init__(self, header: sidecar_pb2.FileHeader, source: FileSource) -> None:
+        self._header = header
+        self._source = source
+        self._held: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._begun = False
+        self._ended = False
+        self._let_go = threading.Event()
+
+    def __iter__(self) -> Iterator[sidecar_pb2.FileHeader | Chunk]:
+        self._begun = True
+        try:
+            yield self._header
+            start = self._held.get()
+            if start is None:
+                return
+            for chunk in self._source.chunks(start):
+                if self._ended:
+                    return
+                yield chunk
+        finally:
+            self._let_go.set()
+
+    def begin(self, start: int) -> None:
+        """Chunks may follow, from this byte on."""
+        self._held.put(start)
+
+    def end(self) -> None:
+        """Returns when the source's memory is not read any more."""
+        self._ended = True
+        self._held.put(None)
+        # Not begun: it will find the None, and never reads the source.
+        if self._begun and not self._let_go.wait(_LET_GO_S):
+            raise MemoryInUseError(f"the stream of {self._header.name} does not end")

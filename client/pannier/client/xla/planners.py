@@ -1,0 +1,198 @@
+"""Planners of states with XLA tensors: DCP's default ones, over the parts that the devices hold.
+
+In: a ``DefaultSavePlanner`` or ``DefaultLoadPlanner``, or a subclass, and a state dict. Out: the same
+planner, whose flat state has its XLA tensors as :mod:`pannier.client.xla.shard_tensors`. So the interface is
+divided as torch_xla's own planners divide it: sharded tensors make an item for each part of their own,
+all else is the default planner's; the global plan is made without torch_xla. Without XLA tensors they do
+what the planner in them does. Not thread-safe.
+"""
+
+import inspect
+import io
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import planner as dcp
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    create_default_local_load_plan,
+)
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+
+from pannier.client.xla import runtime
+from pannier.client.xla.shard_tensors import Fetcher, Incoming, on_host
+from pannier.wire.errors import InvalidRequestError
+
+
+class SavePlanner(dcp.SavePlanner):
+    """Plans a state with XLA tensors. For ``dcp.save``; ``client.async_save`` needs none.
+
+    Args:
+        planner: plans all of it. Default: a ``DefaultSavePlanner``. Its ``lookup_object`` and
+            ``transform_object`` see parts of XLA tensors, in host memory.
+
+    Raises InvalidRequestError: the planner is of another kind.
+    """
+
+    def __init__(self, planner: DefaultSavePlanner | None = None) -> None:
+        self.planner = DefaultSavePlanner() if planner is None else planner
+        """The planner in it."""
+        if not isinstance(self.planner, DefaultSavePlanner):
+            raise InvalidRequestError(f"{planner!r} is no DefaultSavePlanner")
+        self._fetcher = Fetcher()
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        storage_meta: StorageMeta | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """Waits for the devices, and finds what they hold. Raises InvalidRequestError."""
+        has_xla = runtime.is_loaded() and runtime.holds_xla(state_dict)
+        if has_xla:
+            runtime.settle()
+        set_up(self.planner, state_dict, storage_meta, is_coordinator)
+        if has_xla:
+            self._fetcher = Fetcher()
+            self.planner.state_dict = {
+                key: self._fetcher.wrap(key, value) if runtime.is_xla(value) else on_host(value)
+                for key, value in self.planner.state_dict.items()
+            }
+
+    def create_local_plan(self) -> dcp.SavePlan:
+        """The planner's, with an item for each part of a sharded tensor, replicas left out."""
+        return self.planner.create_local_plan()
+
+    def create_global_plan(
+        self, all_plans: list[dcp.SavePlan]
+    ) -> tuple[list[dcp.SavePlan], Metadata]:
+        """The planner's, for ``dcp.save``."""
+        return self.planner.create_global_plan(all_plans)
+
+    def finish_plan(self, new_plan: dcp.SavePlan) -> dcp.SavePlan:
+        """The planner's; notes what of it will cross to the host."""
+        plan = self.planner.finish_plan(new_plan)
+        state: Mapping[str, Any] = self.planner.state_dict
+        self._fetcher.expect(state.get(item.index.fqn) for item in plan.items)
+        return plan
+
+    def resolve_data(self, write_item: dcp.WriteItem) -> torch.Tensor | io.BytesIO:
+        """The item's value; a part of an XLA tensor is in host memory."""
+        return self.planner.resolve_data(write_item)
+
+    def release(self) -> None:
+        """Lets go of what crossed and wasn't asked for."""
+        self._fetcher.clear()
+
+
+class LoadPlanner(dcp.LoadPlanner):
+    """Restores into XLA tensors. For ``dcp.load``; ``client.load`` needs none.
+
+    Tensors keep their identity and their sharding; each gets its new value when all of it has been
+    read. Only the parts that this process's devices hold are read.
+
+    Args:
+        planner: plans all of it. Default: a ``DefaultLoadPlanner``.
+
+    Raises InvalidRequestError: the planner is of another kind.
+    """
+
+    def __init__(self, planner: DefaultLoadPlanner | None = None) -> None:
+        self.planner = DefaultLoadPlanner() if planner is None else planner
+        """The planner in it."""
+        if not isinstance(self.planner, DefaultLoadPlanner):
+            raise InvalidRequestError(f"{planner!r} is no DefaultLoadPlanner")
+        self._state: dict[str, Any] = {}
+        self._has_xla = False
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """Waits for the devices, and finds what they hold. Raises InvalidRequestError."""
+        self._state = state_dict
+        self._has_xla = runtime.is_loaded() and runtime.holds_xla(state_dict)
+        if self._has_xla:
+            runtime.settle()
+        self.planner.set_up_planner(state_dict, metadata, is_coordinator)
+        if self._has_xla:
+            self._wrap()
+
+    def create_local_plan(self) -> dcp.LoadPlan:
+        """The planner's, with items for each part of a sharded tensor, replicas left out."""
+        plan = self.planner.create_local_plan()
+        if self._has_xla and any(map(_is_raw, self.planner.state_dict.values())):
+            # For a checkpoint of old keys it has flattened the state anew.
+            self._wrap()
+            assert self.planner.metadata is not None
+            plan = create_default_local_load_plan(
+                self.planner.state_dict, self.planner.metadata, not self.planner.allow_partial_load
+            )
+        return plan
+
+    def create_global_plan(self, global_plan: list[dcp.LoadPlan]) -> list[dcp.LoadPlan]:
+        """The planner's."""
+        return self.planner.create_global_plan(global_plan)
+
+    def finish_plan(self, central_plan: dcp.LoadPlan) -> dcp.LoadPlan:
+        """The planner's; notes how much of each XLA tensor will be read."""
+        plan = self.planner.finish_plan(central_plan)
+        items: dict[str, int] = {}
+        elements: dict[str, int] = {}
+        for item in plan.items:
+            fqn = item.dest_index.fqn
+            items[fqn] = items.get(fqn, 0) + 1
+            elements[fqn] = elements.get(fqn, 0) + math.prod(item.lengths)
+        for fqn, value in self.planner.state_dict.items():
+            if isinstance(value, Incoming):
+                value.expect(items.get(fqn, 0), elements.get(fqn, 0))
+        return plan
+
+    def load_bytes(self, read_item: dcp.ReadItem, value: io.BytesIO) -> None:
+        """Puts an object into the state."""
+        self.planner.load_bytes(read_item, value)
+        if self._has_xla and not self.planner.flatten_state_dict:
+            # It has put it into a dictionary of ours.
+            fqn = read_item.dest_index.fqn
+            self._state[fqn] = self.planner.state_dict[fqn]
+
+    def resolve_tensor(self, read_item: dcp.ReadItem) -> torch.Tensor:
+        """Where an item is to be read to; for an XLA tensor, in host memory."""
+        target: torch.Tensor = self.planner.resolve_tensor(read_item)
+        return target
+
+    def commit_tensor(self, read_item: dcp.ReadItem, tensor: torch.Tensor) -> None:
+        """An item has been read."""
+        self.planner.commit_tensor(read_item, tensor)
+        target = self.planner.state_dict.get(read_item.dest_index.fqn)
+        if isinstance(target, Incoming):
+            target.committed()
+
+    def _wrap(self) -> None:
+        self.planner.state_dict = {
+            key: Incoming(key, value) if _is_raw(value) else value
+            for key, value in self.planner.state_dict.items()
+        }
+
+
+def _is_raw(value: Any) -> bool:
+    return runtime.is_xla(value) and not isinstance(value, Incoming)
+
+
+def set_up(
+    planner: dcp.SavePlanner,
+    state: dict[str, Any],
+    meta: StorageMeta | None,
+    is_coordinator: bool,
+) -> None:
+    """Sets a planner up as DCP does: those older than torch 2.3 don't know ``storage_meta``."""
+    function: Callable[..., None] = planner.set_up_planner
+    if "storage_meta" in inspect.signature(function).parameters:
+        function(state_dict=state, storage_meta=meta, is_coordinator=is_coordinator)
+    else:
+        function(state, is_coordinator)

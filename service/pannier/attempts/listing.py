@@ -1,0 +1,160 @@
+"""The checkpoints below a root, as storage has them: objects in, verdicts out. Async.
+
+Which attempt a checkpoint's ``.metadata`` belongs to is found by comparing its
+size and checksum with the COMMIT decisions beside it, without a pickle. Checkpoints are
+ordered by their attempts, not by times, which are those of several machines' clocks.
+"""
+
+import asyncio
+import enum
+import posixpath
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import crc32c
+
+from pannier.attempts.decisions import find_committed, is_attempt, read_decisions
+from pannier.storage import ObjectInfo, Store
+from pannier.v1 import records_pb2
+from pannier.wire import object_names
+from pannier.wire.errors import IntegrityError
+
+_PARALLEL = 8
+"""Checkpoints judged at the same time."""
+
+
+class Standing(enum.Enum):
+    """What a directory is, as a checkpoint."""
+
+    COMMITTED = "committed"
+    FOREIGN = "foreign"
+    """Has a ``.metadata`` that no decision knows: not Pannier's."""
+    ABORTED = "aborted"
+    """Every attempt ended without a checkpoint."""
+    UNDECIDED = "undecided"
+    """Under way, or its processes are gone."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One directory below a root."""
+
+    name: str
+    """Relative to the root."""
+    standing: Standing
+    attempt: str | None
+    """Of the checkpoint, or the newest one that isn't."""
+    size: int
+    """Bytes of data files of ``attempt``; of all that no attempt names, when it is foreign."""
+    time: float
+    """When it was decided, or else last written; Unix time, seconds. Only to be shown."""
+    job: str = ""
+    """Of a committed one."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Of a committed one, as its trainers told."""
+
+    @property
+    def order(self) -> tuple[bool, object_names.Attempt | float, float, str]:
+        """Sorts oldest first: foreign ones by time, then the others by attempt.
+
+        Copies of a checkpoint have one attempt; they are sorted by time.
+        """
+        if self.attempt is None:
+            return False, self.time, self.time, self.name
+        return True, object_names.Attempt.parse(self.attempt), self.time, self.name
+
+
+@dataclass
+class _Directory:
+    metadata: ObjectInfo | None = None
+    data: list[ObjectInfo] = field(default_factory=list)
+    records: dict[str, list[ObjectInfo]] = field(default_factory=lambda: defaultdict(list))
+    """By attempt."""
+
+
+async def list_checkpoints(store: Store) -> list[Checkpoint]:
+    """All checkpoints at any depth below the root ``store``, oldest first. Raises StorageError."""
+    directories = _directories(await store.list())
+    limit = asyncio.Semaphore(_PARALLEL)
+    found = await asyncio.gather(
+        *(_judge(store, name, directory, limit) for name, directory in directories.items())
+    )
+    return sorted(found, key=lambda checkpoint: checkpoint.order)
+
+
+def _directories(objects: Iterable[ObjectInfo]) -> dict[str, _Directory]:
+    found: dict[str, _Directory] = defaultdict(_Directory)
+    for item in objects:
+        directory, separator, rest = f"/{item.key}".rpartition(f"/{object_names.attempts_prefix()}")
+        if separator:
+            attempt = rest.partition("/")[0]
+            if is_attempt(attempt):
+                found[directory[1:]].records[attempt].append(item)
+            continue
+        parent, name = posixpath.split(item.key)
+        if name == object_names.METADATA:
+            found[parent].metadata = item
+        elif name.endswith(".distcp"):
+            found[parent].data.append(item)
+    return {
+        name: directory
+        for name, directory in found.items()
+        if directory.metadata is not None or directory.records
+    }
+
+
+async def _judge(
+    store: Store, name: str, directory: _Directory, limit: asyncio.Semaphore
+) -> Checkpoint:
+    async with limit:
+        records = [item for items in directory.records.values() for item in items]
+        if directory.metadata is not None:
+            return await _judge_readable(store, name, directory, directory.metadata, records)
+        decisions = (await read_decisions(store, records)).known
+    newest = max(directory.records, key=object_names.Attempt.parse)
+    aborted = all(
+        attempt in decisions and decisions[attempt].outcome == records_pb2.OUTCOME_ABORT
+        for attempt in directory.records
+    )
+    return Checkpoint(
+        name,
+        Standing.ABORTED if aborted else Standing.UNDECIDED,
+        newest,
+        sum(item.size for item in directory.data if f"__{newest}_" in item.key),
+        max(item.modified for item in directory.records[newest]),
+    )
+
+
+async def _judge_readable(
+    store: Store,
+    name: str,
+    directory: _Directory,
+    metadata: ObjectInfo,
+    records: list[ObjectInfo],
+) -> Checkpoint:
+    checksum = metadata.crc32c
+    if checksum is None and records:
+        checksum = crc32c.crc32c(await store.read(metadata.key))
+    try:
+        committed = await find_committed(store, records, metadata.size, checksum or 0)
+    except IntegrityError:
+        # Its owner isn't known; `pannier verify` names the damage.
+        committed = None
+    if committed is None:
+        own = [
+            item.size
+            for item in directory.data
+            if not any(f"__{attempt}_" in item.key for attempt in directory.records)
+        ]
+        return Checkpoint(name, Standing.FOREIGN, None, sum(own), metadata.modified)
+    prefix = posixpath.join(name, f"__{committed.attempt}_")
+    return Checkpoint(
+        name,
+        Standing.COMMITTED,
+        committed.attempt,
+        sum(item.size for item in directory.data if item.key.startswith(prefix)),
+        committed.decided_at or metadata.modified,
+        committed.save.job,
+        dict(committed.metrics),
+    )

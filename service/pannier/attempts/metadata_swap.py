@@ -1,0 +1,333 @@
+"""``.metadata``: whose it is, and how it becomes another attempt's, by compare-and-swap.
+
+In: a checkpoint's store and a COMMIT. Out: ``.metadata`` of the newest committed attempt.
+The order of writes:
+
+1. ``metadata``, the candidate: the exact bytes that ``.metadata`` will get;
+2. ``decision``, created if absent: from here on the outcome is settled (:mod:`decisions`);
+3. a look whether the attempt is still there, so that no checkpoint is replaced by one that was
+   removed; then ``.metadata``, replacing exactly the generation that was judged;
+4. a look whether the attempt is still there: whoever was stopped before one of these writes, and
+   goes on after the checkpoint was removed, takes back what it wrote.
+
+Async; StorageError says that a step's outcome may be unknown: run it again.
+"""
+
+import asyncio
+import logging
+from collections.abc import Collection
+from typing import Final, NamedTuple, NoReturn
+
+import crc32c
+
+from pannier.attempts.decisions import find_committed, read_decision
+from pannier.attempts.manifests import ManifestRecord, read_manifest
+from pannier.attempts.metadata_refs import saved_by
+from pannier.common.fault_points import point
+from pannier.storage import ConflictError, HeldError, NotFoundError, ObjectInfo, Store
+from pannier.storage.retry import contend
+from pannier.v1 import records_pb2, save_pb2
+from pannier.wire import object_names
+from pannier.wire.errors import IntegrityError, PannierError, StorageError
+from pannier.wire.records import match
+
+_log = logging.getLogger(__name__)
+
+_RACES: Final = 100
+"""Lost compare-and-swaps in a row before something must be wrong with the store."""
+
+
+class RemovedError(PannierError):
+    """The attempt was removed from storage by somebody else: there is nothing to commit."""
+
+
+class OccupiedError(PannierError):
+    """There is a checkpoint that the save may not replace."""
+
+
+class _Standing(NamedTuple):
+    """The checkpoint that is there."""
+
+    info: ObjectInfo | None
+    """Of ``.metadata``; None: there is none."""
+    crc32c: int
+    committed: records_pb2.Decision | None
+    """By which it stands there; None: a foreign one."""
+    records: Collection[ObjectInfo] = ()
+    """Of all attempts, as they are listed; none where there is no ``.metadata``."""
+
+    @property
+    def attempt(self) -> object_names.Attempt | None:
+        """Whose it is; None: a foreign one's."""
+        return (
+            None if self.committed is None else object_names.Attempt.parse(self.committed.attempt)
+        )
+
+    def is_of(self, decision: records_pb2.Decision) -> bool:
+        """Whether ``.metadata`` is what was decided."""
+        return self.info is not None and (self.info.size, self.crc32c) == (
+            decision.metadata_size,
+            decision.metadata_crc32c,
+        )
+
+
+async def check_free(
+    store: Store,
+    *,
+    save: save_pb2.SaveId,
+    attempt: str,
+    overwrite: "save_pb2.Overwrite",
+) -> None:
+    """Raises OccupiedError when ``.metadata`` is one that the save may not replace.
+
+    Args:
+        attempt: the save's own; empty where it isn't known yet.
+        overwrite: as the save's manifest has it.
+    """
+    if overwrite != save_pb2.OVERWRITE_ANY:
+        _check_replaceable(store, await _look(store), save, attempt, overwrite)
+
+
+def _check_replaceable(
+    store: Store,
+    stands: _Standing,
+    save: save_pb2.SaveId,
+    attempt: str,
+    overwrite: "save_pb2.Overwrite",
+) -> None:
+    committed = stands.committed
+    if stands.info is None or overwrite == save_pb2.OVERWRITE_ANY:
+        return
+    if committed is None:
+        whose = "a checkpoint that Pannier didn't write"
+    elif committed.attempt == attempt:
+        return
+    elif committed.save.job != save.job:
+        whose = f"a checkpoint of job {committed.save.job}, and this is job {save.job}"
+    elif overwrite == save_pb2.OVERWRITE_NEVER:
+        whose = f"a checkpoint, attempt {committed.attempt}, and overwrite=False"
+    else:
+        return
+    raise OccupiedError(
+        f"{store.url} holds {whose}: save to another checkpoint_id, or give overwrite=True to "
+        "replace it; runs of one job share its checkpoints where PANNIER_JOB names it"
+    )
+
+
+async def publish_candidate(store: Store, attempt: str, metadata: bytes) -> bytes:
+    """Step 1. Returns the candidate that stands: another coordinator's, when it was first."""
+    key = object_names.metadata_candidate(attempt)
+    point("coordinator.candidate.before")
+    try:
+        await store.create(key, metadata)
+    except ConflictError:
+        return await store.read(key)
+    point("coordinator.candidate.after")
+    return metadata
+
+
+async def find_newer(store: Store, attempt: object_names.Attempt) -> object_names.Attempt | None:
+    """The attempt whose ``.metadata`` stands there, if it is newer than ``attempt``.
+
+    Raises HeldError when the one that stands there is older, but can't be replaced.
+    """
+    info, standing = await find_standing(store)
+    if standing is not None and standing >= attempt:
+        return standing if standing > attempt else None
+    if info is not None and info.hold:
+        raise HeldError(
+            f"{store.url}/{object_names.METADATA} is under a hold ({info.hold}) and can't be replaced: "
+            "release it, or save to another checkpoint id"
+        )
+    return None
+
+
+async def install(store: Store, decision: records_pb2.Decision) -> None:
+    """Steps 3 and 4, for a COMMIT: makes ``.metadata`` the candidate, unless a newer one is there.
+
+    Raises:
+        IntegrityError: the candidate isn't what was decided.
+        RemovedError: the attempt was removed meanwhile; what this wrote is taken back.
+        OccupiedError: a checkpoint that this one may not replace came there meanwhile; the
+            attempt's records are removed.
+    """
+    own = object_names.Attempt.parse(decision.attempt)
+    data: bytes | None = None
+    async for _ in contend(_RACES):
+        stands = await _look(store)
+        info = stands.info
+        if stands.attempt is not None and stands.attempt >= own:
+            return
+        if (
+            info is not None
+            and _seems_removed(decision.attempt, {record.key for record in stands.records})
+            and await is_removed(store, decision.attempt)
+        ):
+            await _take_back(store, decision)
+        try:
+            # Its own without a decision: it was removed, which is found out below.
+            if not stands.is_of(decision):
+                _check_replaceable(
+                    store, stands, decision.save, decision.attempt, decision.overwrite
+                )
+        except OccupiedError as error:
+            # It came after the decision. Nothing of this attempt is to be installed later, either.
+            await _remove_records(store, decision)
+            _log.warning("%s: attempt %s isn't installed: %s", store.url, decision.attempt, error)
+            raise
+        if data is None:
+            data = await _read_candidate(store, decision)
+        point("coordinator.metadata.before")
+        try:
+            await store.replace(
+                object_names.METADATA, data, expected=info.generation if info is not None else None
+            )
+        except ConflictError:
+            continue
+        point("coordinator.metadata.after")
+        if await is_removed(store, decision.attempt):
+            await _take_back(store, decision)
+        return
+    raise StorageError(
+        f"{store.url}: {object_names.METADATA} changed {_RACES} times under our hands"
+    )
+
+
+async def _read_candidate(store: Store, decision: records_pb2.Decision) -> bytes:
+    try:
+        data = await store.read(object_names.metadata_candidate(decision.attempt))
+    except NotFoundError:
+        if await is_removed(store, decision.attempt):
+            await _take_back(store, decision)
+        raise
+    found = (len(data), crc32c.crc32c(data))
+    if found != (decision.metadata_size, decision.metadata_crc32c):
+        raise IntegrityError(
+            f"{store.url}: the metadata of {decision.attempt} has size and crc32c {found}, decided "
+            f"were {(decision.metadata_size, decision.metadata_crc32c)}"
+        )
+    return data
+
+
+async def is_removed(store: Store, attempt: str) -> bool:
+    """Whether a decided attempt is removed: marked so, or records that it must have are missing.
+
+    These are its decision, its manifest and its receipts, each written before ``.metadata``. An
+    attempt is removed after ABORT or supersession, data files first, and ``pannier gc`` removes an
+    ABORT last. A coordinator that was stopped for so long finds no ABORT in the way of its COMMIT,
+    but no manifest, either: it has published or read that one before the ranks wrote anything, and
+    none is published twice. Where torch made the plan, the manifest comes after the receipts, and
+    only when all of them and their files are still there; from then on no sidecar writes any.
+
+    As long as any receipt is left, whoever removes the attempt is still at it, and looks for
+    ``.metadata`` once more in the end.
+
+    A listing may be older than what it should show (NFS). That an object is there may be taken from
+    one; that it is gone, only from asking for it by name.
+    """
+    receipts = object_names.receipts_prefix(attempt)
+    mark, decision, manifest, listed = await asyncio.gather(
+        store.stat(object_names.removal_mark(attempt)),
+        store.stat(object_names.decision(attempt)),
+        store.stat(object_names.manifest(attempt)),
+        store.list(receipts),
+    )
+    if mark is not None or decision is None or manifest is None:
+        return True
+    if listed:
+        return False
+    plan = await read_manifest(store, attempt, ManifestRecord)
+    return plan is None or await store.stat(object_names.receipt(attempt, plan.ranks[0])) is None
+
+
+def _seems_removed(attempt: str, listed: Collection[str]) -> bool:
+    """What a listing says of it, to be asked by name before anything is done about it."""
+    receipts = object_names.receipts_prefix(attempt)
+    return (
+        object_names.removal_mark(attempt) in listed
+        or object_names.decision(attempt) not in listed
+        or object_names.manifest(attempt) not in listed
+        or not any(key.startswith(receipts) for key in listed)
+    )
+
+
+async def _take_back(store: Store, decision: records_pb2.Decision) -> NoReturn:
+    """Removes what was written for an attempt that isn't there any more; raises RemovedError."""
+    info, checksum = await stat_metadata(store)
+    if info is not None and (info.size, checksum) == (
+        decision.metadata_size,
+        decision.metadata_crc32c,
+    ):
+        await store.delete(object_names.METADATA, generation=info.generation)
+    await _remove_records(store, decision)
+    text = (
+        f"attempt {decision.attempt} was removed from {store.url} before this coordinator had "
+        "brought its commit to an end: nothing of it is there any more"
+    )
+    _log.warning("%s", text)
+    raise RemovedError(text)
+
+
+async def _remove_records(store: Store, decision: records_pb2.Decision) -> None:
+    """Removes the attempt's objects but its data files, the decision last."""
+    kept = object_names.decision(decision.attempt)
+    left = [item.key for item in await store.list(object_names.attempt_prefix(decision.attempt))]
+    for key in sorted(left, key=lambda key: key == kept):
+        await store.delete(key)
+
+
+async def find_standing(store: Store) -> tuple[ObjectInfo | None, object_names.Attempt | None]:
+    """What ``.metadata`` is, and whose: None for a foreign one, which is older than anything.
+
+    Raises IntegrityError when a decision is damaged, so that it can't be told.
+    """
+    stands = await _look(store)
+    return stands.info, stands.attempt
+
+
+async def _look(store: Store) -> _Standing:
+    info, checksum = await stat_metadata(store)
+    if info is None:
+        return _Standing(None, 0, None)
+    records = await store.list(object_names.attempts_prefix())
+    committed = await find_committed(store, records, info.size, checksum)
+    if committed is None:
+        committed = await _find_unlisted(store, info.size, checksum)
+    return _Standing(info, checksum, committed, records)
+
+
+async def _find_unlisted(store: Store, size: int, checksum: int) -> records_pb2.Decision | None:
+    """The decision that ``.metadata`` names as its own: a listing may be older than it (NFS).
+
+    Else an attempt would take a newer one's ``.metadata`` for a foreign one, and replace it.
+    """
+    try:
+        content = await store.read(object_names.METADATA)
+        where = f"{store.url}/{object_names.METADATA}"
+        attempt = await asyncio.to_thread(saved_by, content, where)
+    except (NotFoundError, IntegrityError):
+        return None  # Replaced meanwhile, or no DCP checkpoint's: it is none of the attempts'.
+    if not attempt:
+        return None
+    decision = await read_decision(store, attempt)
+    return match({attempt: decision}, size, checksum) if decision is not None else None
+
+
+async def stat_metadata(store: Store) -> tuple[ObjectInfo | None, int]:
+    """What ``.metadata`` is, and its checksum. Raises StorageError."""
+    async for _ in contend(_RACES):
+        info = await store.stat(object_names.METADATA)
+        if info is None:
+            return None, 0
+        if info.crc32c is not None:
+            return info, info.crc32c
+        try:
+            data = await store.read(object_names.METADATA)
+        except NotFoundError:
+            continue
+        again = await store.stat(object_names.METADATA)
+        if again is not None and again.generation == info.generation:
+            return info, crc32c.crc32c(data)
+    raise StorageError(
+        f"{store.url}: {object_names.METADATA} changed {_RACES} times while it was read"
+    )

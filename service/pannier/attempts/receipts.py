@@ -1,0 +1,83 @@
+"""The receipts of an attempt that are in storage, whoever wrote them and died since.
+
+In: a checkpoint's store and an attempt. Out: the receipts that are there. Async.
+"""
+
+import asyncio
+import logging
+from collections.abc import Collection, Iterable
+from typing import Final
+
+from google.protobuf.message import DecodeError
+
+from pannier.storage import NotFoundError, Store
+from pannier.v1 import records_pb2
+from pannier.wire import object_names
+
+_log = logging.getLogger(__name__)
+
+_PARALLEL: Final = 16
+"""Receipts read at the same time."""
+
+
+async def find_lost(
+    store: Store, attempt: str, receipts: Iterable[records_pb2.Receipt]
+) -> list[int]:
+    """Ranks whose receipt, or a file that it names, isn't in storage any more. Raises StorageError.
+
+    What the listing lacks is asked for by name: a listing may be older (NFS).
+    """
+    there = {
+        info.key: info.size
+        for prefix in (object_names.receipts_prefix(attempt), object_names.data_prefix(attempt))
+        for info in await store.list(prefix)
+    }
+    limit = asyncio.Semaphore(_PARALLEL)
+
+    async def is_whole(key: str, size: int | None = None) -> bool:
+        found = there.get(key)
+        if found is None or size not in (None, found):
+            async with limit:
+                info = await store.stat(key)
+            found = info.size if info is not None else None
+        return found is not None and size in (None, found)
+
+    async def is_lost(receipt: records_pb2.Receipt) -> bool:
+        whole = await asyncio.gather(
+            is_whole(object_names.receipt(attempt, receipt.rank)),
+            *(is_whole(file.name, file.size) for file in receipt.files),
+        )
+        return not all(whole)
+
+    counted = list(receipts)
+    lost = await asyncio.gather(*(is_lost(receipt) for receipt in counted))
+    return [receipt.rank for receipt, gone in zip(counted, lost, strict=True) if gone]
+
+
+async def find_receipts(
+    store: Store, attempt: str, ranks: Collection[int], *, unlisted: bool = False
+) -> list[records_pb2.Receipt]:
+    """The receipts of these ranks that are in storage. Raises StorageError.
+
+    Args:
+        unlisted: also asks by name for those that the listing lacks, which may be older (NFS).
+    """
+    there = {info.key for info in await store.list(object_names.receipts_prefix(attempt))}
+    wanted = [rank for rank in ranks if unlisted or object_names.receipt(attempt, rank) in there]
+    limit = asyncio.Semaphore(_PARALLEL)
+
+    async def read(rank: int) -> records_pb2.Receipt | None:
+        key = object_names.receipt(attempt, rank)
+        async with limit:
+            try:
+                receipt = records_pb2.Receipt.FromString(await store.read(key))
+            except (NotFoundError, DecodeError) as error:
+                if isinstance(error, NotFoundError) and key not in there:
+                    return None
+                # Its sidecar still has it, and tells.
+                _log.warning("%s/%s is not readable: %s", store.url, key, error)
+                return None
+        return receipt if receipt.rank == rank else None
+
+    found = await asyncio.gather(*(read(rank) for rank in wanted))
+    return [receipt for receipt in found if receipt is not None]

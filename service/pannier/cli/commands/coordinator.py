@@ -1,0 +1,86 @@
+"""``pannier coordinator``: flags in, a checked CoordinatorConfig out to the daemon.
+
+The only subcommand that imports torch, and only when it runs.
+"""
+
+from typing import Any
+
+import click
+
+from pannier.cli.commands.sidecar import daemon_settings
+from pannier.cli.options import (
+    Address,
+    Seconds,
+    daemon_options,
+    option,
+    policy_of,
+    retention_options,
+)
+
+DEFAULT_ADDRESS = "unix:///run/pannier/coordinator.sock"
+
+
+@click.command("coordinator")
+@option(
+    "--address",
+    type=Address(),
+    default=DEFAULT_ADDRESS,
+    show_default=True,
+    help="Where sidecars reach it: unix:///path or host:port.",
+)
+@option(
+    "--planner",
+    multiple=True,
+    metavar="MODULE:CLASS",
+    help="A planner class that overrides global planning and is trusted to run here; may be "
+    "given several times (separated by spaces in the variable).",
+)
+@option(
+    "--suspect-after",
+    type=Seconds(),
+    default=5,
+    show_default=True,
+    metavar="SECONDS",
+    help="Silence after which a rank is shown as suspect.",
+)
+@option(
+    "--grace-superseded",
+    type=Seconds(zero=True),
+    default=3600,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long the files of an overwritten checkpoint stay for readers without a lease.",
+)
+@option(
+    "--idle-exit",
+    type=Seconds(),
+    metavar="SECONDS",
+    help="Exit after this long without a trainer or an undecided save on any host.  "
+    "[default: never]",
+)
+@retention_options
+@daemon_options
+def command(**settings: Any) -> None:
+    """Run the daemon that plans and commits a job's checkpoints.
+
+    One per job. It keeps nothing on disk: killed and started again anywhere, it
+    goes on from what the sidecars report and what is in storage.
+
+    With --keep-newest, --keep-every or --keep-best, each commit is followed by
+    the removal of the job's checkpoints beside it that no rule keeps. `pannier
+    retain --dry-run` shows which these are. The newest, those whose names have
+    no number, and what is being read or written always stay.
+    """
+    try:
+        from pannier.coordinator.config import CoordinatorConfig
+        from pannier.coordinator.server import run
+    except ModuleNotFoundError as error:
+        if error.name not in ("torch", "numpy"):
+            raise
+        raise click.UsageError(
+            f"the coordinator needs {error.name}: pip install 'pannier[torch]'"
+        ) from error
+
+    ctx = click.get_current_context()
+    settings["retention"] = policy_of(settings)
+    ctx.exit(run(CoordinatorConfig(**daemon_settings(settings))))

@@ -1,0 +1,258 @@
+"""``pannier doctor``: whether a save from here would end well, and by which way; each part tried."""
+
+import asyncio
+import os
+import socket
+import stat
+from collections.abc import Iterator
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.text import Text
+
+from pannier.cli import output
+from pannier.cli.errors import NEGATIVE, UNREACHABLE
+from pannier.cli.options import Location, Seconds, storage_options
+from pannier.cli.status_client import daemon_option, embedded_sidecars, shown, translated
+from pannier.daemon import doctor_checks
+from pannier.v1 import diagnosis_pb2, diagnosis_pb2_grpc
+from pannier.wire import addresses, errors
+from pannier.wire.auth_token import Metadata
+from pannier.wire.tls import open_channel, tls_of
+from pannier.wire.version import WIRE_VERSION, package_version
+
+_SLACK_S = 30.0
+"""For both daemons to gather their answers, on top of what storage may take."""
+_SHOWN = ("pannier", "torch", "torch_xla", "grpcio", "protobuf", "fsspec", "gcsfs", "s3fs")
+
+
+@click.command("doctor")
+@click.argument("root", type=Location(), required=False)
+@daemon_option
+@storage_options
+@click.option(
+    "--timeout",
+    type=Seconds(),
+    default=20.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="For storage to answer.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
+def command(
+    *,
+    root: str | None,
+    address: str | None,
+    storage_options: dict[str, Any],
+    timeout: float,
+    as_json: bool,
+    token_file: Path | None,
+    **tls: Path | None,
+) -> None:
+    """Look for what would keep saves from ending well. Run it where the trainer runs, as its user.
+
+    With ROOT, the directory or URL that checkpoints go to, each daemon writes,
+    replaces, reads, lists and removes a small object there with its own rights. Where
+    no embedded daemon runs yet, this process tries it: a trainer would start
+    them with the same rights.
+
+    Exit status: 0 nothing stands in the way; 1 something does; 3 a configured
+    daemon doesn't answer.
+
+    The JSON is a stable contract: "checks", each with "of" (here, sidecar,
+    coordinator), "name", "result" (ok, warning, failed), "found" and "hint".
+    """
+    embedded = address is None
+    address = address or embedded_sidecars()[0]
+    checks = [("here", check) for check in _here(address, embedded=embedded)]
+    code = 0
+    if address.startswith("unix:") and not _path(address).exists():
+        if not embedded:
+            code = UNREACHABLE
+        elif root is not None:
+            checks.append(("here", _try(root, storage_options, timeout)))
+    elif all(check.result != diagnosis_pb2.CHECK_RESULT_FAILED for _, check in checks):
+        metadata = shown(token_file)
+        try:
+            answer = _ask(address, tls, metadata, root, timeout)
+        except errors.PannierError as error:
+            # A refusal is an answer.
+            refused = isinstance(error, errors.UnauthenticatedError)
+            code = NEGATIVE if refused else UNREACHABLE
+            checks.append(("here", _unreachable(error)))
+        else:
+            checks += [("here", check) for check in _of_answer(address, answer)]
+            checks += [(answer.daemon, check) for check in answer.checks]
+            checks += [("coordinator", check) for check in answer.coordinator.checks]
+    if code == 0 and any(c.result == diagnosis_pb2.CHECK_RESULT_FAILED for _, c in checks):
+        code = NEGATIVE
+    _show(checks, as_json=as_json)
+    click.get_current_context().exit(code)
+
+
+def _here(address: str, *, embedded: bool) -> Iterator[diagnosis_pb2.Check]:
+    """What this process sees by itself."""
+    found = {}
+    for name in _SHOWN:
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    yield doctor_checks.good("versions", ", ".join(f"{name} {v}" for name, v in found.items()))
+    if not address.startswith("unix:"):
+        yield doctor_checks.good("address", f"{address}, over TCP")
+        return
+    path = _path(address)
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        if embedded:
+            yield doctor_checks.good(
+                "address",
+                f"{address}: not there yet; the first trainer starts the embedded daemons",
+            )
+        else:
+            yield doctor_checks.bad(
+                "address",
+                f"{address}: no such socket",
+                "start the sidecar (pannier sidecar), or correct PANNIER_SIDECAR",
+            )
+        return
+    except OSError as error:
+        yield doctor_checks.bad("address", f"{address}: {error}", "see the rights of its directory")
+        return
+    mode = stat.S_IMODE(status.st_mode)
+    described = f"{address}, mode {mode:04o} of user {status.st_uid}"
+    if not stat.S_ISSOCK(status.st_mode):
+        yield doctor_checks.bad("address", f"{described}: no socket", "correct PANNIER_SIDECAR")
+    elif status.st_uid not in (0, os.geteuid()) and str(status.st_uid) not in (
+        os.environ.get("PANNIER_ALLOW_UID", "").split()
+    ):
+        yield doctor_checks.bad(
+            "address",
+            f"{described}, not of this user ({os.geteuid()}) nor root's: trainers refuse it",
+            f"PANNIER_ALLOW_UID={status.st_uid} trusts that user",
+        )
+    else:
+        yield doctor_checks.good("address", described)
+
+
+def _of_answer(
+    address: str, answer: diagnosis_pb2.DiagnoseResponse
+) -> Iterator[diagnosis_pb2.Check]:
+    """What the sidecar's answer means for a trainer here."""
+    of = f"{answer.daemon} {answer.version} on {answer.host}, protocol {answer.wire_version}"
+    if answer.wire_version != WIRE_VERSION:
+        yield doctor_checks.bad(
+            "protocol",
+            f"{of}; here {package_version()}, protocol {WIRE_VERSION}",
+            "install the same version of pannier on both sides",
+        )
+    else:
+        yield doctor_checks.good("protocol", of)
+    # Over the socket of one that serves several jobs no trainer goes.
+    if answer.daemon == "sidecar" and all(check.name != "jobs" for check in answer.checks):
+        yield _transport(address, answer.descriptors)
+
+
+def _transport(address: str, descriptors: str) -> diagnosis_pb2.Check:
+    """Which way a trainer's bytes would take. The rules of the client: see README, "Deploy"."""
+    wanted = os.environ.get("PANNIER_TRANSPORT", "auto")
+    reason = ""
+    if wanted == "streamed":
+        reason = "PANNIER_TRANSPORT=streamed"
+    elif not address.startswith("unix:"):
+        reason = "the sidecar is reached over TCP"
+    elif not descriptors:
+        reason = "the sidecar passes no descriptors"
+    else:
+        path = _path(address).with_name(descriptors)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            try:
+                probe.connect(str(path))
+            except OSError as error:
+                reason = f"{path} can't be connected to: {error}"
+    if not reason:
+        return doctor_checks.good(
+            "transport", "mapped: trainer and sidecar share the spool's memory"
+        )
+    hint = "bytes go through a gRPC stream, which takes a core while a save is handed over"
+    if wanted == "mapped":
+        return doctor_checks.bad(
+            "transport", f"streamed: {reason}", "PANNIER_TRANSPORT=mapped forbids it"
+        )
+    if wanted == "streamed":
+        return doctor_checks.good("transport", f"streamed: {reason}")
+    return doctor_checks.warning("transport", f"streamed: {reason}", hint)
+
+
+def _ask(
+    address: str,
+    tls: dict[str, Path | None],
+    metadata: Metadata,
+    root: str | None,
+    timeout: float,
+) -> diagnosis_pb2.DiagnoseResponse:
+    secured = tls_of(tls["tls_cert"], tls["tls_key"], tls["tls_ca"])
+    request = diagnosis_pb2.DiagnoseRequest(root=root or "", timeout_s=timeout)
+    with open_channel(address, addresses.channel_options(), secured) as channel:
+        stub: Any = diagnosis_pb2_grpc.DiagnosisStub(channel)
+        with translated(address):
+            answer: diagnosis_pb2.DiagnoseResponse = stub.Diagnose(
+                request, timeout=timeout + _SLACK_S, metadata=metadata
+            )
+    return answer
+
+
+def _unreachable(error: errors.PannierError) -> diagnosis_pb2.Check:
+    if isinstance(error, errors.UnauthenticatedError):
+        return doctor_checks.bad(
+            "token", str(error), "each job has a socket and a token of its own (PANNIER_SIDECAR)"
+        )
+    return doctor_checks.bad(
+        "daemon",
+        str(error),
+        "does it run (its log says more), and is this its address and, on TCP, its CA?",
+    )
+
+
+def _try(root: str, options: dict[str, Any], timeout: float) -> diagnosis_pb2.Check:
+    return asyncio.run(doctor_checks.target(root, (), options, timeout))
+
+
+def _path(address: str) -> Path:
+    return Path(address.removeprefix("unix://"))
+
+
+def _show(checks: list[tuple[str, diagnosis_pb2.Check]], *, as_json: bool) -> None:
+    def result(check: diagnosis_pb2.Check) -> str:
+        name: str = diagnosis_pb2.CheckResult.Name(check.result)
+        return name.removeprefix("CHECK_RESULT_").lower()
+
+    if as_json:
+        fields = [
+            {
+                "of": of,
+                "name": check.name,
+                "result": result(check),
+                "found": check.found,
+                "hint": check.hint,
+            }
+            for of, check in checks
+        ]
+        output.print_json({"checks": fields})
+        return
+    out = output.console()
+    signs = {
+        "ok": Text("✓", "green"),
+        "warning": Text("!", "yellow"),
+        "failed": Text("✗", "red"),
+    }
+    for of, check in checks:
+        line = Text.assemble(
+            "  ", signs.get(result(check), Text("?")), f" {of:<12} {check.name:<12} ", check.found
+        )
+        out.print(line, soft_wrap=True)
+        if check.hint:
+            out.print(Text(f"      {check.hint}", "dim"), soft_wrap=True)

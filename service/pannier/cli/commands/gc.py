@@ -1,0 +1,195 @@
+"""``pannier gc``: what crashes, aborts and overwrites left behind below a root, removed."""
+
+import asyncio
+import posixpath
+import socket
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import click
+from rich.text import Text
+
+from pannier.attempts.store_clock import store_time
+from pannier.cli import output
+from pannier.cli.options import Location, Seconds, option, storage_options
+from pannier.maintenance.delete_checkpoint import remove_directory
+from pannier.maintenance.gc import (
+    ABANDONED_AFTER_S,
+    Kept,
+    Reason,
+    Removed,
+    Rules,
+    find_places,
+    sweep,
+    sweep_unfinished,
+)
+from pannier.maintenance.superseded import GRACE_S
+from pannier.storage import open_store
+
+
+@dataclass
+class _Found:
+    """Of all checkpoint ids, by id."""
+
+    removed: list[tuple[str, Removed]] = field(default_factory=list)
+    kept: list[tuple[str, Kept]] = field(default_factory=list)
+    complete: bool = True
+    """Nothing failed on the way."""
+
+
+@click.command("gc")
+@click.argument("root", type=Location())
+@storage_options
+@click.option("--dry-run", is_flag=True, help="Only tell what would be removed; writes nothing.")
+@option(
+    "--grace",
+    type=Seconds(zero=True),
+    default=GRACE_S,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long the files of an overwritten checkpoint stay for readers without a lease, from "
+    "when a coordinator or this command first saw that it was overwritten.",
+    envvar="PANNIER_GRACE_SUPERSEDED",
+)
+@option(
+    "--abandoned-after",
+    type=Seconds(zero=True),
+    default=ABANDONED_AFTER_S,
+    show_default=True,
+    metavar="SECONDS",
+    help="Silence after which an undecided save, an upload or a temporary file is given up, and the "
+    "decision of an aborted save removed. Longer than any save takes.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per object instead.")
+def command(
+    *,
+    root: str,
+    storage_options: dict[str, Any],
+    dry_run: bool,
+    grace: float,
+    abandoned_after: float,
+    as_json: bool,
+) -> None:
+    """Remove what crashed, aborted and overwritten saves left below ROOT.
+
+    Never anything that a committed checkpoint refers to, nothing where .metadata
+    wasn't committed by Pannier, and no overwritten checkpoint that a reader holds
+    a lease of. A save whose ranks are all durable is left for `pannier recover`.
+    Of an aborted save its decision stays for --abandoned-after, so that a process
+    that is late obeys it.
+    Ages are by the store's clock, except in a dry run, which has only this host's.
+
+    The JSON is a stable contract: per object that was or would be removed
+    "action" (removed, would-remove), "checkpoint" (its id), "name", "attempt" (or
+    null), "reason" (superseded, aborted, abandoned, removed, lease, upload,
+    temporary) and "bytes"; per attempt that was left alone "action" (kept),
+    "checkpoint", "attempt" (null: the whole checkpoint), "reason" (text) and
+    "bytes".
+    """
+    rules = Rules(grace_s=grace, abandoned_after_s=abandoned_after)
+    found = _Found()
+    try:
+        asyncio.run(_collect(root, storage_options, rules, dry_run, found))
+    finally:
+        # Also what was removed before an error.
+        _tell(root, found, dry_run, as_json)
+
+
+def _tell(root: str, found: _Found, dry_run: bool, as_json: bool) -> None:
+    if as_json:
+        for checkpoint, removed in found.removed:
+            output.print_json(_fields(checkpoint, removed, dry_run))
+        for checkpoint, kept in found.kept:
+            output.print_json(
+                {
+                    "action": "kept",
+                    "checkpoint": checkpoint,
+                    "attempt": kept.attempt or None,
+                    "reason": kept.why,
+                    "bytes": kept.size,
+                }
+            )
+        return
+    _print(root, found, dry_run)
+
+
+async def _collect(
+    root: str, options: dict[str, Any], rules: Rules, dry_run: bool, found: _Found
+) -> None:
+    found.complete = False
+    aborted: set[str] = set()
+    undecided: set[str] = set()
+    host = socket.gethostname()
+    store = open_store(root, storage_options=options)
+    try:
+        directories = find_places(await store.list())
+        unfinished = await store.list_unfinished()
+        if not (directories or unfinished):
+            found.complete = True
+            return
+        now = time.time() if dry_run else await store_time(store)
+        for directory in directories:
+            checkpoint = f"{root.rstrip('/')}/{directory}".rstrip("/")
+            place = open_store(checkpoint, storage_options=options)
+            try:
+                report = await sweep(place, rules, now=now, host=host, dry_run=dry_run)
+            finally:
+                await place.close()
+            if report.removed and not dry_run:
+                remove_directory(checkpoint)
+            found.removed += [(checkpoint, removed) for removed in report.removed]
+            found.kept += [(checkpoint, kept) for kept in report.kept]
+            aborted |= {posixpath.join(directory, attempt) for attempt in report.aborted}
+            undecided |= {posixpath.join(directory, attempt) for attempt in report.undecided}
+        async for removed in sweep_unfinished(
+            store, rules, aborted=aborted, undecided=undecided, now=now, dry_run=dry_run
+        ):
+            found.removed.append((root, removed))
+        found.complete = True
+    finally:
+        await store.close()
+
+
+def _print(root: str, found: _Found, dry_run: bool) -> None:
+    out = output.console()
+    if not found.removed and not found.kept:
+        if not found.complete:
+            return
+        out.print(f"nothing to remove below {root}")
+        return
+    if found.removed:
+        groups: Counter[tuple[str, str, Reason]] = Counter()
+        sizes: Counter[tuple[str, str, Reason]] = Counter()
+        for checkpoint, removed in found.removed:
+            group = (checkpoint, removed.attempt, removed.reason)
+            groups[group] += 1
+            sizes[group] += removed.size
+        table = output.table(
+            "reason", "attempt", "objects", "bytes", "checkpoint", right=["objects", "bytes"]
+        )
+        for group, count in groups.items():
+            checkpoint, attempt, reason = group
+            table.add_row(
+                reason.value, attempt, str(count), output.size(sizes[group]), Text(checkpoint)
+            )
+        out.print("would be removed:" if dry_run else "removed:")
+        out.print(table)
+    if found.kept:
+        table = output.table("attempt", "bytes", "checkpoint", "left because", right=["bytes"])
+        for checkpoint, kept in found.kept:
+            table.add_row(kept.attempt, output.size(kept.size), Text(checkpoint), Text(kept.why))
+        out.print("left alone:")
+        out.print(table)
+
+
+def _fields(checkpoint: str, removed: Removed, dry_run: bool) -> dict[str, Any]:
+    return {
+        "action": "would-remove" if dry_run else "removed",
+        "checkpoint": checkpoint,
+        "name": removed.name,
+        "attempt": removed.attempt or None,
+        "reason": removed.reason.value,
+        "bytes": removed.size,
+    }

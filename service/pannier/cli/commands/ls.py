@@ -1,0 +1,85 @@
+"""``pannier ls``: the checkpoints below a root, as storage has them."""
+
+import asyncio
+import dataclasses
+from typing import Any
+
+import click
+from rich.text import Text
+
+from pannier.attempts.listing import Checkpoint, Standing, list_checkpoints
+from pannier.cli import output
+from pannier.cli.options import Location, storage_options
+from pannier.maintenance.retention_run import read_record
+from pannier.storage import open_store
+
+
+@click.command("ls")
+@click.argument("root", type=Location())
+@storage_options
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per checkpoint.")
+def command(*, root: str, storage_options: dict[str, Any], as_json: bool) -> None:
+    """List the checkpoints below ROOT, a directory or URL, oldest first.
+
+    \b
+    committed   it is whole and can be loaded
+    foreign     it has a .metadata that Pannier didn't write
+    aborted     every attempt ended without a checkpoint
+    undecided   an attempt is under way, or waits for its daemons' return
+
+    The JSON is a stable contract: per line "checkpoint" (its id), "state" (as
+    above), "attempt" (or null), "bytes" (of its data files), "time" (when it
+    was committed, else last written; Unix time in seconds), "job" and "metrics"
+    (of a committed one), and "kept_for" (what the last retention said of it).
+    """
+    found, kept = asyncio.run(_list(root, storage_options))
+    if as_json:
+        for checkpoint in found:
+            output.print_json(_fields(root, checkpoint, kept))
+        return
+    out = output.console()
+    if not found:
+        out.print(f"no checkpoints below {root}")
+        return
+    table = output.table("state", "attempt", "bytes", "time", "checkpoint", right=["bytes"])
+    if kept:
+        table.add_column("kept for")
+    colours = {Standing.COMMITTED: "green", Standing.ABORTED: "red", Standing.UNDECIDED: "yellow"}
+    for checkpoint in found:
+        table.add_row(
+            Text(checkpoint.standing.value, style=colours.get(checkpoint.standing, "")),
+            checkpoint.attempt or "",
+            output.size(checkpoint.size),
+            output.ago(checkpoint.time),
+            Text(checkpoint.name or "."),
+            *([Text(", ".join(_reasons(kept, checkpoint)))] if kept else []),
+        )
+    out.print(table)
+
+
+def _fields(root: str, checkpoint: Checkpoint, kept: dict[str, Any]) -> dict[str, Any]:
+    named = dataclasses.asdict(checkpoint)
+    return {
+        "checkpoint": f"{root.rstrip('/')}/{checkpoint.name}".rstrip("/"),
+        "state": checkpoint.standing.value,
+        "attempt": named["attempt"],
+        "bytes": named["size"],
+        "time": named["time"],
+        "job": named["job"],
+        "metrics": named["metrics"],
+        "kept_for": _reasons(kept, checkpoint),
+    }
+
+
+def _reasons(kept: dict[str, Any], checkpoint: Checkpoint) -> list[str]:
+    reasons: list[str] = kept.get(checkpoint.job, {}).get(checkpoint.name, [])
+    return reasons
+
+
+async def _list(root: str, options: dict[str, Any]) -> tuple[list[Checkpoint], dict[str, Any]]:
+    """The checkpoints, and by job and name why retention kept them."""
+    store = open_store(root, storage_options=options)
+    try:
+        return await list_checkpoints(store), (await read_record(store)).get("kept", {})
+    finally:
+        await store.close()

@@ -1,0 +1,149 @@
+"""``pannier recover``: interrupted checkpoints, finished or judged from the bucket alone."""
+
+import asyncio
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+import click
+from rich.text import Text
+
+from pannier.cli import output
+from pannier.cli.errors import NEGATIVE, OK
+from pannier.cli.options import Location, storage_options
+from pannier.maintenance.recover import (
+    End,
+    Found,
+    Outcome,
+    end,
+    find_directories,
+    find_interrupted,
+    foresee,
+)
+from pannier.storage import open_store
+from pannier.v1 import records_pb2
+from pannier.wire.errors import ConfigurationError
+
+
+@click.command("recover")
+@click.argument("place", type=Location())
+@storage_options
+@click.option(
+    "--abort",
+    is_flag=True,
+    help="Also end attempts whose receipts are not complete: what these ranks' hosts hold is "
+    "given up, and the attempt's objects are removed.",
+)
+@click.option("--dry-run", is_flag=True, help="Only say what would be done.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per attempt.")
+def command(
+    *, place: str, storage_options: dict[str, Any], abort: bool, dry_run: bool, as_json: bool
+) -> None:
+    """Finish interrupted saves at PLACE, a checkpoint id or a root.
+
+    An attempt whose ranks are all durable is committed, one whose commit was
+    decided is installed, and of an aborted one what is left is removed. Needs
+    no daemon; one that is at the same attempt does no harm. Of any other
+    attempt it is said which ranks' receipts are missing: start the sidecars of
+    their hosts again on the same spools, or give the attempt up with --abort.
+
+    --dry-run changes nothing, and tells the end that each attempt would come to.
+
+    Exit status 1 when an attempt is left undecided. Committing needs torch,
+    unless a coordinator had come that far.
+
+    The JSON is a stable contract: per line "checkpoint" (its id), "attempt",
+    "found" (complete, commit, abort, undecided, damaged), "end" (committed, aborted,
+    removed, undecided), "dry_run" (true when that end is only foreseen), "missing" (a
+    list of objects with "rank" and "host"), "reason" (text, may be empty) and "time"
+    (when the attempt was last written to; Unix time in seconds).
+    """
+    outcomes = asyncio.run(_recover(place, storage_options, abort, dry_run))
+    if as_json:
+        for checkpoint, outcome in outcomes:
+            output.print_json({**_fields(checkpoint, outcome), "dry_run": dry_run})
+    else:
+        _print(place, outcomes, "would be" if dry_run else "now")
+    undecided = any(outcome.end is End.UNDECIDED for _, outcome in outcomes)
+    click.get_current_context().exit(NEGATIVE if undecided else OK)
+
+
+async def _recover(
+    place: str, options: dict[str, Any], abort: bool, dry_run: bool
+) -> list[tuple[str, Outcome]]:
+    store = open_store(place, storage_options=options)
+    try:
+        directories = await find_directories(store)
+    finally:
+        await store.close()
+    outcomes = []
+    for directory in directories:
+        checkpoint = f"{place.rstrip('/')}/{directory}".rstrip("/")
+        store = open_store(checkpoint, storage_options=options)
+        try:
+            for interrupted in await find_interrupted(store):
+                if dry_run:
+                    outcome = foresee(interrupted, abort=abort)
+                else:
+                    outcome = await end(
+                        store, interrupted, build=_build, host=socket.gethostname(), abort=abort
+                    )
+                outcomes.append((checkpoint, outcome))
+        finally:
+            await store.close()
+    return outcomes
+
+
+async def _build(manifest: bytes, receipts: Sequence[records_pb2.Receipt]) -> bytes:
+    try:
+        from pannier.coordinator.commit.metadata import build_checked
+    except ModuleNotFoundError as error:
+        raise ConfigurationError(
+            f"all ranks are durable, but the commit needs torch, which isn't installed here "
+            f"({error}): run it where `pip install pannier[torch]` was done, or start a "
+            "coordinator and the job's sidecars"
+        ) from error
+    return await asyncio.to_thread(build_checked, manifest, receipts)
+
+
+def _print(place: str, outcomes: list[tuple[str, Outcome]], when: str) -> None:
+    out = output.console()
+    if not outcomes:
+        out.print(f"nothing is interrupted at {place}")
+        return
+    colours = {End.COMMITTED: "green", End.ABORTED: "red", End.UNDECIDED: "yellow"}
+    table = output.table("attempt", "found", when, "last written", "checkpoint", "problem")
+    for checkpoint, outcome in outcomes:
+        table.add_row(
+            outcome.attempt.attempt,
+            outcome.attempt.found.value,
+            Text(outcome.end.value, style=colours.get(outcome.end, "")),
+            output.ago(outcome.attempt.modified),
+            Text(checkpoint),
+            Text(outcome.reason),
+        )
+    out.print(table)
+    waiting = [
+        outcome
+        for _, outcome in outcomes
+        if outcome.end is End.UNDECIDED and outcome.attempt.found is Found.UNDECIDED
+    ]
+    if waiting:
+        out.print(
+            "A save may be under way, or its sidecars hold the rest: start them again on the same "
+            "spools. If they are gone for good, give the attempt up with --abort."
+        )
+
+
+def _fields(checkpoint: str, outcome: Outcome) -> dict[str, Any]:
+    found = outcome.attempt
+    hosts = dict(found.members)
+    return {
+        "checkpoint": checkpoint,
+        "attempt": found.attempt,
+        "found": found.found.value,
+        "end": outcome.end.value,
+        "missing": [{"rank": rank, "host": hosts[rank]} for rank in found.missing],
+        "reason": outcome.reason,
+        "time": found.modified,
+    }

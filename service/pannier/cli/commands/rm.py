@@ -1,0 +1,87 @@
+"""``pannier rm``: one checkpoint, removed so that nobody brings it back."""
+
+import asyncio
+import socket
+import time
+from typing import Any
+
+import click
+
+from pannier.cli import output
+from pannier.cli.options import Location, storage_options
+from pannier.maintenance.delete_checkpoint import (
+    Condemned,
+    Gone,
+    condemn,
+    name_readers,
+    remove_checkpoint,
+    remove_directory,
+)
+from pannier.storage import open_store
+
+
+@click.command("rm")
+@click.argument("checkpoint_id", type=Location())
+@storage_options
+@click.option("--yes", is_flag=True, help="Don't ask.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object; needs --yes.")
+def command(
+    *, checkpoint_id: str, storage_options: dict[str, Any], yes: bool, as_json: bool
+) -> None:
+    """Remove the checkpoint CHECKPOINT_ID with all its ended saves.
+
+    First .metadata goes, then the data files, then the records. Interrupted, it
+    is run again. A save to that id that is under way stays, and may commit. Who
+    reads the checkpoint fails; with a lease, it is named before. Exit status 1
+    when there is no checkpoint of Pannier's.
+
+    The JSON is a stable contract: "checkpoint", "attempts" (removed ones),
+    "objects" (their number), "bytes", and "undecided" (attempts that stay).
+    """
+    if as_json and not yes:
+        raise click.UsageError("--json doesn't ask: give --yes, too")
+    condemned, gone = asyncio.run(_remove(checkpoint_id, storage_options, yes))
+    size = sum(info.size for info in gone.objects)
+    if as_json:
+        output.print_json(
+            {
+                "checkpoint": checkpoint_id,
+                "attempts": condemned.attempts,
+                "objects": len(gone.objects),
+                "bytes": size,
+                "undecided": condemned.undecided,
+            }
+        )
+        return
+    out = output.console()
+    out.print(f"removed {checkpoint_id}: {len(gone.objects)} objects, {output.size(size)}")
+    if condemned.undecided:
+        out.print(
+            f"left: {', '.join(condemned.undecided)}, undecided: a save may be under way; see "
+            "`pannier recover` and `pannier gc`"
+        )
+
+
+async def _remove(checkpoint_id: str, options: dict[str, Any], yes: bool) -> tuple[Condemned, Gone]:
+    store = open_store(checkpoint_id, storage_options=options)
+    try:
+        condemned = await condemn(store)
+        if not yes:
+            click.confirm(_question(checkpoint_id, condemned), abort=True, err=True)
+        gone = await remove_checkpoint(store, condemned, host=socket.gethostname())
+    finally:
+        await store.close()
+    remove_directory(checkpoint_id)
+    return condemned, gone
+
+
+def _question(checkpoint_id: str, condemned: Condemned) -> str:
+    standing = condemned.seen.standing
+    what = f"committed by {standing.name}" if standing is not None else "not committed"
+    # A lease is shown by this host's clock: it is only a hint.
+    readers = condemned.readers(time.time())
+    reading = f" It is being read by {name_readers(readers)}." if readers else ""
+    return (
+        f"{checkpoint_id} ({what}; {len(condemned.attempts)} saves, {output.size(condemned.size)})."
+        f"{reading} Remove it for good?"
+    )

@@ -1,0 +1,131 @@
+"""``pannier sidecar``: flags in, a checked SidecarConfig out to the daemon."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from pannier.cli.options import Address, Seconds, Size, daemon_options, option
+
+DEFAULT_ADDRESS = "unix:///run/pannier/sidecar.sock"
+
+
+@click.command("sidecar")
+@option(
+    "--address",
+    type=Address(),
+    default=DEFAULT_ADDRESS,
+    show_default=True,
+    help="Where trainers reach it: unix:///path or host:port. With --jobs, operators alone.",
+)
+@option(
+    "--coordinator",
+    type=Address(),
+    help="Where the job's coordinator listens: unix:///path or host:port. With --jobs, that of jobs whose file "
+    "names none.",
+)
+@option(
+    "--jobs",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="DIRECTORY",
+    help="Serve several jobs, each by a token of its own: those that have a file <job>.json here, as told "
+    "below. Looked at every second.",
+)
+@option(
+    "--spool",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="DIRECTORY",
+    help="Holds data files until they are in storage; tmpfs or a fast local disk.  [default: below "
+    "/dev/shm when a quarter of the host's memory or 4 GiB is free there, else beside the socket]",
+)
+@option(
+    "--spool-budget",
+    type=Size(),
+    metavar="SIZE",
+    help="Most bytes the spool may hold, like 64GiB.  [default: what its file system has]",
+)
+@option(
+    "--memory",
+    type=Size(),
+    default="192MiB",
+    show_default=True,
+    metavar="SIZE",
+    help="Most bytes of upload buffers.",
+)
+@option(
+    "--nice",
+    type=click.IntRange(0, 19),
+    default=10,
+    show_default=True,
+    metavar="NUMBER",
+    help="How much it lets the trainers on its host go first where cores are short (nice(1)).",
+)
+@option(
+    "--grace",
+    type=Seconds(),
+    default=30,
+    show_default=True,
+    metavar="SECONDS",
+    help="After SIGTERM, time to finish uploads; the rest stays in the spool for the next start.",
+)
+@option(
+    "--idle-exit",
+    type=Seconds(),
+    metavar="SECONDS",
+    help="Exit after this long without a client or anything to upload.  [default: never]",
+)
+@click.option(
+    "--successor", type=click.Path(path_type=Path), hidden=True, help="Set by `pannier up`."
+)
+@daemon_options
+def command(**settings: Any) -> None:
+    """Run the daemon that carries this host's checkpoints to storage.
+
+    Trainers on this host hand it their data files; it uploads them, confirms
+    their checksums and reports to the coordinator. A journal in the spool says
+    what is there: however it ended, the next sidecar that is started on the
+    same --spool goes on with it. Storage credentials and endpoints come from the
+    environment, as gcsfs and s3fs know them.
+
+    With --jobs, a job's trainers connect to jobs/<job>/sidecar.sock beside the
+    sidecar's own socket and show the job's token (PANNIER_TOKEN_FILE). The job's
+    file is a JSON object, which nobody but its owner may write:
+
+    \b
+      "tokens"        those that are good: several while one takes another's place
+      "allow"         roots that the job's checkpoints must lie below
+      "coordinator"   the job's own, unless it is --coordinator's
+      "spool_budget"  most bytes of the job's spool, like "64GiB"
+    """
+    from pannier.sidecar.config import SidecarConfig
+    from pannier.sidecar.main import run
+
+    ctx = click.get_current_context()
+    if settings["spool"] is None:
+        settings["spool"] = _spool_beside(settings["address"])
+    ctx.exit(run(SidecarConfig(**daemon_settings(settings))))
+
+
+def _spool_beside(address: str) -> Path:
+    from pannier.cli.commands.up import default_spool
+    from pannier.daemon.listeners import socket_path
+    from pannier.wire.addresses import runtime_dir
+
+    path = socket_path(address)
+    if path is None:
+        raise click.UsageError(
+            f"--address={address} has no socket, and so no place for a spool beside it: give --spool "
+            "(PANNIER_SPOOL)"
+        )
+    return default_spool(path.parent, runtime_dir())
+
+
+def daemon_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    """Flags as the fields of a daemon's config: an absent one keeps the field's default."""
+    renamed = {
+        "idle_exit": "idle_exit_s",
+        "grace": "grace_s",
+        "grace_superseded": "grace_superseded_s",
+        "suspect_after": "suspect_after_s",
+    }
+    return {renamed.get(name, name): value for name, value in settings.items() if value is not None}

@@ -1,0 +1,91 @@
+"""``pannier status``: what a daemon knows of its saves, as a table or as JSON."""
+
+from pathlib import Path
+
+import click
+
+from pannier.cli import output
+from pannier.cli.status_client import StatusClient, daemon_option, embedded_sidecars
+from pannier.v1 import save_pb2, status_pb2
+
+_STATES = [
+    name.removeprefix("SAVE_STATE_").lower()
+    for name, number in save_pb2.SaveState.items()
+    if number != save_pb2.SAVE_STATE_UNSPECIFIED
+]
+
+
+@click.command("status")
+@click.argument("save", required=False)
+@daemon_option
+@click.option("--job", help="Only saves of this job.")
+@click.option(
+    "--state",
+    "states",
+    multiple=True,
+    type=click.Choice(_STATES, case_sensitive=False),
+    help="Only saves in this state; may be given several times.",
+)
+@click.option(
+    "--limit", type=click.IntRange(1, 10000), default=20, show_default=True, help="Most saves."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
+def command(
+    *,
+    save: str | None,
+    address: str | None,
+    job: str | None,
+    states: tuple[str, ...],
+    limit: int,
+    as_json: bool,
+    **tls: Path | None,
+) -> None:
+    """Show saves and how far they are; with SAVE, one of them with its ranks.
+
+    SAVE is an id from the list, or a checkpoint id, which means its newest save.
+
+    The JSON is a stable contract: pannier.v1.ListSavesResponse, with SAVE
+    pannier.v1.GetSaveResponse, in proto3's JSON form with the protos' field
+    names, every field present (so 64-bit integers are strings).
+    """
+    if address is None:
+        address, *others = embedded_sidecars()
+        for other in others:
+            click.echo(
+                f"hint: another sidecar of yours: pannier status --address {other}", err=True
+            )
+    with StatusClient(address, **tls) as client:
+        if save is not None:
+            found = client.get_save(save)
+            if as_json:
+                output.print_json(output.as_json(found))
+            else:
+                output.console().print(output.save_details(found.save))
+            return
+        listed = client.list_saves(
+            status_pb2.ListSavesRequest(
+                job=job or "",
+                states=[f"SAVE_STATE_{state.upper()}" for state in states],
+                limit=limit,
+            )
+        )
+    if as_json:
+        output.print_json(output.as_json(listed))
+        return
+    out = output.console()
+    out.print(f"{listed.host}: {listed.daemon_state}, pannier {listed.version}")
+    if listed.oldest_upload_s:
+        waiting = f"{output.size(listed.bytes_queued)} to upload"
+        out.print(f"{waiting}, the oldest for {listed.oldest_upload_s:.0f} s")
+    if listed.spool_bytes:
+        held = f", {output.size(listed.spool_held_bytes)} held by processes that are stopped"
+        out.print(
+            f"spool: {output.size(listed.spool_bytes)}, of these "
+            f"{output.size(listed.spool_lent_bytes)} lent to trainers"
+            f"{held if listed.spool_held_bytes else ''}"
+            f"; {output.size(listed.spool_free_bytes)} free"
+        )
+    if listed.saves:
+        out.print(output.saves_table(listed.saves))
+    else:
+        out.print("no saves")

@@ -1,0 +1,248 @@
+"""``pannier up``: flags in, the command lines of a sidecar and its coordinator out to the supervisor."""
+
+import json
+import logging
+import os
+import shutil
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from pannier.cli.errors import NEGATIVE
+from pannier.cli.options import (
+    Address,
+    Seconds,
+    Size,
+    WebAddress,
+    log_format_option,
+    option,
+    storage_options,
+    tls_options,
+)
+from pannier.cli.supervisor import AlreadyRunningError, Supervisor, UnsafeDirectoryError
+
+_ROOM = 4 << 30
+"""Bytes free in /dev/shm that let it hold the spool, however big the host is."""
+
+
+@click.command("up")
+@option(
+    "--runtime-dir",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="DIRECTORY",
+    help="Holds sockets, logs and the lock.  [default: one per user, below XDG_RUNTIME_DIR or /tmp]",
+)
+@option(
+    "--spool",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="DIRECTORY",
+    help="Holds data files until they are in storage: all ranks of the host twice while two saves "
+    "are in flight.  [default: below /dev/shm when a quarter of the host's memory or 4 GiB is free "
+    "there, else below the runtime directory]",
+)
+@option(
+    "--coordinator",
+    type=Address(),
+    help="Use the coordinator that listens there, as a job on several hosts must, and run the "
+    "sidecar alone.  [default: run one here]",
+)
+@option(
+    "--listen",
+    type=Address(),
+    metavar="HOST:PORT",
+    help="Have the coordinator listen here, too, for the sidecars of other hosts; other than on "
+    "loopback that takes TLS.",
+)
+@option(
+    "--insecure-listen",
+    is_flag=True,
+    help="Let it listen without TLS, where anybody who can connect may save, abort and read along.",
+)
+@tls_options
+@option("--spool-budget", type=Size(), metavar="SIZE", help="Most bytes the spool may hold.")
+@option("--memory", type=Size(), metavar="SIZE", help="Most bytes of upload buffers.")
+@option(
+    "--idle-exit",
+    type=Seconds(),
+    metavar="SECONDS",
+    help="Exit after this long without a client or anything to upload; with --listen, on any "
+    "host.  [default: never]",
+)
+@option(
+    "--grace",
+    type=Seconds(),
+    default=30,
+    show_default=True,
+    metavar="SECONDS",
+    help="After SIGTERM, time to finish uploads; the rest stays in the spool for the next start.",
+)
+@option("--allow", multiple=True, metavar="ROOT", help="Only accept checkpoints below it.")
+@option("--planner", multiple=True, metavar="MODULE:CLASS", help="See `pannier coordinator`.")
+@storage_options
+@option("--host", help="Name of this host in status and errors.  [default: the hostname]")
+@log_format_option
+# Not from the environment: trainers would hand it to every pair that they start, on the same ports.
+@click.option(
+    "--metrics",
+    type=WebAddress(),
+    metavar="[HOST:]PORT",
+    help="Have the coordinator serve its status page and metrics here, and the sidecar its own on the "
+    "next port; see `pannier coordinator`.",
+)
+@click.option("--discard", is_flag=True, hidden=True)
+def command(
+    *,
+    runtime_dir: Path | None,
+    spool: Path | None,
+    coordinator: str | None,
+    listen: str | None,
+    grace: float,
+    planner: tuple[str, ...],
+    log_format: str,
+    metrics: str | None,
+    discard: bool,
+    **settings: Any,
+) -> None:
+    """Run one sidecar and one coordinator on this host, supervised.
+
+    Clients start it by themselves when no sidecar is configured. The daemons
+    listen on unix sockets that only this user can open, the coordinator with
+    --listen on TCP as well. One that crashes is started again; when nothing is
+    left to do, all leave (--idle-exit). A trainer whose
+    environment has storage elsewhere is refused; what flags say here holds for all.
+    """
+    from pannier.common import env_fingerprint
+    from pannier.wire import addresses
+
+    directory = (runtime_dir or addresses.runtime_dir()).absolute()
+    sidecar = addresses.parse_address(
+        addresses.embedded_sidecar(directory), setting="--runtime-dir"
+    )
+    own_coordinator = addresses.parse_address(
+        addresses.embedded_coordinator(directory), setting="--runtime-dir"
+    )
+    if coordinator is not None and planner:
+        raise click.UsageError(
+            "--planner (PANNIER_PLANNER) is for the coordinator, and --coordinator "
+            f"(PANNIER_COORDINATOR) says that it runs at {coordinator}: start that one with it"
+        )
+    if coordinator is not None and listen is not None:
+        raise click.UsageError(
+            f"--listen={listen} is for the coordinator, and --coordinator says that it runs at "
+            f"{coordinator}: give one of them"
+        )
+    spool = spool or default_spool(directory, addresses.runtime_dir())
+    common = ["--embedded", "--log-format", log_format]
+    common += _flags(settings, "allow", "storage_options", "host", *_TLS)
+    idle = _flags(settings, "idle_exit")
+    ctx = click.get_current_context()
+    decisive = env_fingerprint.record(os.environ)
+    for name in ctx.params:
+        if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            decisive[f"PANNIER_{name.upper()}"] = None
+    supervisor = Supervisor(
+        directory,
+        coordinator=[
+            *(*_PANNIER, "coordinator", "--address", own_coordinator),
+            *common,
+            *_flags({"planner": planner, "listen": listen}, "planner", "listen"),
+            *_flags({"metrics": metrics}, "metrics"),
+            *(["--insecure-listen"] if settings["insecure_listen"] else []),
+            *(idle if listen else []),
+        ]
+        if coordinator is None
+        else None,
+        sidecar=[
+            *(*_PANNIER, "sidecar", "--address", sidecar),
+            *("--coordinator", coordinator or own_coordinator),
+            *("--spool", str(spool), "--grace", str(grace)),
+            *("--successor", str(directory / addresses.SUCCESSOR)),
+            *common,
+            *_flags(settings, "spool_budget", "memory"),
+            *_flags({"metrics": metrics and _next_port(metrics)}, "metrics"),
+            *([] if listen else idle),
+        ],
+        shared=listen is not None,
+        decisive=decisive,
+        grace_s=grace,
+    )
+    _set_up_logging(log_format)
+    try:
+        status = supervisor.run()
+    except AlreadyRunningError as error:
+        click.echo(f"error: {error}", err=True)
+        status = NEGATIVE
+    except UnsafeDirectoryError as error:
+        raise click.UsageError(str(error)) from error
+    if discard and supervisor.idle:
+        _discard(directory, spool)
+    ctx.exit(status)
+
+
+def _discard(directory: Path, spool: Path) -> None:
+    """Of daemons that nobody will start again, their log alone stays."""
+    from pannier.wire import addresses
+
+    shutil.rmtree(spool, ignore_errors=True)
+    for path in directory.iterdir():
+        if path.name != addresses.LOG and path.is_file():
+            path.unlink(missing_ok=True)
+
+
+def _set_up_logging(format: str) -> None:
+    if format == "text":
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s up: %(message)s")
+        return
+    from pannier.daemon.logging import set_up_logging
+
+    set_up_logging(format, daemon="up")
+
+
+_PANNIER = [sys.executable, "-m", "pannier.cli"]
+_LAST_PORT = 65535
+_TLS = ("tls_cert", "tls_key", "tls_ca")
+
+
+def _next_port(address: str) -> str:
+    host, _, port = address.rpartition(":")
+    if int(port) == _LAST_PORT:
+        raise click.UsageError(f"--metrics={address}: the sidecar needs the port after that")
+    return f"{host}:{int(port) + 1}"
+
+
+def _flags(settings: dict[str, Any], *names: str) -> list[str]:
+    """Command-line words for these settings; none for those that are not set."""
+    words = []
+    for name in names:
+        value = settings[name]
+        values = value if isinstance(value, tuple) else (value,)
+        for one in values:
+            if one is not None and one != {}:
+                text = json.dumps(one) if isinstance(one, dict) else str(one)
+                words += ["--" + name.replace("_", "-"), text]
+    return words
+
+
+def default_spool(directory: Path, usual: Path) -> Path:
+    """Where the embedded sidecar of the runtime directory ``directory`` spools.
+
+    On tmpfs when that has room, one per user; a runtime directory other than the
+    ``usual`` one has a spool of its own.
+    """
+    from pannier.wire.version import WIRE_VERSION
+
+    memory = Path("/dev/shm")
+    if os.access(memory, os.W_OK):
+        space = os.statvfs(memory)
+        whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        # A rank's state must fit twice, and hosts are as big as what they train.
+        if space.f_bavail * space.f_frsize >= min(_ROOM, whole // 4):
+            name = f"pannier-{os.getuid()}-v{WIRE_VERSION}"
+            if directory != usual.absolute() or "PANNIER_RUNTIME_DIR" in os.environ:
+                name += f"-{zlib.crc32(os.fsencode(directory)):08x}"
+            return memory / name
+    return directory / "spool"

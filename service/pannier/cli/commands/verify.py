@@ -1,0 +1,104 @@
+"""``pannier verify``: is every byte of a checkpoint as it was committed?"""
+
+import asyncio
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.text import Text
+
+from pannier.cli import output
+from pannier.cli.errors import NEGATIVE, OK
+from pannier.cli.options import Location, storage_options
+from pannier.maintenance.verify import Finding, Verdict, verify
+from pannier.storage import open_store
+
+
+@click.command("verify")
+@click.argument("checkpoint_id", type=Location())
+@storage_options
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
+def command(*, checkpoint_id: str, storage_options: dict[str, Any], as_json: bool) -> None:
+    """Re-read all data files of CHECKPOINT_ID and compare them with its receipts.
+
+    Sizes and crc32c checksums are compared with what each rank's sidecar had
+    confirmed, and .metadata with the decision that committed it. Exit status 1
+    when anything differs or is missing, or when it isn't a committed checkpoint
+    of Pannier's.
+
+    The JSON is a stable contract: "checkpoint", "attempt", "ok", and per object
+    in "files": "name", "rank" (or null), "status" (ok, missing, size, checksum,
+    malformed), "size", "expected_size", "crc32c" and "expected_crc32c" (8 hex
+    digits); null where it isn't known.
+    """
+    verdict = asyncio.run(_verify(checkpoint_id, storage_options))
+    if as_json:
+        output.print_json(
+            {
+                "checkpoint": checkpoint_id,
+                "attempt": verdict.attempt,
+                "ok": verdict.ok,
+                "files": [_fields(finding) for finding in verdict.findings],
+            }
+        )
+    else:
+        _print(checkpoint_id, verdict)
+    click.get_current_context().exit(OK if verdict.ok else NEGATIVE)
+
+
+async def _verify(checkpoint_id: str, options: dict[str, Any]) -> Verdict:
+    store = open_store(checkpoint_id, storage_options=options)
+    columns = (TextColumn("reading"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    try:
+        # Gone at the end, and nothing at all when standard error isn't a terminal.
+        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task("", total=None, visible=bar.console.is_terminal)
+            return await verify(
+                store,
+                progress=lambda count, total: bar.update(task, advance=count, total=total),
+            )
+    finally:
+        await store.close()
+
+
+def _print(checkpoint_id: str, verdict: Verdict) -> None:
+    out = output.console()
+    bad = [finding for finding in verdict.findings if finding.status != "ok"]
+    total = sum(finding.size or 0 for finding in verdict.findings)
+    if not bad:
+        out.print(
+            f"ok: {checkpoint_id}, attempt {verdict.attempt}: {len(verdict.findings)} objects, "
+            f"{output.size(total)}, all as committed"
+        )
+        return
+    table = output.table("object", "rank", "problem", right=["rank"])
+    for finding in bad:
+        rank = "" if finding.rank is None else str(finding.rank)
+        table.add_row(Text(finding.name), rank, Text(_problem(finding), style="red"))
+    out.print(f"damaged: {checkpoint_id}, attempt {verdict.attempt}")
+    out.print(table)
+
+
+def _problem(finding: Finding) -> str:
+    if finding.status == "size":
+        return f"has {finding.size} bytes, should have {finding.expected_size}"
+    if finding.status == "checksum":
+        return f"crc32c is {_hex(finding.crc32c)}, should be {_hex(finding.expected_crc32c)}"
+    return finding.status
+
+
+def _hex(checksum: int | None) -> str | None:
+    return None if checksum is None else f"{checksum:08x}"
+
+
+def _fields(finding: Finding) -> dict[str, Any]:
+    return {
+        "name": finding.name,
+        "rank": finding.rank,
+        "status": finding.status,
+        "size": finding.size,
+        "expected_size": finding.expected_size,
+        "crc32c": _hex(finding.crc32c),
+        "expected_crc32c": _hex(finding.expected_crc32c),
+    }

@@ -1,0 +1,170 @@
+"""A channel to a daemon's Status service: calls in, messages or PannierErrors out. Blocking."""
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import click
+import grpc
+
+from pannier.cli.options import Address, combined, option, tls_options
+from pannier.v1 import save_pb2, status_pb2, status_pb2_grpc
+from pannier.wire import addresses, errors
+from pannier.wire.auth_token import Metadata, TokenFile
+from pannier.wire.tls import open_channel, tls_of
+
+CALL_S = 10.0
+"""Deadline of a call that is answered at once."""
+RECONNECT_S = 10.0
+"""How long a daemon may be away while a save is watched: a restart."""
+
+TERMINAL = (
+    save_pb2.SAVE_STATE_COMMITTED,
+    save_pb2.SAVE_STATE_ABORTED,
+    save_pb2.SAVE_STATE_PREPARED,
+)
+
+daemon_option = combined(
+    option(
+        "--address",
+        envvar="PANNIER_SIDECAR",
+        type=Address(),
+        help="The daemon to ask, a sidecar or the coordinator: unix:///path or host:port.  "
+        "[default: this user's embedded sidecar]",
+    ),
+    tls_options,
+    option(
+        "--token-file",
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help="With the job's token, for a sidecar that serves several jobs, at the job's own socket.",
+    ),
+)
+"""Which daemon to ask, and how: arguments of :class:`StatusClient`."""
+
+
+def shown(token_file: Path | None) -> Metadata:
+    """What calls carry. Raises ConfigurationError when there is no token in the file."""
+    return () if token_file is None else TokenFile(token_file, setting="--token-file").metadata()
+
+
+def embedded_sidecars() -> list[str]:
+    """Addresses of this user's embedded sidecars on this host; at least the usual one's.
+
+    Those that answer go first, the usual one before those of jobs on several hosts.
+    """
+    usual = addresses.embedded_sidecar(addresses.runtime_dir())
+    known = addresses.embedded_sidecars(addresses.runtime_dir())
+    return [each for each in known if _listens(each)] or [usual]
+
+
+def _listens(address: str) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(address.removeprefix("unix://"))
+        except OSError:
+            return False
+        return True
+
+
+@contextmanager
+def translated(address: str) -> Iterator[None]:
+    """What a failed call to the daemon at ``address`` raises inside becomes a PannierError."""
+    try:
+        yield
+    except grpc.RpcError as error:
+        raise errors.from_rpc_error(error, peer=f"the daemon at {address}") from error
+
+
+class StatusClient:
+    """One daemon's Status service. A context manager; not for several threads.
+
+    All methods raise PannierError subclasses: UnavailableError and DeadlineError
+    when the daemon can't be reached.
+    """
+
+    def __init__(
+        self,
+        address: str | None,
+        *,
+        tls_cert: Path | None = None,
+        tls_key: Path | None = None,
+        tls_ca: Path | None = None,
+        token_file: Path | None = None,
+    ) -> None:
+        """Raises ConfigurationError when the TLS files, or the token's, can't be used."""
+        if address is None:
+            address = embedded_sidecars()[0]
+        self.address = address
+        tls = tls_of(tls_cert, tls_key, tls_ca)
+        self._metadata = shown(token_file)
+        self._channel = open_channel(address, addresses.channel_options(), tls)
+        self._stub: Any = status_pb2_grpc.StatusStub(self._channel)
+
+    def list_saves(self, request: status_pb2.ListSavesRequest) -> status_pb2.ListSavesResponse:
+        """Newest first."""
+        with self._translated():
+            response: status_pb2.ListSavesResponse = self._stub.ListSaves(
+                request, timeout=CALL_S, metadata=self._metadata
+            )
+            return response
+
+    def get_save(self, save: str) -> status_pb2.GetSaveResponse:
+        """By id, or the newest of a checkpoint id."""
+        with self._translated():
+            response: status_pb2.GetSaveResponse = self._stub.GetSave(
+                status_pb2.GetSaveRequest(id=save), timeout=CALL_S, metadata=self._metadata
+            )
+            return response
+
+    def watch_save(self, save: str) -> Iterator[status_pb2.WatchSaveResponse]:
+        """Every change until the terminal state; goes on when the daemon is restarted meanwhile."""
+        heard = False
+        while True:
+            try:
+                with self._translated():
+                    request = status_pb2.WatchSaveRequest(id=save)
+                    for response in self._stub.WatchSave(request, metadata=self._metadata):
+                        heard = True
+                        yield response
+                        if response.save.state in TERMINAL:
+                            return
+                raise errors.UnavailableError(
+                    f"the daemon at {self.address} stopped telling about {save}"
+                )
+            except errors.UnavailableError:
+                # A daemon that never answered isn't waited for.
+                if not heard or not self._ready_again():
+                    raise
+
+    def _ready_again(self) -> bool:
+        try:
+            grpc.channel_ready_future(self._channel).result(RECONNECT_S)
+        except grpc.FutureTimeoutError:
+            return False
+        return True
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        with translated(self.address):
+            try:
+                yield
+            except grpc.RpcError as error:
+                if error.code() is grpc.StatusCode.NOT_FOUND:
+                    raise errors.PannierError(f"{self.address}: {error.details()}") from error
+                raise
+
+    def __enter__(self) -> "StatusClient":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._channel.close()

@@ -1,0 +1,1 @@
+"""Work of a coordinator after a commit, on which no save waits."""

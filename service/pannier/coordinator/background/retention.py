@@ -1,0 +1,98 @@
+"""After each commit: the job's checkpoints that no rule keeps are removed.
+
+In: checkpoint ids at which something was committed, and a policy. Out: storage without what may go,
+and a log of what went and what stays although no rule keeps it. Event loop only.
+"""
+
+import asyncio
+import logging
+
+from pannier.coordinator.stores import Places
+from pannier.maintenance.retention_policy import Policy
+from pannier.maintenance.retention_run import retain
+from pannier.wire import object_names
+from pannier.wire.errors import PannierError
+
+_log = logging.getLogger(__name__)
+
+
+class Retention:
+    """One task for each root and job that was committed to.
+
+    Args:
+        host: signs removals.
+    """
+
+    def __init__(self, places: Places, policy: Policy, *, host: str) -> None:
+        self._places = places
+        self._policy = policy
+        self._host = host
+        self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
+        self._again: dict[tuple[str, str], str] = {}
+        """The attempt that was committed last, where the root is to be looked at once more."""
+
+    def committed(self, checkpoint_id: str, job: str, attempt: str) -> None:
+        """Looks at the root now, or once more when it is being looked at.
+
+        Args:
+            attempt: it has been committed there; it and what is newer stay this time.
+        """
+        if not self._policy.limits:
+            return
+        root, _ = object_names.split_checkpoint_id(checkpoint_id)
+        key = (root, job)
+        self._again[key] = attempt
+        if key not in self._tasks:
+            self._begin(key)
+
+    def _begin(self, key: tuple[str, str]) -> None:
+        task = asyncio.get_running_loop().create_task(self._keep(*key))
+        self._tasks[key] = task
+        task.add_done_callback(lambda ended: self._ended(key, ended))
+
+    async def stop(self) -> None:
+        """Drops what runs; the next commit's look goes on."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _ended(self, key: tuple[str, str], ended: "asyncio.Task[None]") -> None:
+        del self._tasks[key]
+        if ended.cancelled():
+            return
+        if (error := ended.exception()) is not None:
+            _log.error("retention at %s failed", key[0], exc_info=error)
+        if key in self._again:
+            # Committed after the task's last look.
+            self._begin(key)
+
+    async def _keep(self, root: str, job: str) -> None:
+        key = (root, job)
+        while (attempt := self._again.pop(key, None)) is not None:
+            try:
+                await self._keep_once(root, job, attempt)
+            except PannierError as error:
+                _log.warning("retention at %s is left to the next commit: %s", root, error)
+
+    async def _keep_once(self, root: str, job: str, attempt: str) -> None:
+        outcomes = await retain(
+            self._places.open_root,
+            root,
+            self._policy,
+            job=job,
+            host=self._host,
+            committed=attempt,
+        )
+        for each in outcomes:
+            checkpoint = each.checkpoint
+            if not each.reasons:
+                _log.info(
+                    "retention: %s/%s is removed (%d bytes), as no rule keeps it",
+                    root,
+                    checkpoint.name,
+                    each.removed,
+                )
+            else:
+                level = logging.INFO if each.spared else logging.DEBUG
+                _log.log(level, "retention: %s/%s stays: %s", root, checkpoint.name, each.why)

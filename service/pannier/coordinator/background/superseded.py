@@ -1,0 +1,90 @@
+"""After a commit: what it superseded is marked, and removed when the grace period has passed.
+
+In: checkpoint ids at which something was committed. Out: storage without superseded attempts, in
+time. A coordinator that ends before leaves it to the next commit there, or to ``pannier gc``.
+Event loop only.
+"""
+
+import asyncio
+import logging
+from typing import Final
+
+from pannier.coordinator.stores import Places
+from pannier.maintenance.superseded import GRACE_S, Swept, sweep_checkpoint
+from pannier.wire.errors import PannierError
+
+_log = logging.getLogger(__name__)
+
+_AGAIN_S: Final = 60.0
+"""After a sweep that failed."""
+_TRIES: Final = 10
+_PARALLEL: Final = 4
+"""Checkpoint ids that are swept at the same time."""
+
+
+class Sweeper:
+    """One task for each checkpoint id that has superseded attempts.
+
+    Args:
+        grace_s: seconds that these stay, from when that was first seen.
+    """
+
+    def __init__(self, places: Places, *, grace_s: float = GRACE_S) -> None:
+        self._places = places
+        self._grace_s = grace_s
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._limit = asyncio.Semaphore(_PARALLEL)
+
+    def committed(self, checkpoint_id: str) -> None:
+        """Sweeps there now, and again as long as there is anything to wait for."""
+        former = self._tasks.pop(checkpoint_id, None)
+        if former is not None:
+            # It only waits, or does what is begun anew: each step can be repeated.
+            former.cancel()
+        task = asyncio.get_running_loop().create_task(self._sweep(checkpoint_id))
+        self._tasks[checkpoint_id] = task
+        task.add_done_callback(lambda ended: self._forget(checkpoint_id, ended))
+
+    def _forget(self, checkpoint_id: str, ended: "asyncio.Task[None]") -> None:
+        if self._tasks.get(checkpoint_id) is ended:
+            del self._tasks[checkpoint_id]
+        if not ended.cancelled() and (error := ended.exception()) is not None:
+            _log.error("sweeping %s failed", checkpoint_id, exc_info=error)
+
+    async def stop(self) -> None:
+        """Drops all sweeps as they are."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _sweep(self, checkpoint_id: str) -> None:
+        failed = 0
+        while failed < _TRIES:
+            try:
+                async with self._limit:
+                    swept = await self._sweep_once(checkpoint_id)
+            except PannierError as error:
+                failed += 1
+                _log.warning("superseded files are left at %s: %s", checkpoint_id, error)
+                await asyncio.sleep(_AGAIN_S)
+                continue
+            failed = 0
+            for attempt, objects in swept.removed.items():
+                _log.info(
+                    "%s was superseded and is removed from %s (%d objects, %d bytes)",
+                    attempt,
+                    checkpoint_id,
+                    len(objects),
+                    sum(info.size for info in objects),
+                )
+            if swept.due_s is None:
+                return
+            await asyncio.sleep(swept.due_s)
+
+    async def _sweep_once(self, checkpoint_id: str) -> Swept:
+        store = self._places.open(checkpoint_id)
+        try:
+            return await sweep_checkpoint(store, grace_s=self._grace_s)
+        finally:
+            await store.close()

@@ -1,0 +1,1 @@
+"""From the receipts of all ranks to the bytes of ``.metadata``."""

@@ -1,0 +1,130 @@
+"""The plan manifest: the global plan as an object beside the checkpoint, and what follows from it.
+
+In: a global plan and the members of a save. Out: the object's bytes, each rank's final plan, and
+what each rank's receipt must say. Everybody reads these from the manifest alone, so a coordinator
+that finds another's manifest goes on from that one. Later saves by the same plan get manifests of
+their own, which share all of it but their header.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from pannier.attempts.manifests import ManifestRecord, join, plan_id_of
+from pannier.coordinator.planning.columns import RankPlan
+from pannier.coordinator.planning.global_plan import GlobalPlan
+from pannier.coordinator.planning.plan_cache import AgreedPlan, Share, read_assignment
+from pannier.v1 import plan_pb2, records_pb2, sidecar_pb2
+from pannier.wire import object_names
+from pannier.wire.errors import IntegrityError
+
+
+class Manifest(ManifestRecord):
+    """A plan manifest that knows its plan. Immutable."""
+
+    _plan: AgreedPlan | None = None
+
+    @classmethod
+    def make(
+        cls,
+        context: sidecar_pb2.SaveContext,
+        attempt: object_names.Attempt,
+        members: Sequence[RankPlan],
+        plan: GlobalPlan,
+    ) -> "Manifest":
+        """The manifest of a plan that Pannier made. CPU-bound; any thread."""
+        agreed = agree(members, plan)
+        return cls.of(agreed, context, attempt, {each.rank: each.host for each in members})
+
+    @classmethod
+    def of(
+        cls,
+        plan: AgreedPlan,
+        context: sidecar_pb2.SaveContext,
+        attempt: object_names.Attempt,
+        hosts: Mapping[int, str],
+    ) -> "Manifest":
+        """The manifest of one more save by a plan that was agreed."""
+        header = _header(context, attempt)
+        for rank, digest in plan.members:
+            header.members.add(rank=rank, host=hosts.get(rank, ""), digest=digest)
+        prefix = object_names.data_prefix(attempt.name)
+        header.metadata.files.extend([prefix + name for name in plan.names])
+        made = cls(header, join(header, plan.body), plan.plan_id, plan.body)
+        made._plan = plan
+        return made
+
+    @classmethod
+    def make_external(
+        cls,
+        context: sidecar_pb2.SaveContext,
+        attempt: object_names.Attempt,
+        hosts: Mapping[int, str],
+        metadata: plan_pb2.GlobalMetadata,
+    ) -> "Manifest":
+        """The manifest of a plan that torch made, with complete placements."""
+        message = _header(context, attempt)
+        message.external = True
+        for rank in context.ranks:
+            message.members.add(rank=rank, host=hosts.get(rank, ""))
+        message.metadata.CopyFrom(metadata)
+        return cls.parse(message.SerializeToString(deterministic=True))
+
+    @property
+    def plan(self) -> AgreedPlan:
+        """What this attempt has in common with others; read from storage, CPU-bound at first.
+
+        Raises IntegrityError when the manifest contradicts itself.
+        """
+        if self._plan is None:
+            message = self.message
+            prefix = object_names.data_prefix(message.attempt)
+            try:
+                self._plan = AgreedPlan(
+                    plan_id=self.plan_id,
+                    members=[(member.rank, member.digest) for member in message.members],
+                    names=[name.removeprefix(prefix) for name in message.metadata.files],
+                    body=self.body or b"",
+                    # Who writes what of a plan of torch's isn't known.
+                    assignment=read_assignment(
+                        records_pb2.PlanManifest() if message.external else message
+                    ),
+                )
+            except (IndexError, ValueError, OverflowError) as error:
+                raise IntegrityError(
+                    f"the plan manifest of attempt {message.attempt} contradicts itself: {error}"
+                ) from error
+        return self._plan
+
+    def share(self, rank: int) -> Share:
+        """What ``rank`` writes; nothing, for a rank without items. Raises as :attr:`plan`."""
+        return self.plan.share(rank)
+
+    def final_plan(self, rank: int) -> plan_pb2.FinalPlan:
+        """The answer to ``rank``'s local plan."""
+        return self.plan.final_plan(rank, self.header.attempt)
+
+
+def agree(members: Sequence[RankPlan], plan: GlobalPlan) -> AgreedPlan:
+    """The plan that these ranks' saves go by. CPU-bound; any thread."""
+    who = [(each.rank, each.digest) for each in members]
+    agreed = AgreedPlan(
+        plan_id=plan_id_of(who, plan.names, plan.body),
+        members=who,
+        names=plan.names,
+        body=plan.body,
+        assignment=plan.assignment,
+    )
+    # Its ranks are answered next.
+    agreed.pack()
+    return agreed
+
+
+def _header(
+    context: sidecar_pb2.SaveContext, attempt: object_names.Attempt
+) -> records_pb2.PlanManifest:
+    return records_pb2.PlanManifest(
+        save=context.save,
+        attempt=attempt.name,
+        checkpoint_id=context.checkpoint_id,
+        incarnation_number=attempt.incarnation_number,
+        overwrite=context.overwrite,
+    )

@@ -1,0 +1,75 @@
+"""The bytes of ``.metadata``: what of a commit needs torch.
+
+In: a manifest and the receipts of all its ranks. Out: the pickle that torch's readers take. How
+these bytes become the checkpoint is :mod:`pannier.attempts`' business.
+"""
+
+import logging
+from collections.abc import Iterable, Mapping
+
+from torch.distributed.checkpoint.metadata import StorageMeta
+
+from pannier.coordinator.commit.manifest import Manifest
+from pannier.coordinator.commit.metadata_pickler import dump_metadata
+from pannier.coordinator.commit.metadata_template import MetadataTemplate
+from pannier.coordinator.commit.receipt_check import (
+    check_external_metadata,
+    check_external_receipt,
+    check_receipt,
+    complete_metadata,
+    told_places,
+)
+from pannier.v1 import plan_pb2, records_pb2
+from pannier.wire import object_names
+from pannier.wire.errors import IntegrityError
+from pannier.wire.plan_codec import build_metadata
+
+_log = logging.getLogger(__name__)
+
+
+def pickle_metadata(message: plan_pb2.GlobalMetadata, *, checkpoint_id: str, attempt: str) -> bytes:
+    """Bytes of ``.metadata`` as torch's readers take them. CPU-bound; any thread."""
+    storage_meta = StorageMeta(checkpoint_id=checkpoint_id, save_id=attempt)
+    return dump_metadata(build_metadata(message, storage_meta=storage_meta))
+
+
+def build_candidate(
+    manifest: Manifest, receipts: Mapping[int, records_pb2.Receipt], *, checkpoint_id: str
+) -> bytes:
+    """Bytes of ``.metadata`` for checked receipts of all ranks. CPU-bound; any thread."""
+    attempt = manifest.header.attempt
+    if manifest.body is not None and (template := _template(manifest)) is not None:
+        meta = StorageMeta(checkpoint_id=checkpoint_id, save_id=attempt)
+        return template.render(
+            object_names.data_prefix(attempt), meta, told_places(manifest, receipts)
+        )
+    return pickle_metadata(
+        complete_metadata(manifest, receipts), checkpoint_id=checkpoint_id, attempt=attempt
+    )
+
+
+def _template(manifest: Manifest) -> MetadataTemplate | None:
+    """Made once for all saves by the plan; None for a body that this version doesn't write."""
+    plan = manifest.plan
+    if plan.template is None:
+        try:
+            plan.template = MetadataTemplate(plan)
+        except (IndexError, KeyError, ValueError) as error:
+            _log.warning("the plan %s has no template of metadata: %s", plan.plan_id, error)
+    return plan.template
+
+
+def build_checked(manifest: bytes, receipts: Iterable[records_pb2.Receipt]) -> bytes:
+    """The same from storage alone. Raises IntegrityError when a receipt doesn't fit the plan."""
+    plan = Manifest.parse(manifest)
+    told = {receipt.rank: receipt for receipt in receipts}
+    for receipt in told.values():
+        if plan.header.external:
+            check_external_receipt(plan.header.attempt, receipt)
+        else:
+            check_receipt(plan, receipt)
+    if plan.header.external:
+        check_external_metadata(plan.message.metadata, told)
+    if missing := [rank for rank in plan.ranks if rank not in told]:
+        raise IntegrityError(f"the receipts of ranks {missing} are missing")
+    return build_candidate(plan, told, checkpoint_id=plan.header.checkpoint_id)

@@ -1,0 +1,46 @@
+"""Pickles DCP's metadata so that every supported torch and Python reads it.
+
+In: torch's ``Metadata`` or a part of it. Out: the same bytes from every torch and Python that writes
+them. Pure; any thread.
+"""
+
+import copyreg
+import io
+import pickle
+from typing import Any, Final
+
+from torch.distributed.checkpoint.metadata import TensorProperties
+
+from pannier.wire.plan_codec import MemoryFormat
+
+PROTOCOL: Final = 4
+"""Of pickle; torch's own writer uses it, and its readers of all versions know it."""
+_PROPERTIES: Final = 5
+"""Fields of ``TensorProperties`` that torch up to 2.14 reads; 2.15 appends ``strides``."""
+
+
+def _reduce_properties(properties: TensorProperties) -> tuple[Any, ...]:
+    state = properties.__getstate__()  # type: ignore[no-untyped-call]
+    return copyreg.__newobj__, (TensorProperties,), state[:_PROPERTIES]  # type: ignore[attr-defined]
+
+
+def _reduce_member(member: Any) -> tuple[Any, ...]:
+    return type(member), (member.value,)
+
+
+class MetadataPickler(pickle.Pickler):
+    """Writes what differs between versions in its oldest form."""
+
+    dispatch_table = {  # noqa: RUF012
+        **copyreg.dispatch_table,
+        TensorProperties: _reduce_properties,
+        # Python 3.11.2, Debian 12's, would have it looked up by getattr.
+        MemoryFormat: _reduce_member,
+    }
+
+
+def dump_metadata(value: Any) -> bytes:
+    """The pickle of a ``Metadata``."""
+    out = io.BytesIO()
+    MetadataPickler(out, protocol=PROTOCOL).dump(value)
+    return out.getvalue()

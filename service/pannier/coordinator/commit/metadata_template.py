@@ -1,0 +1,400 @@
+"""The bytes of ``.metadata`` of every save by one plan, but for what is the attempt's own.
+
+In: the body of a plan's manifests. Out: a pickle of torch's ``Metadata``, as ``pickle.dumps`` of the
+same would load. Its objects are written as columns: one record of constant length per chunk, in which
+only references to what came before differ. Names of data files come first and ``storage_meta`` last,
+so that all in between is made once. Pure; any thread.
+"""
+
+import io
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
+
+from pannier.coordinator.commit.metadata_pickler import PROTOCOL, MetadataPickler
+from pannier.coordinator.planning import varints
+from pannier.coordinator.planning.plan_cache import AgreedPlan
+from pannier.coordinator.planning.row_order import number_rows
+from pannier.coordinator.planning.varints import Ints
+from pannier.v1 import plan_pb2
+from pannier.wire.plan_codec import StorageInfo, build_metadata, decode_properties
+
+Bytes = npt.NDArray[np.uint8]
+
+# pickle's protocol 4; each comment says what it does to the stack.
+_MARK: Final = b"("
+_STOP: Final = b"."
+_POP: Final = b"0"
+_MEMOIZE: Final = b"\x94"
+_NEWOBJ: Final = b")\x81"
+"""Class -> object, made without arguments."""
+_REDUCE: Final = b"\x85R"
+"""Class and argument -> its result."""
+_DICT: Final = b"}("
+"""An empty dict, whose items come."""
+_ITEMS: Final = b"u"
+_STATE: Final = b"ub"
+"""The items of an object's state, and that it is the state."""
+_LIST: Final = b"]("
+_APPENDS: Final = b"e"
+_NONE: Final = b"N"
+_TUPLES: Final = {0: b")", 1: b"\x85", 2: b"\x86", 3: b"\x87"}
+
+
+class _Record(NamedTuple):
+    """Records of constant length: bytes that are the same in all, and the places of numbers."""
+
+    text: bytes
+    holes: Sequence[int]
+    """Where each number begins; all are little-endian, of these widths."""
+    widths: Sequence[int]
+
+    def fill(self, *columns: Ints) -> Bytes:
+        """One row per record."""
+        count = len(columns[0])
+        out = np.empty((count, len(self.text)), np.uint8)
+        out[:] = np.frombuffer(self.text, np.uint8)
+        for hole, width, column in zip(self.holes, self.widths, columns, strict=True):
+            bytes_ = np.ascontiguousarray(column, "<i8").view(np.uint8).reshape(count, 8)
+            out[:, hole : hole + width] = bytes_[:, :width]
+        return out
+
+
+def _record(*parts: bytes | int) -> _Record:
+    """From text and widths of numbers: 4 is a reference's or a number's, 8 a large number's."""
+    text, holes, widths = b"", [], []
+    for part in parts:
+        if isinstance(part, int):
+            holes.append(len(text))
+            widths.append(part)
+            text += bytes(part)
+        else:
+            text += part
+    return _Record(text, holes, widths)
+
+
+_REFERENCE: Final = (b"j", 4)
+
+
+def _number(largest: int) -> tuple[bytes, int]:
+    """How a column of numbers up to this one is written."""
+    if largest < 1 << 16:
+        return b"M", 2
+    return (b"J", 4) if largest < 1 << 31 else (b"\x8a\x08", 8)
+
+
+class _Memo:
+    """What was written before, by number."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.parts: list[bytes] = []
+
+    def add(self, text: bytes) -> bytes:
+        """Writes an object that is only referred to later; returns how."""
+        self.parts.append(text + _MEMOIZE + _POP)
+        self.count += 1
+        return self.reference(self.count - 1)
+
+    @staticmethod
+    def reference(number: int) -> bytes:
+        """What puts the object on the stack."""
+        return b"h" + bytes([number]) if number < 256 else b"j" + struct.pack("<I", number)
+
+
+def _pickled(value: Any) -> bytes:
+    """An object as part of a pickle: without references of its own, header and end."""
+    out = io.BytesIO()
+    pickler = MetadataPickler(out, protocol=PROTOCOL)
+    pickler.fast = True
+    pickler.dump(value)
+    text = out.getvalue()[2:-1]
+    # A frame is 9 bytes: its length is that of all that follows, with the end.
+    framed = text[:1] == b"\x95" and struct.unpack_from("<Q", text, 1)[0] == len(text) - 9 + 1
+    return text[9:] if framed else text
+
+
+class MetadataTemplate:
+    """Of one plan; raises ValueError when its body isn't what a plan's is."""
+
+    def __init__(self, plan: AgreedPlan) -> None:
+        items = _read_items(plan.body)
+        self._names = plan.names
+        memo = _Memo()
+        self._before = memo.parts
+        keys = {
+            word: memo.add(_pickled(word))
+            for word in (
+                *("offsets", "sizes", "fqn", "index", "offset", "relative_path", "length"),
+                *("properties", "size", "chunks"),
+            )
+        }
+        classes = {
+            kind: memo.add(_pickled(kind))
+            for kind in (
+                *(torch.Size, ChunkStorageMetadata, MetadataIndex, StorageInfo),
+                TensorStorageMetadata,
+            )
+        }
+        self._first_name = memo.count
+        memo.parts = []
+        memo.count += len(plan.names)
+        first_fqn = memo.count
+        for fqn in items.lists.fqns:
+            memo.add(_pickled(fqn))
+        properties = [
+            memo.add(_pickled(decode_properties(each))) for each in items.lists.properties
+        ]
+        # Sizes are referred to by number; many chunks share theirs.
+        tensors = np.flatnonzero(items.kind != plan_pb2.ITEM_KIND_BYTE_IO)
+        heads = items.firsts()
+        sizes, which = _distinct(items, tensors, heads)
+        first_size = memo.count
+        text = _write_sizes(sizes, classes[torch.Size])
+        memo.parts.append(text)
+        memo.count += len(sizes.ndim)
+        offsets, extents, wholes = (each + first_size for each in which)
+        chunk = _record(
+            classes[ChunkStorageMetadata] + _NEWOBJ + _DICT + keys["offsets"],
+            *_REFERENCE,
+            keys["sizes"],
+            *_REFERENCE,
+            _STATE,
+        )
+        whole = dict(zip(heads[items.tensor(heads)].tolist(), wholes.tolist(), strict=True))
+        by_key = np.argsort(items.fqn[tensors], kind="stable")
+        chunks = chunk.fill(offsets[by_key], extents[by_key])
+        edges = np.searchsorted(items.fqn[tensors][by_key], np.arange(len(items.lists.fqns) + 1))
+        state: list[bytes | memoryview] = [_DICT]
+        for row in heads.tolist():
+            key = int(items.fqn[row])
+            state.append(memo.reference(first_fqn + key))
+            if row not in whole:
+                state.append(_pickled(BytesStorageMetadata()))
+                continue
+            state += (
+                classes[TensorStorageMetadata] + _NEWOBJ + _DICT,
+                keys["properties"] + properties[int(items.property[row])],
+                keys["size"] + memo.reference(whole[row]),
+                keys["chunks"] + _LIST,
+                chunks[edges[key] : edges[key + 1]].data,
+                _APPENDS + _STATE,
+            )
+        state.append(_ITEMS)
+        objects = np.flatnonzero(items.kind == plan_pb2.ITEM_KIND_BYTE_IO)
+        told = plan.assignment
+        place_of = classes[StorageInfo] + _NEWOBJ + _DICT + keys["relative_path"]
+        index_of = classes[MetadataIndex] + _NEWOBJ + _DICT + keys["fqn"]
+        fixed = _record(
+            index_of,
+            *_REFERENCE,
+            keys["index"],
+            *_number(int(items.hint.max(initial=0))),
+            keys["offset"],
+            *_REFERENCE,
+            _STATE + place_of,
+            *_REFERENCE,
+            keys["offset"],
+            *_number(int(told.offset.max(initial=0))),
+            keys["length"],
+            *_number(int(told.length.max(initial=0))),
+            _STATE,
+        )
+        # Objects, and tensors whose place the receipt tells.
+        varying = tensors[told.length[tensors] == 0]
+        planned = told.length[tensors] > 0
+        rows = tensors[planned]
+        pairs = fixed.fill(
+            items.fqn[rows] + first_fqn,
+            items.hint[rows],
+            offsets[planned],
+            told.file[rows] + self._first_name,
+            told.offset[rows],
+            told.length[rows],
+        )
+        place = (_STATE + place_of, *_REFERENCE, keys["offset"], b"\x8a\x08", 8)
+        length = (keys["length"], b"\x8a\x08", 8, _STATE)
+        self._loose = _record(index_of, *_REFERENCE, keys["index"] + _NONE, *place, *length)
+        self._loose_tensors = _record(
+            *(index_of, *_REFERENCE, keys["index"], b"J", 4, keys["offset"], *_REFERENCE),
+            *place,
+            *length,
+        )
+        self._objects = (objects, items.fqn[objects] + first_fqn, told.file[objects])
+        self._varying = (
+            *(varying, items.fqn[varying] + first_fqn, items.hint[varying]),
+            *(offsets[~planned], told.file[varying]),
+        )
+        planner_data, version = _around(items.rest)
+        self._body = b"".join(
+            (
+                *memo.parts,
+                _pickled(Metadata) + _NEWOBJ + _DICT,
+                _pickled("state_dict_metadata"),
+                *state,
+                _pickled("planner_data") + _pickled(planner_data),
+                _pickled("storage_data") + _DICT,
+                pairs.data,
+            )
+        )
+        self._end = b"".join(_pickled(each) for pair in version.items() for each in pair)
+
+    def render(
+        self, prefix: str, meta: StorageMeta, places: Mapping[int, tuple[int, int]]
+    ) -> bytes:
+        """The bytes of one attempt's ``.metadata``.
+
+        Args:
+            prefix: of the attempt's data files.
+            places: offset and length of the chunks that have no planned place, by row.
+
+        Raises KeyError when one is missing.
+        """
+        names = [_pickled(prefix + name) + _MEMOIZE + _POP for name in self._names]
+        rows, fqns, files = self._objects
+        objects = self._loose.fill(fqns, files + self._first_name, *_columns(places, rows))
+        rows, fqns, hints, offsets, files = self._varying
+        tensors = self._loose_tensors.fill(
+            fqns, hints, offsets, files + self._first_name, *_columns(places, rows)
+        )
+        parts = [
+            *self._before,
+            *names,
+            self._body,
+            tensors.tobytes() + objects.tobytes() + _ITEMS,
+            _pickled("storage_meta") + _pickled(meta),
+            self._end + _STATE + _STOP,
+        ]
+        frame = struct.pack("<Q", sum(map(len, parts)))
+        return b"".join((b"\x80\x04\x95", frame, *parts))
+
+
+def _columns(places: Mapping[int, tuple[int, int]], rows: Ints) -> tuple[Ints, Ints]:
+    told = np.array([places[row] for row in rows.tolist()], np.int64).reshape(-1, 2)
+    return told[:, 0], told[:, 1]
+
+
+def _around(rest: plan_pb2.GlobalMetadata) -> tuple[Any, dict[str, Any]]:
+    """``planner_data``, and the fields that this torch has after ``storage_meta``."""
+    metadata = build_metadata(rest, storage_meta=None)
+    fields = vars(metadata)
+    known = {"state_dict_metadata", "planner_data", "storage_data", "storage_meta"}
+    return metadata.planner_data, {name: fields[name] for name in fields if name not in known}
+
+
+class _Items(NamedTuple):
+    """Columns of a plan's items."""
+
+    lists: plan_pb2.Items
+    """Keys and properties alone."""
+    rest: plan_pb2.GlobalMetadata
+    """Flatten mappings alone."""
+    fqn: Ints
+    kind: Ints
+    hint: Ints
+    ndim: Ints
+    property: Ints
+    start: Ints
+    size: Ints
+    offset: Ints
+    extent: Ints
+
+    def firsts(self) -> Ints:
+        """The first row of each key, in order of first use."""
+        return np.sort(np.unique(self.fqn, return_index=True)[1])
+
+    def tensor(self, rows: Ints) -> npt.NDArray[np.bool_]:
+        found: npt.NDArray[np.bool_] = self.kind[rows] != plan_pb2.ITEM_KIND_BYTE_IO
+        return found
+
+
+def _read_items(body: bytes) -> _Items:
+    fields, _ = varints.cut(body)
+    metadata = fields[6]
+    parts, rest = varints.cut(metadata, before=4)
+    lists, at = varints.leading(parts.get(1, b""), upto=2)
+    columns, _ = varints.cut(parts.get(1, b""), at)
+    values = {number: varints.decode([columns.get(number, b"")])[0] for number in range(3, 11)}
+    hint = (values[5] >> 1) ^ -(values[5] & 1)
+    items = _Items(
+        plan_pb2.Items.FromString(lists),
+        plan_pb2.GlobalMetadata.FromString(metadata[rest:]),
+        *(values[3], values[4], hint, values[6], values[7]),
+        np.cumsum(values[6]) - values[6],
+        *(values[8], values[9], values[10]),
+    )
+    count = len(items.fqn)
+    same = all(len(each) == count for each in (items.kind, hint, items.ndim, items.property))
+    total = int(items.ndim.sum())
+    if not same or {len(values[number]) for number in (8, 9, 10)} != {total}:
+        raise ValueError("the columns of a plan don't fit together")
+    return items
+
+
+class _Sizes(NamedTuple):
+    """Distinct sizes, offsets and extents: ``ndim`` numbers each, from ``start`` on."""
+
+    ndim: Ints
+    start: Ints
+    numbers: Ints
+
+
+def _distinct(items: _Items, tensors: Ints, heads: Ints) -> tuple[_Sizes, list[Ints]]:
+    """What there is of offsets and extents of the tensors' chunks, and of the keys' sizes.
+
+    Returns them, and for each of the three which one it is.
+    """
+    keys = heads[items.tensor(heads)]
+    uses = [(tensors, items.offset), (tensors, items.extent), (keys, items.size)]
+    ndim = np.concatenate([items.ndim[rows] for rows, _ in uses])
+    start = np.concatenate(
+        [items.start[rows] + shift for (rows, _), shift in zip(uses, _shifts(uses), strict=True)]
+    )
+    numbers = np.concatenate([column for _, column in uses])
+    which = np.empty(len(ndim), np.int64)
+    firsts: list[Ints] = []
+    found = 0
+    for d in np.unique(ndim).tolist():
+        rows = np.flatnonzero(ndim == d)
+        shapes = numbers[start[rows][:, None] + np.arange(d)]
+        first, number = number_rows(shapes)
+        which[rows] = number + found
+        firsts.append(rows[first])
+        found += len(first)
+    chosen = np.concatenate([np.zeros(0, np.int64), *firsts])
+    edges = np.cumsum([len(rows) for rows, _ in uses])[:-1]
+    return _Sizes(ndim[chosen], start[chosen], numbers), np.split(which, edges)
+
+
+def _shifts(uses: Sequence[tuple[Ints, Ints]]) -> list[int]:
+    lengths = [len(column) for _, column in uses]
+    return [sum(lengths[:index]) for index in range(len(lengths))]
+
+
+def _write_sizes(sizes: _Sizes, size_class: bytes) -> bytes:
+    """Each as an object that is only referred to later, in order."""
+    parts = []
+    edges = np.flatnonzero(np.diff(sizes.ndim, prepend=-1, append=-1))
+    for begin, end in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
+        d = int(sizes.ndim[begin])
+        numbers = sizes.numbers[sizes.start[begin:end][:, None] + np.arange(d)]
+        written = _number(int(numbers.max(initial=0)))
+        before, after = (b"", _TUPLES[d]) if d in _TUPLES else (_MARK, b"t")
+        record = _record(size_class + before, *(written * d), after + _REDUCE + _MEMOIZE + _POP)
+        if d:
+            parts.append(record.fill(*numbers.T).tobytes())
+        else:
+            parts.append(record.text * (end - begin))
+    return b"".join(parts)

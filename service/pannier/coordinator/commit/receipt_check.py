@@ -1,0 +1,130 @@
+"""Receipts against the manifest: did each rank write what it was to write?
+
+In: a manifest and receipts. Out: the complete metadata, or an error that names the rank
+and what is wrong. Pure; any thread.
+"""
+
+from collections.abc import Mapping
+
+from pannier.coordinator.commit.manifest import Manifest
+from pannier.v1 import plan_pb2, records_pb2
+from pannier.wire import object_names
+from pannier.wire.errors import IntegrityError
+
+
+def check_receipt(manifest: Manifest, receipt: records_pb2.Receipt) -> None:
+    """Raises IntegrityError unless the receipt is what the plan asks of its rank.
+
+    That is the same plan, the planned files in their planned sizes, and a place for each
+    item whose size varies.
+    """
+    _check_identity(receipt, manifest.header.attempt, manifest.plan_id)
+    share = manifest.share(receipt.rank)
+    prefix = object_names.data_prefix(manifest.header.attempt)
+    sizes = _sizes(receipt)
+    if sizes.keys() != {prefix + name for name in share.files}:
+        planned = sorted(prefix + name for name in share.files)
+        raise _wrong(receipt, f"it names files {sorted(sizes)}, the plan has {planned}")
+    for name, size in share.files.items():
+        if size and size != sizes[prefix + name]:
+            raise _wrong(
+                receipt,
+                f"{prefix + name} has {sizes[prefix + name]} bytes, the plan says {size}",
+            )
+    told = {item.position: item for item in receipt.varying}
+    if len(told) != len(receipt.varying) or told.keys() != share.varying.keys():
+        raise _wrong(
+            receipt,
+            f"it places items {sorted(told)}, those without a planned place are "
+            f"{sorted(share.varying)}",
+        )
+    for position, item in told.items():
+        planned_file = prefix + share.varying[position][1]
+        if item.file != planned_file:
+            raise _wrong(receipt, f"item {position} is in {item.file}, not {planned_file}")
+        if not item.length or item.offset + item.length > sizes[item.file]:
+            raise _wrong(
+                receipt,
+                f"item {position} takes bytes {item.offset} to {item.offset + item.length} of "
+                f"{item.file}, which has {sizes[item.file]}",
+            )
+
+
+def check_external_receipt(attempt: str, receipt: records_pb2.Receipt) -> None:
+    """The same where torch makes the plan: only names and attempt can be checked."""
+    _check_identity(receipt, attempt, "")
+    for name in _sizes(receipt):
+        object_names.check_data_file(name, attempt, receipt.rank)
+    if receipt.varying:
+        raise _wrong(receipt, "it places items of a plan that Pannier doesn't know")
+
+
+def check_external_metadata(
+    metadata: plan_pb2.GlobalMetadata, receipts: Mapping[int, records_pb2.Receipt]
+) -> None:
+    """Raises IntegrityError unless every place of torch's metadata lies in a durable file."""
+    sizes: dict[str, int] = {}
+    for receipt in receipts.values():
+        sizes.update(_sizes(receipt))
+    limits = []
+    for name in metadata.files:
+        if name not in sizes:
+            raise IntegrityError(f"the metadata names {name}, which no rank has written")
+        limits.append(sizes[name])
+    place = metadata.placement
+    count = len(metadata.items.fqn)
+    if not count == len(place.file) == len(place.offset) == len(place.length):
+        raise IntegrityError(f"the metadata has {count} items and {len(place.file)} places")
+    for file, offset, length in zip(place.file, place.offset, place.length, strict=True):
+        if file >= len(limits) or offset + length > limits[file]:
+            name = metadata.files[file] if file < len(limits) else f"file {file}"
+            raise IntegrityError(
+                f"the metadata places bytes {offset} to {offset + length} of {name}"
+            )
+
+
+def complete_metadata(
+    manifest: Manifest, receipts: Mapping[int, records_pb2.Receipt]
+) -> plan_pb2.GlobalMetadata:
+    """The manifest's metadata with the places that the (checked) receipts tell."""
+    out = plan_pb2.GlobalMetadata()
+    out.CopyFrom(manifest.message.metadata)
+    if manifest.header.external:
+        return out
+    for row, (offset, length) in told_places(manifest, receipts).items():
+        out.placement.offset[row] = offset
+        out.placement.length[row] = length
+    return out
+
+
+def told_places(
+    manifest: Manifest, receipts: Mapping[int, records_pb2.Receipt]
+) -> dict[int, tuple[int, int]]:
+    """Offset and length of the items that have no planned place, by row of the metadata."""
+    places = {}
+    for rank, receipt in receipts.items():
+        varying = manifest.share(rank).varying
+        for item in receipt.varying:
+            row, _ = varying[item.position]
+            places[row] = (item.offset, item.length)
+    return places
+
+
+def _check_identity(receipt: records_pb2.Receipt, attempt: str, plan_id: str) -> None:
+    if receipt.attempt != attempt:
+        raise _wrong(receipt, f"it is of attempt {receipt.attempt}, not {attempt}")
+    if receipt.plan_id != plan_id:
+        raise _wrong(receipt, f"it follows plan {receipt.plan_id!r}, the others {plan_id!r}")
+
+
+def _sizes(receipt: records_pb2.Receipt) -> dict[str, int]:
+    sizes = {file.name: file.size for file in receipt.files}
+    if len(sizes) != len(receipt.files):
+        raise _wrong(receipt, "it names a file twice")
+    return sizes
+
+
+def _wrong(receipt: records_pb2.Receipt, what: str) -> IntegrityError:
+    return IntegrityError(
+        f"the receipt of rank {receipt.rank} (host {receipt.host}) is not what was planned: {what}"
+    )

@@ -1,0 +1,101 @@
+"""The coordinator's figures for Prometheus: its saves under way, and what has become of others.
+
+In: saves, as they change. Out: metric families, asked by any thread; what has to be looked up is
+looked up on the event loop. And, of a save that has ended, its own span (:mod:`pannier.common.tracing`).
+"""
+
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final
+
+from prometheus_client.core import GaugeMetricFamily, Metric
+
+from pannier.common import tracing
+from pannier.coordinator.saves.registry import ENDED_KEPT, Registry
+from pannier.coordinator.saves.save import Presence, Save
+from pannier.daemon.metrics import Counts, Under, saves_under_way
+from pannier.daemon.status_page import Ask
+from pannier.v1 import save_pb2
+
+_KEPT: Final = 2 * ENDED_KEPT
+
+
+class Figures:
+    """Made on the event loop.
+
+    Args:
+        counts: is told how saves have ended.
+        present: the sidecars that are attached now.
+        ask: runs a function on the event loop, for any thread.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        counts: Counts,
+        present: Callable[[], Sequence[Presence]],
+        ask: Ask,
+    ) -> None:
+        self._registry = registry
+        self._counts = counts
+        self._present = present
+        self._ask = ask
+        self._known: OrderedDict[str, bool] = OrderedDict()
+        """By key of a save: whether it has ended."""
+        registry.listen(self._changed)
+
+    def collect(self) -> Iterable[Metric]:
+        """The families. Any thread."""
+        under, sidecars = self._ask(self._now)
+        yield from saves_under_way(under)
+        yield GaugeMetricFamily(
+            "pannier_sidecars", "Sidecars that are attached to the coordinator.", sidecars
+        )
+        yield from self._counts.collect()
+
+    def _now(self) -> tuple[Under, int]:
+        saves = self._registry.undecided()
+        oldest = min((save.start for save in saves), default=None)
+        age_s = 0.0 if oldest is None else time.monotonic() - oldest
+        return Under(Counter(save.state.value for save in saves), age_s), len(self._present())
+
+    def _changed(self, save: Save) -> None:
+        ended = self._known.get(save.key)
+        if ended is None:
+            self._counts.began(save.context.save.job, save.created_at)
+        elif ended or not save.ended:
+            return
+        self._known[save.key] = save.ended
+        if save.ended:
+            status = save.status(ranks=False)
+            self._counts.ended(status)
+            trace(save, status)
+        while len(self._known) > _KEPT:
+            self._known.popitem(last=False)
+
+
+def trace(save: Save, status: save_pb2.SaveStatus) -> None:
+    """Tells the span of a save that has ended, and what it consisted of."""
+    reached = (
+        ("plan", status.planned_s),
+        ("ingest", status.ingested_s),
+        ("upload", status.durable_s),
+        ("commit", status.committed_s),
+    )
+    parts, begin = [], 0.0
+    for name, end in reached:
+        if end:
+            parts.append(tracing.Stretch(name, save.start + begin, save.start + end))
+            begin = end
+    state = save_pb2.SaveState.Name(status.state).removeprefix("SAVE_STATE_")
+    about: tracing.Attributes = {
+        "pannier.checkpoint": status.checkpoint_id,
+        "pannier.attempt": status.attempt,
+        "pannier.state": state,
+        "pannier.ranks": len(save.context.ranks),
+        "pannier.bytes": status.bytes_total,
+    }
+    failed = save.reason() if status.state == save_pb2.SAVE_STATE_ABORTED else ""
+    own = tracing.Stretch("save", save.start, time.monotonic(), about, failed)
+    tracing.tell_save(save.context.save, own, parts)

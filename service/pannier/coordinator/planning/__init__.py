@@ -1,0 +1,1 @@
+"""From the local plans of all ranks to the global plan."""

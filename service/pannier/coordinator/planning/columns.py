@@ -1,0 +1,177 @@
+"""The local plans of a save's ranks as numpy columns: one row per write item of any rank.
+
+What planning works on; :mod:`pannier.coordinator.planning.column_reader` makes them of messages. Pure; any thread.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pannier.coordinator.planning import varints
+from pannier.coordinator.planning.encoded_plans import LocalPlan
+from pannier.v1 import plan_pb2, save_pb2
+from pannier.wire.errors import InvalidRequestError
+
+Ints = varints.Ints
+Bools = npt.NDArray[np.bool_]
+
+_SHOWN: Final = 8
+"""Ranks spelled out in an error."""
+
+
+class InvalidPlanError(InvalidRequestError):
+    """The ranks' plans are not one checkpoint together; ``failures`` names ranks where it can."""
+
+    def __init__(self, message: str, ranks: Sequence["RankPlan"] = ()) -> None:
+        blamed = [(plan.rank, plan.host) for plan in ranks] or [(-1, "")]
+        super().__init__(
+            message,
+            [
+                save_pb2.Failure(
+                    rank=rank, host=host, kind=save_pb2.FAILURE_KIND_INVALID_PLAN, message=message
+                )
+                for rank, host in blamed
+            ],
+        )
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """What one rank holds, and who said so."""
+
+    rank: int
+    host: str
+    digest: str
+    plan: LocalPlan
+
+
+@dataclass(frozen=True)
+class Columns:
+    """One row per item, by rank and then by position. Shapes are concatenated, from ``start`` on."""
+
+    plans: Sequence[RankPlan]
+    fqns: list[str]
+    properties: list[plan_pb2.TensorProperties]
+    dtypes: list[torch.dtype]
+    """By property."""
+    plan: Ints
+    """Index into ``plans``."""
+    position: Ints
+    """In that rank's local plan."""
+    fqn: Ints
+    kind: Ints
+    prop: Ints
+    """Index into ``properties``; meaningless for objects."""
+    ndim: Ints
+    start: Ints
+    size: Ints
+    offset: Ints
+    extent: Ints
+    head: Ints
+    body: Ints
+    tail: Ints
+    place: Ints
+    """The chunk's offset as one number, unique within a key; 0 for objects."""
+    reach: Ints
+    """How far from there its last element is, counted in the same way; -1 for an empty chunk."""
+    volume: Ints
+    """Elements of the chunk; 0 for objects."""
+    mappings: list[int]
+    """By plan: a number that plans with the same flatten mappings share."""
+    alike: "Columns | None" = None
+    """The same of one plan, the first, of each kind; plans of a kind differ only in offsets. None:
+    no two plans are of a kind."""
+    like: Ints | None = None
+    """By row: the one of ``alike`` that it is like."""
+
+    @property
+    def kinds(self) -> "Columns":
+        """What is the same in all plans of a kind is looked at here, once."""
+        return self.alike or self
+
+    @cached_property
+    def by_key(self) -> Ints:
+        """All rows by key; those of a key are in the order of plans and positions."""
+        kinds = self.alike
+        if kinds is not None and len(kinds.plans) == 1:
+            # Each key comes once in each plan, so this is a transposition, most of the time.
+            order = np.argsort(kinds.fqn, kind="stable")
+            if (np.diff(kinds.fqn[order]) > 0).all():
+                begin = np.arange(len(self.plans)) * len(order)
+                return (order[:, None] + begin).ravel()
+        return np.argsort(self.fqn, kind="stable")
+
+    @cached_property
+    def by_place(self) -> Ints:
+        """All rows by key and place; those that share both are in the order of plans and positions."""
+        order = self.by_key
+        fqn, place = self.fqn[order], self.place[order]
+        # Shards mostly come in the order of ranks.
+        if ((fqn[1:] == fqn[:-1]) & (place[1:] < place[:-1])).any():
+            return np.lexsort((self.place, self.fqn))
+        return order
+
+    @property
+    def is_object(self) -> Bools:
+        """Rows that are no tensors."""
+        objects: Bools = self.kind == plan_pb2.ITEM_KIND_BYTE_IO
+        return objects
+
+    @property
+    def nbytes(self) -> Ints:
+        """Raw bytes of the chunk; 0 for objects, whose size nobody knows yet."""
+        width = np.array([dtype.itemsize for dtype in self.dtypes] or [0], np.int64)
+        return np.where(self.is_object, 0, self.volume * width[self.prop])
+
+    def by_ndim(self, rows: Ints, *, block: int = 1 << 17) -> Iterator[tuple[Ints, ...]]:
+        """``rows`` in portions of equal ``ndim`` > 0, with size, offset and extent as matrices.
+
+        Args:
+            block: most rows of a portion, which are memory.
+        """
+        ndim = self.ndim[rows]
+        for d in np.flatnonzero(np.bincount(ndim, minlength=1)).tolist():
+            if d == 0:
+                continue
+            alike = rows[ndim == d]
+            for begin in range(0, len(alike), block):
+                some = alike[begin : begin + block]
+                at = self.start[some][:, None] + np.arange(d)
+                yield some, self.size[at], self.offset[at], self.extent[at]
+
+    def shape(self, row: int) -> str:
+        """Chunk of a row, for people: ``[2, 4] at [0, 8] of [16, 8]``."""
+        at = slice(int(self.start[row]), int(self.start[row] + self.ndim[row]))
+        return (
+            f"{self.extent[at].tolist()} at {self.offset[at].tolist()} of {self.size[at].tolist()}"
+        )
+
+    def dtype(self, row: int) -> str:
+        """Name of a row's dtype, for people."""
+        return self.properties[int(self.prop[row])].dtype
+
+    def key(self, row: int) -> str:
+        """Name of a row's tensor or object, quoted."""
+        return repr(self.fqns[int(self.fqn[row])])
+
+    def who(self, row: int) -> str:
+        """Rank of a row, for people."""
+        plan = self.plans[int(self.plan[row])]
+        return f"rank {plan.rank}" + (f" (host {plan.host})" if plan.host else "")
+
+    def ranks(self, rows: Ints) -> str:
+        """Ranks of rows, for people."""
+        found = [self.plans[int(index)].rank for index in np.unique(self.plan[rows])]
+        if len(found) == 1:
+            return f"rank {found[0]}"
+        more = f", … {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+        return f"ranks [{', '.join(map(str, found[:_SHOWN]))}{more}]"
+
+    def error(self, message: str, *rows: int) -> InvalidPlanError:
+        """An error that blames the ranks of ``rows``."""
+        return InvalidPlanError(message, [self.plans[int(self.plan[row])] for row in rows])

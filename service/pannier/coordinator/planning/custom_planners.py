@@ -1,0 +1,197 @@
+"""Planners that override global planning, as the operator named them with ``--planner``.
+
+In: ``module:Class`` names, and the local plans of a save whose planner is one of them.
+Out: its global plan. The class runs here without a state dict, on plans decoded to torch's
+own objects; everybody else's plans never become objects. CPU-bound; any thread.
+"""
+
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+
+from pannier.coordinator.planning.columns import Ints, InvalidPlanError, RankPlan
+from pannier.coordinator.planning.encoded_plans import unread
+from pannier.coordinator.planning.global_plan import (
+    GlobalPlan,
+    Slots,
+    make_body,
+    make_global_plan,
+    place_items,
+)
+from pannier.coordinator.planning.plan_cache import Share
+from pannier.v1 import plan_pb2
+from pannier.wire.errors import ConfigurationError, InvalidRequestError
+from pannier.wire.plan_codec import decode_items, decode_mappings, metadata_columns
+
+
+class Planners:
+    """The classes that may run here. Raises ConfigurationError for one that can't."""
+
+    def __init__(self, names: Sequence[str] = ()) -> None:
+        self._classes = {name: _load(name) for name in names}
+        for cls in self._classes.values():
+            _instance(cls)
+
+    def check(self, options: plan_pb2.PlannerOptions) -> None:
+        """Raises InvalidRequestError, with the flag to add, for a planner that isn't named."""
+        if options.custom_global_plan and options.planner not in self._classes:
+            raise InvalidRequestError(
+                f"the planner {options.planner} overrides global planning, which happens in the "
+                f"coordinator: start it with --planner {options.planner} (its class must be "
+                "importable there)"
+            )
+
+    def make(
+        self,
+        plans: Sequence[RankPlan],
+        attempt: str,
+        kept: Mapping[int, Share] = MappingProxyType({}),
+    ) -> GlobalPlan:
+        """The global plan of these ranks, which agree on their planner.
+
+        Args:
+            kept: what ranks write in any case. Without effect on a planner of the user's, whose
+                answer to such a rank may then be another than it can take.
+
+        Raises InvalidPlanError; whatever a custom planner raises becomes one.
+        """
+        options = plans[0].plan.options
+        if not options.custom_global_plan:
+            return make_global_plan(plans, attempt, kept)
+        self.check(options)
+        return _run(_instance(self._classes[options.planner]), plans, attempt)
+
+
+def _load(name: str) -> type[SavePlanner]:
+    module, _, path = name.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+        for part in path.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise ConfigurationError(f"--planner {name} can't be imported: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, SavePlanner)):
+        raise ConfigurationError(f"--planner {name} is not a SavePlanner class")
+    return found
+
+
+def _instance(cls: type[SavePlanner]) -> Any:
+    try:
+        return cls()
+    except TypeError as error:
+        raise ConfigurationError(
+            f"--planner {cls.__module__}:{cls.__qualname__} can't be made without arguments: {error}"
+        ) from error
+
+
+@dataclass(frozen=True)
+class _Assigned:
+    owner: int
+    position: int
+
+
+def _run(planner: Any, plans: Sequence[RankPlan], attempt: str) -> GlobalPlan:
+    options = plans[0].plan.options
+    planner.flatten_state_dict = options.flatten_state_dict
+    planner.flatten_sharded_tensors = options.flatten_sharded_tensors
+    planner.dedup_save_to_lowest_rank = options.dedup_save_to_lowest_rank
+    # Its cache is class-wide and would mix saves up.
+    planner._enable_plan_caching = False
+    messages = [unread(plan.plan).read() for plan in plans]
+    local = [
+        SavePlan(
+            decode_items(message.items),
+            planner_data=decode_mappings(message.mappings) if options.flatten_state_dict else None,
+        )
+        for message in messages
+    ]
+    # A user's code: whatever it raises is the save's failure.
+    try:
+        global_plans, metadata = planner.create_global_plan(local)
+    except Exception as error:
+        raise InvalidPlanError(
+            f"{options.planner}.create_global_plan raised {type(error).__name__}: {error}"
+        ) from error
+    assigned = _assign(options.planner, plans, local, global_plans)
+    return _encode(options.planner, plans, metadata, assigned, attempt)
+
+
+def _assign(
+    name: str,
+    plans: Sequence[RankPlan],
+    local: Sequence[SavePlan],
+    global_plans: Sequence[SavePlan],
+) -> dict[MetadataIndex, _Assigned]:
+    """Who writes each (key, offset), found again in the rank's own plan."""
+    if len(global_plans) != len(local):
+        raise InvalidPlanError(f"{name} made {len(global_plans)} plans for {len(local)} ranks")
+    assigned: dict[MetadataIndex, _Assigned] = {}
+    for owner, (plan, mine, final) in enumerate(zip(plans, local, global_plans, strict=True)):
+        positions: dict[MetadataIndex, int] = {}
+        for position, item in enumerate(mine.items):
+            positions.setdefault(item.index, position)
+        for item in final.items:
+            held = positions.get(item.index)
+            if held is None or not _same(item, mine.items[held]):
+                raise InvalidPlanError(
+                    f"{name} tells rank {plan.rank} to write {item.index.fqn!r} at "
+                    f"{item.index.offset}, which isn't in that rank's own plan",
+                    [plan],
+                )
+            if item.index in assigned:
+                other = plans[assigned[item.index].owner]
+                raise InvalidPlanError(
+                    f"{name} tells both rank {other.rank} and rank {plan.rank} to write "
+                    f"{item.index.fqn!r} at {item.index.offset}",
+                    [other, plan],
+                )
+            assigned[item.index] = _Assigned(owner, held)
+    return assigned
+
+
+def _same(item: WriteItem, own: WriteItem) -> bool:
+    return item.type == own.type and item.tensor_data == own.tensor_data
+
+
+def _encode(
+    name: str,
+    plans: Sequence[RankPlan],
+    metadata: Metadata,
+    assigned: dict[MetadataIndex, _Assigned],
+    attempt: str,
+) -> GlobalPlan:
+    message = metadata_columns(metadata)
+    indices = [item.index for item in decode_items(message.items)]
+    for index in indices:
+        if index not in assigned:
+            raise InvalidPlanError(
+                f"{name} lists {index.fqn!r} at {index.offset} in the metadata, but tells no rank "
+                "to write it"
+            )
+    unlisted = assigned.keys() - set(indices)
+    if unlisted or len(indices) != len(assigned):
+        keys = sorted({index.fqn for index in unlisted})[:4]
+        raise InvalidPlanError(f"{name} has ranks write {keys}, which the metadata doesn't list")
+    owner = np.array([assigned[index].owner for index in indices], np.int64)
+    position = np.array([assigned[index].position for index in indices], np.int64)
+    names, assignment = place_items(
+        [plan.rank for plan in plans], owner, position, _slots(plans, owner, position)
+    )
+    items = message.items.SerializeToString(deterministic=True)
+    mappings = message.mappings if message.has_mappings else None
+    return GlobalPlan(attempt, names, assignment, make_body(items, assignment, mappings))
+
+
+def _slots(plans: Sequence[RankPlan], owner: Ints, position: Ints) -> Slots:
+    columns = np.zeros((3, len(owner)), np.int64)
+    for index in np.unique(owner).tolist():
+        own, rows = unread(plans[index].plan).read(), owner == index
+        for column, lengths in zip(columns, (own.head, own.body, own.tail), strict=True):
+            column[rows] = np.array(lengths, np.int64)[position[rows]]
+    return Slots(*columns)

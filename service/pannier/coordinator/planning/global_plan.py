@@ -1,0 +1,265 @@
+"""The global plan of a save: DCP's result, without an object per item.
+
+In: the local plans of all ranks. Out: :class:`GlobalPlan`, what goes into the plan
+manifest: the template of ``.metadata``, who writes each of its chunks, and where. Pure
+and CPU-bound; runs in a thread. Where it differs from ``DefaultSavePlanner`` on purpose:
+copies are balanced by the bytes of the shard, largest first, and duplicates within one
+rank's plan are dropped.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from types import MappingProxyType
+from typing import NamedTuple
+
+import numpy as np
+
+from pannier.coordinator.planning import varints
+from pannier.coordinator.planning.column_reader import read_columns
+from pannier.coordinator.planning.columns import Columns, Ints, RankPlan
+from pannier.coordinator.planning.coverage import check_coverage
+from pannier.coordinator.planning.dedup import Kept, choose_rows
+from pannier.coordinator.planning.plan_cache import Assignment, Share
+from pannier.coordinator.planning.row_order import first_of_each, order_by
+from pannier.v1 import plan_pb2, records_pb2
+from pannier.wire import object_names
+from pannier.wire.file_layout import lay_out
+
+
+@dataclass(frozen=True)
+class GlobalPlan:
+    """One entry per chunk of the checkpoint, in DCP's order: by rank, then by position."""
+
+    attempt: str
+    """In which it is made; any other may go by it, too."""
+    names: list[str]
+    """Of the data files, without the attempt's."""
+    assignment: Assignment
+    body: bytes
+    """Of the plan's manifests."""
+
+    @property
+    def metadata(self) -> plan_pb2.GlobalMetadata:
+        """The template of this attempt's ``.metadata``: a new message each time."""
+        message = records_pb2.PlanManifest.FromString(self.body).metadata
+        prefix = object_names.data_prefix(self.attempt)
+        message.files.extend(prefix + name for name in self.names)
+        return message
+
+    @property
+    def owner(self) -> list[int]:
+        """Index into the plans of the rank that writes it."""
+        return list(self.assignment.owner.tolist())
+
+    @property
+    def position(self) -> list[int]:
+        """In that rank's local plan."""
+        return list(self.assignment.position.tolist())
+
+
+def make_global_plan(
+    plans: Sequence[RankPlan], attempt: str, kept: Mapping[int, Share] = MappingProxyType({})
+) -> GlobalPlan:
+    """Plans a save of these ranks, which agree on their planner's options.
+
+    Args:
+        plans: in the order of ranks; at least one.
+        attempt: names the data files.
+        kept: by rank, what ranks write that have staged already.
+
+    Raises InvalidPlanError when the plans are not one checkpoint together.
+    """
+    options = plans[0].plan.options
+    columns = read_columns(plans)
+    chosen = choose_rows(
+        columns, to_lowest_rank=options.dedup_save_to_lowest_rank, kept=_rows_of(columns, kept)
+    )
+    check_coverage(columns, chosen)
+    slots = Slots(columns.head[chosen], columns.body[chosen], columns.tail[chosen])
+    names, assignment = place_items(
+        [plan.rank for plan in plans], columns.plan[chosen], columns.position[chosen], slots
+    )
+    mappings = merge_mappings(plans, columns.mappings) if options.flatten_state_dict else None
+    body = make_body(_items(columns, chosen), assignment, mappings)
+    return GlobalPlan(attempt, names, assignment, body)
+
+
+def make_body(
+    items: bytes, told: Assignment, mappings: Sequence[plan_pb2.FlattenMapping] | None
+) -> bytes:
+    """What the manifests of a plan have in common: fields 6 to 8 of PlanManifest.
+
+    Args:
+        items: a serialised message.
+        mappings: None: the planner doesn't flatten.
+    """
+    field, runs = varints.field, varints.encode_runs
+    edges = varints.edges_of(told.owner)
+
+    def packed(values: Ints) -> bytes:
+        # Most owners write the same number of items, as large as each other's.
+        return b"".join(varints.encode_parts(values, edges))
+
+    places = field(1, runs(told.file)) + field(2, packed(told.offset))
+    places += field(3, packed(told.length))
+    rest = plan_pb2.GlobalMetadata(mappings=mappings, has_mappings=mappings is not None)
+    metadata = b"".join(
+        (field(1, items), field(3, places), rest.SerializeToString(deterministic=True))
+    )
+    return b"".join(
+        (field(6, metadata), field(7, runs(told.owner)), field(8, packed(told.position)))
+    )
+
+
+def _rows_of(columns: Columns, kept: Mapping[int, Share]) -> Kept:
+    """The rows that ranks write in any case, and the indices of these ranks' plans."""
+    ends = np.cumsum(np.bincount(columns.plan, minlength=len(columns.plans)))
+    staged, rows = [], [np.zeros(0, np.int64)]
+    for index, plan in enumerate(columns.plans):
+        if (share := kept.get(plan.rank)) is not None:
+            staged.append(index)
+            rows.append(share.positions + (ends[index - 1] if index else 0))
+    return Kept(np.array(staged, np.int64), np.concatenate(rows))
+
+
+class Slots(NamedTuple):
+    """Lengths of archives, by item; a head of 0: it has no planned slot."""
+
+    head: Ints
+    body: Ints
+    tail: Ints
+
+
+def place_items(
+    ranks: Sequence[int], owner: Ints, position: Ints, slots: Slots
+) -> tuple[list[str], Assignment]:
+    """Names of the data files, and where the items lie, which owners write in order of position.
+
+    Args:
+        ranks: by index, as ``owner`` has them.
+
+    Items without a planned slot get their rank's objects file and length 0.
+    """
+    order = order_by(owner, position)
+    own = np.stack([column[order] for column in slots])
+    file, offset, length = np.zeros((3, len(owner)), np.int64)
+    names: list[str] = []
+    known: dict[bytes, _Places] = {}
+    owners = owner[order]
+    edges = varints.edges_of(owners).tolist()
+    for begin, end in pairwise(edges):
+        rank = ranks[owners[begin]]
+        lengths = own[:, begin:end]
+        # Most ranks hold shards of the same sizes.
+        key = lengths.tobytes()
+        if (places := known.get(key)) is None:
+            places = known[key] = _Places.of(lengths)
+        np.add(places.file, len(names), out=file[begin:end])
+        offset[begin:end], length[begin:end] = places.offset, places.length
+        names += [object_names.data_suffix(rank, number) for number in range(places.planned)]
+        if places.loose:
+            names.append(object_names.objects_suffix(rank))
+    back = np.empty_like(order)
+    back[order] = np.arange(len(order))
+    return names, Assignment(owner, position, file[back], offset[back], length[back])
+
+
+class _Places(NamedTuple):
+    """Where a rank's items lie, by item; files are counted from its first one on."""
+
+    file: Ints
+    offset: Ints
+    length: Ints
+    planned: int
+    """Files of planned slots."""
+    loose: bool
+    """Whether there is an objects file, after these."""
+
+    @classmethod
+    def of(cls, lengths: Ints) -> "_Places":
+        slotted = lengths[0] > 0
+        layout = lay_out(*lengths[:, slotted].tolist())
+        file, offset, length = np.zeros((3, len(slotted)), np.int64)
+        file[:] = len(layout.sizes)
+        file[slotted], offset[slotted], length[slotted] = layout.file, layout.offset, layout.length
+        return cls(file, offset, length, len(layout.sizes), not slotted.all())
+
+
+def _items(columns: Columns, chosen: Ints) -> bytes:
+    """The chosen rows as a serialised message; index hints are the chunks' numbers within their key."""
+    fqn = columns.fqn[chosen]
+    # Keys in order of first use, as DCP's dict of metadata has them.
+    first = first_of_each(fqn, len(columns.fqns))
+    keys = np.argsort(first, kind="stable")[: int((first < len(fqn)).sum())]
+    number = np.zeros(len(columns.fqns), np.int64)
+    number[keys] = np.arange(len(keys))
+    is_object = columns.is_object[chosen]
+    hint = np.where(is_object, -1, _count_within(columns, chosen))
+    uses = np.bincount(columns.prop[chosen][~is_object], minlength=len(columns.properties))
+    used = np.flatnonzero(uses)
+    property_ = np.zeros(len(uses) + 1, np.int64)
+    property_[used] = np.arange(len(used))
+    ndim = columns.ndim[chosen]
+    ends = np.cumsum(ndim)
+    shapes = [columns.size, columns.offset, columns.extent]
+    if int(ndim.sum()) < len(columns.size):
+        at = np.repeat(columns.start[chosen] - ends + ndim, ndim) + np.arange(int(ndim.sum()))
+        shapes = [column[at] for column in shapes]
+    lists = plan_pb2.Items(
+        fqns=[columns.fqns[key] for key in keys.tolist()],
+        properties=[columns.properties[index] for index in used.tolist()],
+    )
+    by_item = varints.edges_of(columns.plan[chosen])
+    by_entry = np.concatenate([np.zeros(1, np.int64), ends])[by_item]
+
+    def parts(values: Ints, edges: Ints) -> bytes:
+        return b"".join(varints.encode_parts(values, edges))
+
+    packed = [
+        parts(number[fqn], by_item),
+        parts(columns.kind[chosen], by_item),
+        varints.encode(varints.zigzag(hint))[0],
+        parts(ndim, by_item),
+        parts(np.where(is_object, 0, property_[columns.prop[chosen]]), by_item),
+        parts(shapes[0], by_entry),
+        varints.encode(shapes[1])[0],
+        parts(shapes[2], by_entry),
+    ]
+    fields = (varints.field(index, content) for index, content in enumerate(packed, 3))
+    return b"".join((lists.SerializeToString(deterministic=True), *fields))
+
+
+def _count_within(columns: Columns, chosen: Ints) -> Ints:
+    """For each chosen row, how many come before it that have its key."""
+    order = columns.by_key
+    wanted = np.zeros(len(order), np.bool_)
+    wanted[chosen] = True
+    upto = np.cumsum(wanted[order])
+    edges = varints.edges_of(columns.fqn[order])
+    before = np.concatenate([np.zeros(1, np.int64), upto])[edges[:-1]]
+    count = np.empty(len(order), np.int64)
+    count[order] = upto - np.repeat(before + 1, np.diff(edges))
+    return count[chosen]
+
+
+def merge_mappings(
+    plans: Sequence[RankPlan], alike: Sequence[int]
+) -> list[plan_pb2.FlattenMapping]:
+    """DCP's ``dict(ChainMap(*mappings))``: the first rank's path wins; its order, too.
+
+    Args:
+        alike: by plan, a number that plans with the same mappings share.
+    """
+    numbers = list(alike)
+    lowest = {number: index for index, number in reversed(list(enumerate(numbers)))}
+    highest = {number: index for index, number in enumerate(numbers)}
+    merged: dict[str, plan_pb2.FlattenMapping] = {}
+    # ChainMap iterates from the last map to the first: so the keys come in this order …
+    for index in sorted(highest.values(), reverse=True):
+        for mapping in plans[index].plan.mappings:
+            merged.setdefault(mapping.fqn, mapping)
+    # … and the first map's paths stay.
+    for index in sorted(lowest.values(), reverse=True):
+        merged.update((mapping.fqn, mapping) for mapping in plans[index].plan.mappings)
+    return list(merged.values())

@@ -1,0 +1,262 @@
+"""What every save by one global plan has in common, whatever its attempt.
+
+In: who writes which chunk, and where. Out: each rank's final plan, and what it must report.
+A plan that was agreed is kept, and later saves go by it. Immutable; any thread.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import numpy as np
+
+from pannier.coordinator.planning import varints
+from pannier.coordinator.planning.row_order import order_by
+from pannier.coordinator.planning.varints import Ints
+from pannier.v1 import plan_pb2, records_pb2, sidecar_pb2
+from pannier.wire import object_names
+
+if TYPE_CHECKING:
+    from pannier.coordinator.commit.metadata_template import MetadataTemplate
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """One entry per chunk of the checkpoint: who writes it, and where."""
+
+    owner: Ints
+    """Index into the members."""
+    position: Ints
+    """In that member's local plan."""
+    file: Ints
+    """Index into the names of the data files."""
+    offset: Ints
+    length: Ints
+    """0: told by the receipt."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank writes, in order of position."""
+
+    rows: Ints
+    """Chunks of the checkpoint."""
+    positions: Ints
+    files: dict[str, int] = field(default_factory=dict)
+    """Sizes by name without the attempt's; 0 for the objects file, whose size the receipt tells."""
+    varying: dict[int, tuple[int, str]] = field(default_factory=dict)
+    """By position: row and file of the items whose place the receipt tells."""
+
+
+class AgreedPlan:
+    """A global plan and its id.
+
+    Args:
+        members: ranks and digests of their local plans, in order.
+        names: of the data files, without the attempt's.
+        body: what all its manifests have in common.
+
+    Raises IndexError, ValueError when these contradict each other.
+    """
+
+    def __init__(
+        self,
+        *,
+        plan_id: str,
+        members: Sequence[tuple[int, str]],
+        names: Sequence[str],
+        body: bytes,
+        assignment: Assignment,
+    ) -> None:
+        self.plan_id = plan_id
+        self.members = tuple(members)
+        self.names = tuple(names)
+        self.body = body
+        self.digests = dict(members)
+        self.assignment = assignment
+        self.template: MetadataTemplate | None = None
+        """Of ``.metadata``, once a save was committed."""
+        _check(assignment, len(members), len(names))
+        order = order_by(assignment.owner, assignment.position)
+        self._order = order
+        self._index = {rank: index for index, (rank, _) in enumerate(members)}
+        owner = assignment.owner[order]
+        edges = np.searchsorted(owner, np.arange(len(members) + 1))
+        self._spans = {
+            rank: (int(edges[index]), int(edges[index + 1]))
+            for index, (rank, _) in enumerate(members)
+        }
+        # The files of each member, in the order of their numbers: the objects file is the last.
+        file = assignment.file[order]
+        by_file = order_by(owner, file)
+        pair = owner[by_file] * max(1, len(names)) + file[by_file]
+        heads = varints.edges_of(pair)[:-1]
+        self._file = np.empty(len(order), np.int64)
+        self._file[by_file] = np.repeat(np.arange(len(heads)), np.diff(heads, append=len(order)))
+        self._files = file[by_file][heads]
+        first = np.searchsorted(pair[heads], np.arange(len(members) + 1) * max(1, len(names)))
+        self._file_spans = {
+            rank: (int(first[index]), int(first[index + 1]))
+            for index, (rank, _) in enumerate(members)
+        }
+        length = assignment.length[order]
+        end = np.where(length > 0, assignment.offset[order] + length, 0)[by_file]
+        self._sizes = np.maximum.reduceat(end, heads) if len(heads) else end
+        self._positions = assignment.position[order]
+        varying = np.flatnonzero(length == 0)
+        cuts = np.searchsorted(varying, edges).tolist()
+        self._varying = {
+            rank: varying[cuts[index] : cuts[index + 1]] for index, (rank, _) in enumerate(members)
+        }
+        """By rank: indices into the order of ranks of what has no planned place."""
+        self._shares: dict[int, Share] = {}
+        self._columns: list[tuple[bytes, bytes]] | None = None
+        self._header: tuple[str, bytes] | None = None
+        """Attempt, and how the final plans of it begin."""
+
+    def share(self, rank: int) -> Share:
+        """What ``rank`` writes; nothing, for a rank without items."""
+        share = self._shares.get(rank)
+        if share is None:
+            share = self._shares[rank] = self._cut(rank)
+        return share
+
+    def _cut(self, rank: int) -> Share:
+        start, end = self._spans.get(rank, (0, 0))
+        share = Share(self._order[start:end], self._positions[start:end])
+        for number in range(*self._file_spans.get(rank, (0, 0))):
+            share.files[self.names[self._files[number]]] = int(self._sizes[number])
+        for index in self._varying[rank].tolist() if rank in self._varying else ():
+            share.varying[int(self._positions[index])] = (
+                int(self._order[index]),
+                self.names[self._files[self._file[index]]],
+            )
+        return share
+
+    def writes_same(self, other: "AgreedPlan", rank: int) -> bool:
+        """Whether the rank's final plan is the same in both."""
+        if self is other:
+            return True
+        one, two = self.share(rank), other.share(rank)
+        return one.files == two.files and all(
+            np.array_equal(mine, theirs)
+            for mine, theirs in (
+                (one.positions, two.positions),
+                (self.assignment.offset[one.rows], other.assignment.offset[two.rows]),
+                (self.assignment.length[one.rows], other.assignment.length[two.rows]),
+            )
+        )
+
+    def final_plan(self, rank: int, attempt: str) -> plan_pb2.FinalPlan:
+        """The answer to ``rank``'s local plan, in this attempt."""
+        return plan_pb2.FinalPlan.FromString(self.packed_plan(rank, attempt))
+
+    def packed_plan(self, rank: int, attempt: str) -> bytes:
+        """The same, serialised: its columns are written as they are kept."""
+        if (known := self._header) is None or known[0] != attempt:
+            header = plan_pb2.FinalPlan(plan_id=self.plan_id, attempt=attempt)
+            # One object: the event loop answers all ranks of an attempt, a thread may do other ones.
+            known = self._header = (attempt, header.SerializeToString())
+        prefix = object_names.data_prefix(attempt)
+        files = plan_pb2.FinalPlan(
+            files=[
+                plan_pb2.PlannedFile(name=prefix + name, size=size)
+                for name, size in self.share(rank).files.items()
+            ]
+        )
+        index = self._index.get(rank)
+        positions, places = (b"", b"") if index is None else self.pack()[index]
+        return b"".join((known[1], positions, files.SerializeToString(), places))
+
+    def pack(self) -> list[tuple[bytes, bytes]]:
+        """Positions and placement of all final plans, by member: serialised fields. CPU-bound at first."""
+        if self._columns is None:
+            told, order = self.assignment, self._order
+            starts = np.array([start for start, _ in self._file_spans.values()], np.int64)
+            edges = np.array([0, *(end for _, end in self._spans.values())], np.int64)
+            file = self._file - starts[told.owner[order]]
+            columns = (self._positions, file, told.offset[order], told.length[order])
+            # Most members write the same.
+            known: dict[tuple[bytes, ...], tuple[bytes, bytes]] = {}
+            self._columns = []
+            for parts in zip(*(varints.encode_parts(c, edges) for c in columns), strict=True):
+                if parts not in known:
+                    place = (
+                        varints.field(number, part) for number, part in enumerate(parts[1:], 1)
+                    )
+                    known[parts] = (
+                        varints.field(3, parts[0]),
+                        varints.field(5, b"".join(place)),
+                    )
+                self._columns.append(known[parts])
+        return self._columns
+
+
+def read_assignment(message: records_pb2.PlanManifest) -> Assignment:
+    """What a manifest says of it. Raises OverflowError for numbers that no plan has."""
+    place = message.metadata.placement
+    columns = (message.owner, message.position, place.file, place.offset, place.length)
+    found = Assignment(*(np.array(column, np.int64) for column in columns))
+    if len(found.offset) and int(max(found.offset.max(), found.length.max())) >= 1 << 62:
+        raise OverflowError("a place is out of range")
+    return found
+
+
+def _check(told: Assignment, members: int, names: int) -> None:
+    lengths = {len(each) for each in (told.owner, told.position, told.file, told.offset)}
+    if lengths != {len(told.length)}:
+        raise ValueError("its columns differ in length")
+    if len(told.owner) and (told.owner.max() >= members or told.file.max() >= names):
+        raise IndexError("it names a member or a file that isn't there")
+
+
+class _Line(NamedTuple):
+    """Saves that go by the same plans."""
+
+    job: str
+    incarnation: str
+    group: str
+    root: str
+
+
+_KEPT_EACH: Final = 4
+"""Plans of one group under one root."""
+_KEPT_BYTES: Final = 256 << 20
+"""Of all bodies together; the newest stays in any case."""
+
+
+class AgreedPlans:
+    """The plans that later saves may go by, the newest last. Event loop only."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[tuple[_Line, str], AgreedPlan] = OrderedDict()
+
+    def keep(self, context: sidecar_pb2.SaveContext, plan: AgreedPlan) -> None:
+        """The save was agreed by this plan."""
+        line = _line(context)
+        self._kept[line, plan.plan_id] = plan
+        self._kept.move_to_end((line, plan.plan_id))
+        own = [key for key in self._kept if key[0] == line]
+        for key in own[:-_KEPT_EACH]:
+            del self._kept[key]
+        while len(self._kept) > 1 and sum(len(p.body) for p in self._kept.values()) > _KEPT_BYTES:
+            self._kept.popitem(last=False)
+
+    def find(self, context: sidecar_pb2.SaveContext, plan_id: str) -> AgreedPlan | None:
+        """A plan that the group's ranks were given before, for a save to the same root."""
+        return self._kept.get((_line(context), plan_id))
+
+    def alike(
+        self, context: sidecar_pb2.SaveContext, digests: dict[int, str]
+    ) -> Iterator[AgreedPlan]:
+        """The plans that were made of the same local plans, the newest first."""
+        line = _line(context)
+        for (other, _), plan in reversed(self._kept.items()):
+            if other == line and plan.digests == digests:
+                yield plan
+
+
+def _line(context: sidecar_pb2.SaveContext) -> _Line:
+    root, _ = object_names.split_checkpoint_id(context.checkpoint_id)
+    return _Line(context.save.job, context.save.incarnation, context.save.group, root)

@@ -1,0 +1,200 @@
+"""The coordinator as a process: a gRPC server on an event loop, until it is told to stop.
+
+Owns everything else in this package. It keeps nothing on disk, so it may be killed at any
+time: the sidecars report again to the next one.
+"""
+
+import asyncio
+import gc
+import logging
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Final
+
+import grpc
+
+from pannier.common import tracing
+from pannier.common.malloc import keep_freed_memory
+from pannier.coordinator.background.retention import Retention
+from pannier.coordinator.background.superseded import Sweeper
+from pannier.coordinator.config import CoordinatorConfig
+from pannier.coordinator.diagnosis import CoordinatorDiagnosis
+from pannier.coordinator.idle_exit import await_idle
+from pannier.coordinator.liveness import Vigil
+from pannier.coordinator.metrics import Figures
+from pannier.coordinator.planning.custom_planners import Planners
+from pannier.coordinator.planning.plan_cache import AgreedPlans
+from pannier.coordinator.saves.registry import Registry
+from pannier.coordinator.saves.save_task import Conductor
+from pannier.coordinator.saves.succession import Succession
+from pannier.coordinator.servicer import NAME, CoordinatorService, add_to_server
+from pannier.coordinator.sidecar_streams import Attachments
+from pannier.coordinator.stores import Places
+from pannier.daemon import doctor_checks
+from pannier.daemon.health_server import probed
+from pannier.daemon.http_server import serving_web
+from pannier.daemon.interceptors import AioErrorInterceptor
+from pannier.daemon.listeners import listening, raise_descriptor_limit, server_options
+from pannier.daemon.logging import set_up_logging
+from pannier.daemon.metrics import Counts, Metrics
+from pannier.daemon.peer_users import AioPeerInterceptor
+from pannier.daemon.signals import AioStopSignals
+from pannier.daemon.status_page import Pages, on_loop
+from pannier.daemon.status_registry import Board
+from pannier.daemon.status_service import AioOperating, Vitals
+from pannier.v1 import diagnosis_pb2_grpc
+from pannier.wire.version import package_version
+
+_log = logging.getLogger(__name__)
+
+_THREADS: Final = 2
+"""For planning and metadata, which hold the GIL for most of their time."""
+_CALLS_OF_ONE: Final = 1024
+"""Calls at a time on one connection, more than a sidecar forwards; others wait in the sidecar."""
+_WAITING: Final = 1 << 16
+"""Calls that have come and weren't looked at: all ranks of a job hand their plans in at once."""
+_WAITING_OPTIONS: Final = (
+    # Above the first, 1000 by default, gRPC refuses some of them, above the other all.
+    "grpc.server.max_pending_requests",
+    "grpc.server.max_pending_requests_hard_limit",
+    # Seconds, 30 by default.
+    "grpc.server_max_unrequested_time_in_server",
+)
+_KEPT: Final = 64 << 20
+_LARGE: Final = 32 << 20
+"""Bytes; the C library allows no more."""
+_GARBAGE: Final = 20_000
+"""Objects made since the collector looked, 700 by default."""
+_PATIENCE_S: Final = 2.0
+"""After SIGTERM: for commits that are being decided."""
+
+
+def run(config: CoordinatorConfig) -> int:
+    """Serves until SIGTERM or SIGINT; returns the exit status.
+
+    Raises ConfigurationError when it can't listen or a planner can't be imported.
+    """
+    set_up_logging(config.log_format, daemon="coordinator", host=config.host)
+    tracing.set_up("pannier-coordinator", **{"host.name": config.host})
+    raise_descriptor_limit()
+    # Columns of a large job's plan take some MiB each: with pages of their own, clearing these would
+    # cost as much as what is done with them.
+    keep_freed_memory(kept=_KEPT, large=_LARGE, arenas=1)
+    # torch's modules stay for good: the collector needn't look at them while metadata is built. The
+    # coordinator's own objects hardly ever refer to each other in circles.
+    gc.freeze()
+    gc.set_threshold(_GARBAGE)
+    asyncio.run(_run(config))
+    return 0
+
+
+async def _run(config: CoordinatorConfig) -> None:
+    async with AioStopSignals() as stop, serving(config, leave=stop.request) as coordinator:
+        await stop.wait()
+        _log.info("stopping")
+        await coordinator.drain()
+        deciding = [save for save in coordinator.registry.undecided() if save.deciding]
+        loop = asyncio.get_running_loop()
+        waits = [
+            loop.create_task(save.until(lambda save=save: save.ended))  # type: ignore[misc]
+            for save in deciding
+        ]
+        if waits:
+            await asyncio.wait(waits, timeout=_PATIENCE_S)
+
+
+@dataclass(frozen=True)
+class Coordinator:
+    """A running one, on its event loop."""
+
+    registry: Registry
+    """What it knows of saves."""
+    operating: AioOperating
+
+    async def drain(self) -> None:
+        """Takes no new saves, and says so to whoever asks."""
+        self.registry.draining = True
+        await self.operating.drain()
+
+
+@asynccontextmanager
+async def serving(
+    config: CoordinatorConfig, leave: Callable[[], None] = lambda: None
+) -> AsyncIterator[Coordinator]:
+    """Serves as long as the context lasts.
+
+    Args:
+        leave: called when it was idle for as long as the settings say.
+    """
+    board, vitals = Board(), Vitals(config.host)
+    planners = Planners(config.planner)
+    places = Places(allow=config.allow, storage_options=config.storage_options)
+    with ThreadPoolExecutor(_THREADS, "pannier-plan") as threads:
+        sweeper = Sweeper(places, grace_s=config.grace_superseded_s)
+        retention = Retention(places, config.retention, host=config.host)
+        plans = AgreedPlans()
+        conductor = Conductor(
+            *(places, planners),
+            host=config.host,
+            threads=threads,
+            sweeper=sweeper,
+            retention=retention,
+            plans=plans,
+        )
+        registry = Registry(board, begin=conductor.begin, suspect_after_s=config.suspect_after_s)
+        Succession(registry)
+        attachments = Attachments(registry, places)
+        service = CoordinatorService(registry, places, planners, attachments, plans)
+        ask = on_loop(asyncio.get_running_loop())
+        metrics = Metrics("coordinator", vitals)
+        counts = Counts(metrics.registry)
+        metrics.add(Figures(registry, counts, attachments.present, ask).collect)
+        vigil = Vigil(registry, attachments.present, suspect_after_s=config.suspect_after_s)
+        peers = config.peers()
+        watched = [] if peers is None else [AioPeerInterceptor(peers)]
+        server = grpc.aio.server(
+            interceptors=[*watched, AioErrorInterceptor()],
+            options=[
+                *server_options(),
+                ("grpc.max_concurrent_streams", _CALLS_OF_ONE),
+                *((option, _WAITING) for option in _WAITING_OPTIONS),
+            ],
+        )
+        add_to_server(service, server)
+        diagnosis = CoordinatorDiagnosis(config, lambda: registry.draining)
+        diagnosis_pb2_grpc.add_DiagnosisServicer_to_server(diagnosis, server)
+        operating = AioOperating(server, board, vitals, [NAME, doctor_checks.NAME])
+        watching = nullcontext() if peers is None else peers.watching()
+        with (
+            watching,
+            listening(
+                server, config.address, config.listen, tls=config.tls, guests=config.allow_uid
+            ),
+            probed(
+                config.health,
+                ready=lambda: not registry.draining,
+                loop=asyncio.get_running_loop(),
+            ),
+            serving_web(
+                config.metrics, Pages(board, vitals, ask).routes(metrics), setting="--metrics"
+            ),
+        ):
+            await server.start()
+            await operating.serve()
+            _log.info("coordinator %s serves on %s", package_version(), config.address)
+            watches = [asyncio.get_running_loop().create_task(vigil.run())]
+            if config.idle_exit_s is not None:
+                idling = await_idle(registry, attachments, config.idle_exit_s, leave)
+                watches.append(asyncio.get_running_loop().create_task(idling))
+            try:
+                yield Coordinator(registry, operating)
+            finally:
+                for watch in watches:
+                    watch.cancel()
+                await asyncio.gather(*watches, return_exceptions=True)
+                await operating.drain()
+                await conductor.stop()
+                # Streams never end by themselves; sidecars attach again to the next one.
+                await server.stop(grace=0.2)

@@ -1,0 +1,184 @@
+"""Where saves go: a store per checkpoint, and what is known of the root it lies in.
+
+In: checkpoint ids. Out: stores that were probed, and attempts in their order. Owns the
+probe and the incarnation numbers of each root, which are asked for once. Event loop only.
+"""
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Final, Generic, TypeVar
+
+from pannier.coordinator.incarnations import Claim, Incarnations
+from pannier.storage import Store, check_allowed, check_shared, open_store
+from pannier.storage.store_probe import contact
+from pannier.storage.time_limits import Told, limited, listener
+from pannier.v1 import sidecar_pb2
+from pannier.wire import object_names
+
+_Answer = TypeVar("_Answer")
+
+CONTACT_S: Final = 20.0
+"""For a root that is used for the first time to answer at all: the training loop waits for it."""
+_KEPT: Final = 256
+"""Answers remembered."""
+
+
+class _Shared(Generic[_Answer]):
+    """An answer that several saves wait for, and are told of when storage is asked again."""
+
+    def __init__(self, ask: Callable[[], Awaitable[_Answer]]) -> None:
+        self.listeners: list[Told] = []
+        self._last = ""
+        with limited(told=self._tell):  # without the deadline of the first save that asks
+            self.task = asyncio.get_running_loop().create_task(self._asking(ask))
+
+    @staticmethod
+    async def _asking(ask: Callable[[], Awaitable[_Answer]]) -> _Answer:
+        return await ask()
+
+    def _tell(self, reason: str) -> None:
+        self._last = reason
+        for told in list(self.listeners):
+            told(reason)
+
+    async def answer(self) -> _Answer:
+        """The answer, which a save that is aborted meanwhile doesn't take from the others."""
+        told = listener()
+        if told is None:
+            return await asyncio.shield(self.task)
+        self.listeners.append(told)
+        if self._last and not self.task.done():
+            told(self._last)
+        try:
+            return await asyncio.shield(self.task)
+        finally:
+            self.listeners.remove(told)
+
+
+class Places:
+    """Opens stores below the allowed roots."""
+
+    def __init__(
+        self, *, allow: Sequence[str] = (), storage_options: Mapping[str, Any] | None = None
+    ) -> None:
+        self._allow = tuple(allow)
+        self._options = dict(storage_options or {})
+        self._probes: OrderedDict[str, _Shared[None]] = OrderedDict()
+        self._numbers: OrderedDict[tuple[str, str, str], _Shared[int]] = OrderedDict()
+        self._incarnations: OrderedDict[str, Incarnations] = OrderedDict()
+        """By root."""
+
+    def check(self, checkpoint_id: str) -> None:
+        """Raises InvalidRequestError unless a save may go there, as far as the name tells."""
+        object_names.split_checkpoint_id(checkpoint_id)
+        check_shared(checkpoint_id)
+        check_allowed(checkpoint_id, self._allow)
+
+    def open(self, checkpoint_id: str) -> Store:
+        """The store of one checkpoint; the caller closes it. Raises as :meth:`check`."""
+        self.check(checkpoint_id)
+        return open_store(checkpoint_id, storage_options=self._options)
+
+    def open_root(self, root: str) -> Store:
+        """The store of a root, or of a checkpoint below it, that was saved to; the caller closes it."""
+        return open_store(root, storage_options=self._options)
+
+    async def attempt(self, context: sidecar_pb2.SaveContext) -> object_names.Attempt:
+        """The save's place in the order of attempts; probes the root at its first use.
+
+        Raises:
+            StorageError: with the provider's message.
+            SupersededError: another incarnation has followed its own, which has not saved before.
+        """
+        save, (root, _) = context.save, object_names.split_checkpoint_id(context.checkpoint_id)
+        await self.contact(context)
+        claim = _claim(context)
+
+        async def number_of(known: Incarnations, store: Store) -> int:
+            # What had answered an earlier incarnation may be out of reach by now.
+            await contact(store, CONTACT_S)
+            return await known.number_of(store, claim)
+
+        key = (root, save.job, save.incarnation)
+        number = await _once(self._numbers, key, lambda: self._ask(root, number_of))
+        return object_names.Attempt(number, save.number, save.group, save.incarnation)
+
+    async def find_attempt(self, context: sidecar_pb2.SaveContext) -> object_names.Attempt | None:
+        """The same, if its incarnation has a number; else None. Raises StorageError."""
+        save, (root, _) = context.save, object_names.split_checkpoint_id(context.checkpoint_id)
+        claim = _claim(context)
+        number = await self._ask(root, lambda known, store: known.find(store, claim))
+        return (
+            object_names.Attempt(number, save.number, save.group, save.incarnation)
+            if number
+            else None
+        )
+
+    async def contact(self, context: sidecar_pb2.SaveContext) -> None:
+        """Probes the root at its first use. Raises StorageError with the provider's message."""
+        root, _ = object_names.split_checkpoint_id(context.checkpoint_id)
+        await _once(self._probes, root, lambda: self._probe(root))
+
+    async def _probe(self, root: str) -> None:
+        store = self.open_root(root)
+        try:
+            await contact(store, CONTACT_S)
+            await store.probe()
+        finally:
+            await store.close()
+
+    async def check_newest(
+        self, context: sidecar_pb2.SaveContext, attempt: object_names.Attempt
+    ) -> None:
+        """Raises SupersededError when another incarnation has followed the save's, or StorageError.
+
+        Storage is asked: another coordinator may have given the newer number.
+        """
+        root, _ = object_names.split_checkpoint_id(context.checkpoint_id)
+        claim, number = _claim(context), attempt.incarnation_number
+        await self._ask(root, lambda known, store: known.check_newest(store, claim, number))
+
+    async def _ask(
+        self, root: str, ask: Callable[[Incarnations, Store], Awaitable[_Answer]]
+    ) -> _Answer:
+        known = self._incarnations.setdefault(root, Incarnations())
+        self._incarnations.move_to_end(root)
+        while len(self._incarnations) > _KEPT:
+            self._incarnations.popitem(last=False)
+        store = self.open_root(root)
+        try:
+            return await ask(known, store)
+        finally:
+            await store.close()
+
+
+def _claim(context: sidecar_pb2.SaveContext) -> Claim:
+    return Claim(
+        context.save.job,
+        context.save.incarnation,
+        host=context.host,
+        seen=context.seen_incarnation if context.HasField("seen_incarnation") else None,
+        apart=context.apart,
+    )
+
+
+async def _once(
+    known: "OrderedDict[Any, _Shared[_Answer]]",
+    key: object,
+    ask: Callable[[], Awaitable[_Answer]],
+) -> _Answer:
+    """The answer for ``key``, asked for once; a failure is forgotten, so the next save tries again."""
+    shared = known.get(key)
+    if shared is None:
+        shared = known[key] = _Shared(ask)
+        while len(known) > _KEPT:
+            known.popitem(last=False)
+    try:
+        return await shared.answer()
+    except BaseException:
+        task = shared.task
+        failed = task.done() and (task.cancelled() or task.exception() is not None)
+        if failed and known.get(key) is shared:
+            del known[key]
+        raise

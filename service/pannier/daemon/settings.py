@@ -1,0 +1,88 @@
+"""Who may reach a daemon and what it may reach, as settings: checked when they are made, the same for both daemons."""
+
+import os
+import socket
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from pannier.daemon.http_server import web_address
+from pannier.daemon.listeners import check_exposure, socket_path
+from pannier.daemon.logging import FORMATS, TEXT
+from pannier.daemon.peer_users import Peers
+from pannier.storage.url import parse
+from pannier.wire import limits
+from pannier.wire.addresses import parse_address
+from pannier.wire.errors import ConfigurationError, InvalidRequestError
+from pannier.wire.tls import Tls, is_unix, tls_of
+
+_LARGEST_UID: Final = (1 << 32) - 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Access:
+    """Part of a daemon's settings. Raises ConfigurationError naming the setting."""
+
+    address: str
+    """Where its callers reach it: ``unix:///path`` or ``host:port``."""
+    listen: str | None = None
+    """Another address to listen on, ``host:port``."""
+    health: str | None = None
+    """Where probes are answered, ``host:port``: health alone, in plaintext."""
+    metrics: str | None = None
+    """Where metrics and the status page are served over HTTP, ``[host:]port``, in plaintext."""
+    log_format: str = TEXT
+    """``text`` for people, or ``json``: an object a line."""
+    tls_cert: Path | None = None
+    """Own certificate, PEM: shown on TCP to whoever connects, and to whom it connects."""
+    tls_key: Path | None = None
+    """Its private key."""
+    tls_ca: Path | None = None
+    """CAs that must have signed what a peer shows."""
+    insecure_listen: bool = False
+    """Listen in plaintext where other hosts can connect, too."""
+    allow_uid: tuple[int, ...] = ()
+    """Users besides this one and root who may connect to the unix socket."""
+    allow: tuple[str, ...] = ()
+    """Roots that checkpoints must lie below; none: anywhere."""
+    host: str = field(default_factory=socket.gethostname)
+    """This host in status, errors and decisions."""
+    tls: Tls | None = field(init=False, default=None, compare=False)
+    """Of the three files; None: plaintext."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tls", tls_of(self.tls_cert, self.tls_key, self.tls_ca))
+        for address, setting in ((self.address, "--address"), (self.listen, "--listen")):
+            if address is not None:
+                parse_address(address, setting=setting)
+                check_exposure(address, self.tls, self.insecure_listen, setting=setting)
+        if self.health is not None and is_unix(parse_address(self.health, setting="--health")):
+            raise ConfigurationError(
+                f"--health={self.health} is no host:port: the unix socket at --address answers health "
+                "checks, too"
+            )
+        if self.metrics is not None:
+            object.__setattr__(self, "metrics", web_address(self.metrics, setting="--metrics"))
+        if self.log_format not in FORMATS:
+            raise ConfigurationError(
+                f"--log-format {self.log_format!r} is none of {', '.join(FORMATS)}"
+            )
+        for uid in self.allow_uid:
+            if not 0 <= uid <= _LARGEST_UID:
+                raise ConfigurationError(f"--allow-uid {uid} is not the number of a user")
+        for root in self.allow:
+            try:
+                parse(root)
+            except InvalidRequestError as error:
+                raise ConfigurationError(f"--allow {root!r}: {error}") from error
+        try:
+            limits.check_host(self.host)
+        except InvalidRequestError as error:
+            raise ConfigurationError(f"--host: {error}") from error
+        if not self.host:
+            raise ConfigurationError("--host is empty")
+
+    def peers(self) -> Peers | None:
+        """Who may connect to the unix socket; None: there is none."""
+        path = socket_path(self.address)
+        return None if path is None else Peers(path, {os.geteuid(), 0, *self.allow_uid})

@@ -1,0 +1,185 @@
+"""The saves that a daemon tells about, and a bell for those who watch them.
+
+The owner of a save puts a function there that renders its status whenever
+someone asks, and rings when something changed: nothing is rendered for nobody.
+"""
+
+import asyncio
+import builtins
+import itertools
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from dataclasses import dataclass
+
+from pannier.daemon.interceptors import UnknownSaveError
+from pannier.v1 import save_pb2
+from pannier.wire.object_names import save_text
+
+Render = Callable[[], save_pb2.SaveStatus]
+"""Makes a fresh message each time; called by any thread that asks (with an aio server, on its loop)."""
+
+TERMINAL = (
+    save_pb2.SAVE_STATE_COMMITTED,
+    save_pb2.SAVE_STATE_ABORTED,
+    save_pb2.SAVE_STATE_PREPARED,
+)
+_DEFAULT_LIMIT = 100
+
+
+@dataclass(frozen=True)
+class _Entry:
+    job: str
+    checkpoint_id: str
+    render: Render
+
+
+class Board:
+    """Thread-safe. Entries stay until their owner removes them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._entries: dict[str, _Entry] = {}
+        self._watches: set[_Watch] = set()
+
+    def put(self, save: save_pb2.SaveId, checkpoint_id: str, render: Render) -> None:
+        """Adds a save (the newest, from now on) and rings."""
+        key = save_text(save)
+        with self._lock:
+            self._entries[key] = _Entry(save.job, checkpoint_id, render)
+        self.ring(key)
+
+    def remove(self, key: str) -> None:
+        """Forgets a save; no error when it isn't there."""
+        with self._lock:
+            self._entries.pop(key, None)
+        self.ring(key)
+
+    def ring(self, key: str) -> None:
+        """Says that the status of ``key`` (:func:`save_text`) changed."""
+        with self._lock:
+            watches = [watch for watch in self._watches if watch.key in (None, key)]
+        for watch in watches:
+            watch.wake()
+
+    def find(self, name: str) -> str:
+        """Key of a save by its id, or of the newest save to a checkpoint id.
+
+        Raises UnknownSaveError.
+        """
+        with self._lock:
+            if name in self._entries:
+                return name
+            for key, entry in reversed(self._entries.items()):
+                if entry.checkpoint_id == name:
+                    return key
+        raise UnknownSaveError(f"no save {name!r} is known here; `pannier status` lists them")
+
+    def get(self, name: str) -> save_pb2.SaveStatus:
+        """Status by id, or of the newest save to a checkpoint id. Raises UnknownSaveError."""
+        key = self.find(name)
+        with self._lock:
+            entry = self._entries.get(key)
+        if entry is None:
+            raise UnknownSaveError(f"save {key} was just forgotten")
+        return entry.render()
+
+    def newest(self, limit: int) -> "builtins.list[str]":
+        """Keys of at most ``limit`` saves, newest first."""
+        with self._lock:
+            return builtins.list(itertools.islice(reversed(self._entries), limit))
+
+    def list(
+        self, *, job: str = "", states: Collection[int] = (), limit: int = 0
+    ) -> list[save_pb2.SaveStatus]:
+        """Newest first; see ListSavesRequest."""
+        with self._lock:
+            entries = [entry for entry in self._entries.values() if job in ("", entry.job)]
+        found: list[save_pb2.SaveStatus] = []
+        for entry in reversed(entries):
+            if len(found) >= (limit or _DEFAULT_LIMIT):
+                break
+            status = entry.render()
+            if not states or status.state in states:
+                found.append(status)
+        return found
+
+    def watch(self, key: str | None = None) -> "Watch":
+        """A bell for one save, or for all; a context manager, for a thread."""
+        return Watch(self, key)
+
+    def watch_aio(self, key: str | None = None) -> "AioWatch":
+        """A bell for one save, or for all; a context manager, for a coroutine."""
+        return AioWatch(self, key)
+
+    def _add(self, watch: "_Watch") -> None:
+        with self._lock:
+            self._watches.add(watch)
+
+    def _discard(self, watch: "_Watch") -> None:
+        with self._lock:
+            self._watches.discard(watch)
+
+
+class _Watch(ABC):
+    def __init__(self, board: Board, key: str | None) -> None:
+        self._board = board
+        self.key = key
+
+    def __exit__(self, *details: object) -> None:
+        self._board._discard(self)
+
+    @abstractmethod
+    def wake(self) -> None:
+        """As a ring does. Any thread."""
+
+
+class Watch(_Watch):
+    """Remembers one ring until it is waited for; for one thread."""
+
+    def __init__(self, board: Board, key: str | None) -> None:
+        super().__init__(board, key)
+        self._rung = threading.Event()
+
+    def __enter__(self) -> "Watch":
+        self._board._add(self)
+        return self
+
+    def wake(self) -> None:
+        """As a ring does. Any thread."""
+        self._rung.set()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Waits for the next ring; False when none came in time."""
+        rung = self._rung.wait(timeout_s)
+        self._rung.clear()
+        return rung
+
+
+class AioWatch(_Watch):
+    """Remembers one ring until it is waited for; for one coroutine of the loop it is made on."""
+
+    def __init__(self, board: Board, key: str | None) -> None:
+        super().__init__(board, key)
+        self._loop = asyncio.get_running_loop()
+        self._rung = asyncio.Event()
+
+    def __enter__(self) -> "AioWatch":
+        self._board._add(self)
+        return self
+
+    def wake(self) -> None:
+        """As a ring does. Any thread."""
+        # The loop may have ended while a thread rings.
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._rung.set)
+
+    async def wait(self, timeout_s: float) -> bool:
+        """Waits for the next ring; False when none came in time."""
+        try:
+            await asyncio.wait_for(self._rung.wait(), timeout_s)
+        except asyncio.TimeoutError:
+            return False
+        self._rung.clear()
+        return True

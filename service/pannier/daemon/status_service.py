@@ -1,0 +1,212 @@
+"""What an operator asks either daemon: status of saves, health, and which services there are.
+
+In: a :class:`Board` and a server that hasn't started. Health says NOT_SERVING
+and status says ``draining`` once the daemon takes no new saves.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from pannier.daemon.status_registry import TERMINAL, Board
+from pannier.v1 import save_pb2, status_pb2, status_pb2_grpc
+from pannier.wire.version import package_version
+
+_STATUS: Final = "pannier.v1.Status"
+_INTERVAL_S: Final = 0.1
+"""Shortest time between two messages of WatchSave."""
+_REFRESH_S: Final = 1.0
+"""How often WatchSave looks for what changes with time alone ("last heard 12 s ago")."""
+
+
+@dataclass(frozen=True)
+class Backlog:
+    """What a daemon has taken over and not yet brought to storage."""
+
+    bytes_queued: int = 0
+    oldest_s: float = 0.0
+    """Age of the oldest upload, seconds."""
+    spool_bytes: int = 0
+    """Reserved in the spool; of these, lent to trainers, and held by processes that may wake up."""
+    lent_bytes: int = 0
+    held_bytes: int = 0
+    saves_bytes: int = 0
+    """Of the spool's: hold data files of saves."""
+    capacity_bytes: int = 0
+    """Most that the spool can have."""
+    free_bytes: int = 0
+    """What saves could still take of it."""
+
+
+@dataclass
+class Vitals:
+    """What a daemon says of itself."""
+
+    host: str
+    draining: bool = False
+    backlog: Callable[[], Backlog] = Backlog
+    """Asked by any thread."""
+
+    @property
+    def state(self) -> str:
+        """As ListSavesResponse has it."""
+        return "draining" if self.draining else "serving"
+
+
+class Operating:
+    """Status, health and reflection on a synchronous server."""
+
+    def __init__(
+        self, server: grpc.Server, board: Board, vitals: Vitals, services: Sequence[str]
+    ) -> None:
+        """Adds them to ``server``, which serves ``services`` (full names) besides."""
+        self._vitals = vitals
+        self._services = ("", *services, _STATUS)
+        self._health = health.HealthServicer(experimental_non_blocking=True)
+        for name in self._services:
+            self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        status_pb2_grpc.add_StatusServicer_to_server(_StatusServicer(board, vitals), server)
+        reflection.enable_server_reflection(_reflected(services), server)
+
+    def drain(self) -> None:
+        """Says everywhere that no new saves are taken. Any thread."""
+        self._vitals.draining = True
+        self._health.enter_graceful_shutdown()
+
+
+class AioOperating:
+    """Status, health and reflection on an aio server."""
+
+    def __init__(
+        self, server: grpc.aio.Server, board: Board, vitals: Vitals, services: Sequence[str]
+    ) -> None:
+        """Adds them to ``server``, which serves ``services`` (full names) besides."""
+        self._vitals = vitals
+        self._services = ("", *services, _STATUS)
+        self._health = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        status_pb2_grpc.add_StatusServicer_to_server(_AioStatusServicer(board, vitals), server)
+        reflection.enable_server_reflection(_reflected(services), server)
+
+    async def serve(self) -> None:
+        """Health says SERVING for every service by name; the server as a whole does so at once."""
+        for name in self._services:
+            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+
+    async def drain(self) -> None:
+        """Says everywhere that no new saves are taken."""
+        self._vitals.draining = True
+        await self._health.enter_graceful_shutdown()
+
+
+def _reflected(services: Sequence[str]) -> tuple[str, ...]:
+    return (*services, _STATUS, health.SERVICE_NAME, reflection.SERVICE_NAME)
+
+
+def _list(
+    board: Board, vitals: Vitals, request: status_pb2.ListSavesRequest
+) -> status_pb2.ListSavesResponse:
+    response = about(vitals)
+    response.saves.extend(board.list(job=request.job, states=request.states, limit=request.limit))
+    return response
+
+
+def about(vitals: Vitals) -> status_pb2.ListSavesResponse:
+    """What a daemon says of itself, without saves. Any thread."""
+    backlog = vitals.backlog()
+    return status_pb2.ListSavesResponse(
+        daemon_state=vitals.state,
+        host=vitals.host,
+        version=package_version(),
+        bytes_queued=backlog.bytes_queued,
+        oldest_upload_s=backlog.oldest_s,
+        spool_bytes=backlog.spool_bytes,
+        spool_lent_bytes=backlog.lent_bytes,
+        spool_held_bytes=backlog.held_bytes,
+        spool_saves_bytes=backlog.saves_bytes,
+        spool_capacity_bytes=backlog.capacity_bytes,
+        spool_free_bytes=backlog.free_bytes,
+    )
+
+
+class _StatusServicer(status_pb2_grpc.StatusServicer):
+    """Handlers run in the server's threads."""
+
+    def __init__(self, board: Board, vitals: Vitals) -> None:
+        self._board = board
+        self._vitals = vitals
+
+    def ListSaves(
+        self, request: status_pb2.ListSavesRequest, context: grpc.ServicerContext
+    ) -> status_pb2.ListSavesResponse:
+        """See the proto."""
+        return _list(self._board, self._vitals, request)
+
+    def GetSave(
+        self, request: status_pb2.GetSaveRequest, context: grpc.ServicerContext
+    ) -> status_pb2.GetSaveResponse:
+        """See the proto."""
+        return status_pb2.GetSaveResponse(save=self._board.get(request.id))
+
+    def WatchSave(
+        self, request: status_pb2.WatchSaveRequest, context: grpc.ServicerContext
+    ) -> Iterator[status_pb2.WatchSaveResponse]:
+        """See the proto."""
+        key = self._board.find(request.id)
+        sent: save_pb2.SaveStatus | None = None
+        with self._board.watch(key) as watch:
+            # Also rings when the caller goes away.
+            context.add_callback(watch.wake)
+            while context.is_active():
+                status = self._board.get(key)
+                if status != sent:
+                    yield status_pb2.WatchSaveResponse(save=status)
+                    sent = status
+                if status.state in TERMINAL:
+                    return
+                time.sleep(_INTERVAL_S)
+                watch.wait(_REFRESH_S)
+
+
+class _AioStatusServicer(status_pb2_grpc.StatusServicer):
+    """Handlers run on the server's loop."""
+
+    def __init__(self, board: Board, vitals: Vitals) -> None:
+        self._board = board
+        self._vitals = vitals
+
+    async def ListSaves(
+        self, request: status_pb2.ListSavesRequest, context: Any
+    ) -> status_pb2.ListSavesResponse:
+        """See the proto."""
+        return _list(self._board, self._vitals, request)
+
+    async def GetSave(
+        self, request: status_pb2.GetSaveRequest, context: Any
+    ) -> status_pb2.GetSaveResponse:
+        """See the proto."""
+        return status_pb2.GetSaveResponse(save=self._board.get(request.id))
+
+    async def WatchSave(
+        self, request: status_pb2.WatchSaveRequest, context: Any
+    ) -> AsyncIterator[status_pb2.WatchSaveResponse]:
+        """See the proto."""
+        key = self._board.find(request.id)
+        sent: save_pb2.SaveStatus | None = None
+        with self._board.watch_aio(key) as watch:
+            while True:
+                status = self._board.get(key)
+                if status != sent:
+                    yield status_pb2.WatchSaveResponse(save=status)
+                    sent = status
+                if status.state in TERMINAL:
+                    return
+                await asyncio.sleep(_INTERVAL_S)
+                await watch.wait(_REFRESH_S)

@@ -1,0 +1,1 @@
+"""What is done to checkpoints after their commit, or instead of it: all without torch."""

@@ -1,0 +1,315 @@
+"""What crashes, aborts and overwrites left behind, found and removed: ``pannier gc``.
+
+In: a checkpoint id's store, the rules, the store's time. Out: what was removed and why; what was
+left and why. Nothing goes before the attempt's end is decided, so that a save that is under way
+can't lose anything to it; nothing that the standing ``.metadata`` refers to goes, and nothing at all
+where that isn't one of Pannier's. Async.
+"""
+
+import enum
+import posixpath
+from collections.abc import AsyncIterator, Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Final
+
+from pannier.attempts.delete_attempt import check_unneeded, remove_ended
+from pannier.attempts.leases import read_leases
+from pannier.common.fault_points import point
+from pannier.maintenance.inspect import View, attempt_of, find_needed, view
+from pannier.maintenance.recover import Found, Interrupted, Standing, give_up, judge
+from pannier.maintenance.superseded import GRACE_S, sweep_superseded
+from pannier.storage import ObjectInfo, Store, Unfinished
+from pannier.v1 import records_pb2
+from pannier.wire import object_names
+from pannier.wire.errors import IntegrityError
+
+ABANDONED_AFTER_S: Final = 24 * 3600.0
+"""Seconds without a write after which an undecided attempt is given up, by default."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Ages by the store's clock, in seconds."""
+
+    grace_s: float = GRACE_S
+    """Of superseded attempts, from when that was first seen."""
+    abandoned_after_s: float = ABANDONED_AFTER_S
+    """Of what was never completed: attempts, uploads, temporary files; and of aborted attempts' decisions."""
+
+
+class Reason(enum.Enum):
+    """Why something may go."""
+
+    SUPERSEDED = "superseded"
+    """A newer save to the same id was committed, and the grace period has passed."""
+    ABORTED = "aborted"
+    """Its save was aborted, or this came late; at last its decision."""
+    ABANDONED = "abandoned"
+    """Nobody has written to its attempt for long, and nobody can commit it."""
+    REMOVED = "removed"
+    """Of a checkpoint whose removal was begun."""
+    LEASE = "lease"
+    """A reader's lease that has expired."""
+    UPLOAD = "upload"
+    """An upload that was never completed."""
+    TEMPORARY = "temporary"
+    """A throw-away file of a process that died."""
+
+
+@dataclass(frozen=True)
+class Removed:
+    """One object that is gone, or would be."""
+
+    name: str
+    """Relative to the checkpoint id."""
+    reason: Reason
+    attempt: str
+    """Empty when it is none's."""
+    size: int
+
+
+@dataclass(frozen=True)
+class Kept:
+    """An attempt, or all of a checkpoint (then it is empty), that was left alone."""
+
+    attempt: str
+    why: str
+    size: int = 0
+
+
+@dataclass
+class Report:
+    """What became of one checkpoint id."""
+
+    removed: list[Removed] = field(default_factory=list)
+    kept: list[Kept] = field(default_factory=list)
+    aborted: set[str] = field(default_factory=set)
+    """Attempts whose unfinished uploads can't become anything."""
+    undecided: set[str] = field(default_factory=set)
+    """Attempts that may be under way."""
+
+    def add(self, objects: Iterable[ObjectInfo], reason: Reason, attempt: str = "") -> None:
+        """These objects are gone."""
+        self.removed += [Removed(info.key, reason, attempt, info.size) for info in objects]
+
+
+def find_places(objects: Iterable[ObjectInfo]) -> list[str]:
+    """Directories that hold anything of Pannier's, of a root's objects; "" is the root itself."""
+    found = set()
+    for info in objects:
+        directory, separator, _ = f"/{info.key}".rpartition(f"/{object_names.attempts_prefix()}")
+        if separator:
+            found.add(directory[1:])
+            continue
+        parent, name = posixpath.split(info.key)
+        if attempt_of(name):
+            found.add(parent)
+    return sorted(found)
+
+
+async def sweep(store: Store, rules: Rules, *, now: float, host: str, dry_run: bool) -> Report:
+    """Sweeps one checkpoint id.
+
+    Args:
+        now: the store's time.
+        host: signs decisions.
+        dry_run: writes and removes nothing.
+
+    Raises StorageError.
+    """
+    report = Report()
+    try:
+        seen = await view(store)
+        if seen.foreign:
+            # A plain writer's, or a copy's: it may need whatever lies there.
+            report.kept.append(Kept("", "its .metadata was not committed by Pannier"))
+            return report
+        needed = await find_needed(store)
+    except IntegrityError as error:
+        report.kept.append(Kept("", str(error)))
+        return report
+    sweeper = _Sweeper(store, seen, needed, rules, now, host, dry_run, report)
+    await sweeper.sweep_attempts()
+    await sweeper.sweep_others()
+    return report
+
+
+@dataclass
+class _Sweeper:
+    """One sweep of one checkpoint id."""
+
+    store: Store
+    seen: View
+    needed: frozenset[str]
+    rules: Rules
+    now: float
+    host: str
+    dry_run: bool
+    report: Report
+
+    async def sweep_attempts(self) -> None:
+        """All that belongs to an attempt."""
+        swept = await sweep_superseded(
+            self.store, self.seen, grace_s=self.rules.grace_s, now=self.now, dry_run=self.dry_run
+        )
+        for attempt, objects in swept.removed.items():
+            self.report.add(objects, Reason.SUPERSEDED, attempt)
+        for attempt, why in swept.kept.items():
+            self._keep(attempt, why)
+        done = self.seen.superseded()
+        for attempt in self.seen.attempts:
+            if attempt not in done:
+                try:
+                    await self._sweep_attempt(attempt)
+                except IntegrityError as error:
+                    self._keep(attempt, str(error))
+
+    async def _sweep_attempt(self, attempt: str) -> None:
+        decision = self.seen.decisions.known.get(attempt)
+        marked = self.seen.find(attempt, object_names.removal_mark(attempt)) is not None
+        standing = self.seen.standing
+        if standing is not None and attempt == standing.name:
+            if marked:
+                self._keep(attempt, "its removal was begun: run `pannier rm` again to end it")
+        elif decision is None:
+            await self._sweep_undecided(attempt)
+        elif decision.outcome == records_pb2.OUTCOME_ABORT:
+            await self._sweep_aborted(attempt)
+        elif marked:
+            await self._remove(attempt, self.seen.attempts[attempt], Reason.REMOVED)
+        else:
+            self._keep(attempt, "its commit is decided, but not done: run `pannier recover`")
+
+    async def _sweep_aborted(self, attempt: str) -> None:
+        """What is left of it; when nothing is, its decision, too, once that is old.
+
+        The decision stops a coordinator that is late with a COMMIT. None needs it any more then: one
+        that was stopped before its decision, and goes on only now, finds the attempt's manifest and
+        receipts missing, and installs nothing (:func:`pannier.attempts.metadata_swap.is_removed`). The age
+        is only for those that ask how the save ended.
+        """
+        self.report.aborted.add(attempt)
+        key = object_names.decision(attempt)
+        objects = self.seen.attempts[attempt]
+        left = [info for info in objects if info.key != key]
+        if left:
+            await self._remove(attempt, left, Reason.ABORTED, keep_decision=True)
+        elif all(self._is_old(info.modified) for info in objects):
+            await self._remove(attempt, objects, Reason.ABORTED)
+
+    async def _sweep_undecided(self, attempt: str) -> None:
+        self.report.undecided.add(attempt)
+        objects = self.seen.attempts[attempt]
+        idle_s = max(0.0, self.now - max(info.modified for info in objects))
+        if idle_s < self.rules.abandoned_after_s:
+            self._keep(
+                attempt, f"undecided, last written {idle_s:.0f} s ago: a save may be under way"
+            )
+            return
+        found = await judge(self.store, attempt, objects, self.seen.decisions, Standing(self.store))
+        if found is None:
+            return
+        if found.found is Found.COMPLETE:
+            self._keep(attempt, "all its ranks are durable: run `pannier recover` to commit it")
+            return
+        if not self.dry_run and not await self._give_up(found):
+            return
+        self.report.undecided.discard(attempt)
+        left = [info for info in objects if info.key != object_names.decision(attempt)]
+        await self._remove(attempt, left, Reason.ABANDONED, keep_decision=True)
+
+    async def _give_up(self, found: Interrupted) -> bool:
+        """Decides ABORT; False when somebody else has decided otherwise meanwhile."""
+        why = f"given up by `pannier gc` {self.rules.abandoned_after_s:.0f} s after its last write"
+        decision = await give_up(self.store, found, self.host, why)
+        if decision.outcome == records_pb2.OUTCOME_ABORT:
+            self.report.aborted.add(found.attempt)
+            return True
+        self._keep(found.attempt, "it was decided to commit it meanwhile")
+        return False
+
+    async def _remove(
+        self,
+        attempt: str,
+        objects: Collection[ObjectInfo],
+        reason: Reason,
+        *,
+        keep_decision: bool = False,
+    ) -> None:
+        if self.dry_run:
+            check_unneeded(self.store, attempt, objects, self.needed)
+        else:
+            # Asked again: .metadata may have become another's since.
+            needed = self.needed | await find_needed(self.store)
+            objects = await remove_ended(
+                self.store, attempt, needed=needed, keep_decision=keep_decision
+            )
+        self.report.add(objects, reason, attempt)
+
+    async def sweep_others(self) -> None:
+        """Leases and throw-away objects."""
+        leases = await read_leases(self.store, self.seen.others)
+        expired = [lease for lease in leases if lease.expires <= self.now]
+        for lease in expired:
+            await self._delete(lease.info)
+            self.report.add([lease.info], Reason.LEASE, lease.attempt)
+        for info in self.seen.others:
+            if object_names.is_throw_away(info.key) and self._is_old(info.modified):
+                await self._delete(info)
+                self.report.add([info], Reason.TEMPORARY)
+
+    async def _delete(self, info: ObjectInfo) -> None:
+        if not self.dry_run:
+            point("sweep.leftover.before")
+            # A lease that was renewed meanwhile stays.
+            await self.store.delete(info.key, generation=info.generation)
+            point("sweep.leftover.after")
+
+    def _is_old(self, modified: float) -> bool:
+        return max(0.0, self.now - modified) >= self.rules.abandoned_after_s
+
+    def _keep(self, attempt: str, why: str) -> None:
+        self.report.kept.append(Kept(attempt, why, self.seen.size(attempt)))
+
+
+async def sweep_unfinished(
+    store: Store,
+    rules: Rules,
+    *,
+    aborted: Collection[str],
+    undecided: Collection[str],
+    now: float,
+    dry_run: bool,
+) -> AsyncIterator[Removed]:
+    """Uploads and temporary files below ``store`` that nobody completes any more.
+
+    Args:
+        aborted: attempts that are aborted, as paths relative to ``store``: what they
+            have begun goes whatever its age.
+        undecided: attempts that may be under way, likewise: what they have begun stays.
+
+    Raises StorageError.
+    """
+    for item in await store.list_unfinished():
+        if not _may_go(item, rules, aborted, undecided, now):
+            continue
+        if not dry_run:
+            point("sweep.leftover.before")
+            await store.discard(item)
+            point("sweep.leftover.after")
+        attempt = attempt_of(posixpath.basename(item.key))
+        yield Removed(item.key, Reason.UPLOAD, attempt, item.size)
+
+
+def _may_go(
+    item: Unfinished,
+    rules: Rules,
+    aborted: Collection[str],
+    undecided: Collection[str],
+    now: float,
+) -> bool:
+    directory, name = posixpath.split(item.key)
+    attempt = posixpath.join(directory, attempt_of(name))
+    if attempt in aborted or attempt in undecided:
+        return attempt in aborted
+    return max(0.0, now - item.modified) >= rules.abandoned_after_s

@@ -1,0 +1,138 @@
+"""One checkpoint id as whoever cleans it up sees it: attempts, their ends, and whose ``.metadata`` it is.
+
+In: a store. Out: a :class:`View`, and the names that the standing ``.metadata`` needs. Async.
+"""
+
+import asyncio
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from pannier.attempts.decisions import Decisions, is_attempt, read_decisions
+from pannier.attempts.metadata_refs import referred
+from pannier.attempts.metadata_swap import stat_metadata
+from pannier.storage import NotFoundError, ObjectInfo, Store
+from pannier.storage.retry import contend
+from pannier.v1 import records_pb2
+from pannier.wire import object_names
+from pannier.wire.errors import StorageError
+from pannier.wire.records import match
+
+_RACES = 10
+"""Commits in a row while ``.metadata`` is read."""
+
+
+@dataclass
+class View:
+    """What stood there when it was looked at."""
+
+    attempts: dict[str, list[ObjectInfo]] = field(default_factory=lambda: defaultdict(list))
+    """Data files and records by attempt, oldest attempt first."""
+    others: list[ObjectInfo] = field(default_factory=list)
+    """What lies beside the records and is no attempt's: leases, throw-away objects."""
+    decisions: Decisions = field(default_factory=Decisions)
+    metadata: ObjectInfo | None = None
+    standing: object_names.Attempt | None = None
+    """Whose ``.metadata`` it is."""
+
+    @property
+    def foreign(self) -> bool:
+        """Whether the checkpoint there isn't one of Pannier's attempts."""
+        return self.metadata is not None and self.standing is None
+
+    def size(self, attempt: str) -> int:
+        """Bytes of all objects of an attempt."""
+        return sum(info.size for info in self.attempts[attempt])
+
+    def find(self, attempt: str, key: str) -> ObjectInfo | None:
+        """One of an attempt's objects."""
+        return next((info for info in self.attempts[attempt] if info.key == key), None)
+
+    def superseded(self) -> list[str]:
+        """Attempts that were committed, and whose ``.metadata`` a newer one's has replaced."""
+        standing = self.standing
+        if standing is None:
+            return []
+        return [
+            name
+            for name in self.attempts
+            if name in self.decisions.known
+            and self.decisions.known[name].outcome == records_pb2.OUTCOME_COMMIT
+            and object_names.Attempt.parse(name) < standing
+        ]
+
+
+async def view(store: Store, *, data: bool = True) -> View:
+    """Looks at one checkpoint id.
+
+    Args:
+        data: also at data files; without them, only records are known, and of attempts more than
+            whose decision is left.
+
+    Raises:
+        StorageError: it can't be read.
+        IntegrityError: whose ``.metadata`` it is can't be told.
+    """
+    found = View()
+    # First: what commits meanwhile has its decision in storage before.
+    metadata, checksum = await stat_metadata(store)
+    prefixes = [object_names.attempts_prefix()]
+    if data:
+        prefixes.append(object_names.data_prefix("")[:-1])
+    loose: dict[str, list[ObjectInfo]] = defaultdict(list)
+    for prefix in prefixes:
+        for info in await store.list(prefix):
+            attempt = attempt_of(info.key)
+            if attempt:
+                loose[attempt].append(info)
+            elif info.key.startswith(object_names.attempts_prefix()):
+                found.others.append(info)
+    for name in sorted(loose, key=object_names.Attempt.parse):
+        # After each abort, a decision alone stays.
+        if data or [info.key for info in loose[name]] != [object_names.decision(name)]:
+            found.attempts[name] = loose[name]
+    if found.attempts:
+        found.decisions = await read_decisions(
+            store, (info for items in found.attempts.values() for info in items)
+        )
+        found.metadata = metadata
+        if metadata is not None:
+            found.decisions.check()
+            committed = match(found.decisions.known, metadata.size, checksum)
+            if committed is not None:
+                found.standing = object_names.Attempt.parse(committed.attempt)
+    return found
+
+
+def attempt_of(key: str) -> str:
+    """Whose data file or record it is, of a key relative to the checkpoint id; empty for none's."""
+    top, _, rest = key.partition("/")
+    if rest:
+        name = rest.partition("/")[0] if f"{top}/" == object_names.attempts_prefix() else ""
+    else:
+        name = top.removeprefix("__").partition("_")[0] if top.startswith("__") else ""
+    return name if is_attempt(name) else ""
+
+
+async def find_needed(store: Store) -> frozenset[str]:
+    """Names of the files that the ``.metadata`` which stands there refers to; none without one.
+
+    Raises:
+        StorageError: it can't be read.
+        IntegrityError: it isn't a checkpoint's metadata.
+    """
+    async for _ in contend(_RACES):
+        before = await store.stat(object_names.METADATA)
+        if before is None:
+            return frozenset()
+        try:
+            content = await store.read(object_names.METADATA)
+        except NotFoundError:
+            continue
+        after = await store.stat(object_names.METADATA)
+        if after is not None and after.generation == before.generation:
+            return await asyncio.to_thread(
+                referred, content, f"{store.url}/{object_names.METADATA}"
+            )
+    raise StorageError(
+        f"{store.url}/{object_names.METADATA} changed {_RACES} times while it was read"
+    )

@@ -1,0 +1,138 @@
+"""Which checkpoints of a job are kept: rules and checkpoints in, a verdict for each out. Pure.
+
+The newest one is kept whatever the rules say, so that there always is one to go on from; so is one whose
+name has no step, where it was given by a person. Without a rule that limits, all are kept.
+"""
+
+import fnmatch
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from pannier.attempts.listing import Checkpoint, Standing
+from pannier.wire import object_names
+from pannier.wire.errors import ConfigurationError
+
+_STEP: Final = re.compile(r"\d+")
+_BEST: Final = re.compile(r"(.+?):(min|max)(?::([1-9]\d{0,5}))?")
+
+
+@dataclass(frozen=True)
+class Best:
+    """The ``count`` best by a metric that ``async_save(metrics=...)`` was given."""
+
+    metric: str
+    lowest: bool = True
+    """Whether less is better."""
+    count: int = 1
+
+    @classmethod
+    def parse(cls, text: str) -> "Best":
+        """Of ``METRIC:min`` or ``METRIC:max``, and maybe ``:N``. Raises ConfigurationError."""
+        match = _BEST.fullmatch(text)
+        if match is None:
+            raise ConfigurationError(
+                f"--keep-best {text!r} is not METRIC:min or METRIC:max, with :N for more than one"
+            )
+        return cls(match[1], match[2] == "min", int(match[3] or 1))
+
+    def __str__(self) -> str:
+        return f"{self.metric}:{'min' if self.lowest else 'max'}:{self.count}"
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What is kept; a checkpoint that no rule keeps may go. Raises ConfigurationError."""
+
+    newest: int | None = None
+    """So many of the newest, in the order of their saves."""
+    every: int | None = None
+    """Those whose step, the last number in the name, is a multiple of this."""
+    best: tuple[Best, ...] = ()
+    always: tuple[str, ...] = ()
+    """Names, with the wildcards of shells."""
+
+    def __post_init__(self) -> None:
+        for option, value in (("--keep-newest", self.newest), ("--keep-every", self.every)):
+            if value is not None and value < 1:
+                raise ConfigurationError(f"{option} {value} is not a positive number")
+
+    @property
+    def limits(self) -> bool:
+        """Whether anything may ever go."""
+        return self.newest is not None or self.every is not None or bool(self.best)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A committed checkpoint, and the rules that keep it; without one it may go."""
+
+    checkpoint: Checkpoint
+    reasons: tuple[str, ...]
+
+
+def judge(
+    policy: Policy, checkpoints: Iterable[Checkpoint], *, job: str, committed: str | None = None
+) -> list[Verdict]:
+    """A verdict for each committed checkpoint of the job directly below the root, oldest first.
+
+    Args:
+        committed: the attempt whose commit is the occasion. Saves may be committed in another order
+            than they were begun in: neither it nor a newer one goes before a later commit.
+
+    Others' checkpoints, attempts that aren't committed, and what lies deeper have none: they are never
+    touched.
+    """
+    own = sorted(
+        (
+            each
+            for each in checkpoints
+            if each.standing is Standing.COMMITTED and each.job == job and "/" not in each.name
+        ),
+        key=lambda each: each.order,
+    )
+    if not policy.limits:
+        return [Verdict(each, ("no rule limits them",)) for each in own]
+    best = {rule: _best(rule, own) for rule in policy.best}
+    occasion = object_names.Attempt.parse(committed) if committed is not None else None
+    verdicts = []
+    for age, checkpoint in enumerate(reversed(own)):
+        reasons = [f"matches {p}" for p in policy.always if fnmatch.fnmatchcase(checkpoint.name, p)]
+        if age < (policy.newest or 1):
+            reasons.append("newest" if age == 0 else f"newest {policy.newest}")
+        elif occasion is not None and _attempt(checkpoint) == occasion:
+            reasons.append("committed last")
+        elif occasion is not None and _attempt(checkpoint) > occasion:
+            reasons.append("newer than the one committed last")
+        found = step(checkpoint.name)
+        if found is None:
+            reasons.append("its name has no step")
+        elif policy.every is not None and found % policy.every == 0:
+            reasons.append(f"every {policy.every}")
+        reasons += [f"best {rule}" for rule, names in best.items() if checkpoint.name in names]
+        verdicts.append(Verdict(checkpoint, tuple(reasons)))
+    return verdicts[::-1]
+
+
+def _attempt(checkpoint: Checkpoint) -> object_names.Attempt:
+    assert checkpoint.attempt is not None
+    return object_names.Attempt.parse(checkpoint.attempt)
+
+
+def step(name: str) -> int | None:
+    """The last number in a checkpoint's name: ``step-1000`` is of step 1000."""
+    numbers = _STEP.findall(name)
+    return int(numbers[-1]) if numbers else None
+
+
+def _best(rule: Best, checkpoints: Sequence[Checkpoint]) -> set[str]:
+    """Names; of equal ones the newer."""
+    told = [
+        (each.metrics[rule.metric], age, each.name)
+        for age, each in enumerate(reversed(checkpoints))
+        if not math.isnan(each.metrics.get(rule.metric, math.nan))
+    ]
+    told.sort(key=lambda entry: (entry[0] if rule.lowest else -entry[0], entry[1]))
+    return {name for _, _, name in told[: rule.count]}

@@ -1,0 +1,194 @@
+"""Carries a retention policy out at one root: ``pannier retain``, and the coordinator after each commit.
+
+In: how to open stores, the policy, a job. Out: what was removed, what stays and why. A checkpoint that is
+being read (a lease lives) or written (an attempt isn't decided) stays until the next time. What is
+decided is recorded beside the checkpoints before anything goes, for ``pannier ls`` and for a reader that
+comes too late. Async; a process that dies on the way has removed some: the next run removes the rest.
+"""
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from pannier.attempts.listing import Checkpoint, list_checkpoints
+from pannier.attempts.store_clock import store_time
+from pannier.maintenance.delete_checkpoint import (
+    Condemned,
+    InUseError,
+    condemn,
+    name_readers,
+    remove_checkpoint,
+    remove_directory,
+)
+from pannier.maintenance.retention_policy import Policy, judge
+from pannier.storage import ConflictError, NotFoundError, Store
+from pannier.wire import object_names
+from pannier.wire.errors import PannierError
+
+_log = logging.getLogger(__name__)
+
+_RECORDED: Final = 100
+"""Removals that the record remembers."""
+
+Opener = Callable[[str], Store]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one checkpoint."""
+
+    checkpoint: Checkpoint
+    reasons: tuple[str, ...]
+    """Why it stays; empty: it was removed, or would be."""
+    removed: int = 0
+    """Bytes."""
+    spared: bool = False
+    """No rule keeps it, but it can't go now."""
+
+    @property
+    def why(self) -> str:
+        """Its reasons, for people."""
+        return ", ".join(self.reasons)
+
+
+async def retain(
+    open_store: Opener,
+    root: str,
+    policy: Policy,
+    *,
+    job: str,
+    host: str,
+    committed: str | None = None,
+    dry_run: bool = False,
+) -> list[Outcome]:
+    """Removes what the policy doesn't keep of a job's checkpoints directly below ``root``.
+
+    Args:
+        open_store: of a checkpoint id or root; each store is closed here.
+        host: signs removals.
+        committed: the attempt whose commit is the occasion: it and what is newer stay this time.
+        dry_run: only tells.
+
+    Raises:
+        StorageError: the root can't be read. What fails at one checkpoint is a reason why that stays.
+    """
+    store = open_store(root)
+    try:
+        checkpoints = await list_checkpoints(store)
+        verdicts = judge(policy, checkpoints, job=job, committed=committed)
+        now = await store_time(store) if any(not each.reasons for each in verdicts) else 0.0
+        outcomes = []
+        going: list[_Removal] = []
+        for verdict in verdicts:
+            if verdict.reasons:
+                outcomes.append(Outcome(verdict.checkpoint, verdict.reasons))
+                continue
+            each = _Removal(open_store, root, now, verdict.checkpoint)
+            outcomes.append(await each.condemn())
+            if not outcomes[-1].reasons:
+                going.append(each)
+        if dry_run or not policy.limits:
+            return outcomes
+        await _record(store, job, outcomes)
+        removed = {each.checkpoint.name: await each.remove(host) for each in going}
+        outcomes = [removed.get(each.checkpoint.name, each) for each in outcomes]
+        if any(each.spared for each in removed.values()):
+            await _record(store, job, outcomes)
+    finally:
+        await store.close()
+    return outcomes
+
+
+@dataclass
+class _Removal:
+    """One checkpoint that no rule keeps."""
+
+    open_store: Opener
+    root: str
+    now: float
+    """The store's time."""
+    checkpoint: Checkpoint
+    condemned: Condemned | None = None
+
+    async def condemn(self) -> Outcome:
+        """Whether it can go now; writes nothing."""
+        store = self.open_store(self._url)
+        try:
+            condemned = await condemn(store)
+        except PannierError as error:
+            return self._spared(f"it could not be removed: {error}")
+        finally:
+            await store.close()
+        standing = condemned.seen.standing
+        if standing is None or standing.name != self.checkpoint.attempt:
+            return self._spared("it was overwritten a moment ago")
+        if condemned.undecided:
+            return self._spared("a save to it is under way")
+        if readers := condemned.readers(self.now):
+            return self._spared(f"it is being read by {name_readers(readers)}")
+        self.condemned = condemned
+        return Outcome(self.checkpoint, (), condemned.size)
+
+    async def remove(self, host: str) -> Outcome:
+        """Removes it, unless it is being read by now."""
+        assert self.condemned is not None
+        store = self.open_store(self._url)
+        try:
+            removed = await remove_checkpoint(
+                store, self.condemned, host=host, reason="retention", spare_at=self.now
+            )
+        except InUseError as error:
+            return self._spared(str(error))
+        except PannierError as error:
+            return self._spared(f"it could not be removed: {error}")
+        finally:
+            await store.close()
+        remove_directory(self._url)
+        return Outcome(self.checkpoint, (), sum(info.size for info in removed.objects))
+
+    @property
+    def _url(self) -> str:
+        return f"{self.root.rstrip('/')}/{self.checkpoint.name}"
+
+    def _spared(self, why: str) -> Outcome:
+        return Outcome(self.checkpoint, (why,), spared=True)
+
+
+async def _record(store: Store, job: str, outcomes: list[Outcome]) -> None:
+    """Leaves what was decided for whoever lists the root; the last one's word stands."""
+    key = object_names.retention_record()
+    info = await store.stat(key)
+    known = await read_record(store) if info is not None else {}
+    at = time.time()
+    removed = [
+        {"name": each.checkpoint.name, "job": job, "bytes": each.removed, "time": at}
+        for each in outcomes
+        if not each.reasons
+    ]
+    jobs = known.get("kept", {})
+    jobs[job] = {each.checkpoint.name: each.reasons for each in outcomes if each.reasons}
+    # An earlier entry may be of a checkpoint that was spared in the end, or saved again.
+    names = {each.checkpoint.name for each in outcomes}
+    former = [
+        each
+        for each in known.get("removed", [])
+        if each.get("job") != job or each.get("name") not in names
+    ]
+    record = {"kept": jobs, "removed": [*former, *removed][-_RECORDED:]}
+    data = json.dumps(record, indent=1).encode()
+    try:
+        await store.replace(key, data, expected=info.generation if info is not None else None)
+    except ConflictError:
+        _log.info("%s/%s was written by another coordinator meanwhile", store.url, key)
+
+
+async def read_record(store: Store) -> dict[str, Any]:
+    """What was decided last at a root: "kept" (by job and name: reasons) and "removed"; else empty."""
+    try:
+        found = json.loads(await store.read(object_names.retention_record()))
+    except (NotFoundError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,197 @@
+"""Is every byte of a checkpoint as it was committed? Objects in, findings out. Async."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import crc32c
+from google.protobuf.message import DecodeError
+
+from pannier.attempts.decisions import read_decisions
+from pannier.attempts.manifests import ManifestRecord, read_manifest
+from pannier.storage import NotFoundError, Store
+from pannier.v1 import records_pb2
+from pannier.wire import object_names
+from pannier.wire.errors import IntegrityError, InvalidRequestError, SaveAbortedError
+from pannier.wire.formats import describe_safetensors
+from pannier.wire.records import match
+
+_PARALLEL = 8
+"""Objects read at the same time."""
+_PIECE = 8 << 20
+"""Bytes read at once of a data file."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was found where one object should be."""
+
+    name: str
+    """Relative to the checkpoint id."""
+    rank: int | None
+    status: str
+    """``ok``, ``missing``, ``size``, ``checksum``, or ``malformed``."""
+    expected_size: int | None = None
+    expected_crc32c: int | None = None
+    size: int | None = None
+    crc32c: int | None = None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The whole of a verified checkpoint."""
+
+    attempt: str
+    findings: list[Finding]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every byte is as it was committed."""
+        return all(finding.status == "ok" for finding in self.findings)
+
+
+async def verify(store: Store, *, progress: Callable[[int, int], None]) -> Verdict:
+    """Reads all bytes of the checkpoint ``store`` and compares them with its records.
+
+    Args:
+        progress: called with the bytes read since the last call and with the
+            total.
+
+    Raises:
+        SaveAbortedError: there is no committed checkpoint to compare, or it was
+            replaced meanwhile.
+        StorageError: storage can't be read.
+    """
+    before = await store.stat(object_names.METADATA)
+    if before is None:
+        raise SaveAbortedError(
+            f"{store.url} has no {object_names.METADATA}: "
+            + (await _other_format(store) or "it is not a committed checkpoint")
+        )
+    content = await store.read(object_names.METADATA)
+    decisions = await read_decisions(store, await store.list(object_names.attempts_prefix()))
+    damaged = list(decisions.damaged)
+    commits = {a: d for a, d in decisions.known.items() if d.outcome == records_pb2.OUTCOME_COMMIT}
+    checksum = crc32c.crc32c(content)
+    committed = match(commits, len(content), checksum)
+    if committed is None and not commits:
+        why = (
+            f"the decision {damaged[0]} is damaged" if damaged else "no attempt was committed here"
+        )
+        raise SaveAbortedError(
+            f"{store.url} can't be compared with anything: {why}; was it written by Pannier?"
+        )
+    # Damaged metadata matches nothing: the newest commit is what it should be.
+    committed = committed or commits[max(commits, key=object_names.Attempt.parse)]
+    findings = [
+        _compare(
+            Finding(
+                name=object_names.METADATA,
+                rank=None,
+                status="ok",
+                expected_size=committed.metadata_size,
+                expected_crc32c=committed.metadata_crc32c,
+                size=len(content),
+                crc32c=checksum,
+            )
+        )
+    ]
+    receipts, problems = await _read_receipts(store, committed)
+    files = [(receipt.rank, file) for receipt in receipts for file in receipt.files]
+    total = sum(file.size for _, file in files)
+    limit = asyncio.Semaphore(_PARALLEL)
+
+    async def check(rank: int, file: records_pb2.DataFile) -> Finding:
+        async with limit:
+            return await _check_file(
+                store, committed.attempt, rank, file, lambda count: progress(count, total)
+            )
+
+    findings += problems
+    findings += [Finding(key, None, "malformed") for key in damaged]
+    findings += await asyncio.gather(*(check(rank, file) for rank, file in files))
+    after = await store.stat(object_names.METADATA)
+    if after is None or after.generation != before.generation:
+        raise SaveAbortedError(f"{store.url} was replaced while it was read; verify it again")
+    return Verdict(committed.attempt, findings)
+
+
+async def _other_format(store: Store) -> str | None:
+    """What a directory without ``.metadata`` is, when no save by Pannier left anything there."""
+    if await store.list(object_names.attempts_prefix()):
+        return None
+    # By the names of torch's HuggingFaceStorageWriter: there may be many other objects below.
+    found = [item.key for prefix in ("model", "shard-") for item in await store.list(prefix)]
+    return describe_safetensors(key for key in found if "/" not in key)
+
+
+async def _read_receipts(
+    store: Store, committed: records_pb2.Decision
+) -> tuple[list[records_pb2.Receipt], list[Finding]]:
+    """Receipts of all ranks that the manifest names, and what is wrong with these records."""
+    key = object_names.manifest(committed.attempt)
+    try:
+        manifest = await read_manifest(store, committed.attempt, ManifestRecord, committed.save)
+    except IntegrityError:
+        return [], [Finding(key, None, "malformed")]
+    if manifest is None:
+        return [], [Finding(key, None, "missing")]
+    if manifest.plan_id != committed.plan_id:
+        return [], [Finding(key, None, "checksum")]
+    receipts, problems = [], []
+    for rank in manifest.ranks:
+        key = object_names.receipt(committed.attempt, rank)
+        status, receipt = await _read_receipt(store, key)
+        if status == "ok" and (receipt.attempt, receipt.rank) != (committed.attempt, rank):
+            status = "malformed"
+        if status == "ok":
+            receipts.append(receipt)
+        else:
+            problems.append(Finding(key, rank, status))
+    return receipts, problems
+
+
+async def _read_receipt(store: Store, key: str) -> tuple[str, records_pb2.Receipt]:
+    """Status, as of a :class:`Finding`, and content."""
+    try:
+        return "ok", records_pb2.Receipt.FromString(await store.read(key))
+    except NotFoundError:
+        return "missing", records_pb2.Receipt()
+    except DecodeError:
+        return "malformed", records_pb2.Receipt()
+
+
+async def _check_file(
+    store: Store,
+    attempt: str,
+    rank: int,
+    file: records_pb2.DataFile,
+    progress: Callable[[int], None],
+) -> Finding:
+    try:
+        # A name from storage must not lead elsewhere.
+        object_names.check_data_file(file.name, attempt, rank)
+    except InvalidRequestError:
+        return Finding(file.name, rank, "malformed")
+    found = Finding(file.name, rank, "missing", file.size, file.crc32c)
+    info = await store.stat(file.name)
+    if info is None:
+        return found
+    checksum = 0
+    try:
+        for offset in range(0, info.size, _PIECE):
+            piece = await store.read(file.name, offset, min(_PIECE, info.size - offset))
+            checksum = crc32c.crc32c(piece, checksum)
+            progress(len(piece))
+    except NotFoundError:
+        return found
+    return _compare(Finding(file.name, rank, "ok", file.size, file.crc32c, info.size, checksum))
+
+
+def _compare(finding: Finding) -> Finding:
+    status = "ok"
+    if finding.size != finding.expected_size:
+        status = "size"
+    elif finding.crc32c != finding.expected_crc32c:
+        status = "checksum"
+    return replace(finding, status=status)

@@ -1,0 +1,390 @@
+"""What a rank hands in: data files, chunk by chunk, and then all of them at once.
+
+In: checked messages, in threads of the gRPC server. Out: files in the spool,
+uploads under way, ranks that are ingested. Blocking, thread-safe.
+"""
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+from pannier.sidecar.reservations import Shares
+from pannier.sidecar.save_state import BEFORE_INGESTION, Phase, RankSave, Saves
+from pannier.sidecar.spool.data_file import DataFile
+from pannier.sidecar.spool.journal_state import Ledger
+from pannier.sidecar.spool.mapped_files import Lending
+from pannier.sidecar.spool.spool import Slab, Spool
+from pannier.sidecar.upload.uploader import Uploads
+from pannier.storage import check_allowed, check_shared
+from pannier.v1 import records_pb2, save_pb2, sidecar_pb2
+from pannier.wire import limits, object_names
+from pannier.wire.errors import (
+    BusyError,
+    ConfigurationError,
+    DeadlineError,
+    IntegrityError,
+    InvalidRequestError,
+    PannierError,
+    UnavailableError,
+)
+from pannier.wire.file_layout import STAMP_BYTES
+
+
+class Receiving:
+    """Puts what comes from trainers into the spool.
+
+    Args:
+        allow: roots that checkpoints must lie below; empty: anywhere.
+    """
+
+    def __init__(
+        self,
+        saves: Saves,
+        spool: Spool,
+        uploads: Uploads,
+        ledger: Ledger,
+        lending: Lending,
+        *,
+        allow: Sequence[str],
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        self._saves = saves
+        self._spool = spool
+        self._lending = lending
+        self._uploads = uploads
+        self._ledger = ledger
+        self._shares = Shares(lending.idle)
+        self._allow = allow
+        self._loop = loop
+
+    def check(self, context: sidecar_pb2.SaveContext) -> None:
+        """Raises InvalidRequestError unless ``context`` makes sense and may be written to."""
+        check_context(context)
+        object_names.split_checkpoint_id(context.checkpoint_id)
+        check_shared(context.checkpoint_id)
+        check_allowed(context.checkpoint_id, self._allow)
+
+    def check_room(self, rank: RankSave, header: sidecar_pb2.FileHeader | None = None) -> None:
+        """Fails the rank when what this host's ranks have of the save never fits into the spool.
+
+        All of it stays there until the save ends, so waiting for room wouldn't help.
+
+        Args:
+            header: a file of the rank that is about to be opened.
+
+        Raises:
+            SaveAbortedError: the rank has failed.
+        """
+        sizes: list[int] = []
+        for each in list(rank.save.ranks.values()):
+            files = dict(each.planned or {})
+            files.update((file.name, file.size) for file in list(each.files.values()))
+            if each is rank and header is not None:
+                files[header.name] = header.size
+            sizes += files.values()
+        try:
+            self._spool.check_fits(sizes)
+        except ConfigurationError as error:
+            self._saves.fail(rank, save_pb2.FAILURE_KIND_SPOOL, str(error))
+            self._saves.check(rank)
+            raise
+
+    def open(self, header: sidecar_pb2.FileHeader, rank: RankSave) -> DataFile:
+        """The data file that ``header`` announces, with all its space reserved.
+
+        Raises:
+            InvalidRequestError: it isn't one of that rank's, or differs from what was said before.
+            BusyError: the spool has no room now.
+            SaveAbortedError: the save is over, or never fits into the spool.
+        """
+        check_attempt(header.attempt, rank)
+        limits.check_seconds(save_timeout_s=header.save_timeout_s)
+        object_names.check_data_file(header.name, header.attempt, rank.rank)
+        label = f"{header.name} of {rank.label}"
+        with rank.opening:
+            self._saves.check(rank)
+            file = rank.files.get(header.name)
+            self._check_size(header, rank, file, label)
+            self._saves.timed(rank, 0, header.save_timeout_s)
+            if file is not None:
+                return file
+            if rank.phase not in BEFORE_INGESTION:
+                raise InvalidRequestError(f"{label}: the rank was already handed over without it")
+            if len(rank.files) >= limits.MAX_FILES:
+                raise InvalidRequestError(
+                    f"{label}: the rank has {len(rank.files)} data files, at most "
+                    f"{limits.MAX_FILES} are allowed"
+                )
+            self.check_room(rank, header)
+            reason = header.reason[: limits.MAX_TEXT]
+            rank.transport = f"streamed: {reason}" if reason else "streamed"
+            return self._begin(rank, header, self._take(rank, header.size))
+
+    def reserve(self, request: sidecar_pb2.ReserveRequest) -> sidecar_pb2.ReserveResponse:
+        """Lends files of the spool to a client that will map them.
+
+        Raises:
+            BusyError: the spool has no room now.
+            InvalidRequestError: they never fit into it, or the request isn't one.
+        """
+        limits.check_reserve(request)
+        object_names.check_save_id(
+            save_pb2.SaveId(job=request.job, incarnation=request.incarnation, group="g", number=1)
+        )
+        try:
+            self._spool.check_fits([size + STAMP_BYTES for size in request.sizes])
+        except ConfigurationError as error:
+            raise InvalidRequestError(str(error)) from error
+        owner = (request.job, request.incarnation, request.rank)
+        return self._lending.reserve(owner, request.client, request.sizes)
+
+    def release(self, request: sidecar_pb2.ReleaseRequest) -> None:
+        """Takes back what a client has unmapped."""
+        limits.check_release(request)
+        self._lending.release((request.job, request.incarnation, request.rank), request.slabs)
+
+    def held(self, rank: RankSave, file: DataFile) -> None:
+        """More of ``file`` came in: a restarted sidecar would go on from here.
+
+        Raises PannierError: it can't be recorded; the rank has failed.
+        """
+        try:
+            self._ledger.held(rank, file)
+        except PannierError as error:
+            self._saves.fail(rank, save_pb2.FAILURE_KIND_SPOOL, str(error))
+            raise
+        self._saves.received(rank)
+
+    def hand_over(self, request: sidecar_pb2.HandOverRequest, rank: RankSave) -> None:
+        """All files of the rank are here and are what the trainer says: the rank is ingested.
+
+        Mapped files are read for their checksums. Says nothing new when it is asked again.
+
+        Raises:
+            InvalidRequestError: files are missing, incomplete or of other sizes.
+            IntegrityError: a checksum differs; the save has failed.
+            SaveAbortedError: the save is over.
+            PannierError: it can't be recorded; the save has failed.
+        """
+        limits.check_hand_over(request)
+        with rank.opening:
+            if rank.receipt is not None and rank.phase is not Phase.FAILED:
+                if rank.receipt != _receipt(request, rank):
+                    raise InvalidRequestError(f"{rank.label} was handed over differently before")
+                return
+            self._saves.check(rank)
+            check_attempt(request.attempt, rank)
+            self._check_in_time(rank)
+            rank.stalled_s = limits.age(request.stalled_s)
+            self._saves.timed(rank, 0, request.save_timeout_s)
+            self._absorb(request, rank)
+            receipt = _receipt(request, rank)
+            self._check_files(rank, receipt)
+            try:
+                self._ledger.ingested(rank, receipt)
+            except PannierError as error:
+                self._saves.fail(rank, save_pb2.FAILURE_KIND_SPOOL, str(error))
+                raise
+            self._saves.ingested(rank, receipt)
+            self._shares.ingested(rank)
+            self._uploads.finish(rank)
+
+    def _take(self, rank: RankSave, size: int) -> Slab:
+        spare = self._shares.owed(rank.save, self._saves.undecided())
+        try:
+            return self._spool.take(rank.context.save.job, size, spare=spare)
+        except BusyError:
+            self._lending.ask_for_room()
+            raise
+
+    def _check_in_time(self, rank: RankSave) -> None:
+        """Fails a rank that is handed over after its save's deadline.
+
+        Its trainer has given the save up, and what it handed over.
+        """
+        late_s = time.monotonic() - rank.deadline
+        if not rank.deadline or late_s < 0:
+            return
+        problem = (
+            f"{rank.label} was handed over {late_s:.1f} s after the save's deadline: was the "
+            "sidecar stopped?"
+        )
+        self._saves.fail(rank, save_pb2.FAILURE_KIND_DEADLINE, problem)
+        raise DeadlineError(problem)
+
+    def _begin(
+        self, rank: RankSave, header: sidecar_pb2.FileHeader, slab: Slab, stamp: bytes = b""
+    ) -> DataFile:
+        """A new data file of the rank, whose content is or will be in ``slab``."""
+        label = f"{header.name} of {rank.label}"
+        file = DataFile(header.name, header.size, slab, label=label, loop=self._loop, stamp=stamp)
+        try:
+            self._saves.streaming(rank, header.attempt, file)
+        except BaseException:
+            self._lending.give(slab)
+            raise
+        try:
+            self._ledger.opened(rank, file)
+        except PannierError as error:
+            self._saves.fail(rank, save_pb2.FAILURE_KIND_SPOOL, str(error))
+            raise
+        self._uploads.begin(rank, file)
+        return file
+
+    def _absorb(self, request: sidecar_pb2.HandOverRequest, rank: RankSave) -> None:
+        """Opens the files that the trainer has staged into the spool itself, and reads them."""
+        sizes = {file.name: file.size for file in request.files}
+        files = []
+        for mapped in request.mapped:
+            object_names.check_data_file(mapped.name, request.attempt, rank.rank)
+            label = f"{mapped.name} of {rank.label}"
+            if mapped.name not in sizes:
+                raise InvalidRequestError(f"{label} is mapped but isn't handed over")
+            header = sidecar_pb2.FileHeader(
+                attempt=request.attempt, name=mapped.name, size=sizes[mapped.name]
+            )
+            file = rank.files.get(mapped.name)
+            self._check_size(header, rank, file, label)
+            if len(mapped.stamp) != STAMP_BYTES or (file and file.stamp != mapped.stamp):
+                known = file.stamp.hex() if file else f"{STAMP_BYTES} bytes"
+                raise InvalidRequestError(
+                    f"{label} is mapped with the stamp {mapped.stamp.hex()!r}, expected was {known!r}"
+                )
+            if file is None:
+                if len(rank.files) >= limits.MAX_FILES:
+                    raise InvalidRequestError(
+                        f"{label}: the rank has {len(rank.files)} data files, at most "
+                        f"{limits.MAX_FILES} are allowed"
+                    )
+                slab = self._lending.claim(rank, mapped.slab, header.size)
+                file = self._begin(rank, header, slab, mapped.stamp)
+            files.append(file)
+        if files:
+            rank.transport = "mapped"
+        for file in files:
+            try:
+                file.absorb()
+            except UnavailableError:
+                raise
+            except PannierError as error:
+                damaged = isinstance(error, IntegrityError)
+                kind = save_pb2.FAILURE_KIND_INTEGRITY if damaged else save_pb2.FAILURE_KIND_SPOOL
+                self._saves.fail(rank, kind, str(error))
+                raise
+            self.held(rank, file)
+
+    def _check_size(
+        self,
+        header: sidecar_pb2.FileHeader,
+        rank: RankSave,
+        file: DataFile | None,
+        label: str,
+    ) -> None:
+        said = file.size if file is not None else None
+        if said is None and rank.planned is not None:
+            if header.name not in rank.planned:
+                raise InvalidRequestError(f"{label} isn't in the rank's final plan")
+            # 0: an objects file, whose size nobody knew.
+            said = rank.planned[header.name] or None
+        if said is not None and said != header.size:
+            raise InvalidRequestError(
+                f"{label} is announced with {header.size} bytes, before it was {said}"
+            )
+
+    def _check_files(self, rank: RankSave, receipt: records_pb2.Receipt) -> None:
+        said = {file.name: file for file in receipt.files}
+        if len(said) != len(receipt.files):
+            raise InvalidRequestError(f"{rank.label} hands a file over twice")
+        planned = {name for name, size in (rank.planned or {}).items() if size}
+        for names, problem in (
+            (
+                said.keys() - rank.files.keys(),
+                "is handed over but was never streamed since the sidecar was started",
+            ),
+            (rank.files.keys() - said.keys(), "was streamed but isn't handed over"),
+            (planned - said.keys(), "was planned but isn't handed over"),
+        ):
+            if names:
+                raise InvalidRequestError(f"{rank.label}: {min(names)} {problem}")
+        if rank.plan_id and receipt.plan_id != rank.plan_id:
+            raise InvalidRequestError(
+                f"{rank.label}: handed over under plan {receipt.plan_id!r}, planned was {rank.plan_id}"
+            )
+        for name, data_file in said.items():
+            self._check_file(rank, data_file, rank.files[name])
+        for item in receipt.varying:
+            if item.file not in said or item.offset + item.length > said[item.file].size:
+                raise InvalidRequestError(
+                    f"{rank.label}: item {item.position} is said to be at {item.offset} of "
+                    f"{item.file}, where nothing was handed over"
+                )
+
+    def _check_file(self, rank: RankSave, said: records_pb2.DataFile, file: DataFile) -> None:
+        if said.size != file.size or not file.complete:
+            raise InvalidRequestError(
+                f"{file.label}: {said.size} bytes are handed over, {file.held} of {file.size} are "
+                "here"
+            )
+        if said.crc32c != file.crc:
+            problem = (
+                f"{file.label} arrived with crc32c {file.crc:08x}, the trainer's is "
+                f"{said.crc32c:08x}"
+            )
+            self._saves.fail(rank, save_pb2.FAILURE_KIND_INTEGRITY, problem)
+            raise IntegrityError(problem)
+
+
+def _receipt(request: sidecar_pb2.HandOverRequest, rank: RankSave) -> records_pb2.Receipt:
+    """What the rank says of itself; checksums of mapped files are ours."""
+    receipt = records_pb2.Receipt(
+        attempt=request.attempt,
+        plan_id=request.plan_id,
+        rank=rank.rank,
+        host=rank.host,
+        files=request.files,
+        varying=request.varying,
+        metrics=request.metrics,
+    )
+    mapped = {each.name for each in request.mapped}
+    for said in receipt.files:
+        if said.name in mapped:
+            said.crc32c = rank.files[said.name].crc
+    return receipt
+
+
+def check_attempt(attempt: str, rank: RankSave) -> None:
+    """Raises InvalidRequestError for the attempt of another save than the rank's."""
+    limits.check_words(attempt=attempt)
+    parsed = object_names.Attempt.parse(attempt)
+    save = rank.save.id
+    if not parsed.is_of(save):
+        raise InvalidRequestError(
+            f"{rank.label}: {attempt} is an attempt of another save, number {parsed.number} of group "
+            f"{parsed.group} in incarnation {parsed.incarnation}"
+        )
+
+
+def check_context(context: sidecar_pb2.SaveContext) -> None:
+    """Raises InvalidRequestError when ``context`` contradicts itself, or is above a limit."""
+    limits.check_context(context)
+    object_names.check_save_id(context.save)
+    ranks = list(context.ranks)
+    if sorted(set(ranks)) != ranks or context.rank not in ranks:
+        raise InvalidRequestError(
+            f"save {object_names.save_text(context.save)}: {_some(ranks)} is not a sorted list of "
+            f"ranks with {context.rank} in it"
+        )
+    if context.world_size <= ranks[-1]:
+        raise InvalidRequestError(
+            f"save {object_names.save_text(context.save)}: rank {ranks[-1]} is not within a world "
+            f"of {context.world_size}"
+        )
+    if context.save.group != object_names.group_name(ranks):
+        raise InvalidRequestError(
+            f"save {object_names.save_text(context.save)}: {context.save.group} is not the name of "
+            f"the group of ranks {_some(ranks)}"
+        )
+
+
+def _some(ranks: Sequence[int]) -> str:
+    return f"{list(ranks[:16])}{'…' if len(ranks) > 16 else ''}"

@@ -1,0 +1,1 @@
+"""One sidecar for the pods of several jobs of a node."""

@@ -1,0 +1,95 @@
+"""``Diagnosis`` of a sidecar that serves several jobs: what each of them finds, with its name.
+
+Handlers run in the server's threads, what they ask for on the sidecar's event loop.
+"""
+
+import asyncio
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import grpc
+
+from pannier.daemon import doctor_checks
+from pannier.daemon.status_service import Vitals
+from pannier.sidecar.config import SidecarConfig
+from pannier.sidecar.diagnosis import SidecarDiagnosis
+from pannier.v1 import diagnosis_pb2, diagnosis_pb2_grpc
+
+
+class Diagnosed(Protocol):
+    """A job's sidecar."""
+
+    @property
+    def config(self) -> SidecarConfig:
+        """Its settings."""
+
+    @property
+    def diagnosis(self) -> SidecarDiagnosis:
+        """What it would answer."""
+
+
+class NodeDiagnosis(diagnosis_pb2_grpc.DiagnosisServicer):
+    """Args: the sidecar's settings and state, the jobs' sidecars, and what is wrong with jobs."""
+
+    def __init__(
+        self,
+        config: SidecarConfig,
+        *,
+        vitals: Vitals,
+        sidecars: Callable[[], Mapping[str, Diagnosed]],
+        problems: Callable[[], Sequence[str]],
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        self._config = config
+        self._vitals = vitals
+        self._sidecars = sidecars
+        self._problems = problems
+        self._loop = loop
+
+    def Diagnose(
+        self, request: diagnosis_pb2.DiagnoseRequest, context: grpc.ServicerContext
+    ) -> diagnosis_pb2.DiagnoseResponse:
+        """See the proto."""
+        work = asyncio.run_coroutine_threadsafe(self._diagnose(request), self._loop)
+
+        def give_up() -> None:
+            work.cancel()
+
+        context.add_callback(give_up)
+        return work.result()
+
+    async def _diagnose(
+        self, request: diagnosis_pb2.DiagnoseRequest
+    ) -> diagnosis_pb2.DiagnoseResponse:
+        sidecars = self._sidecars()
+        roots = [root for each in sidecars.values() for root in each.config.allow]
+        # Without the root: each job would try it, and all but one refuse.
+        plain = diagnosis_pb2.DiagnoseRequest(timeout_s=request.timeout_s)
+        own, *theirs = await asyncio.gather(
+            doctor_checks.diagnose(
+                request,
+                daemon="sidecar",
+                host=self._config.host,
+                looks=lambda: [
+                    doctor_checks.state(draining=self._vitals.draining),
+                    self._of_jobs(),
+                ],
+                allow=roots,
+                storage_options=self._config.storage_options,
+            ),
+            *(each.diagnosis.diagnose(plain) for each in sidecars.values()),
+        )
+        for job, answer in zip(sidecars, theirs, strict=True):
+            for check in (*answer.checks, *answer.coordinator.checks):
+                check.found = f"job {job}: {check.found}"
+                own.checks.append(check)
+        return own
+
+    def _of_jobs(self) -> diagnosis_pb2.Check:
+        problems = self._problems()
+        names = ", ".join(self._sidecars()) or "none"
+        found = f"{names}; below {self._config.jobs}, as user {os.geteuid()}"
+        if problems:
+            return doctor_checks.bad("jobs", "; ".join(problems), f"served are {found}")
+        return doctor_checks.good("jobs", found)

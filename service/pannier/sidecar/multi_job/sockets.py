@@ -1,0 +1,126 @@
+"""Sockets that any user may connect to, each job's in a directory of its own that its pods mount.
+
+In: the directory above, which is this user's alone, so that on the host nobody else comes by. Out:
+``<job>/sidecar.sock``, and one beside it that passes descriptors. A pod may have the job's directory
+writable, and be root: whatever lies there is never followed and never opened. So sockets are
+made in the directory above and moved, and no lock lies beside them.
+"""
+
+import os
+import secrets
+import socket
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Final
+
+import grpc
+
+from pannier.daemon.private_directories import make_private
+from pannier.wire.addresses import parse_address
+from pannier.wire.errors import ConfigurationError
+
+NAME: Final = "sidecar.sock"
+_ENTERED: Final = 0o711
+_CONNECTED: Final = 0o666
+
+
+def jobs_directory(address: str) -> Path:
+    """Where the jobs' directories lie: ``jobs`` beside the sidecar's own socket, ``unix:///path``."""
+    return Path(address.removeprefix("unix://")).parent / "jobs"
+
+
+def job_address(parent: Path, job: str) -> str:
+    """Where a job's trainers reach the sidecar."""
+    return f"unix://{parent}/{job}/{NAME}"
+
+
+def make_parent(parent: Path) -> None:
+    """Makes the directory above the jobs', with mode 0700; removes what a dead sidecar left half-made.
+
+    Raises ConfigurationError.
+    """
+    try:
+        make_private(parent)
+        found = parent.stat()
+        if found.st_uid == os.geteuid():
+            parent.chmod(0o700)
+    except OSError as error:
+        raise ConfigurationError(f"{parent} can't be made: {error}") from error
+    if found.st_uid != os.geteuid():
+        raise ConfigurationError(
+            f"{parent} belongs to user {found.st_uid}, who could put sockets of their own there: choose "
+            f"an --address in a directory of user {os.geteuid()}"
+        )
+    for path in parent.glob(".*"):
+        if path.is_socket():
+            path.unlink()
+
+
+def make_directory(parent: Path, job: str) -> Path:
+    """The job's directory. It outlives the job: pods that are there have it mounted.
+
+    Raises ConfigurationError: another user's, or something else, is in its place.
+    """
+    path = parent / job
+    try:
+        with suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+        found = path.lstat()
+        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid():
+            path.chmod(_ENTERED)
+            return path
+    except OSError as error:
+        raise ConfigurationError(f"{path} can't be made: {error}") from error
+    raise ConfigurationError(
+        f"{path} is in the way of the job's sockets: it is no directory of user {os.geteuid()}, but of "
+        f"user {found.st_uid}; remove it"
+    )
+
+
+@contextmanager
+def serving_job(server: grpc.Server, directory: Path) -> Iterator[None]:
+    """Binds ``server`` to the job's socket as long as the context lasts.
+
+    Raises ConfigurationError when it can't be bound.
+    """
+    made = _unborn(directory)
+    where = parse_address(f"unix://{made}", setting="--address")
+    try:
+        server.add_insecure_port(where)
+    except RuntimeError as error:
+        raise ConfigurationError(f"can't listen on {where}: {error}") from error
+    with _placed(made, directory / NAME):
+        yield
+
+
+@contextmanager
+def job_socket(path: Path) -> Iterator[socket.socket]:
+    """A listening socket at ``path``, which lies in the job's directory. Raises OSError."""
+    made = _unborn(path.parent)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as listener:
+        listener.bind(str(made))
+        listener.listen(socket.SOMAXCONN)
+        with _placed(made, path):
+            yield listener
+
+
+def _unborn(directory: Path) -> Path:
+    """A name in the directory above, where nobody else can put anything; no longer than the socket's."""
+    return directory.parent / f".{secrets.token_hex(4)}"
+
+
+@contextmanager
+def _placed(made: Path, path: Path) -> Iterator[None]:
+    try:
+        made.chmod(_CONNECTED)
+        # In the place of whatever is there: a former life's, or a link.
+        made.rename(path)
+    except OSError as error:
+        made.unlink(missing_ok=True)
+        raise ConfigurationError(f"{path} can't be listened on: {error}") from error
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,1 @@
+"""Data files between their hand-over and their upload, and the journal about them."""

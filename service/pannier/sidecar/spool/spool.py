@@ -1,0 +1,410 @@
+"""The directory that holds data files until they are durable: space is reserved before a byte comes.
+
+In: sizes. Out: slabs (files with reserved space), which go back when their
+content is no longer needed and are then used again by the same job: fresh
+pages of a tmpfs cost about ten times the copy itself. Blocking, thread-safe.
+"""
+
+import errno
+import fcntl
+import logging
+import os
+import re
+import stat
+import time
+from collections import deque
+from collections.abc import Collection, Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from pannier.common import fault_points
+from pannier.daemon.private_directories import make_private
+from pannier.sidecar.multi_job.budget import Commons
+from pannier.wire.errors import BusyError, ConfigurationError, PannierError
+from pannier.wire.file_layout import STAMP_BYTES
+
+_log = logging.getLogger(__name__)
+
+_NAME: Final = re.compile(r"\d{8,}\.data")
+"""Of slabs; no other file of the directory is touched."""
+KEPT_S: Final = 60.0
+"""Free space of a job that went away is kept for so long, in case it starts again."""
+_PAGE: Final = 4096
+_SMALL: Final = 1 << 20
+"""Slabs up to this size fit any small file."""
+_FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM)
+
+
+class Slab:
+    """One file of the spool with ``capacity`` bytes reserved. Owned by whoever took it."""
+
+    def __init__(self, path: Path, fd: int, job: str) -> None:
+        self.path = path
+        self.fd = fd
+        self.job = job
+        self.capacity = 0
+
+    @property
+    def stageable(self) -> int:
+        """Bytes of it that a trainer may stage into; its stamp follows them."""
+        return self.capacity - STAMP_BYTES
+
+    def read_stamp(self) -> bytes:
+        """The stamp that the trainer which maps it has written; shorter where the file was cut."""
+        return os.pread(self.fd, STAMP_BYTES, self.stageable)
+
+
+class Spool:
+    """One sidecar's spool directory, locked against others as long as it is open.
+
+    At first it takes over what :meth:`adopt` is told to, then :meth:`sweep` removes what else an
+    earlier sidecar left.
+    """
+
+    def __init__(
+        self, directory: Path, budget: int | None = None, commons: Commons | None = None
+    ) -> None:
+        """Opens the directory, making it if need be.
+
+        Args:
+            directory: has mode 0700 when it is made here.
+            budget: most bytes of all slabs together; None: what the file system has.
+            commons: shared with other spools.
+
+        Raises ConfigurationError: it can't be used, or another sidecar does.
+        """
+        self.directory = directory
+        self.budget = budget
+        self.overhead = 0
+        """Bytes of the file system that are taken for good, by the journal."""
+        self._commons = commons or Commons()
+        self._lock = self._commons.lock
+        self._free: dict[str, deque[Slab]] = {}
+        """By job, the one given back last at the end; jobs in order of their first use."""
+        self._slabs: set[Slab] = set()
+        """All, free or taken."""
+        self._active: dict[str, float] = {}
+        """When :meth:`trim` last heard that a job with free slabs was active."""
+        self._taken = 0
+        self._reserved = 0
+        self._next = 0
+        try:
+            make_private(directory)
+            self._check()
+            self._directory_fd = self._take_lock()
+        except OSError as error:
+            raise ConfigurationError(f"the spool {directory} can't be used: {error}") from error
+        self._commons.join(self)
+
+    @property
+    def reserved(self) -> int:
+        """Bytes of all slabs, taken or free."""
+        return self._reserved
+
+    @property
+    def spare(self) -> int:
+        """Bytes of the slabs that nobody has taken."""
+        with self._lock:
+            return self.unused()
+
+    def room(self) -> tuple[int, int]:
+        """Most bytes that slabs can have, and how many of these saves could still take."""
+        space = os.fstatvfs(self._directory_fd)
+        capacity = min(filter(None, [self._total(space), *self._budgets()]), default=0)
+        with self._lock:
+            return capacity, max(0, self._room(space))
+
+    def check_fits(self, sizes: Iterable[int]) -> None:
+        """Raises ConfigurationError when files of these sizes never fit, however long one waits.
+
+        What is in use at the moment doesn't matter: that may go.
+        """
+        total = self._total(os.statvfs(self.directory))
+        room, of = total or None, "on its file system"
+        for budget in self._budgets():
+            if room is None or budget < room:
+                room, of = budget, "in its budget"
+        needed = sum(_whole_pages(size) for size in sizes)
+        if room is not None and needed > room:
+            raise ConfigurationError(
+                f"the spool {self.directory} is too small for this save: {needed} bytes needed on "
+                f"this host until it is committed, {room} {of} in total; give the sidecar a larger "
+                "--spool-budget, or a --spool (embedded: PANNIER_SPOOL) on a larger file system"
+            )
+
+    def take(self, job: str, size: int, *, spare: int = 0) -> Slab:
+        """A slab of at least ``size`` bytes, with any content, of that job's alone.
+
+        Args:
+            spare: bytes for which there must be room afterwards.
+
+        Raises:
+            BusyError: there is no room, with the bytes needed and free.
+            PannierError: the spool can't be written.
+        """
+        if self.gone:
+            raise PannierError(
+                f"the spool {self.directory} was removed under the running sidecar: start that again"
+            )
+        with self._lock:
+            if spare:
+                self._check_spare(_whole_pages(size), spare)
+            slab, missing = self._choose(job, size)
+            try:
+                self._evict_for(missing, job)
+            except BusyError:
+                if slab is not None:
+                    self._free[job].append(slab)
+                raise
+            self._reserved += missing
+            self._taken += 1
+        try:
+            if slab is None:
+                slab = self._create(job)
+            self._reserve(slab, missing)
+        except BaseException as error:
+            with self._lock:
+                self._taken -= 1
+                self._reserved -= missing
+                if slab is not None:
+                    self._drop(slab)
+            if isinstance(error, OSError):
+                raise PannierError(
+                    f"the spool {self.directory} can't be written: {error}"
+                ) from error
+            raise
+        return slab
+
+    @property
+    def gone(self) -> bool:
+        """Whether the directory was removed, or another one is in its place."""
+        try:
+            found = os.stat(self.directory)
+        except FileNotFoundError:
+            return True
+        except OSError as error:
+            raise PannierError(f"the spool {self.directory} can't be used: {error}") from error
+        return not os.path.samestat(found, os.fstat(self._directory_fd))
+
+    def give(self, slab: Slab) -> None:
+        """Takes a slab back whose content nobody needs, reads or writes any more."""
+        # A trainer may have cut what was lent to it: the next one that maps it would die of that.
+        whole = os.fstat(slab.fd).st_size == slab.capacity
+        with self._lock:
+            self._taken -= 1
+            if whole:
+                self._free.setdefault(slab.job, deque()).append(slab)
+                return
+            self._drop(slab)
+        _log.warning("%s isn't used again: a trainer has changed its size", slab.path)
+
+    def trim(self, active: Collection[str]) -> None:
+        """Gives the free space of jobs that aren't ``active`` back, a while after they last were.
+
+        To be called now and then.
+        """
+        now = time.monotonic()
+        with self._lock:
+            for job in list(self._free):
+                if job in active or job not in self._active:
+                    self._active[job] = now
+                elif now - self._active[job] >= KEPT_S:
+                    del self._active[job]
+                    for slab in self._free.pop(job):
+                        self._drop(slab)
+
+    def adopt(self, name: str, job: str, size: int) -> Slab:
+        """The slab that an earlier sidecar had taken for that job, with what it wrote there.
+
+        Raises PannierError: it isn't there, or isn't what such a slab is.
+        """
+        path = self.directory / name
+        if not _NAME.fullmatch(name):
+            raise PannierError(f"{name!r} is not the name of a spool file")
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError as error:
+            raise PannierError(f"the spool file {path} can't be opened: {error}") from error
+        found = os.fstat(fd)
+        if not (
+            stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and found.st_size >= size
+        ):
+            os.close(fd)
+            raise PannierError(
+                f"the spool file {path} has {found.st_size} bytes and belongs to user "
+                f"{found.st_uid}, not {size} or more and user {os.geteuid()}"
+            )
+        slab = Slab(path, fd, job)
+        slab.capacity = found.st_size // _PAGE * _PAGE
+        with self._lock:
+            self._slabs.add(slab)
+            self._taken += 1
+            self._reserved += slab.capacity
+            self._next = max(self._next, int(path.stem))
+        return slab
+
+    def sweep(self) -> None:
+        """Removes slabs that an earlier sidecar left and nobody adopted."""
+        with self._lock:
+            ours = {slab.path.name for slab in self._slabs}
+            for path in self.directory.iterdir():
+                if _NAME.fullmatch(path.name) and path.name not in ours:
+                    path.unlink()
+                    fault_points.point("sidecar.slab.removed")
+
+    def close(self, keep: Collection[str] = ()) -> None:
+        """Removes all slabs but those with a name in ``keep``, and lets go of the directory.
+
+        Nobody uses them any more.
+        """
+        self._commons.leave(self)
+        with self._lock:
+            self._free.clear()
+            for slab in list(self._slabs):
+                if slab.path.name in keep:
+                    os.close(slab.fd)
+                    self._slabs.discard(slab)
+                else:
+                    self._drop(slab)
+        os.close(self._directory_fd)
+
+    def _check_spare(self, size: int, spare: int) -> None:
+        room = self._room(os.statvfs(self.directory))
+        if room - size < spare:
+            raise BusyError(
+                f"the spool {self.directory} has room for {max(0, room)} more bytes, {spare} of "
+                f"them for saves that began earlier, and {size} are needed: wait for those, or "
+                "give the sidecar more room (--spool, --spool-budget)"
+            )
+
+    def _total(self, space: os.statvfs_result) -> int:
+        """Bytes of the file system for slabs; 0: it doesn't tell."""
+        # Without what only root may use.
+        total = (space.f_blocks - space.f_bfree + space.f_bavail) * space.f_frsize
+        return total - min(total, self.overhead)
+
+    def _room(self, space: os.statvfs_result) -> int:
+        """Bytes that could still be taken; with the lock held."""
+        own = self.unused()
+        free = own + self._commons.unused(self)
+        room, left = space.f_bavail * space.f_frsize + free, self._commons.left()
+        if self.budget is not None:
+            room = min(room, self.budget - self._reserved + own)
+        return room if left is None else min(room, left + free)
+
+    def _budgets(self) -> list[int]:
+        return [each for each in (self.budget, self._commons.total) if each is not None]
+
+    def unused(self) -> int:
+        """Bytes of the slabs that nobody has taken; with the lock held."""
+        return sum(slab.capacity for slabs in self._free.values() for slab in slabs)
+
+    def _check(self) -> None:
+        found = self.directory.stat()
+        if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise ConfigurationError(
+                f"the spool {self.directory} belongs to user {found.st_uid} with mode "
+                f"{stat.S_IMODE(found.st_mode):o}: others could write there; name a directory "
+                "below it that doesn't exist yet, or chmod go-w one of your own"
+            )
+
+    def _take_lock(self) -> int:
+        """Locks the directory itself, so that an empty spool is an empty directory."""
+        fd = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(fd)
+            raise ConfigurationError(
+                f"another sidecar works on the spool {self.directory}; give each its own --spool"
+            ) from error
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    def _choose(self, job: str, size: int) -> tuple[Slab | None, int]:
+        """A free slab of the job, if any is worth it, and how many bytes it lacks."""
+        free = self._free.get(job, ())
+        # Not a huge one for a small file: the next huge file would need fresh pages.
+        fitting = [s for s in free if size <= s.capacity <= max(2 * size, _SMALL)]
+        if fitting:
+            best = min(fitting, key=lambda slab: slab.capacity)
+        else:
+            near = [s for s in free if size // 2 <= s.capacity < size]
+            if not near:
+                return None, _whole_pages(size)
+            best = max(near, key=lambda slab: slab.capacity)
+        self._free[job].remove(best)
+        return best, max(0, _whole_pages(size) - best.capacity)
+
+    def _evict_for(self, missing: int, job: str) -> None:
+        """Drops free slabs until ``missing`` more bytes are within the budgets, others' jobs first."""
+        while self.budget is not None and self._reserved + missing > self.budget:
+            if not self.evict_one(job):
+                free = max(0, self.budget - self._reserved)
+                raise self._full(missing, f"{free} free of its budget of {self.budget}")
+        while (left := self._commons.left()) is not None and missing > left:
+            if not (self.evict_one(job) or self._commons.evict_one(self)):
+                self._commons.want()
+                total = self._commons.total
+                raise self._full(missing, f"{left} free of the {total} for all jobs on this host")
+
+    def evict_one(self, job: str) -> bool:
+        """Drops a free slab, of ``job`` last; False: there is none. With the lock held."""
+        for owner in sorted(self._free, key=lambda owner: owner == job):
+            if self._free[owner]:
+                self._drop(self._free[owner].popleft())
+                return True
+        return False
+
+    def _reserve(self, slab: Slab, missing: int) -> None:
+        while missing:
+            try:
+                os.posix_fallocate(slab.fd, slab.capacity, missing)
+            except OSError as error:
+                if error.errno not in _FULL:
+                    raise
+                with self._lock:
+                    evicted = self.evict_one(slab.job) or self._commons.evict_one(self)
+                if not evicted:
+                    self._commons.want()
+                    free = (space := os.statvfs(self.directory)).f_bavail * space.f_frsize
+                    raise self._full(missing, f"{free} free on its file system") from error
+            else:
+                slab.capacity += missing
+                return
+
+    def _create(self, job: str) -> Slab:
+        with self._lock:
+            self._next += 1
+            path = self.directory / f"{self._next:08d}.data"
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+        fd = os.open(path.name, flags, 0o600, dir_fd=self._directory_fd)
+        os.fchmod(fd, 0o600)  # whatever the umask: the next life opens it, too
+        slab = Slab(path, fd, job)
+        with self._lock:
+            self._slabs.add(slab)
+        fault_points.point("sidecar.slab.created")
+        return slab
+
+    def _drop(self, slab: Slab) -> None:
+        self._slabs.discard(slab)
+        with suppress(FileNotFoundError):
+            # In this very directory: another one may be in its place by now.
+            os.unlink(slab.path.name, dir_fd=self._directory_fd)
+        fault_points.point("sidecar.slab.removed")
+        os.close(slab.fd)
+        self._reserved -= slab.capacity
+
+    def _full(self, missing: int, free: str) -> BusyError:
+        return BusyError(
+            f"the spool {self.directory} is full: {missing} bytes needed, {free}, {self._taken} "
+            "files of saves under way; wait for those, or give the sidecar more room (--spool, "
+            "--spool-budget)"
+        )
+
+
+def _whole_pages(size: int) -> int:
+    return max(1, -(-size // _PAGE)) * _PAGE

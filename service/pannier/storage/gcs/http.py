@@ -1,0 +1,326 @@
+"""Requests to Google Cloud Storage, or whatever answers its JSON API, over gcsfs.
+
+Credentials, endpoint and session are gcsfs'; the requests are made beneath its
+``_call``, which tries six times in 33 s without telling, has no time-out, and
+drops what the server said with a 404 or 412. What is worth another try is raised
+as TransientError; :mod:`pannier.storage.retry` decides.
+"""
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from urllib.parse import quote, urlencode
+
+# Before the import: else every first use asks for the bucket's layout over gRPC.
+os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+
+import aiohttp
+import google.auth.exceptions
+import google.auth.transport.requests
+from gcsfs.core import GCSFileSystem
+from gcsfs.retry import HttpError, NonRetryableError
+from yarl import URL
+
+from pannier.storage.base import DeniedError, HeldError, NotFoundError, StorageError
+from pannier.storage.connections import Lease
+from pannier.storage.http_body import Body, Slices
+from pannier.storage.io_threads import set_up
+from pannier.storage.retry import TransientError
+from pannier.storage.time_limits import tell, within
+from pannier.wire.errors import ConfigurationError
+
+CONNECT_S = 15.0
+SILENCE_S = 60.0
+SLOWEST_BYTES_PER_S = 128 << 10
+"""A request whose body moves slower than this is given up and tried again."""
+_PROVIDER_TEXT = 500
+_RATE_LIMITS = {"rateLimitExceeded", "userRateLimitExceeded"}
+_HOLDS = {"objectUnderActiveHold", "retentionPolicyNotMet"}
+"""Reasons of a 403 that no permission would change."""
+_CREDENTIALS_HINT = (
+    "check which credentials the daemon uses (storage option 'token', "
+    "GOOGLE_APPLICATION_CREDENTIALS, or the machine's service account) and that they may create, "
+    "read, list and delete objects there (roles/storage.objectUser)"
+)
+
+
+class PreconditionError(StorageError):
+    """412: ifGenerationMatch didn't hold."""
+
+
+class UnclearError(StorageError):
+    """200 to a write, but what came with it is not the object's resource."""
+
+
+class ChecksumRefusedError(StorageError):
+    """400: the server's crc32c of what arrived isn't the one that was sent along."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A response that was read to its end."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+    authorization: str = ""
+    """What the request was sent with."""
+
+    def json(self) -> dict[str, Any]:
+        """The body's JSON object. Raises TransientError when it isn't one: it was cut."""
+        try:
+            value = json.loads(self.body)
+        except ValueError as error:
+            raise TransientError(f"an answer that isn't JSON: {self.body[:100]!r}") from error
+        if not isinstance(value, dict):
+            raise TransientError(f"an answer that isn't a JSON object: {self.body[:100]!r}")
+        return value
+
+    def resource(self, what: str) -> dict[str, Any]:
+        """The resource of the object that was written. Raises UnclearError when it isn't one."""
+        try:
+            value = json.loads(self.body)
+        except ValueError:
+            value = None
+        if not isinstance(value, dict) or not {"name", "generation"} <= value.keys():
+            raise UnclearError(
+                f"{what}: {self.status} with {self.body[:100]!r} instead of the object's resource"
+            )
+        return value
+
+
+class GcsConnection:
+    """An authenticated session; of one event loop."""
+
+    def __init__(self, fs: GCSFileSystem) -> None:
+        self._fs = fs
+
+    @classmethod
+    async def open(cls, options: Mapping[str, Any]) -> "GcsConnection":
+        """Finds credentials as gcsfs does, and opens a session.
+
+        Without a ``token``, none are sent to an endpoint of plain HTTP.
+        Raises ConfigurationError or DeniedError.
+        """
+        endpoint = options.get("endpoint_url") or os.environ.get("STORAGE_EMULATOR_HOST", "")
+        settings = {"use_listings_cache": False, **options}
+        if endpoint not in ("", "default") and not endpoint.startswith("https://"):
+            settings.setdefault("token", "anon")
+        settings.update(asynchronous=True, skip_instance_cache=True)
+        try:
+            fs = await set_up.run(partial(GCSFileSystem, **settings))
+            session = await fs._set_session()
+            # Else aiohttp sends a whole chunk again, silently, when a connection breaks.
+            session._retry_connection = False
+        except (TypeError, ValueError, OSError, google.auth.exceptions.GoogleAuthError) as error:
+            raise ConfigurationError(
+                f"Google Cloud Storage can't be set up: {error}; {_CREDENTIALS_HINT}"
+            ) from error
+        return cls(fs)
+
+    async def close(self) -> None:
+        """Ends the session."""
+        await self._fs.session.close()
+
+    @property
+    def endpoint(self) -> str:
+        """Without a slash at its end."""
+        return str(self._fs._location).rstrip("/")
+
+    def object_url(self, bucket: str, name: str | None = None, *, area: str = "") -> str:
+        """URL of an object or, without a name, of the bucket's collection of objects.
+
+        ``area``: ``/upload`` or ``/download``.
+        """
+        tail = "" if name is None else f"/{quote(name, safe='')}"
+        return f"{self.endpoint}{area}/storage/v1/b/{quote(bucket, safe='')}/o{tail}"
+
+    def bucket_url(self, bucket: str, part: str) -> str:
+        """URL of something that belongs to a bucket, like its ``storageLayout``."""
+        return f"{self.endpoint}/storage/v1/b/{quote(bucket, safe='')}/{part}"
+
+    async def request(
+        self,
+        method: str,
+        url: str,
+        *,
+        what: str,
+        params: Mapping[str, str | None] | None = None,
+        headers: Mapping[str, str] | None = None,
+        data: Body | None = None,
+        expected: tuple[int, ...] = (200,),
+    ) -> Answer:
+        """One request, once.
+
+        Args:
+            what: names the object in errors.
+            params: added to the URL with the account to bill; None for a URL that
+                the server made.
+            expected: statuses that are an answer; others raise.
+
+        Raises:
+            TransientError, DeniedError, HeldError, NotFoundError, PreconditionError,
+            ChecksumRefusedError, StorageError
+
+        A token that is refused before its time is fetched again, once, and the request repeated.
+        """
+        if params is not None:
+            billed = self._fs._get_params(dict(params))
+            url = f"{url}?{urlencode(billed)}" if billed else url
+        answer = await self._exchange(method, url, headers, data, what)
+        if answer.status == 401 and answer.authorization:
+            refused = _error(answer, what)
+            await self._renew(answer.authorization, refused)
+            answer = await self._exchange(method, url, headers, data, what)
+        if answer.status not in expected:
+            raise _error(answer, what)
+        return answer
+
+    async def _exchange(
+        self,
+        method: str,
+        url: str,
+        headers: Mapping[str, str] | None,
+        data: Body | None,
+        what: str,
+    ) -> Answer:
+        """An answer of any status. Raises TransientError, DeniedError, StorageError."""
+        body = data or Slices()
+        limit_s = CONNECT_S + SILENCE_S + (body.size or 0) / SLOWEST_BYTES_PER_S
+        body.moved = began = time.monotonic()
+        try:
+            return await within(
+                limit_s,
+                self._once(method, url, headers, data),
+                # A peer that takes nothing for so long has stalled.
+                sooner=lambda: body.moved + CONNECT_S + SILENCE_S,
+            )
+        except asyncio.TimeoutError as error:
+            raise TransientError(
+                f"{what}: {self.endpoint} did not answer for "
+                f"{time.monotonic() - max(began, body.moved):.0f} s",
+                answered=False,
+            ) from error
+        except (aiohttp.InvalidURL, aiohttp.ClientConnectorCertificateError) as error:
+            raise StorageError(f"{what}: {error}") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise TransientError(
+                f"{what}: connection to {self.endpoint}: {type(error).__name__}: {error}",
+                answered=False,
+            ) from error
+
+    async def _once(
+        self,
+        method: str,
+        url: str,
+        headers: Mapping[str, str] | None,
+        data: Body | None,
+    ) -> Answer:
+        authorized = await self._authorized(headers)
+        async with self._fs.session.request(
+            method,
+            URL(url, encoded=True),
+            headers=authorized,
+            data=data,
+            allow_redirects=False,
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=SILENCE_S),
+        ) as response:
+            return Answer(
+                response.status,
+                response.headers,
+                await response.read(),
+                authorized.get("authorization", ""),
+            )
+
+    async def _authorized(self, headers: Mapping[str, str] | None) -> dict[str, str]:
+        credentials = self._fs.credentials
+        try:
+            if credentials.credentials is not None:
+                # May fetch a token, with blocking calls.
+                await set_up.run(credentials.maybe_refresh)
+            authorized: dict[str, str] = self._fs._get_headers(headers)
+        except google.auth.exceptions.TransportError as error:
+            raise TransientError(f"no token could be fetched: {error}", answered=False) from error
+        except (HttpError, NonRetryableError, google.auth.exceptions.GoogleAuthError) as error:
+            raise DeniedError(f"no token could be fetched: {error}; {_CREDENTIALS_HINT}") from error
+        return authorized
+
+    async def _renew(self, authorization: str, refused: StorageError) -> None:
+        """Fetches a token in place of the one that was refused, unless another request has."""
+        credentials = self._fs.credentials.credentials
+        if credentials is None:
+            raise refused
+        tell(f"{refused}; fetching another token")
+        try:
+            await set_up.run(_refresh, self._fs.credentials, authorization)
+        except google.auth.exceptions.TransportError as error:
+            raise TransientError(f"no token could be fetched: {error}") from error
+        except google.auth.exceptions.GoogleAuthError as error:
+            raise DeniedError(f"{refused} (no other token could be fetched: {error})") from error
+
+
+def _refresh(credentials: Any, authorization: str) -> None:
+    """Blocking; ``credentials`` are gcsfs'."""
+    with credentials.lock:
+        current: dict[str, str] = {}
+        credentials.credentials.apply(current)
+        if current.get("authorization") == authorization:
+            credentials.credentials.refresh(google.auth.transport.requests.Request())
+            credentials.credentials.apply(credentials.heads)
+
+
+def _error(answer: Answer, what: str) -> StorageError:
+    said = _provider_text(answer)
+    text = f"{what}: {answer.status} {said}"
+    status = answer.status
+    reasons = _reasons(answer)
+    limited = status == 403 and reasons & _RATE_LIMITS
+    if status in (408, 429) or limited or (status >= 500 and status != 501):
+        after = answer.headers.get("Retry-After", "")
+        return TransientError(text, float(after) if after.isdigit() else 0)
+    if status == 403 and reasons & _HOLDS:
+        return HeldError(
+            f"{text}; the object is under a hold or a retention policy and can't be replaced or "
+            "removed: release the hold (gcloud storage objects update --no-temporary-hold "
+            "--no-event-based-hold), or wait for its retention period to end"
+        )
+    if status in (401, 403):
+        return DeniedError(f"{text}; {_CREDENTIALS_HINT}")
+    if status in (404, 410):
+        return NotFoundError(f"{text}; check the bucket's name, and the object's")
+    if status == 412:
+        return PreconditionError(text)
+    if status == 400 and "crc32c" in said.lower():
+        return ChecksumRefusedError(text)
+    return StorageError(text)
+
+
+def _provider_text(answer: Answer) -> str:
+    text = answer.body.decode(errors="replace").strip()
+    try:
+        error = json.loads(text)["error"]
+        text = error if isinstance(error, str) else str(error["message"])
+    except (ValueError, KeyError, TypeError):
+        pass  # Not the documented form: the text as it is.
+    return text[:_PROVIDER_TEXT]
+
+
+def _reasons(answer: Answer) -> set[str]:
+    """Of an error in the documented form; else none."""
+    try:
+        return {str(item["reason"]) for item in json.loads(answer.body)["error"]["errors"]}
+    except (ValueError, KeyError, TypeError):
+        return set()
+
+
+def lease(options: Mapping[str, Any]) -> Lease[GcsConnection]:
+    """A share in the connection for these options."""
+    key = json.dumps(
+        ["gs", options, os.environ.get("STORAGE_EMULATOR_HOST", "")], sort_keys=True, default=repr
+    )
+    return Lease(key, lambda: GcsConnection.open(options), GcsConnection.close)

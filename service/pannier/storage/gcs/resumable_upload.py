@@ -1,0 +1,202 @@
+"""One resumable upload: a file goes to the server in chunks while it still grows.
+
+After a failure the server is asked how far it is, and the upload goes on there.
+Nothing can be seen of the object before its last chunk has arrived.
+"""
+
+import base64
+import json
+from collections.abc import Callable, Coroutine
+from typing import IO, Any, TypeVar
+
+from pannier.storage.base import NotFoundError, Progress, Retried, Source, StorageError
+from pannier.storage.cleanup import clean_up
+from pannier.storage.gcs.http import Answer, GcsConnection
+from pannier.storage.http_body import Body, FromSpool, Slices
+from pannier.storage.retry import TransientError, retry
+from pannier.storage.source_reader import Feed
+
+T = TypeVar("T")
+
+_CHUNK = 8 << 20
+"""Bytes of a request: a multiple of 256 KiB."""
+_SESSIONS = 3
+"""Upload sessions that may be lost by the server before we give up."""
+
+
+class _SessionLostError(StorageError):
+    """The server doesn't know the session any more."""
+
+
+def encode_crc(crc: int) -> str:
+    """As the JSON API writes a crc32c."""
+    return base64.b64encode(crc.to_bytes(4, "big")).decode()
+
+
+class ResumableUpload:
+    """Creates one object. Used once.
+
+    Args:
+        name: of the object within the bucket.
+        source: of more than no bytes.
+        deadline_s: for each chunk.
+    """
+
+    def __init__(
+        self,
+        connection: GcsConnection,
+        bucket: str,
+        name: str,
+        source: Source,
+        *,
+        deadline_s: float,
+        retried: Retried,
+    ) -> None:
+        self._connection = connection
+        self._bucket, self._name = bucket, name
+        self._source, self._size = source, source.size
+        self._what = f"gs://{bucket}/{name}"
+        self._deadline_s = deadline_s
+        self._retried = retried
+        self._session = ""
+        self._behind = 0
+        """How often the server had fewer bytes than it had confirmed, in this session."""
+
+    async def run(self, feed: Feed, progress: Progress) -> dict[str, Any]:
+        """Uploads all of ``feed``.
+
+        Returns:
+            the object's resource; its checksum is the caller's to compare.
+
+        Raises:
+            PreconditionError: an object is already there.
+            UnclearError: the server doesn't say what it has made.
+            StorageError: anything final. The session is deleted then, and on
+                cancellation.
+        """
+        for remaining in range(_SESSIONS - 1, -1, -1):
+            self._behind = 0
+            try:
+                return await self._run(feed, progress)
+            except _SessionLostError as error:
+                if not remaining:
+                    raise
+                self._retried(str(error))
+        raise AssertionError("unreachable")
+
+    async def _run(self, feed: Feed, progress: Progress) -> dict[str, Any]:
+        self._session = await self._retry(self._start)
+        try:
+            held = 0
+            while True:
+                end = min(held + _CHUNK, self._size)
+                file = await feed.file(end)
+                headers = {}
+                if end == self._size:
+                    # Lets the server refuse what isn't what the sender had.
+                    headers["X-Goog-Hash"] = f"crc32c={encode_crc(await self._source.crc32c())}"
+                reached = await self._send(file, held, end, headers)
+                if isinstance(reached, dict):
+                    return reached
+                if reached < held:
+                    self._note_loss(held, reached)
+                held = reached
+                progress(held)
+        except BaseException:
+            await clean_up(self._cancel(), "an upload session may be left")
+            raise
+
+    def _note_loss(self, held: int, reached: int) -> None:
+        self._behind += 1
+        reason = f"{self._what}: the server had confirmed {held} bytes, and holds {reached}"
+        if self._behind >= _SESSIONS:
+            raise _SessionLostError(f"the upload session loses bytes: {reason}")
+        self._retried(reason)
+
+    async def _retry(self, operation: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        return await retry(
+            operation, what=self._what, deadline_s=self._deadline_s, retried=self._retried
+        )
+
+    async def _start(self) -> str:
+        answer = await self._connection.request(
+            "POST",
+            self._connection.object_url(self._bucket, area="/upload"),
+            what=self._what,
+            params={"uploadType": "resumable", "name": self._name, "ifGenerationMatch": "0"},
+            headers={
+                "Content-Type": "application/json; charset=UTF-8",
+                "X-Upload-Content-Type": "application/octet-stream",
+                "X-Upload-Content-Length": str(self._size),
+            },
+            data=Slices(json.dumps({"name": self._name}).encode()),
+            expected=(200, 201),
+        )
+        location = answer.headers.get("Location")
+        if not location:
+            raise TransientError(f"{self._what}: the server named no upload session")
+        return location
+
+    async def _send(
+        self, file: IO[bytes], start: int, end: int, headers: dict[str, str]
+    ) -> int | dict[str, Any]:
+        """Sends the chunk from ``start`` to ``end``; the number of bytes the server holds then, or the finished object."""
+        uncertain = False
+
+        async def once() -> int | dict[str, Any]:
+            nonlocal uncertain
+            at = start
+            if uncertain:
+                state = self._state(await self._put(Slices(), f"bytes */{self._size}", {}))
+                if isinstance(state, dict) or not start <= state < end:
+                    return state
+                at = state
+            uncertain = True
+            span = f"bytes {at}-{end - 1}/{self._size}"
+            state = self._state(await self._put(FromSpool(file, at, end - at), span, headers))
+            if state == at:
+                raise TransientError(f"{self._what}: the server took nothing of {span}")
+            return state
+
+        return await self._retry(once)
+
+    async def _put(self, data: Body, content_range: str, headers: dict[str, str]) -> Answer:
+        try:
+            return await self._connection.request(
+                "PUT",
+                self._session,
+                what=self._what,
+                headers={"Content-Range": content_range, **headers},
+                data=data,
+                expected=(200, 201, 308),
+            )
+        except NotFoundError as error:
+            raise _SessionLostError(f"the upload session is gone: {error}") from error
+
+    def _state(self, answer: Answer) -> int | dict[str, Any]:
+        if answer.status != 308:
+            return answer.resource(self._what)
+        span = answer.headers.get("Range")
+        if span is None:
+            return 0
+        try:
+            held = int(span.rpartition("-")[2]) + 1
+        except ValueError as error:
+            raise TransientError(f"{self._what}: the server holds {span!r}") from error
+        if held >= self._size:
+            # Asked for its state, it may have finished the object.
+            raise TransientError(
+                f"{self._what}: the server holds {held} of {self._size} bytes, but has not made "
+                "the object of them yet"
+            )
+        return held
+
+    async def _cancel(self) -> None:
+        """Deletes the session; without an answer, the server does in a week."""
+        await self._connection.request(
+            "DELETE",
+            self._session,
+            what=self._what,
+            headers={"Content-Length": "0"},
+            expected=(200, 204, 404, 410, 499),
+        )

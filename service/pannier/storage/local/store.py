@@ -1,0 +1,485 @@
+"""Checkpoints in a directory of a file system.
+
+A file is made beside its place, synced, and published by a link that fails when
+something is there; what replaces an expected generation is renamed under a lock.
+So readers never see a part, and what is reported is on disk, name and content.
+"""
+
+import asyncio
+import dataclasses
+import errno
+import hashlib
+import math
+import os
+import stat
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager, suppress
+from functools import partial
+from io import FileIO
+from pathlib import Path
+from typing import Any, TypeVar
+
+import crc32c
+
+from pannier.storage import store_probe
+from pannier.storage.base import (
+    ConflictError,
+    DeniedError,
+    IntegrityError,
+    NotFoundError,
+    ObjectInfo,
+    Progress,
+    Retried,
+    Source,
+    StorageError,
+    Store,
+    Unfinished,
+)
+from pannier.storage.io_threads import (
+    BUFFER,
+    PATIENCE_S,
+    Guarded,
+    HungError,
+    Threads,
+    buffers,
+    threads_of,
+)
+from pannier.storage.local.atomic_file import (
+    BLOCK,
+    HIDDEN,
+    Draft,
+    LinksUnsupportedError,
+    sync_directory,
+)
+from pannier.storage.local.lock import Locked, locked, release_unheld
+from pannier.storage.retry import UnsettledError, settle
+from pannier.storage.source_reader import Feed
+from pannier.storage.time_limits import end_of, in_time
+from pannier.storage.url import Location, check_key
+from pannier.wire import object_names
+
+T = TypeVar("T")
+
+_RECORDS = object_names.attempts_prefix().rstrip("/")
+_STEP = BUFFER // 2
+"""One half of a buffer is filled while the other is written."""
+_WALK_S = 3600.0
+
+
+class LocalStore(Store):
+    """A directory. Created with the first object, except for what ``mkdir`` can't do."""
+
+    upload_memory = BUFFER
+
+    def __init__(self, location: Location, *, deadline_s: float) -> None:
+        self._root = Path(location.path)
+        self.url = str(self._root)
+        self._deadline_s = deadline_s
+        # Checkpoints of one root share them.
+        self._threads = threads_of(str(self._root.parent))
+
+    async def _call(self, function: Callable[..., T], *args: Any) -> T:
+        """In a thread; one that doesn't answer by the deadline is abandoned."""
+        return await self._threads.run(function, *args, until=self._until())
+
+    def _until(self) -> float:
+        # Also what begins when the time is up gets an answer where there is one.
+        return max(end_of(self._deadline_s), time.monotonic() + PATIENCE_S)
+
+    async def _walk(self, walk: Callable[..., T], *args: Any) -> T:
+        """As :meth:`_call`, for what may take as long as the directory is large."""
+        until = max(self._until(), time.monotonic() + _WALK_S)
+        return await self._threads.run(walk, *args, until=until)
+
+    def _locked(self, path: Path) -> AbstractAsyncContextManager[Locked]:
+        return locked(path.parent, end_of(self._deadline_s), self._threads)
+
+    def _path(self, key: str) -> Path:
+        return self._root / check_key(key)
+
+    @in_time
+    async def upload(
+        self, key: str, source: Source, *, progress: Progress, retried: Retried
+    ) -> ObjectInfo:
+        """See :meth:`Store.upload`.
+
+        What is confirmed is that the bytes handed to the kernel have the sender's
+        checksum and that it reported them durable (fsync); they are not read back.
+        """
+        path = self._path(key)
+        with _os_errors(path):
+            try:
+                return await self._upload(key, path, source, progress)
+            except IntegrityError as error:
+                retried(str(error))
+                return await self._upload(key, path, source, progress)
+
+    async def _upload(self, key: str, path: Path, source: Source, progress: Progress) -> ObjectInfo:
+        feed = Feed(source)
+        buffer = buffers.take()
+        draft: _OpenDraft | None = None
+        # Writing may take as long as the caller waits.
+        try:
+            draft = await self._open_draft(path, direct=source.size >= BLOCK)
+            await _copy(feed, draft, memoryview(buffer), source.size, progress)
+            crc = await feed.confirm()
+            await draft.run(draft.file.sync, source.size)
+            try:
+                await self._publish(draft, path)
+            except FileExistsError:
+                there = await self.stat(key)
+                same = there is not None and there.size == source.size
+                if there and same and await self._threads.run(_file_crc, path) == crc:
+                    return dataclasses.replace(there, crc32c=crc)
+                raise ConflictError(f"{path} exists with other content", there) from None
+            return _info(key, await draft.run(draft.file.stat), crc)
+        finally:
+            feed.close()
+            # A write that hangs still reads the buffer.
+            if draft is None or await draft.close():
+                buffers.give(buffer)
+
+    async def _open_draft(self, path: Path, *, direct: bool) -> "_OpenDraft":
+        made = await self._threads.run(
+            partial(Draft, path, direct=direct), until=self._until(), undo=Draft.close
+        )
+        return _OpenDraft(made, self._threads)
+
+    async def _publish(self, draft: "_OpenDraft", path: Path) -> None:
+        try:
+            await draft.run(draft.file.link, until=self._until())
+        except LinksUnsupportedError:
+            async with self._locked(path) as lock:
+                await lock.run(draft.guard.use, draft.file.move, until=self._until())
+
+    @in_time
+    async def create(self, key: str, data: bytes) -> ObjectInfo:
+        """See :meth:`Store.create`."""
+        return await self._put(key, data, None)
+
+    @in_time
+    async def replace(self, key: str, data: bytes, *, expected: str | None) -> ObjectInfo:
+        """See :meth:`Store.replace`."""
+        return await self._put(key, data, expected)
+
+    async def _put(self, key: str, data: bytes, expected: str | None) -> ObjectInfo:
+        return await settle(lambda: self._try_put(key, data, expected))
+
+    async def _try_put(self, key: str, data: bytes, expected: str | None) -> ObjectInfo:
+        path = self._path(key)
+        current: ObjectInfo | None = None
+        with _os_errors(path):
+            draft = await self._open_draft(path, direct=False)
+            try:
+                await draft.run(_fill, draft.file, data, until=self._until())
+                if expected is None:
+                    with suppress(FileExistsError):
+                        await self._publish(draft, path)
+                        return await self._published(key, draft, data)
+                # Gone: the directory, with all that was in it.
+                with suppress(FileNotFoundError):
+                    async with self._locked(path) as lock:
+                        current = await self.stat(key)
+                        if current and current.generation == expected:
+                            replace = draft.file.replace
+                            await lock.run(draft.guard.use, replace, until=self._until())
+                            return await self._published(key, draft, data)
+                        if current and await self._call(_read, path, 0, None) == data:
+                            return current
+                if current is None and expected is None:
+                    raise UnsettledError(f"{path} existed and was removed again")
+                raise ConflictError(_conflict(path, current, expected), current)
+            finally:
+                await draft.close()
+
+    async def _published(self, key: str, draft: "_OpenDraft", data: bytes) -> ObjectInfo:
+        stat = await draft.run(draft.file.stat, until=self._until())
+        return _info(key, stat, crc32c.crc32c(data))
+
+    @in_time
+    async def read(self, key: str, offset: int = 0, length: int | None = None) -> bytes:
+        """See :meth:`Store.read`."""
+        path = self._path(key)
+        with _os_errors(path):
+            return await self._call(_read, path, offset, length)
+
+    @in_time
+    async def stat(self, key: str) -> ObjectInfo | None:
+        """See :meth:`Store.stat`; a local file has no stored checksum."""
+        path = self._path(key)
+        with _os_errors(path):
+            try:
+                return _info(key, await self._call(_stat, path), None)
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+
+    @in_time
+    async def list(self, prefix: str = "") -> list[ObjectInfo]:
+        """See :meth:`Store.list`."""
+        with _os_errors(self._root):
+            return await self._walk(_walk, self._root, prefix)
+
+    @in_time
+    async def list_directories(self, prefix: str = "") -> Sequence[str]:
+        """See :meth:`Store.list_directories`."""
+        path = self._path(prefix.rstrip("/")) if prefix else self._root
+        with _os_errors(path):
+            return await self._walk(_directories, path)
+
+    @in_time
+    async def delete(self, key: str, *, generation: str | None = None) -> None:
+        """See :meth:`Store.delete`. Directories that become empty go too, but for the store's own."""
+        path = self._path(key)
+        with _os_errors(path):
+            try:
+                async with self._locked(path) as lock:
+                    if generation is not None:
+                        current = await self.stat(key)
+                        if current is None or current.generation != generation:
+                            return
+                    await lock.run(_unlink, path, until=self._until())
+            except (FileNotFoundError, NotADirectoryError):
+                return
+            await self._call(self._prune, path.parent)
+
+    def _prune(self, directory: Path) -> None:
+        while directory != self._root and self._root in directory.parents:
+            try:
+                directory.rmdir()
+            except OSError as error:
+                if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.EBUSY):
+                    return
+                raise
+            directory = directory.parent
+
+    @in_time
+    async def list_unfinished(self) -> Sequence[Unfinished]:
+        """See :meth:`Store.list_unfinished`: temporary files, locks that were not released, and
+        directories that a process which was killed didn't remove after their last file.
+        """
+        with _os_errors(self._root):
+            return await self._walk(_walk_hidden, self._root)
+
+    @in_time
+    async def discard(self, item: Unfinished) -> None:
+        """See :meth:`Store.discard`. A lock that is held and a directory in use stay."""
+        path = self._path(item.key)
+        with _os_errors(path):
+            if await self._call(path.is_dir):
+                await self._call(self._prune, path)
+                return
+            with suppress(FileNotFoundError):  # Gone, with its directory.
+                if not await self._call(release_unheld, path):
+                    await self._call(_unlink, path)
+            await self._call(self._prune, path.parent)
+
+    async def probe(self) -> None:
+        """See :meth:`Store.probe`. Directories that it had to make are removed again."""
+        with _os_errors(self._root):
+            made = await self._call(_missing, self._root)
+        try:
+            await store_probe.probe(self)
+        finally:
+            await self._call(_remove_empty, made)
+
+    async def close(self) -> None:
+        """Nothing is held open."""
+
+
+class _OpenDraft:
+    """A draft that calls in threads write."""
+
+    def __init__(self, file: Draft, threads: Threads) -> None:
+        self.file = file
+        self.guard = Guarded(file.close)
+        self._threads = threads
+
+    async def run(self, function: Callable[..., T], *args: Any, until: float = math.inf) -> T:
+        """A call that uses the draft; one that hangs keeps it open."""
+        return await self._threads.run(self.guard.use, function, *args, until=until)
+
+    async def close(self) -> bool:
+        """Ends it; False when a call still uses it, or the file system does not answer."""
+        until = time.monotonic() + PATIENCE_S
+        try:
+            return await self._threads.run(self.guard.close, until=until, closing=True)
+        except HungError:
+            return False
+
+
+async def _copy(
+    feed: Feed, draft: _OpenDraft, view: memoryview, size: int, progress: Progress
+) -> None:
+    halves = (view[:_STEP], view[_STEP:])
+    writing: asyncio.Task[None] | None = None
+    try:
+        for turn, offset in enumerate(range(0, size, _STEP)):
+            half, length = halves[turn % 2], min(_STEP, size - offset)
+            await feed.fill(half[:length], offset)
+            if writing is not None:
+                await writing
+                progress(offset)
+            # Whole blocks; the draft is cut to its size in the end.
+            blocks = half[: -(-length // BLOCK) * BLOCK]
+            writing = asyncio.create_task(draft.run(draft.file.write, blocks, offset))
+        if writing is not None:
+            await writing
+            progress(size)
+    finally:
+        if writing is not None and not writing.done():
+            writing.cancel()
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait({writing})
+
+
+def _fill(draft: Draft, data: bytes) -> None:
+    draft.write(memoryview(data), 0)
+    draft.sync(len(data))
+
+
+def _missing(directory: Path) -> list[Path]:
+    return [path for path in (directory, *directory.parents) if not path.exists()]
+
+
+def _remove_empty(directories: list[Path]) -> None:
+    for path in directories:
+        with suppress(OSError):  # Somebody is using it by now.
+            path.rmdir()
+
+
+def _stat(path: Path) -> os.stat_result:
+    found = path.stat()
+    _check_kind(path, found)
+    return found
+
+
+def _check_kind(path: Path, found: os.stat_result) -> None:
+    """Raises StorageError for pipes, sockets and devices: reading them might never end."""
+    if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
+        raise StorageError(
+            f"{path} is not a regular file ({stat.filemode(found.st_mode)}): remove it"
+        )
+
+
+def _open_regular(path: Path) -> FileIO:
+    # Without O_NONBLOCK a pipe would wait for a writer.
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        _check_kind(path, os.fstat(fd))
+        return FileIO(fd, "rb")
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def _read(path: Path, offset: int, length: int | None) -> bytes:
+    with _open_regular(path) as file:
+        file.seek(offset)
+        if length is None:
+            return file.readall()
+        parts = []
+        while length > 0 and (part := file.read(length)):
+            parts.append(part)
+            length -= len(part)
+        return b"".join(parts)
+
+
+def _file_crc(path: Path) -> int:
+    crc = 0
+    with _open_regular(path) as file:
+        while part := file.read(1 << 20):
+            crc = crc32c.crc32c(part, crc)
+    return crc
+
+
+def _unlink(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    sync_directory(path.parent)
+
+
+def _info(key: str, found: os.stat_result, crc: int | None) -> ObjectInfo:
+    token = f"{found.st_ino}-{found.st_mtime_ns}-{found.st_size}"
+    generation = hashlib.sha256(token.encode()).hexdigest()[:16]
+    return ObjectInfo(key, found.st_size, generation, crc, found.st_mtime)
+
+
+def _conflict(path: Path, current: ObjectInfo | None, expected: str | None) -> str:
+    if current is None:
+        return f"{path} is gone, where generation {expected} was expected"
+    if expected is None:
+        return f"{path} exists with other content"
+    return f"{path} has generation {current.generation}, not {expected}"
+
+
+def _walk(root: Path, prefix: str) -> list[ObjectInfo]:
+    above, _, _ = prefix.rpartition("/")
+    found = []
+    for directory, _, names in os.walk(
+        root / check_key(above) if above else root, onerror=_unless_gone
+    ):
+        for name in names:
+            path = Path(directory, name)
+            key = path.relative_to(root).as_posix()
+            if name.startswith(HIDDEN) or not key.startswith(prefix):
+                continue
+            with suppress(FileNotFoundError):
+                info = path.stat()
+                if stat.S_ISREG(info.st_mode):
+                    found.append(_info(key, info, None))
+    return sorted(found, key=lambda info: info.key)
+
+
+def _directories(path: Path) -> list[str]:
+    try:
+        with os.scandir(path) as entries:
+            return sorted(entry.name for entry in entries if entry.is_dir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _walk_hidden(root: Path) -> list[Unfinished]:
+    found = []
+    for directory, below, names in os.walk(root, onerror=_unless_gone):
+        leftovers = [Path(directory, name) for name in names if name.startswith(HIDDEN)]
+        # Others may keep empty directories on purpose, but not among the records.
+        if not below and not names and _RECORDS in Path(directory).relative_to(root).parts:
+            leftovers.append(Path(directory))
+        for path in leftovers:
+            with suppress(FileNotFoundError):
+                info = path.stat()
+                size = 0 if path.is_dir() else info.st_size
+                key = path.relative_to(root).as_posix()
+                found.append(Unfinished(key, size, info.st_mtime, path.name))
+    return found
+
+
+def _unless_gone(error: OSError) -> None:
+    if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
+        raise error
+
+
+@contextmanager
+def _os_errors(path: Path) -> Iterator[None]:
+    """Says in the store's words what the operating system refused."""
+    try:
+        yield
+    except OSError as error:
+        text = f"{path}: {error.strerror or error}"
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise DeniedError(
+                f"{text}; check its owner and mode, and whose user runs the daemon"
+            ) from error
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise StorageError(f"{text}{_room(path)}; free some and save again") from error
+        if isinstance(error, (FileNotFoundError, NotADirectoryError, IsADirectoryError)):
+            raise NotFoundError(text) from error
+        raise StorageError(text) from error
+
+
+def _room(path: Path) -> str:
+    for place in (path, *path.parents):
+        with suppress(OSError):
+            space = os.statvfs(place)
+            return f" ({space.f_bavail * space.f_frsize} bytes are free)"
+    return ""

@@ -1,0 +1,200 @@
+"""Requests to S3 over s3fs' client, each made once, with errors in the store's words.
+
+s3fs gives credentials, endpoint and the account to bill. Its retries and botocore's
+are off (:mod:`pannier.storage.retry` does it).
+"""
+
+import asyncio
+import json
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import aiohttp
+import botocore.exceptions as boto
+from s3fs import S3FileSystem
+
+from pannier.storage.base import DeniedError, NotFoundError, StorageError
+from pannier.storage.connections import Lease
+from pannier.storage.io_threads import set_up
+from pannier.storage.retry import TransientError
+from pannier.storage.time_limits import tell, within
+from pannier.wire.errors import ConfigurationError
+
+CONNECT_S = 15
+SILENCE_S = 60
+SLOWEST_BYTES_PER_S = 128 << 10
+_CREDENTIALS_HINT = (
+    "check which credentials the daemon uses (storage options 'key' and 'secret' or 'profile', "
+    "AWS_* variables, or the machine's role) and that they may put, get, list and delete objects "
+    "and abort multipart uploads there"
+)
+_OVERLOAD = {
+    "ConditionalRequestConflict",
+    "InternalError",
+    "OperationAborted",
+    "RequestTimeTooSkewed",
+    "RequestTimeout",
+    "ServiceUnavailable",
+    "SlowDown",
+    "Throttling",
+    "ThrottlingException",
+}
+_EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired"}
+_CHECKSUM = {"BadDigest", "InvalidDigest", "XAmzContentChecksumMismatch"}
+
+
+class PreconditionError(StorageError):
+    """412: If-Match or If-None-Match didn't hold."""
+
+
+class ChecksumRefusedError(StorageError):
+    """The server's checksum of what arrived isn't the one that was sent along."""
+
+
+class TokenExpiredError(DeniedError):
+    """The session token was refused before its time; the credentials may have another by now."""
+
+
+class BeyondEndError(StorageError):
+    """416: the object ends before the range that was asked for."""
+
+
+class S3Connection:
+    """A client; of one event loop."""
+
+    def __init__(self, fs: S3FileSystem) -> None:
+        self._fs = fs
+        self._clients = [fs._s3creator]
+        """All that were made; requests on their way may use an older one."""
+        self._renewing = asyncio.Lock()
+
+    @classmethod
+    async def open(cls, options: Mapping[str, Any]) -> "S3Connection":
+        """Finds credentials as s3fs does. Raises ConfigurationError."""
+        settings = {"use_listings_cache": False, **options}
+        settings["config_kwargs"] = {
+            "connect_timeout": CONNECT_S,
+            "read_timeout": SILENCE_S,
+            "max_pool_connections": 64,
+            "request_checksum_calculation": "when_required",
+            "response_checksum_validation": "when_required",
+            **settings.get("config_kwargs", {}),
+            "retries": {"total_max_attempts": 1},
+        }
+        settings.update(asynchronous=True, skip_instance_cache=True)
+        try:
+            fs = await set_up.run(partial(S3FileSystem, **settings))
+            await fs.set_session()
+        except (TypeError, ValueError, KeyError, OSError, boto.BotoCoreError) as error:
+            raise ConfigurationError(f"S3 can't be set up: {error}; {_CREDENTIALS_HINT}") from error
+        return cls(fs)
+
+    async def close(self) -> None:
+        """Closes the clients' connections."""
+        while self._clients:
+            await self._clients.pop().__aexit__(None, None, None)
+
+    async def call(
+        self, operation: str, *, what: str, size: int = 0, **arguments: Any
+    ) -> dict[str, Any]:
+        """One call of a client method, once; ``Body`` of an answer is read to its end.
+
+        Args:
+            operation: ``put_object``.
+            what: names the object in errors.
+            size: bytes that are sent or expected.
+
+        Raises:
+            TransientError, DeniedError, NotFoundError, PreconditionError, BeyondEndError,
+            ChecksumRefusedError, StorageError
+
+        A token that is refused before its time is looked for again, once, and the call repeated.
+        """
+        refused = self._fs._s3creator
+        try:
+            return await self._call(operation, what, size, arguments)
+        except TokenExpiredError as error:
+            tell(f"{error}; looking for other credentials")
+            await self._renew(refused)
+            return await self._call(operation, what, size, arguments)
+
+    async def _renew(self, refused: Any) -> None:
+        """Finds credentials as at first, unless another call has since. Raises DeniedError."""
+        async with self._renewing:
+            if self._fs._s3creator is not refused:
+                return
+            try:
+                await self._fs.set_session(refresh=True)
+            except (OSError, ValueError, boto.BotoCoreError) as error:
+                raise DeniedError(
+                    f"no other credentials were found: {error}; {_CREDENTIALS_HINT}"
+                ) from error
+            self._clients.append(self._fs._s3creator)
+
+    async def _call(
+        self, operation: str, what: str, size: int, arguments: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        limit_s = CONNECT_S + SILENCE_S + size / SLOWEST_BYTES_PER_S
+        try:
+            return await within(limit_s, self._once(operation, arguments))
+        except boto.ClientError as error:
+            raise _error(error, what) from error
+        except (
+            boto.NoCredentialsError,
+            boto.PartialCredentialsError,
+            boto.CredentialRetrievalError,
+            boto.TokenRetrievalError,
+        ) as error:
+            raise DeniedError(f"{what}: {error}; {_CREDENTIALS_HINT}") from error
+        except boto.SSLError as error:
+            raise StorageError(f"{what}: {error}") from error
+        except (
+            boto.ConnectionError,
+            boto.HTTPClientError,
+            boto.ResponseStreamingError,
+            aiohttp.ClientError,
+            asyncio.TimeoutError,
+            OSError,
+        ) as error:
+            raise TransientError(
+                f"{what}: {type(error).__name__}: {error}", answered=False
+            ) from error
+        except boto.BotoCoreError as error:
+            raise StorageError(f"{what}: {error}") from error
+
+    async def _once(self, operation: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        client = await self._fs.get_s3(arguments["Bucket"])
+        method = getattr(client, operation)
+        answer: dict[str, Any] = await method(**self._fs._get_s3_method_kwargs(method, **arguments))
+        if "Body" in answer:
+            async with answer["Body"] as body:
+                answer["Body"] = await body.read()
+        return answer
+
+
+def _error(error: boto.ClientError, what: str) -> StorageError:
+    status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+    code = str(error.response.get("Error", {}).get("Code", ""))
+    text = f"{what}: {status} {code} {error.response.get('Error', {}).get('Message', '')}".rstrip()
+    if code in _CHECKSUM or (code == "InvalidRequest" and "checksum" in text.lower()):
+        return ChecksumRefusedError(text)
+    if code in _OVERLOAD or status in (408, 429) or (status >= 500 and status != 501):
+        return TransientError(text)
+    if code in _EXPIRED:
+        return TokenExpiredError(f"{text}; {_CREDENTIALS_HINT}")
+    if status in (401, 403):
+        return DeniedError(f"{text}; {_CREDENTIALS_HINT}")
+    if status == 404:
+        return NotFoundError(f"{text}; check the bucket's name, and the object's")
+    if status == 416:
+        return BeyondEndError(text)
+    if status == 412:
+        return PreconditionError(text)
+    return StorageError(text)
+
+
+def lease(options: Mapping[str, Any]) -> Lease[S3Connection]:
+    """A share in the connection for these options."""
+    key = json.dumps(["s3", options], sort_keys=True, default=repr)
+    return Lease(key, lambda: S3Connection.open(options), S3Connection.close)

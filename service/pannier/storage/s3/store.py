@@ -1,0 +1,442 @@
+"""Checkpoints in Amazon S3, or a server that honours its conditional writes.
+
+Compare-and-swap is ``If-None-Match: *`` and ``If-Match``; a generation is the ETag.
+Bytes are confirmed by the store's crc32c of the whole object; one that keeps none
+is read back.
+"""
+
+import base64
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import crc32c
+
+from pannier.storage import store_probe
+from pannier.storage.base import (
+    ConflictError,
+    IntegrityError,
+    NotFoundError,
+    ObjectInfo,
+    Progress,
+    Retried,
+    Source,
+    StorageError,
+    Store,
+    Unfinished,
+)
+from pannier.storage.cleanup import clean_up
+from pannier.storage.http_body import Part
+from pannier.storage.io_threads import BUFFER
+from pannier.storage.retry import TransientError, UnsettledError, retry, settle, silent
+from pannier.storage.s3.client import (
+    BeyondEndError,
+    ChecksumRefusedError,
+    PreconditionError,
+    S3Connection,
+    lease,
+)
+from pannier.storage.source_reader import Feed
+from pannier.storage.time_limits import end_of
+from pannier.storage.url import Location, check_key
+
+_MOST_PARTS = 10_000
+
+
+class S3Store(Store):
+    """A directory of a bucket."""
+
+    # A part on its way, and its copy inside the HTTP client.
+    upload_memory = 2 * BUFFER
+
+    def __init__(
+        self, location: Location, options: Mapping[str, Any], *, deadline_s: float
+    ) -> None:
+        self._bucket = location.bucket
+        self._prefix = location.prefix
+        self.url = f"s3://{location.bucket}/{location.prefix}".rstrip("/")
+        self._deadline_s = deadline_s
+        self._lease = lease(options)
+
+    def _what(self, key: str) -> str:
+        return f"s3://{self._bucket}/{self._prefix}{key}"
+
+    async def _connection(self) -> S3Connection:
+        return await self._lease.get(end_of(self._deadline_s))
+
+    async def _call(
+        self, operation: str, key: str, *, retried: Retried = silent, size: int = 0, **more: Any
+    ) -> dict[str, Any]:
+        connection = await self._connection()
+        return await retry(
+            lambda: connection.call(
+                operation,
+                what=self._what(key),
+                size=size,
+                Bucket=self._bucket,
+                Key=self._prefix + check_key(key),
+                **more,
+            ),
+            what=self._what(key),
+            deadline_s=self._deadline_s,
+            retried=retried,
+        )
+
+    async def upload(
+        self, key: str, source: Source, *, progress: Progress, retried: Retried
+    ) -> ObjectInfo:
+        """See :meth:`Store.upload`. The deadline counts anew with each part."""
+        once = functools.partial(self._upload, key, source, progress, retried)
+        try:
+            return await settle(once, retried=retried)
+        except IntegrityError as error:
+            retried(str(error))
+            return await settle(once, retried=retried)
+
+    async def _upload(
+        self, key: str, source: Source, progress: Progress, retried: Retried
+    ) -> ObjectInfo:
+        feed = Feed(source)
+        ours, answered = True, f"{self._what(key)} was uploaded"
+        try:
+            if source.size <= BUFFER:
+                data = Part(source.size)
+                await feed.fill(memoryview(data), 0)
+                crc = await feed.confirm()
+                await self._put(key, data, crc, {"IfNoneMatch": "*"}, retried)
+            else:
+                await self._upload_parts(key, source.size, feed, progress, retried)
+        except PreconditionError as error:
+            ours, answered = False, str(error)
+        except ChecksumRefusedError as error:
+            raise IntegrityError(str(error)) from error
+        finally:
+            feed.close()
+        crc = await source.crc32c()
+        info = await self.stat(key)
+        if info is None:
+            raise UnsettledError(f"{answered}; nothing stands there")
+        arrived = await self._crc_of(info)
+        if (info.size, arrived) != (source.size, crc):
+            if not ours:
+                raise ConflictError(
+                    f"{self._what(key)} exists with other content: "
+                    "data-file names are never used twice",
+                    info,
+                )
+            await self.delete(key, generation=info.generation)
+            raise IntegrityError(
+                f"{self._what(key)} arrived with {info.size} bytes and crc32c {arrived:08x}; "
+                f"sent were {source.size} bytes with {crc:08x}"
+            )
+        progress(source.size)
+        return ObjectInfo(key, info.size, info.generation, arrived, info.modified)
+
+    async def _crc_of(self, info: ObjectInfo) -> int:
+        if info.crc32c is not None:
+            return info.crc32c
+        crc = 0
+        for offset in range(0, info.size, BUFFER):
+            crc = crc32c.crc32c(await self.read(info.key, offset, BUFFER), crc)
+        return crc
+
+    async def _upload_parts(
+        self, key: str, size: int, feed: Feed, progress: Progress, retried: Retried
+    ) -> None:
+        created = await self._call(
+            "create_multipart_upload",
+            key,
+            retried=retried,
+            ChecksumAlgorithm="CRC32C",
+            ChecksumType="FULL_OBJECT",
+        )
+        upload = {"UploadId": created["UploadId"]}
+        part_size = BUFFER * -(-size // (BUFFER * _MOST_PARTS))
+        buffer = Part(part_size)
+        parts: list[dict[str, Any]] = []
+        try:
+            for number, offset in enumerate(range(0, size, part_size), 1):
+                length = min(part_size, size - offset)
+                if length < part_size:
+                    buffer = Part(length)
+                await feed.fill(memoryview(buffer), offset)
+                crc = _encode(crc32c.crc32c(buffer))
+                answer = await self._call(
+                    "upload_part",
+                    key,
+                    retried=retried,
+                    size=length,
+                    Body=buffer,
+                    PartNumber=number,
+                    ChecksumAlgorithm="CRC32C",
+                    ChecksumCRC32C=crc,
+                    **upload,
+                )
+                parts.append({"PartNumber": number, "ETag": answer["ETag"], "ChecksumCRC32C": crc})
+                progress(offset + length)
+            await self._complete(key, upload, parts, await feed.confirm(), retried)
+        except BaseException:
+            await clean_up(
+                self._abort(key, upload), f"the multipart upload of {self._what(key)} may be left"
+            )
+            raise
+
+    async def _complete(
+        self,
+        key: str,
+        upload: Mapping[str, Any],
+        parts: "list[dict[str, Any]]",
+        crc: int,
+        retried: Retried,
+    ) -> None:
+        try:
+            await self._call(
+                "complete_multipart_upload",
+                key,
+                retried=retried,
+                MultipartUpload={"Parts": parts},
+                ChecksumType="FULL_OBJECT",
+                ChecksumCRC32C=_encode(crc),
+                IfNoneMatch="*",
+                **upload,
+            )
+        except NotFoundError as error:
+            # What a second try meets when the first one's answer was lost: look.
+            raise PreconditionError(str(error)) from error
+
+    async def _abort(self, key: str, upload: Mapping[str, Any]) -> None:
+        try:
+            await self._call("abort_multipart_upload", key, **upload)
+        except NotFoundError:
+            return  # Completed, or aborted already.
+
+    async def _put(
+        self,
+        key: str,
+        data: "bytes | bytearray",
+        crc: int,
+        condition: Mapping[str, Any],
+        retried: Retried = silent,
+    ) -> dict[str, Any]:
+        return await self._call(
+            "put_object",
+            key,
+            retried=retried,
+            size=len(data),
+            Body=data,
+            ChecksumAlgorithm="CRC32C",
+            ChecksumCRC32C=_encode(crc),
+            **condition,
+        )
+
+    async def create(self, key: str, data: bytes) -> ObjectInfo:
+        """See :meth:`Store.create`."""
+        return await self.replace(key, data, expected=None)
+
+    async def replace(self, key: str, data: bytes, *, expected: str | None) -> ObjectInfo:
+        """See :meth:`Store.replace`."""
+        return await settle(lambda: self._replace(key, data, expected))
+
+    async def _replace(self, key: str, data: bytes, expected: str | None) -> ObjectInfo:
+        condition = {"IfNoneMatch": "*"} if expected is None else {"IfMatch": f'"{expected}"'}
+        try:
+            answer = await self._put(key, data, crc32c.crc32c(data), condition)
+        except PreconditionError as error:
+            return await self._read_back(key, data, expected, error)
+        except NotFoundError as error:
+            if expected is None:
+                raise
+            return await self._read_back(key, data, expected, error)
+        except ChecksumRefusedError as error:
+            raise IntegrityError(str(error)) from error
+        etag = answer["ETag"].strip('"')
+        info = await self.stat(key)
+        if info is not None and info.generation == etag:
+            return info
+        # Replaced by somebody else since: ours was there.
+        return ObjectInfo(key, len(data), etag, crc32c.crc32c(data), 0.0)
+
+    async def _read_back(
+        self, key: str, data: bytes, expected: str | None, problem: StorageError
+    ) -> ObjectInfo:
+        """What stands there, if it is ``data``. Raises ConflictError, UnsettledError."""
+        current = await self.stat(key)
+        if current is not None and current.size == len(data):
+            try:
+                if await self.read(key) == data:
+                    return current
+            except NotFoundError:
+                current = None
+        stands = f"generation {current.generation}" if current else "nothing"
+        if (current.generation if current else None) == expected:
+            raise UnsettledError(f"{problem}; {stands} stands there, as expected") from problem
+        raise ConflictError(
+            f"{self._what(key)}: {stands} stands there, not {expected or 'nothing'}", current
+        )
+
+    async def read(self, key: str, offset: int = 0, length: int | None = None) -> bytes:
+        """See :meth:`Store.read`. Whole objects are checked against the store's crc32c."""
+        if length == 0:
+            return b""
+        if offset or length is not None:
+            end = "" if length is None else str(offset + length - 1)
+            try:
+                answer = await self._call(
+                    "get_object", key, size=length or 0, Range=f"bytes={offset}-{end}"
+                )
+            except BeyondEndError:
+                return b""
+            return bytes(answer["Body"])
+        return await self._read_whole(key)
+
+    async def _read_whole(self, key: str) -> bytes:
+        connection = await self._connection()
+
+        async def once() -> bytes:
+            answer = await connection.call(
+                "get_object",
+                what=self._what(key),
+                Bucket=self._bucket,
+                Key=self._prefix + check_key(key),
+                ChecksumMode="ENABLED",
+            )
+            body = bytes(answer["Body"])
+            expected = _decode(answer)
+            if expected not in (None, crc32c.crc32c(body)):
+                raise TransientError(f"{self._what(key)} was read with another crc32c")
+            return body
+
+        return await retry(once, what=self._what(key), deadline_s=self._deadline_s)
+
+    async def stat(self, key: str) -> ObjectInfo | None:
+        """See :meth:`Store.stat`."""
+        try:
+            answer = await self._call("head_object", key, ChecksumMode="ENABLED")
+        except NotFoundError:
+            return None
+        return ObjectInfo(
+            key=key,
+            size=int(answer["ContentLength"]),
+            generation=answer["ETag"].strip('"'),
+            crc32c=_decode(answer),
+            modified=answer["LastModified"].timestamp(),
+        )
+
+    async def list(self, prefix: str = "") -> list[ObjectInfo]:
+        """See :meth:`Store.list`; without checksums, which S3 doesn't list."""
+        found = [
+            ObjectInfo(
+                key=item["Key"].removeprefix(self._prefix),
+                size=int(item["Size"]),
+                generation=item["ETag"].strip('"'),
+                crc32c=None,
+                modified=item["LastModified"].timestamp(),
+            )
+            for page in await self._pages(prefix)
+            for item in page.get("Contents", ())
+        ]
+        return sorted(found, key=lambda info: info.key)
+
+    async def list_directories(self, prefix: str = "") -> Sequence[str]:
+        """See :meth:`Store.list_directories`."""
+        start = len(self._prefix + prefix)
+        return sorted(
+            item["Prefix"][start:-1]
+            for page in await self._pages(prefix, Delimiter="/")
+            for item in page.get("CommonPrefixes", ())
+        )
+
+    async def _pages(self, prefix: str, **options: str) -> Sequence[dict[str, Any]]:
+        """All pages of a listing."""
+        connection = await self._connection()
+        pages: list[dict[str, Any]] = []
+        more = dict(options)
+        while True:
+            asked = dict(more)
+            page = await retry(
+                lambda asked=asked: connection.call(  # type: ignore[misc]
+                    "list_objects_v2",
+                    what=self._what(prefix),
+                    Bucket=self._bucket,
+                    Prefix=self._prefix + prefix,
+                    **asked,
+                ),
+                what=self._what(prefix),
+                deadline_s=self._deadline_s,
+            )
+            pages.append(page)
+            if not page.get("IsTruncated"):
+                return pages
+            more = {**options, "ContinuationToken": page["NextContinuationToken"]}
+
+    async def delete(self, key: str, *, generation: str | None = None) -> None:
+        """See :meth:`Store.delete`."""
+        condition: dict[str, Any] = {}
+        if generation is not None:
+            # Compared here too: not every server knows conditional deletes.
+            current = await self.stat(key)
+            if current is None or current.generation != generation:
+                return
+            condition["IfMatch"] = f'"{generation}"'
+        try:
+            await self._call("delete_object", key, **condition)
+        except (NotFoundError, PreconditionError):
+            return
+
+    async def list_unfinished(self) -> Sequence[Unfinished]:
+        """See :meth:`Store.list_unfinished`: multipart uploads, which S3 keeps for ever."""
+        connection = await self._connection()
+        found: list[Unfinished] = []
+        more: dict[str, str] = {}
+        while True:
+            asked = dict(more)
+            page = await retry(
+                lambda asked=asked: connection.call(  # type: ignore[misc]
+                    "list_multipart_uploads",
+                    what=self._what(""),
+                    Bucket=self._bucket,
+                    Prefix=self._prefix,
+                    **asked,
+                ),
+                what=self._what(""),
+                deadline_s=self._deadline_s,
+            )
+            found += [
+                Unfinished(
+                    key=item["Key"].removeprefix(self._prefix),
+                    size=0,
+                    modified=item["Initiated"].timestamp(),
+                    token=item["UploadId"],
+                )
+                for item in page.get("Uploads", ())
+            ]
+            if not page.get("IsTruncated"):
+                return found
+            more = {
+                "KeyMarker": page["NextKeyMarker"],
+                "UploadIdMarker": page["NextUploadIdMarker"],
+            }
+
+    async def discard(self, item: Unfinished) -> None:
+        """See :meth:`Store.discard`."""
+        await self._abort(item.key, {"UploadId": item.token})
+
+    async def probe(self) -> None:
+        """See :meth:`Store.probe`."""
+        await store_probe.probe(self)
+
+    async def close(self) -> None:
+        """See :meth:`Store.close`."""
+        await self._lease.release()
+
+
+def _encode(crc: int) -> str:
+    return base64.b64encode(crc.to_bytes(4, "big")).decode()
+
+
+def _decode(answer: Mapping[str, Any]) -> int | None:
+    """The crc32c of the whole object; None when the store has none, or only one of its parts'."""
+    text = answer.get("ChecksumCRC32C")
+    if not text or "-" in text or answer.get("ChecksumType") == "COMPOSITE":
+        return None
+    return int.from_bytes(base64.b64decode(text), "big")
