@@ -42,12 +42,15 @@ pytest: $(INSTALLED)  ## The tests alone; choose some with ARGS="tests/unit -k c
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # Of these, none has to do with torch's version: they run with the newest alone.
-WITHOUT_TORCH := $(addprefix unit/test_, bench cli_* daemon_* ephemeral fuzz_names fuzz_records fuzz_settings \
-		gcs_server client_hosts identity jobs journal logs model_* packaging peers records_* retention sidecar_* storage_* \
-		streams surroundings tls tokens varints web whereabouts coordinator_[!cpr]* coordinator_conduct) \
-	$(addprefix integration/test_, command_line dashboard doctor good_neighbour jobs_of_a_sidecar json_logs metrics \
-		operating page retention security)
-WITH_TORCH = tests/integration tests/unit $(foreach path,$(WITHOUT_TORCH),--ignore-glob='tests/$(path).py')
+WITHOUT_TORCH := $(addprefix unit/, test_bench.py test_packaging.py cli/* common/* daemon/* sidecar/* storage/* \
+		$(addprefix attempts/test_, damaged_records.py fuzz_records.py late_commits.py requests_per_save.py) \
+		$(addprefix client/test_, certificates.py host_network.py stream_slots.py) \
+		$(addprefix coordinator/test_, background_superseded.py coordinator_*.py idle_exit.py l*_sidecars.py \
+			model_coordinator.py resume.py varints.py) \
+		maintenance/test_retention_policy.py $(addprefix wire/test_, auth_token.py fuzz_names.py object_names.py tls.py)) \
+	$(addprefix integration/test_, command_line.py dashboard.py doctor.py good_neighbour.py jobs_of_a_sidecar.py json_logs.py \
+		metrics.py operating.py page.py security.py)
+WITH_TORCH = tests/integration tests/unit $(foreach path,$(WITHOUT_TORCH),--ignore-glob='tests/$(path)')
 test-xla: $(XLA_INSTALLED)  ## The tests of torch_xla, and the client's with torch 2.9; takes 7 GB
 	$(XLA_BIN)/python -m pytest -o cache_dir=.pytest_cache/xla --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder \
 		$(or $(ARGS),tests/xla $(WITH_TORCH))
@@ -91,7 +94,7 @@ MINUTES ?= 60
 SECONDS ?= 16
 ACT ?=
 chaos: $(INSTALLED)  ## Kill, cut and stop all there is, at random: SEEDS=1-50 MINUTES=120
-	PYTHONPATH=tests $(BIN)/python -m support.chaos --seeds $(SEEDS) --minutes $(MINUTES) --seconds $(SECONDS) \
+	PYTHONPATH=tests $(BIN)/python -m support.chaos.run --seeds $(SEEDS) --minutes $(MINUTES) --seconds $(SECONDS) \
 		$(if $(ACT),--act $(ACT))
 
 # What is only compared with; the bench says so when it isn't there.

@@ -9,8 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from support import processes
-from support.daemons import Daemons, memory_directory, short_directory
+from support.processes import processes
+from support.processes.daemons import Daemons, memory_directory, short_directory
 
 # Tests don't see the settings of whoever runs them, but for what stretches their deadlines and the
 # transport of tests that have no opinion on it; what they set themselves is inherited.

@@ -24,7 +24,7 @@ from tests.bench.parts import Row, arguments, finish, parsed, say, sized
 from tests.bench.timing import milliseconds, percentile
 from tests.bench.worker import METHODS
 
-from support.gcs_server import GcsServer
+from support.storage.gcs_server import GcsServer
 
 BUCKET = "bench"
 TIMEOUT_S = 600

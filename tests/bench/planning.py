@@ -30,7 +30,7 @@ from tests.bench.parts import Row, finish, say
 from tests.bench.played import Cast, local_plans
 
 from pannier.v1 import save_pb2
-from support.daemons import Daemon, clean_environment, memory_directory, short_directory
+from support.processes.daemons import Daemon, clean_environment, memory_directory, short_directory
 
 RANKS: Final = (8, 64, 512, 1024, 4096)
 QUICK: Final = (8, 64)

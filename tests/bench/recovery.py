@@ -19,10 +19,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from pannier.v1 import save_pb2
-from support.daemons import Daemons
-from support.gcs_server import GcsServer
-from support.hand import Party
-from support.watching import COMMITTED, all_in, await_save
+from support.actors.hand import Party
+from support.processes.daemons import Daemons
+from support.processes.watching import COMMITTED, all_in, await_save
+from support.storage.gcs_server import GcsServer
 
 DEADLINE_S = 300.0
 BUCKET = "bench"

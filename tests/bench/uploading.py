@@ -25,8 +25,8 @@ from tests.bench.training import State, change, make_state, start_rank
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from support.bucket import listed, remove
-from support.gcs_server import GcsServer
+from support.storage.bucket import listed, remove
+from support.storage.gcs_server import GcsServer
 
 ALLOWED_RATIO = 0.7
 THREADS = (1, 2, 4, 8)

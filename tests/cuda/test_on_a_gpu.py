@@ -22,8 +22,8 @@ from pannier.client.staging.device_copy import DeviceCopies, Means
 from pannier.client.staging.optimizer_guard import Guards
 from pannier.client.staging.stager import Staged, stage
 from pannier.wire.errors import InvalidRequestError
-from support.daemons import Daemons
-from support.staged import final_plan, plan
+from support.actors.staged import final_plan, plan
+from support.processes.daemons import Daemons
 
 pytestmark = [
     pytest.mark.cuda,

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from support.cluster import check_available
-from support.gcs_server import GcsServer
-from support.netns import HERE, Network
+from support.kubernetes.cluster import check_available
+from support.network.netns import HERE, Network
+from support.storage.gcs_server import GcsServer
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,7 @@ import yaml
 
 from pannier.sidecar.multi_job.job_config import KNOWN, Jobs
 from pannier.wire.auth_token import TokenFile
-from support.kubernetes_schemas import problems, releases
-from support.manifests import (
+from support.kubernetes.manifests import (
     DEPLOY,
     NAMESPACE,
     NODE_NAMESPACE,
@@ -19,6 +18,7 @@ from support.manifests import (
     needs_kubectl,
     pod_templates,
 )
+from support.kubernetes.schemas import problems, releases
 
 README = (DEPLOY / "README.md").read_text()
 PROMPT = re.compile(r"^\s*(\w*)\$ (.*)$", re.MULTILINE)

@@ -12,8 +12,7 @@ from pannier.cli.main import cli
 from pannier.daemon import health_server
 from pannier.wire.addresses import parse_address
 from pannier.wire.errors import ConfigurationError
-from support.kubernetes_schemas import problems, releases
-from support.manifests import (
+from support.kubernetes.manifests import (
     DEPLOY,
     NODE,
     OVERLAYS,
@@ -32,6 +31,7 @@ from support.manifests import (
     pod_templates,
     quantity,
 )
+from support.kubernetes.schemas import problems, releases
 
 DOWNWARD = {
     "spec.nodeName": "node-0",

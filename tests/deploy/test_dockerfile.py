@@ -11,11 +11,11 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from pannier.cli.commands import coordinator, sidecar
-from support.cli import pannier
-from support.daemons import await_serving, clean_environment, short_directory
-from support.dockerfiles import Stage, stages
-from support.manifests import DEPLOY, REPOSITORY, built, containers, pod_templates
-from support.processes import Process
+from support.kubernetes.dockerfiles import Stage, stages
+from support.kubernetes.manifests import DEPLOY, REPOSITORY, built, containers, pod_templates
+from support.processes.cli import pannier
+from support.processes.daemons import await_serving, clean_environment, short_directory
+from support.processes.processes import Process
 
 DOCKERFILE = REPOSITORY / "Dockerfile"
 STAGES = stages(DOCKERFILE)

@@ -10,10 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from support.daemons import Daemons
-from support.hand import Party
-from support.kubernetes_schemas import problems, releases
-from support.manifests import (
+from support.actors.hand import Party
+from support.kubernetes.manifests import (
     DEPLOY,
     WITH_DAEMONS,
     arguments,
@@ -24,10 +22,12 @@ from support.manifests import (
     namespace,
     of_kind,
 )
-from support.prometheus import DASHBOARD, MONITORING, filled, needs
-from support.ranks import free_port
-from support.watching import COMMITTED, await_save
-from support.web import Scrape
+from support.kubernetes.schemas import problems, releases
+from support.network.http import Scrape
+from support.network.prometheus import DASHBOARD, MONITORING, filled, needs
+from support.processes.daemons import Daemons
+from support.processes.ranks import free_port
+from support.processes.watching import COMMITTED, await_save
 
 ALERTS = yaml.safe_load((MONITORING / "alerts.yaml").read_text())
 RULES = [rule for group in ALERTS["groups"] for rule in group["rules"]]

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from pannier.sidecar.multi_job.sockets import job_address, jobs_directory
-from support.manifests import (
+from support.kubernetes.manifests import (
     DEPLOY,
     NODE,
     Object,

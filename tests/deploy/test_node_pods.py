@@ -6,13 +6,13 @@ from pathlib import Path
 
 import psutil
 
-from support.bucket import check_whole, hold_up
-from support.cluster import Job, cluster, confined, modes, said
-from support.gcs_server import GcsServer
-from support.manifests import environment
-from support.netns import Network
-from support.pods import Container
-from support.scripted_sidecar import wait_until
+from support.actors.scripted_sidecar import wait_until
+from support.kubernetes.cluster import Job, cluster, confined, modes, said
+from support.kubernetes.manifests import environment
+from support.kubernetes.pods import Container
+from support.network.netns import Network
+from support.storage.bucket import check_whole, hold_up
+from support.storage.gcs_server import GcsServer
 
 SOCKET = "unix:///run/pannier/sidecar.sock"
 SAVE = """

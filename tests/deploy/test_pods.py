@@ -5,13 +5,13 @@ import signal
 
 import psutil
 
-from support import pods
-from support.bucket import check_whole, hold_up, listed
-from support.cluster import cluster, confined, modes, said
-from support.gcs_server import GcsServer
-from support.manifests import DEPLOY
-from support.netns import Network
-from support.scripted_sidecar import wait_until
+from support.actors.scripted_sidecar import wait_until
+from support.kubernetes import pods
+from support.kubernetes.cluster import cluster, confined, modes, said
+from support.kubernetes.manifests import DEPLOY
+from support.network.netns import Network
+from support.storage.bucket import check_whole, hold_up, listed
+from support.storage.gcs_server import GcsServer
 
 MIB = 48
 

@@ -11,12 +11,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from pannier.wire.version import WIRE_VERSION
-from support import netns, processes
-from support.certificates import Authority
-from support.manifests import DEPLOY
-from support.netns import Network
-from support.processes import Process
-from support.slurm import Allocation
+from support.kubernetes.manifests import DEPLOY
+from support.network import netns
+from support.network.certificates import Authority
+from support.network.netns import Network
+from support.network.slurm import Allocation
+from support.processes import processes
+from support.processes.processes import Process
 
 pytestmark = pytest.mark.timeout(400)
 """Seven processes import torch."""

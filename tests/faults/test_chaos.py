@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from support.chaos import Chaos
-from support.stretch import FACTOR
+from support.chaos.run import Chaos
+from support.processes.stretch import FACTOR
 
 SEEDS = [3, 8]
 """One of them streams, with the other all is mapped."""

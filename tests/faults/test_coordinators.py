@@ -13,15 +13,22 @@ import psutil
 import pytest
 
 from pannier.v1 import coordinator_pb2_grpc, save_pb2, sidecar_pb2
-from support.bucket import check_whole, decisions_alone, generations, hold_up, listed, remove
-from support.cli import pannier
-from support.daemons import Daemon, Daemons, await_serving
-from support.gcs_server import GcsServer
-from support.hand import Party
-from support.relay import Relay
-from support.scripted_sidecar import wait_until
-from support.stretch import stretched
-from support.watching import ABORTED, COMMITTED, all_in, await_save
+from support.actors.hand import Party
+from support.actors.scripted_sidecar import wait_until
+from support.network.relay import Relay
+from support.processes.cli import pannier
+from support.processes.daemons import Daemon, Daemons, await_serving
+from support.processes.stretch import stretched
+from support.processes.watching import ABORTED, COMMITTED, all_in, await_save
+from support.storage.bucket import (
+    check_whole,
+    decisions_alone,
+    generations,
+    hold_up,
+    listed,
+    remove,
+)
+from support.storage.gcs_server import GcsServer
 
 DURABLE = all_in(save_pb2.RANK_PHASE_DURABLE)
 LARGE = 2 << 20

@@ -11,11 +11,11 @@ import pytest
 from pannier.common.fault_points import POINTS, VARIABLE
 from pannier.v1 import records_pb2
 from pannier.wire import object_names
-from support.chaos_check import leftovers
-from support.cli import Result, pannier, pannier_here
-from support.daemons import Daemon, Daemons, memory_directory
-from support.stretch import FACTOR, stretched
-from support.walking import Saver
+from support.actors.walking import Saver
+from support.chaos.check import leftovers
+from support.processes.cli import Result, pannier, pannier_here
+from support.processes.daemons import Daemon, Daemons, memory_directory
+from support.processes.stretch import FACTOR, stretched
 
 
 def _points(*begins: str) -> list[str]:

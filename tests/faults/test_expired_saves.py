@@ -12,11 +12,11 @@ from pannier.client.transport import save_task as saving_module
 from pannier.client.transport.sidecar_client import Session
 from pannier.v1 import sidecar_pb2
 from pannier.wire.errors import UnavailableError
-from support.borrower import mapped_files
-from support.daemons import Daemons
-from support.mapping import check, saving, state
-from support.stretch import stretched
-from support.watching import ABORTED, COMMITTED, await_save
+from support.actors.borrower import mapped_files
+from support.actors.mapping import check, saving, state
+from support.processes.daemons import Daemons
+from support.processes.stretch import stretched
+from support.processes.watching import ABORTED, COMMITTED, await_save
 
 IN_TIME_S = 3.0
 

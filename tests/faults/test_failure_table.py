@@ -15,11 +15,11 @@ import pytest
 
 from pannier.v1 import save_pb2
 from pannier.wire.errors import PannierError, SaveAbortedError
-from support.daemons import Daemons
-from support.gcs_server import GcsServer
-from support.hand import Party
-from support.stretch import stretched
-from support.watching import ABORTED, COMMITTED, await_save
+from support.actors.hand import Party
+from support.processes.daemons import Daemons
+from support.processes.stretch import stretched
+from support.processes.watching import ABORTED, COMMITTED, await_save
+from support.storage.gcs_server import GcsServer
 
 ROWS = {
     "a trainer dies before it is ingested": [
@@ -60,7 +60,7 @@ ROWS = {
     ],
     "spool or disk full": [
         "integration/test_bad_input.py::test_a_full_spool_is_waited_for_skipped_or_raised",
-        "unit/test_sidecar_serving.py::test_a_full_file_system_is_an_error_before_a_byte_comes",
+        "unit/sidecar/test_sidecar_server.py::test_a_full_file_system_is_an_error_before_a_byte_comes",
         "faults/test_spool.py::test_a_disk_that_others_have_filled",
     ],
     "ranks disagree (world size, checkpoint id, group, plan)": [
@@ -77,7 +77,7 @@ ROWS = {
     ],
     "SIGTERM to the sidecar": [
         "faults/test_sidecar_restart.py::test_what_sigterm_finds_pending_is_carried_on_by_the_next_sidecar",
-        "unit/test_sidecar_serving.py::test_draining_takes_no_new_saves_and_finishes_the_old",
+        "unit/sidecar/test_sidecar_server.py::test_draining_takes_no_new_saves_and_finishes_the_old",
     ],
     "the same checkpoint id again": [
         "integration/test_overwrite.py::test_the_first_is_read_until_the_second_is_committed",
@@ -90,25 +90,25 @@ ROWS = {
         "faults/test_expired_saves.py::test_a_late_hand_over_does_not_commit_what_the_next_save_has_staged",
     ],
     "a save's outcome isn't known when its deadline passes": [
-        "unit/test_client_saving.py::test_what_may_be_ingested_is_in_doubt_without_a_decision",
-        "unit/test_client_saving.py::test_a_commit_by_torch_that_is_not_answered_is_in_doubt",
+        "unit/client/test_save_task.py::test_what_may_be_ingested_is_in_doubt_without_a_decision",
+        "unit/client/test_save_task.py::test_a_commit_by_torch_that_is_not_answered_is_in_doubt",
     ],
     "storage can't be reached at the first save": [
         "faults/test_unreachable_storage.py::test_a_first_save_says_soon_that_storage_can_not_be_reached",
         "faults/test_unreachable_storage.py::test_a_save_by_a_known_plan_names_what_storage_said",
     ],
     "a mount hangs": [
-        "unit/test_storage_hanging.py::test_calls_that_hang_are_abandoned_by_name_and_others_go_on",
-        "unit/test_storage_hanging.py::test_a_process_ends_though_calls_hang",
+        "unit/storage/test_hung_storage.py::test_calls_that_hang_are_abandoned_by_name_and_others_go_on",
+        "unit/storage/test_hung_storage.py::test_a_process_ends_though_calls_hang",
     ],
     "two starts of one job save at the same time": [
         "integration/test_incarnations.py::test_the_older_of_two_lives_saves_no_more",
     ],
     "the ranks of one start are divided between two incarnations": [
-        "unit/test_coordinator_saves.py::test_ranks_that_take_part_in_two_incarnations_are_named_at_once",
+        "unit/coordinator/test_coordinator_saves.py::test_ranks_that_take_part_in_two_incarnations_are_named_at_once",
     ],
     "clocks of hosts differ": [
-        "unit/test_notes.py::test_clocks_of_two_machines_are_not_compared",
+        "unit/client/test_pg_store.py::test_clocks_of_two_machines_are_not_compared",
     ],
     "the records of incarnations are lost": [
         "integration/test_overwrite.py::test_a_job_without_its_incarnation_records_saves_the_new_bytes",
@@ -118,11 +118,11 @@ ROWS = {
         "integration/test_overwrite.py::test_a_checkpoint_of_torchs_own_is_replaced_on_request",
     ],
     "retention takes what a reader is about to read": [
-        "unit/test_retention_and_readers.py::test_a_lease_that_is_taken_after_the_first_look_spares_the_checkpoint",
-        "unit/test_retention_and_readers.py::test_the_load_of_what_retention_has_removed_says_so",
+        "unit/maintenance/test_retention_and_readers.py::test_a_lease_that_is_taken_after_the_first_look_spares_the_checkpoint",
+        "unit/maintenance/test_retention_and_readers.py::test_the_load_of_what_retention_has_removed_says_so",
     ],
     "a signal handler raises in a client call": [
-        "unit/test_interrupts.py::test_a_trainer_goes_on_after_any_number_of_interruptions",
+        "unit/client/test_interrupts.py::test_a_trainer_goes_on_after_any_number_of_interruptions",
     ],
     "the decision can't be read or written": [
         "faults/test_failure_table.py::test_a_save_is_in_doubt_while_its_decision_can_not_be_written",

@@ -12,10 +12,10 @@ import pytest
 from pannier.v1 import save_pb2, sidecar_pb2
 from pannier.wire.errors import BusyError, InvalidRequestError, PannierError
 from pannier.wire.file_layout import STAMP_BYTES
-from support.borrower import Borrower, Lent, Mapped, hand_over, spool_files, staged
-from support.daemons import Daemon, clean_environment, memory_directory, short_directory
-from support.scripted import ScriptedCoordinator, Trainer, attempt_of
-from support.scripted_sidecar import wait_until
+from support.actors.borrower import Borrower, Lent, Mapped, hand_over, spool_files, staged
+from support.actors.scripted import ScriptedCoordinator, Trainer, attempt_of
+from support.actors.scripted_sidecar import wait_until
+from support.processes.daemons import Daemon, clean_environment, memory_directory, short_directory
 
 MIB = 1 << 20
 BUDGET = 32 * MIB

@@ -12,12 +12,12 @@ import torch
 from pannier.client import Client
 from pannier.client.config import load_settings
 from pannier.v1 import save_pb2
-from support.daemons import Daemons
-from support.gcs_server import GcsServer
-from support.ranks import start_ranks
-from support.scripted_sidecar import wait_until
-from support.steering import TRAINER, order, outcome
-from support.watching import all_in, await_save
+from support.actors.scripted_sidecar import wait_until
+from support.processes.daemons import Daemons
+from support.processes.ranks import start_ranks
+from support.processes.steering import TRAINER, order, outcome
+from support.processes.watching import all_in, await_save
+from support.storage.gcs_server import GcsServer
 
 STATE = {"w": torch.arange(5.0 * 2**20)}
 

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from pannier.v1 import save_pb2
-from support.bucket import check_whole, decisions_alone, hold_up, listed
-from support.daemons import Daemon, Daemons, await_serving
-from support.gcs_server import GcsServer
-from support.hand import Party
-from support.scripted_sidecar import wait_until
-from support.stretch import stretched
-from support.watching import ABORTED, COMMITTED, all_in, await_save
+from support.actors.hand import Party
+from support.actors.scripted_sidecar import wait_until
+from support.processes.daemons import Daemon, Daemons, await_serving
+from support.processes.stretch import stretched
+from support.processes.watching import ABORTED, COMMITTED, all_in, await_save
+from support.storage.bucket import check_whole, decisions_alone, hold_up, listed
+from support.storage.gcs_server import GcsServer
 
 INGESTED = all_in(save_pb2.RANK_PHASE_INGESTED)
 LARGE = 2 << 20

@@ -10,14 +10,14 @@ import pytest
 
 from pannier.client import SaveAbortedError
 from pannier.v1 import save_pb2
-from support.borrower import mapped_files
-from support.bucket import hold_up
-from support.daemons import Daemons
-from support.gcs_server import GcsServer
-from support.mapping import MIB, check, saving, state
-from support.scripted_sidecar import wait_until
-from support.stretch import stretched
-from support.watching import all_in, await_save
+from support.actors.borrower import mapped_files
+from support.actors.mapping import MIB, check, saving, state
+from support.actors.scripted_sidecar import wait_until
+from support.processes.daemons import Daemons
+from support.processes.stretch import stretched
+from support.processes.watching import all_in, await_save
+from support.storage.bucket import hold_up
+from support.storage.gcs_server import GcsServer
 
 INGESTED = all_in(save_pb2.RANK_PHASE_INGESTED)
 _libc = ctypes.CDLL(None, use_errno=True)

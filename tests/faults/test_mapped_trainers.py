@@ -13,16 +13,16 @@ import torch
 from pannier.client.staging.tensor_copy import Transfers
 from pannier.common.fault_points import VARIABLE
 from pannier.v1 import save_pb2
-from support.borrower import mapped_files, spool_files
-from support.bucket import hold_up
-from support.daemons import Daemons
-from support.gcs_server import GcsServer
-from support.mapping import MIB, await_reuse, check, saving, state, transport
-from support.ranks import start_ranks
-from support.reading import plain_load
-from support.scripted_sidecar import wait_until
-from support.stretch import stretched
-from support.watching import ABORTED, all_in, await_save
+from support.actors.borrower import mapped_files, spool_files
+from support.actors.mapping import MIB, await_reuse, check, saving, state, transport
+from support.actors.scripted_sidecar import wait_until
+from support.processes.daemons import Daemons
+from support.processes.ranks import start_ranks
+from support.processes.stretch import stretched
+from support.processes.watching import ABORTED, all_in, await_save
+from support.states.dcp_readers import plain_load
+from support.storage.bucket import hold_up
+from support.storage.gcs_server import GcsServer
 
 INGESTED = all_in(save_pb2.RANK_PHASE_INGESTED)
 

@@ -14,14 +14,14 @@ from pannier.client import Client, InDoubtError, PannierError
 from pannier.client.config import load_settings
 from pannier.client.transport import save_task
 from pannier.v1 import save_pb2
-from support import netns
-from support.chaos_links import Links
-from support.daemons import Daemons
-from support.gcs_server import GcsServer
-from support.netns import HERE, Network
-from support.ranks import free_port
-from support.scripted_sidecar import wait_until
-from support.watching import all_in, await_save
+from support.actors.scripted_sidecar import wait_until
+from support.chaos.links import Links
+from support.network import netns
+from support.network.netns import HERE, Network
+from support.processes.daemons import Daemons
+from support.processes.ranks import free_port
+from support.processes.watching import all_in, await_save
+from support.storage.gcs_server import GcsServer
 
 INGESTED = all_in(save_pb2.RANK_PHASE_INGESTED)
 STATE = {"w": torch.arange(4.0 * 2**20), "step": 7}

@@ -14,10 +14,10 @@ import torch
 from pannier.client import Client, SaveAbortedError
 from pannier.client.config import load_settings
 from pannier.v1 import save_pb2
-from support.daemons import Daemons
-from support.gcs_server import GcsServer
-from support.scripted_sidecar import wait_until
-from support.watching import all_in, await_save
+from support.actors.scripted_sidecar import wait_until
+from support.processes.daemons import Daemons
+from support.processes.watching import all_in, await_save
+from support.storage.gcs_server import GcsServer
 
 INGESTED = all_in(save_pb2.RANK_PHASE_INGESTED)
 

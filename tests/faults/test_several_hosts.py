@@ -15,14 +15,14 @@ from pannier import client
 from pannier.client.embedded import network as addresses_of_hosts
 from pannier.v1 import save_pb2
 from pannier.wire import addresses
-from support import netns
-from support.cli import pannier
-from support.gcs_server import GcsServer
-from support.netns import HERE, Network
-from support.ranks import free_port
-from support.scripted_sidecar import wait_until
-from support.several import Hosts, Job, listeners
-from support.watching import COMMITTED, all_in, await_save, listed
+from support.actors.scripted_sidecar import wait_until
+from support.network import netns
+from support.network.netns import HERE, Network
+from support.network.several_hosts import Hosts, Job, listeners
+from support.processes.cli import pannier
+from support.processes.ranks import free_port
+from support.processes.watching import COMMITTED, all_in, await_save, listed
+from support.storage.gcs_server import GcsServer
 
 pytestmark = pytest.mark.timeout(400)
 """Seven processes import torch, some twice."""

@@ -14,13 +14,19 @@ from pannier.client import Client
 from pannier.client.config import load_settings
 from pannier.v1 import save_pb2
 from pannier.wire import addresses
-from support.daemons import Daemon, Daemons, clean_environment, memory_directory, short_directory
-from support.gcs_server import GcsServer
-from support.ranks import start_ranks
-from support.reading import plain_load
-from support.scripted import ScriptedCoordinator, Trainer
-from support.scripted_sidecar import wait_until
-from support.watching import all_in, await_save
+from support.actors.scripted import ScriptedCoordinator, Trainer
+from support.actors.scripted_sidecar import wait_until
+from support.processes.daemons import (
+    Daemon,
+    Daemons,
+    clean_environment,
+    memory_directory,
+    short_directory,
+)
+from support.processes.ranks import start_ranks
+from support.processes.watching import all_in, await_save
+from support.states.dcp_readers import plain_load
+from support.storage.gcs_server import GcsServer
 
 MIB = 1 << 20
 INGESTED = all_in(save_pb2.RANK_PHASE_INGESTED)

@@ -14,12 +14,12 @@ import torch
 from pannier.client import Client, SaveAbortedError
 from pannier.client.config import load_settings
 from pannier.v1 import save_pb2
-from support.bucket import check_whole, decisions_alone, generations
-from support.daemons import Daemons, await_serving
-from support.gcs_server import GcsServer
-from support.processes import Process, python
-from support.stretch import stretched
-from support.watching import ABORTED, all_in, await_save, listed
+from support.processes.daemons import Daemons, await_serving
+from support.processes.processes import Process, python
+from support.processes.stretch import stretched
+from support.processes.watching import ABORTED, all_in, await_save, listed
+from support.storage.bucket import check_whole, decisions_alone, generations
+from support.storage.gcs_server import GcsServer
 
 pytestmark = pytest.mark.slow
 

@@ -13,12 +13,12 @@ import torch
 from pannier.client import BusyError, Client, SaveAbortedError, SaveSkippedError
 from pannier.client.config import load_settings
 from pannier.v1 import save_pb2
-from support.cli import pannier
-from support.daemons import Daemons
-from support.gcs_server import GcsServer
-from support.reading import plain_load
-from support.strangers import NOBODY, needs_root
-from support.watching import all_in, await_save
+from support.network.other_user import NOBODY, needs_root
+from support.processes.cli import pannier
+from support.processes.daemons import Daemons
+from support.processes.watching import all_in, await_save
+from support.states.dcp_readers import plain_load
+from support.storage.gcs_server import GcsServer
 
 MIB = 1 << 20
 INGESTED = all_in(save_pb2.RANK_PHASE_INGESTED)

@@ -14,13 +14,13 @@ import pytest
 
 from pannier.v1 import save_pb2
 from pannier.wire.errors import PannierError, SaveAbortedError
-from support.bucket import generations
-from support.daemons import Daemons
-from support.gcs_server import GcsServer
-from support.hand import Party
-from support.s3_server import S3Server
-from support.stretch import stretched
-from support.watching import ABORTED, COMMITTED, await_save
+from support.actors.hand import Party
+from support.processes.daemons import Daemons
+from support.processes.stretch import stretched
+from support.processes.watching import ABORTED, COMMITTED, await_save
+from support.storage.bucket import generations
+from support.storage.gcs_server import GcsServer
+from support.storage.s3_server import S3Server
 
 pytestmark = pytest.mark.slow
 

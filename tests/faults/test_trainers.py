@@ -21,11 +21,11 @@ from pannier.client import (
 )
 from pannier.client.config import load_settings
 from pannier.v1 import save_pb2
-from support.daemons import Daemons
-from support.ranks import start_ranks
-from support.scripted_sidecar import wait_until
-from support.steering import TRAINER, order, outcome
-from support.watching import ABORTED, COMMITTED, await_save
+from support.actors.scripted_sidecar import wait_until
+from support.processes.daemons import Daemons
+from support.processes.ranks import start_ranks
+from support.processes.steering import TRAINER, order, outcome
+from support.processes.watching import ABORTED, COMMITTED, await_save
 
 MIB = 256
 """So many take the sidecar a moment."""

@@ -14,9 +14,9 @@ from pannier.client import Client, SaveAbortedError, wait_log
 from pannier.client.config import load_settings
 from pannier.coordinator.stores import CONTACT_S
 from pannier.v1 import save_pb2
-from support.daemons import Daemons
-from support.gcs_server import GcsServer
-from support.stretch import stretched
+from support.processes.daemons import Daemons
+from support.processes.stretch import stretched
+from support.storage.gcs_server import GcsServer
 
 pytestmark = pytest.mark.slow
 

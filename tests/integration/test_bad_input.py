@@ -21,10 +21,10 @@ from pannier.client import (
 )
 from pannier.client.config import load_settings
 from pannier.v1 import save_pb2
-from support.daemons import Daemons, await_serving, clean_environment
-from support.gcs_server import GcsServer
-from support.processes import Process, python
-from support.ranks import run_ranks
+from support.processes.daemons import Daemons, await_serving, clean_environment
+from support.processes.processes import Process, python
+from support.processes.ranks import run_ranks
+from support.storage.gcs_server import GcsServer
 
 SCRIPT = Path(__file__).parent / "ranks" / "bad_input.py"
 AT_ONCE_S = 10.0

@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from support.bits import differences
-from support.contents import described, values
-from support.daemons import Daemons
-from support.ranks import run_ranks
+from support.processes.daemons import Daemons
+from support.processes.ranks import run_ranks
+from support.states.bits import differences
+from support.states.contents import described, values
 
 pytestmark = pytest.mark.skipif(
     not hasattr(dcp, "CheckpointableTensor"), reason="torch 2.14 brought CheckpointableTensor"

@@ -16,13 +16,13 @@ from pannier.maintenance.gc import Rules, sweep
 from pannier.storage import ObjectInfo, Store, open_store
 from pannier.v1 import records_pb2
 from pannier.wire import object_names
-from support.checkpoints import write, write_attempt, write_decision
-from support.cli import pannier
-from support.cli import pannier_here as here
-from support.gcs_server import GcsServer
-from support.history import History
-from support.s3_server import S3Server
-from support.unsteady import Unsteady
+from support.actors.history import History
+from support.processes.cli import pannier
+from support.processes.cli import pannier_here as here
+from support.storage.checkpoints import write, write_attempt, write_decision
+from support.storage.gcs_server import GcsServer
+from support.storage.s3_server import S3Server
+from support.storage.unreliable_store import Unsteady
 
 FIRST, SECOND, THIRD = (f"i1-inc-g0000000a-s{number}" for number in (1, 2, 3))
 NOW = ("--grace", "0", "--abandoned-after", "0")

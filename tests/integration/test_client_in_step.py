@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from support.daemons import Daemons
-from support.ranks import run_ranks
+from support.processes.daemons import Daemons
+from support.processes.ranks import run_ranks
 
 SCRIPT = Path(__file__).parent / "ranks" / "in_step.py"
 pytestmark = pytest.mark.slow

@@ -16,11 +16,11 @@ from pannier.client.config import load_settings
 from pannier.client.embedded.certificates import issue
 from pannier.client.embedded.daemon_spec import leave_papers
 from pannier.wire import addresses
-from support.cli import pannier
-from support.daemons import Daemons, await_serving, clean_environment
-from support.processes import Process, python
-from support.ranks import free_port, run_ranks
-from support.web import Scrape
+from support.network.http import Scrape
+from support.processes.cli import pannier
+from support.processes.daemons import Daemons, await_serving, clean_environment
+from support.processes.processes import Process, python
+from support.processes.ranks import free_port, run_ranks
 
 
 def test_both_daemons_tell_their_status_and_end_on_sigterm(daemons: Daemons) -> None:

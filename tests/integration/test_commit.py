@@ -18,10 +18,10 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 from pannier.client import Client, SaveAbortedError
 from pannier.client.config import load_settings
 from pannier.v1 import save_pb2
-from support.daemons import Daemons
-from support.gcs_server import GcsServer
-from support.ranks import run_ranks, start_ranks
-from support.watching import COMMITTED, all_in, await_save
+from support.processes.daemons import Daemons
+from support.processes.ranks import run_ranks, start_ranks
+from support.processes.watching import COMMITTED, all_in, await_save
+from support.storage.gcs_server import GcsServer
 
 SCRIPTS = Path(__file__).parent / "ranks"
 SEED = 5

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from support.cli import pannier
-from support.daemons import Daemons, clean_environment
-from support.hand import Party
-from support.processes import MARKER, SESSION, python
-from support.prometheus import scraping
-from support.ranks import free_port
-from support.watching import COMMITTED, await_save
-from support.web import get, until
+from support.actors.hand import Party
+from support.network.http import get, until
+from support.network.prometheus import scraping
+from support.processes.cli import pannier
+from support.processes.daemons import Daemons, clean_environment
+from support.processes.processes import MARKER, SESSION, python
+from support.processes.ranks import free_port
+from support.processes.watching import COMMITTED, await_save
 
 PHASES = ("staged", "ingested", "uploaded", "durable")
 SPOOL = {

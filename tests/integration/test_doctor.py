@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from support.bucket import listed
-from support.cli import Result, pannier
-from support.daemons import Daemons, short_directory
-from support.gcs_server import GcsServer
-from support.ranks import free_port
+from support.processes.cli import Result, pannier
+from support.processes.daemons import Daemons, short_directory
+from support.processes.ranks import free_port
+from support.storage.bucket import listed
+from support.storage.gcs_server import GcsServer
 
 
 def doctor(*arguments: str, **environment: str) -> Result:

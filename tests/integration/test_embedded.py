@@ -13,9 +13,9 @@ import torch.distributed.checkpoint as dcp
 from pannier.client.client import Client
 from pannier.client.config import load_settings
 from pannier.wire.errors import ConfigurationError
-from support.daemons import Daemons
-from support.ranks import start_ranks
-from support.several import listeners
+from support.network.several_hosts import listeners
+from support.processes.daemons import Daemons
+from support.processes.ranks import start_ranks
 
 
 def load(path: Path, **like: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from support import forking_trainer
-from support.daemons import clean_environment, short_directory
-from support.ranks import free_port
-from support.scripted_sidecar import ScriptedSidecar
+from support.actors.scripted_sidecar import ScriptedSidecar
+from support.processes import forking_trainer
+from support.processes.daemons import clean_environment, short_directory
+from support.processes.ranks import free_port
 
 
 @pytest.fixture

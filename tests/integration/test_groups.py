@@ -10,8 +10,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from pannier.v1 import save_pb2
-from support.daemons import Daemons
-from support.ranks import run_ranks
+from support.processes.daemons import Daemons
+from support.processes.ranks import run_ranks
 
 SCRIPT = Path(__file__).parent / "ranks" / "groups.py"
 CULPRIT = "1"

@@ -9,8 +9,8 @@ import torch
 
 from pannier.client import Client, SaveAbortedError
 from pannier.client.config import load_settings
-from support.daemons import Daemons, clean_environment
-from support.processes import MARKER, SESSION, python
+from support.processes.daemons import Daemons, clean_environment
+from support.processes.processes import MARKER, SESSION, python
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -12,9 +12,9 @@ import torch.distributed.checkpoint as dcp
 
 from pannier.client import Client, IntegrityError, InvalidRequestError, StorageError, StorageReader
 from pannier.client.config import load_settings
-from support.cli import pannier_here as pannier
-from support.daemons import Daemons
-from support.gcs_server import GcsServer
+from support.processes.cli import pannier_here as pannier
+from support.processes.daemons import Daemons
+from support.storage.gcs_server import GcsServer
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from support.bucket import check_whole, hold_up, listed
-from support.cli import Result, pannier
-from support.daemons import Daemons
-from support.gcs_server import GcsServer
-from support.nodes import JobFiles
-from support.ranks import Ranks, free_port, start_ranks
-from support.scripted_sidecar import wait_until
-from support.steering import TRAINER, order, outcome
-from support.web import Scrape, get
+from support.actors.nodes import JobFiles
+from support.actors.scripted_sidecar import wait_until
+from support.network.http import Scrape, get
+from support.processes.cli import Result, pannier
+from support.processes.daemons import Daemons
+from support.processes.ranks import Ranks, free_port, start_ranks
+from support.processes.steering import TRAINER, order, outcome
+from support.storage.bucket import check_whole, hold_up, listed
+from support.storage.gcs_server import GcsServer
 
 JOBS = ("one", "two")
 

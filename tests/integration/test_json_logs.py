@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from support.daemons import Daemons
-from support.hand import Party
-from support.watching import COMMITTED, await_save
+from support.actors.hand import Party
+from support.processes.daemons import Daemons
+from support.processes.watching import COMMITTED, await_save
 
 
 def test_a_save_can_be_followed_by_its_fields(tmp_path: Path) -> None:

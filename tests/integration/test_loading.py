@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from support.gcs_server import GcsServer
-from support.ranks import run_in_turn, run_ranks
+from support.processes.ranks import run_in_turn, run_ranks
+from support.storage.gcs_server import GcsServer
 
 
 def save() -> None:
@@ -16,7 +16,7 @@ def save() -> None:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-    from support.sharded import make_state
+    from support.states.sharded import make_state
 
     dist.init_process_group("gloo")
     writer = FileSystemWriter(os.environ["PLACE"], thread_count=2)
@@ -32,9 +32,9 @@ def read() -> None:
 
     from pannier.client.loading.load import load
     from pannier.client.loading.storage_reader import StorageReader
-    from support.bits import differences
-    from support.sharded import make_state
-    from support.worlds import worlds
+    from support.processes.worlds import worlds
+    from support.states.bits import differences
+    from support.states.sharded import make_state
 
     place = os.environ["PLACE"]
     for _ in worlds(*map(int, os.environ["WORLDS"].split())):
@@ -87,7 +87,7 @@ def each_group_loads_by_itself() -> None:
     from pannier.client.loading.load_error import LoadError
     from pannier.client.loading.storage_reader import StorageReader
     from pannier.wire.errors import InvalidRequestError, StorageError
-    from support.sharded import full_weight
+    from support.states.sharded import full_weight
 
     rank = dist.get_rank()
     groups = [dist.new_group([0]), dist.new_group([1, 2])]
@@ -127,7 +127,7 @@ def what_fails_on_one_rank_fails_on_all_by_name() -> None:
     from pannier.client.loading.load import load
     from pannier.client.loading.load_error import LoadError
     from pannier.wire.errors import InvalidRequestError
-    from support.sharded import make_state
+    from support.states.sharded import make_state
 
     rank, place = dist.get_rank(), os.environ["PLACE"]
     state = make_state(seed=2)

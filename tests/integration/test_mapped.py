@@ -13,11 +13,11 @@ import torch.distributed.checkpoint as dcp
 
 from pannier.client import Client, StorageWriter, UnavailableError
 from pannier.client.config import Settings, load_settings
-from support.daemons import Daemons
-from support.gcs_server import GcsServer
-from support.ranks import free_port
-from support.scripted_sidecar import wait_until
-from support.watching import listed
+from support.actors.scripted_sidecar import wait_until
+from support.processes.daemons import Daemons
+from support.processes.ranks import free_port
+from support.processes.watching import listed
+from support.storage.gcs_server import GcsServer
 
 MIB = 1 << 20
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from pannier.v1 import sidecar_pb2
-from support.daemons import Daemons
-from support.hand import Party
-from support.ranks import free_port, start_ranks
-from support.web import Scrape, until
+from support.actors.hand import Party
+from support.network.http import Scrape, until
+from support.processes.daemons import Daemons
+from support.processes.ranks import free_port, start_ranks
 
 TRAINER = """
 import os

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from support.daemons import Daemons
-from support.ranks import start_ranks
+from support.processes.daemons import Daemons
+from support.processes.ranks import start_ranks
 
 BUF = shutil.which("buf", path=str(Path(sys.executable).parent)) or "buf"
 

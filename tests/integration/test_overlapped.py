@@ -15,8 +15,8 @@ import torch.distributed.checkpoint as dcp
 from pannier.client import Client
 from pannier.client.config import load_settings
 from pannier.wire.errors import InvalidRequestError, SaveAbortedError
-from support.daemons import Daemons
-from support.side_lanes import FakeLane, host_as_device, means
+from support.processes.daemons import Daemons
+from support.states.host_streams import FakeLane, host_as_device, means
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 TRANSPORTS = ("mapped", "streamed")

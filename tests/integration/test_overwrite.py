@@ -18,10 +18,10 @@ from pannier.client import CheckpointExistsError, Client, StorageReader, Storage
 from pannier.client.config import load_settings
 from pannier.client.loading import read_lease
 from pannier.common.fault_points import VARIABLE
-from support.cli import pannier_here as pannier
-from support.daemons import Daemons
-from support.gcs_server import GcsServer
-from support.ranks import run_ranks
+from support.processes.cli import pannier_here as pannier
+from support.processes.daemons import Daemons
+from support.processes.ranks import run_ranks
+from support.storage.gcs_server import GcsServer
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

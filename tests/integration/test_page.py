@@ -16,13 +16,13 @@ from pannier.daemon.status_page import Pages
 from pannier.daemon.status_registry import Board
 from pannier.daemon.status_service import Vitals
 from pannier.v1 import save_pb2
-from support.browser import Browser, browsing
-from support.cli import pannier
-from support.daemons import Daemons, clean_environment
-from support.hand import Party
-from support.processes import MARKER, SESSION, python
-from support.ranks import free_port
-from support.web import Scrape, get, until
+from support.actors.hand import Party
+from support.network.browser import Browser, browsing
+from support.network.http import Scrape, get, until
+from support.processes.cli import pannier
+from support.processes.daemons import Daemons, clean_environment
+from support.processes.processes import MARKER, SESSION, python
+from support.processes.ranks import free_port
 
 PHASES = ("staged", "ingested", "uploaded", "durable")
 VARYING = ("seconds_since_heard", "deadline_s")

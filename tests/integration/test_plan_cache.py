@@ -12,10 +12,10 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from pannier.v1 import save_pb2
 from pannier.wire.errors import SaveAbortedError
-from support.cli import pannier
-from support.daemons import Daemons
-from support.hand import Party, renamed
-from support.watching import ABORTED, COMMITTED, await_save
+from support.actors.hand import Party, renamed
+from support.processes.cli import pannier
+from support.processes.daemons import Daemons
+from support.processes.watching import ABORTED, COMMITTED, await_save
 
 
 @pytest.fixture

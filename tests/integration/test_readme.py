@@ -6,9 +6,9 @@ import shlex
 import sys
 from pathlib import Path
 
-from support.daemons import clean_environment
-from support.processes import Process
-from support.ranks import start_ranks
+from support.processes.daemons import clean_environment
+from support.processes.processes import Process
+from support.processes.ranks import start_ranks
 
 README = Path(__file__).parents[2] / "README.md"
 

@@ -14,11 +14,11 @@ import torch.distributed.checkpoint as dcp
 
 from pannier.client import Client, InvalidRequestError, StorageWriter
 from pannier.client.config import load_settings
-from support.cli import pannier
-from support.daemons import Daemons
-from support.gcs_server import GcsServer
-from support.ranks import run_ranks
-from support.reading import plain_load
+from support.processes.cli import pannier
+from support.processes.daemons import Daemons
+from support.processes.ranks import run_ranks
+from support.states.dcp_readers import plain_load
+from support.storage.gcs_server import GcsServer
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

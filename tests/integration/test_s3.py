@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from pannier import client
-from support.daemons import Daemons
-from support.ranks import run_ranks
-from support.reading import plain_load
-from support.s3_server import S3Server
-from support.watching import COMMITTED, await_save
+from support.processes.daemons import Daemons
+from support.processes.ranks import run_ranks
+from support.processes.watching import COMMITTED, await_save
+from support.states.dcp_readers import plain_load
+from support.storage.s3_server import S3Server
 
 ROWS = 4400
 WIDTH = 2000
@@ -40,7 +40,7 @@ def save_and_load() -> None:
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
     from pannier import client
-    from support.reading import plain_load
+    from support.states.dcp_readers import plain_load
 
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from support.bits import differences
-from support.contents import described, values
-from support.daemons import Daemons
-from support.ranks import run_ranks
+from support.processes.daemons import Daemons
+from support.processes.ranks import run_ranks
+from support.states.bits import differences
+from support.states.contents import described, values
 
 SCRIPT = Path(__file__).parent / "ranks" / "same_plan.py"
 STEPS = range(1, 12)

@@ -13,11 +13,11 @@ from pannier.client import Client
 from pannier.client.config import load_settings
 from pannier.v1 import status_pb2, status_pb2_grpc
 from pannier.wire.errors import ConfigurationError, UnavailableError
-from support.certificates import Authority, Files
-from support.cli import pannier
-from support.daemons import Daemons
-from support.ranks import free_port
-from support.strangers import NOBODY, call, needs_root, speak
+from support.network.certificates import Authority, Files
+from support.network.other_user import NOBODY, call, needs_root, speak
+from support.processes.cli import pannier
+from support.processes.daemons import Daemons
+from support.processes.ranks import free_port
 
 LIST = "/pannier.v1.Status/ListSaves"
 HEALTH = "/grpc.health.v1.Health/Check"

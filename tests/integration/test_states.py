@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 
-from support.bits import bits, differences
-from support.daemons import Daemons
-from support.ranks import run_ranks
-from support.sharded_states import KINDS
-from support.states import quantized
+from support.processes.daemons import Daemons
+from support.processes.ranks import run_ranks
+from support.states.bits import bits, differences
+from support.states.sharded_states import KINDS
+from support.states.states import quantized
 
 SCRIPTS = Path(__file__).parent / "ranks"
 SEED = 3

@@ -19,11 +19,11 @@ from pannier.client import Client, StorageReader, StorageWriter
 from pannier.client.config import load_settings
 from pannier.client.loading.filesystem import MissingError
 from pannier.wire.errors import InvalidRequestError, PannierError, UnavailableError
-from support.bits import differences
-from support.contents import without_strides
-from support.daemons import Daemons
-from support.gcs_server import GcsServer
-from support.ranks import run_in_turn, run_ranks
+from support.processes.daemons import Daemons
+from support.processes.ranks import run_in_turn, run_ranks
+from support.states.bits import differences
+from support.states.contents import without_strides
+from support.storage.gcs_server import GcsServer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
@@ -321,7 +321,7 @@ def test_any_number_of_ranks_reads_what_three_wrote(daemons: Daemons, tmp_path: 
         import torch.distributed.checkpoint as dcp
 
         from pannier import client
-        from support.sharded import make_state
+        from support.states.sharded import make_state
 
         dist.init_process_group("gloo")
         writer = client.StorageWriter(os.environ["PLACE"])
@@ -336,9 +336,9 @@ def test_any_number_of_ranks_reads_what_three_wrote(daemons: Daemons, tmp_path: 
 
         import torch.distributed.checkpoint as dcp
 
-        from support.bits import differences
-        from support.sharded import make_state
-        from support.worlds import worlds
+        from support.processes.worlds import worlds
+        from support.states.bits import differences
+        from support.states.sharded import make_state
 
         for _ in worlds(2, 1):
             for place, seed in ((os.environ["PLACE"], 1), (os.environ["PLACE"] + "-own", 2)):
@@ -437,8 +437,8 @@ def one_ranks_failure_is_everybodys_and_the_next_save_works() -> None:
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
     from pannier import client
-    from support.bits import differences
-    from support.sharded import make_state
+    from support.states.bits import differences
+    from support.states.sharded import make_state
 
     class Failing(DefaultSavePlanner):
         def __init__(self, method: str) -> None:

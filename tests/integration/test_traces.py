@@ -9,12 +9,12 @@ import pytest
 
 from pannier.common import tracing
 from pannier.v1 import save_pb2
-from support.collector import Collector, Span, collecting
-from support.daemons import Daemons, clean_environment
-from support.hand import Party
-from support.ranks import start_ranks
-from support.watching import ABORTED, await_save
-from support.web import until
+from support.actors.hand import Party
+from support.network.http import until
+from support.network.otel_collector import Collector, Span, collecting
+from support.processes.daemons import Daemons, clean_environment
+from support.processes.ranks import start_ranks
+from support.processes.watching import ABORTED, await_save
 
 TRAINER = """
 import os

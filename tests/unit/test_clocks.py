@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from support import clocks
+from support.processes import clocks
 
 ASK = """
 import time, datetime

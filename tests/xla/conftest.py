@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from support import xla
+from support.states import xla
 
 HERE = Path(__file__).parent
 TIMEOUT_S = 400

@@ -1,6 +1,6 @@
 """What the other tests here stand on: the working pair, and programs with virtual devices."""
 
-from support import xla
+from support.states import xla
 
 
 def test_a_program_sees_its_virtual_devices(devices: int) -> None:

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from torch.distributed.checkpoint import FileSystemReader
 
-from support.daemons import Daemons
-from support.xla import run_program
-from support.xla_states import KINDS
+from support.processes.daemons import Daemons
+from support.states.xla import run_program
+from support.states.xla_states import KINDS
 
 PROGRAMS = Path(__file__).parent / "programs"
 HOSTS, DEVICES = 2, 8

@@ -2,8 +2,8 @@
 
 import pytest
 
-from support.daemons import Daemons
-from support.xla import run_checks
+from support.processes.daemons import Daemons
+from support.states.xla import run_checks
 
 
 def _sharded_tensors_make_an_item_for_each_part_and_all_else_is_planned_as_ever() -> None:
@@ -14,7 +14,7 @@ def _sharded_tensors_make_an_item_for_each_part_and_all_else_is_planned_as_ever(
     from torch.distributed.checkpoint.planner import WriteItemType
 
     from pannier.client.xla import SavePlanner
-    from support.xla_states import HALF, ROWS, WHOLE, Layout
+    from support.states.xla_states import HALF, ROWS, WHOLE, Layout
 
     layout = Layout()
     state = {
@@ -69,8 +69,8 @@ def _torch_xlas_own_planners_lose_nothing() -> None:
     from torch_xla.experimental.distributed_checkpoint._helpers import _sharded_cpu_state_dict
 
     from pannier import client
-    from support.bits import differences
-    from support.xla_states import AFTER, BEFORE, KINDS, Layout, on_host
+    from support.states.bits import differences
+    from support.states.xla_states import AFTER, BEFORE, KINDS, Layout, on_host
 
     class Counting(SPMDSavePlanner):
         resolved = 0
@@ -126,7 +126,7 @@ def _a_planner_with_a_global_plan_of_its_own_is_refused_by_name() -> None:
     from torch_xla.experimental.distributed_checkpoint import SPMDSavePlanner
 
     from pannier import client
-    from support.xla_states import ROWS, Layout
+    from support.states.xla_states import ROWS, Layout
 
     class Mine(SPMDSavePlanner):
         def create_global_plan(self, all_plans: list[object]) -> object:
@@ -152,7 +152,7 @@ def _a_users_planner_sees_parts_in_host_memory() -> None:
     )
 
     from pannier import client
-    from support.xla_states import GRID, ROWS, Layout
+    from support.states.xla_states import GRID, ROWS, Layout
 
     class Smaller(DefaultSavePlanner):
         def transform_object(self, write_item: object, object: object) -> object:
@@ -199,7 +199,7 @@ def _what_a_checkpoint_lacks_of_a_tensor_stays_as_it_is() -> None:
     from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan
 
     from pannier import client
-    from support.xla_states import COLUMNS, GRID, ROWS, UNMARKED, WHOLE, Layout
+    from support.states.xla_states import COLUMNS, GRID, ROWS, UNMARKED, WHOLE, Layout
 
     class Half(DefaultSavePlanner):
         def create_local_plan(self) -> SavePlan:
@@ -234,7 +234,7 @@ def _a_tensor_changes_when_all_of_it_has_been_read_and_not_before() -> None:
 
     from pannier import client
     from pannier.client.xla import LoadPlanner
-    from support.xla_states import COLUMNS, ROWS, Layout, on_host
+    from support.states.xla_states import COLUMNS, ROWS, Layout, on_host
 
     layout = Layout()
     state = {"a": torch.randn(8, 8).to("xla")}
@@ -268,8 +268,8 @@ def _dcp_save_and_dcp_load_go_through_pannier_too() -> None:
 
     from pannier import client
     from pannier.client import xla
-    from support.bits import differences
-    from support.xla_states import AFTER, BEFORE, KINDS, Layout, on_host
+    from support.states.bits import differences
+    from support.states.xla_states import AFTER, BEFORE, KINDS, Layout, on_host
 
     layout = Layout()
     for name in ("partially replicated", "uneven", "nested, objects and tensors of the host"):
@@ -296,7 +296,7 @@ def _another_sharding_is_another_plan() -> None:
     from torch.distributed.checkpoint import FileSystemReader
 
     from pannier import client
-    from support.xla_states import COLUMNS, GRID, ROWS, UNMARKED, WHOLE, Layout
+    from support.states.xla_states import COLUMNS, GRID, ROWS, UNMARKED, WHOLE, Layout
 
     layout = Layout()
     tensor = torch.randn(8, 8).to("xla")
@@ -329,7 +329,7 @@ def _manual_sharding_is_refused_by_name() -> None:
     import torch_xla.distributed.spmd as xs
 
     from pannier import client
-    from support.xla_states import Layout
+    from support.states.xla_states import Layout
 
     layout = Layout()
     mesh = layout._meshes["flat"]

@@ -4,9 +4,9 @@ import re
 import signal
 from pathlib import Path
 
-from support import xla
-from support.daemons import Daemons
-from support.web import until
+from support.network.http import until
+from support.processes.daemons import Daemons
+from support.states import xla
 
 README = Path(__file__).parents[2] / "README.md"
 

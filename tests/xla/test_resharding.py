@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from support.daemons import Daemons
-from support.ranks import run_ranks
-from support.xla import DEVICES, start_program
-from support.xla_states import KINDS
+from support.processes.daemons import Daemons
+from support.processes.ranks import run_ranks
+from support.states.xla import DEVICES, start_program
+from support.states.xla_states import KINDS
 
 PROGRAMS = Path(__file__).parent / "programs"
 Report = dict[str, list[str]]

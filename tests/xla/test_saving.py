@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from support.daemons import Daemons
-from support.ranks import run_ranks
-from support.xla import run_checks, run_program
+from support.processes.daemons import Daemons
+from support.processes.ranks import run_ranks
+from support.states.xla import run_checks, run_program
 
 PROGRAMS = Path(__file__).parent / "programs"
 
@@ -21,8 +21,8 @@ def _training_goes_on_on_another_mesh_as_if_nothing_had_happened() -> None:
 
     from pannier import client
     from pannier.client.xla import prime_optimizer
-    from support.bits import differences
-    from support.xla_states import COLUMNS, GRID, ROWS, Layout, on_host, shardings, tensors
+    from support.states.bits import differences
+    from support.states.xla_states import COLUMNS, GRID, ROWS, Layout, on_host, shardings, tensors
 
     layout = Layout()
 
@@ -90,7 +90,7 @@ def _priming_makes_the_state_of_no_steps_sharded_as_the_parameters() -> None:
     import torch_xla
 
     from pannier.client.xla import prime_optimizer
-    from support.xla_states import GRID, HALF, ROWS, Layout, shardings
+    from support.states.xla_states import GRID, HALF, ROWS, Layout, shardings
 
     layout = Layout()
     for kind, options in (
@@ -130,9 +130,18 @@ def _what_fsdp2_has_saved_is_restored_into_any_sharding() -> None:
 
     from pannier import client
     from pannier.client.xla import prime_optimizer
-    from support.bits import differences
-    from support.sharded_states import Model
-    from support.xla_states import COLUMNS, GRID, HALF, ROWS, WHOLE, Layout, on_host, shardings
+    from support.states.bits import differences
+    from support.states.sharded_states import Model
+    from support.states.xla_states import (
+        COLUMNS,
+        GRID,
+        HALF,
+        ROWS,
+        WHOLE,
+        Layout,
+        on_host,
+        shardings,
+    )
 
     layout = Layout()
     wanted = torch.load(os.environ["EXPECTED"], weights_only=False)
@@ -169,7 +178,7 @@ def _xla_tensors_inside_objects_need_no_torch_xla_to_be_read() -> None:
     import torch
 
     from pannier import client
-    from support.xla_states import ROWS, Layout
+    from support.states.xla_states import ROWS, Layout
 
     Pair = namedtuple("Pair", "value name")
     globals()["Pair"] = Pair
@@ -205,7 +214,7 @@ def _errors_name_the_key() -> None:
     import torch
 
     from pannier import client
-    from support.xla_states import GRID, ROWS, Layout
+    from support.states.xla_states import GRID, ROWS, Layout
 
     layout = Layout()
     state = {"weight": torch.randn(8, 4).to("xla"), "same": torch.randn(4, 4).to("xla")}
@@ -229,7 +238,7 @@ def _views_and_tied_weights_are_saved_as_what_they_show() -> None:
     import torch_xla
 
     from pannier import client
-    from support.xla_states import ROWS, Layout
+    from support.states.xla_states import ROWS, Layout
 
     weight = torch.nn.Parameter(torch.randn(16, 4).to("xla"))
     Layout().mark(weight, *ROWS)
@@ -261,7 +270,7 @@ def _a_prepared_save_goes_by_the_prepared_plan() -> None:
     import torch_xla
 
     from pannier import client
-    from support.xla_states import ROWS, Layout
+    from support.states.xla_states import ROWS, Layout
 
     state = {"a": torch.randn(16, 4).to("xla"), "step": 1}
     Layout().mark(state["a"], *ROWS)
@@ -312,7 +321,7 @@ def test_without_spmd_a_tensor_of_a_device_is_a_tensor(tmp_path: Path) -> None:
         import torch_xla
 
         from pannier import client
-        from support.bits import differences
+        from support.states.bits import differences
 
         value = {"a": torch.randn(5, 3), "b": torch.arange(4), "c": {"step": 3}}
         state = {"a": value["a"].to("xla"), "b": value["b"].to("xla"), "c": {"step": 3}}

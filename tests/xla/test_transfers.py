@@ -2,8 +2,8 @@
 
 import pytest
 
-from support.daemons import Daemons
-from support.xla import run_checks
+from support.processes.daemons import Daemons
+from support.states.xla import run_checks
 
 
 def _each_shard_crosses_once_per_save() -> None:
@@ -17,7 +17,7 @@ def _each_shard_crosses_once_per_save() -> None:
 
     from pannier import client
     from pannier.client.planning import agreed_plan, local_plan
-    from support.xla_states import GRID, HALF, ROWS, UNMARKED, WHOLE, Layout
+    from support.states.xla_states import GRID, HALF, ROWS, UNMARKED, WHOLE, Layout
 
     layout = Layout()
     state, expected = {}, 0
@@ -65,7 +65,7 @@ def _a_tensor_that_was_already_saved_elsewhere_does_not_cross() -> None:
     from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan
 
     from pannier import client
-    from support.xla_states import ROWS, Layout
+    from support.states.xla_states import ROWS, Layout
 
     class Without(DefaultSavePlanner):
         def create_local_plan(self) -> SavePlan:
@@ -95,7 +95,7 @@ def _shards_are_let_go_of_as_soon_as_they_are_staged() -> None:
     from pannier import client
     from pannier.client.staging import tensor_copy
     from pannier.client.xla import shard_tensors
-    from support.xla_states import ROWS, Layout
+    from support.states.xla_states import ROWS, Layout
 
     class Own(DefaultSavePlanner):
         """Has to be run for each save."""
@@ -139,7 +139,7 @@ def _what_is_traced_but_has_not_run_is_saved_as_it_will_be() -> None:
     import torch_xla
 
     from pannier import client
-    from support.xla_states import ROWS, UNMARKED, Layout
+    from support.states.xla_states import ROWS, UNMARKED, Layout
 
     layout = Layout()
     values = {name: torch.arange(64.0).reshape(16, 4) for name in ("sharded", "whole")}
@@ -171,7 +171,7 @@ def _overlapped_staging_falls_back_and_says_so() -> None:
     import torch_xla
 
     from pannier import client
-    from support.xla_states import ROWS, Layout
+    from support.states.xla_states import ROWS, Layout
 
     layout = Layout()
     parameter = torch.nn.Parameter(torch.randn(64, 64).to("xla"))
@@ -201,7 +201,7 @@ def _restoring_fetches_nothing_and_sends_each_shard_once() -> None:
     import torch_xla.debug.metrics as met
 
     from pannier import client
-    from support.xla_states import ROWS, WHOLE, Layout
+    from support.states.xla_states import ROWS, WHOLE, Layout
 
     layout = Layout()
 

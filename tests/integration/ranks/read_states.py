@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException
 from torch.testing._internal.two_tensor import TwoTensor
 
-from support.bits import differences
-from support.reading import plain_load
-from support.sharded_states import KINDS, WHOLE
-from support.states import Colour, Kind, Layout, Position
-from support.worlds import worlds
+from support.processes.worlds import worlds
+from support.states.bits import differences
+from support.states.dcp_readers import plain_load
+from support.states.sharded_states import KINDS, WHOLE
+from support.states.states import Colour, Kind, Layout, Position
 
 warnings.filterwarnings("ignore")
 torch.serialization.add_safe_globals([TwoTensor, Position, Colour])

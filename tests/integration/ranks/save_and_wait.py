@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from pannier import client
-from support.bits import overwrite
-from support.sharded_states import KINDS
-from support.states import Layout
+from support.states.bits import overwrite
+from support.states.sharded_states import KINDS
+from support.states.states import Layout
 
 warnings.filterwarnings("ignore")
 

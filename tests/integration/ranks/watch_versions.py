@@ -13,7 +13,7 @@ import torch
 from torch.distributed.checkpoint import CheckpointException
 
 from pannier import client
-from support.reading import plain_load
+from support.states.dcp_readers import plain_load
 
 warnings.filterwarnings("ignore")
 

@@ -17,9 +17,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 
-from support.bits import differences, overwrite
-from support.sharded_states import KINDS
-from support.states import Kind, Layout
+from support.states.bits import differences, overwrite
+from support.states.sharded_states import KINDS
+from support.states.states import Kind, Layout
 
 warnings.filterwarnings("ignore")
 

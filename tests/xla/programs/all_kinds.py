@@ -16,8 +16,17 @@ import torch_xla
 import torch_xla.runtime as xr
 
 from pannier import client
-from support.bits import differences, overwrite
-from support.xla_states import AFTER, BEFORE, KINDS, Kind, Layout, on_host, shardings, tensors
+from support.states.bits import differences, overwrite
+from support.states.xla_states import (
+    AFTER,
+    BEFORE,
+    KINDS,
+    Kind,
+    Layout,
+    on_host,
+    shardings,
+    tensors,
+)
 
 SEED, OTHER = 3, 987
 ROOT, REPORT = Path(os.environ["ROOT"]), Path(os.environ["REPORT"])

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 
 from pannier import client  # noqa: E402
-from support.sharded_states import Model  # noqa: E402
+from support.states.sharded_states import Model  # noqa: E402
 
 
 def whole(value: object) -> object:

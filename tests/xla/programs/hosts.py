@@ -23,8 +23,8 @@ from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan
 from torch_xla.experimental.distributed_checkpoint import SPMDSavePlanner
 
 from pannier import client
-from support.bits import differences
-from support.xla_states import (
+from support.states.bits import differences
+from support.states.xla_states import (
     AFTER,
     BEFORE,
     KINDS,

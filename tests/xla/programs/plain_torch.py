@@ -21,8 +21,8 @@ from torch.distributed.checkpoint import CheckpointException, FileSystemReader  
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.tensor import Shard, distribute_tensor  # noqa: E402
 
-from support.bits import differences  # noqa: E402
-from support.xla_states import KINDS  # noqa: E402
+from support.states.bits import differences  # noqa: E402
+from support.states.xla_states import KINDS  # noqa: E402
 
 warnings.filterwarnings("ignore")
 SEED, OTHER = 3, 987

@@ -1,0 +1,1 @@
+"""Clients, ranks, sidecars and coordinators played by a test."""

@@ -1,0 +1,213 @@
+"""A played trainer's side of the mapped hand-over: files of the spool, and what is said of them.
+
+It writes through the descriptor and not through a mapping, so that a cut file harms nobody here.
+"""
+
+import os
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pannier.v1 import plan_pb2, records_pb2, sidecar_pb2
+from pannier.wire.errors import BusyError, InvalidRequestError, UnavailableError
+from pannier.wire.file_layout import STAMP_BYTES
+from support.actors.hand import Hand
+from support.actors.ranks_by_hand import receipt_of
+from support.actors.scripted import PLAN_ID, TIMEOUT_S, Trainer, attempt_of
+
+PATIENCE_S = 3.0
+"""How long the sidecar may take to hear that a borrower is gone."""
+
+
+@dataclass
+class Lent:
+    """One borrowed file."""
+
+    slab: str
+    capacity: int
+    fd: int
+
+    @property
+    def inode(self) -> int:
+        return os.fstat(self.fd).st_ino
+
+
+class Borrower:
+    """Borrows for a :class:`Trainer`; a context manager, at whose end all loans are over."""
+
+    def __init__(self, trainer: Trainer, sidecar: str) -> None:
+        self.trainer = trainer
+        self._path = sidecar.removeprefix("unix://") + ".fd"
+        self.connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.connection.settimeout(TIMEOUT_S)
+        self.lent: list[Lent] = []
+
+    def __enter__(self) -> "Borrower":
+        self.connection.connect(self._path)
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """The connection and all descriptors go, as when the process dies."""
+        self.connection.close()
+        for each in self.lent:
+            os.close(each.fd)
+        self.lent.clear()
+
+    def reserve(self, *sizes: int) -> sidecar_pb2.ReserveResponse:
+        who = self.trainer
+        answer: sidecar_pb2.ReserveResponse = who.call(
+            "Reserve",
+            sidecar_pb2.ReserveRequest(
+                job=who.job,
+                incarnation=who.incarnation,
+                rank=who.rank,
+                client=who.client,
+                sizes=sizes,
+            ),
+        )
+        return answer
+
+    def fetch(self, token: bytes, count: int) -> list[int]:
+        """Descriptors of a loan; the caller closes them. Empty: the sidecar has none for that token.
+
+        Raises EOFError: it has cut us off.
+        """
+        self.connection.sendall(token)
+        found: list[int] = []
+        while len(found) < count:
+            said, fds, _, _ = socket.recv_fds(self.connection, 1, 64)
+            if not said:
+                raise EOFError
+            if said == b"\0":
+                break
+            found += fds
+        return found
+
+    def borrow(self, *sizes: int) -> list[Lent]:
+        """Files of at least these sizes, bytes; waits a moment for what others have given back."""
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            try:
+                answer = self.reserve(*sizes)
+                break
+            except BusyError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.05)
+        fds = self.fetch(answer.token, len(answer.files))
+        new = [
+            Lent(file.slab, file.capacity, fd) for file, fd in zip(answer.files, fds, strict=True)
+        ]
+        self.lent += new
+        return new
+
+    def release(self, *lent: Lent) -> None:
+        who = self.trainer
+        slabs = [each.slab for each in lent]
+        for each in lent:
+            os.close(each.fd)
+            self.lent.remove(each)
+        request = sidecar_pb2.ReleaseRequest(
+            job=who.job, incarnation=who.incarnation, rank=who.rank, client=who.client, slabs=slabs
+        )
+        who.call("Release", request)
+
+
+def staged(lent: Lent, name: str, data: bytes) -> "Mapped":
+    """Writes ``data`` there, behind a new stamp."""
+    stamp = os.urandom(STAMP_BYTES)
+    assert os.pwrite(lent.fd, stamp, lent.capacity) == STAMP_BYTES
+    assert os.pwrite(lent.fd, data, 0) == len(data)
+    return Mapped(name, len(data), lent.slab, stamp)
+
+
+@dataclass
+class Mapped:
+    """What is said of one data file."""
+
+    name: str
+    size: int
+    slab: str
+    stamp: bytes = bytes(STAMP_BYTES)
+    """That of a fresh file."""
+
+
+def hand_over(
+    trainer: Trainer,
+    context: sidecar_pb2.SaveContext,
+    files: Sequence[Mapped],
+    *,
+    attempt: str | None = None,
+    plan_id: str = PLAN_ID,
+    varying: Sequence[records_pb2.VaryingItem] = (),
+) -> None:
+    """All of the rank's files, which lie in the spool."""
+    request = sidecar_pb2.HandOverRequest(
+        context=context,
+        attempt=attempt or attempt_of(context.save),
+        plan_id=plan_id,
+        files=[records_pb2.DataFile(name=each.name, size=each.size) for each in files],
+        varying=varying,
+        mapped=[
+            sidecar_pb2.MappedFile(name=each.name, slab=each.slab, stamp=each.stamp)
+            for each in files
+        ],
+    )
+    trainer.call("HandOver", request)
+
+
+def ingest_mapped(hand: Hand, context: sidecar_pb2.SaveContext, plan: plan_pb2.FinalPlan) -> bool:
+    """As :meth:`Hand.ingest`, but what is planned lies in the spool.
+
+    False: it had to be streamed.
+
+    The process is gone right afterwards, as far as the sidecar knows of its loans.
+
+    Raises UnavailableError: the sidecar went away.
+    """
+    receipt = receipt_of(plan, hand.rank)
+    try:
+        with Borrower(hand, hand.address) as borrower:
+            lent = borrower.borrow(*[file.size for file in receipt.files])
+            files = [
+                staged(each, file.name, bytes(file.size))
+                for each, file in zip(lent, receipt.files, strict=True)
+            ]
+            hand_over(
+                hand,
+                context,
+                files,
+                attempt=plan.attempt,
+                plan_id=plan.plan_id,
+                varying=receipt.varying,
+            )
+    except (OSError, EOFError) as error:
+        raise UnavailableError(f"no descriptors: {error}") from error
+    except InvalidRequestError:
+        # A new life of the sidecar knows nothing of the loan, or not all of it.
+        hand.ingest(context, plan)
+        return False
+    return True
+
+
+def spool_files(directory: Path) -> dict[int, Path]:
+    """The files of a spool by inode."""
+    return {path.stat().st_ino: path for path in directory.glob("*.data")}
+
+
+def mapped_files(directory: Path) -> dict[Path, tuple[int, int]]:
+    """What this very process has mapped of a spool: address and length by path."""
+    found: dict[Path, tuple[int, int]] = {}
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        area, *_, path = line.split(maxsplit=5)
+        if not path.startswith(f"{directory}/"):
+            continue
+        start, end = (int(number, 16) for number in area.split("-"))
+        known = found.get(Path(path), (start, 0))
+        found[Path(path)] = (min(start, known[0]), known[1] + end - start)
+    return found

@@ -1,0 +1,66 @@
+"""Saves over the mapped transport: clients of one job, and who else is lent their files."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+
+from pannier.client import Client
+from pannier.client.config import load_settings
+from pannier.v1 import save_pb2
+from pannier.wire.errors import BusyError
+from support.actors.borrower import Borrower
+from support.actors.scripted import Trainer
+from support.actors.scripted_sidecar import wait_until
+from support.processes.daemons import Daemons
+from support.processes.stretch import stretched
+from support.processes.watching import all_in, await_save
+from support.states.dcp_readers import plain_load
+
+MIB = 1 << 20
+DURABLE = all_in(save_pb2.RANK_PHASE_DURABLE)
+
+
+def state(value: float, mib: int = 8) -> dict[str, Any]:
+    return {"w": torch.full((mib * MIB // 4,), float(value)), "step": int(value)}
+
+
+def check(checkpoint_id: str, value: float, mib: int = 8) -> None:
+    blank = {"w": torch.zeros(mib * MIB // 4), "step": -1}
+    plain_load(blank, checkpoint_id)
+    assert bool((blank["w"] == value).all())
+    assert blank["step"] == value
+
+
+def saving(daemons: Daemons, job: str = "test", **settings: Any) -> Client:
+    return Client(load_settings(sidecar=daemons.sidecar_address, job=job, **settings))
+
+
+def transport(daemons: Daemons, checkpoint_id: str) -> str:
+    """As an operator sees it."""
+    status = await_save(daemons.sidecar_address, checkpoint_id, DURABLE)
+    (rank,) = status.ranks
+    return rank.transport
+
+
+@contextmanager
+def another(daemons: Daemons, job: str = "test") -> Iterator[Borrower]:
+    """One more process of the job, played, that borrows."""
+    with (
+        Trainer(daemons.sidecar_address, job=job, incarnation=os.urandom(4).hex()) as trainer,
+        Borrower(trainer, daemons.sidecar_address) as borrower,
+    ):
+        yield borrower
+
+
+def await_reuse(daemons: Daemons, inodes: set[int], size: int) -> None:
+    """Until another process of the job is lent one of these files."""
+
+    def lent() -> bool:
+        with another(daemons) as borrower, suppress(BusyError):
+            return any(each.inode in inodes for each in borrower.borrow(*[size] * 4))
+        return False
+
+    wait_until(lent, stretched(20))

@@ -1,0 +1,185 @@
+"""Saves in turn by ranks that a test plays, through the death of any daemon: see test_crash_points.
+
+In: two sidecars' addresses and a root. Out: what became of each save that began, as storage says it.
+Every third save is failed by one of its ranks; every second of the others goes to one id, which is
+overwritten. A thread of its own.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import grpc
+from google.protobuf import json_format
+
+from pannier.v1 import plan_pb2, records_pb2
+from pannier.wire import object_names
+from pannier.wire.errors import (
+    DeadlineError,
+    InvalidRequestError,
+    SaveAbortedError,
+    UnavailableError,
+)
+from support.actors.borrower import ingest_mapped
+from support.actors.hand import Hand, Party
+from support.processes.stretch import stretched
+
+_SAVE_S = 90.0
+"""Deadline of one save: it may meet with several deaths, and daemons take a while to start."""
+_LARGE = (5 << 20) // 4 * 4
+"""Floats: more than the sidecar takes before it notes how much it holds."""
+
+T = TypeVar("T")
+
+
+@dataclass
+class Made:
+    """One save."""
+
+    number: int
+    id: str
+    attempt: str = ""
+    """Empty: its plan was never agreed."""
+    handed_over: bool = False
+    failed: bool = False
+    """One of its ranks said so."""
+    mapped: bool = False
+    """A rank's data went into the spool's own files."""
+    outcome: "records_pb2.Outcome" = records_pb2.OUTCOME_UNSPECIFIED
+
+
+class Saver:
+    """``with Saver(...)`` saves until it is left; what it met with is raised then."""
+
+    def __init__(self, sidecars: Sequence[str], root: Path) -> None:
+        self._sidecars = sidecars
+        self._root = root
+        self._stop = threading.Event()
+        self._problem: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self.large = False
+        """Whether the first rank's data is more than a few bytes."""
+        self.mapped = False
+        """Whether data goes into the spool's own files; what fails on purpose is streamed."""
+        self.made: list[Made] = []
+
+    def __enter__(self) -> "Saver":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        self._stop.set()
+        self._thread.join(stretched(2 * _SAVE_S))
+        assert not self._thread.is_alive(), f"save {self.made[-1]} hangs"
+
+    def check(self) -> None:
+        """Raises what ended it."""
+        if self._problem is not None:
+            raise self._problem
+
+    def _run(self) -> None:
+        try:
+            while not self._stop.is_set():
+                self.save()
+        except BaseException as problem:  # noqa: BLE001 - told by whoever asks
+            self._problem = problem
+
+    def save(self) -> Made:
+        """One more, to its end."""
+        number = len(self.made) + 1
+        made = Made(number, str(self._root / ("again" if number % 3 == 1 else f"step-{number}")))
+        made.failed = number % 3 == 0
+        self.made.append(made)
+        words = [_LARGE if self.large else 4, 4]
+        with Party(self._sidecars, incarnation=f"inc{number}", words=words) as party:
+            self._save(made, party)
+        return made
+
+    def _save(self, made: Made, party: Party) -> None:
+        deadline = time.monotonic() + stretched(_SAVE_S)
+        plans = _at_once([_agreeing(deadline, hand, made.id) for hand in party.hands])
+        agreed = [plan for plan in plans if plan is not None]
+        if agreed:
+            made.attempt = agreed[0].attempt
+        if len(agreed) < len(party.hands):
+            # It was aborted while it was planned; whoever says so has decided it, if need be.
+            if agreed:
+                made.outcome = self._await_decision(made, deadline)
+                assert made.outcome == records_pb2.OUTCOME_ABORT
+            return
+        parts = list(zip(party.hands, agreed, strict=True))
+        # Who fails comes last, so that there is something to clear away.
+        ingested = [
+            self._hand_over(made, hand, plan, deadline)
+            for hand, plan in (reversed(parts) if made.failed else parts)
+        ]
+        made.handed_over = all(ingested)
+        made.outcome = self._await_decision(made, deadline)
+        wanted = records_pb2.OUTCOME_COMMIT if made.handed_over else records_pb2.OUTCOME_ABORT
+        assert made.outcome == wanted, f"{made} ended otherwise than it should"
+
+    def _hand_over(self, made: Made, hand: Hand, plan: plan_pb2.FinalPlan, deadline: float) -> bool:
+        """Whether the rank is ingested."""
+        context = hand.context(made.id)
+
+        def fail() -> None:
+            hand.stream_all(context, plan)
+            hand.fail(context, "boom")
+
+        def ingest() -> bool:
+            if self.mapped:
+                made.mapped |= ingest_mapped(hand, context, plan)
+            else:
+                hand.ingest(context, plan)
+            return True
+
+        if made.failed and hand.rank == 0:
+            _insist(deadline, hand, fail)
+            return False
+        try:
+            return _insist(deadline, hand, ingest) is not None
+        except InvalidRequestError as error:
+            if "is committed" not in str(error):
+                raise
+            return True
+
+    def _await_decision(self, made: Made, deadline: float) -> "records_pb2.Outcome":
+        path = Path(made.id, object_names.decision(made.attempt))
+        while not path.exists():
+            assert time.monotonic() < deadline, f"{made} is not decided"
+            time.sleep(0.02)
+        return json_format.Parse(path.read_bytes(), records_pb2.Decision()).outcome
+
+
+def _agreeing(
+    deadline: float, hand: Hand, checkpoint_id: str
+) -> Callable[[], plan_pb2.FinalPlan | None]:
+    limits = {"timeout_s": stretched(_SAVE_S / 2), "save_timeout_s": stretched(_SAVE_S)}
+    context = hand.context(checkpoint_id)
+    return lambda: _insist(deadline, hand, lambda: hand.agree(context, **limits))
+
+
+def _at_once(calls: Sequence[Callable[[], T]]) -> list[T]:
+    with ThreadPoolExecutor(len(calls)) as threads:
+        return [future.result() for future in [threads.submit(call) for call in calls]]
+
+
+def _insist(deadline: float, hand: Hand, call: Callable[[], T]) -> T | None:
+    """As a client does: once more when its sidecar has died; None when the save is over."""
+    while True:
+        try:
+            return call()
+        except SaveAbortedError:
+            return None
+        except (UnavailableError, DeadlineError, grpc.RpcError):
+            if time.monotonic() > deadline:
+                raise
+        hand.disconnect()
+        try:
+            hand.connect()
+        except UnavailableError:
+            time.sleep(0.05)

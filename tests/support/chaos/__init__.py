@@ -1,0 +1,1 @@
+"""Everything that can go wrong does, at random: ``python -m support.chaos.run``."""

@@ -1,0 +1,1 @@
+"""Pods and manifests, without a cluster."""

@@ -1,0 +1,1 @@
+"""Hosts, links and whoever else is on the network."""

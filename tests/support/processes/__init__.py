@@ -1,0 +1,1 @@
+"""Real processes: daemons, ranks, commands, and what they run on."""

@@ -1,0 +1,64 @@
+"""The command line as a user runs it."""
+
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import redirect_stderr, redirect_stdout
+from typing import Any
+
+from support.processes.daemons import clean_environment
+from support.processes.processes import MARKER, SESSION, python
+
+
+class Result:
+    """Output and exit status of one ``pannier`` command."""
+
+    def __init__(self, code: int, out: str, err: str) -> None:
+        self.code = code
+        self.out = out
+        self.err = err
+
+    def json(self) -> Any:
+        """Standard output as one JSON value."""
+        return json.loads(self.out)
+
+    def json_lines(self) -> list[Any]:
+        return [json.loads(line) for line in self.out.splitlines()]
+
+    def __repr__(self) -> str:
+        return f"exit status {self.code}\n{self.out}\n{self.err}"
+
+
+def pannier_here(*arguments: str) -> Result:
+    """The same within this process: quick, but deaf to what is set in the environment."""
+    from pannier.cli.errors import reported
+    from pannier.cli.main import cli
+
+    def main() -> None:
+        with reported():
+            code = cli.main(list(arguments), prog_name="pannier", standalone_mode=False)
+        sys.exit(code if isinstance(code, int) else 0)
+
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        try:
+            main()
+        except SystemExit as stop:
+            status = stop.code if isinstance(stop.code, int) else 0
+    return Result(status, out.getvalue(), err.getvalue())
+
+
+def pannier(*arguments: str, env: Mapping[str, str] = {}, timeout: float = 30) -> Result:
+    """Runs ``pannier`` with these arguments to its end."""
+    done = subprocess.run(
+        python("-m", "pannier.cli", *arguments),
+        env={**clean_environment(env), MARKER: SESSION, "COLUMNS": "200"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    return Result(done.returncode, done.stdout, done.stderr)

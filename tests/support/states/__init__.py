@@ -1,0 +1,1 @@
+"""State dicts of all kinds, and comparing them."""

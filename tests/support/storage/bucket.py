@@ -1,0 +1,61 @@
+"""What is in the GCS server's bucket, by the documented API; and how uploads to it are held up."""
+
+import asyncio
+import json
+import re
+import urllib.request
+from typing import Any
+from urllib.parse import quote
+
+from pannier.maintenance.verify import verify
+from pannier.storage import open_store
+from support.storage.gcs_server import GcsServer
+
+
+def hold_up(server: GcsServer) -> None:
+    """Uploads of large files are refused, and tried again, until ``server.clear()``."""
+    server.fault(kind="status", method="POST", path="uploadType=resumable", status=503, times=-1)
+
+
+def generations(server: GcsServer, prefix: str) -> dict[str, str]:
+    """The objects below ``prefix``, by name."""
+    found = _ask(server, f"?prefix={prefix}/").get("items", [])
+    return {item["name"]: item["generation"] for item in found}
+
+
+def listed(server: GcsServer, prefix: str) -> list[str]:
+    """Names of the objects below ``prefix``."""
+    return list(generations(server, prefix))
+
+
+def remove(server: GcsServer, prefix: str) -> None:
+    """Deletes all objects as a user does who knows of rule 1: ``.metadata`` first."""
+    for name in sorted(listed(server, prefix), key=lambda name: not name.endswith("/.metadata")):
+        _ask(server, f"/{quote(name, safe='')}", "DELETE")
+
+
+def decisions_alone(server: GcsServer, place: str) -> bool:
+    """Whether nothing of an aborted attempt is left but its decision."""
+    names = listed(server, place)
+    return len(names) == 1 and re.search(r"/\.pannier/i[^/]+/decision$", names[0]) is not None
+
+
+def check_whole(server: GcsServer, checkpoint_id: str) -> None:
+    """Raises AssertionError unless every object is there with the bytes that were recorded."""
+
+    async def main() -> None:
+        options = {"endpoint_url": server.url, "token": "anon"}
+        store = open_store(checkpoint_id, storage_options=options)
+        try:
+            verdict = await verify(store, progress=lambda done, total: None)
+        finally:
+            await store.close()
+        assert verdict.ok, verdict
+
+    asyncio.run(main())
+
+
+def _ask(server: GcsServer, path: str, method: str = "GET") -> Any:
+    request = urllib.request.Request(f"{server.url}/storage/v1/b/bucket/o{path}", method=method)
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        return json.loads(answer.read() or b"null")

@@ -1,0 +1,141 @@
+"""A Google Cloud Storage server for tests: the documented JSON API on 127.0.0.1, with faults.
+
+In a test::
+
+    with GcsServer(tmp_path, buckets=["bucket"]) as server:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.url)
+        server.fault(kind="status", method="PUT", status=503, times=2)
+
+By hand: ``python -m support.storage.gcs_server --port 0 --dir DIR --bucket NAME`` prints its address.
+Its own controls are under ``/_admin/``: ``faults`` (POST a rule, GET, DELETE), ``options``
+(PUT), ``requests`` and ``sessions`` (GET).
+"""
+
+import argparse
+import asyncio
+import json
+import signal
+import socket
+import urllib.request
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from aiohttp import web
+
+from support.processes.daemons import clean_environment
+from support.processes.processes import Process, python
+from support.storage.gcs_api import Service
+
+
+class GcsServer:
+    """The server as a process of its own; ``with GcsServer(directory, buckets=[...]) as server``."""
+
+    def __init__(
+        self, directory: Path, buckets: Iterable[str] = ("bucket",), *, host: str = "127.0.0.1"
+    ) -> None:
+        self._host = host
+        self._directory = directory
+        self._buckets = list(buckets)
+        self._process: Process | None = None
+        self.url = ""
+
+    def __enter__(self) -> "GcsServer":
+        self._directory.mkdir(parents=True, exist_ok=True)
+        # Bound here: requests wait in its queue until the server is up.
+        with socket.create_server((self._host, 0)) as listening:
+            self.url = f"http://{self._host}:{listening.getsockname()[1]}"
+            fd = listening.fileno()
+            arguments = ["-m", "support.storage.gcs_server", "--fd", str(fd)]
+            arguments += ["--dir", str(self._directory / "objects")]
+            arguments += [word for name in self._buckets for word in ("--bucket", name)]
+            environment = clean_environment({"PYTHONPATH": str(Path(__file__).parents[2])})
+            self._process = Process(
+                "gcs server",
+                python(*arguments),
+                environment=environment,
+                log=self._directory / "server.log",
+                pass_fds=[fd],
+            )
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._process is not None:
+            self._process.close()
+
+    @property
+    def env(self) -> dict[str, str]:
+        """What makes gcsfs use it."""
+        return {"STORAGE_EMULATOR_HOST": self.url}
+
+    def fault(self, **rule: Any) -> None:
+        """Adds a rule with the fields of :class:`support.storage.gcs_faults.Fault`."""
+        self._admin("POST", "faults", rule)
+
+    def faults(self) -> list[dict[str, Any]]:
+        """The rules, with how often they were hit."""
+        answer: list[dict[str, Any]] = self._admin("GET", "faults")
+        return answer
+
+    def clear(self) -> None:
+        """Removes all rules."""
+        self._admin("DELETE", "faults")
+
+    def options(self, **options: bool) -> None:
+        """``ignore_preconditions`` (of writes and deletes), ``ignore_delete_preconditions``,
+        ``ignore_checksums``.
+        """
+        self._admin("PUT", "options", options)
+
+    def requests(self) -> list[list[str]]:
+        """Method, path with query, and Content-Range of the latest requests."""
+        answer: list[list[str]] = self._admin("GET", "requests")
+        return answer
+
+    def sessions(self) -> list[str]:
+        """Ids of unfinished uploads."""
+        answer: list[str] = self._admin("GET", "sessions")
+        return answer
+
+    def _admin(self, method: str, what: str, body: Any = None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(f"{self.url}/_admin/{what}", data=data, method=method)
+        with urllib.request.urlopen(request, timeout=20) as response:
+            return json.loads(response.read())
+
+
+async def serve(service: Service, listening: socket.socket) -> None:
+    """Serves until SIGTERM or SIGINT."""
+    ended = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, ended.set)
+    runner = web.AppRunner(service.app, access_log=None, shutdown_timeout=0.5)
+    await runner.setup()
+    await web.SockSite(runner, listening).start()
+    print(f"http://127.0.0.1:{listening.getsockname()[1]}", flush=True)
+    await ended.wait()
+    await runner.cleanup()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--fd", type=int, help="a listening socket instead of a port")
+    parser.add_argument("--dir", type=Path, required=True)
+    parser.add_argument("--bucket", action="append", default=[])
+    arguments = parser.parse_args()
+    if arguments.fd is not None:
+        listening = socket.socket(fileno=arguments.fd)
+    else:
+        listening = socket.create_server(("127.0.0.1", arguments.port))
+    asyncio.run(serve(Service(arguments.dir, arguments.bucket), listening))
+
+
+if __name__ == "__main__":
+    main()

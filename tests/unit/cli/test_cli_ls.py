@@ -1,0 +1,92 @@
+"""``pannier ls`` tells from storage alone which checkpoints there are."""
+
+from pathlib import Path
+
+from pannier.v1 import records_pb2
+from pannier.wire import object_names
+from support.processes.cli import pannier
+from support.storage.checkpoints import write, write_attempt, write_decision
+
+ATTEMPT = "i1-inc-g0000000a-s3"
+
+
+def test_checkpoints_of_every_standing(tmp_path: Path) -> None:
+    write_attempt(tmp_path / "step-1", ATTEMPT, ranks=1, files=1, size=1000, decided_at=50.0)
+    write_attempt(tmp_path / "step-2", "i1-inc-g0000000a-s4", commit=False)
+    write_attempt(tmp_path / "step-3", "i1-inc-g0000000a-s5", commit=False)
+    write_decision(tmp_path / "step-3", "i1-inc-g0000000a-s5", records_pb2.OUTCOME_ABORT)
+    write(tmp_path / "plain" / ".metadata", b"pickle")
+    write(tmp_path / "plain" / "__0_0.distcp", b"12345")
+    write(tmp_path / "notes" / "readme", b"not a checkpoint")
+    write(tmp_path / ".pannier" / "incarnations" / "000000000001", b"{}")
+    result = pannier("ls", str(tmp_path), "--json")
+    assert result.code == 0, result
+    lines = result.json_lines()
+    found = {Path(line["checkpoint"]).name: line for line in lines}
+    assert {name: line["state"] for name, line in found.items()} == {
+        "step-1": "committed",
+        "step-2": "undecided",
+        "step-3": "aborted",
+        "plain": "foreign",
+    }
+    assert found["step-1"] == {
+        "checkpoint": str(tmp_path / "step-1"),
+        "state": "committed",
+        "attempt": ATTEMPT,
+        "bytes": 1000,
+        "time": 50.0,
+        "job": "job",
+        "metrics": {},
+        "kept_for": [],
+    }
+    order = [Path(line["checkpoint"]).name for line in lines]
+    assert order == ["plain", "step-1", "step-2", "step-3"], "foreign ones, then the oldest, first"
+    assert (found["plain"]["attempt"], found["plain"]["bytes"]) == (None, 5)
+    table = pannier("ls", str(tmp_path))
+    assert table.code == 0
+    assert ATTEMPT in next(line for line in table.out.splitlines() if "step-1" in line)
+
+
+def test_the_order_is_that_of_the_saves_and_not_of_clocks(tmp_path: Path) -> None:
+    """The second save was committed first, by a host whose clock is behind."""
+    write_attempt(tmp_path / "step-200", "i1-inc-g0000000a-s10", decided_at=50.0)
+    write_attempt(tmp_path / "step-100", "i1-inc-g0000000a-s9", decided_at=100.0)
+    write_attempt(tmp_path / "step-300", "i2-inc-g0000000a-s1", decided_at=1.0)
+    lines = pannier("ls", str(tmp_path), "--json").json_lines()
+    names = [Path(line["checkpoint"]).name for line in lines]
+    assert names == ["step-100", "step-200", "step-300"]
+
+
+def test_the_attempt_is_the_one_that_metadata_belongs_to(tmp_path: Path) -> None:
+    directory = tmp_path / "step-1"
+    first = write_attempt(directory, ATTEMPT, size=1000, ranks=1, files=1)
+    write_attempt(directory, "i2-inc-g0000000a-s1", size=2000, ranks=1, files=1)
+    (line,) = pannier("ls", str(tmp_path), "--json").json_lines()
+    assert (line["attempt"], line["bytes"]) == ("i2-inc-g0000000a-s1", 2000)
+    # As it was before the second commit took effect.
+    write(directory / object_names.METADATA, first)
+    (line,) = pannier("ls", str(tmp_path), "--json").json_lines()
+    assert (line["attempt"], line["bytes"]) == (ATTEMPT, 1000)
+
+
+def test_checkpoints_are_found_at_any_depth_and_at_the_root_itself(tmp_path: Path) -> None:
+    write_attempt(tmp_path, ATTEMPT, decided_at=1.0)
+    write_attempt(tmp_path / "a" / "b", ATTEMPT, decided_at=2.0)
+    lines = pannier("ls", str(tmp_path), "--json").json_lines()
+    assert [line["checkpoint"] for line in lines] == [str(tmp_path), str(tmp_path / "a" / "b")]
+
+
+def test_an_empty_root_has_no_checkpoints(tmp_path: Path) -> None:
+    result = pannier("ls", str(tmp_path))
+    assert result.code == 0
+    assert "no checkpoints" in result.out
+    assert pannier("ls", str(tmp_path), "--json").out == ""
+
+
+def test_a_damaged_decision_does_not_hide_other_checkpoints(tmp_path: Path) -> None:
+    write_attempt(tmp_path / "bad", ATTEMPT)
+    write(tmp_path / "bad" / object_names.decision(ATTEMPT), b"\xff{")
+    write_attempt(tmp_path / "good", ATTEMPT)
+    lines = pannier("ls", str(tmp_path), "--json").json_lines()
+    states = {Path(line["checkpoint"]).name: line["state"] for line in lines}
+    assert states == {"bad": "foreign", "good": "committed"}

@@ -1,0 +1,252 @@
+"""``pannier recover`` ends what can be ended from storage alone, and names what is missing."""
+
+import asyncio
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import crc32c
+import pytest
+from torch.distributed.checkpoint import FileSystemReader
+
+from pannier.coordinator.commit.manifest import Manifest
+from pannier.coordinator.commit.metadata import build_checked
+from pannier.coordinator.planning.global_plan import make_global_plan
+from pannier.maintenance import recover
+from pannier.maintenance.recover import End
+from pannier.storage import open_store
+from pannier.v1 import records_pb2
+from pannier.wire import object_names
+from support.actors.ranks_by_hand import context, local_plan, rank_plans, receipt_of, tensor, thing
+from support.processes.cli import pannier
+from support.processes.daemons import clean_environment
+from support.processes.processes import MARKER, SESSION, python
+from support.storage.checkpoints import write, write_attempt, write_decision
+
+FIRST, SECOND = "i1-aa-g83b97b85-s1", "i1-aa-g83b97b85-s2"
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(str(p.relative_to(directory)) for p in directory.rglob("*") if p.is_file())
+
+
+def planned(directory: Path) -> Manifest:
+    """A real plan of two ranks with both receipts, as a coordinator that died before it committed."""
+    plans = rank_plans(local_plan([tensor("w", 4)]), local_plan([tensor("b", 4), thing("step")]))
+    attempt = object_names.Attempt.parse(FIRST)
+    plan = make_global_plan(plans, FIRST)
+    manifest = Manifest.make(context(0, str(directory)), attempt, plans, plan)
+    write(directory / object_names.manifest(FIRST), manifest.data)
+    for rank in (0, 1):
+        receipt = receipt_of(manifest.final_plan(rank), rank)
+        write(directory / object_names.receipt(FIRST, rank), receipt.SerializeToString())
+        for file in receipt.files:
+            write(directory / file.name, bytes(file.size))
+    return manifest
+
+
+def test_an_attempt_whose_ranks_are_all_durable_is_committed(tmp_path: Path) -> None:
+    place = tmp_path / "run" / "step-1"
+    planned(place)
+    result = pannier("recover", str(place), "--json")
+    assert result.code == 0, result
+    (line,) = result.json_lines()
+    assert line.pop("time") > 0
+    assert line == {
+        "checkpoint": str(place),
+        "attempt": FIRST,
+        "found": "complete",
+        "end": "committed",
+        "dry_run": False,
+        "missing": [],
+        "reason": "",
+    }
+    metadata = FileSystemReader(place).read_metadata()
+    assert set(metadata.state_dict_metadata) == {"w", "b", "step"}
+    assert metadata.storage_meta is not None
+    assert metadata.storage_meta.save_id == FIRST
+    assert pannier("verify", str(place)).code == 0
+    again = pannier("recover", str(tmp_path / "run"))
+    assert again.code == 0
+    assert "nothing is interrupted" in again.out
+
+
+@pytest.mark.parametrize(
+    ("left", "abort", "end"),
+    [
+        ("receipts", False, End.COMMITTED),
+        ("a commit", False, End.COMMITTED),
+        ("an abort", False, End.ABORTED),
+        ("nothing of rank 1", False, End.UNDECIDED),
+        ("nothing of rank 1", True, End.ABORTED),
+        ("a torn decision", True, End.UNDECIDED),
+    ],
+)
+def test_the_end_is_foreseen(tmp_path: Path, left: str, abort: bool, end: End) -> None:
+    place = tmp_path / "step-1"
+    if left == "a commit":
+        write_attempt(place, FIRST)
+        (place / ".metadata").unlink()
+    else:
+        planned(place)
+    if left == "an abort":
+        write_decision(place, FIRST, records_pb2.OUTCOME_ABORT)
+    elif left == "nothing of rank 1":
+        (place / object_names.receipt(FIRST, 1)).unlink()
+    elif left == "a torn decision":
+        write(place / object_names.decision(FIRST), b"{")
+
+    async def build(manifest: bytes, receipts: Sequence[records_pb2.Receipt]) -> bytes:
+        return build_checked(manifest, receipts)
+
+    async def main() -> None:
+        store = open_store(str(place))
+        try:
+            (found,) = await recover.find_interrupted(store)
+            assert recover.foresee(found, abort=abort).end is end
+            outcome = await recover.end(store, found, build=build, host="here", abort=abort)
+            assert outcome.end is end
+        finally:
+            await store.close()
+
+    asyncio.run(main())
+
+
+def test_a_dry_run_changes_nothing(tmp_path: Path) -> None:
+    place = tmp_path / "step-1"
+    planned(place)
+    before = names(place)
+    (line,) = pannier("recover", str(place), "--json", "--dry-run").json_lines()
+    assert (line["end"], line["dry_run"]) == ("committed", True)
+    assert names(place) == before
+
+
+def test_a_candidate_is_committed_as_it_is(tmp_path: Path) -> None:
+    place = tmp_path / "step-1"
+    metadata = write_attempt(place, FIRST, commit=False)
+    assert pannier("recover", str(place)).code == 0
+    assert (place / ".metadata").read_bytes() == metadata
+    assert pannier("verify", str(place)).code == 0
+
+
+@pytest.mark.parametrize("damage", ["cut", "another attempt's"])
+def test_a_damaged_candidate_is_not_committed(tmp_path: Path, damage: str) -> None:
+    place = tmp_path / "step-1"
+    metadata = write_attempt(place, FIRST, commit=False)
+    told = metadata.replace(b"s1_1_0", b"s2_1_0") if damage != "cut" else metadata[:-40]
+    (place / object_names.metadata_candidate(FIRST)).write_bytes(told)
+    result = pannier("recover", str(place), "--json")
+    assert result.code == 1
+    (line,) = result.json_lines()
+    assert line["end"] == "undecided"
+    assert object_names.metadata_candidate(FIRST) in line["reason"]
+    assert not (place / ".metadata").exists()
+
+
+@pytest.mark.parametrize("candidate", [False, True])
+def test_without_torch_what_needs_none_is_done(tmp_path: Path, candidate: bool) -> None:
+    place = tmp_path / "step-1"
+    if candidate:
+        write_attempt(place, FIRST, commit=False)
+    else:
+        planned(place)
+    code = "import sys; sys.modules['torch'] = None; from pannier.cli.main import main; main()"
+    done = subprocess.run(
+        [*python("-c", code), "recover", str(place)],
+        env={**clean_environment(), MARKER: SESSION},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert done.returncode == (0 if candidate else 1), done
+    assert (place / ".metadata").exists() == candidate
+    if not candidate:
+        assert "pip install pannier[torch]" in done.stdout
+
+
+def test_a_commit_that_was_decided_is_installed(tmp_path: Path) -> None:
+    place = tmp_path / "step-1"
+    metadata = write_attempt(place, FIRST)
+    (place / ".metadata").unlink()
+    (line,) = pannier("recover", str(place), "--json").json_lines()
+    assert (line["found"], line["end"]) == ("commit", "committed")
+    assert (place / ".metadata").read_bytes() == metadata
+
+
+def test_what_an_aborted_attempt_left_is_removed(tmp_path: Path) -> None:
+    place = tmp_path / "step-1"
+    write_attempt(place, FIRST, commit=False)
+    write_decision(place, FIRST, records_pb2.OUTCOME_ABORT)
+    (line,) = pannier("recover", str(place), "--json").json_lines()
+    assert (line["found"], line["end"]) == ("abort", "aborted")
+    assert names(place) == [object_names.decision(FIRST)]
+    assert pannier("recover", str(place), "--json").out == ""
+
+
+def test_an_undecided_attempt_is_told_with_its_ranks_and_given_up_only_on_request(
+    tmp_path: Path,
+) -> None:
+    root, place = tmp_path, tmp_path / "runs" / "step-2"
+    kept = write_attempt(place, FIRST)
+    write_attempt(place, SECOND, ranks=3, commit=False)
+    (place / object_names.metadata_candidate(SECOND)).unlink()
+    (place / object_names.receipt(SECOND, 1)).unlink()
+    before = names(place)
+    result = pannier("recover", str(root))
+    assert result.code == 1, result
+    assert "receipts are missing of host node-1: rank 1" in result.out
+    assert "--abort" in result.out
+    (line,) = pannier("recover", str(root), "--json").json_lines()
+    assert line["checkpoint"] == str(place)
+    assert (line["end"], line["missing"]) == ("undecided", [{"rank": 1, "host": "node-1"}])
+    assert names(place) == before
+    (line,) = pannier("recover", str(root), "--abort", "--json").json_lines()
+    assert line["end"] == "aborted"
+    assert not [name for name in names(place) if SECOND in name and "decision" not in name]
+    assert (place / ".metadata").read_bytes() == kept
+    assert pannier("verify", str(place)).code == 0
+
+
+def test_a_complete_attempt_never_replaces_a_newer_one(tmp_path: Path) -> None:
+    place = tmp_path / "step"
+    write_attempt(place, FIRST, commit=False)
+    newer = write_attempt(place, SECOND)
+    (line,) = pannier("recover", str(place), "--json").json_lines()
+    assert line["end"] == "aborted"
+    assert "newer save" in line["reason"]
+    assert (place / ".metadata").read_bytes() == newer
+    assert not [name for name in names(place) if FIRST in name and "decision" not in name]
+
+
+def test_what_a_plain_writer_put_there_since_stays(tmp_path: Path) -> None:
+    place = tmp_path / "step"
+    write_attempt(place, FIRST)
+    write(place / ".metadata", b"by torch")
+    assert pannier("recover", str(place), "--json").out == ""
+    assert (place / ".metadata").read_bytes() == b"by torch"
+
+
+def test_a_receipt_of_another_plan_is_no_receipt(tmp_path: Path) -> None:
+    place = tmp_path / "step"
+    manifest = planned(place)
+    receipt = receipt_of(manifest.final_plan(1), 1)
+    receipt.plan_id = f"{crc32c.crc32c(b'other'):x}"
+    write(place / object_names.receipt(FIRST, 1), receipt.SerializeToString())
+    result = pannier("recover", str(place), "--json")
+    assert result.code == 1
+    assert result.json()["end"] == "undecided"
+    assert "the receipt of rank 1 (host node-1)" in result.json()["reason"]
+    assert not (place / ".metadata").exists()
+
+
+def test_a_damaged_decision_is_told_and_the_rest_is_done(tmp_path: Path) -> None:
+    damaged, other = tmp_path / "step-1", tmp_path / "step-2"
+    write_attempt(damaged, FIRST)
+    write(damaged / object_names.decision(FIRST), b"{")
+    write_attempt(other, FIRST, commit=False)
+    result = pannier("recover", str(tmp_path), "--abort", "--json")
+    assert result.code == 1
+    ends = {Path(line["checkpoint"]).name: line["end"] for line in result.json_lines()}
+    assert ends == {"step-1": "undecided", "step-2": "committed"}
+    assert (damaged / ".metadata").exists()

@@ -1,0 +1,251 @@
+"""``pannier status`` and ``watch`` against a daemon that says what it was told to."""
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+from google.protobuf import json_format
+
+from pannier.v1 import save_pb2, status_pb2, status_pb2_grpc
+from support.processes.cli import pannier
+from support.processes.daemons import short_directory
+
+ID = "job/inc/g1a2b3c4d/7"
+
+
+def save(
+    state: save_pb2.SaveState, phase: save_pb2.RankPhase, name: str = ID
+) -> save_pb2.SaveStatus:
+    status = save_pb2.SaveStatus(
+        save=save_pb2.SaveId(job="job", incarnation="inc", group="g1a2b3c4d", number=7),
+        id=name,
+        checkpoint_id="gs://bucket/run/step-100",
+        state=state,
+        bytes_total=3 << 30,
+        created_at=1.0,
+        planned_s=0.25,
+    )
+    status.ranks.add(
+        rank=0, host="node-0", phase=save_pb2.RANK_PHASE_DURABLE, bytes_durable=1 << 30
+    )
+    status.ranks.add(rank=1, host="node-1", phase=phase, retries=4, last_error="503 from storage")
+    if state == save_pb2.SAVE_STATE_UPLOADING:
+        status.waiting_on.ranks.append(1)
+        status.waiting_on.text = "ranks [1] (host node-1, last heard 12 s ago)"
+        status.waiting_on.deadline_s = 100
+    if state == save_pb2.SAVE_STATE_ABORTED:
+        status.failures.add(
+            rank=1, host="node-1", kind=save_pb2.FAILURE_KIND_STORAGE, message="no such bucket"
+        )
+    return status
+
+
+UPLOADING = save(save_pb2.SAVE_STATE_UPLOADING, save_pb2.RANK_PHASE_INGESTED)
+COMMITTED = save(save_pb2.SAVE_STATE_COMMITTED, save_pb2.RANK_PHASE_DURABLE)
+ABORTED = save(save_pb2.SAVE_STATE_ABORTED, save_pb2.RANK_PHASE_FAILED)
+
+
+class Scripted(status_pb2_grpc.StatusServicer):
+    """Answers with ``saves``; a watcher gets the next of ``episodes``, which then breaks off."""
+
+    def __init__(
+        self,
+        saves: Sequence[save_pb2.SaveStatus] = (),
+        episodes: Sequence[Sequence[save_pb2.SaveStatus]] = (),
+    ) -> None:
+        self.saves = list(saves)
+        self.backlog = (0, 0.0)
+        self.episodes = [list(episode) for episode in episodes]
+        self.asked: list[object] = []
+
+    def ListSaves(
+        self, request: status_pb2.ListSavesRequest, context: grpc.ServicerContext
+    ) -> status_pb2.ListSavesResponse:
+        self.asked.append(request)
+        return status_pb2.ListSavesResponse(
+            saves=self.saves,
+            daemon_state="serving",
+            host="node-0",
+            version="1.2.3",
+            bytes_queued=self.backlog[0],
+            oldest_upload_s=self.backlog[1],
+        )
+
+    def GetSave(
+        self, request: status_pb2.GetSaveRequest, context: grpc.ServicerContext
+    ) -> status_pb2.GetSaveResponse:
+        self.asked.append(request)
+        for known in self.saves:
+            if request.id in (known.id, known.checkpoint_id):
+                return status_pb2.GetSaveResponse(save=known)
+        context.abort(grpc.StatusCode.NOT_FOUND, f"no save {request.id}")
+        raise AssertionError
+
+    def WatchSave(
+        self, request: status_pb2.WatchSaveRequest, context: grpc.ServicerContext
+    ) -> Iterator[status_pb2.WatchSaveResponse]:
+        self.asked.append(request)
+        if not self.episodes:
+            context.abort(grpc.StatusCode.NOT_FOUND, f"no save {request.id}")
+        for status in self.episodes.pop(0):
+            yield status_pb2.WatchSaveResponse(save=status)
+        if self.episodes:
+            context.abort(grpc.StatusCode.UNAVAILABLE, "restarting")
+
+
+Serve = Callable[[Scripted], str]
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    """Starts a daemon; gives its address."""
+    directory = short_directory()
+    servers = []
+
+    def start(servicer: Scripted) -> str:
+        server = grpc.server(ThreadPoolExecutor(4))
+        status_pb2_grpc.add_StatusServicer_to_server(servicer, server)
+        address = f"unix://{directory}/{len(servers)}.sock"
+        server.add_insecure_port(address)
+        server.start()
+        servers.append(server)
+        return address
+
+    with _removed(directory):
+        yield start
+        for server in servers:
+            server.stop(0).wait()
+
+
+@contextmanager
+def _removed(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for path in directory.iterdir():
+            path.unlink()
+        directory.rmdir()
+
+
+def test_status_is_a_table_of_saves(serve: Serve) -> None:
+    result = pannier("status", "--address", serve(Scripted([UPLOADING, COMMITTED])))
+    assert result.code == 0, result
+    assert "node-0: serving, pannier 1.2.3" in result.out
+    lines = [line for line in result.out.splitlines() if line.startswith(ID)]
+    assert "UPLOADING" in lines[0]
+    assert "1 of 2" in lines[0]
+    assert "3.0 GiB" in lines[0]
+    assert "gs://bucket/run/step-100" in lines[0]
+    assert "COMMITTED" in lines[1]
+
+
+def test_status_says_what_waits_for_storage(serve: Serve) -> None:
+    daemon = Scripted([UPLOADING])
+    address = serve(daemon)
+    assert "to upload" not in pannier("status", "--address", address).out
+    daemon.backlog = (3 << 30, 12.3)
+    assert "3.0 GiB to upload, the oldest for 12 s" in pannier("status", "--address", address).out
+
+
+def test_the_address_comes_from_the_environment(serve: Serve) -> None:
+    result = pannier("status", env={"PANNIER_SIDECAR": serve(Scripted())})
+    assert (result.code, "no saves" in result.out) == (0, True), result
+
+
+def test_the_default_address_is_the_embedded_sidecars() -> None:
+    directory = short_directory()
+    directory.rmdir()
+    result = pannier("status", env={"PANNIER_RUNTIME_DIR": str(directory)})
+    assert result.code == 3
+    assert f"unix://{directory}/sidecar.sock" in result.err
+
+
+def test_status_json_is_the_protos_json(serve: Serve) -> None:
+    result = pannier("status", "--json", "--address", serve(Scripted([UPLOADING])))
+    answer = result.json()
+    parsed = json_format.ParseDict(answer, status_pb2.ListSavesResponse())
+    assert parsed.saves[0] == UPLOADING
+    save = answer["saves"][0]
+    assert set(save) == {field.name for field in save_pb2.SaveStatus.DESCRIPTOR.fields}
+    assert save["state"] == "SAVE_STATE_UPLOADING"
+    assert save["bytes_total"] == str(3 << 30)
+    assert save["failures"] == []
+
+
+def test_status_filters_reach_the_daemon(serve: Serve) -> None:
+    daemon = Scripted()
+    flags = ["--job", "j", "--state", "aborted", "--state", "in_doubt", "--limit", "5"]
+    assert pannier("status", *flags, "--address", serve(daemon)).code == 0
+    states = [save_pb2.SAVE_STATE_ABORTED, save_pb2.SAVE_STATE_IN_DOUBT]
+    assert daemon.asked == [status_pb2.ListSavesRequest(job="j", states=states, limit=5)]
+
+
+def test_status_of_one_save_shows_ranks_and_whom_it_waits_for(serve: Serve) -> None:
+    address = serve(Scripted([UPLOADING]))
+    result = pannier("status", ID, "--address", address)
+    assert result.code == 0, result
+    assert "waiting for ranks [1] (host node-1, last heard 12 s ago)" in result.out
+    rank = next(line for line in result.out.splitlines() if "503 from storage" in line)
+    assert "node-1" in rank
+    assert "INGESTED" in rank
+    by_checkpoint = pannier("status", "gs://bucket/run/step-100", "--address", address, "--json")
+    assert json_format.ParseDict(by_checkpoint.json(), status_pb2.GetSaveResponse()).save.id == ID
+
+
+def test_an_unknown_save_is_a_negative_answer(serve: Serve) -> None:
+    address = serve(Scripted([UPLOADING]))
+    for command in ("status", "watch"):
+        result = pannier(command, "no/such/save/1", "--address", address)
+        assert result.code == 1, result
+        assert "no save no/such/save/1" in result.err
+        assert "Traceback" not in result.err
+
+
+@pytest.mark.parametrize("command", ["status", "watch"])
+def test_no_daemon_exits_with_3_and_a_hint(command: str) -> None:
+    result = pannier(command, "--address", "unix:///tmp/pannier-no-such.sock")
+    assert result.code == 3
+    assert "unix:///tmp/pannier-no-such.sock can't be reached" in result.err
+    assert "hint:" in result.err
+    assert result.out == ""
+
+
+@pytest.mark.parametrize(("end", "code"), [(COMMITTED, 0), (ABORTED, 1)])
+def test_watch_ends_with_the_save(serve: Serve, end: save_pb2.SaveStatus, code: int) -> None:
+    result = pannier("watch", ID, "--address", serve(Scripted(episodes=[[UPLOADING, end]])))
+    assert result.code == code, result
+    first, second = [line for line in result.out.splitlines() if line.startswith(ID)][:2]
+    assert "UPLOADING: 1 of 2 ranks durable, waiting for ranks [1]" in first
+    assert ("COMMITTED" if code == 0 else "ABORTED") in second
+    assert ("no such bucket" in result.out) == bool(code)
+
+
+def test_watch_json_is_one_status_per_line(serve: Serve) -> None:
+    address = serve(Scripted(episodes=[[UPLOADING, UPLOADING, COMMITTED]]))
+    result = pannier("watch", ID, "--json", "--address", address)
+    assert result.code == 0
+    seen = [json_format.ParseDict(line, save_pb2.SaveStatus()) for line in result.json_lines()]
+    assert seen == [UPLOADING, UPLOADING, COMMITTED]
+
+
+def test_watch_goes_on_after_the_daemon_was_away(serve: Serve) -> None:
+    address = serve(Scripted(episodes=[[UPLOADING], [UPLOADING, COMMITTED]]))
+    result = pannier("watch", ID, "--json", "--address", address)
+    assert result.code == 0, result
+    assert len(result.json_lines()) == 3
+
+
+def test_watch_without_a_save_takes_the_newest_under_way(serve: Serve) -> None:
+    other = save(save_pb2.SAVE_STATE_ABORTED, save_pb2.RANK_PHASE_FAILED, "job/inc/g1a2b3c4d/8")
+    daemon = Scripted([other, UPLOADING], [[COMMITTED]])
+    assert pannier("watch", "--address", serve(daemon)).code == 0
+    assert daemon.asked[-1] == status_pb2.WatchSaveRequest(id=ID)
+
+
+def test_watch_without_any_save_is_a_negative_answer(serve: Serve) -> None:
+    result = pannier("watch", "--address", serve(Scripted()))
+    assert result.code == 1
+    assert "knows of no save" in result.err

@@ -1,0 +1,299 @@
+"""``pannier up``'s supervisor, with small programs in the daemons' place."""
+
+import json
+import os
+import shutil
+import signal
+import stat
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from pannier.cli.commands.up import default_spool
+from support.processes.daemons import clean_environment, short_directory
+from support.processes.processes import Process, python
+
+READY_S = 10.0
+
+# Appends "<name> <pid>" to a file; on SIGTERM appends "<name> stopped" and exits with 0.
+OBEDIENT = """
+import os, signal, sys
+name, diary = sys.argv[1:3]
+def note(text):
+    with open(diary, "a") as file:
+        file.write(f"{name} {text}\\n")
+def stop(*_):
+    note("stopped")
+    sys.exit(0)
+signal.signal(signal.SIGTERM, stop)
+note(os.getpid())
+"""
+FOREVER = OBEDIENT + "while True: signal.pause()\n"
+STUBBORN = FOREVER.replace("SIGTERM, stop", "SIGTERM, signal.SIG_IGN")
+
+DRIVER = """
+import json, logging, sys
+from pathlib import Path
+from pannier.cli.supervisor import AlreadyRunningError, Supervisor
+logging.basicConfig(level=logging.INFO)
+directory, coordinator, sidecar, grace, margin = json.loads(sys.argv[1])
+try:
+    sys.exit(Supervisor(Path(directory), coordinator=coordinator, sidecar=sidecar, decisive={}, grace_s=grace, margin_s=margin).run())
+except AlreadyRunningError as error:
+    print(error)
+    sys.exit(17)
+"""
+
+
+class Up:
+    """A supervisor of two programs and what they wrote."""
+
+    def __init__(self, directory: Path, diary: Path) -> None:
+        self.directory = directory
+        self.diary = diary
+        self.processes: list[Process] = []
+
+    def start(
+        self, sidecar: str = FOREVER, coordinator: str | None = FOREVER, margin: float = 20.0
+    ) -> Process:
+        commands = [
+            python("-c", program, name, str(self.diary)) if program is not None else None
+            for name, program in (("coordinator", coordinator), ("sidecar", sidecar))
+        ]
+        process = Process(
+            "up",
+            python("-c", DRIVER, json.dumps([str(self.directory), *commands, 1.0, margin])),
+            environment=clean_environment(
+                {"PANNIER_LISTEN": "0.0.0.0:1", "PANNIER_MEMORY": "1GiB"}
+            ),
+            log=self.diary.with_suffix(f".{len(self.processes)}.log"),
+        )
+        self.processes.append(process)
+        return process
+
+    def notes(self) -> list[str]:
+        return self.diary.read_text().splitlines() if self.diary.exists() else []
+
+    def pids(self, name: str) -> list[int]:
+        """Of all starts so far."""
+        return [int(line.split()[1]) for line in self.notes() if _is_start(line, name)]
+
+    def wait_for(self, condition: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + READY_S
+        while not condition():
+            logs = "\n".join(process.log() for process in self.processes)
+            assert time.monotonic() < deadline, f"{what} did not happen:\n{self.notes()}\n{logs}"
+            time.sleep(0.01)
+
+    def both_started(self, times: int = 1) -> None:
+        self.wait_for(
+            lambda: len(self.pids("sidecar")) >= times and bool(self.pids("coordinator")),
+            f"start number {times}",
+        )
+
+
+def _is_start(line: str, name: str) -> bool:
+    word, _, rest = line.partition(" ")
+    return word == name and rest.isdigit()
+
+
+@pytest.fixture
+def up(tmp_path: Path) -> Iterator[Up]:
+    directory = short_directory()
+    running = Up(directory, tmp_path / "diary")
+    yield running
+    for process in running.processes:
+        process.close()
+    for name in ("sidecar", "coordinator"):
+        for pid in running.pids(name):
+            if psutil.pid_exists(pid):
+                psutil.Process(pid).kill()
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+def test_sigterm_stops_the_sidecar_before_the_coordinator_it_needs(up: Up) -> None:
+    process = up.start()
+    up.both_started()
+    assert int((up.directory / "up.pid").read_text()) == process.pid
+    assert process.stop() == 0
+    assert up.notes()[-2:] == ["sidecar stopped", "coordinator stopped"]
+    assert not (up.directory / "up.pid").exists()
+
+
+def test_the_runtime_directory_is_the_users_alone(up: Up) -> None:
+    up.directory.chmod(0o777)
+    process = up.start()
+    up.both_started()
+    assert stat.S_IMODE(up.directory.stat().st_mode) == 0o700
+    process.stop()
+
+
+def test_a_symbolic_link_in_its_place_is_refused(up: Up, tmp_path: Path) -> None:
+    up.directory.rmdir()
+    up.directory.symlink_to(tmp_path)
+    process = up.start()
+    assert process.wait(READY_S) == 1
+    assert "UnsafeDirectoryError" in process.log()
+    up.directory.unlink()
+
+
+def test_a_killed_daemon_is_started_again(up: Up) -> None:
+    process = up.start()
+    up.both_started()
+    coordinator = up.pids("coordinator")
+    os.kill(up.pids("sidecar")[0], signal.SIGKILL)
+    up.both_started(times=2)
+    assert up.pids("coordinator") == coordinator
+    assert "sidecar ended with SIGKILL; starts again in 0.2 s" in process.log()
+    assert process.stop() == 0
+
+
+def test_restarts_wait_longer_each_time(up: Up) -> None:
+    process = up.start(sidecar=OBEDIENT + "sys.exit(1)")
+    up.wait_for(lambda: "again in 0.8 s" in process.log(), "third crash")
+    assert "again in 0.2 s" in process.log()
+    assert "again in 0.4 s" in process.log()
+    assert process.stop() == 0
+
+
+def test_a_coordinator_that_leaves_is_started_again(up: Up) -> None:
+    process = up.start(coordinator=OBEDIENT)
+    up.wait_for(lambda: len(up.pids("coordinator")) == 2, "second start")
+    assert process.stop() == 0
+
+
+def test_a_sidecar_of_a_coordinator_elsewhere_runs_alone(up: Up) -> None:
+    process = up.start(coordinator=None)
+    up.wait_for(lambda: bool(up.pids("sidecar")), "the sidecar's start")
+    assert process.stop() == 0
+    assert up.notes()[1:] == ["sidecar stopped"]
+
+
+def test_an_idle_sidecar_takes_the_coordinator_along(up: Up) -> None:
+    idle = OBEDIENT + "import time\nwhile open(diary).read().count('\\n') < 2: time.sleep(0.01)\n"
+    process = up.start(sidecar=idle)
+    assert process.wait(READY_S) == 0
+    assert up.notes()[-1] == "coordinator stopped"
+
+
+def test_a_refused_configuration_is_not_tried_again(up: Up) -> None:
+    process = up.start(sidecar=OBEDIENT + "sys.exit(2)")
+    assert process.wait(READY_S) == 2
+    assert len(up.pids("sidecar")) == 1
+    assert "refuses its configuration" in process.log()
+
+
+def test_a_daemon_that_ignores_sigterm_is_killed_in_the_end(up: Up) -> None:
+    process = up.start(coordinator=STUBBORN, margin=0.3)
+    up.both_started()
+    assert process.stop() == 0
+    assert "coordinator did not end in time; killed" in process.log()
+    assert not psutil.pid_exists(up.pids("coordinator")[0])
+
+
+@pytest.mark.parametrize("stubborn", ["sidecar", "coordinator"])
+def test_a_second_sigterm_hurries(up: Up, stubborn: str) -> None:
+    process = up.start(**{stubborn: STUBBORN})
+    up.both_started()
+    process.signal(signal.SIGTERM)
+    if stubborn == "coordinator":
+        up.wait_for(lambda: "sidecar stopped" in up.notes(), "the sidecar's end")
+    else:
+        up.wait_for(lambda: not (up.directory / "up.pid").exists(), "the beginning of the end")
+    process.signal(signal.SIGTERM)
+    # Whichever was waited for at that moment: nothing of the 20 s is waited out.
+    assert process.wait(READY_S) == 0
+    assert not psutil.pid_exists(up.pids("coordinator")[0])
+    assert not psutil.pid_exists(up.pids("sidecar")[0])
+
+
+def test_only_one_supervisor_per_directory(up: Up) -> None:
+    first = up.start()
+    up.both_started()
+    second = up.start()
+    assert second.wait(READY_S) == 17
+    assert f"process {first.pid} already supervises {up.directory}" in second.log()
+    assert first.returncode is None
+    first.stop()
+
+
+def test_a_successor_waits_for_one_that_is_just_leaving(up: Up) -> None:
+    first = up.start(coordinator=STUBBORN, margin=1.0)
+    up.both_started()
+    first.signal(signal.SIGTERM)
+    up.wait_for(lambda: not (up.directory / "up.pid").exists(), "the beginning of the end")
+    second = up.start()
+    first.wait(READY_S)
+    up.both_started(times=2)
+    assert second.stop() == 0
+
+
+def test_daemons_end_with_a_killed_supervisor_and_a_new_one_can_start(up: Up) -> None:
+    first = up.start()
+    up.both_started()
+    os.kill(first.pid, signal.SIGKILL)
+    up.wait_for(
+        lambda: {"sidecar stopped", "coordinator stopped"} <= set(up.notes()), "both daemons' end"
+    )
+    first.wait(READY_S)
+    second = up.start()
+    up.both_started(times=2)
+    assert second.stop() == 0
+
+
+def test_daemons_never_inherit_an_address_to_listen_on(up: Up) -> None:
+    process = up.start()
+    up.both_started()
+    for name in ("sidecar", "coordinator"):
+        environment = psutil.Process(up.pids(name)[0]).environ()
+        assert "PANNIER_LISTEN" not in environment
+        assert environment["PANNIER_MEMORY"] == "1GiB"
+    process.stop()
+
+
+def test_daemons_have_their_signals_unblocked(up: Up) -> None:
+    process = up.start()
+    up.both_started()
+    status = Path(f"/proc/{up.pids('sidecar')[0]}/status").read_text()
+    blocked = next(line for line in status.splitlines() if line.startswith("SigBlk"))
+    assert int(blocked.split()[1], 16) == 0
+    process.stop()
+
+
+def test_the_default_spool_is_on_tmpfs_and_not_shared_between_runtime_directories(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    usual = Path("/tmp/usual")
+    spool = default_spool(usual, usual)
+    assert spool.parent == Path("/dev/shm")
+    assert spool.name == f"pannier-{os.getuid()}-v2"
+    assert default_spool(Path("/tmp/other"), usual) != spool
+    # A runtime directory from the environment is nobody's usual one.
+    monkeypatch.setenv("PANNIER_RUNTIME_DIR", str(usual))
+    assert default_spool(usual, usual) != spool
+
+
+@pytest.mark.parametrize(
+    ("free", "memory", "roomy"),
+    [
+        (1 << 30, 8 << 30, False),  # a container with a small /dev/shm
+        (2 << 30, 8 << 30, True),
+        (3 << 30, 1 << 40, False),
+        (4 << 30, 1 << 40, True),
+    ],
+)
+def test_the_spool_is_on_tmpfs_only_with_room_for_a_state_twice(
+    monkeypatch: pytest.MonkeyPatch, free: int, memory: int, roomy: bool
+) -> None:
+    sizes = {"SC_PHYS_PAGES": memory >> 12, "SC_PAGE_SIZE": 4096}
+    monkeypatch.setattr(os, "sysconf", sizes.__getitem__)
+    monkeypatch.setattr(
+        os, "statvfs", lambda _: SimpleNamespace(f_bavail=free >> 12, f_frsize=4096)
+    )
+    usual = Path("/tmp/usual")
+    spool = default_spool(usual, usual)
+    assert spool.parent == (Path("/dev/shm") if roomy else usual)

@@ -1,0 +1,393 @@
+"""When a save goes by the plan of an earlier one, against a scripted sidecar: what is asked, and when."""
+
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan
+
+from pannier.client.client import Client
+from pannier.client.config import Settings
+from pannier.client.planning.local_plan import Planning
+from pannier.client.transport.sidecar_client import Session
+from pannier.v1 import plan_pb2, save_pb2, sidecar_pb2
+from pannier.wire.errors import InvalidRequestError, PannierError, SaveAbortedError
+from support.actors.scripted_sidecar import ScriptedSidecar
+from support.processes.daemons import short_directory
+
+State = dict[str, Any]
+
+
+@pytest.fixture
+def sidecar() -> Iterator[ScriptedSidecar]:
+    directory = short_directory()
+    with ScriptedSidecar(directory) as scripted:
+        # Each save is an attempt of its own.
+        scripted.on["Plan"] = lambda request: name_attempt(scripted, request)
+        yield scripted
+    shutil.rmtree(directory)
+
+
+@pytest.fixture
+def client(sidecar: ScriptedSidecar) -> Iterator[Client]:
+    made = Client(Settings(sidecar=sidecar.address))
+    yield made
+    with suppress(PannierError):
+        made.close()
+
+
+def state(value: float = 1.0) -> State:
+    """A new state of the same structure at each call."""
+    weight = torch.nn.Parameter(torch.full((40, 3), float(value)))
+    moments = {i: {"step": torch.tensor(float(value)), "exp_avg": torch.zeros(3)} for i in range(2)}
+    groups = [{"lr": 0.1 * value, "betas": (0.9, 0.99), "params": [0, 1]}]
+    return {"model": {"w": weight}, "optim": {"state": moments, "param_groups": groups}, "n": value}
+
+
+def changed(key: str, value: Any) -> State:
+    made = state()
+    made["model"][key] = value
+    return made
+
+
+def name_attempt(
+    sidecar: ScriptedSidecar, request: sidecar_pb2.PlanRequest, incarnation: int = 1
+) -> None:
+    sidecar.attempt = f"i{incarnation}-a1-g00000000-s{request.context.save.number}"
+
+
+def full_plans(sidecar: ScriptedSidecar) -> list[sidecar_pb2.PlanRequest]:
+    return [r for r in sidecar.asked(sidecar_pb2.PlanRequest) if r.HasField("plan")]
+
+
+def proposals(sidecar: ScriptedSidecar) -> list[sidecar_pb2.PlanRequest]:
+    return [r for r in sidecar.asked(sidecar_pb2.PlanRequest) if r.cached_plan_id]
+
+
+class Model:
+    """A ``Stateful`` that makes new tensors each time."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def state_dict(self) -> State:
+        self.asked += 1
+        return {"w": torch.full((100,), float(self.asked)), "steps": self.asked}
+
+    def load_state_dict(self, state_dict: State) -> None:
+        raise NotImplementedError
+
+
+class Subclass(DefaultSavePlanner):
+    """A planner that does nothing of its own, which nobody can know."""
+
+    runs = 0
+
+    def create_local_plan(self) -> SavePlan:
+        type(self).runs += 1
+        return super().create_local_plan()
+
+
+def test_the_second_save_is_neither_planned_nor_asked_for_in_the_call(
+    client: Client, sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client.save(state(), checkpoint_id="/x/1")
+    main = threading.get_ident()
+    calls = []
+    unary = Session._unary
+
+    def counted(self: Session, method: str, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() == main:
+            calls.append(method)
+        return unary(self, method, *args, **kwargs)
+
+    monkeypatch.setattr(Session, "_unary", counted)
+    monkeypatch.setattr("pannier.client.planning.agreed_plan.Planning", None)
+    handle = client.async_save(state(2.0), checkpoint_id="/x/2")
+    assert not calls
+    assert handle.result(10).attempt
+    assert len(full_plans(sidecar)) == 1
+    (proposal,) = proposals(sidecar)
+    assert proposal.cached_plan_id == "p1"
+    assert proposal.digest == full_plans(sidecar)[0].digest
+    assert proposal.attempt == "i1-a1-g00000000-s2"
+    hand_over = sidecar.asked(sidecar_pb2.HandOverRequest)[-1]
+    assert (hand_over.attempt, hand_over.plan_id) == ("i1-a1-g00000000-s2", "p1")
+    assert all(file.name.startswith("__i1-a1-g00000000-s2_") for file in hand_over.files)
+
+
+CHANGES: dict[str, Any] = {
+    "another key": lambda: changed("v", torch.ones(1)),
+    "a key less": lambda: {k: v for k, v in state().items() if k != "n"},
+    "the order of keys": lambda: dict(reversed(state().items())),
+    "a key's type": lambda: {**state(), "optim": {**state()["optim"], "state": {"0": {}}}},
+    "shape": lambda: changed("w", torch.nn.Parameter(torch.ones(3, 40))),
+    "dimensions": lambda: changed("w", torch.nn.Parameter(torch.ones(120))),
+    "dtype": lambda: changed("w", torch.nn.Parameter(torch.ones(40, 3).bfloat16())),
+    "dtype of the same size": lambda: {
+        **state(),
+        "model": {"w": torch.ones(40, 3, dtype=torch.int32)},
+    },
+    "requires_grad": lambda: changed("w", torch.nn.Parameter(torch.ones(40, 3), False)),
+    "a tensor for an object": lambda: {**state(), "n": torch.ones(1)},
+    "an object for a tensor": lambda: changed("w", 1),
+    "a mapping for an object": lambda: {**state(), "n": {"a": 1}},
+    "a list of tensors for an object": lambda: {**state(), "n": [torch.ones(1)]},
+    "the length of a list": lambda: {
+        **state(),
+        "optim": {**state()["optim"], "param_groups": state()["optim"]["param_groups"] * 2},
+    },
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_what_changes_is_planned_again(
+    client: Client, sidecar: ScriptedSidecar, change: Any
+) -> None:
+    client.save(state(), checkpoint_id="/x/1")
+    client.save(change(), checkpoint_id="/x/2")
+    first, second = full_plans(sidecar)
+    assert first.digest != second.digest
+    # Both are remembered.
+    client.save(change(), checkpoint_id="/x/3")
+    client.save(state(), checkpoint_id="/x/4")
+    assert [p.digest for p in proposals(sidecar)] == [second.digest, first.digest]
+
+
+@pytest.mark.parametrize(
+    "other", [{"a.0": torch.ones(3)}, {"a": [torch.ones(3)]}], ids=["key", "list"]
+)
+def test_the_same_key_by_another_path_is_planned_again(
+    client: Client, sidecar: ScriptedSidecar, other: State
+) -> None:
+    client.save({"a": {"0": torch.ones(3)}}, checkpoint_id="/x/1")
+    client.save(other, checkpoint_id="/x/2")
+    first, second = full_plans(sidecar)
+    assert first.plan.items == second.plan.items
+    assert first.plan.mappings != second.plan.mappings
+    assert first.digest != second.digest
+
+
+def test_an_object_may_become_any_other(client: Client, sidecar: ScriptedSidecar) -> None:
+    client.save(state(), checkpoint_id="/x/1")
+    for n, value in enumerate(["a", None, (1, torch.ones(2)), [1, "b"], {1, 2}, object]):
+        client.save({**state(), "n": value}, checkpoint_id=f"/x/{n}")
+    assert len(full_plans(sidecar)) == 1
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        torch.ones(40, 3, device="meta"),
+        torch.ones(40, 3).to_sparse(),
+        torch.nested.nested_tensor([torch.ones(3)] * 40),
+    ],
+    ids=["meta", "sparse", "nested"],
+)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_what_is_refused_stays_refused(
+    client: Client, sidecar: ScriptedSidecar, bad: torch.Tensor
+) -> None:
+    good = {"w": torch.ones(40, 3)}
+    client.save(good, checkpoint_id="/x/1")
+    with pytest.raises(InvalidRequestError, match="'w' can't be saved"):
+        client.save({"w": bad}, checkpoint_id="/x/2")
+    client.save(good, checkpoint_id="/x/3")
+    assert len(full_plans(sidecar)) == 1
+
+
+def test_planner_and_options_belong_to_the_plan(client: Client, sidecar: ScriptedSidecar) -> None:
+    planners = (
+        DefaultSavePlanner(),
+        DefaultSavePlanner(flatten_sharded_tensors=False),
+        DefaultSavePlanner(dedup_save_to_lowest_rank=True),
+        Subclass(),
+        None,
+    )
+    for n, planner in enumerate(planners):
+        client.save(state(), planner=planner, checkpoint_id=f"/x/{n}")
+    digests = [request.digest for request in full_plans(sidecar)]
+    assert len(set(digests)) == len(digests) == 4
+
+
+def test_other_planners_are_run_and_go_by_the_digest(
+    client: Client, sidecar: ScriptedSidecar
+) -> None:
+    Subclass.runs = 0
+    for n in range(3):
+        client.save(state(n), planner=Subclass(), checkpoint_id=f"/x/{n}")
+        client.save(state(n), checkpoint_id=f"/x/{n}")
+    assert Subclass.runs == 3
+    assert len(full_plans(sidecar)) == 2
+    assert len(proposals(sidecar)) == 4
+
+
+def test_a_planner_changed_after_its_making_is_run(client: Client) -> None:
+    planner = DefaultSavePlanner()
+    client.save(state(), planner=planner, checkpoint_id="/x/1")
+    looked_up = []
+    look_up = planner.lookup_object
+
+    def spy(index: Any) -> Any:
+        looked_up.append(index.fqn)
+        return look_up(index)
+
+    planner.lookup_object = spy  # type: ignore[method-assign]
+    client.save(state(), planner=planner, checkpoint_id="/x/2")
+    assert "model.w" in looked_up
+
+
+def test_an_unflattened_state_goes_by_the_digest(client: Client, sidecar: ScriptedSidecar) -> None:
+    planner = DefaultSavePlanner(flatten_state_dict=False)
+    for n in range(2):
+        client.save(state(n), planner=planner, checkpoint_id=f"/x/{n}")
+    assert (len(full_plans(sidecar)), len(proposals(sidecar))) == (1, 1)
+
+
+def test_a_stateful_is_asked_once_and_stays_quick(
+    client: Client, sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Model()
+    client.save({"model": model}, checkpoint_id="/x/1")
+    with monkeypatch.context() as patched:
+        patched.setattr("pannier.client.planning.agreed_plan.Planning", None)
+        client.save({"model": model}, checkpoint_id="/x/2")
+    assert model.asked == 2
+    # Also where the structure is another.
+    client.save({"model": model, "n": 1}, checkpoint_id="/x/3")
+    assert model.asked == 3
+    assert len(full_plans(sidecar)) == 2
+
+
+def test_roots_have_their_own_plans(client: Client, sidecar: ScriptedSidecar) -> None:
+    for place in ("/x/1", "/y/1", "/x/2", "/y/2"):
+        client.save(state(), checkpoint_id=place)
+    assert [r.context.checkpoint_id for r in full_plans(sidecar)] == ["/x/1", "/y/1"]
+
+
+def test_a_coordinator_that_has_forgotten_gets_the_local_plan(
+    client: Client, sidecar: ScriptedSidecar
+) -> None:
+    client.save(state(), checkpoint_id="/x/1")
+    sidecar.forgetful = True
+    client.save(state(), checkpoint_id="/x/2")
+    sidecar.forgetful = False
+    client.save(state(), checkpoint_id="/x/3")
+    first, second = full_plans(sidecar)
+    assert first.plan == second.plan
+    assert (second.context.save.number, second.attempt) == (2, "i1-a1-g00000000-s2")
+    assert len(proposals(sidecar)) == 2
+
+
+def test_another_answer_than_what_was_staged_ends_the_save(
+    client: Client, sidecar: ScriptedSidecar
+) -> None:
+    client.save(state(), checkpoint_id="/x/1")
+    sidecar.forgetful = True
+    # It has a new incarnation's number for us.
+    sidecar.on["Plan"] = lambda request: name_attempt(sidecar, request, 2)
+    handle = client.async_save(state(), checkpoint_id="/x/2")
+    with pytest.raises(PannierError, match="i2-a1-g00000000-s2"):
+        handle.result(10)
+    (failure,) = [r.failure for r in sidecar.asked(sidecar_pb2.FailRequest)]
+    assert "i1-a1-g00000000-s2" in failure.message
+    assert "i2-a1-g00000000-s2" in failure.message
+    sidecar.forgetful = False
+    client.save(state(), checkpoint_id="/x/3")
+    # Planned anew in the call.
+    assert full_plans(sidecar)[-1].context.save.number == 3
+    assert not full_plans(sidecar)[-1].attempt
+
+
+def test_after_an_abort_the_next_save_is_planned_anew(
+    client: Client, sidecar: ScriptedSidecar
+) -> None:
+    client.save(state(), checkpoint_id="/x/1")
+    sidecar.commit = False
+    handle = client.async_save(state(), checkpoint_id="/x/2")
+    sidecar.wait_for(lambda: len(sidecar.asked(sidecar_pb2.HandOverRequest)) == 2)
+    sidecar.abort(proposals(sidecar)[0].context, save_pb2.Failure(rank=1, message="disk full"))
+    with pytest.raises(SaveAbortedError, match="disk full"):
+        handle.result(10)
+    sidecar.commit = True
+    client.save(state(), checkpoint_id="/x/3")
+    assert [r.context.save.number for r in full_plans(sidecar)] == [1, 3]
+
+
+def test_an_answer_whose_names_are_not_its_attempts_is_not_kept(
+    client: Client, sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = Session.plan
+
+    def odd(*args: Any) -> sidecar_pb2.PlanResponse:
+        answer = plan(*args)
+        answer.plan.attempt = "i1-a1-g00000000-s9"
+        return answer
+
+    monkeypatch.setattr(Session, "plan", odd)
+    for n in range(2):
+        client.async_save(state(), checkpoint_id=f"/x/{n}").result(10)
+    assert len(full_plans(sidecar)) == 2
+
+
+def test_a_message_that_is_kept_is_the_planners(client: Client, sidecar: ScriptedSidecar) -> None:
+    client.save(state(), checkpoint_id="/x/1")
+    planning = Planning(state(), None, is_coordinator=True, checkpoint_id="/x/1")
+    assert full_plans(sidecar)[0].plan == planning.message
+    assert isinstance(planning.message, plan_pb2.LocalPlan)
+
+
+def test_a_prepared_save_costs_what_every_save_costs(
+    client: Client, sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client.prepare(state(), "/x")
+    (prepared,) = sidecar.asked(sidecar_pb2.PlanRequest)
+    assert prepared.prepare
+    assert not sidecar.files
+    assert not client._pending
+    with monkeypatch.context() as patched:
+        patched.setattr("pannier.client.planning.agreed_plan.Planning", None)
+        patched.setattr("pannier.client.staging.copy_plan._engrave", None)
+        client.save(state(), checkpoint_id="/x/1")
+    (proposal,) = proposals(sidecar)
+    assert proposal.context.save.number == 2
+
+
+def test_preparing_refuses_what_saving_refuses(client: Client, sidecar: ScriptedSidecar) -> None:
+    with pytest.raises(InvalidRequestError, match="'w' can't be saved"):
+        client.prepare({"w": torch.ones(2, device="meta")}, "/x")
+    with pytest.raises(InvalidRequestError, match="neither a path nor a URL"):
+        client.prepare(state(), "")
+    client.prepare(state(), "/x")
+    assert [r.context.save.number for r in full_plans(sidecar)] == [3]
+
+
+def test_a_rank_that_left_calls_out_goes_on_as_the_save_that_the_others_are_at(
+    client: Client, sidecar: ScriptedSidecar
+) -> None:
+    client.save(state(), checkpoint_id="/x/1")
+
+    def behind(request: sidecar_pb2.PlanRequest) -> None:
+        if request.context.save.number < 7:
+            error = SaveAbortedError("save number 2 ended without rank 0")
+            error.resume_at = 7
+            raise error
+        name_attempt(sidecar, request)
+
+    sidecar.on["Plan"] = behind
+    handle = client.async_save(state(), checkpoint_id="/x/7")
+    assert handle.result(10).checkpoint_id == "/x/7"
+    assert handle.status().attempt == "i1-a1-g00000000-s7"
+    assert [p.context.save.number for p in proposals(sidecar)] == [2, 7]
+    hand_over = sidecar.asked(sidecar_pb2.HandOverRequest)[-1]
+    assert (hand_over.context.save.number, hand_over.attempt) == (7, "i1-a1-g00000000-s7")
+    names = {file.name for file in hand_over.files}
+    assert names == {f"__i1-a1-g00000000-s7_0_{end}.distcp" for end in ("0", "objects")}
+    assert {item.file for item in hand_over.varying} == {"__i1-a1-g00000000-s7_0_objects.distcp"}
+    client.save(state(), checkpoint_id="/x/8")
+    assert proposals(sidecar)[-1].context.save.number == 8

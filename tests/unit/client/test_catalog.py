@@ -1,0 +1,344 @@
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+from pannier.client.loading import catalog
+from pannier.client.loading.filesystem import Place, Stat
+from pannier.v1 import records_pb2
+from pannier.wire import object_names
+from pannier.wire.errors import IntegrityError, InvalidRequestError, PannierError, StorageError
+from support.processes.cli import pannier_here as pannier
+from support.processes.ranks import run_in_turn
+from support.storage.checkpoints import write, write_attempt, write_decision
+from support.storage.gcs_server import GcsServer
+from support.storage.s3_server import S3Server
+
+
+def commit(root: Path, name: str, at: float) -> str:
+    """A directory that is a checkpoint since ``at``."""
+    write(root / name / ".metadata", b"")
+    os.utime(root / name / ".metadata", (at, at))
+    return str(root / name)
+
+
+def names(root: Any) -> list[str]:
+    return [Path(found.checkpoint_id).name for found in catalog.list_checkpoints(root)]
+
+
+def saved(root: Path, name: str, attempt: str, at: float) -> str:
+    """A checkpoint of Pannier's whose ``.metadata`` was written at ``at``."""
+    write_attempt(root / name, attempt, ranks=1, files=1, size=10)
+    os.utime(root / name / ".metadata", (at, at))
+    return str(root / name)
+
+
+def test_the_order_is_that_of_the_saves_and_not_of_their_commits(tmp_path: Path) -> None:
+    ids = [
+        saved(tmp_path, "step-100", "i1-inc-g0000000a-s9", 300),
+        saved(tmp_path, "step-200", "i1-inc-g0000000a-s10", 200),
+        # After a restart, by a host whose clock is behind.
+        saved(tmp_path, "step-150", "i2-inc-g0000000a-s1", 100),
+    ]
+    found = catalog.list_checkpoints(tmp_path)
+    assert [each.checkpoint_id for each in found] == ids
+    assert [each.attempt for each in found] == [
+        "i1-inc-g0000000a-s9",
+        "i1-inc-g0000000a-s10",
+        "i2-inc-g0000000a-s1",
+    ]
+    assert catalog.latest(tmp_path) == ids[-1]
+
+
+def test_what_pannier_did_not_write_comes_first(tmp_path: Path) -> None:
+    foreign = [commit(tmp_path, "plain-2", 900), commit(tmp_path, "plain-1", 1000)]
+    assert catalog.latest(tmp_path) == foreign[1]
+    # Written over ours by a plain writer: whose it is isn't known.
+    saved(tmp_path, "over", "i3-inc-g0000000a-s1", 1)
+    write(tmp_path / "over" / ".metadata", b"a plain writer's")
+    os.utime(tmp_path / "over" / ".metadata", (950, 950))
+    own = saved(tmp_path, "step-1", "i1-inc-g0000000a-s1", 10)
+    assert names(tmp_path) == ["plain-2", "over", "plain-1", "step-1"]
+    assert catalog.latest(tmp_path) == own
+
+
+def test_it_is_the_attempt_that_stands_which_orders(tmp_path: Path) -> None:
+    """Newer attempts at the same id: one under way, one aborted, one decided but not installed."""
+    saved(tmp_path, "step-1", "i1-inc-g0000000a-s1", 500)
+    standing = (tmp_path / "step-1" / ".metadata").read_bytes()
+    newest = saved(tmp_path, "step-2", "i1-inc-g0000000a-s2", 400)
+    write_attempt(tmp_path / "step-1", "i1-inc-g0000000a-s3", commit=False)
+    write_decision(tmp_path / "step-1", "i1-inc-g0000000a-s4", records_pb2.OUTCOME_ABORT)
+    write_attempt(tmp_path / "step-1", "i1-inc-g0000000a-s5", ranks=1, files=1, size=10)
+    write(tmp_path / "step-1" / ".metadata", standing)
+    assert [each.attempt for each in catalog.list_checkpoints(tmp_path)] == [
+        "i1-inc-g0000000a-s1",
+        "i1-inc-g0000000a-s2",
+    ]
+    assert catalog.latest(tmp_path) == newest
+
+
+def test_a_damaged_decision_of_the_newest_is_an_error_and_one_of_an_older_is_not(
+    tmp_path: Path,
+) -> None:
+    old = saved(tmp_path, "step-1", "i1-inc-g0000000a-s1", 1)
+    new = saved(tmp_path, "step-2", "i1-inc-g0000000a-s2", 2)
+    write(Path(old) / object_names.decision("i1-inc-g0000000a-s1"), b"{")
+    assert catalog.latest(tmp_path) == new
+    write(Path(new) / object_names.decision("i1-inc-g0000000a-s2"), b"{")
+    with pytest.raises(IntegrityError, match="i1-inc-g0000000a-s2/decision is damaged"):
+        catalog.latest(tmp_path)
+
+
+def test_the_newest_of_many_takes_a_listing_each_and_few_requests_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(1, 21):
+        saved(tmp_path, f"step-{number}", f"i1-inc-g0000000a-s{number}", 100 - number)
+    asked: list[str] = []
+
+    def count(method: str) -> None:
+        ask = getattr(Place, method)
+
+        def counting(self: Place, *names: str) -> Any:
+            asked.append(self.url)
+            return ask(self, *names)
+
+        monkeypatch.setattr(Place, method, counting)
+
+    for method in ("list", "stat", "read"):
+        count(method)
+    assert catalog.latest(tmp_path) == str(tmp_path / "step-20")
+    # The numbers of incarnations, the root, each directory; .metadata and decision of one.
+    assert len(asked) == 1 + 1 + 20 + 2
+
+
+def test_oldest_first_whatever_the_names(tmp_path: Path) -> None:
+    ids = [
+        commit(tmp_path, "step-100", 50.5),
+        commit(tmp_path, "final", 10),
+        commit(tmp_path, "step-2", 99),
+    ]
+    assert catalog.list_checkpoints(tmp_path) == [
+        catalog.CheckpointInfo(ids[1], 10),
+        catalog.CheckpointInfo(ids[0], 50.5),
+        catalog.CheckpointInfo(ids[2], 99),
+    ]
+    assert catalog.latest(tmp_path) == ids[2]
+
+
+def test_of_one_time_by_name_and_numbers_count(tmp_path: Path) -> None:
+    for name in ("step-10", "step-9", "step-100", "step-9b", "a"):
+        commit(tmp_path, name, 1000)
+    assert names(tmp_path) == ["a", "step-9", "step-9b", "step-10", "step-100"]
+    assert catalog.latest(tmp_path) == str(tmp_path / "step-100")
+
+
+def test_what_is_not_committed_is_no_checkpoint(tmp_path: Path) -> None:
+    committed = commit(tmp_path, "step-1", 1)
+    write_attempt(tmp_path / "step-2", "i1-inc-g0000000a-s2", commit=False)
+    write_attempt(tmp_path / "step-3", "i1-inc-g0000000a-s3", commit=False)
+    write_decision(tmp_path / "step-3", "i1-inc-g0000000a-s3", records_pb2.OUTCOME_ABORT)
+    write(tmp_path / "step-4" / "__0_0.distcp", b"half")
+    write(tmp_path / "step-5" / "deeper" / ".metadata", b"")
+    write(tmp_path / ".pannier" / "incarnations" / "000000000001", b"{}")
+    write(tmp_path / "notes.txt", b"")
+    (tmp_path / "empty").mkdir()
+    assert names(tmp_path) == ["step-1"]
+    assert catalog.latest(tmp_path) == committed
+
+
+def test_a_root_without_checkpoints(tmp_path: Path) -> None:
+    assert catalog.list_checkpoints(tmp_path) == []
+    assert catalog.latest(tmp_path / "not" / "there") is None
+
+
+def test_the_root_may_be_a_url(tmp_path: Path) -> None:
+    commit(tmp_path, "step-1", 1)
+    assert catalog.latest(f"file://{tmp_path}/") == f"file://{tmp_path}/step-1"
+    fs = fsspec.filesystem("memory")
+    fs.pipe_file("/checkpoints/run/step-1/.metadata", b"")
+    assert catalog.latest("memory://checkpoints/run") == "memory://checkpoints/run/step-1"
+
+
+def test_a_bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with GcsServer(tmp_path) as server:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.url)
+        fs = fsspec.filesystem("gs", endpoint_url=server.url, token="anon")
+        assert catalog.latest("gs://bucket/run") is None
+        for name in ("step-2", "step-1"):
+            fs.pipe_file(f"bucket/run/{name}/.metadata", b"x")
+            fs.pipe_file(f"bucket/run/{name}/__0_0.distcp", b"x")
+        fs.pipe_file("bucket/run/step-3/__0_0.distcp", b"x")
+        assert names("gs://bucket/run") == ["step-2", "step-1"]
+        # Nothing is remembered of a listing.
+        fs.pipe_file("bucket/run/step-3/.metadata", b"x")
+        assert catalog.latest("gs://bucket/run") == "gs://bucket/run/step-3"
+        assert catalog.list_checkpoints("gs://bucket")[-1:] == []
+
+
+def test_a_bucket_that_does_not_exist_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with GcsServer(tmp_path) as gcs, S3Server() as s3:
+        for storage, options in (("gs", {"endpoint_url": gcs.url}), ("s3", s3.options)):
+            for empty in ("bucket", "bucket/run"):
+                assert catalog.latest(f"{storage}://{empty}", storage_options=options) is None
+            for root in ("no-such-bucket", "no-such-bucket/run/deep"):
+                url = f"{storage}://{root}"
+                with pytest.raises(StorageError, match=f"{url}: its bucket doesn't exist"):
+                    catalog.latest(url, storage_options=options)
+                with pytest.raises(StorageError, match="its bucket doesn't exist"):
+                    catalog.list_checkpoints(url, storage_options=options)
+                listed = pannier("ls", url, "--storage-options", json.dumps(options))
+                assert listed.code != 0
+                assert "bucket does not exist" in listed.err
+
+
+def test_what_can_not_be_read_is_an_error_and_not_an_older_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit(tmp_path, "step-1", 1)
+    commit(tmp_path, "step-2", 2)
+    original = Place.stat
+
+    def failing(self: Place, name: str) -> Stat:
+        if self.url.endswith("step-2"):
+            raise StorageError("storage is away")
+        return original(self, name)
+
+    monkeypatch.setattr(Place, "stat", failing)
+    with pytest.raises(StorageError, match="storage is away"):
+        catalog.latest(tmp_path)
+
+
+def test_a_bucket_that_denies_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with GcsServer(tmp_path) as server:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.url)
+        server.fault(kind="status", method="GET", status=403, times=100)
+        with pytest.raises(PannierError, match="gs://bucket/run can't be read"):
+            catalog.latest("gs://bucket/run")
+
+
+@pytest.mark.parametrize("root", ["", "nonsense://x"])
+def test_refuses_what_is_no_root(root: str) -> None:
+    with pytest.raises(InvalidRequestError):
+        catalog.list_checkpoints(root)
+
+
+def ranks_learn_it_from_the_first() -> None:
+    import os
+    from pathlib import Path
+
+    import pytest
+    import torch.distributed as dist
+
+    from pannier.client.loading.catalog import latest
+    from pannier.wire.errors import InvalidRequestError
+
+    rank, root = dist.get_rank(), Path(os.environ["ROOT"]) / "several"
+    pair = dist.new_group([1, 2])
+    assert latest(root) is None
+
+    def commit(name: str) -> str:
+        (root / name).mkdir(parents=True)
+        (root / name / ".metadata").touch()
+        return str(root / name)
+
+    # All get what the first rank saw, though there is a newer one when they ask.
+    if rank == 0:
+        first = commit("step-1")
+        assert latest(root) == first
+        commit("step-2")
+    dist.barrier()
+    if rank > 0:
+        assert latest(root) == str(root / "step-1")
+    assert latest(root, no_dist=True) == str(root / "step-2")
+    # A group asks by itself; its first rank is not the world's.
+    if rank in (1, 2):
+        assert latest(root, process_group=pair) == str(root / "step-2")
+    else:
+        with pytest.raises(InvalidRequestError, match="rank 0 is not in this process group"):
+            latest(root, process_group=pair)
+
+
+def a_failure_of_the_first_rank_is_everybodys() -> None:
+    import os
+
+    import pytest
+    import torch.distributed as dist
+
+    from pannier.client.loading.catalog import latest
+    from pannier.client.loading.filesystem import Place
+    from pannier.wire.errors import InvalidRequestError, PannierError, StorageError
+
+    def fail(self: Place) -> None:
+        raise StorageError("storage is away")
+
+    rank, root = dist.get_rank(), os.environ["ROOT"] + "/failing"
+    original, Place.list = Place.list, fail if rank == 0 else Place.list
+    with pytest.raises(StorageError, match="storage is away"):
+        latest(root)
+    Place.list = original
+    # And the calls are still in step.
+    assert latest(root) is None
+
+    def unasked() -> None:
+        raise PannierError("an earlier save failed")
+
+    # One rank's own trouble: the first one's is told, another's is its own.
+    for culprit in (0, 1):
+        if rank == culprit or culprit == 0:
+            with pytest.raises(PannierError, match="an earlier save failed"):
+                latest(root, before=unasked if rank == culprit else lambda: None)
+        else:
+            assert latest(root) is None
+        assert latest(root) is None
+    if rank == 0:
+        assert latest(root) is None
+    else:
+        with pytest.raises(InvalidRequestError, match=f"{root}/other.*{root}"):
+            latest(f"{root}/other")
+
+
+def nobody_waits_longer_than_told() -> None:
+    """The first rank not at all: what only it calls can't hang."""
+
+    import os
+    import time
+
+    import pytest
+    import torch.distributed as dist
+
+    from pannier.client.loading.catalog import latest
+    from pannier.wire.errors import DeadlineError
+
+    began = time.monotonic()
+    if dist.get_rank() == 1:
+        with pytest.raises(DeadlineError, match=r"waiting for ranks \[0\]"):
+            latest(os.environ["ROOT"] + "/waiting", timeout=0.5)
+        assert time.monotonic() - began > 0.4
+    dist.barrier()
+    if dist.get_rank() == 0:
+        assert latest(os.environ["ROOT"] + "/waiting") is None
+    assert time.monotonic() - began < 30
+
+
+SCENARIOS = (
+    (3, ranks_learn_it_from_the_first),
+    (2, a_failure_of_the_first_rank_is_everybodys),
+    (2, nobody_waits_longer_than_told),
+)
+
+
+@pytest.fixture(scope="module")
+def passed(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    return run_in_turn(SCENARIOS, {"ROOT": str(tmp_path_factory.mktemp("root"))})
+
+
+@pytest.mark.parametrize("scenario", [scenario.__name__ for _, scenario in SCENARIOS])
+def test_on_several_ranks(passed: set[str], scenario: str) -> None:
+    assert scenario in passed, "see the ranks' output where they were started"

@@ -1,0 +1,99 @@
+"""Certificates of a job on several hosts, with real connections: who holds them is let in, nobody else."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from pannier.client.embedded.certificates import Papers, issue
+from pannier.client.embedded.daemon_spec import leave_papers
+from pannier.client.embedded.network import unanswered
+from pannier.daemon.listeners import listening, server_options
+from pannier.wire.tls import Tls
+from support.processes.ranks import free_port
+
+SOON_S = 3.0
+
+
+def tls(papers: Papers, directory: Path) -> Tls:
+    directory.mkdir()
+    return Tls(*leave_papers(directory, papers))
+
+
+@contextmanager
+def serving(papers: Tls) -> Iterator[str]:
+    """A daemon's server that shows these papers; its address."""
+    server = grpc.server(ThreadPoolExecutor(2), options=server_options())
+    servicer = health.HealthServicer()
+    servicer.set("", health_pb2.HealthCheckResponse.SERVING)
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    address = f"127.0.0.1:{free_port()}"
+    with listening(server, address, tls=papers):
+        server.start()
+        try:
+            yield address
+        finally:
+            server.stop(0).wait()
+
+
+def test_only_who_holds_the_jobs_papers_can_call(tmp_path: Path) -> None:
+    server, caller = issue("127.0.0.1")
+    _, stranger = issue("127.0.0.1")
+    with serving(tls(server, tmp_path / "server")) as address:
+        assert unanswered(address, tls(caller, tmp_path / "caller"), SOON_S) == ""
+        # Another job's are signed by another CA.
+        other = tls(stranger, tmp_path / "other")
+        assert "UNAVAILABLE" in unanswered(address, other, SOON_S)
+        # Who knows the CA, which is no secret, still needs a certificate of its own.
+        mixed = Papers(cert=stranger.cert, key=stranger.key, ca=caller.ca)
+        assert "UNAVAILABLE" in unanswered(address, tls(mixed, tmp_path / "mixed"), SOON_S)
+        for credentials in (None, grpc.ssl_channel_credentials(caller.ca.encode())):
+            with (
+                grpc.insecure_channel(address)
+                if credentials is None
+                else grpc.secure_channel(address, credentials)
+            ) as channel:
+                stub = health_pb2_grpc.HealthStub(channel)
+                with pytest.raises(grpc.RpcError) as caught:
+                    stub.Check(health_pb2.HealthCheckRequest(), timeout=SOON_S)
+                assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+def test_a_callers_papers_are_no_coordinators(tmp_path: Path) -> None:
+    server, caller = issue("127.0.0.1")
+    callers = tls(caller, tmp_path / "caller")
+    # One host of the job can't pass for the coordinator of the others.
+    with serving(callers) as address:
+        assert "UNAVAILABLE" in unanswered(address, callers, SOON_S)
+    with serving(tls(server, tmp_path / "server")) as address:
+        assert unanswered(address, callers, SOON_S) == ""
+
+
+def test_the_coordinator_is_believed_under_its_own_address_only(tmp_path: Path) -> None:
+    server, caller = issue("10.0.0.1")
+    with serving(tls(server, tmp_path / "server")) as address:
+        assert "UNAVAILABLE" in unanswered(address, tls(caller, tmp_path / "caller"), SOON_S)
+
+
+@pytest.mark.parametrize("host", ["localhost", "node-0.cluster", "::1", "127.0.0.1"])
+def test_names_and_numbers_are_both_good(host: str) -> None:
+    from cryptography import x509
+
+    server, _ = issue(host)
+    names = x509.load_pem_x509_certificate(server.cert.encode()).extensions
+    found = names.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert [str(each.value) for each in found] == [host]
+
+
+def test_keys_are_for_one_user_and_not_in_any_text(tmp_path: Path) -> None:
+    server, caller = issue("127.0.0.1")
+    for papers in (server, caller):
+        for path in leave_papers(tmp_path, papers):
+            assert path.stat().st_mode & 0o777 == 0o600
+        assert "PRIVATE" in papers.key
+        assert "PRIVATE" not in f"{papers} {papers!r}"
+    assert len({server.key, caller.key}) == 2

@@ -1,0 +1,769 @@
+"""The client's promises to the training loop, against a scripted sidecar."""
+
+import importlib
+import inspect
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+import pannier.client as client_package
+from pannier.client import client as api
+from pannier.client.client import Client
+from pannier.client.config import Settings
+from pannier.client.dcp.storage_writer import StorageWriter
+from pannier.client.identity import Group, World
+from pannier.v1 import save_pb2, sidecar_pb2
+from pannier.wire import object_names
+from pannier.wire.errors import (
+    BusyError,
+    ConfigurationError,
+    DeadlineError,
+    InvalidRequestError,
+    PannierError,
+    SaveAbortedError,
+    SaveSkippedError,
+    UnavailableError,
+)
+from support.actors.scripted_sidecar import ScriptedSidecar, wait_until
+from support.processes.daemons import clean_environment, short_directory
+
+
+@pytest.fixture
+def sidecar() -> Iterator[ScriptedSidecar]:
+    directory: Path = short_directory()
+    with ScriptedSidecar(directory) as scripted:
+        yield scripted
+    shutil.rmtree(directory)
+
+
+@pytest.fixture
+def client(sidecar: ScriptedSidecar) -> Iterator[Client]:
+    made = Client(Settings(sidecar=sidecar.address))
+    yield made
+    sidecar.stall_at.clear()
+    with suppress(PannierError):
+        made.close()
+
+
+@pytest.fixture
+def two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process is rank 0 of two; the sidecar answers for the other."""
+    monkeypatch.setattr(World, "group", lambda self, _: Group((0, 1), 0))
+
+
+def state(value: float = 1.0, size: int = 1000) -> dict[str, Any]:
+    return {"w": torch.full((size,), value), "step": torch.tensor(3), "note": {"a": [1, 2]}}
+
+
+def held(sidecar: ScriptedSidecar) -> bytes:
+    return b"".join(bytes(spool.data) for _, spool in sorted(sidecar.files.items()))
+
+
+def failures(sidecar: ScriptedSidecar) -> list[save_pb2.Failure]:
+    return [request.failure for request in sidecar.asked(sidecar_pb2.FailRequest)]
+
+
+def numbers(sidecar: ScriptedSidecar, kind: type[Any]) -> list[int]:
+    return [request.context.save.number for request in sidecar.asked(kind)]
+
+
+class BrokenPlanner(DefaultSavePlanner):
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self._where = where
+
+    def create_local_plan(self) -> Any:
+        if self._where == "create_local_plan":
+            raise RuntimeError("no plan today")
+        return super().create_local_plan()
+
+    def resolve_data(self, write_item: Any) -> Any:
+        if self._where == "resolve_data":
+            raise RuntimeError("no data today")
+        return super().resolve_data(write_item)
+
+
+# Saving.
+
+
+def test_the_loop_may_change_everything_when_the_call_has_returned(
+    client: Client, sidecar: ScriptedSidecar
+) -> None:
+    values = state(1.25)
+    handle = client.async_save(values, checkpoint_id="/x/step-1")
+    values["w"].fill_(7)
+    values["note"]["a"].append("later")
+    assert handle.staging_completion.done()
+    result = handle.result(10)
+    assert torch.full((1000,), 1.25).numpy().tobytes() in held(sidecar)
+    assert b"later" not in held(sidecar)
+    assert result.checkpoint_id == "/x/step-1"
+    assert set(result.seconds) == {"plan", "stage", "ingest", "commit"}
+
+
+def test_save_waits_for_the_commit(client: Client) -> None:
+    assert client.save(state(), checkpoint_id="/x/step-1").bytes > 4000
+
+
+def test_saves_are_numbered_from_one(client: Client, sidecar: ScriptedSidecar) -> None:
+    for step in range(3):
+        client.save(state(), checkpoint_id=f"/x/step-{step}")
+    assert numbers(sidecar, sidecar_pb2.PlanRequest) == [1, 2, 3]
+    assert numbers(sidecar, sidecar_pb2.HandOverRequest) == [1, 2, 3]
+
+
+def test_arenas_are_used_again(client: Client) -> None:
+    kept = []
+    for step in range(3):
+        client.save(state(), checkpoint_id=f"/x/step-{step}")
+        wait_until(lambda: not client._slots._taken)
+        kept.append({mapping.address for mapping in client.pool._free})
+    assert kept[0] == kept[1] == kept[2] != set()
+
+
+def test_a_relative_path_is_the_trainers(client: Client) -> None:
+    result = client.save(state(), checkpoint_id="runs/step-1")
+    assert result.checkpoint_id == os.path.abspath("runs/step-1")
+
+
+def test_the_processs_state_is_left_alone(client: Client) -> None:
+    torch.manual_seed(5)
+    before = (
+        torch.get_rng_state(),
+        torch.get_num_threads(),
+        torch.serialization.get_crc32_options(),
+        torch.get_default_dtype(),
+        threading.excepthook,
+        [signal.getsignal(number) for number in signal.valid_signals()],
+    )
+    client.save(state(), checkpoint_id="/x/y")
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert (
+        torch.get_num_threads(),
+        torch.serialization.get_crc32_options(),
+        torch.get_default_dtype(),
+        threading.excepthook,
+        [signal.getsignal(number) for number in signal.valid_signals()],
+    ) == before[1:]
+
+
+def test_the_functions_take_torchs_keywords_and_the_clients() -> None:
+    def names(function: Any) -> set[str]:
+        return set(inspect.signature(function).parameters) - {"self"}
+
+    assert names(dcp.async_save) <= names(client_package.async_save)
+    assert names(client_package.async_save) == names(Client.async_save)
+    assert names(dcp.save) <= names(client_package.save)
+    assert names(client_package.save) <= names(Client.async_save)
+    for function in (client_package.async_save, client_package.save, client_package.load):
+        second = list(inspect.signature(function).parameters.values())[1]
+        assert second.name == (
+            "storage_reader" if function.__name__ == "load" else "storage_writer"
+        )
+        assert second.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    # Also when the modules of these names were imported.
+    assert inspect.isfunction(importlib.import_module("pannier.client").load)
+    assert all(hasattr(client_package, name) for name in client_package.__all__)
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"async_stager": object()}, "async_stager"),
+        ({"async_checkpointer_type": AsyncCheckpointerType.PROCESS}, "async_checkpointer_type"),
+        ({"use_collectives": False}, "use_collectives"),
+        ({"overwrite": "yes"}, "None, True or False"),
+        ({"on_busy": "panic"}, "'wait', 'skip' or 'raise'"),
+        ({"timeout": 0}, "seconds above 0"),
+        ({"timeout": float("nan")}, "timeout=nan"),
+        ({"timeout": float("inf")}, "7 days"),
+        ({"timeout": 7 * 86400 + 1}, "7 days"),
+        ({"checkpoint_id": None}, "checkpoint_id is missing"),
+        ({"checkpoint_id": ""}, "neither a path nor a URL"),
+        ({"checkpoint_id": "gs://bucket"}, "not an absolute path or a URL"),
+        ({"checkpoint_id": "gs://bucket/../y"}, "not an absolute path or a URL"),
+        ({"checkpoint_id": "/x/y", "storage_writer": object()}, "client.StorageWriter"),
+        ({"storage_writer": FileSystemWriter("/x/y")}, "FileSystemWriter.*client.StorageWriter"),
+        ({"storage_writer": "/x/y"}, "storage_writer='/x/y' is a path: give checkpoint_id='/x/y'"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(
+    client: Client, sidecar: ScriptedSidecar, arguments: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ValueError, match=says) as raised:
+        client.async_save(state(), **{"checkpoint_id": "/x/y", **arguments})
+    assert isinstance(raised.value, InvalidRequestError)
+    # The number is taken, and the next save works.
+    client.save(state(), checkpoint_id="/x/z")
+    assert numbers(sidecar, sidecar_pb2.PlanRequest) == [2]
+
+
+@pytest.mark.parametrize("call", ["save", "async_save"])
+@pytest.mark.parametrize("default", [True, False])
+def test_a_writer_may_be_given_by_position(
+    client: Client, monkeypatch: pytest.MonkeyPatch, call: str, default: bool
+) -> None:
+    monkeypatch.setattr(api, "_default", client)
+    save = getattr(client_package if default else client, call)
+    ended = save(state(), StorageWriter("/x/step-1", client=client))
+    result = ended if call == "save" else ended.result(10)
+    assert result.checkpoint_id == "/x/step-1"
+    for path in ("/x/step-2", Path("/x/step-2")):
+        with pytest.raises(InvalidRequestError, match="is a path: give checkpoint_id='/x/step-2'"):
+            save(state(), path)
+
+
+@pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), 7 * 86400 + 1])
+def test_a_writers_timeout_is_as_limited(timeout: float) -> None:
+    with pytest.raises(InvalidRequestError, match="7 days"):
+        StorageWriter("/x/y", timeout=timeout)
+
+
+def test_torchs_defaults_are_fine(client: Client) -> None:
+    client.async_save(
+        state(),
+        checkpoint_id="/x/y",
+        async_checkpointer_type=AsyncCheckpointerType.THREAD,
+        async_stager=None,
+        use_collectives=True,
+        storage_writer=None,
+    ).result(10)
+
+
+@pytest.mark.usefixtures("two_ranks")
+@pytest.mark.parametrize("where", ["create_local_plan", "resolve_data"])
+def test_a_planner_that_raises_ends_the_save_on_all_ranks(
+    client: Client, sidecar: ScriptedSidecar, where: str
+) -> None:
+    with pytest.raises(Exception, match="today"):
+        client.async_save(state(), checkpoint_id="/x/y", planner=BrokenPlanner(where))
+    (failure,) = failures(sidecar)
+    assert failure.kind == save_pb2.FAILURE_KIND_CLIENT
+    assert "today" in failure.message
+    # Nobody got a handle, so nothing is left to be raised.
+    client.wait_all(1)
+    client.save(state(), checkpoint_id="/x/z")
+    assert numbers(sidecar, sidecar_pb2.HandOverRequest) == [2]
+
+
+class OwnError(Exception):
+    """One that can't be copied."""
+
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(f"{one} and {two}")
+
+
+class Runs:
+    """A ``Stateful``, a pickled object or a planner's method: it raises what it has."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def state_dict(self) -> dict[str, Any]:
+        raise self._error
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Pickled:
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def __reduce__(self) -> Any:
+        raise self._error
+
+
+class Planned(DefaultSavePlanner):
+    def __init__(self, method: str, error: Exception) -> None:
+        super().__init__()
+        self._error = error
+        setattr(self, method, self._raise)
+
+    def _raise(self, *_: Any) -> Any:
+        raise self._error
+
+
+OWN_CODE = {
+    "state_dict": (
+        lambda error: {"state_dict": {"model": Runs(error)}},
+        r"state_dict\(\) of 'model'",
+    ),
+    "pickling": (lambda error: {"state_dict": {"note": Pickled(error)}}, "'note' can't be saved"),
+    **{
+        method: (
+            lambda error, method=method: {
+                "state_dict": state(),
+                "planner": Planned(method, error),
+            },
+            f"planner .*Planned: {method}",
+        )
+        for method in ("set_up_planner", "create_local_plan", "finish_plan")
+    },
+    "resolve_data": (
+        lambda error: {"state_dict": state(), "planner": Planned("resolve_data", error)},
+        "'w' can't be saved",
+    ),
+}
+
+
+@pytest.mark.usefixtures("two_ranks")
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no room"), OwnError(1, 2)], ids=repr)
+@pytest.mark.parametrize("where", OWN_CODE)
+def test_what_the_callers_own_code_raises_reaches_it_as_it_is(
+    client: Client, sidecar: ScriptedSidecar, where: str, error: Exception
+) -> None:
+    make, says = OWN_CODE[where]
+    error.__notes__ = []  # type: ignore[attr-defined]
+    with pytest.raises(type(error), match=says) as raised:
+        client.async_save(checkpoint_id="/x/y", **make(error))  # type: ignore[no-untyped-call]
+    assert raised.value is error
+    assert any("/x/y, which it ended on all ranks" in note for note in error.__notes__)
+    # The other ranks are told what it was.
+    (failure,) = failures(sidecar)
+    assert f"{type(error).__name__}: {error}" in failure.message
+    assert re.search(says, failure.message)
+    client.save(state(), checkpoint_id="/x/z")
+
+
+@pytest.mark.usefixtures("two_ranks")
+def test_it_does_when_the_plan_is_known(client: Client, sidecar: ScriptedSidecar) -> None:
+    client.save({**state(), "note": {"a": 1}}, checkpoint_id="/x/x")
+    error = MemoryError("no room")
+    with pytest.raises(MemoryError, match=r"'note\.a' can't be saved") as raised:
+        client.async_save({**state(), "note": {"a": Pickled(error)}}, checkpoint_id="/x/y")
+    assert raised.value is error
+
+
+def test_alone_nobody_else_has_to_be_told(
+    client: Client, sidecar: ScriptedSidecar, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(_: Any) -> None:
+        raise InvalidRequestError("no such scheme")
+
+    sidecar.on.update({"Plan": refuse, "Fail": refuse})
+    with pytest.raises(InvalidRequestError, match="no such scheme"):
+        client.async_save(state(), checkpoint_id="nowhere://x/y")
+    assert not caplog.records
+
+
+@pytest.mark.usefixtures("two_ranks")
+def test_a_wrong_argument_on_one_rank_is_told_to_the_others(
+    client: Client, sidecar: ScriptedSidecar
+) -> None:
+    with pytest.raises(InvalidRequestError):
+        client.async_save(state(), checkpoint_id="/x/y", use_collectives=False)
+    (request,) = sidecar.asked(sidecar_pb2.FailRequest)
+    assert request.context.save.number == 1
+    assert "use_collectives" in request.failure.message
+
+
+@pytest.mark.usefixtures("two_ranks")
+def test_an_abort_while_planning_is_raised_from_the_call(
+    client: Client, sidecar: ScriptedSidecar
+) -> None:
+    def abort(_: Any) -> None:
+        raise SaveAbortedError("save was aborted", [save_pb2.Failure(rank=1, message="left")])
+
+    def abort_with_news_first(request: Any) -> None:
+        sidecar.abort(request.context, save_pb2.Failure(rank=1, message="left"))
+        time.sleep(0.2)
+        abort(request)
+
+    for root, hook in (("/x", abort), ("/y", abort_with_news_first)):
+        sidecar.on["Plan"] = hook
+        with pytest.raises(SaveAbortedError) as raised:
+            client.async_save(state(), checkpoint_id=f"{root}/y")
+        assert raised.value.failures[1].message == "left"
+        assert not failures(sidecar)
+        del sidecar.on["Plan"]
+        # It was raised once: neither now nor by the next call again.
+        client.save(state(), checkpoint_id=f"{root}/y")
+
+
+def test_no_sidecar_is_an_error_from_the_call() -> None:
+    with (
+        Client(Settings(sidecar="unix:///tmp/there-is-none.sock")) as client,
+        pytest.raises(UnavailableError, match=r"there-is-none\.sock"),
+    ):
+        client.async_save(state(), checkpoint_id="/x/y")
+
+
+# Several processes without a group.
+
+
+def save_by_a_writer(client: Client, **arguments: Any) -> None:
+    path = arguments.pop("checkpoint_id")
+    StorageWriter(path, client=client, **arguments).storage_meta()
+
+
+CALLS_OF_A_SAVE = {
+    "async_save": lambda client, **more: client.async_save(state(), **more),
+    "save": lambda client, **more: client.save(state(), **more),
+    "prepare": lambda client, checkpoint_id, **more: client.prepare(state(), checkpoint_id, **more),
+    "StorageWriter": save_by_a_writer,
+}
+
+
+@pytest.mark.parametrize("call", CALLS_OF_A_SAVE)
+def test_ranks_of_a_launcher_without_a_group_are_not_each_a_world_of_one(
+    client: Client, sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    save = CALLS_OF_A_SAVE[call]
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(
+        InvalidRequestError, match=r"rank 1 of 4 .*init_process_group.*no_dist=True"
+    ):
+        save(client, checkpoint_id="/x/y")
+    assert not sidecar.requests
+    save(client, checkpoint_id="/x/y", no_dist=True)
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"WORLD_SIZE": "4"},
+        {"RANK": "1"},
+        {"RANK": "0", "WORLD_SIZE": "1"},
+        {"RANK": "", "WORLD_SIZE": ""},
+    ],
+    ids=str,
+)
+def test_a_process_alone_is_not_refused_for_stray_variables(
+    client: Client, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    client.save(state(), checkpoint_id="/x/y")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_ranks_of_a_launcher_without_a_group_may_each_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "step-1", no_dist=True)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    newest = client_package.latest(tmp_path)
+    assert newest == str(tmp_path / "step-1")
+    loaded = {"w": torch.zeros(3)}
+    client_package.load(loaded, checkpoint_id=newest)
+    assert torch.equal(loaded["w"], torch.ones(3))
+
+
+# Errors that nobody asked for.
+
+
+def fail_one(client: Client, sidecar: ScriptedSidecar) -> Any:
+    sidecar.commit = False
+    handle = client.async_save(state(), checkpoint_id="/x/y")
+    (request,) = sidecar.asked(sidecar_pb2.PlanRequest)[-1:]
+    sidecar.abort(request.context, save_pb2.Failure(rank=1, host="b", message="disk full"))
+    assert handle.wait(10)
+    wait_until(lambda: not client._pending)
+    sidecar.commit = True
+    return handle
+
+
+@pytest.mark.usefixtures("two_ranks")
+def test_an_unasked_error_is_raised_once_by_the_next_save_and_ends_it_everywhere(
+    client: Client, sidecar: ScriptedSidecar
+) -> None:
+    fail_one(client, sidecar)
+    with pytest.raises(SaveAbortedError, match="disk full"):
+        client.async_save(state(), checkpoint_id="/x/z")
+    assert "disk full" in failures(sidecar)[0].message
+    client.save(state(), checkpoint_id="/x/z")
+    assert numbers(sidecar, sidecar_pb2.HandOverRequest)[-1] == 3
+
+
+def test_an_unasked_error_is_raised_by_wait_all_and_close(
+    client: Client, sidecar: ScriptedSidecar
+) -> None:
+    fail_one(client, sidecar)
+    with pytest.raises(SaveAbortedError, match="disk full") as raised:
+        client.wait_all(5)
+    assert raised.value.failures[1].host == "b"
+    client.wait_all(5)
+
+    sidecar.commit = False
+    handles = [client.async_save(state(), checkpoint_id=f"/x/{name}") for name in "ab"]
+    # Both go by the first save's plan, and ask in the background, in any order.
+    sidecar.wait_for(lambda: len(sidecar.asked(sidecar_pb2.PlanRequest)) == 3)
+    asked = sidecar.asked(sidecar_pb2.PlanRequest)[-2:]
+    for request in sorted(asked, key=lambda request: request.context.save.number):
+        sidecar.abort(request.context, save_pb2.Failure(rank=1, message="disk full"))
+    assert all(handle.wait(10) for handle in handles)
+    wait_until(lambda: not client._pending)
+    with pytest.raises(SaveAbortedError, match=r"/x/a .*; and .*/x/b "):
+        client.close()
+    client.close()
+
+
+@pytest.mark.parametrize("call", ["load", "latest", "list"])
+@pytest.mark.parametrize("default", [True, False])
+def test_an_unasked_error_is_raised_by_reading_before_it_reads(
+    client: Client,
+    sidecar: ScriptedSidecar,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    call: str,
+    default: bool,
+) -> None:
+    values = {"w": torch.zeros(3)}
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "step-1", no_dist=True)
+    arguments: dict[str, Any] = {"root": tmp_path}
+    if call == "load":
+        arguments = {"state_dict": values, "checkpoint_id": tmp_path / "step-1"}
+    if default:
+        monkeypatch.setattr(api, "_default", client)
+    read = getattr(client_package if default else client, call)
+    fail_one(client, sidecar)
+    with pytest.raises(SaveAbortedError, match="disk full"):
+        read(**arguments)
+    assert not values["w"].any()
+    found = read(**arguments)
+    assert values["w"].all() if call == "load" else "step-1" in str(found)
+
+
+def test_reading_makes_no_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "_default", None)
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "step-1", no_dist=True)
+    (found,) = client_package.list(tmp_path)
+    assert client_package.latest(tmp_path) == found.checkpoint_id
+    values = {"w": torch.zeros(3)}
+    client_package.load(values, checkpoint_id=found.checkpoint_id)
+    assert values["w"].all()
+    assert api._default is None
+
+
+def test_an_error_that_was_asked_for_is_not_raised_again(
+    client: Client, sidecar: ScriptedSidecar
+) -> None:
+    handle = fail_one(client, sidecar)
+    for _ in range(2):
+        with pytest.raises(SaveAbortedError, match="disk full"):
+            handle.result()
+    client.wait_all(5)
+
+
+# Busy.
+
+
+@pytest.fixture
+def busy(sidecar: ScriptedSidecar) -> Iterator[Client]:
+    """A client whose only arena is not ingested until the sidecar goes on."""
+    made = Client(Settings(sidecar=sidecar.address, max_in_flight=1))
+    hold = threading.Event()
+    sidecar.on["HandOver"] = lambda _: hold.wait(20)
+    made.hold = hold  # type: ignore[attr-defined]
+    made.async_save(state(), checkpoint_id="/x/first")
+    yield made
+    hold.set()
+    with suppress(PannierError):
+        made.close()
+
+
+@pytest.mark.usefixtures("two_ranks")
+def test_skip_gives_a_handle_that_says_so_and_tells_the_others(
+    busy: Client, sidecar: ScriptedSidecar
+) -> None:
+    handle = busy.async_save(state(), checkpoint_id="/x/second", on_busy="skip")
+    skipped = sidecar.asked(sidecar_pb2.FailRequest)[0].context.save
+    assert handle.status().id == object_names.save_text(skipped)
+    with pytest.raises(SaveSkippedError, match="hold their staging memory"):
+        handle.result(0)
+    assert [failure.kind for failure in failures(sidecar)] == [save_pb2.FAILURE_KIND_SKIPPED]
+    assert sidecar.asked(sidecar_pb2.FailRequest)[0].context.save.number == 2
+    busy.hold.set()  # type: ignore[attr-defined]
+    busy.wait_all(10)
+    busy.save(state(), checkpoint_id="/x/third")
+
+
+def test_raise_raises(busy: Client) -> None:
+    with pytest.raises(BusyError, match="PANNIER_MAX_IN_FLIGHT"):
+        busy.async_save(state(), checkpoint_id="/x/second", on_busy="raise")
+
+
+def test_wait_waits(busy: Client) -> None:
+    threading.Timer(0.3, busy.hold.set).start()  # type: ignore[attr-defined]
+    began = time.monotonic()
+    busy.async_save(state(), checkpoint_id="/x/second").result(10)
+    assert time.monotonic() - began > 0.25
+
+
+def test_what_a_save_waited_for_room_counts(busy: Client, sidecar: ScriptedSidecar) -> None:
+    threading.Timer(1.5, busy.hold.set).start()  # type: ignore[attr-defined]
+    busy.async_save(state(), checkpoint_id="/x/second", timeout=20).result(10)
+    request = sidecar.asked(sidecar_pb2.PlanRequest)[-1]
+    assert request.timeout_s < 18.6
+    assert request.save_timeout_s < 18.6
+
+
+def test_wait_has_a_deadline(busy: Client) -> None:
+    with pytest.raises(DeadlineError, match="hold their staging memory"):
+        busy.async_save(state(), checkpoint_id="/x/second", timeout=0.2)
+
+
+@pytest.mark.usefixtures("two_ranks")
+def test_a_skip_elsewhere_skips_here(client: Client, sidecar: ScriptedSidecar) -> None:
+    def skip(_: Any) -> None:
+        raise SaveSkippedError("rank 1 skipped", [save_pb2.Failure(rank=1)])
+
+    sidecar.on["Plan"] = skip
+    handle = client.async_save(state(), checkpoint_id="/x/y", on_busy="skip")
+    with pytest.raises(SaveSkippedError, match="rank 1 skipped"):
+        handle.result(0)
+    with pytest.raises(SaveSkippedError):
+        client.async_save(state(), checkpoint_id="/x/y")
+    client.wait_all(1)
+
+
+# Ending.
+
+
+def test_wait_all_has_a_deadline_that_names_the_saves(
+    client: Client, sidecar: ScriptedSidecar
+) -> None:
+    sidecar.commit = False
+    client.async_save(state(), checkpoint_id="/x/y")
+    with pytest.raises(DeadlineError, match="to /x/y"):
+        client.wait_all(0.2)
+
+
+def test_close_waits_until_ingested_and_handles_still_resolve(
+    client: Client, sidecar: ScriptedSidecar
+) -> None:
+    sidecar.commit = False
+    with client:
+        handle = client.async_save(state(size=5_000_000), checkpoint_id="/x/y")
+    (request,) = sidecar.asked(sidecar_pb2.HandOverRequest)
+    assert not handle.done()
+    sidecar.tell(request.context.save, save_pb2.SAVE_STATE_COMMITTED)
+    handle.result(10)
+    session = client._memberships[True]._session
+    assert session is not None
+    wait_until(session._closed.is_set)
+    with pytest.raises(InvalidRequestError, match="closed"):
+        client.async_save(state(), checkpoint_id="/x/y")
+
+
+def test_the_blocks_own_error_goes_first(client: Client, sidecar: ScriptedSidecar) -> None:
+    def loop() -> None:
+        with client:
+            fail_one(client, sidecar)
+            raise KeyError("loop")
+
+    with pytest.raises(KeyError, match="loop"):
+        loop()
+
+
+def test_configure_comes_first(monkeypatch: pytest.MonkeyPatch, sidecar: ScriptedSidecar) -> None:
+    monkeypatch.setattr(api, "_overrides", {})
+    api.configure(sidecar=sidecar.address, job="mine")
+    with pytest.raises(ConfigurationError, match="max_in_flight"):
+        api.configure(max_in_flight=-1)
+    made = api.default_client()
+    assert made.settings.job == "mine"
+    assert made.settings.max_in_flight == 2
+    with pytest.raises(ConfigurationError, match="before the first use"):
+        api.configure(job="other")
+    api.close()
+    assert api.default_client() is not made
+    api.close()
+
+
+def run(sidecar: ScriptedSidecar, code: str) -> subprocess.CompletedProcess[str]:
+    head = (
+        "import os, sys, torch\n"
+        "from pannier.client.client import default_client\n"
+        "client = default_client()\n"
+        "state = {'w': torch.ones(20_000_000)}\n"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", head + code],
+        env=clean_environment({"PANNIER_SIDECAR": sidecar.address}),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_a_normal_exit_waits_until_ingested(sidecar: ScriptedSidecar) -> None:
+    done = run(sidecar, "client.async_save(state, checkpoint_id='/x/y')")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert len(sidecar.asked(sidecar_pb2.HandOverRequest)) == 1
+    assert sum(len(spool.data) for spool in sidecar.files.values()) > 80_000_000
+
+
+def test_an_error_at_exit_is_seen(sidecar: ScriptedSidecar) -> None:
+    def refuse(_: Any) -> None:
+        raise SaveAbortedError("rank 1 died")
+
+    sidecar.on["HandOver"] = refuse
+    done = run(
+        sidecar,
+        "import pannier.client.transport.save_task as s; s._ABORT_NEWS_S = 0.1\n"
+        "h = client.async_save(state, checkpoint_id='/x/y'); h.wait(10)",
+    )
+    assert "rank 1 died" in done.stderr
+    # Also where logs go nowhere, and to whoever reports errors.
+    quiet = run(
+        sidecar,
+        "import logging; logging.disable()\n"
+        "sys.excepthook = lambda kind, error, _: print('HOOK', kind.__name__, error)\n"
+        "import pannier.client.transport.save_task as s; s._ABORT_NEWS_S = 0.1\n"
+        "h = client.async_save(state, checkpoint_id='/x/y'); h.wait(10)",
+    )
+    assert "HOOK SaveAbortedError rank 1 died" in quiet.stdout
+
+
+def test_a_forked_child_may_not_save_and_ends_at_once(sidecar: ScriptedSidecar) -> None:
+    done = run(
+        sidecar,
+        "client.async_save(state, checkpoint_id='/x/y').result()\n"
+        "sys.stdout.flush()\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    try: client.async_save(state, checkpoint_id='/x/z')\n"
+        "    except ValueError as error: print(error); sys.exit(5)\n"
+        "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n",
+    )
+    assert done.returncode == 0, done.stderr
+    assert "spawn" in done.stdout
+    assert done.stdout.splitlines()[-1] == "5"
+
+
+def test_descriptors_are_close_on_exec(sidecar: ScriptedSidecar) -> None:
+    # In a process of its own: a gloo group of another test leaves inheritable ones behind.
+    done = run(
+        sidecar,
+        "client.save(state, checkpoint_id='/x/y')\n"
+        "for name in os.listdir('/proc/self/fd'):\n"
+        "    try: inherited = int(name) > 2 and os.get_inheritable(int(name))\n"
+        "    except OSError: continue\n"
+        "    if inherited: print(os.readlink(f'/proc/self/fd/{name}'))\n",
+    )
+    assert done.returncode == 0, done.stderr
+    assert not [line for line in done.stdout.splitlines() if line.startswith(("socket", "anon"))]

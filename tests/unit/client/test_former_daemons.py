@@ -1,0 +1,140 @@
+"""What is done for the daemons of a job's earlier starts, with nobody really started."""
+
+import json
+import os
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pannier.client.config import Settings
+from pannier.client.embedded import former_daemons, launcher
+from pannier.client.embedded.daemon_spec import Pair, job_pair, record
+from pannier.common import env_fingerprint
+from pannier.wire import addresses
+from support.processes.daemons import short_directory
+
+JOB, OTHER = "run 7", "run 8"
+HERE = socket.gethostname()
+SUCCESSOR = {"coordinator": "10.0.0.2:7070", "cert": "/c", "key": "/k", "ca": "/a"}
+
+
+class Starts:
+    """A job's starts on this host."""
+
+    def __init__(self, directory: Path) -> None:
+        self.settings = Settings(runtime_dir=directory, spool=directory / "spool")
+        self.started: list[Path] = []
+        self.up: set[Path] = set()
+
+    def add(self, word: str, job: str = JOB, host: str = HERE, **environment: str) -> Pair:
+        """One that was started with these variables."""
+        directory = addresses.job_dir(self.settings.runtime_dir, job, word, host)
+        directory.mkdir()
+        pair = job_pair(self.settings, directory, coordinator="10.0.0.1:7070")
+        record(pair)
+        own = {**launcher.environment(self.settings, pair), **environment}
+        text = env_fingerprint.encode(env_fingerprint.record(own))
+        (directory / env_fingerprint.FILE).write_text(text)
+        return pair
+
+    def tend(self, newest: Pair) -> None:
+        former_daemons._tend(self.settings, newest, JOB, SUCCESSOR)
+
+
+@pytest.fixture
+def starts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Starts]:
+    directory = short_directory()
+    made = Starts(directory)
+
+    def ensure(settings: Settings, pair: Pair) -> str:
+        made.started.append(pair.directory)
+        return ""
+
+    monkeypatch.setattr(launcher, "ensure", ensure)
+    monkeypatch.setattr(launcher, "is_up", lambda pair: pair.directory in made.up)
+    yield made
+    shutil.rmtree(directory)
+
+
+def told(pair: Pair) -> object:
+    path = pair.directory / addresses.SUCCESSOR
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def test_all_of_the_job_are_told_and_those_that_were_killed_are_started_again(
+    starts: Starts,
+) -> None:
+    running, killed, other = starts.add("one"), starts.add("two"), starts.add("one", OTHER)
+    # As on a file system that hosts have in common.
+    elsewhere = starts.add("three", host="another host")
+    starts.up = {running.directory, other.directory}
+    newest = starts.add("new")
+    starts.tend(newest)
+    assert starts.started == [killed.directory]
+    assert told(running) == told(killed) == SUCCESSOR
+    assert told(other) is None
+    assert told(elsewhere) is None
+    assert told(newest) is None
+
+
+def test_a_later_start_on_one_host_has_its_usual_coordinator_end_them(starts: Starts) -> None:
+    former_daemons.tend(starts.settings, JOB)
+    assert starts.started == []
+    killed = starts.add("one")
+    former_daemons.tend(starts.settings, JOB)
+    for thread in threading.enumerate():
+        if thread.name == "pannier-former":
+            thread.join(10)
+    assert starts.started == [killed.directory]
+    usual = addresses.embedded_coordinator(starts.settings.runtime_dir)
+    assert told(killed) == {"coordinator": usual}
+
+
+def test_those_with_other_storage_are_left_alone(
+    starts: Starts, caplog: pytest.LogCaptureFixture
+) -> None:
+    elsewhere = starts.add("one", STORAGE_EMULATOR_HOST="http://10.0.0.9:1")
+    starts.tend(starts.add("new"))
+    assert starts.started == []
+    assert told(elsewhere) is None
+    assert "STORAGE_EMULATOR_HOST" in caplog.text
+
+
+def test_a_record_that_cannot_be_read_keeps_nobody_from_the_others(
+    starts: Starts, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken, killed = starts.add("a"), starts.add("b")
+    (broken.directory / "pair.json").write_text("{")
+    starts.tend(starts.add("new"))
+    assert starts.started == [killed.directory]
+    assert str(broken.directory) in caplog.text
+
+
+def test_logs_of_those_that_left_stay_for_a_day(starts: Starts) -> None:
+    old, young, full = (starts.add(word, OTHER).directory for word in ("old", "young", "full"))
+    for directory in (old, young, full):
+        for path in directory.iterdir():
+            path.unlink()
+        (directory / addresses.LOG).write_text("a log\n")
+    (full / "something").touch()
+    yesterday = time.time() - 90000
+    for directory in (old, full):
+        os.utime(directory / addresses.LOG, (yesterday, yesterday))
+    starts.tend(starts.add("new"))
+    assert [directory.exists() for directory in (old, young, full)] == [False, True, True]
+
+
+def test_a_pair_is_read_as_it_was_written(starts: Starts) -> None:
+    from pannier.client.embedded.daemon_spec import recorded
+
+    pair = starts.add("one")
+    assert recorded(pair.directory) == pair
+    assert pair.spool == starts.settings.runtime_dir / "spool" / pair.directory.name
+    assert not pair.serves_others
+    assert job_pair(starts.settings, pair.directory, listen="10.0.0.1:1").serves_others
+    assert recorded(starts.settings.runtime_dir) is None

@@ -1,0 +1,198 @@
+"""Finding and starting the embedded daemons, with a small program in their place."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pannier.client.config import Settings
+from pannier.client.embedded import launcher
+from pannier.common import env_fingerprint
+from pannier.wire.errors import ConfigurationError, UnavailableError
+from support.processes.daemons import short_directory
+
+FAKE = """#!{python}
+import json, os, socket, sys
+directory = sys.argv[sys.argv.index("--runtime-dir") + 1]
+print("starting up", flush=True)
+if os.environ.get("FAKE") == "fail":
+    sys.exit("no room on the disk")
+with open(directory + "/started", "a") as file:
+    file.write(json.dumps(dict(
+        pid=os.getpid(), ppid=os.getppid(), sid=os.getsid(0), cwd=os.getcwd(),
+        env=dict(os.environ), arguments=sys.argv[1:], fds=sorted(os.listdir("/proc/self/fd")),
+    )) + "\\n")
+server = socket.socket(socket.AF_UNIX)
+server.bind(directory + "/sidecar.sock")
+server.listen()
+while True:
+    server.accept()
+"""
+
+
+@pytest.fixture
+def directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    path = short_directory()
+    fake = path / "fake"
+    fake.write_text(FAKE.format(python=sys.executable))
+    fake.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(fake))
+    run = path / "run"
+    yield run
+    for one in started(run):
+        with suppress(ProcessLookupError):
+            os.kill(one["pid"], signal.SIGKILL)
+    shutil.rmtree(path)
+
+
+def started(run: Path) -> list[dict[str, Any]]:
+    log = run / "started"
+    return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+
+
+def test_daemons_are_started_once_by_many_and_found_by_all(directory: Path) -> None:
+    settings = Settings(runtime_dir=directory)
+    found: list[str] = []
+    threads = [
+        threading.Thread(target=lambda: found.append(launcher.ensure(settings))) for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert found == [f"unix://{directory}/sidecar.sock"] * 4
+    assert len(started(directory)) == 1
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+
+
+def test_they_are_nobodys_children_and_know_no_rank(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("LD_PRELOAD", "")
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://127.0.0.1:1")
+    with socket.socket() as open_here:
+        os.set_inheritable(open_here.fileno(), True)
+        launcher.ensure(Settings(runtime_dir=directory, spool=Path("/tmp/some-spool")))
+        number = str(open_here.fileno())
+    (one,) = started(directory)
+    assert one["sid"] != os.getsid(0)
+    assert one["ppid"] != os.getpid()
+    assert one["cwd"] == "/"
+    assert not {"RANK", "LOCAL_RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID"} & one["env"].keys()
+    assert one["env"]["STORAGE_EMULATOR_HOST"] == "http://127.0.0.1:1"
+    assert "LD_PRELOAD" in one["env"]
+    assert number not in one["fds"]
+    assert one["env"]["PANNIER_SPOOL"] == "/tmp/some-spool"
+    assert "starting up" in (directory / launcher.LOG).read_text()
+
+
+def test_they_outlive_ctrl_c_and_the_end_of_the_trainers_group(directory: Path) -> None:
+    code = (
+        "import sys; sys.executable = sys.argv[1]\n"
+        "from pathlib import Path\n"
+        "from pannier.client.embedded import launcher\n"
+        "from pannier.client.config import Settings\n"
+        "launcher.ensure(Settings(runtime_dir=Path(sys.argv[2])))\n"
+        "print('up', flush=True); sys.stdin.read()"
+    )
+    python = os.path.join(sys.prefix, "bin", "python")
+    with subprocess.Popen(
+        [python, "-c", code, sys.executable, str(directory)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    ) as trainer:
+        assert trainer.stdout is not None
+        assert trainer.stdout.readline() == b"up\n"
+        os.killpg(trainer.pid, signal.SIGINT)
+        os.killpg(trainer.pid, signal.SIGKILL)
+        trainer.wait(10)
+    (one,) = started(directory)
+    os.kill(one["pid"], 0)
+    assert launcher.ensure(Settings(runtime_dir=directory)).endswith("sidecar.sock")
+    assert len(started(directory)) == 1
+
+
+def test_daemons_that_end_while_starting_are_an_error_with_their_last_words(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE", "fail")
+    with pytest.raises(UnavailableError, match=r"(?s)ended while starting.*no room on the disk"):
+        launcher.ensure(Settings(runtime_dir=directory))
+
+
+def test_daemons_that_do_not_come_up_are_an_error_with_their_last_words(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launcher, "START_S", 0.5)
+    monkeypatch.setattr(launcher, "_accepts", lambda _: False)
+    with pytest.raises(UnavailableError, match=r"(?s)did not come up within 0.5 s.*starting up"):
+        launcher.ensure(Settings(runtime_dir=directory))
+
+
+def test_daemons_of_other_settings_are_refused_with_the_settings_names(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_PROFILE", "mine")
+    settings = Settings(runtime_dir=directory, spool=Path("/tmp/some-spool"))
+    launcher.ensure(settings)
+    (one,) = started(directory)
+    (directory / env_fingerprint.FILE).write_text(
+        env_fingerprint.encode(env_fingerprint.record(one["env"]))
+    )
+    (directory / "up.pid").write_text(f"{one['pid']}\n")
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "rotated")
+    launcher.ensure(settings)
+    monkeypatch.setenv("AWS_PROFILE", "another")
+    with pytest.raises(ConfigurationError) as caught:
+        launcher.ensure(
+            Settings(
+                runtime_dir=directory, spool=Path("/tmp/some-spool"), coordinator="10.0.0.2:7070"
+            )
+        )
+    message = str(caught.value)
+    assert "value of AWS_PROFILE, PANNIER_COORDINATOR, and" in message
+    assert f"kill {one['pid']}" in message
+    assert "another PANNIER_RUNTIME_DIR" in message
+    assert "mine" not in message
+    assert len(started(directory)) == 1
+
+
+def test_a_stale_socket_is_no_daemon(directory: Path) -> None:
+    directory.mkdir(mode=0o700)
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(directory / "sidecar.sock"))
+    assert not launcher._accepts(str(directory / "sidecar.sock"))
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a directory away")
+def test_a_directory_of_another_user_is_refused(directory: Path) -> None:
+    directory.mkdir(mode=0o755)
+    os.chown(directory, 65534, 65534)
+    with pytest.raises(ConfigurationError, match=r"PANNIER_RUNTIME_DIR=.* not a directory of user"):
+        launcher.ensure(Settings(runtime_dir=directory))
+
+
+@pytest.mark.parametrize("mark", ["KUBERNETES_SERVICE_HOST", "SLURM_STEP_ID"])
+def test_daemons_in_a_pod_or_a_slurm_step_end_with_it(
+    monkeypatch: pytest.MonkeyPatch, mark: str
+) -> None:
+    monkeypatch.setattr(os.path, "exists", lambda _: False)
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    monkeypatch.delenv("SLURM_STEP_ID", raising=False)
+    assert launcher.outlives_trainer()
+    monkeypatch.setenv(mark, "1")
+    assert not launcher.outlives_trainer()

@@ -1,0 +1,42 @@
+"""Which coordinator a session's sidecar speaks to, against a scripted sidecar."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pannier.client.config import Settings
+from pannier.client.identity import World
+from pannier.client.transport.membership import Membership
+from pannier.wire.errors import ConfigurationError
+from support.actors.scripted_sidecar import ScriptedSidecar
+from support.processes.daemons import short_directory
+
+
+@pytest.fixture
+def sidecar() -> Iterator[ScriptedSidecar]:
+    directory: Path = short_directory()
+    with ScriptedSidecar(directory) as scripted:
+        yield scripted
+    shutil.rmtree(directory)
+
+
+@pytest.mark.parametrize("coordinator", [None, "unix:///nowhere"])
+def test_a_sidecar_of_the_named_coordinator_is_taken(
+    sidecar: ScriptedSidecar, coordinator: str | None
+) -> None:
+    member = Membership(World(alone=True))
+    session = member.session(Settings(sidecar=sidecar.address, coordinator=coordinator))
+    assert session.welcome.coordinator == "unix:///nowhere"
+    session.close()
+
+
+def test_a_sidecar_of_another_coordinator_is_refused_with_both_addresses(
+    sidecar: ScriptedSidecar,
+) -> None:
+    member = Membership(World(alone=True))
+    with pytest.raises(
+        ConfigurationError, match=r"PANNIER_COORDINATOR=10\.0\.0\.2:7070.*unix:///nowhere"
+    ):
+        member.session(Settings(sidecar=sidecar.address, coordinator="10.0.0.2:7070"))

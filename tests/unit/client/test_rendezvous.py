@@ -1,0 +1,241 @@
+"""How ranks settle which host has the coordinator: threads play them, on a store of this process."""
+
+import shutil
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from pannier.client.config import Settings
+from pannier.client.embedded import launcher, network, rendezvous
+from pannier.client.embedded.certificates import Papers
+from pannier.client.embedded.daemon_spec import job_pair, leave_papers, record
+from pannier.client.embedded.pg_store import Notes
+from pannier.client.embedded.rendezvous import Meeting, Spot, meet
+from pannier.common import env_fingerprint
+from pannier.wire import addresses
+from pannier.wire.errors import ConfigurationError, DeadlineError, UnavailableError
+from support.processes.daemons import short_directory
+from support.processes.ranks import free_port
+
+SETTINGS = Settings(plan_timeout=20.0)
+PAPERS = Papers(cert="cert", key="key", ca="ca")
+
+
+def spot(rank: int, place: str) -> Spot:
+    return Spot(rank, f"node-{place}", place, f"10.0.0.{ord(place)}")
+
+
+@pytest.fixture(autouse=True)
+def convened(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Spot, str | None]]:
+    """Who has started a coordinator, and towards whom."""
+    found: list[tuple[Spot, str | None]] = []
+
+    def convene(own: Spot, towards: str | None, settings: Settings) -> Meeting:
+        found.append((own, towards))
+        return Meeting("w", "job j", "10.0.0.1:7070", own, PAPERS)
+
+    monkeypatch.setattr(rendezvous, "_convene", convene)
+    monkeypatch.setattr(rendezvous, "PATIENCE_S", 1.0)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
+    return found
+
+
+class Ranks:
+    """Ranks at the given places; those at no place don't come."""
+
+    def __init__(self, places: str, first: int = 0, settings: Settings = SETTINGS) -> None:
+        self.store = dist.HashStore()
+        self.spots = [None if place == "." else spot(r, place) for r, place in enumerate(places)]
+        self.first = self.spots[first]
+        self._settings = settings
+
+    def meet(self, rank: int) -> Meeting | None:
+        own = self.spots[rank]
+        assert own is not None
+        assert self.first is not None
+        notes = Notes(rank, timeout_s=20, store=self.store)
+        return meet(notes, 1, own, self.first, size=len(self.spots), settings=self._settings)
+
+    def run(self) -> list[Meeting | Exception | None]:
+        """What each rank that comes is told."""
+
+        def caught(rank: int) -> Meeting | Exception | None:
+            try:
+                return self.meet(rank)
+            except Exception as error:  # noqa: BLE001 - for the test to look at
+                return error
+
+        ranks = [rank for rank, each in enumerate(self.spots) if each is not None]
+        with ThreadPoolExecutor(len(ranks)) as threads:
+            return list(threads.map(caught, ranks))
+
+
+def test_ranks_of_one_host_need_no_meeting(convened: list[Any]) -> None:
+    assert Ranks("aaa", first=1).run() == [None, None, None]
+    assert convened == []
+
+
+@pytest.mark.parametrize(("places", "first"), [("aab", 0), ("abb", 1), ("abc", 2), ("aaab", 1)])
+def test_rank_0s_host_has_the_coordinator_of_several(
+    places: str, first: int, convened: list[tuple[Spot, str | None]]
+) -> None:
+    ranks = Ranks(places, first)
+    found = ranks.run()
+    ((own, towards),) = convened
+    assert own == ranks.spots[0]
+    # So that it listens on the address by which that host reaches it.
+    assert towards in {each.address for each in ranks.spots if each and each.place != own.place}
+    told = found[0]
+    assert isinstance(told, Meeting)
+    assert (told.at, told.coordinator) == (own, "10.0.0.1:7070")
+    for each in found:
+        assert isinstance(each, Meeting)
+        assert (each.word, each.at, each.papers.key) == ("w", own, "key")
+
+
+def test_the_first_rank_decides_when_rank_0_does_not_save(
+    convened: list[tuple[Spot, str | None]],
+) -> None:
+    ranks = Ranks(".bcb", first=2)
+    found = ranks.run()
+    assert [own for own, _ in convened] == [ranks.spots[2]]
+    assert all(isinstance(each, Meeting) and each.at.rank == 2 for each in found)
+
+
+def test_a_rank_that_may_be_elsewhere_is_expected_there(
+    convened: list[tuple[Spot, str | None]],
+) -> None:
+    # Rank 2 hasn't come: nobody has said that it is on this host.
+    found = Ranks("aa.").run()
+    assert [towards for _, towards in convened] == [None]
+    assert all(isinstance(each, Meeting) for each in found)
+
+
+def test_ranks_that_met_on_loopback_are_on_one_host(
+    convened: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    ranks = Ranks("aab")
+    late, ranks.spots[2] = ranks.spots[2], None
+    assert ranks.run() == [None, None]
+    assert convened == []
+    # Two containers with one network: had it come sooner, both would have been served.
+    ranks.spots[2] = late
+    with pytest.raises(ConfigurationError, match=r"rank 2 \(node-b\).*PANNIER_RUNTIME_DIR"):
+        ranks.meet(2)
+
+
+def test_the_launcher_is_believed_and_nothing_is_asked(
+    convened: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    assert Ranks("aa.").run() == [None, None]
+    assert convened == []
+    (one, other) = Ranks("ab").run()
+    assert one is None
+    assert isinstance(other, ConfigurationError)
+    for word in ("LOCAL_WORLD_SIZE=3", "node-a", "node-b", "PANNIER_RUNTIME_DIR"):
+        assert word in str(other)
+
+
+def test_all_are_told_at_once_why_there_is_no_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> Meeting:
+        raise UnavailableError("port 7070 is taken")
+
+    monkeypatch.setattr(rendezvous, "_convene", fail)
+    found = Ranks("abb").run()
+    assert [type(each) for each in found] == [UnavailableError, *2 * [ConfigurationError]]
+    for each in found[1:]:
+        assert "rank 0 (node-a): port 7070 is taken" in str(each)
+
+
+def test_a_wait_ends_with_a_name() -> None:
+    ranks = Ranks("ab.", settings=Settings(plan_timeout=0.3))
+    with pytest.raises(DeadlineError, match=r"rank 1 \(node-b\) waited 0\.3 s for rank 0 to say"):
+        ranks.meet(1)
+
+
+def test_what_was_decided_stays(convened: list[Any]) -> None:
+    ranks = Ranks("ab")
+    first, later = ranks.run(), ranks.run()
+    assert len(convened) == 1
+    for one, other in zip(first, later, strict=True):
+        assert isinstance(one, Meeting)
+        assert isinstance(other, Meeting)
+        assert (one.word, one.at, one.papers.cert) == (other.word, other.at, other.papers.cert)
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"PANNIER_JOB": "llama", "SLURM_JOB_ID": "7"}, "job llama"),
+        ({"TORCHELASTIC_RUN_ID": "r", "SLURM_JOB_ID": "7"}, "run r"),
+        ({"TORCHELASTIC_RUN_ID": "none", "SLURM_JOB_ID": "7"}, "slurm 7"),
+        ({"MASTER_ADDR": "node-0", "MASTER_PORT": "29500"}, "at node-0:29500"),
+    ],
+)
+def test_a_job_is_known_again(
+    environment: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("PANNIER_JOB", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert rendezvous.job_words(Settings()) == words
+
+
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    path = short_directory()
+    yield path
+    shutil.rmtree(path)
+
+
+def test_daemons_of_an_earlier_start_are_used_again(
+    short_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where they were killed, unless their port is taken or they store elsewhere."""
+    settings = Settings(runtime_dir=short_path)
+    own, address = Spot(0, "node-a", "a", None), f"127.0.0.1:{free_port()}"
+    directory = addresses.job_dir(short_path, "job j", "w", own.host)
+    directory.mkdir()
+    pair = job_pair(settings, directory, listen=address)
+    standing = Meeting("w", "job j", address, Spot(3, "node-a", "a", None), PAPERS)
+    server = Papers(cert="server's", key="its key", ca="ca")
+    leave_papers(directory, server)
+    record(pair)
+    (directory / "meeting.json").write_text(rendezvous._encoded(standing))
+    kept = env_fingerprint.record(launcher.environment(settings, pair))
+    (directory / env_fingerprint.FILE).write_text(env_fingerprint.encode(kept))
+
+    def found(settings: Settings = settings, job: str = "job j") -> tuple[Meeting, Papers] | None:
+        return rendezvous._standing(settings, job, own)
+
+    again = found()
+    assert again is not None
+    assert (again[0].word, again[0].coordinator, again[0].at) == ("w", address, own)
+    assert (again[0].papers.key, again[1].key) == ("key", "its key")
+    assert found(Settings(runtime_dir=short_path, listen=address)) is not None
+    assert found(Settings(runtime_dir=short_path, listen="127.0.0.1:1")) is None
+    assert found(job="job k") is None
+    with socket.create_server(network.parted(address)):
+        assert found() is None
+        monkeypatch.setattr(launcher, "is_up", lambda pair: True)
+        assert found() is not None
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://127.0.0.1:1")
+    assert found() is None
+
+
+def test_an_address_that_cannot_be_had_is_named() -> None:
+    with pytest.raises(ConfigurationError, match=r"PANNIER_LISTEN=192\.0\.2\.7:7070: .* on host"):
+        network.check_free("192.0.2.7:7070")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(ConfigurationError, match="in use"):
+            network.check_free(address)

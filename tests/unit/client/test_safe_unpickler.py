@@ -1,0 +1,207 @@
+import os
+import pathlib
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+
+from pannier.attempts.metadata_refs import referred
+from pannier.client.loading.safe_unpickler import unpickle_metadata
+from pannier.wire.errors import InvalidRequestError
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+DTYPES = sorted(
+    {value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str
+)
+
+
+def written(path: Path, state: dict[str, Any]) -> bytes:
+    dcp.save(state, checkpoint_id=path, no_dist=True)
+    return (path / ".metadata").read_bytes()
+
+
+def test_is_what_torch_would_have_read(tmp_path: Path) -> None:
+    content = written(
+        tmp_path,
+        {
+            "w": torch.randn(4, 2),
+            "channels": torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
+            "nested": {"list": [torch.zeros(()), "x"], "number": 3},
+        },
+    )
+    want: Metadata = pickle.loads(content)
+    got = unpickle_metadata(content, "here")
+    assert got.storage_meta is not None
+    # Ours can't be opened.
+    assert got.storage_meta.checkpoint_id == pathlib.PurePosixPath(tmp_path)
+    assert want.storage_meta is not None
+    got.storage_meta.checkpoint_id = want.storage_meta.checkpoint_id
+    assert got == want
+
+
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+def test_knows_every_protocol(tmp_path: Path, protocol: int) -> None:
+    want: Metadata = pickle.loads(written(tmp_path, {"w": torch.ones(3)}))
+    want.storage_meta = StorageMeta("gs://bucket/x", "id", None, ["module"])
+    assert unpickle_metadata(pickle.dumps(want, protocol=protocol), "here") == want
+
+
+def test_knows_every_dtype() -> None:
+    metadata = Metadata({}, planner_data=DTYPES)
+    assert unpickle_metadata(pickle.dumps(metadata), "here").planner_data == DTYPES
+
+
+class Evil:
+    def __init__(self, flag: Path) -> None:
+        self.flag = flag
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.flag),)
+
+
+@pytest.mark.parametrize("where", ["whole", "planner_data", "key"])
+def test_nothing_foreign_is_called(tmp_path: Path, where: str) -> None:
+    evil = Evil(tmp_path / "flag")
+    poisoned: Any = {
+        "whole": evil,
+        "planner_data": Metadata({}, planner_data={"a": (evil,)}),
+        "key": Metadata({"w": evil}),  # type: ignore[dict-item]
+    }[where]
+    content = pickle.dumps(poisoned)
+    with pytest.raises(InvalidRequestError, match=r"gs://b/\.metadata refers to \w+\.mkdir"):
+        unpickle_metadata(content, "gs://b/.metadata")
+    assert not (tmp_path / "flag").exists()
+    # The pickle is as bad as it looks.
+    pickle.loads(content)
+    assert (tmp_path / "flag").exists()
+
+
+def text(words: str) -> bytes:
+    """A string as part of a pickle; as the following, of protocol 4."""
+    return b"\x8c" + bytes([len(words)]) + words.encode()
+
+
+def named(module: str, name: str) -> bytes:
+    return text(module) + text(name) + b"\x93"
+
+
+def attribute(owner: bytes, name: bytes) -> bytes:
+    return named("builtins", "getattr") + owner + name + b"\x86R"
+
+
+DCP = "torch.distributed.checkpoint.metadata"
+ENUM = named(DCP, "_MEM_FORMAT_ENCODING")
+MEMBER = attribute(ENUM, text("TORCH_CHANNELS_LAST"))
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("builtins", "eval"),
+        ("torch", "load"),
+        ("torch", "nn"),
+        ("torch.serialization", "load"),
+        ("torch.distributed.checkpoint.metadata", "os.system"),
+        ("torch.distributed.checkpoint.metadata", "os"),
+        ("pathlib", "Path.unlink"),
+    ],
+)
+def test_only_names_of_dcp_are_known(module: str, name: str) -> None:
+    with pytest.raises(InvalidRequestError, match="which is not part of a DCP checkpoint"):
+        unpickle_metadata(b"\x80\x04" + named(module, name) + b".", "here")
+
+
+@pytest.mark.parametrize("content", [b"", b"not a pickle", b"\x80\x04K\x01", b"\x80\x04)."])
+def test_what_is_damaged_or_something_else_is_refused(content: bytes) -> None:
+    with pytest.raises(InvalidRequestError, match="here"):
+        unpickle_metadata(content, "here")
+
+
+def test_a_cut_one_is_refused(tmp_path: Path) -> None:
+    content = written(tmp_path, {"w": torch.ones(3)})
+    for length in range(0, len(content), 7):
+        with pytest.raises(InvalidRequestError):
+            unpickle_metadata(content[:length], "here")
+
+
+WRITTEN = {path.stem: path for path in (Path(__file__).parents[1] / "data").glob("*.metadata")}
+"""``.metadata`` of plain torch, from several versions of Python and torch."""
+
+
+@pytest.mark.parametrize("by", ["python-3.11.2-torch-2.13", "python-3.11.7-torch-2.15"])
+def test_is_read_whatever_torch_and_python_wrote_it(by: str) -> None:
+    content = WRITTEN[by].read_bytes()
+    metadata = unpickle_metadata(content, by)
+    assert sorted(metadata.state_dict_metadata) == ["channels", "model.b", "model.w", "step"]
+    entry = metadata.state_dict_metadata["model.b"]
+    assert isinstance(entry, TensorStorageMetadata)
+    assert (entry.properties.dtype, entry.properties.memory_format) == (
+        torch.bfloat16,
+        torch.contiguous_format,
+    )
+    # What is read is this torch's own, and can be pickled again.
+    assert pickle.loads(pickle.dumps(metadata)).state_dict_metadata == metadata.state_dict_metadata
+    files = {info.relative_path for info in metadata.storage_data.values()}
+    assert referred(content, by) == files == {"__0_0.distcp"}
+
+
+def with_planner_data(value: bytes) -> bytes:
+    state = b"}(" + text("state_dict_metadata") + b"}" + text("planner_data") + value + b"u"
+    return b"\x80\x04" + named(DCP, "Metadata") + b")\x81" + state + b"b."
+
+
+def test_a_member_of_dcps_enum_may_be_named() -> None:
+    got = unpickle_metadata(with_planner_data(MEMBER), "here").planner_data
+    assert (got.name, got.value) == ("TORCH_CHANNELS_LAST", 1)
+    old = named("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING")
+    member = attribute(old, text("TORCH_PRESERVE_FORMAT"))
+    assert unpickle_metadata(with_planner_data(member), "here").planner_data.value == 2
+    # Of protocol 2.
+    content = f"\x80\x02c__builtin__\ngetattr\nc{DCP}\n_MEM_FORMAT_ENCODING\n"
+    called = content.encode("latin-1") + b"X\x13\x00\x00\x00TORCH_CHANNELS_LAST\x86R."
+    with pytest.raises(InvalidRequestError, match="holds a _MEM_FORMAT_ENCODING, not a DCP"):
+        unpickle_metadata(called, "here")
+
+
+NOT_MEMBERS = {
+    "method of a class": attribute(named(DCP, "Metadata"), text("__init__")),
+    "method of torch": attribute(named("torch", "Size"), text("numel")),
+    "member of a list": attribute(b"]", text("append")),
+    **{
+        f"{name!r} of the enum": attribute(ENUM, text(name))
+        for name in ("__class__", "__members__", "_member_map_", "mro", "name", "", "ABSENT")
+    },
+    "dotted": attribute(ENUM, text("TORCH_CHANNELS_LAST.value")),
+    "dotted class": attribute(ENUM, text("__class__.__mro__")),
+    "number": attribute(ENUM, b"K\x01"),
+    "bytes": attribute(ENUM, b"C\x13TORCH_CHANNELS_LAST"),
+    "value of a member": attribute(MEMBER, text("value")),
+    "class of a member": attribute(MEMBER, text("__class__")),
+    "member of a member": attribute(MEMBER, text("TORCH_CHANNELS_LAST")),
+    "nested": attribute(attribute(ENUM, text("__class__")), text("__subclasses__")),
+    "getattr itself": attribute(named("builtins", "getattr"), text("__self__")),
+}
+
+
+@pytest.mark.parametrize("what", NOT_MEMBERS)
+def test_getattr_of_anything_else_is_refused(what: str) -> None:
+    with pytest.raises(InvalidRequestError, match=r"refers to getattr\(.*not part of a DCP"):
+        unpickle_metadata(with_planner_data(NOT_MEMBERS[what]), "here")
+
+
+def test_getattr_cannot_be_changed_or_called_otherwise() -> None:
+    name = named("builtins", "getattr")
+    for content in (
+        name,
+        name + ENUM + text("ABSENT") + text("default") + b"\x87R",
+        # Sets attributes of what was named.
+        name + b"N}" + text("__defaults__") + b")s\x86b",
+        name + b")\x81",
+    ):
+        with pytest.raises(InvalidRequestError):
+            unpickle_metadata(b"\x80\x04" + content + b".", "here")

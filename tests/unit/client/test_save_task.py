@@ -1,0 +1,588 @@
+"""One save of one rank, from staged bytes to its end, against a scripted sidecar."""
+
+import ctypes
+import gc
+import itertools
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.checkpoint.metadata import Metadata
+
+from pannier.client.config import Settings
+from pannier.client.dcp import storage_writer as writer_module
+from pannier.client.dcp.storage_writer import StorageWriter
+from pannier.client.handle import Unasked, Verdict
+from pannier.client.identity import Identity
+from pannier.client.staging.arena import Arena, ArenaPool
+from pannier.client.staging.deferred_copies import Rest
+from pannier.client.staging.in_flight import Fate, Slots
+from pannier.client.transport import save_task as saving_module
+from pannier.client.transport.file_stream import Deadline, MemoryInUseError
+from pannier.client.transport.save_task import Saving, aborted, fail_request
+from pannier.client.transport.sidecar_client import Session
+from pannier.v1 import records_pb2, save_pb2, sidecar_pb2
+from pannier.wire.errors import (
+    BusyError,
+    DeadlineError,
+    InDoubtError,
+    IntegrityError,
+    InvalidRequestError,
+    PannierError,
+    SaveAbortedError,
+    SaveSkippedError,
+    UnavailableError,
+)
+from support.actors.scripted_sidecar import ScriptedSidecar, wait_until
+from support.processes.daemons import short_directory
+
+CONTEXT = sidecar_pb2.SaveContext(
+    save=save_pb2.SaveId(job="job", incarnation="abc", group="g1", number=1),
+    checkpoint_id="/x/y",
+    ranks=[0, 1],
+    world_size=2,
+    rank=0,
+    host="node-0",
+)
+
+
+class File:
+    def __init__(self, name: str, size: int) -> None:
+        self.name = name
+        self.size = size
+        self._buffer = ctypes.create_string_buffer(b"x" * size, size)
+        self.address = ctypes.addressof(self._buffer)
+        self.keepalive = self._buffer
+
+
+@dataclass
+class Staged:
+    files: list[File]
+    varying: list[records_pb2.VaryingItem] = field(default_factory=list)
+    arena: Arena = field(default_factory=lambda: ArenaPool(1).acquire([]))
+    rest: Rest | None = None
+    how: str = ""
+
+    @property
+    def bytes(self) -> int:
+        return sum(file.size for file in self.files)
+
+
+@pytest.fixture
+def sidecar() -> Iterator[ScriptedSidecar]:
+    directory: Path = short_directory()
+    with ScriptedSidecar(directory) as scripted:
+        yield scripted
+    shutil.rmtree(directory)
+
+
+@pytest.fixture
+def session(sidecar: ScriptedSidecar) -> Iterator[Session]:
+    who = Identity(job="job", incarnation="abc", rank=0, world_size=2, host="h", client="c1")
+    connected = Session.connect(Settings(sidecar=sidecar.address), who)
+    yield connected
+    connected.close()
+
+
+def begin(session: Session, *, on_busy: str = "wait", timeout_s: float = 60) -> Saving:
+    saving = Saving(
+        session, CONTEXT, on_busy=on_busy, deadline=Deadline(timeout_s), ended=lambda _: None
+    )
+    saving.planned("i1-a1-g1-s1", "p1")
+    saving.staged(Staged([File(f"f{index}", 3 << 20) for index in range(5)]))
+    return saving
+
+
+def carry(saving: Saving) -> list[str]:
+    """Runs it to the end of this rank's part; what was let go."""
+    slots = Slots(1)
+    carrier = threading.Thread(target=saving.carry, args=(slots.take("raise", 0),))
+    carrier.start()
+    carrier.join(30)
+    assert not carrier.is_alive()
+    return ["arena"] * slots.idle
+
+
+def test_a_committed_save_tells_what_it_was(session: Session, sidecar: ScriptedSidecar) -> None:
+    saving = begin(session)
+    assert saving.handle.status().state == "STAGING"
+    assert carry(saving) == ["arena"]
+    result = saving.handle.result(10)
+    assert (result.checkpoint_id, result.bytes) == ("/x/y", 5 * (3 << 20))
+    assert set(result.seconds) == {"plan", "stage", "ingest", "commit"}
+    (request,) = sidecar.asked(sidecar_pb2.HandOverRequest)
+    assert [file.name for file in request.files] == [f"f{index}" for index in range(5)]
+    assert (request.attempt, request.plan_id) == ("i1-a1-g1-s1", "p1")
+    assert saving.handle.status().bytes_ingested == 5 * (3 << 20)
+
+
+def test_a_rank_without_files_hands_over_too(session: Session, sidecar: ScriptedSidecar) -> None:
+    saving = Saving(session, CONTEXT, on_busy="wait", deadline=Deadline(60), ended=lambda _: None)
+    saving.planned("i1-a1-g1-s1", "p1")
+    saving.staged(Staged([]))
+    carry(saving)
+    assert saving.handle.result(10).bytes == 0
+    assert len(sidecar.asked(sidecar_pb2.HandOverRequest)) == 1
+
+
+def test_a_sidecar_that_has_forgotten_everything_gets_it_again(
+    session: Session, sidecar: ScriptedSidecar
+) -> None:
+    asked: list[int] = []
+
+    def forget(_: Any) -> None:
+        asked.append(len(sidecar.files))
+        if len(asked) == 1:
+            sidecar.files.clear()
+            raise InvalidRequestError("f0 was never streamed since the sidecar was started")
+
+    sidecar.on["HandOver"] = forget
+    saving = begin(session)
+    assert carry(saving) == ["arena"]
+    assert saving.handle.result(10).bytes == 5 * (3 << 20)
+    assert asked == [5, 5]
+    assert all(spool.offsets == [0] for spool in sidecar.files.values())
+
+
+def test_a_hand_over_that_is_refused_though_all_is_held_fails(
+    session: Session, sidecar: ScriptedSidecar
+) -> None:
+    def refuse(_: Any) -> None:
+        raise InvalidRequestError("handed over under another plan")
+
+    sidecar.on["HandOver"] = refuse
+    saving = begin(session)
+    carry(saving)
+    with pytest.raises(SaveAbortedError, match="under another plan"):
+        saving.handle.result(10)
+    assert all(spool.offsets == [0, spool.size] for spool in sidecar.files.values())
+
+
+def test_at_most_two_files_are_on_their_way(session: Session, sidecar: ScriptedSidecar) -> None:
+    running: set[str] = set()
+    most: list[int] = []
+
+    def note(header: Any) -> None:
+        held = {name for name, spool in sidecar.files.items() if len(spool.data) < spool.size}
+        running.update({header.name})
+        most.append(len(held | {header.name}))
+
+    sidecar.on["Write"] = note
+    saving = begin(session)
+    carry(saving)
+    saving.handle.result(10)
+    assert running == {f"f{index}" for index in range(5)}
+    assert max(most) <= 2
+
+
+def test_the_news_of_an_abort_stop_the_streams_and_fail_the_handle(
+    session: Session, sidecar: ScriptedSidecar
+) -> None:
+    sidecar.stall_at = [0, 0]
+    saving = begin(session)
+    failure = save_pb2.Failure(
+        rank=1, host="node-1", kind=save_pb2.FAILURE_KIND_LOST, message="the process is gone"
+    )
+    threading.Timer(0.2, lambda: sidecar.abort(CONTEXT, failure)).start()
+    began = time.monotonic()
+    assert carry(saving) == ["arena"]
+    assert time.monotonic() - began < 5
+    with pytest.raises(SaveAbortedError, match=r"rank 1 \(node-1\): the process is gone") as raised:
+        saving.handle.result(5)
+    assert raised.value.failures[1].kind == save_pb2.FAILURE_KIND_LOST
+    assert not sidecar.asked(sidecar_pb2.FailRequest)
+
+
+def test_a_file_that_cannot_be_sent_ends_the_save_on_all_ranks(
+    session: Session, sidecar: ScriptedSidecar
+) -> None:
+    def refuse(_: Any) -> None:
+        raise IntegrityError("bytes changed")
+
+    sidecar.on["Write"] = refuse
+    saving = begin(session)
+    carry(saving)
+    with pytest.raises(SaveAbortedError, match="bytes changed"):
+        saving.handle.result(5)
+    failures = {request.failure.kind for request in sidecar.asked(sidecar_pb2.FailRequest)}
+    assert failures == {save_pb2.FAILURE_KIND_INTEGRITY}
+
+
+def test_what_may_be_ingested_is_in_doubt_without_a_decision(
+    session: Session, sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saving_module, "_ABORT_NEWS_S", 0.2)
+    monkeypatch.setattr(sidecar, "abort", lambda *_: None)
+
+    def refuse(_: Any) -> None:
+        raise IntegrityError("bytes changed")
+
+    sidecar.on["HandOver"] = refuse
+    saving = begin(session)
+    carry(saving)
+    with pytest.raises(InDoubtError, match="bytes changed") as raised:
+        saving.handle.result(5)
+    # Whether the others have given up, too, is not known here.
+    assert "may still be committed" in str(raised.value)
+    assert "don't use or delete this checkpoint id" in str(raised.value)
+    for way in ("`pannier status job/abc/g1/1`", "`pannier ls /x`", "client.latest('/x')"):
+        assert way in str(raised.value)
+
+
+def test_what_was_not_handed_over_is_aborted_without_a_decision(
+    session: Session, sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saving_module, "_CAUSES_S", 0.2)
+    monkeypatch.setattr(sidecar, "abort", lambda *_: None)
+
+    def refuse(_: Any) -> None:
+        raise IntegrityError("bytes changed")
+
+    sidecar.on["Write"] = refuse
+    saving = begin(session)
+    carry(saving)
+    with pytest.raises(SaveAbortedError, match=r"can't be committed.*bytes changed") as raised:
+        saving.handle.result(5)
+    assert raised.value.failures[0].kind == save_pb2.FAILURE_KIND_INTEGRITY
+    assert not sidecar.asked(sidecar_pb2.HandOverRequest)
+
+
+def test_a_full_spool_is_waited_for(session: Session, sidecar: ScriptedSidecar) -> None:
+    times: list[float] = []
+
+    def full(_: Any) -> None:
+        times.append(time.monotonic())
+        if len(times) < 3:
+            raise BusyError("spool full")
+
+    sidecar.on["Write"] = full
+    saving = begin(session)
+    carry(saving)
+    assert saving.handle.result(10).total_bytes == 5 * (3 << 20)
+
+
+def test_a_full_spool_shows_in_the_status_while_it_is_waited_for(
+    session: Session, sidecar: ScriptedSidecar
+) -> None:
+    room = threading.Event()
+
+    def full(_: Any) -> None:
+        if not room.is_set():
+            raise BusyError("the spool /s is full: 5 bytes needed, 3 free")
+
+    sidecar.on["Write"] = full
+    sidecar.commit = False
+    saving = begin(session)
+    carrier = threading.Thread(target=saving.carry, args=(Slots(1).take("raise", 0),))
+    carrier.start()
+    text = "waiting for room (the spool /s is full: 5 bytes needed, 3 free)"
+    wait_until(lambda: text in str(saving.handle.status()))
+    # News of the save don't hide it.
+    news = save_pb2.SaveStatus(save=CONTEXT.save, state=save_pb2.SAVE_STATE_STAGING)
+    news.waiting_on.text = "rank 0"
+    saving._hear(news)
+    assert text in str(saving.handle.status())
+    room.set()
+    carrier.join(30)
+    assert saving.handle.status().waiting_on == "rank 0"
+    saving.forget()
+
+
+def test_a_save_that_is_aborted_while_the_spool_is_full_says_so(
+    session: Session, sidecar: ScriptedSidecar
+) -> None:
+    calls = itertools.count()
+
+    def full(_: Any) -> None:
+        if next(calls) == 1:
+            sidecar.abort(CONTEXT)
+        raise BusyError("the spool /s is full")
+
+    sidecar.on["Write"] = full
+    saving = begin(session)
+    carry(saving)
+    with pytest.raises(SaveAbortedError, match=r"was waiting for room \(the spool /s is full\)"):
+        saving.handle.result(5)
+
+
+def test_a_spool_that_stays_full_is_the_reason_at_the_deadline(
+    session: Session, sidecar: ScriptedSidecar
+) -> None:
+    def full(_: Any) -> None:
+        raise BusyError("the spool /s is full")
+
+    sidecar.on["Write"] = full
+    saving = begin(session, timeout_s=1.5)
+    carry(saving)
+    with pytest.raises(SaveAbortedError, match="the spool /s is full"):
+        saving.handle.result(5)
+    (failure,) = [request.failure for request in sidecar.asked(sidecar_pb2.FailRequest)]
+    assert failure.kind == save_pb2.FAILURE_KIND_SPOOL
+
+
+def test_a_full_spool_does_not_keep_a_process_from_ending(sidecar: ScriptedSidecar) -> None:
+    def full(_: Any) -> None:
+        raise BusyError("the spool /s is full")
+
+    sidecar.on["Write"] = full
+    trainer = (
+        "import torch, pannier.client\n"
+        "from pannier.client.transport import save_task\n"
+        "save_task._EXIT_S = 1.0\n"
+        "pannier.client.async_save({'w': torch.ones(9)}, checkpoint_id='/x/y')\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", trainer],
+        env={**os.environ, "PANNIER_SIDECAR": sidecar.address, "PANNIER_JOB": "ending"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert re.search(r"save ending/\S+ to /x/y is given up, .*: the spool /s is full", ended.stderr)
+    (failure,) = [request.failure for request in sidecar.asked(sidecar_pb2.FailRequest)]
+    assert failure.kind == save_pb2.FAILURE_KIND_SPOOL
+
+
+@pytest.mark.parametrize(
+    ("on_busy", "kind", "error", "asked"),
+    [
+        ("skip", save_pb2.FAILURE_KIND_SKIPPED, SaveSkippedError, True),
+        ("raise", save_pb2.FAILURE_KIND_SPOOL, SaveAbortedError, False),
+    ],
+)
+def test_a_full_spool_skips_or_fails_the_save(
+    session: Session,
+    sidecar: ScriptedSidecar,
+    on_busy: str,
+    kind: save_pb2.FailureKind,
+    error: type[PannierError],
+    asked: bool,
+) -> None:
+    def full(_: Any) -> None:
+        raise BusyError("spool full: 5 needed, 3 free")
+
+    sidecar.on["Write"] = full
+    saving = begin(session, on_busy=on_busy)
+    carry(saving)
+    wait_until(saving.handle.done)
+    assert saving.resolver.verdict.asked is asked
+    with pytest.raises(error, match="5 needed, 3 free"):
+        saving.handle.result(5)
+    assert sidecar.asked(sidecar_pb2.FailRequest)[0].failure.kind == kind
+
+
+def test_a_save_nobody_hears_of_ends_after_its_deadline(
+    session: Session, sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saving_module, "_GRACE_S", 0.1)
+    sidecar.commit = False
+    saving = begin(session, timeout_s=0.5)
+    carry(saving)
+    with pytest.raises(
+        InDoubtError, match=r"job/abc/g1/1 to /x/y.*may still be committed.*pannier ls /x`"
+    ):
+        saving.handle.result(5)
+
+
+def test_a_save_whose_deadline_passes_before_it_is_handed_over_is_aborted(
+    session: Session, sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saving_module, "_GRACE_S", 0.1)
+    ended = threading.Event()
+    sidecar.on["Write"] = lambda _: ended.wait(30)
+    saving = begin(session, timeout_s=0.5)
+    carrier = threading.Thread(target=saving.carry, args=(Slots(1).take("raise", 0),))
+    carrier.start()
+    try:
+        with pytest.raises(SaveAbortedError, match="was not handed over") as raised:
+            saving.handle.result(10)
+        assert raised.value.failures[0].kind == save_pb2.FAILURE_KIND_DEADLINE
+    finally:
+        ended.set()
+        carrier.join(30)
+    assert not sidecar.asked(sidecar_pb2.HandOverRequest)
+
+
+@pytest.mark.parametrize(
+    "error", [DeadlineError("no answer for 60 s"), UnavailableError("can't be reached")]
+)
+def test_a_commit_by_torch_that_is_not_answered_is_in_doubt(
+    error: PannierError,
+    session: Session,
+    sidecar: ScriptedSidecar,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def finish(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(session, "finish", finish)
+    writer = StorageWriter("/x/y")
+    writer._save = writer_module._Save(session, CONTEXT, 60)
+    with pytest.raises(InDoubtError, match=f"{error}.*may still be committed"):
+        writer.finish(Metadata({}), [])
+
+
+def test_errors_nobody_asked_for_are_in_doubt_together_when_one_is() -> None:
+    unasked = Unasked()
+    for error in (SaveAbortedError("first"), InDoubtError("second")):
+        verdict = Verdict()
+        verdict.error = error
+        unasked.add(verdict)
+    with pytest.raises(InDoubtError, match="first; and second"):
+        unasked.raise_all()
+
+
+def test_an_alarm_far_away_does_not_silence_the_others(session: Session) -> None:
+    rung = threading.Event()
+    session.alarm(float("inf"), lambda: None)
+    session.alarm(0.05, rung.set)
+    assert rung.wait(5)
+    rung.clear()
+    # Nothing but the far one is left when the thread looks again.
+    session.alarm(0.05, rung.set)
+    assert rung.wait(5)
+
+
+def test_status_follows_the_news(session: Session, sidecar: ScriptedSidecar) -> None:
+    sidecar.commit = False
+    saving = begin(session)
+    carry(saving)
+    news = save_pb2.SaveStatus(
+        save=CONTEXT.save,
+        state=save_pb2.SAVE_STATE_UPLOADING,
+        attempt="i1-a1-g1-s1",
+        bytes_total=123,
+        waiting_on=save_pb2.WaitingOn(ranks=[1], text="ranks [1] (host node-1)"),
+    )
+    with sidecar.changed:
+        sidecar._news.append(news)
+        sidecar.changed.notify_all()
+    wait_until(lambda: saving.handle.status().state == "UPLOADING")
+    status = saving.handle.status()
+    assert status.total_bytes == 123
+    assert str(status) == (
+        "save job/abc/g1/1 to /x/y: UPLOADING, waiting for ranks [1] (host node-1)"
+    )
+
+
+def test_an_ended_save_leaves_nothing_behind(session: Session) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        saving = begin(session)
+        carry(saving)
+        saving.handle.result(10)
+        gone, handle_gone = weakref.ref(saving), weakref.ref(saving.handle)
+        wait_until(lambda: not session._watched)
+        del saving
+        wait_until(lambda: gone() is None and handle_gone() is None, 2)
+    finally:
+        gc.enable()
+
+
+def test_causes_become_kinds() -> None:
+    error = ValueError("planner broke")
+    request = fail_request(CONTEXT, error)
+    assert request.failure.kind == save_pb2.FAILURE_KIND_CLIENT
+    assert request.failure.message == "ValueError: planner broke"
+    assert (request.failure.rank, request.failure.host) == (0, "node-0")
+
+
+def test_an_abort_names_every_cause_up_to_four() -> None:
+    failures = [save_pb2.Failure(rank=rank, host="h", message=f"m{rank}") for rank in range(6)]
+    error = aborted(save_pb2.SaveStatus(save=CONTEXT.save, failures=failures))
+    assert "m3" in str(error)
+    assert "m4" not in str(error)
+    assert "2 more" in str(error)
+    assert list(error.failures) == list(range(6))
+
+
+# What becomes of the staging memory.
+
+FATES = [
+    (Fate.UNUSED, Fate.UNUSED, True, True),
+    (Fate.UNUSED, Fate.READ_BY_SIDECAR, True, False),
+    (Fate.READ_HERE, Fate.UNUSED, True, False),
+    (Fate.READ_HERE, Fate.READ_BY_SIDECAR, True, False),
+    # Never handed over: what the sidecar does is of no account.
+    (Fate.UNUSED, Fate.READ_BY_SIDECAR, False, True),
+    (Fate.READ_HERE, Fate.UNUSED, False, False),
+]
+
+
+@pytest.mark.parametrize("first", ["sent", "ended"])
+@pytest.mark.parametrize(("sent", "ended", "handed_over", "reused"), FATES)
+def test_staging_memory_is_used_again_only_if_nothing_may_still_read_it(
+    first: str, sent: Fate, ended: Fate, handed_over: bool, reused: bool
+) -> None:
+    slots = Slots(1)
+    slot = slots.take("raise", 0)
+    slot.hold(slots.pool.acquire([1 << 20])).files[0].view[:4] = b"save"
+    assert slot.begin_sending()
+    if first == "ended":
+        slot.ended(ended)
+    assert slots.idle == 0
+    slot.sent(sent, handed_over=handed_over)
+    if first == "sent":
+        assert slots.idle == (0 if handed_over else 1)
+        slot.ended(ended)
+    assert slots.idle == 1
+    # A second report changes nothing.
+    slot.ended(Fate.UNUSED)
+    slot.free()
+    assert slots.idle == 1
+    # Fresh pages are zeros.
+    assert (slots.pool.acquire([1 << 20]).files[0].view[:4] == b"save") is reused
+
+
+def test_staging_memory_that_a_thread_sends_is_not_freed_under_it() -> None:
+    """As when an interrupt comes between the start of that thread and the call's return."""
+    slots = Slots(1)
+    slot = slots.take("raise", 0)
+    slot.hold(slots.pool.acquire([1 << 20]))
+    assert slot.begin_sending()
+    slot.free()
+    assert slots.idle == 0
+    slot.sent(Fate.UNUSED, handed_over=False)
+    assert slots.idle == 1
+    late = slots.take("raise", 0)
+    late.free()
+    assert not late.begin_sending()
+    assert slots.idle == 1
+
+
+@pytest.mark.parametrize("why", ["stopped", "interrupted"])
+def test_staging_memory_that_a_stream_may_still_read_is_never_used_again(
+    session: Session, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    slots = Slots(1)
+    slot = slots.take("raise", 0)
+    address = slot.hold(slots.pool.acquire([1 << 20])).files[0].address
+    saving = begin(session)
+
+    def send(*arguments: Any, **more: Any) -> int:
+        if why == "interrupted":
+            raise KeyboardInterrupt
+        # The save expires while gRPC's thread is at a message.
+        saving.stop.set()
+        raise MemoryInUseError("the stream of f0 does not end")
+
+    monkeypatch.setattr(session, "send", send)
+    monkeypatch.setattr(type(session), "most_streams", property(lambda _: 1))
+    with pytest.raises(KeyboardInterrupt) if why == "interrupted" else nullcontext():
+        saving.carry(slot)
+    saving.forget()
+    assert slots.idle == 1
+    assert slots.pool.acquire([1 << 20]).files[0].address != address

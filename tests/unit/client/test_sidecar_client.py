@@ -1,0 +1,309 @@
+"""The session and its streams, against a scripted sidecar on a real socket."""
+
+import ctypes
+import random
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import crc32c
+import pytest
+
+from pannier.client.config import Settings
+from pannier.client.identity import Identity
+from pannier.client.transport import sidecar_client as session_module
+from pannier.client.transport.file_stream import FileSource, Stop, StoppedError
+from pannier.client.transport.sidecar_client import Session
+from pannier.v1 import plan_pb2, records_pb2, save_pb2, sidecar_pb2
+from pannier.wire.chunk_codec import CHUNK_BYTES
+from pannier.wire.errors import (
+    DeadlineError,
+    SaveAbortedError,
+    UnavailableError,
+    VersionMismatchError,
+)
+from pannier.wire.version import WIRE_VERSION
+from support.actors.scripted_sidecar import ScriptedSidecar, wait_until
+from support.processes.daemons import short_directory
+
+SAVE = save_pb2.SaveId(job="job", incarnation="abc", group="g1", number=1)
+CONTEXT = sidecar_pb2.SaveContext(
+    save=SAVE, checkpoint_id="/x/y", ranks=[0, 1], world_size=2, rank=0, host="h"
+)
+WHO = Identity(job="job", incarnation="abc", rank=0, world_size=2, host="h", client="c1")
+
+
+@dataclass
+class InMemory:
+    """A staged file over a buffer of its own."""
+
+    name: str
+    data: bytes
+
+    def __post_init__(self) -> None:
+        self._buffer = ctypes.create_string_buffer(self.data, max(1, len(self.data)))
+        self.size = len(self.data)
+        self.address = ctypes.addressof(self._buffer)
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    path = short_directory()
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def sidecar(directory: Path) -> Iterator[ScriptedSidecar]:
+    with ScriptedSidecar(directory) as scripted:
+        yield scripted
+
+
+@pytest.fixture
+def session(sidecar: ScriptedSidecar) -> Iterator[Session]:
+    connected = Session.connect(Settings(sidecar=sidecar.address), WHO)
+    yield connected
+    connected.close()
+
+
+def data(size: int) -> bytes:
+    return random.Random(size).randbytes(size)
+
+
+@pytest.mark.parametrize(
+    "size", [0, 1, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1, 5 * CHUNK_BYTES + 12345]
+)
+def test_a_file_arrives_whole_with_its_checksum(
+    session: Session, sidecar: ScriptedSidecar, size: int
+) -> None:
+    content = data(size)
+    file = InMemory("f", content)
+    assert session.send(CONTEXT, "i1-a1-g00000000-s1", file) == crc32c.crc32c(content)
+    assert bytes(sidecar.files["f"].data) == content
+
+
+@pytest.mark.parametrize("start", [0, 17, CHUNK_BYTES, 3 * CHUNK_BYTES + 5])
+def test_checksum_of_a_file_is_right_wherever_its_stream_began(start: int) -> None:
+    content = data(4 * CHUNK_BYTES + 99)
+    source = FileSource(InMemory("f", content))
+    sent = list(source.chunks(start))
+    assert sum(chunk.size for chunk in sent) == len(content) - start
+    for chunk in sent:
+        part = content[chunk.offset : chunk.offset + chunk.size]
+        assert chunk.crc32c == crc32c.crc32c(part)
+    assert source.crc32c() == crc32c.crc32c(content)
+
+
+def test_a_broken_stream_goes_on_where_it_was(session: Session, sidecar: ScriptedSidecar) -> None:
+    content = data(8 * CHUNK_BYTES + 3)
+    sidecar.cut_at = [2 * CHUNK_BYTES, 5 * CHUNK_BYTES]
+    assert session.send(CONTEXT, "a", InMemory("f", content)) == crc32c.crc32c(content)
+    spool = sidecar.files["f"]
+    assert bytes(spool.data) == content
+    assert spool.offsets == [0, 2 * CHUNK_BYTES, 5 * CHUNK_BYTES]
+
+
+def test_a_sidecar_that_restarts_gets_the_rest(session: Session, sidecar: ScriptedSidecar) -> None:
+    content = data(6 * CHUNK_BYTES)
+    sidecar.stall_at = [3 * CHUNK_BYTES]
+    sent: list[int] = []
+    sender = threading.Thread(
+        target=lambda: sent.append(session.send(CONTEXT, "a", InMemory("f", content)))
+    )
+    sender.start()
+    sidecar.wait_for(lambda: "f" in sidecar.files)
+    wait_until(lambda: len(sidecar.files["f"].data) >= 3 * CHUNK_BYTES)
+    sidecar.stop()
+    sidecar.start()
+    sender.join(20)
+    assert sent == [crc32c.crc32c(content)]
+    assert bytes(sidecar.files["f"].data) == content
+    sidecar.wait_for(lambda: len(sidecar.connects) >= 2)
+    assert {connect.client for connect in sidecar.connects} == {"c1"}
+
+
+def test_a_silent_stream_is_begun_again(
+    session: Session, sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session._sender, "_stall_s", 0.3)
+    content = data(4 * CHUNK_BYTES)
+    sidecar.stall_at = [CHUNK_BYTES]
+    assert session.send(CONTEXT, "a", InMemory("f", content)) == crc32c.crc32c(content)
+    assert sidecar.files["f"].streams == 2
+
+
+def test_progress_is_what_the_sidecar_holds(session: Session) -> None:
+    heard: list[int] = []
+    session.send(CONTEXT, "a", InMemory("f", data(3 * CHUNK_BYTES)), progress=heard.append)
+    assert heard == [0, CHUNK_BYTES, 2 * CHUNK_BYTES, 3 * CHUNK_BYTES]
+
+
+def test_stop_ends_a_stream_at_once(session: Session, sidecar: ScriptedSidecar) -> None:
+    sidecar.stall_at = [0]
+    stop = Stop()
+    ended: list[Exception] = []
+
+    def send() -> None:
+        try:
+            session.send(CONTEXT, "a", InMemory("f", data(64 * CHUNK_BYTES)), stop=stop)
+        except StoppedError as error:
+            ended.append(error)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    sidecar.wait_for(lambda: "f" in sidecar.files)
+    stop.set()
+    sender.join(5)
+    assert len(ended) == 1
+
+
+def test_a_refused_file_is_an_error_at_once(session: Session, sidecar: ScriptedSidecar) -> None:
+    failure = save_pb2.Failure(rank=1, host="b", message="died")
+
+    def refuse(_: object) -> None:
+        raise SaveAbortedError("it is over", [failure])
+
+    sidecar.on["Write"] = refuse
+    with pytest.raises(SaveAbortedError, match="it is over") as raised:
+        session.send(CONTEXT, "a", InMemory("f", data(10)))
+    assert raised.value.failures[1].message == "died"
+    assert len(sidecar.asked(sidecar_pb2.FileHeader)) == 1
+
+
+def test_no_sidecar_is_an_error_within_seconds_that_names_the_address(directory: Path) -> None:
+    address = f"unix://{directory}/none.sock"
+    began = time.monotonic()
+    with pytest.raises(UnavailableError, match=r"none\.sock.*PANNIER_SIDECAR"):
+        Session.connect(Settings(sidecar=address), WHO)
+    assert time.monotonic() - began < 5
+
+
+def test_a_sidecar_that_says_nothing_is_no_sidecar(sidecar: ScriptedSidecar) -> None:
+    sidecar.silent = True
+    began = time.monotonic()
+    with pytest.raises(UnavailableError, match=r"s\.sock"):
+        Session.connect(Settings(sidecar=sidecar.address), WHO)
+    assert time.monotonic() - began < 5
+
+
+def test_a_sidecar_of_another_version_is_refused_with_both_versions(
+    sidecar: ScriptedSidecar,
+) -> None:
+    sidecar.wire_version = 99
+    with pytest.raises(
+        VersionMismatchError, match=rf"wire version {WIRE_VERSION}.*9\.9 with wire version 99"
+    ):
+        Session.connect(Settings(sidecar=sidecar.address), WHO)
+
+
+def test_news_reach_their_save_only_and_also_after_a_restart(
+    session: Session, sidecar: ScriptedSidecar
+) -> None:
+    other = save_pb2.SaveId(job="job", incarnation="abc", group="g1", number=2)
+    heard: list[save_pb2.SaveStatus] = []
+    session.watch(CONTEXT, heard.append)
+    sidecar.tell(other, save_pb2.SAVE_STATE_COMMITTED)
+    sidecar.tell(SAVE, save_pb2.SAVE_STATE_UPLOADING)
+    wait_until(lambda: len(heard) == 1)
+    sidecar.stop()
+    sidecar._news.clear()
+    sidecar.start()
+    sidecar.tell(SAVE, save_pb2.SAVE_STATE_COMMITTED)
+    wait_until(lambda: len(heard) == 2)
+    assert [status.state for status in heard] == [
+        save_pb2.SAVE_STATE_UPLOADING,
+        save_pb2.SAVE_STATE_COMMITTED,
+    ]
+
+
+def test_a_call_is_made_again_when_the_sidecar_restarts(
+    session: Session, sidecar: ScriptedSidecar
+) -> None:
+    sidecar.stop()
+    answers: list[sidecar_pb2.PlanResponse] = []
+    request = sidecar_pb2.PlanRequest(context=CONTEXT, plan=plan_pb2.LocalPlan(), digest="d")
+    asking = threading.Thread(target=lambda: answers.append(session.plan(request, 10)))
+    asking.start()
+    sidecar.start()
+    asking.join(10)
+    assert answers[0].plan.plan_id == "p1"
+
+
+def test_a_plan_gives_up_on_a_sidecar_that_stays_away(
+    session: Session, sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_module, "RECONNECT_S", 0.5)
+    sidecar.stop()
+    with pytest.raises(UnavailableError, match=r"s\.sock"):
+        session.plan(sidecar_pb2.PlanRequest(context=CONTEXT), 60)
+
+
+def test_errors_of_the_other_side_keep_their_type(
+    session: Session, sidecar: ScriptedSidecar
+) -> None:
+    def refuse(_: object) -> None:
+        raise DeadlineError("waiting for ranks [1]", [save_pb2.Failure(rank=1)])
+
+    sidecar.on["HandOver"] = refuse
+    request = sidecar_pb2.HandOverRequest(context=CONTEXT, files=[records_pb2.DataFile()])
+    with pytest.raises(DeadlineError, match=r"ranks \[1\]") as raised:
+        session.hand_over(request)
+    assert list(raised.value.failures) == [1]
+
+
+def test_a_hand_over_that_is_not_answered_is_made_again(
+    session: Session, sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_module, "_ANSWER_S", 0.2)
+    asked: list[float] = []
+
+    def be_silent_once(_: object) -> None:
+        asked.append(time.monotonic())
+        if len(asked) == 1:
+            time.sleep(0.5)
+
+    sidecar.on["HandOver"] = be_silent_once
+    session.hand_over(sidecar_pb2.HandOverRequest(context=CONTEXT))
+    assert len(asked) == 2
+
+
+def test_close_returns_at_once_and_ends_running_calls(
+    session: Session, sidecar: ScriptedSidecar
+) -> None:
+    sidecar.stall_at = [0]
+    errors: list[Exception] = []
+
+    def send() -> None:
+        try:
+            session.send(CONTEXT, "a", InMemory("f", data(1000)))
+        except UnavailableError as error:
+            errors.append(error)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    sidecar.wait_for(lambda: "f" in sidecar.files)
+    # The call that runs would never end by itself.
+    session.close()
+    sender.join()
+    assert len(errors) == 1
+
+
+def test_only_a_client_whose_process_goes_on_says_goodbye(sidecar: ScriptedSidecar) -> None:
+    for goodbye in (False, True):
+        leaving = Session.connect(Settings(sidecar=sidecar.address), WHO)
+        ended = len(sidecar.ended)
+        leaving.close(goodbye=goodbye)
+        sidecar.wait_for(lambda ended=ended: len(sidecar.ended) > ended)
+        assert [each.closing for each in sidecar.pings] == [True] * goodbye
+
+
+def test_a_sidecar_is_pinged_as_long_as_the_session_lives(
+    session: Session, sidecar: ScriptedSidecar
+) -> None:
+    sidecar.wait_for(lambda: bool(sidecar.pings))
+    (first,) = sidecar.pings
+    assert (first.job, first.incarnation, first.rank, first.client) == ("job", "abc", 0, "c1")
+    assert not first.closing

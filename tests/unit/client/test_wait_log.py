@@ -1,0 +1,43 @@
+"""Long waits of the user's own thread show in the log."""
+
+import logging
+
+import pytest
+
+from pannier.client import wait_log
+from support.actors.scripted_sidecar import wait_until
+
+
+def test_a_long_wait_is_logged_by_its_call_and_what_it_waits_for_now(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(wait_log, "FIRST_S", 0.05)
+    with caplog.at_level(logging.WARNING), wait_log.logged("save to /x", lambda: "") as wait:
+        wait_until(lambda: len(caplog.records) > 0)
+        wait.reason = lambda: "rank 3"
+        wait_until(lambda: len(caplog.records) > 1)
+    assert "save to /x has waited 0 s: for an answer" in caplog.text
+    assert "save to /x has waited 0 s: for rank 3" in caplog.text
+
+
+def test_a_wait_that_is_over_is_not_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(wait_log, "FIRST_S", 0.2)
+    with caplog.at_level(logging.WARNING):
+        with wait_log.logged("save to /x", str):
+            pass
+        with wait_log.logged("save to /y", str):
+            wait_until(lambda: len(caplog.records) > 0)
+    assert "/x" not in caplog.text
+
+
+def test_a_wait_that_an_interruption_has_lost_is_not_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(wait_log, "FIRST_S", 0.2)
+    with caplog.at_level(logging.WARNING):
+        wait_log.Wait("save to /x", str)
+        with wait_log.logged("save to /y", str):
+            wait_until(lambda: len(caplog.records) > 0)
+    assert "/x" not in caplog.text

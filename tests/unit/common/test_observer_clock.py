@@ -1,0 +1,245 @@
+"""Silence counts only while the observer itself could have received something."""
+
+import asyncio
+import ctypes
+import logging
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from pannier.client.transport import heartbeat
+from pannier.client.transport.heartbeat import Pulse
+from pannier.common import observer_clock
+from pannier.common.observer_clock import SLACK_S, ObserverClock
+from pannier.coordinator import lost_sidecars
+from pannier.coordinator.liveness import Vigil
+from pannier.coordinator.lost_sidecars import Losses
+from pannier.coordinator.saves.registry import Registry
+from pannier.coordinator.saves.save import Presence, State
+from pannier.daemon.status_registry import Board
+from pannier.sidecar.liveness import SUSPECT_S, Trainers
+from pannier.sidecar.save_state import Saves
+from pannier.v1 import save_pb2
+from pannier.wire import object_names
+from pannier.wire.errors import DeadlineError
+from support.actors.ranks_by_hand import context
+
+
+class Machine:
+    """Its clock goes on when the test says so."""
+
+    def __init__(self) -> None:
+        self.seconds = 1000.0
+
+    def monotonic(self) -> float:
+        return self.seconds
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    made = Machine()
+    monkeypatch.setattr(observer_clock, "time", SimpleNamespace(monotonic=made.monotonic))
+    monkeypatch.setattr(observer_clock, "clock", ObserverClock())
+    return made
+
+
+def test_the_clock_leaves_out_what_the_observer_missed(machine: Machine) -> None:
+    clock = ObserverClock()
+    start = clock.now()
+    machine.seconds += 100
+    assert clock.now() - start == 100, "nothing watches yet"
+    with clock.watched():
+        clock.tick(1.0)
+        machine.seconds += 1.0 + SLACK_S
+        assert clock.now() - start == 101 + SLACK_S
+        assert clock.tick(1.0) == 0
+        machine.seconds += 60
+        assert clock.now() - start == 102 + 2 * SLACK_S
+        assert clock.tick(1.0) == 59 - SLACK_S
+        machine.seconds += 0.5
+        assert clock.now() - start == 102.5 + 2 * SLACK_S
+    # It doesn't stand still for ever when what watched has ended.
+    before = clock.now()
+    machine.seconds += 60
+    assert clock.now() - before == 60
+
+
+class Sidecar:
+    """One that answers a ping only when the test says so."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.takes_s = 0.0
+        self.answers = True
+        self.said: list[str] = []
+        self.pulse = Pulse("sidecar", self.ping, connected=lambda: True, tell=self.said.append)
+
+    def ping(self, timeout: float) -> None:
+        self.machine.seconds += self.takes_s
+        if not self.answers:
+            raise DeadlineError("no answer")
+
+    def beat(self, takes_s: float) -> None:
+        """One ping, which the trainer sees end after so long, and the pause after it."""
+        self.takes_s = takes_s
+        pause = self.pulse._beat()
+        self.pulse._clock.tick(pause)
+        self.machine.seconds += pause
+
+
+def test_a_trainer_that_keeps_the_interpreter_calls_no_sidecar_silent(
+    machine: Machine, caplog: pytest.LogCaptureFixture
+) -> None:
+    sidecar = Sidecar(machine)
+    sidecar.beat(0)
+    # Pickles of three gigabytes: the answers' time is up before this thread can look at them.
+    sidecar.answers = False
+    for _ in range(5):
+        sidecar.beat(6)
+    assert not sidecar.said
+    assert not caplog.records
+    sidecar.answers = True
+    sidecar.beat(0)
+    assert not any(sidecar.said)
+
+
+def test_a_stopped_or_suspended_trainer_calls_no_sidecar_silent(machine: Machine) -> None:
+    sidecar = Sidecar(machine)
+    sidecar.beat(0)
+    machine.seconds += 3600
+    sidecar.answers = False
+    sidecar.beat(heartbeat.TIMEOUT_S)
+    assert not sidecar.said
+    # It really is silent, which shows as soon as without that.
+    for _ in range(3):
+        sidecar.beat(heartbeat.TIMEOUT_S)
+    assert sidecar.said
+
+
+def test_a_sidecar_that_answers_no_ping_is_silent(
+    machine: Machine, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    sidecar = Sidecar(machine)
+    sidecar.beat(0)
+    sidecar.answers = False
+    for _ in range(3):
+        sidecar.beat(heartbeat.TIMEOUT_S)
+    assert "last heard" in sidecar.said[-1]
+    assert "is silent" in caplog.text
+
+
+def test_a_thread_that_keeps_the_interpreter_delays_no_verdict_but_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A real one: a call of C that doesn't let go of the interpreter's lock."""
+    monkeypatch.setattr(heartbeat, "EVERY_S", 0.02)
+    monkeypatch.setattr(heartbeat, "TIMEOUT_S", 0.02)
+    monkeypatch.setattr(heartbeat, "AGAIN_S", 0.01)
+    monkeypatch.setattr(heartbeat, "SUSPECT_S", 1.5)
+    usleep = ctypes.PyDLL(None).usleep
+    said: list[str] = []
+    beats = 0
+    enough = threading.Event()
+
+    def ping(timeout: float) -> None:
+        nonlocal beats
+        beats += 1
+        if beats > 3:
+            enough.set()
+        # The answer waits in the socket; this thread sees that the time was up.
+        usleep(1_200_000)
+        raise DeadlineError("no answer")
+
+    made = Pulse("sidecar", ping, connected=lambda: True, tell=said.append)
+    made.start()
+    assert enough.wait(60)
+    made.close()
+    assert not any(said)
+
+
+def registry_of() -> Registry:
+    return Registry(Board(), begin=lambda save: None, suspect_after_s=5.0)
+
+
+def test_a_blocked_coordinator_calls_nothing_silent_that_it_has_not_read(
+    machine: Machine, caplog: pytest.LogCaptureFixture
+) -> None:
+    registry = registry_of()
+    sidecar = Presence("node-0")
+    sidecar.streams = 1
+    vigil = Vigil(registry, lambda: [sidecar], suspect_after_s=5.0)
+    save = registry.enter(context(0, "/root/step"))
+    registry.enter(context(1, "/root/step"))
+    save.move(State.STAGING)
+    for part in save.parts.values():
+        part.heard = observer_clock.now()
+    caplog.clear()
+    with observer_clock.clock.watched():
+        observer_clock.clock.tick(1.0)
+        # torch is imported, or 4096 ranks are planned.
+        machine.seconds += 30
+        vigil.look()
+        observer_clock.clock.tick(1.0)
+        assert save.parts[0].silence(5.0) == 1.0 + SLACK_S
+        assert [one.heard_s for one in save.awaited()] == [1.0 + SLACK_S] * 2
+        assert not [r for r in caplog.records if r.name == "pannier.coordinator.liveness"]
+        for _ in range(5):
+            machine.seconds += 1
+            vigil.look()
+            observer_clock.clock.tick(1.0)
+    text = " ".join(r.message for r in caplog.records if r.name == "pannier.coordinator.liveness")
+    assert "the sidecar on host node-0 is attached, but was last heard" in text
+    assert "suspect after 5 s of silence" in text
+
+
+def test_a_stopped_sidecar_calls_no_trainer_silent_when_it_goes_on(machine: Machine) -> None:
+    saves = Saves()
+    trainers = Trainers(saves)
+    rank = saves.enter(context(0, "/root/step"))
+    with observer_clock.clock.watched():
+        observer_clock.clock.tick(1.0)
+        machine.seconds += 600
+        trainers.look()
+        assert not trainers._suspects
+        assert observer_clock.now() - rank.heard == 1.0 + SLACK_S
+        observer_clock.clock.tick(SUSPECT_S)
+        machine.seconds += SUSPECT_S
+        trainers.look()
+        assert trainers._suspects
+
+
+@pytest.mark.parametrize("back", [True, False])
+def test_a_coordinator_that_was_blocked_waits_for_sidecars_to_come_back(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, back: bool
+) -> None:
+    """That their streams are there again lies unread when its timers are due."""
+    monkeypatch.setattr(observer_clock, "SLACK_S", 0.0)
+    monkeypatch.setattr(lost_sidecars, "RETURN_S", 0.01)
+
+    async def scenario() -> None:
+        registry = registry_of()
+        watch = Losses(registry)
+        save = registry.enter(context(0, "/root/step"))
+        registry.enter(context(1, "/root/step"))
+        save.attempt = object_names.Attempt(1, 1, save.context.save.group, "aa")
+        save.move(State.STAGING)
+        old = watch.attached("node-0", "old")
+        part = save.parts[0]
+        part.sidecar, part.phase = old, save_pb2.RANK_PHASE_INGESTED
+        with observer_clock.clock.watched():
+            observer_clock.clock.tick(0.0)
+            watch.detached(old)
+            watch.asked(save, 0)
+            machine.seconds += 30
+            await asyncio.sleep(0.1)
+            assert not save.suspects
+            if back:
+                watch.attached("node-0", "old")
+            observer_clock.clock.tick(60.0)
+            machine.seconds += 1
+            await asyncio.sleep(0.1)
+        assert bool(save.suspects) is not back
+
+    asyncio.run(scenario())

@@ -1,0 +1,193 @@
+"""Ranks and sidecars that fall silent: named in time, and given up only when nobody can speak for them."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pannier.coordinator import lost_sidecars
+from pannier.coordinator.liveness import Vigil
+from pannier.coordinator.lost_sidecars import Losses
+from pannier.coordinator.saves import succession
+from pannier.coordinator.saves.registry import Registry
+from pannier.coordinator.saves.save import Presence, Save, State
+from pannier.coordinator.saves.succession import Succession
+from pannier.daemon.status_registry import Board
+from pannier.v1 import save_pb2
+from pannier.wire import object_names
+from support.actors.ranks_by_hand import context
+
+STREAMING = save_pb2.RANK_PHASE_STREAMING
+INGESTED = save_pb2.RANK_PHASE_INGESTED
+SUSPECT_S = 5.0
+
+
+class Watched:
+    """A registry without a conductor, and a save of two ranks that are staging."""
+
+    def __init__(self, place: str = "/root/step", incarnation: str = "aa") -> None:
+        self.registry = Registry(Board(), begin=lambda save: None, suspect_after_s=SUSPECT_S)
+        self.sidecars: list[Presence] = []
+        self.vigil = Vigil(self.registry, lambda: self.sidecars, suspect_after_s=SUSPECT_S)
+
+    def save(self, place: str = "/root/step", incarnation: str = "aa", number: int = 1) -> Save:
+        save = self.registry.enter(context(0, place, incarnation=incarnation))
+        self.registry.enter(context(1, place, incarnation=incarnation))
+        save.attempt = object_names.Attempt(number, 1, save.context.save.group, incarnation)
+        save.move(State.STAGING)
+        return save
+
+    def silent_for(self, save: Save, rank: int, seconds: float) -> None:
+        save.parts[rank].heard = time.monotonic() - seconds
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    messages = [r.message for r in caplog.records if r.name == "pannier.coordinator.liveness"]
+    caplog.clear()
+    return messages
+
+
+def test_a_silent_rank_is_named_once_and_when_it_is_heard_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    watched = Watched()
+    save = watched.save()
+    watched.silent_for(save, 0, 1)
+    watched.silent_for(save, 1, 6)
+    watched.vigil.look()
+    (text,) = said(caplog)
+    assert "STAGING, waits for rank 1 (host node-1, last heard 6 s ago)" in text
+    assert "suspect after 5 s of silence, given up in 3600 s" in text
+    watched.vigil.look()
+    assert said(caplog) == []
+    watched.silent_for(save, 0, 7)
+    watched.vigil.look()
+    (text,) = said(caplog)
+    assert "rank 0 (host node-0" in text
+    assert "rank 1" not in text
+    watched.silent_for(save, 1, 0)
+    watched.vigil.look()
+    (text,) = said(caplog)
+    assert text.endswith("rank 1 heard again")
+
+
+def test_a_rank_that_never_came_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    watched = Watched()
+    save = watched.registry.enter(context(0, "/root/step"))
+    watched.silent_for(save, 0, 0)
+    watched.vigil.look()
+    assert said(caplog) == []
+    save.known_since -= 6
+    watched.vigil.look()
+    (text,) = said(caplog)
+    assert "rank 1 (not heard of yet)" in text
+
+
+def test_a_silent_sidecar_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    watched = Watched()
+    sidecar = Presence("node-7")
+    sidecar.streams = 1
+    watched.sidecars.append(sidecar)
+    watched.vigil.look()
+    assert said(caplog) == []
+    sidecar.heard -= 6
+    for expected in ([True], []):
+        watched.vigil.look()
+        assert ["the sidecar on host node-7 is attached" in t for t in said(caplog)] == expected
+    sidecar.heard = time.monotonic()
+    watched.vigil.look()
+    assert said(caplog) == ["the sidecar on host node-7 is heard again"]
+
+
+def later(happen: Callable[[], Save], monkeypatch: pytest.MonkeyPatch) -> Save:
+    monkeypatch.setattr(succession, "RETURN_S", 0.02)
+    monkeypatch.setattr(lost_sidecars, "RETURN_S", 0.02)
+
+    async def main() -> Save:
+        save = happen()
+        await asyncio.sleep(0.1)
+        return save
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize("old_is_told_last", [False, True])
+def test_a_newer_incarnation_ends_what_nobody_speaks_for(
+    monkeypatch: pytest.MonkeyPatch, old_is_told_last: bool
+) -> None:
+    def happen() -> Save:
+        watched = Watched()
+        Succession(watched.registry)
+        saves = [("aa", 1), ("bb", 2)]
+        made = {}
+        for incarnation, number in reversed(saves) if old_is_told_last else saves:
+            made[number] = watched.save(incarnation=incarnation, number=number)
+            made[number].ring()
+        made[1].parts[0].advance(INGESTED)
+        assert not made[2].suspects
+        return made[1]
+
+    save = later(happen, monkeypatch)
+    assert save.suspects.keys() == {1}
+    assert "incarnation number 2" in save.suspects[1].message
+
+
+@pytest.mark.parametrize("why", ["attached", "another root", "another job", "older"])
+def test_others_are_left_alone(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    def happen() -> Save:
+        watched = Watched()
+        Succession(watched.registry)
+        save = watched.save()
+        if why == "attached":
+            sidecar = Presence("node")
+            sidecar.streams = 1
+            for part in save.parts.values():
+                part.sidecar = sidecar
+        save.ring()
+        place = "/other/step" if why == "another root" else "/root/step"
+        who = context(0, place, incarnation="bb")
+        if why == "another job":
+            who.save.job = "other"
+        other = watched.registry.enter(who)
+        other.attempt = object_names.Attempt(0 if why == "older" else 2, 1, who.save.group, "bb")
+        other.ring()
+        return save
+
+    assert not later(happen, monkeypatch).suspects
+
+
+def test_storage_is_asked_when_a_sidecar_is_gone_for_good(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def happen() -> Save:
+        watched = Watched()
+        save = watched.save()
+        gone = Losses(watched.registry)
+        sidecar = gone.attached("node-0", "s1")
+        save.parts[0].sidecar = sidecar
+        save.parts[0].advance(INGESTED)
+        gone.detached(sidecar)
+        return save
+
+    save = later(happen, monkeypatch)
+    assert save.unseen
+    assert not save.suspects
+
+
+def test_storage_is_not_asked_when_it_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    def happen() -> Save:
+        watched = Watched()
+        save = watched.save()
+        here = Losses(watched.registry)
+        sidecar = here.attached("node-0", "s1")
+        save.parts[0].sidecar = sidecar
+        here.detached(sidecar)
+        here.attached("node-0", "s1")
+        return save
+
+    assert not later(happen, monkeypatch).unseen

@@ -1,0 +1,891 @@
+"""Whole saves against a coordinator on a unix socket, with ranks and sidecars played by hand."""
+
+import asyncio
+import dataclasses
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from google.protobuf import json_format
+from torch.distributed.checkpoint import FileSystemReader
+
+from pannier.coordinator import servicer
+from pannier.coordinator.saves import registry
+from pannier.daemon.status_registry import Board
+from pannier.v1 import plan_pb2, records_pb2, save_pb2, sidecar_pb2, status_pb2, status_pb2_grpc
+from pannier.wire import object_names, plan_codec
+from pannier.wire.errors import (
+    InvalidRequestError,
+    PannierError,
+    SaveAbortedError,
+    SaveSkippedError,
+)
+from pannier.wire.version import WIRE_VERSION
+from support.actors.ranks_by_hand import (
+    Desk,
+    Sidecar,
+    context,
+    coordinator,
+    desk,
+    local_plan,
+    proposal,
+    receipt_of,
+    report,
+    shard,
+    tensor,
+    thing,
+)
+from support.processes.daemons import Daemons, short_directory
+
+COMMITTED, ABORTED = save_pb2.SAVE_STATE_COMMITTED, save_pb2.SAVE_STATE_ABORTED
+PLANNED, INGESTED, DURABLE = (
+    save_pb2.RANK_PHASE_PLANNED,
+    save_pb2.RANK_PHASE_INGESTED,
+    save_pb2.RANK_PHASE_DURABLE,
+)
+
+
+@pytest.fixture
+def sockets() -> Iterator[Path]:
+    directory = short_directory()
+    yield directory
+    shutil.rmtree(directory)
+
+
+def halves(rank: int, *, extra: str | None = None) -> plan_pb2.LocalPlan:
+    """Half of ``w``, and a copy of ``b`` and ``epoch``."""
+    items = [shard("w", [4 * rank, 0], [4, 8], [8, 8]), tensor("b", 8), thing("epoch")]
+    if extra is not None:
+        items.append(tensor(extra, 3))
+    return local_plan(
+        items, mappings={"w": ("model", "w"), "b": ("model", "b"), "epoch": ("epoch",)}
+    )
+
+
+async def plan_both(desk: Desk, checkpoint_id: str, number: int = 1) -> list[plan_pb2.FinalPlan]:
+    return await asyncio.gather(
+        *(desk.plan(context(rank, checkpoint_id, number=number), halves(rank)) for rank in (0, 1))
+    )
+
+
+async def make_durable(
+    sidecar: Sidecar, checkpoint_id: str, finals: list[plan_pb2.FinalPlan], number: int = 1
+) -> None:
+    for rank, final in enumerate(finals):
+        who = context(rank, checkpoint_id, number=number)
+        await sidecar.tell(report(who, final.attempt, DURABLE, receipt=receipt_of(final, rank)))
+
+
+def failures_of(error: PannierError) -> dict[int, tuple[int, str]]:
+    return {rank: (failure.kind, failure.message) for rank, failure in error.failures.items()}
+
+
+def decision_of(checkpoint: Path, attempt: str) -> records_pb2.Decision:
+    text = (checkpoint / object_names.decision(attempt)).read_bytes()
+    return json_format.Parse(text, records_pb2.Decision())
+
+
+def test_plans_and_receipts_of_all_ranks_become_a_checkpoint(sockets: Path, tmp_path: Path) -> None:
+    place = tmp_path / "root" / "step-1"
+
+    async def scenario() -> None:
+        async with coordinator(sockets) as desk:
+            sidecar = await desk.attach()
+            finals = await plan_both(desk, str(place))
+            assert {final.plan_id for final in finals} == {finals[0].plan_id}
+            assert [final.attempt for final in finals] == [
+                f"i1-aa-{object_names.group_name((0, 1))}-s1"
+            ] * 2
+            # w is split; b and epoch are held twice and written once.
+            written = [
+                name
+                for final, local in zip(finals, (halves(0), halves(1)), strict=True)
+                for name in _names(local, final)
+            ]
+            assert sorted(written) == ["b", "epoch", "w", "w"]
+            assert not (place / ".metadata").exists()
+            await make_durable(sidecar, str(place), finals)
+            save = context(0, str(place)).save
+            status = await sidecar.hear(save, COMMITTED)
+            assert [rank.phase for rank in status.ranks] == [DURABLE, DURABLE]
+            assert status.committed_s >= status.durable_s > status.planned_s > 0
+
+    asyncio.run(scenario())
+    metadata = FileSystemReader(place).read_metadata()
+    assert set(metadata.state_dict_metadata) == {"w", "b", "epoch"}
+    assert metadata.state_dict_metadata["w"].size == torch.Size([8, 8])
+    assert metadata.planner_data == {"w": ("model", "w"), "b": ("model", "b"), "epoch": ("epoch",)}
+    assert metadata.storage_meta is not None
+    assert metadata.storage_meta.checkpoint_id == str(place)
+    attempt = metadata.storage_meta.save_id
+    assert attempt is not None
+    assert all(info.length > 0 for info in metadata.storage_data.values())
+    decision = decision_of(place, attempt)
+    assert decision.outcome == records_pb2.OUTCOME_COMMIT
+    assert decision.metadata_size == (place / ".metadata").stat().st_size
+
+
+def _names(local: plan_pb2.LocalPlan, final: plan_pb2.FinalPlan) -> list[str]:
+    return [local.items.fqns[local.items.fqn[position]] for position in final.positions]
+
+
+def test_second_save_to_one_id_replaces_the_first(sockets: Path, tmp_path: Path) -> None:
+    place = tmp_path / "root" / "latest"
+
+    async def scenario() -> list[bytes]:
+        seen = []
+        async with coordinator(sockets) as desk:
+            sidecar = await desk.attach()
+            for number in (1, 2):
+                finals = await plan_both(desk, str(place), number)
+                await make_durable(sidecar, str(place), finals, number)
+                await sidecar.hear(context(0, str(place), number=number).save, COMMITTED)
+                seen.append((place / ".metadata").read_bytes())
+        return seen
+
+    first, second = asyncio.run(scenario())
+    assert first != second
+    metadata = FileSystemReader(place).read_metadata()
+    assert metadata.storage_meta is not None
+    assert str(metadata.storage_meta.save_id).endswith("-s2")
+
+
+def test_older_save_never_replaces_a_newer(sockets: Path, tmp_path: Path) -> None:
+    place = tmp_path / "root" / "latest"
+
+    async def scenario() -> None:
+        async with coordinator(sockets) as desk:
+            sidecar = await desk.attach()
+            older = await plan_both(desk, str(place), 1)
+            newer = await plan_both(desk, str(place), 2)
+            await make_durable(sidecar, str(place), newer, 2)
+            await sidecar.hear(context(0, str(place), number=2).save, COMMITTED)
+            await make_durable(sidecar, str(place), older, 1)
+            status = await sidecar.hear(context(0, str(place), number=1).save, ABORTED)
+            assert "newer save" in status.failures[0].message
+            assert newer[0].attempt in status.failures[0].message
+
+    asyncio.run(scenario())
+    metadata = FileSystemReader(place).read_metadata()
+    assert metadata.storage_meta is not None
+    assert str(metadata.storage_meta.save_id).endswith("-s2")
+
+
+def test_missing_rank_is_named_at_the_deadline(sockets: Path, tmp_path: Path) -> None:
+    place = str(tmp_path / "root" / "step-1")
+
+    async def scenario() -> None:
+        async with coordinator(sockets) as desk:
+            who = context(0, place, ranks=(0, 1, 2))
+            # Known from an earlier save: where rank 2 lives.
+            await desk.fail(context(2, place + "0", ranks=(0, 1, 2)))
+            who.save.number = 2
+            with pytest.raises(SaveAbortedError) as caught:
+                await desk.plan(who, halves(0), timeout_s=0.4)
+            failures = failures_of(caught.value)
+            assert failures.keys() == {1, 2}
+            assert {kind for kind, _ in failures.values()} == {save_pb2.FAILURE_KIND_DEADLINE}
+            assert caught.value.failures[2].host == "node-2"
+            assert "rank 1 (not heard of yet)" in str(caught.value)
+            assert "rank 2 (host node-2, last heard" in str(caught.value)
+
+    asyncio.run(scenario())
+    assert not Path(place).exists()
+
+
+def test_unfinished_rank_is_named_at_the_deadline(sockets: Path, tmp_path: Path) -> None:
+    place = tmp_path / "root" / "step-1"
+
+    async def scenario() -> plan_pb2.FinalPlan:
+        async with coordinator(sockets) as desk:
+            sidecar = await desk.attach("node-1")
+            finals = await asyncio.gather(
+                *(
+                    desk.plan(context(rank, str(place)), halves(rank), save_timeout_s=2)
+                    for rank in (0, 1)
+                )
+            )
+            who = context(1, str(place))
+            await sidecar.tell(
+                report(who, finals[1].attempt, DURABLE, receipt=receipt_of(finals[1], 1))
+            )
+            status = await sidecar.hear(who.save, ABORTED)
+            assert [failure.rank for failure in status.failures] == [0]
+            assert status.failures[0].kind == save_pb2.FAILURE_KIND_DEADLINE
+            assert "rank 0 (host node-0, last heard" in status.failures[0].message
+            # The decision stays; the attempt's other records go, and the checkpoint never was.
+            end = time.monotonic() + 5
+            while (place / object_names.manifest(finals[0].attempt)).exists():
+                assert time.monotonic() < end
+                await asyncio.sleep(0.01)
+            return finals[0]
+
+    final = asyncio.run(scenario())
+    assert decision_of(place, final.attempt).outcome == records_pb2.OUTCOME_ABORT
+    assert not (place / ".metadata").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "error"),
+    [
+        (save_pb2.FAILURE_KIND_SKIPPED, SaveSkippedError),
+        (save_pb2.FAILURE_KIND_CLIENT, SaveAbortedError),
+    ],
+)
+def test_failing_rank_ends_the_save_for_all_and_the_next_one_works(
+    sockets: Path, tmp_path: Path, kind: "save_pb2.FailureKind", error: type[SaveAbortedError]
+) -> None:
+    place = str(tmp_path / "root" / "step-1")
+
+    async def scenario() -> None:
+        async with coordinator(sockets) as desk:
+            waiting = asyncio.create_task(desk.plan(context(0, place), halves(0)))
+            await desk.await_plans(place, 0)
+            await desk.fail(context(1, place), kind, "no thanks")
+            with pytest.raises(error) as caught:
+                await waiting
+            assert type(caught.value) is error
+            assert failures_of(caught.value) == {1: (kind, "no thanks")}
+            # Who comes later hears the same.
+            with pytest.raises(error):
+                await desk.plan(context(0, place), halves(0))
+            finals = await plan_both(desk, place, 2)
+            assert finals[0].attempt.endswith("-s2")
+
+    asyncio.run(scenario())
+
+
+def test_failure_after_planning_is_told_to_sidecars_once_it_is_durable(
+    sockets: Path, tmp_path: Path
+) -> None:
+    place = tmp_path / "root" / "step-1"
+
+    async def scenario() -> None:
+        async with coordinator(sockets) as desk:
+            one, two = await desk.attach("node-0"), await desk.attach("node-1")
+            finals = await plan_both(desk, str(place))
+            first, second = context(0, str(place)), context(1, str(place))
+            await one.tell(report(first, finals[0].attempt, INGESTED))
+            failure = save_pb2.Failure(kind=save_pb2.FAILURE_KIND_LOST, message="killed")
+            await two.tell(report(second, finals[1].attempt, PLANNED, failure=failure))
+            for sidecar in (one, two):
+                status = await sidecar.hear(first.save, ABORTED)
+                assert [(f.rank, f.host, f.message) for f in status.failures] == [
+                    (1, "node-1", "killed")
+                ]
+                assert (place / object_names.decision(finals[0].attempt)).exists()
+
+    asyncio.run(scenario())
+
+
+def test_loss_of_an_ingested_trainer_changes_nothing(sockets: Path, tmp_path: Path) -> None:
+    place = str(tmp_path / "root" / "step-1")
+
+    async def scenario() -> None:
+        async with coordinator(sockets) as desk:
+            sidecar = await desk.attach()
+            finals = await plan_both(desk, place)
+            who = context(0, place)
+            await sidecar.tell(report(who, finals[0].attempt, INGESTED))
+            failure = save_pb2.Failure(kind=save_pb2.FAILURE_KIND_LOST, message="killed")
+            await sidecar.tell(report(who, finals[0].attempt, INGESTED, failure=failure))
+            await make_durable(sidecar, place, finals)
+            await sidecar.hear(who.save, COMMITTED)
+
+    asyncio.run(scenario())
+
+
+def test_rank_that_dies_while_planning_is_lost_at_once(sockets: Path, tmp_path: Path) -> None:
+    place = str(tmp_path / "root" / "step-1")
+
+    async def scenario() -> None:
+        async with coordinator(sockets) as desk:
+            ranks = (0, 1, 2)
+            dying = asyncio.create_task(desk.plan(context(1, place, ranks=ranks), halves(1)))
+            waiting = asyncio.create_task(desk.plan(context(0, place, ranks=ranks), halves(0)))
+            await desk.await_plans(place, 0, 1)
+            dying.cancel()
+            with pytest.raises(SaveAbortedError) as caught:
+                await waiting
+            # Not by the deadline for plans, which has a failure of another kind.
+            assert {r: k for r, (k, _) in failures_of(caught.value).items()} == {
+                1: save_pb2.FAILURE_KIND_LOST
+            }
+
+    asyncio.run(scenario())
+
+
+def test_plan_call_that_is_made_again_joins(sockets: Path, tmp_path: Path) -> None:
+    place = str(tmp_path / "root" / "step-1")
+
+    async def scenario() -> None:
+        async with coordinator(sockets) as desk:
+            broken = asyncio.create_task(desk.plan(context(0, place), halves(0)))
+            await desk.await_plans(place, 0)
+            broken.cancel()
+            again = asyncio.create_task(desk.plan(context(0, place), halves(0)))
+            await asyncio.sleep(servicer.LOST_AFTER_S + 0.2)
+            final = await desk.plan(context(1, place), halves(1))
+            assert (await again).plan_id == final.plan_id
+            # An answer that got lost is given again.
+            assert await desk.plan(context(1, place), halves(1)) == final
+            with pytest.raises(SaveAbortedError, match="another plan"):
+                await desk.plan(context(1, place), halves(1, extra="more"))
+
+    asyncio.run(scenario())
+
+
+def _other_world(who: sidecar_pb2.SaveContext) -> None:
+    who.world_size = 4
+
+
+def _other_group(who: sidecar_pb2.SaveContext) -> None:
+    who.CopyFrom(context(1, who.checkpoint_id, ranks=(0, 1, 2)))
+    who.world_size = 2 + 1
+
+
+def _other_place(who: sidecar_pb2.SaveContext) -> None:
+    who.checkpoint_id += "-other"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            _other_place,
+            r"rank 0 \(host node-0\) saves to .*step-1, rank 1 \(host node-1\) saves to",
+        ),
+        (_other_world, r"rank 0 .* has a world size of 2, rank 1 .* of 4"),
+        (_other_group, r"rank 0 .* has a world size of 2, rank 1 .* of 3"),
+    ],
+)
+def test_ranks_that_disagree_are_told_who_said_what(
+    sockets: Path, tmp_path: Path, change: object, said: str
+) -> None:
+    place = str(tmp_path / "root" / "step-1")
+
+    async def scenario() -> None:
+        async with coordinator(sockets) as desk:
+            waiting = asyncio.create_task(desk.plan(context(0, place), halves(0)))
+            await desk.await_plans(place, 0)
+            other = context(1, place)
+            assert callable(change)
+            change(other)
+            for call in (desk.plan(other, halves(1)), waiting):
+                with pytest.raises(SaveAbortedError, match=said) as caught:
+                    await call
+                assert caught.value.failures.keys() == {0, 1}
+                assert {f.kind for f in caught.value.failures.values()} == {
+                    save_pb2.FAILURE_KIND_DISAGREEMENT
+                }
+
+    asyncio.run(scenario())
+    assert not Path(place).exists()
+
+
+def test_ranks_with_different_process_groups_are_told(sockets: Path, tmp_path: Path) -> None:
+    place = str(tmp_path / "root" / "step-1")
+
+    async def scenario() -> None:
+        async with coordinator(sockets) as desk:
+            narrow = context(0, place, ranks=(0, 1), world_size=4)
+            wide = context(1, place, ranks=(0, 1, 2, 3), world_size=4)
+            waiting = asyncio.create_task(desk.plan(narrow, halves(0)))
+            await desk.await_plans(place, 0)
+            with pytest.raises(SaveAbortedError, match="same process_group"):
+                await desk.plan(wide, halves(1))
+            with pytest.raises(SaveAbortedError, match="same process_group"):
+                await waiting
+
+    asyncio.run(scenario())
+
+
+def test_ranks_with_different_planner_options_are_told(sockets: Path, tmp_path: Path) -> None:
+    place = str(tmp_path / "root" / "step-1")
+
+    async def scenario() -> None:
+        async with coordinator(sockets) as desk:
+            waiting = asyncio.create_task(desk.plan(context(0, place), halves(0)))
+            await desk.await_plans(place, 0)
+            other = halves(1)
+            other.options.dedup_save_to_lowest_rank = True
+            for call in (desk.plan(context(1, place), other), waiting):
+                with pytest.raises(
+                    SaveAbortedError, match="dedup_save_to_lowest_rank is False on rank 0"
+                ):
+                    await call
+
+    asyncio.run(scenario())
+
+
+def test_plans_that_are_no_checkpoint_name_key_and_ranks(sockets: Path, tmp_path: Path) -> None:
+    place = str(tmp_path / "root" / "step-1")
+
+    async def scenario() -> None:
+        async with coordinator(sockets) as desk:
+            calls = [
+                desk.plan(context(0, place), local_plan([tensor("x", 2)])),
+                desk.plan(context(1, place), local_plan([thing("x")])),
+            ]
+            for answer in await asyncio.gather(*calls, return_exceptions=True):
+                assert isinstance(answer, SaveAbortedError)
+                assert "'x' is a tensor on rank 0 and an object on rank 1" in str(answer)
+                assert {f.kind for f in answer.failures.values()} == {
+                    save_pb2.FAILURE_KIND_INVALID_PLAN
+                }
+
+    asyncio.run(scenario())
+    assert not Path(place).exists()
+
+
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        ("{tmp}/elsewhere/step-1", "not below an allowed root"),
+        ("{tmp}/root/../step-1", r"'\.\.'|not an absolute path"),
+        ("ftp://host/root/step-1", "unknown scheme"),
+        ("relative/step-1", "not an absolute path"),
+    ],
+)
+def test_checkpoint_id_that_is_not_allowed_is_refused_at_once(
+    sockets: Path, tmp_path: Path, place: str, said: str
+) -> None:
+    where = place.format(tmp=tmp_path)
+
+    async def scenario() -> None:
+        async with coordinator(sockets, allow=(str(tmp_path / "root"),)) as desk:
+            # Rank 1 hasn't come yet: nobody waits for it.
+            with pytest.raises(InvalidRequestError, match=said):
+                await desk.plan(context(0, where), halves(0))
+
+    asyncio.run(scenario())
+
+
+def test_storage_that_refuses_is_told_before_all_ranks_are_there(
+    sockets: Path, tmp_path: Path
+) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("not a directory")
+
+    async def scenario() -> None:
+        async with coordinator(sockets) as desk:
+            begin = time.monotonic()
+            with pytest.raises(SaveAbortedError, match=str(blocked)) as caught:
+                await desk.plan(context(0, str(blocked / "root" / "step-1")), halves(0))
+            assert time.monotonic() - begin < 5
+            assert {f.kind for f in caught.value.failures.values()} == {
+                save_pb2.FAILURE_KIND_STORAGE
+            }
+            # The refusal is not remembered.
+            blocked.unlink()
+            finals = await plan_both(desk, str(blocked / "root" / "step-1"), 2)
+            assert finals[0].plan_id
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda r: setattr(r, "plan_id", "0" * 64), "it follows plan"),
+        (lambda r: setattr(r.files[0], "size", r.files[0].size - 1), "the plan says"),
+        (lambda r: r.files.pop(), "it names files"),
+        (lambda r: r.ClearField("varying"), "without a planned place"),
+        (lambda r: setattr(r.varying[0], "length", 10**6), "takes bytes 0 to 1000000"),
+    ],
+)
+def test_receipt_that_does_not_fit_the_plan_aborts_by_rank(
+    sockets: Path, tmp_path: Path, spoil: object, said: str
+) -> None:
+    place = str(tmp_path / "root" / "step-1")
+
+    async def scenario() -> None:
+        async with coordinator(sockets) as desk:
+            sidecar = await desk.attach()
+            finals = await plan_both(desk, place)
+            rank = next(r for r in (0, 1) if 0 in finals[r].placement.length)
+            receipt = receipt_of(finals[rank], rank)
+            assert callable(spoil)
+            spoil(receipt)
+            who = context(rank, place)
+            await sidecar.tell(report(who, finals[rank].attempt, DURABLE, receipt=receipt))
+            status = await sidecar.hear(who.save, ABORTED)
+            assert [(f.rank, f.kind) for f in status.failures] == [
+                (rank, save_pb2.FAILURE_KIND_INTEGRITY)
+            ]
+            assert said in status.failures[0].message
+
+    asyncio.run(scenario())
+
+
+def test_rank_without_items_sends_an_empty_receipt(sockets: Path, tmp_path: Path) -> None:
+    place = tmp_path / "root" / "step-1"
+
+    async def scenario() -> None:
+        async with coordinator(sockets) as desk:
+            sidecar = await desk.attach()
+            finals = await asyncio.gather(
+                desk.plan(context(0, str(place)), local_plan([tensor("w", 4)])),
+                desk.plan(context(1, str(place)), local_plan([])),
+            )
+            assert not finals[1].files
+            assert not finals[1].positions
+            await make_durable(sidecar, str(place), finals)
+            await sidecar.hear(context(0, str(place)).save, COMMITTED)
+
+    asyncio.run(scenario())
+    assert list(FileSystemReader(place).read_metadata().state_dict_metadata) == ["w"]
+
+
+def test_groups_and_saves_overlap(sockets: Path, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with coordinator(sockets) as desk:
+            sidecar = await desk.attach()
+
+            async def one(ranks: tuple[int, ...], number: int) -> None:
+                place = str(tmp_path / "root" / f"{ranks[0]}-{number}")
+                who = [context(r, place, ranks=ranks, number=number, world_size=4) for r in ranks]
+                item = [shard("w", [i * 2], [2], [4]) for i in (0, 1)]
+                finals = await asyncio.gather(
+                    *(desk.plan(w, local_plan([i])) for w, i in zip(who, item, strict=True))
+                )
+                for w, final in zip(who, finals, strict=True):
+                    receipt = receipt_of(final, w.rank)
+                    await sidecar.tell(report(w, final.attempt, DURABLE, receipt=receipt))
+                await sidecar.hear(who[0].save, COMMITTED)
+                assert FileSystemReader(place).read_metadata().state_dict_metadata
+
+            await asyncio.gather(*(one(ranks, n) for ranks in ((0, 1), (2, 3)) for n in (1, 2, 3)))
+
+    asyncio.run(scenario())
+
+
+def test_save_that_torch_plans_is_begun_and_finished(sockets: Path, tmp_path: Path) -> None:
+    place = tmp_path / "root" / "step-1"
+
+    async def scenario() -> None:
+        async with coordinator(sockets) as desk:
+            sidecar = await desk.attach()
+            who = [context(rank, str(place)) for rank in (0, 1)]
+            begun = await desk.call(
+                "Begin", sidecar_pb2.BeginRequest(context=who[0], wire_version=WIRE_VERSION)
+            )
+            names = [object_names.data_file(begun.attempt, rank, 0) for rank in (0, 1)]
+            metadata = plan_pb2.GlobalMetadata(
+                items=plan_codec.encode_items(
+                    [shard("w", [2 * r], [2], [4], hint=r) for r in (0, 1)]
+                ),
+                files=names,
+                placement=plan_pb2.Placement(file=[0, 1], offset=[0, 0], length=[50, 60]),
+            )
+            request = sidecar_pb2.FinishRequest(
+                context=who[0], attempt=begun.attempt, metadata=metadata, timeout_s=10
+            )
+            finishing = asyncio.create_task(desk.call("Finish", request))
+            place.mkdir(parents=True, exist_ok=True)
+            for rank, name in enumerate(names):
+                receipt = records_pb2.Receipt(attempt=begun.attempt, rank=rank)
+                receipt.files.add(name=name, size=60)
+                (place / name).write_bytes(bytes(60))
+                await sidecar.tell(report(who[rank], begun.attempt, DURABLE, receipt=receipt))
+            answer = await finishing
+            assert answer.status.state == COMMITTED
+            # The answer that got lost.
+            assert (await desk.call("Finish", request)).status.state == COMMITTED
+
+    asyncio.run(scenario())
+    metadata = FileSystemReader(place).read_metadata()
+    assert [info.length for info in metadata.storage_data.values()] == [50, 60]
+
+
+def test_metadata_of_torch_that_no_file_covers_is_refused(sockets: Path, tmp_path: Path) -> None:
+    place = tmp_path / "root" / "step-1"
+
+    async def scenario() -> None:
+        async with coordinator(sockets) as desk:
+            sidecar = await desk.attach()
+            who = context(0, str(place), ranks=(0,))
+            begun = await desk.call(
+                "Begin", sidecar_pb2.BeginRequest(context=who, wire_version=WIRE_VERSION)
+            )
+            name = object_names.data_file(begun.attempt, 0, 0)
+            metadata = plan_pb2.GlobalMetadata(
+                items=plan_codec.encode_items([tensor("w", 4)]),
+                files=[name],
+                placement=plan_pb2.Placement(file=[0], offset=[20], length=[50]),
+            )
+            receipt = records_pb2.Receipt(attempt=begun.attempt, rank=0)
+            receipt.files.add(name=name, size=60)
+            await sidecar.tell(report(who, begun.attempt, DURABLE, receipt=receipt))
+            with pytest.raises(SaveAbortedError, match="places bytes 20 to 70"):
+                await desk.call(
+                    "Finish",
+                    sidecar_pb2.FinishRequest(
+                        context=who, attempt=begun.attempt, metadata=metadata, timeout_s=10
+                    ),
+                )
+            assert (place / object_names.decision(begun.attempt)).exists()
+
+    asyncio.run(scenario())
+    assert not (place / ".metadata").exists()
+
+
+def test_custom_planner_must_be_named(sockets: Path, tmp_path: Path) -> None:
+    place = str(tmp_path / "root" / "step-1")
+
+    async def scenario() -> None:
+        async with coordinator(sockets) as desk:
+            plan = halves(0)
+            plan.options.planner = "my.code:MyPlanner"
+            plan.options.custom_global_plan = True
+            with pytest.raises(InvalidRequestError, match=r"--planner my\.code:MyPlanner"):
+                await desk.plan(context(0, place), plan)
+
+    asyncio.run(scenario())
+
+
+def test_status_names_whom_a_save_waits_for(sockets: Path, tmp_path: Path) -> None:
+    place = str(tmp_path / "root" / "step-1")
+
+    async def scenario() -> None:
+        async with coordinator(sockets) as desk:
+            status = status_pb2_grpc.StatusStub(desk.channel)
+            planning = asyncio.create_task(desk.plan(context(0, place), halves(0)))
+            await desk.await_plans(place, 0)
+            (save,) = (await status.ListSaves(status_pb2.ListSavesRequest())).saves
+            assert save.state == save_pb2.SAVE_STATE_PLANNING
+            assert list(save.waiting_on.ranks) == [1]
+            assert 0 < save.waiting_on.deadline_s <= 10
+            assert save.attempt == ""
+            finals = [await desk.plan(context(1, place), halves(1)), await planning][::-1]
+            sidecar = await desk.attach()
+            who = context(0, place)
+            await sidecar.tell(
+                report(who, finals[0].attempt, INGESTED, bytes_ingested=123, bytes_uploaded=45)
+            )
+            await desk.await_status(place, lambda save: save.ranks[0].bytes_ingested == 123)
+            request = status_pb2.GetSaveRequest(id=place)
+            save = (await status.GetSave(request)).save
+            assert save.state == save_pb2.SAVE_STATE_STAGING
+            assert save.attempt == finals[0].attempt
+            assert re.match(r"rank 1 \(host node-1, last heard \d s ago", save.waiting_on.text)
+            assert save.ranks[0].bytes_ingested == 123
+            await make_durable(sidecar, place, finals)
+            await sidecar.hear(who.save, COMMITTED)
+            save = (await status.GetSave(status_pb2.GetSaveRequest(id=save.id))).save
+            assert save.state == COMMITTED
+            assert save.waiting_on.text == ""
+
+    asyncio.run(scenario())
+
+
+def test_killed_coordinator_goes_on_from_storage_and_reports(tmp_path: Path) -> None:
+    """Rank 1's answer got lost with the coordinator; rank 0 is durable, and only its receipt tells."""
+    place = tmp_path / "root" / "step-1"
+    with Daemons(tmp_path / "logs", sidecars=0) as daemons:
+
+        async def before() -> list[plan_pb2.FinalPlan]:
+            async with desk(daemons.coordinator_address) as calls:
+                return await plan_both(calls, str(place))
+
+        async def after(finals: list[plan_pb2.FinalPlan]) -> None:
+            async with desk(daemons.coordinator_address) as calls:
+                first, second = context(0, str(place)), context(1, str(place))
+                receipt = receipt_of(finals[0], 0)
+                key = place / object_names.receipt(finals[0].attempt, 0)
+                key.parent.mkdir(parents=True)
+                key.write_bytes(receipt.SerializeToString())
+                sidecar = await calls.attach("node-1")
+                await sidecar.tell(report(second, finals[1].attempt, PLANNED))
+                # Asked again, the plan is the one that stands.
+                assert (await calls.plan(second, halves(1))) == finals[1]
+                receipt = receipt_of(finals[1], 1)
+                await sidecar.tell(report(second, finals[1].attempt, DURABLE, receipt=receipt))
+                await sidecar.hear(first.save, COMMITTED)
+
+        async def late(finals: list[plan_pb2.FinalPlan]) -> None:
+            async with desk(daemons.coordinator_address) as calls:
+                who = context(0, str(place))
+                sidecar = await calls.attach(reports=[report(who, finals[0].attempt, INGESTED)])
+                await sidecar.hear(who.save, COMMITTED)
+
+        finals = asyncio.run(before())
+        daemons.coordinator.kill()
+        daemons.coordinator.start()
+        asyncio.run(after(finals))
+        metadata = FileSystemReader(place).read_metadata()
+        assert set(metadata.state_dict_metadata) == {"w", "b", "epoch"}
+        # One that never heard of it reads the decision.
+        daemons.coordinator.kill()
+        daemons.coordinator.start()
+        asyncio.run(late(finals))
+        assert daemons.coordinator.stop() == 0
+
+
+def test_a_job_that_was_started_again_saves_anew_where_the_records_were_lost(
+    sockets: Path, tmp_path: Path
+) -> None:
+    root = tmp_path / "root"
+    place = root / "step-1"
+
+    async def scenario() -> list[str]:
+        attempts = []
+        for incarnation in ("aa", "bb"):
+            async with coordinator(sockets) as desk:
+                sidecar = await desk.attach()
+                who = context(0, str(place), ranks=(0,), incarnation=incarnation)
+                final = await desk.plan(who, local_plan([tensor("w", 1)]))
+                receipt = receipt_of(final, 0)
+                await sidecar.tell(report(who, final.attempt, DURABLE, receipt=receipt))
+                assert (await sidecar.hear(who.save, COMMITTED)).attempt == final.attempt
+                attempts.append(final.attempt)
+            shutil.rmtree(root / ".pannier" / "incarnations")
+        return attempts
+
+    first, second = map(object_names.Attempt.parse, asyncio.run(scenario()))
+    assert second > first
+    metadata = FileSystemReader(place).read_metadata()
+    assert metadata.storage_meta is not None
+    assert metadata.storage_meta.save_id == second.name
+
+
+def test_an_incarnation_that_was_followed_begins_no_save(sockets: Path, tmp_path: Path) -> None:
+    """Whichever coordinator the newer one speaks to."""
+    root = tmp_path / "root"
+    elsewhere = sockets / "elsewhere"
+    elsewhere.mkdir(mode=0o700)
+
+    async def scenario() -> None:
+        async with coordinator(sockets) as desk, coordinator(elsewhere) as other:
+            sidecar = await desk.attach()
+
+            def step(number: int, **who: Any) -> sidecar_pb2.SaveContext:
+                return context(0, str(root / f"step-{number}"), ranks=(0,), number=number, **who)
+
+            plan = local_plan([tensor("w", 1)])
+            first = await desk.plan(step(1), plan)
+            who = step(1, incarnation="bb")
+            who.seen_incarnation = 1
+            newer = await other.plan(who, plan)
+            # Planned before the newer one began: it may finish.
+            receipt = receipt_of(first, 0)
+            await sidecar.tell(report(step(1), first.attempt, DURABLE, receipt=receipt))
+            await sidecar.hear(step(1).save, COMMITTED)
+            named = r"incarnation aa of job job is not its newest: incarnation bb \(number 2\)"
+            with pytest.raises(SaveAbortedError, match=named + ".*node-0"):
+                await desk.plan(step(2), plan)
+            # Nor by a plan that it was given before.
+            attempt = object_names.Attempt.parse(first.attempt)
+            later = dataclasses.replace(attempt, number=3).name
+            said = proposal(step(3), first.plan_id, plan_codec.plan_digest(plan), later)
+            await sidecar.tell(said)
+            status = await sidecar.hear(step(3).save, ABORTED)
+            assert re.search(named, status.failures[0].message)
+            assert not (root / "step-3").exists()
+            # The newer one goes on, and so does one that saves by itself.
+            assert object_names.Attempt.parse(newer.attempt).incarnation_number == 2
+            await other.plan(step(2, incarnation="bb"), plan)
+            aside = step(1, incarnation="cc")
+            aside.apart = True
+            await desk.plan(aside, plan)
+            await other.plan(step(3, incarnation="bb"), plan)
+            # One that had begun before the newer one did, and saves only now.
+            late = step(1, incarnation="dd")
+            late.seen_incarnation = 1
+            with pytest.raises(
+                SaveAbortedError, match="incarnation dd of job job is not its newest"
+            ):
+                await desk.plan(late, plan)
+
+    asyncio.run(scenario())
+
+
+def test_what_torch_plans_is_refused_to_an_incarnation_that_was_followed(
+    sockets: Path, tmp_path: Path
+) -> None:
+    place = str(tmp_path / "root" / "step-1")
+
+    async def scenario() -> None:
+        async with coordinator(sockets) as desk:
+            who = context(0, place, ranks=(0,))
+            begin = sidecar_pb2.BeginRequest(context=who, wire_version=WIRE_VERSION)
+            await desk.call("Begin", begin)
+            plan = local_plan([tensor("w", 1)])
+            await desk.plan(context(0, place, ranks=(0,), incarnation="bb"), plan)
+            begin.context.save.number = 2
+            with pytest.raises(
+                SaveAbortedError, match="incarnation aa of job job is not its newest"
+            ):
+                await desk.call("Begin", begin)
+
+    asyncio.run(scenario())
+
+
+def test_ranks_that_take_part_in_two_incarnations_are_named_at_once(
+    sockets: Path, tmp_path: Path
+) -> None:
+    place = str(tmp_path / "root" / "step-1")
+
+    async def scenario() -> None:
+        async with coordinator(sockets) as desk:
+            calls = [
+                desk.plan(
+                    context(rank, place, incarnation=incarnation), halves(rank), timeout_s=300
+                )
+                for rank, incarnation in ((0, "aa"), (1, "bb"))
+            ]
+            for error in await asyncio.gather(*calls, return_exceptions=True):
+                assert isinstance(error, SaveAbortedError)
+                for word in (
+                    "ranks [0] (host node-0) as incarnation aa",
+                    "ranks [1] (host node-1) as incarnation bb",
+                ):
+                    assert word in str(error)
+                kinds = {rank: failure.kind for rank, failure in error.failures.items()}
+                assert kinds == dict.fromkeys((0, 1), save_pb2.FAILURE_KIND_DISAGREEMENT)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("complete", [True, False])
+def test_ranks_that_were_started_again_are_not_taken_for_divided(
+    monkeypatch: pytest.MonkeyPatch, complete: bool
+) -> None:
+    monkeypatch.setattr(registry, "SPLIT_S", 0.0)
+
+    async def scenario() -> None:
+        known = registry.Registry(Board(), begin=lambda save: None, suspect_after_s=5)
+        former = known.enter(context(0, "/root/step-1"))
+        # Those of the new start come one after the other.
+        save = known.enter(context(1, "/root/step-1", incarnation="bb"))
+        if complete:
+            known.enter(context(0, "/root/step-1", incarnation="bb"))
+        await asyncio.sleep(0.01)
+        assert [each.doomed.is_set() for each in (former, save)] == [not complete] * 2
+
+    asyncio.run(scenario())
+
+
+def test_incarnations_are_numbered_once_across_coordinators(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    with Daemons(tmp_path / "logs", sidecars=0) as daemons:
+
+        async def plan(incarnation: str, number: int) -> str:
+            async with desk(daemons.coordinator_address) as calls:
+                who = context(
+                    0, str(root / "x"), ranks=(0,), number=number, incarnation=incarnation
+                )
+                # Of one job only the newest would go on.
+                who.save.job = f"job-{incarnation}"
+                return (await calls.plan(who, local_plan([tensor("w", 1)]))).attempt
+
+        attempts = [asyncio.run(plan("aa", 1)), asyncio.run(plan("bb", 1))]
+        daemons.coordinator.kill()
+        daemons.coordinator.start()
+        attempts += [asyncio.run(plan("aa", 2)), asyncio.run(plan("cc", 1))]
+    assert [object_names.Attempt.parse(a).incarnation_number for a in attempts] == [1, 2, 1, 3]

@@ -1,0 +1,95 @@
+"""What the coordinator asks a root for, once for all saves that go there."""
+
+import asyncio
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pannier.coordinator import stores
+from pannier.coordinator.stores import Places
+from pannier.storage import StorageError
+from pannier.storage.base import UnreachableError
+from pannier.storage.time_limits import limited
+from support.actors.ranks_by_hand import context
+from support.storage.gcs_server import GcsServer
+
+ID = "gs://bucket/run/step-1"
+
+
+@pytest.fixture
+def closed() -> Iterator[socket.socket]:
+    """A port that refuses connections."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield taken
+
+
+def of(endpoint: str) -> Places:
+    return Places(storage_options={"endpoint_url": endpoint, "token": "anon"})
+
+
+def url(taken: socket.socket) -> str:
+    return f"http://127.0.0.1:{taken.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("listens", [False, True], ids=["refused", "no answer"])
+def test_a_root_that_does_not_answer_is_an_error_soon_for_all_its_saves(
+    listens: bool, closed: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stores, "CONTACT_S", 1.0)
+    if listens:
+        closed.listen()
+
+    async def scenario() -> None:
+        found = of(url(closed))
+        told: list[list[str]] = [[], []]
+
+        async def ask(number: int) -> None:
+            with limited(told=told[number].append):
+                await found.attempt(context(0, ID))
+
+        errors = await asyncio.gather(ask(0), ask(1), return_exceptions=True)
+        for error in errors:
+            assert isinstance(error, UnreachableError)
+            assert "gs://bucket/run can't be reached from this host" in str(error)
+            assert ("no answer" if listens else "Cannot connect") in str(error)
+        if not listens:
+            # Each save hears why, also one that came later.
+            assert all("Cannot connect" in lines[-1] for lines in told)
+        # It is asked again for the next save.
+        with pytest.raises(UnreachableError):
+            await found.attempt(context(0, ID))
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def test_a_root_that_answers_is_given_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores, "CONTACT_S", 0.5)
+
+    async def scenario(server: GcsServer) -> None:
+        found = of(server.url)
+        server.fault(kind="status", status=503, times=-1)
+        asked = asyncio.ensure_future(found.attempt(context(0, ID)))
+        heard: list[str] = []
+        with limited(told=heard.append):
+            also = asyncio.ensure_future(found.attempt(context(0, ID)))
+        while len(heard) < 3:
+            await asyncio.sleep(0.05)
+            assert not asked.done()
+        server.clear()
+        assert (await asked).name == (await also).name
+
+    with GcsServer(tmp_path) as server:
+        asyncio.run(asyncio.wait_for(scenario(server), 60))
+
+
+def test_a_root_that_denies_is_judged_by_the_probe(tmp_path: Path) -> None:
+    async def scenario(server: GcsServer) -> None:
+        server.fault(kind="status", status=403, message="no such right", times=-1)
+        with pytest.raises(StorageError, match="no such right"):
+            await of(server.url).attempt(context(0, ID))
+
+    with GcsServer(tmp_path) as server:
+        asyncio.run(asyncio.wait_for(scenario(server), 60))

@@ -1,0 +1,491 @@
+"""Saves whose ranks go by a plan of an earlier save: all of them, some of them, or in vain."""
+
+import asyncio
+import shutil
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.planner import WriteItem
+
+from pannier.coordinator import lost_sidecars
+from pannier.coordinator.commit.manifest import Manifest
+from pannier.v1 import plan_pb2, save_pb2, sidecar_pb2
+from pannier.wire import object_names, plan_codec
+from pannier.wire.errors import PannierError, SaveAbortedError
+from pannier.wire.version import WIRE_VERSION
+from support.actors.ranks_by_hand import (
+    Desk,
+    Sidecar,
+    context,
+    coordinator,
+    local_plan,
+    proposal,
+    receipt_of,
+    report,
+    shard,
+    tensor,
+    thing,
+)
+from support.processes.daemons import short_directory
+
+COMMITTED, ABORTED = save_pb2.SAVE_STATE_COMMITTED, save_pb2.SAVE_STATE_ABORTED
+DURABLE = save_pb2.RANK_PHASE_DURABLE
+GROUP = object_names.group_name((0, 1))
+
+
+def attempt_name(number: int) -> str:
+    return object_names.Attempt(1, number, GROUP, "aa").name
+
+
+def items(rank: int) -> list[WriteItem]:
+    """Half of ``w``; ``b``, ``c`` and ``epoch``, which each rank has."""
+    half = shard("w", [4 * rank, 0], [4, 8], [8, 8])
+    return [half, tensor("b", 8), tensor("c", 8), thing("epoch")]
+
+
+def plan_of(rank: int, *more: WriteItem, without: str = "") -> plan_pb2.LocalPlan:
+    held = [item for item in items(rank) if item.index.fqn != without]
+    return local_plan([*held, *more])
+
+
+@dataclass
+class Job:
+    """Two ranks on two hosts, and what they were given for save 1."""
+
+    desk: Desk
+    sidecars: list[Sidecar]
+    root: Path
+    given: list[plan_pb2.FinalPlan]
+
+    def place(self, number: int) -> str:
+        return str(self.root / f"step-{number}")
+
+    def context(self, rank: int, number: int) -> sidecar_pb2.SaveContext:
+        return context(rank, self.place(number), number=number)
+
+    async def plan(
+        self, rank: int, number: int, plan: plan_pb2.LocalPlan | None = None, **more: Any
+    ) -> plan_pb2.FinalPlan:
+        return await self.desk.plan(self.context(rank, number), plan or plan_of(rank), **more)
+
+    async def plan_all(self, number: int) -> list[plan_pb2.FinalPlan]:
+        return list(await asyncio.gather(*(self.plan(rank, number) for rank in (0, 1))))
+
+    async def propose(self, rank: int, number: int, **more: Any) -> None:
+        said: dict[str, Any] = {
+            "plan_id": self.given[rank].plan_id,
+            "digest": plan_codec.plan_digest(plan_of(rank)),
+            "attempt": attempt_name(number),
+        }
+        said.update(more)
+        await self.sidecars[rank].tell(proposal(self.context(rank, number), **said))
+
+    async def propose_all(self, number: int, **more: Any) -> None:
+        for rank in (0, 1):
+            await self.propose(rank, number, **more)
+
+    async def hear(self, number: int, *states: "save_pb2.SaveState") -> save_pb2.SaveStatus:
+        return await self.sidecars[0].hear(self.context(0, number).save, *states)
+
+    async def agreed(self, number: int, *ranks: int) -> save_pb2.SaveStatus:
+        """Hears it as the sidecars of these ranks do; default: all."""
+        save = self.context(0, number).save
+        for rank in ranks or (0, 1):
+            told = self.sidecars[rank].learn(save, lambda status: bool(status.plan_id))
+            status = await told
+        return status
+
+    async def wanted(self, number: int, *ranks: int) -> None:
+        save = self.context(0, number).save
+        for rank in ranks or (0, 1):
+            await self.sidecars[rank].learn(save, lambda status: status.plan_wanted)
+
+    async def commit(self, number: int, finals: list[plan_pb2.FinalPlan]) -> None:
+        for rank, final in enumerate(finals):
+            who = self.context(rank, number)
+            receipt = receipt_of(final, rank)
+            await self.sidecars[rank].tell(report(who, final.attempt, DURABLE, receipt=receipt))
+        await self.hear(number, COMMITTED)
+
+    def given_for(self, number: int) -> list[plan_pb2.FinalPlan]:
+        """What the ranks were given, as they use it in a later save."""
+        finals = []
+        for given in self.given:
+            final = plan_pb2.FinalPlan()
+            final.CopyFrom(given)
+            final.attempt = attempt_name(number)
+            for file in final.files:
+                file.name = file.name.replace(given.attempt, final.attempt)
+            finals.append(final)
+        return finals
+
+    def is_there(self, number: int, name: str) -> bool:
+        return Path(self.place(number), name).exists()
+
+    def manifest(self, number: int) -> Manifest:
+        path = Path(self.place(number), object_names.manifest(attempt_name(number)))
+        return Manifest.parse(path.read_bytes())
+
+
+@pytest.fixture
+def sockets() -> Iterator[Path]:
+    directory = short_directory()
+    yield directory
+    shutil.rmtree(directory)
+
+
+def play(scenario: Any, sockets: Path, root: Path, **settings: Any) -> None:
+    """With a job whose first save is committed."""
+
+    async def main() -> None:
+        async with coordinator(sockets, **settings) as desk:
+            sidecars = [await desk.attach(f"node-{rank}") for rank in (0, 1)]
+            job = Job(desk, sidecars, root, [])
+            job.given = await job.plan_all(1)
+            await job.commit(1, job.given)
+            await scenario(job)
+
+    asyncio.run(main())
+
+
+def causes(status: save_pb2.SaveStatus | PannierError) -> dict[int, str]:
+    failures = status.failures.values() if isinstance(status, PannierError) else status.failures
+    return {failure.rank: failure.message for failure in failures}
+
+
+def test_ranks_that_go_by_the_last_plan_need_no_call(sockets: Path, tmp_path: Path) -> None:
+    async def scenario(job: Job) -> None:
+        await job.propose(0, 2)
+        status = await job.sidecars[0].learn(job.context(0, 2).save, lambda status: True)
+        assert (status.plan_id, list(status.waiting_on.ranks)) == ("", [1])
+        await job.propose(1, 2)
+        status = await job.agreed(2)
+        assert status.plan_id == job.given[0].plan_id
+        # Before anybody was told.
+        manifest = job.manifest(2)
+        assert manifest.plan_id == status.plan_id
+        assert [member.host for member in manifest.message.members] == ["node-0", "node-1"]
+        assert not job.is_there(2, ".metadata")
+        assert [manifest.final_plan(rank) for rank in (0, 1)] == job.given_for(2)
+        await job.commit(2, job.given_for(2))
+
+    play(scenario, sockets, tmp_path)
+    first, second = (FileSystemReader(tmp_path / f"step-{n}").read_metadata() for n in (1, 2))
+    assert second.state_dict_metadata == first.state_dict_metadata
+    assert second.storage_meta is not None
+    assert second.storage_meta.save_id == attempt_name(2)
+    for index, info in second.storage_data.items():
+        old = first.storage_data[index]
+        assert info.relative_path == old.relative_path.replace(attempt_name(1), attempt_name(2))
+        assert (info.offset, info.length) == (old.offset, old.length)
+
+
+def test_a_plan_that_the_coordinator_does_not_know_is_wanted(sockets: Path, tmp_path: Path) -> None:
+    async def scenario(job: Job) -> None:
+        await job.propose_all(2, plan_id="f" * 64)
+        await job.wanted(2)
+        answers = await job.plan_all(2)
+        assert answers == job.given_for(2)
+        await job.agreed(2)
+        await job.commit(2, answers)
+
+    play(scenario, sockets, tmp_path)
+
+
+def test_a_restarted_coordinator_wants_the_plans_and_makes_the_same(
+    sockets: Path, tmp_path: Path
+) -> None:
+    async def scenario() -> None:
+        async with coordinator(sockets) as desk:
+            job = Job(desk, [], tmp_path, [])
+            job.given = await job.plan_all(1)
+        async with coordinator(sockets) as desk:
+            job.desk = desk
+            job.sidecars = [await desk.attach(f"node-{rank}") for rank in (0, 1)]
+            await job.propose_all(2)
+            await job.wanted(2)
+            assert await job.plan_all(2) == job.given_for(2)
+
+    asyncio.run(scenario())
+
+
+def test_a_restarted_coordinator_finds_the_agreed_manifest(sockets: Path, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with coordinator(sockets) as desk:
+            job = Job(desk, [await desk.attach(f"node-{rank}") for rank in (0, 1)], tmp_path, [])
+            job.given = await job.plan_all(1)
+            await job.propose_all(2)
+            await job.agreed(2)
+        async with coordinator(sockets) as desk:
+            job.desk = desk
+            job.sidecars = [await desk.attach(f"node-{rank}") for rank in (0, 1)]
+            # Neither has heard of it.
+            await job.propose_all(2)
+            await job.agreed(2)
+            await job.commit(2, job.given_for(2))
+            # It knows the plan again.
+            await job.propose_all(3)
+            await job.agreed(3)
+
+    asyncio.run(scenario())
+
+
+def test_two_coordinators_agree_on_one_manifest(sockets: Path, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with AsyncExitStack() as stack:
+            jobs = []
+            for name in ("one", "two"):
+                (sockets / name).mkdir(mode=0o700)
+                calls = await stack.enter_async_context(coordinator(sockets / name))
+                hosts = [await calls.attach(f"node-{rank}") for rank in (0, 1)]
+                jobs.append(Job(calls, hosts, tmp_path, []))
+            for job in jobs:
+                job.given = await job.plan_all(1)
+            for job in jobs:
+                await job.propose_all(2)
+            told = [(await job.agreed(2)).plan_id for job in jobs]
+            assert told == [jobs[0].given[0].plan_id] * 2
+
+    asyncio.run(scenario())
+
+
+def test_a_rank_that_hands_its_unchanged_plan_in_changes_nothing(
+    sockets: Path, tmp_path: Path
+) -> None:
+    async def scenario(job: Job) -> None:
+        await job.propose(0, 2)
+        final = await job.plan(1, 2)
+        assert final == job.given_for(2)[1]
+        assert (await job.agreed(2, 0)).plan_id == final.plan_id
+
+    play(scenario, sockets, tmp_path)
+
+
+def test_what_a_changed_rank_adds_is_planned_around_the_others(
+    sockets: Path, tmp_path: Path
+) -> None:
+    async def scenario(job: Job) -> None:
+        await job.propose(0, 2)
+        changed = asyncio.create_task(job.plan(1, 2, plan_of(1, tensor("new", 5), tensor("b2", 9))))
+        await job.wanted(2, 0)
+        kept = await job.plan(0, 2)
+        new = await changed
+        assert new.plan_id == kept.plan_id != job.given[0].plan_id
+        # What rank 0 has staged is what it is to write.
+        staged = job.given_for(2)[0]
+        staged.plan_id = kept.plan_id
+        assert kept == staged
+        await job.commit(2, [kept, new])
+
+    play(scenario, sockets, tmp_path)
+    metadata = FileSystemReader(tmp_path / "step-2").read_metadata()
+    assert set(metadata.state_dict_metadata) == {"w", "b", "c", "epoch", "new", "b2"}
+
+
+def test_what_a_changed_rank_no_longer_writes_ends_the_save_by_name(
+    sockets: Path, tmp_path: Path
+) -> None:
+    async def scenario(job: Job) -> None:
+        local = [plan_of(rank) for rank in (0, 1)]
+        written = {
+            local[rank].items.fqns[local[rank].items.fqn[position]]: rank
+            for rank in (0, 1)
+            for position in job.given[rank].positions
+        }
+        # Both hold `b`; the one that wrote it has it no more.
+        changed = written["b"]
+        await job.propose(1 - changed, 2)
+        refused = asyncio.create_task(job.plan(changed, 2, plan_of(changed, without="b")))
+        await job.wanted(2, 1 - changed)
+        with pytest.raises(SaveAbortedError, match="nobody writes 'b' any more") as caught:
+            await job.plan(1 - changed, 2)
+        assert list(causes(caught.value)) == [changed]
+        with pytest.raises(SaveAbortedError):
+            await refused
+        # The next save is planned anew.
+        plans_ = [plan_of(rank, without="b" if rank == changed else "") for rank in (0, 1)]
+        await asyncio.gather(*(job.plan(rank, 3, plans_[rank]) for rank in (0, 1)))
+
+    play(scenario, sockets, tmp_path)
+
+
+def test_ranks_alternate_between_plans_without_trouble(sockets: Path, tmp_path: Path) -> None:
+    """Rank 1 has something more to save every other time."""
+
+    async def scenario(job: Job) -> None:
+        await job.propose(0, 2)
+        other = plan_of(1, tensor("new", 5))
+        changed = asyncio.create_task(job.plan(1, 2, other))
+        await job.wanted(2, 0)
+        kept = await job.plan(0, 2)
+        await changed
+        # Rank 1 goes by the first plan, rank 0 by the one that it was given last.
+        await job.propose(0, 3, plan_id=kept.plan_id)
+        await job.propose(1, 3)
+        assert (await job.agreed(3)).plan_id in (kept.plan_id, job.given[1].plan_id)
+        await job.propose(0, 4, plan_id=kept.plan_id)
+        await job.propose(1, 4, plan_id=kept.plan_id, digest=plan_codec.plan_digest(other))
+        assert (await job.agreed(4)).plan_id == kept.plan_id
+
+    play(scenario, sockets, tmp_path)
+
+
+def test_files_of_another_attempt_end_the_save_by_name(sockets: Path, tmp_path: Path) -> None:
+    async def scenario(job: Job) -> None:
+        await job.propose(0, 2)
+        await job.propose(1, 2, attempt=attempt_name(2).replace("i1-", "i7-"))
+        status = await job.hear(2, ABORTED)
+        assert list(causes(status)) == [1]
+        assert "attempts like i7-" in causes(status)[1]
+
+    play(scenario, sockets, tmp_path)
+
+
+def test_ranks_that_say_two_things_end_the_save(sockets: Path, tmp_path: Path) -> None:
+    async def scenario(job: Job) -> None:
+        await job.propose(0, 2)
+        await job.propose(0, 2, digest="0" * 64)
+        assert list(causes(await job.hear(2, ABORTED))) == [0]
+        await job.propose(0, 3)
+        there = proposal(
+            context(1, str(tmp_path / "elsewhere"), number=3),
+            job.given[1].plan_id,
+            plan_codec.plan_digest(plan_of(1)),
+            attempt_name(3),
+        )
+        await job.sidecars[1].tell(there)
+        assert "elsewhere" in str(causes(await job.hear(3, ABORTED)))
+        await job.propose_all(4)
+        await job.agreed(4)
+        await job.propose(0, 4, digest="0" * 64)
+        assert list(causes(await job.hear(4, ABORTED))) == [0]
+
+    play(scenario, sockets, tmp_path)
+
+
+def test_a_rank_that_never_says_what_it_goes_by_is_named(sockets: Path, tmp_path: Path) -> None:
+    async def scenario(job: Job) -> None:
+        await job.propose(0, 2, timeout_s=0.5)
+        status = await job.hear(2, ABORTED)
+        assert causes(status)[1].startswith("async_save was not called there")
+        # And one whose local plan is wanted, too.
+        await job.propose_all(3, plan_id="f" * 64, timeout_s=0.5)
+        status = await job.hear(3, ABORTED)
+        assert sorted(causes(status)) == [0, 1]
+        assert causes(status)[0].startswith("its local plan was wanted")
+
+    play(scenario, sockets, tmp_path)
+
+
+def test_a_save_known_from_reports_has_the_deadline_that_ranks_tell(
+    sockets: Path, tmp_path: Path
+) -> None:
+    async def scenario(job: Job) -> None:
+        await job.propose_all(2, save_timeout_s=1.0)
+        status = await job.agreed(2)
+        assert status.waiting_on.deadline_s <= 1
+        assert "not durable in time" in str(causes(await job.hear(2, ABORTED)))
+
+    play(scenario, sockets, tmp_path)
+
+
+def test_a_rank_whose_host_is_gone_while_the_plan_is_agreed_is_lost(
+    sockets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lost_sidecars, "PLAN_RETURN_S", 0.2)
+
+    async def scenario(job: Job) -> None:
+        await job.propose(1, 2)
+        await job.sidecars[1].learn(job.context(1, 2).save, lambda status: True)
+        await job.sidecars[1].close()
+        await job.propose(0, 2, plan_id="f" * 64)
+        status = await job.hear(2, ABORTED)
+        assert list(causes(status)) == [1]
+        assert "gone" in causes(status)[1]
+
+    play(scenario, sockets, tmp_path)
+
+
+def test_a_place_that_is_not_allowed_ends_the_save(sockets: Path, tmp_path: Path) -> None:
+    async def scenario(job: Job) -> None:
+        said = proposal(
+            context(0, "/elsewhere/step-2", number=2),
+            job.given[0].plan_id,
+            plan_codec.plan_digest(plan_of(0)),
+            attempt_name(2),
+        )
+        await job.sidecars[0].tell(said)
+        assert "/elsewhere" in causes(await job.hear(2, ABORTED))[0]
+
+    play(scenario, sockets, tmp_path, allow=(str(tmp_path),))
+
+
+def test_a_call_may_say_it_too(sockets: Path, tmp_path: Path) -> None:
+    async def scenario(job: Job) -> None:
+        answers = await asyncio.gather(*(_call(job, rank, 2) for rank in (0, 1)))
+        assert [(a.plan.plan_id, a.plan.attempt) for a in answers] == [
+            (job.given[0].plan_id, attempt_name(2))
+        ] * 2
+        answers = await asyncio.gather(*(_call(job, rank, 3, "f" * 64) for rank in (0, 1)))
+        assert [answer.wanted for answer in answers] == [True, True]
+
+    play(scenario, sockets, tmp_path)
+
+
+async def _call(job: Job, rank: int, number: int, plan_id: str = "") -> sidecar_pb2.PlanResponse:
+    request = sidecar_pb2.PlanRequest(
+        context=job.context(rank, number),
+        digest=plan_codec.plan_digest(plan_of(rank)),
+        cached_plan_id=plan_id or job.given[rank].plan_id,
+        attempt=attempt_name(number),
+        timeout_s=10,
+        wire_version=WIRE_VERSION,
+    )
+    answer: sidecar_pb2.PlanResponse = await job.desk.call("Plan", request)
+    return answer
+
+
+async def _prepare(job: Job, rank: int, number: int) -> sidecar_pb2.PlanResponse:
+    request = sidecar_pb2.PlanRequest(
+        context=job.context(rank, number),
+        plan=plan_of(rank),
+        digest=plan_codec.plan_digest(plan_of(rank)),
+        timeout_s=10,
+        wire_version=WIRE_VERSION,
+        prepare=True,
+    )
+    answer: sidecar_pb2.PlanResponse = await job.desk.call("Plan", request)
+    return answer
+
+
+def test_a_prepared_plan_leaves_nothing_and_is_known_later(sockets: Path, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with coordinator(sockets) as desk:
+            job = Job(desk, [await desk.attach(f"node-{rank}") for rank in (0, 1)], tmp_path, [])
+            answers = await asyncio.gather(*(_prepare(job, rank, 1) for rank in (0, 1)))
+            job.given = [answer.plan for answer in answers]
+            assert not job.is_there(1, ".")
+            # An answer that got lost is given again.
+            assert (await _prepare(job, 0, 1)).plan == job.given[0]
+            await job.propose_all(2)
+            assert (await job.agreed(2)).plan_id == job.given[0].plan_id
+            await job.commit(2, job.given_for(2))
+
+    asyncio.run(scenario())
+
+
+def test_one_rank_prepares_what_another_saves(sockets: Path, tmp_path: Path) -> None:
+    async def scenario(job: Job) -> None:
+        saving = asyncio.create_task(job.plan(0, 2))
+        await asyncio.sleep(0.1)
+        with pytest.raises(SaveAbortedError, match="prepares its plan only"):
+            await _prepare(job, 1, 2)
+        with pytest.raises(SaveAbortedError):
+            await saving
+
+    play(scenario, sockets, tmp_path)

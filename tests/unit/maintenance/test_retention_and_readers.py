@@ -1,0 +1,189 @@
+"""Retention and readers: whatever their order, one of the two sees the other."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pannier.client.loading import read_lease
+from pannier.client.loading.filesystem import MissingError
+from pannier.client.loading.storage_reader import StorageReader
+from pannier.coordinator.background.retention import Retention
+from pannier.coordinator.stores import Places
+from pannier.maintenance.retention_policy import Policy
+from pannier.maintenance.retention_run import Outcome, read_record, retain
+from pannier.storage import StorageError, Store, open_store
+from pannier.wire import object_names
+from pannier.wire.object_names import Attempt
+from support.storage.checkpoints import write, write_attempt
+from support.storage.unreliable_store import Unsteady
+
+GROUP = "g0000000a"
+NEWEST = Policy(newest=1)
+
+
+def attempt(number: int) -> str:
+    return Attempt(1, number, GROUP, "inc").name
+
+
+def names(directory: Path) -> set[str]:
+    return {str(p.relative_to(directory)) for p in directory.rglob("*") if p.is_file()}
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Two checkpoints, of which the first may go."""
+    for number in (1, 2):
+        write_attempt(tmp_path / "run" / f"step-{number}", attempt(number), ranks=1, files=1)
+    return tmp_path / "run"
+
+
+def retained(root: Path, opener: Callable[[str], Store] = open_store) -> dict[str, Outcome]:
+    outcomes = asyncio.run(retain(opener, str(root), NEWEST, job="job", host="here"))
+    return {each.checkpoint.name: each for each in outcomes}
+
+
+def at(root: Path, key: str, then: Callable[[], object]) -> Callable[[str], Store]:
+    """Opens stores in whose first write of ``key`` at step-1 ``then`` comes between."""
+    seen = []
+
+    async def come_between() -> None:
+        # A reader is blocking code, of another process.
+        await asyncio.to_thread(then)
+
+    def opener(url: str) -> Store:
+        store = Unsteady(open_store(url))
+        if url.endswith("step-1") and not seen:
+            store.before[key] = come_between
+        return store
+
+    return opener
+
+
+class Deleting(Unsteady):
+    """Something comes between right before ``.metadata`` is deleted."""
+
+    def __init__(self, inner: Store, then: Callable[[], object]) -> None:
+        super().__init__(inner)
+        self._then = then
+
+    async def delete(self, key: str, *, generation: str | None = None) -> None:
+        if key == object_names.METADATA:
+            await asyncio.to_thread(self._then)
+        await super().delete(key, generation=generation)
+
+
+def test_a_lease_that_is_taken_after_the_first_look_spares_the_checkpoint(root: Path) -> None:
+    before = names(root / "step-1")
+    reader = StorageReader(root / "step-1")
+    mark = object_names.removal_mark(attempt(1))
+    outcome = retained(root, at(root, mark, reader.resolve))["step-1"]
+    assert outcome.spared
+    assert "is being read by process" in outcome.why
+    reader.release()
+    assert names(root / "step-1") == before, "no mark is left"
+    # The record doesn't say that it was removed.
+    with pytest.raises(MissingError, match="step-3 is no checkpoint: it doesn't exist"):
+        StorageReader(root / "step-3").resolve()
+    record = asyncio.run(read(root))
+    assert record["removed"] == []
+    assert "is being read by" in record["kept"]["job"]["step-1"][0]
+    assert not retained(root)["step-1"].reasons
+    assert not (root / "step-1").exists()
+
+
+async def read(root: Path) -> dict[str, object]:
+    store = open_store(str(root))
+    try:
+        return await read_record(store)
+    finally:
+        await store.close()
+
+
+def test_a_reader_that_comes_after_the_second_look_gives_up_and_says_what_to_load(
+    root: Path,
+) -> None:
+    messages: list[str] = []
+
+    def come_late() -> None:
+        with pytest.raises(MissingError) as caught:
+            StorageReader(root / "step-1").resolve()
+        messages.append(str(caught.value))
+
+    def opener(url: str) -> Store:
+        store = open_store(url)
+        return Deleting(store, come_late) if url.endswith("step-1") else store
+
+    assert not retained(root, opener)["step-1"].reasons
+    assert not (root / "step-1").exists()
+    (text,) = messages
+    assert f"{root}/step-1 is being removed by retention on here" in text
+    assert f"the newest below {root} is {root}/step-2: load that" in text
+
+
+def test_a_lease_that_is_written_late_is_let_go_when_the_mark_is_there(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reader has resolved .metadata before the mark, and writes its lease after the second look."""
+    taken: list[read_lease.Lease | None] = []
+
+    def take_late(*arguments: object, **named: object) -> read_lease.Lease | None:
+        write(root / "step-1" / object_names.removal_mark(attempt(1)), b"{}")
+        taken.append(take(*arguments, **named))  # type: ignore[arg-type]
+        return taken[-1]
+
+    take = read_lease.take
+    monkeypatch.setattr(read_lease, "take", take_late)
+    with pytest.raises(MissingError, match="step-1 is being removed; the newest"):
+        StorageReader(root / "step-1").resolve()
+    assert taken
+    assert not (root / "step-1" / ".pannier" / "leases").exists()
+
+
+def test_the_load_of_what_retention_has_removed_says_so(root: Path) -> None:
+    """Between ``latest`` and ``load`` newer checkpoints were committed."""
+    assert not retained(root)["step-1"].reasons
+    with pytest.raises(StorageError) as caught:
+        StorageReader(root / "step-1").resolve()
+    text = str(caught.value)
+    assert f"{root}/step-1 is no checkpoint: retention (job job) removed it at 20" in text
+    assert f"the newest below {root} is {root}/step-2: load that" in text
+
+
+def test_another_ones_marks_are_not_taken_back(root: Path) -> None:
+    """``pannier rm`` has begun to remove it, while a reader holds a lease."""
+    mark = root / "step-1" / object_names.removal_mark(attempt(1))
+    write(mark, b'{"by": "elsewhere"}')
+    lease = root / "step-1" / object_names.lease(attempt(1), "abc")
+
+    def lease_it() -> None:
+        write(lease, b"{}")
+
+    outcome = retained(root, at(root, object_names.removal_mark(attempt(1)), lease_it))["step-1"]
+    assert outcome.spared
+    assert mark.read_bytes() == b'{"by": "elsewhere"}'
+
+
+def test_saves_that_are_committed_in_another_order_stay_both_until_the_next(tmp_path: Path) -> None:
+    """The coordinator reports commits as they come: the second save's first, then the first one's."""
+    root = tmp_path / "run"
+
+    async def run() -> None:
+        retention = Retention(Places(), NEWEST, host="here")
+
+        async def commit(number: int) -> set[str]:
+            # By a coordinator whose clock is behind.
+            write_attempt(root / f"step-{number}", attempt(number), decided_at=1000.0 - number)
+            retention.committed(f"{root}/step-{number}", "job", attempt(number))
+            while retention._tasks:
+                await asyncio.gather(*retention._tasks.values())
+            return {path.name for path in root.glob("step-*")}
+
+        assert await commit(100) == {"step-100"}
+        assert await commit(300) == {"step-300"}
+        assert await commit(200) == {"step-200", "step-300"}
+        assert await commit(400) == {"step-400"}
+        await retention.stop()
+
+    asyncio.run(run())

@@ -1,0 +1,258 @@
+"""A sidecar's saves and its journal against a model: any order of calls, verdicts, kills, restarts."""
+
+import asyncio
+import os
+import shutil
+from dataclasses import dataclass
+from typing import Any
+
+import crc32c
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from pannier.sidecar.save_state import Phase, Saves
+from pannier.sidecar.spool.data_file import DataFile
+from pannier.sidecar.spool.journal import NAME, encode
+from pannier.sidecar.spool.journal_state import Ledger
+from pannier.sidecar.spool.recovery import restore
+from pannier.sidecar.spool.spool import Spool
+from pannier.v1 import journal_pb2, records_pb2, save_pb2
+from pannier.wire.errors import InDoubtError, InvalidRequestError, SaveAbortedError
+from support.actors.ranks_by_hand import context
+from support.processes.daemons import memory_directory
+
+SIZE = 100
+FILE = "__i1-a1-g00000000-s1_0_0.distcp"
+COMMITTED, ABORTED = save_pb2.SAVE_STATE_COMMITTED, save_pb2.SAVE_STATE_ABORTED
+RANKS = st.sampled_from([0, 1])
+KINDS = st.sampled_from([save_pb2.FAILURE_KIND_LOST, save_pb2.FAILURE_KIND_CLIENT])
+
+
+@dataclass
+class Told:
+    """What the model knows of a rank's part."""
+
+    phase: Phase = Phase.STREAMING
+    held: int = 0
+    """Bytes that a restarted sidecar must still have."""
+    receipt: records_pb2.Receipt | None = None
+
+
+class NoUploads:
+    """Uploads are done by rules."""
+
+    def begin(self, *arguments: object) -> None: ...
+
+    def finish(self, *arguments: object) -> None: ...
+
+    def clear(self, *arguments: object) -> None: ...
+
+
+class Sidecar(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.directory = memory_directory()
+        self.loop = asyncio.new_event_loop()
+        self.number = 1
+        self.parts: dict[int, Told] = {}
+        """Of the present save, by rank."""
+        self.verdict: Any = None
+        self.cleared = False
+        self._start()
+
+    def _start(self) -> None:
+        self.spool = Spool(self.directory, None)
+        self.ledger = Ledger(self.directory)
+        self.saves = Saves()
+        self.saves.listen(self.ledger.changed)
+        uploads: Any = NoUploads()
+        self.waiting = restore(self.ledger, self.spool, self.saves, uploads, self.loop)
+
+    def _kill(self) -> None:
+        """All that the kernel does for a killed process."""
+        self.ledger._journal.close(remove=False)
+        for slab in self.spool._slabs:
+            os.close(slab.fd)
+        os.close(self.spool._directory_fd)
+
+    def teardown(self) -> None:
+        self._kill()
+        self.loop.close()
+        shutil.rmtree(self.directory)
+
+    def _context(self, rank: int) -> Any:
+        return context(rank, f"/root/step-{self.number}", number=self.number)
+
+    def _over(self, rank: int) -> bool:
+        told = self.parts.get(rank)
+        return self.verdict is not None or (told is not None and told.phase is Phase.FAILED)
+
+    def _some(self, phase: Phase) -> bool:
+        """Whether a rank is there and may go on."""
+        phases = [told.phase for told in self.parts.values()]
+        return self.verdict is None and phase in phases
+
+    # What trainers do.
+
+    @rule(rank=RANKS)
+    def open(self, rank: int) -> None:
+        try:
+            part = self.saves.enter(self._context(rank))
+            self.saves.check(part)
+        except (SaveAbortedError, InDoubtError, InvalidRequestError):
+            assert self._over(rank)
+            return
+        assert not self._over(rank)
+        if rank in self.parts:
+            return
+        slab = self.spool.take("job", SIZE)
+        file = DataFile(FILE, SIZE, slab, label="it", loop=self.loop)
+        self.saves.streaming(part, "i1-a1-g00000000-s1", file)
+        self.ledger.opened(part, file)
+        self.parts[rank] = Told()
+
+    def _receive(self, rank: int, count: int) -> Any:
+        part = self.saves.find(self._context(rank))
+        assert part is not None
+        file = part.files[FILE]
+        data = bytes([self.number]) * count
+        os.pwrite(file.slab.fd, data, 0)
+        file.restore(count, crc32c.crc32c(data))
+        return part
+
+    @precondition(lambda self: self._some(Phase.STREAMING))
+    @rule(rank=RANKS, count=st.integers(1, SIZE - 1), noted=st.booleans())
+    def send(self, rank: int, count: int, noted: bool) -> None:
+        told = self.parts.get(rank)
+        if told is None or self._over(rank) or told.phase is not Phase.STREAMING:
+            return
+        if count <= told.held:
+            return
+        part = self._receive(rank, count)
+        if noted:
+            self.ledger.held(part, part.files[FILE])
+            told.held = count
+
+    @precondition(lambda self: self._some(Phase.STREAMING))
+    @rule(rank=RANKS, recorded_only=st.booleans())
+    def hand_over(self, rank: int, recorded_only: bool) -> None:
+        told = self.parts.get(rank)
+        if told is None or self._over(rank) or told.phase is not Phase.STREAMING:
+            return
+        part = self._receive(rank, SIZE)
+        crc = part.files[FILE].crc
+        files = [records_pb2.DataFile(name=FILE, size=SIZE, crc32c=crc)]
+        told.receipt = records_pb2.Receipt(
+            attempt="i1-a1-g00000000-s1", plan_id="p", rank=rank, files=files
+        )
+        self.ledger.ingested(part, told.receipt)
+        told.phase, told.held = Phase.INGESTED, SIZE
+        if recorded_only:
+            # It dies before it can say so.
+            self._restart(b"")
+        else:
+            self.saves.ingested(part, told.receipt)
+
+    @rule(rank=RANKS, kind=KINDS)
+    def fail(self, rank: int, kind: Any) -> None:
+        told = self.parts.get(rank)
+        part = self.saves.find(self._context(rank))
+        if part is None or told is None:
+            return
+        safe = told.phase is Phase.DURABLE or (
+            kind == save_pb2.FAILURE_KIND_LOST and told.phase is Phase.INGESTED
+        )
+        assert self.saves.fail(part, kind, "boom") is not (self._over(rank) or safe)
+        if not (self._over(rank) or safe):
+            told.phase = Phase.FAILED
+
+    # What becomes of it.
+
+    @precondition(lambda self: self._some(Phase.INGESTED))
+    @rule(rank=RANKS)
+    def store(self, rank: int) -> None:
+        told = self.parts.get(rank)
+        if told is None or self._over(rank) or told.phase is not Phase.INGESTED:
+            return
+        part = self.saves.find(self._context(rank))
+        assert part is not None
+        part.files[FILE].durable = True
+        self.ledger.durable(part, part.files[FILE])
+        self.ledger.stored(part)
+        self.saves.durable(part)
+        told.phase = Phase.DURABLE
+
+    @precondition(lambda self: self.parts)
+    @rule(commit=st.booleans(), in_time=st.integers(0, 4))
+    def decide(self, commit: bool, in_time: int) -> None:
+        phases = {told.phase for told in self.parts.values()}
+        if phases != {Phase.DURABLE} if commit else in_time and Phase.FAILED not in phases:
+            return
+        status = save_pb2.SaveStatus(
+            save=self._context(0).save, state=COMMITTED if commit else ABORTED
+        )
+        # A second verdict, whatever it says, changes nothing.
+        self.saves.heard(status)
+        self.verdict = self.verdict or status.state
+
+    @precondition(lambda self: self.verdict is not None)
+    @rule()
+    def clear_away(self) -> None:
+        for rank in self.parts:
+            part = self.saves.find(self._context(rank))
+            if part is not None and self.verdict == ABORTED:
+                self.ledger.forget(part)
+        self.number += 1
+        self.parts, self.verdict = {}, None
+
+    # Kills.
+
+    @rule(torn=st.binary(max_size=30))
+    def kill(self, torn: bytes) -> None:
+        self._restart(torn)
+
+    @rule(cut=st.integers(1, 20))
+    def kill_while_it_writes(self, cut: int) -> None:
+        record = encode([journal_pb2.JournalRecord(part=99)])
+        self._restart(record[:-cut])
+
+    def _restart(self, torn: bytes) -> None:
+        self._kill()
+        if torn:
+            with (self.directory / NAME).open("ab") as file:
+                file.write(torn)
+        self._start()
+        if self.verdict == COMMITTED:
+            # Nothing is left to do.
+            self.number += 1
+            self.parts, self.verdict = {}, None
+        streaming = {
+            rank
+            for rank, told in self.parts.items()
+            if told.phase is Phase.STREAMING and self.verdict is None
+        }
+        assert {part.rank for part in self.waiting} == streaming
+        for rank, told in self.parts.items():
+            part = self.saves.find(self._context(rank))
+            assert part is not None, f"rank {rank} is forgotten"
+            if self.verdict is None and told.phase is not Phase.FAILED:
+                assert part.files[FILE].held == told.held
+
+    @invariant()
+    def is_as_the_model_says(self) -> None:
+        for rank, told in self.parts.items():
+            part = self.saves.find(self._context(rank))
+            assert part is not None
+            if self.verdict is None:
+                assert part.phase is told.phase, (rank, part.phase, told.phase)
+                if told.phase in (Phase.INGESTED, Phase.DURABLE):
+                    assert part.receipt == told.receipt
+            said = part.save.verdict
+            assert (said.state if said is not None else None) == self.verdict
+
+
+TestSidecar = Sidecar.TestCase
+TestSidecar.settings = settings(
+    max_examples=20, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+)

@@ -1,0 +1,358 @@
+"""File systems that don't answer: their calls are abandoned by name, and everything else goes on."""
+
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.exposition import generate_latest
+
+from pannier.client.loading import filesystem
+from pannier.daemon.metrics import Metrics
+from pannier.daemon.status_service import Backlog, Vitals
+from pannier.storage import ConflictError, StorageError, io_threads, open_store
+from pannier.storage.base import Store
+from pannier.storage.io_threads import MOST_HUNG, HungError, Threads, threads_of
+from pannier.storage.local import atomic_file
+from pannier.storage.local import store as local
+from support.actors.scripted_sidecar import wait_until
+from support.processes.cli import pannier
+from support.storage.sources import FileSource, some_bytes
+
+
+class DeadMount:
+    """Calls below a directory wait until it answers again."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = str(directory)
+        self.answers = threading.Event()
+        self.waiting = 0
+        self._lock = threading.Lock()
+
+    def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def waits(path: Any, *arguments: Any, **more: Any) -> Any:
+            place = str(path[0] if isinstance(path, tuple) else getattr(path, "_target", path))
+            if place.startswith(self.directory):
+                with self._lock:
+                    self.waiting += 1
+                self.answers.wait()
+            return function(path, *arguments, **more)
+
+        waits.__name__ = function.__name__
+        return waits
+
+
+@pytest.fixture
+def dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DeadMount]:
+    mount = DeadMount(tmp_path / "dead")
+    Path(mount.directory).mkdir()
+    monkeypatch.setattr(io_threads, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(local, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(local, "_read", mount.wrap(local._read))
+    yield mount
+    mount.answers.set()
+    wait_until(lambda: io_threads.abandoned() == 0)
+
+
+def store_at(directory: Path | str, deadline_s: float = 0.05) -> Store:
+    return open_store(str(directory), deadline_s=deadline_s)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    await asyncio.to_thread(wait_until, condition)
+
+
+def abandoned() -> float:
+    vitals = Vitals("node-0", backlog=lambda: Backlog())
+    text = generate_latest(Metrics("sidecar", vitals).registry).decode()
+    (line,) = [
+        each for each in text.splitlines() if each.startswith("pannier_storage_abandoned_threads ")
+    ]
+    return float(line.split()[1])
+
+
+def test_calls_that_hang_are_abandoned_by_name_and_others_go_on(
+    dead: DeadMount, tmp_path: Path
+) -> None:
+    (tmp_path / "well" / "step").mkdir(parents=True)
+
+    async def scenario() -> None:
+        hung = store_at(f"{dead.directory}/run/step")
+        before = io_threads.abandoned()
+        for turn in range(3):
+            reads = [hung.read(".metadata") for _ in range(io_threads._THREADS)]
+            answers = await asyncio.gather(*reads, return_exceptions=True)
+            assert all(isinstance(each, HungError) for each in answers)
+            if turn == 0:
+                assert f"{dead.directory}/run: read has not returned for" in str(answers[0])
+                assert abandoned() == before + io_threads._THREADS
+            # Another root, and the same process's set-up, don't notice.
+            well = store_at(tmp_path / "well" / "step", 10)
+            await well.create(f"{turn}", b"data")
+            assert await well.read(f"{turn}") == b"data"
+            assert await io_threads.set_up.run(lambda: 7) == 7
+        assert abandoned() == before + MOST_HUNG
+        # No more of them: it fails at once, also where it might take long.
+        with pytest.raises(HungError, match=rf"{MOST_HUNG} calls to {dead.directory}/run hang"):
+            await store_at(f"{dead.directory}/run/other", 3600).read("x")
+        dead.answers.set()
+        await until(lambda: io_threads.abandoned() <= before)
+        # It is used again.
+        await store_at(f"{dead.directory}/run/step", 10).create("x", b"back")
+        assert await store_at(f"{dead.directory}/run/step", 10).read("x") == b"back"
+
+    asyncio.run(scenario())
+    assert dead.waiting == MOST_HUNG + 1
+
+
+def test_cancelled_callers_of_a_dead_file_system_are_free_soon(dead: DeadMount) -> None:
+    """Those whose calls wait in the queue at once, the others when their calls are abandoned."""
+
+    async def scenario() -> None:
+        store = store_at(f"{dead.directory}/cancelled/step", 3600)
+        tasks = [asyncio.create_task(store.read("x")) for _ in range(3 * io_threads._THREADS)]
+        await until(lambda: dead.waiting == io_threads._THREADS)
+        queued = tasks[io_threads._THREADS :]
+        for task in queued:
+            task.cancel()
+        await asyncio.wait(queued)
+        assert all(task.cancelled() for task in queued)
+        assert io_threads.abandoned() == 0
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        assert threads_of(f"{dead.directory}/cancelled").hung == io_threads._THREADS
+
+    asyncio.run(scenario())
+    assert dead.waiting == io_threads._THREADS
+
+
+def test_an_upload_that_hangs_closes_its_file_only_when_the_write_returns(
+    dead: DeadMount, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else its descriptor would be another file's by then."""
+    events: list[str] = []
+    close = atomic_file.Draft.close
+
+    def closed(self: atomic_file.Draft) -> None:
+        events.append("closed")
+        close(self)
+
+    def write(self: atomic_file.Draft, *arguments: Any) -> None:
+        events.append("writes")
+        dead.answers.wait()
+        os.fstat(self._fd)
+        events.append("written")
+
+    monkeypatch.setattr(atomic_file.Draft, "close", closed)
+    monkeypatch.setattr(atomic_file.Draft, "write", write)
+    source = FileSource(tmp_path / "source", some_bytes(100_000))
+
+    async def scenario() -> None:
+        store = store_at(f"{dead.directory}/uploads/step", 3600)
+        task = asyncio.create_task(
+            store.upload(
+                "data",
+                source,
+                progress=lambda held: None,
+                retried=lambda reason: None,
+            )
+        )
+        await until(lambda: bool(events))
+        task.cancel()
+        await asyncio.wait({task})
+        assert task.cancelled()
+        assert events == ["writes"]
+        dead.answers.set()
+        await until(lambda: len(events) == 3)
+
+    asyncio.run(scenario())
+    assert events == ["writes", "written", "closed"]
+
+
+def test_a_replacement_that_hangs_keeps_the_lock_until_it_has_ended(
+    dead: DeadMount, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would replace what others have put there since."""
+    directory = Path(dead.directory, "run", "step")
+    began = threading.Event()
+    replace = atomic_file.Draft.replace
+
+    def slow(self: atomic_file.Draft) -> None:
+        if not began.is_set():
+            began.set()
+            dead.answers.wait()
+        replace(self)
+
+    async def scenario() -> None:
+        store = store_at(directory, 3600)
+        first = await store.create("x", b"1")
+        monkeypatch.setattr(atomic_file.Draft, "replace", slow)
+        task = asyncio.create_task(store.replace("x", b"2", expected=first.generation))
+        await asyncio.to_thread(began.wait)
+        task.cancel()
+        await asyncio.wait({task})
+        with pytest.raises(StorageError, match="was held by another process"):
+            await store_at(directory).replace("x", b"3", expected=first.generation)
+        dead.answers.set()
+        with pytest.raises(ConflictError):
+            await store_at(directory, 10).replace("x", b"3", expected=first.generation)
+        assert (directory / "x").read_bytes() == b"2"
+        assert sorted(os.listdir(directory)) == ["x"]
+
+    asyncio.run(scenario())
+
+
+def test_what_a_call_makes_whose_caller_is_gone_is_undone() -> None:
+    made: list[str] = []
+
+    async def scenario() -> None:
+        pool = Threads("nowhere", patience_s=0.0)
+        gate, begun = threading.Event(), threading.Event()
+
+        def make() -> str:
+            begun.set()
+            gate.wait()
+            return "made"
+
+        task = asyncio.create_task(pool.run(make, undo=made.append))
+        await asyncio.to_thread(begun.wait)
+        task.cancel()
+        await asyncio.wait({task})
+        assert pool.hung == 1
+        assert not made
+        gate.set()
+        await until(lambda: not pool.hung)
+
+    asyncio.run(scenario())
+    assert made == ["made"]
+
+
+def test_reads_of_the_spool_are_waited_for_however_long_they_take() -> None:
+    """A file of the spool goes to no other save while one runs."""
+
+    async def scenario() -> None:
+        gate, begun = threading.Event(), threading.Event()
+
+        def read() -> None:
+            begun.set()
+            gate.wait()
+
+        task = asyncio.create_task(io_threads.spool.run(read))
+        await asyncio.to_thread(begun.wait)
+        for _ in range(5):
+            task.cancel()
+            await asyncio.sleep(0.02)
+        assert not task.done()
+        gate.set()
+        await asyncio.wait({task})
+        assert task.cancelled()
+
+    asyncio.run(scenario())
+
+
+def test_a_process_ends_though_calls_hang() -> None:
+    program = (
+        "import asyncio, threading, sys\n"
+        "from pannier.storage import io_threads\n"
+        "io_threads.PATIENCE_S = 0.05\n"
+        "pool = io_threads.Threads('/dead', patience_s=0.05)\n"
+        "async def main():\n"
+        "    task = asyncio.create_task(pool.run(threading.Event().wait))\n"
+        "    await asyncio.sleep(0.1)\n"
+        "asyncio.run(main())\n"
+        "print('ended', pool.hung)\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert ended.stdout == "ended 1\n"
+
+
+# Pipes and the like.
+
+
+@pytest.fixture
+def pipes(tmp_path: Path) -> Path:
+    """A directory of checkpoints whose files are pipes that nothing writes to."""
+    root = tmp_path / "root"
+    for step in range(io_threads._THREADS + 1):
+        (root / f"step-{step}").mkdir(parents=True)
+        os.mkfifo(root / f"step-{step}" / ".metadata")
+    return root
+
+
+def test_a_store_never_waits_for_a_pipe(pipes: Path) -> None:
+    async def scenario() -> None:
+        for step in range(io_threads._THREADS + 1):
+            store = store_at(pipes / f"step-{step}", 3600)
+            for call in (store.read(".metadata"), store.stat(".metadata")):
+                with pytest.raises(StorageError, match="is not a regular file"):
+                    await call
+            with pytest.raises(StorageError, match="is not a regular file"):
+                await store.replace(".metadata", b"x", expected="0" * 16)
+            assert await store.list() == []
+        assert io_threads.abandoned() == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_client_never_waits_for_a_pipe(pipes: Path) -> None:
+    place = filesystem.open_place(pipes / "step-0")
+    with pytest.raises(StorageError, match="is not a regular file"):
+        place.read(".metadata")
+    with pytest.raises(StorageError, match="is not a regular file"):
+        place.read_into(".metadata", 0, memoryview(bytearray(8)))
+
+
+def test_a_linked_directory_and_linked_files_are_read(tmp_path: Path) -> None:
+    real = tmp_path / "real"
+    (real / "step").mkdir(parents=True)
+    (real / "step" / "x").write_bytes(b"data")
+    (real / "step" / "y").symlink_to("x")
+    (tmp_path / "root").symlink_to(real)
+
+    async def scenario() -> None:
+        store = store_at(tmp_path / "root" / "step", 10)
+        await store.create("z", b"more")
+        assert [await store.read(key) for key in "xyz"] == [b"data", b"data", b"more"]
+
+    asyncio.run(scenario())
+    place = filesystem.open_place(tmp_path / "root" / "step")
+    assert [place.read(name) for name in "xyz"] == [b"data", b"data", b"more"]
+
+
+READING = """
+import sys
+import torch
+from pannier import client
+
+root = sys.argv[1]
+for call in (
+    lambda: client.load({"w": torch.zeros(1)}, checkpoint_id=f"{root}/step-0", no_dist=True),
+    lambda: client.latest(root),
+    lambda: client.list(root),
+):
+    try:
+        print("got", call())
+    except client.PannierError as error:
+        print("error", error)
+"""
+
+
+def test_reading_functions_and_commands_name_a_pipe(pipes: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", READING, str(pipes)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert "is not a regular file" in ended.stdout.splitlines()[0]
+    assert "no checkpoints below" in pannier("ls", str(pipes)).out
+    assert "is not a regular file" in pannier("verify", str(pipes / "step-0")).err

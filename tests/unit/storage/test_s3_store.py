@@ -1,0 +1,224 @@
+"""S3's own ways: conditional writes, checksums of the whole object, final errors."""
+
+import asyncio
+import uuid
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from pannier.storage import ConflictError, DeniedError, NotFoundError, StorageError, open_store
+from pannier.storage.s3.store import S3Store
+from support.storage.s3_server import S3Server
+from support.storage.sources import FileSource, some_bytes
+
+BIG = (17 << 20) + 4321
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[S3Server]:
+    with S3Server() as running:
+        yield running
+
+
+def store_in(server: S3Server, place: str, deadline_s: float = 10, **options: object) -> S3Store:
+    store = open_store(
+        f"s3://{place}", storage_options={**server.options, **options}, deadline_s=deadline_s
+    )
+    assert isinstance(store, S3Store)
+    return store
+
+
+def test_large_uploads_carry_a_checksum_of_the_whole_object(
+    server: S3Server, tmp_path: Path
+) -> None:
+    async def main() -> None:
+        store = store_in(server, "bucket/whole")
+        source = FileSource(tmp_path / "spool", some_bytes(BIG))
+        await store.upload("file", source, progress=lambda held: None, retried=pytest.fail)
+        info = await store.stat("file")
+        assert info is not None
+        assert info.crc32c == source.crc
+        await store.close()
+
+    asyncio.run(main())
+    head = server.client.head_object(Bucket="bucket", Key="whole/file", ChecksumMode="ENABLED")
+    assert head["ChecksumType"] == "FULL_OBJECT"
+
+
+def test_an_object_without_a_stored_checksum_is_read_back(server: S3Server, tmp_path: Path) -> None:
+    data = some_bytes(BIG)
+    server.client.put_object(Bucket="bucket", Key="plain/file", Body=data)
+
+    async def main() -> None:
+        store = store_in(server, "bucket/plain")
+        info = await store.stat("file")
+        assert info is not None
+        assert info.crc32c is None
+        same = FileSource(tmp_path / "same", data)
+        found = await store.upload("file", same, progress=lambda held: None, retried=pytest.fail)
+        assert found.crc32c == same.crc
+        other = FileSource(tmp_path / "other", some_bytes(BIG, seed=1))
+        with pytest.raises(ConflictError):
+            await store.upload("file", other, progress=lambda held: None, retried=pytest.fail)
+        await store.close()
+
+    asyncio.run(main())
+
+
+def test_a_missing_bucket_and_a_wrong_endpoint_are_told(server: S3Server) -> None:
+    async def main() -> None:
+        store = store_in(server, "no-such-bucket/a")
+        with pytest.raises(NotFoundError, match=r"NoSuchBucket.*check the bucket's name"):
+            await store.probe()
+        await store.close()
+        lost = store_in(server, "bucket/a", deadline_s=0.5, endpoint_url="http://127.0.0.1:1")
+        with pytest.raises(StorageError, match=r"127\.0\.0\.1:1.*given up"):
+            await lost.probe()
+        await lost.close()
+
+    asyncio.run(main())
+
+
+def test_missing_credentials_are_told(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nonexistent")
+    monkeypatch.setenv("AWS_CONFIG_FILE", "/nonexistent")
+
+    async def main() -> None:
+        store = store_in(server, "bucket/a", key=None, secret=None)
+        with pytest.raises(DeniedError, match="AWS_"):
+            await store.list()
+        await store.close()
+
+    asyncio.run(main())
+
+
+@pytest.fixture
+def faulty(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
+    monkeypatch.setattr("pannier.storage.retry.FIRST_WAIT_S", 0.01)
+    yield server
+    server.clear()
+
+
+def run(server: S3Server, body: Callable[[S3Store], Awaitable[None]], **options: object) -> None:
+    """Runs a coroutine with a store of its own."""
+
+    async def main() -> None:
+        store = store_in(server, f"bucket/{uuid.uuid4().hex}", **options)
+        try:
+            await body(store)
+        finally:
+            await store.close()
+
+    asyncio.run(main())
+
+
+async def upload(store: S3Store, directory: Path, size: int) -> list[str]:
+    """The reasons of its retries."""
+    retries: list[str] = []
+    source = FileSource(directory / "spool", some_bytes(size))
+    info = await store.upload("file", source, progress=lambda held: None, retried=retries.append)
+    assert (info.size, info.crc32c) == (size, source.crc)
+    return retries
+
+
+@pytest.mark.parametrize("size", [1000, BIG])
+@pytest.mark.parametrize(
+    ("status", "code"),
+    [(503, "SlowDown"), (409, "ConditionalRequestConflict"), (409, "OperationAborted")],
+)
+def test_what_s3_asks_to_try_again_is_tried_again(
+    faulty: S3Server, tmp_path: Path, size: int, status: int, code: str
+) -> None:
+    async def body(store: S3Store) -> None:
+        fault = {"kind": "status", "status": status, "code": code}
+        faulty.fault(**fault, method="PUT")
+        first = await store.create("decision", b"COMMIT")
+        faulty.fault(**fault, method="PUT")
+        await store.replace("decision", b"new", expected=first.generation)
+        faulty.fault(**fault, path="file")
+        assert len(await upload(store, tmp_path, size)) == 1
+
+    run(faulty, body)
+    assert [rule["hits"] for rule in faulty.faults()] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("size", [1000, BIG])
+def test_a_failed_precondition_where_nothing_stands_is_tried_again(
+    faulty: S3Server, tmp_path: Path, size: int
+) -> None:
+    async def body(store: S3Store) -> None:
+        fault = {"kind": "status", "status": 412, "code": "PreconditionFailed"}
+        faulty.fault(**fault, method="PUT", times=2)
+        first = await store.create("decision", b"COMMIT")
+        faulty.fault(**fault, method="PUT")
+        await store.replace("decision", b"new", expected=first.generation)
+        # A multipart upload asks at its end.
+        where = {"method": "PUT"} if size == 1000 else {"method": "POST", "path": "uploadId="}
+        faulty.fault(**fault, **where, times=2)
+        assert len(await upload(store, tmp_path, size)) == 2
+
+    run(faulty, body)
+    assert [rule["hits"] for rule in faulty.faults()] == [2, 1, 2]
+
+
+def test_a_precondition_that_never_holds_where_nothing_stands_is_no_conflict(
+    faulty: S3Server, tmp_path: Path
+) -> None:
+    async def body(store: S3Store) -> None:
+        faulty.fault(kind="status", status=412, code="PreconditionFailed", method="PUT", times=-1)
+        for operation in (store.create("a", b"1"), upload(store, tmp_path, 1000)):
+            with pytest.raises(StorageError, match=r"412.*nothing.*given up after 6") as error:
+                await operation
+            assert not isinstance(error.value, ConflictError)
+
+    run(faulty, body)
+
+
+@pytest.mark.parametrize("kind", ["status", "answered"])
+def test_an_upload_that_ends_with_an_error_in_a_200_is_settled(
+    faulty: S3Server, tmp_path: Path, kind: str
+) -> None:
+    """CompleteMultipartUpload answers before it knows; the parts were joined, or not."""
+
+    async def body(store: S3Store) -> None:
+        faulty.fault(kind=kind, status=200, code="InternalError", method="POST", path="uploadId=")
+        assert len(await upload(store, tmp_path, BIG)) == 1
+
+    run(faulty, body)
+    assert faulty.faults()[0]["hits"] == 1
+    assert faulty.sessions() == []
+
+
+def test_a_token_that_expires_before_its_time_is_looked_for_again_once(
+    faulty: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where another process keeps the credentials file fresh."""
+    credentials = tmp_path / "credentials"
+
+    def write(token: str) -> None:
+        credentials.write_text(
+            "[default]\naws_access_key_id = test\naws_secret_access_key = test\n"
+            f"aws_session_token = {token}\n"
+        )
+
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(credentials))
+    write("old")
+
+    async def body(store: S3Store) -> None:
+        await store.create("a", b"1")
+        faulty.fault(
+            kind="status", status=400, code="ExpiredToken", security_token="^old$", times=-1
+        )
+        with pytest.raises(DeniedError, match=r"ExpiredToken.*check which credentials"):
+            await store.create("b", b"1")
+        write("new")
+        await asyncio.gather(upload(store, tmp_path, BIG), store.create("c", b"1"), store.read("a"))
+        assert faulty.faults()[0]["hits"] <= 2 + 3
+
+    run(faulty, body, key=None, secret=None)
