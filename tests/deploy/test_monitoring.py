@@ -23,8 +23,8 @@ from support.kubernetes.manifests import (
     of_kind,
 )
 from support.kubernetes.schemas import problems, releases
-from support.network.http import Scrape
 from support.network.prometheus import DASHBOARD, MONITORING, filled, needs
+from support.network.status_pages import Scrape
 from support.processes.daemons import Daemons
 from support.processes.ranks import free_port
 from support.processes.watching import COMMITTED, await_save

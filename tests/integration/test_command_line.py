@@ -16,7 +16,7 @@ from pannier.client.config import load_settings
 from pannier.client.embedded.certificates import issue
 from pannier.client.embedded.daemon_spec import leave_papers
 from pannier.wire import addresses
-from support.network.http import Scrape
+from support.network.status_pages import Scrape
 from support.processes.cli import pannier
 from support.processes.daemons import Daemons, await_serving, clean_environment
 from support.processes.processes import Process, python

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from support.actors.hand import Party
-from support.network.http import get, until
 from support.network.prometheus import scraping
+from support.network.status_pages import get, until
 from support.processes.cli import pannier
 from support.processes.daemons import Daemons, clean_environment
 from support.processes.processes import MARKER, SESSION, python

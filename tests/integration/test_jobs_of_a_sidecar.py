@@ -8,7 +8,7 @@ import pytest
 
 from support.actors.nodes import JobFiles
 from support.actors.scripted_sidecar import wait_until
-from support.network.http import Scrape, get
+from support.network.status_pages import Scrape, get
 from support.processes.cli import Result, pannier
 from support.processes.daemons import Daemons
 from support.processes.ranks import Ranks, free_port, start_ranks

@@ -8,7 +8,7 @@ import pytest
 
 from pannier.v1 import sidecar_pb2
 from support.actors.hand import Party
-from support.network.http import Scrape, until
+from support.network.status_pages import Scrape, until
 from support.processes.daemons import Daemons
 from support.processes.ranks import free_port, start_ranks
 

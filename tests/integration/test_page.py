@@ -18,7 +18,7 @@ from pannier.daemon.status_service import Vitals
 from pannier.v1 import save_pb2
 from support.actors.hand import Party
 from support.network.browser import Browser, browsing
-from support.network.http import Scrape, get, until
+from support.network.status_pages import Scrape, get, until
 from support.processes.cli import pannier
 from support.processes.daemons import Daemons, clean_environment
 from support.processes.processes import MARKER, SESSION, python

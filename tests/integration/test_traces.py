@@ -10,8 +10,8 @@ import pytest
 from pannier.common import tracing
 from pannier.v1 import save_pb2
 from support.actors.hand import Party
-from support.network.http import until
 from support.network.otel_collector import Collector, Span, collecting
+from support.network.status_pages import until
 from support.processes.daemons import Daemons, clean_environment
 from support.processes.ranks import start_ranks
 from support.processes.watching import ABORTED, await_save

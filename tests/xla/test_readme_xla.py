@@ -4,7 +4,7 @@ import re
 import signal
 from pathlib import Path
 
-from support.network.http import until
+from support.network.status_pages import until
 from support.processes.daemons import Daemons
 from support.states import xla
 

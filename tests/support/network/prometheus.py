@@ -12,7 +12,7 @@ from urllib.parse import quote
 import pytest
 import yaml
 
-from support.network.http import get, until
+from support.network.status_pages import get, until
 from support.processes.daemons import clean_environment
 from support.processes.processes import Process
 from support.processes.ranks import free_port

@@ -11,7 +11,7 @@ from pannier.coordinator.config import CoordinatorConfig
 from pannier.daemon import http_server
 from pannier.daemon.http_server import Answer, Request, serving_web, web_address
 from pannier.wire.errors import ConfigurationError, InvalidRequestError, UnavailableError
-from support.network.http import get
+from support.network.status_pages import get
 from support.processes.ranks import free_port
 
 
