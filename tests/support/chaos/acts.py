@@ -154,7 +154,7 @@ def restart_after_long_uploads(scene: Scene) -> None:
     """The coordinator is started again when all is ingested and the time for plans is over."""
     plan_timeout_s = 3.0
     scene.end_ranks()
-    scene.start_ranks(plan_timeout_s=plan_timeout_s)
+    scene.start_ranks(plan_timeout_s=plan_timeout_s, save_timeout_s=3 * _AT_ONCE_S)
     scene.await_commits()
     number = scene.upcoming()
     scene.delay_uploads(number, stretched(plan_timeout_s) + 3)

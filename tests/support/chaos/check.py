@@ -54,7 +54,9 @@ class Report:
 
 def read_events(paths: Iterable[Path]) -> list[dict[str, Any]]:
     """All lines of all ranks, oldest first."""
-    lines = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+    # What comes after the last end of a line is still being written.
+    texts = [path.read_text().rpartition("\n")[0] for path in paths]
+    lines = [json.loads(line) for text in texts for line in text.splitlines()]
     return sorted(lines, key=lambda line: float(line["at"]))
 
 

@@ -22,7 +22,7 @@ def environment(seconds: float) -> dict[str, str]:
     """What makes a Python process's clock wrong by so many seconds; nothing for 0."""
     if not seconds:
         return {}
-    path = [str(_STARTER), str(_STARTER.parents[1]), os.environ.get("PYTHONPATH", "")]
+    path = [str(_STARTER), str(_STARTER.parents[2]), os.environ.get("PYTHONPATH", "")]
     return {VARIABLE: str(seconds), "PYTHONPATH": os.pathsep.join(filter(None, path))}
 
 

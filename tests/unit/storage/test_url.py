@@ -121,7 +121,7 @@ def test_a_missing_package_is_named_with_its_extra(
     import sys
 
     for name in list(sys.modules):
-        if name.startswith(("pannier.storage.gcs.store", "pannier.storage.s3.store")):
+        if name.startswith(("pannier.storage.gcs", "pannier.storage.s3")):
             monkeypatch.delitem(sys.modules, name)
     real = builtins.__import__
 
