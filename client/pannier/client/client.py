@@ -25,7 +25,7 @@ from pannier.client.dcp.storage_writer import StorageWriter
 from pannier.client.embedded import launcher
 from pannier.client.handle import SaveHandle, SaveResult, Unasked, skipped
 from pannier.client.identity import World, check_single_process, is_alone
-from pannier.client.interrupts import Condition, aside, shielded
+from pannier.client.interrupts import Condition, aside, clean_up_after, shielded
 from pannier.client.loading import catalog
 from pannier.client.loading.load import load as load_checkpoint
 from pannier.client.loading.storage_reader import StorageReader
@@ -73,6 +73,10 @@ def _sidecar() -> str:
 
 def _plan() -> str:
     return "the plan that all ranks agree on"
+
+
+class _Call:
+    """One call of async_save: gone when its frame is."""
 
 
 class Client:
@@ -489,6 +493,9 @@ class Client:
                 entry.saving.forget()
             slot.free()
 
+        # Also where a second exception of a handler ends the clean-up below.
+        call = _Call()
+        clean_up_after(call, drop)
         wait = wait_log.Wait(f"async_save to {entry.checkpoint_id}", _plan)
         try:
             saving = aside(begin)

@@ -12,14 +12,18 @@ lock; an exception ends that wait alone.
 import _thread
 import contextvars
 import functools
+import logging
 import os
 import queue
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Final, ParamSpec, TypeVar
+
+_log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 _P = ParamSpec("_P")
@@ -159,7 +163,51 @@ def _work(inbox: _Inbox) -> None:
         del function, context, answer, outcome
 
 
+_gone: queue.SimpleQueue["weakref.ref[Any]"] = queue.SimpleQueue()
+_clean_ups: Final[dict["weakref.ref[Any]", Callable[[], object]]] = {}
+"""What to do when an object is gone."""
+_watched = False
+"""Whether a thread waits for objects that are gone."""
+
+
+def clean_up_after(owner: object, function: Callable[[], object]) -> None:
+    """Runs ``function`` in another thread once ``owner`` is gone, whatever ended the call that held it.
+
+    A signal handler may raise again in the ``except`` block that cleans up, and so end it. Python
+    calls a method of a queue when ``owner`` goes, which is in C: no handler runs within.
+
+    Args:
+        owner: held by the call alone, and not by ``function``.
+        function: what it does may have been done.
+    """
+    if not _watched:
+        aside(_watch)
+    reference = weakref.ref(owner, _gone.put)
+    _clean_ups[reference] = function
+
+
+def _watch() -> None:
+    global _watched
+    _watched = True
+    threading.Thread(target=_clean_up, name="pannier-clean-up", daemon=True).start()
+
+
+def _clean_up() -> None:
+    while True:
+        function = _clean_ups.pop(_gone.get(), None)
+        try:
+            if function is not None:
+                function()
+        except Exception:  # noqa: BLE001 - of one call; the thread is for all
+            _log.exception("what an interrupted call left behind can't be cleaned up")
+        # Nothing of the call outlives it here.
+        del function
+
+
 def _after_fork() -> None:
+    global _gone, _watched
+    _gone, _watched = queue.SimpleQueue(), False
+    _clean_ups.clear()
     global _idle
     _idle = queue.SimpleQueue()
 

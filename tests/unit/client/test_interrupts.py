@@ -193,6 +193,34 @@ def test_the_next_save_works_after_an_interruption(sidecar: ScriptedSidecar, cal
         in_another_thread(lambda: client.close(BOUND_S))  # noqa: B023
 
 
+def test_a_second_interruption_that_ends_the_clean_up_leaves_no_save_behind(
+    sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {"w": torch.ones(300_000)}
+
+    def interrupted_call(*_: Any) -> Any:
+        raise InterruptedByTestError
+
+    def interrupted_clean_up(function: Callable[[], Any]) -> Any:
+        if function.__name__ == "drop":
+            raise InterruptedByTestError
+        return aside(function)
+
+    client = Client(Settings(sidecar=sidecar.address, transport="streamed"))
+    with monkeypatch.context() as patch:
+        patch.setattr("pannier.client.client.agree", interrupted_call)
+        patch.setattr("pannier.client.client.aside", interrupted_clean_up)
+        ended = False
+        try:
+            client.async_save(state, checkpoint_id="/x/y")
+        except InterruptedByTestError:
+            ended = True
+    assert ended
+    in_another_thread(lambda: client.wait_all(BOUND_S))
+    client.save(state, checkpoint_id="/x/z")
+    client.close(BOUND_S)
+
+
 # Real signals, in a process that must always end.
 
 TRAINER = """
