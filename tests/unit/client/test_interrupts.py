@@ -37,6 +37,13 @@ def sidecar() -> Iterator[ScriptedSidecar]:
     shutil.rmtree(directory)
 
 
+@pytest.fixture(autouse=True)
+def grad() -> Iterator[None]:
+    """An interruption in the exit of ``torch.no_grad`` leaves gradients off in this process."""
+    yield
+    torch.set_grad_enabled(True)
+
+
 def in_another_thread(call: Callable[[], Any]) -> Any:
     """Its answer; fails when a lock that it needs is held for ever."""
     answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
