@@ -1,1 +1,1 @@
-"""Daemons that nobody configured: started by the client, shared by the ranks of a host."""
+"""Daemons that the client starts where none is configured, shared by the ranks of a host."""
