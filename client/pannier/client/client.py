@@ -48,11 +48,11 @@ from pannier.client.staging.device_copy import DeviceCopies
 from pannier.client.staging.in_flight import Slots
 from pannier.client.staging.optimizer_guard import Guard, Guards
 from pannier.client.transport.channel import keep_in_children
-from pannier.client.transport.file_stream import Deadline
 from pannier.client.transport.membership import Entry, Membership
 from pannier.client.transport.save_task import Saving, fail_request
 from pannier.client.transport.sidecar_client import Session
 from pannier.client.user_errors import name_save
+from pannier.common.deadline import Deadline
 from pannier.v1 import plan_pb2, sidecar_pb2
 from pannier.wire import object_names
 from pannier.wire.errors import (

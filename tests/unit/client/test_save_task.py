@@ -29,9 +29,10 @@ from pannier.client.staging.arena import Arena, ArenaPool
 from pannier.client.staging.deferred_copies import Rest
 from pannier.client.staging.in_flight import Fate, Slots
 from pannier.client.transport import save_task as saving_module
-from pannier.client.transport.file_stream import Deadline, MemoryInUseError
+from pannier.client.transport.file_stream import MemoryInUseError
 from pannier.client.transport.save_task import Saving, aborted, fail_request
 from pannier.client.transport.sidecar_client import Session
+from pannier.common.deadline import Deadline
 from pannier.v1 import records_pb2, save_pb2, sidecar_pb2
 from pannier.wire.errors import (
     BusyError,

@@ -27,10 +27,10 @@ from pannier.client.loading import filesystem
 from pannier.client.planning.local_plan import bare, release, resolves_as_planned
 from pannier.client.staging import stager
 from pannier.client.staging.stager import Staged
-from pannier.client.transport.file_stream import Deadline
 from pannier.client.transport.save_task import Saving, fail_request, in_doubt
 from pannier.client.transport.sidecar_client import Session
 from pannier.client.user_errors import name_save
+from pannier.common.deadline import Deadline
 from pannier.v1 import sidecar_pb2
 from pannier.wire import object_names, plan_codec
 from pannier.wire.errors import (

@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 from pannier.client.planning.state_fingerprint import Structure, observe
 from pannier.client.staging.copy_plan import Route, route
 from pannier.client.staging.stager import Staged
-from pannier.client.transport.file_stream import Deadline
 from pannier.client.transport.sidecar_client import Session
+from pannier.common.deadline import Deadline
 from pannier.v1 import plan_pb2, sidecar_pb2
 from pannier.wire import object_names
 from pannier.wire.errors import DeadlineError, InvalidRequestError, PannierError

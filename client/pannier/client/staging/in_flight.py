@@ -11,7 +11,7 @@ from typing import Final
 
 from pannier.client.interrupts import Condition
 from pannier.client.staging.arena import Arena, ArenaPool
-from pannier.client.transport.file_stream import Deadline
+from pannier.common.deadline import Deadline
 from pannier.wire.errors import BusyError, DeadlineError, SaveSkippedError
 
 _LOST_SLOT_S: Final = 1.0

@@ -9,7 +9,6 @@ releases the GIL.
 import ctypes
 import queue
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any, Final, Protocol
 
@@ -49,22 +48,6 @@ class StagedFile(Protocol):
     @property
     def keepalive(self) -> object:
         """Owner of the memory."""
-
-
-class Deadline:
-    """A point in time that several waits share."""
-
-    def __init__(self, seconds: float) -> None:
-        self._end = time.monotonic() + seconds
-
-    def remaining(self) -> float:
-        """Seconds, 0 when it has passed."""
-        return max(0.0, self._end - time.monotonic())
-
-    @property
-    def passed(self) -> bool:
-        """Whether it has passed."""
-        return time.monotonic() >= self._end
 
 
 class FileSource:

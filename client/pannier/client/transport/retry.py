@@ -11,7 +11,7 @@ from typing import TypeVar
 import tenacity
 
 from pannier.client.transport.channel import InterruptedCallError
-from pannier.client.transport.file_stream import Deadline
+from pannier.common.deadline import Deadline
 from pannier.wire.errors import UnavailableError
 
 Result = TypeVar("Result")

@@ -19,7 +19,6 @@ from pannier.client.staging.arena import Arena
 from pannier.client.staging.deferred_copies import Rest
 from pannier.client.staging.in_flight import Fate, Slot
 from pannier.client.transport.file_stream import (
-    Deadline,
     MemoryInUseError,
     StagedFile,
     Stop,
@@ -29,6 +28,7 @@ from pannier.client.transport.shared_memory import LentMapping
 from pannier.client.transport.sidecar_client import Session
 from pannier.client.user_errors import description, name_save
 from pannier.common import tracing
+from pannier.common.deadline import Deadline
 from pannier.v1 import records_pb2, save_pb2, sidecar_pb2
 from pannier.wire import errors, object_names
 from pannier.wire.errors import (

@@ -22,7 +22,6 @@ from pannier.client.staging.arena import Arena, ArenaPool
 from pannier.client.staging.host_copy import threads
 from pannier.client.transport.channel import InterruptedCallError, Line
 from pannier.client.transport.file_stream import (
-    Deadline,
     FileSource,
     Progress,
     Sender,
@@ -34,6 +33,7 @@ from pannier.client.transport.retry import Repeating
 from pannier.client.transport.shared_memory import Borrowing
 from pannier.client.transport.stream_slots import MOST, Streams
 from pannier.client.transport.timers import Alarm, Alarms
+from pannier.common.deadline import Deadline
 from pannier.v1 import save_pb2, sidecar_pb2, sidecar_pb2_grpc
 from pannier.wire import addresses, errors, object_names
 from pannier.wire.errors import (
