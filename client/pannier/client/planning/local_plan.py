@@ -15,7 +15,7 @@ from typing import Any, Final, TypeVar
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
@@ -187,7 +187,9 @@ class Planning:
             message.mappings.extend(plan_codec.encode_mappings(self._plan.planner_data or {}))
         slots = resolves_as_planned(planner)
         planned = [
-            planned_archive(item) if slots and _is_plain(values.get(item.index.fqn)) else None
+            archives.planned_archive(item)
+            if slots and _is_plain(values.get(item.index.fqn))
+            else None
             for item in self.items
         ]
         message.head.extend(len(archive.head) if archive else 0 for archive in planned)
@@ -216,16 +218,6 @@ def _expanded(key: str, value: Any) -> Any:
         return value
     with located(f"state_dict() of {key!r}"):
         return value.state_dict()
-
-
-def planned_archive(item: WriteItem) -> archives.Archive | None:
-    """The archive of an item that is what its plan says; None where that has no template."""
-    data = item.tensor_data
-    if item.type is WriteItemType.BYTE_IO or data is None:
-        return None
-    if data.properties.dtype not in archives.DTYPES:
-        return None
-    return archives.archive(data.properties.dtype, tuple(data.chunk.sizes))
 
 
 def resolves_as_planned(planner: SavePlanner) -> bool:

@@ -131,7 +131,7 @@ class CachedPlan:
         values = structure.values(state) if structure is not None else None
         if structure is None or values is None:
             return
-        found = route(structure, values, items, self._final)
+        found = route(structure.fqns, values, items, self._final)
         if found is not None:
             self._routes = [(options, structure, found), *self._routes[: _MOST_ROUTES - 1]]
 

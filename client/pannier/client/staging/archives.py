@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import IO, Any, Final, cast
 
 import torch
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 _NORESERVE: Final = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
@@ -74,6 +75,16 @@ def archive(dtype: torch.dtype, shape: Sequence[int]) -> Archive:
         torch.save(_hollow(dtype, shape, body), cast("IO[bytes]", sink))
     head, tail = sink.parts()
     return Archive(head, body, tail)
+
+
+def planned_archive(item: WriteItem) -> Archive | None:
+    """The archive of an item that is what its plan says; None where that has no template."""
+    data = item.tensor_data
+    if item.type is WriteItemType.BYTE_IO or data is None:
+        return None
+    if data.properties.dtype not in DTYPES:
+        return None
+    return archive(data.properties.dtype, tuple(data.chunk.sizes))
 
 
 def _hollow(dtype: torch.dtype, shape: Sequence[int], nbytes: int) -> torch.Tensor:

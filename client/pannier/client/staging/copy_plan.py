@@ -18,7 +18,6 @@ import torch
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from pannier.client import torch_compat
-from pannier.client.planning.state_fingerprint import Structure
 from pannier.client.staging import archives, header_cache
 from pannier.client.staging.arena import Arena, Region
 from pannier.client.staging.device_copy import DeviceCopies
@@ -197,7 +196,7 @@ class Route:
 
 
 def route(
-    structure: Structure,
+    fqns: list[str],
     values: Sequence[Any],
     items: Sequence[WriteItem],
     final: plan_pb2.FinalPlan,
@@ -205,12 +204,12 @@ def route(
     """The route of a plan; None where values need more than a copy.
 
     Args:
-        structure: of the state that was planned.
-        values: of that state, by the structure.
+        fqns: key of each value.
+        values: of the state that was planned.
         items: of the local plan.
         final: the answer to it.
     """
-    if [item.index.fqn for item in items] != structure.fqns:
+    if [item.index.fqn for item in items] != fqns:
         return None
     files = [_File(file.size) for file in final.files]
     objects = []
@@ -244,7 +243,7 @@ def route(
         else:
             _place(files[number], slot, on_host=value.is_cpu)
     fetches = Fetches(fetched, values)
-    return Route(structure.fqns, files, objects, list(objects), fetches)
+    return Route(fqns, files, objects, list(objects), fetches)
 
 
 def _is_planned(item: WriteItem, value: Any) -> bool:

@@ -10,13 +10,12 @@ serialised at once, as DCP would store it, to the rank's objects file.
 import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import IO, Any, NamedTuple, cast
+from typing import IO, Any, NamedTuple, Protocol, cast
 
 import torch
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from pannier.client import torch_compat
-from pannier.client.planning.local_plan import Planning, planned_archive
 from pannier.client.staging import archives, header_cache
 from pannier.client.staging.arena import Arena, Region
 from pannier.client.staging.deferred_copies import Rest
@@ -87,8 +86,22 @@ class Staged:
         return replace(self, files=files, varying=varying)
 
 
+class PlannerRun(Protocol):
+    """The planner that made the items (see :class:`pannier.client.planning.local_plan.PlannerRun`)."""
+
+    def resolve(self, item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """The value of one of its items; called once for each."""
+
+    def release(self) -> None:
+        """Every item is resolved: frees what was fetched from devices for that."""
+
+    @property
+    def how(self) -> str:
+        """How values come from devices that Pannier doesn't copy from; human-readable."""
+
+
 def stage(
-    planning: Planning,
+    planner: PlannerRun,
     items: Sequence[WriteItem],
     final: plan_pb2.FinalPlan,
     arena: Arena,
@@ -97,8 +110,8 @@ def stage(
     """Copies the items that the final plan gave to this rank.
 
     Args:
-        planning: resolves the items.
-        items: from ``planning.finish(final)``.
+        planner: resolves the items.
+        items: those of ``final.positions``, as the planner's ``finish_plan`` returned them.
         final: says where each item goes.
         arena: acquired with the sizes of ``final.files``, in order.
         devices: makes the copies from devices; says what may arrive later. Default: nothing.
@@ -114,12 +127,12 @@ def stage(
     try:
         with _Writer(names, _objects_name(names), arena, devices) as writer:
             placements = [
-                writer.put(item, planning.resolve, slot)
+                writer.put(item, planner.resolve, slot)
                 for item, slot in zip(items, slots, strict=True)
             ]
             files = writer.finish()
     finally:
-        planning.release()
+        planner.release()
     varying = [
         records_pb2.VaryingItem(
             position=position, file=placed.file, offset=placed.offset, length=placed.length
@@ -127,7 +140,7 @@ def stage(
         for position, slot, placed in zip(final.positions, slots, placements, strict=True)
         if placed != (names[slot.file], slot.offset, slot.length)
     ]
-    how = writer.how or planning.how
+    how = writer.how or planner.how
     return Staged(files, varying, placements, arena, writer.rest(), how)
 
 
@@ -156,7 +169,7 @@ def stage_external(
         PannierError: there is no memory.
         Exception: whatever resolving, copying or pickling an item raised, with a note of its key.
     """
-    planned = [planned_archive(item) if slots else None for item in items]
+    planned = [archives.planned_archive(item) if slots else None for item in items]
     known = [archive for archive in planned if archive is not None]
     laid = file_layout.lay_out(
         [len(archive.head) for archive in known],
