@@ -9,7 +9,7 @@ import pytest
 
 from pannier.client import InDoubtError, PannierError
 from pannier.client.transport import save_task as saving_module
-from pannier.client.transport.sidecar_client import Session
+from pannier.client.transport.sidecar_client import SidecarClient
 from pannier.v1 import sidecar_pb2
 from pannier.wire.errors import UnavailableError
 from support.actors.borrower import mapped_files
@@ -33,12 +33,12 @@ class LateHandOver:
         self.made = threading.Event()
         self.give_up = threading.Event()
         self.arrived = threading.Event()
-        self._send = Session.hand_over
-        self._request: tuple[Session, sidecar_pb2.HandOverRequest] | None = None
-        fail = Session.fail
+        self._send = SidecarClient.hand_over
+        self._request: tuple[SidecarClient, sidecar_pb2.HandOverRequest] | None = None
+        fail = SidecarClient.fail
 
         def hand_over(
-            session: Session, request: sidecar_pb2.HandOverRequest, timeout: float
+            session: SidecarClient, request: sidecar_pb2.HandOverRequest, timeout: float
         ) -> None:
             if request.context.checkpoint_id == self.checkpoint_id:
                 self._request = session, request
@@ -49,13 +49,13 @@ class LateHandOver:
                 self.arrived.wait()
             self._send(session, request, timeout)
 
-        def report(session: Session, request: sidecar_pb2.FailRequest) -> None:
+        def report(session: SidecarClient, request: sidecar_pb2.FailRequest) -> None:
             if request.context.checkpoint_id == self.checkpoint_id:
                 raise UnavailableError("the sidecar is stopped")
             fail(session, request)
 
-        monkeypatch.setattr(Session, "hand_over", hand_over)
-        monkeypatch.setattr(Session, "fail", report)
+        monkeypatch.setattr(SidecarClient, "hand_over", hand_over)
+        monkeypatch.setattr(SidecarClient, "fail", report)
 
     def arrive(self) -> None:
         """The sidecar receives it."""

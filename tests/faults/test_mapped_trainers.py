@@ -40,7 +40,7 @@ import os, signal, time
 from pathlib import Path
 import torch
 from pannier import client
-from pannier.client.transport.save_task import Saving
+from pannier.client.transport.save_task import SaveTask
 
 def carry(self, let_go):
     print("staged", flush=True)
@@ -48,7 +48,7 @@ def carry(self, let_go):
         time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGKILL)
 
-Saving.carry = carry
+SaveTask.carry = carry
 client.async_save({"w": torch.full((8 << 18,), 1.0)}, checkpoint_id=os.environ["TARGET"])
 """
 

@@ -69,10 +69,10 @@ _PARENT = """
 import os, sys, time
 from pannier.client.config import Settings
 from pannier.client.identity import Identity
-from pannier.client.transport.sidecar_client import Session
+from pannier.client.transport.sidecar_client import SidecarClient
 
 who = Identity(job="job", incarnation="a", rank=0, world_size=1, host="h", client="c")
-session = Session.connect(Settings(sidecar=sys.argv[1]), who)
+session = SidecarClient.connect(Settings(sidecar=sys.argv[1]), who)
 # The session connects again after a fork with gRPC's fork support.
 child = os.fork()
 if child == 0:

@@ -51,8 +51,8 @@ def _each_shard_crosses_once_per_save() -> None:
             assert crossed == expected, (planner, number, crossed, expected)
             if planner is None:
                 # From now on by the plan that is known: nothing is planned item by item.
-                agreed_plan.Planning = None
-        agreed_plan.Planning = local_plan.Planning
+                agreed_plan.PlannerRun = None
+        agreed_plan.PlannerRun = local_plan.PlannerRun
 
 
 def _a_tensor_that_was_already_saved_elsewhere_does_not_cross() -> None:

@@ -186,7 +186,7 @@ def load(
         process_group=process_group,
         no_dist=no_dist,
         verify=verify,
-        before=client.raise_unasked,
+        before=client.raise_unretrieved,
     )
 
 
@@ -229,7 +229,7 @@ def latest(
         no_dist=no_dist,
         timeout=timeout,
         storage_options=storage_options,
-        before=client.raise_unasked,
+        before=client.raise_unretrieved,
     )
 
 
@@ -250,7 +250,7 @@ def list(
         StorageError: it can't be read.
         IntegrityError: a decision is damaged, so that the order isn't known.
     """
-    client.raise_unasked()
+    client.raise_unretrieved()
     return catalog.list_checkpoints(root, storage_options=storage_options)
 
 

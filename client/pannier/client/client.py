@@ -23,7 +23,7 @@ from pannier.client import wait_log
 from pannier.client.config import Settings, check_metrics, check_timeout, load_settings
 from pannier.client.dcp.storage_writer import StorageWriter
 from pannier.client.embedded import launcher
-from pannier.client.handle import SaveHandle, SaveResult, Unasked, skipped
+from pannier.client.handle import SaveHandle, SaveResult, UnretrievedErrors, skipped
 from pannier.client.identity import World, check_single_process, is_alone
 from pannier.client.interrupts import Condition, aside, clean_up_after, shielded
 from pannier.client.loading import catalog
@@ -39,7 +39,7 @@ from pannier.client.options import (
     told_path,
 )
 from pannier.client.planning.agreed_plan import agree, wish_of
-from pannier.client.planning.local_plan import Planning
+from pannier.client.planning.local_plan import PlannerRun
 from pannier.client.planning.plan_cache import Agreement, PlanCache
 from pannier.client.planning.plan_preparation import prepare
 from pannier.client.staging.arena import ArenaPool
@@ -49,8 +49,8 @@ from pannier.client.staging.in_flight import Slots
 from pannier.client.staging.optimizer_guard import Guard, Guards
 from pannier.client.transport.channel import keep_in_children
 from pannier.client.transport.membership import Entry, Membership
-from pannier.client.transport.save_task import Saving, fail_request
-from pannier.client.transport.sidecar_client import Session
+from pannier.client.transport.save_task import SaveTask, fail_request
+from pannier.client.transport.sidecar_client import SidecarClient
 from pannier.client.user_errors import name_save
 from pannier.common.deadline import Deadline
 from pannier.v1 import plan_pb2, sidecar_pb2
@@ -98,15 +98,15 @@ class Client:
         self._old_memberships: list[Membership] = []
         self._slots = Slots(self.settings.max_in_flight, self._under_way)
         self._plans = PlanCache()
-        self._pending: set[Saving] = set()
-        self._unasked = Unasked()
+        self._pending: set[SaveTask] = set()
+        self._unretrieved = UnretrievedErrors()
         self._guards = Guards()
         self._closed = False
         self._pid = os.getpid()
         keep_in_children(self)
         _clients.add(self)
 
-    # Saving.
+    # SaveTask.
 
     def async_save(
         self,
@@ -190,7 +190,7 @@ class Client:
             entry = Entry(group, number, told_path(checkpoint_id, storage_writer))
             try:
                 self._check_open()
-                self._unasked.raise_all()
+                self._unretrieved.raise_all()
                 check_on_busy(on_busy)
                 check_staging(staging)
                 entry.metrics = check_metrics(metrics)
@@ -256,7 +256,7 @@ class Client:
             entry = Entry(group, number, told_path(checkpoint_root, None))
             try:
                 self._check_open()
-                self._unasked.raise_all()
+                self._unretrieved.raise_all()
                 entry.checkpoint_id = prepared_path(checkpoint_root)
                 with wait_log.logged(f"prepare for {entry.checkpoint_id}", _sidecar) as wait:
                     session = member.session(self.settings)
@@ -318,7 +318,7 @@ class Client:
         """
         with wait_log.logged("wait_all", self._under_way):
             self._await_ended(timeout)
-        self._unasked.raise_all()
+        self._unretrieved.raise_all()
 
     # Reading.
 
@@ -331,17 +331,17 @@ class Client:
         **arguments: Any,
     ) -> None:
         """Loads a checkpoint into ``state_dict``. See :func:`pannier.client.load`."""
-        load_checkpoint(state_dict, storage_reader, before=self._unasked.raise_all, **arguments)
+        load_checkpoint(state_dict, storage_reader, before=self._unretrieved.raise_all, **arguments)
 
     def latest(self, root: str | os.PathLike[str], **arguments: Any) -> str | None:
         """The newest checkpoint directly below ``root``. See :func:`pannier.client.latest`."""
-        return catalog.latest(root, before=self._unasked.raise_all, **arguments)
+        return catalog.latest(root, before=self._unretrieved.raise_all, **arguments)
 
     def list(
         self, root: str | os.PathLike[str], **arguments: Any
     ) -> builtins.list[catalog.CheckpointInfo]:
         """The checkpoints directly below ``root``. See :func:`pannier.client.list`."""
-        self._unasked.raise_all()
+        self._unretrieved.raise_all()
         return catalog.list_checkpoints(root, **arguments)
 
     # For StorageWriter.
@@ -357,13 +357,13 @@ class Client:
         return self._slots
 
     @property
-    def session(self) -> Session:
+    def session(self) -> SidecarClient:
         """The session of all ranks' world, opened when there is none."""
         return self._membership(no_dist=False).session(self.settings)
 
     def session_for(
         self, process_group: Any = None, no_dist: bool = False
-    ) -> tuple[Session, Callable[[str], sidecar_pb2.SaveContext]]:
+    ) -> tuple[SidecarClient, Callable[[str], sidecar_pb2.SaveContext]]:
         """The session of a group, and what makes a context for its next save."""
         session = self._membership(no_dist).session(self.settings)
         return session, lambda checkpoint_id: self.open_save(checkpoint_id, process_group, no_dist)
@@ -428,7 +428,7 @@ class Client:
                 self._await_ended(None if deadline is None else deadline.remaining(), timeout)
                 self._await_others(None if deadline is None else deadline.remaining(), timeout)
         self._hang_up(goodbye=True)
-        self._unasked.raise_all()
+        self._unretrieved.raise_all()
 
     def __enter__(self) -> "Client":
         return self
@@ -468,8 +468,8 @@ class Client:
             slot = self._slots.take(on_busy, deadline.remaining())
         rest: Rest | None = None
 
-        def begin() -> Saving:
-            begun = entry.saving = Saving(
+        def begin() -> SaveTask:
+            begun = entry.saving = SaveTask(
                 session,
                 context,
                 on_busy=on_busy,
@@ -533,7 +533,7 @@ class Client:
             wait.end()
         return saving.handle
 
-    def _ask(self, saving: Saving, entry: Entry, planning: Planning) -> plan_pb2.FinalPlan:
+    def _ask(self, saving: SaveTask, entry: Entry, planning: PlannerRun) -> plan_pb2.FinalPlan:
         """The coordinator's answer to a local plan."""
         deadline = saving.deadline
         wait_s = min(self.settings.plan_timeout, deadline.remaining())
@@ -549,8 +549,8 @@ class Client:
         entry.planned = True
         return saving.session.plan(request, wait_s).plan
 
-    def _ended(self, saving: Saving) -> None:
-        self._unasked.add(saving.resolver.verdict)
+    def _ended(self, saving: SaveTask) -> None:
+        self._unretrieved.add(saving.resolver.outcome)
         with self._lock:
             self._pending.discard(saving)
             self._lock.notify_all()
@@ -648,14 +648,14 @@ class Client:
             self._pending.clear()
         self._hang_up()
         try:
-            self._unasked.raise_all()
+            self._unretrieved.raise_all()
         except PannierError as error:
             _log.error("a save failed and nobody asked for its result: %s", error)
             # Logs may not be read.
             sys.excepthook(type(error), error, error.__traceback__)
 
     @staticmethod
-    def _say_given_up(saves: builtins.list[Saving], what: str) -> None:
+    def _say_given_up(saves: builtins.list[SaveTask], what: str) -> None:
         # Logs may not be read.
         for saving in saves:
             sys.stderr.write(
@@ -681,11 +681,11 @@ def default_client() -> Client:
         return _default
 
 
-def raise_unasked() -> None:
+def raise_unretrieved() -> None:
     """Raises the default client's errors that nobody asked for; makes no client."""
     client = _default
     if client is not None and client._pid == os.getpid():
-        client._unasked.raise_all()
+        client._unretrieved.raise_all()
 
 
 def configure(**settings: Any) -> None:

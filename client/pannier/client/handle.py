@@ -79,36 +79,36 @@ class SaveStatus:
         return f"save {self.id} to {self.checkpoint_id}: {self.state}{waiting}"
 
 
-class Verdict:
+class Outcome:
     """How a save ended, and whether anyone has asked for its error."""
 
     def __init__(self) -> None:
         self.error: Exception | None = None
-        self.asked = False
+        self.retrieved = False
 
 
-class Unasked:
+class UnretrievedErrors:
     """Errors of saves until somebody asks for them. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._failed: list[Verdict] = []
+        self._failed: list[Outcome] = []
 
-    def add(self, verdict: Verdict) -> None:
+    def add(self, outcome: Outcome) -> None:
         """A save has ended so."""
-        if verdict.error is not None and not verdict.asked:
+        if outcome.error is not None and not outcome.retrieved:
             with self._lock:
-                self._failed.append(verdict)
+                self._failed.append(outcome)
 
     def raise_all(self) -> None:
         """Raises what nobody has asked for, once; several as one."""
         with self._lock:
             failed, self._failed = self._failed, []
-        errors = [verdict.error for verdict in failed if verdict.error and not verdict.asked]
+        errors = [outcome.error for outcome in failed if outcome.error and not outcome.retrieved]
         if not errors:
             return
-        for verdict in failed:
-            verdict.asked = True
+        for outcome in failed:
+            outcome.retrieved = True
         raised = [_of_earlier_save(error) for error in errors]
         if len(raised) == 1:
             raise raised[0]
@@ -126,12 +126,12 @@ def _of_earlier_save(error: Exception) -> PannierError:
     return SaveAbortedError(f"a save failed on this rank: {description(error)}")
 
 
-class AskedFuture(SafeFuture[T], Generic[T]):
-    """A future that notes on a verdict when its outcome is asked for."""
+class OutcomeFuture(SafeFuture[T], Generic[T]):
+    """A future that notes on a outcome when its outcome is asked for."""
 
-    def __init__(self, verdict: Verdict) -> None:
+    def __init__(self, outcome: Outcome) -> None:
         super().__init__()
-        self._verdict = verdict
+        self._outcome = outcome
         self.set_running_or_notify_cancel()
 
     def result(self, timeout: float | None = None) -> T:
@@ -159,10 +159,10 @@ class AskedFuture(SafeFuture[T], Generic[T]):
 
     def _note(self) -> None:
         if self.done():
-            self._verdict.asked = True
+            self._outcome.retrieved = True
 
 
-class SaveHandle(AskedFuture[SaveResult], AsyncSaveResponse):
+class SaveHandle(OutcomeFuture[SaveResult], AsyncSaveResponse):
     """One save under way: a :class:`concurrent.futures.Future` and torch's ``AsyncSaveResponse``.
 
     ``result()`` returns when the checkpoint is committed, and raises when it
@@ -175,9 +175,9 @@ class SaveHandle(AskedFuture[SaveResult], AsyncSaveResponse):
     __repr__ = Future.__repr__
 
     def __init__(self, save_id: str, checkpoint_id: str) -> None:
-        verdict = Verdict()
-        AskedFuture.__init__(self, verdict)
-        self._upload: AskedFuture[None] = AskedFuture(verdict)
+        outcome = Outcome()
+        OutcomeFuture.__init__(self, outcome)
+        self._upload: OutcomeFuture[None] = OutcomeFuture(outcome)
         self._staging: Future[None] = SafeFuture()
         self._staging.set_running_or_notify_cancel()
         self._guard = threading.Lock()
@@ -204,7 +204,7 @@ class SaveHandle(AskedFuture[SaveResult], AsyncSaveResponse):
     def wait(self, timeout: float | None = None) -> bool:
         """Waits until the save has ended, well or not; False when ``timeout`` seconds pass first."""
         try:
-            super(AskedFuture, self).exception(timeout)
+            super(OutcomeFuture, self).exception(timeout)
         except (TimeoutError, concurrent.futures.TimeoutError):
             return self.done()
         return True
@@ -215,7 +215,7 @@ class Resolver:
 
     def __init__(self, handle: SaveHandle) -> None:
         self.handle = handle
-        self.verdict = handle._verdict
+        self.outcome = handle._outcome
         self._staged = False
 
     def update(self, change: Callable[[SaveStatus], SaveStatus]) -> None:
@@ -251,8 +251,8 @@ class Resolver:
         kept = without_frames(error)
 
         def end() -> None:
-            self.verdict.error = kept
-            self.verdict.asked = self.verdict.asked or quietly
+            self.outcome.error = kept
+            self.outcome.retrieved = self.outcome.retrieved or quietly
             if not self._staged:
                 self.handle._staging.set_exception(kept)
             self.handle._upload.set_exception(kept)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from pannier.client.transport.timers import Alarms
+from pannier.client.timers import Timers
 
 _log = logging.getLogger(__name__)
 
@@ -21,7 +21,7 @@ FIRST_S: Final = 5.0
 _FACTOR: Final = 4.0
 """The next one comes when the wait is so many times as long."""
 
-_alarms = Alarms("pannier-wait-log")
+_timers = Timers("pannier-wait-log")
 
 
 class Wait:
@@ -39,21 +39,21 @@ class Wait:
         self._over = False
         # A call that was interrupted before it could end its wait doesn't log for ever.
         self._warn_if_alive = _weakly(self._warn)
-        self._alarm = _alarms.set(FIRST_S, self._warn_if_alive)
+        self._timer = _timers.start(FIRST_S, self._warn_if_alive)
 
     def end(self) -> None:
         """Nothing is logged any more."""
         self._over = True
-        self._alarm.cancel()
+        self._timer.cancel()
 
     def _warn(self) -> None:
         seconds = time.monotonic() - self._began
         _log.warning(
             "%s has waited %.0f s: for %s", self.call, seconds, self.reason() or "an answer"
         )
-        self._alarm = _alarms.set((_FACTOR - 1) * seconds, self._warn_if_alive)
+        self._timer = _timers.start((_FACTOR - 1) * seconds, self._warn_if_alive)
         if self._over:
-            self._alarm.cancel()
+            self._timer.cancel()
 
 
 def _weakly(method: Callable[[], None]) -> Callable[[], None]:
@@ -80,8 +80,8 @@ def logged(call: str, reason: Callable[[], str]) -> Iterator[Wait]:
 
 def _forget() -> None:
     # The thread is the parent's.
-    global _alarms
-    _alarms = Alarms("pannier-wait-log")
+    global _timers
+    _timers = Timers("pannier-wait-log")
 
 
 os.register_at_fork(after_in_child=_forget)

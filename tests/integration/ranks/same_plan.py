@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from pannier import client
-from pannier.client.transport.sidecar_client import Session
+from pannier.client.transport.sidecar_client import SidecarClient
 
 warnings.filterwarnings("ignore")
 dist.init_process_group("gloo")
@@ -77,15 +77,15 @@ def save(step: int, planner: Any = None, **options: Any) -> None:
 
 
 def main() -> None:
-    unary = Session._unary
+    unary = SidecarClient._unary
 
-    def counted(self: Session, method: str, *args: Any, **kwargs: Any) -> Any:
+    def counted(self: SidecarClient, method: str, *args: Any, **kwargs: Any) -> Any:
         # Those of the main thread are made aside, while it waits.
         if threading.current_thread().name in ("MainThread", "pannier-aside"):
             asked.append(method)
         return unary(self, method, *args, **kwargs)
 
-    Session._unary = counted  # type: ignore[method-assign]
+    SidecarClient._unary = counted  # type: ignore[method-assign]
     client.prepare(state(0), os.environ["ROOT"])
     save(1)
     save(2)

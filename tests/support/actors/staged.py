@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.default_planner import create_default_global_s
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
 from pannier.client import torch_compat
-from pannier.client.planning.local_plan import Planning, expand
+from pannier.client.planning.local_plan import PlannerRun, expand
 from pannier.client.staging.arena import Arena, ArenaPool
 from pannier.client.staging.stager import Staged, stage
 from pannier.v1 import plan_pb2
@@ -22,8 +22,8 @@ ATTEMPT = "i1-a1-g00000000-s1"
 
 def plan(
     state: Any, planner: SavePlanner | None = None, checkpoint_id: str = "/checkpoints/step-1"
-) -> Planning:
-    return Planning(expand(state), planner, is_coordinator=True, checkpoint_id=checkpoint_id)
+) -> PlannerRun:
+    return PlannerRun(expand(state), planner, is_coordinator=True, checkpoint_id=checkpoint_id)
 
 
 def final_plan(
@@ -51,7 +51,7 @@ def final_plan(
     return final
 
 
-def stage_all(planning: Planning, pool: ArenaPool) -> tuple[Staged, Arena]:
+def stage_all(planning: PlannerRun, pool: ArenaPool) -> tuple[Staged, Arena]:
     final = final_plan(planning.message)
     arena = pool.acquire([file.size for file in final.files])
     return stage(planning, planning.finish(final), final, arena), arena

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from pannier.client.config import Settings
 from pannier.client.identity import Identity
-from pannier.client.transport.sidecar_client import Session
+from pannier.client.transport.sidecar_client import SidecarClient
 from pannier.v1 import save_pb2, sidecar_pb2
 from pannier.wire.errors import InvalidRequestError
 
@@ -45,7 +45,7 @@ class File:
         self.address = ctypes.addressof(self._buffer)
 
 
-def fork_and_finalise(session: Session) -> tuple[float, int]:
+def fork_and_finalise(session: SidecarClient) -> tuple[float, int]:
     """A child that ends as an interpreter does, atexit and garbage collection included.
 
     Returns the seconds that the fork took, and the child's exit status.
@@ -74,7 +74,7 @@ def load_data(method: str) -> None:
 
 def main(address: str) -> None:
     who = Identity(job="job", incarnation="a", rank=0, world_size=1, host="h", client="c")
-    session = Session.connect(Settings(sidecar=address), who)
+    session = SidecarClient.connect(Settings(sidecar=address), who)
     context = sidecar_pb2.SaveContext(
         save=save_pb2.SaveId(job="job", incarnation="a", group="g", number=1), ranks=[0]
     )

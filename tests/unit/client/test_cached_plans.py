@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from pannier.client.client import Client
 from pannier.client.config import Settings
-from pannier.client.planning.local_plan import Planning
-from pannier.client.transport.sidecar_client import Session
+from pannier.client.planning.local_plan import PlannerRun
+from pannier.client.transport.sidecar_client import SidecarClient
 from pannier.v1 import plan_pb2, save_pb2, sidecar_pb2
 from pannier.wire.errors import InvalidRequestError, PannierError, SaveAbortedError
 from support.actors.scripted_sidecar import ScriptedSidecar
@@ -99,15 +99,15 @@ def test_the_second_save_is_neither_planned_nor_asked_for_in_the_call(
     client.save(state(), checkpoint_id="/x/1")
     main = threading.get_ident()
     calls = []
-    unary = Session._unary
+    unary = SidecarClient._unary
 
-    def counted(self: Session, method: str, *args: Any, **kwargs: Any) -> Any:
+    def counted(self: SidecarClient, method: str, *args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() == main:
             calls.append(method)
         return unary(self, method, *args, **kwargs)
 
-    monkeypatch.setattr(Session, "_unary", counted)
-    monkeypatch.setattr("pannier.client.planning.agreed_plan.Planning", None)
+    monkeypatch.setattr(SidecarClient, "_unary", counted)
+    monkeypatch.setattr("pannier.client.planning.agreed_plan.PlannerRun", None)
     handle = client.async_save(state(2.0), checkpoint_id="/x/2")
     assert not calls
     assert handle.result(10).attempt
@@ -255,7 +255,7 @@ def test_a_stateful_is_asked_once_and_stays_quick(
     model = Model()
     client.save({"model": model}, checkpoint_id="/x/1")
     with monkeypatch.context() as patched:
-        patched.setattr("pannier.client.planning.agreed_plan.Planning", None)
+        patched.setattr("pannier.client.planning.agreed_plan.PlannerRun", None)
         client.save({"model": model}, checkpoint_id="/x/2")
     assert model.asked == 2
     # Also where the structure is another.
@@ -322,14 +322,14 @@ def test_after_an_abort_the_next_save_is_planned_anew(
 def test_an_answer_whose_names_are_not_its_attempts_is_not_kept(
     client: Client, sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = Session.plan
+    plan = SidecarClient.plan
 
     def odd(*args: Any) -> sidecar_pb2.PlanResponse:
         answer = plan(*args)
         answer.plan.attempt = "i1-a1-g00000000-s9"
         return answer
 
-    monkeypatch.setattr(Session, "plan", odd)
+    monkeypatch.setattr(SidecarClient, "plan", odd)
     for n in range(2):
         client.async_save(state(), checkpoint_id=f"/x/{n}").result(10)
     assert len(full_plans(sidecar)) == 2
@@ -337,7 +337,7 @@ def test_an_answer_whose_names_are_not_its_attempts_is_not_kept(
 
 def test_a_message_that_is_kept_is_the_planners(client: Client, sidecar: ScriptedSidecar) -> None:
     client.save(state(), checkpoint_id="/x/1")
-    planning = Planning(state(), None, is_coordinator=True, checkpoint_id="/x/1")
+    planning = PlannerRun(state(), None, is_coordinator=True, checkpoint_id="/x/1")
     assert full_plans(sidecar)[0].plan == planning.message
     assert isinstance(planning.message, plan_pb2.LocalPlan)
 
@@ -351,7 +351,7 @@ def test_a_prepared_save_costs_what_every_save_costs(
     assert not sidecar.files
     assert not client._pending
     with monkeypatch.context() as patched:
-        patched.setattr("pannier.client.planning.agreed_plan.Planning", None)
+        patched.setattr("pannier.client.planning.agreed_plan.PlannerRun", None)
         patched.setattr("pannier.client.staging.copy_plan._engrave", None)
         client.save(state(), checkpoint_id="/x/1")
     (proposal,) = proposals(sidecar)

@@ -14,7 +14,7 @@ from pannier import client as pannier_client
 from pannier.client.client import Client
 from pannier.client.config import Settings
 from pannier.client.planning import state_fingerprint
-from pannier.client.planning.state_fingerprint import observe
+from pannier.client.planning.state_fingerprint import fingerprint
 from pannier.client.staging.arena import ArenaPool
 from pannier.v1 import sidecar_pb2
 from pannier.wire.errors import PannierError
@@ -104,20 +104,20 @@ def test_the_description_belongs_to_the_structure(
     change: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(state_fingerprint, "_DESCRIBE_SHARDS", True)
-    before = observe({"w": part(0), "b": torch.zeros(1)})
+    before = fingerprint({"w": part(0), "b": torch.zeros(1)})
     assert before is not None
     assert before.values({"w": part(0, 2.0), "b": torch.ones(1)}) is not None
     other = {"w": change(), "b": torch.zeros(1)}
     assert before.values(other) is None
     # In the other direction, too.
-    after = observe(other)
+    after = fingerprint(other)
     assert after is None or after.values({"w": part(0), "b": torch.ones(1)}) is None
 
 
 def test_a_description_that_is_changed_in_place_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state_fingerprint, "_DESCRIBE_SHARDS", True)
     state = {"w": padded(torch.ones(8, 3))}
-    seen = observe(state)
+    seen = fingerprint(state)
     assert seen is not None
     assert seen.values(state) is not None
     state["w"].global_offsets[0][0] = 4  # type: ignore[attr-defined]
@@ -143,7 +143,7 @@ def test_the_same_offsets_need_no_planner(
     client: Client, sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client.save({"w": part(2)}, checkpoint_id="/x/1")
-    monkeypatch.setattr("pannier.client.planning.agreed_plan.Planning", None)
+    monkeypatch.setattr("pannier.client.planning.agreed_plan.PlannerRun", None)
     client.save({"w": part(2, 5.0)}, checkpoint_id="/x/2")
     (given,) = (r for r in sidecar.asked(sidecar_pb2.PlanRequest) if r.HasField("plan"))
     assert list(given.plan.items.size) == [8, 3]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
-from pannier.client.handle import Resolver, SaveHandle, SaveResult, Unasked
+from pannier.client.handle import Resolver, SaveHandle, SaveResult, UnretrievedErrors
 from pannier.v1 import save_pb2
 from pannier.wire.errors import SaveAbortedError
 
@@ -95,7 +95,7 @@ def test_what_is_no_error_of_ours_is_raised_as_it_is() -> None:
             super().__init__(f"{one} and {two}")
 
     handle = SaveHandle("j/i/g/1", "/x/y")
-    unasked, own = Unasked(), OwnError(1, 2)
+    unretrieved, own = UnretrievedErrors(), OwnError(1, 2)
     Resolver(handle).fail(own)
     with pytest.raises(OwnError) as raised:
         handle.result()
@@ -104,10 +104,10 @@ def test_what_is_no_error_of_ours_is_raised_as_it_is() -> None:
     handle = SaveHandle("j/i/g/2", "/x/z")
     resolver = Resolver(handle)
     resolver.fail(torch.OutOfMemoryError("no room"))
-    unasked.add(resolver.verdict)
+    unretrieved.add(resolver.outcome)
     # An earlier save's is not the call's own.
     with pytest.raises(SaveAbortedError, match="OutOfMemoryError: no room"):
-        unasked.raise_all()
+        unretrieved.raise_all()
     for completion in (handle, handle.staging_completion, handle.upload_completion):
         with pytest.raises(torch.OutOfMemoryError, match="no room"):
             completion.result()
@@ -134,17 +134,17 @@ def test_asking_in_any_way_is_asking(how: str) -> None:
     handle, resolver = make()
     with pytest.raises(concurrent.futures.TimeoutError):
         handle.result(0.01)
-    assert not resolver.verdict.asked
+    assert not resolver.outcome.retrieved
     resolver.fail(SaveAbortedError("no"))
     assert handle.wait(0)
     assert str(handle.status())
-    assert not resolver.verdict.asked
+    assert not resolver.outcome.retrieved
     if how == "exception":
         handle.exception()
     else:
         with pytest.raises(SaveAbortedError):
             (handle if how == "result" else handle.upload_completion).result()
-    assert resolver.verdict.asked
+    assert resolver.outcome.retrieved
 
 
 def test_only_the_first_end_counts() -> None:
@@ -152,7 +152,7 @@ def test_only_the_first_end_counts() -> None:
     assert resolver.resolve(RESULT)
     assert not resolver.fail(SaveAbortedError("late"))
     assert handle.result(0) is RESULT
-    assert resolver.verdict.error is None
+    assert resolver.outcome.error is None
 
 
 def test_wait_says_whether_it_ended() -> None:

@@ -23,15 +23,15 @@ from torch.distributed.checkpoint.metadata import Metadata
 from pannier.client.config import Settings
 from pannier.client.dcp import storage_writer as writer_module
 from pannier.client.dcp.storage_writer import StorageWriter
-from pannier.client.handle import Unasked, Verdict
+from pannier.client.handle import Outcome, UnretrievedErrors
 from pannier.client.identity import Identity
 from pannier.client.staging.arena import Arena, ArenaPool
 from pannier.client.staging.deferred_copies import Rest
 from pannier.client.staging.in_flight import Fate, Slots
 from pannier.client.transport import save_task as saving_module
 from pannier.client.transport.file_stream import MemoryInUseError
-from pannier.client.transport.save_task import Saving, aborted, fail_request
-from pannier.client.transport.sidecar_client import Session
+from pannier.client.transport.save_task import SaveTask, aborted, fail_request
+from pannier.client.transport.sidecar_client import SidecarClient
 from pannier.common.deadline import Deadline
 from pannier.v1 import records_pb2, save_pb2, sidecar_pb2
 from pannier.wire.errors import (
@@ -89,15 +89,15 @@ def sidecar() -> Iterator[ScriptedSidecar]:
 
 
 @pytest.fixture
-def session(sidecar: ScriptedSidecar) -> Iterator[Session]:
+def session(sidecar: ScriptedSidecar) -> Iterator[SidecarClient]:
     who = Identity(job="job", incarnation="abc", rank=0, world_size=2, host="h", client="c1")
-    connected = Session.connect(Settings(sidecar=sidecar.address), who)
+    connected = SidecarClient.connect(Settings(sidecar=sidecar.address), who)
     yield connected
     connected.close()
 
 
-def begin(session: Session, *, on_busy: str = "wait", timeout_s: float = 60) -> Saving:
-    saving = Saving(
+def begin(session: SidecarClient, *, on_busy: str = "wait", timeout_s: float = 60) -> SaveTask:
+    saving = SaveTask(
         session, CONTEXT, on_busy=on_busy, deadline=Deadline(timeout_s), ended=lambda _: None
     )
     saving.planned("i1-a1-g1-s1", "p1")
@@ -105,7 +105,7 @@ def begin(session: Session, *, on_busy: str = "wait", timeout_s: float = 60) -> 
     return saving
 
 
-def carry(saving: Saving) -> list[str]:
+def carry(saving: SaveTask) -> list[str]:
     """Runs it to the end of this rank's part; what was let go."""
     slots = Slots(1)
     carrier = threading.Thread(target=saving.carry, args=(slots.take("raise", 0),))
@@ -115,7 +115,9 @@ def carry(saving: Saving) -> list[str]:
     return ["arena"] * slots.idle
 
 
-def test_a_committed_save_tells_what_it_was(session: Session, sidecar: ScriptedSidecar) -> None:
+def test_a_committed_save_tells_what_it_was(
+    session: SidecarClient, sidecar: ScriptedSidecar
+) -> None:
     saving = begin(session)
     assert saving.handle.status().state == "STAGING"
     assert carry(saving) == ["arena"]
@@ -128,8 +130,10 @@ def test_a_committed_save_tells_what_it_was(session: Session, sidecar: ScriptedS
     assert saving.handle.status().bytes_ingested == 5 * (3 << 20)
 
 
-def test_a_rank_without_files_hands_over_too(session: Session, sidecar: ScriptedSidecar) -> None:
-    saving = Saving(session, CONTEXT, on_busy="wait", deadline=Deadline(60), ended=lambda _: None)
+def test_a_rank_without_files_hands_over_too(
+    session: SidecarClient, sidecar: ScriptedSidecar
+) -> None:
+    saving = SaveTask(session, CONTEXT, on_busy="wait", deadline=Deadline(60), ended=lambda _: None)
     saving.planned("i1-a1-g1-s1", "p1")
     saving.staged(Staged([]))
     carry(saving)
@@ -138,7 +142,7 @@ def test_a_rank_without_files_hands_over_too(session: Session, sidecar: Scripted
 
 
 def test_a_sidecar_that_has_forgotten_everything_gets_it_again(
-    session: Session, sidecar: ScriptedSidecar
+    session: SidecarClient, sidecar: ScriptedSidecar
 ) -> None:
     asked: list[int] = []
 
@@ -157,7 +161,7 @@ def test_a_sidecar_that_has_forgotten_everything_gets_it_again(
 
 
 def test_a_hand_over_that_is_refused_though_all_is_held_fails(
-    session: Session, sidecar: ScriptedSidecar
+    session: SidecarClient, sidecar: ScriptedSidecar
 ) -> None:
     def refuse(_: Any) -> None:
         raise InvalidRequestError("handed over under another plan")
@@ -170,7 +174,9 @@ def test_a_hand_over_that_is_refused_though_all_is_held_fails(
     assert all(spool.offsets == [0, spool.size] for spool in sidecar.files.values())
 
 
-def test_at_most_two_files_are_on_their_way(session: Session, sidecar: ScriptedSidecar) -> None:
+def test_at_most_two_files_are_on_their_way(
+    session: SidecarClient, sidecar: ScriptedSidecar
+) -> None:
     running: set[str] = set()
     most: list[int] = []
 
@@ -188,7 +194,7 @@ def test_at_most_two_files_are_on_their_way(session: Session, sidecar: ScriptedS
 
 
 def test_the_news_of_an_abort_stop_the_streams_and_fail_the_handle(
-    session: Session, sidecar: ScriptedSidecar
+    session: SidecarClient, sidecar: ScriptedSidecar
 ) -> None:
     sidecar.stall_at = [0, 0]
     saving = begin(session)
@@ -206,7 +212,7 @@ def test_the_news_of_an_abort_stop_the_streams_and_fail_the_handle(
 
 
 def test_a_file_that_cannot_be_sent_ends_the_save_on_all_ranks(
-    session: Session, sidecar: ScriptedSidecar
+    session: SidecarClient, sidecar: ScriptedSidecar
 ) -> None:
     def refuse(_: Any) -> None:
         raise IntegrityError("bytes changed")
@@ -221,7 +227,7 @@ def test_a_file_that_cannot_be_sent_ends_the_save_on_all_ranks(
 
 
 def test_what_may_be_ingested_is_in_doubt_without_a_decision(
-    session: Session, sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch
+    session: SidecarClient, sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(saving_module, "_ABORT_NEWS_S", 0.2)
     monkeypatch.setattr(sidecar, "abort", lambda *_: None)
@@ -242,7 +248,7 @@ def test_what_may_be_ingested_is_in_doubt_without_a_decision(
 
 
 def test_what_was_not_handed_over_is_aborted_without_a_decision(
-    session: Session, sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch
+    session: SidecarClient, sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(saving_module, "_CAUSES_S", 0.2)
     monkeypatch.setattr(sidecar, "abort", lambda *_: None)
@@ -259,7 +265,7 @@ def test_what_was_not_handed_over_is_aborted_without_a_decision(
     assert not sidecar.asked(sidecar_pb2.HandOverRequest)
 
 
-def test_a_full_spool_is_waited_for(session: Session, sidecar: ScriptedSidecar) -> None:
+def test_a_full_spool_is_waited_for(session: SidecarClient, sidecar: ScriptedSidecar) -> None:
     times: list[float] = []
 
     def full(_: Any) -> None:
@@ -274,7 +280,7 @@ def test_a_full_spool_is_waited_for(session: Session, sidecar: ScriptedSidecar) 
 
 
 def test_a_full_spool_shows_in_the_status_while_it_is_waited_for(
-    session: Session, sidecar: ScriptedSidecar
+    session: SidecarClient, sidecar: ScriptedSidecar
 ) -> None:
     room = threading.Event()
 
@@ -301,7 +307,7 @@ def test_a_full_spool_shows_in_the_status_while_it_is_waited_for(
 
 
 def test_a_save_that_is_aborted_while_the_spool_is_full_says_so(
-    session: Session, sidecar: ScriptedSidecar
+    session: SidecarClient, sidecar: ScriptedSidecar
 ) -> None:
     calls = itertools.count()
 
@@ -318,7 +324,7 @@ def test_a_save_that_is_aborted_while_the_spool_is_full_says_so(
 
 
 def test_a_spool_that_stays_full_is_the_reason_at_the_deadline(
-    session: Session, sidecar: ScriptedSidecar
+    session: SidecarClient, sidecar: ScriptedSidecar
 ) -> None:
     def full(_: Any) -> None:
         raise BusyError("the spool /s is full")
@@ -364,7 +370,7 @@ def test_a_full_spool_does_not_keep_a_process_from_ending(sidecar: ScriptedSidec
     ],
 )
 def test_a_full_spool_skips_or_fails_the_save(
-    session: Session,
+    session: SidecarClient,
     sidecar: ScriptedSidecar,
     on_busy: str,
     kind: save_pb2.FailureKind,
@@ -378,14 +384,14 @@ def test_a_full_spool_skips_or_fails_the_save(
     saving = begin(session, on_busy=on_busy)
     carry(saving)
     wait_until(saving.handle.done)
-    assert saving.resolver.verdict.asked is asked
+    assert saving.resolver.outcome.retrieved is asked
     with pytest.raises(error, match="5 needed, 3 free"):
         saving.handle.result(5)
     assert sidecar.asked(sidecar_pb2.FailRequest)[0].failure.kind == kind
 
 
 def test_a_save_nobody_hears_of_ends_after_its_deadline(
-    session: Session, sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch
+    session: SidecarClient, sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(saving_module, "_GRACE_S", 0.1)
     sidecar.commit = False
@@ -398,7 +404,7 @@ def test_a_save_nobody_hears_of_ends_after_its_deadline(
 
 
 def test_a_save_whose_deadline_passes_before_it_is_handed_over_is_aborted(
-    session: Session, sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch
+    session: SidecarClient, sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(saving_module, "_GRACE_S", 0.1)
     ended = threading.Event()
@@ -421,7 +427,7 @@ def test_a_save_whose_deadline_passes_before_it_is_handed_over_is_aborted(
 )
 def test_a_commit_by_torch_that_is_not_answered_is_in_doubt(
     error: PannierError,
-    session: Session,
+    session: SidecarClient,
     sidecar: ScriptedSidecar,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -436,27 +442,27 @@ def test_a_commit_by_torch_that_is_not_answered_is_in_doubt(
 
 
 def test_errors_nobody_asked_for_are_in_doubt_together_when_one_is() -> None:
-    unasked = Unasked()
+    unretrieved = UnretrievedErrors()
     for error in (SaveAbortedError("first"), InDoubtError("second")):
-        verdict = Verdict()
-        verdict.error = error
-        unasked.add(verdict)
+        outcome = Outcome()
+        outcome.error = error
+        unretrieved.add(outcome)
     with pytest.raises(InDoubtError, match="first; and second"):
-        unasked.raise_all()
+        unretrieved.raise_all()
 
 
-def test_an_alarm_far_away_does_not_silence_the_others(session: Session) -> None:
+def test_a_timer_far_away_does_not_delay_the_others(session: SidecarClient) -> None:
     rung = threading.Event()
-    session.alarm(float("inf"), lambda: None)
-    session.alarm(0.05, rung.set)
+    session.timer(float("inf"), lambda: None)
+    session.timer(0.05, rung.set)
     assert rung.wait(5)
     rung.clear()
     # Nothing but the far one is left when the thread looks again.
-    session.alarm(0.05, rung.set)
+    session.timer(0.05, rung.set)
     assert rung.wait(5)
 
 
-def test_status_follows_the_news(session: Session, sidecar: ScriptedSidecar) -> None:
+def test_status_follows_the_news(session: SidecarClient, sidecar: ScriptedSidecar) -> None:
     sidecar.commit = False
     saving = begin(session)
     carry(saving)
@@ -478,7 +484,7 @@ def test_status_follows_the_news(session: Session, sidecar: ScriptedSidecar) -> 
     )
 
 
-def test_an_ended_save_leaves_nothing_behind(session: Session) -> None:
+def test_an_ended_save_leaves_nothing_behind(session: SidecarClient) -> None:
     gc.collect()
     gc.disable()
     try:
@@ -566,7 +572,7 @@ def test_staging_memory_that_a_thread_sends_is_not_freed_under_it() -> None:
 
 @pytest.mark.parametrize("why", ["stopped", "interrupted"])
 def test_staging_memory_that_a_stream_may_still_read_is_never_used_again(
-    session: Session, monkeypatch: pytest.MonkeyPatch, why: str
+    session: SidecarClient, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
     slots = Slots(1)
     slot = slots.take("raise", 0)

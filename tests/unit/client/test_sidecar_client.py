@@ -16,7 +16,7 @@ from pannier.client.config import Settings
 from pannier.client.identity import Identity
 from pannier.client.transport import sidecar_client as session_module
 from pannier.client.transport.file_stream import FileSource, Stop, StoppedError
-from pannier.client.transport.sidecar_client import Session
+from pannier.client.transport.sidecar_client import SidecarClient
 from pannier.v1 import plan_pb2, records_pb2, save_pb2, sidecar_pb2
 from pannier.wire.chunk_codec import CHUNK_BYTES
 from pannier.wire.errors import (
@@ -63,8 +63,8 @@ def sidecar(directory: Path) -> Iterator[ScriptedSidecar]:
 
 
 @pytest.fixture
-def session(sidecar: ScriptedSidecar) -> Iterator[Session]:
-    connected = Session.connect(Settings(sidecar=sidecar.address), WHO)
+def session(sidecar: ScriptedSidecar) -> Iterator[SidecarClient]:
+    connected = SidecarClient.connect(Settings(sidecar=sidecar.address), WHO)
     yield connected
     connected.close()
 
@@ -77,7 +77,7 @@ def data(size: int) -> bytes:
     "size", [0, 1, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1, 5 * CHUNK_BYTES + 12345]
 )
 def test_a_file_arrives_whole_with_its_checksum(
-    session: Session, sidecar: ScriptedSidecar, size: int
+    session: SidecarClient, sidecar: ScriptedSidecar, size: int
 ) -> None:
     content = data(size)
     file = InMemory("f", content)
@@ -97,7 +97,9 @@ def test_checksum_of_a_file_is_right_wherever_its_stream_began(start: int) -> No
     assert source.crc32c() == crc32c.crc32c(content)
 
 
-def test_a_broken_stream_goes_on_where_it_was(session: Session, sidecar: ScriptedSidecar) -> None:
+def test_a_broken_stream_goes_on_where_it_was(
+    session: SidecarClient, sidecar: ScriptedSidecar
+) -> None:
     content = data(8 * CHUNK_BYTES + 3)
     sidecar.cut_at = [2 * CHUNK_BYTES, 5 * CHUNK_BYTES]
     assert session.send(CONTEXT, "a", InMemory("f", content)) == crc32c.crc32c(content)
@@ -106,7 +108,9 @@ def test_a_broken_stream_goes_on_where_it_was(session: Session, sidecar: Scripte
     assert spool.offsets == [0, 2 * CHUNK_BYTES, 5 * CHUNK_BYTES]
 
 
-def test_a_sidecar_that_restarts_gets_the_rest(session: Session, sidecar: ScriptedSidecar) -> None:
+def test_a_sidecar_that_restarts_gets_the_rest(
+    session: SidecarClient, sidecar: ScriptedSidecar
+) -> None:
     content = data(6 * CHUNK_BYTES)
     sidecar.stall_at = [3 * CHUNK_BYTES]
     sent: list[int] = []
@@ -126,7 +130,7 @@ def test_a_sidecar_that_restarts_gets_the_rest(session: Session, sidecar: Script
 
 
 def test_a_silent_stream_is_begun_again(
-    session: Session, sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch
+    session: SidecarClient, sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(session._sender, "_stall_s", 0.3)
     content = data(4 * CHUNK_BYTES)
@@ -135,13 +139,13 @@ def test_a_silent_stream_is_begun_again(
     assert sidecar.files["f"].streams == 2
 
 
-def test_progress_is_what_the_sidecar_holds(session: Session) -> None:
+def test_progress_is_what_the_sidecar_holds(session: SidecarClient) -> None:
     heard: list[int] = []
     session.send(CONTEXT, "a", InMemory("f", data(3 * CHUNK_BYTES)), progress=heard.append)
     assert heard == [0, CHUNK_BYTES, 2 * CHUNK_BYTES, 3 * CHUNK_BYTES]
 
 
-def test_stop_ends_a_stream_at_once(session: Session, sidecar: ScriptedSidecar) -> None:
+def test_stop_ends_a_stream_at_once(session: SidecarClient, sidecar: ScriptedSidecar) -> None:
     sidecar.stall_at = [0]
     stop = Stop()
     ended: list[Exception] = []
@@ -160,7 +164,9 @@ def test_stop_ends_a_stream_at_once(session: Session, sidecar: ScriptedSidecar) 
     assert len(ended) == 1
 
 
-def test_a_refused_file_is_an_error_at_once(session: Session, sidecar: ScriptedSidecar) -> None:
+def test_a_refused_file_is_an_error_at_once(
+    session: SidecarClient, sidecar: ScriptedSidecar
+) -> None:
     failure = save_pb2.Failure(rank=1, host="b", message="died")
 
     def refuse(_: object) -> None:
@@ -177,7 +183,7 @@ def test_no_sidecar_is_an_error_within_seconds_that_names_the_address(directory:
     address = f"unix://{directory}/none.sock"
     began = time.monotonic()
     with pytest.raises(UnavailableError, match=r"none\.sock.*PANNIER_SIDECAR"):
-        Session.connect(Settings(sidecar=address), WHO)
+        SidecarClient.connect(Settings(sidecar=address), WHO)
     assert time.monotonic() - began < 5
 
 
@@ -185,7 +191,7 @@ def test_a_sidecar_that_says_nothing_is_no_sidecar(sidecar: ScriptedSidecar) -> 
     sidecar.silent = True
     began = time.monotonic()
     with pytest.raises(UnavailableError, match=r"s\.sock"):
-        Session.connect(Settings(sidecar=sidecar.address), WHO)
+        SidecarClient.connect(Settings(sidecar=sidecar.address), WHO)
     assert time.monotonic() - began < 5
 
 
@@ -196,11 +202,11 @@ def test_a_sidecar_of_another_version_is_refused_with_both_versions(
     with pytest.raises(
         VersionMismatchError, match=rf"wire version {WIRE_VERSION}.*9\.9 with wire version 99"
     ):
-        Session.connect(Settings(sidecar=sidecar.address), WHO)
+        SidecarClient.connect(Settings(sidecar=sidecar.address), WHO)
 
 
 def test_news_reach_their_save_only_and_also_after_a_restart(
-    session: Session, sidecar: ScriptedSidecar
+    session: SidecarClient, sidecar: ScriptedSidecar
 ) -> None:
     other = save_pb2.SaveId(job="job", incarnation="abc", group="g1", number=2)
     heard: list[save_pb2.SaveStatus] = []
@@ -220,7 +226,7 @@ def test_news_reach_their_save_only_and_also_after_a_restart(
 
 
 def test_a_call_is_made_again_when_the_sidecar_restarts(
-    session: Session, sidecar: ScriptedSidecar
+    session: SidecarClient, sidecar: ScriptedSidecar
 ) -> None:
     sidecar.stop()
     answers: list[sidecar_pb2.PlanResponse] = []
@@ -233,7 +239,7 @@ def test_a_call_is_made_again_when_the_sidecar_restarts(
 
 
 def test_a_plan_gives_up_on_a_sidecar_that_stays_away(
-    session: Session, sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch
+    session: SidecarClient, sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(session_module, "RECONNECT_S", 0.5)
     sidecar.stop()
@@ -242,7 +248,7 @@ def test_a_plan_gives_up_on_a_sidecar_that_stays_away(
 
 
 def test_errors_of_the_other_side_keep_their_type(
-    session: Session, sidecar: ScriptedSidecar
+    session: SidecarClient, sidecar: ScriptedSidecar
 ) -> None:
     def refuse(_: object) -> None:
         raise DeadlineError("waiting for ranks [1]", [save_pb2.Failure(rank=1)])
@@ -255,7 +261,7 @@ def test_errors_of_the_other_side_keep_their_type(
 
 
 def test_a_hand_over_that_is_not_answered_is_made_again(
-    session: Session, sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch
+    session: SidecarClient, sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(session_module, "_ANSWER_S", 0.2)
     asked: list[float] = []
@@ -271,7 +277,7 @@ def test_a_hand_over_that_is_not_answered_is_made_again(
 
 
 def test_close_returns_at_once_and_ends_running_calls(
-    session: Session, sidecar: ScriptedSidecar
+    session: SidecarClient, sidecar: ScriptedSidecar
 ) -> None:
     sidecar.stall_at = [0]
     errors: list[Exception] = []
@@ -293,7 +299,7 @@ def test_close_returns_at_once_and_ends_running_calls(
 
 def test_only_a_client_whose_process_goes_on_says_goodbye(sidecar: ScriptedSidecar) -> None:
     for goodbye in (False, True):
-        leaving = Session.connect(Settings(sidecar=sidecar.address), WHO)
+        leaving = SidecarClient.connect(Settings(sidecar=sidecar.address), WHO)
         ended = len(sidecar.ended)
         leaving.close(goodbye=goodbye)
         sidecar.wait_for(lambda ended=ended: len(sidecar.ended) > ended)
@@ -301,7 +307,7 @@ def test_only_a_client_whose_process_goes_on_says_goodbye(sidecar: ScriptedSidec
 
 
 def test_a_sidecar_is_pinged_as_long_as_the_session_lives(
-    session: Session, sidecar: ScriptedSidecar
+    session: SidecarClient, sidecar: ScriptedSidecar
 ) -> None:
     sidecar.wait_for(lambda: bool(sidecar.pings))
     (first,) = sidecar.pings

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from pannier.client.transport import heartbeat
-from pannier.client.transport.heartbeat import Pulse
+from pannier.client.transport.heartbeat import Heartbeat
 from pannier.common import observer_clock
 from pannier.common.observer_clock import SLACK_S, ObserverClock
 from pannier.coordinator import lost_sidecars
@@ -73,7 +73,9 @@ class Sidecar:
         self.takes_s = 0.0
         self.answers = True
         self.said: list[str] = []
-        self.pulse = Pulse("sidecar", self.ping, connected=lambda: True, tell=self.said.append)
+        self.heartbeat = Heartbeat(
+            "sidecar", self.ping, connected=lambda: True, tell=self.said.append
+        )
 
     def ping(self, timeout: float) -> None:
         self.machine.seconds += self.takes_s
@@ -83,8 +85,8 @@ class Sidecar:
     def beat(self, takes_s: float) -> None:
         """One ping, which the trainer sees end after so long, and the pause after it."""
         self.takes_s = takes_s
-        pause = self.pulse._beat()
-        self.pulse._clock.tick(pause)
+        pause = self.heartbeat._beat()
+        self.heartbeat._clock.tick(pause)
         self.machine.seconds += pause
 
 
@@ -152,7 +154,7 @@ def test_a_thread_that_keeps_the_interpreter_delays_no_verdict_but_its_own(
         usleep(1_200_000)
         raise DeadlineError("no answer")
 
-    made = Pulse("sidecar", ping, connected=lambda: True, tell=said.append)
+    made = Heartbeat("sidecar", ping, connected=lambda: True, tell=said.append)
     made.start()
     assert enough.wait(60)
     made.close()

@@ -17,7 +17,7 @@ from typing import Any
 import grpc
 import pytest
 
-from pannier.client.transport.channel import Line
+from pannier.client.transport.channel import SidecarChannel
 from pannier.daemon.listeners import listening, server_options
 from pannier.daemon.peer_users import AioPeerInterceptor, PeerInterceptor, Peers
 from pannier.daemon.settings import Access
@@ -269,8 +269,8 @@ def test_a_client_refuses_a_socket_of_another_user(directory: Path) -> None:
         impostor.listen()
         os.chown(path, 4711, 4711)
         for line in (
-            Line(f"unix://{path}", trusted_uids={os.geteuid(), 0}),
-            Line(f"unix://{path}", trusted_uids={os.geteuid(), 4712}),
+            SidecarChannel(f"unix://{path}", trusted_uids={os.geteuid(), 0}),
+            SidecarChannel(f"unix://{path}", trusted_uids={os.geteuid(), 4712}),
         ):
             with (
                 pytest.raises(ConfigurationError, match=r"belongs to user 4711.*PANNIER_ALLOW_UID"),
@@ -282,9 +282,9 @@ def test_a_client_refuses_a_socket_of_another_user(directory: Path) -> None:
         impostor.setblocking(False)
         with pytest.raises(BlockingIOError):
             impostor.accept()
-        trusting = Line(f"unix://{path}", trusted_uids={os.geteuid(), 0, 4711})
+        trusting = SidecarChannel(f"unix://{path}", trusted_uids={os.geteuid(), 0, 4711})
         trusting.renew()
 
 
 def test_an_unreachable_path_is_not_an_impostors(directory: Path) -> None:
-    Line(f"unix://{directory}/none.sock", trusted_uids={os.geteuid(), 0}).renew()
+    SidecarChannel(f"unix://{directory}/none.sock", trusted_uids={os.geteuid(), 0}).renew()

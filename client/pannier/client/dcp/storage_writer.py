@@ -27,8 +27,8 @@ from pannier.client.loading import filesystem
 from pannier.client.planning.local_plan import bare, release, resolves_as_planned
 from pannier.client.staging import stager
 from pannier.client.staging.stager import Staged
-from pannier.client.transport.save_task import Saving, fail_request, in_doubt
-from pannier.client.transport.sidecar_client import Session
+from pannier.client.transport.save_task import SaveTask, fail_request, in_doubt
+from pannier.client.transport.sidecar_client import SidecarClient
 from pannier.client.user_errors import name_save
 from pannier.common.deadline import Deadline
 from pannier.v1 import sidecar_pb2
@@ -69,7 +69,7 @@ class _Save:
     """One save of this writer on this rank."""
 
     def __init__(
-        self, session: Session, context: sidecar_pb2.SaveContext, timeout_s: float
+        self, session: SidecarClient, context: sidecar_pb2.SaveContext, timeout_s: float
     ) -> None:
         self.session = session
         self.context = context
@@ -395,7 +395,7 @@ class StorageWriter(storage.StorageWriter):
     def _ingest(self, save: _Save, plan: SavePlan, planner: SavePlanner) -> Staged:
         slots = self._client().slots
         saving = aside(
-            lambda: Saving(
+            lambda: SaveTask(
                 save.session,
                 save.context,
                 on_busy="wait",

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.planner import SavePlanner
 
-from pannier.client.planning.local_plan import Planning, expand
+from pannier.client.planning.local_plan import PlannerRun, expand
 from pannier.client.planning.plan_cache import (
     CachedPlan,
     Match,
@@ -75,7 +75,7 @@ def wish_of(
     )
 
 
-def agree(plans: PlanCache, wish: Wish, ask: Callable[[Planning], plan_pb2.FinalPlan]) -> Agreed:
+def agree(plans: PlanCache, wish: Wish, ask: Callable[[PlannerRun], plan_pb2.FinalPlan]) -> Agreed:
     """The plan of a save; a new one is kept for the next.
 
     Args:
@@ -84,14 +84,14 @@ def agree(plans: PlanCache, wish: Wish, ask: Callable[[Planning], plan_pb2.Final
         ask: the coordinator's answer to a local plan; waits for all ranks.
 
     Raises:
-        InvalidRequestError: see :class:`Planning`.
+        InvalidRequestError: see :class:`PlannerRun`.
         PannierError: whatever ``ask`` raises.
     """
     options = options_of(wish.planner)
     match = plans.match(wish.owner, options, wish.state)
     if match is not None:
         return _by_match(match, wish)
-    planning = Planning(
+    planning = PlannerRun(
         wish.state,
         wish.planner,
         is_coordinator=wish.is_coordinator,
@@ -117,7 +117,7 @@ def agree(plans: PlanCache, wish: Wish, ask: Callable[[Planning], plan_pb2.Final
 def keep(
     plans: PlanCache,
     wish: Wish,
-    planning: Planning,
+    planning: PlannerRun,
     plan: plan_pb2.FinalPlan | CachedPlan,
     options: Options | None,
 ) -> CachedPlan | None:

@@ -33,7 +33,7 @@ _NOT_STATEFUL: Final = _PLAIN_TYPES | {dict, list, tuple, int, float, bool, str,
 _T = TypeVar("_T")
 
 
-class Planning:
+class PlannerRun:
     """One planner run on one state dict. Not thread-safe.
 
     torch's own plan cache is neither read nor filled.

@@ -16,10 +16,10 @@ from typing import Any, Final, NamedTuple
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
-from pannier.client.planning.state_fingerprint import Structure, observe
+from pannier.client.planning.state_fingerprint import StateFingerprint, fingerprint
 from pannier.client.staging.copy_plan import Route, route
 from pannier.client.staging.stager import Staged
-from pannier.client.transport.sidecar_client import Session
+from pannier.client.transport.sidecar_client import SidecarClient
 from pannier.common.deadline import Deadline
 from pannier.v1 import plan_pb2, sidecar_pb2
 from pannier.wire import object_names
@@ -94,7 +94,7 @@ class CachedPlan:
         """Bytes of each data file; 0 for the objects file."""
         self._final = final
         self._attempt = object_names.Attempt.parse(final.attempt)
-        self._routes: list[tuple[Options, Structure, Route]] = []
+        self._routes: list[tuple[Options, StateFingerprint, Route]] = []
         prefix = object_names.data_prefix(final.attempt)
         self._endings = [file.name.removeprefix(prefix) for file in final.files]
         if any(not file.name.startswith(prefix) for file in final.files):
@@ -127,7 +127,7 @@ class CachedPlan:
 
     def learn(self, options: Options, state: Mapping[str, Any], items: Sequence[WriteItem]) -> None:
         """Remembers that it is the plan for states like ``state``, of which ``items`` were made."""
-        structure = observe(state)
+        structure = fingerprint(state)
         values = structure.values(state) if structure is not None else None
         if structure is None or values is None:
             return
@@ -217,7 +217,7 @@ class Agreement:
     def __init__(
         self,
         plans: PlanCache,
-        session: Session,
+        session: SidecarClient,
         plan: CachedPlan,
         deadline: Deadline,
         wait_s: float,

@@ -5,11 +5,11 @@ there, with everything in it but the values. Nothing is saved.
 """
 
 from pannier.client.planning.agreed_plan import Wish, keep
-from pannier.client.planning.local_plan import Planning
+from pannier.client.planning.local_plan import PlannerRun
 from pannier.client.planning.plan_cache import PlanCache, options_of
 from pannier.client.staging import device_copy
 from pannier.client.staging.arena import Arena, ArenaPool
-from pannier.client.transport.sidecar_client import Session
+from pannier.client.transport.sidecar_client import SidecarClient
 from pannier.v1 import sidecar_pb2
 
 
@@ -17,7 +17,7 @@ def prepare(
     wish: Wish,
     *,
     keeper: PlanCache,
-    session: Session,
+    session: SidecarClient,
     context: sidecar_pb2.SaveContext,
     pool: ArenaPool,
     arenas: int,
@@ -35,11 +35,11 @@ def prepare(
         timeout_s: for the other ranks' plans, seconds.
 
     Raises:
-        InvalidRequestError: see :class:`Planning`.
+        InvalidRequestError: see :class:`PlannerRun`.
         SaveAbortedError: another rank can't take part; with failures by rank.
         PannierError: there is no memory, or nobody answers.
     """
-    planning = Planning(
+    planning = PlannerRun(
         wish.state,
         wish.planner,
         is_coordinator=wish.is_coordinator,

@@ -53,10 +53,10 @@ class _NotUnderstoodError(Exception):
     """The state dict holds what this module knows nothing of."""
 
 
-class Structure:
+class StateFingerprint:
     """The structure of one state dict. Immutable.
 
-    Raises _NotUnderstoodError; see :func:`observe`.
+    Raises _NotUnderstoodError; see :func:`fingerprint`.
     """
 
     def __init__(self, state: Mapping[str, Any]) -> None:
@@ -163,11 +163,11 @@ class Structure:
         return parts
 
 
-def observe(state: Mapping[str, Any]) -> Structure | None:
+def fingerprint(state: Mapping[str, Any]) -> StateFingerprint | None:
     """The structure of a state dict that was planned; None where it isn't understood."""
     try:
         with torch_compat.without_torch_functions():
-            return Structure(state)
+            return StateFingerprint(state)
     except (_NotUnderstoodError, RuntimeError, NotImplementedError):
         return None
 

@@ -51,7 +51,7 @@ class InterruptedCallError(Exception):
     """The line was put down around a fork, or had a token that was replaced: make the call again."""
 
 
-class Line:
+class SidecarChannel:
     """A channel to ``address``, opened with the first call and again after a fork.
 
     Args:
@@ -217,7 +217,7 @@ def _close_aside(channel: grpc.Channel, address: str) -> None:
         _log.debug("the channel to %s is left to the end of the process", address)
 
 
-_lines: "weakref.WeakSet[Line]" = weakref.WeakSet()
+_lines: "weakref.WeakSet[SidecarChannel]" = weakref.WeakSet()
 _kept_in_children: "weakref.WeakSet[Any]" = weakref.WeakSet()
 _orphaned = False
 """This process was forked from one that had lines, without gRPC's fork support."""
@@ -232,7 +232,7 @@ def keep_in_children(thing: Any) -> None:
     _kept_in_children.add(thing)
 
 
-def _follow_forks(line: Line) -> None:
+def _follow_forks(line: SidecarChannel) -> None:
     global _following, _running
     with _following_lock:
         _lines.add(line)

@@ -15,8 +15,8 @@ from typing import Any, Final, Protocol
 import crc32c
 import grpc
 
-from pannier.client.transport.channel import InterruptedCallError, Line
-from pannier.client.transport.timers import Alarms
+from pannier.client.timers import Timers
+from pannier.client.transport.channel import InterruptedCallError, SidecarChannel
 from pannier.v1 import sidecar_pb2
 from pannier.wire import checksums, chunk_codec
 from pannier.wire.chunk_codec import CHUNK_BYTES, Chunk
@@ -145,9 +145,11 @@ class Stop:
 class Sender:
     """Opens ``Write`` streams on a line. Thread-safe."""
 
-    def __init__(self, line: Line, alarms: Alarms, peer: str, *, stall_s: float = STALL_S) -> None:
+    def __init__(
+        self, line: SidecarChannel, timers: Timers, peer: str, *, stall_s: float = STALL_S
+    ) -> None:
         self._line = line
-        self._alarms = alarms
+        self._timers = timers
         self._peer = peer
         self._stall_s = stall_s
 
@@ -181,11 +183,11 @@ class Sender:
             call.cancel()
 
         with self._line.call(start) as call:
-            alarm = self._alarms.set(self._stall_s, cut)
+            timer = self._timers.start(self._stall_s, cut)
             stop.add(call)
             try:
                 for response in call:
-                    alarm.renew()
+                    timer.renew()
                     if committed is None:
                         messages.begin(response.committed)
                     committed = response.committed
@@ -201,7 +203,7 @@ class Sender:
                     raise InterruptedCallError from error
                 raise self._explain(error) from error
             finally:
-                alarm.cancel()
+                timer.cancel()
                 stop.discard(call)
                 call.cancel()
                 messages.end()

@@ -25,7 +25,7 @@ SUSPECT_S: Final = 5.0
 """Silence after which the sidecar is named as what saves wait for."""
 
 
-class Pulse:
+class Heartbeat:
     """Pings until it is closed.
 
     Args:

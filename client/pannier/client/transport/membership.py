@@ -13,8 +13,8 @@ from pannier.client.embedded.daemon_spec import Pair
 from pannier.client.embedded.host_exit import await_others
 from pannier.client.identity import Group, Identity, World
 from pannier.client.interrupts import aside
-from pannier.client.transport.save_task import Saving
-from pannier.client.transport.sidecar_client import Session
+from pannier.client.transport.save_task import SaveTask
+from pannier.client.transport.sidecar_client import SidecarClient
 from pannier.v1 import save_pb2, sidecar_pb2
 from pannier.wire.errors import ConfigurationError, UnavailableError
 
@@ -34,7 +34,7 @@ class Entry:
         self.checkpoint_id = checkpoint_id
         self.metrics: dict[str, float] = {}
         self.overwrite: bool | None = None
-        self.saving: Saving | None = None
+        self.saving: SaveTask | None = None
         """Since it began."""
         self.text = ""
         """The save's id, once the session is known."""
@@ -65,7 +65,7 @@ class Entry:
         """Whether the call has ended without a handle."""
         return self._dropped
 
-    def context(self, member: "Membership", session: Session) -> sidecar_pb2.SaveContext:
+    def context(self, member: "Membership", session: SidecarClient) -> sidecar_pb2.SaveContext:
         """What every message of this save carries."""
         who = session.identity
         context = sidecar_pb2.SaveContext(
@@ -95,9 +95,9 @@ class Membership:
     def __init__(self, world: World) -> None:
         self.world = world
         self._lock = threading.Lock()
-        self._session: Session | None = None
+        self._session: SidecarClient | None = None
 
-    def session(self, settings: Settings) -> Session:
+    def session(self, settings: Settings) -> SidecarClient:
         """The session; finds or starts the sidecar the first time."""
         return self._session or aside(lambda: self._opened(settings))
 
@@ -117,23 +117,23 @@ class Membership:
         if session is not None:
             session.check_process()
 
-    def close(self, wanted: Callable[[Session], bool], *, goodbye: bool = False) -> None:
-        """Ends the session, if there is one and it is ``wanted``; see :meth:`Session.close`."""
+    def close(self, wanted: Callable[[SidecarClient], bool], *, goodbye: bool = False) -> None:
+        """Ends the session, if there is one and it is ``wanted``; see :meth:`SidecarClient.close`."""
         # Without the lock: a thread that opens a session holds it for long.
         session = self._session
         if session is not None and wanted(session):
             session.close(goodbye=goodbye)
 
-    def _opened(self, settings: Settings) -> Session:
+    def _opened(self, settings: Settings) -> SidecarClient:
         with self._lock:
             if self._session is None:
                 self._session = self._open(settings)
             return self._session
 
-    def _open(self, settings: Settings) -> Session:
+    def _open(self, settings: Settings) -> SidecarClient:
         who = self.world.identity(settings)
         if not settings.embedded:
-            session = Session.connect(settings, who)
+            session = SidecarClient.connect(settings, who)
         else:
             pair = self.world.pair(settings)
             try:
@@ -151,9 +151,9 @@ class Membership:
         return session
 
     @staticmethod
-    def _embedded(settings: Settings, who: Identity, pair: Pair) -> Session:
+    def _embedded(settings: Settings, who: Identity, pair: Pair) -> SidecarClient:
         def revive() -> None:
             launcher.ensure(settings, pair)
 
         address = launcher.ensure(settings, pair)
-        return Session.connect(settings, who, address=address, revive=revive)
+        return SidecarClient.connect(settings, who, address=address, revive=revive)

@@ -17,7 +17,7 @@ from pannier.wire.errors import UnavailableError
 Result = TypeVar("Result")
 
 
-class Repeating:
+class Retry:
     """Repeats the calls of one session.
 
     Args:

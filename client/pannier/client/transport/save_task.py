@@ -1,7 +1,7 @@
 """One save of this rank: from its number to its end.
 
 In: what was staged, and the statuses that the sidecar pushes. Out: a handle that
-ends. A :class:`Saving` lives as long as its save is under way; its own thread
+ends. A :class:`SaveTask` lives as long as its save is under way; its own thread
 carries the bytes to the sidecar, the session's threads bring the news.
 """
 
@@ -24,8 +24,8 @@ from pannier.client.transport.file_stream import (
     Stop,
     StoppedError,
 )
-from pannier.client.transport.shared_memory import LentMapping
-from pannier.client.transport.sidecar_client import Session
+from pannier.client.transport.shared_memory import SpoolMapping
+from pannier.client.transport.sidecar_client import SidecarClient
 from pannier.client.user_errors import description, name_save
 from pannier.common import tracing
 from pannier.common.deadline import Deadline
@@ -105,18 +105,18 @@ class Agreement(Protocol):
         """The save that went by the plan has failed."""
 
 
-class Saving:
+class SaveTask:
     """One save under way. Thread-safe."""
 
     def __init__(
         self,
-        session: Session,
+        session: SidecarClient,
         context: sidecar_pb2.SaveContext,
         *,
         on_busy: str,
         metrics: Mapping[str, float] | None = None,
         deadline: Deadline,
-        ended: Callable[["Saving"], None],
+        ended: Callable[["SaveTask"], None],
     ) -> None:
         self.session = session
         self.context = context
@@ -163,7 +163,7 @@ class Saving:
         self._seconds: dict[str, float] = {}
         self._began = self._phase_began = time.monotonic()
         session.watch(context, self._hear, self._hear_silence, deadline)
-        self._timer = session.alarm(deadline.remaining() + _GRACE_S, self._expire)
+        self._timer = session.timer(deadline.remaining() + _GRACE_S, self._expire)
 
     def planned(self, attempt: str, plan_id: str, agreement: Agreement | None = None) -> None:
         """The plan is known, and agreed but for what ``agreement`` still has to settle."""
@@ -286,7 +286,7 @@ class Saving:
         in_doubt = isinstance(end, InDoubtError)
         left = self.deadline.remaining() + _GRACE_S
         patience = min(_ABORT_NEWS_S, left) if in_doubt else _CAUSES_S
-        self._timer = self.session.alarm(patience, lambda: self._fail(end))
+        self._timer = self.session.timer(patience, lambda: self._fail(end))
         if not isinstance(error, SaveAbortedError):
             request = fail_request(self.context, error)
             if not isinstance(error, PannierError):
@@ -333,7 +333,7 @@ class Saving:
 
     def forget(self) -> None:
         """The call raises: nobody gets the handle, and the caller knows."""
-        self.resolver.verdict.asked = True
+        self.resolver.outcome.retrieved = True
         self._fail(SaveAbortedError(f"save {self.text} was given up"), quietly=True)
 
     def _phase_over(self, phase: str) -> None:
@@ -341,14 +341,14 @@ class Saving:
         self._seconds[phase] = now - self._phase_began
         self._phase_began = now
 
-    def _lent(self) -> dict[str, LentMapping]:
+    def _lent(self) -> dict[str, SpoolMapping]:
         """By name, the files that were staged into the sidecar's own memory."""
         if self._staged is None:
             return {}
         lent = {}
         for file in self._staged.files:
             mapping = getattr(file.keepalive, "mapping", None)
-            if isinstance(mapping, LentMapping):
+            if isinstance(mapping, SpoolMapping):
                 lent[file.name] = mapping
         return lent
 
@@ -490,7 +490,7 @@ class Saving:
         self.resolver.update(lambda s: dataclasses.replace(s, waiting_on=self._waiting()))
 
     def _hand_over(
-        self, files: Sequence[records_pb2.DataFile], mapped: Mapping[str, LentMapping]
+        self, files: Sequence[records_pb2.DataFile], mapped: Mapping[str, SpoolMapping]
     ) -> None:
         assert self._staged is not None
         attempt, plan_id = self._plan

@@ -1,6 +1,6 @@
 """Files of the sidecar's spool, mapped: what is staged there is in the spool already.
 
-In: sizes. Out: :class:`LentMapping`, writable memory that the sidecar reads through the file. The
+In: sizes. Out: :class:`SpoolMapping`, writable memory that the sidecar reads through the file. The
 descriptors come over a unix socket beside the sidecar's own, which stays open: with it the loans
 end. Each descriptor carries a lock that lasts as long as its mapping, so that the sidecar knows
 when nobody can write there any more. Thread-safe.
@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from pannier.client.staging.arena import Arena, ArenaPool, Mapping, advise_huge, no_memory, populate
-from pannier.client.transport.channel import Line
+from pannier.client.transport.channel import SidecarChannel
 from pannier.v1 import sidecar_pb2
 from pannier.wire.errors import PannierError, UnavailableError
 from pannier.wire.file_layout import STAMP_BYTES
@@ -48,7 +48,7 @@ Reserve = Callable[[Sequence[int]], sidecar_pb2.ReserveResponse]
 Release = Callable[[Sequence[str]], None]
 
 
-class LentMapping(Mapping):
+class SpoolMapping(Mapping):
     """A file of the spool in this process's memory; unmapped with the last view of it."""
 
     def __init__(self, lender: "Lender", slab: str, capacity: int, fd: int) -> None:
@@ -156,7 +156,7 @@ class Lender:
             poll = select.poll()
             try:
                 poll.register(self._connection, select.POLLIN)
-                # Nothing ever comes unasked: what can be read then is the end.
+                # Nothing ever comes unretrieved: what can be read then is the end.
                 self._lost = bool(poll.poll(0)) and not self._connection.recv(1, socket.MSG_PEEK)
             except (OSError, ValueError):
                 self._lost = True
@@ -166,7 +166,7 @@ class Lender:
         """``pool`` borrows here, and is to give back when others need room."""
         self._pools.add(pool)
 
-    def borrow(self, sizes: Sequence[int]) -> list[LentMapping]:
+    def borrow(self, sizes: Sequence[int]) -> list[SpoolMapping]:
         """Maps a file for each size, bytes.
 
         Raises:
@@ -180,7 +180,7 @@ class Lender:
             try:
                 descriptors = self._fetch(lent.token, len(lent.files))
                 return [
-                    LentMapping(self, file.slab, file.capacity, fd)
+                    SpoolMapping(self, file.slab, file.capacity, fd)
                     for file, fd in zip(lent.files, descriptors, strict=True)
                 ]
             except OSError as error:
@@ -194,7 +194,7 @@ class Lender:
 
         It finds out by itself, at the end of the connection, when it can't be told.
         """
-        slabs = [each.slab for each in mappings if isinstance(each, LentMapping)]
+        slabs = [each.slab for each in mappings if isinstance(each, SpoolMapping)]
         for each in mappings:
             each.memory = None
         mappings.clear()
@@ -233,7 +233,7 @@ class Lender:
         return found
 
 
-class Borrowing:
+class MappedTransport:
     """Which lender one session has now, if any. Thread-safe.
 
     Args:
@@ -242,7 +242,9 @@ class Borrowing:
         reserve, release: calls of the session.
     """
 
-    def __init__(self, line: Line, transport: str, reserve: Reserve, release: Release) -> None:
+    def __init__(
+        self, line: SidecarChannel, transport: str, reserve: Reserve, release: Release
+    ) -> None:
         self._line = line
         self._address = line.address
         self._transport = transport

@@ -20,7 +20,8 @@ from pannier.client.identity import Identity
 from pannier.client.interrupts import aside, shielded
 from pannier.client.staging.arena import Arena, ArenaPool
 from pannier.client.staging.host_copy import threads
-from pannier.client.transport.channel import InterruptedCallError, Line
+from pannier.client.timers import Timer, Timers
+from pannier.client.transport.channel import InterruptedCallError, SidecarChannel
 from pannier.client.transport.file_stream import (
     FileSource,
     Progress,
@@ -28,11 +29,10 @@ from pannier.client.transport.file_stream import (
     StagedFile,
     Stop,
 )
-from pannier.client.transport.heartbeat import Pulse
-from pannier.client.transport.retry import Repeating
-from pannier.client.transport.shared_memory import Borrowing
+from pannier.client.transport.heartbeat import Heartbeat
+from pannier.client.transport.retry import Retry
+from pannier.client.transport.shared_memory import MappedTransport
 from pannier.client.transport.stream_slots import MOST, Streams
-from pannier.client.transport.timers import Alarm, Alarms
 from pannier.common.deadline import Deadline
 from pannier.v1 import save_pb2, sidecar_pb2, sidecar_pb2_grpc
 from pannier.wire import addresses, errors, object_names
@@ -83,12 +83,12 @@ class _Watched:
         return pending
 
 
-class Session:
+class SidecarClient:
     """See the module. Made by :meth:`connect`."""
 
     def __init__(
         self,
-        line: Line,
+        line: SidecarChannel,
         who: Identity,
         *,
         hint: str,
@@ -102,10 +102,10 @@ class Session:
         # Daemons that are started again need time to.
         self._patience_s = RECONNECT_S if revive is None else RESTART_S
         self._line = line
-        self._alarms = Alarms("pannier-alarms")
-        self._sender = Sender(self._line, self._alarms, self.peer)
+        self._timers = Timers("pannier-timers")
+        self._sender = Sender(self._line, self._timers, self.peer)
         self._streams = Streams(max(2, min(MOST, threads())))
-        self._borrowing = Borrowing(line, transport, self._reserve, self._release)
+        self._borrowing = MappedTransport(line, transport, self._reserve, self._release)
         self._lock = threading.Lock()
         self._watched: dict[str, _Watched] = {}
         self._welcome: sidecar_pb2.Welcome | None = None
@@ -115,14 +115,14 @@ class Session:
         """The sidecar took us, or said why it doesn't."""
         self._closed = threading.Event()
         self._repeat = shielded(
-            Repeating(
+            Retry(
                 f"{self.peer} can't be reached: {hint}",
                 connected=self._connected,
                 closed=self._closed,
                 at_exit_s=RECONNECT_S,
             ).__call__
         )
-        self._pulse = Pulse(
+        self._heartbeat = Heartbeat(
             self.peer, self._ping, connected=self._connected.is_set, tell=self._tell_silence
         )
 
@@ -134,7 +134,7 @@ class Session:
         *,
         address: str | None = None,
         revive: Callable[[], None] | None = None,
-    ) -> "Session":
+    ) -> "SidecarClient":
         """A session whose sidecar has answered.
 
         Args:
@@ -157,7 +157,9 @@ class Session:
             "user may open it (PANNIER_SIDECAR)"
         )
         trusted = settings.trusted_uids
-        line = Line(where, tls=settings.tls(), trusted_uids=trusted, token=settings.token())
+        line = SidecarChannel(
+            where, tls=settings.tls(), trusted_uids=trusted, token=settings.token()
+        )
         session = cls(line, who, hint=hint, revive=revive, transport=settings.transport)
         listening = threading.Thread(target=session._listen, name="pannier-connect", daemon=True)
         listening.start()
@@ -169,7 +171,7 @@ class Session:
                 raise problem
             why = f" ({problem})" if problem else ""
             raise UnavailableError(f"no {session.peer} answers; {hint}{why}")
-        session._pulse.start()
+        session._heartbeat.start()
         return session
 
     @property
@@ -334,9 +336,9 @@ class Session:
         with self._lock:
             self._watched.pop(object_names.save_text(save), None)
 
-    def alarm(self, delay_s: float, ring: Callable[[], None]) -> Alarm:
-        """Runs ``ring`` on a thread of the session unless it is cancelled in time."""
-        return self._alarms.set(delay_s, ring)
+    def timer(self, delay_s: float, callback: Callable[[], None]) -> Timer:
+        """Calls ``callback`` on a thread of this client unless it is cancelled in time."""
+        return self._timers.start(delay_s, callback)
 
     def check_process(self) -> None:
         """Raises InvalidRequestError in a process forked from the session's."""
@@ -350,8 +352,8 @@ class Session:
         """
         self._closed.set()
         self._borrowing.close()
-        self._pulse.close()
-        self._alarms.close()
+        self._heartbeat.close()
+        self._timers.close()
         if goodbye and self._connected.is_set():
             try:
                 threading.Thread(target=self._leave, name="pannier-goodbye", daemon=True).start()
@@ -494,7 +496,7 @@ class Session:
             )
         ) as call:
             # A daemon that accepts connections and says nothing must not hold us up.
-            silence = self._alarms.set(CONNECT_S, call.cancel)
+            silence = self._timers.start(CONNECT_S, call.cancel)
             try:
                 for response in call:
                     silence.cancel()
@@ -507,7 +509,7 @@ class Session:
                 silence.cancel()
 
     def _receive(self, response: sidecar_pb2.ConnectResponse) -> None:
-        self._pulse.heard()
+        self._heartbeat.heard()
         if response.HasField("welcome"):
             welcome = response.welcome
             if welcome.wire_version != WIRE_VERSION:
