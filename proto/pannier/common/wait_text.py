@@ -7,9 +7,7 @@ from typing import Final
 
 from pannier.v1 import save_pb2
 from pannier.wire import limits
-
-_SHOWN = 16
-"""Ranks spelled out per host."""
+from pannier.wire.failures import ranks_text
 
 
 @dataclass(frozen=True)
@@ -32,16 +30,6 @@ def waiting_text(awaited: Iterable[Awaited]) -> str:
         f"{ranks_text([one.rank for one in group])} ({_where(host, group)})"
         for host, group in by_host.items()
     )
-
-
-def ranks_text(ranks: Iterable[int]) -> str:
-    """``rank 3`` or ``ranks [3, 7]``; long lists are cut."""
-    listed = list(ranks)
-    if len(listed) == 1:
-        return f"rank {listed[0]}"
-    shown = ", ".join(str(rank) for rank in listed[:_SHOWN])
-    more = f", … {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else ""
-    return f"ranks [{shown}{more}]"
 
 
 def waiting_on(awaited: Iterable[Awaited], *, deadline_s: float = 0) -> save_pb2.WaitingOn:

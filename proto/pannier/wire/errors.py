@@ -20,6 +20,8 @@ class PannierError(Exception):
     """Base of all errors of this package."""
 
     code = grpc.StatusCode.UNKNOWN
+    kind: save_pb2.FailureKind = save_pb2.FAILURE_KIND_UNSPECIFIED
+    """Kind of the failure of a save that this error causes; see :mod:`pannier.wire.failures`."""
 
     def __init__(self, message: str, failures: Iterable[save_pb2.Failure] = ()) -> None:
         super().__init__(message)
@@ -83,6 +85,7 @@ class DeadlineError(PannierError):
     """A wait reached its deadline; the message says whom it waited for."""
 
     code = grpc.StatusCode.DEADLINE_EXCEEDED
+    kind = save_pb2.FAILURE_KIND_DEADLINE
 
 
 class SaveAbortedError(PannierError):
@@ -94,11 +97,14 @@ class SaveAbortedError(PannierError):
 class SaveSkippedError(SaveAbortedError):
     """The save was skipped on some rank (``on_busy="skip"``), and so on all."""
 
+    kind = save_pb2.FAILURE_KIND_SKIPPED
+
 
 class CheckpointExistsError(SaveAbortedError, FileExistsError):
     """The save would replace a checkpoint that it may not; ``overwrite=True`` allows it."""
 
     code = grpc.StatusCode.ALREADY_EXISTS
+    kind = save_pb2.FAILURE_KIND_EXISTS
 
 
 class InDoubtError(PannierError):
@@ -109,12 +115,14 @@ class InDoubtError(PannierError):
     """
 
     code = grpc.StatusCode.DEADLINE_EXCEEDED
+    kind = save_pb2.FAILURE_KIND_DEADLINE
 
 
 class BusyError(PannierError):
     """Earlier saves are still in flight or the spool is full (``on_busy="raise"``)."""
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
+    kind = save_pb2.FAILURE_KIND_SPOOL
 
 
 class LoadError(PannierError):
@@ -125,12 +133,14 @@ class StorageError(PannierError):
     """Storage refused or lost an operation."""
 
     code = grpc.StatusCode.UNKNOWN
+    kind = save_pb2.FAILURE_KIND_STORAGE
 
 
 class IntegrityError(PannierError):
     """Bytes differ from their checksum."""
 
     code = grpc.StatusCode.DATA_LOSS
+    kind = save_pb2.FAILURE_KIND_INTEGRITY
 
 
 def aborted_as(failures: Iterable[save_pb2.Failure]) -> type[SaveAbortedError]:

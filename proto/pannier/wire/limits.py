@@ -9,7 +9,9 @@ from collections.abc import Collection, Mapping
 from typing import Final
 
 from pannier.v1 import plan_pb2, save_pb2, sidecar_pb2
+from pannier.wire import object_names
 from pannier.wire.errors import InvalidRequestError, OverloadedError
+from pannier.wire.failures import cut_text, rank_list
 
 MAX_CHECKPOINT_ID: Final = 1024
 """Bytes of a checkpoint id: object stores take names of that length, data files' names included."""
@@ -46,11 +48,25 @@ MAX_ALL_SAVES: Final = 1 << 14
 
 
 def check_context(context: sidecar_pb2.SaveContext) -> None:
-    """The sizes in a save's context."""
+    """Raises InvalidRequestError when a save's context contradicts itself or is above a limit."""
     _at_most(len(context.ranks), MAX_RANKS, "ranks of a group")
     _at_most(context.world_size, MAX_WORLD, "processes of a job")
     _at_most(len(context.checkpoint_id.encode()), MAX_CHECKPOINT_ID, "bytes of a checkpoint id")
     check_host(context.host)
+    save, ranks = context.save, list(context.ranks)
+    object_names.check_save_id(save)
+    problem = ""
+    if context.overwrite not in save_pb2.Overwrite.values():
+        problem = f"overwrite={context.overwrite} is unknown"
+    elif sorted(set(ranks)) != ranks or context.rank not in ranks:
+        problem = f"{rank_list(ranks)} is not a sorted list of ranks that includes {context.rank}"
+    elif context.world_size <= ranks[-1]:
+        problem = f"rank {ranks[-1]} is not in a world of {context.world_size} processes"
+    elif save.group != object_names.group_name(ranks):
+        # Checked last: for a large group this takes longer than all other checks.
+        problem = f"{save.group} is not the name of the group of ranks {rank_list(ranks)}"
+    if problem:
+        raise InvalidRequestError(f"save {object_names.save_text(save)}: {problem}")
 
 
 def check_metrics(metrics: Mapping[str, float]) -> None:
@@ -166,8 +182,7 @@ def shortened(failure: save_pb2.Failure) -> save_pb2.Failure:
     short = save_pb2.Failure()
     short.CopyFrom(failure)
     short.host = failure.host[:MAX_HOST]
-    if len(failure.message) > MAX_TEXT:
-        short.message = failure.message[:MAX_TEXT] + " …"
+    short.message = cut_text(failure.message, MAX_TEXT)
     return short
 
 

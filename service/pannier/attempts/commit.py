@@ -21,6 +21,8 @@ from pannier.wire.errors import IntegrityError, PannierError
 class SupersededError(PannierError):
     """An older attempt never replaces a newer one, and an older incarnation begins no save."""
 
+    kind = save_pb2.FAILURE_KIND_DISAGREEMENT
+
 
 async def prepare_commit(
     store: Store,

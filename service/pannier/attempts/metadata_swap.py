@@ -44,6 +44,8 @@ class RemovedError(PannierError):
 class OccupiedError(PannierError):
     """There is a checkpoint that the save may not replace."""
 
+    kind = save_pb2.FAILURE_KIND_EXISTS
+
 
 class _Standing(NamedTuple):
     """The checkpoint that is there."""

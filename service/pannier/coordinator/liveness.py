@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterable
 from typing import Final
 
 from pannier.common import observer_clock
-from pannier.common.wait_text import ranks_text, waiting_text
+from pannier.common.wait_text import waiting_text
 from pannier.coordinator.saves.registry import Registry
 from pannier.coordinator.saves.save import Presence
+from pannier.wire.failures import ranks_text
 
 _log = logging.getLogger(__name__)
 

@@ -28,6 +28,7 @@ from pannier.storage import NotFoundError, ObjectInfo, Store
 from pannier.v1 import records_pb2, save_pb2
 from pannier.wire import object_names
 from pannier.wire.errors import ConfigurationError, IntegrityError
+from pannier.wire.failures import ranks_text
 
 Build = Callable[[bytes, Sequence[records_pb2.Receipt]], Awaitable[bytes]]
 """From a manifest and the receipts of all ranks to the bytes of ``.metadata``.
@@ -307,13 +308,8 @@ def _lacks(interrupted: Interrupted) -> str:
     hosts = dict(interrupted.members)
     for rank in interrupted.missing:
         by_host.setdefault(hosts[rank], []).append(rank)
-    where = "; ".join(f"host {host}: {_ranks(ranks)}" for host, ranks in by_host.items())
+    where = "; ".join(f"host {host}: {ranks_text(ranks)}" for host, ranks in by_host.items())
     return f"receipts are missing of {where}"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:16])) + (", …" if len(ranks) > 16 else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
 async def find_directories(store: Store) -> list[str]:

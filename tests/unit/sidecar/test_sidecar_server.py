@@ -350,8 +350,8 @@ def test_what_is_handed_over_must_be_what_is_there(host: Host) -> None:
         ({"checkpoint_id": "{root}/../x"}, r"\.\."),
         ({"ranks": [1, 0]}, "not a sorted list of ranks"),
         ({"ranks": []}, "not a sorted list of ranks"),
-        ({"world_size": 0}, "not within a world of 0"),
-        ({"rank": 5}, "with 5 in it"),
+        ({"world_size": 0}, "not in a world of 0"),
+        ({"rank": 5}, "that includes 5"),
     ],
 )
 def test_a_context_that_makes_no_sense_is_refused(

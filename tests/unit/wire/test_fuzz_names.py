@@ -8,7 +8,6 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from pannier.sidecar.ingest import check_context
 from pannier.storage import check_allowed, open_store, url
 from pannier.v1 import save_pb2, sidecar_pb2
 from pannier.wire import limits, object_names
@@ -138,7 +137,7 @@ def test_a_saves_name_is_plain_words(save: save_pb2.SaveId) -> None:
 @FUZZ
 @given(context=messages(sidecar_pb2.SaveContext))
 def test_a_context_is_refused_or_within_its_limits(context: sidecar_pb2.SaveContext) -> None:
-    for _ in accepted(check_context, context):
+    for _ in accepted(limits.check_context, context):
         assert context.rank in context.ranks
         assert max(context.ranks) < context.world_size <= limits.MAX_WORLD
         assert context.host.isprintable()

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from pannier.coordinator.planning.columns import RankPlan
 from pannier.coordinator.planning.global_plan import make_global_plan
-from pannier.coordinator.saves.participants import check_context
 from pannier.v1 import plan_pb2, save_pb2, sidecar_pb2
 from pannier.wire import chunk_codec, limits, plan_codec
 from pannier.wire.chunk_codec import ReceivedChunk
@@ -154,7 +153,7 @@ def test_metadata_of_torch_is_built_or_refused(
 @given(request=messages(sidecar_pb2.PlanRequest))
 def test_requests_are_checked_without_an_accident(request: sidecar_pb2.PlanRequest) -> None:
     accepted(limits.check_plan, request)
-    accepted(check_context, request.context)
+    accepted(limits.check_context, request.context)
 
 
 @FUZZ
