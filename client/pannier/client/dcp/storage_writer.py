@@ -38,6 +38,7 @@ from pannier.wire.errors import (
     PannierError,
     SaveAbortedError,
 )
+from pannier.wire.failures import rank_list, ranks_text
 
 if TYPE_CHECKING:
     from pannier.client.client import Client
@@ -227,7 +228,7 @@ class StorageWriter(storage.StorageWriter):
         own = list(save.context.ranks).index(save.context.rank)
         if kwargs.get("rank", own) != own or is_coordinator != (own == 0):
             raise InvalidRequestError(
-                f"this StorageWriter is for the ranks {_shorten(save.context.ranks)}, of which "
+                f"this StorageWriter is for the ranks {rank_list(save.context.ranks)}, of which "
                 f"this is number {own}, but dcp.save runs on other ranks: give "
                 "StorageWriter(process_group=..., no_dist=...) what dcp.save gets"
             )
@@ -251,7 +252,7 @@ class StorageWriter(storage.StorageWriter):
         if len(plans) != len(ranks):
             raise InvalidRequestError(
                 f"dcp.save runs on {len(plans)} ranks, this StorageWriter is for {len(ranks)} "
-                f"({_shorten(ranks)}): give StorageWriter(process_group=..., no_dist=...) what "
+                f"({rank_list(ranks)}): give StorageWriter(process_group=..., no_dist=...) what "
                 "dcp.save gets"
             )
         _check_tickets(save.ticket, [plan.storage_data for plan in plans])
@@ -474,7 +475,7 @@ def _check_tickets(own: Ticket, tickets: Sequence[Any]) -> None:
     strays = [ticket.rank for ticket in given if ticket.save != own.save]
     if strays:
         raise InvalidRequestError(
-            f"ranks {_shorten(strays)} are not at the same save as rank {own.rank}: have all ranks "
+            f"{ranks_text(strays)} joined another save than rank {own.rank}: have all ranks "
             "of the group made the same calls to save?"
         )
 
@@ -495,8 +496,3 @@ def _checked(metadata: Metadata) -> Metadata:
         f"planner_data of type {type(data).__name__} can't be saved; only flatten mappings (key to "
         "path) can: keep the rest in the state dict, or save with torch's own storage writer"
     )
-
-
-def _shorten(ranks: Sequence[int]) -> str:
-    shown = ", ".join(str(rank) for rank in ranks[:16])
-    return f"[{shown}, … {len(ranks)} ranks]" if len(ranks) > 16 else f"[{shown}]"

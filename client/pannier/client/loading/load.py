@@ -25,6 +25,7 @@ from pannier.client.loading.storage_reader import StorageReader
 from pannier.client.xla import planners, runtime, upstream
 from pannier.v1 import save_pb2
 from pannier.wire.errors import InvalidRequestError, PannierError
+from pannier.wire.failures import ranks_text, shorten
 
 T = TypeVar("T")
 
@@ -222,12 +223,10 @@ def _together(causes: Mapping[int, tuple[BaseException, StackSummary]]) -> Panni
     types = {type(cause) for cause, _ in causes.values()}
     common = types.pop() if len(types) == 1 else LoadError
     if len(set(texts.values())) == 1:
-        ranks = f"ranks {sorted(causes)}" if len(causes) > 1 else f"rank {min(causes)}"
-        message = f"{ranks}: {next(iter(texts.values()))}"
+        message = f"{ranks_text(sorted(causes))}: {next(iter(texts.values()))}"
     else:
         shown = [f"rank {rank}: {texts[rank]}" for rank in sorted(causes)]
-        more = f"; and {len(shown) - 4} more" if len(shown) > 4 else ""
-        message = "; ".join(shown[:4]) + more
+        message = shorten(shown, 4, separator="; ")
     if issubclass(common, PannierError) and not issubclass(common, LoadError):
         return common(message, failures)
     return LoadError(message, failures, causes)

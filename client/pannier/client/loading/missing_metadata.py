@@ -11,6 +11,7 @@ from pannier.client.loading.filesystem import MissingError, Place
 from pannier.v1 import records_pb2
 from pannier.wire import formats, object_names
 from pannier.wire.errors import IntegrityError, PannierError, StorageError
+from pannier.wire.failures import failures_text, shorten
 from pannier.wire.records import parse_decision
 
 _log = logging.getLogger(__name__)
@@ -39,7 +40,9 @@ def describe_absence(place: Place, name: str = object_names.METADATA) -> str:
     if _RECORDS not in entries:
         if safetensors := formats.describe_safetensors(entries):
             return f"{place.url} has no {name}: {safetensors}"
-        return f"{begin} and no records of a save by Pannier, only {_shorten(sorted(entries))}"
+        return (
+            f"{begin} and no records of a save by Pannier, only {shorten(sorted(entries), _SHOWN)}"
+        )
     try:
         newest_first = attempts_at(place)[:_SHOWN]
         attempts = [_describe_attempt(place, attempt.name) for attempt in newest_first]
@@ -130,13 +133,5 @@ def _describe_attempt(place: Place, attempt: str) -> str:
         if mark is None:
             return f"{attempt} is decided and about to be committed"
         return f"{attempt} was committed, and is being removed{_signed(mark)}"
-    causes = [
-        (f"rank {cause.rank}: " if cause.rank >= 0 else "") + cause.message
-        for cause in decision.failures[:_SHOWN]
-    ]
-    return f"{attempt} was aborted" + (f" ({', '.join(causes)})" if causes else "")
-
-
-def _shorten(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+    causes = failures_text(decision.failures)
+    return f"{attempt} was aborted" + (f" ({causes})" if causes else "")

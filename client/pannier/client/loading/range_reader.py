@@ -17,6 +17,7 @@ import numpy as np
 from pannier.client.interrupts import aside
 from pannier.client.loading.filesystem import Place
 from pannier.wire.errors import IntegrityError, StorageError
+from pannier.wire.failures import shorten
 
 PIECE_BYTES: Final = 8 << 20
 """Most bytes of one request."""
@@ -63,9 +64,7 @@ class Contents:
 
 
 def _some(keys: Sequence[str]) -> str:
-    distinct = list(dict.fromkeys(keys))
-    more = f" and {len(distinct) - _SHOWN} more" if len(distinct) > _SHOWN else ""
-    return ", ".join(map(repr, distinct[:_SHOWN])) + more
+    return shorten([repr(key) for key in dict.fromkeys(keys)], _SHOWN)
 
 
 class _Run(NamedTuple):

@@ -30,7 +30,7 @@ from pannier.client.user_errors import description, name_save
 from pannier.common import tracing
 from pannier.common.deadline import Deadline
 from pannier.v1 import records_pb2, save_pb2, sidecar_pb2
-from pannier.wire import errors, object_names
+from pannier.wire import object_names
 from pannier.wire.errors import (
     BusyError,
     DeadlineError,
@@ -40,6 +40,7 @@ from pannier.wire.errors import (
     SaveAbortedError,
     SaveSkippedError,
 )
+from pannier.wire.failures import aborted_error, failure_kind
 
 _log = logging.getLogger(__name__)
 
@@ -54,14 +55,6 @@ _GRACE_S: Final = 5.0
 _BUSY_PAUSE_S: Final = 0.5
 _EXIT_S: Final = 60.0
 """While the interpreter is ending: how long a full spool is waited for without any progress."""
-_KINDS: Final[tuple[tuple[type[BaseException], save_pb2.FailureKind], ...]] = (
-    (SaveSkippedError, save_pb2.FAILURE_KIND_SKIPPED),
-    (errors.IntegrityError, save_pb2.FAILURE_KIND_INTEGRITY),
-    (errors.StorageError, save_pb2.FAILURE_KIND_STORAGE),
-    (DeadlineError, save_pb2.FAILURE_KIND_DEADLINE),
-    (InDoubtError, save_pb2.FAILURE_KIND_DEADLINE),
-    (BusyError, save_pb2.FAILURE_KIND_SPOOL),
-)
 
 
 class Staged(Protocol):
@@ -623,11 +616,12 @@ def _transport(staged: Staged) -> str:
 
 def fail_request(context: sidecar_pb2.SaveContext, error: BaseException) -> sidecar_pb2.FailRequest:
     """The message that ends a save on all ranks because of ``error`` on this one."""
-    kind = next(
-        (kind for types, kind in _KINDS if isinstance(error, types)), save_pb2.FAILURE_KIND_CLIENT
+    failure = save_pb2.Failure(
+        rank=context.rank,
+        host=context.host,
+        kind=failure_kind(error, other=save_pb2.FAILURE_KIND_CLIENT),
+        message=description(error),
     )
-    text = description(error)
-    failure = save_pb2.Failure(rank=context.rank, host=context.host, kind=kind, message=text)
     return sidecar_pb2.FailRequest(context=context, failure=failure)
 
 
@@ -642,22 +636,7 @@ def in_doubt(context: sidecar_pb2.SaveContext, why: str) -> InDoubtError:
     )
 
 
-def aborted(news: save_pb2.SaveStatus, waiting: str = "") -> SaveAbortedError:
-    """The error of an aborted save: who failed, and why.
-
-    Args:
-        waiting: what this rank waited for when the news came.
-    """
-    causes = [
-        (f"rank {cause.rank} ({cause.host}): " if cause.rank >= 0 else "") + cause.message
-        for cause in news.failures
-    ]
-    cls = errors.aborted_as(news.failures)
-    what = "was skipped" if cls is SaveSkippedError else "was aborted"
-    text = "; ".join(causes[:4]) or "no cause was told"
-    more = f"; and {len(causes) - 4} more" if len(causes) > 4 else ""
-    more += f"; this rank was waiting for {waiting}" if waiting else ""
-    return cls(
-        f"save {object_names.save_text(news.save)} to {news.checkpoint_id} {what}: {text}{more}",
-        list(news.failures),
-    )
+def aborted(status: save_pb2.SaveStatus, waiting: str = "") -> SaveAbortedError:
+    """The error of the aborted save that ``status`` describes; ``waiting`` as in aborted_error."""
+    key = object_names.save_text(status.save)
+    return aborted_error(key, status.checkpoint_id, status.failures, waiting=waiting)
