@@ -4,13 +4,10 @@ In: a :class:`Save` and what happened to it. Out: an error with failures, or a d
 """
 
 import logging
-from typing import Final, NoReturn
+from typing import NoReturn
 
-from pannier.attempts.commit import SupersededError
-from pannier.attempts.metadata_swap import OccupiedError
 from pannier.coordinator.commit.receipt_check import check_external_receipt, check_receipt
 from pannier.coordinator.saves.save import Save
-from pannier.storage import StorageError
 from pannier.v1 import records_pb2, save_pb2
 from pannier.wire.errors import (
     DeadlineError,
@@ -19,18 +16,9 @@ from pannier.wire.errors import (
     PannierError,
     SaveAbortedError,
 )
+from pannier.wire.failures import failure_kind
 
 _log = logging.getLogger(__name__)
-
-
-_KINDS: Final[tuple[tuple[type[PannierError], "save_pb2.FailureKind"], ...]] = (
-    (IntegrityError, save_pb2.FAILURE_KIND_INTEGRITY),
-    (StorageError, save_pb2.FAILURE_KIND_STORAGE),
-    (DeadlineError, save_pb2.FAILURE_KIND_DEADLINE),
-    (InvalidRequestError, save_pb2.FAILURE_KIND_INVALID_PLAN),
-    (SupersededError, save_pb2.FAILURE_KIND_DISAGREEMENT),
-    (OccupiedError, save_pb2.FAILURE_KIND_EXISTS),
-)
 
 
 def check_told(save: Save, receipt: records_pb2.Receipt) -> None:
@@ -85,5 +73,4 @@ def blame(save: Save, error: BaseException) -> None:
     elif error.failures:
         save.doom(error.failures.values(), concluded=isinstance(error, DeadlineError))
     else:
-        kinds = [kind for cls, kind in _KINDS if isinstance(error, cls)]
-        save.fail(kinds[0] if kinds else save_pb2.FAILURE_KIND_INTERNAL, str(error))
+        save.fail(failure_kind(error, refused=save_pb2.FAILURE_KIND_INVALID_PLAN), str(error))

@@ -10,10 +10,9 @@ from typing import Any, Final
 
 from pannier.coordinator.planning.columns import RankPlan
 from pannier.v1 import plan_pb2, save_pb2, sidecar_pb2
-from pannier.wire import limits, object_names
-from pannier.wire.errors import InvalidRequestError, PannierError
+from pannier.wire.errors import PannierError
+from pannier.wire.failures import rank_list, rank_text
 
-_SHOWN: Final = 16
 """Ranks spelled out in an error."""
 OVERWRITES: Final = {
     save_pb2.OVERWRITE_UNSPECIFIED: "its own job's checkpoint (overwrite=None)",
@@ -40,29 +39,6 @@ class DisagreementError(PannierError):
         )
 
 
-def check_context(context: sidecar_pb2.SaveContext) -> None:
-    """Raises InvalidRequestError when a context contradicts itself, or is above a limit."""
-    limits.check_context(context)
-    object_names.check_save_id(context.save)
-    if context.overwrite not in OVERWRITES:
-        raise InvalidRequestError(f"overwrite={context.overwrite} is none that is known here")
-    ranks = list(context.ranks)
-    if not ranks or ranks != sorted(set(ranks)):
-        raise InvalidRequestError(f"the ranks of a save are not sorted and distinct: {_cut(ranks)}")
-    if context.rank not in ranks:
-        raise InvalidRequestError(
-            f"rank {context.rank} is not in the group that saves, ranks {_cut(ranks)}"
-        )
-    if ranks[-1] >= context.world_size:
-        raise InvalidRequestError(
-            f"rank {ranks[-1]} is not in a world of {context.world_size} processes"
-        )
-    if context.save.group != object_names.group_name(ranks):
-        raise InvalidRequestError(
-            f"group {context.save.group} is not the name of ranks {_cut(ranks)}"
-        )
-
-
 _FACTS: Final[Sequence[tuple[str, Callable[[sidecar_pb2.SaveContext], Any]]]] = (
     ("saves to", lambda context: context.checkpoint_id),
     ("has a world size of", lambda context: context.world_size),
@@ -76,7 +52,7 @@ def check_agreement(first: sidecar_pb2.SaveContext, other: sidecar_pb2.SaveConte
     for verb, fact in _FACTS:
         one, two = fact(first), fact(other)
         if one != two:
-            one, two = (_cut(each) if isinstance(each, list) else each for each in (one, two))
+            one, two = (rank_list(each) if isinstance(each, list) else each for each in (one, two))
             raise DisagreementError(
                 f"{who(first)} {verb} {one}, {who(other)} {verb} {two}: every rank must call "
                 f"save number {first.save.number} of its group with the same arguments",
@@ -125,13 +101,7 @@ def _speak_as(context: sidecar_pb2.SaveContext, rank: int, host: str, seen: int 
 
 def who(context: sidecar_pb2.SaveContext) -> str:
     """The speaker, for people."""
-    return f"rank {context.rank}" + (f" (host {context.host})" if context.host else "")
-
-
-def _cut(ranks: list[int]) -> str:
-    if len(ranks) <= _SHOWN:
-        return str(ranks)
-    return f"[{', '.join(map(str, ranks[:_SHOWN]))}, … {len(ranks) - _SHOWN} more]"
+    return rank_text(context.rank, context.host)
 
 
 @dataclass(frozen=True)

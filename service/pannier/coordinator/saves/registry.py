@@ -15,7 +15,6 @@ from typing import Final
 from pannier.coordinator.saves.participants import (
     DisagreementError,
     check_agreement,
-    check_context,
     says_same,
     who,
 )
@@ -24,7 +23,8 @@ from pannier.daemon.status_registry import Board
 from pannier.v1 import save_pb2, sidecar_pb2
 from pannier.wire import object_names
 from pannier.wire.errors import UnavailableError
-from pannier.wire.limits import check_host, check_room
+from pannier.wire.failures import ranks_text
+from pannier.wire.limits import check_context, check_host, check_room
 
 _log = logging.getLogger(__name__)
 
@@ -34,7 +34,6 @@ ENDED_KEPT_S: Final = 3600.0
 _INCARNATIONS_KEPT: Final = 64
 SPLIT_S: Final = 2.0
 """Until ranks that take part in two incarnations count as divided."""
-_SHOWN: Final = 16
 """Ranks of a host that are spelled out in an error."""
 
 
@@ -277,9 +276,9 @@ class Registry:
                 and context.rank in other.gathering.missing
             ):
                 error = DisagreementError(
-                    f"{who(theirs)} saves to {theirs.checkpoint_id} together with ranks "
-                    f"{list(theirs.ranks)[:16]}, {who(context)} with ranks "
-                    f"{list(context.ranks)[:16]}: pass the same process_group on every rank",
+                    f"{who(theirs)} saves to {theirs.checkpoint_id} together with "
+                    f"{ranks_text(theirs.ranks)}, {who(context)} with "
+                    f"{ranks_text(context.ranks)}: pass the same process_group on every rank",
                     (theirs.rank, theirs.host),
                     (context.rank, context.host),
                 )
@@ -321,10 +320,7 @@ def _joined(save: Save) -> str:
     hosts: dict[str, list[int]] = {}
     for rank in sorted(save.joined):
         hosts.setdefault(save.parts[rank].host, []).append(rank)
-    return ", ".join(
-        f"ranks {ranks[:_SHOWN]}{'…' if len(ranks) > _SHOWN else ''} (host {host})"
-        for host, ranks in hosts.items()
-    )
+    return ", ".join(f"{ranks_text(ranks)} (host {host})" for host, ranks in hosts.items())
 
 
 def _same_group(one: save_pb2.SaveId, other: save_pb2.SaveId) -> bool:

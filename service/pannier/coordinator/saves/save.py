@@ -18,7 +18,8 @@ from pannier.coordinator.commit.manifest import Manifest
 from pannier.coordinator.saves.participants import Gathering
 from pannier.v1 import plan_pb2, records_pb2, save_pb2, sidecar_pb2
 from pannier.wire import object_names
-from pannier.wire.errors import PannierError, SaveSkippedError, aborted_as
+from pannier.wire.errors import PannierError
+from pannier.wire.failures import aborted_error, failures_text
 
 _log = logging.getLogger(__name__)
 
@@ -463,23 +464,11 @@ class Save:
 
     def reason(self) -> str:
         """Why it failed, for people."""
-        failures = sorted(self.failures.values(), key=lambda failure: failure.rank)
-        # Two ranks that contradict each other share one text.
-        texts: dict[str, list[save_pb2.Failure]] = {}
-        for failure in failures:
-            texts.setdefault(failure.message, []).append(failure)
-        said = [
-            message if shared[0].rank < 0 or len(shared) > 1 else f"{_who(shared[0])}: {message}"
-            for message, shared in texts.items()
-        ]
-        more = f"; and {len(said) - _SHOWN} more" if len(said) > _SHOWN else ""
-        return "; ".join(said[:_SHOWN]) + more
+        return failures_text(self.failures.values())
 
     def error(self) -> PannierError:
         """What a caller is told when the save was aborted."""
-        cls = aborted_as(self.failures.values())
-        verb = "was skipped" if cls is SaveSkippedError else "was aborted"
-        return cls(f"{self.label} {verb}: {self.reason()}", self.failures.values())
+        return aborted_error(self.key, self.context.checkpoint_id, self.failures.values())
 
     def status(self, *, ranks: bool = True) -> save_pb2.SaveStatus:
         """The status now; ``ranks``: with every rank's."""
@@ -547,7 +536,3 @@ class Save:
         if failure is not None:
             out.last_error = failure.message
         return out
-
-
-def _who(failure: save_pb2.Failure) -> str:
-    return f"rank {failure.rank}" + (f" (host {failure.host})" if failure.host else "")
