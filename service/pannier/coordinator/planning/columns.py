@@ -6,7 +6,6 @@ What planning works on; :mod:`pannier.coordinator.planning.column_reader` makes 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -16,11 +15,11 @@ from pannier.coordinator.planning import varints
 from pannier.coordinator.planning.encoded_plans import LocalPlan
 from pannier.v1 import plan_pb2, save_pb2
 from pannier.wire.errors import InvalidRequestError
+from pannier.wire.failures import rank_text, ranks_text
 
 Ints = varints.Ints
 Bools = npt.NDArray[np.bool_]
 
-_SHOWN: Final = 8
 """Ranks spelled out in an error."""
 
 
@@ -162,15 +161,11 @@ class Columns:
     def who(self, row: int) -> str:
         """Rank of a row, for people."""
         plan = self.plans[int(self.plan[row])]
-        return f"rank {plan.rank}" + (f" (host {plan.host})" if plan.host else "")
+        return rank_text(plan.rank, plan.host)
 
     def ranks(self, rows: Ints) -> str:
         """Ranks of rows, for people."""
-        found = [self.plans[int(index)].rank for index in np.unique(self.plan[rows])]
-        if len(found) == 1:
-            return f"rank {found[0]}"
-        more = f", … {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-        return f"ranks [{', '.join(map(str, found[:_SHOWN]))}{more}]"
+        return ranks_text(self.plans[int(index)].rank for index in np.unique(self.plan[rows]))
 
     def error(self, message: str, *rows: int) -> InvalidPlanError:
         """An error that blames the ranks of ``rows``."""

@@ -5,15 +5,15 @@ any thread. DCP's ``dedup_save_plans`` does the same with one Python object per 
 balances by the size of the whole tensor; here the bytes of the shard count.
 """
 
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from pannier.coordinator.planning.balance import balance, weights
 from pannier.coordinator.planning.columns import Bools, Columns, Ints, InvalidPlanError
 from pannier.coordinator.planning.row_order import first_of_each
+from pannier.wire.failures import ranks_text
 
-_SHOWN: Final = 8
 """Ranks spelled out in an error."""
 
 
@@ -145,9 +145,7 @@ def _without_staged(columns: Columns, order: Ints, group: Ints, kept: Kept) -> t
 
 
 def _ranks(columns: Columns, plans: Ints) -> str:
-    ranks = [columns.plans[int(index)].rank for index in plans]
-    more = f", … {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
-    return f"ranks [{', '.join(map(str, ranks[:_SHOWN]))}{more}]"
+    return ranks_text(columns.plans[int(index)].rank for index in plans)
 
 
 def _check_types(columns: Columns) -> None:
