@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pannier.v1 import save_pb2
+from pannier.wire.failures import kind_name
 
 _COLOURS = {"COMMITTED": "green", "ABORTED": "red", "FAILED": "red", "IN_DOUBT": "yellow"}
 _COLOURS |= {"DURABLE": "green", "MISSING": "yellow", "OK": "green"}
@@ -124,8 +125,7 @@ def save_details(save: save_pb2.SaveStatus) -> RenderableType:
         parts.append(Text(save.note, style="dim"))
     for failure in save.failures:
         who = f"rank {failure.rank} ({failure.host})" if failure.rank >= 0 else "save"
-        kind = save_pb2.FailureKind.Name(failure.kind).removeprefix("FAILURE_KIND_")
-        parts.append(Text(f"{who}: {kind}: {failure.message}", style="red"))
+        parts.append(Text(f"{who}: {kind_name(failure.kind)}: {failure.message}", style="red"))
     return Group(*parts)
 
 

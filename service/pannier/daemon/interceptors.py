@@ -15,6 +15,7 @@ import grpc
 from pannier.daemon.handler_wrapping import Continuation, Handler, Rewrapping, rewrapped
 from pannier.v1 import save_pb2
 from pannier.wire.errors import PannierError, trailing_metadata
+from pannier.wire.failures import cut_text
 
 _log = logging.getLogger(__name__)
 
@@ -35,14 +36,14 @@ def status_of(error: Exception, method: str) -> tuple[grpc.StatusCode, str, Any]
     """Code, details and trailing metadata for ``error``; logs it when it is a bug."""
     if isinstance(error, PannierError):
         fitting = _fitting(error)
-        return error.code, _cut(str(error)), trailing_metadata(fitting)
+        return error.code, cut_text(str(error), _DETAILS), trailing_metadata(fitting)
     _log.error("%s failed", method, exc_info=error)
     known = PannierError(f"internal error in {method}: {type(error).__name__}: {error}")
-    return grpc.StatusCode.INTERNAL, _cut(str(known)), trailing_metadata(_fitting(known))
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= _DETAILS else text[:_DETAILS] + " …"
+    return (
+        grpc.StatusCode.INTERNAL,
+        cut_text(str(known), _DETAILS),
+        trailing_metadata(_fitting(known)),
+    )
 
 
 def _fitting(error: PannierError) -> PannierError:
@@ -52,14 +53,12 @@ def _fitting(error: PannierError) -> PannierError:
     for failure in error.failures.values():
         short = save_pb2.Failure()
         short.CopyFrom(failure)
-        short.message = _cut(failure.message)
+        short.message = cut_text(failure.message, _DETAILS)
         room -= short.ByteSize()
         if room < 0:
             break
         kept.append(short)
-    message = str(error)
-    if len(message) > _FAILURES_BYTES:
-        message = message[:_FAILURES_BYTES] + " …"
+    message = cut_text(str(error), _FAILURES_BYTES)
     fitting = type(error).__new__(type(error))
     PannierError.__init__(fitting, message, kept)
     fitting.resume_at = error.resume_at

@@ -27,6 +27,7 @@ from pannier.daemon.http_server import Answer, Request
 from pannier.daemon.status_service import Backlog, Vitals
 from pannier.storage import io_threads
 from pannier.v1 import save_pb2
+from pannier.wire.failures import kind_name
 from pannier.wire.version import package_version
 
 UNDER_WAY: Final = (
@@ -187,9 +188,9 @@ def failures_total(failures: Mapping[int, int]) -> Metric:
         "Ranks that failed in a save, by cause; one for the whole save where no rank is to blame.",
         labels=["cause"],
     )
-    for name, kind in save_pb2.FailureKind.items():
+    for kind in save_pb2.FailureKind.values():
         if kind != save_pb2.FAILURE_KIND_UNSPECIFIED:
-            family.add_metric([name.removeprefix("FAILURE_KIND_").lower()], failures.get(kind, 0))
+            family.add_metric([kind_name(kind).lower()], failures.get(kind, 0))
     return family
 
 

@@ -59,7 +59,7 @@ class Receiving:
 
     def check(self, context: sidecar_pb2.SaveContext) -> None:
         """Raises InvalidRequestError unless ``context`` makes sense and may be written to."""
-        check_context(context)
+        limits.check_context(context)
         object_names.split_checkpoint_id(context.checkpoint_id)
         check_shared(context.checkpoint_id)
         check_allowed(context.checkpoint_id, self._allow)
@@ -362,29 +362,3 @@ def check_attempt(attempt: str, rank: RankSave) -> None:
             f"{rank.label}: {attempt} is an attempt of another save, number {parsed.number} of group "
             f"{parsed.group} in incarnation {parsed.incarnation}"
         )
-
-
-def check_context(context: sidecar_pb2.SaveContext) -> None:
-    """Raises InvalidRequestError when ``context`` contradicts itself, or is above a limit."""
-    limits.check_context(context)
-    object_names.check_save_id(context.save)
-    ranks = list(context.ranks)
-    if sorted(set(ranks)) != ranks or context.rank not in ranks:
-        raise InvalidRequestError(
-            f"save {object_names.save_text(context.save)}: {_some(ranks)} is not a sorted list of "
-            f"ranks with {context.rank} in it"
-        )
-    if context.world_size <= ranks[-1]:
-        raise InvalidRequestError(
-            f"save {object_names.save_text(context.save)}: rank {ranks[-1]} is not within a world "
-            f"of {context.world_size}"
-        )
-    if context.save.group != object_names.group_name(ranks):
-        raise InvalidRequestError(
-            f"save {object_names.save_text(context.save)}: {context.save.group} is not the name of "
-            f"the group of ranks {_some(ranks)}"
-        )
-
-
-def _some(ranks: Sequence[int]) -> str:
-    return f"{list(ranks[:16])}{'…' if len(ranks) > 16 else ''}"

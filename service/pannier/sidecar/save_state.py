@@ -23,9 +23,9 @@ from pannier.wire.errors import (
     InvalidRequestError,
     PannierError,
     SaveAbortedError,
-    SaveSkippedError,
     UnavailableError,
 )
+from pannier.wire.failures import aborted_error
 from pannier.wire.limits import check_room
 from pannier.wire.object_names import data_prefix, save_text
 
@@ -155,16 +155,7 @@ class Save:
         assert self.verdict is not None
         if self.verdict.state == save_pb2.SAVE_STATE_COMMITTED:
             return InvalidRequestError(f"save {self.key} to {self.checkpoint_id} is committed")
-        return aborted(self.key, self.checkpoint_id, list(self.verdict.failures))
-
-
-def aborted(key: str, checkpoint_id: str, failures: list[save_pb2.Failure]) -> SaveAbortedError:
-    """The error for a save that was aborted because of ``failures``."""
-    skipped = any(f.kind == save_pb2.FAILURE_KIND_SKIPPED for f in failures)
-    kind = SaveSkippedError if skipped else SaveAbortedError
-    why = "; ".join(f"rank {f.rank} on {f.host}: {f.message}" for f in failures[:4])
-    more = f" and {len(failures) - 4} more" if len(failures) > 4 else ""
-    return kind(f"save {key} to {checkpoint_id} was aborted: {why}{more}", failures)
+        return aborted_error(self.key, self.checkpoint_id, self.verdict.failures)
 
 
 Listener = Callable[[Save, RankSave | None, bool], None]
@@ -553,7 +544,7 @@ class Saves:
                 raise InDoubtError(
                     f"{rank.label} failed after it was ingested: {_text(failures)}", failures
                 )
-            raise aborted(rank.save.key, rank.save.checkpoint_id, failures)
+            raise aborted_error(rank.save.key, rank.save.checkpoint_id, failures)
 
     def _adopt(self, rank: RankSave, attempt: str) -> None:
         if rank.attempt and attempt != rank.attempt:
@@ -584,4 +575,4 @@ def _plan_key(rank: RankSave, plan_id: str) -> tuple[str, str, int, str]:
     return (rank.save.id.job, rank.save.id.incarnation, rank.rank, plan_id)
 
 
-__all__ = ["BEFORE_INGESTION", "Phase", "Proposal", "RankSave", "Save", "Saves", "aborted"]
+__all__ = ["BEFORE_INGESTION", "Phase", "Proposal", "RankSave", "Save", "Saves"]

@@ -40,6 +40,7 @@ from pannier.sidecar.server import Sidecar, drain
 from pannier.sidecar.upload.uploader import Opener
 from pannier.v1 import diagnosis_pb2_grpc
 from pannier.wire.errors import ConfigurationError, PannierError
+from pannier.wire.failures import shorten
 
 _log = logging.getLogger(__name__)
 
@@ -232,11 +233,10 @@ class Node:
         """What lies in the spool and belongs to none of the jobs: nobody takes it up."""
         found = {path.name for path in self.config.spool.iterdir()}
         if strays := sorted(found - self._parts.keys()):
-            more = f" and {len(strays) - 4} more" if len(strays) > 4 else ""
             _log.warning(
                 "%s in the spool %s belongs to no job that is served and stays as it is: serve the job "
                 "again, and what was handed over is uploaded; or remove it",
-                *(", ".join(strays[:4]) + more, self.config.spool),
+                *(shorten(strays, 4), self.config.spool),
             )
 
     def _begin(self, job: Job) -> None:

@@ -10,9 +10,10 @@ from typing import Any
 
 from pannier.sidecar.coordinator_client import SLACK_S, Link
 from pannier.sidecar.ingest import check_attempt
-from pannier.sidecar.save_state import Phase, Proposal, RankSave, Saves, aborted
+from pannier.sidecar.save_state import Phase, Proposal, RankSave, Saves
 from pannier.v1 import plan_pb2, save_pb2, sidecar_pb2
 from pannier.wire.errors import DeadlineError, UnavailableError
+from pannier.wire.failures import aborted_error
 
 
 def is_proposal(request: sidecar_pb2.PlanRequest) -> bool:
@@ -63,7 +64,7 @@ def propose(
     if answered and not given_up and saves.withdrawn(rank):
         return sidecar_pb2.PlanResponse(wanted=True)
     if failures := _failures(rank):
-        error = aborted(rank.save.key, rank.save.checkpoint_id, failures)
+        error = aborted_error(rank.save.key, rank.save.checkpoint_id, failures)
         saves.refused(rank, error)
         raise error
     if given_up:

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
-from pannier.sidecar.ingest import check_context
 from pannier.sidecar.liveness import Key, Trainers
 from pannier.sidecar.rpc.watches import Watches
 from pannier.sidecar.save_state import Phase, RankSave, Save, Saves
@@ -263,8 +262,6 @@ class Sessions:
                 f"rank {request.rank} is not within a world of {request.world_size}"
             )
         limits.check_connect(request)
-        for pending in request.pending:
-            check_context(pending.context)
 
     def _check_handed_over(self, pending: Iterable[sidecar_pb2.PendingSave]) -> None:
         """A former life confirmed what this one knows nothing of: its journal was damaged."""

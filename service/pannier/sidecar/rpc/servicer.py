@@ -15,13 +15,13 @@ from typing import Any, Final
 import grpc
 
 from pannier.sidecar.coordinator_client import Link
-from pannier.sidecar.ingest import Receiving, check_context
+from pannier.sidecar.ingest import Receiving
 from pannier.sidecar.rpc.cached_plan_claims import is_proposal, propose
 from pannier.sidecar.rpc.connections import Sessions
 from pannier.sidecar.rpc.idle_streams import IDLE_S, Stream, Streams
 from pannier.sidecar.save_state import RankSave, Saves
 from pannier.sidecar.spool.data_file import DataFile
-from pannier.v1 import save_pb2, sidecar_pb2, sidecar_pb2_grpc
+from pannier.v1 import sidecar_pb2, sidecar_pb2_grpc
 from pannier.wire import chunk_codec, limits
 from pannier.wire.chunk_codec import ReceivedChunk
 from pannier.wire.errors import (
@@ -32,6 +32,7 @@ from pannier.wire.errors import (
     SaveAbortedError,
     UnavailableError,
 )
+from pannier.wire.failures import failure_kind
 from pannier.wire.version import WIRE_VERSION
 
 NAME: Final = "pannier.v1.Sidecar"
@@ -165,7 +166,7 @@ class SidecarServicer(sidecar_pb2_grpc.SidecarServicer):
         except (InvalidRequestError, IntegrityError) as error:
             # Out of the way first: a failed rank's streams are cut, and this one has more to say.
             file.end(context)
-            self._saves.fail(rank, _kind(error), str(error))
+            self._saves.fail(rank, failure_kind(error), str(error))
             raise
         finally:
             file.end(context)
@@ -210,7 +211,7 @@ class SidecarServicer(sidecar_pb2_grpc.SidecarServicer):
     ) -> sidecar_pb2.FailResponse:
         """The rank skips or gives up: told to the coordinator by a call and by the report."""
         # Not refused for where the save goes: it may be given up for that very reason.
-        check_context(request.context)
+        limits.check_context(request.context)
         request.failure.CopyFrom(limits.shortened(request.failure))
         # When the save has ended or the rank contradicts itself, the coordinator judges.
         with suppress(SaveAbortedError, InvalidRequestError):
@@ -260,7 +261,7 @@ class SidecarServicer(sidecar_pb2_grpc.SidecarServicer):
             # The caller went away. If it doesn't come back, its rank is lost.
             raise
         except PannierError as error:
-            self._saves.fail(rank, _kind(error), f"{method}: {error}")
+            self._saves.fail(rank, failure_kind(error), f"{method}: {error}")
             raise
 
     def _receive(
@@ -294,20 +295,6 @@ class SidecarServicer(sidecar_pb2_grpc.SidecarServicer):
                 next_stop = held + ACKNOWLEDGE
                 self._receiving.held(rank, file)
                 yield sidecar_pb2.WriteResponse(committed=held)
-
-
-def _kind(error: PannierError) -> "save_pb2.FailureKind":
-    for kind, failure in _KINDS:
-        if isinstance(error, kind):
-            return failure
-    return save_pb2.FAILURE_KIND_INTERNAL
-
-
-_KINDS: Final = (
-    (IntegrityError, save_pb2.FAILURE_KIND_INTEGRITY),
-    (DeadlineError, save_pb2.FAILURE_KIND_DEADLINE),
-    (InvalidRequestError, save_pb2.FAILURE_KIND_CLIENT),
-)
 
 
 def _until_end(context: grpc.ServicerContext) -> Callable[[Callable[[], Any]], None]:
