@@ -1,92 +1,324 @@
-"""Who has gone silent, said aloud: in the log, while status shows it anyway.
+"""Which ranks and sidecars are alive: one module for all that the coordinator concludes about it.
 
-In: the saves that wait, and the sidecars that are attached. Out: one warning when a rank or a
-sidecar becomes suspect, and one line when it is heard again. Nothing is given up here: that is
-for the deadlines. Event loop only; no I/O.
+In: streams of sidecars as they open and close, their reports about trainers, and saves as they
+change. Out: failures of ranks that are certainly lost; possible losses, which fail a save unless the
+rank's receipt is in storage; log lines about ranks and sidecars that miss heartbeats. A rank that was
+not ingested is no possible loss of its sidecar: its client streams everything again. Owns the
+:class:`SidecarPeer` objects. Event loop only; no I/O.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Final
 
 from pannier.common import observer_clock
 from pannier.common.wait_text import waiting_text
 from pannier.coordinator.saves.registry import Registry
-from pannier.coordinator.saves.save import Presence
+from pannier.coordinator.saves.save import Part, Presence, Save, State
+from pannier.v1 import coordinator_pb2, save_pb2
+from pannier.wire import limits, object_names
 from pannier.wire.failures import ranks_text
 
 _log = logging.getLogger(__name__)
 
-EVERY_S: Final = 1.0
-"""Silence has no event of its own."""
+CHECK_EVERY_S: Final = 1.0
+"""Between two checks for missed heartbeats, which have no event of their own."""
+RETURN_S: Final = 3.0
+"""A sidecar that is alive attaches again within this time after its stream broke."""
+PLAN_RETURN_S: Final = 10.0
+"""For a sidecar to attach again and a trainer beside it to repeat its Plan call."""
+SUPERSEDED_RETURN_S: Final = 10.0
+"""For a sidecar that was restarted beside a newer incarnation to attach."""
+_BATCH_S: Final = 0.02
+"""Hosts whose sidecars come or go within this time are checked together."""
+_KEPT_S: Final = 3600.0
+"""How long a disconnected sidecar is remembered."""
 
 
-class Vigil:
-    """Watches over all saves of a coordinator.
+class _DelayedCheck:
+    """Calls ``check`` with the hosts that were added, some time later, in batches.
+
+    Each check goes through all ranks, and the sidecars of a large job come and go at once.
+    """
+
+    def __init__(self, delay_s: float, check: Callable[[Collection[str]], None]) -> None:
+        self._delay_s = delay_s
+        self._check = check
+        self._hosts: set[str] = set()
+        self._open_until = 0.0
+
+    def add(self, host: str) -> None:
+        loop = asyncio.get_running_loop()
+        if loop.time() >= self._open_until:
+            self._hosts = set()
+            self._open_until = loop.time() + _BATCH_S
+            observer_clock.call_later(_BATCH_S + self._delay_s, self._check, self._hosts)
+        self._hosts.add(host)
+
+
+class SidecarPeers:
+    """All sidecars, by host and process id; finds ranks that lost theirs."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._peers: dict[tuple[str, str], Presence] = {}
+        self._return = _DelayedCheck(RETURN_S, self._check_hosts)
+        self._plan_return = _DelayedCheck(PLAN_RETURN_S, self._check_planning)
+
+    def open_stream(self, host: str, sidecar: str) -> Presence:
+        """Registers a stream; its first request reports all that the sidecar holds."""
+        now = observer_clock.now()
+        self._peers = {
+            name: peer
+            for name, peer in self._peers.items()
+            if peer.streams or now - peer.heard < _KEPT_S
+        }
+        # By host, too: no host may claim another's sidecar by sending its id.
+        peer = self._peers.setdefault((host, sidecar), Presence(host))
+        peer.streams += 1
+        self._return.add(host)
+        return peer
+
+    def close_stream(self, peer: Presence) -> None:
+        """Registers the end of a stream."""
+        peer.streams -= 1
+        self._return.add(peer.host)
+        self._plan_return.add(peer.host)
+
+    def attached(self) -> list[Presence]:
+        """Sidecars with an open stream."""
+        return [peer for peer in self._peers.values() if peer.streams]
+
+    def check_handed_over(self, save: Save, rank: int) -> None:
+        """Checks a rank that was handed over but that its client's sidecar doesn't hold."""
+        observer_clock.call_later(RETURN_S, self._report_restart, save, save.parts[rank])
+
+    def _check_hosts(self, hosts: Collection[str]) -> None:
+        """Finds ranks whose sidecar is disconnected, and those whose sidecar was replaced.
+
+        What a disconnected sidecar had finished is known only from the receipts in storage.
+        """
+        newest: dict[str, float] = {}
+        for peer in self.attached():
+            newest[peer.host] = max(peer.since, newest.get(peer.host, 0.0))
+        for save in self._registry.undecided():
+            if any(part.host in hosts and part.orphaned for part in save.parts.values()):
+                save.ask_storage()
+            for part in save.parts.values():
+                old = part.sidecar
+                if (
+                    old is not None
+                    and old.host in hosts
+                    and old.since < newest.get(old.host, 0.0)
+                    and part.phase == save_pb2.RANK_PHASE_INGESTED
+                ):
+                    self._report_restart(save, part)
+
+    def _check_planning(self, hosts: Collection[str]) -> None:
+        """Fails ranks with a cached-plan claim whose sidecar is still disconnected.
+
+        A rank that waits in a Plan call needs no such check: its call breaks off.
+        """
+        for save in self._registry.undecided():
+            if save.state is not State.PLANNING:
+                continue
+            for proposal in save.gathering.unread:
+                part = save.parts[proposal.rank]
+                if part.host in hosts and part.orphaned:
+                    save.fail(
+                        save_pb2.FAILURE_KIND_LOST,
+                        f"the sidecar on host {part.host} is disconnected: it ended while the "
+                        "save was planned",
+                        part.rank,
+                        concluded=True,
+                    )
+
+    def _report_restart(self, save: Save, part: Part) -> None:
+        if part.receipt is not None or part.spoken_for:
+            return
+        save.suspect(
+            save_pb2.Failure(
+                rank=part.rank,
+                host=part.host,
+                kind=save_pb2.FAILURE_KIND_LOST,
+                message=f"the sidecar on host {part.host} was restarted and no longer holds this "
+                "rank's data",
+            )
+        )
+
+
+def apply_trainer_reports(
+    registry: Registry, sidecar: Presence, trainers: Iterable[coordinator_pb2.TrainerStatus]
+) -> None:
+    """Applies what a sidecar reports about the trainers on its host to all undecided saves.
+
+    Trainers count for the saves of their incarnation, whether they have joined these or not. Call
+    this after the same message's reports about ranks were applied.
+    """
+    reported = list(trainers)
+    for save in registry.undecided() if reported else ():
+        expected = save.context.save
+        for trainer in reported:
+            if (trainer.job, trainer.incarnation) == (expected.job, expected.incarnation) and (
+                trainer.rank in save.parts
+            ):
+                _apply_trainer_report(save, save.parts[trainer.rank], sidecar, trainer)
+
+
+def _apply_trainer_report(
+    save: Save, part: Part, sidecar: Presence, trainer: coordinator_pb2.TrainerStatus
+) -> None:
+    if part.spoken_for and part.sidecar is not None and part.sidecar.host != sidecar.host:
+        return  # the rank runs on another host
+    if trainer.gone:
+        # For a rank that has handed in a plan or data, its sidecar reports what became of that.
+        missing = part.phase <= save_pb2.RANK_PHASE_MISSING and part.receipt is None
+        if missing and not save.resumed and save.state in (State.PLANNING, State.STAGING):
+            save.fail(
+                save_pb2.FAILURE_KIND_LOST,
+                f"{trainer.gone[: limits.MAX_NAME]} is gone: it ended before it took part in this save",
+                part.rank,
+            )
+        return
+    part.host = part.host or sidecar.host
+    age_s = limits.age(trainer.seconds_since_heard)
+    heard = observer_clock.now() - age_s
+    part.heard = heard if part.heard is None else max(part.heard, heard)
+    part.told.seconds_since_heard = age_s
+
+
+class IncarnationWatch:
+    """Reports possible losses in saves of incarnations that were superseded by a newer one.
+
+    What is ingested continues. A rank that is not, and that has no live sidecar, may be lost; where
+    the sidecar is attached, it reports itself whether the rank's trainer is alive.
+    """
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._newest: dict[tuple[str, str], int] = {}
+        """Highest incarnation number by job and root."""
+        self._checked: set[str] = set()
+        """Undecided saves whose incarnation number was compared."""
+        registry.listen(self._on_change)
+
+    def _on_change(self, save: Save) -> None:
+        if save.ended:
+            self._checked.discard(save.key)
+        elif save.attempt is not None and save.key not in self._checked:
+            self._checked.add(save.key)
+            self._compare(save, save.attempt.incarnation_number)
+
+    def _compare(self, save: Save, number: int) -> None:
+        if save.context.apart:
+            return
+        line = _job_and_root(save)
+        newest = self._newest.get(line, 0)
+        if number > newest:
+            self._newest[line] = number
+            for other in self._registry.undecided():
+                older = other.attempt is not None and other.attempt.incarnation_number < number
+                if older and not other.context.apart and _job_and_root(other) == line:
+                    self._check_later(other, number)
+        elif number < newest:
+            self._check_later(save, newest)
+
+    def _check_later(self, save: Save, newer: int) -> None:
+        observer_clock.call_later(SUPERSEDED_RETURN_S, self._check, save, newer)
+
+    def _check(self, save: Save, newer: int) -> None:
+        # While a save is planned its ranks wait in calls, which end with their trainers.
+        if save.state is State.PLANNING:
+            return
+        for part in save.parts.values():
+            if part.phase < save_pb2.RANK_PHASE_INGESTED and not part.spoken_for:
+                save.suspect(
+                    save_pb2.Failure(
+                        rank=part.rank,
+                        host=part.host,
+                        kind=save_pb2.FAILURE_KIND_LOST,
+                        message=f"the job was restarted (incarnation number {newer}) before this "
+                        "rank was ingested, and the rank has no live sidecar",
+                    )
+                )
+
+
+def _job_and_root(save: Save) -> tuple[str, str]:
+    root, _ = object_names.split_checkpoint_id(save.context.checkpoint_id)
+    return save.context.save.job, root
+
+
+class HeartbeatMonitor:
+    """Logs ranks and sidecars that miss heartbeats, and when they respond again. Fails no save.
 
     Args:
-        present: the sidecars that are attached now.
-        suspect_after_s: seconds of silence that make suspect.
+        attached: sidecars with an open stream.
+        suspect_after_s: seconds without a heartbeat after which a rank or sidecar is logged.
     """
 
     def __init__(
         self,
         registry: Registry,
-        present: Callable[[], Iterable[Presence]],
+        attached: Callable[[], Iterable[Presence]],
         *,
         suspect_after_s: float,
     ) -> None:
         self._registry = registry
-        self._present = present
+        self._attached = attached
         self._after_s = suspect_after_s
         self._ranks: dict[str, set[int]] = {}
-        """Suspect ranks by key of their save."""
+        """Unresponsive ranks by key of their save."""
         self._sidecars: set[Presence] = set()
+        """Unresponsive sidecars."""
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Checks until it is cancelled."""
         with observer_clock.clock.watched():
             while True:
-                observer_clock.clock.tick(EVERY_S)
-                await asyncio.sleep(EVERY_S)
-                self.look()
+                observer_clock.clock.tick(CHECK_EVERY_S)
+                await asyncio.sleep(CHECK_EVERY_S)
+                self.check()
 
-    def look(self) -> None:
-        """Tells what has changed since the last look."""
-        self._look_at_sidecars()
+    def check(self) -> None:
+        """Logs what has changed since the last check."""
+        self._check_sidecars()
         known, self._ranks = self._ranks, {}
         for save in self._registry.undecided():
-            age = observer_clock.now() - save.known_since
-            silent = [
-                one
-                for one in save.awaited()
-                if (age if one.heard_s is None else one.heard_s) > self._after_s
-            ]
-            ranks = {one.rank for one in silent}
             before = known.get(save.key, set())
-            if new := [one for one in silent if one.rank not in before]:
-                left = max(0.0, save.next_deadline - time.monotonic())
-                _log.warning(
-                    "%s, %s, waits for %s: suspect after %.0f s of silence, given up in %.0f s",
-                    *(save.label, save.state.name, waiting_text(new), self._after_s, left),
-                    extra=save.about,
-                )
-            if back := sorted(before & {one.rank for one in save.awaited()} - ranks):
-                _log.info("%s: %s heard again", save.label, ranks_text(back), extra=save.about)
-            if ranks:
+            if ranks := self._check_ranks(save, before):
                 self._ranks[save.key] = ranks
 
-    def _look_at_sidecars(self) -> None:
-        now = observer_clock.now()
-        silent = {each for each in self._present() if now - each.heard > self._after_s}
-        for each in silent - self._sidecars:
+    def _check_ranks(self, save: Save, before: set[int]) -> set[int]:
+        age = observer_clock.now() - save.known_since
+        awaited = save.awaited()
+        late = [
+            each
+            for each in awaited
+            if (age if each.heard_s is None else each.heard_s) > self._after_s
+        ]
+        ranks = {each.rank for each in late}
+        if new := [each for each in late if each.rank not in before]:
+            left = max(0.0, save.next_deadline - time.monotonic())
             _log.warning(
-                "the sidecar on host %s is attached, but was last heard %.0f s ago",
-                *(each.host, now - each.heard),
+                "%s (%s) waits for %s: no heartbeat for more than %.0f s; it fails in %.0f s",
+                *(save.label, save.state.name, waiting_text(new), self._after_s, left),
+                extra=save.about,
             )
-        for each in self._sidecars - silent:
-            if each.streams:
-                _log.info("the sidecar on host %s is heard again", each.host)
-        self._sidecars = silent
+        if back := sorted(before & {each.rank for each in awaited} - ranks):
+            _log.info("%s: %s responds again", save.label, ranks_text(back), extra=save.about)
+        return ranks
+
+    def _check_sidecars(self) -> None:
+        now = observer_clock.now()
+        late = {peer for peer in self._attached() if now - peer.heard > self._after_s}
+        for peer in late - self._sidecars:
+            _log.warning(
+                "the sidecar on host %s is attached but unresponsive: last heartbeat %.0f s ago",
+                *(peer.host, now - peer.heard),
+            )
+        for peer in self._sidecars - late:
+            if peer.streams:
+                _log.info("the sidecar on host %s responds again", peer.host)
+        self._sidecars = late

@@ -15,20 +15,18 @@ from typing import Final
 
 import grpc
 
-from pannier.common import tracing
+from pannier.common import observer_clock, tracing
 from pannier.common.malloc import keep_freed_memory
 from pannier.coordinator.background.retention import Retention
 from pannier.coordinator.background.superseded import Sweeper
 from pannier.coordinator.config import CoordinatorConfig
 from pannier.coordinator.diagnosis import CoordinatorDiagnosis
-from pannier.coordinator.idle_exit import await_idle
-from pannier.coordinator.liveness import Vigil
+from pannier.coordinator.liveness import HeartbeatMonitor, IncarnationWatch
 from pannier.coordinator.metrics import Figures
 from pannier.coordinator.planning.custom_planners import Planners
 from pannier.coordinator.planning.plan_cache import AgreedPlans
 from pannier.coordinator.saves.registry import Registry
 from pannier.coordinator.saves.save_task import Conductor
-from pannier.coordinator.saves.succession import Succession
 from pannier.coordinator.servicer import NAME, CoordinatorService, add_to_server
 from pannier.coordinator.sidecar_streams import Attachments
 from pannier.coordinator.stores import Places
@@ -69,6 +67,12 @@ _GARBAGE: Final = 20_000
 """Objects made since the collector looked, 700 by default."""
 _PATIENCE_S: Final = 2.0
 """After SIGTERM: for commits that are being decided."""
+_IDLE_CHECK_S: Final = 1.0
+"""Between two checks whether the coordinator is idle."""
+_REPORTED_S: Final = 5.0
+"""A report about a trainer counts this long; sidecars send one every second or so."""
+FIRST_S: Final = 60.0
+"""Shortest idle time before the first trainer: its host may only be starting its sidecar."""
 
 
 def run(config: CoordinatorConfig) -> int:
@@ -144,14 +148,16 @@ async def serving(
             plans=plans,
         )
         registry = Registry(board, begin=conductor.begin, suspect_after_s=config.suspect_after_s)
-        Succession(registry)
+        IncarnationWatch(registry)
         attachments = Attachments(registry, places)
         service = CoordinatorService(registry, places, planners, attachments, plans)
         ask = on_loop(asyncio.get_running_loop())
         metrics = Metrics("coordinator", vitals)
         counts = Counts(metrics.registry)
         metrics.add(Figures(registry, counts, attachments.present, ask).collect)
-        vigil = Vigil(registry, attachments.present, suspect_after_s=config.suspect_after_s)
+        monitor = HeartbeatMonitor(
+            registry, attachments.present, suspect_after_s=config.suspect_after_s
+        )
         peers = config.peers()
         watched = [] if peers is None else [AioPeerInterceptor(peers)]
         server = grpc.aio.server(
@@ -184,7 +190,7 @@ async def serving(
             await server.start()
             await operating.serve()
             _log.info("coordinator %s serves on %s", package_version(), config.address)
-            watches = [asyncio.get_running_loop().create_task(vigil.run())]
+            watches = [asyncio.get_running_loop().create_task(monitor.run())]
             if config.idle_exit_s is not None:
                 idling = await_idle(registry, attachments, config.idle_exit_s, leave)
                 watches.append(asyncio.get_running_loop().create_task(idling))
@@ -198,3 +204,36 @@ async def serving(
                 await conductor.stop()
                 # Streams never end by themselves; sidecars attach again to the next one.
                 await server.stop(grace=0.2)
+
+
+async def await_idle(
+    registry: Registry, attachments: Attachments, after_s: float, leave: Callable[[], None]
+) -> None:
+    """Calls ``leave`` after ``after_s`` seconds without an undecided save or a connected trainer.
+
+    Before the first trainer connects, after at least ``FIRST_S`` seconds. For a coordinator that a
+    client started.
+    """
+    busy = observer_clock.now()
+    while True:
+        await asyncio.sleep(_IDLE_CHECK_S)
+        now = observer_clock.now()
+        if registry.undecided() or _attended(attachments, now):
+            busy = now
+        patience_s = max(after_s, FIRST_S) if attachments.attended is None else after_s
+        if now - busy >= patience_s:
+            leave()
+            return
+
+
+def _attended(attachments: Attachments, now: float) -> bool:
+    """Whether a trainer is connected, by the last reports of the sidecars.
+
+    The trainers of a sidecar that is attached but late (its host or this one is busy) still count.
+    """
+    if attachments.attended is None:
+        return False
+    return now - attachments.attended < _REPORTED_S or any(
+        presence.attended is not None and presence.heard - presence.attended < _REPORTED_S
+        for presence in attachments.present()
+    )

@@ -19,7 +19,7 @@ from pannier.coordinator.planning.columns import RankPlan
 from pannier.coordinator.planning.custom_planners import Planners
 from pannier.coordinator.planning.encoded_plans import PlanCall, UnreadPlan, parse_call, unread
 from pannier.coordinator.planning.plan_cache import AgreedPlan, AgreedPlans
-from pannier.coordinator.saves.joining import check_place, join
+from pannier.coordinator.saves.admission import check_place, join
 from pannier.coordinator.saves.participants import DisagreementError, Proposal
 from pannier.coordinator.saves.registry import Registry
 from pannier.coordinator.saves.save import DEFAULT_TIMEOUT_S, Save, State

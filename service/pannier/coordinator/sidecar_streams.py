@@ -15,10 +15,9 @@ from collections.abc import AsyncIterator
 from typing import Final
 
 from pannier.common import observer_clock
-from pannier.coordinator import trainer_reports
-from pannier.coordinator.lost_sidecars import Losses
+from pannier.coordinator.liveness import SidecarPeers, apply_trainer_reports
 from pannier.coordinator.planning import varints
-from pannier.coordinator.saves.joining import check_place, join
+from pannier.coordinator.saves.admission import check_place, join
 from pannier.coordinator.saves.participants import DisagreementError, Proposal
 from pannier.coordinator.saves.registry import Registry
 from pannier.coordinator.saves.save import Presence, Save, State
@@ -75,7 +74,7 @@ class Attachments:
     def __init__(self, registry: Registry, places: Places) -> None:
         self._registry = registry
         self._places = places
-        self._losses = Losses(registry)
+        self._peers = SidecarPeers(registry)
         self._streams: set[_Stream] = set()
         self._essences: dict[str, tuple[object, ...]] = {}
         """By key of a save: of what all streams were told last."""
@@ -86,7 +85,7 @@ class Attachments:
 
     def present(self) -> list[Presence]:
         """The sidecars that are attached now."""
-        return self._losses.present()
+        return self._peers.attached()
 
     async def serve(self, requests: Requests) -> AsyncIterator[bytes]:
         """Answers of one stream, serialised, until the sidecar ends it.
@@ -99,7 +98,7 @@ class Attachments:
         check_version(first.wire_version, first.host)
         limits.check_host(first.host)
         limits.check_words(sidecar=first.sidecar)
-        stream = _Stream(self._losses.attached(first.host, first.sidecar))
+        stream = _Stream(self._peers.open_stream(first.host, first.sidecar))
         self._streams.add(stream)
         _log.info("sidecar %s on %s is attached", first.sidecar[:8], first.host)
         loop = asyncio.get_running_loop()
@@ -122,7 +121,7 @@ class Attachments:
             reading.result()
         finally:
             self._streams.discard(stream)
-            self._losses.detached(stream.presence)
+            self._peers.close_stream(stream.presence)
             reading.cancel()
             _log.info("sidecar %s on %s is no longer attached", first.sidecar[:8], first.host)
 
@@ -165,9 +164,9 @@ class Attachments:
             save.set_deadlines(each.context.rank, 0, _checked(each.save_timeout_s))
             if each.handed_over:
                 save.resume()
-                self._losses.asked(save, each.context.rank)
+                self._peers.check_handed_over(save, each.context.rank)
             saves[save.key] = save
-        trainer_reports.take(self._registry, stream.presence, request.trainers)
+        apply_trainer_reports(self._registry, stream.presence, request.trainers)
         if any(not trainer.gone for trainer in request.trainers):
             stream.presence.attended = self.attended = stream.presence.heard
         for save in saves.values():

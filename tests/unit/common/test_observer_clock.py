@@ -12,9 +12,8 @@ from pannier.client.transport import heartbeat
 from pannier.client.transport.heartbeat import Heartbeat
 from pannier.common import observer_clock
 from pannier.common.observer_clock import SLACK_S, ObserverClock
-from pannier.coordinator import lost_sidecars
-from pannier.coordinator.liveness import Vigil
-from pannier.coordinator.lost_sidecars import Losses
+from pannier.coordinator import liveness
+from pannier.coordinator.liveness import HeartbeatMonitor, SidecarPeers
 from pannier.coordinator.saves.registry import Registry
 from pannier.coordinator.saves.save import Presence, State
 from pannier.daemon.status_registry import Board
@@ -171,7 +170,7 @@ def test_a_blocked_coordinator_calls_nothing_silent_that_it_has_not_read(
     registry = registry_of()
     sidecar = Presence("node-0")
     sidecar.streams = 1
-    vigil = Vigil(registry, lambda: [sidecar], suspect_after_s=5.0)
+    monitor = HeartbeatMonitor(registry, lambda: [sidecar], suspect_after_s=5.0)
     save = registry.enter(context(0, "/root/step"))
     registry.enter(context(1, "/root/step"))
     save.move(State.STAGING)
@@ -182,18 +181,18 @@ def test_a_blocked_coordinator_calls_nothing_silent_that_it_has_not_read(
         observer_clock.clock.tick(1.0)
         # torch is imported, or 4096 ranks are planned.
         machine.seconds += 30
-        vigil.look()
+        monitor.check()
         observer_clock.clock.tick(1.0)
         assert save.parts[0].silence(5.0) == 1.0 + SLACK_S
         assert [one.heard_s for one in save.awaited()] == [1.0 + SLACK_S] * 2
         assert not [r for r in caplog.records if r.name == "pannier.coordinator.liveness"]
         for _ in range(5):
             machine.seconds += 1
-            vigil.look()
+            monitor.check()
             observer_clock.clock.tick(1.0)
     text = " ".join(r.message for r in caplog.records if r.name == "pannier.coordinator.liveness")
-    assert "the sidecar on host node-0 is attached, but was last heard" in text
-    assert "suspect after 5 s of silence" in text
+    assert "the sidecar on host node-0 is attached but unresponsive" in text
+    assert "no heartbeat for more than 5 s" in text
 
 
 def test_a_stopped_sidecar_calls_no_trainer_silent_when_it_goes_on(machine: Machine) -> None:
@@ -218,27 +217,27 @@ def test_a_coordinator_that_was_blocked_waits_for_sidecars_to_come_back(
 ) -> None:
     """That their streams are there again lies unread when its timers are due."""
     monkeypatch.setattr(observer_clock, "SLACK_S", 0.0)
-    monkeypatch.setattr(lost_sidecars, "RETURN_S", 0.01)
+    monkeypatch.setattr(liveness, "RETURN_S", 0.01)
 
     async def scenario() -> None:
         registry = registry_of()
-        watch = Losses(registry)
+        watch = SidecarPeers(registry)
         save = registry.enter(context(0, "/root/step"))
         registry.enter(context(1, "/root/step"))
         save.attempt = object_names.Attempt(1, 1, save.context.save.group, "aa")
         save.move(State.STAGING)
-        old = watch.attached("node-0", "old")
+        old = watch.open_stream("node-0", "old")
         part = save.parts[0]
         part.sidecar, part.phase = old, save_pb2.RANK_PHASE_INGESTED
         with observer_clock.clock.watched():
             observer_clock.clock.tick(0.0)
-            watch.detached(old)
-            watch.asked(save, 0)
+            watch.close_stream(old)
+            watch.check_handed_over(save, 0)
             machine.seconds += 30
             await asyncio.sleep(0.1)
             assert not save.suspects
             if back:
-                watch.attached("node-0", "old")
+                watch.open_stream("node-0", "old")
             observer_clock.clock.tick(60.0)
             machine.seconds += 1
             await asyncio.sleep(0.1)

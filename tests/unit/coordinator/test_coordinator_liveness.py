@@ -8,15 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from pannier.coordinator import lost_sidecars
-from pannier.coordinator.liveness import Vigil
-from pannier.coordinator.lost_sidecars import Losses
-from pannier.coordinator.saves import succession
+from pannier.coordinator import liveness
+from pannier.coordinator.liveness import HeartbeatMonitor, IncarnationWatch, SidecarPeers
 from pannier.coordinator.saves.registry import Registry
 from pannier.coordinator.saves.save import Presence, Save, State
-from pannier.coordinator.saves.succession import Succession
 from pannier.daemon.status_registry import Board
-from pannier.v1 import save_pb2
+from pannier.v1 import records_pb2, save_pb2
 from pannier.wire import object_names
 from support.actors.ranks_by_hand import context
 
@@ -31,7 +28,9 @@ class Watched:
     def __init__(self, place: str = "/root/step", incarnation: str = "aa") -> None:
         self.registry = Registry(Board(), begin=lambda save: None, suspect_after_s=SUSPECT_S)
         self.sidecars: list[Presence] = []
-        self.vigil = Vigil(self.registry, lambda: self.sidecars, suspect_after_s=SUSPECT_S)
+        self.monitor = HeartbeatMonitor(
+            self.registry, lambda: self.sidecars, suspect_after_s=SUSPECT_S
+        )
 
     def save(self, place: str = "/root/step", incarnation: str = "aa", number: int = 1) -> Save:
         save = self.registry.enter(context(0, place, incarnation=incarnation))
@@ -58,31 +57,31 @@ def test_a_silent_rank_is_named_once_and_when_it_is_heard_again(
     save = watched.save()
     watched.silent_for(save, 0, 1)
     watched.silent_for(save, 1, 6)
-    watched.vigil.look()
+    watched.monitor.check()
     (text,) = said(caplog)
-    assert "STAGING, waits for rank 1 (host node-1, last heard 6 s ago)" in text
-    assert "suspect after 5 s of silence, given up in 3600 s" in text
-    watched.vigil.look()
+    assert "(STAGING) waits for rank 1 (host node-1, last heard 6 s ago)" in text
+    assert "no heartbeat for more than 5 s; it fails in 3600 s" in text
+    watched.monitor.check()
     assert said(caplog) == []
     watched.silent_for(save, 0, 7)
-    watched.vigil.look()
+    watched.monitor.check()
     (text,) = said(caplog)
     assert "rank 0 (host node-0" in text
     assert "rank 1" not in text
     watched.silent_for(save, 1, 0)
-    watched.vigil.look()
+    watched.monitor.check()
     (text,) = said(caplog)
-    assert text.endswith("rank 1 heard again")
+    assert text.endswith("rank 1 responds again")
 
 
 def test_a_rank_that_never_came_is_named(caplog: pytest.LogCaptureFixture) -> None:
     watched = Watched()
     save = watched.registry.enter(context(0, "/root/step"))
     watched.silent_for(save, 0, 0)
-    watched.vigil.look()
+    watched.monitor.check()
     assert said(caplog) == []
     save.known_since -= 6
-    watched.vigil.look()
+    watched.monitor.check()
     (text,) = said(caplog)
     assert "rank 1 (not heard of yet)" in text
 
@@ -93,20 +92,20 @@ def test_a_silent_sidecar_is_named(caplog: pytest.LogCaptureFixture) -> None:
     sidecar = Presence("node-7")
     sidecar.streams = 1
     watched.sidecars.append(sidecar)
-    watched.vigil.look()
+    watched.monitor.check()
     assert said(caplog) == []
     sidecar.heard -= 6
     for expected in ([True], []):
-        watched.vigil.look()
+        watched.monitor.check()
         assert ["the sidecar on host node-7 is attached" in t for t in said(caplog)] == expected
     sidecar.heard = time.monotonic()
-    watched.vigil.look()
-    assert said(caplog) == ["the sidecar on host node-7 is heard again"]
+    watched.monitor.check()
+    assert said(caplog) == ["the sidecar on host node-7 responds again"]
 
 
 def later(happen: Callable[[], Save], monkeypatch: pytest.MonkeyPatch) -> Save:
-    monkeypatch.setattr(succession, "RETURN_S", 0.02)
-    monkeypatch.setattr(lost_sidecars, "RETURN_S", 0.02)
+    monkeypatch.setattr(liveness, "SUPERSEDED_RETURN_S", 0.02)
+    monkeypatch.setattr(liveness, "RETURN_S", 0.02)
 
     async def main() -> Save:
         save = happen()
@@ -122,7 +121,7 @@ def test_a_newer_incarnation_ends_what_nobody_speaks_for(
 ) -> None:
     def happen() -> Save:
         watched = Watched()
-        Succession(watched.registry)
+        IncarnationWatch(watched.registry)
         saves = [("aa", 1), ("bb", 2)]
         made = {}
         for incarnation, number in reversed(saves) if old_is_told_last else saves:
@@ -141,7 +140,7 @@ def test_a_newer_incarnation_ends_what_nobody_speaks_for(
 def test_others_are_left_alone(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
     def happen() -> Save:
         watched = Watched()
-        Succession(watched.registry)
+        IncarnationWatch(watched.registry)
         save = watched.save()
         if why == "attached":
             sidecar = Presence("node")
@@ -167,11 +166,11 @@ def test_storage_is_asked_when_a_sidecar_is_gone_for_good(
     def happen() -> Save:
         watched = Watched()
         save = watched.save()
-        gone = Losses(watched.registry)
-        sidecar = gone.attached("node-0", "s1")
+        gone = SidecarPeers(watched.registry)
+        sidecar = gone.open_stream("node-0", "s1")
         save.parts[0].sidecar = sidecar
         save.parts[0].advance(INGESTED)
-        gone.detached(sidecar)
+        gone.close_stream(sidecar)
         return save
 
     save = later(happen, monkeypatch)
@@ -183,11 +182,123 @@ def test_storage_is_not_asked_when_it_comes_back(monkeypatch: pytest.MonkeyPatch
     def happen() -> Save:
         watched = Watched()
         save = watched.save()
-        here = Losses(watched.registry)
-        sidecar = here.attached("node-0", "s1")
+        here = SidecarPeers(watched.registry)
+        sidecar = here.open_stream("node-0", "s1")
         save.parts[0].sidecar = sidecar
-        here.detached(sidecar)
-        here.attached("node-0", "s1")
+        here.close_stream(sidecar)
+        here.open_stream("node-0", "s1")
         return save
 
     assert not later(happen, monkeypatch).unseen
+
+
+WAIT_S = 0.02
+
+
+class Host:
+    """One host whose sidecars come and go, with a save of two ranks."""
+
+    def __init__(self) -> None:
+        registry = Registry(Board(), begin=lambda save: None, suspect_after_s=5)
+        self.save: Save = registry.enter(context(0, "/root/step"))
+        self.peers = SidecarPeers(registry)
+
+    def start(self, sidecar: str) -> Presence:
+        return self.peers.open_stream("node", sidecar)
+
+    def hold(self, rank: int, sidecar: Presence, phase: "save_pb2.RankPhase" = INGESTED) -> None:
+        part = self.save.parts[rank]
+        part.host, part.sidecar = "node", sidecar
+        part.advance(phase)
+
+
+def suspects(monkeypatch: pytest.MonkeyPatch, happen: Callable[[Host], None]) -> dict[int, str]:
+    monkeypatch.setattr(liveness, "RETURN_S", WAIT_S)
+
+    async def main() -> dict[int, str]:
+        host = Host()
+        happen(host)
+        await asyncio.sleep(3 * WAIT_S)
+        return {rank: failure.message for rank, failure in host.save.suspects.items()}
+
+    return asyncio.run(main())
+
+
+def test_what_a_replaced_sidecar_held_is_suspect(monkeypatch: pytest.MonkeyPatch) -> None:
+    def happen(host: Host) -> None:
+        old = host.start("old")
+        host.hold(0, old)
+        host.hold(1, old, STREAMING)
+        host.peers.close_stream(old)
+        host.start("new")
+
+    found = suspects(monkeypatch, happen)
+    assert found == {
+        0: "the sidecar on host node was restarted and no longer holds this rank's data"
+    }
+
+
+def test_a_durable_rank_is_no_suspect(monkeypatch: pytest.MonkeyPatch) -> None:
+    def happen(host: Host) -> None:
+        old = host.start("old")
+        host.hold(0, old)
+        host.save.parts[0].receipt = records_pb2.Receipt()
+        host.peers.close_stream(old)
+        host.start("new")
+
+    assert not suspects(monkeypatch, happen)
+
+
+def test_a_sidecar_that_is_away_for_a_moment_is_no_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def happen(host: Host) -> None:
+        only = host.start("only")
+        host.hold(0, only)
+        host.peers.close_stream(only)
+        assert host.start("only") is only
+
+    assert not suspects(monkeypatch, happen)
+
+
+def test_two_sidecars_of_one_host_do_not_replace_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def happen(host: Host) -> None:
+        first, second = host.start("first"), host.start("second")
+        host.hold(0, first)
+        host.hold(1, second)
+        # Both lose their streams, and only the older one has come back.
+        host.peers.close_stream(first)
+        host.peers.close_stream(second)
+        host.start("first")
+
+    assert not suspects(monkeypatch, happen)
+
+
+def test_a_rank_that_its_client_asks_after_is_suspect(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The coordinator was restarted too, or the rank was ingested the moment before."""
+
+    def happen(host: Host) -> None:
+        alive = host.start("alive")
+        host.hold(1, alive)
+        for rank in (0, 1):
+            host.peers.check_handed_over(host.save, rank)
+
+    # Rank 1 was reported meanwhile.
+    assert suspects(monkeypatch, happen).keys() == {0}
+
+
+def test_hosts_whose_sidecars_are_replaced_at_once_are_all_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def happen(host: Host) -> None:
+        hosts = ("node", "other")
+        old = [host.peers.open_stream(name, f"old-{name}") for name in hosts]
+        for rank, name in enumerate(hosts):
+            host.hold(rank, old[rank])
+            host.save.parts[rank].host = name
+        for each in old:
+            host.peers.close_stream(each)
+        for name in hosts:
+            host.peers.open_stream(name, f"new-{name}")
+
+    assert suspects(monkeypatch, happen).keys() == {0, 1}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pannier.coordinator import idle_exit
+from pannier.coordinator import server
 from pannier.coordinator.saves.save import Presence
 
 AFTER_S = 10.0
@@ -56,10 +56,10 @@ def leaves_at(
         if scene.second > until:
             raise TimeoutError
 
-    monkeypatch.setattr(idle_exit, "observer_clock", SimpleNamespace(now=lambda: scene.now))
-    monkeypatch.setattr(idle_exit, "asyncio", SimpleNamespace(sleep=tick))
+    monkeypatch.setattr(server, "observer_clock", SimpleNamespace(now=lambda: scene.now))
+    monkeypatch.setattr(server, "asyncio", SimpleNamespace(sleep=tick))
     attachments: Any = scene
-    leaving = idle_exit.await_idle(
+    leaving = server.await_idle(
         attachments, attachments, AFTER_S, lambda: left.append(scene.second)
     )
     try:
@@ -85,7 +85,7 @@ def test_the_first_trainer_may_take_longer_than_the_idle_time(
 
 
 def test_without_any_trainer_it_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert leaves_at(monkeypatch, lambda scene: None) == idle_exit.FIRST_S
+    assert leaves_at(monkeypatch, lambda scene: None) == server.FIRST_S
 
 
 def test_a_sidecar_that_is_late_keeps_its_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
