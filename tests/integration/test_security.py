@@ -14,16 +14,10 @@ from pannier.client.config import load_settings
 from pannier.v1 import status_pb2, status_pb2_grpc
 from pannier.wire.errors import ConfigurationError, UnavailableError
 from support.network.certificates import Authority, Files
-from support.network.other_user import NOBODY, call, needs_root, speak
+from support.network.other_user import may_connect, needs_root
 from support.processes.cli import pannier
 from support.processes.daemons import Daemons
 from support.processes.ranks import free_port
-
-LIST = "/pannier.v1.Status/ListSaves"
-HEALTH = "/grpc.health.v1.Health/Check"
-REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
-HEALTHY = b"\x00\x00\x00\x00\x02\x08\x01"
-"""The message that says SERVING, as it is on the wire."""
 
 
 class Secured:
@@ -124,26 +118,26 @@ def test_a_listener_for_other_hosts_is_refused_without_tls(tmp_path: Path) -> No
 
 
 @needs_root
-def test_another_user_is_refused_by_both_daemons(daemons: Daemons, tmp_path: Path) -> None:
+def test_another_user_is_refused_by_both_daemons(daemons: Daemons) -> None:
     sockets = [
         Path(address.removeprefix("unix://"))
         for address in (daemons.sidecar_address, daemons.coordinator_address)
     ]
+    # The one that passes the spool's descriptors.
+    sockets.append(sockets[0].with_name(f"{sockets[0].name}.fd"))
     for path in sockets:
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
-        assert speak(str(path), call(LIST)) == b"denied"
-        assert HEALTHY in speak(str(path), call(HEALTH), user=0, wait=1)
-    for path in sockets:
-        path.chmod(0o666)
-        path.parent.chmod(0o711)
-        # An answer would name the daemon's host.
-        assert b"serving" not in speak(str(path), call(LIST))
-        assert HEALTHY not in speak(str(path), call(HEALTH))
-        assert b"pannier.v1" not in speak(str(path), call(REFLECTION))
-    for daemon in (daemons.sidecar, daemons.coordinator):
-        assert f"user {NOBODY} (process " in daemon.log()
-    settings = load_settings(sidecar=daemons.sidecar_address, job="test")
-    with Client(settings) as client:
-        client.save({"w": torch.arange(10)}, checkpoint_id=str(tmp_path / "step-1"))
-    assert (tmp_path / "step-1" / ".metadata").exists()
+        assert may_connect(path, user=0)
+        assert not may_connect(path)
+
+
+def test_a_socket_in_a_directory_that_others_may_enter_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    address = ("--address", f"unix://{tmp_path}/d.sock")
+    spool = ("--spool", str(tmp_path / "spool"), "--coordinator", "127.0.0.1:7")
+    for daemon in (("coordinator",), ("sidecar", *spool)):
+        result = pannier(*daemon, *address)
+        assert result.code == 2, result
+        assert f"other users may enter {tmp_path} (mode 755)" in result.err
+        assert "chmod 700" in result.err

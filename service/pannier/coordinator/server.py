@@ -9,7 +9,7 @@ import gc
 import logging
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Final
 
@@ -37,7 +37,6 @@ from pannier.daemon.interceptors import AioErrorInterceptor
 from pannier.daemon.listeners import listening, raise_descriptor_limit, server_options
 from pannier.daemon.logging import set_up_logging
 from pannier.daemon.metrics import Counts, Metrics
-from pannier.daemon.peer_users import AioPeerInterceptor
 from pannier.daemon.signals import AioStopSignals
 from pannier.daemon.status_page import Pages, on_loop
 from pannier.daemon.status_registry import Board
@@ -158,10 +157,8 @@ async def serving(
         monitor = HeartbeatMonitor(
             registry, attachments.present, suspect_after_s=config.suspect_after_s
         )
-        peers = config.peers()
-        watched = [] if peers is None else [AioPeerInterceptor(peers)]
         server = grpc.aio.server(
-            interceptors=[*watched, AioErrorInterceptor()],
+            interceptors=[AioErrorInterceptor()],
             options=[
                 *server_options(),
                 ("grpc.max_concurrent_streams", _CALLS_OF_ONE),
@@ -172,11 +169,9 @@ async def serving(
         diagnosis = CoordinatorDiagnosis(config, lambda: registry.draining)
         diagnosis_pb2_grpc.add_DiagnosisServicer_to_server(diagnosis, server)
         operating = AioOperating(server, board, vitals, [NAME, doctor_checks.NAME])
-        watching = nullcontext() if peers is None else peers.watching()
         with (
-            watching,
             listening(
-                server, config.address, config.listen, tls=config.tls, guests=config.allow_uid
+                server, config.address, config.listen, tls=config.tls, allow_uid=config.allow_uid
             ),
             probed(
                 config.health,

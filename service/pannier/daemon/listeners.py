@@ -81,7 +81,7 @@ def listening(
     extra: str | None = None,
     *,
     tls: Tls | None = None,
-    guests: Collection[int] = (),
+    allow_uid: Collection[int] = (),
 ) -> Iterator[None]:
     """Binds ``server`` to ``address`` and, if given, to the TCP address ``extra``.
 
@@ -91,15 +91,15 @@ def listening(
 
     Args:
         tls: for TCP; None: plaintext.
-        guests: other users that may connect: they get entries in the access control lists of
+        allow_uid: other users that may connect: they get entries in the access control lists of
             directory and socket.
 
     Raises ConfigurationError when someone else listens there or may enter or put files
     there, or when it can't be bound.
     """
     if address.startswith(_UNIX):
-        with _unix_socket(address, guests) as path:
-            _bind_private(server, address, path, guests)
+        with _unix_socket(address, allow_uid) as path:
+            _bind_private(server, address, path, allow_uid)
             if extra is not None:
                 _bind(server, extra, "--listen", tls)
             yield
@@ -116,7 +116,7 @@ def socket_path(address: str) -> Path | None:
 
 
 @contextmanager
-def private_socket(path: Path, guests: Collection[int]) -> Iterator[socket.socket]:
+def private_socket(path: Path, allow_uid: Collection[int]) -> Iterator[socket.socket]:
     """A listening unix socket beside a daemon's own, with the same rights as that.
 
     The daemon listens already: the lock of its own socket keeps this one's place, too.
@@ -130,7 +130,7 @@ def private_socket(path: Path, guests: Collection[int]) -> Iterator[socket.socke
             os.umask(previous)
         try:
             path.chmod(0o600)
-            _let_in(path, guests, _READ_WRITE)
+            _grant(path, allow_uid, _READ_WRITE)
             listener.listen(socket.SOMAXCONN)
             yield listener
         finally:
@@ -138,13 +138,13 @@ def private_socket(path: Path, guests: Collection[int]) -> Iterator[socket.socke
 
 
 @contextmanager
-def _unix_socket(address: str, guests: Collection[int]) -> Iterator[Path]:
+def _unix_socket(address: str, allow_uid: Collection[int]) -> Iterator[Path]:
     path = Path(parse_address(address, setting="--address").removeprefix(_UNIX))
     directory = path.parent
     try:
         make_private(directory)
         _check_directory(directory)
-        _let_in(directory, guests, _ENTER)
+        _grant(directory, allow_uid, _ENTER)
         lock = filelock.FileLock(f"{path}.lock", timeout=0, mode=0o600, is_singleton=False)
         lock.acquire()
     except filelock.Timeout as error:
@@ -180,7 +180,7 @@ def _check_directory(directory: Path) -> None:
             "exist yet"
         )
     # The group's rights are those of the list's entries, where there is one.
-    strangers = stat.S_IRWXO if _has_guests(directory) else stat.S_IRWXG | stat.S_IRWXO
+    strangers = stat.S_IRWXO if _has_acl(directory) else stat.S_IRWXG | stat.S_IRWXO
     if mode & strangers:
         raise ConfigurationError(
             f"other users may enter {directory} (mode {mode:o}), so it can't hold a socket: chmod "
@@ -207,7 +207,7 @@ def _remove_stale(path: Path, address: str) -> None:
 
 
 def _bind_private(
-    server: "grpc.Server | grpc.aio.Server", address: str, path: Path, guests: Collection[int]
+    server: "grpc.Server | grpc.aio.Server", address: str, path: Path, allow_uid: Collection[int]
 ) -> None:
     # Never open to others, not even for the moment until the chmod.
     previous = os.umask(0o177)
@@ -216,20 +216,20 @@ def _bind_private(
     finally:
         os.umask(previous)
     path.chmod(0o600)
-    _let_in(path, guests, _READ_WRITE)
+    _grant(path, allow_uid, _READ_WRITE)
 
 
-def _let_in(path: Path, guests: Collection[int], rights: int) -> None:
+def _grant(path: Path, allow_uid: Collection[int], rights: int) -> None:
     """Gives these users, and nobody else, rights to a socket or directory besides its owner's."""
-    if not guests:
-        if _has_guests(path):
+    if not allow_uid:
+        if _has_acl(path):
             os.removexattr(path, _ACL)
             path.chmod(0o700 if path.is_dir() else 0o600)
         return
     owner = 7 if path.is_dir() else 6
     entries = [
         (_USER_OWNER, owner, _NO_ID),
-        *((_USER, rights, uid) for uid in sorted(guests)),
+        *((_USER, rights, uid) for uid in sorted(allow_uid)),
         (_GROUP_OWNER, 0, _NO_ID),
         (_MASK, rights, _NO_ID),
         (_OTHERS, 0, _NO_ID),
@@ -244,7 +244,7 @@ def _let_in(path: Path, guests: Collection[int], rights: int) -> None:
         ) from error
 
 
-def _has_guests(path: Path) -> bool:
+def _has_acl(path: Path) -> bool:
     try:
         return bool(os.getxattr(path, _ACL))
     except OSError:

@@ -1,15 +1,13 @@
 """Who may reach a daemon and what it may reach, as settings: checked when they are made, the same for both daemons."""
 
-import os
 import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 from pannier.daemon.http_server import web_address
-from pannier.daemon.listeners import check_exposure, socket_path
+from pannier.daemon.listeners import check_exposure
 from pannier.daemon.logging import FORMATS, TEXT
-from pannier.daemon.peer_users import Peers
 from pannier.storage.url import parse
 from pannier.wire import limits
 from pannier.wire.addresses import parse_address
@@ -81,8 +79,3 @@ class Access:
             raise ConfigurationError(f"--host: {error}") from error
         if not self.host:
             raise ConfigurationError("--host is empty")
-
-    def peers(self) -> Peers | None:
-        """Who may connect to the unix socket; None: there is none."""
-        path = socket_path(self.address)
-        return None if path is None else Peers(path, {os.geteuid(), 0, *self.allow_uid})

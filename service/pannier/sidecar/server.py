@@ -21,7 +21,6 @@ from pannier.daemon.admission import STATUS_LIMITS, AdmissionInterceptor
 from pannier.daemon.health_server import probed
 from pannier.daemon.interceptors import ErrorInterceptor
 from pannier.daemon.listeners import listening, server_options, socket_path
-from pannier.daemon.peer_users import PeerInterceptor
 from pannier.daemon.signals import StopSignals
 from pannier.daemon.status_registry import Board
 from pannier.daemon.status_service import Backlog, Operating, Vitals
@@ -230,10 +229,7 @@ class Sidecar:
     def _serve(self, stack: ExitStack) -> None:
         config = self.config
         threads = ThreadPoolExecutor(_CALLS, thread_name_prefix="pannier-call")
-        peers = config.peers()
-        watched: list[grpc.ServerInterceptor] = [] if peers is None else [PeerInterceptor(peers)]
-        if self.guard is not None:
-            peers, watched = None, [GuardInterceptor(self.guard)]
+        guarded = [] if self.guard is None else [GuardInterceptor(self.guard)]
         server = grpc.server(
             threads,
             options=[
@@ -242,7 +238,7 @@ class Sidecar:
                 ("grpc.max_concurrent_streams", _CALLS_OF_ONE),
             ],
             interceptors=[
-                *watched,
+                *guarded,
                 AdmissionInterceptor({**servicer.LIMITS, **STATUS_LIMITS, **doctor_checks.LIMITS}),
                 ErrorInterceptor(),
             ],
@@ -285,13 +281,11 @@ class Sidecar:
                     config.address,
                     config.listen,
                     tls=config.tls,
-                    guests=config.allow_uid,
+                    allow_uid=config.allow_uid,
                 )
             )
-            if peers is not None:
-                stack.enter_context(peers.watching())
             if path is not None:
-                passed = passing(path, self._lending, guests=config.allow_uid)
+                passed = passing(path, self._lending, allow_uid=config.allow_uid)
         if passed is not None:
             self._descriptors = stack.enter_context(passed)
         server.start()

@@ -21,7 +21,6 @@ from pannier.daemon.admission import STATUS_LIMITS, AdmissionInterceptor
 from pannier.daemon.health_server import probed
 from pannier.daemon.interceptors import ErrorInterceptor
 from pannier.daemon.listeners import listening, server_options
-from pannier.daemon.peer_users import PeerInterceptor
 from pannier.daemon.private_directories import make_private
 from pannier.daemon.signals import StopSignals
 from pannier.daemon.status_service import Backlog, Operating, Vitals
@@ -172,13 +171,10 @@ class Node:
         """The server for operators, on a socket that is theirs alone; trainers have their jobs'."""
         config = self.config
         threads = ThreadPoolExecutor(_CALLS, thread_name_prefix="pannier-call")
-        peers = config.peers()
-        assert peers is not None
         server = grpc.server(
             threads,
             options=server_options(),
             interceptors=[
-                PeerInterceptor(peers),
                 AdmissionInterceptor({**STATUS_LIMITS, **doctor_checks.LIMITS}),
                 ErrorInterceptor(),
             ],
@@ -195,8 +191,7 @@ class Node:
             server,
         )
         self._operating = Operating(server, self.shared.board, self.vitals, [doctor_checks.NAME])
-        stack.enter_context(listening(server, config.address, guests=config.allow_uid))
-        stack.enter_context(peers.watching())
+        stack.enter_context(listening(server, config.address, allow_uid=config.allow_uid))
 
         def end() -> None:
             server.stop(0.5).wait()

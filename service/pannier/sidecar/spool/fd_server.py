@@ -157,13 +157,13 @@ class Passing:
 
 @contextmanager
 def passing(
-    path: Path, lending: Lending, *, guests: Collection[int] = (), knows: Knows | None = None
+    path: Path, lending: Lending, *, allow_uid: Collection[int] = (), knows: Knows | None = None
 ) -> Iterator[str]:
     """Passes descriptors as long as the context lasts; gives the socket's name, or "" for none.
 
     Args:
         path: of the sidecar's own socket, which the lock beside it keeps for us.
-        guests: other users that may connect.
+        allow_uid: other users that may connect.
         knows: anybody may connect who says a digest that it knows.
     """
     beside = path.with_name(path.name + SUFFIX)
@@ -175,8 +175,8 @@ def passing(
         )
         yield ""
         return
-    allowed = {os.geteuid(), 0, *guests} if knows is None else None
-    opened = private_socket(beside, guests) if knows is None else job_socket(beside)
+    allowed = {os.geteuid(), 0, *allow_uid} if knows is None else None
+    opened = private_socket(beside, allow_uid) if knows is None else job_socket(beside)
     with opened as listener:
         served = Passing(listener, lending, allowed, knows)
         thread = threading.Thread(target=served.run, name="pannier-passing", daemon=True)

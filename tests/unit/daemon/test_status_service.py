@@ -1,0 +1,90 @@
+"""Status, health and reflection of both kinds of server."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
+    ProtoReflectionDescriptorDatabase,
+)
+
+from pannier.v1 import save_pb2, status_pb2, status_pb2_grpc
+from pannier.wire.addresses import channel_options
+from support.network.in_process_server import KEY, SAVE, Served
+from support.processes.daemons import short_directory
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    made = short_directory()
+    yield made
+    shutil.rmtree(made)
+
+
+@pytest.fixture(params=["sync", "aio"])
+def served(request: pytest.FixtureRequest, directory: Path) -> Iterator[Served]:
+    with Served(request.param, directory) as running:
+        yield running
+
+
+@pytest.fixture
+def channel(served: Served) -> Iterator[grpc.Channel]:
+    with grpc.insecure_channel(served.address, options=channel_options()) as opened:
+        yield opened
+
+
+def test_status_lists_gets_and_watches(served: Served, channel: grpc.Channel) -> None:
+    stub = status_pb2_grpc.StatusStub(channel)
+    served.board.put(SAVE, "/c/step-1", served.render)
+    listed = stub.ListSaves(status_pb2.ListSavesRequest(job="job"), timeout=10)
+    assert [save.id for save in listed.saves] == [KEY]
+    assert (listed.host, listed.daemon_state) == ("node-0", "serving")
+    assert not stub.ListSaves(status_pb2.ListSavesRequest(job="other"), timeout=10).saves
+    aborted = status_pb2.ListSavesRequest(states=[save_pb2.SAVE_STATE_ABORTED])
+    assert not stub.ListSaves(aborted, timeout=10).saves
+    for name in (KEY, "/c/step-1"):
+        found = stub.GetSave(status_pb2.GetSaveRequest(id=name), timeout=10)
+        assert found.save.checkpoint_id == "/c/step-1"
+
+    watched = stub.WatchSave(status_pb2.WatchSaveRequest(id="/c/step-1"), timeout=10)
+    assert next(watched).save.state == save_pb2.SAVE_STATE_PLANNING
+    for state in (save_pb2.SAVE_STATE_UPLOADING, save_pb2.SAVE_STATE_COMMITTED):
+        served.state = state
+        served.board.ring(KEY)
+        assert next(watched).save.state == state
+    assert list(watched) == []
+
+    served.board.remove(KEY)
+    with pytest.raises(grpc.RpcError) as raised:
+        stub.GetSave(status_pb2.GetSaveRequest(id=KEY), timeout=10)
+    assert raised.value.code() is grpc.StatusCode.NOT_FOUND
+    assert KEY in raised.value.details()
+
+
+def test_draining_shows_in_health_and_status(served: Served, channel: grpc.Channel) -> None:
+    stub = health_pb2_grpc.HealthStub(channel)
+
+    def health(service: str) -> int:
+        request = health_pb2.HealthCheckRequest(service=service)
+        return stub.Check(request, timeout=10).status
+
+    services = ("", "pannier.v1.Sidecar", "pannier.v1.Status")
+    assert {health(service) for service in services} == {health_pb2.HealthCheckResponse.SERVING}
+    served.drain()
+    assert {health(service) for service in services} == {health_pb2.HealthCheckResponse.NOT_SERVING}
+    listed = status_pb2_grpc.StatusStub(channel).ListSaves(
+        status_pb2.ListSavesRequest(), timeout=10
+    )
+    assert listed.daemon_state == "draining"
+
+
+def test_reflection_tells_every_service(channel: grpc.Channel) -> None:
+    database = ProtoReflectionDescriptorDatabase(channel)
+    assert {"pannier.v1.Sidecar", "pannier.v1.Status", "grpc.health.v1.Health"} <= set(
+        database.get_services()
+    )
+    file = database.FindFileContainingSymbol("pannier.v1.Sidecar")
+    assert file.name == "pannier/v1/sidecar.proto"
