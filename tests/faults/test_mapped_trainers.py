@@ -10,7 +10,7 @@ import psutil
 import pytest
 import torch
 
-from pannier.client.staging.tensor_copy import Transfers
+from pannier.client.staging.host_copy import Transfers
 from pannier.common.fault_points import VARIABLE
 from pannier.v1 import save_pb2
 from support.actors.borrower import mapped_files, spool_files
@@ -94,7 +94,7 @@ import os, signal, time
 from pathlib import Path
 import torch
 from pannier import client
-from pannier.client.staging.tensor_copy import Transfers
+from pannier.client.staging.host_copy import Transfers
 
 copies = Transfers.run
 

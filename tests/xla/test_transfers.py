@@ -93,7 +93,7 @@ def _shards_are_let_go_of_as_soon_as_they_are_staged() -> None:
     from torch.distributed.checkpoint import DefaultSavePlanner
 
     from pannier import client
-    from pannier.client.staging import tensor_copy
+    from pannier.client.staging import host_copy
     from pannier.client.xla import shard_tensors
     from support.states.xla_states import ROWS, Layout
 
@@ -101,7 +101,7 @@ def _shards_are_let_go_of_as_soon_as_they_are_staged() -> None:
         """Has to be run for each save."""
 
     shard_tensors.BATCH_BYTES = 2 << 20
-    tensor_copy._HELD = 3 << 20
+    host_copy._HELD = 3 << 20
     layout = Layout()
     state = {f"layer {i}": torch.full((512, 512), float(i)).to("xla") for i in range(24)}
     for tensor in state.values():

@@ -10,15 +10,21 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from pannier.client.config import Settings
 from pannier.client.embedded import launcher
+from pannier.client.embedded.daemon_spec import Pair
+from pannier.client.embedded.launcher import await_others
 from pannier.common import env_fingerprint
+from pannier.v1 import save_pb2, status_pb2, status_pb2_grpc
+from pannier.wire import addresses
 from pannier.wire.errors import ConfigurationError, UnavailableError
 from support.processes.daemons import short_directory
 
@@ -196,3 +202,71 @@ def test_daemons_in_a_pod_or_a_slurm_step_end_with_it(
     assert launcher.outlives_trainer()
     monkeypatch.setenv(mark, "1")
     assert not launcher.outlives_trainer()
+
+
+SERVING = ("--listen", "10.0.0.1:7070")
+
+
+class Status(status_pb2_grpc.StatusServicer):
+    """A coordinator with one save under way, for so many questions."""
+
+    def __init__(self) -> None:
+        self.left = 3
+        self.asked: list[status_pb2.ListSavesRequest] = []
+
+    def ListSaves(
+        self, request: status_pb2.ListSavesRequest, context: grpc.ServicerContext
+    ) -> status_pb2.ListSavesResponse:
+        self.asked.append(request)
+        self.left -= 1
+        saves = [save_pb2.SaveStatus(checkpoint_id="gs://bucket/run/step-1")]
+        return status_pb2.ListSavesResponse(saves=saves if self.left > 0 else [])
+
+
+@pytest.fixture
+def runtime_dir() -> Iterator[Path]:
+    made = short_directory()
+    yield made
+    shutil.rmtree(made)
+
+
+@pytest.fixture
+def status(runtime_dir: Path) -> Iterator[Status]:
+    servicer = Status()
+    server = grpc.server(ThreadPoolExecutor(2))
+    status_pb2_grpc.add_StatusServicer_to_server(servicer, server)
+    server.add_insecure_port(addresses.embedded_coordinator(runtime_dir))
+    server.start()
+    yield servicer
+    server.stop(0).wait()
+
+
+def test_exit_waits_until_nothing_of_the_job_is_under_way(
+    runtime_dir: Path, status: Status
+) -> None:
+    assert await_others(Pair(runtime_dir, None, flags=SERVING), "llama", None) == ""
+    assert len(status.asked) == 3
+    request = status.asked[0]
+    assert request.job == "llama"
+    ended = {save_pb2.SAVE_STATE_COMMITTED, save_pb2.SAVE_STATE_ABORTED}
+    assert set(request.states).isdisjoint(ended)
+    assert save_pb2.SAVE_STATE_UPLOADING in request.states
+
+
+def test_exit_names_saves_still_under_way_at_its_deadline(
+    runtime_dir: Path, status: Status
+) -> None:
+    status.left = 1 << 30
+    left = await_others(Pair(runtime_dir, None, flags=SERVING), "llama", 0.3)
+    assert left == "gs://bucket/run/step-1"
+
+
+def test_exit_does_not_ask_a_coordinator_that_serves_this_host_alone(
+    runtime_dir: Path, status: Status
+) -> None:
+    assert await_others(Pair(runtime_dir, None), "llama", None) == ""
+    assert status.asked == []
+
+
+def test_exit_does_not_wait_for_a_coordinator_that_is_gone(runtime_dir: Path) -> None:
+    assert await_others(Pair(runtime_dir, None, flags=SERVING), "llama", None) == ""

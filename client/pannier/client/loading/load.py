@@ -22,7 +22,7 @@ from pannier.client.identity import is_alone
 from pannier.client.loading import filesystem, highest_incarnation
 from pannier.client.loading.load_error import LoadError
 from pannier.client.loading.storage_reader import StorageReader
-from pannier.client.xla import planners, runtime, upstream
+from pannier.client.xla import planners, runtime
 from pannier.v1 import save_pb2
 from pannier.wire.errors import InvalidRequestError, PannierError
 from pannier.wire.failures import ranks_text, shorten
@@ -99,8 +99,8 @@ def _runner(planner: LoadPlanner | None) -> LoadPlanner | None:
     """What calls the planner: itself, or one around it where there may be XLA tensors."""
     if not runtime.is_loaded():
         return planner
-    if upstream.is_load_planner(planner):
-        return upstream.UpstreamLoad(planner)
+    if planners.is_load_planner(planner):
+        return planners.UpstreamLoad(planner)
     if planner is None or isinstance(planner, DefaultLoadPlanner):
         return planners.LoadPlanner(planner)
     return planner

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from pannier.client import torch_compat
-from pannier.client.loading import filesystem, missing_metadata, read_lease
+from pannier.client.loading import catalog, filesystem, read_lease
 from pannier.client.loading.checksum_verifier import Receipts, Verifier
 from pannier.client.loading.range_reader import Contents, Range, fetch
 from pannier.client.loading.safe_unpickler import unpickle_metadata
@@ -150,9 +150,7 @@ class StorageReader(storage.StorageReader):
         try:
             return self._place.read(name)
         except filesystem.MissingError as error:
-            raise filesystem.MissingError(
-                missing_metadata.describe_absence(self._place, name)
-            ) from error
+            raise filesystem.MissingError(catalog.describe_absence(self._place, name)) from error
 
     def resolve(self, *, idle_s: float | None = None) -> bytes:
         """The bytes of ``.metadata``, with a lease of the files that it refers to.
@@ -192,7 +190,7 @@ class StorageReader(storage.StorageReader):
             receipts.check_metadata(content, required=self._verify_now)
             lease = read_lease.take(self._place, attempt, reader=self, idle_s=idle_s)
             try:
-                missing_metadata.check_not_removed(self._place, attempt)
+                catalog.check_not_removed(self._place, attempt)
                 # Looked at again: what was replaced is removed only after a look for leases.
                 unchanged = lease is None or self._stamp() == stamp
             except PannierError:
@@ -293,7 +291,7 @@ class StorageReader(storage.StorageReader):
         try:
             self._read(wanted, planner)
         except filesystem.MissingError as error:
-            what = missing_metadata.describe_removal(self._place) or (
+            what = catalog.describe_removal(self._place) or (
                 "was the checkpoint replaced or removed while it was read?"
             )
             raise filesystem.MissingError(

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from pannier.client import torch_compat
 from pannier.client.staging import archives
 from pannier.client.user_errors import located
-from pannier.client.xla import planners, runtime, upstream
+from pannier.client.xla import planners, runtime
 from pannier.v1 import plan_pb2
 from pannier.wire import plan_codec
 from pannier.wire.errors import InvalidRequestError
@@ -236,24 +236,24 @@ def bare(planner: SavePlanner) -> SavePlanner:
 
 def release(planner: SavePlanner) -> None:
     """All of a plan is resolved: lets go of what the planner has fetched from devices for it."""
-    if isinstance(planner, planners.SavePlanner | upstream.UpstreamSave):
+    if isinstance(planner, planners.SavePlanner | planners.UpstreamSave):
         planner.release()
-    elif upstream.is_save_planner(planner):
-        upstream.UpstreamSave(planner).release()
+    elif planners.is_save_planner(planner):
+        planners.UpstreamSave(planner).release()
 
 
 def _runner(planner: SavePlanner, state: Mapping[str, Any]) -> SavePlanner:
     """What calls the planner: itself, or one around it where there are XLA tensors."""
-    if upstream.is_save_planner(planner):
-        return upstream.UpstreamSave(planner)
+    if planners.is_save_planner(planner):
+        return planners.UpstreamSave(planner)
     if isinstance(planner, DefaultSavePlanner) and runtime.is_loaded():
         return planners.SavePlanner(planner) if runtime.holds_xla(state) else planner
     return planner
 
 
 def _overrides(planner: SavePlanner, names: tuple[str, ...]) -> bool:
-    if upstream.is_save_planner(planner):
-        return upstream.overrides(planner, names)
+    if planners.is_save_planner(planner):
+        return planners.overrides(planner, names)
     cls = type(planner)
     return any(
         getattr(cls, name, None) is not getattr(DefaultSavePlanner, name, None)

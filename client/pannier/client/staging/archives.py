@@ -16,6 +16,8 @@ from typing import IO, Any, Final, cast
 import torch
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
+from pannier.client.xla.shard_tensors import on_host
+
 _NORESERVE: Final = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 
@@ -130,3 +132,55 @@ class _Sink:
 
     def tell(self) -> int:
         return len(self._written) + (self._body if self._skipped_at is not None else 0)
+
+
+_REMEMBERED: Final = frozenset({int, float, bool, str, type(None)})
+_LONGEST: Final = 16
+"""Entries of a tuple and characters of a string that are remembered."""
+
+
+def serialized(value: Any) -> bytes:
+    """The archive of an object, as ``DefaultSavePlanner`` makes it. Raises what pickling raises.
+
+    Tensors of XLA devices in it become the host's.
+    """
+    known = _recognised(value)
+    if known is None:
+        return _saved(value)
+    options = (
+        torch.serialization.get_crc32_options(),
+        torch.serialization.get_default_load_endianness(),
+    )
+    return _remembered(known, options)
+
+
+def _recognised(value: Any) -> tuple[Any, ...] | None:
+    """What tells a small immutable value from all that would be stored otherwise."""
+    kind = type(value)
+    if kind is float:
+        # 0.0 == -0.0, but they are stored differently; so are NaNs.
+        return (kind, value.hex()) if value == value else None
+    if kind in _REMEMBERED:
+        return (kind, value) if kind is not str or len(value) <= _LONGEST else None
+    if kind is tuple and len(value) <= _LONGEST:
+        parts = tuple(map(_recognised, value))
+        return None if None in parts else (kind, parts)
+    return None
+
+
+@lru_cache(maxsize=4096)
+def _remembered(known: tuple[Any, ...], _options: object) -> bytes:
+    return _saved(_value(known))
+
+
+def _value(known: tuple[Any, ...]) -> Any:
+    kind, value = known
+    if kind is float:
+        return float.fromhex(value)
+    return tuple(map(_value, value)) if kind is tuple else value
+
+
+def _saved(value: Any) -> bytes:
+    sink = io.BytesIO()
+    torch.save(on_host(value), sink)
+    return sink.getvalue()

@@ -19,11 +19,11 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from pannier.client import torch_compat
 from pannier.client.staging import archives, header_cache
+from pannier.client.staging.archives import serialized
 from pannier.client.staging.arena import Arena, Region
 from pannier.client.staging.device_copy import DeviceCopies
-from pannier.client.staging.object_archives import serialized
+from pannier.client.staging.host_copy import LARGE, Transfers, freed_error
 from pannier.client.staging.stager import Staged, StagedFile, unsaved
-from pannier.client.staging.tensor_copy import LARGE, Transfers, freed_error
 from pannier.client.user_errors import add_note
 from pannier.client.xla import runtime
 from pannier.client.xla.copy_plan import Fetches, Part, Place

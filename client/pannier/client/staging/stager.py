@@ -20,7 +20,7 @@ from pannier.client.staging import archives, header_cache
 from pannier.client.staging.arena import Arena, Region
 from pannier.client.staging.deferred_copies import Rest
 from pannier.client.staging.device_copy import DeviceCopies
-from pannier.client.staging.tensor_copy import Transfers
+from pannier.client.staging.host_copy import Transfers
 from pannier.client.user_errors import located
 from pannier.v1 import plan_pb2, records_pb2
 from pannier.wire import file_layout, object_names

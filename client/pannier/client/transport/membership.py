@@ -10,7 +10,7 @@ from typing import Final
 from pannier.client.config import Settings
 from pannier.client.embedded import launcher
 from pannier.client.embedded.daemon_spec import Pair
-from pannier.client.embedded.host_exit import await_others
+from pannier.client.embedded.launcher import await_others
 from pannier.client.identity import Group, Identity, World
 from pannier.client.interrupts import aside
 from pannier.client.transport.save_task import SaveTask

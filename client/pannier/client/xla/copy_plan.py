@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from pannier.client.staging.arena import Region
-from pannier.client.staging.tensor_copy import Transfers
+from pannier.client.staging.host_copy import Transfers
 from pannier.client.user_errors import located
 from pannier.client.xla import runtime, shard_tensors
 from pannier.client.xla.runtime import Chunk, Kind
