@@ -7,6 +7,7 @@ group, plans and stages them on the caller's thread, and leaves the rest to
 
 import atexit
 import builtins
+import functools
 import logging
 import os
 import sys
@@ -38,10 +39,10 @@ from pannier.client.options import (
     prepared_path,
     told_path,
 )
-from pannier.client.planning.agreed_plan import agree, wish_of
+from pannier.client.planning import stage_plan
 from pannier.client.planning.local_plan import PlannerRun
-from pannier.client.planning.plan_cache import Agreement, PlanCache
-from pannier.client.planning.plan_preparation import prepare
+from pannier.client.planning.plan_cache import PlanCache
+from pannier.client.planning.plan_confirmation import PlanConfirmation
 from pannier.client.staging.arena import ArenaPool
 from pannier.client.staging.deferred_copies import Rest
 from pannier.client.staging.device_copy import DeviceCopies
@@ -263,16 +264,16 @@ class Client:
                     wait.reason = _plan
                     context = entry.context(member, session)
                     entry.text = object_names.save_text(context.save)
-                    wish = wish_of(entry, context, state_dict, planner)
+                    spec = stage_plan.save_spec(context, state_dict, planner)
                     entry.planned = True
-                    prepare(
-                        wish,
-                        keeper=self._plans,
-                        session=session,
-                        context=context,
-                        pool=self._slots.pool,
-                        arenas=self._slots.idle,
-                        timeout_s=self.settings.plan_timeout,
+                    pool = self._slots.pool
+                    stage_plan.prepare(
+                        self._plans,
+                        spec,
+                        functools.partial(self._request_preparation, session, context),
+                        functools.partial(session.arena, pool),
+                        pool.release,
+                        self._slots.idle,
                     )
                 return
             except BaseException as error:
@@ -501,19 +502,21 @@ class Client:
             saving = aside(begin)
             handle = saving.handle
             wait.reason = lambda: handle.status().waiting_on or _plan()
-            wish = wish_of(entry, context, state_dict, planner)
-            plan = agree(self._plans, wish, lambda planning: self._ask(saving, entry, planning))
-            agreement, group = None, entry.group
-            if plan.cached is not None:
-                agreement = Agreement(
+            spec = stage_plan.save_spec(context, state_dict, planner)
+            plan = stage_plan.resolve_plan(
+                self._plans, spec, lambda run: self._request_plan(saving, entry, run)
+            )
+            confirmation, group = None, entry.group
+            if plan.unconfirmed is not None:
+                confirmation = PlanConfirmation(
                     self._plans,
-                    session,
-                    plan.cached,
-                    deadline,
-                    self.settings.plan_timeout,
-                    lambda number: member.world.resume(group, number),
+                    plan.unconfirmed,
+                    session.plan,
+                    deadline=deadline,
+                    wait_s=self.settings.plan_timeout,
+                    resume_after=lambda number: member.world.resume(group, number + 1),
                 )
-            saving.planned(plan.attempt, plan.plan_id, agreement)
+            saving.planned(plan.attempt, plan.plan_id, confirmation)
             arena = aside(lambda: slot.hold(session.arena(self._slots.pool, plan.sizes)))
             wait.end()
             staged = plan.stage(arena, devices)
@@ -533,16 +536,30 @@ class Client:
             wait.end()
         return saving.handle
 
-    def _ask(self, saving: SaveTask, entry: Entry, planning: PlannerRun) -> plan_pb2.FinalPlan:
-        """The coordinator's answer to a local plan."""
+    def _request_preparation(
+        self, session: SidecarClient, context: sidecar_pb2.SaveContext, run: PlannerRun
+    ) -> plan_pb2.FinalPlan:
+        timeout_s = self.settings.plan_timeout
+        request = sidecar_pb2.PlanRequest(
+            context=context,
+            plan=run.message,
+            digest=run.digest,
+            timeout_s=timeout_s,
+            save_timeout_s=timeout_s,
+            prepare=True,
+        )
+        return session.plan(request, timeout_s).plan
+
+    def _request_plan(self, saving: SaveTask, entry: Entry, run: PlannerRun) -> plan_pb2.FinalPlan:
+        """The final plan for a local plan, once every rank's has arrived."""
         deadline = saving.deadline
         wait_s = min(self.settings.plan_timeout, deadline.remaining())
         if deadline.passed:
             raise DeadlineError(f"save {saving.text} was not planned before its timeout")
         request = sidecar_pb2.PlanRequest(
             context=saving.context,
-            plan=planning.message,
-            digest=planning.digest,
+            plan=run.message,
+            digest=run.digest,
             timeout_s=wait_s,
             save_timeout_s=deadline.remaining(),
         )

@@ -143,7 +143,7 @@ def test_the_same_offsets_need_no_planner(
     client: Client, sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client.save({"w": part(2)}, checkpoint_id="/x/1")
-    monkeypatch.setattr("pannier.client.planning.agreed_plan.PlannerRun", None)
+    monkeypatch.setattr("pannier.client.planning.stage_plan.PlannerRun", None)
     client.save({"w": part(2, 5.0)}, checkpoint_id="/x/2")
     (given,) = (r for r in sidecar.asked(sidecar_pb2.PlanRequest) if r.HasField("plan"))
     assert list(given.plan.items.size) == [8, 3]

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from pannier.client.planning.plan_cache import CachedPlan, Match, Options, Owner
+from pannier.client.planning.plan_cache import CachedPlan, Match, PlannerOptions, PlanScope
 from pannier.client.staging import archives, header_cache
 from pannier.client.staging.arena import ArenaPool
 from pannier.client.staging.stager import Placed, Staged, stage
@@ -28,8 +28,8 @@ from support.states import nested
 from support.states.bits import bits
 from support.states.contents import described, values
 
-DEFAULT = Options(flatten_sharded_tensors=True, dedup_save_to_lowest_rank=False)
-OWNER = Owner("incarnation", "group", "/root")
+DEFAULT = PlannerOptions(flatten_sharded_tensors=True, dedup_save_to_lowest_rank=False)
+SCOPE = PlanScope("incarnation", "group", "/root")
 NUMBER = 1
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled", "ignore:ComplexHalf"
@@ -47,9 +47,9 @@ def learned(state: dict[str, Any], positions: list[int] | None = None) -> Cached
     """The plan of a state, as it is kept after its first save."""
     planning = plan(state)
     kept = CachedPlan(
-        OWNER, planning.message, planning.digest, final_plan(planning.message, positions)
+        SCOPE, planning.message, planning.digest, final_plan(planning.message, positions)
     )
-    kept.learn(DEFAULT, state, planning.items)
+    kept.add_state(DEFAULT, state, planning.items)
     return kept
 
 
@@ -67,7 +67,7 @@ def by_route(kept: CachedPlan, state: dict[str, Any], pool: ArenaPool) -> dict[s
     arena = pool.acquire(kept.sizes)
     try:
         found = match(kept, state)
-        return content(found.route.stage(found.values, arena, kept.names(NUMBER)))
+        return content(found.route.stage(found.values, arena, kept.file_names(NUMBER)))
     finally:
         pool.release(arena)
 
@@ -237,7 +237,7 @@ def test_what_is_staged_loads_as_what_torch_saves(state: dict[str, Any], seed: i
     pool = ArenaPool(1)
     with tempfile.TemporaryDirectory() as name:
         ours, torchs = Path(name) / "ours", Path(name) / "torch"
-        staged = found.route.stage(found.values, pool.acquire(kept.sizes), kept.names(NUMBER))
+        staged = found.route.stage(found.values, pool.acquire(kept.sizes), kept.file_names(NUMBER))
         planning = plan(again)
         write_checkpoint(ours, planning.message, planning.items, placed(kept, staged))
         dcp.save(again, checkpoint_id=torchs, no_dist=True)
@@ -248,7 +248,7 @@ def test_what_is_staged_loads_as_what_torch_saves(state: dict[str, Any], seed: i
 
 def placed(kept: CachedPlan, staged: Staged) -> Staged:
     """With the place of each item, which its own files tell."""
-    final = kept.final(NUMBER)
+    final = kept.final_plan(NUMBER)
     varying = {item.position: (item.file, item.offset, item.length) for item in staged.varying}
     columns = final.placement
     places = [
@@ -287,14 +287,14 @@ def test_names_follow_the_number() -> None:
     kept = learned(state)
     assert kept.attempt(1) == ATTEMPT
     assert kept.attempt(12) == "i1-a1-g00000000-s12"
-    assert kept.names(12) == [
+    assert kept.file_names(12) == [
         "__i1-a1-g00000000-s12_0_0.distcp",
         "__i1-a1-g00000000-s12_0_objects.distcp",
     ]
-    final = kept.final(12)
-    assert [file.name for file in final.files] == kept.names(12)
-    assert kept.is_same(final, 12)
-    assert not kept.is_same(final, 13)
+    final = kept.final_plan(12)
+    assert [file.name for file in final.files] == kept.file_names(12)
+    assert kept.equals(final, 12)
+    assert not kept.equals(final, 13)
 
 
 def test_dtensors(pool: ArenaPool, tmp_path: Path) -> None:

@@ -1,9 +1,8 @@
 """One run of a planner on one state dict: DCP's local plan as a message, and back.
 
-In: a state dict, expanded, and a ``SavePlanner``. Out: the ``LocalPlan`` that the
-coordinator gets, and, once it has answered, the items this rank is to write.
-What DCP could not store, or Pannier not honour, is refused here, by name,
-before anything is staged.
+In: a state dict, expanded, and a ``SavePlanner``. Out: the ``LocalPlan`` message for the
+coordinator and, given the final plan, the items this rank writes. What DCP can't store
+or Pannier can't honour is refused here, by key, before anything is staged. Not thread-safe.
 """
 
 import dataclasses
@@ -42,7 +41,7 @@ class PlannerRun:
         state: from :func:`expand`.
         planner: None for a ``DefaultSavePlanner``.
         is_coordinator: whether this is the first rank of the group.
-        checkpoint_id: told to the planner.
+        checkpoint_id: passed to the planner.
 
     Raises:
         InvalidRequestError: the state dict holds what DCP can't store (the
@@ -70,7 +69,7 @@ class PlannerRun:
                 self._set_up(state, meta, is_coordinator)
                 self._plan = self._call("create_local_plan", self._runner.create_local_plan)
         except Exception as error:
-            # torch doesn't always say which tensor it could not plan.
+            # torch's error doesn't always name the tensor that it could not plan.
             self._refuse_values(self._planned_state(state), cause=error)
             raise
         self._check_plan()
@@ -82,7 +81,7 @@ class PlannerRun:
         )
         self._refuse_properties()
         self.message = self._message(values)
-        """The plan as the coordinator gets it."""
+        """The plan as sent to the coordinator."""
         self.digest = plan_codec.plan_digest(self.message)
         """Hash of ``message``, hex."""
 
@@ -100,22 +99,22 @@ class PlannerRun:
             changed = next((b for a, b in zip(items, own, strict=False) if not _same(a, b)), None)
             what = f"item {changed.index.fqn!r}" if changed else f"{len(own)} items to {len(items)}"
             raise InvalidRequestError(
-                f"planner {self._name} changes {what} in finish_plan; the plan is agreed by then: "
+                f"planner {self._name} changes {what} in finish_plan, after all ranks' plans were made: "
                 "change it in create_local_plan"
             )
         return items
 
     def resolve(self, item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """What the planner has for one of its items. To be called once for each."""
+        """The planner's value for one of its items. To be called once for each."""
         return self._runner.resolve_data(item)
 
     def release(self) -> None:
-        """All is resolved; lets go of what was fetched from devices for it."""
+        """Every item is resolved: frees what was fetched from devices for that."""
         release(self._runner)
 
     @property
     def how(self) -> str:
-        """By which way values come from devices that Pannier doesn't copy from; for people."""
+        """How values come from devices that Pannier doesn't copy from; human-readable."""
         return "" if self._runner is self._planner else runtime.HOW
 
     def _set_up(self, state: dict[str, Any], meta: StorageMeta, is_coordinator: bool) -> None:
@@ -223,19 +222,19 @@ def _expanded(key: str, value: Any) -> Any:
 def resolves_as_planned(planner: SavePlanner) -> bool:
     """Whether values reach storage as the plan describes them.
 
-    False for a planner that looks them up or transforms them in its own way:
-    then only the resolved value tells dtype and shape.
+    False for a planner that overrides how they are looked up or transformed: then dtype
+    and shape are known only from the resolved value.
     """
     return not _overrides(bare(planner), _RESOLUTION)
 
 
 def bare(planner: SavePlanner) -> SavePlanner:
-    """The planner in one that is around it for the sake of XLA tensors; any other is that itself."""
+    """The planner inside a wrapper for XLA tensors; any other planner itself."""
     return planner.planner if isinstance(planner, planners.SavePlanner) else planner
 
 
 def release(planner: SavePlanner) -> None:
-    """All of a plan is resolved: lets go of what the planner has fetched from devices for it."""
+    """Every item of a plan is resolved: frees what the planner fetched from devices for that."""
     if isinstance(planner, planners.SavePlanner | planners.UpstreamSave):
         planner.release()
     elif planners.is_save_planner(planner):
@@ -243,7 +242,7 @@ def release(planner: SavePlanner) -> None:
 
 
 def _runner(planner: SavePlanner, state: Mapping[str, Any]) -> SavePlanner:
-    """What calls the planner: itself, or one around it where there are XLA tensors."""
+    """The planner itself, or a wrapper of it where there are XLA tensors."""
     if planners.is_save_planner(planner):
         return planners.UpstreamSave(planner)
     if isinstance(planner, DefaultSavePlanner) and runtime.is_loaded():
@@ -281,7 +280,7 @@ def _is_mappings(data: Any) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value will, as far as can be known, resolve to plain tensors."""
+    """Whether a value is expected to resolve to plain tensors."""
     if type(value) in _PLAIN_TYPES or value is None:
         return True
     if not isinstance(value, torch.Tensor):
@@ -299,7 +298,7 @@ def _is_plain(value: Any) -> bool:
 def _problem(value: torch.Tensor) -> str | None:
     """Why DCP can't store a tensor, and what to do about it."""
     if runtime.is_xla(value):
-        return None  # Its planner looks after it.
+        return None  # Checked by its planner.
     if isinstance(value, DTensor) and any(p.is_partial() for p in value.placements):
         return (
             f"a DTensor with placements {tuple(value.placements)} is not reduced yet; redistribute "

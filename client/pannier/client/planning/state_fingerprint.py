@@ -1,14 +1,16 @@
-"""What a state dict is made of, but for its values; and its values, quickly, when it is the same.
+"""The structure of a state dict, without its values; finds the values of states with the same structure.
 
-In: state dicts with their ``Stateful`` values expanded. Out: for one that has the
-structure of an earlier one, the value of each item that a ``DefaultSavePlanner`` would
-plan, in its order, without planning. Everything that the plan is made from is compared:
-keys, types and lengths of containers, and of each tensor dtype, shape, layout,
-``requires_grad``, kind of device, and how it is distributed, over ranks or over XLA's
-devices, or which part of a global tensor it says it is; of other objects only their place. Strides, conj and neg bits, and identities may differ: whoever copies the
-values copes. ``pin_memory``, which nobody reads, stays as it was planned.
+In: state dicts with their ``Stateful`` values expanded. Out: for one with the structure of
+an earlier one, the value of each item that a ``DefaultSavePlanner`` would plan, in its
+order, without planning. Everything that the plan depends on is compared: keys, types and
+lengths of containers, and of each tensor dtype, shape, layout, ``requires_grad``, kind of
+device, its distribution over ranks or over XLA's devices, and which part of a global tensor
+it declares to be; of other objects only their place. Strides, conj and neg bits, and
+identities may differ: the copy handles them. ``pin_memory``, which no reader uses, stays as
+it was planned.
 
-What isn't understood has no structure. Not knowing is always right, only slower.
+A state that isn't understood has no fingerprint; it is then planned by DCP, which is always
+right, only slower.
 """
 
 import enum
@@ -27,15 +29,15 @@ from pannier.client.xla import copy_plan, runtime
 _PLAIN: Final = frozenset({torch.Tensor, torch.nn.Parameter})
 _MAPPINGS: Final = frozenset({dict, OrderedDict, defaultdict})
 ATOMS: Final = frozenset({int, float, complex, bool, str, bytes, type(None)})
-"""Types of objects that are nothing else besides."""
+"""Types of objects that DCP never treats otherwise."""
 _OWN_ITEMS: Final = "__create_write_items__"
-"""Who has it makes its own items."""
+"""Objects with this method make their own items."""
 _HOST_FACTS: Final = attrgetter("dtype", "shape", "requires_grad", "layout", "is_cpu")
 _FACTS: Final = attrgetter("dtype", "shape", "requires_grad", "layout", "device.type")
 
 
 _DESCRIBE_SHARDS: Final = hasattr(dcp, "CheckpointableTensor")
-"""Whether this torch takes a plain tensor with these attributes for shards of a global one."""
+"""Whether this torch treats a plain tensor with these attributes as shards of a global one."""
 _SHARD_ATTRIBUTES: Final = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
 
 
@@ -50,7 +52,7 @@ class _Kind(enum.Enum):
 
 
 class _NotUnderstoodError(Exception):
-    """The state dict holds what this module knows nothing of."""
+    """The state dict holds a value that this module has no rule for."""
 
 
 class StateFingerprint:
@@ -66,37 +68,15 @@ class StateFingerprint:
         if torch_compat.flattens_as_of_old() or not self._root.collect(state, leaves):
             raise _NotUnderstoodError
         kinds = [_leaf_kind(leaf) for leaf in leaves]
-        self._grad = torch.is_grad_enabled()
-        self._dtensors = _positions(kinds, _Kind.DTENSOR)
-        self._sharded = _positions(kinds, _Kind.SHARDED)
         self._objects = _positions(kinds, _Kind.OBJECT)
-        self._plain = _positions(kinds, _Kind.PLAIN)
-        self._described = _described_shards(leaves, self._plain)
-        if None in self._described.values():
-            raise _NotUnderstoodError
-        self._dtensor_facts = [torch_compat.DTENSOR_FACTS(leaves[i]) for i in self._dtensors]
-        self._sharded_facts = [torch_compat.sharded_facts(leaves[i]) for i in self._sharded]
-        self._xla = list(_xla_positions(leaves))
-        on_xla = [leaves[i] for i in self._xla]
-        self._xla_facts = list(map(_FACTS, on_xla))
-        shardings = _shardings(on_xla)
-        if shardings is None:
-            raise _NotUnderstoodError
-        self._shardings = shardings
+        self._shards = _ShardFacts(leaves, kinds)
+        self._xla = _XlaFacts(leaves)
         parts = self._parts(leaves)
-        self._even = not self._xla and all(len(part) == 1 for part in parts)
+        self._even = not self._xla.positions and all(len(part) == 1 for part in parts)
         fqns = [".".join(path) for path in paths]
         self.fqns = [fqn for fqn, part in zip(fqns, parts, strict=True) for _ in part]
         """Key of each item's value."""
-        values = [value for part in parts for value in part]
-        self._tensors = [i for i, value in enumerate(values) if isinstance(value, torch.Tensor)]
-        self._all_tensors = len(self._tensors) == len(values)
-        tensors = [values[i] for i in self._tensors]
-        if not _PLAIN.issuperset(map(type, tensors)):
-            raise _NotUnderstoodError
-        on_host = all(tensor.is_cpu for tensor in tensors)
-        self._facts_of = _HOST_FACTS if on_host else _FACTS
-        self._facts = list(map(self._facts_of, tensors))
+        self._tensors = _TensorFacts([value for part in parts for value in part])
 
     def values(self, state: Mapping[str, Any]) -> list[Any] | None:
         """The value of each item; None when the structure is another.
@@ -117,54 +97,108 @@ class StateFingerprint:
             return None
         if not all(map(_is_object, (leaves[i] for i in self._objects))):
             return None
-        # A DTensor's local part requires no gradient where none are recorded.
-        if self._dtensors and self._grad != torch.is_grad_enabled():
+        if not self._shards.match(leaves) or not self._xla.match(leaves):
             return None
-        if self._dtensor_facts != [torch_compat.DTENSOR_FACTS(leaves[i]) for i in self._dtensors]:
-            return None
-        if self._sharded_facts != [torch_compat.sharded_facts(leaves[i]) for i in self._sharded]:
-            return None
-        if self._described != _described_shards(leaves, self._plain):
-            return None
-        if self._xla and not self._same_on_xla([leaves[i] for i in self._xla]):
-            return None
-        if not self._even:
-            leaves = [value for part in self._parts(leaves) for value in part]
+        if self._even:
+            self._shards.replace_by_local(leaves)
         else:
-            for i in self._dtensors:
-                leaves[i] = torch_compat.local_tensors(leaves[i])[0]
-            for i in self._sharded:
-                leaves[i] = torch_compat.local_tensors(leaves[i])[0]
-        tensors = leaves if self._all_tensors else [leaves[i] for i in self._tensors]
-        if (self._dtensors or self._sharded) and not _PLAIN.issuperset(map(type, tensors)):
-            return None
-        # One after the other: ten thousand new tuples at once would wake the garbage collector.
-        same = all(map(eq, map(self._facts_of, tensors), self._facts))
-        return leaves if same and len(tensors) == len(self._facts) else None
-
-    def _same_on_xla(self, tensors: list[torch.Tensor]) -> bool:
-        if list(map(_FACTS, tensors)) != self._xla_facts:
-            return False
-        # What is traced may have another sharding when it has run.
-        runtime.settle()
-        return not copy_plan.have_changed(tensors, self._shardings)
+            leaves = [value for part in self._parts(leaves) for value in part]
+        return leaves if self._tensors.match(leaves, plain=not self._shards.positions) else None
 
     def _parts(self, leaves: list[Any]) -> list[list[Any]]:
         """The values of each leaf's items."""
         parts = [[leaf] for leaf in leaves]
-        for i in self._dtensors:
+        for i in self._shards.dtensors:
             parts[i] = (
                 torch_compat.local_tensors(leaves[i]) if torch_compat.in_mesh(leaves[i]) else []
             )
-        for i in self._sharded:
+        for i in self._shards.sharded:
             parts[i] = torch_compat.local_tensors(leaves[i])
-        for i, sharding in zip(self._xla, self._shardings, strict=True):
+        for i, sharding in zip(self._xla.positions, self._xla.shardings, strict=True):
             parts[i] = list(sharding.parts(i, leaves[i]))
         return parts
 
 
+class _ShardFacts:
+    """How leaves are distributed over ranks: DTensors, ShardedTensors and checkpointable tensors."""
+
+    def __init__(self, leaves: list[Any], kinds: list[_Kind]) -> None:
+        self.dtensors = _positions(kinds, _Kind.DTENSOR)
+        self.sharded = _positions(kinds, _Kind.SHARDED)
+        self.positions = [*self.dtensors, *self.sharded]
+        """Of the leaves whose values are not the leaves themselves."""
+        self._plain = _positions(kinds, _Kind.PLAIN)
+        self._grad = torch.is_grad_enabled()
+        self._described = _described_shards(leaves, self._plain)
+        if None in self._described.values():
+            raise _NotUnderstoodError
+        self._dtensor_facts = [torch_compat.DTENSOR_FACTS(leaves[i]) for i in self.dtensors]
+        self._sharded_facts = [torch_compat.sharded_facts(leaves[i]) for i in self.sharded]
+
+    def match(self, leaves: list[Any]) -> bool:
+        # A DTensor's local part requires no gradient where none are recorded.
+        if self.dtensors and self._grad != torch.is_grad_enabled():
+            return False
+        return (
+            self._dtensor_facts == [torch_compat.DTENSOR_FACTS(leaves[i]) for i in self.dtensors]
+            and self._sharded_facts == [torch_compat.sharded_facts(leaves[i]) for i in self.sharded]
+            and self._described == _described_shards(leaves, self._plain)
+        )
+
+    def replace_by_local(self, leaves: list[Any]) -> None:
+        """Puts this rank's tensor in the place of each, for leaves with one part each."""
+        for i in self.positions:
+            leaves[i] = torch_compat.local_tensors(leaves[i])[0]
+
+
+class _XlaFacts:
+    """Tensors of XLA's devices, and how each is sharded over them."""
+
+    def __init__(self, leaves: list[Any]) -> None:
+        self.positions = list(_xla_positions(leaves))
+        tensors = [leaves[i] for i in self.positions]
+        self._facts = list(map(_FACTS, tensors))
+        shardings = _shardings(tensors)
+        if shardings is None:
+            raise _NotUnderstoodError
+        self.shardings = shardings
+
+    def match(self, leaves: list[Any]) -> bool:
+        if not self.positions:
+            return True
+        tensors = [leaves[i] for i in self.positions]
+        if list(map(_FACTS, tensors)) != self._facts:
+            return False
+        # Pending work may give a tensor another sharding.
+        runtime.settle()
+        return not copy_plan.have_changed(tensors, self.shardings)
+
+
+class _TensorFacts:
+    """Which values are tensors, all of them plain, and what describes each."""
+
+    def __init__(self, values: list[Any]) -> None:
+        self._positions = [i for i, value in enumerate(values) if isinstance(value, torch.Tensor)]
+        self._all_tensors = len(self._positions) == len(values)
+        tensors = [values[i] for i in self._positions]
+        if not _PLAIN.issuperset(map(type, tensors)):
+            raise _NotUnderstoodError
+        on_host = all(tensor.is_cpu for tensor in tensors)
+        self._facts_of = _HOST_FACTS if on_host else _FACTS
+        self._facts = list(map(self._facts_of, tensors))
+
+    def match(self, values: list[Any], *, plain: bool) -> bool:
+        """``plain``: the types of the tensors are known to be right."""
+        tensors = values if self._all_tensors else [values[i] for i in self._positions]
+        if not plain and not _PLAIN.issuperset(map(type, tensors)):
+            return False
+        # One by one: ten thousand new tuples at once would start the garbage collector.
+        same = all(map(eq, map(self._facts_of, tensors), self._facts))
+        return same and len(tensors) == len(self._facts)
+
+
 def fingerprint(state: Mapping[str, Any]) -> StateFingerprint | None:
-    """The structure of a state dict that was planned; None where it isn't understood."""
+    """The fingerprint of a state dict that was planned; None where it isn't understood."""
     try:
         with torch_compat.without_torch_functions():
             return StateFingerprint(state)
@@ -187,7 +221,7 @@ class _Node:
         self._keys = list(container) if self._is_mapping else []
         self._key_types = list(map(type, self._keys))
         if not {str, int, bool}.issuperset(self._key_types):
-            # Only these have but one text.
+            # Keys of other types may have several texts.
             raise _NotUnderstoodError
         self._types = list(map(type, values))
         self._children: list[tuple[int, _Node]] = []
@@ -226,7 +260,7 @@ class _Node:
         return True
 
     def _allows(self, types: list[type]) -> bool:
-        """Whether only objects are of other types; which are looked at later."""
+        """Whether only objects have other types; :func:`_is_object` checks these later."""
         return len(types) == len(self._types) and all(
             one is other or (at in self._objects and _kind(one) in (_Kind.OBJECT, _Kind.LIST))
             for at, (one, other) in enumerate(zip(types, self._types, strict=True))
@@ -234,7 +268,7 @@ class _Node:
 
 
 def _kind(kind: type) -> _Kind:
-    """What DCP takes values of a type for; a list may be an object, too."""
+    """How DCP treats values of a type; a list may be an object, too."""
     found = _kinds.get(kind)
     if found is None:
         if issubclass(kind, torch.Tensor | Mapping | list) or hasattr(kind, _OWN_ITEMS):
@@ -287,13 +321,13 @@ def _is_terminal(values: list[Any]) -> bool:
 
 
 def _described_shards(leaves: list[Any], plain: Iterable[int]) -> dict[int, tuple[Any, ...] | None]:
-    """What each of DCP's ``CheckpointableTensor`` among the plain tensors says of its shards.
+    """What each of DCP's ``CheckpointableTensor`` among the plain tensors declares of its shards.
 
     By position; None for what has other values than sequences of integers.
     """
     if not _DESCRIBE_SHARDS:
         return {}
-    # Few tensors have the first attribute, and only these are looked at closely.
+    # Few tensors have the first attribute: the others are checked only for those.
     first, *others = _SHARD_ATTRIBUTES
     return {
         i: _shard_facts(leaves[i])

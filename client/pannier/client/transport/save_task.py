@@ -85,17 +85,17 @@ class Staged(Protocol):
         """By which way bytes came from devices, for people."""
 
 
-class Agreement(Protocol):
-    """What a plan from the cache still lacks (see ``pannier.client.planning.plan_cache``)."""
+class PlanConfirmation(Protocol):
+    """See :class:`pannier.client.planning.plan_confirmation.PlanConfirmation`."""
 
-    def settle(self, context: sidecar_pb2.SaveContext) -> str:
-        """Waits until all ranks go by one plan; returns its id."""
+    def confirm(self, context: sidecar_pb2.SaveContext) -> str:
+        """The id of the plan that all ranks go by; blocks until every rank has claimed it."""
 
-    def become(self, number: int, staged: Any) -> "tuple[str, Staged]":
-        """The attempt and what is staged, if this were the group's ``number``-th save."""
+    def renumber(self, number: int, staged: Any) -> "tuple[str, Staged]":
+        """Attempt and staged files under the name of the group's ``number``-th save."""
 
-    def failed(self) -> None:
-        """The save that went by the plan has failed."""
+    def save_failed(self) -> None:
+        """Drops the plan that the save was staged by."""
 
 
 class SaveTask:
@@ -122,7 +122,7 @@ class SaveTask:
         self._metrics = metrics
         self._ended = ended
         self._plan = ("", "")
-        self._agreement: Agreement | None = None
+        self._confirmation: PlanConfirmation | None = None
         self._staged: Staged | None = None
         self._bytes = 0
         self._lock = threading.Lock()
@@ -158,10 +158,12 @@ class SaveTask:
         session.watch(context, self._hear, self._hear_silence, deadline)
         self._timer = session.timer(deadline.remaining() + _GRACE_S, self._expire)
 
-    def planned(self, attempt: str, plan_id: str, agreement: Agreement | None = None) -> None:
-        """The plan is known, and agreed but for what ``agreement`` still has to settle."""
+    def planned(
+        self, attempt: str, plan_id: str, confirmation: PlanConfirmation | None = None
+    ) -> None:
+        """The plan is known; ``confirmation`` confirms a cached one."""
         self._plan = (attempt, plan_id)
-        self._agreement = agreement
+        self._confirmation = confirmation
         self._phase_over("plan")
         self.resolver.update(
             lambda status: dataclasses.replace(status, attempt=attempt, state="STAGING")
@@ -233,33 +235,33 @@ class SaveTask:
 
     def _send_to_sidecar(self) -> None:
         try:
-            self._settle()
+            self._confirm_plan()
             self._ingest()
         except (PannierError, StoppedError):
             raise
         except Exception as error:
             raise PannierError(f"{type(error).__name__} while sending: {error}") from error
 
-    def _settle(self) -> None:
+    def _confirm_plan(self) -> None:
         """Waits until all ranks go by the plan that this one staged by."""
-        while self._agreement is not None:
+        while self._confirmation is not None:
             try:
-                self._plan = (self._plan[0], self._agreement.settle(self.context))
+                self._plan = (self._plan[0], self._confirmation.confirm(self.context))
                 return
             except SaveAbortedError as error:
                 if error.resume_at <= self.context.save.number:
                     raise
                 # This rank didn't call saves that the others did: it joins them again.
                 _log.warning("%s", error)
-                self._become(self._agreement, error.resume_at)
+                self._become(self._confirmation, error.resume_at)
 
-    def _become(self, agreement: Agreement, number: int) -> None:
+    def _become(self, confirmation: PlanConfirmation, number: int) -> None:
         """Goes on as another save of the group; of the one that it was nobody has heard."""
         self.session.unwatch(self.context.save)
         context = sidecar_pb2.SaveContext()
         context.CopyFrom(self.context)
         context.save.number = number
-        attempt, self._staged = agreement.become(number, self._staged)
+        attempt, self._staged = confirmation.renumber(number, self._staged)
         self.context, self._plan = context, (attempt, "")
         self.text = object_names.save_text(context.save)
         self.session.watch(context, self._hear, self._hear_silence, self.deadline)
@@ -562,9 +564,9 @@ class SaveTask:
 
         Else that is not known: the sidecar may still read its files, or begin to.
         """
-        if self._agreement is not None:
+        if self._confirmation is not None:
             # Before anybody hears of it, and saves again.
-            self._agreement.failed()
+            self._confirmation.save_failed()
         self._leave(end)
         skipped = isinstance(error, SaveSkippedError) and self._on_busy == "skip"
         self.trace(str(error))

@@ -107,7 +107,7 @@ def test_the_second_save_is_neither_planned_nor_asked_for_in_the_call(
         return unary(self, method, *args, **kwargs)
 
     monkeypatch.setattr(SidecarClient, "_unary", counted)
-    monkeypatch.setattr("pannier.client.planning.agreed_plan.PlannerRun", None)
+    monkeypatch.setattr("pannier.client.planning.stage_plan.PlannerRun", None)
     handle = client.async_save(state(2.0), checkpoint_id="/x/2")
     assert not calls
     assert handle.result(10).attempt
@@ -255,7 +255,7 @@ def test_a_stateful_is_asked_once_and_stays_quick(
     model = Model()
     client.save({"model": model}, checkpoint_id="/x/1")
     with monkeypatch.context() as patched:
-        patched.setattr("pannier.client.planning.agreed_plan.PlannerRun", None)
+        patched.setattr("pannier.client.planning.stage_plan.PlannerRun", None)
         client.save({"model": model}, checkpoint_id="/x/2")
     assert model.asked == 2
     # Also where the structure is another.
@@ -351,7 +351,7 @@ def test_a_prepared_save_costs_what_every_save_costs(
     assert not sidecar.files
     assert not client._pending
     with monkeypatch.context() as patched:
-        patched.setattr("pannier.client.planning.agreed_plan.PlannerRun", None)
+        patched.setattr("pannier.client.planning.stage_plan.PlannerRun", None)
         patched.setattr("pannier.client.staging.copy_plan._engrave", None)
         client.save(state(), checkpoint_id="/x/1")
     (proposal,) = proposals(sidecar)

@@ -1,0 +1,193 @@
+"""The plan by which one save of this rank is staged: a cached one, or a new one from the coordinator.
+
+In: a state dict and a planner. Out: the sizes of the data files, and a function that stages into
+them. Also plans and reserves memory before training starts. Runs on the caller's thread.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch.distributed.checkpoint.planner import SavePlanner
+
+from pannier.client.planning.local_plan import PlannerRun, expand
+from pannier.client.planning.plan_cache import (
+    CachedPlan,
+    Match,
+    PlanCache,
+    PlannerOptions,
+    PlanScope,
+    planner_options,
+)
+from pannier.client.staging import device_copy, stager
+from pannier.client.staging.arena import Arena
+from pannier.client.staging.device_copy import DeviceCopies
+from pannier.client.staging.stager import Staged
+from pannier.v1 import plan_pb2, sidecar_pb2
+from pannier.wire import object_names
+from pannier.wire.errors import InvalidRequestError
+
+RequestPlan = Callable[[PlannerRun], plan_pb2.FinalPlan]
+"""Sends a local plan to the coordinator; returns once every rank's plan has arrived."""
+
+
+@dataclass(frozen=True)
+class SaveSpec:
+    """What is to be saved, where, and with which planner."""
+
+    scope: PlanScope
+    number: int
+    """Of the save in its group."""
+    checkpoint_id: str
+    is_coordinator: bool
+    """Whether this is the first rank of its group."""
+    state: dict[str, Any]
+    """Expanded (:func:`pannier.client.planning.local_plan.expand`)."""
+    planner: SavePlanner | None
+
+    def run_planner(self) -> PlannerRun:
+        """The local plan. Raises what :class:`PlannerRun` raises."""
+        return PlannerRun(
+            self.state,
+            self.planner,
+            is_coordinator=self.is_coordinator,
+            checkpoint_id=self.checkpoint_id,
+        )
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """How one save is staged."""
+
+    attempt: str
+    plan_id: str
+    sizes: list[int]
+    """Bytes of each data file, in order; 0 for the objects file."""
+    stage: Callable[[Arena, DeviceCopies | None], Staged]
+    """Copies the state into an arena of these sizes; see :func:`pannier.client.staging.stager.stage`."""
+    unconfirmed: CachedPlan | None
+    """The cached plan that the coordinator has yet to confirm; None: the plan is confirmed."""
+
+
+def save_spec(
+    context: sidecar_pb2.SaveContext, state_dict: Mapping[str, Any], planner: SavePlanner | None
+) -> SaveSpec:
+    """The spec of the save with this context.
+
+    Raises InvalidRequestError: the state dict is no mapping; and whatever a ``state_dict()`` raises.
+    """
+    root, _ = object_names.split_checkpoint_id(context.checkpoint_id)
+    return SaveSpec(
+        scope=PlanScope(context.save.incarnation, context.save.group, root),
+        number=context.save.number,
+        checkpoint_id=context.checkpoint_id,
+        is_coordinator=context.rank == context.ranks[0],
+        state=expand(state_dict),
+        planner=planner,
+    )
+
+
+def resolve_plan(plans: PlanCache, spec: SaveSpec, request_plan: RequestPlan) -> StagePlan:
+    """The plan of a save, from the cache if it is there; a new one is cached.
+
+    Raises:
+        InvalidRequestError: see :class:`PlannerRun`.
+        PannierError: whatever ``request_plan`` raises.
+    """
+    options = planner_options(spec.planner)
+    match = plans.match(spec.scope, options, spec.state)
+    if match is not None:
+        return _stage_by_copies(match, spec)
+    run = spec.run_planner()
+    known = plans.find(spec.scope, run.digest)
+    final = request_plan(run) if known is None else known.final_plan(spec.number)
+    items = run.finish(final)
+    cached = _cache_plan(plans, spec, run, final if known is None else known, options)
+    match = _match(cached, options, spec)
+    if match is not None:
+        # Staged by the fast way that all later saves take, though this save ran the planner.
+        return replace(_stage_by_copies(match, spec), unconfirmed=known)
+    return StagePlan(
+        attempt=final.attempt,
+        plan_id=final.plan_id,
+        sizes=[file.size for file in final.files],
+        stage=lambda arena, devices: stager.stage(run, items, final, arena, devices),
+        unconfirmed=known,
+    )
+
+
+def prepare(
+    plans: PlanCache,
+    spec: SaveSpec,
+    request_plan: RequestPlan,
+    acquire: Callable[[list[int]], Arena],
+    release: Callable[[Arena], None],
+    arenas: int,
+) -> None:
+    """Plans and reserves memory, so that the first save costs what every save costs.
+
+    Args:
+        plans: caches the plan.
+        spec: of a save like those to come; its number belongs to this call alone.
+        request_plan: see :data:`RequestPlan`.
+        acquire: takes an arena with files of these sizes from the pool.
+        release: returns it.
+        arenas: how many saves may be in flight.
+
+    Raises:
+        InvalidRequestError: see :class:`PlannerRun`.
+        SaveAbortedError: another rank can't take part; with failures by rank.
+        PannierError: there is no memory, or a rank or daemon doesn't answer.
+    """
+    run = spec.run_planner()
+    final = request_plan(run)
+    run.finish(final)
+    options = planner_options(spec.planner)
+    match = _match(_cache_plan(plans, spec, run, final, options), options, spec)
+    held: list[Arena] = []
+    try:
+        for _ in range(arenas):
+            arena = acquire([file.size for file in final.files])
+            held.append(arena)
+            if match is not None:
+                match.route.engrave(arena)
+            device_copy.make_ready(arena, spec.state)
+    finally:
+        for arena in held:
+            release(arena)
+
+
+def _cache_plan(
+    plans: PlanCache,
+    spec: SaveSpec,
+    run: PlannerRun,
+    plan: plan_pb2.FinalPlan | CachedPlan,
+    options: PlannerOptions | None,
+) -> CachedPlan | None:
+    """Caches a plan as the one for the spec's state; None when it can serve no other save."""
+    if isinstance(plan, plan_pb2.FinalPlan):
+        try:
+            plan = CachedPlan(spec.scope, run.message, run.digest, plan)
+        except InvalidRequestError:
+            # Its file names can't be renamed for another save, which must be planned again.
+            return None
+    if options is not None:
+        plan.add_state(options, spec.state, run.items)
+    plans.add(plan)
+    return plan
+
+
+def _match(plan: CachedPlan | None, options: PlannerOptions | None, spec: SaveSpec) -> Match | None:
+    return None if plan is None or options is None else plan.match(options, spec.state)
+
+
+def _stage_by_copies(match: Match, spec: SaveSpec) -> StagePlan:
+    plan = match.plan
+    names = plan.file_names(spec.number)
+    return StagePlan(
+        attempt=plan.attempt(spec.number),
+        plan_id=plan.plan_id,
+        sizes=plan.sizes,
+        stage=lambda arena, devices: match.route.stage(match.values, arena, names, devices),
+        unconfirmed=plan,
+    )
