@@ -1,31 +1,32 @@
-"""The one gRPC channel of a session, and how it behaves around a fork.
+"""The gRPC channel to the sidecar, and how it behaves around a fork.
 
-In: calls to start. Out: running calls. Owned by a session. Thread-safe.
+In: calls to start. Out: running calls. Owned by a sidecar connection. Thread-safe.
 
-A process that forks (DataLoader workers) must neither hang nor hand its
-connection down. The child never touches what it inherits: gRPC objects are kept
-from its garbage collection and a line in it refuses to work. With
-``GRPC_ENABLE_FORK_SUPPORT`` on, gRPC itself stops its threads around a fork; it
-waits 5 s for a call whose stream is idle and may leave children hanging, so we
-end our calls and close the channel before it looks. To those who use the line
-that is a broken connection, repaired at once. Without it, the child lets go of the
-connections to our address.
+A process that forks (DataLoader workers) must neither hang nor pass its connection on
+to the child: the sidecar detects a trainer's death by the end of its connection, which
+lives as long as any process holds it. The child never touches what it inherits: gRPC
+objects are kept from its garbage collection, and a channel in it refuses to work. With
+``GRPC_ENABLE_FORK_SUPPORT`` on, gRPC itself stops its threads around a fork; it waits
+5 s for a call whose stream is idle and may leave children hanging, so the channel is
+closed and its calls are cancelled first. Callers see a broken connection, which is
+repaired at once. Without it, the child replaces the inherited sockets by /dev/null.
 """
 
 import ctypes
 import logging
 import os
+import socket
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import Any, TypeVar
 
 import grpc
 from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
 from pannier.client.interrupts import Condition
-from pannier.client.transport import inherited_sockets
 from pannier.wire.addresses import channel_options, keepalive_options
 from pannier.wire.auth_token import Metadata, TokenFile
 from pannier.wire.errors import (
@@ -44,11 +45,15 @@ _FORKED = (
     'fork: use the client in the parent, or start this process with "spawn"'
 )
 _PAUSE_S = 2.0
-"""Longest that a fork waits for our calls to end."""
+"""How long a fork waits at most for running calls to end."""
+_DESCRIPTORS = "/proc/self/fd"
+
+Peer = str | tuple[str, int]
+"""What a socket is connected to: a path, or an IP number and a port."""
 
 
 class InterruptedCallError(Exception):
-    """The line was put down around a fork, or had a token that was replaced: make the call again."""
+    """A fork, or the replacement of its token, interrupted the call: repeat it."""
 
 
 class SidecarChannel:
@@ -56,8 +61,8 @@ class SidecarChannel:
 
     Args:
         tls: for TCP; None: plaintext.
-        trusted_uids: users that may own a unix socket; None: anybody.
-        token: what calls show; None: nothing.
+        trusted_uids: users that may own a unix socket; None: any user.
+        token: the job token that calls carry; None: no token.
     """
 
     def __init__(
@@ -76,29 +81,29 @@ class SidecarChannel:
         self._token = token
         self._condition = Condition()
         self._channel: grpc.Channel | None = None
-        self._peers: set[inherited_sockets.Peer] = set()
+        self._peers: set[Peer] = set()
         self._calls: set[grpc.RpcContext] = set()
         self._interrupted: weakref.WeakSet[grpc.RpcContext] = weakref.WeakSet()
         self._paused = False
         self._closed = False
         self._inherited = False
-        _follow_forks(self)
+        _hook_forks(self)
 
     @contextmanager
     def call(self, start: Callable[[grpc.Channel], Running]) -> Iterator[Running]:
-        """Starts a call and gives it; leaves when the caller is done with it.
+        """Starts a call and yields it; it must have ended when the block does.
 
         Raises:
-            InterruptedCallError: out of the block, for a call that a fork ended, or whose token was
-                replaced while it was made.
-            UnavailableError: the line is closed.
-            InvalidRequestError: this process was forked from the line's.
-            ConfigurationError: somebody else's socket is at the address, or the token can't be read.
+            InterruptedCallError: from the block, for a call that a fork cancelled, or whose token was
+                replaced meanwhile.
+            UnavailableError: the channel is closed.
+            InvalidRequestError: this process was forked from the channel's.
+            ConfigurationError: another user's socket is at the address, or the token can't be read.
         """
         self.check_process()
-        shown = self.metadata()
+        metadata = self.metadata()
         if self._channel is None:
-            self._peers |= inherited_sockets.peers(self.address)
+            self._peers |= _addresses_of(self.address)
         with self._condition:
             self._condition.wait_for(lambda: not self._paused)
             if self._closed:
@@ -118,7 +123,7 @@ class SidecarChannel:
                 raise InterruptedCallError from error
             raise
         except UnauthenticatedError as error:
-            if self.metadata() != shown:
+            if self.metadata() != metadata:
                 raise InterruptedCallError from error
             raise
         finally:
@@ -127,67 +132,67 @@ class SidecarChannel:
                 self._condition.notify_all()
 
     def metadata(self) -> Metadata:
-        """What a call carries: the token, as its file is now. Raises ConfigurationError."""
+        """What a call carries: the token, read from its file now. Raises ConfigurationError."""
         return () if self._token is None else self._token.metadata()
 
     def digest(self) -> bytes:
-        """What stands for the token; empty: there is none. Raises ConfigurationError."""
+        """Digest of the token; empty: there is no token. Raises ConfigurationError."""
         return b"" if self._token is None else self._token.digest()
 
     def renew(self) -> None:
-        """To be called when the connection was lost: who is there now is looked at again.
+        """Checks the socket's owner again and reloads TLS files, after a lost connection.
 
-        Raises ConfigurationError when somebody else's socket is at the address.
+        Raises ConfigurationError when another user's socket is at the address.
         """
         with self._condition:
             self._check_owner()
             if self._tls is None or self._channel is None or not self._tls.changed():
                 return
-            former, self._channel = self._channel, None
-        _close_aside(former, self.address)
+            previous, self._channel = self._channel, None
+        _close_in_background(previous, self.address)
 
     def check_process(self) -> None:
-        """Raises InvalidRequestError in a process forked from the line's."""
+        """Raises InvalidRequestError in a process forked from the channel's."""
         if self._inherited:
             raise InvalidRequestError(_FORKED.format(pid=os.getpid()))
 
     def was_interrupted(self, running: grpc.RpcContext) -> bool:
-        """Whether a fork ended this call."""
+        """Whether a fork cancelled this call."""
         return running in self._interrupted
 
     def cancel_calls(self) -> None:
-        """Ends all running calls."""
+        """Cancels all running calls."""
         with self._condition:
             calls = list(self._calls)
         for running in calls:
             running.cancel()
 
     def close(self) -> None:
-        """Ends all calls, now and later. Returns at once."""
+        """Cancels running calls and refuses new ones. Returns at once."""
         with self._condition:
             self._closed = True
             channel, self._channel = self._channel, None
             if not threading.main_thread().is_alive():
-                # The interpreter is ending. It stops threads where they are, and one of them may
-                # hold a call's lock: freeing that call would wait for it for ever.
+                # The interpreter is ending. It stops threads where they are; one of them may hold a
+                # call's lock, and freeing that call would wait for the lock for ever.
                 for running in (*self._calls, channel):
-                    _keep_for_good(running)
+                    _leak(running)
         self.cancel_calls()
         if channel is not None:
-            _close_aside(channel, self.address)
+            _close_in_background(channel, self.address)
 
     def _check_owner(self) -> None:
-        """Whoever listens on a socket of another user's would get this one's checkpoints."""
+        """A sidecar on another user's socket would get this user's checkpoints."""
         if self._trusted_uids is None or not is_unix(self.address):
             return
         try:
             owner = os.stat(self.address.removeprefix("unix://")).st_uid
         except OSError:
-            return  # nobody there: connecting tells
+            return  # no socket: connecting fails with the reason
         if owner not in self._trusted_uids:
             raise ConfigurationError(
                 f"the socket {self.address} belongs to user {owner}, not to user {os.geteuid()} or "
-                "root: a sidecar there could be anyone's. Set PANNIER_SIDECAR to your own, or "
+                "root: any user may have started the sidecar there. Set PANNIER_SIDECAR to your own, or "
                 f"PANNIER_ALLOW_UID={owner} if you trust that user"
             )
 
@@ -209,7 +214,7 @@ class SidecarChannel:
             self._condition.notify_all()
 
 
-def _close_aside(channel: grpc.Channel, address: str) -> None:
+def _close_in_background(channel: grpc.Channel, address: str) -> None:
     # A hung server can hold close() for seconds.
     try:
         threading.Thread(target=channel.close, name="pannier-close", daemon=True).start()
@@ -217,29 +222,29 @@ def _close_aside(channel: grpc.Channel, address: str) -> None:
         _log.debug("the channel to %s is left to the end of the process", address)
 
 
-_lines: "weakref.WeakSet[SidecarChannel]" = weakref.WeakSet()
+_channels: "weakref.WeakSet[SidecarChannel]" = weakref.WeakSet()
 _kept_in_children: "weakref.WeakSet[Any]" = weakref.WeakSet()
 _orphaned = False
-"""This process was forked from one that had lines, without gRPC's fork support."""
-_following = False
+"""This process was forked from one that had channels, without gRPC's fork support."""
+_hooked = False
 _running: object = None
-"""An object of gRPC's, held so that its core goes on running between two channels."""
-_following_lock = threading.Lock()
+"""A gRPC object, referenced so that gRPC's core keeps running between two channels."""
+_hooked_lock = threading.Lock()
 
 
 def keep_in_children(thing: Any) -> None:
-    """A forked child never frees ``thing``: it owns memory that isn't mapped there."""
+    """A forked child never frees ``thing``, which owns memory that isn't mapped there."""
     _kept_in_children.add(thing)
 
 
-def _follow_forks(line: SidecarChannel) -> None:
-    global _following, _running
-    with _following_lock:
-        _lines.add(line)
-        if not _following:
-            _following = True
-            # gRPC stops when its last object is freed, aside, and a fork that comes while
-            # it does hangs for ever. Closing our channel must not be the end of it.
+def _hook_forks(channel: SidecarChannel) -> None:
+    global _hooked, _running
+    with _hooked_lock:
+        _channels.add(channel)
+        if not _hooked:
+            _hooked = True
+            # gRPC shuts down in the background when its last object is freed, and a fork
+            # meanwhile hangs for ever. Closing the channel must not cause that.
             _running = grpc.local_server_credentials()
             keep_in_children(_running)
             # Handlers before a fork run last-registered first. gRPC has registered its own
@@ -253,32 +258,93 @@ def _follow_forks(line: SidecarChannel) -> None:
 
 def _before_fork() -> None:
     if cygrpc.is_fork_support_enabled():
-        for line in list(_lines):
-            line._pause()
+        for channel in list(_channels):
+            channel._pause()
 
 
 def _after_fork_in_parent() -> None:
-    for line in list(_lines):
-        line._resume()
+    for channel in list(_channels):
+        channel._resume()
 
 
 def _after_fork_in_child() -> None:
     global _orphaned
-    _orphaned = _orphaned or (len(_lines) > 0 and not cygrpc.is_fork_support_enabled())
-    peers: set[inherited_sockets.Peer] = set()
-    for line in list(_lines):
-        peers |= line._peers
-        line._inherited = True
+    _orphaned = _orphaned or (len(_channels) > 0 and not cygrpc.is_fork_support_enabled())
+    peers: set[Peer] = set()
+    for channel in list(_channels):
+        peers |= channel._peers
+        channel._inherited = True
         # Its locks may be held by threads that don't exist here, and freeing its
-        # channel would run gRPC code: it stays as it is, for good.
-        line._condition = Condition()
-        _keep_for_good(line)
+        # channel would run gRPC code: it is leaked.
+        channel._condition = Condition()
+        _leak(channel)
     for thing in list(_kept_in_children):
-        _keep_for_good(thing)
+        _leak(thing)
     if not cygrpc.is_fork_support_enabled():
-        # With it gRPC lives on here, and minds its descriptors itself.
-        inherited_sockets.let_go(peers)
+        # With it gRPC works in the child, too, and handles its descriptors itself.
+        _disconnect(peers)
 
 
-def _keep_for_good(thing: Any) -> None:
+def _leak(thing: Any) -> None:
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+
+
+def _addresses_of(address: str) -> set[Peer]:
+    """Peers of sockets connected to ``address``. For the parent: it may query a name server.
+
+    Paths are compared as they are bound: a daemon that sees one elsewhere (another mount) isn't found.
+    """
+    if address.startswith("unix://"):
+        return {os.path.realpath(address.removeprefix("unix://"))}
+    host, _, port = address.rpartition(":")
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+    except OSError:
+        return set()  # a name without an IP number has no connections
+    return {(_plain(str(where[0])), int(where[1])) for *_, where in found}
+
+
+def _disconnect(peers: Collection[Peer]) -> None:
+    """Replaces by /dev/null every descriptor that is connected to one of ``peers``.
+
+    Runs right after a fork: no locks, no threads, no name service. The numbers stay in use, so
+    that a gRPC object that closes its descriptor can't close another's. The parent's
+    connections are not affected.
+    """
+    if not os.path.isdir(_DESCRIPTORS):
+        return
+    null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    for name in os.listdir(_DESCRIPTORS):
+        if _peer(int(name)) in peers:
+            os.dup2(null, int(name), inheritable=False)
+    os.close(null)
+
+
+def _peer(descriptor: int) -> Peer | None:
+    """What a descriptor is connected to; None when it isn't."""
+    try:
+        stream = socket.socket(fileno=descriptor)
+    except OSError:
+        return None  # no socket, or already closed, as the directory's own descriptor
+    try:
+        where = stream.getpeername()
+    except OSError:
+        return None  # not connected
+    finally:
+        stream.detach()
+    if stream.family == socket.AF_UNIX:
+        return os.path.realpath(where) if where and isinstance(where, str) else None
+    if stream.family in (socket.AF_INET, socket.AF_INET6):
+        return _plain(str(where[0])), int(where[1])
+    return None
+
+
+def _plain(number: str) -> str:
+    """An IP number as text: IPv4 where it was mapped into IPv6; ``localhost`` for a loopback one.
+
+    gRPC finds more numbers of ``localhost`` than the system's resolver.
+    """
+    parsed: IPv4Address | IPv6Address = ip_address(number)
+    if isinstance(parsed, IPv6Address) and parsed.ipv4_mapped is not None:
+        parsed = parsed.ipv4_mapped
+    return "localhost" if parsed.is_loopback else str(parsed)
