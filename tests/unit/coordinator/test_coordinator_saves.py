@@ -842,8 +842,8 @@ def test_ranks_that_take_part_in_two_incarnations_are_named_at_once(
             for error in await asyncio.gather(*calls, return_exceptions=True):
                 assert isinstance(error, SaveAbortedError)
                 for word in (
-                    "ranks [0] (host node-0) as incarnation aa",
-                    "ranks [1] (host node-1) as incarnation bb",
+                    "rank 0 (host node-0) as incarnation aa",
+                    "rank 1 (host node-1) as incarnation bb",
                 ):
                     assert word in str(error)
                 kinds = {rank: failure.kind for rank, failure in error.failures.items()}

@@ -219,7 +219,7 @@ def test_nonsense_in_a_report_is_left_out_and_the_rest_counts(
     ("change", "said"),
     [
         ({"world_size": limits.MAX_WORLD + 1}, f"{limits.MAX_WORLD + 1} processes of a job"),
-        ({"rank": 4}, "rank 4 is not in the group"),
+        ({"rank": 4}, "ranks that includes 4"),
         ({"world_size": 1}, "rank 1 is not in a world of 1"),
         ({"host": "h" * 300}, "at most 255"),
         ({"checkpoint_id": "/" + "x" * 2000}, "2001 bytes of a checkpoint id: at most 1024"),

@@ -435,7 +435,7 @@ def test_an_aborted_save_leaves_no_objects_and_no_spool_files_taken(host: Host) 
         lambda: trainer.write(context, "1", b"x"),
     ):
         with pytest.raises(
-            errors.SaveAbortedError, match="rank 3 on node-9: it vanished"
+            errors.SaveAbortedError, match="rank 3 \\(host node-9\\): it vanished"
         ) as raised:
             late()
         assert raised.value.failures[3].kind == LOST
