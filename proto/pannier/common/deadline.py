@@ -1,12 +1,22 @@
-"""A point in time that several waits share. Monotonic; thread-safe."""
+"""Waits with an end: a point in time that several waits share, and a coroutine that is cut off.
 
+On the clock of ``time.monotonic()``. A :class:`Deadline` is thread-safe; :func:`within` is for an event
+loop.
+"""
+
+import asyncio
+import math
 import time
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 class Deadline:
-    """Passes ``seconds`` after it was made."""
+    """``seconds`` from now; by default never."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float = math.inf) -> None:
         self._end = time.monotonic() + seconds
 
     def remaining(self) -> float:
@@ -17,3 +27,53 @@ class Deadline:
     def passed(self) -> bool:
         """Whether it has passed."""
         return time.monotonic() >= self._end
+
+
+async def within(
+    seconds: float,
+    work: Coroutine[Any, Any, T],
+    *,
+    sooner: Callable[[], float] | None = None,
+) -> T:
+    """``work``'s result. After ``seconds``, ``work`` is cancelled and waited for.
+
+    Before Python 3.12, asyncio.wait_for loses a cancellation that arrives together with the result.
+
+    Args:
+        sooner: an earlier end, which may move; by time.monotonic().
+
+    Raises:
+        asyncio.TimeoutError
+    """
+    end = time.monotonic() + seconds
+    task = asyncio.ensure_future(work)
+    timely = False
+    try:
+        while not timely:
+            left = (end if sooner is None else min(end, sooner())) - time.monotonic()
+            if left <= 0:
+                break
+            await asyncio.wait({task}, timeout=left)
+            timely = task.done()
+    finally:
+        if not task.done():
+            await _cancel(task)
+    if timely or not task.cancelled():
+        return task.result()
+    raise asyncio.TimeoutError
+
+
+async def _cancel(task: "asyncio.Future[Any]") -> None:
+    """Cancels ``task`` and waits until it has ended, also when the caller is cancelled again."""
+    cancelled = False
+    task.cancel()
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError:
+            cancelled = True
+            task.cancel()
+    if not task.cancelled():
+        task.exception()  # Retrieved: the time-out is what counts.
+    if cancelled:
+        raise asyncio.CancelledError

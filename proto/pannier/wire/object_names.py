@@ -217,6 +217,11 @@ def clock(token: str) -> str:
     return f"{_PRIVATE}/clock-{token}"
 
 
+def probe(token: str) -> str:
+    """A throw-away object that shows whether a store works."""
+    return f"{_PRIVATE}/probe-{token}"
+
+
 def is_throw_away(key: str) -> bool:
     """Whether the object serves only for the moment in which it is made."""
     return key.startswith((f"{_PRIVATE}/clock-", f"{_PRIVATE}/probe-"))

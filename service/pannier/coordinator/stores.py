@@ -11,8 +11,7 @@ from typing import Any, Final, Generic, TypeVar
 
 from pannier.coordinator.incarnations import Claim, Incarnations
 from pannier.storage import Store, check_allowed, check_shared, open_store
-from pannier.storage.store_probe import contact
-from pannier.storage.time_limits import Told, limited, listener
+from pannier.storage.base import Retried, limited, retry_callback
 from pannier.v1 import sidecar_pb2
 from pannier.wire import object_names
 
@@ -28,32 +27,32 @@ class _Shared(Generic[_Answer]):
     """An answer that several saves wait for, and are told of when storage is asked again."""
 
     def __init__(self, ask: Callable[[], Awaitable[_Answer]]) -> None:
-        self.listeners: list[Told] = []
+        self.listeners: list[Retried] = []
         self._last = ""
-        with limited(told=self._tell):  # without the deadline of the first save that asks
+        with limited(retried=self._notify):  # without the deadline of the first save that asks
             self.task = asyncio.get_running_loop().create_task(self._asking(ask))
 
     @staticmethod
     async def _asking(ask: Callable[[], Awaitable[_Answer]]) -> _Answer:
         return await ask()
 
-    def _tell(self, reason: str) -> None:
+    def _notify(self, reason: str) -> None:
         self._last = reason
-        for told in list(self.listeners):
-            told(reason)
+        for retried in list(self.listeners):
+            retried(reason)
 
     async def answer(self) -> _Answer:
         """The answer, which a save that is aborted meanwhile doesn't take from the others."""
-        told = listener()
-        if told is None:
+        retried = retry_callback()
+        if retried is None:
             return await asyncio.shield(self.task)
-        self.listeners.append(told)
+        self.listeners.append(retried)
         if self._last and not self.task.done():
-            told(self._last)
+            retried(self._last)
         try:
             return await asyncio.shield(self.task)
         finally:
-            self.listeners.remove(told)
+            self.listeners.remove(retried)
 
 
 class Places:
@@ -97,7 +96,7 @@ class Places:
 
         async def number_of(known: Incarnations, store: Store) -> int:
             # What had answered an earlier incarnation may be out of reach by now.
-            await contact(store, CONTACT_S)
+            await store.contact(CONTACT_S)
             return await known.number_of(store, claim)
 
         key = (root, save.job, save.incarnation)
@@ -123,7 +122,7 @@ class Places:
     async def _probe(self, root: str) -> None:
         store = self.open_root(root)
         try:
-            await contact(store, CONTACT_S)
+            await store.contact(CONTACT_S)
             await store.probe()
         finally:
             await store.close()

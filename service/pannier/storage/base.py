@@ -1,18 +1,27 @@
-"""The interface every store implements.
+"""The interface every store implements, and the limits that its callers set.
 
-A :class:`Store` is bound to one directory URL (a checkpoint id or a root); keys
-are relative to it. All methods are coroutines of one event loop. What can be
-tried again is tried again inside, with jitter, until the store's deadline; what
-is raised is final.
+A :class:`Store` is bound to one directory URL (a checkpoint id or a root); keys are relative to it. All
+methods are coroutines of one event loop. They retry inside, with random pauses, until the store's
+deadline, or until the end that the caller sets with :func:`limited` for its task and the tasks that this
+starts; errors are final.
 """
 
+import logging
+import time
+import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Final, Protocol
 
-from pannier.wire.errors import IntegrityError, StorageError
+from pannier.wire import object_names
+from pannier.wire.errors import IntegrityError as IntegrityError
+from pannier.wire.errors import StorageError as StorageError
+
+_log = logging.getLogger(__name__)
 
 
 class NotFoundError(StorageError):
@@ -28,7 +37,7 @@ class HeldError(StorageError):
 
 
 class UnreachableError(StorageError):
-    """The store has not answered at all: no name, no connection, or no word on it."""
+    """The store has not answered at all: no name, no connection, or no bytes on it."""
 
 
 class ConflictError(StorageError):
@@ -48,23 +57,23 @@ class ObjectInfo:
     generation: str
     """Opaque; changes whenever the content is replaced."""
     crc32c: int | None
-    """None where the store doesn't keep one."""
+    """None where the store keeps none."""
     modified: float
     """Unix time, seconds, of the store's clock."""
     hold: str = ""
-    """What keeps it from being replaced or removed, as the store names it; empty: nothing known."""
+    """Hold that prevents its replacement and removal, as the store names it; empty: none known."""
 
 
 @dataclass(frozen=True)
 class Unfinished:
-    """What an upload that was cut off left behind, and no listing of objects shows."""
+    """An unfinished upload: no listing of objects shows it."""
 
     key: str
-    """Of the object that it was to become, or of the temporary file."""
+    """Key of the planned object, or of the temporary file."""
     size: int
-    """Bytes; 0 where the store doesn't say."""
+    """Bytes; 0 where the store doesn't report it."""
     modified: float
-    """When it was begun or last written to, by the store's clock; Unix time, seconds."""
+    """Time of its begin or last write, by the store's clock; Unix time, seconds."""
     token: str
     """The store's name for it."""
 
@@ -81,7 +90,7 @@ class Source(Protocol):
         """The file; complete below what :meth:`read` has returned."""
 
     async def read(self, offset: int, length: int) -> bytes | memoryview:
-        """Exactly these bytes (within ``size``); waits until they are there.
+        """Exactly these bytes (within ``size``); waits until they have arrived.
 
         Raises when the file will never be complete (its save was aborted).
         """
@@ -93,7 +102,63 @@ class Source(Protocol):
 Progress = Callable[[int], None]
 """Called with the number of bytes that the store holds so far."""
 Retried = Callable[[str], None]
-"""Called with the reason whenever an operation is tried again."""
+"""Called with the reason before an operation is tried again."""
+
+
+@dataclass(frozen=True)
+class _Limits:
+    """Limits of a task's operations."""
+
+    until: Callable[[], float] | None = None
+    retried: Retried | None = None
+
+
+_limits: ContextVar[_Limits] = ContextVar("pannier-storage-limits")
+_UNLIMITED: Final = _Limits()
+
+
+@contextmanager
+def limited(
+    *, until: Callable[[], float] | None = None, retried: Retried | None = None
+) -> Iterator[None]:
+    """Operations of any store in this block end at ``until()``, with a StorageError.
+
+    Args:
+        until: asked before each try; on the clock of ``time.monotonic()``. None: the store's own
+            deadline.
+        retried: called before each retry, in addition to an upload's own callback.
+    """
+    token = _limits.set(_Limits(until, retried))
+    try:
+        yield
+    finally:
+        _limits.reset(token)
+
+
+@contextmanager
+def unlimited() -> Iterator[None]:
+    """For clean-up, which must also run after the deadline."""
+    with limited():
+        yield
+
+
+def end_of(deadline_s: float) -> float:
+    """End of an operation that begins now and may take ``deadline_s``; time.monotonic()."""
+    end = time.monotonic() + deadline_s
+    until = _limits.get(_UNLIMITED).until
+    return end if until is None else min(end, until())
+
+
+def retry_callback() -> Retried | None:
+    """The callback for retries that :func:`limited` set for this task."""
+    return _limits.get(_UNLIMITED).retried
+
+
+def notify_retry(reason: str) -> None:
+    """Calls :func:`retry_callback`, if there is one."""
+    callback = retry_callback()
+    if callback is not None:
+        callback(reason)
 
 
 class Store(ABC):
@@ -109,10 +174,9 @@ class Store(ABC):
     ) -> ObjectInfo:
         """Creates ``key`` from ``source`` and confirms its size and checksum with the store.
 
-        Data-file names are unique to an attempt and rank: an object that is
-        already there with the same size and checksum is the answer that got
-        lost, any other is a ConflictError. On error or cancellation nothing
-        half-made stays behind.
+        Data-file names are unique to an attempt and rank: an object that is already there with
+        the same size and checksum is this upload's, whose answer was lost; any other is a
+        ConflictError. On error or cancellation no unfinished upload stays behind.
 
         Raises:
             IntegrityError: the store's checksum differed twice.
@@ -134,8 +198,8 @@ class Store(ABC):
     async def replace(self, key: str, data: bytes, *, expected: str | None) -> ObjectInfo:
         """Compare-and-swap: writes ``key`` if its generation is ``expected`` (None: if absent).
 
-        A lost answer is settled by reading back. Readers see the old or the new
-        content, never a mixture and never none.
+        After a lost answer the object is read back. Readers see the old or the new content,
+        never a mixture and never none.
 
         Raises:
             ConflictError: another generation stands there.
@@ -175,7 +239,7 @@ class Store(ABC):
     async def list_unfinished(self) -> Sequence[Unfinished]:
         """Uploads, temporary files and empty directories of any age that can be discarded.
 
-        None where the store drops them by itself.
+        Empty where the store removes them itself.
         """
         return []
 
@@ -183,9 +247,8 @@ class Store(ABC):
         """Removes one; an upload that is still under way fails. No error when it is gone."""
         raise NotImplementedError(f"{self.url} keeps nothing unfinished")
 
-    @abstractmethod
     async def probe(self) -> None:
-        """Checks that the place can be written and that preconditions are honoured.
+        """Checks that the directory can be written and that preconditions are honoured (rule 1).
 
         Creates a small object twice, lists, replaces and removes it; leaves nothing behind.
 
@@ -193,24 +256,58 @@ class Store(ABC):
             StorageError: with what to check; a store that ignores a precondition of a
                 write or of a removal is refused by name.
         """
+        key = object_names.probe(uuid.uuid4().hex)
+        first = await self.create(key, b"first")
+        try:
+            await self._must_conflict(key, "a second create of one object")
+            second = await self.replace(key, b"third", expected=first.generation)
+            if second.generation == first.generation:
+                raise StorageError(f"{self.url}: a replaced object kept its generation")
+            await self._must_conflict(key, "a replace of an old generation", first.generation)
+            if await self.read(key) != b"third":
+                raise StorageError(f"{self.url}: a replaced object was read with its old content")
+            if [info.key for info in await self.list(key)] != [key]:
+                raise StorageError(f"{self.url}: an existing object was not listed")
+            await self.delete(key, generation=first.generation)
+            if await self.stat(key) is None:
+                raise self._ignores_preconditions("a removal of an old generation")
+        finally:
+            await self.delete(key)
+
+    async def _must_conflict(self, key: str, what: str, expected: str | None = None) -> None:
+        try:
+            if expected is None:
+                await self.create(key, b"second")
+            else:
+                await self.replace(key, b"fourth", expected=expected)
+        except ConflictError:
+            return
+        raise self._ignores_preconditions(what)
+
+    def _ignores_preconditions(self, what: str) -> StorageError:
+        return StorageError(
+            f"{self.url}: this store ignores preconditions ({what} succeeded), so two commits could "
+            "overwrite each other. Use a store that honours them: Google Cloud Storage, Amazon S3, "
+            "a local file system, or a recent version of an S3-compatible server."
+        )
+
+    async def contact(self, seconds: float) -> None:
+        """Returns once the store has answered, even with an error, which :meth:`probe` reports.
+
+        Raises UnreachableError, with the last cause, when no answer came within ``seconds``.
+        """
+        end = time.monotonic() + seconds
+        with limited(until=lambda: end, retried=retry_callback()):
+            try:
+                await self.stat(object_names.probe(uuid.uuid4().hex))
+            except UnreachableError as error:
+                raise UnreachableError(
+                    f"{self.url} can't be reached from this host: {error}; check its name, the "
+                    "endpoint and the network"
+                ) from error
+            except StorageError as error:
+                _log.debug("%s answers with an error: %s", self.url, error)
 
     @abstractmethod
     async def close(self) -> None:
         """Releases connections. Running operations fail."""
-
-
-__all__ = [
-    "ConflictError",
-    "DeniedError",
-    "HeldError",
-    "IntegrityError",
-    "NotFoundError",
-    "ObjectInfo",
-    "Progress",
-    "Retried",
-    "Source",
-    "StorageError",
-    "Store",
-    "Unfinished",
-    "UnreachableError",
-]

@@ -11,7 +11,6 @@ from typing import Any
 import crc32c
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
-from pannier.storage import store_probe
 from pannier.storage.base import (
     ConflictError,
     IntegrityError,
@@ -23,8 +22,8 @@ from pannier.storage.base import (
     Store,
 )
 from pannier.storage.io_threads import BUFFER
+from pannier.storage.retry import in_time
 from pannier.storage.source_reader import Feed
-from pannier.storage.time_limits import in_time
 from pannier.storage.url import Location, check_key
 
 _lock = threading.Lock()
@@ -126,10 +125,6 @@ class MemoryStore(Store):
             file = self._fs.store.get(path)
             if file is not None and generation in (None, _info(key, file).generation):
                 del self._fs.store[path]
-
-    async def probe(self) -> None:
-        """See :meth:`Store.probe`."""
-        await store_probe.probe(self)
 
     async def close(self) -> None:
         """The objects stay as long as the process."""

@@ -1,36 +1,51 @@
-"""One place that decides how often something is tried again, and when not.
+"""How often a store tries an operation, and when it gives up: the only retries in this package.
 
-The libraries below are told not to retry by themselves (or are called beneath
-their own retries): two layers multiply, hide the reason, and miss the deadline.
+The retries of the libraries below are switched off, or calls are made beneath them: two layers of
+retries multiply, hide the reason, and miss the deadline. Event loop only.
 """
 
 import asyncio
+import functools
+import logging
+import math
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Any, TypeVar
+from contextlib import suppress
+from typing import Any, ParamSpec, TypeVar
 
-from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_random_exponential
+from pannier.common.deadline import within
+from pannier.common.retry import RetryPolicy
+from pannier.storage.base import (
+    Retried,
+    StorageError,
+    UnreachableError,
+    end_of,
+    notify_retry,
+    unlimited,
+)
 
-from pannier.storage.base import Retried, StorageError, UnreachableError
-from pannier.storage.time_limits import end_of, tell, within
-
+P = ParamSpec("P")
 T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
 
 FIRST_WAIT_S = 0.25
 LONGEST_WAIT_S = 20.0
+CLEAN_UP_S = 5.0
+"""Seconds for the removal of what a failed upload left."""
 _LONGEST_PAUSE_S = 2.0
-"""Between two tries of a write that others may win."""
+"""Between two tries of a write for which several writers compete."""
 _SETTLE_TRIES = 6
 _LONGEST_REQUEST_S = 60.0
-"""Most that a store is obeyed when it asks to wait."""
+"""Longest Retry-After that is honoured."""
 
 
 class TransientError(StorageError):
     """Worth another try: overload, a broken connection, a time-out.
 
     Args:
-        after_s: the store asked to wait at least this long (Retry-After).
+        after_s: fewest seconds until the next try, as the store asked (Retry-After).
         answered: False when nothing came from the store itself.
     """
 
@@ -41,11 +56,11 @@ class TransientError(StorageError):
 
 
 class UnsettledError(StorageError):
-    """A write whose outcome reading back doesn't tell: what was to be there isn't, nor is anything else."""
+    """A write whose outcome reading back doesn't show: neither its object nor another is there."""
 
 
-def silent(reason: str) -> None:
-    """A :data:`Retried` for operations whose retries nobody counts by themselves."""
+def uncounted(reason: str) -> None:
+    """A :data:`Retried` for operations whose retries aren't counted."""
 
 
 async def retry(
@@ -53,41 +68,29 @@ async def retry(
     *,
     what: str,
     deadline_s: float,
-    retried: Retried = silent,
+    retried: Retried = uncounted,
 ) -> T:
-    """Runs ``operation`` until it doesn't raise TransientError, waiting with jitter in between.
+    """Runs ``operation`` until it doesn't raise TransientError, with random pauses between the tries.
 
-    Ends after ``deadline_s``, or when the time of :func:`pannier.storage.time_limits.limited` is
-    up if that is sooner; a try that is on its way then is cut off.
+    Ends after ``deadline_s``, or at the end set by :func:`pannier.storage.base.limited` if that is
+    sooner; a try that is running then is cut off.
 
     Args:
         what: the object, for errors.
 
     Raises:
-        StorageError: with the last TransientError's message when the time is up. Whether
-            a write has reached the store is unknown then. UnreachableError: it has not answered
-            in any try.
+        StorageError: with the last TransientError's message after the deadline; a write may have
+            reached the store. UnreachableError: the store has not answered in any try.
     """
     started = time.monotonic()
     end = end_of(deadline_s)
-    jitter = wait_random_exponential(multiplier=FIRST_WAIT_S, max=LONGEST_WAIT_S)
     problem: TransientError | None = None
     answered = False
-
-    def wait(state: RetryCallState) -> float:
-        after_s = problem.after_s if problem is not None else 0
-        return max(jitter(state), min(after_s, _LONGEST_REQUEST_S))
-
-    def stop(state: RetryCallState) -> bool:
-        # Not when the next try would begin after the deadline.
-        return time.monotonic() + state.upcoming_sleep >= end
-
-    def before_sleep(state: RetryCallState) -> None:
-        retried(str(problem))
-        tell(str(problem))
+    tries = 0
 
     async def once() -> T:
-        nonlocal problem, answered
+        nonlocal problem, answered, tries
+        tries += 1
         try:
             return await within(end - time.monotonic(), operation())
         except TransientError as error:
@@ -95,17 +98,21 @@ async def retry(
             answered = answered or error.answered
             raise
 
-    attempts = AsyncRetrying(
-        retry=retry_if_exception_type(TransientError),
-        wait=wait,
-        stop=stop,
-        before_sleep=before_sleep,
-        reraise=True,
+    def notify(error: BaseException) -> None:
+        retried(str(error))
+        notify_retry(str(error))
+
+    policy = RetryPolicy(
+        retriable=lambda error: isinstance(error, TransientError),
+        first_s=FIRST_WAIT_S,
+        longest_s=LONGEST_WAIT_S,
+        least_s=lambda error: min(getattr(error, "after_s", 0), _LONGEST_REQUEST_S),
+        end=end,
+        on_retry=notify,
     )
     try:
-        return await attempts(once)
+        return await policy.run(once)
     except (TransientError, asyncio.TimeoutError) as error:
-        tries = attempts.statistics.get("attempt_number", 1)
         last = problem or f"{what}: no answer"
         kind = StorageError if answered else UnreachableError
         raise kind(
@@ -115,9 +122,9 @@ async def retry(
 
 
 async def contend(tries: int) -> AsyncIterator[int]:
-    """Numbers the tries of a write that others may win; pauses with jitter before each but the first.
+    """Numbers the tries of a write for which several writers compete, with random pauses between.
 
-    Without the pause, writers that lost to the same one meet again at once.
+    Without the pauses, writers that lost to the same one would collide again at once.
     """
     for number in range(tries):
         if number:
@@ -126,7 +133,7 @@ async def contend(tries: int) -> AsyncIterator[int]:
         yield number
 
 
-async def settle(write: Callable[[], Coroutine[Any, Any, T]], *, retried: Retried = silent) -> T:
+async def settle(write: Callable[[], Coroutine[Any, Any, T]], *, retried: Retried = uncounted) -> T:
     """Runs a write with a precondition again while it raises UnsettledError.
 
     Raises:
@@ -136,9 +143,45 @@ async def settle(write: Callable[[], Coroutine[Any, Any, T]], *, retried: Retrie
     async for _ in contend(_SETTLE_TRIES):
         if problem is not None:
             retried(str(problem))
-            tell(str(problem))
+            notify_retry(str(problem))
         try:
             return await write()
         except UnsettledError as error:
             problem = error
     raise StorageError(f"{problem} (given up after {_SETTLE_TRIES} tries)") from problem
+
+
+def in_time(operation: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Coroutine[Any, Any, T]]:
+    """A store's operation that raises StorageError when its end has passed before it begins.
+
+    For stores without retries, so that :func:`pannier.storage.base.limited` holds for every store.
+    """
+
+    @functools.wraps(operation)
+    async def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+        if end_of(math.inf) <= time.monotonic():
+            what = " ".join(str(each) for each in args[1:2] if isinstance(each, str))
+            raise StorageError(f"{operation.__name__} {what}: its deadline has passed")
+        return await operation(*args, **kwargs)
+
+    return checked
+
+
+async def clean_up(request: Coroutine[Any, Any, object], what: str) -> None:
+    """Removes what a failed upload left, also while its task is being cancelled.
+
+    Runs ``request`` for at most :data:`CLEAN_UP_S`. A StorageError is logged, not raised: it must not
+    hide the error that made the upload fail.
+    """
+    with unlimited():
+        task = asyncio.ensure_future(request)
+    with suppress(asyncio.CancelledError):
+        await asyncio.wait({task}, timeout=CLEAN_UP_S)
+    if not task.done():
+        task.cancel()
+        await asyncio.wait({task}, timeout=1)
+    error = task.exception() if task.done() and not task.cancelled() else None
+    if isinstance(error, StorageError) or task.cancelled():
+        _log.warning("%s: %s", what, error or f"no answer within {CLEAN_UP_S:.0f} s")
+    elif error is not None:
+        raise error

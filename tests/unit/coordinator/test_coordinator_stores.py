@@ -10,8 +10,7 @@ import pytest
 from pannier.coordinator import stores
 from pannier.coordinator.stores import Places
 from pannier.storage import StorageError
-from pannier.storage.base import UnreachableError
-from pannier.storage.time_limits import limited
+from pannier.storage.base import UnreachableError, limited
 from support.actors.ranks_by_hand import context
 from support.storage.gcs_server import GcsServer
 
@@ -47,7 +46,7 @@ def test_a_root_that_does_not_answer_is_an_error_soon_for_all_its_saves(
         told: list[list[str]] = [[], []]
 
         async def ask(number: int) -> None:
-            with limited(told=told[number].append):
+            with limited(retried=told[number].append):
                 await found.attempt(context(0, ID))
 
         errors = await asyncio.gather(ask(0), ask(1), return_exceptions=True)
@@ -73,7 +72,7 @@ def test_a_root_that_answers_is_given_time(tmp_path: Path, monkeypatch: pytest.M
         server.fault(kind="status", status=503, times=-1)
         asked = asyncio.ensure_future(found.attempt(context(0, ID)))
         heard: list[str] = []
-        with limited(told=heard.append):
+        with limited(retried=heard.append):
             also = asyncio.ensure_future(found.attempt(context(0, ID)))
         while len(heard) < 3:
             await asyncio.sleep(0.05)

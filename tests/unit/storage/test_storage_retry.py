@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
+from pannier.common.deadline import within
 from pannier.storage import StorageError
-from pannier.storage.base import DeniedError
-from pannier.storage.cleanup import clean_up
-from pannier.storage.retry import TransientError, retry
-from pannier.storage.time_limits import end_of, limited, unlimited, within
+from pannier.storage.base import DeniedError, end_of, limited, unlimited
+from pannier.storage.retry import TransientError, clean_up, retry
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +53,7 @@ def test_what_is_transient_is_tried_again_and_each_time_is_told() -> None:
     flaky, told, heard = Flaky(3), list[str](), list[str]()
 
     async def body() -> None:
-        with limited(told=heard.append):
+        with limited(retried=heard.append):
             assert await retry(flaky, what="o", deadline_s=20, retried=told.append) == "done"
 
     timed(body())

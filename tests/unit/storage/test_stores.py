@@ -18,9 +18,9 @@ from pannier.storage import (
     http_body,
     open_store,
 )
+from pannier.storage.base import limited
 from pannier.storage.gcs.http import GcsConnection
 from pannier.storage.s3.client import S3Connection
-from pannier.storage.time_limits import limited
 from pannier.wire.errors import InvalidRequestError, SaveAbortedError
 from support.storage.gcs_server import GcsServer
 from support.storage.s3_server import S3Server

@@ -18,7 +18,7 @@ from pannier.coordinator.planning.columns import RankPlan
 from pannier.coordinator.saves.participants import DisagreementError, Proposal
 from pannier.coordinator.saves.save import Save
 from pannier.storage import StorageError, Store
-from pannier.storage.time_limits import unlimited
+from pannier.storage.base import unlimited
 from pannier.v1 import records_pb2
 from pannier.wire.errors import IntegrityError
 

@@ -18,6 +18,7 @@ from pannier.attempts.decisions import decide, decider, propose
 from pannier.attempts.manifests import exists, publish
 from pannier.attempts.metadata_swap import OccupiedError, RemovedError, check_free
 from pannier.attempts.receipts import find_lost
+from pannier.common.deadline import within
 from pannier.coordinator.background.retention import Retention
 from pannier.coordinator.background.superseded import Sweeper
 from pannier.coordinator.commit.manifest import Manifest, agree
@@ -34,7 +35,7 @@ from pannier.coordinator.stores import Places
 from pannier.daemon.logging import bind
 from pannier.maintenance.retention_policy import Policy
 from pannier.storage import DeniedError, NotFoundError, StorageError, Store
-from pannier.storage.time_limits import limited, within
+from pannier.storage.base import limited
 from pannier.v1 import records_pb2, save_pb2
 from pannier.wire.errors import (
     ConfigurationError,
@@ -164,7 +165,7 @@ class Conductor:
             raise StorageError(str(error)) from error
         try:
             # What is decided is carried out however long that takes; all before has a deadline.
-            with limited(until=lambda: save.next_deadline, told=lambda why: _retried(save, why)):
+            with limited(until=lambda: save.next_deadline, retried=lambda why: _retried(save, why)):
                 decision = await self._prepare(save, store)
             if save.state is State.PREPARED:
                 return

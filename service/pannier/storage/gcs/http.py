@@ -26,12 +26,12 @@ from gcsfs.core import GCSFileSystem
 from gcsfs.retry import HttpError, NonRetryableError
 from yarl import URL
 
-from pannier.storage.base import DeniedError, HeldError, NotFoundError, StorageError
+from pannier.common.deadline import within
+from pannier.storage.base import DeniedError, HeldError, NotFoundError, StorageError, notify_retry
 from pannier.storage.connections import Lease
 from pannier.storage.http_body import Body, Slices
 from pannier.storage.io_threads import set_up
 from pannier.storage.retry import TransientError
-from pannier.storage.time_limits import tell, within
 from pannier.wire.errors import ConfigurationError
 
 CONNECT_S = 15.0
@@ -255,7 +255,7 @@ class GcsConnection:
         credentials = self._fs.credentials.credentials
         if credentials is None:
             raise refused
-        tell(f"{refused}; fetching another token")
+        notify_retry(f"{refused}; fetching another token")
         try:
             await set_up.run(_refresh, self._fs.credentials, authorization)
         except google.auth.exceptions.TransportError as error:

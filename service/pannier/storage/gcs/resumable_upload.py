@@ -10,10 +10,9 @@ from collections.abc import Callable, Coroutine
 from typing import IO, Any, TypeVar
 
 from pannier.storage.base import NotFoundError, Progress, Retried, Source, StorageError
-from pannier.storage.cleanup import clean_up
 from pannier.storage.gcs.http import Answer, GcsConnection
 from pannier.storage.http_body import Body, FromSpool, Slices
-from pannier.storage.retry import TransientError, retry
+from pannier.storage.retry import TransientError, clean_up, retry
 from pannier.storage.source_reader import Feed
 
 T = TypeVar("T")

@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 
 import crc32c
 
-from pannier.storage import store_probe
 from pannier.storage.base import (
     ConflictError,
     DeniedError,
@@ -29,6 +28,7 @@ from pannier.storage.base import (
     Source,
     StorageError,
     Store,
+    end_of,
 )
 from pannier.storage.gcs.http import (
     ChecksumRefusedError,
@@ -40,9 +40,8 @@ from pannier.storage.gcs.http import (
 from pannier.storage.gcs.resumable_upload import ResumableUpload, encode_crc
 from pannier.storage.http_body import Slices
 from pannier.storage.io_threads import BUFFER, buffers
-from pannier.storage.retry import TransientError, UnsettledError, retry, settle, silent
+from pannier.storage.retry import TransientError, UnsettledError, retry, settle, uncounted
 from pannier.storage.source_reader import Feed
-from pannier.storage.time_limits import end_of
 from pannier.storage.url import Location, check_key
 
 T = TypeVar("T")
@@ -79,7 +78,7 @@ class GcsStore(Store):
         self,
         operation: Callable[[], Coroutine[Any, Any, T]],
         key: str,
-        retried: Retried = silent,
+        retried: Retried = uncounted,
     ) -> T:
         return await retry(
             operation, what=self._what(key), deadline_s=self._deadline_s, retried=retried
@@ -170,7 +169,7 @@ class GcsStore(Store):
         connection = await self._connection()
         crc = crc32c.crc32c(data)
         try:
-            resource = await self._insert(connection, key, data, crc, expected or "0", silent)
+            resource = await self._insert(connection, key, data, crc, expected or "0", uncounted)
         except (PreconditionError, UnclearError) as error:
             return await self._read_back(key, data, expected, error)
         except ChecksumRefusedError as error:
@@ -345,7 +344,7 @@ class GcsStore(Store):
     async def probe(self) -> None:
         """See :meth:`Store.probe`. A zonal (Rapid) bucket is refused by name."""
         await self._check_layout()
-        await store_probe.probe(self)
+        await super().probe()
 
     async def _check_layout(self) -> None:
         connection = await self._connection()

@@ -22,7 +22,6 @@ from typing import Any, TypeVar
 
 import crc32c
 
-from pannier.storage import store_probe
 from pannier.storage.base import (
     ConflictError,
     DeniedError,
@@ -35,6 +34,7 @@ from pannier.storage.base import (
     StorageError,
     Store,
     Unfinished,
+    end_of,
 )
 from pannier.storage.io_threads import (
     BUFFER,
@@ -53,9 +53,8 @@ from pannier.storage.local.atomic_file import (
     sync_directory,
 )
 from pannier.storage.local.lock import Locked, locked, release_unheld
-from pannier.storage.retry import UnsettledError, settle
+from pannier.storage.retry import UnsettledError, in_time, settle
 from pannier.storage.source_reader import Feed
-from pannier.storage.time_limits import end_of, in_time
 from pannier.storage.url import Location, check_key
 from pannier.wire import object_names
 
@@ -279,7 +278,7 @@ class LocalStore(Store):
         with _os_errors(self._root):
             made = await self._call(_missing, self._root)
         try:
-            await store_probe.probe(self)
+            await super().probe()
         finally:
             await self._call(_remove_empty, made)
 

@@ -14,11 +14,11 @@ import aiohttp
 import botocore.exceptions as boto
 from s3fs import S3FileSystem
 
-from pannier.storage.base import DeniedError, NotFoundError, StorageError
+from pannier.common.deadline import within
+from pannier.storage.base import DeniedError, NotFoundError, StorageError, notify_retry
 from pannier.storage.connections import Lease
 from pannier.storage.io_threads import set_up
 from pannier.storage.retry import TransientError
-from pannier.storage.time_limits import tell, within
 from pannier.wire.errors import ConfigurationError
 
 CONNECT_S = 15
@@ -115,7 +115,7 @@ class S3Connection:
         try:
             return await self._call(operation, what, size, arguments)
         except TokenExpiredError as error:
-            tell(f"{error}; looking for other credentials")
+            notify_retry(f"{error}; looking for other credentials")
             await self._renew(refused)
             return await self._call(operation, what, size, arguments)
 

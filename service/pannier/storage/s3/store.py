@@ -12,7 +12,6 @@ from typing import Any
 
 import crc32c
 
-from pannier.storage import store_probe
 from pannier.storage.base import (
     ConflictError,
     IntegrityError,
@@ -24,11 +23,11 @@ from pannier.storage.base import (
     StorageError,
     Store,
     Unfinished,
+    end_of,
 )
-from pannier.storage.cleanup import clean_up
 from pannier.storage.http_body import Part
 from pannier.storage.io_threads import BUFFER
-from pannier.storage.retry import TransientError, UnsettledError, retry, settle, silent
+from pannier.storage.retry import TransientError, UnsettledError, clean_up, retry, settle, uncounted
 from pannier.storage.s3.client import (
     BeyondEndError,
     ChecksumRefusedError,
@@ -37,7 +36,6 @@ from pannier.storage.s3.client import (
     lease,
 )
 from pannier.storage.source_reader import Feed
-from pannier.storage.time_limits import end_of
 from pannier.storage.url import Location, check_key
 
 _MOST_PARTS = 10_000
@@ -65,7 +63,7 @@ class S3Store(Store):
         return await self._lease.get(end_of(self._deadline_s))
 
     async def _call(
-        self, operation: str, key: str, *, retried: Retried = silent, size: int = 0, **more: Any
+        self, operation: str, key: str, *, retried: Retried = uncounted, size: int = 0, **more: Any
     ) -> dict[str, Any]:
         connection = await self._connection()
         return await retry(
@@ -216,7 +214,7 @@ class S3Store(Store):
         data: "bytes | bytearray",
         crc: int,
         condition: Mapping[str, Any],
-        retried: Retried = silent,
+        retried: Retried = uncounted,
     ) -> dict[str, Any]:
         return await self._call(
             "put_object",
@@ -420,10 +418,6 @@ class S3Store(Store):
     async def discard(self, item: Unfinished) -> None:
         """See :meth:`Store.discard`."""
         await self._abort(item.key, {"UploadId": item.token})
-
-    async def probe(self) -> None:
-        """See :meth:`Store.probe`."""
-        await store_probe.probe(self)
 
     async def close(self) -> None:
         """See :meth:`Store.close`."""
