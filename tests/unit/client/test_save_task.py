@@ -205,7 +205,9 @@ def test_the_news_of_an_abort_stop_the_streams_and_fail_the_handle(
     began = time.monotonic()
     assert carry(saving) == ["arena"]
     assert time.monotonic() - began < 5
-    with pytest.raises(SaveAbortedError, match=r"rank 1 \(node-1\): the process is gone") as raised:
+    with pytest.raises(
+        SaveAbortedError, match=r"rank 1 \(host node-1\): the process is gone"
+    ) as raised:
         saving.handle.result(5)
     assert raised.value.failures[1].kind == save_pb2.FAILURE_KIND_LOST
     assert not sidecar.asked(sidecar_pb2.FailRequest)

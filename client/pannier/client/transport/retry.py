@@ -1,30 +1,29 @@
 """Calls that are made again while the sidecar can't be reached, until their deadline.
 
-In: a call, and how long it may take. Out: its answer, or the error of the last try. Blocking
-code; thread-safe. A pause is cut short when the connection is back.
+In: a call, and how long it may take. Out: its answer, or the error of the last try. Blocking code;
+thread-safe. A pause ends early when the connection is back.
 """
 
 import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-import tenacity
-
 from pannier.client.transport.channel import InterruptedCallError
 from pannier.common.deadline import Deadline
+from pannier.common.retry import RetryPolicy
 from pannier.wire.errors import UnavailableError
 
 Result = TypeVar("Result")
 
 
 class Retry:
-    """Repeats the calls of one session.
+    """Repeats calls of one session while its sidecar can't be reached.
 
     Args:
-        unreachable: what to say when a fork has ended the last try.
-        connected: set while the sidecar is there.
-        closed: set at the session's end.
-        at_exit_s: how long the interpreter waits for a sidecar that is away when it is ending.
+        unreachable: error when a fork interrupted the last try.
+        connected: set while the sidecar is connected.
+        closed: set when the session ends.
+        at_exit_s: seconds for which an ending interpreter tries to reach the sidecar.
     """
 
     def __init__(
@@ -47,36 +46,34 @@ class Retry:
         patience = Deadline(min(patience_s, deadline.remaining()))
         at_exit: Deadline | None = None
 
-        def enough(_: tenacity.RetryCallState) -> bool:
+        def stop() -> bool:
             nonlocal at_exit
             if at_exit is None and not threading.main_thread().is_alive():
-                # The interpreter is ending and waits for us: not for long.
+                # The interpreter waits for this thread before it exits.
                 at_exit = Deadline(self._at_exit_s)
             return (
                 patience.passed or self._closed.is_set() or (at_exit is not None and at_exit.passed)
             )
 
-        tries = tenacity.Retrying(
-            retry=tenacity.retry_if_exception_type((UnavailableError, InterruptedCallError)),
-            wait=_pause,
-            stop=enough,
-            sleep=self._await_connection,
-            reraise=True,
+        def once() -> Result:
+            while True:
+                try:
+                    return call()
+                except InterruptedCallError as error:
+                    if stop():
+                        raise UnavailableError(self._unreachable) from error
+
+        policy = RetryPolicy(
+            retriable=lambda error: isinstance(error, UnavailableError),
+            first_s=0.1,
+            longest_s=1.0,
+            stop=stop,
         )
-        try:
-            return tries(call)
-        except InterruptedCallError as error:
-            raise UnavailableError(self._unreachable) from error
+        return policy.call(once, sleep=self._await_connection)
 
     def _await_connection(self, seconds: float) -> None:
         if self._connected.is_set():
-            # Connected, or not yet noticed that it isn't: don't hurry.
+            # Connected, or the disconnect isn't noticed yet: the whole pause.
             self._closed.wait(seconds)
         else:
             self._connected.wait(seconds)
-
-
-def _pause(state: tenacity.RetryCallState) -> float:
-    if state.outcome is not None and isinstance(state.outcome.exception(), InterruptedCallError):
-        return 0.0
-    return min(1.0, 0.05 * 2.0 ** min(state.attempt_number, 5))
