@@ -1,11 +1,10 @@
-"""A step whose outcome must be known: run again until storage tells. Event loop only."""
+"""Steps of a save that are run again until storage answers. Event loop only."""
 
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Final, TypeVar
 
-import tenacity
-
+from pannier.common.retry import RetryPolicy
 from pannier.coordinator.saves.save import Save, State
 from pannier.storage import StorageError
 from pannier.wire.errors import IntegrityError
@@ -14,8 +13,8 @@ _log = logging.getLogger(__name__)
 
 _Answer = TypeVar("_Answer")
 
-_LONGEST_BACKOFF_S: Final = 5.0
-"""Between two tries of a step whose outcome is in doubt."""
+_FIRST_PAUSE_S: Final = 0.2
+_LONGEST_PAUSE_S: Final = 5.0
 
 
 async def insist(
@@ -24,33 +23,27 @@ async def insist(
     *,
     final: tuple[type[StorageError], ...] = (),
 ) -> _Answer:
-    """Runs a step again until its outcome is known; the save is in doubt meanwhile.
+    """Runs a step until its outcome is known; the save is IN_DOUBT meanwhile.
 
     Args:
         final: errors that are an outcome, too.
     """
 
-    def doubt(state: tenacity.RetryCallState) -> None:
-        error = state.outcome.exception() if state.outcome is not None else None
+    def doubt(error: BaseException) -> None:
         save.problem = f"storage at {save.context.checkpoint_id} ({error})"
         save.move(State.IN_DOUBT)
         _log.warning("the decision of %s is in doubt: %s", save.label, error)
         save.ring()
 
-    tries = tenacity.AsyncRetrying(
-        retry=tenacity.retry_if_exception(
-            lambda error: (
-                isinstance(error, (StorageError, IntegrityError)) and not isinstance(error, final)
-            )
+    policy = RetryPolicy(
+        retriable=lambda error: (
+            isinstance(error, (StorageError, IntegrityError)) and not isinstance(error, final)
         ),
-        wait=tenacity.wait_random_exponential(multiplier=0.2, max=_LONGEST_BACKOFF_S),
-        before_sleep=doubt,
+        first_s=_FIRST_PAUSE_S,
+        longest_s=_LONGEST_PAUSE_S,
+        on_retry=doubt,
     )
-
-    async def once() -> _Answer:
-        return await step()
-
-    answer: _Answer = await tries(once)
+    answer = await policy.run(step)
     save.problem = ""
     return answer
 
@@ -58,26 +51,19 @@ async def insist(
 async def ask(save: Save, step: Callable[[], Awaitable[_Answer]]) -> _Answer:
     """Asks storage for what a save needs before anything is decided.
 
-    Of a resumed save only storage knows what became of it, so that it is asked until it answers.
-    Of any other, the first error of the step is raised.
+    For a resumed save only storage knows what became of it: the step is run until it answers. For any
+    other save the first error of the step is raised.
     """
 
-    def note(state: tenacity.RetryCallState) -> None:
-        error = state.outcome.exception() if state.outcome is not None else None
+    def note(error: BaseException) -> None:
         save.problem = f"storage at {save.context.checkpoint_id} ({error})"
-        _log.warning("%s: storage doesn't tell what it holds of it: %s", save.label, error)
+        _log.warning("%s: storage can't be asked for its records: %s", save.label, error)
         save.ring()
 
-    tries = tenacity.AsyncRetrying(
-        retry=tenacity.retry_if_exception(
-            lambda error: isinstance(error, StorageError) and save.resumed
-        ),
-        wait=tenacity.wait_random_exponential(multiplier=0.2, max=_LONGEST_BACKOFF_S),
-        before_sleep=note,
+    policy = RetryPolicy(
+        retriable=lambda error: isinstance(error, StorageError) and save.resumed,
+        first_s=_FIRST_PAUSE_S,
+        longest_s=_LONGEST_PAUSE_S,
+        on_retry=note,
     )
-
-    async def once() -> _Answer:
-        return await step()
-
-    answer: _Answer = await tries(once)
-    return answer
+    return await policy.run(step)
