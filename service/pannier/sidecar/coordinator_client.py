@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any, Final
 
 import grpc
-import tenacity
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pannier.common import observer_clock
+from pannier.common.retry import RetryPolicy
 from pannier.sidecar.coordinator_address import Whereabouts
 from pannier.sidecar.liveness import Trainers
 from pannier.sidecar.progress_report import report_of, tellable
@@ -185,14 +185,14 @@ class Link:
             self._heard = observer_clock.now()
             return response
 
-        tries = tenacity.AsyncRetrying(
-            retry=tenacity.retry_if_exception_type(UnavailableError),
-            wait=tenacity.wait_random_exponential(multiplier=0.1, max=_LONGEST_BACKOFF_S),
-            stop=lambda state: time.monotonic() + state.upcoming_sleep >= end,
-            reraise=True,
+        policy = RetryPolicy(
+            retriable=lambda error: isinstance(error, UnavailableError),
+            first_s=0.1,
+            longest_s=_LONGEST_BACKOFF_S,
+            end=end,
         )
         try:
-            return await tries(once)
+            return await policy.run(once)
         except UnavailableError as error:
             raise DeadlineError(
                 f"the {self.description} could not be reached for {timeout_s:.0f} s to {method}: "
