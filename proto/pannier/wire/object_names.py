@@ -115,6 +115,26 @@ class Attempt:
         )
 
 
+def is_attempt(name: str) -> bool:
+    """Whether ``name`` is the name of an attempt."""
+    return _ATTEMPT.fullmatch(name) is not None
+
+
+def own_attempt(save_id: object) -> str:
+    """The attempt whose ``.metadata`` has this ``save_id``; empty when Pannier didn't write it."""
+    return save_id if isinstance(save_id, str) and is_attempt(save_id) else ""
+
+
+def attempt_of(key: str) -> str:
+    """Attempt of a data file or record, by its key relative to the checkpoint id; empty for others."""
+    top, _, rest = key.partition("/")
+    if rest:
+        name = rest.partition("/")[0] if top == _PRIVATE else ""
+    else:
+        name = top.removeprefix("__").partition("_")[0] if top.startswith("__") else ""
+    return name if is_attempt(name) else ""
+
+
 def data_prefix(attempt: str) -> str:
     """How the names of all data files of an attempt begin, and of no other."""
     return f"__{attempt}_"
@@ -209,7 +229,7 @@ def lease(attempt: str, token: str) -> str:
 def leased_attempt(key: str) -> str:
     """Inverse of :func:`lease`; empty for anything else."""
     attempt, _, token = key.removeprefix(leases_prefix()).rpartition("-")
-    return attempt if token and _ATTEMPT.fullmatch(attempt) else ""
+    return attempt if token and is_attempt(attempt) else ""
 
 
 def clock(token: str) -> str:

@@ -1,15 +1,25 @@
-"""What an attempt's records in storage say: parsers that clients and services share. Pure.
+"""What is in a checkpoint's directory: parsers that clients and services share.
 
-In: the bytes of a record. Out: the message. Knows nothing of stores.
+In: the bytes of a record, or names and first bytes of files in a format that Pannier doesn't read. Out:
+messages, and texts that name the reader of such a format. Knows no stores. Pure; any thread.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Final
 
 from google.protobuf import json_format
+from google.protobuf.message import DecodeError
 
 from pannier.v1 import records_pb2, save_pb2
 from pannier.wire import object_names
 from pannier.wire.errors import IntegrityError
+
+_SUFFIXES: Final = (".safetensors", ".safetensors.index.json")
+_READER: Final = "torch.distributed.checkpoint.HuggingFaceStorageReader"
+SAFETENSORS_HEAD: Final = 9
+"""Bytes by which :func:`is_safetensors` recognises a file."""
+_LARGEST_HEADER: Final = 100_000_000
+"""Bytes; safetensors refuses larger ones."""
 
 
 def parse_decision(
@@ -34,8 +44,25 @@ def parse_decision(
     own = save if save is not None else object_names.Attempt.parse(attempt).save
     object_names.check_record(where, attempt, decision.save, own)
     if decision.outcome not in (records_pb2.OUTCOME_COMMIT, records_pb2.OUTCOME_ABORT):
-        raise IntegrityError(f"{where} is damaged: it says neither COMMIT nor ABORT")
+        raise IntegrityError(f"{where} is damaged: it is neither COMMIT nor ABORT")
     return decision
+
+
+def parse_receipt(data: bytes, attempt: str, rank: int, where: str) -> records_pb2.Receipt:
+    """The receipt of a rank in an attempt.
+
+    Args:
+        where: the object's name, for errors.
+
+    Raises IntegrityError when it is damaged, or another rank's or attempt's.
+    """
+    try:
+        receipt = records_pb2.Receipt.FromString(data)
+    except DecodeError as error:
+        raise IntegrityError(f"{where} is damaged: {error}") from error
+    if (receipt.attempt, receipt.rank) != (attempt, rank):
+        raise IntegrityError(f"{where} is rank {receipt.rank}'s of {receipt.attempt}")
+    return receipt
 
 
 def fits(decision: records_pb2.Decision, size: int, checksum: int | None) -> bool:
@@ -53,3 +80,29 @@ def match(
     """The newest COMMIT whose ``.metadata`` has this size and checksum."""
     fitting = [name for name, decision in decisions.items() if fits(decision, size, checksum)]
     return decisions[max(fitting, key=object_names.Attempt.parse)] if fitting else None
+
+
+def describe_safetensors(names: Iterable[str]) -> str | None:
+    """Text on a directory without ``.metadata``; None when it has no safetensors files."""
+    found = min((name for name in names if name.endswith(_SUFFIXES)), default=None)
+    if found is None:
+        return None
+    return (
+        f"it is in Hugging Face's safetensors format ({found}), which Pannier doesn't read: load "
+        f"it with dcp.load(storage_reader={_READER}(...))"
+    )
+
+
+def is_safetensors(head: bytes) -> bool:
+    """Whether ``head`` begins a file in safetensors format: a length, then JSON of that length."""
+    return (
+        head[8:SAFETENSORS_HEAD] == b"{" and int.from_bytes(head[:8], "little") <= _LARGEST_HEADER
+    )
+
+
+def describe_safetensors_file(name: str) -> str:
+    """Text on a data file in safetensors format that ``.metadata`` refers to."""
+    return (
+        f"{name} is in safetensors format (serialization_format=SAFETENSORS), which Pannier "
+        f"doesn't read: {_READER} does, if the data files are renamed to end in .safetensors"
+    )

@@ -20,7 +20,7 @@ from pannier.common.fault_points import point
 from pannier.storage import ConflictError, NotFoundError, ObjectInfo, Store
 from pannier.v1 import records_pb2, save_pb2
 from pannier.wire import object_names
-from pannier.wire.errors import IntegrityError, InvalidRequestError, StorageError
+from pannier.wire.errors import IntegrityError, StorageError
 from pannier.wire.records import fits, match, parse_decision
 
 _LIFE: Final = uuid.uuid4().hex[:8]
@@ -197,15 +197,6 @@ def _find(objects: Iterable[ObjectInfo], name: Callable[[str], str]) -> dict[str
     found = {}
     for info in objects:
         attempt = posixpath.basename(posixpath.dirname(info.key))
-        if is_attempt(attempt) and f"/{info.key}".endswith(f"/{name(attempt)}"):
+        if object_names.is_attempt(attempt) and f"/{info.key}".endswith(f"/{name(attempt)}"):
             found[attempt] = info
     return found
-
-
-def is_attempt(name: str) -> bool:
-    """Whether a directory's name is an attempt's."""
-    try:
-        object_names.Attempt.parse(name)
-    except InvalidRequestError:
-        return False
-    return True

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import crc32c
 
-from pannier.attempts.decisions import find_committed, is_attempt, read_decisions
+from pannier.attempts.decisions import find_committed, read_decisions
 from pannier.storage import ObjectInfo, Store
 from pannier.v1 import records_pb2
 from pannier.wire import object_names
@@ -89,7 +89,7 @@ def _directories(objects: Iterable[ObjectInfo]) -> dict[str, _Directory]:
         directory, separator, rest = f"/{item.key}".rpartition(f"/{object_names.attempts_prefix()}")
         if separator:
             attempt = rest.partition("/")[0]
-            if is_attempt(attempt):
+            if object_names.is_attempt(attempt):
                 found[directory[1:]].records[attempt].append(item)
             continue
         parent, name = posixpath.split(item.key)

@@ -11,7 +11,7 @@ import posixpath
 from typing import Any
 
 from pannier.wire import object_names
-from pannier.wire.errors import IntegrityError, InvalidRequestError
+from pannier.wire.errors import IntegrityError
 
 
 class _Inert:
@@ -61,10 +61,7 @@ def saved_by(content: bytes, where: str) -> str:
     Otherwise as :func:`referred`.
     """
     _, save_id = _read(content, where)
-    try:
-        return object_names.Attempt.parse(save_id).name
-    except InvalidRequestError:
-        return ""
+    return object_names.own_attempt(save_id)
 
 
 def _read(content: bytes, where: str) -> tuple[set[str], str]:

@@ -8,11 +8,11 @@ import logging
 from collections.abc import Collection, Iterable
 from typing import Final
 
-from google.protobuf.message import DecodeError
-
 from pannier.storage import NotFoundError, Store
 from pannier.v1 import records_pb2
 from pannier.wire import object_names
+from pannier.wire.errors import IntegrityError
+from pannier.wire.records import parse_receipt
 
 _log = logging.getLogger(__name__)
 
@@ -70,14 +70,13 @@ async def find_receipts(
         key = object_names.receipt(attempt, rank)
         async with limit:
             try:
-                receipt = records_pb2.Receipt.FromString(await store.read(key))
-            except (NotFoundError, DecodeError) as error:
-                if isinstance(error, NotFoundError) and key not in there:
-                    return None
-                # Its sidecar still has it, and tells.
-                _log.warning("%s/%s is not readable: %s", store.url, key, error)
+                data = await store.read(key)
+                return parse_receipt(data, attempt, rank, f"{store.url}/{key}")
+            except (NotFoundError, IntegrityError) as error:
+                if isinstance(error, IntegrityError) or key in there:
+                    # The rank's sidecar still has it and reports it.
+                    _log.warning("a receipt can't be read: %s", error)
                 return None
-        return receipt if receipt.rank == rank else None
 
     found = await asyncio.gather(*(read(rank) for rank in wanted))
     return [receipt for receipt in found if receipt is not None]

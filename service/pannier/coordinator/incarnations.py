@@ -16,7 +16,6 @@ from typing import Final, TypeVar
 from google.protobuf import json_format
 
 from pannier.attempts.commit import SupersededError
-from pannier.attempts.decisions import is_attempt
 from pannier.common.fault_points import point
 from pannier.storage import ConflictError, Store
 from pannier.v1 import records_pb2
@@ -175,7 +174,7 @@ async def _shown(root: Store) -> dict[str, int]:
     found: dict[str, int] = {}
     for listed in await _for_each(root.list_directories, prefixes):
         for name in listed:
-            if is_attempt(name):
+            if object_names.is_attempt(name):
                 attempt = object_names.Attempt.parse(name)
                 known = found.get(attempt.incarnation, 0)
                 found[attempt.incarnation] = max(known, attempt.incarnation_number)

@@ -15,7 +15,7 @@ from typing import Final
 from pannier.attempts.delete_attempt import check_unneeded, remove_ended
 from pannier.attempts.leases import read_leases
 from pannier.common.fault_points import point
-from pannier.maintenance.inspect import View, attempt_of, find_needed, view
+from pannier.maintenance.inspect import View, find_needed, view
 from pannier.maintenance.recover import Found, Interrupted, Standing, give_up, judge
 from pannier.maintenance.superseded import GRACE_S, sweep_superseded
 from pannier.storage import ObjectInfo, Store, Unfinished
@@ -91,20 +91,6 @@ class Report:
     def add(self, objects: Iterable[ObjectInfo], reason: Reason, attempt: str = "") -> None:
         """These objects are gone."""
         self.removed += [Removed(info.key, reason, attempt, info.size) for info in objects]
-
-
-def find_places(objects: Iterable[ObjectInfo]) -> list[str]:
-    """Directories that hold anything of Pannier's, of a root's objects; "" is the root itself."""
-    found = set()
-    for info in objects:
-        directory, separator, _ = f"/{info.key}".rpartition(f"/{object_names.attempts_prefix()}")
-        if separator:
-            found.add(directory[1:])
-            continue
-        parent, name = posixpath.split(info.key)
-        if attempt_of(name):
-            found.add(parent)
-    return sorted(found)
 
 
 async def sweep(store: Store, rules: Rules, *, now: float, host: str, dry_run: bool) -> Report:
@@ -297,7 +283,7 @@ async def sweep_unfinished(
             point("sweep.leftover.before")
             await store.discard(item)
             point("sweep.leftover.after")
-        attempt = attempt_of(posixpath.basename(item.key))
+        attempt = object_names.attempt_of(posixpath.basename(item.key))
         yield Removed(item.key, Reason.UPLOAD, attempt, item.size)
 
 
@@ -309,7 +295,7 @@ def _may_go(
     now: float,
 ) -> bool:
     directory, name = posixpath.split(item.key)
-    attempt = posixpath.join(directory, attempt_of(name))
+    attempt = posixpath.join(directory, object_names.attempt_of(name))
     if attempt in aborted or attempt in undecided:
         return attempt in aborted
     return max(0.0, now - item.modified) >= rules.abandoned_after_s

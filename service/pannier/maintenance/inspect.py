@@ -4,10 +4,12 @@ In: a store. Out: a :class:`View`, and the names that the standing ``.metadata``
 """
 
 import asyncio
+import posixpath
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from pannier.attempts.decisions import Decisions, is_attempt, read_decisions
+from pannier.attempts.decisions import Decisions, read_decisions
 from pannier.attempts.metadata_refs import referred
 from pannier.attempts.metadata_swap import stat_metadata
 from pannier.storage import NotFoundError, ObjectInfo, Store
@@ -81,7 +83,7 @@ async def view(store: Store, *, data: bool = True) -> View:
     loose: dict[str, list[ObjectInfo]] = defaultdict(list)
     for prefix in prefixes:
         for info in await store.list(prefix):
-            attempt = attempt_of(info.key)
+            attempt = object_names.attempt_of(info.key)
             if attempt:
                 loose[attempt].append(info)
             elif info.key.startswith(object_names.attempts_prefix()):
@@ -101,16 +103,6 @@ async def view(store: Store, *, data: bool = True) -> View:
             if committed is not None:
                 found.standing = object_names.Attempt.parse(committed.attempt)
     return found
-
-
-def attempt_of(key: str) -> str:
-    """Whose data file or record it is, of a key relative to the checkpoint id; empty for none's."""
-    top, _, rest = key.partition("/")
-    if rest:
-        name = rest.partition("/")[0] if f"{top}/" == object_names.attempts_prefix() else ""
-    else:
-        name = top.removeprefix("__").partition("_")[0] if top.startswith("__") else ""
-    return name if is_attempt(name) else ""
 
 
 async def find_needed(store: Store) -> frozenset[str]:
@@ -136,3 +128,21 @@ async def find_needed(store: Store) -> frozenset[str]:
     raise StorageError(
         f"{store.url}/{object_names.METADATA} changed {_RACES} times while it was read"
     )
+
+
+def find_directories(objects: Iterable[ObjectInfo]) -> list[str]:
+    """Directories, relative to a root, that hold objects of Pannier's; "" is the root itself.
+
+    Args:
+        objects: a listing of the root.
+    """
+    found = set()
+    for info in objects:
+        directory, separator, _ = f"/{info.key}".rpartition(f"/{object_names.attempts_prefix()}")
+        if separator:
+            found.add(directory[1:])
+            continue
+        parent, name = posixpath.split(info.key)
+        if object_names.attempt_of(name):
+            found.add(parent)
+    return sorted(found)

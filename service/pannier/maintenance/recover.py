@@ -6,7 +6,6 @@ as a coordinator's. A save that is under way looks the same: ending it twice doe
 
 import asyncio
 import enum
-import posixpath
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
@@ -14,7 +13,6 @@ from pannier.attempts.commit import SupersededError, carry_out, prepare_commit
 from pannier.attempts.decisions import (
     Decisions,
     decide,
-    is_attempt,
     propose,
     read_decision,
     read_decisions,
@@ -23,7 +21,6 @@ from pannier.attempts.manifests import ManifestRecord, read_manifest
 from pannier.attempts.metadata_refs import referred
 from pannier.attempts.metadata_swap import OccupiedError, RemovedError, find_standing
 from pannier.attempts.receipts import find_receipts
-from pannier.maintenance.inspect import attempt_of
 from pannier.storage import NotFoundError, ObjectInfo, Store
 from pannier.v1 import records_pb2, save_pb2
 from pannier.wire import object_names
@@ -95,7 +92,7 @@ async def find_interrupted(store: Store) -> list[Interrupted]:
     attempts: dict[str, list[ObjectInfo]] = {}
     for prefix in (object_names.attempts_prefix(), object_names.data_prefix("")[:-1]):
         for info in await store.list(prefix):
-            attempt = attempt_of(info.key)
+            attempt = object_names.attempt_of(info.key)
             if attempt:
                 attempts.setdefault(attempt, []).append(info)
     decisions = await read_decisions(store, (info for items in attempts.values() for info in items))
@@ -310,17 +307,3 @@ def _lacks(interrupted: Interrupted) -> str:
         by_host.setdefault(hosts[rank], []).append(rank)
     where = "; ".join(f"host {host}: {ranks_text(ranks)}" for host, ranks in by_host.items())
     return f"receipts are missing of {where}"
-
-
-async def find_directories(store: Store) -> list[str]:
-    """Directories at any depth below ``store`` that hold objects of attempts; "" is itself."""
-    found = set()
-    for info in await store.list():
-        directory, separator, rest = f"/{info.key}".rpartition(f"/{object_names.attempts_prefix()}")
-        if separator and is_attempt(rest.partition("/")[0]):
-            found.add(directory[1:])
-            continue
-        parent, name = posixpath.split(info.key)
-        if attempt_of(name):
-            found.add(parent)
-    return sorted(found)

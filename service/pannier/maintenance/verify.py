@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import crc32c
-from google.protobuf.message import DecodeError
 
 from pannier.attempts.decisions import read_decisions
 from pannier.attempts.manifests import ManifestRecord, read_manifest
@@ -13,8 +12,7 @@ from pannier.storage import NotFoundError, Store
 from pannier.v1 import records_pb2
 from pannier.wire import object_names
 from pannier.wire.errors import IntegrityError, InvalidRequestError, SaveAbortedError
-from pannier.wire.formats import describe_safetensors
-from pannier.wire.records import match
+from pannier.wire.records import describe_safetensors, match, parse_receipt
 
 _PARALLEL = 8
 """Objects read at the same time."""
@@ -141,24 +139,13 @@ async def _read_receipts(
     receipts, problems = [], []
     for rank in manifest.ranks:
         key = object_names.receipt(committed.attempt, rank)
-        status, receipt = await _read_receipt(store, key)
-        if status == "ok" and (receipt.attempt, receipt.rank) != (committed.attempt, rank):
-            status = "malformed"
-        if status == "ok":
-            receipts.append(receipt)
-        else:
-            problems.append(Finding(key, rank, status))
+        try:
+            receipts.append(parse_receipt(await store.read(key), committed.attempt, rank, key))
+        except NotFoundError:
+            problems.append(Finding(key, rank, "missing"))
+        except IntegrityError:
+            problems.append(Finding(key, rank, "malformed"))
     return receipts, problems
-
-
-async def _read_receipt(store: Store, key: str) -> tuple[str, records_pb2.Receipt]:
-    """Status, as of a :class:`Finding`, and content."""
-    try:
-        return "ok", records_pb2.Receipt.FromString(await store.read(key))
-    except NotFoundError:
-        return "missing", records_pb2.Receipt()
-    except DecodeError:
-        return "malformed", records_pb2.Receipt()
 
 
 async def _check_file(

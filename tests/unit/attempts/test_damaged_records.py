@@ -14,7 +14,8 @@ from pannier.attempts.listing import list_checkpoints
 from pannier.coordinator.commit.manifest import Manifest
 from pannier.coordinator.commit.metadata import build_checked
 from pannier.coordinator.planning.global_plan import make_global_plan
-from pannier.maintenance.recover import End, end, find_directories, find_interrupted, foresee
+from pannier.maintenance.inspect import find_directories
+from pannier.maintenance.recover import End, end, find_interrupted, foresee
 from pannier.maintenance.verify import verify
 from pannier.storage import open_store
 from pannier.v1 import records_pb2
@@ -73,7 +74,7 @@ async def look_and_end(place: Path) -> list[End]:
     store = open_store(str(place))
     try:
         await list_checkpoints(store)
-        await find_directories(store)
+        find_directories(await store.list())
         with suppress(PannierError):
             await verify(store, progress=lambda done, total: None)
         ends = []

@@ -29,7 +29,7 @@ from pannier.client.interrupts import aside
 from pannier.client.loading import highest_incarnation
 from pannier.client.loading.filesystem import MissingError, Place, Stat, absolute, open_place
 from pannier.v1 import records_pb2
-from pannier.wire import formats, object_names
+from pannier.wire import object_names
 from pannier.wire.errors import (
     DeadlineError,
     IntegrityError,
@@ -300,7 +300,7 @@ def describe_absence(place: Place, name: str = object_names.METADATA) -> str:
             "with dcp.load(storage_reader=StorageReader(...)) and as many ranks"
         )
     if _RECORDS not in entries:
-        if safetensors := formats.describe_safetensors(entries):
+        if safetensors := describe_safetensors(entries):
             return f"{place.url} has no {name}: {safetensors}"
         return (
             f"{begin} and no records of a save by Pannier, only {shorten(sorted(entries), _SHOWN)}"

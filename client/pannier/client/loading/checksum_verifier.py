@@ -11,14 +11,13 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 import crc32c
-from google.protobuf.message import DecodeError
 
 from pannier.client.loading.filesystem import MissingError, Place
 from pannier.client.loading.range_reader import PIECE_BYTES, Contents, Range
 from pannier.v1 import records_pb2
 from pannier.wire import object_names
 from pannier.wire.errors import IntegrityError, StorageError
-from pannier.wire.records import fits, parse_decision
+from pannier.wire.records import fits, parse_decision, parse_receipt
 
 _log = logging.getLogger(__name__)
 
@@ -94,15 +93,10 @@ class Receipts:
         if rank not in self._known:
             key = object_names.receipt(self._attempt, rank)
             try:
-                receipt = records_pb2.Receipt.FromString(self._place.read(key))
+                data = self._place.read(key)
             except MissingError as error:
                 raise IntegrityError(f"{error}: rank {rank}'s files can't be verified") from error
-            except DecodeError as error:
-                raise IntegrityError(f"{self._place.url}/{key} is damaged: {error}") from error
-            if (receipt.attempt, receipt.rank) != (self._attempt, rank):
-                raise IntegrityError(
-                    f"{self._place.url}/{key} is rank {receipt.rank}'s of {receipt.attempt}"
-                )
+            receipt = parse_receipt(data, self._attempt, rank, f"{self._place.url}/{key}")
             self._known[rank] = {file.name: file for file in receipt.files}
         return self._known[rank]
 

@@ -21,7 +21,7 @@ from pannier.client.interrupts import Event, shielded
 from pannier.client.loading.filesystem import Place
 from pannier.v1 import records_pb2
 from pannier.wire import object_names
-from pannier.wire.errors import InvalidRequestError, StorageError
+from pannier.wire.errors import StorageError
 
 _log = logging.getLogger(__name__)
 
@@ -109,13 +109,3 @@ def take(place: Place, attempt: str, *, reader: object, idle_s: float | None) ->
         return None
     weakref.finalize(reader, lease.end).atexit = False
     return lease
-
-
-def attempt_of(save_id: object) -> str:
-    """The attempt that a ``.metadata`` names as its own; empty when Pannier didn't write it."""
-    if not isinstance(save_id, str):
-        return ""
-    try:
-        return object_names.Attempt.parse(save_id).name
-    except InvalidRequestError:
-        return ""

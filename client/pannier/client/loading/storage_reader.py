@@ -32,7 +32,7 @@ from pannier.client.loading import catalog, filesystem, read_lease
 from pannier.client.loading.checksum_verifier import Receipts, Verifier
 from pannier.client.loading.range_reader import Contents, Range, fetch
 from pannier.client.loading.safe_unpickler import unpickle_metadata
-from pannier.wire import formats, object_names
+from pannier.wire import object_names, records
 from pannier.wire.errors import IntegrityError, InvalidRequestError, PannierError, StorageError
 
 MEMORY_BYTES: Final = 256 << 20
@@ -178,7 +178,7 @@ class StorageReader(storage.StorageReader):
             stamp = self._stamp()
             content = self.fetch_metadata()
             metadata = unpickle_metadata(content, where)
-            attempt = read_lease.attempt_of(getattr(metadata.storage_meta, "save_id", None))
+            attempt = object_names.own_attempt(getattr(metadata.storage_meta, "save_id", None))
             if self._verify_now and not attempt:
                 raise InvalidRequestError(
                     f"verify=True: {where} was not written by Pannier, so that there are no "
@@ -251,7 +251,7 @@ class StorageReader(storage.StorageReader):
             )
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
-        self._attempt = read_lease.attempt_of(getattr(metadata.storage_meta, "save_id", None))
+        self._attempt = object_names.own_attempt(getattr(metadata.storage_meta, "save_id", None))
         metadata.storage_meta.load_id = self._load_id
         return metadata
 
@@ -409,7 +409,7 @@ class StorageReader(storage.StorageReader):
                 name = f"{self.checkpoint_id}/{place.file}"
                 raise InvalidRequestError(
                     f"{item.storage_index.fqn!r} can't be read: "
-                    + formats.describe_safetensors_file(name)
+                    + records.describe_safetensors_file(name)
                 ) from error
             raise self._unreadable(place, item, error) from error
         if not isinstance(tensor, torch.Tensor):
@@ -420,12 +420,12 @@ class StorageReader(storage.StorageReader):
         return tensor
 
     def _is_safetensors(self, file: str) -> bool:
-        head = bytearray(formats.SAFETENSORS_HEAD)
+        head = bytearray(records.SAFETENSORS_HEAD)
         try:
             self._place.read_into(file, 0, memoryview(head))
         except StorageError:  # shorter, or gone by now
             return False
-        return formats.is_safetensors(bytes(head))
+        return records.is_safetensors(bytes(head))
 
 
 def check_generations(seen: Sequence[Generation]) -> None:

@@ -21,10 +21,10 @@ from pannier.maintenance.gc import (
     Reason,
     Removed,
     Rules,
-    find_places,
     sweep,
     sweep_unfinished,
 )
+from pannier.maintenance.inspect import find_directories
 from pannier.maintenance.superseded import GRACE_S
 from pannier.storage import open_store
 
@@ -124,7 +124,7 @@ async def _collect(
     host = socket.gethostname()
     store = open_store(root, storage_options=options)
     try:
-        directories = find_places(await store.list())
+        directories = find_directories(await store.list())
         unfinished = await store.list_unfinished()
         if not (directories or unfinished):
             found.complete = True

@@ -11,12 +11,12 @@ from rich.text import Text
 from pannier.cli import output
 from pannier.cli.errors import NEGATIVE, OK
 from pannier.cli.options import Location, storage_options
+from pannier.maintenance.inspect import find_directories
 from pannier.maintenance.recover import (
     End,
     Found,
     Outcome,
     end,
-    find_directories,
     find_interrupted,
     foresee,
 )
@@ -73,7 +73,7 @@ async def _recover(
 ) -> list[tuple[str, Outcome]]:
     store = open_store(place, storage_options=options)
     try:
-        directories = await find_directories(store)
+        directories = find_directories(await store.list())
     finally:
         await store.close()
     outcomes = []
