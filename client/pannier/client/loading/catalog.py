@@ -38,7 +38,7 @@ from pannier.wire.errors import (
     StorageError,
 )
 from pannier.wire.failures import failures_text, shorten
-from pannier.wire.records import fits, parse_decision
+from pannier.wire.records import describe_safetensors, fits, parse_decision
 
 _log = logging.getLogger(__name__)
 
