@@ -18,7 +18,7 @@ from pannier.client import Client
 from pannier.client.config import load_settings
 from pannier.client.staging import pinned_memory
 from pannier.client.staging.arena import Arena, ArenaPool
-from pannier.client.staging.device_copy import DeviceCopies, Means
+from pannier.client.staging.device_copy import CopyBackend, DeviceCopies
 from pannier.client.staging.optimizer_guard import Guards
 from pannier.client.staging.stager import Staged, stage
 from pannier.wire.errors import InvalidRequestError
@@ -43,9 +43,9 @@ def pool() -> Iterator[ArenaPool]:
     pool.close()
 
 
-def means(refusal: str) -> Means:
+def copy_backend(refusal: str) -> CopyBackend:
     """The usual ones; with a refusal, as if no arena could be pinned."""
-    return Means(pin=lambda mapping, kind: refusal) if refusal else Means()
+    return CopyBackend(pin=lambda mapping, kind: refusal) if refusal else CopyBackend()
 
 
 def staged_by(copies: DeviceCopies, state: dict[str, Any], pool: ArenaPool) -> tuple[Staged, Arena]:
@@ -57,7 +57,7 @@ def staged_by(copies: DeviceCopies, state: dict[str, Any], pool: ArenaPool) -> t
 
 def warm(state: dict[str, Any], pool: ArenaPool, refusal: str = "") -> None:
     """Pins what a save of the state needs: that may make the host wait for the device."""
-    _, arena = staged_by(DeviceCopies(means=means(refusal)), state, pool)
+    _, arena = staged_by(DeviceCopies(backend=copy_backend(refusal)), state, pool)
     pool.release(arena)
     torch.cuda.synchronize()
 
@@ -66,7 +66,7 @@ def stored(staged: Staged) -> list[torch.Tensor]:
     files = {file.name: ctypes.string_at(file.address, file.size) for file in staged.files}
     return [
         torch.load(io.BytesIO(files[p.file][p.offset : p.offset + p.length]), weights_only=True)
-        for p in staged.placements
+        for p in staged.locations
     ]
 
 
@@ -103,11 +103,13 @@ def mixture() -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("refusal", REFUSALS)
 def test_a_blocking_save_has_every_byte(refusal: str, pool: ArenaPool) -> None:
     state = mixture()
-    copies = DeviceCopies(means=means(refusal))
+    copies = DeviceCopies(backend=copy_backend(refusal))
     staged, arena = staged_by(copies, state, pool)
-    assert staged.rest is None
+    assert staged.deferred is None
     assert_same(staged, state)
-    assert copies.how.partition(":")[0] == ("bounced" if refusal else "pinned"), copies.how
+    assert copies.copy_description.partition(":")[0] == ("bounced" if refusal else "pinned"), (
+        copies.copy_description
+    )
     pool.release(arena)
 
 
@@ -123,17 +125,17 @@ def test_an_overlapped_save_is_what_the_state_was_at_the_call(
     torch.cuda._sleep(BUSY_CYCLES)
     for value in state.values():
         value.add_(1)
-    staged, arena = staged_by(DeviceCopies(lambda _: True, means(refusal)), state, pool)
-    assert staged.rest is not None
+    staged, arena = staged_by(DeviceCopies(lambda _: True, copy_backend(refusal)), state, pool)
+    assert staged.deferred is not None
     if not refusal:
         # Nothing has waited for the device.
         assert not torch.cuda.current_stream().query()
-        staged.rest.hold_back()
+        staged.deferred.make_stream_wait()
         for value in state.values():
             value.zero_()
-        staged.rest.finish()
+        staged.deferred.finish()
     else:
-        staged.rest.finish()
+        staged.deferred.finish()
         for value in state.values():
             value.zero_()
     torch.cuda.synchronize()
@@ -150,8 +152,8 @@ def test_what_may_change_at_once_may_change_at_once(pool: ArenaPool) -> None:
     assert not torch.cuda.current_stream().query()
     for value in state.values():
         value.zero_()
-    assert staged.rest is not None
-    staged.rest.finish()
+    assert staged.deferred is not None
+    staged.deferred.finish()
     assert_same(staged, before)
     pool.release(arena)
 
@@ -161,10 +163,10 @@ def test_no_memory_of_the_device_is_held_after_staging(refusal: str, pool: Arena
     state = mixture()
 
     def save(late: bool) -> None:
-        copies = DeviceCopies((lambda _: True) if late else None, means(refusal))
+        copies = DeviceCopies((lambda _: True) if late else None, copy_backend(refusal))
         staged, arena = staged_by(copies, state, pool)
-        if staged.rest is not None:
-            staged.rest.finish()
+        if staged.deferred is not None:
+            staged.deferred.finish()
         pool.release(arena)
 
     for late in (True, False):
@@ -191,8 +193,8 @@ def test_sources_may_be_dropped_while_they_are_copied(pool: ArenaPool) -> None:
     gc.collect()
     # Would be given the same memory.
     others = [torch.full((16 << 20,), -1.0, device="cuda") for _ in range(8)]
-    assert staged.rest is not None
-    staged.rest.finish()
+    assert staged.deferred is not None
+    staged.deferred.finish()
     expected = {name: torch.full((16 << 20,), float(i)) for i, name in enumerate(names)}
     assert_same(staged, expected)
     del others
@@ -244,11 +246,11 @@ def test_a_guarded_step_waits_on_the_device_and_not_on_the_host(pool: ArenaPool)
     warm(state, pool)
     torch.cuda._sleep(BUSY_CYCLES)
     staged, arena = staged_by(guards.copies("overlapped"), state, pool)
-    assert staged.rest is not None
-    guards.hold(staged.rest)
+    assert staged.deferred is not None
+    guards.add_copies(staged.deferred)
     optimizer.step()
     assert not torch.cuda.current_stream().query()
-    staged.rest.finish()
+    staged.deferred.finish()
     torch.cuda.synchronize()
     assert_same(staged, before)
     assert not torch.equal(state["weight"], before["weight"])

@@ -187,7 +187,7 @@ def test_torchrun_on_three_hosts_needs_nothing_else(hosts: Hosts, tmp_path: Path
         assert "PRIVATE" not in "".join(p.read_text() for p in host.runtime_dir.glob("**/*.log"))
     assert "PRIVATE" not in job.output()
     # Whoever has no certificate of this job is a stranger.
-    assert addresses_of_hosts.unreachable(address, 2) == ""
+    assert addresses_of_hosts.probe_port(address, 2) == ""
     with pytest.raises(AssertionError, match=r"handshake|Socket closed|reset|UNAVAILABLE"):
         await_save(address, f"{place.root}/step-1", lambda save: True, timeout=3)
     # The coordinator is killed, and started again where the others look for it.

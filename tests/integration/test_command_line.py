@@ -14,7 +14,7 @@ import torch
 from pannier.client.client import Client
 from pannier.client.config import load_settings
 from pannier.client.embedded.certificates import issue
-from pannier.client.embedded.daemon_spec import leave_papers
+from pannier.client.embedded.daemon_spec import write_tls_files
 from pannier.wire import addresses
 from support.network.status_pages import Scrape
 from support.processes.cli import pannier
@@ -169,7 +169,7 @@ def test_up_for_several_hosts_leaves_when_all_are_idle_and_takes_its_keys_along(
         directory = addresses.job_dir(embedded, "a job", name, "a host")
         directory.mkdir(mode=0o700)
         (tmp_path / name).mkdir()
-        files = leave_papers(directory, papers)
+        files = write_tls_files(directory, papers)
         # The second one's sidecar leaves by itself unless a trainer comes in time.
         idle = {"a": "1", "b": "10"}[name]
         flags = ["--spool", str(spool / name), "--idle-exit", idle, "--discard"]

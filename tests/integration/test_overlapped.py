@@ -16,7 +16,7 @@ from pannier.client import Client
 from pannier.client.config import load_settings
 from pannier.wire.errors import InvalidRequestError, SaveAbortedError
 from support.processes.daemons import Daemons
-from support.states.host_streams import FakeLane, host_as_device, means
+from support.states.host_streams import FakeStream, fake_backend, host_as_device
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 TRANSPORTS = ("mapped", "streamed")
@@ -111,15 +111,15 @@ def test_training_goes_on_while_the_device_copies(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    training, lane = Training(), FakeLane()
-    found = means(lane, refusal=refusal, slots=2)
+    training, stream = Training(), FakeStream()
+    found = fake_backend(stream, refusal=refusal, buffers=2)
     with connected(daemons, transport) as client, host_as_device(monkeypatch, found):
         client.guard(training.optimizer)
         expected = []
         # The third goes by a kept plan.
         for number in range(3):
             expected.append(copied(training.state()))
-            lane.runs.clear()
+            stream.runs.clear()
             handle = client.async_save(
                 training.state(), checkpoint_id=tmp_path / str(number), staging="overlapped"
             )
@@ -130,7 +130,7 @@ def test_training_goes_on_while_the_device_copies(
             assert handle.status().staging == (f"bounced: {refusal}" if refusal else "pinned")
             while handle.status().waiting_on != "copies from cpu":
                 time.sleep(0.01)
-            threading.Timer(0.1, lane.runs.set).start()
+            threading.Timer(0.1, stream.runs.set).start()
             training.optimizer.step()
             training.optimizer.zero_grad()
             assert handle.staging_completion.result(30) is None
@@ -142,19 +142,19 @@ def test_training_goes_on_while_the_device_copies(
 def test_a_device_that_fails_fails_that_save_alone(
     daemons: Daemons, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    training, lane = Training(), FakeLane()
-    with connected(daemons) as client, host_as_device(monkeypatch, means(lane)):
+    training, stream = Training(), FakeStream()
+    with connected(daemons) as client, host_as_device(monkeypatch, fake_backend(stream)):
         client.guard(training.optimizer)
 
         def breaks() -> None:
             raise RuntimeError("an illegal memory access was encountered")
 
-        lane.runs.clear()
+        stream.runs.clear()
         handle = client.async_save(
             training.state(), checkpoint_id=tmp_path / "broken", staging="overlapped"
         )
-        lane._queue[0] = breaks
-        lane.runs.set()
+        stream._queue[0] = breaks
+        stream.runs.set()
         with pytest.raises(
             RuntimeError, match=r"illegal memory.*\ncopying from cpu(.|\n)*raised in save .*broken"
         ):
@@ -171,15 +171,15 @@ def test_a_device_that_fails_fails_that_save_alone(
 def test_a_step_that_waits_for_nothing_fails_the_save_by_name(
     daemons: Daemons, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    training, lane = Training(), FakeLane()
-    with connected(daemons) as client, host_as_device(monkeypatch, means(lane)):
+    training, stream = Training(), FakeStream()
+    with connected(daemons) as client, host_as_device(monkeypatch, fake_backend(stream)):
         client.guard(training.optimizer, wait=False)
-        lane.runs.clear()
+        stream.runs.clear()
         handle = client.async_save(
             training.state(), checkpoint_id=tmp_path / "torn", staging="overlapped"
         )
         training.step()
-        lane.runs.set()
+        stream.runs.set()
         with pytest.raises(SaveAbortedError, match=r"'model\.0\.weight' was changed before"):
             handle.result(60)
     assert not (tmp_path / "torn" / ".metadata").exists()

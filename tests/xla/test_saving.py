@@ -180,8 +180,8 @@ def _xla_tensors_inside_objects_need_no_torch_xla_to_be_read() -> None:
     from pannier import client
     from support.states.xla_states import ROWS, Layout
 
-    Pair = namedtuple("Pair", "value name")
-    globals()["Pair"] = Pair
+    DaemonSpec = namedtuple("Pair", "value name")
+    globals()["Pair"] = DaemonSpec
     tensor = torch.arange(16.0).reshape(8, 2).to("xla")
     Layout().mark(tensor, *ROWS)
     state = {"tuple": (tensor, 1), "deep": ({"a": [tensor]}, None)}
@@ -200,7 +200,7 @@ assert torch.equal(state["tuple"][0], value) and state["tuple"][1] == 1
 assert torch.equal(state["deep"][0]["a"][0], value)
 """
     subprocess.run([sys.executable, "-c", script, directory], check=True)
-    named = {"pair": Pair(tensor, "x")}
+    named = {"pair": DaemonSpec(tensor, "x")}
     client.save(named, checkpoint_id=directory + "-named")
     loaded: dict[str, object] = {"pair": None}
     client.load(loaded, checkpoint_id=directory + "-named")

@@ -44,9 +44,9 @@ from pannier.client.planning.local_plan import PlannerRun
 from pannier.client.planning.plan_cache import PlanCache
 from pannier.client.planning.plan_confirmation import PlanConfirmation
 from pannier.client.staging.arena import ArenaPool
-from pannier.client.staging.deferred_copies import Rest
+from pannier.client.staging.deferred_copies import DeferredCopies
 from pannier.client.staging.device_copy import DeviceCopies
-from pannier.client.staging.in_flight import Slots
+from pannier.client.staging.in_flight import InFlightSaves
 from pannier.client.staging.optimizer_guard import Guard, Guards
 from pannier.client.transport.channel import keep_in_children
 from pannier.client.transport.membership import Entry, Membership
@@ -97,7 +97,7 @@ class Client:
         self._lock = Condition()
         self._memberships: dict[bool, Membership] = {}
         self._old_memberships: list[Membership] = []
-        self._slots = Slots(self.settings.max_in_flight, self._under_way)
+        self._slots = InFlightSaves(self.settings.max_in_flight, self._under_way)
         self._plans = PlanCache()
         self._pending: set[SaveTask] = set()
         self._unretrieved = UnretrievedErrors()
@@ -353,7 +353,7 @@ class Client:
         return self._slots.pool
 
     @property
-    def slots(self) -> Slots:
+    def slots(self) -> InFlightSaves:
         """Room to stage into, shared with :meth:`async_save`."""
         return self._slots
 
@@ -466,8 +466,8 @@ class Client:
             context = entry.context(member, session)
             entry.text = object_names.save_text(context.save)
             wait.reason = lambda: f"staging memory, held by {self._under_way()}"
-            slot = self._slots.take(on_busy, deadline.remaining())
-        rest: Rest | None = None
+            slot = self._slots.admit(on_busy, deadline.remaining())
+        rest: DeferredCopies | None = None
 
         def begin() -> SaveTask:
             begun = entry.saving = SaveTask(
@@ -520,10 +520,10 @@ class Client:
             arena = aside(lambda: slot.hold(session.arena(self._slots.pool, plan.sizes)))
             wait.end()
             staged = plan.stage(arena, devices)
-            rest = staged.rest
+            rest = staged.deferred
             saving.staged(staged)
             if rest is not None:
-                self._guards.hold(rest)
+                self._guards.add_copies(rest)
             # No daemon: a normal exit waits until the rank is ingested.
             carrier = threading.Thread(
                 target=saving.carry, args=(slot,), name=f"pannier-save-{entry.number}"

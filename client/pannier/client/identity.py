@@ -19,10 +19,10 @@ from typing import Any
 import torch.distributed as dist
 
 from pannier.client.config import Settings
-from pannier.client.embedded.daemon_spec import Pair, usual
-from pannier.client.embedded.former_daemons import tend
-from pannier.client.embedded.pg_store import Notes
-from pannier.client.embedded.rendezvous import Meeting, Spot, job_words, join, meet, spot
+from pannier.client.embedded.daemon_spec import DaemonSpec, host_daemons
+from pannier.client.embedded.former_daemons import recover_former_daemons
+from pannier.client.embedded.pg_store import RankStore
+from pannier.client.embedded.rendezvous import HostInfo, Rendezvous, agree, host_info, job_key, join
 from pannier.client.loading import highest_incarnation
 from pannier.wire.errors import ConfigurationError, InvalidRequestError
 from pannier.wire.object_names import group_name, split_checkpoint_id
@@ -108,10 +108,10 @@ class World:
         self._numbers: dict[tuple[int, ...], int] = {}
         self._identity: Identity | None = None
         self._seen: dict[str, int | None] = {}
-        self._meeting: Callable[[], Meeting | None] = lambda: None
+        self._meeting: Callable[[], Rendezvous | None] = lambda: None
         """Settles with the other ranks where the coordinator of several hosts is."""
-        self._spot: Spot | None = None
-        self.known_pair: Pair | None = None
+        self._spot: HostInfo | None = None
+        self.known_pair: DaemonSpec | None = None
         """What :meth:`pair` has returned."""
 
     def is_current(self) -> bool:
@@ -188,19 +188,19 @@ class World:
                 self._seen[root] = highest_incarnation.take(root)
             return self._seen[root]
 
-    def pair(self, settings: Settings) -> Pair:
+    def pair(self, settings: Settings) -> DaemonSpec:
         """This host's embedded daemons, which share a coordinator with those of other hosts.
 
-        Raises what :func:`pannier.client.embedded.rendezvous.meet` and :func:`~.join` raise. For one thread at
+        Raises what :func:`pannier.client.embedded.rendezvous.agree` and :func:`~.join` raise. For one thread at
         a time.
         """
         self.identity(settings)
         if self.known_pair is None:
             meeting = self._meeting()
             if meeting is None or self._spot is None:
-                self.known_pair = usual(settings)
+                self.known_pair = host_daemons(settings)
                 if settings.coordinator is None:
-                    tend(settings, job_words(settings))
+                    recover_former_daemons(settings, job_key(settings))
             else:
                 self.known_pair = join(settings, meeting, self._spot)
         return self.known_pair
@@ -216,13 +216,13 @@ class World:
         shared: dict[str, Any] = own
         if not self.alone:
             if settings.embedded and settings.coordinator is None:
-                self._spot = spot(self.rank, host, self.size, settings)
+                self._spot = host_info(self.rank, host, self.size, settings)
                 own["spot"] = asdict(self._spot)
-            notes = Notes(self.rank, timeout_s=settings.plan_timeout)
+            store = RankStore(self.rank, timeout_s=settings.plan_timeout)
             who = f"rank {self.rank} (host {host})"
-            life, winner = notes.begin(json.dumps(own), size=self.size, who=who)
+            incarnation, winner = store.begin_incarnation(json.dumps(own), size=self.size, who=who)
             shared = json.loads(winner)
-            self._expect_meeting(notes, life, shared, settings)
+            self._expect_meeting(store, incarnation, shared, settings)
         if settings.job is not None and shared["job"] != settings.job:
             raise ConfigurationError(
                 f"PANNIER_JOB={settings.job} on rank {self.rank}, but {shared['job']} on rank "
@@ -238,7 +238,7 @@ class World:
         )
 
     def _expect_meeting(
-        self, notes: Notes, life: int, shared: dict[str, Any], settings: Settings
+        self, store: RankStore, incarnation: int, shared: dict[str, Any], settings: Settings
     ) -> None:
         own = self._spot
         if settings.embedded and (own is None) is ("spot" in shared):
@@ -249,8 +249,8 @@ class World:
             )
         if own is None:
             return
-        first = Spot(**shared["spot"])
+        first = HostInfo(**shared["spot"])
         # Once: it is not asked again when a host can't be joined.
         self._meeting = functools.cache(
-            lambda: meet(notes, life, own, first, size=self.size, settings=settings)
+            lambda: agree(store, incarnation, own, first, size=self.size, settings=settings)
         )

@@ -71,7 +71,7 @@ def write_checkpoint(
     _, metadata = create_default_global_save_plan([SavePlan(items)])
     storage = {
         item.index: torch_compat.StorageInfo(*placed)
-        for item, placed in zip(items, staged.placements, strict=True)
+        for item, placed in zip(items, staged.locations, strict=True)
     }
     metadata = dataclasses.replace(
         metadata, planner_data=plan_codec.decode_mappings(message.mappings), storage_data=storage

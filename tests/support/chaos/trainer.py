@@ -97,7 +97,7 @@ def _move_to_its_host(clock_s: float) -> None:
     from pannier.client.embedded import network
 
     clocks.shift(clock_s)
-    kernel = network.kernel
+    kernel = network.boot_id
     for module in list(sys.modules.values()):
         if getattr(module, "kernel", None) is kernel:
             module.kernel = lambda: f"{kernel()}{clock_s:+g}"  # type: ignore[attr-defined]

@@ -9,15 +9,15 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from pannier.client.staging.arena import Mapping
-from pannier.client.staging.device_copy import Means
-from pannier.client.staging.device_stream import Lane, Mark
-from pannier.client.staging.pinned_memory import Ring
+from pannier.client.staging.arena import MemoryMapping
+from pannier.client.staging.device_copy import CopyBackend
+from pannier.client.staging.device_stream import DeviceEvent, SideStream
+from pannier.client.staging.pinned_memory import PinnedBufferPool
 
 
-class FakeMark:
-    def __init__(self, lane: "FakeLane", position: int) -> None:
-        self._lane = lane
+class FakeEvent:
+    def __init__(self, stream: "FakeStream", position: int) -> None:
+        self._lane = stream
         self._position = position
 
     def query(self) -> bool:
@@ -27,7 +27,7 @@ class FakeMark:
         self._lane.advance(self._position)
 
 
-class FakeLane(Lane):
+class FakeStream(SideStream):
     """A side stream that stands still until somebody waits for it.
 
     What the test does to tensors itself is the training stream, which runs at once; so to hold it
@@ -44,13 +44,13 @@ class FakeLane(Lane):
         """How much was queued when it was told to wait for the training stream."""
         self.copied: list[int] = []
         """Bytes of each copy to the host."""
-        self.held_back = 0
+        self.stream_waits = 0
         self.runs = threading.Event()
         """Cleared: the device stands still, and whoever waits for it waits."""
         self.runs.set()
         self.failure: Exception | None = None
 
-    def follow(self) -> None:
+    def wait_for_caller(self) -> None:
         self.followed_at.append(self.queued)
 
     def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
@@ -71,12 +71,12 @@ class FakeLane(Lane):
         self._put(work)
         return packed
 
-    def mark(self) -> Mark:
-        return FakeMark(self, self.queued)
+    def record_event(self) -> DeviceEvent:
+        return FakeEvent(self, self.queued)
 
-    def hold_back(self, mark: Mark) -> None:
-        self.held_back += 1
-        mark.synchronize()
+    def make_caller_wait(self, event: DeviceEvent) -> None:
+        self.stream_waits += 1
+        event.synchronize()
 
     def advance(self, position: int | None = None) -> None:
         """Lets the device work, up to a position."""
@@ -99,27 +99,33 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)
 
 
-def means(lane: FakeLane, *, refusal: str = "", slots: int = 4, slot_bytes: int = 1 << 20) -> Means:
+def fake_backend(
+    stream: FakeStream, *, refusal: str = "", buffers: int = 4, buffer_bytes: int = 1 << 20
+) -> CopyBackend:
     """By which a test's copies are made.
 
     Args:
-        lane: of all tensors.
+        stream: of all tensors.
         refusal: why arenas can't be pinned; "": they can.
-        slots, slot_bytes: of the ring.
+        buffers, buffer_bytes: of the ring.
     """
 
-    def pin(mapping: Mapping, kind: str) -> str:
+    def pin(mapping: MemoryMapping, kind: str) -> str:
         return refusal
 
-    ring = Ring(lambda size: torch.zeros(size, dtype=torch.uint8), slots, slot_bytes)
-    return Means(lambda device: lane, pin, ring)
+    pool = PinnedBufferPool(
+        lambda size: torch.zeros(size, dtype=torch.uint8), buffers, buffer_bytes
+    )
+    return CopyBackend(lambda device: stream, pin, pool)
 
 
 @contextmanager
-def host_as_device(monkeypatch: pytest.MonkeyPatch, usual: Means | None = None) -> Iterator[None]:
+def host_as_device(
+    monkeypatch: pytest.MonkeyPatch, usual: CopyBackend | None = None
+) -> Iterator[None]:
     """Tensors of the host are taken for those of a device, copied by ``usual``."""
     with monkeypatch.context() as patch:
         if usual is not None:
-            patch.setattr("pannier.client.staging.device_copy.USUAL", usual)
+            patch.setattr("pannier.client.staging.device_copy.DEFAULT_BACKEND", usual)
         patch.setattr("pannier.client.staging.device_stream.ASYNC_DEVICES", frozenset({"cpu"}))
         yield

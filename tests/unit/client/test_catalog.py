@@ -7,7 +7,7 @@ import fsspec
 import pytest
 
 from pannier.client.loading import catalog
-from pannier.client.loading.filesystem import Place, Stat
+from pannier.client.loading.filesystem import Stat, StorageDir
 from pannier.v1 import records_pb2
 from pannier.wire import object_names
 from pannier.wire.errors import IntegrityError, InvalidRequestError, PannierError, StorageError
@@ -101,13 +101,13 @@ def test_the_newest_of_many_takes_a_listing_each_and_few_requests_more(
     asked: list[str] = []
 
     def count(method: str) -> None:
-        ask = getattr(Place, method)
+        ask = getattr(StorageDir, method)
 
-        def counting(self: Place, *names: str) -> Any:
+        def counting(self: StorageDir, *names: str) -> Any:
             asked.append(self.url)
             return ask(self, *names)
 
-        monkeypatch.setattr(Place, method, counting)
+        monkeypatch.setattr(StorageDir, method, counting)
 
     for method in ("list", "stat", "read"):
         count(method)
@@ -203,14 +203,14 @@ def test_what_can_not_be_read_is_an_error_and_not_an_older_checkpoint(
 ) -> None:
     commit(tmp_path, "step-1", 1)
     commit(tmp_path, "step-2", 2)
-    original = Place.stat
+    original = StorageDir.stat
 
-    def failing(self: Place, name: str) -> Stat:
+    def failing(self: StorageDir, name: str) -> Stat:
         if self.url.endswith("step-2"):
             raise StorageError("storage is away")
         return original(self, name)
 
-    monkeypatch.setattr(Place, "stat", failing)
+    monkeypatch.setattr(StorageDir, "stat", failing)
     with pytest.raises(StorageError, match="storage is away"):
         catalog.latest(tmp_path)
 
@@ -272,17 +272,17 @@ def a_failure_of_the_first_rank_is_everybodys() -> None:
     import torch.distributed as dist
 
     from pannier.client.loading.catalog import latest
-    from pannier.client.loading.filesystem import Place
+    from pannier.client.loading.filesystem import StorageDir
     from pannier.wire.errors import InvalidRequestError, PannierError, StorageError
 
-    def fail(self: Place) -> None:
+    def fail(self: StorageDir) -> None:
         raise StorageError("storage is away")
 
     rank, root = dist.get_rank(), os.environ["ROOT"] + "/failing"
-    original, Place.list = Place.list, fail if rank == 0 else Place.list
+    original, StorageDir.list = StorageDir.list, fail if rank == 0 else StorageDir.list
     with pytest.raises(StorageError, match="storage is away"):
         latest(root)
-    Place.list = original
+    StorageDir.list = original
     # And the calls are still in step.
     assert latest(root) is None
 

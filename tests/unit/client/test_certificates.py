@@ -9,9 +9,9 @@ import grpc
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from pannier.client.embedded.certificates import Papers, issue
-from pannier.client.embedded.daemon_spec import leave_papers
-from pannier.client.embedded.network import unanswered
+from pannier.client.embedded.certificates import TlsBundle, issue
+from pannier.client.embedded.daemon_spec import write_tls_files
+from pannier.client.embedded.network import probe_daemon
 from pannier.daemon.listeners import listening, server_options
 from pannier.wire.tls import Tls
 from support.processes.ranks import free_port
@@ -19,9 +19,9 @@ from support.processes.ranks import free_port
 SOON_S = 3.0
 
 
-def tls(papers: Papers, directory: Path) -> Tls:
+def tls(papers: TlsBundle, directory: Path) -> Tls:
     directory.mkdir()
-    return Tls(*leave_papers(directory, papers))
+    return Tls(*write_tls_files(directory, papers))
 
 
 @contextmanager
@@ -44,13 +44,13 @@ def test_only_who_holds_the_jobs_papers_can_call(tmp_path: Path) -> None:
     server, caller = issue("127.0.0.1")
     _, stranger = issue("127.0.0.1")
     with serving(tls(server, tmp_path / "server")) as address:
-        assert unanswered(address, tls(caller, tmp_path / "caller"), SOON_S) == ""
+        assert probe_daemon(address, tls(caller, tmp_path / "caller"), SOON_S) == ""
         # Another job's are signed by another CA.
         other = tls(stranger, tmp_path / "other")
-        assert "UNAVAILABLE" in unanswered(address, other, SOON_S)
+        assert "UNAVAILABLE" in probe_daemon(address, other, SOON_S)
         # Who knows the CA, which is no secret, still needs a certificate of its own.
-        mixed = Papers(cert=stranger.cert, key=stranger.key, ca=caller.ca)
-        assert "UNAVAILABLE" in unanswered(address, tls(mixed, tmp_path / "mixed"), SOON_S)
+        mixed = TlsBundle(cert=stranger.cert, key=stranger.key, ca=caller.ca)
+        assert "UNAVAILABLE" in probe_daemon(address, tls(mixed, tmp_path / "mixed"), SOON_S)
         for credentials in (None, grpc.ssl_channel_credentials(caller.ca.encode())):
             with (
                 grpc.insecure_channel(address)
@@ -68,15 +68,15 @@ def test_a_callers_papers_are_no_coordinators(tmp_path: Path) -> None:
     callers = tls(caller, tmp_path / "caller")
     # One host of the job can't pass for the coordinator of the others.
     with serving(callers) as address:
-        assert "UNAVAILABLE" in unanswered(address, callers, SOON_S)
+        assert "UNAVAILABLE" in probe_daemon(address, callers, SOON_S)
     with serving(tls(server, tmp_path / "server")) as address:
-        assert unanswered(address, callers, SOON_S) == ""
+        assert probe_daemon(address, callers, SOON_S) == ""
 
 
 def test_the_coordinator_is_believed_under_its_own_address_only(tmp_path: Path) -> None:
     server, caller = issue("10.0.0.1")
     with serving(tls(server, tmp_path / "server")) as address:
-        assert "UNAVAILABLE" in unanswered(address, tls(caller, tmp_path / "caller"), SOON_S)
+        assert "UNAVAILABLE" in probe_daemon(address, tls(caller, tmp_path / "caller"), SOON_S)
 
 
 @pytest.mark.parametrize("host", ["localhost", "node-0.cluster", "::1", "127.0.0.1"])
@@ -92,7 +92,7 @@ def test_names_and_numbers_are_both_good(host: str) -> None:
 def test_keys_are_for_one_user_and_not_in_any_text(tmp_path: Path) -> None:
     server, caller = issue("127.0.0.1")
     for papers in (server, caller):
-        for path in leave_papers(tmp_path, papers):
+        for path in write_tls_files(tmp_path, papers):
             assert path.stat().st_mode & 0o777 == 0o600
         assert "PRIVATE" in papers.key
         assert "PRIVATE" not in f"{papers} {papers!r}"

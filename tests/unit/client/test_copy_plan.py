@@ -21,7 +21,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from pannier.client.planning.plan_cache import CachedPlan, Match, PlannerOptions, PlanScope
 from pannier.client.staging import archives, header_cache
 from pannier.client.staging.arena import ArenaPool
-from pannier.client.staging.stager import Placed, Staged, stage
+from pannier.client.staging.stager import ArchiveLocation, Staged, stage
 from pannier.wire.errors import InvalidRequestError
 from support.actors.staged import ATTEMPT, final_plan, plan, stage_all, write_checkpoint
 from support.states import nested
@@ -63,11 +63,11 @@ def content(staged: Staged) -> dict[str, bytes]:
     return {file.name: ctypes.string_at(file.address, file.size) for file in staged.files}
 
 
-def by_route(kept: CachedPlan, state: dict[str, Any], pool: ArenaPool) -> dict[str, bytes]:
+def by_copy_plan(kept: CachedPlan, state: dict[str, Any], pool: ArenaPool) -> dict[str, bytes]:
     arena = pool.acquire(kept.sizes)
     try:
         found = match(kept, state)
-        return content(found.route.stage(found.values, arena, kept.file_names(NUMBER)))
+        return content(found.copy_plan.stage(found.values, arena, kept.file_names(NUMBER)))
     finally:
         pool.release(arena)
 
@@ -109,7 +109,7 @@ def test_any_state_of_the_same_structure(state: dict[str, Any], seed: int, chanc
             # An object became a list of what is none: planned anew, that's all.
             assert plan(again).digest != plan(first).digest
             continue
-        assert by_route(kept, again, pool) == anew(again, ArenaPool(1), positions)
+        assert by_copy_plan(kept, again, pool) == anew(again, ArenaPool(1), positions)
     pool.close()
 
 
@@ -123,7 +123,7 @@ def test_every_dtype(dtype: torch.dtype, elements: int, pool: ArenaPool) -> None
     kept = learned(state())
     for _ in range(2):
         again = state()
-        assert by_route(kept, again, pool) == anew(again, ArenaPool(1))
+        assert by_copy_plan(kept, again, pool) == anew(again, ArenaPool(1))
 
 
 @pytest.mark.parametrize("elements", [40, 400_000], ids=["small", "large"])
@@ -142,27 +142,27 @@ def test_every_dtype(dtype: torch.dtype, elements: int, pool: ArenaPool) -> None
 def test_strides_and_bits_may_change(elements: int, change: Any, pool: ArenaPool) -> None:
     first = {"t": torch.randn(elements, 2, dtype=torch.complex64)}
     kept = learned(first)
-    by_route(kept, first, pool)
+    by_copy_plan(kept, first, pool)
     again = {"t": change(torch.randn(elements, 2, dtype=torch.complex64))}
-    assert by_route(kept, again, pool) == anew(again, ArenaPool(1))
+    assert by_copy_plan(kept, again, pool) == anew(again, ArenaPool(1))
 
 
 def test_heads_and_tails_are_written_once(pool: ArenaPool, monkeypatch: pytest.MonkeyPatch) -> None:
     state = {"a": torch.randn(100), "b": torch.randn(1 << 20)}
     kept = learned(state)
-    by_route(kept, state, pool)
-    monkeypatch.setattr("pannier.client.staging.copy_plan._engrave", None)
+    by_copy_plan(kept, state, pool)
+    monkeypatch.setattr("pannier.client.staging.copy_plan._write_headers", None)
     state["a"].fill_(3)
-    assert by_route(kept, state, pool) == anew(state, ArenaPool(1))
+    assert by_copy_plan(kept, state, pool) == anew(state, ArenaPool(1))
 
 
 def test_another_save_in_between_takes_the_imprint_away(pool: ArenaPool) -> None:
     state = {"a": torch.randn(100), "o": "x"}
     kept = learned(state)
-    wanted = by_route(kept, state, pool)
+    wanted = by_copy_plan(kept, state, pool)
     _, arena = stage_all(plan({"b": torch.full((30,), 7.0), "c": torch.ones(60)}), pool)
     pool.release(arena)
-    assert by_route(kept, state, pool) == wanted
+    assert by_copy_plan(kept, state, pool) == wanted
 
 
 def test_another_plan_in_between_takes_the_imprint_away(pool: ArenaPool) -> None:
@@ -170,19 +170,19 @@ def test_another_plan_in_between_takes_the_imprint_away(pool: ArenaPool) -> None
     other = {"b": torch.full((30,), 7.0), "c": torch.ones(60), "o": "y"}
     kept, between = learned(state), learned(other)
     for _ in range(2):
-        assert by_route(kept, state, pool) == anew(state, ArenaPool(1))
-        assert by_route(between, other, pool) == anew(other, ArenaPool(1))
+        assert by_copy_plan(kept, state, pool) == anew(state, ArenaPool(1))
+        assert by_copy_plan(between, other, pool) == anew(other, ArenaPool(1))
 
 
 @pytest.mark.parametrize("big", [False, True])
 def test_a_failure_in_between_takes_the_imprint_away(big: bool, pool: ArenaPool) -> None:
     state = {"a": torch.randn(1 << 20 if big else 100), "o": "x"}
     kept = learned(state)
-    wanted = by_route(kept, state, pool)
+    wanted = by_copy_plan(kept, state, pool)
     with pytest.raises(Exception, match=r"lambda.*\n'o' can't be saved"):
-        by_route(kept, {**state, "o": lambda: None}, pool)
+        by_copy_plan(kept, {**state, "o": lambda: None}, pool)
     dirty(pool, kept.sizes[0])
-    assert by_route(kept, state, pool) == wanted
+    assert by_copy_plan(kept, state, pool) == wanted
 
 
 @pytest.mark.parametrize("elements", [100, 1 << 20])
@@ -191,25 +191,25 @@ def test_a_freed_storage_is_refused_by_name(elements: int, pool: ArenaPool) -> N
     kept = learned(state)
     state["b"].untyped_storage().resize_(0)
     with pytest.raises(InvalidRequestError, match="'b' can't be saved: its storage"):
-        by_route(kept, state, pool)
+        by_copy_plan(kept, state, pool)
 
 
 def test_tied_and_empty_tensors_and_gradients(pool: ArenaPool) -> None:
     weight = torch.nn.Parameter(torch.randn(50, 3))
     state = {"a": weight, "b": weight, "none": torch.empty(0, 3), "g": weight * 2}
     kept = learned(state)
-    assert by_route(kept, state, pool) == anew(state, ArenaPool(1))
+    assert by_copy_plan(kept, state, pool) == anew(state, ArenaPool(1))
     with torch.inference_mode():
-        assert by_route(kept, state, ArenaPool(1)) == anew(state, ArenaPool(1))
+        assert by_copy_plan(kept, state, ArenaPool(1)) == anew(state, ArenaPool(1))
 
 
 def test_memory_first_used_in_inference_mode_serves_outside_it(pool: ArenaPool) -> None:
     state = {"a": torch.randn(50), "b": torch.randn(50, 3).t()}
     kept = learned(state)
     with torch.inference_mode():
-        by_route(kept, state, pool)
+        by_copy_plan(kept, state, pool)
     state["a"].fill_(1)
-    assert by_route(kept, state, pool) == anew(state, ArenaPool(1))
+    assert by_copy_plan(kept, state, pool) == anew(state, ArenaPool(1))
 
 
 def test_a_default_device_and_recorded_gradients_change_nothing(pool: ArenaPool) -> None:
@@ -217,7 +217,7 @@ def test_a_default_device_and_recorded_gradients_change_nothing(pool: ArenaPool)
     kept = learned(state)
     torch.set_default_device("meta")
     try:
-        staged = by_route(kept, state, pool)
+        staged = by_copy_plan(kept, state, pool)
     finally:
         torch.set_default_device(None)
     assert staged == anew(state, ArenaPool(1))
@@ -237,7 +237,9 @@ def test_what_is_staged_loads_as_what_torch_saves(state: dict[str, Any], seed: i
     pool = ArenaPool(1)
     with tempfile.TemporaryDirectory() as name:
         ours, torchs = Path(name) / "ours", Path(name) / "torch"
-        staged = found.route.stage(found.values, pool.acquire(kept.sizes), kept.file_names(NUMBER))
+        staged = found.copy_plan.stage(
+            found.values, pool.acquire(kept.sizes), kept.file_names(NUMBER)
+        )
         planning = plan(again)
         write_checkpoint(ours, planning.message, planning.items, placed(kept, staged))
         dcp.save(again, checkpoint_id=torchs, no_dist=True)
@@ -252,14 +254,14 @@ def placed(kept: CachedPlan, staged: Staged) -> Staged:
     varying = {item.position: (item.file, item.offset, item.length) for item in staged.varying}
     columns = final.placement
     places = [
-        Placed(*varying[position])
+        ArchiveLocation(*varying[position])
         if position in varying
-        else Placed(final.files[file].name, offset, length)
+        else ArchiveLocation(final.files[file].name, offset, length)
         for position, file, offset, length in zip(
             final.positions, columns.file, columns.offset, columns.length, strict=True
         )
     ]
-    return dataclasses.replace(staged, placements=places)
+    return dataclasses.replace(staged, locations=places)
 
 
 def as_text(pair: tuple[str, Any]) -> tuple[str, Any]:
@@ -272,7 +274,7 @@ def test_nothing_of_a_state_is_kept(pool: ArenaPool) -> None:
     state = {"a": torch.randn(100), "b": torch.randn(1 << 20), "o": Thing()}
     gone = [weakref.ref(value) for value in state.values()]
     kept = learned(state)
-    by_route(kept, state, pool)
+    by_copy_plan(kept, state, pool)
     del state
     gc.collect()
     assert [reference() for reference in gone] == [None] * 3
@@ -314,7 +316,7 @@ def test_dtensors(pool: ArenaPool, tmp_path: Path) -> None:
         kept = learned(state())
         for _ in range(2):
             again = state()
-            assert by_route(kept, again, pool) == anew(again, ArenaPool(1))
+            assert by_copy_plan(kept, again, pool) == anew(again, ArenaPool(1))
         with torch.no_grad():
             # The local part requires no gradient then: another plan, as dcp.save's would be.
             assert kept.match(DEFAULT, again) is None

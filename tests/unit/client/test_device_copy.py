@@ -25,7 +25,7 @@ from pannier.client.staging.device_copy import DeviceCopies
 from pannier.client.staging.stager import Staged, stage
 from pannier.wire.errors import InvalidRequestError
 from support.actors.staged import final_plan, plan, write_checkpoint
-from support.states.host_streams import FakeLane, host_as_device, means
+from support.states.host_streams import FakeStream, fake_backend, host_as_device
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled", "ignore:ComplexHalf"
@@ -47,8 +47,8 @@ def pool() -> Iterator[ArenaPool]:
 
 
 @pytest.fixture
-def lane() -> FakeLane:
-    return FakeLane()
+def stream() -> FakeStream:
+    return FakeStream()
 
 
 def staged_by(
@@ -64,7 +64,7 @@ def stored(staged: Staged) -> list[torch.Tensor]:
     files = {file.name: ctypes.string_at(file.address, file.size) for file in staged.files}
     return [
         torch.load(io.BytesIO(files[p.file][p.offset : p.offset + p.length]), weights_only=False)
-        for p in staged.placements
+        for p in staged.locations
     ]
 
 
@@ -110,41 +110,43 @@ def nothing(_: torch.Tensor) -> bool:
 
 @pytest.mark.parametrize("refusal", ["", "it is on a disk"])
 def test_all_has_arrived_when_a_blocking_save_returns(
-    refusal: str, lane: FakeLane, pool: ArenaPool
+    refusal: str, stream: FakeStream, pool: ArenaPool
 ) -> None:
     state = mixture()
-    copies = DeviceCopies(means=means(lane, refusal=refusal))
+    copies = DeviceCopies(backend=fake_backend(stream, refusal=refusal))
     staged, arena = staged_by(copies, state, pool)
-    assert staged.rest is None
-    assert lane.done == lane.queued
-    assert copies.how == (f"bounced: {refusal}" if refusal else "pinned")
+    assert staged.deferred is None
+    assert stream.done == stream.queued
+    assert copies.copy_description == (f"bounced: {refusal}" if refusal else "pinned")
     assert_same(staged, state)
     pool.release(arena)
 
 
 def test_every_copy_is_queued_behind_the_training_stream(
-    lane: FakeLane, pool: ArenaPool, monkeypatch: pytest.MonkeyPatch
+    stream: FakeStream, pool: ArenaPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device_copy, "_BATCH", 1 * MIB)
     state = {f"w{i}": torch.full((300_000,), float(i)) for i in range(6)}
-    staged, arena = staged_by(DeviceCopies(means=means(lane)), state, pool)
+    staged, arena = staged_by(DeviceCopies(backend=fake_backend(stream)), state, pool)
     # A planner's tensors are made one after the other: each batch waits anew.
-    assert lane.followed_at == [0, 1, 2, 3, 4, 5]
+    assert stream.followed_at == [0, 1, 2, 3, 4, 5]
     assert_same(staged, state)
     pool.release(arena)
 
 
-def test_many_small_tensors_are_one_copy_for_each_dtype(lane: FakeLane, pool: ArenaPool) -> None:
+def test_many_small_tensors_are_one_copy_for_each_dtype(
+    stream: FakeStream, pool: ArenaPool
+) -> None:
     state: dict[str, Any] = {f"w{i}": torch.full((8,), float(i)) for i in range(1000)}
     state |= {f"i{i}": torch.full((2,), i) for i in range(1000)}
-    staged, arena = staged_by(DeviceCopies(means=means(lane)), state, pool)
-    assert lane.copied == [32 * 1000, 16 * 1000]
+    staged, arena = staged_by(DeviceCopies(backend=fake_backend(stream)), state, pool)
+    assert stream.copied == [32 * 1000, 16 * 1000]
     assert_same(staged, state)
     pool.release(arena)
 
 
 def test_tensors_that_a_planner_makes_are_not_all_kept_alive(
-    lane: FakeLane, pool: ArenaPool, monkeypatch: pytest.MonkeyPatch
+    stream: FakeStream, pool: ArenaPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device_copy, "_BATCH", 1 * MIB)
     monkeypatch.setattr(device_copy, "_HELD", 3 * MIB)
@@ -160,27 +162,27 @@ def test_tensors_that_a_planner_makes_are_not_all_kept_alive(
             return fresh
 
     state = {f"w{i}": torch.full((300_000,), float(i)) for i in range(20)}
-    copies = DeviceCopies(means=means(lane))
+    copies = DeviceCopies(backend=fake_backend(stream))
     _, arena = staged_by(copies, state, pool, Makes())
     assert 2 < max(alive) <= 5
     pool.release(arena)
 
 
 def test_a_failed_save_leaves_no_copy_under_way(
-    lane: FakeLane, pool: ArenaPool, monkeypatch: pytest.MonkeyPatch
+    stream: FakeStream, pool: ArenaPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device_copy, "_BATCH", 1 * MIB)
     state = {"w": torch.randn(600_000), "v": torch.randn(4, 5), "lock": threading.Lock()}
     with pytest.raises(TypeError, match="'lock'"):
-        staged_by(DeviceCopies(everything, means(lane)), state, pool)
+        staged_by(DeviceCopies(everything, fake_backend(stream)), state, pool)
     with pytest.raises(TypeError, match="'lock'"):
-        staged_by(DeviceCopies(means=means(lane)), state, pool)
-    assert lane.queued > 0
-    assert lane.done == lane.queued
+        staged_by(DeviceCopies(backend=fake_backend(stream)), state, pool)
+    assert stream.queued > 0
+    assert stream.done == stream.queued
 
 
 def test_a_growing_file_gets_what_was_queued_before_it_moved(
-    lane: FakeLane, pool: ArenaPool, tmp_path: Path
+    stream: FakeStream, pool: ArenaPool, tmp_path: Path
 ) -> None:
     class Looks(DefaultSavePlanner):
         def lookup_object(self, index: Any) -> Any:
@@ -188,13 +190,13 @@ def test_a_growing_file_gets_what_was_queued_before_it_moved(
 
     state: dict[str, Any] = {"a": torch.randn(5), "b": torch.randn(400_000), "o": "x"}
     state |= {"big": "y" * (4 * MIB), "c": torch.randn(3, 2).t()}
-    copies = DeviceCopies(everything, means(lane))
+    copies = DeviceCopies(everything, fake_backend(stream))
     planning = plan(state, Looks())
     final = final_plan(planning.message)
     arena = pool.acquire([file.size for file in final.files])
     staged = stage(planning, planning.finish(final), final, arena, copies)
     # Nothing there may be late: its place isn't known before.
-    assert staged.rest is None
+    assert staged.deferred is None
     write_checkpoint(tmp_path, planning.message, planning.items, staged)
     pool.release(arena)
     into = {"a": torch.zeros(5), "b": torch.zeros(400_000), "c": torch.zeros(2, 3)}
@@ -207,18 +209,18 @@ def test_a_growing_file_gets_what_was_queued_before_it_moved(
 
 @pytest.mark.parametrize("refusal", ["", "it is on a disk"])
 def test_an_overlapped_save_is_what_the_state_was_at_the_call(
-    refusal: str, lane: FakeLane, pool: ArenaPool
+    refusal: str, stream: FakeStream, pool: ArenaPool
 ) -> None:
     state = mixture()
     before = {key: value.clone() for key, value in state.items()}
-    copies = DeviceCopies(everything, means(lane, refusal=refusal, slots=2))
+    copies = DeviceCopies(everything, fake_backend(stream, refusal=refusal, buffers=2))
     staged, arena = staged_by(copies, state, pool)
-    assert staged.rest is not None
-    assert lane.done == 0
-    assert lane.followed_at == [0]
-    finishing = threading.Thread(target=staged.rest.finish)
+    assert staged.deferred is not None
+    assert stream.done == 0
+    assert stream.followed_at == [0]
+    finishing = threading.Thread(target=staged.deferred.finish)
     finishing.start()
-    staged.rest.hold_back()
+    staged.deferred.make_stream_wait()
     for value in state.values():
         value.zero_()
     finishing.join()
@@ -227,42 +229,42 @@ def test_an_overlapped_save_is_what_the_state_was_at_the_call(
 
 
 def test_what_may_change_at_once_is_copied_on_the_device_before_the_call_returns(
-    lane: FakeLane, pool: ArenaPool
+    stream: FakeStream, pool: ArenaPool
 ) -> None:
     state = {"weight": torch.randn(30_000), "average": torch.randn(30_000), "count": torch.ones(1)}
     before = {key: value.clone() for key, value in state.items()}
     weight = state["weight"].data_ptr()
-    copies = DeviceCopies(lambda tensor: tensor.data_ptr() == weight, means(lane))
+    copies = DeviceCopies(lambda tensor: tensor.data_ptr() == weight, fake_backend(stream))
     staged, arena = staged_by(copies, state, pool)
-    assert lane.done == 0
+    assert stream.done == 0
     state["average"].zero_()
     state["count"].zero_()
-    assert staged.rest is not None
-    staged.rest.finish()
+    assert staged.deferred is not None
+    staged.deferred.finish()
     assert_same(staged, before)
     pool.release(arena)
 
 
-def test_what_has_to_be_pinned_can_be_pinned_ahead(lane: FakeLane, pool: ArenaPool) -> None:
+def test_what_has_to_be_pinned_can_be_pinned_ahead(stream: FakeStream, pool: ArenaPool) -> None:
     pinned = []
 
     def pin(mapping: Any, kind: str) -> str:
         pinned.append((mapping, kind))
         return ""
 
-    found = replace(means(lane, slots=3), pin=pin)
+    found = replace(fake_backend(stream, buffers=3), pin=pin)
     arena = pool.acquire([MIB, 0, 2 * MIB])
-    device_copy.make_ready(arena, {"step": 5, "empty": []}, found)
+    device_copy.prepare_arena(arena, {"step": 5, "empty": []}, found)
     assert not pinned
-    device_copy.make_ready(arena, {"a": [{"w": torch.ones(3)}], "step": 5}, found)
+    device_copy.prepare_arena(arena, {"a": [{"w": torch.ones(3)}], "step": 5}, found)
     assert pinned == [(arena.files[0].mapping, "cpu"), (arena.files[2].mapping, "cpu")]
-    assert len(found.ring._free) == 3
+    assert len(found.pool._free) == 3
     pool.release(arena)
 
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_one_file_that_cannot_be_pinned_is_told_and_the_others_are(
-    first: int, lane: FakeLane, pool: ArenaPool
+    first: int, stream: FakeStream, pool: ArenaPool
 ) -> None:
     arena = pool.acquire([4 * MIB, 4 * MIB])
     pinned = arena.files[0].mapping
@@ -270,48 +272,48 @@ def test_one_file_that_cannot_be_pinned_is_told_and_the_others_are(
     def pin(mapping: Any, kind: str) -> str:
         return "" if mapping is pinned else "it is on a disk"
 
-    copies = DeviceCopies(everything, replace(means(lane), pin=pin))
+    copies = DeviceCopies(everything, replace(fake_backend(stream), pin=pin))
     sources = [torch.randn(MIB), torch.randn(MIB)]
     for number in (first, 1 - first):
         copies.add(sources[number], arena.files[number], 0)
     copies.run()
     copies.wait()
-    rest = copies.rest()
-    assert rest is not None
-    assert copies.how == rest.how == "bounced: it is on a disk"
-    assert lane.copied.count(4 * MIB) == 1
-    rest.finish()
+    deferred = copies.start_deferred()
+    assert deferred is not None
+    assert copies.copy_description == deferred.copy_description == "bounced: it is on a disk"
+    assert stream.copied.count(4 * MIB) == 1
+    deferred.finish()
     for region, source in zip(arena.files, sources, strict=True):
         assert ctypes.string_at(region.address, 4 * MIB) == source.numpy().tobytes()
     pool.release(arena)
 
 
 def test_too_much_that_may_change_at_once_is_waited_for(
-    lane: FakeLane, pool: ArenaPool, monkeypatch: pytest.MonkeyPatch
+    stream: FakeStream, pool: ArenaPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device_copy, "SNAPSHOT", 100_000)
+    monkeypatch.setattr(device_copy, "SNAPSHOT_BYTES", 100_000)
     state = {"small": torch.randn(1000), "average": torch.randn(300_000)}
     before = {key: value.clone() for key, value in state.items()}
-    staged, arena = staged_by(DeviceCopies(nothing, means(lane)), state, pool)
+    staged, arena = staged_by(DeviceCopies(nothing, fake_backend(stream)), state, pool)
     state["average"].zero_()
     state["small"].zero_()
-    assert staged.rest is not None
-    staged.rest.finish()
+    assert staged.deferred is not None
+    staged.deferred.finish()
     assert_same(staged, before)
     pool.release(arena)
 
 
 def test_a_device_without_room_for_them_is_waited_for(
-    lane: FakeLane, pool: ArenaPool, monkeypatch: pytest.MonkeyPatch
+    stream: FakeStream, pool: ArenaPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(source: torch.Tensor) -> torch.Tensor:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(lane, "snapshot", full)
+    monkeypatch.setattr(stream, "snapshot", full)
     state = mixture()
     before = {key: value.clone() for key, value in state.items()}
-    staged, arena = staged_by(DeviceCopies(nothing, means(lane)), state, pool)
-    assert staged.rest is None
+    staged, arena = staged_by(DeviceCopies(nothing, fake_backend(stream)), state, pool)
+    assert staged.deferred is None
     for value in state.values():
         value.zero_()
     assert_same(staged, before)
@@ -319,77 +321,79 @@ def test_a_device_without_room_for_them_is_waited_for(
 
 
 def test_sources_are_held_until_they_are_copied_and_no_longer(
-    lane: FakeLane, pool: ArenaPool
+    stream: FakeStream, pool: ArenaPool
 ) -> None:
     staged, arena = staged_by(
-        DeviceCopies(everything, means(lane)), state := {"w": torch.full((300_000,), 5.0)}, pool
+        DeviceCopies(everything, fake_backend(stream)),
+        state := {"w": torch.full((300_000,), 5.0)},
+        pool,
     )
     source = StorageWeakRef(state["w"].untyped_storage())
     state.clear()
     gc.collect()  # torch 2.9 leaves a cycle behind when it flattens
     assert not source.expired()
-    assert staged.rest is not None
-    staged.rest.finish()
+    assert staged.deferred is not None
+    staged.deferred.finish()
     assert source.expired()
     assert torch.equal(stored(staged)[0], torch.full((300_000,), 5.0))
     pool.release(arena)
 
 
 def test_a_change_that_waited_for_nothing_fails_the_save_by_name(
-    lane: FakeLane, pool: ArenaPool
+    stream: FakeStream, pool: ArenaPool
 ) -> None:
     state = {"a": torch.randn(300_000), "layer.weight": torch.randn(300_000)}
-    staged, arena = staged_by(DeviceCopies(everything, means(lane)), state, pool)
+    staged, arena = staged_by(DeviceCopies(everything, fake_backend(stream)), state, pool)
     state["layer.weight"].add_(1)
-    assert staged.rest is not None
+    assert staged.deferred is not None
     with pytest.raises(InvalidRequestError, match=r"'layer\.weight' was changed before"):
-        staged.rest.finish()
-    assert lane.done == lane.queued
+        staged.deferred.finish()
+    assert stream.done == stream.queued
     pool.release(arena)
 
 
-def test_a_change_that_waited_is_none(lane: FakeLane, pool: ArenaPool) -> None:
+def test_a_change_that_waited_is_none(stream: FakeStream, pool: ArenaPool) -> None:
     state = {"w": torch.ones(300_000)}
-    staged, arena = staged_by(DeviceCopies(everything, means(lane)), state, pool)
-    assert staged.rest is not None
-    staged.rest.hold_back()
+    staged, arena = staged_by(DeviceCopies(everything, fake_backend(stream)), state, pool)
+    assert staged.deferred is not None
+    staged.deferred.make_stream_wait()
     state["w"].add_(1)
-    staged.rest.finish()
+    staged.deferred.finish()
     assert torch.equal(stored(staged)[0], torch.ones(300_000))
     # Later steps have nothing to wait for.
-    staged.rest.hold_back()
-    assert lane.held_back == 1
+    staged.deferred.make_stream_wait()
+    assert stream.stream_waits == 1
     pool.release(arena)
 
 
-def test_pinned_memory_never_keeps_the_host_waiting(lane: FakeLane, pool: ArenaPool) -> None:
+def test_pinned_memory_never_keeps_the_host_waiting(stream: FakeStream, pool: ArenaPool) -> None:
     # More small tensors than the ring has room for.
     state = {f"w{i}": torch.full((4000,), float(i)) for i in range(40)}
-    copies = DeviceCopies(everything, means(lane, slots=2, slot_bytes=100_000))
+    copies = DeviceCopies(everything, fake_backend(stream, buffers=2, buffer_bytes=100_000))
     staged, arena = staged_by(copies, state, pool)
-    assert staged.rest is not None
-    staged.rest.hold_back()
-    assert max(lane.copied) > min(lane.copied) == 16_000
-    staged.rest.finish()
+    assert staged.deferred is not None
+    staged.deferred.make_stream_wait()
+    assert max(stream.copied) > min(stream.copied) == 16_000
+    staged.deferred.finish()
     assert_same(staged, state)
     pool.release(arena)
 
 
-def test_the_ring_stays_as_small_as_it_is(lane: FakeLane, pool: ArenaPool) -> None:
+def test_the_ring_stays_as_small_as_it_is(stream: FakeStream, pool: ArenaPool) -> None:
     made = []
 
     def allocate(size: int) -> torch.Tensor:
         made.append(size)
         return torch.zeros(size, dtype=torch.uint8)
 
-    found = means(lane, refusal="it is on a disk", slots=2)
-    found.ring._allocate = allocate
+    found = fake_backend(stream, refusal="it is on a disk", buffers=2)
+    found.pool._allocate = allocate
     state = {f"w{i}": torch.full((300_000,), float(i)) for i in range(10)}
     staged = []
     for _ in range(2):
         one, arena = staged_by(DeviceCopies(everything, found), state, pool)
         staged.append((one, arena))
-    threads = [threading.Thread(target=one.rest.finish) for one, _ in staged if one.rest]
+    threads = [threading.Thread(target=one.deferred.finish) for one, _ in staged if one.deferred]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -402,39 +406,41 @@ def test_the_ring_stays_as_small_as_it_is(lane: FakeLane, pool: ArenaPool) -> No
 
 @pytest.mark.parametrize("refusal", ["", "it is on a disk"])
 def test_a_device_that_fails_fails_the_save_and_gives_all_back(
-    refusal: str, lane: FakeLane, pool: ArenaPool
+    refusal: str, stream: FakeStream, pool: ArenaPool
 ) -> None:
-    found = means(lane, refusal=refusal, slots=2)
+    found = fake_backend(stream, refusal=refusal, buffers=2)
     state = {f"w{i}": torch.randn(300_000) for i in range(10)}
     staged, arena = staged_by(DeviceCopies(everything, found), state, pool)
 
     def breaks() -> None:
         raise RuntimeError("an illegal memory access was encountered")
 
-    lane._queue[1] = breaks
-    lane.failure = RuntimeError("an illegal memory access was encountered")
-    assert staged.rest is not None
+    stream._queue[1] = breaks
+    stream.failure = RuntimeError("an illegal memory access was encountered")
+    assert staged.deferred is not None
     with pytest.raises(
         RuntimeError, match=r"illegal memory access.*\ncopying from cpu failed after"
     ):
-        staged.rest.finish()
+        staged.deferred.finish()
     # Nobody waits for it any more.
-    staged.rest.hold_back()
-    lane.failure = None
-    slots = [found.ring.take(wait=False) for _ in range(3)]
+    staged.deferred.make_stream_wait()
+    stream.failure = None
+    slots = [found.pool.acquire(wait=False) for _ in range(3)]
     assert slots[:2] != [None, None]
     assert slots[2] is None
     pool.release(arena)
 
 
-def test_a_save_that_nobody_wants_any_more_copies_no_more(lane: FakeLane, pool: ArenaPool) -> None:
-    found = means(lane, refusal="it is on a disk", slots=2)
+def test_a_save_that_nobody_wants_any_more_copies_no_more(
+    stream: FakeStream, pool: ArenaPool
+) -> None:
+    found = fake_backend(stream, refusal="it is on a disk", buffers=2)
     state = {f"w{i}": torch.randn(300_000) for i in range(10)}
     staged, arena = staged_by(DeviceCopies(everything, found), state, pool)
-    queued = lane.queued
-    assert staged.rest is not None
-    staged.rest.finish(stop=lambda: True)
-    assert staged.rest.done
-    assert lane.done == lane.queued == queued
-    assert all(found.ring.take(wait=False) for _ in range(2))
+    queued = stream.queued
+    assert staged.deferred is not None
+    staged.deferred.finish(stop=lambda: True)
+    assert staged.deferred.done
+    assert stream.done == stream.queued == queued
+    assert all(found.pool.acquire(wait=False) for _ in range(2))
     pool.release(arena)

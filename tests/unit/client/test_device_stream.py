@@ -1,4 +1,4 @@
-"""The calls of torch that a lane makes, as far as torch's own stand-in for the CPU takes them."""
+"""The calls of torch that a stream makes, as far as torch's own stand-in for the CPU takes them."""
 
 import inspect
 
@@ -6,21 +6,21 @@ import pytest
 import torch
 
 from pannier.client.staging import device_stream
-from pannier.client.staging.device_stream import Lane
-from support.states.host_streams import FakeLane
+from pannier.client.staging.device_stream import SideStream
+from support.states.host_streams import FakeStream
 
 CPU = torch.device("cpu")
 
 
 def test_a_copy_is_marked_and_waited_for() -> None:
-    lane = Lane(CPU)
+    stream = SideStream(CPU)
     source, target = torch.randn(30, 20).t(), torch.zeros(20, 30)
-    lane.follow()
-    lane.copy([target], [source])
-    mark = lane.mark()
-    lane.hold_back(mark)
-    mark.synchronize()
-    assert mark.query()
+    stream.wait_for_caller()
+    stream.copy([target], [source])
+    event = stream.record_event()
+    stream.make_caller_wait(event)
+    event.synchronize()
+    assert event.query()
     assert torch.equal(target, source)
 
 
@@ -40,13 +40,13 @@ def test_packed_tensors_are_their_bytes_one_behind_the_other(dtype: torch.dtype)
         source.resolve_conj().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
         for source in sources
     )
-    assert Lane(CPU).pack(sources).numpy().tobytes() == expected
-    assert Lane(CPU).pack(sources[:1]).numel() == 24 * dtype.itemsize
+    assert SideStream(CPU).pack(sources).numpy().tobytes() == expected
+    assert SideStream(CPU).pack(sources[:1]).numel() == 24 * dtype.itemsize
 
 
 def test_a_snapshot_shares_nothing() -> None:
     source = torch.nn.Parameter(torch.ones(3, 4).t())
-    taken = Lane(CPU).snapshot(source)
+    taken = SideStream(CPU).snapshot(source)
     source.data.zero_()
     assert taken.is_contiguous()
     assert not taken.requires_grad
@@ -54,7 +54,7 @@ def test_a_snapshot_shares_nothing() -> None:
 
 
 def test_there_is_one_lane_for_a_device() -> None:
-    assert device_stream.lane(CPU) is device_stream.lane(torch.device("cpu"))
+    assert device_stream.side_stream(CPU) is device_stream.side_stream(torch.device("cpu"))
 
 
 def test_nothing_is_recorded_where_there_is_no_cuda() -> None:
@@ -64,6 +64,6 @@ def test_nothing_is_recorded_where_there_is_no_cuda() -> None:
 
 
 def test_the_fake_has_the_signatures_of_the_real_one() -> None:
-    for name, method in inspect.getmembers(Lane, inspect.isfunction):
+    for name, method in inspect.getmembers(SideStream, inspect.isfunction):
         if not name.startswith("_"):
-            assert inspect.signature(method) == inspect.signature(getattr(FakeLane, name)), name
+            assert inspect.signature(method) == inspect.signature(getattr(FakeStream, name)), name

@@ -13,7 +13,7 @@ import pytest
 
 from pannier.client.config import Settings
 from pannier.client.embedded import former_daemons, launcher
-from pannier.client.embedded.daemon_spec import Pair, job_pair, record
+from pannier.client.embedded.daemon_spec import DaemonSpec, job_daemons, write_record
 from pannier.common import env_fingerprint
 from pannier.wire import addresses
 from support.processes.daemons import short_directory
@@ -28,22 +28,22 @@ class Starts:
 
     def __init__(self, directory: Path) -> None:
         self.settings = Settings(runtime_dir=directory, spool=directory / "spool")
-        self.started: list[Path] = []
+        self.on_start: list[Path] = []
         self.up: set[Path] = set()
 
-    def add(self, word: str, job: str = JOB, host: str = HERE, **environment: str) -> Pair:
+    def add(self, word: str, job: str = JOB, host: str = HERE, **environment: str) -> DaemonSpec:
         """One that was started with these variables."""
         directory = addresses.job_dir(self.settings.runtime_dir, job, word, host)
         directory.mkdir()
-        pair = job_pair(self.settings, directory, coordinator="10.0.0.1:7070")
-        record(pair)
+        pair = job_daemons(self.settings, directory, coordinator="10.0.0.1:7070")
+        write_record(pair)
         own = {**launcher.environment(self.settings, pair), **environment}
         text = env_fingerprint.encode(env_fingerprint.record(own))
         (directory / env_fingerprint.FILE).write_text(text)
         return pair
 
-    def tend(self, newest: Pair) -> None:
-        former_daemons._tend(self.settings, newest, JOB, SUCCESSOR)
+    def tend(self, newest: DaemonSpec) -> None:
+        former_daemons._recover(self.settings, newest, JOB, SUCCESSOR)
 
 
 @pytest.fixture
@@ -51,8 +51,8 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Starts]:
     directory = short_directory()
     made = Starts(directory)
 
-    def ensure(settings: Settings, pair: Pair) -> str:
-        made.started.append(pair.directory)
+    def ensure(settings: Settings, pair: DaemonSpec) -> str:
+        made.on_start.append(pair.directory)
         return ""
 
     monkeypatch.setattr(launcher, "ensure", ensure)
@@ -61,7 +61,7 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Starts]:
     shutil.rmtree(directory)
 
 
-def told(pair: Pair) -> object:
+def told(pair: DaemonSpec) -> object:
     path = pair.directory / addresses.SUCCESSOR
     return json.loads(path.read_text()) if path.exists() else None
 
@@ -75,7 +75,7 @@ def test_all_of_the_job_are_told_and_those_that_were_killed_are_started_again(
     starts.up = {running.directory, other.directory}
     newest = starts.add("new")
     starts.tend(newest)
-    assert starts.started == [killed.directory]
+    assert starts.on_start == [killed.directory]
     assert told(running) == told(killed) == SUCCESSOR
     assert told(other) is None
     assert told(elsewhere) is None
@@ -83,14 +83,14 @@ def test_all_of_the_job_are_told_and_those_that_were_killed_are_started_again(
 
 
 def test_a_later_start_on_one_host_has_its_usual_coordinator_end_them(starts: Starts) -> None:
-    former_daemons.tend(starts.settings, JOB)
-    assert starts.started == []
+    former_daemons.recover_former_daemons(starts.settings, JOB)
+    assert starts.on_start == []
     killed = starts.add("one")
-    former_daemons.tend(starts.settings, JOB)
+    former_daemons.recover_former_daemons(starts.settings, JOB)
     for thread in threading.enumerate():
         if thread.name == "pannier-former":
             thread.join(10)
-    assert starts.started == [killed.directory]
+    assert starts.on_start == [killed.directory]
     usual = addresses.embedded_coordinator(starts.settings.runtime_dir)
     assert told(killed) == {"coordinator": usual}
 
@@ -100,7 +100,7 @@ def test_those_with_other_storage_are_left_alone(
 ) -> None:
     elsewhere = starts.add("one", STORAGE_EMULATOR_HOST="http://10.0.0.9:1")
     starts.tend(starts.add("new"))
-    assert starts.started == []
+    assert starts.on_start == []
     assert told(elsewhere) is None
     assert "STORAGE_EMULATOR_HOST" in caplog.text
 
@@ -111,7 +111,7 @@ def test_a_record_that_cannot_be_read_keeps_nobody_from_the_others(
     broken, killed = starts.add("a"), starts.add("b")
     (broken.directory / "pair.json").write_text("{")
     starts.tend(starts.add("new"))
-    assert starts.started == [killed.directory]
+    assert starts.on_start == [killed.directory]
     assert str(broken.directory) in caplog.text
 
 
@@ -130,11 +130,11 @@ def test_logs_of_those_that_left_stay_for_a_day(starts: Starts) -> None:
 
 
 def test_a_pair_is_read_as_it_was_written(starts: Starts) -> None:
-    from pannier.client.embedded.daemon_spec import recorded
+    from pannier.client.embedded.daemon_spec import read_record
 
     pair = starts.add("one")
-    assert recorded(pair.directory) == pair
+    assert read_record(pair.directory) == pair
     assert pair.spool == starts.settings.runtime_dir / "spool" / pair.directory.name
     assert not pair.serves_others
-    assert job_pair(starts.settings, pair.directory, listen="10.0.0.1:1").serves_others
-    assert recorded(starts.settings.runtime_dir) is None
+    assert job_daemons(starts.settings, pair.directory, listen="10.0.0.1:1").serves_others
+    assert read_record(starts.settings.runtime_dir) is None

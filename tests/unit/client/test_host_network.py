@@ -15,16 +15,16 @@ def test_a_place_is_the_directory_however_it_is_called(tmp_path: Path) -> None:
     one.mkdir()
     other.mkdir()
     (tmp_path / "link").symlink_to(one)
-    assert network.place(one) == network.place(tmp_path / "link")
+    assert network.runtime_dir_id(one) == network.runtime_dir_id(tmp_path / "link")
     # As in containers of one machine, whose kernel and perhaps whose name is the same.
-    assert network.place(one) != network.place(other)
+    assert network.runtime_dir_id(one) != network.runtime_dir_id(other)
 
 
 def test_a_place_is_of_this_boot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = network.place(tmp_path)
+    before = network.runtime_dir_id(tmp_path)
     (tmp_path / "boot").write_text("another\n")
     monkeypatch.setattr(network, "_BOOT_ID", tmp_path / "boot")
-    assert network.place(tmp_path) != before
+    assert network.runtime_dir_id(tmp_path) != before
 
 
 def test_an_address_that_others_can_use_goes_first() -> None:
@@ -53,13 +53,13 @@ def test_a_port_is_of_this_host() -> None:
 
 @pytest.mark.parametrize("host", ["10.0.0.1", "fd00::1", "node-0"])
 def test_addresses_are_joined_and_parted(host: str) -> None:
-    assert network.parted(network.joined(host, 7070)) == (host, 7070)
+    assert network.split_address(network.join_address(host, 7070)) == (host, 7070)
 
 
 def test_why_nothing_answers() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        assert network.unreachable(f"127.0.0.1:{server.getsockname()[1]}", 1) == ""
-    assert network.unreachable("127.0.0.1:1", 1) == os.strerror(111)
+        assert network.probe_port(f"127.0.0.1:{server.getsockname()[1]}", 1) == ""
+    assert network.probe_port("127.0.0.1:1", 1) == os.strerror(111)
 
 
 @pytest.mark.parametrize(
@@ -67,4 +67,4 @@ def test_why_nothing_answers() -> None:
 )
 def test_what_the_launcher_says(told: str, here: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", told)
-    assert network.launched_here(3) is here
+    assert network.all_ranks_here(3) is here

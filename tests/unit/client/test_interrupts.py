@@ -19,7 +19,7 @@ from pannier.client.client import Client
 from pannier.client.config import Settings
 from pannier.client.interrupts import Condition, Event, SafeFuture, aside
 from pannier.client.staging.host_copy import HostCopies
-from pannier.client.staging.in_flight import Slots
+from pannier.client.staging.in_flight import InFlightSaves
 from pannier.v1 import sidecar_pb2
 from support.actors.scripted_sidecar import ScriptedSidecar
 from support.processes.daemons import clean_environment, short_directory
@@ -138,9 +138,9 @@ def test_what_is_done_aside_ends_with_its_result_its_error_or_the_callers_interr
 
 
 def test_a_slot_that_was_lost_between_two_bytecodes_is_counted_no_more() -> None:
-    slots = Slots(1)
-    slots.take("raise", 0)
-    assert slots.take("wait", 0) is not None
+    slots = InFlightSaves(1)
+    slots.admit("raise", 0)
+    assert slots.admit("wait", 0) is not None
 
 
 def test_copies_end_with_an_interruption(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ import pytest
 
 from pannier.client.config import Settings
 from pannier.client.embedded import launcher
-from pannier.client.embedded.daemon_spec import Pair
+from pannier.client.embedded.daemon_spec import DaemonSpec
 from pannier.client.embedded.launcher import await_others
 from pannier.common import env_fingerprint
 from pannier.v1 import save_pb2, status_pb2, status_pb2_grpc
@@ -244,7 +244,7 @@ def status(runtime_dir: Path) -> Iterator[Status]:
 def test_exit_waits_until_nothing_of_the_job_is_under_way(
     runtime_dir: Path, status: Status
 ) -> None:
-    assert await_others(Pair(runtime_dir, None, flags=SERVING), "llama", None) == ""
+    assert await_others(DaemonSpec(runtime_dir, None, flags=SERVING), "llama", None) == ""
     assert len(status.asked) == 3
     request = status.asked[0]
     assert request.job == "llama"
@@ -257,16 +257,16 @@ def test_exit_names_saves_still_under_way_at_its_deadline(
     runtime_dir: Path, status: Status
 ) -> None:
     status.left = 1 << 30
-    left = await_others(Pair(runtime_dir, None, flags=SERVING), "llama", 0.3)
+    left = await_others(DaemonSpec(runtime_dir, None, flags=SERVING), "llama", 0.3)
     assert left == "gs://bucket/run/step-1"
 
 
 def test_exit_does_not_ask_a_coordinator_that_serves_this_host_alone(
     runtime_dir: Path, status: Status
 ) -> None:
-    assert await_others(Pair(runtime_dir, None), "llama", None) == ""
+    assert await_others(DaemonSpec(runtime_dir, None), "llama", None) == ""
     assert status.asked == []
 
 
 def test_exit_does_not_wait_for_a_coordinator_that_is_gone(runtime_dir: Path) -> None:
-    assert await_others(Pair(runtime_dir, None, flags=SERVING), "llama", None) == ""
+    assert await_others(DaemonSpec(runtime_dir, None, flags=SERVING), "llama", None) == ""

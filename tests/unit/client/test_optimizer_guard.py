@@ -10,11 +10,11 @@ import torch
 from torch.distributed.optim import _apply_optimizer_in_backward
 
 from pannier.client.staging.arena import ArenaPool
-from pannier.client.staging.deferred_copies import Rest
+from pannier.client.staging.deferred_copies import DeferredCopies
 from pannier.client.staging.device_copy import DeviceCopies
 from pannier.client.staging.optimizer_guard import Guards
 from pannier.wire.errors import InvalidRequestError
-from support.states.host_streams import FakeLane, host_as_device, means
+from support.states.host_streams import FakeStream, fake_backend, host_as_device
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,7 @@ class Loop:
     def __init__(self) -> None:
         self.model = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.BatchNorm1d(300))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
-        self.lane = FakeLane()
+        self.stream = FakeStream()
         self.pool = ArenaPool(2)
         self.step()
 
@@ -47,16 +47,16 @@ class Loop:
             state |= {f"optimizer.{number}.{key}": value for key, value in found.items()}
         return state
 
-    def begin(self, copies: DeviceCopies, state: dict[str, torch.Tensor]) -> Rest | None:
+    def begin(self, copies: DeviceCopies, state: dict[str, torch.Tensor]) -> DeferredCopies | None:
         """Copies a state, each tensor to a MiB of its own."""
-        copies._means = means(self.lane)
+        copies._backend = fake_backend(self.stream)
         self.arena = self.pool.acquire([len(state) << 20])
         self.shapes = {key: value.shape for key, value in state.items()}
         for number, (key, value) in enumerate(state.items()):
             copies.add(value, self.arena.files[0], number << 20, name=key)
         copies.run()
         copies.wait()
-        return copies.rest()
+        return copies.start_deferred()
 
     def saved(self) -> dict[str, torch.Tensor]:
         memory = self.arena.files[0].memory
@@ -90,27 +90,27 @@ def test_a_guarded_step_waits_and_the_forward_pass_does_not(loop: Loop) -> None:
     guards = Guards()
     guards.add(loop.optimizer, wait=True)
     before = {key: value.clone() for key, value in loop.state().items()}
-    rest = loop.begin(guards.copies("overlapped"), loop.state())
-    assert rest is not None
-    guards.hold(rest)
-    done = loop.lane.done
+    deferred = loop.begin(guards.copies("overlapped"), loop.state())
+    assert deferred is not None
+    guards.add_copies(deferred)
+    done = loop.stream.done
     # It changes the buffers.
     loop.backward()
-    assert loop.lane.done == done
+    assert loop.stream.done == done
     assert not torch.equal(loop.state()["1.running_mean"], before["1.running_mean"])
     loop.optimizer.step()
-    assert loop.lane.held_back == 1
-    rest.finish()
+    assert loop.stream.stream_waits == 1
+    deferred.finish()
     assert_equal(loop.saved(), before)
     # The next step has nothing to wait for.
     loop.step()
-    assert loop.lane.held_back == 1
+    assert loop.stream.stream_waits == 1
 
 
 def test_only_what_the_optimizer_changes_is_late(loop: Loop) -> None:
     guards = Guards()
     guards.add(loop.optimizer, wait=True)
-    late = guards._late()
+    late = guards._may_defer()
     state = loop.state() | {"mean of weights": loop.model[0].weight.detach().clone()}
     assert {key for key, value in state.items() if late(value)} == {
         *("0.weight", "0.bias", "1.weight", "1.bias"),
@@ -122,30 +122,30 @@ def test_a_state_that_is_loaded_anew_is_the_optimizers_too(loop: Loop) -> None:
     guards = Guards()
     guards.add(loop.optimizer, wait=True)
     loop.optimizer.load_state_dict(loop.optimizer.state_dict())
-    late = guards._late()
+    late = guards._may_defer()
     assert all(late(v) for k, v in loop.state().items() if k.endswith("exp_avg"))
 
 
 def test_without_a_guard_parameters_are_late_and_the_loop_waits(loop: Loop) -> None:
-    late = Guards()._late()
+    late = Guards()._may_defer()
     assert [key for key, value in loop.state().items() if late(value)] == []
     parameters = dict(loop.model.named_parameters())
     assert all(map(late, parameters.values()))
     before = {key: value.detach().clone() for key, value in parameters.items()}
-    rest = loop.begin(Guards().copies("overlapped"), parameters)  # type: ignore[arg-type]
-    assert rest is not None
-    rest.finish()
+    deferred = loop.begin(Guards().copies("overlapped"), parameters)  # type: ignore[arg-type]
+    assert deferred is not None
+    deferred.finish()
     loop.step()
     assert_equal(loop.saved(), before)
 
 
 def test_a_step_that_waited_for_nothing_fails_the_save_by_name(loop: Loop) -> None:
     parameters = dict(loop.model.named_parameters())
-    rest = loop.begin(Guards().copies("overlapped"), parameters)  # type: ignore[arg-type]
-    assert rest is not None
+    deferred = loop.begin(Guards().copies("overlapped"), parameters)  # type: ignore[arg-type]
+    assert deferred is not None
     loop.step()
     with pytest.raises(InvalidRequestError, match=r"'0\.weight' was changed before it was copied"):
-        rest.finish()
+        deferred.finish()
 
 
 def test_blocking_leaves_nothing_for_later(loop: Loop) -> None:
@@ -158,25 +158,25 @@ def test_blocking_leaves_nothing_for_later(loop: Loop) -> None:
 def test_a_guard_that_is_removed_guards_no_more(loop: Loop) -> None:
     guards = Guards()
     with guards.add(loop.optimizer, wait=True):
-        rest = loop.begin(guards.copies("overlapped"), loop.state())
-    assert rest is not None
-    guards.hold(rest)
+        deferred = loop.begin(guards.copies("overlapped"), loop.state())
+    assert deferred is not None
+    guards.add_copies(deferred)
     loop.optimizer.step()
-    assert loop.lane.held_back == 0
-    rest.finish()
-    assert not any(map(guards._late(), loop.state().values()))
+    assert loop.stream.stream_waits == 0
+    deferred.finish()
+    assert not any(map(guards._may_defer(), loop.state().values()))
 
 
 def test_a_guard_that_does_not_wait_only_tells_whose_they_are(loop: Loop) -> None:
     guards = Guards()
     guards.add(loop.optimizer, wait=False)
     before = {key: value.clone() for key, value in loop.state().items()}
-    rest = loop.begin(guards.copies("overlapped"), loop.state())
-    assert rest is not None
-    guards.hold(rest)
-    rest.finish()
+    deferred = loop.begin(guards.copies("overlapped"), loop.state())
+    assert deferred is not None
+    guards.add_copies(deferred)
+    deferred.finish()
     loop.step()
-    assert loop.lane.held_back == 0
+    assert loop.stream.stream_waits == 0
     assert_equal(loop.saved(), before)
 
 
@@ -196,7 +196,7 @@ def test_an_optimizer_in_backward_is_refused_with_the_reason(loop: Loop) -> None
     _apply_optimizer_in_backward(torch.optim.SGD, loop.model.parameters(), {"lr": 0.1})
     with pytest.raises(InvalidRequestError, match=r"AdamW steps inside backward\(\)"):
         Guards().add(loop.optimizer, wait=True)
-    late = Guards()._late()
+    late = Guards()._may_defer()
     with pytest.raises(InvalidRequestError, match=r"inside backward\(\).*staging='blocking'"):
         late(next(loop.model.parameters()))
 
@@ -208,12 +208,12 @@ def test_one_that_is_seen_to_step_in_backward_still_waits_and_is_refused_later(l
     guards = Guards()
     guards.add(loop.optimizer, wait=True)
     before = {key: value.clone() for key, value in loop.state().items()}
-    rest = loop.begin(guards.copies("overlapped"), loop.state())
-    assert rest is not None
-    guards.hold(rest)
+    deferred = loop.begin(guards.copies("overlapped"), loop.state())
+    assert deferred is not None
+    guards.add_copies(deferred)
     loop.model[0].weight.register_post_accumulate_grad_hook(steps)
     loop.backward()
-    rest.finish()
+    deferred.finish()
     assert_equal(loop.saved(), before)
     with pytest.raises(InvalidRequestError, match=r"AdamW steps inside backward\(\)"):
         guards.copies("overlapped")

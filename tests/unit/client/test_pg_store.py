@@ -12,14 +12,16 @@ import pytest
 import torch.distributed as dist
 
 from pannier.client.embedded import pg_store
-from pannier.client.embedded.pg_store import Notes, born
+from pannier.client.embedded.pg_store import RankStore, process_start_s
 from pannier.wire.errors import DeadlineError
 
 
 def begin(
     store: Any, rank: int, text: str, *, size: int = 4, who: str = "", since: float | None = None
 ) -> tuple[int, str]:
-    return Notes(rank, timeout_s=5, store=store, since=since).begin(text, size=size, who=who)
+    return RankStore(rank, timeout_s=5, store=store, since=since).begin_incarnation(
+        text, size=size, who=who
+    )
 
 
 def uptime() -> float:
@@ -57,7 +59,7 @@ class Elsewhere:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.store = dist.HashStore()
         self.machine = ""
-        monkeypatch.setattr(pg_store, "kernel", lambda: self.machine)
+        monkeypatch.setattr(pg_store, "boot_id", lambda: self.machine)
 
     def begin(self, rank: int, machine: str, text: str = "", **more: Any) -> tuple[int, str]:
         self.machine = machine
@@ -112,11 +114,11 @@ def test_an_answer_is_given_while_torch_waits_in_the_store() -> None:
     store = dist.TCPStore("127.0.0.1", port, None, True, wait_for_workers=False)
     other = dist.TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pg_store, "kernel", lambda: "a")
+        patch.setattr(pg_store, "boot_id", lambda: "a")
         assert begin(store, 0, "word", size=2) == (1, "word")
         waiting = threading.Thread(target=store.get, args=("set by rank 1",), daemon=True)
         waiting.start()
-        patch.setattr(pg_store, "kernel", lambda: "b")
+        patch.setattr(pg_store, "boot_id", lambda: "b")
         assert begin(other, 1, "other", size=2) == (1, "word")
         other.set("set by rank 1", "")
         waiting.join(10)
@@ -124,14 +126,14 @@ def test_an_answer_is_given_while_torch_waits_in_the_store() -> None:
 
 
 def test_claims_counts_and_what_is_not_there() -> None:
-    here = Notes(0, timeout_s=5, store=dist.HashStore())
+    here = RankStore(0, timeout_s=5, store=dist.HashStore())
     assert here.read("key") is None
     assert here.claim("key", "one") == "one"
     assert here.claim("key", "other") == "one"
     assert here.read("key") == "one"
     assert [here.count("n", more) for more in (0, 1, 2, 0)] == [0, 1, 3, 3]
-    assert here.await_one(lambda: here.read("key"), 5) == "one"
-    assert here.await_one(lambda: here.read("none"), 0.05) is None
+    assert here.poll(lambda: here.read("key"), 5) == "one"
+    assert here.poll(lambda: here.read("none"), 0.05) is None
 
 
 def test_a_store_that_fails_is_named(tmp_path: Path) -> None:
@@ -139,13 +141,13 @@ def test_a_store_that_fails_is_named(tmp_path: Path) -> None:
         def __getattr__(self, name: str) -> object:
             raise RuntimeError("Connection reset by peer")
 
-    here = Notes(3, timeout_s=5, store=dist.HashStore())
+    here = RankStore(3, timeout_s=5, store=dist.HashStore())
     here._store = Gone()
     with pytest.raises(DeadlineError, match=r"rank 3 .*store.*Connection reset by peer"):
-        here.begin("word", size=1)
+        here.begin_incarnation("word", size=1)
 
 
 def test_when_this_process_began() -> None:
-    assert uptime() - born() == pytest.approx(
+    assert uptime() - process_start_s() == pytest.approx(
         time.time() - psutil.Process(os.getpid()).create_time(), abs=1.5
     )

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from pannier.client.staging import pinned_memory
-from pannier.client.staging.arena import ArenaPool, Mapping
-from pannier.client.staging.pinned_memory import Ring, pin
+from pannier.client.staging.arena import ArenaPool, MemoryMapping
+from pannier.client.staging.pinned_memory import PinnedBufferPool, pin
 
 
 class Runtime:
@@ -44,7 +44,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runtime]:
     gc.collect()
 
 
-def mapping(pool: ArenaPool) -> Mapping:
+def mapping(pool: ArenaPool) -> MemoryMapping:
     found = pool.acquire([1 << 20]).files[0].mapping
     assert found is not None
     return found
@@ -97,18 +97,18 @@ def test_the_ring_makes_its_buffers_when_they_are_needed_and_waits_for_one() -> 
         made.append(size)
         return torch.zeros(size, dtype=torch.uint8)
 
-    ring = Ring(allocate, slots=2, slot_bytes=64)
+    pool = PinnedBufferPool(allocate, buffers=2, buffer_bytes=64)
     assert made == []
-    first, second = ring.take(wait=False), ring.take(wait=True)
+    first, second = pool.acquire(wait=False), pool.acquire(wait=True)
     assert first is not None
     assert second is not None
     assert first.address != second.address
     assert made == [64, 64]
-    assert ring.take(wait=False) is None
+    assert pool.acquire(wait=False) is None
     taken = []
-    waiting = threading.Thread(target=lambda: taken.append(ring.take(wait=True)))
+    waiting = threading.Thread(target=lambda: taken.append(pool.acquire(wait=True)))
     waiting.start()
-    ring.give(first)
+    pool.release(first)
     waiting.join(10)
     assert taken == [first]
     assert made == [64, 64]
@@ -123,6 +123,6 @@ def test_without_pinned_memory_there_is_other(monkeypatch: pytest.MonkeyPatch) -
         return empty(*shape, **how)  # type: ignore[call-overload, no-any-return]
 
     monkeypatch.setattr(torch, "empty", refuses)
-    slot = Ring(slots=1, slot_bytes=64).take(wait=False)
-    assert slot is not None
-    assert slot.memory.numel() == 64
+    buffer = PinnedBufferPool(buffers=1, buffer_bytes=64).acquire(wait=False)
+    assert buffer is not None
+    assert buffer.memory.numel() == 64

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from pannier.client.loading.filesystem import Place, open_place
+from pannier.client.loading.filesystem import StorageDir, open_dir
 from pannier.client.loading.range_reader import GAP_BYTES, PIECE_BYTES, Range, fetch
 from pannier.wire.errors import StorageError
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Place:
-    return open_place(tmp_path)
+def place(tmp_path: Path) -> StorageDir:
+    return open_dir(tmp_path)
 
 
 def fill(tmp_path: Path, name: str, size: int) -> bytes:
@@ -30,9 +30,9 @@ class Reads:
         self.most_at_once = 0
         self.before: Callable[[], None] = lambda: None
         self._lock = threading.Lock()
-        original = Place.read_into
+        original = StorageDir.read_into
 
-        def recording(place: Place, name: str, offset: int, target: memoryview) -> None:
+        def recording(place: StorageDir, name: str, offset: int, target: memoryview) -> None:
             with self._lock:
                 self.sizes.append(len(target))
                 self.at_once += 1
@@ -44,7 +44,7 @@ class Reads:
                 with self._lock:
                     self.at_once -= 1
 
-        monkeypatch.setattr(Place, "read_into", recording)
+        monkeypatch.setattr(StorageDir, "read_into", recording)
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
     return Reads(monkeypatch)
 
 
-def test_ranges_come_whole_and_in_order(tmp_path: Path, place: Place) -> None:
+def test_ranges_come_whole_and_in_order(tmp_path: Path, place: StorageDir) -> None:
     contents = {name: fill(tmp_path, name, 300_000) for name in ("a", "b")}
     noise = random.Random(1)
     ranges = sorted(
@@ -67,7 +67,7 @@ def test_ranges_come_whole_and_in_order(tmp_path: Path, place: Place) -> None:
     assert got == [(r, contents[r.file][r.offset : r.offset + r.length]) for r in ranges]
 
 
-def test_neighbours_are_read_together(tmp_path: Path, place: Place, reads: Reads) -> None:
+def test_neighbours_are_read_together(tmp_path: Path, place: StorageDir, reads: Reads) -> None:
     fill(tmp_path, "a", 100_000)
     ranges = [Range("a", 0, 10), Range("a", 10 + GAP_BYTES, 10), Range("a", 50_000, 10)]
     assert len(list(fetch(place, ranges, threads=2, memory_bytes=1 << 20))) == 3
@@ -75,7 +75,7 @@ def test_neighbours_are_read_together(tmp_path: Path, place: Place, reads: Reads
 
 
 def test_long_ranges_are_read_in_pieces_side_by_side(
-    tmp_path: Path, place: Place, reads: Reads
+    tmp_path: Path, place: StorageDir, reads: Reads
 ) -> None:
     content = fill(tmp_path, "a", 2 * PIECE_BYTES + 5)
     both = threading.Barrier(3, timeout=20)
@@ -85,7 +85,7 @@ def test_long_ranges_are_read_in_pieces_side_by_side(
     assert sorted(reads.sizes) == [5, PIECE_BYTES, PIECE_BYTES]
 
 
-def test_memory_stays_within_its_bound(tmp_path: Path, place: Place, reads: Reads) -> None:
+def test_memory_stays_within_its_bound(tmp_path: Path, place: StorageDir, reads: Reads) -> None:
     fill(tmp_path, "a", 4 << 20)
     apart = 100_000
     ranges = [Range("a", start, 1000) for start in range(0, 4 << 20, apart)]
@@ -96,14 +96,16 @@ def test_memory_stays_within_its_bound(tmp_path: Path, place: Place, reads: Read
     assert seen == len(ranges)
 
 
-def test_no_more_requests_at_once_than_threads(tmp_path: Path, place: Place, reads: Reads) -> None:
+def test_no_more_requests_at_once_than_threads(
+    tmp_path: Path, place: StorageDir, reads: Reads
+) -> None:
     fill(tmp_path, "a", 4 << 20)
     ranges = [Range("a", start, 1000) for start in range(0, 4 << 20, 100_000)]
     list(fetch(place, ranges, threads=3, memory_bytes=1 << 30))
     assert 1 <= reads.most_at_once <= 3
 
 
-def test_an_error_ends_everything(tmp_path: Path, place: Place, reads: Reads) -> None:
+def test_an_error_ends_everything(tmp_path: Path, place: StorageDir, reads: Reads) -> None:
     fill(tmp_path, "a", 4 << 20)
     ranges = [Range("a", start, 1000) for start in range(0, 4 << 20, 100_000)]
     with pytest.raises(StorageError, match="missing doesn't exist"):
@@ -111,7 +113,7 @@ def test_an_error_ends_everything(tmp_path: Path, place: Place, reads: Reads) ->
     assert not [each for each in threading.enumerate() if each.name.startswith("pannier-read")]
 
 
-def test_leaving_early_ends_the_threads(tmp_path: Path, place: Place) -> None:
+def test_leaving_early_ends_the_threads(tmp_path: Path, place: StorageDir) -> None:
     fill(tmp_path, "a", 4 << 20)
     ranges = [Range("a", start, 1000) for start in range(0, 4 << 20, 100_000)]
     threads = threading.active_count()
@@ -121,7 +123,7 @@ def test_leaving_early_ends_the_threads(tmp_path: Path, place: Place) -> None:
     assert threading.active_count() == threads
 
 
-def test_a_file_that_ends_too_early_is_an_error(tmp_path: Path, place: Place) -> None:
+def test_a_file_that_ends_too_early_is_an_error(tmp_path: Path, place: StorageDir) -> None:
     fill(tmp_path, "a", 100)
     with pytest.raises(StorageError, match="a ends after 100 bytes"):
         list(fetch(place, [Range("a", 50, 51)], threads=1, memory_bytes=10))

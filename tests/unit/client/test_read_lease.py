@@ -51,7 +51,7 @@ def leased(place: Path) -> list[Path]:
 
 
 def test_it_says_who_reads_what(place: Path) -> None:
-    lease = Lease(filesystem.open_place(place), FIRST, renew_s=30, idle_s=None)
+    lease = Lease(filesystem.open_dir(place), FIRST, renew_s=30, idle_s=None)
     (path,) = leased(place)
     told = json_format.Parse(path.read_bytes(), records_pb2.Lease())
     assert (told.attempt, told.pid, told.renew_s) == (FIRST, os.getpid(), 30)
@@ -62,7 +62,7 @@ def test_it_says_who_reads_what(place: Path) -> None:
 
 
 def test_it_is_renewed(place: Path) -> None:
-    lease = Lease(filesystem.open_place(place), FIRST, renew_s=0.05, idle_s=None)
+    lease = Lease(filesystem.open_dir(place), FIRST, renew_s=0.05, idle_s=None)
     (path,) = leased(place)
     first = path.stat().st_mtime_ns
     eventually(lambda: path.stat().st_mtime_ns != first, "it is written again")
@@ -70,7 +70,7 @@ def test_it_is_renewed(place: Path) -> None:
 
 
 def test_a_reader_that_does_nothing_for_long_loses_it(place: Path) -> None:
-    lease = Lease(filesystem.open_place(place), FIRST, renew_s=0.05, idle_s=0.1)
+    lease = Lease(filesystem.open_dir(place), FIRST, renew_s=0.05, idle_s=0.1)
     eventually(lambda: not leased(place), "it is given up")
     lease.release()
 
@@ -87,10 +87,10 @@ def test_a_reader_that_is_forgotten_loses_it(place: Path) -> None:
 def test_a_place_that_cannot_be_written_gets_none_and_says_so_once(
     place: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(self: filesystem.Place, name: str, content: bytes) -> None:
+    def refuse(self: filesystem.StorageDir, name: str, content: bytes) -> None:
         raise StorageError(f"{name}: 403")
 
-    monkeypatch.setattr(filesystem.Place, "write", refuse)
+    monkeypatch.setattr(filesystem.StorageDir, "write", refuse)
     with caplog.at_level(logging.DEBUG, "pannier.client.loading.read_lease"):
         for _ in range(2):
             reader = StorageReader(place)
@@ -174,7 +174,7 @@ def test_it_lasts_as_long_as_the_load_also_when_that_fails(
 def test_a_lease_is_written_though_another_reader_removes_the_empty_directory_meanwhile(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    directory = filesystem.open_place(place)
+    directory = filesystem.open_dir(place)
     real, removed = directory._fs.makedirs, []
 
     def makedirs(path: str, exist_ok: bool = False) -> None:

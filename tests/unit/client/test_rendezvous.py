@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 from pannier.client.config import Settings
 from pannier.client.embedded import launcher, network, rendezvous
-from pannier.client.embedded.certificates import Papers
-from pannier.client.embedded.daemon_spec import job_pair, leave_papers, record
-from pannier.client.embedded.pg_store import Notes
-from pannier.client.embedded.rendezvous import Meeting, Spot, meet
+from pannier.client.embedded.certificates import TlsBundle
+from pannier.client.embedded.daemon_spec import job_daemons, write_record, write_tls_files
+from pannier.client.embedded.pg_store import RankStore
+from pannier.client.embedded.rendezvous import HostInfo, Rendezvous, agree
 from pannier.common import env_fingerprint
 from pannier.wire import addresses
 from pannier.wire.errors import ConfigurationError, DeadlineError, UnavailableError
@@ -23,21 +23,21 @@ from support.processes.daemons import short_directory
 from support.processes.ranks import free_port
 
 SETTINGS = Settings(plan_timeout=20.0)
-PAPERS = Papers(cert="cert", key="key", ca="ca")
+PAPERS = TlsBundle(cert="cert", key="key", ca="ca")
 
 
-def spot(rank: int, place: str) -> Spot:
-    return Spot(rank, f"node-{place}", place, f"10.0.0.{ord(place)}")
+def spot(rank: int, place: str) -> HostInfo:
+    return HostInfo(rank, f"node-{place}", place, f"10.0.0.{ord(place)}")
 
 
 @pytest.fixture(autouse=True)
-def convened(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Spot, str | None]]:
+def convened(monkeypatch: pytest.MonkeyPatch) -> list[tuple[HostInfo, str | None]]:
     """Who has started a coordinator, and towards whom."""
-    found: list[tuple[Spot, str | None]] = []
+    found: list[tuple[HostInfo, str | None]] = []
 
-    def convene(own: Spot, towards: str | None, settings: Settings) -> Meeting:
+    def convene(own: HostInfo, towards: str | None, settings: Settings) -> Rendezvous:
         found.append((own, towards))
-        return Meeting("w", "job j", "10.0.0.1:7070", own, PAPERS)
+        return Rendezvous("w", "job j", "10.0.0.1:7070", own, PAPERS)
 
     monkeypatch.setattr(rendezvous, "_convene", convene)
     monkeypatch.setattr(rendezvous, "PATIENCE_S", 1.0)
@@ -55,17 +55,17 @@ class Ranks:
         self.first = self.spots[first]
         self._settings = settings
 
-    def meet(self, rank: int) -> Meeting | None:
+    def meet(self, rank: int) -> Rendezvous | None:
         own = self.spots[rank]
         assert own is not None
         assert self.first is not None
-        notes = Notes(rank, timeout_s=20, store=self.store)
-        return meet(notes, 1, own, self.first, size=len(self.spots), settings=self._settings)
+        notes = RankStore(rank, timeout_s=20, store=self.store)
+        return agree(notes, 1, own, self.first, size=len(self.spots), settings=self._settings)
 
-    def run(self) -> list[Meeting | Exception | None]:
+    def run(self) -> list[Rendezvous | Exception | None]:
         """What each rank that comes is told."""
 
-        def caught(rank: int) -> Meeting | Exception | None:
+        def caught(rank: int) -> Rendezvous | Exception | None:
             try:
                 return self.meet(rank)
             except Exception as error:  # noqa: BLE001 - for the test to look at
@@ -83,7 +83,7 @@ def test_ranks_of_one_host_need_no_meeting(convened: list[Any]) -> None:
 
 @pytest.mark.parametrize(("places", "first"), [("aab", 0), ("abb", 1), ("abc", 2), ("aaab", 1)])
 def test_rank_0s_host_has_the_coordinator_of_several(
-    places: str, first: int, convened: list[tuple[Spot, str | None]]
+    places: str, first: int, convened: list[tuple[HostInfo, str | None]]
 ) -> None:
     ranks = Ranks(places, first)
     found = ranks.run()
@@ -92,29 +92,29 @@ def test_rank_0s_host_has_the_coordinator_of_several(
     # So that it listens on the address by which that host reaches it.
     assert towards in {each.address for each in ranks.spots if each and each.place != own.place}
     told = found[0]
-    assert isinstance(told, Meeting)
+    assert isinstance(told, Rendezvous)
     assert (told.at, told.coordinator) == (own, "10.0.0.1:7070")
     for each in found:
-        assert isinstance(each, Meeting)
+        assert isinstance(each, Rendezvous)
         assert (each.word, each.at, each.papers.key) == ("w", own, "key")
 
 
 def test_the_first_rank_decides_when_rank_0_does_not_save(
-    convened: list[tuple[Spot, str | None]],
+    convened: list[tuple[HostInfo, str | None]],
 ) -> None:
     ranks = Ranks(".bcb", first=2)
     found = ranks.run()
     assert [own for own, _ in convened] == [ranks.spots[2]]
-    assert all(isinstance(each, Meeting) and each.at.rank == 2 for each in found)
+    assert all(isinstance(each, Rendezvous) and each.at.rank == 2 for each in found)
 
 
 def test_a_rank_that_may_be_elsewhere_is_expected_there(
-    convened: list[tuple[Spot, str | None]],
+    convened: list[tuple[HostInfo, str | None]],
 ) -> None:
     # Rank 2 hasn't come: nobody has said that it is on this host.
     found = Ranks("aa.").run()
     assert [towards for _, towards in convened] == [None]
-    assert all(isinstance(each, Meeting) for each in found)
+    assert all(isinstance(each, Rendezvous) for each in found)
 
 
 def test_ranks_that_met_on_loopback_are_on_one_host(
@@ -145,7 +145,7 @@ def test_the_launcher_is_believed_and_nothing_is_asked(
 
 
 def test_all_are_told_at_once_why_there_is_no_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> Meeting:
+    def fail(*_: object) -> Rendezvous:
         raise UnavailableError("port 7070 is taken")
 
     monkeypatch.setattr(rendezvous, "_convene", fail)
@@ -166,8 +166,8 @@ def test_what_was_decided_stays(convened: list[Any]) -> None:
     first, later = ranks.run(), ranks.run()
     assert len(convened) == 1
     for one, other in zip(first, later, strict=True):
-        assert isinstance(one, Meeting)
-        assert isinstance(other, Meeting)
+        assert isinstance(one, Rendezvous)
+        assert isinstance(other, Rendezvous)
         assert (one.word, one.at, one.papers.cert) == (other.word, other.at, other.papers.cert)
 
 
@@ -187,7 +187,7 @@ def test_a_job_is_known_again(
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert rendezvous.job_words(Settings()) == words
+    assert rendezvous.job_key(Settings()) == words
 
 
 @pytest.fixture
@@ -202,19 +202,21 @@ def test_daemons_of_an_earlier_start_are_used_again(
 ) -> None:
     """Also where they were killed, unless their port is taken or they store elsewhere."""
     settings = Settings(runtime_dir=short_path)
-    own, address = Spot(0, "node-a", "a", None), f"127.0.0.1:{free_port()}"
+    own, address = HostInfo(0, "node-a", "a", None), f"127.0.0.1:{free_port()}"
     directory = addresses.job_dir(short_path, "job j", "w", own.host)
     directory.mkdir()
-    pair = job_pair(settings, directory, listen=address)
-    standing = Meeting("w", "job j", address, Spot(3, "node-a", "a", None), PAPERS)
-    server = Papers(cert="server's", key="its key", ca="ca")
-    leave_papers(directory, server)
-    record(pair)
+    pair = job_daemons(settings, directory, listen=address)
+    standing = Rendezvous("w", "job j", address, HostInfo(3, "node-a", "a", None), PAPERS)
+    server = TlsBundle(cert="server's", key="its key", ca="ca")
+    write_tls_files(directory, server)
+    write_record(pair)
     (directory / "meeting.json").write_text(rendezvous._encoded(standing))
     kept = env_fingerprint.record(launcher.environment(settings, pair))
     (directory / env_fingerprint.FILE).write_text(env_fingerprint.encode(kept))
 
-    def found(settings: Settings = settings, job: str = "job j") -> tuple[Meeting, Papers] | None:
+    def found(
+        settings: Settings = settings, job: str = "job j"
+    ) -> tuple[Rendezvous, TlsBundle] | None:
         return rendezvous._standing(settings, job, own)
 
     again = found()
@@ -224,7 +226,7 @@ def test_daemons_of_an_earlier_start_are_used_again(
     assert found(Settings(runtime_dir=short_path, listen=address)) is not None
     assert found(Settings(runtime_dir=short_path, listen="127.0.0.1:1")) is None
     assert found(job="job k") is None
-    with socket.create_server(network.parted(address)):
+    with socket.create_server(network.split_address(address)):
         assert found() is None
         monkeypatch.setattr(launcher, "is_up", lambda pair: True)
         assert found() is not None

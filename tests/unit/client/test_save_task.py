@@ -26,8 +26,8 @@ from pannier.client.dcp.storage_writer import StorageWriter
 from pannier.client.handle import Outcome, UnretrievedErrors
 from pannier.client.identity import Identity
 from pannier.client.staging.arena import Arena, ArenaPool
-from pannier.client.staging.deferred_copies import Rest
-from pannier.client.staging.in_flight import Fate, Slots
+from pannier.client.staging.deferred_copies import DeferredCopies
+from pannier.client.staging.in_flight import ArenaUse, InFlightSaves
 from pannier.client.transport import save_task as saving_module
 from pannier.client.transport.file_stream import MemoryInUseError
 from pannier.client.transport.save_task import SaveTask, aborted, fail_request
@@ -72,8 +72,8 @@ class Staged:
     files: list[File]
     varying: list[records_pb2.VaryingItem] = field(default_factory=list)
     arena: Arena = field(default_factory=lambda: ArenaPool(1).acquire([]))
-    rest: Rest | None = None
-    how: str = ""
+    deferred: DeferredCopies | None = None
+    copy_description: str = ""
 
     @property
     def bytes(self) -> int:
@@ -107,8 +107,8 @@ def begin(session: SidecarClient, *, on_busy: str = "wait", timeout_s: float = 6
 
 def carry(saving: SaveTask) -> list[str]:
     """Runs it to the end of this rank's part; what was let go."""
-    slots = Slots(1)
-    carrier = threading.Thread(target=saving.carry, args=(slots.take("raise", 0),))
+    slots = InFlightSaves(1)
+    carrier = threading.Thread(target=saving.carry, args=(slots.admit("raise", 0),))
     carrier.start()
     carrier.join(30)
     assert not carrier.is_alive()
@@ -293,7 +293,7 @@ def test_a_full_spool_shows_in_the_status_while_it_is_waited_for(
     sidecar.on["Write"] = full
     sidecar.commit = False
     saving = begin(session)
-    carrier = threading.Thread(target=saving.carry, args=(Slots(1).take("raise", 0),))
+    carrier = threading.Thread(target=saving.carry, args=(InFlightSaves(1).admit("raise", 0),))
     carrier.start()
     text = "waiting for room (the spool /s is full: 5 bytes needed, 3 free)"
     wait_until(lambda: text in str(saving.handle.status()))
@@ -412,7 +412,7 @@ def test_a_save_whose_deadline_passes_before_it_is_handed_over_is_aborted(
     ended = threading.Event()
     sidecar.on["Write"] = lambda _: ended.wait(30)
     saving = begin(session, timeout_s=0.5)
-    carrier = threading.Thread(target=saving.carry, args=(Slots(1).take("raise", 0),))
+    carrier = threading.Thread(target=saving.carry, args=(InFlightSaves(1).admit("raise", 0),))
     carrier.start()
     try:
         with pytest.raises(SaveAbortedError, match="was not handed over") as raised:
@@ -521,23 +521,23 @@ def test_an_abort_names_every_cause_up_to_four() -> None:
 # What becomes of the staging memory.
 
 FATES = [
-    (Fate.UNUSED, Fate.UNUSED, True, True),
-    (Fate.UNUSED, Fate.READ_BY_SIDECAR, True, False),
-    (Fate.READ_HERE, Fate.UNUSED, True, False),
-    (Fate.READ_HERE, Fate.READ_BY_SIDECAR, True, False),
+    (ArenaUse.UNUSED, ArenaUse.UNUSED, True, True),
+    (ArenaUse.UNUSED, ArenaUse.READ_BY_SIDECAR, True, False),
+    (ArenaUse.READ_LOCALLY, ArenaUse.UNUSED, True, False),
+    (ArenaUse.READ_LOCALLY, ArenaUse.READ_BY_SIDECAR, True, False),
     # Never handed over: what the sidecar does is of no account.
-    (Fate.UNUSED, Fate.READ_BY_SIDECAR, False, True),
-    (Fate.READ_HERE, Fate.UNUSED, False, False),
+    (ArenaUse.UNUSED, ArenaUse.READ_BY_SIDECAR, False, True),
+    (ArenaUse.READ_LOCALLY, ArenaUse.UNUSED, False, False),
 ]
 
 
 @pytest.mark.parametrize("first", ["sent", "ended"])
 @pytest.mark.parametrize(("sent", "ended", "handed_over", "reused"), FATES)
 def test_staging_memory_is_used_again_only_if_nothing_may_still_read_it(
-    first: str, sent: Fate, ended: Fate, handed_over: bool, reused: bool
+    first: str, sent: ArenaUse, ended: ArenaUse, handed_over: bool, reused: bool
 ) -> None:
-    slots = Slots(1)
-    slot = slots.take("raise", 0)
+    slots = InFlightSaves(1)
+    slot = slots.admit("raise", 0)
     slot.hold(slots.pool.acquire([1 << 20])).files[0].view[:4] = b"save"
     assert slot.begin_sending()
     if first == "ended":
@@ -549,7 +549,7 @@ def test_staging_memory_is_used_again_only_if_nothing_may_still_read_it(
         slot.ended(ended)
     assert slots.idle == 1
     # A second report changes nothing.
-    slot.ended(Fate.UNUSED)
+    slot.ended(ArenaUse.UNUSED)
     slot.free()
     assert slots.idle == 1
     # Fresh pages are zeros.
@@ -558,15 +558,15 @@ def test_staging_memory_is_used_again_only_if_nothing_may_still_read_it(
 
 def test_staging_memory_that_a_thread_sends_is_not_freed_under_it() -> None:
     """As when an interrupt comes between the start of that thread and the call's return."""
-    slots = Slots(1)
-    slot = slots.take("raise", 0)
+    slots = InFlightSaves(1)
+    slot = slots.admit("raise", 0)
     slot.hold(slots.pool.acquire([1 << 20]))
     assert slot.begin_sending()
     slot.free()
     assert slots.idle == 0
-    slot.sent(Fate.UNUSED, handed_over=False)
+    slot.sent(ArenaUse.UNUSED, handed_over=False)
     assert slots.idle == 1
-    late = slots.take("raise", 0)
+    late = slots.admit("raise", 0)
     late.free()
     assert not late.begin_sending()
     assert slots.idle == 1
@@ -576,8 +576,8 @@ def test_staging_memory_that_a_thread_sends_is_not_freed_under_it() -> None:
 def test_staging_memory_that_a_stream_may_still_read_is_never_used_again(
     session: SidecarClient, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
-    slots = Slots(1)
-    slot = slots.take("raise", 0)
+    slots = InFlightSaves(1)
+    slot = slots.admit("raise", 0)
     address = slot.hold(slots.pool.acquire([1 << 20])).files[0].address
     saving = begin(session)
 

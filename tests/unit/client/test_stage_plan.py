@@ -352,7 +352,7 @@ def test_a_prepared_save_costs_what_every_save_costs(
     assert not client._pending
     with monkeypatch.context() as patched:
         patched.setattr("pannier.client.planning.stage_plan.PlannerRun", None)
-        patched.setattr("pannier.client.staging.copy_plan._engrave", None)
+        patched.setattr("pannier.client.staging.copy_plan._write_headers", None)
         client.save(state(), checkpoint_id="/x/1")
     (proposal,) = proposals(sidecar)
     assert proposal.context.save.number == 2

@@ -184,7 +184,7 @@ def test_parameters_lose_what_is_not_theirs_to_save(tmp_path: Path, pool: ArenaP
 def test_tied_weights_each_have_a_slot(tmp_path: Path, pool: ArenaPool) -> None:
     weight = torch.nn.Parameter(torch.randn(4, 4))
     staged = _save({"embed": weight, "head": weight, "view": weight.t()}, tmp_path, pool)
-    assert len({placed.offset for placed in staged.placements}) == 3
+    assert len({placed.offset for placed in staged.locations}) == 3
     into = _load({key: torch.zeros(4, 4) for key in ("embed", "head", "view")}, tmp_path)
     assert torch.equal(into["embed"], weight.detach())
     assert torch.equal(into["head"], weight.detach())
@@ -274,7 +274,7 @@ def test_optimizer_state_round_trips(tmp_path: Path, pool: ArenaPool) -> None:
 
 
 def _names(staged: Staged) -> list[str]:
-    return [placed.file.rpartition("_")[2] for placed in staged.placements]
+    return [placed.file.rpartition("_")[2] for placed in staged.locations]
 
 
 def test_a_quantized_tensor(tmp_path: Path, pool: ArenaPool) -> None:
@@ -331,7 +331,7 @@ def test_a_transform_that_changes_the_dtype_is_stored_as_it_is(
     assert torch.equal(into["i"], torch.arange(5))
     assert into["text"] == "t"
     # A template, not torch.save: the stored tensor is bfloat16.
-    placed = staged.placements[0]
+    placed = staged.locations[0]
     with (tmp_path / placed.file).open("rb") as file:
         file.seek(placed.offset)
         stored = torch.load(io.BytesIO(file.read(placed.length)), weights_only=True)
@@ -368,7 +368,7 @@ def test_a_slot_whose_value_turns_out_otherwise_stays_empty(
     (varying,) = staged.varying
     assert varying.position == 1
     assert varying.file == f"__{ATTEMPT}_0_objects.distcp"
-    assert (varying.file, varying.offset, varying.length) == staged.placements[1]
+    assert (varying.file, varying.offset, varying.length) == staged.locations[1]
     write_files(tmp_path, staged)
     hole = (tmp_path / final.files[0].name).read_bytes()[
         final.placement.offset[1] : final.placement.offset[1] + final.placement.length[1]
@@ -391,7 +391,7 @@ def test_gaps_hold_nothing_of_an_earlier_save(tmp_path: Path, pool: ArenaPool) -
     planning = plan(state)
     staged, arena = stage_all(planning, pool)
     taken: dict[str, list[tuple[int, int]]] = {}
-    for placed in staged.placements:
+    for placed in staged.locations:
         taken.setdefault(placed.file, []).append((placed.offset, placed.offset + placed.length))
     for file in staged.files:
         data = bytearray(ctypes.string_at(file.address, file.size))
@@ -553,7 +553,7 @@ def _stored(staged: Staged) -> list[torch.Tensor]:
     files = {file.name: ctypes.string_at(file.address, file.size) for file in staged.files}
     return [
         torch.load(io.BytesIO(files[p.file][p.offset : p.offset + p.length]), weights_only=True)
-        for p in staged.placements
+        for p in staged.locations
     ]
 
 
@@ -595,7 +595,7 @@ def test_shards_within_shards_have_slots_too(mesh: DeviceMesh, pool: ArenaPool) 
     staged, arena = stage_all(plan({"t": tensor}), pool)
     assert not staged.varying
     assert all(torch.equal(a, b) for a, b in zip(_stored(staged), pieces, strict=True))
-    assert len(staged.placements) == 2
+    assert len(staged.locations) == 2
     pool.release(arena)
 
 
@@ -696,7 +696,7 @@ def test_an_external_plan_is_laid_out_here(
         pool.acquire,
         slots=resolves_as_planned(planner),
     )
-    names = {placed.file for placed in staged.placements}
+    names = {placed.file for placed in staged.locations}
     assert names == {file.name for file in staged.files}
     assert all(name.startswith("__i2-a1-g00000000-s3_4_") for name in names)
     assert staged.varying == []

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan
 
-from pannier.client.loading.filesystem import MissingError, Place
+from pannier.client.loading.filesystem import MissingError, StorageDir
 from pannier.client.loading.storage_reader import Generation, StorageReader
 from pannier.v1 import records_pb2
 from pannier.wire.errors import (
@@ -153,13 +153,13 @@ def test_has_the_public_attributes_of_torchs_readers(checkpoint: Path, tmp_path:
 
 def test_reads_only_what_the_plan_needs(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
-    original = Place.read_into
+    original = StorageDir.read_into
 
-    def recording(self: Place, name: str, offset: int, target: memoryview) -> None:
+    def recording(self: StorageDir, name: str, offset: int, target: memoryview) -> None:
         read.append(len(target))
         original(self, name, offset, target)
 
-    monkeypatch.setattr(Place, "read_into", recording)
+    monkeypatch.setattr(StorageDir, "read_into", recording)
     got = {"half": torch.zeros(33, 7, dtype=torch.bfloat16)}
     dcp.load(got, storage_reader=StorageReader(checkpoint), no_dist=True)
     assert differences(got, {"half": make_state()["half"]}) == []
@@ -195,13 +195,13 @@ def test_an_archive_wanted_twice_is_read_once(tmp_path: Path, monkeypatch: Any) 
             return halves[read_item.dest_offsets[0] // 3]
 
     read: list[str] = []
-    original = Place.read_into
+    original = StorageDir.read_into
 
-    def recording(self: Place, name: str, offset: int, target: memoryview) -> None:
+    def recording(self: StorageDir, name: str, offset: int, target: memoryview) -> None:
         read.append(name)
         original(self, name, offset, target)
 
-    monkeypatch.setattr(Place, "read_into", recording)
+    monkeypatch.setattr(StorageDir, "read_into", recording)
     dcp.load(
         {"w": torch.zeros(6, 4)},
         storage_reader=StorageReader(tmp_path),

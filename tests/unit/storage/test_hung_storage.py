@@ -303,7 +303,7 @@ def test_a_store_never_waits_for_a_pipe(pipes: Path) -> None:
 
 
 def test_a_client_never_waits_for_a_pipe(pipes: Path) -> None:
-    place = filesystem.open_place(pipes / "step-0")
+    place = filesystem.open_dir(pipes / "step-0")
     with pytest.raises(StorageError, match="is not a regular file"):
         place.read(".metadata")
     with pytest.raises(StorageError, match="is not a regular file"):
@@ -323,7 +323,7 @@ def test_a_linked_directory_and_linked_files_are_read(tmp_path: Path) -> None:
         assert [await store.read(key) for key in "xyz"] == [b"data", b"data", b"more"]
 
     asyncio.run(scenario())
-    place = filesystem.open_place(tmp_path / "root" / "step")
+    place = filesystem.open_dir(tmp_path / "root" / "step")
     assert [place.read(name) for name in "xyz"] == [b"data", b"data", b"more"]
 
 

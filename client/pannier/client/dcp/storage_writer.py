@@ -302,7 +302,7 @@ class StorageWriter(storage.StorageWriter):
                         placed.file, placed.offset, placed.length
                     ),
                 )
-                for item, placed in zip(plan.items, staged.placements, strict=True)
+                for item, placed in zip(plan.items, staged.locations, strict=True)
             ]
         )
         return done
@@ -406,7 +406,7 @@ class StorageWriter(storage.StorageWriter):
             )
         )
         try:
-            slot = slots.take("wait", save.deadline.remaining())
+            slot = slots.admit("wait", save.deadline.remaining())
             try:
                 saving.planned(save.attempt, "")
                 staged = stager.stage_external(

@@ -23,7 +23,7 @@ _SKEW: Final = datetime.timedelta(days=1)
 
 
 @dataclass(frozen=True, repr=False)
-class Papers:
+class TlsBundle:
     """What one end needs: texts in PEM form. It has no ``repr``, since it holds a private key."""
 
     cert: str
@@ -31,8 +31,8 @@ class Papers:
     ca: str
 
 
-def issue(host: str) -> tuple[Papers, Papers]:
-    """Papers of a coordinator that is called by the name or number ``host``, and of its callers.
+def issue(host: str) -> tuple[TlsBundle, TlsBundle]:
+    """TlsBundle of a coordinator that is called by the name or number ``host``, and of its callers.
 
     Raises ConfigurationError: the package that makes them isn't installed.
     """
@@ -58,7 +58,7 @@ def issue(host: str) -> tuple[Papers, Papers]:
         .sign(authority, hashes.SHA256())
     )
 
-    def leaf(role: str, usage: "x509.ObjectIdentifier", called: "x509.GeneralName") -> Papers:
+    def leaf(role: str, usage: "x509.ObjectIdentifier", called: "x509.GeneralName") -> TlsBundle:
         key = ec.generate_private_key(ec.SECP256R1())
         certificate = (
             _builder(_name(f"pannier {word} {role}"), issuer, key)
@@ -72,7 +72,7 @@ def issue(host: str) -> tuple[Papers, Papers]:
             )
             .sign(authority, hashes.SHA256())
         )
-        return Papers(cert=_pem(certificate), key=_pem_key(key), ca=_pem(ca))
+        return TlsBundle(cert=_pem(certificate), key=_pem_key(key), ca=_pem(ca))
 
     return (
         leaf("coordinator", ExtendedKeyUsageOID.SERVER_AUTH, _called(host)),

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from pannier.client.config import Settings
-from pannier.client.embedded.certificates import Papers
+from pannier.client.embedded.certificates import TlsBundle
 from pannier.wire import addresses
 
 _RECORD: Final = "pair.json"
@@ -24,7 +24,7 @@ _JOB_IDLE_EXIT_S: Final = 60.0
 
 
 @dataclass(frozen=True)
-class Pair:
+class DaemonSpec:
     """A sidecar and mostly a coordinator."""
 
     directory: Path
@@ -35,7 +35,7 @@ class Pair:
     """They leave when they had neither clients nor uploads for so long."""
     flags: tuple[str, ...] = ()
     """More of ``pannier up``."""
-    started: Callable[[], None] | None = field(default=None, compare=False)
+    on_start: Callable[[], None] | None = field(default=None, compare=False)
     """Called by the process that has started them."""
 
     @property
@@ -44,18 +44,18 @@ class Pair:
         return "--listen" in self.flags
 
 
-def usual(settings: Settings) -> Pair:
+def host_daemons(settings: Settings) -> DaemonSpec:
     """The pair for jobs on this host alone."""
-    return Pair(settings.runtime_dir, settings.spool)
+    return DaemonSpec(settings.runtime_dir, settings.spool)
 
 
-def job_pair(
+def job_daemons(
     settings: Settings,
     directory: Path,
     *,
     listen: str | None = None,
     coordinator: str | None = None,
-) -> Pair:
+) -> DaemonSpec:
     """The pair of one start of a job on several hosts, with the papers that lie in ``directory``.
 
     Args:
@@ -68,9 +68,9 @@ def job_pair(
     for address in (addresses.embedded_sidecar, addresses.embedded_coordinator):
         addresses.parse_address(address(directory), setting=setting)
     where = ("--listen", listen) if listen else ("--coordinator", str(coordinator))
-    files = zip(("--tls-cert", "--tls-key", "--tls-ca"), paper_files(directory), strict=True)
+    files = zip(("--tls-cert", "--tls-key", "--tls-ca"), tls_files(directory), strict=True)
     tls = [word for flag, path in files for word in (flag, str(path))]
-    return Pair(
+    return DaemonSpec(
         directory,
         None if settings.spool is None else settings.spool / directory.name,
         _JOB_IDLE_EXIT_S,
@@ -78,37 +78,37 @@ def job_pair(
     )
 
 
-def record(pair: Pair) -> None:
-    """Leaves in its directory what :func:`recorded` reads."""
+def write_record(pair: DaemonSpec) -> None:
+    """Leaves in its directory what :func:`read_record` reads."""
     spool = None if pair.spool is None else str(pair.spool)
-    leave(pair.directory / _RECORD, json.dumps({"spool": spool, "flags": pair.flags}))
+    write_private_file(pair.directory / _RECORD, json.dumps({"spool": spool, "flags": pair.flags}))
 
 
-def recorded(directory: Path) -> Pair | None:
+def read_record(directory: Path) -> DaemonSpec | None:
     """The pair of a job on several hosts whose directory this is; None: it has left for good."""
     try:
         told = json.loads((directory / _RECORD).read_text())
     except FileNotFoundError:
         return None
     spool = None if told["spool"] is None else Path(told["spool"])
-    return Pair(directory, spool, _JOB_IDLE_EXIT_S, tuple(told["flags"]))
+    return DaemonSpec(directory, spool, _JOB_IDLE_EXIT_S, tuple(told["flags"]))
 
 
-def paper_files(directory: Path) -> tuple[Path, Path, Path]:
+def tls_files(directory: Path) -> tuple[Path, Path, Path]:
     """Certificate, key and CA of the pair with this directory."""
     cert, key, ca = (directory / name for name in _FILES)
     return cert, key, ca
 
 
-def leave_papers(directory: Path, papers: Papers) -> tuple[Path, Path, Path]:
+def write_tls_files(directory: Path, papers: TlsBundle) -> tuple[Path, Path, Path]:
     """Writes the pair's certificate, key and CA, for this user alone; returns their paths."""
-    files = paper_files(directory)
+    files = tls_files(directory)
     for path, text in zip(files, (papers.cert, papers.key, papers.ca), strict=True):
-        leave(path, text)
+        write_private_file(path, text)
     return files
 
 
-def leave(path: Path, text: str) -> None:
+def write_private_file(path: Path, text: str) -> None:
     """Writes a file with mode 0600 in one piece; one that says the same stays as it is."""
     try:
         if path.read_text() == text:

@@ -17,7 +17,12 @@ from typing import Final
 
 from pannier.client.config import Settings
 from pannier.client.embedded import launcher
-from pannier.client.embedded.daemon_spec import Pair, leave, recorded, usual
+from pannier.client.embedded.daemon_spec import (
+    DaemonSpec,
+    host_daemons,
+    read_record,
+    write_private_file,
+)
 from pannier.wire import addresses
 from pannier.wire.errors import PannierError
 
@@ -27,9 +32,9 @@ _LOG_KEPT_S: Final = 86400.0
 """How long the log of daemons that have ended stays."""
 
 
-def tending(
-    settings: Settings, pair: Pair, job: str, *, successor: str, files: tuple[Path, ...] = ()
-) -> Pair:
+def with_former_daemons(
+    settings: Settings, pair: DaemonSpec, job: str, *, successor: str, files: tuple[Path, ...] = ()
+) -> DaemonSpec:
     """``pair``, whose start also sees after those of the job's earlier starts, in the background.
 
     Args:
@@ -40,24 +45,26 @@ def tending(
     told = {"coordinator": successor}
     told |= dict(zip(("cert", "key", "ca"), map(str, files), strict=False))
 
-    return replace(pair, started=lambda: _tend_soon(settings, pair, job, told))
+    return replace(pair, on_start=lambda: _recover_in_background(settings, pair, job, told))
 
 
-def tend(settings: Settings, job: str) -> None:
+def recover_former_daemons(settings: Settings, job: str) -> None:
     """The same for a start whose ranks are all on this host, with its usual daemons."""
     if addresses.job_dirs(settings.runtime_dir, job, socket.gethostname()):
-        pair = usual(settings)
+        pair = host_daemons(settings)
         told = {"coordinator": addresses.embedded_coordinator(pair.directory)}
-        _tend_soon(settings, pair, job, told)
+        _recover_in_background(settings, pair, job, told)
 
 
-def _tend_soon(settings: Settings, pair: Pair, job: str, told: dict[str, str]) -> None:
+def _recover_in_background(
+    settings: Settings, pair: DaemonSpec, job: str, told: dict[str, str]
+) -> None:
     threading.Thread(
-        target=_tend, args=(settings, pair, job, told), name="pannier-former", daemon=True
+        target=_recover, args=(settings, pair, job, told), name="pannier-former", daemon=True
     ).start()
 
 
-def _tend(settings: Settings, pair: Pair, job: str, told: dict[str, str]) -> None:
+def _recover(settings: Settings, pair: DaemonSpec, job: str, told: dict[str, str]) -> None:
     # Daemons of other hosts aren't ours, even where their directories are to be seen.
     host = socket.gethostname()
     own = addresses.job_dirs(settings.runtime_dir, job, host)
@@ -65,17 +72,17 @@ def _tend(settings: Settings, pair: Pair, job: str, told: dict[str, str]) -> Non
         if directory == pair.directory:
             continue
         try:
-            former = recorded(directory)
+            former = read_record(directory)
             if former is None:
-                _forget(directory)
+                _remove_old_log(directory)
             elif directory in own:
-                _look_after(settings, former, told)
+                _hand_over(settings, former, told)
         except (PannierError, OSError, ValueError) as error:
             _log.warning("%s, of an earlier start of this job: %s", directory, error)
 
 
-def _look_after(settings: Settings, former: Pair, told: dict[str, str]) -> None:
-    names = launcher.differing(settings, former)
+def _hand_over(settings: Settings, former: DaemonSpec, told: dict[str, str]) -> None:
+    names = launcher.differing_variables(settings, former)
     if names:
         # Other storage: it isn't ours to say how their saves end.
         _log.warning(
@@ -84,13 +91,13 @@ def _look_after(settings: Settings, former: Pair, told: dict[str, str]) -> None:
             *(former.directory, ", ".join(names)),
         )
         return
-    leave(former.directory / addresses.SUCCESSOR, json.dumps(told))
+    write_private_file(former.directory / addresses.SUCCESSOR, json.dumps(told))
     if not launcher.is_up(former):
         _log.info("starting the daemons in %s again, of an earlier start", former.directory)
         launcher.ensure(settings, former)
 
 
-def _forget(directory: Path) -> None:
+def _remove_old_log(directory: Path) -> None:
     log = directory / addresses.LOG
     age_s = time.time() - (log if log.exists() else directory).stat().st_mtime
     left = {path.name for path in directory.iterdir()}

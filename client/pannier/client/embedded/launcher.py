@@ -25,7 +25,7 @@ import grpc
 
 from pannier.client.config import Settings
 from pannier.client.embedded import network
-from pannier.client.embedded.daemon_spec import Pair, usual
+from pannier.client.embedded.daemon_spec import DaemonSpec, host_daemons
 from pannier.common import env_fingerprint
 from pannier.v1 import save_pb2, status_pb2, status_pb2_grpc
 from pannier.wire import addresses
@@ -50,7 +50,7 @@ _FILES = (
 """Variables that may hold a path relative to the trainer's directory."""
 
 
-def ensure(settings: Settings, pair: Pair | None = None) -> str:
+def ensure(settings: Settings, pair: DaemonSpec | None = None) -> str:
     """Address of the embedded sidecar; starts the daemons when none answer.
 
     Any number of processes may call it at the same time: one starts them.
@@ -63,42 +63,42 @@ def ensure(settings: Settings, pair: Pair | None = None) -> str:
             were started for another place; names the variables that differ.
         UnavailableError: the daemons didn't come up; with the end of their log.
     """
-    pair = pair or usual(settings)
+    pair = pair or host_daemons(settings)
     directory = pair.directory
     address = addresses.embedded_sidecar(directory)
     path = address.removeprefix("unix://")
     if _accepts(path):
         _check_owner(directory)
-        _check_surroundings(settings, pair)
+        _check_environment(settings, pair)
         return address
-    own(directory)
+    make_private_dir(directory)
     try:
         with filelock.FileLock(directory / "start.lock", timeout=2 * START_S, mode=0o600):
             if not _accepts(path):
                 _start(settings, pair, path)
-                if pair.started is not None:
-                    pair.started()
+                if pair.on_start is not None:
+                    pair.on_start()
     except filelock.Timeout as error:
         raise UnavailableError(
             f"another process has been starting the daemons in {directory} for {2 * START_S:g} s; "
             f"their log ends with:\n{_tail(directory / LOG)}"
         ) from error
-    _check_surroundings(settings, pair)
+    _check_environment(settings, pair)
     return address
 
 
-def is_up(pair: Pair) -> bool:
+def is_up(pair: DaemonSpec) -> bool:
     """Whether its sidecar accepts connections."""
     return _accepts(addresses.embedded_sidecar(pair.directory).removeprefix("unix://"))
 
 
-def await_listening(pair: Pair, address: str, timeout_s: float) -> str:
+def await_listening(pair: DaemonSpec, address: str, timeout_s: float) -> str:
     """Waits until something listens on ``host:port``; why nothing does, or empty.
 
     The pair was started with that: it is given up when its daemons end.
     """
     deadline = time.monotonic() + timeout_s
-    while why := network.unreachable(address, _POLL_S):
+    while why := network.probe_port(address, _POLL_S):
         if not is_up(pair) or time.monotonic() > deadline:
             log = pair.directory / LOG
             return f"{why}; {log} ends with:\n{_tail(log)}"
@@ -127,7 +127,7 @@ def _accepts(path: str) -> bool:
         return True
 
 
-def own(directory: Path) -> None:
+def make_private_dir(directory: Path) -> None:
     """Makes a runtime directory for this user alone. Raises ConfigurationError: it can't be."""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -148,7 +148,7 @@ def _check_owner(directory: Path) -> None:
         )
 
 
-def differing(settings: Settings, pair: Pair) -> list[str]:
+def differing_variables(settings: Settings, pair: DaemonSpec) -> list[str]:
     """Variables of which the pair's daemons have another value, so that they store elsewhere.
 
     Raises FileNotFoundError when they left no record.
@@ -157,10 +157,10 @@ def differing(settings: Settings, pair: Pair) -> list[str]:
     return env_fingerprint.differing(theirs, env_fingerprint.record(environment(settings, pair)))
 
 
-def _check_surroundings(settings: Settings, pair: Pair) -> None:
+def _check_environment(settings: Settings, pair: DaemonSpec) -> None:
     directory = pair.directory
     try:
-        names = differing(settings, pair)
+        names = differing_variables(settings, pair)
     except FileNotFoundError:  # A sidecar that someone runs there by hand.
         return
     if names:
@@ -176,7 +176,7 @@ def _check_surroundings(settings: Settings, pair: Pair) -> None:
         )
 
 
-def _start(settings: Settings, pair: Pair, path: str) -> None:
+def _start(settings: Settings, pair: DaemonSpec, path: str) -> None:
     directory = pair.directory
     command = [sys.executable, "-m", "pannier.cli", "up", "--runtime-dir", str(directory)]
     command += ["--idle-exit", f"{pair.idle_exit_s:g}", *pair.flags]
@@ -225,7 +225,7 @@ def _await(path: str, alive: int, log: Path) -> None:
             )
 
 
-def environment(settings: Settings, pair: Pair) -> dict[str, str]:
+def environment(settings: Settings, pair: DaemonSpec) -> dict[str, str]:
     """What the daemons get: this process's, with the settings that are theirs."""
     kept = {
         name: value
@@ -272,7 +272,7 @@ _EVERY_S: Final = 0.2
 _CALL_S: Final = 10.0
 
 
-def await_others(pair: Pair, job: str, timeout_s: float | None) -> str:
+def await_others(pair: DaemonSpec, job: str, timeout_s: float | None) -> str:
     """Waits; which saves are still under way after ``timeout_s`` seconds, or empty.
 
     None is no endless wait: each save ends, well or not, soon after its own deadline.

@@ -24,18 +24,18 @@ _ANYWHERE: Final = ("192.0.2.1", "2001:db8::1")
 """Addresses of nobody's (RFC 5737, RFC 3849): the way to them is the default route."""
 
 
-def place(directory: Path) -> str:
+def runtime_dir_id(directory: Path) -> str:
     """The same for all processes that see this very directory, whose sockets they can share.
 
     Neither the hostname tells that, which containers may have in common, nor the directory's
     name. It must exist.
     """
     found = directory.stat()
-    text = f"{kernel()} {found.st_dev} {found.st_ino}"
+    text = f"{boot_id()} {found.st_dev} {found.st_ino}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def kernel() -> str:
+def boot_id() -> str:
     """The same for all processes of one machine until it is started again; they share its clock."""
     try:
         return _BOOT_ID.read_text().strip()
@@ -83,7 +83,7 @@ def free_port(address: str) -> int:
 
 def check_free(address: str) -> None:
     """Raises ConfigurationError when nothing can listen on ``host:port``, as PANNIER_LISTEN says."""
-    host, port = parted(address)
+    host, port = split_address(address)
     try:
         (family, kind, protocol, _, where), *_ = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM
@@ -99,29 +99,29 @@ def check_free(address: str) -> None:
         ) from error
 
 
-def joined(host: str, port: int) -> str:
+def join_address(host: str, port: int) -> str:
     """``host:port``, with brackets around an IPv6 number."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def parted(address: str) -> tuple[str, int]:
+def split_address(address: str) -> tuple[str, int]:
     """Host and port of ``host:port``, without brackets."""
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)
 
 
-def unreachable(address: str, timeout_s: float) -> str:
+def probe_port(address: str, timeout_s: float) -> str:
     """Why nothing answers at ``host:port`` from here; empty when something does."""
     try:
-        socket.create_connection(parted(address), timeout_s).close()
+        socket.create_connection(split_address(address), timeout_s).close()
     except OSError as error:
         return error.strerror or str(error) or type(error).__name__
     return ""
 
 
-def unanswered(address: str, tls: Tls, timeout_s: float) -> str:
+def probe_daemon(address: str, tls: Tls, timeout_s: float) -> str:
     """Why no daemon at ``host:port`` talks to who shows this certificate; empty when one does."""
-    if why := unreachable(address, timeout_s):
+    if why := probe_port(address, timeout_s):
         return why
     with open_channel(address, channel_options(), tls) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
@@ -132,7 +132,7 @@ def unanswered(address: str, tls: Tls, timeout_s: float) -> str:
     return ""
 
 
-def launched_here(size: int) -> bool:
+def all_ranks_here(size: int) -> bool:
     """Whether the launcher said that all of ``size`` ranks are on this host."""
     local = os.environ.get("LOCAL_WORLD_SIZE", "")
     return local.isdecimal() and int(local) >= size

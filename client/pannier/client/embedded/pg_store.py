@@ -1,4 +1,4 @@
-"""Notes that the ranks of one incarnation leave each other in the process group's store.
+"""RankStore that the ranks of one incarnation leave each other in the process group's store.
 
 In: keys and short texts. Out: what others wrote. Nothing here blocks in the store, whose one
 connection torch uses as well: who waits, asks again. Thread-safe.
@@ -16,7 +16,7 @@ from typing import Any, Final, TypeVar
 
 from torch.distributed.distributed_c10d import PrefixStore
 
-from pannier.client.embedded.network import kernel
+from pannier.client.embedded.network import boot_id
 from pannier.client.torch_compat import Store, group_store, own_connection
 from pannier.wire.errors import DeadlineError
 
@@ -35,7 +35,7 @@ _EXIT_S: Final = 2.0
 """At exit: until an answer that is being given has been."""
 
 
-class Notes:
+class RankStore:
     """One rank's view of the store.
 
     Args:
@@ -54,11 +54,11 @@ class Notes:
     ) -> None:
         self._rank = rank
         self._timeout_s = timeout_s
-        self._born = born() if since is None else since
+        self._born = process_start_s() if since is None else since
         self._plain = store or group_store(None)
         self._store: Any = PrefixStore(_PREFIX, self._plain)
 
-    def begin(self, text: str, *, size: int, who: str = "") -> tuple[int, str]:
+    def begin_incarnation(self, text: str, *, size: int, who: str = "") -> tuple[int, str]:
         """Begins this rank's next incarnation: its number, and what its first rank wrote.
 
         A store may live longer than processes, and longer than a process group: the n-th
@@ -73,7 +73,7 @@ class Notes:
             who: this rank, for people.
         """
         count = life = self.count(f"of/{self._rank}", 1)
-        here = kernel()
+        here = boot_id()
         own = json.dumps([here, self._born, _uptime(), who or f"rank {self._rank}", text])
         ended: set[tuple[str, float]] = set()
         while True:
@@ -106,7 +106,7 @@ class Notes:
             return self.count(_answered(life)) >= ticket or None
 
         _log.debug("rank %d: waiting for %s to say that it lives", self._rank, writer)
-        if self.await_one(look, ANSWER_S):
+        if self.poll(look, ANSWER_S):
             return True
         _log.warning(
             "rank %d: %s did not answer within %g s; incarnation %d in the process group's store is "
@@ -132,7 +132,7 @@ class Notes:
 
         return self._ask(ask)
 
-    def await_one(self, look: Callable[[], T | None], timeout_s: float) -> T | None:
+    def poll(self, look: Callable[[], T | None], timeout_s: float) -> T | None:
         """What ``look`` returns once that isn't None; None after ``timeout_s`` seconds."""
         deadline = time.monotonic() + timeout_s
         pause = _FIRST_POLL_S
@@ -216,7 +216,7 @@ def _answered(life: int) -> str:
     return f"{life}/answered"
 
 
-def born() -> float:
+def process_start_s() -> float:
     """When this process began, in seconds since its machine did."""
     with open("/proc/self/stat", "rb") as file:
         # The name, in brackets, may have spaces.

@@ -16,17 +16,17 @@ from typing import Final
 
 from pannier.client.config import Settings
 from pannier.client.embedded import former_daemons, launcher, network
-from pannier.client.embedded.certificates import Papers, issue
+from pannier.client.embedded.certificates import TlsBundle, issue
 from pannier.client.embedded.daemon_spec import (
-    Pair,
-    job_pair,
-    leave,
-    leave_papers,
-    paper_files,
-    record,
-    recorded,
+    DaemonSpec,
+    job_daemons,
+    read_record,
+    tls_files,
+    write_private_file,
+    write_record,
+    write_tls_files,
 )
-from pannier.client.embedded.pg_store import Notes
+from pannier.client.embedded.pg_store import RankStore
 from pannier.wire import addresses
 from pannier.wire.errors import ConfigurationError, DeadlineError, PannierError, UnavailableError
 from pannier.wire.tls import Tls
@@ -45,7 +45,7 @@ _ADVICE: Final = "or run `pannier coordinator` where all hosts reach it and set 
 
 
 @dataclass(frozen=True)
-class Spot:
+class HostInfo:
     """Where a rank is."""
 
     rank: int
@@ -58,7 +58,7 @@ class Spot:
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """What all ranks of an incarnation know of its coordinator."""
 
     word: str
@@ -67,24 +67,24 @@ class Meeting:
     """What stays the same when the job is started again."""
     coordinator: str
     """``host:port``."""
-    at: Spot
+    at: HostInfo
     """The rank whose host has it."""
-    papers: Papers
+    papers: TlsBundle
     """For those who call it."""
 
 
-def spot(rank: int, host: str, size: int, settings: Settings) -> Spot:
+def host_info(rank: int, host: str, size: int, settings: Settings) -> HostInfo:
     """This rank's, of ``size`` ranks. Raises ConfigurationError: the runtime directory can't be used."""
-    launcher.own(settings.runtime_dir)
+    launcher.make_private_dir(settings.runtime_dir)
     address = None
-    if not network.launched_here(size):
+    if not network.all_ranks_here(size):
         address = network.own_address([os.environ.get("MASTER_ADDR")])
-    return Spot(rank, host, network.place(settings.runtime_dir), address)
+    return HostInfo(rank, host, network.runtime_dir_id(settings.runtime_dir), address)
 
 
-def meet(
-    notes: Notes, life: int, own: Spot, first: Spot, *, size: int, settings: Settings
-) -> Meeting | None:
+def agree(
+    notes: RankStore, life: int, own: HostInfo, first: HostInfo, *, size: int, settings: Settings
+) -> Rendezvous | None:
     """Settles where the coordinator is, with the other ranks of the incarnation.
 
     Args:
@@ -99,7 +99,7 @@ def meet(
         DeadlineError: nobody has decided.
     """
     apart = first.place != own.place
-    if network.launched_here(size):
+    if network.all_ranks_here(size):
         if apart:
             raise ConfigurationError(
                 f"LOCAL_WORLD_SIZE={os.environ['LOCAL_WORLD_SIZE']} says that all ranks are on one "
@@ -116,7 +116,7 @@ def meet(
             notes.count(f"{life}/together", 1)
         if _leads(notes, life, own, first):
             return _lead(notes, life, own, first, size=size, settings=settings)
-        told = notes.await_one(lambda: notes.read(key), settings.plan_timeout)
+        told = notes.poll(lambda: notes.read(key), settings.plan_timeout)
     if told is None:
         leader = notes.read(f"{life}/lead") or first.rank
         raise DeadlineError(
@@ -133,7 +133,7 @@ def meet(
     return meeting
 
 
-def join(settings: Settings, meeting: Meeting, own: Spot) -> Pair:
+def join(settings: Settings, meeting: Rendezvous, own: HostInfo) -> DaemonSpec:
     """This host's daemons for a job on several hosts, for :func:`embedded.ensure`.
 
     Raises:
@@ -143,14 +143,14 @@ def join(settings: Settings, meeting: Meeting, own: Spot) -> Pair:
     directory = _directory(settings, meeting, own)
     where = meeting.coordinator
     if own.place == meeting.at.place:
-        return job_pair(settings, directory, listen=where)
-    pair = job_pair(settings, directory, coordinator=where)
+        return job_daemons(settings, directory, listen=where)
+    pair = job_daemons(settings, directory, coordinator=where)
     if launcher.is_up(pair):
         return pair
-    launcher.own(directory)
-    files = leave_papers(directory, meeting.papers)
-    record(pair)
-    if why := network.unanswered(where, Tls(*files), _REACH_S):
+    launcher.make_private_dir(directory)
+    files = write_tls_files(directory, meeting.papers)
+    write_record(pair)
+    if why := network.probe_daemon(where, Tls(*files), _REACH_S):
         host = meeting.at.host
         raise UnavailableError(
             f"host {own.host} (rank {own.rank}) can't reach this job's coordinator at {where}, which "
@@ -158,36 +158,38 @@ def join(settings: Settings, meeting: Meeting, own: Spot) -> Pair:
             f"each other (firewall), name an address and port of {host} that the others reach by "
             f"PANNIER_LISTEN=HOST:PORT, {_ADVICE}"
         )
-    return former_daemons.tending(settings, pair, meeting.job, successor=where, files=files)
+    return former_daemons.with_former_daemons(
+        settings, pair, meeting.job, successor=where, files=files
+    )
 
 
 # By the one rank that decides.
 
 
-def _leads(notes: Notes, life: int, own: Spot, first: Spot) -> bool:
+def _leads(notes: RankStore, life: int, own: HostInfo, first: HostInfo) -> bool:
     if own.rank not in (0, first.rank):
         return False
     key = f"{life}/lead"
-    if own.rank != 0 and notes.await_one(lambda: notes.read(key), PATIENCE_S) is not None:
+    if own.rank != 0 and notes.poll(lambda: notes.read(key), PATIENCE_S) is not None:
         return False
     return notes.claim(key, str(own.rank)) == str(own.rank)
 
 
 def _lead(
-    notes: Notes, life: int, own: Spot, first: Spot, *, size: int, settings: Settings
-) -> Meeting | None:
+    notes: RankStore, life: int, own: HostInfo, first: HostInfo, *, size: int, settings: Settings
+) -> Rendezvous | None:
     def look() -> str | None:
         """Another host's address, perhaps "", or "here" when all ranks are on this one."""
         apart = first if first.place != own.place else None
         if apart is None and (told := notes.read(f"{life}/apart")) is not None:
-            apart = Spot(**json.loads(told))
+            apart = HostInfo(**json.loads(told))
         if apart is not None:
             return apart.address or ""
         return "here" if notes.count(f"{life}/together") >= size else None
 
     key = f"{life}/meeting"
     try:
-        towards = notes.await_one(look, PATIENCE_S)
+        towards = notes.poll(look, PATIENCE_S)
         if towards is None and addresses.is_loopback(os.environ.get("MASTER_ADDR", "")):
             # Of ranks that haven't come nothing is known; but they couldn't have met elsewhere.
             towards = "here"
@@ -201,27 +203,29 @@ def _lead(
 
 
 _led_lock = threading.Lock()
-_led: tuple[Settings, Meeting, Papers] | None = None
+_led: tuple[Settings, Rendezvous, TlsBundle] | None = None
 """What this process has convened: it serves the later incarnations of its job, too."""
 
 
-def _convene(own: Spot, towards: str | None, settings: Settings) -> Meeting:
+def _convene(own: HostInfo, towards: str | None, settings: Settings) -> Rendezvous:
     """Has the coordinator of all hosts run beside this rank, at an address that is theirs to reach."""
     global _led
     with _led_lock:
-        job = job_words(settings)
+        job = job_key(settings)
         if _led is not None and (_led[0], _led[1].job) == (settings, job):
             meeting, papers = replace(_led[1], at=own), _led[2]
         else:
             meeting, papers = _standing(settings, job, own) or _new(settings, job, own, towards)
         directory = _directory(settings, meeting, own)
-        pair = job_pair(settings, directory, listen=meeting.coordinator)
-        launcher.own(directory)
-        leave_papers(directory, papers)
-        leave(directory / _MEETING, _encoded(meeting))
-        record(pair)
+        pair = job_daemons(settings, directory, listen=meeting.coordinator)
+        launcher.make_private_dir(directory)
+        write_tls_files(directory, papers)
+        write_private_file(directory / _MEETING, _encoded(meeting))
+        write_record(pair)
         beside = addresses.embedded_coordinator(directory)
-        launcher.ensure(settings, former_daemons.tending(settings, pair, job, successor=beside))
+        launcher.ensure(
+            settings, former_daemons.with_former_daemons(settings, pair, job, successor=beside)
+        )
         if why := launcher.await_listening(pair, meeting.coordinator, _UP_S):
             raise UnavailableError(
                 f"the embedded coordinator does not listen on {meeting.coordinator}: {why}; if that "
@@ -232,15 +236,19 @@ def _convene(own: Spot, towards: str | None, settings: Settings) -> Meeting:
         return meeting
 
 
-def _standing(settings: Settings, job: str, own: Spot) -> tuple[Meeting, Papers] | None:
+def _standing(settings: Settings, job: str, own: HostInfo) -> tuple[Rendezvous, TlsBundle] | None:
     """What an earlier start of the job has left here, running or killed, if that will do."""
     for directory in reversed(addresses.job_dirs(settings.runtime_dir, job, own.host)):
         try:
-            pair = recorded(directory)
-            if pair is None or not pair.serves_others or launcher.differing(settings, pair):
+            pair = read_record(directory)
+            if (
+                pair is None
+                or not pair.serves_others
+                or launcher.differing_variables(settings, pair)
+            ):
                 continue
             meeting = _decoded((directory / _MEETING).read_text())
-            papers = Papers(*(path.read_text() for path in paper_files(directory)))
+            papers = TlsBundle(*(path.read_text() for path in tls_files(directory)))
             if meeting is None or settings.listen not in (None, meeting.coordinator):
                 continue
             if not launcher.is_up(pair):
@@ -254,27 +262,29 @@ def _standing(settings: Settings, job: str, own: Spot) -> tuple[Meeting, Papers]
     return None
 
 
-def _new(settings: Settings, job: str, own: Spot, towards: str | None) -> tuple[Meeting, Papers]:
+def _new(
+    settings: Settings, job: str, own: HostInfo, towards: str | None
+) -> tuple[Rendezvous, TlsBundle]:
     address = settings.listen
     if address is None:
         address = _free_address(own, towards)
     else:
         network.check_free(address)
-    papers, callers = issue(network.parted(address)[0])
-    return Meeting(secrets.token_hex(3), job, address, own, callers), papers
+    papers, callers = issue(network.split_address(address)[0])
+    return Rendezvous(secrets.token_hex(3), job, address, own, callers), papers
 
 
-def _free_address(own: Spot, towards: str | None) -> str:
+def _free_address(own: HostInfo, towards: str | None) -> str:
     host = network.own_address([towards, os.environ.get("MASTER_ADDR")])
     if host is None:
         raise ConfigurationError(
             f"host {own.host} has no address that other hosts could reach its coordinator by: name "
             f"one by PANNIER_LISTEN=HOST:PORT, {_ADVICE}"
         )
-    return network.joined(host, network.free_port(host))
+    return network.join_address(host, network.free_port(host))
 
 
-def job_words(settings: Settings) -> str:
+def job_key(settings: Settings) -> str:
     """What is the same when the job is started again, as far as that can be known."""
     run = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     for kind, word in (
@@ -287,20 +297,22 @@ def job_words(settings: Settings) -> str:
     return f"at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
 
 
-def _directory(settings: Settings, meeting: Meeting, own: Spot) -> Path:
+def _directory(settings: Settings, meeting: Rendezvous, own: HostInfo) -> Path:
     # Of one place, perhaps with several names, that has the certificate to serve with.
     host = meeting.at.host if own.place == meeting.at.place else own.host
     return addresses.job_dir(settings.runtime_dir, meeting.job, meeting.word, host)
 
 
-def _encoded(meeting: Meeting | None) -> str:
+def _encoded(meeting: Rendezvous | None) -> str:
     return json.dumps(None if meeting is None else asdict(meeting))
 
 
-def _decoded(text: str) -> Meeting | None:
+def _decoded(text: str) -> Rendezvous | None:
     told = json.loads(text)
     if told is None:
         return None
     if "problem" in told:
         raise ConfigurationError(f"the hosts have no coordinator in common: {told['problem']}")
-    return Meeting(**{**told, "at": Spot(**told["at"]), "papers": Papers(**told["papers"])})
+    return Rendezvous(
+        **{**told, "at": HostInfo(**told["at"]), "papers": TlsBundle(**told["papers"])}
+    )

@@ -27,7 +27,7 @@ from pannier.client import torch_compat, wait_log
 from pannier.client.identity import is_alone
 from pannier.client.interrupts import aside
 from pannier.client.loading import highest_incarnation
-from pannier.client.loading.filesystem import MissingError, Place, Stat, absolute, open_place
+from pannier.client.loading.filesystem import MissingError, Stat, StorageDir, absolute, open_dir
 from pannier.v1 import records_pb2
 from pannier.wire import object_names
 from pannier.wire.errors import (
@@ -81,7 +81,7 @@ def list_checkpoints(
 ) -> list[CheckpointInfo]:
     """See :func:`pannier.client.list`."""
     with _logged(root):
-        directories = _directories(open_place(root, storage_options))
+        directories = _directories(open_dir(root, storage_options))
         found = _each(lambda directory: _look(directory, attempts_at(directory)), directories)
     return sorted((each for each in found if each is not None), key=lambda each: each.order)
 
@@ -90,7 +90,7 @@ def _logged(root: str | os.PathLike[str]) -> AbstractContextManager[object]:
     return wait_log.logged(f"the list of checkpoints below {root}", lambda: f"storage at {root}")
 
 
-def newest(root: Place) -> CheckpointInfo | None:
+def newest(root: StorageDir) -> CheckpointInfo | None:
     """The last of a root's checkpoints, looked for where the newest attempts are.
 
     One listing for each directory, and few requests more. Raises as :func:`list_checkpoints`.
@@ -139,7 +139,7 @@ def latest(
         # First: an incarnation that begins to save after this look has followed.
         highest_incarnation.look(root, storage_options)
         with _logged(root):
-            found = newest(open_place(root, storage_options))
+            found = newest(open_dir(root, storage_options))
         return found.checkpoint_id if found is not None else None
 
     if is_alone(no_dist):
@@ -147,7 +147,7 @@ def latest(
     return _shared(absolute(root), look, process_group, timeout, before)
 
 
-def attempts_at(directory: Place) -> list[object_names.Attempt]:
+def attempts_at(directory: StorageDir) -> list[object_names.Attempt]:
     """Attempts whose records are at a checkpoint id, newest first. Raises StorageError."""
     found = []
     try:
@@ -162,7 +162,7 @@ def attempts_at(directory: Place) -> list[object_names.Attempt]:
     return sorted(found, reverse=True)
 
 
-def _directories(root: Place) -> list[Place]:
+def _directories(root: StorageDir) -> list[StorageDir]:
     try:
         entries = root.list()
     except MissingError:
@@ -181,7 +181,7 @@ def _each(function: Callable[[_In], _Out], items: Sequence[_In]) -> list[_Out]:
     return aside(run)
 
 
-def _look(directory: Place, attempts: Sequence[object_names.Attempt]) -> CheckpointInfo | None:
+def _look(directory: StorageDir, attempts: Sequence[object_names.Attempt]) -> CheckpointInfo | None:
     """The checkpoint there, if there is one.
 
     Args:
@@ -197,7 +197,7 @@ def _look(directory: Place, attempts: Sequence[object_names.Attempt]) -> Checkpo
 
 
 def _find_committed(
-    directory: Place, attempts: Sequence[object_names.Attempt], metadata: Stat
+    directory: StorageDir, attempts: Sequence[object_names.Attempt], metadata: Stat
 ) -> object_names.Attempt | None:
     """Whose ``.metadata`` it is: the newest attempt that decided to commit what stands there."""
     checksum = metadata.crc32c
@@ -282,7 +282,7 @@ def _answer(store: Store, key: str, root: str, look: Callable[[], str | None]) -
     return found
 
 
-def describe_absence(place: Place, name: str = object_names.METADATA) -> str:
+def describe_absence(place: StorageDir, name: str = object_names.METADATA) -> str:
     """Why ``place`` is no checkpoint: says which attempts at one are under way or were aborted."""
     begin = f"{place.url} is no checkpoint: "
     try:
@@ -313,7 +313,7 @@ def describe_absence(place: Place, name: str = object_names.METADATA) -> str:
     return f"{begin}; attempts at it: {'; '.join(attempts) or 'none'}"
 
 
-def check_not_removed(place: Place, attempt: str) -> None:
+def check_not_removed(place: StorageDir, attempt: str) -> None:
     """Raises MissingError when the removal of the attempt's checkpoint has begun.
 
     Retention looks for leases after it has written its mark. A reader must call this after it has
@@ -336,13 +336,13 @@ def _signed(mark: bytes) -> str:
     return f" by {signed['reason']} on {signed['by']}"
 
 
-def _describe_retired(place: Place) -> str:
+def _describe_retired(place: StorageDir) -> str:
     """As :func:`describe_removal`, and what to load instead."""
     removal = describe_removal(place)
     return f"{removal}{_advise(place)}" if removal else ""
 
 
-def describe_removal(place: Place) -> str:
+def describe_removal(place: StorageDir) -> str:
     """That retention removed the checkpoint there, and when; empty when its record doesn't say so."""
     key = object_names.retention_record()
     try:
@@ -370,7 +370,7 @@ def _parse(content: bytes) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _advise(place: Place) -> str:
+def _advise(place: StorageDir) -> str:
     """What to load instead."""
     root = place.parent
     try:
@@ -382,7 +382,7 @@ def _advise(place: Place) -> str:
     return f"; the newest below {root.url} is {found.checkpoint_id}: load that"
 
 
-def _describe_attempt(place: Place, attempt: str) -> str:
+def _describe_attempt(place: StorageDir, attempt: str) -> str:
     key = object_names.decision(attempt)
     try:
         decision = parse_decision(place.read(key), attempt, f"{place.url}/{key}")

@@ -12,7 +12,7 @@ from typing import Final
 
 import crc32c
 
-from pannier.client.loading.filesystem import MissingError, Place
+from pannier.client.loading.filesystem import MissingError, StorageDir
 from pannier.client.loading.range_reader import PIECE_BYTES, Contents, Range
 from pannier.v1 import records_pb2
 from pannier.wire import object_names
@@ -28,7 +28,7 @@ _ADVICE: Final = "`pannier verify` tells what else is damaged"
 class Receipts:
     """What each data file of an attempt must be."""
 
-    def __init__(self, place: Place, attempt: str) -> None:
+    def __init__(self, place: StorageDir, attempt: str) -> None:
         self._place = place
         self._attempt = attempt
         self._known: dict[int, dict[str, records_pb2.DataFile]] = {}
@@ -105,7 +105,7 @@ class Verifier:
     """Follows what is read of whole files, and compares each when it is through."""
 
     def __init__(
-        self, place: Place, receipts: Receipts, ranges: Sequence[Range], contents: Contents
+        self, place: StorageDir, receipts: Receipts, ranges: Sequence[Range], contents: Contents
     ) -> None:
         self._place = place
         self._contents = contents

@@ -41,7 +41,7 @@ class MissingError(StorageError):
 
 
 @dataclass(frozen=True)
-class Entry:
+class DirEntry:
     """What stands in a directory."""
 
     name: str
@@ -60,8 +60,8 @@ class Stat:
     """When it was last written, by the store's clock; Unix time, seconds."""
 
 
-class Place:
-    """One directory. See :func:`open_place`."""
+class StorageDir:
+    """One directory. See :func:`open_dir`."""
 
     def __init__(self, url: str, fs: Any, path: str) -> None:
         self.url = url
@@ -70,14 +70,14 @@ class Place:
         self._path = path
         self._is_local = "file" in _protocols(fs)
 
-    def child(self, name: str) -> "Place":
+    def child(self, name: str) -> "StorageDir":
         """A directory in this one."""
-        return Place(posixpath.join(self.url, name), self._fs, self._at(name))
+        return StorageDir(posixpath.join(self.url, name), self._fs, self._at(name))
 
     @property
-    def parent(self) -> "Place":
+    def parent(self) -> "StorageDir":
         """The directory that this one is in."""
-        return Place(posixpath.dirname(self.url), self._fs, posixpath.dirname(self._path))
+        return StorageDir(posixpath.dirname(self.url), self._fs, posixpath.dirname(self._path))
 
     @property
     def name(self) -> str:
@@ -120,7 +120,7 @@ class Place:
             )
 
     @shielded
-    def list(self) -> list[Entry]:
+    def list(self) -> list[DirEntry]:
         """What the directory holds, by name; nothing of what is below."""
         with self._naming(""):
             found = self._fs.ls(self._path, detail=True)
@@ -131,7 +131,7 @@ class Place:
             # Some stores list the directory itself, as an empty object.
             if path != own:
                 name = posixpath.basename(path)
-                entries[name] = Entry(name, info["type"] == "directory")
+                entries[name] = DirEntry(name, info["type"] == "directory")
         return sorted(entries.values(), key=lambda entry: entry.name)
 
     @shielded
@@ -229,9 +229,9 @@ class Place:
 
 
 @shielded
-def open_place(
+def open_dir(
     path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
-) -> Place:
+) -> StorageDir:
     """The directory at a path or URL. Touches no storage yet.
 
     Args:
@@ -251,7 +251,7 @@ def open_place(
         if scheme not in _LOCAL:
             # The listings cache never expires.
             options.setdefault("use_listings_cache", False)
-        return Place(url, kind(**options), str(kind._strip_protocol(url)))
+        return StorageDir(url, kind(**options), str(kind._strip_protocol(url)))
     except ImportError as error:
         raise ConfigurationError(
             f"{url} needs a package that isn't installed ({error}): "

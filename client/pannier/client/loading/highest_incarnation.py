@@ -13,7 +13,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from pannier.client.loading.filesystem import MissingError, absolute, open_place
+from pannier.client.loading.filesystem import MissingError, absolute, open_dir
 from pannier.wire import object_names
 from pannier.wire.errors import StorageError
 
@@ -33,7 +33,7 @@ def look(root: str | os.PathLike[str], storage_options: Mapping[str, Any] | None
     with _lock:
         if key in _seen:
             return _seen[key]
-    place = open_place(root, storage_options)
+    place = open_dir(root, storage_options)
     try:
         entries = place.child(object_names.incarnations_prefix().rstrip("/")).list()
     except MissingError:

@@ -100,7 +100,7 @@ def _runner(planner: LoadPlanner | None) -> LoadPlanner | None:
     if not runtime.is_loaded():
         return planner
     if planners.is_load_planner(planner):
-        return planners.UpstreamLoad(planner)
+        return planners.UpstreamLoadPlanner(planner)
     if planner is None or isinstance(planner, DefaultLoadPlanner):
         return planners.LoadPlanner(planner)
     return planner

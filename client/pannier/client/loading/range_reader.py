@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from pannier.client.interrupts import aside
-from pannier.client.loading.filesystem import Place
+from pannier.client.loading.filesystem import StorageDir
 from pannier.wire.errors import IntegrityError, StorageError
 from pannier.wire.failures import shorten
 
@@ -85,7 +85,7 @@ class _Fetch(NamedTuple):
 
 
 def fetch(
-    place: Place,
+    place: StorageDir,
     ranges: Sequence[Range],
     *,
     threads: int,
@@ -161,7 +161,7 @@ def _size(run: _Run) -> int:
     return run.end - run.offset
 
 
-def _start(pool: ThreadPoolExecutor, place: Place, run: _Run) -> _Fetch:
+def _start(pool: ThreadPoolExecutor, place: StorageDir, run: _Run) -> _Fetch:
     # numpy leaves it uninitialised: a bytearray would be touched twice.
     memory = np.empty(_size(run), np.uint8).data
     pieces = [

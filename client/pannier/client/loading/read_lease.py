@@ -18,7 +18,7 @@ from typing import Final
 from google.protobuf import json_format
 
 from pannier.client.interrupts import Event, shielded
-from pannier.client.loading.filesystem import Place
+from pannier.client.loading.filesystem import StorageDir
 from pannier.v1 import records_pb2
 from pannier.wire import object_names
 from pannier.wire.errors import StorageError
@@ -38,7 +38,9 @@ _unwritable: set[str] = set()
 class Lease:
     """One lease, until :meth:`release`. Thread-safe."""
 
-    def __init__(self, place: Place, attempt: str, *, renew_s: float, idle_s: float | None) -> None:
+    def __init__(
+        self, place: StorageDir, attempt: str, *, renew_s: float, idle_s: float | None
+    ) -> None:
         holder = uuid.uuid4().hex
         self.key: Final = object_names.lease(attempt, holder[:16])
         message = records_pb2.Lease(
@@ -91,7 +93,7 @@ class Lease:
 
 
 @shielded
-def take(place: Place, attempt: str, *, reader: object, idle_s: float | None) -> Lease | None:
+def take(place: StorageDir, attempt: str, *, reader: object, idle_s: float | None) -> Lease | None:
     """A lease of an attempt; None where none can be written.
 
     Args:

@@ -91,7 +91,7 @@ class StorageReader(storage.StorageReader):
         self._verify = verify
         self._verify_now = verify
         self._lease: read_lease.Lease | None = None
-        self._place = filesystem.open_place(path, storage_options)
+        self._place = filesystem.open_dir(path, storage_options)
         self._shared: bytes | None = None
         self._parsed: tuple[bytes, Metadata] | None = None
         self._generation: Generation | None = None
@@ -122,7 +122,7 @@ class StorageReader(storage.StorageReader):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begins a new load, of ``checkpoint_id`` if it is given."""
         if checkpoint_id:
-            self._place = filesystem.open_place(checkpoint_id, self._options)
+            self._place = filesystem.open_dir(checkpoint_id, self._options)
         self.release()
         self._shared = self._generation = self._parsed = None
         self._storage_data = {}

@@ -115,7 +115,7 @@ class PlannerRun:
     @property
     def how(self) -> str:
         """How values come from devices that Pannier doesn't copy from; human-readable."""
-        return "" if self._runner is self._planner else runtime.HOW
+        return "" if self._runner is self._planner else runtime.COPY_DESCRIPTION
 
     def _set_up(self, state: dict[str, Any], meta: StorageMeta, is_coordinator: bool) -> None:
         self._call(
@@ -235,16 +235,16 @@ def bare(planner: SavePlanner) -> SavePlanner:
 
 def release(planner: SavePlanner) -> None:
     """Every item of a plan is resolved: frees what the planner fetched from devices for that."""
-    if isinstance(planner, planners.SavePlanner | planners.UpstreamSave):
+    if isinstance(planner, planners.SavePlanner | planners.UpstreamSavePlanner):
         planner.release()
     elif planners.is_save_planner(planner):
-        planners.UpstreamSave(planner).release()
+        planners.UpstreamSavePlanner(planner).release()
 
 
 def _runner(planner: SavePlanner, state: Mapping[str, Any]) -> SavePlanner:
     """The planner itself, or a wrapper of it where there are XLA tensors."""
     if planners.is_save_planner(planner):
-        return planners.UpstreamSave(planner)
+        return planners.UpstreamSavePlanner(planner)
     if isinstance(planner, DefaultSavePlanner) and runtime.is_loaded():
         return planners.SavePlanner(planner) if runtime.holds_xla(state) else planner
     return planner

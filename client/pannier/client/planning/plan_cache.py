@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
 from pannier.client.planning.state_fingerprint import StateFingerprint, fingerprint
-from pannier.client.staging.copy_plan import Route, route
+from pannier.client.staging.copy_plan import CopyPlan, make_copy_plan
 from pannier.v1 import plan_pb2
 from pannier.wire import object_names
 from pannier.wire.errors import InvalidRequestError
@@ -93,7 +93,7 @@ class CachedPlan:
         """Bytes of each data file; 0 for the objects file."""
         self._final = final
         self._attempt = object_names.Attempt.parse(final.attempt)
-        self._states: list[tuple[PlannerOptions, StateFingerprint, Route]] = []
+        self._states: list[tuple[PlannerOptions, StateFingerprint, CopyPlan]] = []
         prefix = object_names.data_prefix(final.attempt)
         self._endings = [file.name.removeprefix(prefix) for file in final.files]
         if any(not file.name.startswith(prefix) for file in final.files):
@@ -141,7 +141,7 @@ class CachedPlan:
         values = known.values(state) if known is not None else None
         if known is None or values is None:
             return
-        copies = route(known.fqns, values, items, self._final)
+        copies = make_copy_plan(known.fqns, values, items, self._final)
         if copies is not None:
             self._states = [(options, known, copies), *self._states[: _MOST_STATES - 1]]
 
@@ -160,7 +160,7 @@ class Match:
     """A cached plan that fits a state dict."""
 
     plan: CachedPlan
-    route: Route
+    copy_plan: CopyPlan
     values: list[Any]
 
 

@@ -150,8 +150,8 @@ def prepare(
             arena = acquire([file.size for file in final.files])
             held.append(arena)
             if match is not None:
-                match.route.engrave(arena)
-            device_copy.make_ready(arena, spec.state)
+                match.copy_plan.engrave(arena)
+            device_copy.prepare_arena(arena, spec.state)
     finally:
         for arena in held:
             release(arena)
@@ -188,6 +188,6 @@ def _stage_by_copies(match: Match, spec: SaveSpec) -> StagePlan:
         attempt=plan.attempt(spec.number),
         plan_id=plan.plan_id,
         sizes=plan.sizes,
-        stage=lambda arena, devices: match.route.stage(match.values, arena, names, devices),
+        stage=lambda arena, devices: match.copy_plan.stage(match.values, arena, names, devices),
         unconfirmed=plan,
     )

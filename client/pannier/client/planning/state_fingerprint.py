@@ -82,7 +82,7 @@ class StateFingerprint:
         """The value of each item; None when the structure is another.
 
         Tensors are this rank's plain ones, not detached; those of XLA's devices are
-        :class:`pannier.client.xla.copy_plan.Part`; objects are as they stand in the state.
+        :class:`pannier.client.xla.copy_plan.ShardView`; objects are as they stand in the state.
         """
         try:
             with torch_compat.without_torch_functions():

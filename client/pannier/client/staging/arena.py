@@ -1,7 +1,7 @@
 """Host memory that a rank stages into, recycled from save to save.
 
 In: the sizes of a save's data files. Out: an :class:`Arena` with a
-:class:`Region` for each, and a :class:`Spill` for what turns out to need
+:class:`FileBuffer` for each, and a :class:`SpillBuffer` for what turns out to need
 another place. The pool owns the memory; an arena borrows it until it is
 released. Touching fresh pages costs about ten times the copy itself, so memory
 is populated when it is mapped and kept.
@@ -28,15 +28,15 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
-class Mapping:
-    """Memory of one region, as the pool keeps it. Populated; views of it keep it mapped."""
+class MemoryMapping:
+    """Memory of one buffer, as the pool keeps it. Populated; views of it keep it mapped."""
 
     memory: Any
     """The buffer, of ``capacity`` bytes."""
     address: int
     """Of its first byte."""
     capacity: int
-    lender: "Lender | None" = None
+    source: "MappingSource | None" = None
     """Whose file it is; None: this process's own memory."""
 
     def __init__(self) -> None:
@@ -55,17 +55,17 @@ class Mapping:
         """It is about to be staged into."""
 
 
-class Lender(Protocol):
+class MappingSource(Protocol):
     """Where mappings come from that aren't this process's own (``pannier.client.transport.shared_memory``)."""
 
-    def borrow(self, sizes: Sequence[int]) -> "Sequence[Mapping]":
+    def map_files(self, sizes: Sequence[int]) -> "Sequence[MemoryMapping]":
         """A mapping for each size, bytes. Raises PannierError."""
 
-    def take_back(self, mappings: "list[Mapping]") -> None:
+    def unmap_files(self, mappings: "list[MemoryMapping]") -> None:
         """Unmaps these, which the list holds alone, and tells whose they are."""
 
 
-class _Own(Mapping):
+class _AnonymousMapping(MemoryMapping):
     """Anonymous memory; unmapped with its last reference (views of it are references)."""
 
     memory: mmap.mmap
@@ -136,16 +136,16 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-class Region:
+class FileBuffer:
     """Memory of one data file. Its content is whatever an earlier save left there."""
 
-    def __init__(self, mapping: Mapping | None, size: int) -> None:
+    def __init__(self, mapping: MemoryMapping | None, size: int) -> None:
         self.mapping = mapping
         """None when there are no bytes."""
         self.size = size
         """Bytes."""
         self.memory: Any = mapping.memory if mapping is not None else bytearray()
-        """The buffer whose first ``size`` bytes are the region."""
+        """The buffer whose first ``size`` bytes are the buffer."""
         self.address = mapping.address if mapping is not None else 0
         """Of the first byte; 0 when ``size`` is."""
 
@@ -161,10 +161,10 @@ class Region:
             ctypes.memset(self.address + start, 0, stop - start)
 
 
-class Spill:
+class SpillBuffer:
     """Memory that grows: a data file whose size is known when it is written."""
 
-    def __init__(self, mapping: _Own) -> None:
+    def __init__(self, mapping: _AnonymousMapping) -> None:
         self._mapping = mapping
         self.size = 0
         """Bytes written so far."""
@@ -206,26 +206,28 @@ class Spill:
 class Arena:
     """The memory of one save. Not thread-safe while it is written."""
 
-    def __init__(self, pool: "ArenaPool", regions: Sequence[Region], taken: list[Mapping]) -> None:
+    def __init__(
+        self, pool: "ArenaPool", buffers: Sequence[FileBuffer], taken: list[MemoryMapping]
+    ) -> None:
         self._pool = pool
         self._taken = taken
-        self._spilled: _Own | None = None
-        self._spill: Spill | None = None
-        self.files = list(regions)
-        """One region per size asked for."""
-        self.streams_because = ""
+        self._spilled: _AnonymousMapping | None = None
+        self._spill: SpillBuffer | None = None
+        self.files = list(buffers)
+        """One buffer per size asked for."""
+        self.streaming_reason = ""
         """Why it isn't the sidecar's memory, for people."""
 
     @property
-    def spill(self) -> Spill:
+    def spill(self) -> SpillBuffer:
         """The growing file of this arena, empty at first."""
         if self._spill is None:
             self._spilled = self._pool._take_spill()
-            self._spill = Spill(self._spilled)
+            self._spill = SpillBuffer(self._spilled)
         return self._spill
 
     @property
-    def spilled(self) -> Spill | None:
+    def spilled(self) -> SpillBuffer | None:
         """The growing file, if it was asked for."""
         return self._spill
 
@@ -241,17 +243,17 @@ class ArenaPool:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._lock = threading.Lock()
-        self._free: list[Mapping] = []
-        self._free_spills: list[_Own] = []
+        self._free: list[MemoryMapping] = []
+        self._free_spills: list[_AnonymousMapping] = []
         self._lent: WeakKeyDictionary[Arena, int] = WeakKeyDictionary()
         self._clock = 0
         self._closed = False
 
-    def acquire(self, sizes: Sequence[int], lender: Lender | None = None) -> Arena:
-        """An arena with a region of each size, bytes; 0 is a size.
+    def acquire(self, sizes: Sequence[int], source: MappingSource | None = None) -> Arena:
+        """An arena with a buffer of each size, bytes; 0 is a size.
 
         Args:
-            lender: where its memory comes from; None: this process's own.
+            source: where its memory comes from; None: this process's own.
 
         Raises PannierError when there is no memory for it.
         """
@@ -259,12 +261,16 @@ class ArenaPool:
             self._clock += 1
             dropped = self._take_unusable()
             wanted = sum(_rounded(size) for size in sizes if size)
-            found = {i: self._find(size, lender) for i, size in _largest_first(sizes)}
+            found = {i: self._find(size, source) for i, size in _largest_first(sizes)}
             lacking = [size for i, size in enumerate(sizes) if size and not found[i]]
             dropped += self._make_room(wanted, sum(map(_rounded, lacking)))
         _drop(dropped)
         try:
-            fresh = iter(_own(lacking) if lender is None or not lacking else lender.borrow(lacking))
+            fresh = iter(
+                _map_anonymous(lacking)
+                if source is None or not lacking
+                else source.map_files(lacking)
+            )
             mappings = [(found[i] or next(fresh)) if size else None for i, size in enumerate(sizes)]
         except BaseException:
             with self._lock:
@@ -273,13 +279,13 @@ class ArenaPool:
         taken = [mapping for mapping in mappings if mapping is not None]
         for mapping in taken:
             mapping.begin_use()
-        regions = [Region(*pair) for pair in zip(mappings, sizes, strict=True)]
-        arena = Arena(self, regions, taken)
+        buffers = [FileBuffer(*pair) for pair in zip(mappings, sizes, strict=True)]
+        arena = Arena(self, buffers, taken)
         with self._lock:
             self._lent[arena] = sum(mapping.capacity for mapping in taken)
         return arena
 
-    def prepare(self, sizes: Sequence[int], lender: Lender | None = None) -> None:
+    def prepare(self, sizes: Sequence[int], source: MappingSource | None = None) -> None:
         """Makes sure that as many arenas as may be lent are there for such sizes.
 
         Raises PannierError when there is no memory for them.
@@ -289,7 +295,7 @@ class ArenaPool:
         arenas: list[Arena] = []
         try:
             for _ in range(count):
-                arenas.append(self.acquire(sizes, lender))
+                arenas.append(self.acquire(sizes, source))
         finally:
             for arena in arenas:
                 self.release(arena)
@@ -300,7 +306,7 @@ class ArenaPool:
         Args:
             reuse: False: somebody may still read it, so that nothing else is staged there.
         """
-        dropped: list[Mapping] = []
+        dropped: list[MemoryMapping] = []
         with self._lock:
             if self._lent.pop(arena, None) is None:
                 return
@@ -321,11 +327,11 @@ class ArenaPool:
                 self._free_spills.append(spilled)
         _drop(dropped)
 
-    def yield_room(self, lender: Lender) -> None:
-        """Gives back what is borrowed from ``lender`` and not in use."""
+    def unmap_unused(self, source: MappingSource) -> None:
+        """Gives back what is borrowed from ``source`` and not in use."""
         with self._lock:
-            dropped = [mapping for mapping in self._free if mapping.lender is lender]
-            self._free = [mapping for mapping in self._free if mapping.lender is not lender]
+            dropped = [mapping for mapping in self._free if mapping.source is source]
+            self._free = [mapping for mapping in self._free if mapping.source is not source]
         _drop(dropped)
 
     def close(self) -> None:
@@ -336,10 +342,10 @@ class ArenaPool:
             self._free_spills.clear()
         _drop(dropped)
 
-    def _find(self, size: int, lender: Lender | None) -> Mapping | None:
+    def _find(self, size: int, source: MappingSource | None) -> MemoryMapping | None:
         """The free mapping that fits best, taken out of the pool."""
         fits = [
-            m for m in self._free if m.lender is lender and size <= m.capacity <= 2 * _rounded(size)
+            m for m in self._free if m.source is source and size <= m.capacity <= 2 * _rounded(size)
         ]
         if not size or not fits:
             return None
@@ -347,14 +353,14 @@ class ArenaPool:
         self._free.remove(best)
         return best
 
-    def _take_unusable(self) -> list[Mapping]:
+    def _take_unusable(self) -> list[MemoryMapping]:
         unusable = [mapping for mapping in self._free if not mapping.usable]
         self._free = [mapping for mapping in self._free if mapping.usable]
         return unusable
 
-    def _make_room(self, wanted: int, missing: int) -> list[Mapping]:
+    def _make_room(self, wanted: int, missing: int) -> list[MemoryMapping]:
         """Takes out what was used longest ago, so that changing sizes don't pile up."""
-        dropped: list[Mapping] = []
+        dropped: list[MemoryMapping] = []
         if not missing:
             return dropped
         lent = list(self._lent.values())
@@ -366,25 +372,25 @@ class ArenaPool:
             kept -= dropped[-1].capacity
         return dropped
 
-    def _take_spill(self) -> _Own:
+    def _take_spill(self) -> _AnonymousMapping:
         with self._lock:
             if self._free_spills:
                 return self._free_spills.pop()
-        return _Own(_SPILL_BYTES)
+        return _AnonymousMapping(_SPILL_BYTES)
 
 
-def _own(sizes: Sequence[int]) -> list[Mapping]:
-    return [_Own(_rounded(size)) for size in sizes]
+def _map_anonymous(sizes: Sequence[int]) -> list[MemoryMapping]:
+    return [_AnonymousMapping(_rounded(size)) for size in sizes]
 
 
-def _drop(mappings: list[Mapping]) -> None:
+def _drop(mappings: list[MemoryMapping]) -> None:
     """Frees mappings that are in no pool any more, and gives back those that were borrowed."""
     while mappings:
-        lender = mappings[0].lender
-        same = [mapping for mapping in mappings if mapping.lender is lender]
-        mappings[:] = [mapping for mapping in mappings if mapping.lender is not lender]
-        if lender is not None:
-            lender.take_back(same)
+        source = mappings[0].source
+        same = [mapping for mapping in mappings if mapping.source is source]
+        mappings[:] = [mapping for mapping in mappings if mapping.source is not source]
+        if source is not None:
+            source.unmap_files(same)
 
 
 def _largest_first(sizes: Sequence[int]) -> list[tuple[int, int]]:

@@ -14,89 +14,89 @@ from typing import NamedTuple
 import torch
 
 from pannier.client.staging import pinned_memory
-from pannier.client.staging.arena import Region, Spill
-from pannier.client.staging.device_stream import Lane, Mark
-from pannier.client.staging.pinned_memory import Ring, RingSlot
+from pannier.client.staging.arena import FileBuffer, SpillBuffer
+from pannier.client.staging.device_stream import DeviceEvent, SideStream
+from pannier.client.staging.pinned_memory import PinnedBuffer, PinnedBufferPool
 
 
-class Copy(NamedTuple):
+class TensorCopy(NamedTuple):
     """A tensor to be copied."""
 
     name: str
     tensor: torch.Tensor
     """Detached."""
-    target: Region | Spill
+    target: FileBuffer | SpillBuffer
     offset: int
     place: torch.Tensor | None = None
     """The target as a tensor, if there is one."""
 
 
-class Direct(NamedTuple):
+class DirectCopy(NamedTuple):
     """A copy to pinned memory."""
 
-    lane: Lane
+    stream: SideStream
     source: torch.Tensor
     address: int
     place: torch.Tensor | None = None
     """There, as a tensor like the source."""
 
 
-class Landing(NamedTuple):
-    """Where bytes of a ring's slot go."""
+class CopyOut(NamedTuple):
+    """Where bytes of a ring's buffer go."""
 
-    target: Region | Spill
+    target: FileBuffer | SpillBuffer
     offset: int
     size: int
 
 
 @dataclass
-class Bounce:
-    """Copies by way of a ring's slot, one behind the other."""
+class BouncedCopy:
+    """Copies by way of a ring's buffer, one behind the other."""
 
-    lane: Lane
+    stream: SideStream
     sources: list[torch.Tensor] = field(default_factory=list)
     """Of one dtype."""
-    landings: list[Landing] = field(default_factory=list)
+    copy_outs: list[CopyOut] = field(default_factory=list)
     size: int = 0
     """Bytes."""
 
-    def add(self, copy: Copy) -> None:
+    def add(self, copy: TensorCopy) -> None:
         """One more tensor."""
         size = copy.tensor.nbytes
         self.sources.append(copy.tensor)
-        self.landings.append(Landing(copy.target, copy.offset, size))
+        self.copy_outs.append(CopyOut(copy.target, copy.offset, size))
         self.size += size
 
 
-class Bouncing:
+class BounceQueue:
     """Pieces on their way through the ring's slots. Not thread-safe."""
 
-    def __init__(self, ring: Ring) -> None:
-        self._ring = ring
-        self._under_way: deque[tuple[Mark, RingSlot, list[Landing]]] = deque()
+    def __init__(self, pool: PinnedBufferPool) -> None:
+        self._pool = pool
+        self._under_way: deque[tuple[DeviceEvent, PinnedBuffer, list[CopyOut]]] = deque()
 
-    def put(self, job: Bounce, *, wait: bool = True) -> bool:
-        """Queues a job; False when there is no slot for it and ``wait`` is False."""
-        slot = self._ring.take(wait=False)
-        if slot is None:
+    def put(self, job: BouncedCopy, *, wait: bool = True) -> bool:
+        """Queues a job; False when there is no buffer for it and ``wait`` is False."""
+        buffer = self._pool.acquire(wait=False)
+        if buffer is None:
             if not wait:
                 return False
             if self._under_way:
                 self._land()
-                slot = self._ring.take(wait=False)
-            while slot is None and self._under_way:
+                buffer = self._pool.acquire(wait=False)
+            while buffer is None and self._under_way:
                 self._land()
-                slot = self._ring.take(wait=False)
-            if slot is None:
-                slot = self._ring.take(wait=True)
-        assert slot is not None
+                buffer = self._pool.acquire(wait=False)
+            if buffer is None:
+                buffer = self._pool.acquire(wait=True)
+        assert buffer is not None
         try:
-            job.lane.copy([slot.memory[: job.size]], [job.lane.pack(job.sources)])
+            job.stream.copy([buffer.memory[: job.size]], [job.stream.pack(job.sources)])
         finally:
-            self._under_way.append((job.lane.mark(), slot, job.landings))
+            self._under_way.append((job.stream.record_event(), buffer, job.copy_outs))
         return True
 
-    def land_all(self) -> None:
+    def finish_all(self) -> None:
         """Returns when all has arrived."""
         while self._under_way:
             self._land()
@@ -104,42 +104,42 @@ class Bouncing:
     def abandon(self) -> None:
         """Lets go of what has not arrived, once no device writes to the slots."""
         while self._under_way:
-            mark, slot, _ = self._under_way.popleft()
+            event, buffer, _ = self._under_way.popleft()
             try:
-                mark.synchronize()
+                event.synchronize()
             finally:
-                self._ring.give(slot)
+                self._pool.release(buffer)
 
     def _land(self) -> None:
-        mark, slot, landings = self._under_way[0]
-        mark.synchronize()
-        source = slot.address
-        for target, offset, size in landings:
+        event, buffer, copy_outs = self._under_way[0]
+        event.synchronize()
+        source = buffer.address
+        for target, offset, size in copy_outs:
             # Without the GIL.
             ctypes.memmove(target.address + offset, source, size)
             source += size
         self._under_way.popleft()
-        self._ring.give(slot)
+        self._pool.release(buffer)
 
 
-def lanes_of(direct: Iterable[Direct], bounces: Iterable[Bounce]) -> list[Lane]:
-    """Each lane once."""
-    used = dict.fromkeys(copy.lane for copy in direct)
-    return list(used | dict.fromkeys(bounce.lane for bounce in bounces))
+def streams_of(direct: Iterable[DirectCopy], bounces: Iterable[BouncedCopy]) -> list[SideStream]:
+    """Each stream once."""
+    used = dict.fromkeys(copy.stream for copy in direct)
+    return list(used | dict.fromkeys(bounce.stream for bounce in bounces))
 
 
-def queue(copies: Iterable[Direct]) -> None:
-    """Queues copies on their lanes."""
-    by_lane: dict[Lane, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+def start_direct_copies(copies: Iterable[DirectCopy]) -> None:
+    """Queues copies on their streams."""
+    by_stream: dict[SideStream, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for copy in copies:
-        targets, sources = by_lane.setdefault(copy.lane, ([], []))
-        targets.append(_place(copy) if copy.place is None else copy.place)
+        targets, sources = by_stream.setdefault(copy.stream, ([], []))
+        targets.append(_target_view(copy) if copy.place is None else copy.place)
         sources.append(copy.source)
-    for lane, (targets, sources) in by_lane.items():
-        lane.copy(targets, sources)
+    for stream, (targets, sources) in by_stream.items():
+        stream.copy(targets, sources)
 
 
-def _place(copy: Direct) -> torch.Tensor:
+def _target_view(copy: DirectCopy) -> torch.Tensor:
     source = copy.source
     # By address: a view of the memory would keep it from being unmapped.
     memory = (ctypes.c_char * source.nbytes).from_address(copy.address)
@@ -148,19 +148,19 @@ def _place(copy: Direct) -> torch.Tensor:
     return place.view(source.shape)
 
 
-def unpacked(job: Bounce) -> Iterator[Direct]:
+def as_direct_copies(job: BouncedCopy) -> Iterator[DirectCopy]:
     """The same without the ring, for pinned targets."""
-    for source, landing in zip(job.sources, job.landings, strict=True):
-        yield Direct(job.lane, source, landing.target.address + landing.offset)
+    for source, copy_out in zip(job.sources, job.copy_outs, strict=True):
+        yield DirectCopy(job.stream, source, copy_out.target.address + copy_out.offset)
 
 
-def divided(copy: Copy, limit: int | None) -> Iterator[Copy]:
+def split_copy(copy: TensorCopy, limit: int | None) -> Iterator[TensorCopy]:
     """Divides a copy into pieces that are contiguous in the target.
 
     Args:
         copy: of a large tensor.
         limit: bytes of each piece. None: only what has to be made contiguous on the device is
-            divided, so that it doesn't take as much memory there again.
+            split_copy, so that it doesn't take as much memory there again.
     """
     tensor = copy.tensor
     if tensor.is_contiguous():
@@ -172,7 +172,7 @@ def divided(copy: Copy, limit: int | None) -> Iterator[Copy]:
             yield copy._replace(tensor=part, offset=at, place=None)
             at += part.nbytes
         return
-    most = limit or pinned_memory.SLOT_BYTES
+    most = limit or pinned_memory.BUFFER_BYTES
     if tensor.nbytes <= most:
         yield copy
         return
@@ -180,5 +180,5 @@ def divided(copy: Copy, limit: int | None) -> Iterator[Copy]:
     at = copy.offset
     for part in torch.split(tensor, max(1, most // row)):
         piece = copy._replace(tensor=part[0] if len(part) == 1 else part, offset=at, place=None)
-        yield from divided(piece, limit) if piece.tensor.nbytes > most else (piece,)
+        yield from split_copy(piece, limit) if piece.tensor.nbytes > most else (piece,)
         at += part.nbytes

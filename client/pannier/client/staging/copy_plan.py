@@ -2,7 +2,7 @@
 
 In: the final plan of a structure that was planned and staged before (see
 :mod:`pannier.client.planning.state_fingerprint`). Out: for each later save of that structure the same as
-:func:`pannier.client.staging.stager.stage`. Heads, tails and gaps are written once to each region and
+:func:`pannier.client.staging.stager.stage`. Heads, tails and gaps are written once to each buffer and
 stay there; small tensors are copied in one call, large ones by address.
 """
 
@@ -20,13 +20,13 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from pannier.client import torch_compat
 from pannier.client.staging import archives, header_cache
 from pannier.client.staging.archives import serialized
-from pannier.client.staging.arena import Arena, Region
+from pannier.client.staging.arena import Arena, FileBuffer
 from pannier.client.staging.device_copy import DeviceCopies
 from pannier.client.staging.host_copy import LARGE, Transfers, freed_error
 from pannier.client.staging.stager import Staged, StagedFile, unsaved
 from pannier.client.user_errors import add_note
 from pannier.client.xla import runtime
-from pannier.client.xla.copy_plan import Fetches, Part, Place
+from pannier.client.xla.copy_plan import FetchPlan, ShardTarget, ShardView
 from pannier.v1 import plan_pb2, records_pb2
 from pannier.wire.errors import PannierError
 
@@ -61,8 +61,8 @@ class _File:
     """Numbers of those that are copied one by one."""
 
 
-class Route:
-    """See the module. Made by :func:`route`; thread-safe."""
+class CopyPlan:
+    """See the module. Made by :func:`make_copy_plan`; thread-safe."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Route:
         files: list[_File],
         objects: list[int],
         positions: list[int],
-        fetches: Fetches,
+        fetches: FetchPlan,
     ) -> None:
         self._fqns = fqns
         self._fetches = fetches
@@ -104,13 +104,13 @@ class Route:
         views: list[Sequence[torch.Tensor]] = []
         try:
             with torch.no_grad(), torch_compat.without_torch_functions():
-                for file, region, pick in zip(self._files, arena.files, self._small, strict=True):
+                for file, buffer, pick in zip(self._files, arena.files, self._small, strict=True):
                     if not file.size:
                         views.append(())
                         continue
-                    imprint = _imprint(file, region)
-                    self._copy(file, region, imprint, pick(values), values, transfers)
-                    engraved.append((region, imprint))
+                    imprint = _imprint(file, buffer)
+                    self._copy(file, buffer, imprint, pick(values), values, transfers)
+                    engraved.append((buffer, imprint))
                     views.append(imprint.views)
                 self._fetches.run(values, views, arena.files, transfers)
             varying = self._spill(values, arena, names)
@@ -118,31 +118,33 @@ class Route:
         finally:
             # Also on failure: the arena is lent again, and no device may still write to it.
             transfers.wait()
-        for region, imprint in engraved:
-            header_cache.leave(region, imprint)
+        for buffer, imprint in engraved:
+            header_cache.leave(buffer, imprint)
         files = [
-            StagedFile(name, region.size, region.address, region)
-            for name, region in zip(names, arena.files, strict=True)
-            if region.size
+            StagedFile(name, buffer.size, buffer.address, buffer)
+            for name, buffer in zip(names, arena.files, strict=True)
+            if buffer.size
         ]
         spill = arena.spilled
         if spill is not None and spill.size:
             files.append(StagedFile(names[-1], spill.size, spill.address, spill))
-        rest = transfers.rest()  # Settles how, too.
-        how = transfers.how or (runtime.HOW if self._fetches else "")
-        return Staged(files, varying, [], arena, rest, how)
+        deferred = transfers.start_deferred()  # Settles the description, too.
+        copy_description = transfers.copy_description or (
+            runtime.COPY_DESCRIPTION if self._fetches else ""
+        )
+        return Staged(files, varying, [], arena, deferred, copy_description)
 
-    def engrave(self, arena: Arena) -> None:
+    def write_headers(self, arena: Arena) -> None:
         """Writes everything but values into an arena, so that later saves find it there."""
-        for file, region in zip(self._files, arena.files, strict=True):
+        for file, buffer in zip(self._files, arena.files, strict=True):
             if file.size:
-                header_cache.leave(region, _imprint(file, region))
+                header_cache.leave(buffer, _imprint(file, buffer))
 
     def _copy(
         self,
         file: _File,
-        region: Region,
-        imprint: header_cache.Imprint,
+        buffer: FileBuffer,
+        imprint: header_cache.CachedHeaders,
         small: tuple[torch.Tensor, ...],
         values: list[Any],
         transfers: Transfers,
@@ -156,7 +158,7 @@ class Route:
                 transfers.copy_to_view(
                     values[slot.value],
                     imprint.views[number],
-                    region,
+                    buffer,
                     slot.raw,
                     self._fqns[slot.value],
                 )
@@ -195,12 +197,12 @@ class Route:
             add_note(error, unsaved(self._fqns[index]))
 
 
-def route(
+def make_copy_plan(
     fqns: list[str],
     values: Sequence[Any],
     items: Sequence[WriteItem],
     final: plan_pb2.FinalPlan,
-) -> Route | None:
+) -> CopyPlan | None:
     """The route of a plan; None where values need more than a copy.
 
     Args:
@@ -213,7 +215,7 @@ def route(
         return None
     files = [_File(file.size) for file in final.files]
     objects = []
-    fetched: list[Place] = []
+    fetched: list[ShardTarget] = []
     ends = [0] * len(files)
     places = final.placement
     for position, number, start, length in zip(
@@ -221,14 +223,14 @@ def route(
     ):
         item, value = items[position], values[position]
         if item.type is WriteItemType.BYTE_IO:
-            if length or isinstance(value, torch.Tensor | Part) or number != len(files) - 1:
+            if length or isinstance(value, torch.Tensor | ShardView) or number != len(files) - 1:
                 return None
             objects.append(position)
             continue
         if not _is_planned(item, value):
             return None
-        tensor = value.tensor if isinstance(value, Part) else value
-        shape = value.chunk.sizes if isinstance(value, Part) else value.shape
+        tensor = value.tensor if isinstance(value, ShardView) else value
+        shape = value.chunk.sizes if isinstance(value, ShardView) else value.shape
         archive = archives.archive(tensor.dtype, shape)
         end = start + length
         if archive.length != length or start < ends[number] or end > files[number].size:
@@ -236,14 +238,14 @@ def route(
         ends[number] = end
         raw = start + len(archive.head)
         slot = _Slot(position, start, raw, shape, archive, tensor.dtype)
-        if isinstance(value, Part):
+        if isinstance(value, ShardView):
             if archive.body:
-                fetched.append(Place(position, number, len(files[number].slots), raw))
+                fetched.append(ShardTarget(position, number, len(files[number].slots), raw))
             files[number].slots.append(slot)
         else:
             _place(files[number], slot, on_host=value.is_cpu)
-    fetches = Fetches(fetched, values)
-    return Route(fqns, files, objects, list(objects), fetches)
+    fetches = FetchPlan(fetched, values)
+    return CopyPlan(fqns, files, objects, list(objects), fetches)
 
 
 def _is_planned(item: WriteItem, value: Any) -> bool:
@@ -251,7 +253,7 @@ def _is_planned(item: WriteItem, value: Any) -> bool:
     data = item.tensor_data
     if data is None or data.properties.dtype not in archives.DTYPES:
         return False
-    if isinstance(value, Part):
+    if isinstance(value, ShardView):
         _, offsets, sizes = value.chunk
         planned = (data.properties.dtype, data.chunk.offsets, data.chunk.sizes)
         return (value.tensor.dtype, offsets, sizes) == planned
@@ -268,36 +270,36 @@ def _place(file: _File, slot: _Slot, *, on_host: bool) -> None:
         (file.small if together else file.single).append(number)
 
 
-def _imprint(file: _File, region: Region) -> header_cache.Imprint:
-    """The region's imprint of the file, engraved where it isn't there; to be left when all is done."""
-    found = header_cache.take(region)
+def _imprint(file: _File, buffer: FileBuffer) -> header_cache.CachedHeaders:
+    """The buffer's imprint of the file, engraved where it isn't there; to be left when all is done."""
+    found = header_cache.take(buffer)
     if found is None or found.pattern is not file:
-        found = _engrave(file, region)
+        found = _write_headers(file, buffer)
     return found
 
 
-def _engrave(file: _File, region: Region) -> header_cache.Imprint:
+def _write_headers(file: _File, buffer: FileBuffer) -> header_cache.CachedHeaders:
     """Writes all of a file but the elements."""
     written = 0
-    memory = region.memory
+    memory = buffer.memory
     for slot in file.slots:
-        region.zero(written, slot.start)
+        buffer.zero(written, slot.start)
         memory[slot.start : slot.raw] = slot.archive.head
         tail = slot.raw + slot.archive.body
         written = slot.start + slot.archive.length
         memory[tail:written] = slot.archive.tail
-    region.zero(written, region.size)
-    views = _views(file, region)
-    return header_cache.Imprint(file, views, [views[i] for i in file.small])
+    buffer.zero(written, buffer.size)
+    views = _views(file, buffer)
+    return header_cache.CachedHeaders(file, views, [views[i] for i in file.small])
 
 
-def _views(file: _File, region: Region) -> list[torch.Tensor]:
+def _views(file: _File, buffer: FileBuffer) -> list[torch.Tensor]:
     """Each slot's elements as a tensor; one without elements stands for nothing."""
-    if not region.size:
+    if not buffer.size:
         return []
     # By address, so that the views don't keep the mapping from being closed; and no inference
     # tensors, which couldn't be written to later.
-    memory = (ctypes.c_char * region.size).from_address(region.address)
+    memory = (ctypes.c_char * buffer.size).from_address(buffer.address)
     with torch.inference_mode(False):
         nothing = torch.empty(0, device="cpu")
         return [

@@ -1,7 +1,7 @@
 """Copies that go on when ``async_save`` has returned.
 
-In: pieces, of which as many are queued at once as there is room for. Out: :meth:`Rest.hold_back` for
-the training stream, and :meth:`Rest.finish` for the thread that needs the bytes.
+In: pieces, of which as many are queued at once as there is room for. Out: :meth:`DeferredCopies.make_stream_wait` for
+the training stream, and :meth:`DeferredCopies.finish` for the thread that needs the bytes.
 """
 
 import threading
@@ -11,20 +11,20 @@ from collections.abc import Callable, Sequence
 from pannier.client import torch_compat
 from pannier.client.interrupts import Event
 from pannier.client.staging.bounce_buffers import (
-    Bounce,
-    Bouncing,
-    Copy,
-    Direct,
-    lanes_of,
-    queue,
-    unpacked,
+    BouncedCopy,
+    BounceQueue,
+    DirectCopy,
+    TensorCopy,
+    as_direct_copies,
+    start_direct_copies,
+    streams_of,
 )
-from pannier.client.staging.device_stream import Lane, Mark
+from pannier.client.staging.device_stream import DeviceEvent, SideStream
 from pannier.client.user_errors import add_note
 from pannier.wire.errors import InvalidRequestError, PannierError
 
 
-class Rest:
+class DeferredCopies:
     """Copies that go on when ``async_save`` has returned. Thread-safe.
 
     It holds the sources until they are copied. :meth:`finish` must be called, by one thread.
@@ -32,21 +32,21 @@ class Rest:
 
     def __init__(
         self,
-        copies: Sequence[Copy],
-        direct: Sequence[Direct],
-        bounces: Sequence[Bounce],
-        bouncing: Bouncing,
+        copies: Sequence[TensorCopy],
+        direct: Sequence[DirectCopy],
+        bounces: Sequence[BouncedCopy],
+        bouncing: BounceQueue,
         *,
-        how: str,
+        copy_description: str,
     ) -> None:
-        self.how = how
-        """See :attr:`DeviceCopies.how`."""
+        self.copy_description = copy_description
+        """See :attr:`DeviceCopies.copy_description`."""
         self._lock = threading.Lock()
         self._copies = list(copies)
         self._versions = [torch_compat.version(copy.tensor) for copy in copies]
         self._bouncing = bouncing
-        self._lanes = lanes_of(direct, bounces)
-        self._marks: list[tuple[Lane, Mark]] = []
+        self._side_streams = streams_of(direct, bounces)
+        self._events: list[tuple[SideStream, DeviceEvent]] = []
         self._all_queued = Event()
         self._checked = False
         self._problem: PannierError | None = None
@@ -55,13 +55,13 @@ class Rest:
         try:
             while self._todo and bouncing.put(self._todo[0], wait=False):
                 self._todo.popleft()
-            queue(direct)
-            if how == "pinned":
+            start_direct_copies(direct)
+            if copy_description == "pinned":
                 # No slot is free: better many copies than one that comes later.
                 while self._todo:
-                    queue(unpacked(self._todo.popleft()))
+                    start_direct_copies(as_direct_copies(self._todo.popleft()))
             if not self._todo:
-                self._mark()
+                self._record_events()
         except BaseException:
             self._todo.clear()
             self._give_up()
@@ -70,14 +70,14 @@ class Rest:
     @property
     def devices(self) -> str:
         """Those that copy, for people."""
-        return ", ".join(str(lane.device) for lane in self._lanes)
+        return ", ".join(str(stream.device) for stream in self._side_streams)
 
     @property
     def done(self) -> bool:
         """Whether :meth:`finish` has returned."""
         return self._done
 
-    def hold_back(self) -> None:
+    def make_stream_wait(self) -> None:
         """What the caller's stream does from now on waits until the sources are copied.
 
         The host doesn't wait, but for copies by way of the ring to be queued.
@@ -88,8 +88,8 @@ class Rest:
                 return
             self._check()
             self._checked = True
-            for lane, mark in self._marks:
-                lane.hold_back(mark)
+            for stream, event in self._events:
+                stream.make_caller_wait(event)
 
     def finish(self, stop: Callable[[], bool] = lambda: False) -> None:
         """Returns when all has arrived, and lets go of the sources.
@@ -105,10 +105,10 @@ class Rest:
             while self._todo and not stop():
                 self._bouncing.put(self._todo.popleft())
             if not self._all_queued.is_set():
-                self._mark()
-            self._bouncing.land_all()
-            for _, mark in self._marks:
-                mark.synchronize()
+                self._record_events()
+            self._bouncing.finish_all()
+            for _, event in self._events:
+                event.synchronize()
             with self._lock:
                 if not self._checked:
                     self._check()
@@ -124,21 +124,21 @@ class Rest:
     def _give_up(self) -> None:
         """The end, a good one or not: no device writes here any more."""
         try:
-            for lane in self._lanes:
-                lane.mark().synchronize()
+            for stream in self._side_streams:
+                stream.record_event().synchronize()
         except Exception:  # noqa: BLE001 - of a device that failed, which copies nothing any more
-            self._marks.clear()
+            self._events.clear()
         finally:
             self._bouncing.abandon()
             with self._lock:
                 self._done = True
                 self._copies.clear()
                 self._todo.clear()
-                self._marks.clear()
+                self._events.clear()
             self._all_queued.set()
 
-    def _mark(self) -> None:
-        self._marks = [(lane, lane.mark()) for lane in self._lanes]
+    def _record_events(self) -> None:
+        self._events = [(stream, stream.record_event()) for stream in self._side_streams]
         self._all_queued.set()
 
     def _check(self) -> None:

@@ -1,9 +1,9 @@
 """A device's side stream, on which copies to the host run beside the training step.
 
-In: tensors of one device and places in host memory. Out: marks in the stream, by which the host or
+In: tensors of one device and places in host memory. Out: events in the stream, by which the host or
 the training stream waits. The only module that touches streams and events; it uses what torch
 offers for every accelerator (``torch.get_device_module``). Nothing here blocks the host but
-:meth:`Mark.synchronize`. Thread-safe: streams are.
+:meth:`DeviceEvent.synchronize`. Thread-safe: streams are.
 """
 
 import threading
@@ -32,7 +32,7 @@ _BITS: Final = {
 """By size in bytes, dtypes that devices can concatenate."""
 
 
-class Mark(Protocol):
+class DeviceEvent(Protocol):
     """A point in a stream: torch's ``Event``."""
 
     def query(self) -> bool:
@@ -42,7 +42,7 @@ class Mark(Protocol):
         """Returns when it has; without the GIL."""
 
 
-class Lane:
+class SideStream:
     """The side stream of one device. What is queued runs in order."""
 
     def __init__(self, device: torch.device) -> None:
@@ -52,12 +52,12 @@ class Lane:
         # Waiting for an event spins on a core unless it is told not to.
         self._event_options = {"blocking": True} if device.type == "cuda" else {}
 
-    def follow(self) -> None:
+    def wait_for_caller(self) -> None:
         """What is queued here from now on waits for what the caller's stream has queued so far."""
         self._stream.wait_stream(self._module.current_stream(self.device))
 
     def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        """Queues copies to the host. The sources must live until a later mark is passed."""
+        """Queues copies to the host. The sources must live until a later event is passed."""
         with torch.no_grad(), self._module.stream(self._stream):
             torch_compat.copy_all(list(targets), list(map(_real, sources)), non_blocking=True)
 
@@ -74,16 +74,16 @@ class Lane:
         with torch.no_grad():
             return _real(source).clone(memory_format=torch.contiguous_format)
 
-    def mark(self) -> Mark:
-        """A mark behind all that was queued."""
-        event: Any = self._module.Event(**self._event_options)
-        event.record(self._stream)
-        mark: Mark = event
-        return mark
+    def record_event(self) -> DeviceEvent:
+        """An event behind all that was queued."""
+        recorded: Any = self._module.Event(**self._event_options)
+        recorded.record(self._stream)
+        event: DeviceEvent = recorded
+        return event
 
-    def hold_back(self, mark: Mark) -> None:
-        """What the caller's stream gets from now on waits, on the device, for ``mark``."""
-        self._module.current_stream(self.device).wait_event(mark)
+    def make_caller_wait(self, event: DeviceEvent) -> None:
+        """What the caller's stream gets from now on waits, on the device, for ``event``."""
+        self._module.current_stream(self.device).wait_event(event)
 
 
 def is_capturing() -> bool:
@@ -109,13 +109,13 @@ def _packed(sources: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 _lock = threading.Lock()
-_lanes: dict[torch.device, Lane] = {}
+_side_streams: dict[torch.device, SideStream] = {}
 
 
-def lane(device: torch.device) -> Lane:
-    """This process's lane for a device, made when it is first asked for."""
+def side_stream(device: torch.device) -> SideStream:
+    """This process's stream for a device, made when it is first asked for."""
     with _lock:
-        found = _lanes.get(device)
+        found = _side_streams.get(device)
         if found is None:
-            found = _lanes[device] = Lane(device)
+            found = _side_streams[device] = SideStream(device)
         return found

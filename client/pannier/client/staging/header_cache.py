@@ -1,7 +1,7 @@
 """What the memory of a data file still holds of the save before: heads, tails, zeroed gaps.
 
-In: regions and what was engraved in them. Out: the same again, as long as nobody else wrote
-there. Whoever writes to a region takes its imprint away first, and leaves one when everything is
+In: buffers and what was engraved in them. Out: the same again, as long as nobody else wrote
+there. Whoever writes to a buffer takes its imprint away first, and leaves one when everything is
 in its place; so a failure in between leaves none. Thread-safe.
 """
 
@@ -11,12 +11,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from pannier.client.staging.arena import Mapping, Region
+from pannier.client.staging.arena import FileBuffer, MemoryMapping
 
 
 @dataclass(frozen=True)
-class Imprint:
-    """One region's."""
+class CachedHeaders:
+    """One buffer's."""
 
     pattern: object
     """Who engraved it, and may rely on it."""
@@ -27,19 +27,19 @@ class Imprint:
 
 
 _lock = threading.Lock()
-_imprints: "WeakKeyDictionary[Mapping, Imprint]" = WeakKeyDictionary()
+_imprints: "WeakKeyDictionary[MemoryMapping, CachedHeaders]" = WeakKeyDictionary()
 
 
-def take(region: Region) -> Imprint | None:
-    """The region's imprint, which it has no more."""
-    if region.mapping is None:
+def take(buffer: FileBuffer) -> CachedHeaders | None:
+    """The buffer's imprint, which it has no more."""
+    if buffer.mapping is None:
         return None
     with _lock:
-        return _imprints.pop(region.mapping, None)
+        return _imprints.pop(buffer.mapping, None)
 
 
-def leave(region: Region, imprint: Imprint) -> None:
-    """Says that the region holds ``imprint``."""
-    if region.mapping is not None:
+def leave(buffer: FileBuffer, imprint: CachedHeaders) -> None:
+    """Says that the buffer holds ``imprint``."""
+    if buffer.mapping is not None:
         with _lock:
-            _imprints[region.mapping] = imprint
+            _imprints[buffer.mapping] = imprint

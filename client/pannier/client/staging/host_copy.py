@@ -15,8 +15,8 @@ from typing import Final
 import torch
 
 from pannier.client.staging import device_stream
-from pannier.client.staging.arena import Region, Spill
-from pannier.client.staging.deferred_copies import Rest
+from pannier.client.staging.arena import FileBuffer, SpillBuffer
+from pannier.client.staging.deferred_copies import DeferredCopies
 from pannier.client.staging.device_copy import DeviceCopies
 from pannier.wire.errors import InvalidRequestError
 
@@ -149,7 +149,7 @@ class Transfers:
     def copy(
         self,
         tensor: torch.Tensor,
-        target: Region | Spill,
+        target: FileBuffer | SpillBuffer,
         offset: int,
         *,
         name: str = "",
@@ -174,10 +174,15 @@ class Transfers:
         place.view(tensor.shape).copy_(tensor)
 
     def copy_to_view(
-        self, tensor: torch.Tensor, place: torch.Tensor, region: Region, offset: int, name: str = ""
+        self,
+        tensor: torch.Tensor,
+        place: torch.Tensor,
+        buffer: FileBuffer,
+        offset: int,
+        name: str = "",
     ) -> None:
-        """:meth:`copy` of a tensor with elements to a view, by address, of the region."""
-        if not self._gather(tensor, region, offset, name, place=place):
+        """:meth:`copy` of a tensor with elements to a view, by address, of the buffer."""
+        if not self._gather(tensor, buffer, offset, name, place=place):
             place.copy_(tensor)
 
     def run(self) -> None:
@@ -195,18 +200,18 @@ class Transfers:
         self._devices.wait()
 
     @property
-    def how(self) -> str:
-        """By which way bytes came from devices; see :attr:`DeviceCopies.how`."""
-        return self._devices.how
+    def copy_description(self) -> str:
+        """By which way bytes came from devices; see :attr:`DeviceCopies.copy_description`."""
+        return self._devices.copy_description
 
-    def rest(self) -> Rest | None:
+    def start_deferred(self) -> DeferredCopies | None:
         """Begins what may arrive later, if there is any; the last call."""
-        return self._devices.rest()
+        return self._devices.start_deferred()
 
     def _gather(
         self,
         tensor: torch.Tensor,
-        target: Region | Spill,
+        target: FileBuffer | SpillBuffer,
         offset: int,
         name: str,
         *,
@@ -224,7 +229,7 @@ class Transfers:
         if kind != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
             return False
         address, size = target.address + offset, tensor.nbytes
-        if size < LARGE or isinstance(target, Spill):
+        if size < LARGE or isinstance(target, SpillBuffer):
             ctypes.memmove(address, tensor.data_ptr(), size)
         else:
             self._host_copies.add(address, tensor.data_ptr(), size, tensor)

@@ -20,18 +20,18 @@ _abandoned: Final[list[Arena]] = []
 """Arenas that a thread here may still read: never freed, never used again."""
 
 
-class Fate(enum.IntEnum):
+class ArenaUse(enum.IntEnum):
     """Who may still read an arena that is given back; of two the higher one counts."""
 
     UNUSED = enum.auto()
     """Nothing: it is used again."""
     READ_BY_SIDECAR = enum.auto()
     """The sidecar, which holds its files: this process unmaps them, and stages elsewhere."""
-    READ_HERE = enum.auto()
+    READ_LOCALLY = enum.auto()
     """A thread in this process: the memory is lost."""
 
 
-class Slot:
+class InFlightSave:
     """The right to hold an arena, and the only place that decides what becomes of its memory.
 
     Two may read an arena that is sent: the threads that send it, until :meth:`sent`, and the
@@ -39,12 +39,12 @@ class Slot:
     arena is given back after the last one, and the worse of their fates counts. Thread-safe.
     """
 
-    def __init__(self, slots: "Slots") -> None:
+    def __init__(self, slots: "InFlightSaves") -> None:
         self._slots = slots
         self._lock = threading.Lock()
         self._arena: Arena | None = None
-        self._sent: Fate | None = None
-        self._ended: Fate | None = None
+        self._sent: ArenaUse | None = None
+        self._ended: ArenaUse | None = None
         self._handed_over = False
         self._begun = False
         self._freed = False
@@ -56,7 +56,7 @@ class Slot:
             freed = self._freed
         if freed:
             # Its save was interrupted while the arena was acquired: nothing was sent from it.
-            self._give_back(Fate.UNUSED)
+            self._give_back(ArenaUse.UNUSED)
         return arena
 
     def begin_sending(self) -> bool:
@@ -65,11 +65,11 @@ class Slot:
             self._begun = not self._freed
             return self._begun
 
-    def sent(self, fate: Fate, *, handed_over: bool) -> None:
+    def sent(self, fate: ArenaUse, *, handed_over: bool) -> None:
         """The threads that send the arena have ended.
 
         Args:
-            fate: UNUSED, or READ_HERE if one of them may still read it.
+            fate: UNUSED, or READ_LOCALLY if one of them may still read it.
             handed_over: the sidecar may have been given its files: the arena is kept until
                 :meth:`ended`, though the save no longer counts as one that is staged.
         """
@@ -78,7 +78,7 @@ class Slot:
             self._handed_over = handed_over
         self._decide()
 
-    def ended(self, fate: Fate) -> None:
+    def ended(self, fate: ArenaUse) -> None:
         """The save has ended for this process.
 
         Args:
@@ -95,7 +95,7 @@ class Slot:
             if self._begun or self._freed:
                 return
             self._freed = True
-        self._give_back(Fate.UNUSED)
+        self._give_back(ArenaUse.UNUSED)
 
     def _decide(self) -> None:
         with self._lock:
@@ -111,17 +111,17 @@ class Slot:
         else:
             self._give_back(fate)
 
-    def _give_back(self, fate: Fate) -> None:
+    def _give_back(self, fate: ArenaUse) -> None:
         with self._lock:
             arena, self._arena = self._arena, None
-        if arena is not None and fate is Fate.READ_HERE:
+        if arena is not None and fate is ArenaUse.READ_LOCALLY:
             _abandoned.append(arena)
         elif arena is not None:
-            self._slots.pool.release(arena, reuse=fate is Fate.UNUSED)
+            self._slots.pool.release(arena, reuse=fate is ArenaUse.UNUSED)
         self._slots._give_back(self)
 
 
-class Slots:
+class InFlightSaves:
     """All slots of a client: ``limit`` of them.
 
     Args:
@@ -134,12 +134,12 @@ class Slots:
         self.pool = ArenaPool(limit)
         """Where the arenas come from."""
         # A call that was interrupted between two bytecodes may lose its slot without freeing it.
-        self._taken: weakref.WeakSet[Slot] = weakref.WeakSet()
-        self._settled: weakref.WeakSet[Slot] = weakref.WeakSet()
+        self._taken: weakref.WeakSet[InFlightSave] = weakref.WeakSet()
+        self._settled: weakref.WeakSet[InFlightSave] = weakref.WeakSet()
         """Those of them whose saves are ingested."""
         self._changed = Condition()
 
-    def take(self, on_busy: str, timeout_s: float) -> Slot:
+    def admit(self, on_busy: str, timeout_s: float) -> InFlightSave:
         """A slot; when there is none, ``on_busy`` decides.
 
         Raises:
@@ -147,7 +147,7 @@ class Slots:
             BusyError: ``"raise"``.
             DeadlineError: ``"wait"``, and none was given back in ``timeout_s`` seconds.
         """
-        slot = Slot(self)
+        slot = InFlightSave(self)
         with self._changed:
             if len(self._taken) >= self._limit:
                 what = (
@@ -189,12 +189,12 @@ class Slots:
                 return False
         return True
 
-    def _settle(self, slot: Slot) -> None:
+    def _settle(self, slot: InFlightSave) -> None:
         with self._changed:
             self._settled.add(slot)
             self._changed.notify_all()
 
-    def _give_back(self, slot: Slot) -> None:
+    def _give_back(self, slot: InFlightSave) -> None:
         with self._changed:
             self._taken.discard(slot)
             self._settled.discard(slot)

@@ -15,8 +15,8 @@ import torch
 
 from pannier.client import torch_compat
 from pannier.client.staging import device_stream
-from pannier.client.staging.deferred_copies import Rest
-from pannier.client.staging.device_copy import DeviceCopies, Late, tensors_in
+from pannier.client.staging.deferred_copies import DeferredCopies
+from pannier.client.staging.device_copy import DeviceCopies, MayDefer, device_tensors
 from pannier.wire.errors import InvalidRequestError
 
 _IN_BACKWARD = (
@@ -64,7 +64,7 @@ class Guard:
             self.refusal = f"{_name(optimizer)} {_IN_BACKWARD}"
         guards = self._guards()
         if self._wait and guards is not None:
-            guards.hold_back()
+            guards.make_stream_wait()
 
 
 class Guards:
@@ -73,7 +73,7 @@ class Guards:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._guards: list[Guard] = []
-        self._under_way: list[Rest] = []
+        self._under_way: list[DeferredCopies] = []
 
     def add(self, optimizer: Any, *, wait: bool) -> Guard:
         """Guards an optimizer; see :meth:`pannier.client.Client.guard`."""
@@ -102,23 +102,23 @@ class Guards:
 
         Raises InvalidRequestError: overlapped, but an optimizer was seen to step where it can't.
         """
-        return DeviceCopies(self._late() if staging == "overlapped" else None)
+        return DeviceCopies(self._may_defer() if staging == "overlapped" else None)
 
-    def hold(self, rest: Rest) -> None:
-        """Guarded optimizers wait for ``rest`` from now on."""
+    def add_copies(self, copies: DeferredCopies) -> None:
+        """Guarded optimizers wait for ``copies`` from now on."""
         with self._lock:
             self._under_way = [other for other in self._under_way if not other.done]
-            self._under_way.append(rest)
+            self._under_way.append(copies)
 
-    def hold_back(self) -> None:
+    def make_stream_wait(self) -> None:
         """What the caller's stream does from now on waits for all copies under way."""
         with self._lock:
-            self._under_way = [rest for rest in self._under_way if not rest.done]
-            rests = list(self._under_way)
-        for rest in rests:
-            rest.hold_back()
+            self._under_way = [copies for copies in self._under_way if not copies.done]
+            under_way = list(self._under_way)
+        for copies in under_way:
+            copies.make_stream_wait()
 
-    def _late(self) -> Late:
+    def _may_defer(self) -> MayDefer:
         with self._lock:
             self._guards = [guard for guard in self._guards if guard.optimizer is not None]
             guards = list(self._guards)
@@ -147,7 +147,7 @@ def _requires_grad(tensor: torch.Tensor) -> bool:
 def _storages(optimizer: torch.optim.Optimizer) -> Iterator[int]:
     """Addresses, on devices that copies can be queued on."""
     for value in (*_parameters(optimizer), optimizer.state):
-        for tensor in tensors_in(value):
+        for tensor in device_tensors(value):
             yield tensor.untyped_storage().data_ptr()
 
 

@@ -2,7 +2,7 @@
 
 In: mappings of arenas. Out: whether the device's driver has them pinned, or why not. A mapping is
 registered once and stays so until just before it is unmapped. Where that is impossible (files on a
-disk), copies go by :class:`Ring`, a few buffers of torch's own pinned memory. Thread-safe.
+disk), copies go by :class:`PinnedBufferPool`, a few buffers of torch's own pinned memory. Thread-safe.
 """
 
 import logging
@@ -15,20 +15,20 @@ from weakref import WeakKeyDictionary, finalize
 import torch
 
 from pannier.client.interrupts import Condition
-from pannier.client.staging.arena import Mapping
+from pannier.client.staging.arena import MemoryMapping
 
 _log = logging.getLogger(__name__)
 
-SLOT_BYTES: Final = 16 << 20
-SLOTS: Final = 4
+BUFFER_BYTES: Final = 16 << 20
+BUFFERS: Final = 4
 _PORTABLE: Final = 1
 """cudaHostRegisterPortable: pinned for all devices of the process."""
 
 _lock = threading.Lock()
-_found: "WeakKeyDictionary[Mapping, str]" = WeakKeyDictionary()
+_found: "WeakKeyDictionary[MemoryMapping, str]" = WeakKeyDictionary()
 
 
-def pin(mapping: Mapping, kind: str) -> str:
+def pin(mapping: MemoryMapping, kind: str) -> str:
     """Pins a mapping for devices of a kind; returns why it can't be, or "".
 
     Only the first call for a mapping takes time (0.1 to 0.4 s per GiB).
@@ -42,7 +42,7 @@ def pin(mapping: Mapping, kind: str) -> str:
         return reason
 
 
-def _register(mapping: Mapping, kind: str) -> str:
+def _register(mapping: MemoryMapping, kind: str) -> str:
     if kind != "cuda":
         return f"memory can't be registered for {kind}"
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
@@ -73,7 +73,7 @@ def _forget_error() -> None:
         _log.debug("as expected: %s", error)
 
 
-class RingSlot:
+class PinnedBuffer:
     """A buffer of the ring."""
 
     def __init__(self, memory: torch.Tensor) -> None:
@@ -82,51 +82,51 @@ class RingSlot:
         self.address = memory.data_ptr()
 
 
-class Ring:
+class PinnedBufferPool:
     """Buffers of pinned memory, made when they are first needed. Thread-safe.
 
     Args:
         allocate: gives so many bytes.
-        slots: how many there may be.
-        slot_bytes: size of each.
+        buffers: how many there may be.
+        buffer_bytes: size of each.
     """
 
     def __init__(
         self,
         allocate: Callable[[int], torch.Tensor] | None = None,
-        slots: int = SLOTS,
-        slot_bytes: int = SLOT_BYTES,
+        buffers: int = BUFFERS,
+        buffer_bytes: int = BUFFER_BYTES,
     ) -> None:
-        self.slot_bytes = slot_bytes
+        self.buffer_bytes = buffer_bytes
         self._allocate = allocate or _pinned
-        self._missing = slots
-        self._free: list[RingSlot] = []
+        self._missing = buffers
+        self._free: list[PinnedBuffer] = []
         self._changed = Condition()
 
-    def make_ready(self) -> None:
+    def allocate_all(self) -> None:
         """Makes all that may be needed."""
         with self._changed:
             while self._missing:
-                self._free.append(RingSlot(self._allocate(self.slot_bytes)))
+                self._free.append(PinnedBuffer(self._allocate(self.buffer_bytes)))
                 self._missing -= 1
 
-    def take(self, *, wait: bool) -> RingSlot | None:
-        """A slot; None when there is none and ``wait`` is False.
+    def acquire(self, *, wait: bool) -> PinnedBuffer | None:
+        """A buffer; None when there is none and ``wait`` is False.
 
-        Whoever waits must hold no slot: those that do give theirs back without another.
+        Whoever waits must hold no buffer: those that do give theirs back without another.
         """
         with self._changed:
             if not self._free and self._missing:
-                self._free.append(RingSlot(self._allocate(self.slot_bytes)))
+                self._free.append(PinnedBuffer(self._allocate(self.buffer_bytes)))
                 self._missing -= 1
             if wait:
                 self._changed.wait_for(lambda: self._free)
             return self._free.pop() if self._free else None
 
-    def give(self, slot: RingSlot) -> None:
-        """Gives a slot back, which no device writes to any more."""
+    def release(self, buffer: PinnedBuffer) -> None:
+        """Gives a buffer back, which no device writes to any more."""
         with self._changed:
-            self._free.append(slot)
+            self._free.append(buffer)
             self._changed.notify()
 
 
@@ -139,5 +139,5 @@ def _pinned(size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8, device="cpu")
 
 
-ring: Final = Ring()
+shared_pool: Final = PinnedBufferPool()
 """The process's own."""

@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from pannier.client import torch_compat
 from pannier.client.staging import archives, header_cache
-from pannier.client.staging.arena import Arena, Region
-from pannier.client.staging.deferred_copies import Rest
+from pannier.client.staging.arena import Arena, FileBuffer
+from pannier.client.staging.deferred_copies import DeferredCopies
 from pannier.client.staging.device_copy import DeviceCopies
 from pannier.client.staging.host_copy import Transfers
 from pannier.client.user_errors import located
@@ -43,7 +43,7 @@ class StagedFile:
     """Owner of the memory."""
 
 
-class Placed(NamedTuple):
+class ArchiveLocation(NamedTuple):
     """Where an item's archive lies."""
 
     file: str
@@ -59,13 +59,13 @@ class Staged:
     """Data files, without empty ones."""
     varying: list[records_pb2.VaryingItem]
     """Items that are not where the plan put them."""
-    placements: list[Placed]
+    locations: list[ArchiveLocation]
     """One per item."""
     arena: Arena
     """The memory; whoever acquired it releases it."""
-    rest: Rest | None = None
+    deferred: DeferredCopies | None = None
     """Copies that are still under way; they must be finished before the arena is released."""
-    how: str = ""
+    copy_description: str = ""
     """By which way bytes came from devices, for people; empty when none did."""
 
     @property
@@ -140,8 +140,8 @@ def stage(
         for position, slot, placed in zip(final.positions, slots, placements, strict=True)
         if placed != (names[slot.file], slot.offset, slot.length)
     ]
-    how = writer.how or planner.how
-    return Staged(files, varying, placements, arena, writer.rest(), how)
+    copy_description = writer.copy_description or planner.how
+    return Staged(files, varying, placements, arena, writer.start_deferred(), copy_description)
 
 
 def stage_external(
@@ -160,7 +160,7 @@ def stage_external(
         resolve: gives an item's value; called once for each.
         attempt: name of the attempt, for the names of the files.
         rank: global rank, for the names of the files.
-        acquire: gives the arena, with a region of each size; it is the caller's also on failure.
+        acquire: gives the arena, with a buffer of each size; it is the caller's also on failure.
         slots: False when only the resolved values tell dtypes and shapes (see
             :func:`pannier.client.planning.local_plan.resolves_as_planned`).
 
@@ -184,7 +184,9 @@ def stage_external(
             writer.put(item, resolve, _Slot(*next(places)) if archive is not None else None)
             for item, archive in zip(items, planned, strict=True)
         ]
-        return Staged(writer.finish(), [], placements, arena, how=writer.how)
+        return Staged(
+            writer.finish(), [], placements, arena, copy_description=writer.copy_description
+        )
 
 
 class _Slot(NamedTuple):
@@ -209,10 +211,10 @@ class _Writer:
         self._objects = objects
         self._arena = arena
         self._written = [0] * len(names)
-        """Per region: everything below it is this save's."""
+        """Per buffer: everything below it is this save's."""
         self._transfers = Transfers(devices)
-        for region in arena.files:
-            header_cache.take(region)
+        for buffer in arena.files:
+            header_cache.take(buffer)
 
     def __enter__(self) -> "_Writer":
         return self
@@ -221,29 +223,29 @@ class _Writer:
         # Also on failure: the arena is lent again, and no device may still write to it.
         self._transfers.wait()
 
-    def put(self, item: WriteItem, resolve: Resolve, slot: _Slot | None) -> Placed:
+    def put(self, item: WriteItem, resolve: Resolve, slot: _Slot | None) -> ArchiveLocation:
         """Resolves one item and copies it; says where it went."""
         with located(unsaved(item.index.fqn)):
             value = _checked(item, resolve(item))
             tensor = _detached(value) if isinstance(value, torch.Tensor) else None
             if slot is not None and slot.length:
-                region = self._claim(slot)
+                buffer = self._claim(slot)
                 if tensor is not None and _is_plain(tensor) and _fits(tensor, item):
-                    self._fill(region, slot, tensor, item.index.fqn, value)
-                    return Placed(self._names[slot.file], slot.offset, slot.length)
-                region.zero(slot.offset, slot.offset + slot.length)
+                    self._fill(buffer, slot, tensor, item.index.fqn, value)
+                    return ArchiveLocation(self._names[slot.file], slot.offset, slot.length)
+                buffer.zero(slot.offset, slot.offset + slot.length)
             return self._spill(value if tensor is None else tensor, item.index.fqn)
 
     def finish(self) -> list[StagedFile]:
         """Ends the copies that are under way; nothing may be put afterwards."""
-        for region, written in zip(self._arena.files, self._written, strict=True):
-            region.zero(written, region.size)
+        for buffer, written in zip(self._arena.files, self._written, strict=True):
+            buffer.zero(written, buffer.size)
         self._transfers.run()
         self._transfers.wait()
         files = [
-            StagedFile(name, region.size, region.address, region)
-            for name, region in zip(self._names, self._arena.files, strict=True)
-            if region.size
+            StagedFile(name, buffer.size, buffer.address, buffer)
+            for name, buffer in zip(self._names, self._arena.files, strict=True)
+            if buffer.size
         ]
         spill = self._arena.spilled
         if spill is not None and spill.size:
@@ -251,29 +253,29 @@ class _Writer:
         return files
 
     @property
-    def how(self) -> str:
-        """See :attr:`Staged.how`."""
-        return self._transfers.how
+    def copy_description(self) -> str:
+        """See :attr:`Staged.copy_description`."""
+        return self._transfers.copy_description
 
-    def rest(self) -> Rest | None:
+    def start_deferred(self) -> DeferredCopies | None:
         """Begins the copies that may be late, if there are any; after all that can fail."""
-        return self._transfers.rest()
+        return self._transfers.start_deferred()
 
-    def _claim(self, slot: _Slot) -> Region:
-        """The slot's region, with the gap before the slot cleared."""
-        region, written = self._arena.files[slot.file], self._written[slot.file]
+    def _claim(self, slot: _Slot) -> FileBuffer:
+        """The slot's buffer, with the gap before the slot cleared."""
+        buffer, written = self._arena.files[slot.file], self._written[slot.file]
         end = slot.offset + slot.length
-        if slot.offset < written or end > region.size:
+        if slot.offset < written or end > buffer.size:
             raise PannierError(
                 f"the final plan puts bytes {slot.offset} to {end} into {self._names[slot.file]}, "
-                f"which has {region.size} bytes of which {written} are taken"
+                f"which has {buffer.size} bytes of which {written} are taken"
             )
-        region.zero(written, slot.offset)
+        buffer.zero(written, slot.offset)
         self._written[slot.file] = end
-        return region
+        return buffer
 
     def _fill(
-        self, region: Region, slot: _Slot, tensor: torch.Tensor, name: str, value: Any
+        self, buffer: FileBuffer, slot: _Slot, tensor: torch.Tensor, name: str, value: Any
     ) -> None:
         archive = archives.archive(tensor.dtype, tensor.shape)
         if archive.length != slot.length:
@@ -282,12 +284,12 @@ class _Writer:
             )
         raw = slot.offset + len(archive.head)
         tail = raw + archive.body
-        region.memory[slot.offset : raw] = archive.head
-        region.memory[tail : tail + len(archive.tail)] = archive.tail
-        self._transfers.copy(tensor, region, raw, name=name, value=value)
+        buffer.memory[slot.offset : raw] = archive.head
+        buffer.memory[tail : tail + len(archive.tail)] = archive.tail
+        self._transfers.copy(tensor, buffer, raw, name=name, value=value)
         self._transfers.bound()
 
-    def _spill(self, value: torch.Tensor | io.BytesIO, name: str) -> Placed:
+    def _spill(self, value: torch.Tensor | io.BytesIO, name: str) -> ArchiveLocation:
         spill = self._arena.spill
         if isinstance(value, io.BytesIO):
             start = spill.size
@@ -303,7 +305,7 @@ class _Writer:
         else:
             start = spill.size
             torch.save(_compact(value.cpu()), cast("IO[bytes]", spill))
-        return Placed(self._objects, start, spill.size - start)
+        return ArchiveLocation(self._objects, start, spill.size - start)
 
 
 def _checked(item: WriteItem, value: Any) -> torch.Tensor | io.BytesIO:

@@ -9,7 +9,7 @@ from typing import Final
 
 from pannier.client.config import Settings
 from pannier.client.embedded import launcher
-from pannier.client.embedded.daemon_spec import Pair
+from pannier.client.embedded.daemon_spec import DaemonSpec
 from pannier.client.embedded.launcher import await_others
 from pannier.client.identity import Group, Identity, World
 from pannier.client.interrupts import aside
@@ -151,7 +151,7 @@ class Membership:
         return session
 
     @staticmethod
-    def _embedded(settings: Settings, who: Identity, pair: Pair) -> SidecarClient:
+    def _embedded(settings: Settings, who: Identity, pair: DaemonSpec) -> SidecarClient:
         def revive() -> None:
             launcher.ensure(settings, pair)
 

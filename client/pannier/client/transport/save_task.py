@@ -16,8 +16,8 @@ from typing import Any, Final, Protocol
 
 from pannier.client.handle import Resolver, SaveHandle, SaveResult
 from pannier.client.staging.arena import Arena
-from pannier.client.staging.deferred_copies import Rest
-from pannier.client.staging.in_flight import Fate, Slot
+from pannier.client.staging.deferred_copies import DeferredCopies
+from pannier.client.staging.in_flight import ArenaUse, InFlightSave
 from pannier.client.transport.file_stream import (
     MemoryInUseError,
     StagedFile,
@@ -77,11 +77,11 @@ class Staged(Protocol):
         """Sum of the files' sizes."""
 
     @property
-    def rest(self) -> Rest | None:
+    def deferred(self) -> DeferredCopies | None:
         """Copies from devices that are still under way."""
 
     @property
-    def how(self) -> str:
+    def copy_description(self) -> str:
         """By which way bytes came from devices, for people."""
 
 
@@ -135,9 +135,9 @@ class SaveTask:
         self._raised: Exception | None = None
         """What ended the save on this rank, where it isn't an error of Pannier's."""
         self._traced = False
-        self._slot: Slot | None = None
+        self._slot: InFlightSave | None = None
         """Holds the arena; set when :meth:`carry` begins."""
-        self._end: Fate | None = None
+        self._end: ArenaUse | None = None
         """What the save's end says of the arena; None: it has not ended for this process."""
         self._gave_files = False
         """The sidecar may have been given mapped files."""
@@ -173,18 +173,21 @@ class SaveTask:
         """The state dict may change, but for what is still copied."""
         self._staged = staged
         self._bytes = staged.bytes
-        if staged.bytes and not staged.arena.streams_because and not self._lent():
-            staged.arena.streams_because = "all of it is serialised, so that no size was planned"
+        if staged.bytes and not staged.arena.streaming_reason and not self._lent():
+            staged.arena.streaming_reason = "all of it is serialised, so that no size was planned"
         self._phase_over("stage")
         self.resolver.update(
             lambda status: dataclasses.replace(
-                status, bytes=staged.bytes, transport=_transport(staged), staging=staged.how
+                status,
+                bytes=staged.bytes,
+                transport=_transport(staged),
+                staging=staged.copy_description,
             )
         )
-        if staged.rest is None:
+        if staged.deferred is None:
             self.resolver.staged()
 
-    def carry(self, slot: Slot) -> None:
+    def carry(self, slot: InFlightSave) -> None:
         """Brings what is staged to the sidecar. Runs in a thread.
 
         Args:
@@ -200,16 +203,16 @@ class SaveTask:
         if end is not None:
             slot.ended(end)
         # An interrupt may leave threads that send.
-        fate = Fate.READ_HERE
+        fate = ArenaUse.READ_LOCALLY
         try:
             self._finish_staging()
             self._send_to_sidecar()
             self._phase_over("ingest")
-            fate = Fate.UNUSED
+            fate = ArenaUse.UNUSED
         except StoppedError:
-            fate = Fate.UNUSED
+            fate = ArenaUse.UNUSED
         except Exception as error:  # noqa: BLE001 - a thread's end: it becomes the save's failure
-            fate = Fate.READ_HERE if isinstance(error, MemoryInUseError) else Fate.UNUSED
+            fate = ArenaUse.READ_LOCALLY if isinstance(error, MemoryInUseError) else ArenaUse.UNUSED
             self.give_up(error)
         finally:
             self.carrying = False
@@ -218,7 +221,7 @@ class SaveTask:
 
     def _finish_staging(self) -> None:
         """Waits for the copies that outlast the call."""
-        rest = self._staged.rest if self._staged is not None else None
+        rest = self._staged.deferred if self._staged is not None else None
         if rest is None:
             return
         self._copying = f"copies from {rest.devices}"
@@ -374,7 +377,7 @@ class SaveTask:
     def _refuse_mapped(self, error: PannierError) -> None:
         """What was staged into the spool must be streamed all the same."""
         assert self._staged is not None
-        self._staged.arena.streams_because = f"it was mapped, but {error}"
+        self._staged.arena.streaming_reason = f"it was mapped, but {error}"
         transport = _transport(self._staged)
         self.resolver.update(lambda status: dataclasses.replace(status, transport=transport))
 
@@ -441,7 +444,7 @@ class SaveTask:
                     self.context,
                     self._plan[0],
                     file,
-                    reason=self._staged.arena.streams_because if self._staged is not None else "",
+                    reason=self._staged.arena.streaming_reason if self._staged is not None else "",
                     timeout=self.deadline.remaining(),
                     progress=taken,
                     stop=self.stop,
@@ -537,7 +540,7 @@ class SaveTask:
         elif news.state == save_pb2.SAVE_STATE_ABORTED:
             self.stop.set()
             error = self._raised or aborted(news, self._waiting() if self._no_room else "")
-            self._fail(error, Fate.UNUSED)
+            self._fail(error, ArenaUse.UNUSED)
 
     def _commit(self, news: save_pb2.SaveStatus) -> None:
         if "ingest" not in self._seconds:
@@ -552,13 +555,13 @@ class SaveTask:
             total_bytes=news.bytes_total or own,
             seconds=dict(self._seconds),
         )
-        self._leave(Fate.UNUSED)
+        self._leave(ArenaUse.UNUSED)
         self.trace()
         self.resolver.resolve(result)
         self._ended(self)
 
     def _fail(
-        self, error: Exception, end: Fate = Fate.READ_BY_SIDECAR, *, quietly: bool = False
+        self, error: Exception, end: ArenaUse = ArenaUse.READ_BY_SIDECAR, *, quietly: bool = False
     ) -> None:
         """``end``: UNUSED where the sidecar has reported the save's end.
 
@@ -592,7 +595,7 @@ class SaveTask:
         own = tracing.Stretch("async_save", self._began, time.monotonic(), about, error)
         tracing.tell_rank(self.context.save, self.context.rank, own, parts)
 
-    def _leave(self, fate: Fate) -> None:
+    def _leave(self, fate: ArenaUse) -> None:
         self.session.unwatch(self.context.save)
         self._timer.cancel()
         with self._lock:
@@ -612,7 +615,7 @@ class SaveTask:
 
 
 def _transport(staged: Staged) -> str:
-    reason = staged.arena.streams_because
+    reason = staged.arena.streaming_reason
     return f"streamed: {reason}" if reason else "mapped"
 
 

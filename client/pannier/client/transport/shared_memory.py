@@ -18,7 +18,14 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from pannier.client.staging.arena import Arena, ArenaPool, Mapping, advise_huge, no_memory, populate
+from pannier.client.staging.arena import (
+    Arena,
+    ArenaPool,
+    MemoryMapping,
+    advise_huge,
+    no_memory,
+    populate,
+)
 from pannier.client.transport.channel import SidecarChannel
 from pannier.v1 import sidecar_pb2
 from pannier.wire.errors import PannierError, UnavailableError
@@ -48,7 +55,7 @@ Reserve = Callable[[Sequence[int]], sidecar_pb2.ReserveResponse]
 Release = Callable[[Sequence[str]], None]
 
 
-class SpoolMapping(Mapping):
+class SpoolMapping(MemoryMapping):
     """A file of the spool in this process's memory; unmapped with the last view of it."""
 
     def __init__(self, lender: "Lender", slab: str, capacity: int, fd: int) -> None:
@@ -57,7 +64,7 @@ class SpoolMapping(Mapping):
         Raises PannierError: there is no memory for it.
         """
         super().__init__()
-        self.lender = self._lender = lender
+        self.source = self._lender = lender
         self.slab = slab
         """Name of the loan."""
         self.stamp = b""
@@ -166,7 +173,7 @@ class Lender:
         """``pool`` borrows here, and is to give back when others need room."""
         self._pools.add(pool)
 
-    def borrow(self, sizes: Sequence[int]) -> list[SpoolMapping]:
+    def map_files(self, sizes: Sequence[int]) -> list[SpoolMapping]:
         """Maps a file for each size, bytes.
 
         Raises:
@@ -189,7 +196,7 @@ class Lender:
                 for fd in descriptors:
                     os.close(fd)
 
-    def take_back(self, mappings: list[Mapping]) -> None:
+    def unmap_files(self, mappings: list[MemoryMapping]) -> None:
         """Unmaps these, which the list holds alone, and tells the sidecar.
 
         It finds out by itself, at the end of the connection, when it can't be told.
@@ -208,7 +215,7 @@ class Lender:
     def room_wanted(self) -> None:
         """Others need room in the spool: gives back what isn't in use."""
         for pool in list(self._pools):
-            pool.yield_room(self)
+            pool.unmap_unused(self)
 
     def close(self) -> None:
         """Ends all loans; what is mapped stays readable until it is unmapped."""
@@ -295,7 +302,7 @@ class MappedTransport:
                 # It may have room, or be there again, by the time the bytes are sent.
                 reason = str(error)
         arena = pool.acquire(sizes)
-        arena.streams_because = reason
+        arena.streaming_reason = reason
         return arena
 
     def room_wanted(self) -> None:

@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pannier.client.staging.arena import Region
+from pannier.client.staging.arena import FileBuffer
 from pannier.client.staging.host_copy import Transfers
 from pannier.client.user_errors import located
 from pannier.client.xla import runtime, shard_tensors
 from pannier.client.xla.runtime import Chunk, Kind
 
 
-class Part(NamedTuple):
+class ShardView(NamedTuple):
     """One item's value: a part of an XLA tensor that this process's devices hold."""
 
     leaf: int
@@ -37,9 +37,9 @@ class Sharding:
     is_sharded: bool
     chunks: list[Chunk]
 
-    def parts(self, leaf: int, tensor: torch.Tensor) -> list[Part]:
+    def parts(self, leaf: int, tensor: torch.Tensor) -> list[ShardView]:
         """The values of its items."""
-        return [Part(leaf, tensor, self.is_sharded, chunk) for chunk in self.chunks]
+        return [ShardView(leaf, tensor, self.is_sharded, chunk) for chunk in self.chunks]
 
 
 def shardings(tensors: Sequence[torch.Tensor]) -> list[Sharding] | None:
@@ -61,7 +61,7 @@ def have_changed(tensors: Sequence[torch.Tensor], known: Sequence[Sharding]) -> 
     return runtime.specs(tensors) != [each.spec for each in known]
 
 
-class Place(NamedTuple):
+class ShardTarget(NamedTuple):
     """Where a part goes."""
 
     value: int
@@ -80,10 +80,10 @@ class _Fetch:
     is_sharded: bool
     size: int = 0
     """Bytes."""
-    places: list[Place] = field(default_factory=list)
+    places: list[ShardTarget] = field(default_factory=list)
 
 
-class Fetches:
+class FetchPlan:
     """All fetches of a plan. Immutable.
 
     Args:
@@ -91,10 +91,10 @@ class Fetches:
         values: that the plan was made for.
     """
 
-    def __init__(self, places: Sequence[Place], values: Sequence[Any]) -> None:
+    def __init__(self, places: Sequence[ShardTarget], values: Sequence[Any]) -> None:
         tensors: dict[int, _Fetch] = {}
         for place in places:
-            part: Part = values[place.value]
+            part: ShardView = values[place.value]
             fetch = tensors.setdefault(part.leaf, _Fetch(part.is_sharded))
             fetch.places.append(place)
             fetch.size += math.prod(part.chunk.sizes) * part.tensor.dtype.itemsize
@@ -107,7 +107,7 @@ class Fetches:
         self,
         values: Sequence[Any],
         views: Sequence[Sequence[torch.Tensor]],
-        regions: Sequence[Region],
+        buffers: Sequence[FileBuffer],
         transfers: Transfers,
     ) -> None:
         """Brings the values to their places.
@@ -115,19 +115,19 @@ class Fetches:
         Args:
             values: like those that the plan was made for.
             views: each slot's elements as a tensor, by file.
-            regions: by file.
+            buffers: by file.
             transfers: makes the copies.
 
         Raises what torch_xla raises when it can't fetch them.
         """
         with located("the state's XLA tensors can't be saved"):
-            self._run(values, views, regions, transfers)
+            self._run(values, views, buffers, transfers)
 
     def _run(
         self,
         values: Sequence[Any],
         views: Sequence[Sequence[torch.Tensor]],
-        regions: Sequence[Region],
+        buffers: Sequence[FileBuffer],
         transfers: Transfers,
     ) -> None:
         for batch in self._batches:
@@ -139,7 +139,7 @@ class Fetches:
                     transfers.copy_to_view(
                         source if source.dtype == target.dtype else source.to(target.dtype),
                         target,
-                        regions[place.file],
+                        buffers[place.file],
                         place.raw,
                     )
             transfers.bound()

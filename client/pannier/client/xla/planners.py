@@ -228,7 +228,7 @@ def overrides(planner: Any, names: tuple[str, ...]) -> bool:
     )
 
 
-class UpstreamSave(dcp.SavePlanner):
+class UpstreamSavePlanner(dcp.SavePlanner):
     """Runs an ``SPMDSavePlanner``."""
 
     def __init__(self, planner: Any) -> None:
@@ -273,7 +273,7 @@ class UpstreamSave(dcp.SavePlanner):
             self._planner._local_shards = {}
 
 
-class UpstreamLoad(dcp.LoadPlanner):
+class UpstreamLoadPlanner(dcp.LoadPlanner):
     """Runs an ``SPMDLoadPlanner``."""
 
     def __init__(self, planner: Any) -> None:

@@ -18,7 +18,7 @@ import torch
 
 from pannier.wire.errors import InvalidRequestError
 
-HOW: Final = "copied by torch_xla, nothing overlaps"
+COPY_DESCRIPTION: Final = "copied by torch_xla, nothing overlaps"
 """By which way values come to the host, for people."""
 _TILES: Final = re.compile(r"devices=\[([\d,]+)\]")
 
