@@ -150,7 +150,7 @@ def prepare(
             arena = acquire([file.size for file in final.files])
             held.append(arena)
             if match is not None:
-                match.copy_plan.engrave(arena)
+                match.copy_plan.write_headers(arena)
             device_copy.prepare_arena(arena, spec.state)
     finally:
         for arena in held:
