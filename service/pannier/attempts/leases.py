@@ -1,9 +1,11 @@
-"""Who is reading which attempt: leases that readers take, renew and remove, or let expire.
+"""Which readers are reading which attempt, and the store's time, by which their leases expire.
 
-In: the objects below ``.pannier/leases/`` and the store's time. Out: which of them live. Readers
-write them (``pannier.client.loading.read_lease``); services only look, and remove what has expired. Async.
+In: the objects below ``.pannier/leases/``. Out: leases and when they expire. Readers write and renew them
+(``pannier.client.loading.read_lease``); services only read them, and remove expired ones. Ages are always
+taken from one clock, the store's. Async.
 """
 
+import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
@@ -15,16 +17,16 @@ from pannier.v1 import records_pb2
 from pannier.wire import object_names
 
 LIFE: Final = 3
-"""A lease lives this many times the pause between its renewals."""
+"""A lease lives this many times its renewal period."""
 _UNKNOWN_RENEW_S: Final = 60.0
-"""For one that can't be read: it may be half written."""
+"""Renewal period of an unreadable lease: it may be half written."""
 _LONGEST_RENEW_S: Final = 3600.0
-"""Nobody may claim files for ever."""
+"""Longest renewal period that counts: no lease protects files for ever."""
 
 
 @dataclass(frozen=True)
 class Lease:
-    """One reader's word that it is at an attempt's files."""
+    """A reader's claim on the files of an attempt."""
 
     info: ObjectInfo
     attempt: str
@@ -35,30 +37,40 @@ class Lease:
 
     @property
     def holder(self) -> str:
-        """For people."""
+        """Human-readable."""
         return f"process {self.pid} on {self.host}" if self.host else "a reader"
 
 
 async def find_leases(store: Store) -> list[Lease]:
-    """All leases of a checkpoint, living or not. Raises StorageError."""
+    """All leases of a checkpoint, expired ones included. Raises StorageError."""
     return await read_leases(store, await store.list(object_names.leases_prefix()))
 
 
 async def read_leases(store: Store, objects: Iterable[ObjectInfo]) -> list[Lease]:
-    """The leases among ``objects``; one that is gone by now is left out."""
+    """The leases among ``objects``, without those that were removed since the listing."""
     found = []
     for info in objects:
         attempt = object_names.leased_attempt(info.key)
         if not (attempt and info.key.startswith(object_names.leases_prefix())):
             continue
-        told = records_pb2.Lease()
+        lease = records_pb2.Lease()
         try:
-            json_format.Parse(await store.read(info.key), told, ignore_unknown_fields=True)
+            json_format.Parse(await store.read(info.key), lease, ignore_unknown_fields=True)
         except NotFoundError:
             continue
         except (json_format.ParseError, UnicodeDecodeError):
-            told.Clear()
-        renew_s = told.renew_s if told.renew_s > 0 else _UNKNOWN_RENEW_S
+            lease.Clear()
+        renew_s = lease.renew_s if lease.renew_s > 0 else _UNKNOWN_RENEW_S
         expires = info.modified + LIFE * min(renew_s, _LONGEST_RENEW_S)
-        found.append(Lease(info, attempt, told.host, told.pid, expires))
+        found.append(Lease(info, attempt, lease.host, lease.pid, expires))
     return found
+
+
+async def store_time(store: Store) -> float:
+    """The store's time (Unix, seconds), from a new object that is removed. Raises StorageError."""
+    token = uuid.uuid4().hex
+    key = object_names.clock(token)
+    try:
+        return (await store.create(key, token.encode())).modified
+    finally:
+        await store.delete(key)

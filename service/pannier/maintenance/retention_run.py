@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
+from pannier.attempts.leases import store_time
 from pannier.attempts.listing import Checkpoint, list_checkpoints
-from pannier.attempts.store_clock import store_time
 from pannier.maintenance.delete_checkpoint import (
     Condemned,
     InUseError,

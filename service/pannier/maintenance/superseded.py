@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from pannier.attempts.delete_attempt import check_unneeded, remove_ended
-from pannier.attempts.leases import find_leases
-from pannier.attempts.store_clock import store_time
+from pannier.attempts.leases import find_leases, store_time
 from pannier.common.fault_points import point
 from pannier.maintenance.inspect import View, find_needed, view
 from pannier.storage import ConflictError, ObjectInfo, Store

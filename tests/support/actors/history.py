@@ -15,9 +15,9 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from pannier.attempts.commit import SupersededError, carry_out, prepare_commit
 from pannier.attempts.decisions import decide, propose, read_decision
+from pannier.attempts.leases import store_time
 from pannier.attempts.manifests import ManifestRecord, publish
 from pannier.attempts.metadata_swap import RemovedError
-from pannier.attempts.store_clock import store_time
 from pannier.storage import ConflictError, NotFoundError, Store
 from pannier.v1 import records_pb2, save_pb2
 from pannier.wire import object_names

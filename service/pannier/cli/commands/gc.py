@@ -11,7 +11,7 @@ from typing import Any
 import click
 from rich.text import Text
 
-from pannier.attempts.store_clock import store_time
+from pannier.attempts.leases import store_time
 from pannier.cli import output
 from pannier.cli.options import Location, Seconds, option, storage_options
 from pannier.maintenance.delete_checkpoint import remove_directory
