@@ -1,21 +1,24 @@
-"""The messages of a ``Write`` stream, encoded and decoded without copying under the GIL.
+"""The messages of a ``Write`` stream, without copies under the GIL, and the checksum of their whole.
 
-protobuf would copy the payload two times while holding the GIL. The encoder
-here allocates an uninitialised ``bytes`` of the final length and moves a
-hand-made prefix and the payload in with ``memmove``, which releases the GIL;
-the decoder keeps a memoryview of the message. Both speak ``WriteRequest`` of
-``sidecar.proto`` exactly: any protobuf implementation can be at the other end.
+protobuf would copy the payload twice while holding the GIL. The encoder here allocates an
+uninitialised ``bytes`` of the final length and moves a hand-made prefix and the payload in with
+``memmove``, which releases the GIL; the decoder keeps a memoryview of the message. Both implement
+``WriteRequest`` of ``sidecar.proto`` exactly: the peer may use any protobuf implementation. The checksum
+of a file is combined from those of its chunks, so that no byte is read twice. Thread-safe.
 """
 
 import ctypes
+import functools
 from dataclasses import dataclass
 from typing import Final
+
+import crc32c
 
 from pannier.v1 import sidecar_pb2
 from pannier.wire.errors import InvalidRequestError
 
 CHUNK_BYTES: Final = 1 << 20
-"""Payload of one message: 1 to 2 MiB is fastest, 16 MiB falls off a cliff of page faults."""
+"""Payload of one message: 1 to 2 MiB is fastest, 16 MiB is slow by page faults."""
 MAX_MESSAGE_BYTES: Final = 256 << 20
 """Limit of any message (a global plan at thousands of ranks is the largest)."""
 
@@ -23,6 +26,9 @@ _HEADER = 1 << 3 | 2
 _OFFSET = 2 << 3 | 0
 _CRC32C = 3 << 3 | 5
 _DATA = 4 << 3 | 2
+
+_ZEROS: Final = bytes(1 << 20)
+_Tables = tuple[list[int], list[int], list[int], list[int]]
 
 _new_bytes = ctypes.pythonapi.PyBytes_FromStringAndSize
 _new_bytes.restype = ctypes.py_object
@@ -42,7 +48,7 @@ class Chunk:
 
 @dataclass(slots=True)
 class ReceivedChunk:
-    """Part of a data file as it came in; ``data`` is a view of the message."""
+    """Part of a received data file; ``data`` is a view of the message."""
 
     offset: int
     crc32c: int
@@ -128,3 +134,42 @@ def _read_varint(message: bytes, at: int) -> tuple[int, int]:
         shift += 7
         if shift > 63:
             raise IndexError
+
+
+def combine_crc32c(crc: int, next_crc: int, length: int) -> int:
+    """Checksum of bytes with ``crc`` followed by ``length`` bytes with ``next_crc``; reads no byte.
+
+    Fast for lengths that recur (the chunks of a stream); the first use of a length costs as much as
+    reading ``length`` bytes about thirty times.
+    """
+    if crc == 0:
+        return next_crc
+    first, second, third, fourth = _tables(length)
+    return (
+        first[crc & 0xFF]
+        ^ second[crc >> 8 & 0xFF]
+        ^ third[crc >> 16 & 0xFF]
+        ^ fourth[crc >> 24]
+        ^ next_crc
+    )
+
+
+@functools.lru_cache(maxsize=16)
+def _tables(length: int) -> _Tables:
+    """Effect of ``length`` appended bytes on the checksum before them, by byte of that checksum.
+
+    crc32c is linear: it is the effect of zeros, less their own contribution.
+    """
+    own = _after_zeros(0, length)
+    bits = [_after_zeros(1 << bit, length) ^ own for bit in range(32)]
+    tables: _Tables = ([0], [0], [0], [0])
+    for byte, table in enumerate(tables):
+        for bit in range(8):
+            table += [entry ^ bits[8 * byte + bit] for entry in table]
+    return tables
+
+
+def _after_zeros(crc: int, length: int) -> int:
+    for start in range(0, length, len(_ZEROS)):
+        crc = crc32c.crc32c(_ZEROS[: length - start], crc)
+    return crc

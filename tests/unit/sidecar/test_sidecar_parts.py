@@ -17,7 +17,7 @@ from pannier.sidecar.spool.data_file import DataFile, SpoolSource
 from pannier.sidecar.spool.spool import KEPT_S, Spool
 from pannier.sidecar.upload.concurrency import MOST, Slots
 from pannier.v1 import records_pb2, save_pb2, sidecar_pb2
-from pannier.wire import checksums, errors, object_names
+from pannier.wire import chunk_codec, errors, object_names
 from pannier.wire.chunk_codec import ReceivedChunk
 from support.processes.daemons import memory_directory
 
@@ -204,7 +204,7 @@ def test_readers_of_a_released_file_are_told(memory: Path) -> None:
 def test_the_checksum_of_a_whole_comes_from_its_parts(length: int) -> None:
     generator = random.Random(length)
     first, second = generator.randbytes(1000), generator.randbytes(length)
-    combined = checksums.append(crc32c.crc32c(first), crc32c.crc32c(second), length)
+    combined = chunk_codec.combine_crc32c(crc32c.crc32c(first), crc32c.crc32c(second), length)
     assert combined == crc32c.crc32c(first + second)
 
 

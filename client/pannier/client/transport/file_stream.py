@@ -18,7 +18,7 @@ import grpc
 from pannier.client.timers import Timers
 from pannier.client.transport.channel import InterruptedCallError, SidecarChannel
 from pannier.v1 import sidecar_pb2
-from pannier.wire import checksums, chunk_codec
+from pannier.wire import chunk_codec
 from pannier.wire.chunk_codec import CHUNK_BYTES, Chunk
 from pannier.wire.errors import PannierError, UnavailableError, from_rpc_error
 
@@ -82,7 +82,7 @@ class FileSource:
         total = 0
         for index in range(len(self._crcs)):
             if (index + 1) * CHUNK_BYTES <= self.size:
-                total = checksums.append(total, self._crc(index), CHUNK_BYTES)
+                total = chunk_codec.combine_crc32c(total, self._crc(index), CHUNK_BYTES)
             else:
                 total = crc32c.crc32c(self._view[index * CHUNK_BYTES :], total)
         return total

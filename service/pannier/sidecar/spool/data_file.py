@@ -16,7 +16,7 @@ from typing import Final
 import crc32c
 
 from pannier.sidecar.spool.spool import Slab
-from pannier.wire import checksums
+from pannier.wire import chunk_codec
 from pannier.wire.chunk_codec import ReceivedChunk
 from pannier.wire.errors import IntegrityError, InvalidRequestError, PannierError, UnavailableError
 
@@ -142,7 +142,7 @@ class DataFile:
                 )
             self._write(data, chunk.offset)
             self.crc = (
-                checksums.append(self.crc, crc, length)
+                chunk_codec.combine_crc32c(self.crc, crc, length)
                 if length == _USUAL
                 else crc32c.crc32c(data, self.crc)
             )
