@@ -1,17 +1,25 @@
-"""A local file in the making: nobody sees it before it is whole and on disk.
+"""A local file that becomes visible only when it is complete and on disk.
 
-Blocking; runs in threads. In goes content, out comes a file that is published by
-a link (creates) or a rename (replaces), with file and directory synced.
+In: content. Out: a file that is published by a link (creates) or a rename (replaces), with file and
+directory synced. A :class:`Draft` blocks and runs in threads; an :class:`OpenDraft` calls it from the
+event loop.
 """
 
+import asyncio
 import errno
 import fcntl
+import math
 import os
+import time
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, Final, TypeVar
+
+from pannier.storage.base import Progress
+from pannier.storage.io_threads import BUFFER, PATIENCE_S, Guarded, HungError, Threads
+from pannier.storage.source_reader import Feed
 
 T = TypeVar("T")
 
@@ -20,7 +28,9 @@ HIDDEN = ".pannier-"
 BLOCK = 4096
 _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT)
 _PRUNES = 100
-"""Times in a row that others may remove an empty directory in which a file is to be made."""
+"""Times in a row that other processes may remove the empty directory of a new file."""
+_STEP: Final = BUFFER // 2
+"""One half of a buffer is filled while the other is written."""
 _NO_LINK = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
@@ -34,7 +44,7 @@ def sync_directory(directory: Path) -> None:
     try:
         os.fsync(fd)
     except OSError as error:
-        # Some network file systems refuse it: there, names are durable by themselves.
+        # Some network file systems refuse it: there, names are durable without.
         if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
             raise
     finally:
@@ -46,7 +56,7 @@ def make_directory(directory: Path) -> None:
     missing = []
     at = directory
     while not at.is_dir():
-        # Asked once more: another rank's upload may just have made it.
+        # Checked again: another rank's upload may just have created it.
         if at.exists() and not at.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, f"{at} is not a directory")
         missing.append(at)
@@ -59,13 +69,13 @@ def make_directory(directory: Path) -> None:
 class Draft:
     """One unpublished file beside ``target``.
 
-    Where the kernel can, it has no name at all, so that even a killed process
-    leaves nothing behind.
+    Where the kernel supports it, the file has no name, so that even a killed process leaves nothing
+    behind.
 
     Args:
         target: final path; its directory is created.
-        direct: write around the page cache, whose fresh pages cost several
-            times the write itself; needs aligned buffers.
+        direct: write past the page cache, whose fresh pages cost several times the write
+            itself; needs aligned buffers.
     """
 
     def __init__(self, target: Path, *, direct: bool) -> None:
@@ -96,10 +106,10 @@ class Draft:
             return fd
 
     def _in_directory(self, make: Callable[[], T]) -> T:
-        """Runs ``make`` in the target's directory, which is created again when others remove it.
+        """Runs ``make`` in the target's directory, which is created again when it is removed.
 
-        A file without a name doesn't keep its directory: it counts as empty, and is removed after
-        the last other file in it.
+        A directory with nothing but a nameless file counts as empty, and is removed with its last
+        named file.
         """
         for last in range(_PRUNES, -1, -1):
             try:
@@ -114,8 +124,10 @@ class Draft:
         return self._target.with_name(f"{HIDDEN}{uuid.uuid4().hex}.tmp")
 
     def write(self, view: memoryview, offset: int) -> None:
-        """Writes all of ``view``. When direct, start, length and offset are multiples of BLOCK;
-        what lies beyond the end is cut off by :meth:`sync`.
+        """Writes all of ``view``.
+
+        When direct, start, length and offset are multiples of BLOCK; :meth:`sync` cuts off the
+        bytes beyond the end.
         """
         done = 0
         while done < len(view):
@@ -137,11 +149,16 @@ class Draft:
         os.ftruncate(self._fd, size)
         os.fsync(self._fd)
 
+    def fill(self, data: bytes) -> None:
+        """Writes all content at once, durably."""
+        self.write(memoryview(data), 0)
+        self.sync(len(data))
+
     def link(self) -> None:
-        """Publishes it unless something is there.
+        """Publishes it unless the target exists.
 
         Raises:
-            FileExistsError: something is there.
+            FileExistsError: the target exists.
             LinksUnsupportedError: use :meth:`move`.
         """
         self._link(self._target)
@@ -154,7 +171,7 @@ class Draft:
         self.replace()
 
     def replace(self) -> None:
-        """Publishes it in place of what is there; readers see the one or the other."""
+        """Publishes it in place of the target; readers see the old or the new file."""
         if self._name is None:
             name = self._new_name()
             self._link(name)
@@ -164,12 +181,12 @@ class Draft:
         self._sync_name()
 
     def _sync_name(self) -> None:
-        # Gone with its directory: others have removed what was published, which is durable, too.
+        # The published file was removed with its directory, which is as durable.
         with suppress(FileNotFoundError):
             sync_directory(self._target.parent)
 
     def _link_nameless(self, path: Path) -> None:
-        # Only with a directory does os.link() follow /proc's link to the file.
+        # os.link() follows /proc's link to the file only when a directory is given.
         os.link(f"/proc/self/fd/{self._fd}", path, src_dir_fd=self._fd)
 
     def _link(self, path: Path) -> None:
@@ -188,9 +205,53 @@ class Draft:
         return os.fstat(self._fd)
 
     def close(self) -> None:
-        """Ends it; what wasn't published is gone."""
+        """Closes the file; removes it if it wasn't published."""
         os.close(self._fd)
         if self._name is not None:
             with suppress(FileNotFoundError):
                 self._name.unlink()
             self._name = None
+
+
+class OpenDraft:
+    """A draft that is written by calls in threads."""
+
+    def __init__(self, file: Draft, threads: Threads) -> None:
+        self.file = file
+        self.guard = Guarded(file.close)
+        self._threads = threads
+
+    async def run(self, function: Callable[..., T], *args: Any, until: float = math.inf) -> T:
+        """A call that uses the draft; one that hangs keeps it open."""
+        return await self._threads.run(self.guard.use, function, *args, until=until)
+
+    async def copy(self, feed: Feed, view: memoryview, size: int, progress: Progress) -> None:
+        """Writes ``size`` bytes of ``feed`` by way of the buffer ``view``."""
+        halves = (view[:_STEP], view[_STEP:])
+        writing: asyncio.Task[None] | None = None
+        try:
+            for turn, offset in enumerate(range(0, size, _STEP)):
+                half, length = halves[turn % 2], min(_STEP, size - offset)
+                await feed.fill(half[:length], offset)
+                if writing is not None:
+                    await writing
+                    progress(offset)
+                # Whole blocks; the draft is cut to its size in the end.
+                blocks = half[: -(-length // BLOCK) * BLOCK]
+                writing = asyncio.create_task(self.run(self.file.write, blocks, offset))
+            if writing is not None:
+                await writing
+                progress(size)
+        finally:
+            if writing is not None and not writing.done():
+                writing.cancel()
+                with suppress(asyncio.CancelledError):
+                    await asyncio.wait({writing})
+
+    async def close(self) -> bool:
+        """Closes it; False while a call still uses it, or when the file system doesn't answer."""
+        until = time.monotonic() + PATIENCE_S
+        try:
+            return await self._threads.run(self.guard.close, until=until, closing=True)
+        except HungError:
+            return False

@@ -1,15 +1,13 @@
 """Checkpoints in a directory of a file system.
 
-A file is made beside its place, synced, and published by a link that fails when
-something is there; what replaces an expected generation is renamed under a lock.
-So readers never see a part, and what is reported is on disk, name and content.
+A file is written under another name or none, synced, and published by a link, which fails when the name
+is taken; a file that replaces an expected generation is renamed under a lock. So readers see complete
+files only, and what is reported is on disk, name and content.
 """
 
-import asyncio
 import dataclasses
 import errno
 import hashlib
-import math
 import os
 import stat
 import time
@@ -39,9 +37,6 @@ from pannier.storage.base import (
 from pannier.storage.io_threads import (
     BUFFER,
     PATIENCE_S,
-    Guarded,
-    HungError,
-    Threads,
     buffers,
     threads_of,
 )
@@ -50,6 +45,7 @@ from pannier.storage.local.atomic_file import (
     HIDDEN,
     Draft,
     LinksUnsupportedError,
+    OpenDraft,
     sync_directory,
 )
 from pannier.storage.local.lock import Locked, locked, release_unheld
@@ -61,13 +57,11 @@ from pannier.wire import object_names
 T = TypeVar("T")
 
 _RECORDS = object_names.attempts_prefix().rstrip("/")
-_STEP = BUFFER // 2
-"""One half of a buffer is filled while the other is written."""
 _WALK_S = 3600.0
 
 
 class LocalStore(Store):
-    """A directory. Created with the first object, except for what ``mkdir`` can't do."""
+    """A directory, created with its first object."""
 
     upload_memory = BUFFER
 
@@ -79,15 +73,15 @@ class LocalStore(Store):
         self._threads = threads_of(str(self._root.parent))
 
     async def _call(self, function: Callable[..., T], *args: Any) -> T:
-        """In a thread; one that doesn't answer by the deadline is abandoned."""
+        """Calls in a thread, which is abandoned at the deadline."""
         return await self._threads.run(function, *args, until=self._until())
 
     def _until(self) -> float:
-        # Also what begins when the time is up gets an answer where there is one.
+        # A call that begins at the deadline still gets its answer if the file system works.
         return max(end_of(self._deadline_s), time.monotonic() + PATIENCE_S)
 
     async def _walk(self, walk: Callable[..., T], *args: Any) -> T:
-        """As :meth:`_call`, for what may take as long as the directory is large."""
+        """As :meth:`_call`, for calls that take longer in larger directories."""
         until = max(self._until(), time.monotonic() + _WALK_S)
         return await self._threads.run(walk, *args, until=until)
 
@@ -103,8 +97,8 @@ class LocalStore(Store):
     ) -> ObjectInfo:
         """See :meth:`Store.upload`.
 
-        What is confirmed is that the bytes handed to the kernel have the sender's
-        checksum and that it reported them durable (fsync); they are not read back.
+        Confirms that the bytes given to the kernel have the sender's checksum and that fsync
+        succeeded; nothing is read back.
         """
         path = self._path(key)
         with _os_errors(path):
@@ -117,11 +111,11 @@ class LocalStore(Store):
     async def _upload(self, key: str, path: Path, source: Source, progress: Progress) -> ObjectInfo:
         feed = Feed(source)
         buffer = buffers.take()
-        draft: _OpenDraft | None = None
-        # Writing may take as long as the caller waits.
+        draft: OpenDraft | None = None
+        # Writes have no deadline but the caller's.
         try:
             draft = await self._open_draft(path, direct=source.size >= BLOCK)
-            await _copy(feed, draft, memoryview(buffer), source.size, progress)
+            await draft.copy(feed, memoryview(buffer), source.size, progress)
             crc = await feed.confirm()
             await draft.run(draft.file.sync, source.size)
             try:
@@ -135,17 +129,17 @@ class LocalStore(Store):
             return _info(key, await draft.run(draft.file.stat), crc)
         finally:
             feed.close()
-            # A write that hangs still reads the buffer.
+            # A write that hangs still reads the buffer: then it is not used again.
             if draft is None or await draft.close():
                 buffers.give(buffer)
 
-    async def _open_draft(self, path: Path, *, direct: bool) -> "_OpenDraft":
+    async def _open_draft(self, path: Path, *, direct: bool) -> "OpenDraft":
         made = await self._threads.run(
             partial(Draft, path, direct=direct), until=self._until(), undo=Draft.close
         )
-        return _OpenDraft(made, self._threads)
+        return OpenDraft(made, self._threads)
 
-    async def _publish(self, draft: "_OpenDraft", path: Path) -> None:
+    async def _publish(self, draft: "OpenDraft", path: Path) -> None:
         try:
             await draft.run(draft.file.link, until=self._until())
         except LinksUnsupportedError:
@@ -171,12 +165,12 @@ class LocalStore(Store):
         with _os_errors(path):
             draft = await self._open_draft(path, direct=False)
             try:
-                await draft.run(_fill, draft.file, data, until=self._until())
+                await draft.run(draft.file.fill, data, until=self._until())
                 if expected is None:
                     with suppress(FileExistsError):
                         await self._publish(draft, path)
                         return await self._published(key, draft, data)
-                # Gone: the directory, with all that was in it.
+                # The directory was removed.
                 with suppress(FileNotFoundError):
                     async with self._locked(path) as lock:
                         current = await self.stat(key)
@@ -192,7 +186,7 @@ class LocalStore(Store):
             finally:
                 await draft.close()
 
-    async def _published(self, key: str, draft: "_OpenDraft", data: bytes) -> ObjectInfo:
+    async def _published(self, key: str, draft: "OpenDraft", data: bytes) -> ObjectInfo:
         stat = await draft.run(draft.file.stat, until=self._until())
         return _info(key, stat, crc32c.crc32c(data))
 
@@ -228,7 +222,7 @@ class LocalStore(Store):
 
     @in_time
     async def delete(self, key: str, *, generation: str | None = None) -> None:
-        """See :meth:`Store.delete`. Directories that become empty go too, but for the store's own."""
+        """See :meth:`Store.delete`. Directories below the store's own that become empty are removed."""
         path = self._path(key)
         with _os_errors(path):
             try:
@@ -254,8 +248,8 @@ class LocalStore(Store):
 
     @in_time
     async def list_unfinished(self) -> Sequence[Unfinished]:
-        """See :meth:`Store.list_unfinished`: temporary files, locks that were not released, and
-        directories that a process which was killed didn't remove after their last file.
+        """See :meth:`Store.list_unfinished`: temporary files, locks, and empty directories that
+        killed processes left.
         """
         with _os_errors(self._root):
             return await self._walk(_walk_hidden, self._root)
@@ -268,13 +262,13 @@ class LocalStore(Store):
             if await self._call(path.is_dir):
                 await self._call(self._prune, path)
                 return
-            with suppress(FileNotFoundError):  # Gone, with its directory.
+            with suppress(FileNotFoundError):  # Removed with its directory.
                 if not await self._call(release_unheld, path):
                     await self._call(_unlink, path)
             await self._call(self._prune, path.parent)
 
     async def probe(self) -> None:
-        """See :meth:`Store.probe`. Directories that it had to make are removed again."""
+        """See :meth:`Store.probe`. Directories that it created are removed again."""
         with _os_errors(self._root):
             made = await self._call(_missing, self._root)
         try:
@@ -286,64 +280,13 @@ class LocalStore(Store):
         """Nothing is held open."""
 
 
-class _OpenDraft:
-    """A draft that calls in threads write."""
-
-    def __init__(self, file: Draft, threads: Threads) -> None:
-        self.file = file
-        self.guard = Guarded(file.close)
-        self._threads = threads
-
-    async def run(self, function: Callable[..., T], *args: Any, until: float = math.inf) -> T:
-        """A call that uses the draft; one that hangs keeps it open."""
-        return await self._threads.run(self.guard.use, function, *args, until=until)
-
-    async def close(self) -> bool:
-        """Ends it; False when a call still uses it, or the file system does not answer."""
-        until = time.monotonic() + PATIENCE_S
-        try:
-            return await self._threads.run(self.guard.close, until=until, closing=True)
-        except HungError:
-            return False
-
-
-async def _copy(
-    feed: Feed, draft: _OpenDraft, view: memoryview, size: int, progress: Progress
-) -> None:
-    halves = (view[:_STEP], view[_STEP:])
-    writing: asyncio.Task[None] | None = None
-    try:
-        for turn, offset in enumerate(range(0, size, _STEP)):
-            half, length = halves[turn % 2], min(_STEP, size - offset)
-            await feed.fill(half[:length], offset)
-            if writing is not None:
-                await writing
-                progress(offset)
-            # Whole blocks; the draft is cut to its size in the end.
-            blocks = half[: -(-length // BLOCK) * BLOCK]
-            writing = asyncio.create_task(draft.run(draft.file.write, blocks, offset))
-        if writing is not None:
-            await writing
-            progress(size)
-    finally:
-        if writing is not None and not writing.done():
-            writing.cancel()
-            with suppress(asyncio.CancelledError):
-                await asyncio.wait({writing})
-
-
-def _fill(draft: Draft, data: bytes) -> None:
-    draft.write(memoryview(data), 0)
-    draft.sync(len(data))
-
-
 def _missing(directory: Path) -> list[Path]:
     return [path for path in (directory, *directory.parents) if not path.exists()]
 
 
 def _remove_empty(directories: list[Path]) -> None:
     for path in directories:
-        with suppress(OSError):  # Somebody is using it by now.
+        with suppress(OSError):  # It is in use by now.
             path.rmdir()
 
 
@@ -405,7 +348,7 @@ def _info(key: str, found: os.stat_result, crc: int | None) -> ObjectInfo:
 
 def _conflict(path: Path, current: ObjectInfo | None, expected: str | None) -> str:
     if current is None:
-        return f"{path} is gone, where generation {expected} was expected"
+        return f"{path} does not exist, expected was generation {expected}"
     if expected is None:
         return f"{path} exists with other content"
     return f"{path} has generation {current.generation}, not {expected}"
@@ -441,7 +384,7 @@ def _walk_hidden(root: Path) -> list[Unfinished]:
     found = []
     for directory, below, names in os.walk(root, onerror=_unless_gone):
         leftovers = [Path(directory, name) for name in names if name.startswith(HIDDEN)]
-        # Others may keep empty directories on purpose, but not among the records.
+        # Empty directories may be intended, but not among the records.
         if not below and not names and _RECORDS in Path(directory).relative_to(root).parts:
             leftovers.append(Path(directory))
         for path in leftovers:
@@ -460,7 +403,7 @@ def _unless_gone(error: OSError) -> None:
 
 @contextmanager
 def _os_errors(path: Path) -> Iterator[None]:
-    """Says in the store's words what the operating system refused."""
+    """Raises the operating system's errors as the store's."""
     try:
         yield
     except OSError as error:
