@@ -56,7 +56,7 @@ def test_a_stopped_rank_is_named_and_a_dead_one_ends_the_save_at_once(
         assert outcome(ranks, 1, 0) == "committed"
         ranks.processes[1].pause()
         order(tmp_path, 2, 0, timeout=9)
-        named = re.compile(r"rank 1 \(host node-0, last heard ([5-9]|1\d) s ago\)")
+        named = re.compile(r"rank 1 \(host node-0, last seen ([5-9]|1\d) s ago\)")
         target = str(tmp_path / "root" / "step-2")
         await_save(
             daemons.coordinator_address,
@@ -101,7 +101,7 @@ def test_a_stopped_daemon_is_named_and_the_save_goes_on_when_it_does(
     await_save(daemons.coordinator_address, target, ingested)
 
     daemons.coordinator.pause()
-    silent = re.compile(r"the coordinator at .* \(last heard ([5-9]|1\d) s ago\)")
+    silent = re.compile(r"the coordinator at .* \(last seen ([5-9]|1\d) s ago\)")
     wait_until(lambda: silent.match(handle.status().waiting_on) is not None, 15)
     wait_until(lambda: re.search(r"WARNING .*the coordinator .* is silent", daemons.sidecar.log()))
     daemons.coordinator.resume()
@@ -109,7 +109,7 @@ def test_a_stopped_daemon_is_named_and_the_save_goes_on_when_it_does(
 
     with caplog.at_level(logging.INFO, "pannier"):
         daemons.sidecar.pause()
-        silent = re.compile(r"the sidecar at .* \(last heard ([5-9]|1\d) s ago\)")
+        silent = re.compile(r"the sidecar at .* \(last seen ([5-9]|1\d) s ago\)")
         wait_until(lambda: silent.match(handle.status().waiting_on) is not None, 15)
 
         def warned() -> list[str]:
@@ -117,7 +117,7 @@ def test_a_stopped_daemon_is_named_and_the_save_goes_on_when_it_does(
 
         wait_until(lambda: len(warned()) > 0)
         assert len(warned()) == 1
-        assert re.match(r"the sidecar at .* is silent, last heard", warned()[0])
+        assert re.match(r"the sidecar at .* is silent, last seen", warned()[0])
         wait_until(lambda: "node-0 is attached but unresponsive" in daemons.coordinator.log())
         daemons.sidecar.resume()
         server.clear()

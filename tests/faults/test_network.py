@@ -111,7 +111,7 @@ def test_a_cut_from_the_coordinator_ends_only_saves_whose_deadline_passes_meanwh
         assert time.monotonic() - began < 9
         with pytest.raises(PannierError, match=r"coordinator at .*:7777"):
             third.result(30)
-        with pytest.raises(InDoubtError, match=r"waiting for the coordinator at .*last heard"):
+        with pytest.raises(InDoubtError, match=r"waiting for the coordinator at .*last seen"):
             hasty.result(30)
         assert not patient.done()
         assert "coordinator at" in patient.status().waiting_on

@@ -198,7 +198,7 @@ class SaveHandle(OutcomeFuture[SaveResult], AsyncSaveResponse):
         return self._upload
 
     def status(self) -> SaveStatus:
-        """How far the save is, as last heard."""
+        """How far the save is, as last seen."""
         return self._status
 
     def wait(self, timeout: float | None = None) -> bool:

@@ -17,12 +17,12 @@ class Awaited:
     rank: int
     host: str = ""
     """Empty when it isn't known."""
-    heard_s: float | None = None
-    """Seconds since it was last heard; None: never."""
+    last_seen_s: float | None = None
+    """Seconds since it was last seen; None: never."""
 
 
 def waiting_text(awaited: Iterable[Awaited]) -> str:
-    """``ranks [3, 7] (host node-2, last heard 12 s ago)``, by host; empty for nobody."""
+    """``ranks [3, 7] (host node-2, last seen 12 s ago)``, by host; empty for nobody."""
     by_host: dict[str, list[Awaited]] = {}
     for one in sorted(awaited, key=lambda one: one.rank):
         by_host.setdefault(one.host, []).append(one)
@@ -69,6 +69,6 @@ _TIMES: Final = (
 
 
 def _where(host: str, group: list[Awaited]) -> str:
-    heard = [one.heard_s for one in group if one.heard_s is not None]
-    when = f"last heard {min(heard):.0f} s ago" if heard else "not heard of yet"
+    heard = [one.last_seen_s for one in group if one.last_seen_s is not None]
+    when = f"last seen {min(heard):.0f} s ago" if heard else "not seen yet"
     return f"host {host}, {when}" if host else when

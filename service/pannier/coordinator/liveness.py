@@ -296,7 +296,7 @@ class HeartbeatMonitor:
         late = [
             each
             for each in awaited
-            if (age if each.heard_s is None else each.heard_s) > self._after_s
+            if (age if each.last_seen_s is None else each.last_seen_s) > self._after_s
         ]
         ranks = {each.rank for each in late}
         if new := [each for each in late if each.rank not in before]:

@@ -22,7 +22,7 @@ _STATUS: Final = "pannier.v1.Status"
 _INTERVAL_S: Final = 0.1
 """Shortest time between two messages of WatchSave."""
 _REFRESH_S: Final = 1.0
-"""How often WatchSave looks for what changes with time alone ("last heard 12 s ago")."""
+"""How often WatchSave looks for what changes with time alone ("last seen 12 s ago")."""
 
 
 @dataclass(frozen=True)

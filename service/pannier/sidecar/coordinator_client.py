@@ -113,10 +113,10 @@ class Link:
 
     @property
     def description(self) -> str:
-        """The coordinator and when it was last heard, for people. Any thread."""
+        """The coordinator and when it was last seen, for people. Any thread."""
         if self._heard is None:
-            return f"{self.peer} (not heard of yet)"
-        return f"{self.peer} (last heard {observer_clock.now() - self._heard:.0f} s ago)"
+            return f"{self.peer} (not seen yet)"
+        return f"{self.peer} (last seen {observer_clock.now() - self._heard:.0f} s ago)"
 
     # Any thread.
 
@@ -388,7 +388,7 @@ class Link:
         ]
 
     async def _keep_asking(self) -> None:
-        """Asks for the coordinator's health, to know when it was last heard."""
+        """Asks for the coordinator's health, to know when it was last seen."""
         while True:
             try:
                 await self._health.Check(health_pb2.HealthCheckRequest(), timeout=_PING_S)

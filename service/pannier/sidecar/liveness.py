@@ -1,4 +1,4 @@
-"""When each trainer on this host was last heard, and which of them are gone.
+"""When each trainer on this host was last seen, and which of them are gone.
 
 In: what sessions see of them. Out: a warning when a save waits for one that is silent, and
 reports for the coordinator, also of trainers that take part in no save yet. A stopped process
@@ -84,7 +84,7 @@ class Trainers:
         for key in silent.keys() - self._suspects:
             rank = silent[key]
             _log.warning(
-                "%s waits for its trainer, last heard %.0f s ago: suspect, and given up at the "
+                "%s waits for its trainer, last seen %.0f s ago: suspect, and given up at the "
                 "save's deadline",
                 *(rank.label, now - rank.heard),
             )

@@ -25,7 +25,7 @@ class Coordinator(Protocol):
 
     @property
     def description(self) -> str:
-        """``coordinator at host:port (last heard 12 s ago)``."""
+        """``coordinator at host:port (last seen 12 s ago)``."""
 
 
 def rank_status(rank: RankSave) -> save_pb2.RankStatus:

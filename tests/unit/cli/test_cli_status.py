@@ -34,7 +34,7 @@ def save(
     status.ranks.add(rank=1, host="node-1", phase=phase, retries=4, last_error="503 from storage")
     if state == save_pb2.SAVE_STATE_UPLOADING:
         status.waiting_on.ranks.append(1)
-        status.waiting_on.text = "ranks [1] (host node-1, last heard 12 s ago)"
+        status.waiting_on.text = "ranks [1] (host node-1, last seen 12 s ago)"
         status.waiting_on.deadline_s = 100
     if state == save_pb2.SAVE_STATE_ABORTED:
         status.failures.add(
@@ -187,7 +187,7 @@ def test_status_of_one_save_shows_ranks_and_whom_it_waits_for(serve: Serve) -> N
     address = serve(Scripted([UPLOADING]))
     result = pannier("status", ID, "--address", address)
     assert result.code == 0, result
-    assert "waiting for ranks [1] (host node-1, last heard 12 s ago)" in result.out
+    assert "waiting for ranks [1] (host node-1, last seen 12 s ago)" in result.out
     rank = next(line for line in result.out.splitlines() if "503 from storage" in line)
     assert "node-1" in rank
     assert "INGESTED" in rank

@@ -127,7 +127,7 @@ def test_a_sidecar_that_answers_no_ping_is_silent(
     sidecar.answers = False
     for _ in range(3):
         sidecar.beat(heartbeat.TIMEOUT_S)
-    assert "last heard" in sidecar.said[-1]
+    assert "last seen" in sidecar.said[-1]
     assert "is silent" in caplog.text
 
 

@@ -8,13 +8,13 @@ def test_ranks_are_named_by_host() -> None:
         [Awaited(7, "node-2", 20.4), Awaited(3, "node-2", 12.2), Awaited(1, "node-0", 0.1)]
     )
     assert text == (
-        "rank 1 (host node-0, last heard 0 s ago), ranks [3, 7] (host node-2, last heard 12 s ago)"
+        "rank 1 (host node-0, last seen 0 s ago), ranks [3, 7] (host node-2, last seen 12 s ago)"
     )
 
 
 def test_who_was_never_heard_is_said_so() -> None:
-    assert waiting_text([Awaited(1)]) == "rank 1 (not heard of yet)"
-    assert waiting_text([Awaited(1, "node-0")]) == "rank 1 (host node-0, not heard of yet)"
+    assert waiting_text([Awaited(1)]) == "rank 1 (not seen yet)"
+    assert waiting_text([Awaited(1, "node-0")]) == "rank 1 (host node-0, not seen yet)"
 
 
 def test_many_ranks_are_cut() -> None:

@@ -59,7 +59,7 @@ def test_a_silent_rank_is_named_once_and_when_it_is_heard_again(
     watched.silent_for(save, 1, 6)
     watched.monitor.check()
     (text,) = said(caplog)
-    assert "(STAGING) waits for rank 1 (host node-1, last heard 6 s ago)" in text
+    assert "(STAGING) waits for rank 1 (host node-1, last seen 6 s ago)" in text
     assert "no heartbeat for more than 5 s; it fails in 3600 s" in text
     watched.monitor.check()
     assert said(caplog) == []
@@ -83,7 +83,7 @@ def test_a_rank_that_never_came_is_named(caplog: pytest.LogCaptureFixture) -> No
     save.known_since -= 6
     watched.monitor.check()
     (text,) = said(caplog)
-    assert "rank 1 (not heard of yet)" in text
+    assert "rank 1 (not seen yet)" in text
 
 
 def test_a_silent_sidecar_is_named(caplog: pytest.LogCaptureFixture) -> None:

@@ -191,8 +191,8 @@ def test_missing_rank_is_named_at_the_deadline(sockets: Path, tmp_path: Path) ->
             assert failures.keys() == {1, 2}
             assert {kind for kind, _ in failures.values()} == {save_pb2.FAILURE_KIND_DEADLINE}
             assert caught.value.failures[2].host == "node-2"
-            assert "rank 1 (not heard of yet)" in str(caught.value)
-            assert "rank 2 (host node-2, last heard" in str(caught.value)
+            assert "rank 1 (not seen yet)" in str(caught.value)
+            assert "rank 2 (host node-2, last seen" in str(caught.value)
 
     asyncio.run(scenario())
     assert not Path(place).exists()
@@ -217,7 +217,7 @@ def test_unfinished_rank_is_named_at_the_deadline(sockets: Path, tmp_path: Path)
             status = await sidecar.hear(who.save, ABORTED)
             assert [failure.rank for failure in status.failures] == [0]
             assert status.failures[0].kind == save_pb2.FAILURE_KIND_DEADLINE
-            assert "rank 0 (host node-0, last heard" in status.failures[0].message
+            assert "rank 0 (host node-0, last seen" in status.failures[0].message
             # The decision stays; the attempt's other records go, and the checkpoint never was.
             end = time.monotonic() + 5
             while (place / object_names.manifest(finals[0].attempt)).exists():
@@ -673,7 +673,7 @@ def test_status_names_whom_a_save_waits_for(sockets: Path, tmp_path: Path) -> No
             save = (await status.GetSave(request)).save
             assert save.state == save_pb2.SAVE_STATE_STAGING
             assert save.attempt == finals[0].attempt
-            assert re.match(r"rank 1 \(host node-1, last heard \d s ago", save.waiting_on.text)
+            assert re.match(r"rank 1 \(host node-1, last seen \d s ago", save.waiting_on.text)
             assert save.ranks[0].bytes_ingested == 123
             await make_durable(sidecar, place, finals)
             await sidecar.hear(who.save, COMMITTED)

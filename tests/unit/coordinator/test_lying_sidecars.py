@@ -321,6 +321,6 @@ def test_calls_of_one_sidecar_have_a_limit_and_others_are_answered(
                 ended = await asyncio.gather(*waiting, return_exceptions=True)
                 assert all(isinstance(each, PannierError) for each in ended)
                 # Some of the eight were let in: the plan couldn't be made with those.
-                assert "(not heard of yet)" in str(ended)
+                assert "(not seen yet)" in str(ended)
 
     asyncio.run(scenario())

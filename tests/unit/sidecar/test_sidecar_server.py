@@ -606,7 +606,7 @@ def test_a_coordinator_that_comes_back_hears_everything_again(host: Host) -> Non
     await_true(lambda: not host.sidecar._link.connected, "the link is down")
     status = host.sidecar.board.get(object_names.save_text(first.save))
     assert "coordinator at unix://" in status.waiting_on.text
-    assert "last heard" in status.waiting_on.text
+    assert "last seen" in status.waiting_on.text
     seen = len(host.coordinator.reports)
     host.coordinator.start()
     again = host.coordinator.await_phase(first, save_pb2.RANK_PHASE_DURABLE, after=seen)
@@ -634,7 +634,7 @@ def test_a_plan_gives_up_at_its_deadline_and_says_on_whom(host: Host) -> None:
     host.start()
     trainer = host.trainer()
     with pytest.raises(
-        errors.DeadlineError, match=r"coordinator at unix://.* \(not heard of yet\)"
+        errors.DeadlineError, match=r"coordinator at unix://.* \(not seen yet\)"
     ):
         trainer.plan(trainer.context(host.id()), timeout_s=1)
 
@@ -866,7 +866,7 @@ def test_status_tells_how_far_a_rank_is(host: Host) -> None:
         (rank,) = save.ranks
         assert (rank.host, rank.phase) == ("node-0", save_pb2.RANK_PHASE_STREAMING)
         assert (rank.bytes_staged, rank.bytes_ingested) == (1000, 1000)
-        assert "rank 0 (host node-0, last heard 0 s ago)" in save.waiting_on.text
+        assert "rank 0 (host node-0, last seen 0 s ago)" in save.waiting_on.text
         watched = stub.WatchSave(status_pb2.WatchSaveRequest(id=save.id), timeout=20)
         assert next(watched).save.id == save.id
         trainer.hand_over(context, data_file(trainer.header(context, "0", 0).name, b"x" * 1000))

@@ -105,11 +105,11 @@ class Heartbeat:
         suspect = self._missed > 1 and silent_s > SUSPECT_S
         if suspect:
             reach = "" if self._connected() else "not connected, "
-            self._tell(f"the {self._peer} ({reach}last heard {silent_s:.0f} s ago)")
+            self._tell(f"the {self._peer} ({reach}last seen {silent_s:.0f} s ago)")
         if suspect and not self._suspect and self._connected():
             # That a connection was lost is said already.
             _log.warning(
-                "the %s is silent, last heard %.0f s ago: its saves wait, until their deadlines",
+                "the %s is silent, last seen %.0f s ago: its saves wait, until their deadlines",
                 *(self._peer, silent_s),
             )
         elif self._suspect and not suspect:

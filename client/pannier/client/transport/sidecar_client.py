@@ -63,7 +63,7 @@ _LEAST_S: Final = 0.001
 
 StatusListener = Callable[[save_pb2.SaveStatus], None]
 SilenceListener = Callable[[str], None]
-"""Called with the sidecar's name and when it was last heard; "" once it is heard again."""
+"""Called with the sidecar's name and when it was last seen; "" once it is heard again."""
 
 
 @dataclass

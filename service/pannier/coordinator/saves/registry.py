@@ -41,7 +41,7 @@ SPLIT_S: Final = 2.0
 class _Incarnation:
     first: sidecar_pb2.SaveContext
     hosts: dict[int, tuple[str, float]] = field(default_factory=dict)
-    """By rank: host, and when the rank was last heard."""
+    """By rank: host, and when the rank was last seen."""
 
 
 class Registry:

@@ -66,7 +66,7 @@ TERMINAL: Final = (State.COMMITTED, State.ABORTED, State.PREPARED)
 
 
 class Presence:
-    """Something that speaks for ranks: when it was last heard (:mod:`pannier.common.observer_clock`)."""
+    """Something that speaks for ranks: when it was last seen (:mod:`pannier.common.observer_clock`)."""
 
     def __init__(self, host: str) -> None:
         self.host = host
@@ -86,7 +86,7 @@ class Part:
     host: str = ""
     phase: "save_pb2.RankPhase" = save_pb2.RANK_PHASE_MISSING
     heard: float | None = None
-    """When the rank's trainer was last heard (:mod:`pannier.common.observer_clock`); None: never."""
+    """When the rank's trainer was last seen (:mod:`pannier.common.observer_clock`); None: never."""
     sidecar: Presence | None = None
     told: save_pb2.RankStatus = field(default_factory=save_pb2.RankStatus)
     """As its sidecar last reported it."""
@@ -111,7 +111,7 @@ class Part:
             self.reached[phase] = time.monotonic()
 
     def silence(self, suspect_after_s: float) -> float | None:
-        """Seconds since it was last heard; a quiet trainer's sidecar speaks for it."""
+        """Seconds since it was last seen; a quiet trainer's sidecar speaks for it."""
         now = observer_clock.now()
         if self.sidecar is not None and self.phase >= save_pb2.RANK_PHASE_INGESTED:
             # Its trainer may be gone: the sidecar has everything.

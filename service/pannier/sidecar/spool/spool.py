@@ -85,7 +85,7 @@ class Spool:
         self._slabs: set[Slab] = set()
         """All, free or taken."""
         self._active: dict[str, float] = {}
-        """When :meth:`trim` last heard that a job with free slabs was active."""
+        """When :meth:`trim` last seen that a job with free slabs was active."""
         self._taken = 0
         self._reserved = 0
         self._next = 0
