@@ -202,8 +202,7 @@ def test_a_host_that_is_lost_before_it_is_durable_is_named_at_the_deadline(hosts
             hosts.coordinator.address,
             target,
             lambda s: (
-                re.search(r"rank 1 \(host node-1, last seen [5-9] s", s.waiting_on.text)
-                is not None
+                re.search(r"rank 1 \(host node-1, last seen [5-9] s", s.waiting_on.text) is not None
             ),
         )
         assert silent.state not in (COMMITTED, ABORTED)

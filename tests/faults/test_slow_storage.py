@@ -56,7 +56,7 @@ def daemons(shared: GcsServer, tmp_path_factory: pytest.TempPathFactory) -> Iter
 def impatient(daemons: Daemons, tmp_path: Path) -> Iterator[str]:
     """Address of a second sidecar, which takes a store for stalled much sooner."""
     sidecar = daemons.sidecars[1]
-    main = "import pannier.storage.gcs.http as http; http.SILENCE_S = http.CONNECT_S = 0.5; "
+    main = "import pannier.storage.gcs.http as http; http.IDLE_TIMEOUT_S = http.CONNECT_S = 0.5; "
     main += "from pannier.cli.main import main; main()"
     process = Process(
         "impatient sidecar",

@@ -133,8 +133,8 @@ if "--without" in sys.argv:
     sys.modules["opentelemetry.sdk"] = None
 tracing.set_up("pannier-test")
 save = save_pb2.SaveId(job="j", incarnation="i", group="g", number=1)
-tracing.tell_rank(save, 0, tracing.Stretch("async_save", 0, 1))
-tracing.tell_save(save, tracing.Stretch("save", 0, 1))
+tracing.export_rank(save, 0, tracing.Interval("async_save", 0, 1))
+tracing.export_save(save, tracing.Interval("save", 0, 1))
 print(sorted(name for name in sys.modules if name.startswith("opentelemetry.sdk.trace")))
 """
 

@@ -40,7 +40,7 @@ Attributes = Mapping[str, str | int | float]
 
 
 @dataclass(frozen=True)
-class Stretch:
+class Interval:
     """Something that is over; times are of the monotonic clock."""
 
     name: str
@@ -81,26 +81,26 @@ def set_up(service: str, **resource: str) -> None:
             )
 
 
-def tell_save(save: save_pb2.SaveId, own: Stretch, parts: Sequence[Stretch] = ()) -> None:
+def export_save(save: save_pb2.SaveId, own: Interval, parts: Sequence[Interval] = ()) -> None:
     """The save's own span, and parts of it. Of the coordinator."""
     if isinstance(_tracer, _Tracer):
-        _tracer.tell(save, "", own, parts)
+        _tracer.export(save, "", own, parts)
 
 
-def tell_rank(
-    save: save_pb2.SaveId, rank: int, own: Stretch, parts: Sequence[Stretch] = ()
+def export_rank(
+    save: save_pb2.SaveId, rank: int, own: Interval, parts: Sequence[Interval] = ()
 ) -> None:
     """The span of one rank's part in the save, and parts of it. Of the rank's client."""
     if _tracer is None:
         set_up("pannier-client")
     if isinstance(_tracer, _Tracer):
-        _tracer.tell(save, _rank_name(rank), own, parts)
+        _tracer.export(save, _rank_name(rank), own, parts)
 
 
-def tell_parts(save: save_pb2.SaveId, rank: int, parts: Sequence[Stretch]) -> None:
+def export_parts(save: save_pb2.SaveId, rank: int, parts: Sequence[Interval]) -> None:
     """More parts of a rank's span. Of the rank's sidecar."""
     if isinstance(_tracer, _Tracer):
-        _tracer.tell(save, _rank_name(rank), None, parts)
+        _tracer.export(save, _rank_name(rank), None, parts)
 
 
 def trace_id(save: save_pb2.SaveId) -> int:
@@ -164,8 +164,8 @@ class _Tracer:
         threading.Thread(target=self._send_last, name="pannier-traces", daemon=True).start()
         atexit.register(self._end)
 
-    def tell(
-        self, save: save_pb2.SaveId, name: str, own: Stretch | None, parts: Sequence[Stretch]
+    def export(
+        self, save: save_pb2.SaveId, name: str, own: Interval | None, parts: Sequence[Interval]
     ) -> None:
         """The span called ``name`` of a save, unless another tells it, and its parts."""
         trace = trace_id(save)
@@ -175,7 +175,7 @@ class _Tracer:
             token = self._forced.set((trace, identity))
             try:
                 # The save's own span is nobody's part; a rank's is the save's.
-                parent = self._remote(trace, span_id(save)) if name else self._nobody()
+                parent = self._remote(trace, span_id(save)) if name else self._no_parent()
                 self._emit(own, parent, common)
             finally:
                 self._forced.reset(token)
@@ -195,7 +195,7 @@ class _Tracer:
         self.provider.force_flush()
         self._sent.set()
 
-    def _emit(self, told: Stretch, context: Any, common: Mapping[str, str]) -> None:
+    def _emit(self, told: Interval, context: Any, common: Mapping[str, str]) -> None:
         from opentelemetry.trace import Status, StatusCode
 
         # What is known is when it was on a clock that isn't the calendar's.
@@ -210,7 +210,7 @@ class _Tracer:
             span.set_status(Status(StatusCode.ERROR, told.error))
         span.end(int(told.end * _NS) + shift)
 
-    def _nobody(self) -> Any:
+    def _no_parent(self) -> Any:
         from opentelemetry.context import Context
 
         return Context()
@@ -225,7 +225,7 @@ class _Tracer:
             set_span_in_context,
         )
 
-        nobody = self._nobody()
+        nobody = self._no_parent()
         decision = self.provider.sampler.should_sample(nobody, trace, "save").decision
         sampled = decision is Decision.RECORD_AND_SAMPLE
         flags = TraceFlags(TraceFlags.SAMPLED if sampled else TraceFlags.DEFAULT)

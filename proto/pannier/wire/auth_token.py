@@ -1,6 +1,6 @@
 """The token by which a job is known to a sidecar that serves several: a file in, call metadata out.
 
-A token is a secret of at least LEAST characters, in a file of its own, which may be replaced while
+A token is a secret of at least MIN_LENGTH characters, in a file of its own, which may be replaced while
 it is used (as Kubernetes does with a Secret's): it is looked at before each call. What a sidecar keeps
 and compares are digests. Nothing here puts a token into an error, a log or a representation.
 Thread-safe.
@@ -17,9 +17,9 @@ from typing import Final
 from pannier.wire.errors import ConfigurationError
 
 VARIABLE: Final = "PANNIER_TOKEN_FILE"
-LEAST: Final = 32
+MIN_LENGTH: Final = 32
 """Characters: 16 random bytes in hexadecimal."""
-MOST: Final = 1024
+MAX_LENGTH: Final = 1024
 DIGEST_BYTES: Final = 32
 """What is said first on a socket that passes descriptors, where a token is wanted."""
 
@@ -36,9 +36,9 @@ def digest(token: str) -> bytes:
 
 def check_token(token: str, where: str) -> str:
     """``token`` itself. Raises ConfigurationError, which names ``where``, unless it may be one."""
-    if not LEAST <= len(token) <= MOST:
+    if not MIN_LENGTH <= len(token) <= MAX_LENGTH:
         raise ConfigurationError(
-            f"{where} has a token of {len(token)} characters: {LEAST} to {MOST} are wanted, like those "
+            f"{where} has a token of {len(token)} characters: {MIN_LENGTH} to {MAX_LENGTH} are wanted, like those "
             "of `openssl rand -hex 32`"
         )
     if not (token.isascii() and token.isprintable()) or " " in token:
@@ -111,7 +111,7 @@ class TokenFile:
             if stamp is None or stamp != self._stamp:
                 # Taken before: what is replaced meanwhile is looked at again.
                 self._stamp = None
-                content = read_private(self._path, what=self._name, most=MOST + 2)
+                content = read_private(self._path, what=self._name, most=MAX_LENGTH + 2)
                 self._token = check_token(
                     content.decode(errors="replace").rstrip("\r\n"), self._name
                 )
@@ -119,7 +119,7 @@ class TokenFile:
             return self._token
 
 
-def said(metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
+def find_token(metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
     """The token in a call's metadata; None: there is none."""
     for key, value in metadata:
         if key == _KEY and isinstance(value, str) and value.startswith(_SCHEME):

@@ -35,7 +35,7 @@ MAX_FILES: Final = 1024
 """Data files of one rank in one save."""
 MAX_METRICS: Final = 64
 """Metrics of one save."""
-MAX_LENT: Final = 1 << 14
+MAX_SPOOL_FILES: Final = 1 << 14
 """Files that are lent to one rank."""
 MAX_PENDING: Final = 1024
 """Saves that one client asks after."""
@@ -155,7 +155,7 @@ def check_reserve(request: sidecar_pb2.ReserveRequest) -> None:
 def check_release(request: sidecar_pb2.ReleaseRequest) -> None:
     """The sizes in what a client gives back."""
     check_words(client=request.client)
-    _at_most(len(request.slabs), MAX_LENT, "files to be given back at once")
+    _at_most(len(request.slabs), MAX_SPOOL_FILES, "files to be given back at once")
 
 
 def check_connect(request: sidecar_pb2.ConnectRequest) -> None:

@@ -8,9 +8,9 @@ outcome is the same. Async; StorageError says that a step's outcome may be unkno
 import asyncio
 from collections.abc import Iterable
 
-from pannier.attempts.decisions import propose
+from pannier.attempts.decisions import new_decision
 from pannier.attempts.delete_attempt import remove_attempt
-from pannier.attempts.metadata_refs import referred
+from pannier.attempts.metadata_refs import referenced_files
 from pannier.attempts.metadata_swap import check_free, find_newer, install, publish_candidate
 from pannier.storage import Store
 from pannier.v1 import records_pb2, save_pb2
@@ -51,7 +51,7 @@ async def prepare_commit(
     if newer is not None:
         raise SupersededError(f"a newer save, {newer.name}, was committed to {store.url} meanwhile")
     await check_free(store, save=save, attempt=attempt.name, overwrite=overwrite)
-    return propose(
+    return new_decision(
         records_pb2.OUTCOME_COMMIT,
         save=save,
         attempt=attempt,
@@ -75,7 +75,7 @@ def _check_same(
     store: Store, attempt: object_names.Attempt, standing: bytes, metadata: bytes
 ) -> None:
     where = f"{store.url}/{object_names.metadata_candidate(attempt.name)}"
-    if referred(standing, where) != referred(metadata, "the metadata made here"):
+    if referenced_files(standing, where) != referenced_files(metadata, "the metadata made here"):
         raise IntegrityError(
             f"{where} doesn't need the files that the manifest and the receipts tell of: it is "
             "damaged"

@@ -34,7 +34,7 @@ _known: dict[tuple[str, ObjectInfo], records_pb2.Decision] = {}
 """Decisions that were read, by store and what a listing shows of them, generation included."""
 
 
-def propose(
+def new_decision(
     outcome: "records_pb2.Outcome",
     *,
     save: save_pb2.SaveId,

@@ -24,7 +24,7 @@ _PARALLEL = 8
 """Checkpoints judged at the same time."""
 
 
-class Standing(enum.Enum):
+class CheckpointState(enum.Enum):
     """What a directory is, as a checkpoint."""
 
     COMMITTED = "committed"
@@ -42,7 +42,7 @@ class Checkpoint:
 
     name: str
     """Relative to the root."""
-    standing: Standing
+    state: CheckpointState
     attempt: str | None
     """Of the checkpoint, or the newest one that isn't."""
     size: int
@@ -78,7 +78,7 @@ async def list_checkpoints(store: Store) -> list[Checkpoint]:
     directories = _directories(await store.list())
     limit = asyncio.Semaphore(_PARALLEL)
     found = await asyncio.gather(
-        *(_judge(store, name, directory, limit) for name, directory in directories.items())
+        *(_classify(store, name, directory, limit) for name, directory in directories.items())
     )
     return sorted(found, key=lambda checkpoint: checkpoint.order)
 
@@ -104,13 +104,15 @@ def _directories(objects: Iterable[ObjectInfo]) -> dict[str, _Directory]:
     }
 
 
-async def _judge(
+async def _classify(
     store: Store, name: str, directory: _Directory, limit: asyncio.Semaphore
 ) -> Checkpoint:
     async with limit:
         records = [item for items in directory.records.values() for item in items]
         if directory.metadata is not None:
-            return await _judge_readable(store, name, directory, directory.metadata, records)
+            return await _classify_with_metadata(
+                store, name, directory, directory.metadata, records
+            )
         decisions = (await read_decisions(store, records)).known
     newest = max(directory.records, key=object_names.Attempt.parse)
     aborted = all(
@@ -119,14 +121,14 @@ async def _judge(
     )
     return Checkpoint(
         name,
-        Standing.ABORTED if aborted else Standing.UNDECIDED,
+        CheckpointState.ABORTED if aborted else CheckpointState.UNDECIDED,
         newest,
         sum(item.size for item in directory.data if f"__{newest}_" in item.key),
         max(item.modified for item in directory.records[newest]),
     )
 
 
-async def _judge_readable(
+async def _classify_with_metadata(
     store: Store,
     name: str,
     directory: _Directory,
@@ -147,11 +149,11 @@ async def _judge_readable(
             for item in directory.data
             if not any(f"__{attempt}_" in item.key for attempt in directory.records)
         ]
-        return Checkpoint(name, Standing.FOREIGN, None, sum(own), metadata.modified)
+        return Checkpoint(name, CheckpointState.FOREIGN, None, sum(own), metadata.modified)
     prefix = posixpath.join(name, f"__{committed.attempt}_")
     return Checkpoint(
         name,
-        Standing.COMMITTED,
+        CheckpointState.COMMITTED,
         committed.attempt,
         sum(item.size for item in directory.data if item.key.startswith(prefix)),
         committed.decided_at or metadata.modified,

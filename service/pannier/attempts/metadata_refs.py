@@ -43,7 +43,7 @@ class _Unpickler(pickle.Unpickler):
         return _Inert()
 
 
-def referred(content: bytes, where: str) -> frozenset[str]:
+def referenced_files(content: bytes, where: str) -> frozenset[str]:
     """Names of the files, relative to the checkpoint. CPU-bound; any thread.
 
     Args:
@@ -58,7 +58,7 @@ def referred(content: bytes, where: str) -> frozenset[str]:
 def saved_by(content: bytes, where: str) -> str:
     """The attempt that a ``.metadata`` names as its own; empty for another writer's.
 
-    Otherwise as :func:`referred`.
+    Otherwise as :func:`referenced_files`.
     """
     _, save_id = _read(content, where)
     return object_names.own_attempt(save_id)

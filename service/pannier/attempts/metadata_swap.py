@@ -87,7 +87,7 @@ async def check_free(
         overwrite: as the save's manifest has it.
     """
     if overwrite != save_pb2.OVERWRITE_ANY:
-        _check_replaceable(store, await _look(store), save, attempt, overwrite)
+        _check_replaceable(store, await _read_standing(store), save, attempt, overwrite)
 
 
 def _check_replaceable(
@@ -156,7 +156,7 @@ async def install(store: Store, decision: records_pb2.Decision) -> None:
     own = object_names.Attempt.parse(decision.attempt)
     data: bytes | None = None
     async for _ in contend(_RACES):
-        stands = await _look(store)
+        stands = await _read_standing(store)
         info = stands.info
         if stands.attempt is not None and stands.attempt >= own:
             return
@@ -165,7 +165,7 @@ async def install(store: Store, decision: records_pb2.Decision) -> None:
             and _seems_removed(decision.attempt, {record.key for record in stands.records})
             and await is_removed(store, decision.attempt)
         ):
-            await _take_back(store, decision)
+            await _undo_install(store, decision)
         try:
             # Its own without a decision: it was removed, which is found out below.
             if not stands.is_of(decision):
@@ -188,7 +188,7 @@ async def install(store: Store, decision: records_pb2.Decision) -> None:
             continue
         point("coordinator.metadata.after")
         if await is_removed(store, decision.attempt):
-            await _take_back(store, decision)
+            await _undo_install(store, decision)
         return
     raise StorageError(
         f"{store.url}: {object_names.METADATA} changed {_RACES} times under our hands"
@@ -200,7 +200,7 @@ async def _read_candidate(store: Store, decision: records_pb2.Decision) -> bytes
         data = await store.read(object_names.metadata_candidate(decision.attempt))
     except NotFoundError:
         if await is_removed(store, decision.attempt):
-            await _take_back(store, decision)
+            await _undo_install(store, decision)
         raise
     found = (len(data), crc32c.crc32c(data))
     if found != (decision.metadata_size, decision.metadata_crc32c):
@@ -253,7 +253,7 @@ def _seems_removed(attempt: str, listed: Collection[str]) -> bool:
     )
 
 
-async def _take_back(store: Store, decision: records_pb2.Decision) -> NoReturn:
+async def _undo_install(store: Store, decision: records_pb2.Decision) -> NoReturn:
     """Removes what was written for an attempt that isn't there any more; raises RemovedError."""
     info, checksum = await stat_metadata(store)
     if info is not None and (info.size, checksum) == (
@@ -283,11 +283,11 @@ async def find_standing(store: Store) -> tuple[ObjectInfo | None, object_names.A
 
     Raises IntegrityError when a decision is damaged, so that it can't be told.
     """
-    stands = await _look(store)
+    stands = await _read_standing(store)
     return stands.info, stands.attempt
 
 
-async def _look(store: Store) -> _Standing:
+async def _read_standing(store: Store) -> _Standing:
     info, checksum = await stat_metadata(store)
     if info is None:
         return _Standing(None, 0, None)

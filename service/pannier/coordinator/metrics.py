@@ -86,7 +86,7 @@ def trace(save: Save, status: save_pb2.SaveStatus) -> None:
     parts, begin = [], 0.0
     for name, end in reached:
         if end:
-            parts.append(tracing.Stretch(name, save.start + begin, save.start + end))
+            parts.append(tracing.Interval(name, save.start + begin, save.start + end))
             begin = end
     state = save_pb2.SaveState.Name(status.state).removeprefix("SAVE_STATE_")
     about: tracing.Attributes = {
@@ -97,5 +97,5 @@ def trace(save: Save, status: save_pb2.SaveStatus) -> None:
         "pannier.bytes": status.bytes_total,
     }
     failed = save.reason() if status.state == save_pb2.SAVE_STATE_ABORTED else ""
-    own = tracing.Stretch("save", save.start, time.monotonic(), about, failed)
-    tracing.tell_save(save.context.save, own, parts)
+    own = tracing.Interval("save", save.start, time.monotonic(), about, failed)
+    tracing.export_save(save.context.save, own, parts)

@@ -40,7 +40,7 @@ class InUseError(PannierError):
 
 
 @dataclass
-class Condemned:
+class RemovalPlan:
     """What is to go from one checkpoint id."""
 
     seen: View
@@ -63,13 +63,13 @@ class Condemned:
 
 
 @dataclass
-class Gone:
+class RemovedObjects:
     """What was removed."""
 
     objects: list[ObjectInfo] = field(default_factory=list)
 
 
-async def condemn(store: Store) -> Condemned:
+async def plan_removal(store: Store) -> RemovalPlan:
     """What :func:`remove_checkpoint` would remove; writes nothing.
 
     Raises:
@@ -87,7 +87,7 @@ async def condemn(store: Store) -> Condemned:
         raise SaveAbortedError(f"there is no checkpoint at {store.url}, nor a save's records")
     known = seen.decisions.known
     leases = await find_leases(store)
-    return Condemned(
+    return RemovalPlan(
         seen,
         [attempt for attempt in seen.attempts if attempt in known],
         [attempt for attempt in seen.attempts if attempt not in known],
@@ -97,12 +97,12 @@ async def condemn(store: Store) -> Condemned:
 
 async def remove_checkpoint(
     store: Store,
-    condemned: Condemned,
+    plan: RemovalPlan,
     *,
     host: str,
     reason: str = "pannier rm",
     spare_at: float | None = None,
-) -> Gone:
+) -> RemovedObjects:
     """Removes it. Unless readers are spared, they fail, also with a lease.
 
     Args:
@@ -116,11 +116,11 @@ async def remove_checkpoint(
         StorageError: a step failed: run it again.
         IntegrityError: ``.metadata`` refers to what isn't its attempt's.
     """
-    seen, gone = condemned.seen, Gone()
+    seen, gone = plan.seen, RemovedObjects()
     content = json.dumps({"by": host, "reason": reason, "token": uuid.uuid4().hex}).encode()
     committed = [
         attempt
-        for attempt in condemned.attempts
+        for attempt in plan.attempts
         if seen.decisions.known[attempt].outcome == records_pb2.OUTCOME_COMMIT
     ]
     if spare_at is None:
@@ -138,17 +138,17 @@ async def remove_checkpoint(
                 f"another save was committed to {store.url} meanwhile: it stays, and what it has "
                 "superseded goes by itself; run the command again to remove that one, too"
             )
-    for lease in condemned.leases:
-        if lease.attempt in condemned.attempts:
+    for lease in plan.leases:
+        if lease.attempt in plan.attempts:
             point("sweep.leftover.before")
             await store.delete(lease.info.key)
             point("sweep.leftover.after")
-    for attempt in condemned.attempts:
+    for attempt in plan.attempts:
         needed = await find_needed(store)
         gone.objects += await remove_ended(store, attempt, needed=needed)
-    if not condemned.undecided:
+    if not plan.undecided:
         await _discard(store)
-    await _look_again(store, condemned)
+    await _look_again(store, plan)
     return gone
 
 
@@ -205,11 +205,11 @@ def name_readers(leases: Iterable[Lease]) -> str:
     return ", ".join(sorted({lease.holder for lease in leases}))
 
 
-async def _look_again(store: Store, condemned: Condemned) -> None:
+async def _look_again(store: Store, plan: RemovalPlan) -> None:
     """A coordinator that was stopped before its last write may have gone on since."""
     info, checksum = await stat_metadata(store)
     if info is None:
         return
-    removed = {attempt: condemned.seen.decisions.known[attempt] for attempt in condemned.attempts}
+    removed = {attempt: plan.seen.decisions.known[attempt] for attempt in plan.attempts}
     if match(removed, info.size, checksum) is not None:
         await store.delete(object_names.METADATA, generation=info.generation)

@@ -16,7 +16,13 @@ from pannier.attempts.delete_attempt import check_unneeded, remove_ended
 from pannier.attempts.leases import read_leases
 from pannier.common.fault_points import point
 from pannier.maintenance.inspect import View, find_needed, view
-from pannier.maintenance.recover import Found, Interrupted, Standing, give_up, judge
+from pannier.maintenance.recover import (
+    CurrentMetadata,
+    Found,
+    Interrupted,
+    decide_abort,
+    diagnose_attempt,
+)
 from pannier.maintenance.superseded import GRACE_S, sweep_superseded
 from pannier.storage import ObjectInfo, Store, Unfinished
 from pannier.v1 import records_pb2
@@ -192,7 +198,9 @@ class _Sweeper:
                 attempt, f"undecided, last written {idle_s:.0f} s ago: a save may be under way"
             )
             return
-        found = await judge(self.store, attempt, objects, self.seen.decisions, Standing(self.store))
+        found = await diagnose_attempt(
+            self.store, attempt, objects, self.seen.decisions, CurrentMetadata(self.store)
+        )
         if found is None:
             return
         if found.found is Found.COMPLETE:
@@ -207,7 +215,7 @@ class _Sweeper:
     async def _give_up(self, found: Interrupted) -> bool:
         """Decides ABORT; False when somebody else has decided otherwise meanwhile."""
         why = f"given up by `pannier gc` {self.rules.abandoned_after_s:.0f} s after its last write"
-        decision = await give_up(self.store, found, self.host, why)
+        decision = await decide_abort(self.store, found, self.host, why)
         if decision.outcome == records_pb2.OUTCOME_ABORT:
             self.report.aborted.add(found.attempt)
             return True

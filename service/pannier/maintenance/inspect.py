@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from pannier.attempts.decisions import Decisions, read_decisions
-from pannier.attempts.metadata_refs import referred
+from pannier.attempts.metadata_refs import referenced_files
 from pannier.attempts.metadata_swap import stat_metadata
 from pannier.storage import NotFoundError, ObjectInfo, Store
 from pannier.storage.retry import contend
@@ -123,7 +123,7 @@ async def find_needed(store: Store) -> frozenset[str]:
         after = await store.stat(object_names.METADATA)
         if after is not None and after.generation == before.generation:
             return await asyncio.to_thread(
-                referred, content, f"{store.url}/{object_names.METADATA}"
+                referenced_files, content, f"{store.url}/{object_names.METADATA}"
             )
     raise StorageError(
         f"{store.url}/{object_names.METADATA} changed {_RACES} times while it was read"

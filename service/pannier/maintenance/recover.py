@@ -13,12 +13,12 @@ from pannier.attempts.commit import SupersededError, carry_out, prepare_commit
 from pannier.attempts.decisions import (
     Decisions,
     decide,
-    propose,
+    new_decision,
     read_decision,
     read_decisions,
 )
 from pannier.attempts.manifests import ManifestRecord, read_manifest
-from pannier.attempts.metadata_refs import referred
+from pannier.attempts.metadata_refs import referenced_files
 from pannier.attempts.metadata_swap import OccupiedError, RemovedError, find_standing
 from pannier.attempts.receipts import find_receipts
 from pannier.storage import NotFoundError, ObjectInfo, Store
@@ -96,11 +96,11 @@ async def find_interrupted(store: Store) -> list[Interrupted]:
             if attempt:
                 attempts.setdefault(attempt, []).append(info)
     decisions = await read_decisions(store, (info for items in attempts.values() for info in items))
-    standing = Standing(store)
+    standing = CurrentMetadata(store)
     found = []
     for name in sorted(attempts, key=object_names.Attempt.parse):
         try:
-            interrupted = await judge(store, name, attempts[name], decisions, standing)
+            interrupted = await diagnose_attempt(store, name, attempts[name], decisions, standing)
         except IntegrityError as error:
             interrupted = Interrupted(name, Found.DAMAGED, problem=str(error))
         if interrupted is not None:
@@ -108,7 +108,7 @@ async def find_interrupted(store: Store) -> list[Interrupted]:
     return found
 
 
-class Standing:
+class CurrentMetadata:
     """Whose ``.metadata`` stands, looked up once, after the decisions of the attempts were read."""
 
     def __init__(self, store: Store) -> None:
@@ -122,12 +122,12 @@ class Standing:
         return self._found
 
 
-async def judge(
+async def diagnose_attempt(
     store: Store,
     attempt: str,
     items: Sequence[ObjectInfo],
     decisions: Decisions,
-    standing_there: Standing,
+    standing_there: CurrentMetadata,
 ) -> Interrupted | None:
     """What an attempt lacks; None when it is at its end.
 
@@ -175,7 +175,7 @@ async def judge(
     )
 
 
-async def end(
+async def finish_attempt(
     store: Store, interrupted: Interrupted, *, build: Build, host: str, abort: bool
 ) -> Outcome:
     """Brings an attempt to its end, as far as storage tells how.
@@ -216,8 +216,8 @@ async def end(
     return _ended(interrupted, decision)
 
 
-def foresee(interrupted: Interrupted, *, abort: bool) -> Outcome:
-    """What :func:`end` would come to, if nobody else and no newer save comes in between."""
+def predict_outcome(interrupted: Interrupted, *, abort: bool) -> Outcome:
+    """What :func:`finish_attempt` would come to, if nobody else and no newer save comes in between."""
     if interrupted.found in (Found.COMPLETE, Found.COMMIT):
         return Outcome(interrupted, End.COMMITTED)
     if interrupted.found is Found.ABORT:
@@ -252,7 +252,7 @@ async def _commit(store: Store, attempt: str, build: Build, host: str) -> record
     return await decide(store, proposal)
 
 
-async def give_up(
+async def decide_abort(
     store: Store, interrupted: Interrupted, host: str, why: str
 ) -> records_pb2.Decision:
     """Decides ABORT, unless something was decided already; returns what stands."""
@@ -265,7 +265,7 @@ async def give_up(
     ] or [save_pb2.Failure(rank=-1, kind=save_pb2.FAILURE_KIND_LOST, message=why)]
     return await decide(
         store,
-        propose(
+        new_decision(
             records_pb2.OUTCOME_ABORT,
             save=manifest.header.save if manifest is not None else attempt.save,
             attempt=attempt,
@@ -281,12 +281,12 @@ def _check_candidate(
     """Raises IntegrityError unless all files that it needs are durable."""
     where = f"{store.url}/{object_names.metadata_candidate(attempt)}"
     durable = {file.name for receipt in receipts for file in receipt.files}
-    if lacking := referred(metadata, where) - durable:
+    if lacking := referenced_files(metadata, where) - durable:
         raise IntegrityError(f"{where} needs {sorted(lacking)[:4]}, of which no receipt tells")
 
 
 async def _abort(store: Store, interrupted: Interrupted, host: str, why: str) -> Outcome:
-    decision = await give_up(store, interrupted, host, why)
+    decision = await decide_abort(store, interrupted, host, why)
     await carry_out(store, decision)
     return _ended(interrupted, decision, why)
 

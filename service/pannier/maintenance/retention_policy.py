@@ -1,4 +1,4 @@
-"""Which checkpoints of a job are kept: rules and checkpoints in, a verdict for each out. Pure.
+"""Which checkpoints of a job are kept: rules and checkpoints in, a result for each out. Pure.
 
 The newest one is kept whatever the rules say, so that there always is one to go on from; so is one whose
 name has no step, where it was given by a person. Without a rule that limits, all are kept.
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from pannier.attempts.listing import Checkpoint, Standing
+from pannier.attempts.listing import Checkpoint, CheckpointState
 from pannier.wire import object_names
 from pannier.wire.errors import ConfigurationError
 
@@ -66,17 +66,17 @@ class Policy:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class PolicyResult:
     """A committed checkpoint, and the rules that keep it; without one it may go."""
 
     checkpoint: Checkpoint
     reasons: tuple[str, ...]
 
 
-def judge(
+def apply_policy(
     policy: Policy, checkpoints: Iterable[Checkpoint], *, job: str, committed: str | None = None
-) -> list[Verdict]:
-    """A verdict for each committed checkpoint of the job directly below the root, oldest first.
+) -> list[PolicyResult]:
+    """A result for each committed checkpoint of the job directly below the root, oldest first.
 
     Args:
         committed: the attempt whose commit is the occasion. Saves may be committed in another order
@@ -89,15 +89,15 @@ def judge(
         (
             each
             for each in checkpoints
-            if each.standing is Standing.COMMITTED and each.job == job and "/" not in each.name
+            if each.state is CheckpointState.COMMITTED and each.job == job and "/" not in each.name
         ),
         key=lambda each: each.order,
     )
     if not policy.limits:
-        return [Verdict(each, ("no rule limits them",)) for each in own]
+        return [PolicyResult(each, ("no rule limits them",)) for each in own]
     best = {rule: _best(rule, own) for rule in policy.best}
     occasion = object_names.Attempt.parse(committed) if committed is not None else None
-    verdicts = []
+    results = []
     for age, checkpoint in enumerate(reversed(own)):
         reasons = [f"matches {p}" for p in policy.always if fnmatch.fnmatchcase(checkpoint.name, p)]
         if age < (policy.newest or 1):
@@ -112,8 +112,8 @@ def judge(
         elif policy.every is not None and found % policy.every == 0:
             reasons.append(f"every {policy.every}")
         reasons += [f"best {rule}" for rule, names in best.items() if checkpoint.name in names]
-        verdicts.append(Verdict(checkpoint, tuple(reasons)))
-    return verdicts[::-1]
+        results.append(PolicyResult(checkpoint, tuple(reasons)))
+    return results[::-1]
 
 
 def _attempt(checkpoint: Checkpoint) -> object_names.Attempt:

@@ -16,14 +16,14 @@ from typing import Any, Final
 from pannier.attempts.leases import store_time
 from pannier.attempts.listing import Checkpoint, list_checkpoints
 from pannier.maintenance.delete_checkpoint import (
-    Condemned,
     InUseError,
-    condemn,
+    RemovalPlan,
     name_readers,
+    plan_removal,
     remove_checkpoint,
     remove_directory,
 )
-from pannier.maintenance.retention_policy import Policy, judge
+from pannier.maintenance.retention_policy import Policy, apply_policy
 from pannier.storage import ConflictError, NotFoundError, Store
 from pannier.wire import object_names
 from pannier.wire.errors import PannierError
@@ -78,16 +78,16 @@ async def retain(
     store = open_store(root)
     try:
         checkpoints = await list_checkpoints(store)
-        verdicts = judge(policy, checkpoints, job=job, committed=committed)
-        now = await store_time(store) if any(not each.reasons for each in verdicts) else 0.0
+        results = apply_policy(policy, checkpoints, job=job, committed=committed)
+        now = await store_time(store) if any(not each.reasons for each in results) else 0.0
         outcomes = []
         going: list[_Removal] = []
-        for verdict in verdicts:
-            if verdict.reasons:
-                outcomes.append(Outcome(verdict.checkpoint, verdict.reasons))
+        for result in results:
+            if result.reasons:
+                outcomes.append(Outcome(result.checkpoint, result.reasons))
                 continue
-            each = _Removal(open_store, root, now, verdict.checkpoint)
-            outcomes.append(await each.condemn())
+            each = _Removal(open_store, root, now, result.checkpoint)
+            outcomes.append(await each.check())
             if not outcomes[-1].reasons:
                 going.append(each)
         if dry_run or not policy.limits:
@@ -111,34 +111,34 @@ class _Removal:
     now: float
     """The store's time."""
     checkpoint: Checkpoint
-    condemned: Condemned | None = None
+    plan: RemovalPlan | None = None
 
-    async def condemn(self) -> Outcome:
+    async def check(self) -> Outcome:
         """Whether it can go now; writes nothing."""
         store = self.open_store(self._url)
         try:
-            condemned = await condemn(store)
+            plan = await plan_removal(store)
         except PannierError as error:
             return self._spared(f"it could not be removed: {error}")
         finally:
             await store.close()
-        standing = condemned.seen.standing
+        standing = plan.seen.standing
         if standing is None or standing.name != self.checkpoint.attempt:
             return self._spared("it was overwritten a moment ago")
-        if condemned.undecided:
+        if plan.undecided:
             return self._spared("a save to it is under way")
-        if readers := condemned.readers(self.now):
+        if readers := plan.readers(self.now):
             return self._spared(f"it is being read by {name_readers(readers)}")
-        self.condemned = condemned
-        return Outcome(self.checkpoint, (), condemned.size)
+        self.plan = plan
+        return Outcome(self.checkpoint, (), plan.size)
 
     async def remove(self, host: str) -> Outcome:
         """Removes it, unless it is being read by now."""
-        assert self.condemned is not None
+        assert self.plan is not None
         store = self.open_store(self._url)
         try:
             removed = await remove_checkpoint(
-                store, self.condemned, host=host, reason="retention", spare_at=self.now
+                store, self.plan, host=host, reason="retention", spare_at=self.now
             )
         except InUseError as error:
             return self._spared(str(error))

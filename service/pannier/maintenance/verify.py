@@ -36,7 +36,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class VerifyResult:
     """The whole of a verified checkpoint."""
 
     attempt: str
@@ -48,7 +48,7 @@ class Verdict:
         return all(finding.status == "ok" for finding in self.findings)
 
 
-async def verify(store: Store, *, progress: Callable[[int, int], None]) -> Verdict:
+async def verify(store: Store, *, progress: Callable[[int, int], None]) -> VerifyResult:
     """Reads all bytes of the checkpoint ``store`` and compares them with its records.
 
     Args:
@@ -111,7 +111,7 @@ async def verify(store: Store, *, progress: Callable[[int, int], None]) -> Verdi
     after = await store.stat(object_names.METADATA)
     if after is None or after.generation != before.generation:
         raise SaveAbortedError(f"{store.url} was replaced while it was read; verify it again")
-    return Verdict(committed.attempt, findings)
+    return VerifyResult(committed.attempt, findings)
 
 
 async def _other_format(store: Store) -> str | None:

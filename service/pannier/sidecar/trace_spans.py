@@ -12,10 +12,10 @@ def trace(save: Save, rank: RankSave | None, urgent: bool) -> None:
     if save.verdict is None or rank is not None or not urgent:
         return
     for each in list(save.ranks.values()):
-        tracing.tell_parts(save.id, each.rank, _parts(each))
+        tracing.export_parts(save.id, each.rank, _parts(each))
 
 
-def _parts(rank: RankSave) -> list[tracing.Stretch]:
+def _parts(rank: RankSave) -> list[tracing.Interval]:
     """Those whose begin and end were in this life of the sidecar."""
     about: dict[str, str | int | float] = {
         "pannier.checkpoint": rank.save.checkpoint_id,
@@ -26,7 +26,7 @@ def _parts(rank: RankSave) -> list[tracing.Stretch]:
         "pannier.transport": rank.transport,
     }
     parts = [
-        tracing.Stretch(
+        tracing.Interval(
             f"upload {file.name}", file.since, file.stored, {**about, "pannier.bytes": file.size}
         )
         for file in list(rank.files.values())
@@ -36,8 +36,8 @@ def _parts(rank: RankSave) -> list[tracing.Stretch]:
     stored = rank.reached.get(Phase.DURABLE.value)
     error = rank.failure.message if rank.failure is not None else ""
     if begin is not None and held is not None:
-        parts.append(tracing.Stretch("take in", begin, held, about, "" if stored else error))
+        parts.append(tracing.Interval("take in", begin, held, about, "" if stored else error))
     if held is not None and stored is not None:
         last = max((part.end for part in parts), default=held)
-        parts.append(tracing.Stretch("write receipt", min(last, stored), stored, about))
+        parts.append(tracing.Interval("write receipt", min(last, stored), stored, about))
     return parts

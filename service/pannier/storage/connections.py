@@ -19,14 +19,14 @@ T = TypeVar("T")
 @dataclass
 class _Shared(Generic[T]):
     opening: "asyncio.Task[T]"
-    users: "set[Lease[T]]" = field(default_factory=set)
+    users: "set[SharedConnection[T]]" = field(default_factory=set)
 
 
 _all: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, _Shared[Any]]]"
 _all = weakref.WeakKeyDictionary()
 
 
-class Lease(Generic[T]):
+class SharedConnection(Generic[T]):
     """A store's share in such a connection; used in one event loop.
 
     Args:

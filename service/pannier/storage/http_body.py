@@ -10,7 +10,7 @@ from typing import IO, Any, Final, cast
 import aiohttp.payload
 from aiohttp.abc import AbstractStreamWriter
 
-from pannier.storage.io_threads import spool
+from pannier.storage.io_threads import spool_threads
 
 _SLICE: Final = 256 << 10
 _SENT: Final = 1 << 20
@@ -115,7 +115,7 @@ class FromSpool(Body):
             # Of the disk the event loop waits for nothing.
             count = os.preadv(fd, [view], at, os.RWF_NOWAIT)
         except BlockingIOError:
-            count = await spool.run(os.preadv, fd, [view], at)
+            count = await spool_threads.run(os.preadv, fd, [view], at)
         except OSError as error:
             if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
                 raise

@@ -259,9 +259,9 @@ _pools: "WeakSet[Threads]" = WeakSet()
 _by_place: "WeakValueDictionary[str, Threads]" = WeakValueDictionary()
 _lock = Lock()
 
-set_up = Threads("what sets connections to storage up")
+setup_threads = Threads("what sets connections to storage up")
 """For credentials, tokens and clients."""
-spool = Threads("the spool", patience_s=math.inf)
+spool_threads = Threads("the spool", patience_s=math.inf)
 """For what uploads read: a file of the spool goes to no other save while one reads it."""
 
 

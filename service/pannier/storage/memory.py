@@ -23,7 +23,7 @@ from pannier.storage.base import (
 )
 from pannier.storage.io_threads import BUFFER
 from pannier.storage.retry import in_time
-from pannier.storage.source_reader import Feed
+from pannier.storage.source_reader import SourceReader
 from pannier.storage.url import Location, check_key
 
 _lock = threading.Lock()
@@ -51,20 +51,20 @@ class MemoryStore(Store):
         """See :meth:`Store.upload`."""
         data = bytearray(source.size)
         for last in (False, True):
-            feed = Feed(source)
+            reader = SourceReader(source)
             try:
                 with memoryview(data) as view:
                     for offset in range(0, source.size, BUFFER):
-                        await feed.fill(view[offset : offset + BUFFER], offset)
+                        await reader.fill(view[offset : offset + BUFFER], offset)
                         progress(min(offset + BUFFER, source.size))
-                await feed.confirm()
+                await reader.confirm()
                 break
             except IntegrityError as error:
                 if last:
                     raise
                 retried(str(error))
             finally:
-                feed.close()
+                reader.close()
         return await self.create(key, bytes(data))
 
     @in_time

@@ -6,10 +6,10 @@ from typing import IO
 import crc32c
 
 from pannier.storage.base import IntegrityError, Source
-from pannier.storage.io_threads import spool
+from pannier.storage.io_threads import spool_threads
 
 
-class Feed:
+class SourceReader:
     """Reads a source in order, straight from its file, and checksums what it read.
 
     The checksum is taken of the very buffer that goes to the store, so that
@@ -29,7 +29,7 @@ class Feed:
         Bytes read again don't count twice.
         """
         await self._wait_for(offset + len(view))
-        await spool.run(self._fill, view, offset)
+        await spool_threads.run(self._fill, view, offset)
 
     async def file(self, end: int) -> IO[bytes]:
         """The file, once all bytes below ``end`` are there; closed by :meth:`close`."""

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
 from pannier.attempts.commit import SupersededError, carry_out, prepare_commit
-from pannier.attempts.decisions import decide, propose, read_decision
+from pannier.attempts.decisions import decide, new_decision, read_decision
 from pannier.attempts.leases import store_time
 from pannier.attempts.manifests import ManifestRecord, publish
 from pannier.attempts.metadata_swap import RemovedError
@@ -152,7 +152,7 @@ class History:
     async def _give_up(self, attempt: _Try) -> None:
         attempt.decision = await decide(
             self._store,
-            propose(
+            new_decision(
                 records_pb2.OUTCOME_ABORT,
                 save=self._save(attempt),
                 attempt=attempt.name,

@@ -64,7 +64,7 @@ def proposal(
     outcome: "records_pb2.Outcome" = records_pb2.OUTCOME_COMMIT,
     metadata: bytes = b"",
 ) -> records_pb2.Decision:
-    return decisions.propose(
+    return decisions.new_decision(
         outcome, save=save_of(attempt), attempt=attempt, host="here", metadata=metadata
     )
 
@@ -492,7 +492,7 @@ def test_damaged_incarnation_record_is_named() -> None:
 def test_decision_is_json_that_others_can_read() -> None:
     async def scenario(store: Store) -> None:
         failure = save_pb2.Failure(rank=3, host="h", kind=save_pb2.FAILURE_KIND_LOST, message="m")
-        made = decisions.propose(
+        made = decisions.new_decision(
             records_pb2.OUTCOME_ABORT,
             save=save_of(FIRST),
             attempt=FIRST,

@@ -15,7 +15,7 @@ from pannier.coordinator.commit.manifest import Manifest
 from pannier.coordinator.commit.metadata import build_checked
 from pannier.coordinator.planning.global_plan import make_global_plan
 from pannier.maintenance.inspect import find_directories
-from pannier.maintenance.recover import End, end, find_interrupted, foresee
+from pannier.maintenance.recover import End, find_interrupted, finish_attempt, predict_outcome
 from pannier.maintenance.verify import verify
 from pannier.storage import open_store
 from pannier.v1 import records_pb2
@@ -79,8 +79,8 @@ async def look_and_end(place: Path) -> list[End]:
             await verify(store, progress=lambda done, total: None)
         ends = []
         for found in await find_interrupted(store):
-            foresee(found, abort=False)
-            outcome = await end(store, found, build=build, host="here", abort=False)
+            predict_outcome(found, abort=False)
+            outcome = await finish_attempt(store, found, build=build, host="here", abort=False)
             ends.append(outcome.end)
         return ends
     finally:

@@ -13,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pannier.attempts import decisions, leases
-from pannier.attempts.metadata_refs import referred
+from pannier.attempts.metadata_refs import referenced_files
 from pannier.attempts.receipts import find_receipts
 from pannier.client.loading.safe_unpickler import unpickle_metadata
 from pannier.coordinator.commit.manifest import Manifest
@@ -215,7 +215,7 @@ def test_the_sound_ones_make_a_checkpoint() -> None:
     manifest, receipts = sound()
     candidate = build_checked(manifest, receipts)
     assert set(unpickle_metadata(candidate, "x").state_dict_metadata) == {"w", "n"}
-    names = referred(candidate, "x")
+    names = referenced_files(candidate, "x")
     assert names == set(records_pb2.PlanManifest.FromString(manifest).metadata.files)
 
 
@@ -232,7 +232,7 @@ def test_one_wrong_byte_in_manifest_or_receipt(at: float, byte: int, which: int)
     except DecodeError:
         return  # find_receipts leaves it out
     for candidate in accepted(build_checked, records[0], told):
-        assert referred(candidate, "x") <= {
+        assert referenced_files(candidate, "x") <= {
             *(object_names.data_file(ATTEMPT, rank, 0) for rank in (0, 1)),
             object_names.objects_file(ATTEMPT, 1),
         }
@@ -263,7 +263,7 @@ def _evils(mark: Path) -> list[bytes]:
     ]
 
 
-READERS = (referred, unpickle_metadata)
+READERS = (referenced_files, unpickle_metadata)
 
 
 def test_no_pickle_of_a_bucket_runs_anything(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pannier.attempts.commit import SupersededError, carry_out, prepare_commit
-from pannier.attempts.decisions import decide, propose, read_decision
+from pannier.attempts.decisions import decide, new_decision, read_decision
 from pannier.attempts.metadata_swap import OccupiedError, RemovedError
 from pannier.maintenance.gc import Rules, sweep
 from pannier.maintenance.recover import Found, find_interrupted
@@ -250,7 +250,7 @@ def test_a_superseded_one_does_not_come_back(write: str, removed: bool) -> None:
 
 async def forget(store: Store, attempt: Attempt) -> None:
     """Aborts the attempt, as another coordinator does, and removes its decision, as ``pannier gc`` does."""
-    proposal = propose(
+    proposal = new_decision(
         records_pb2.OUTCOME_ABORT,
         save=save_pb2.SaveId(job="j", incarnation="a", group=GROUP, number=attempt.number),
         attempt=attempt,

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from pannier.attempts.commit import carry_out, prepare_commit
-from pannier.attempts.decisions import decide, propose
+from pannier.attempts.decisions import decide, new_decision
 from pannier.maintenance.recover import find_interrupted
 from pannier.maintenance.superseded import sweep_checkpoint
 from pannier.storage import Store, open_store
@@ -47,7 +47,7 @@ async def save(store: Store, attempt: Attempt) -> None:
 
 async def abort(store: Store, attempt: Attempt) -> None:
     await ingest(store, attempt)
-    proposal = propose(
+    proposal = new_decision(
         records_pb2.OUTCOME_ABORT, save=save_of(attempt), attempt=attempt, host="here"
     )
     await carry_out(store, await decide(store, proposal))

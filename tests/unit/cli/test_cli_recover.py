@@ -103,7 +103,7 @@ def test_the_end_is_foreseen(tmp_path: Path, left: str, abort: bool, end: End) -
         store = open_store(str(place))
         try:
             (found,) = await recover.find_interrupted(store)
-            assert recover.foresee(found, abort=abort).end is end
+            assert recover.predict_outcome(found, abort=abort).end is end
             outcome = await recover.end(store, found, build=build, host="here", abort=abort)
             assert outcome.end is end
         finally:

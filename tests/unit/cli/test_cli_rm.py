@@ -8,7 +8,7 @@ import pytest
 from pannier.attempts.decisions import read_decision
 from pannier.attempts.metadata_swap import RemovedError, install
 from pannier.common.fault_points import VARIABLE
-from pannier.maintenance.delete_checkpoint import condemn, remove_checkpoint
+from pannier.maintenance.delete_checkpoint import plan_removal, remove_checkpoint
 from pannier.storage import open_store
 from pannier.v1 import records_pb2
 from pannier.wire import object_names
@@ -138,8 +138,8 @@ def test_a_coordinator_that_was_stopped_before_its_last_write_brings_nothing_bac
         decision = await read_decision(store, THIRD)
         assert decision is not None
         content = (place / ".metadata").read_bytes()
-        condemned = await condemn(store)
-        await remove_checkpoint(store, condemned, host="here")
+        plan = await plan_removal(store)
+        await remove_checkpoint(store, plan, host="here")
         assert names(place) == set()
         write(place / object_names.metadata_candidate(THIRD), content)
         with pytest.raises(RemovedError):
@@ -160,7 +160,7 @@ def test_a_write_that_arrives_while_it_is_removed_is_taken_back(place: Path) -> 
 
     async def run() -> None:
         store = Late(open_store(str(place)))
-        await remove_checkpoint(store, await condemn(store), host="here")
+        await remove_checkpoint(store, await plan_removal(store), host="here")
 
     asyncio.run(run())
     assert names(place) == set()
@@ -171,10 +171,10 @@ def test_a_save_that_is_committed_meanwhile_stays(place: Path) -> None:
 
     async def run() -> None:
         store = open_store(str(place))
-        condemned = await condemn(store)
+        plan = await plan_removal(store)
         write_attempt(place, newer)
         with pytest.raises(SaveAbortedError, match="another save was committed"):
-            await remove_checkpoint(store, condemned, host="here")
+            await remove_checkpoint(store, plan, host="here")
 
     asyncio.run(run())
     assert here("verify", str(place)).code == 0

@@ -9,7 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
-from pannier.attempts.metadata_refs import referred
+from pannier.attempts.metadata_refs import referenced_files
 from pannier.client.loading.safe_unpickler import unpickle_metadata
 from pannier.wire.errors import InvalidRequestError
 
@@ -147,7 +147,7 @@ def test_is_read_whatever_torch_and_python_wrote_it(by: str) -> None:
     # What is read is this torch's own, and can be pickled again.
     assert pickle.loads(pickle.dumps(metadata)).state_dict_metadata == metadata.state_dict_metadata
     files = {info.relative_path for info in metadata.storage_data.values()}
-    assert referred(content, by) == files == {"__0_0.distcp"}
+    assert referenced_files(content, by) == files == {"__0_0.distcp"}
 
 
 def with_planner_data(value: bytes) -> bytes:

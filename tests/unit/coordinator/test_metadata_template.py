@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import WriteItem
 
-from pannier.attempts.metadata_refs import referred
+from pannier.attempts.metadata_refs import referenced_files
 from pannier.coordinator.commit.manifest import Manifest
 from pannier.coordinator.commit.metadata import build_candidate, pickle_metadata
 from pannier.coordinator.commit.receipt_check import complete_metadata
@@ -51,7 +51,7 @@ def both(manifest: Manifest) -> tuple[Metadata, Metadata]:
     candidate = build_candidate(manifest, receipts, checkpoint_id="/run/step-1")
     message = complete_metadata(manifest, receipts)
     expected = pickle_metadata(message, checkpoint_id="/run/step-1", attempt=attempt)
-    assert referred(candidate, "c") == referred(expected, "e")
+    assert referenced_files(candidate, "c") == referenced_files(expected, "e")
     # The interpreter's own reader is stricter than the one in C.
     pickletools.dis(candidate, out=io.StringIO())
     slow = pickle._Unpickler(io.BytesIO(candidate)).load()  # type: ignore[attr-defined]

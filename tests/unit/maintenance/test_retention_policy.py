@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from pannier.attempts.listing import Checkpoint, Standing
-from pannier.maintenance.retention_policy import Best, Policy, judge, step
+from pannier.attempts.listing import Checkpoint, CheckpointState
+from pannier.maintenance.retention_policy import Best, Policy, apply_policy, step
 from pannier.wire.errors import ConfigurationError
 from pannier.wire.object_names import Attempt
 
@@ -13,7 +13,7 @@ from pannier.wire.object_names import Attempt
 def checkpoint(name: str, save: int, loss: float | None = None, **changes: object) -> Checkpoint:
     """Of the ``save``-th save; the clocks of those that committed them run backwards."""
     fields: dict[str, object] = {
-        "standing": Standing.COMMITTED,
+        "state": CheckpointState.COMMITTED,
         "attempt": attempt(save),
         "size": 1,
         "job": "job",
@@ -30,8 +30,8 @@ def attempt(save: int) -> str:
 def kept(
     policy: Policy, *checkpoints: Checkpoint, committed: str | None = None
 ) -> dict[str, tuple[str, ...]]:
-    verdicts = judge(policy, checkpoints, job="job", committed=committed)
-    return {each.checkpoint.name: each.reasons for each in verdicts}
+    results = apply_policy(policy, checkpoints, job="job", committed=committed)
+    return {each.checkpoint.name: each.reasons for each in results}
 
 
 STEPS = [checkpoint(f"step-{n}", n, loss) for n, loss in ((10, 3), (20, 1), (30, 2), (40, 4))]
@@ -93,8 +93,8 @@ def test_the_best_by_a_metric() -> None:
 def test_what_is_never_touched() -> None:
     strangers = [
         checkpoint("step-1", 1, job="another"),
-        checkpoint("step-2", 2, standing=Standing.UNDECIDED),
-        checkpoint("step-3", 3, standing=Standing.FOREIGN, attempt=None),
+        checkpoint("step-2", 2, state=CheckpointState.UNDECIDED),
+        checkpoint("step-3", 3, state=CheckpointState.FOREIGN, attempt=None),
         checkpoint("deeper/step-4", 4),
     ]
     named = [checkpoint("final", 5), checkpoint("release-7", 6), checkpoint("step-8", 7)]

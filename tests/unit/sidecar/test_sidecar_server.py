@@ -633,9 +633,7 @@ def test_a_plan_gives_up_at_its_deadline_and_says_on_whom(host: Host) -> None:
     host.coordinator.stop()
     host.start()
     trainer = host.trainer()
-    with pytest.raises(
-        errors.DeadlineError, match=r"coordinator at unix://.* \(not seen yet\)"
-    ):
+    with pytest.raises(errors.DeadlineError, match=r"coordinator at unix://.* \(not seen yet\)"):
         trainer.plan(trainer.context(host.id()), timeout_s=1)
 
 

@@ -585,7 +585,7 @@ def test_a_silent_server_is_given_up(
     run: Callable[..., None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("pannier.storage.gcs.http.SILENCE_S", 0.2)
+    monkeypatch.setattr("pannier.storage.gcs.http.IDLE_TIMEOUT_S", 0.2)
 
     async def body(store: GcsStore) -> None:
         server.fault(kind="delay", method="POST", seconds=60)

@@ -95,7 +95,7 @@ def test_calls_that_hang_are_abandoned_by_name_and_others_go_on(
             well = store_at(tmp_path / "well" / "step", 10)
             await well.create(f"{turn}", b"data")
             assert await well.read(f"{turn}") == b"data"
-            assert await io_threads.set_up.run(lambda: 7) == 7
+            assert await io_threads.setup_threads.run(lambda: 7) == 7
         assert abandoned() == before + MOST_HUNG
         # No more of them: it fails at once, also where it might take long.
         with pytest.raises(HungError, match=rf"{MOST_HUNG} calls to {dead.directory}/run hang"):
@@ -243,7 +243,7 @@ def test_reads_of_the_spool_are_waited_for_however_long_they_take() -> None:
             begun.set()
             gate.wait()
 
-        task = asyncio.create_task(io_threads.spool.run(read))
+        task = asyncio.create_task(io_threads.spool_threads.run(read))
         await asyncio.to_thread(begun.wait)
         for _ in range(5):
             task.cancel()

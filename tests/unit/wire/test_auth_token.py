@@ -25,7 +25,7 @@ def written(path: Path, text: str, mode: int = 0o400) -> Path:
 @pytest.mark.parametrize("end", ["", "\n", "\r\n"])
 def test_a_file_that_nobody_else_can_write_is_read(tmp_path: Path, mode: int, end: str) -> None:
     file = TokenFile(written(tmp_path / "token", TOKEN + end, mode))
-    assert auth_token.said(file.metadata()) == TOKEN
+    assert auth_token.find_token(file.metadata()) == TOKEN
     assert file.digest() == auth_token.digest(TOKEN)
     assert len(file.digest()) == auth_token.DIGEST_BYTES
 
@@ -74,10 +74,10 @@ def test_it_is_read_again_when_it_was_replaced_by_a_link(tmp_path: Path) -> None
     (tmp_path / "..data").symlink_to("..1")
     (tmp_path / "token").symlink_to("..data/token")
     file = TokenFile(tmp_path / "token")
-    assert auth_token.said(file.metadata()) == "old" * 11
+    assert auth_token.find_token(file.metadata()) == "old" * 11
     (tmp_path / "..new").symlink_to("..2")
     (tmp_path / "..new").replace(tmp_path / "..data")
-    assert auth_token.said(file.metadata()) == "new" * 11
+    assert auth_token.find_token(file.metadata()) == "new" * 11
     (tmp_path / "..data").unlink()
     with pytest.raises(ConfigurationError, match="No such file"):
         file.metadata()
@@ -94,9 +94,15 @@ def test_it_is_in_no_representation(tmp_path: Path) -> None:
 
 
 def test_other_credentials_are_no_token() -> None:
-    assert auth_token.said([("authorization", "Basic " + TOKEN), ("x", "Bearer " + TOKEN)]) is None
-    assert auth_token.said([("authorization", b"Bearer ")]) is None
-    assert auth_token.said([("user-agent", "grpc"), ("authorization", "Bearer " + TOKEN)]) == TOKEN
+    assert (
+        auth_token.find_token([("authorization", "Basic " + TOKEN), ("x", "Bearer " + TOKEN)])
+        is None
+    )
+    assert auth_token.find_token([("authorization", b"Bearer ")]) is None
+    assert (
+        auth_token.find_token([("user-agent", "grpc"), ("authorization", "Bearer " + TOKEN)])
+        == TOKEN
+    )
 
 
 def test_the_client_shows_it_on_a_unix_socket_only(tmp_path: Path) -> None:

@@ -584,7 +584,7 @@ class SaveTask:
             return
         parts, begin = [], self._began
         for phase, seconds in self._seconds.items():
-            parts.append(tracing.Stretch(phase, begin, begin + seconds))
+            parts.append(tracing.Interval(phase, begin, begin + seconds))
             begin += seconds
         about: tracing.Attributes = {
             "pannier.checkpoint": self.context.checkpoint_id,
@@ -592,8 +592,8 @@ class SaveTask:
             "pannier.host": self.context.host,
             "pannier.bytes": self._bytes,
         }
-        own = tracing.Stretch("async_save", self._began, time.monotonic(), about, error)
-        tracing.tell_rank(self.context.save, self.context.rank, own, parts)
+        own = tracing.Interval("async_save", self._began, time.monotonic(), about, error)
+        tracing.export_rank(self.context.save, self.context.rank, own, parts)
 
     def _leave(self, fate: ArenaUse) -> None:
         self.session.unwatch(self.context.save)

@@ -7,7 +7,7 @@ from typing import Any
 import click
 from rich.text import Text
 
-from pannier.attempts.listing import Checkpoint, Standing, list_checkpoints
+from pannier.attempts.listing import Checkpoint, CheckpointState, list_checkpoints
 from pannier.cli import output
 from pannier.cli.options import Location, storage_options
 from pannier.maintenance.retention_run import read_record
@@ -44,10 +44,14 @@ def command(*, root: str, storage_options: dict[str, Any], as_json: bool) -> Non
     table = output.table("state", "attempt", "bytes", "time", "checkpoint", right=["bytes"])
     if kept:
         table.add_column("kept for")
-    colours = {Standing.COMMITTED: "green", Standing.ABORTED: "red", Standing.UNDECIDED: "yellow"}
+    colours = {
+        CheckpointState.COMMITTED: "green",
+        CheckpointState.ABORTED: "red",
+        CheckpointState.UNDECIDED: "yellow",
+    }
     for checkpoint in found:
         table.add_row(
-            Text(checkpoint.standing.value, style=colours.get(checkpoint.standing, "")),
+            Text(checkpoint.state.value, style=colours.get(checkpoint.state, "")),
             checkpoint.attempt or "",
             output.size(checkpoint.size),
             output.ago(checkpoint.time),
@@ -61,7 +65,7 @@ def _fields(root: str, checkpoint: Checkpoint, kept: dict[str, Any]) -> dict[str
     named = dataclasses.asdict(checkpoint)
     return {
         "checkpoint": f"{root.rstrip('/')}/{checkpoint.name}".rstrip("/"),
-        "state": checkpoint.standing.value,
+        "state": checkpoint.state.value,
         "attempt": named["attempt"],
         "bytes": named["size"],
         "time": named["time"],

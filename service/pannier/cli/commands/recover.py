@@ -16,9 +16,9 @@ from pannier.maintenance.recover import (
     End,
     Found,
     Outcome,
-    end,
     find_interrupted,
-    foresee,
+    finish_attempt,
+    predict_outcome,
 )
 from pannier.storage import open_store
 from pannier.v1 import records_pb2
@@ -83,9 +83,9 @@ async def _recover(
         try:
             for interrupted in await find_interrupted(store):
                 if dry_run:
-                    outcome = foresee(interrupted, abort=abort)
+                    outcome = predict_outcome(interrupted, abort=abort)
                 else:
-                    outcome = await end(
+                    outcome = await finish_attempt(
                         store, interrupted, build=_build, host=socket.gethostname(), abort=abort
                     )
                 outcomes.append((checkpoint, outcome))

@@ -10,10 +10,10 @@ import click
 from pannier.cli import output
 from pannier.cli.options import Location, storage_options
 from pannier.maintenance.delete_checkpoint import (
-    Condemned,
-    Gone,
-    condemn,
+    RemovalPlan,
+    RemovedObjects,
     name_readers,
+    plan_removal,
     remove_checkpoint,
     remove_directory,
 )
@@ -40,48 +40,50 @@ def command(
     """
     if as_json and not yes:
         raise click.UsageError("--json doesn't ask: give --yes, too")
-    condemned, gone = asyncio.run(_remove(checkpoint_id, storage_options, yes))
+    plan, gone = asyncio.run(_remove(checkpoint_id, storage_options, yes))
     size = sum(info.size for info in gone.objects)
     if as_json:
         output.print_json(
             {
                 "checkpoint": checkpoint_id,
-                "attempts": condemned.attempts,
+                "attempts": plan.attempts,
                 "objects": len(gone.objects),
                 "bytes": size,
-                "undecided": condemned.undecided,
+                "undecided": plan.undecided,
             }
         )
         return
     out = output.console()
     out.print(f"removed {checkpoint_id}: {len(gone.objects)} objects, {output.size(size)}")
-    if condemned.undecided:
+    if plan.undecided:
         out.print(
-            f"left: {', '.join(condemned.undecided)}, undecided: a save may be under way; see "
+            f"left: {', '.join(plan.undecided)}, undecided: a save may be under way; see "
             "`pannier recover` and `pannier gc`"
         )
 
 
-async def _remove(checkpoint_id: str, options: dict[str, Any], yes: bool) -> tuple[Condemned, Gone]:
+async def _remove(
+    checkpoint_id: str, options: dict[str, Any], yes: bool
+) -> tuple[RemovalPlan, RemovedObjects]:
     store = open_store(checkpoint_id, storage_options=options)
     try:
-        condemned = await condemn(store)
+        plan = await plan_removal(store)
         if not yes:
-            click.confirm(_question(checkpoint_id, condemned), abort=True, err=True)
-        gone = await remove_checkpoint(store, condemned, host=socket.gethostname())
+            click.confirm(_question(checkpoint_id, plan), abort=True, err=True)
+        gone = await remove_checkpoint(store, plan, host=socket.gethostname())
     finally:
         await store.close()
     remove_directory(checkpoint_id)
-    return condemned, gone
+    return plan, gone
 
 
-def _question(checkpoint_id: str, condemned: Condemned) -> str:
-    standing = condemned.seen.standing
+def _question(checkpoint_id: str, plan: RemovalPlan) -> str:
+    standing = plan.seen.standing
     what = f"committed by {standing.name}" if standing is not None else "not committed"
     # A lease is shown by this host's clock: it is only a hint.
-    readers = condemned.readers(time.time())
+    readers = plan.readers(time.time())
     reading = f" It is being read by {name_readers(readers)}." if readers else ""
     return (
-        f"{checkpoint_id} ({what}; {len(condemned.attempts)} saves, {output.size(condemned.size)})."
+        f"{checkpoint_id} ({what}; {len(plan.attempts)} saves, {output.size(plan.size)})."
         f"{reading} Remove it for good?"
     )

@@ -11,7 +11,7 @@ from rich.text import Text
 from pannier.cli import output
 from pannier.cli.errors import NEGATIVE, OK
 from pannier.cli.options import Location, storage_options
-from pannier.maintenance.verify import Finding, Verdict, verify
+from pannier.maintenance.verify import Finding, VerifyResult, verify
 from pannier.storage import open_store
 
 
@@ -32,22 +32,22 @@ def command(*, checkpoint_id: str, storage_options: dict[str, Any], as_json: boo
     malformed), "size", "expected_size", "crc32c" and "expected_crc32c" (8 hex
     digits); null where it isn't known.
     """
-    verdict = asyncio.run(_verify(checkpoint_id, storage_options))
+    result = asyncio.run(_verify(checkpoint_id, storage_options))
     if as_json:
         output.print_json(
             {
                 "checkpoint": checkpoint_id,
-                "attempt": verdict.attempt,
-                "ok": verdict.ok,
-                "files": [_fields(finding) for finding in verdict.findings],
+                "attempt": result.attempt,
+                "ok": result.ok,
+                "files": [_fields(finding) for finding in result.findings],
             }
         )
     else:
-        _print(checkpoint_id, verdict)
-    click.get_current_context().exit(OK if verdict.ok else NEGATIVE)
+        _print(checkpoint_id, result)
+    click.get_current_context().exit(OK if result.ok else NEGATIVE)
 
 
-async def _verify(checkpoint_id: str, options: dict[str, Any]) -> Verdict:
+async def _verify(checkpoint_id: str, options: dict[str, Any]) -> VerifyResult:
     store = open_store(checkpoint_id, storage_options=options)
     columns = (TextColumn("reading"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     try:
@@ -62,13 +62,13 @@ async def _verify(checkpoint_id: str, options: dict[str, Any]) -> Verdict:
         await store.close()
 
 
-def _print(checkpoint_id: str, verdict: Verdict) -> None:
+def _print(checkpoint_id: str, result: VerifyResult) -> None:
     out = output.console()
-    bad = [finding for finding in verdict.findings if finding.status != "ok"]
-    total = sum(finding.size or 0 for finding in verdict.findings)
+    bad = [finding for finding in result.findings if finding.status != "ok"]
+    total = sum(finding.size or 0 for finding in result.findings)
     if not bad:
         out.print(
-            f"ok: {checkpoint_id}, attempt {verdict.attempt}: {len(verdict.findings)} objects, "
+            f"ok: {checkpoint_id}, attempt {result.attempt}: {len(result.findings)} objects, "
             f"{output.size(total)}, all as committed"
         )
         return
@@ -76,7 +76,7 @@ def _print(checkpoint_id: str, verdict: Verdict) -> None:
     for finding in bad:
         rank = "" if finding.rank is None else str(finding.rank)
         table.add_row(Text(finding.name), rank, Text(_problem(finding), style="red"))
-    out.print(f"damaged: {checkpoint_id}, attempt {verdict.attempt}")
+    out.print(f"damaged: {checkpoint_id}, attempt {result.attempt}")
     out.print(table)
 
 

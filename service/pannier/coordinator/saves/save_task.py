@@ -14,7 +14,7 @@ from concurrent.futures import Executor
 from typing import Any, Final, TypeVar
 
 from pannier.attempts.commit import SupersededError, carry_out, prepare_commit
-from pannier.attempts.decisions import decide, decider, propose
+from pannier.attempts.decisions import decide, decider, new_decision
 from pannier.attempts.manifests import exists, publish
 from pannier.attempts.metadata_swap import OccupiedError, RemovedError, check_free
 from pannier.attempts.receipts import find_lost
@@ -460,7 +460,7 @@ class Conductor:
         if save.attempt is None or not (save.touched or save.external):
             save.move(State.ABORTED)
             return
-        proposal = propose(
+        proposal = new_decision(
             records_pb2.OUTCOME_ABORT,
             save=save.context.save,
             attempt=save.attempt,

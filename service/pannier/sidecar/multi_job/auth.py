@@ -58,7 +58,7 @@ class Guard:
 
     def check_caller(self, metadata: Iterable[tuple[str, str | bytes]]) -> None:
         """Raises UnauthenticatedError unless a good token is in a call's metadata."""
-        token = auth_token.said(metadata)
+        token = auth_token.find_token(metadata)
         if not self._digests:
             raise UnauthenticatedError(f"job {self.job} is no longer served here: see --jobs")
         if token is None:

@@ -28,14 +28,14 @@ from yarl import URL
 
 from pannier.common.deadline import within
 from pannier.storage.base import DeniedError, HeldError, NotFoundError, StorageError, notify_retry
-from pannier.storage.connections import Lease
+from pannier.storage.connections import SharedConnection
 from pannier.storage.http_body import Body, Slices
-from pannier.storage.io_threads import set_up
+from pannier.storage.io_threads import setup_threads
 from pannier.storage.retry import TransientError
 from pannier.wire.errors import ConfigurationError
 
 CONNECT_S = 15.0
-SILENCE_S = 60.0
+IDLE_TIMEOUT_S = 60.0
 SLOWEST_BYTES_PER_S = 128 << 10
 """A request whose body moves slower than this is given up and tried again."""
 _PROVIDER_TEXT = 500
@@ -113,7 +113,7 @@ class GcsConnection:
             settings.setdefault("token", "anon")
         settings.update(asynchronous=True, skip_instance_cache=True)
         try:
-            fs = await set_up.run(partial(GCSFileSystem, **settings))
+            fs = await setup_threads.run(partial(GCSFileSystem, **settings))
             session = await fs._set_session()
             # Else aiohttp sends a whole chunk again, silently, when a connection breaks.
             session._retry_connection = False
@@ -191,14 +191,14 @@ class GcsConnection:
     ) -> Answer:
         """An answer of any status. Raises TransientError, DeniedError, StorageError."""
         body = data or Slices()
-        limit_s = CONNECT_S + SILENCE_S + (body.size or 0) / SLOWEST_BYTES_PER_S
+        limit_s = CONNECT_S + IDLE_TIMEOUT_S + (body.size or 0) / SLOWEST_BYTES_PER_S
         body.moved = began = time.monotonic()
         try:
             return await within(
                 limit_s,
                 self._once(method, url, headers, data),
                 # A peer that takes nothing for so long has stalled.
-                sooner=lambda: body.moved + CONNECT_S + SILENCE_S,
+                sooner=lambda: body.moved + CONNECT_S + IDLE_TIMEOUT_S,
             )
         except asyncio.TimeoutError as error:
             raise TransientError(
@@ -228,7 +228,9 @@ class GcsConnection:
             headers=authorized,
             data=data,
             allow_redirects=False,
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=SILENCE_S),
+            timeout=aiohttp.ClientTimeout(
+                total=None, sock_connect=CONNECT_S, sock_read=IDLE_TIMEOUT_S
+            ),
         ) as response:
             return Answer(
                 response.status,
@@ -242,7 +244,7 @@ class GcsConnection:
         try:
             if credentials.credentials is not None:
                 # May fetch a token, with blocking calls.
-                await set_up.run(credentials.maybe_refresh)
+                await setup_threads.run(credentials.maybe_refresh)
             authorized: dict[str, str] = self._fs._get_headers(headers)
         except google.auth.exceptions.TransportError as error:
             raise TransientError(f"no token could be fetched: {error}", answered=False) from error
@@ -257,7 +259,7 @@ class GcsConnection:
             raise refused
         notify_retry(f"{refused}; fetching another token")
         try:
-            await set_up.run(_refresh, self._fs.credentials, authorization)
+            await setup_threads.run(_refresh, self._fs.credentials, authorization)
         except google.auth.exceptions.TransportError as error:
             raise TransientError(f"no token could be fetched: {error}") from error
         except google.auth.exceptions.GoogleAuthError as error:
@@ -318,9 +320,9 @@ def _reasons(answer: Answer) -> set[str]:
         return set()
 
 
-def lease(options: Mapping[str, Any]) -> Lease[GcsConnection]:
+def shared_connection(options: Mapping[str, Any]) -> SharedConnection[GcsConnection]:
     """A share in the connection for these options."""
     key = json.dumps(
         ["gs", options, os.environ.get("STORAGE_EMULATOR_HOST", "")], sort_keys=True, default=repr
     )
-    return Lease(key, lambda: GcsConnection.open(options), GcsConnection.close)
+    return SharedConnection(key, lambda: GcsConnection.open(options), GcsConnection.close)

@@ -13,7 +13,7 @@ from pannier.storage.base import NotFoundError, Progress, Retried, Source, Stora
 from pannier.storage.gcs.http import Answer, GcsConnection
 from pannier.storage.http_body import Body, FromSpool, Slices
 from pannier.storage.retry import TransientError, clean_up, retry
-from pannier.storage.source_reader import Feed
+from pannier.storage.source_reader import SourceReader
 
 T = TypeVar("T")
 
@@ -61,8 +61,8 @@ class ResumableUpload:
         self._behind = 0
         """How often the server had fewer bytes than it had confirmed, in this session."""
 
-    async def run(self, feed: Feed, progress: Progress) -> dict[str, Any]:
-        """Uploads all of ``feed``.
+    async def run(self, reader: SourceReader, progress: Progress) -> dict[str, Any]:
+        """Uploads all of ``reader``.
 
         Returns:
             the object's resource; its checksum is the caller's to compare.
@@ -76,20 +76,20 @@ class ResumableUpload:
         for remaining in range(_SESSIONS - 1, -1, -1):
             self._behind = 0
             try:
-                return await self._run(feed, progress)
+                return await self._run(reader, progress)
             except _SessionLostError as error:
                 if not remaining:
                     raise
                 self._retried(str(error))
         raise AssertionError("unreachable")
 
-    async def _run(self, feed: Feed, progress: Progress) -> dict[str, Any]:
+    async def _run(self, reader: SourceReader, progress: Progress) -> dict[str, Any]:
         self._session = await self._retry(self._start)
         try:
             held = 0
             while True:
                 end = min(held + _CHUNK, self._size)
-                file = await feed.file(end)
+                file = await reader.file(end)
                 headers = {}
                 if end == self._size:
                     # Lets the server refuse what isn't what the sender had.

@@ -35,13 +35,13 @@ from pannier.storage.gcs.http import (
     GcsConnection,
     PreconditionError,
     UnclearError,
-    lease,
+    shared_connection,
 )
 from pannier.storage.gcs.resumable_upload import ResumableUpload, encode_crc
 from pannier.storage.http_body import Slices
 from pannier.storage.io_threads import BUFFER, buffers
 from pannier.storage.retry import TransientError, UnsettledError, retry, settle, uncounted
-from pannier.storage.source_reader import Feed
+from pannier.storage.source_reader import SourceReader
 from pannier.storage.url import Location, check_key
 
 T = TypeVar("T")
@@ -63,7 +63,7 @@ class GcsStore(Store):
         self._prefix = location.prefix
         self.url = f"gs://{location.bucket}/{location.prefix}".rstrip("/")
         self._deadline_s = deadline_s
-        self._lease = lease(options)
+        self._shared = shared_connection(options)
 
     def _name(self, key: str) -> str:
         return self._prefix + check_key(key)
@@ -72,7 +72,7 @@ class GcsStore(Store):
         return f"gs://{self._bucket}/{self._prefix}{key}"
 
     async def _connection(self) -> GcsConnection:
-        return await self._lease.get(end_of(self._deadline_s))
+        return await self._shared.get(end_of(self._deadline_s))
 
     async def _retry(
         self,
@@ -106,13 +106,13 @@ class GcsStore(Store):
             troubled = True
             retried(reason)
 
-        feed = Feed(source)
+        reader = SourceReader(source)
         try:
             if source.size <= BUFFER:
                 buffer = buffers.take()
                 view = memoryview(buffer)[: source.size]
-                await feed.fill(view, 0)
-                crc = await feed.confirm()
+                await reader.fill(view, 0)
+                crc = await reader.confirm()
                 resource = await self._insert(connection, key, view, crc, "0", note)
                 if not troubled:
                     # Else a connection that is going down may still send from it.
@@ -126,7 +126,7 @@ class GcsStore(Store):
                     deadline_s=self._deadline_s,
                     retried=note,
                 )
-                resource = await upload.run(feed, progress)
+                resource = await upload.run(reader, progress)
                 crc = await source.crc32c()
             info = self._info(resource)
         except (PreconditionError, UnclearError) as error:
@@ -145,7 +145,7 @@ class GcsStore(Store):
             sent = await source.crc32c()
             raise IntegrityError(f"{error} The sender's is {sent:08x}.") from error
         finally:
-            feed.close()
+            reader.close()
         if info.crc32c is None:
             info = await self.stat(key) or info
         if (info.size, info.crc32c) != (source.size, crc):
@@ -372,7 +372,7 @@ class GcsStore(Store):
 
     async def close(self) -> None:
         """See :meth:`Store.close`."""
-        await self._lease.release()
+        await self._shared.release()
 
     def _info(self, resource: Mapping[str, Any]) -> ObjectInfo:
         crc = resource.get("crc32c")

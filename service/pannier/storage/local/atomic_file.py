@@ -19,7 +19,7 @@ from typing import Any, Final, TypeVar
 
 from pannier.storage.base import Progress
 from pannier.storage.io_threads import BUFFER, PATIENCE_S, Guarded, HungError, Threads
-from pannier.storage.source_reader import Feed
+from pannier.storage.source_reader import SourceReader
 
 T = TypeVar("T")
 
@@ -225,14 +225,16 @@ class OpenDraft:
         """A call that uses the draft; one that hangs keeps it open."""
         return await self._threads.run(self.guard.use, function, *args, until=until)
 
-    async def copy(self, feed: Feed, view: memoryview, size: int, progress: Progress) -> None:
-        """Writes ``size`` bytes of ``feed`` by way of the buffer ``view``."""
+    async def copy(
+        self, reader: SourceReader, view: memoryview, size: int, progress: Progress
+    ) -> None:
+        """Writes ``size`` bytes of ``reader`` by way of the buffer ``view``."""
         halves = (view[:_STEP], view[_STEP:])
         writing: asyncio.Task[None] | None = None
         try:
             for turn, offset in enumerate(range(0, size, _STEP)):
                 half, length = halves[turn % 2], min(_STEP, size - offset)
-                await feed.fill(half[:length], offset)
+                await reader.fill(half[:length], offset)
                 if writing is not None:
                     await writing
                     progress(offset)

@@ -50,7 +50,7 @@ from pannier.storage.local.atomic_file import (
 )
 from pannier.storage.local.lock import Locked, locked, release_unheld
 from pannier.storage.retry import UnsettledError, in_time, settle
-from pannier.storage.source_reader import Feed
+from pannier.storage.source_reader import SourceReader
 from pannier.storage.url import Location, check_key
 from pannier.wire import object_names
 
@@ -109,14 +109,14 @@ class LocalStore(Store):
                 return await self._upload(key, path, source, progress)
 
     async def _upload(self, key: str, path: Path, source: Source, progress: Progress) -> ObjectInfo:
-        feed = Feed(source)
+        reader = SourceReader(source)
         buffer = buffers.take()
         draft: OpenDraft | None = None
         # Writes have no deadline but the caller's.
         try:
             draft = await self._open_draft(path, direct=source.size >= BLOCK)
-            await draft.copy(feed, memoryview(buffer), source.size, progress)
-            crc = await feed.confirm()
+            await draft.copy(reader, memoryview(buffer), source.size, progress)
+            crc = await reader.confirm()
             await draft.run(draft.file.sync, source.size)
             try:
                 await self._publish(draft, path)
@@ -128,7 +128,7 @@ class LocalStore(Store):
                 raise ConflictError(f"{path} exists with other content", there) from None
             return _info(key, await draft.run(draft.file.stat), crc)
         finally:
-            feed.close()
+            reader.close()
             # A write that hangs still reads the buffer: then it is not used again.
             if draft is None or await draft.close():
                 buffers.give(buffer)

@@ -16,13 +16,13 @@ from s3fs import S3FileSystem
 
 from pannier.common.deadline import within
 from pannier.storage.base import DeniedError, NotFoundError, StorageError, notify_retry
-from pannier.storage.connections import Lease
-from pannier.storage.io_threads import set_up
+from pannier.storage.connections import SharedConnection
+from pannier.storage.io_threads import setup_threads
 from pannier.storage.retry import TransientError
 from pannier.wire.errors import ConfigurationError
 
 CONNECT_S = 15
-SILENCE_S = 60
+IDLE_TIMEOUT_S = 60
 SLOWEST_BYTES_PER_S = 128 << 10
 _CREDENTIALS_HINT = (
     "check which credentials the daemon uses (storage options 'key' and 'secret' or 'profile', "
@@ -75,7 +75,7 @@ class S3Connection:
         settings = {"use_listings_cache": False, **options}
         settings["config_kwargs"] = {
             "connect_timeout": CONNECT_S,
-            "read_timeout": SILENCE_S,
+            "read_timeout": IDLE_TIMEOUT_S,
             "max_pool_connections": 64,
             "request_checksum_calculation": "when_required",
             "response_checksum_validation": "when_required",
@@ -84,7 +84,7 @@ class S3Connection:
         }
         settings.update(asynchronous=True, skip_instance_cache=True)
         try:
-            fs = await set_up.run(partial(S3FileSystem, **settings))
+            fs = await setup_threads.run(partial(S3FileSystem, **settings))
             await fs.set_session()
         except (TypeError, ValueError, KeyError, OSError, boto.BotoCoreError) as error:
             raise ConfigurationError(f"S3 can't be set up: {error}; {_CREDENTIALS_HINT}") from error
@@ -135,7 +135,7 @@ class S3Connection:
     async def _call(
         self, operation: str, what: str, size: int, arguments: Mapping[str, Any]
     ) -> dict[str, Any]:
-        limit_s = CONNECT_S + SILENCE_S + size / SLOWEST_BYTES_PER_S
+        limit_s = CONNECT_S + IDLE_TIMEOUT_S + size / SLOWEST_BYTES_PER_S
         try:
             return await within(limit_s, self._once(operation, arguments))
         except boto.ClientError as error:
@@ -194,7 +194,7 @@ def _error(error: boto.ClientError, what: str) -> StorageError:
     return StorageError(text)
 
 
-def lease(options: Mapping[str, Any]) -> Lease[S3Connection]:
+def shared_connection(options: Mapping[str, Any]) -> SharedConnection[S3Connection]:
     """A share in the connection for these options."""
     key = json.dumps(["s3", options], sort_keys=True, default=repr)
-    return Lease(key, lambda: S3Connection.open(options), S3Connection.close)
+    return SharedConnection(key, lambda: S3Connection.open(options), S3Connection.close)

@@ -33,9 +33,9 @@ from pannier.storage.s3.client import (
     ChecksumRefusedError,
     PreconditionError,
     S3Connection,
-    lease,
+    shared_connection,
 )
-from pannier.storage.source_reader import Feed
+from pannier.storage.source_reader import SourceReader
 from pannier.storage.url import Location, check_key
 
 _MOST_PARTS = 10_000
@@ -54,13 +54,13 @@ class S3Store(Store):
         self._prefix = location.prefix
         self.url = f"s3://{location.bucket}/{location.prefix}".rstrip("/")
         self._deadline_s = deadline_s
-        self._lease = lease(options)
+        self._shared = shared_connection(options)
 
     def _what(self, key: str) -> str:
         return f"s3://{self._bucket}/{self._prefix}{key}"
 
     async def _connection(self) -> S3Connection:
-        return await self._lease.get(end_of(self._deadline_s))
+        return await self._shared.get(end_of(self._deadline_s))
 
     async def _call(
         self, operation: str, key: str, *, retried: Retried = uncounted, size: int = 0, **more: Any
@@ -94,22 +94,22 @@ class S3Store(Store):
     async def _upload(
         self, key: str, source: Source, progress: Progress, retried: Retried
     ) -> ObjectInfo:
-        feed = Feed(source)
+        reader = SourceReader(source)
         ours, answered = True, f"{self._what(key)} was uploaded"
         try:
             if source.size <= BUFFER:
                 data = Part(source.size)
-                await feed.fill(memoryview(data), 0)
-                crc = await feed.confirm()
+                await reader.fill(memoryview(data), 0)
+                crc = await reader.confirm()
                 await self._put(key, data, crc, {"IfNoneMatch": "*"}, retried)
             else:
-                await self._upload_parts(key, source.size, feed, progress, retried)
+                await self._upload_parts(key, source.size, reader, progress, retried)
         except PreconditionError as error:
             ours, answered = False, str(error)
         except ChecksumRefusedError as error:
             raise IntegrityError(str(error)) from error
         finally:
-            feed.close()
+            reader.close()
         crc = await source.crc32c()
         info = await self.stat(key)
         if info is None:
@@ -139,7 +139,7 @@ class S3Store(Store):
         return crc
 
     async def _upload_parts(
-        self, key: str, size: int, feed: Feed, progress: Progress, retried: Retried
+        self, key: str, size: int, reader: SourceReader, progress: Progress, retried: Retried
     ) -> None:
         created = await self._call(
             "create_multipart_upload",
@@ -157,7 +157,7 @@ class S3Store(Store):
                 length = min(part_size, size - offset)
                 if length < part_size:
                     buffer = Part(length)
-                await feed.fill(memoryview(buffer), offset)
+                await reader.fill(memoryview(buffer), offset)
                 crc = _encode(crc32c.crc32c(buffer))
                 answer = await self._call(
                     "upload_part",
@@ -172,7 +172,7 @@ class S3Store(Store):
                 )
                 parts.append({"PartNumber": number, "ETag": answer["ETag"], "ChecksumCRC32C": crc})
                 progress(offset + length)
-            await self._complete(key, upload, parts, await feed.confirm(), retried)
+            await self._complete(key, upload, parts, await reader.confirm(), retried)
         except BaseException:
             await clean_up(
                 self._abort(key, upload), f"the multipart upload of {self._what(key)} may be left"
@@ -421,7 +421,7 @@ class S3Store(Store):
 
     async def close(self) -> None:
         """See :meth:`Store.close`."""
-        await self._lease.release()
+        await self._shared.release()
 
 
 def _encode(crc: int) -> str:
