@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from playwright.sync_api import expect
 
-from pannier.daemon.http_server import serving_web
+from pannier.daemon.http_server import serve_http
 from pannier.daemon.metrics import Metrics
-from pannier.daemon.status_page import Pages
-from pannier.daemon.status_registry import Board
-from pannier.daemon.status_service import Vitals
+from pannier.daemon.status_page import StatusPage
+from pannier.daemon.status_registry import StatusRegistry
+from pannier.daemon.status_service import DaemonInfo
 from pannier.v1 import save_pb2
 from support.actors.hand import Party
 from support.network.browser import Browser, browsing
@@ -120,10 +120,10 @@ def test_the_page_needs_nothing_from_elsewhere_and_runs_nothing_else(site: Site)
 
 
 def test_an_old_answer_is_told_when_the_daemon_is_gone(browser: Browser) -> None:
-    board, vitals = Board(), Vitals("node-9")
+    status_registry, daemon_info = StatusRegistry(), DaemonInfo("node-9")
     where = f"127.0.0.1:{free_port()}"
-    routes = Pages(board, vitals).routes(Metrics("coordinator", vitals))
-    with serving_web(where, routes, setting="--metrics"):
+    routes = StatusPage(status_registry, daemon_info).routes(Metrics("coordinator", daemon_info))
+    with serve_http(where, routes, setting="--metrics"):
         browser.page.goto(f"http://{where}/")
         expect(browser.page.locator("#saves")).to_have_text("none so far")
         assert not browser.page.is_visible("#lost")
@@ -156,11 +156,11 @@ def test_a_thousand_ranks_are_readable(browser: Browser) -> None:
             ingested_s=0.9,
             durable_s=0 if slow else 2 + number % 7,
         )
-    board, vitals = Board(), Vitals("node-0")
-    board.put(status.save, status.checkpoint_id, lambda: status)
+    status_registry, daemon_info = StatusRegistry(), DaemonInfo("node-0")
+    status_registry.put(status.save, status.checkpoint_id, lambda: status)
     where = f"127.0.0.1:{free_port()}"
-    routes = Pages(board, vitals).routes(Metrics("coordinator", vitals))
-    with serving_web(where, routes, setting="--metrics"):
+    routes = StatusPage(status_registry, daemon_info).routes(Metrics("coordinator", daemon_info))
+    with serve_http(where, routes, setting="--metrics"):
         page = browser.page
         page.goto(f"http://{where}/")
         expect(page.locator("#ranks tr")).to_have_count(6)

@@ -19,7 +19,7 @@ EXIT_STATUSES = (
 
 
 @contextmanager
-def reported() -> Iterator[None]:
+def report_errors() -> Iterator[None]:
     """Turns what users can act on into a message and an exit status; bugs keep their traceback."""
     # Imported late: most commands don't fail, and errors bring gRPC along.
     try:

@@ -9,7 +9,7 @@ import sys
 
 import click
 
-from pannier.cli.errors import EXIT_STATUSES, reported
+from pannier.cli.errors import EXIT_STATUSES, report_errors
 from pannier.wire.version import package_version
 
 _SUMMARIES = {
@@ -62,6 +62,6 @@ def cli() -> None:
 
 def main() -> None:
     """Entry point of the ``pannier`` script."""
-    with reported():
+    with report_errors():
         code = cli.main(prog_name="pannier", standalone_mode=False)
     sys.exit(code if isinstance(code, int) else 0)

@@ -73,19 +73,19 @@ class Address(_Type):
             raise click.BadParameter(str(error), ctx, param) from error
 
 
-class WebAddress(_Type):
+class HttpAddress(_Type):
     """``host:port``, or a port on loopback."""
 
     name = "web-address"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         """The address as ``host:port``, checked."""
-        from pannier.daemon.http_server import web_address
+        from pannier.daemon.http_server import http_address
         from pannier.wire.errors import ConfigurationError
 
         setting = param.opts[0] if param is not None and param.opts else "address"
         try:
-            return web_address(value, setting=setting)
+            return http_address(value, setting=setting)
         except ConfigurationError as error:
             raise click.BadParameter(str(error), ctx, param) from error
 
@@ -235,7 +235,7 @@ daemon_options = combined(
     ),
     option(
         "--metrics",
-        type=WebAddress(),
+        type=HttpAddress(),
         metavar="[HOST:]PORT",
         help="Serve Prometheus metrics (/metrics) and a status page (/) here over HTTP, read-only and "
         "without TLS: whoever can connect sees names of jobs, hosts and checkpoints. A port alone "

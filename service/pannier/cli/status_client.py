@@ -46,7 +46,7 @@ daemon_option = combined(
 """Which daemon to ask, and how: arguments of :class:`StatusClient`."""
 
 
-def shown(token_file: Path | None) -> Metadata:
+def token_metadata(token_file: Path | None) -> Metadata:
     """What calls carry. Raises ConfigurationError when there is no token in the file."""
     return () if token_file is None else TokenFile(token_file, setting="--token-file").metadata()
 
@@ -72,7 +72,7 @@ def _listens(address: str) -> bool:
 
 
 @contextmanager
-def translated(address: str) -> Iterator[None]:
+def translate_rpc_errors(address: str) -> Iterator[None]:
     """What a failed call to the daemon at ``address`` raises inside becomes a PannierError."""
     try:
         yield
@@ -101,7 +101,7 @@ class StatusClient:
             address = embedded_sidecars()[0]
         self.address = address
         tls = tls_of(tls_cert, tls_key, tls_ca)
-        self._metadata = shown(token_file)
+        self._metadata = token_metadata(token_file)
         self._channel = open_channel(address, addresses.channel_options(), tls)
         self._stub: Any = status_pb2_grpc.StatusStub(self._channel)
 
@@ -150,7 +150,7 @@ class StatusClient:
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
-        with translated(self.address):
+        with translate_rpc_errors(self.address):
             try:
                 yield
             except grpc.RpcError as error:

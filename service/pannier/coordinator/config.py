@@ -4,14 +4,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pannier.daemon.settings import Access
+from pannier.daemon.settings import DaemonSettings
 from pannier.maintenance.retention_policy import Policy
 from pannier.maintenance.superseded import GRACE_S
 from pannier.wire.errors import ConfigurationError
 
 
 @dataclass(frozen=True, kw_only=True)
-class CoordinatorConfig(Access):
+class CoordinatorConfig(DaemonSettings):
     """What ``pannier coordinator`` is told. Raises ConfigurationError naming the setting."""
 
     address: str = "unix:///run/pannier/coordinator.sock"

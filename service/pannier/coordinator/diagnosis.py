@@ -29,4 +29,4 @@ class CoordinatorDiagnosis(diagnosis_pb2_grpc.DiagnosisServicer):
         )
 
     def _looks(self) -> Iterator[diagnosis_pb2.Check]:
-        yield doctor_checks.state(draining=self._draining())
+        yield doctor_checks.check_state(draining=self._draining())

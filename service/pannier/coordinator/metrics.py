@@ -14,8 +14,8 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from pannier.common import tracing
 from pannier.coordinator.saves.registry import ENDED_KEPT, Registry
 from pannier.coordinator.saves.save import Presence, Save
-from pannier.daemon.metrics import Counts, Under, saves_under_way
-from pannier.daemon.status_page import Ask
+from pannier.daemon.metrics import ActiveSaves, SaveCounts, saves_under_way
+from pannier.daemon.status_page import StateReader
 from pannier.v1 import save_pb2
 
 _KEPT: Final = 2 * ENDED_KEPT
@@ -27,38 +27,38 @@ class Figures:
     Args:
         counts: is told how saves have ended.
         present: the sidecars that are attached now.
-        ask: runs a function on the event loop, for any thread.
+        read_state: runs a function on the event loop, for any thread.
     """
 
     def __init__(
         self,
         registry: Registry,
-        counts: Counts,
+        counts: SaveCounts,
         present: Callable[[], Sequence[Presence]],
-        ask: Ask,
+        read_state: StateReader,
     ) -> None:
         self._registry = registry
         self._counts = counts
         self._present = present
-        self._ask = ask
+        self._read_state = read_state
         self._known: OrderedDict[str, bool] = OrderedDict()
         """By key of a save: whether it has ended."""
         registry.listen(self._changed)
 
     def collect(self) -> Iterable[Metric]:
         """The families. Any thread."""
-        under, sidecars = self._ask(self._now)
+        under, sidecars = self._read_state(self._now)
         yield from saves_under_way(under)
         yield GaugeMetricFamily(
             "pannier_sidecars", "Sidecars that are attached to the coordinator.", sidecars
         )
         yield from self._counts.collect()
 
-    def _now(self) -> tuple[Under, int]:
+    def _now(self) -> tuple[ActiveSaves, int]:
         saves = self._registry.undecided()
         oldest = min((save.start for save in saves), default=None)
         age_s = 0.0 if oldest is None else time.monotonic() - oldest
-        return Under(Counter(save.state.value for save in saves), age_s), len(self._present())
+        return ActiveSaves(Counter(save.state.value for save in saves), age_s), len(self._present())
 
     def _changed(self, save: Save) -> None:
         ended = self._known.get(save.key)

@@ -31,16 +31,16 @@ from pannier.coordinator.servicer import NAME, CoordinatorService, add_to_server
 from pannier.coordinator.sidecar_streams import Attachments
 from pannier.coordinator.stores import Places
 from pannier.daemon import doctor_checks
-from pannier.daemon.health_server import probed
-from pannier.daemon.http_server import serving_web
+from pannier.daemon.health_server import serve_health
+from pannier.daemon.http_server import serve_http
 from pannier.daemon.interceptors import AioErrorInterceptor
-from pannier.daemon.listeners import listening, raise_descriptor_limit, server_options
+from pannier.daemon.listeners import bind_listeners, raise_descriptor_limit, server_options
 from pannier.daemon.logging import set_up_logging
-from pannier.daemon.metrics import Counts, Metrics
+from pannier.daemon.metrics import Metrics, SaveCounts
 from pannier.daemon.signals import AioStopSignals
-from pannier.daemon.status_page import Pages, on_loop
-from pannier.daemon.status_registry import Board
-from pannier.daemon.status_service import AioOperating, Vitals
+from pannier.daemon.status_page import StatusPage, read_on_loop
+from pannier.daemon.status_registry import StatusRegistry
+from pannier.daemon.status_service import AioStatusServices, DaemonInfo
 from pannier.v1 import diagnosis_pb2_grpc
 from pannier.wire.version import package_version
 
@@ -114,12 +114,12 @@ class Coordinator:
 
     registry: Registry
     """What it knows of saves."""
-    operating: AioOperating
+    status_services: AioStatusServices
 
     async def drain(self) -> None:
         """Takes no new saves, and says so to whoever asks."""
         self.registry.draining = True
-        await self.operating.drain()
+        await self.status_services.drain()
 
 
 @asynccontextmanager
@@ -131,7 +131,7 @@ async def serving(
     Args:
         leave: called when it was idle for as long as the settings say.
     """
-    board, vitals = Board(), Vitals(config.host)
+    status_registry, daemon_info = StatusRegistry(), DaemonInfo(config.host)
     planners = Planners(config.planner)
     places = Places(allow=config.allow, storage_options=config.storage_options)
     with ThreadPoolExecutor(_THREADS, "pannier-plan") as threads:
@@ -146,14 +146,16 @@ async def serving(
             retention=retention,
             plans=plans,
         )
-        registry = Registry(board, begin=conductor.begin, suspect_after_s=config.suspect_after_s)
+        registry = Registry(
+            status_registry, begin=conductor.begin, suspect_after_s=config.suspect_after_s
+        )
         IncarnationWatch(registry)
         attachments = Attachments(registry, places)
         service = CoordinatorService(registry, places, planners, attachments, plans)
-        ask = on_loop(asyncio.get_running_loop())
-        metrics = Metrics("coordinator", vitals)
-        counts = Counts(metrics.registry)
-        metrics.add(Figures(registry, counts, attachments.present, ask).collect)
+        read_state = read_on_loop(asyncio.get_running_loop())
+        metrics = Metrics("coordinator", daemon_info)
+        counts = SaveCounts(metrics.registry)
+        metrics.add(Figures(registry, counts, attachments.present, read_state).collect)
         monitor = HeartbeatMonitor(
             registry, attachments.present, suspect_after_s=config.suspect_after_s
         )
@@ -168,34 +170,38 @@ async def serving(
         add_to_server(service, server)
         diagnosis = CoordinatorDiagnosis(config, lambda: registry.draining)
         diagnosis_pb2_grpc.add_DiagnosisServicer_to_server(diagnosis, server)
-        operating = AioOperating(server, board, vitals, [NAME, doctor_checks.NAME])
+        status_services = AioStatusServices(
+            server, status_registry, daemon_info, [NAME, doctor_checks.NAME]
+        )
         with (
-            listening(
+            bind_listeners(
                 server, config.address, config.listen, tls=config.tls, allow_uid=config.allow_uid
             ),
-            probed(
+            serve_health(
                 config.health,
                 ready=lambda: not registry.draining,
                 loop=asyncio.get_running_loop(),
             ),
-            serving_web(
-                config.metrics, Pages(board, vitals, ask).routes(metrics), setting="--metrics"
+            serve_http(
+                config.metrics,
+                StatusPage(status_registry, daemon_info, read_state).routes(metrics),
+                setting="--metrics",
             ),
         ):
             await server.start()
-            await operating.serve()
+            await status_services.serve()
             _log.info("coordinator %s serves on %s", package_version(), config.address)
             watches = [asyncio.get_running_loop().create_task(monitor.run())]
             if config.idle_exit_s is not None:
                 idling = await_idle(registry, attachments, config.idle_exit_s, leave)
                 watches.append(asyncio.get_running_loop().create_task(idling))
             try:
-                yield Coordinator(registry, operating)
+                yield Coordinator(registry, status_services)
             finally:
                 for watch in watches:
                     watch.cancel()
                 await asyncio.gather(*watches, return_exceptions=True)
-                await operating.drain()
+                await status_services.drain()
                 await conductor.stop()
                 # Streams never end by themselves; sidecars attach again to the next one.
                 await server.stop(grace=0.2)

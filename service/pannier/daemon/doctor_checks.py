@@ -33,7 +33,7 @@ _LONGEST_S: Final = 120.0
 _MEMORY: Final = frozenset({"tmpfs", "ramfs", "hugetlbfs"})
 
 
-def good(name: str, found: str) -> Check:
+def ok(name: str, found: str) -> Check:
     """A check of something that is in order."""
     return Check(name=name, result=diagnosis_pb2.CHECK_RESULT_OK, found=found)
 
@@ -43,7 +43,7 @@ def warning(name: str, found: str, hint: str) -> Check:
     return Check(name=name, result=diagnosis_pb2.CHECK_RESULT_WARNING, found=found, hint=hint)
 
 
-def bad(name: str, found: str, hint: str) -> Check:
+def failed(name: str, found: str, hint: str) -> Check:
     """A check of something without which no save ends well."""
     return Check(name=name, result=diagnosis_pb2.CHECK_RESULT_FAILED, found=found, hint=hint)
 
@@ -73,11 +73,11 @@ async def diagnose(
     )
     if request.root:
         timeout_s = min(request.timeout_s or _TIMEOUT_S, _LONGEST_S)
-        response.checks.append(await target(request.root, allow, storage_options, timeout_s))
+        response.checks.append(await check_target(request.root, allow, storage_options, timeout_s))
     return response
 
 
-async def target(
+async def check_target(
     root: str, allow: Sequence[str], storage_options: Mapping[str, Any], timeout_s: float
 ) -> Check:
     """Whether a checkpoint can be written below ``root``: an object is created, listed, replaced, read and removed."""
@@ -90,29 +90,29 @@ async def target(
         finally:
             await store.close()
     except asyncio.TimeoutError:
-        return bad(
+        return failed(
             "target",
             f"{root}: no answer from storage for {timeout_s:.0f} s",
             "can this host reach it? Look at STORAGE_EMULATOR_HOST, endpoint_url, proxies, "
             "NetworkPolicies",
         )
     except InvalidRequestError as error:
-        return bad("target", str(error), "name a directory or URL that --allow covers")
+        return failed("target", str(error), "name a directory or URL that --allow covers")
     except ConfigurationError as error:
-        return bad("target", str(error), "")
+        return failed("target", str(error), "")
     except DeniedError as error:
-        return bad(
+        return failed(
             "target",
             f"{error}",
             f"user {os.geteuid()} of this daemon needs the right to create, read, list and delete "
             "objects there; its credentials are those of its own environment and of --storage-options",
         )
     except NotFoundError as error:
-        return bad("target", str(error), "create the bucket, or correct its name")
+        return failed("target", str(error), "create the bucket, or correct its name")
     except PannierError as error:
-        return bad("target", str(error), "")
+        return failed("target", str(error), "")
     took = time.monotonic() - begun
-    return good("target", f"{root}: written, replaced, read, listed and removed in {took:.1f} s")
+    return ok("target", f"{root}: written, replaced, read, listed and removed in {took:.1f} s")
 
 
 def is_allowed(root: str, allow: Sequence[str]) -> bool:
@@ -124,15 +124,17 @@ def is_allowed(root: str, allow: Sequence[str]) -> bool:
     return True
 
 
-def spool(directory: Path, *, budget: int | None, reserved: int, gone: bool) -> Check:
+def check_spool(directory: Path, *, budget: int | None, reserved: int, gone: bool) -> Check:
     """What is there for the bytes of saves in flight."""
     if gone:
-        return bad("spool", f"{directory} was removed", "the sidecar leaves and is to be restarted")
+        return failed(
+            "spool", f"{directory} was removed", "the sidecar leaves and is to be restarted"
+        )
     try:
         space = os.statvfs(directory)
         mode = directory.stat().st_mode & 0o777
     except OSError as error:
-        return bad("spool", f"{directory} can't be used: {error}", "restart the sidecar")
+        return failed("spool", f"{directory} can't be used: {error}", "restart the sidecar")
     free = space.f_bavail * space.f_frsize
     kind = file_system(directory)
     medium = "memory" if kind in _MEMORY else "a disk"
@@ -143,21 +145,21 @@ def spool(directory: Path, *, budget: int | None, reserved: int, gone: bool) -> 
         + (f", at most {_gib(budget)} GiB (--spool-budget)" if budget is not None else "")
     )
     if mode & 0o022:
-        return bad("spool", found, "others may write to it: chmod 0700")
+        return failed("spool", found, "others may write to it: chmod 0700")
     if room + reserved < 1 << 30:
         return warning(
             "spool",
             found,
             "it needs the bytes of this host's ranks, twice for two saves in flight",
         )
-    return good("spool", found)
+    return ok("spool", found)
 
 
-def state(*, draining: bool) -> Check:
+def check_state(*, draining: bool) -> Check:
     """Whether new saves are taken."""
     if draining:
         return warning("state", "draining: takes no new saves", "wait for its successor")
-    return good("state", f"serving, process {os.getpid()} of user {os.geteuid()}")
+    return ok("state", f"serving, process {os.getpid()} of user {os.geteuid()}")
 
 
 def file_system(path: Path) -> str:

@@ -75,7 +75,7 @@ class _Health(health_pb2_grpc.HealthServicer):
 
 
 @contextmanager
-def probed(
+def serve_health(
     address: str | None, *, ready: Callable[[], bool], loop: asyncio.AbstractEventLoop
 ) -> Iterator[None]:
     """Answers probes at ``address``, ``host:port``, as long as the context lasts; None: nowhere.

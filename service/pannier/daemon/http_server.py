@@ -46,7 +46,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Answer:
+class Response:
     """An HTTP response."""
 
     body: bytes
@@ -54,11 +54,11 @@ class Answer:
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
-Route = Callable[[Request], Answer]
+Route = Callable[[Request], Response]
 """Called by any thread, several at a time. A PannierError becomes a response with its message."""
 
 
-def web_address(text: str, *, setting: str) -> str:
+def http_address(text: str, *, setting: str) -> str:
     """``host:port`` of ``[HOST:]PORT``, on loopback when no host is named.
 
     Raises ConfigurationError naming ``setting``.
@@ -72,9 +72,7 @@ def web_address(text: str, *, setting: str) -> str:
 
 
 @contextmanager
-def serving_web(
-    address: str | None, routes: Mapping[str, Route], *, setting: str
-) -> Iterator[None]:
+def serve_http(address: str | None, routes: Mapping[str, Route], *, setting: str) -> Iterator[None]:
     """Answers ``routes``, by path, at ``address``, ``host:port``; None: nowhere.
 
     Raises ConfigurationError naming ``setting`` when it can't listen there.
@@ -179,7 +177,7 @@ class _Handler(BaseHTTPRequestHandler):
             request = Request(query, self.headers.get("Accept", ""))
             self._send(*_outcome(route, request, target.path), with_body)
 
-    def _send(self, answer: Answer, status: HTTPStatus, with_body: bool) -> None:
+    def _send(self, answer: Response, status: HTTPStatus, with_body: bool) -> None:
         self.send_response(status)
         self.send_header("Content-Type", answer.content_type)
         self.send_header("Content-Length", str(len(answer.body)))
@@ -208,7 +206,7 @@ def _has_ipv6() -> bool:
     return True
 
 
-def _outcome(route: Route, request: Request, path: str) -> tuple[Answer, HTTPStatus]:
+def _outcome(route: Route, request: Request, path: str) -> tuple[Response, HTTPStatus]:
     try:
         return route(request), HTTPStatus.OK
     except PannierError as error:
@@ -225,5 +223,5 @@ _STATUSES: Final = {
 }
 
 
-def _text(message: str) -> Answer:
-    return Answer(f"{message}\n".encode(errors="replace"), "text/plain; charset=utf-8")
+def _text(message: str) -> Response:
+    return Response(f"{message}\n".encode(errors="replace"), "text/plain; charset=utf-8")

@@ -1,8 +1,11 @@
-"""Where a daemon listens: its unix socket, for this user alone, and TCP when asked for.
+"""Where a daemon listens: a unix socket for its user, and TCP when asked for.
 
-Owns the socket's file and the lock beside it. On TCP there is mutual TLS, or loopback, or
-somebody's explicit word that none of it is needed. The same for synchronous and aio
-servers; called once, before the server starts.
+In: a server that hasn't started, and addresses. Out: the server bound to them, and a listening socket
+for descriptors. Owns the sockets' files, their directory's rights and the lock beside them.
+
+The kernel decides at connect(2) who may use a unix socket: the socket has mode 0600 in a directory
+of mode 0700, and access control lists admit further users. TCP takes mutual TLS, loopback, or
+``--insecure-listen``. For synchronous and aio servers. Blocking; not thread-safe: sets the umask.
 """
 
 import os
@@ -18,22 +21,23 @@ from typing import Final
 import filelock
 import grpc
 
-from pannier.daemon.private_directories import make_private
 from pannier.wire.addresses import ChannelOptions, channel_options, is_loopback, parse_address
 from pannier.wire.errors import ConfigurationError
 from pannier.wire.tls import FLAGS, Tls, is_unix
 
 MAX_CONNECTIONS: Final = 4096
-"""Of one daemon at a time; more are closed at once."""
+"""Of one daemon at a time; further ones are closed at once."""
 _DESCRIPTORS: Final = 1 << 16
-_UNIX = "unix://"
+_UNIX: Final = "unix://"
 
 # POSIX access control lists, as Linux keeps them (linux/posix_acl_xattr.h).
-_ACL = "system.posix_acl_access"
-_ACL_VERSION = 2
+_ACL: Final = "system.posix_acl_access"
+_ACL_VERSION: Final = 2
 _USER_OWNER, _USER, _GROUP_OWNER, _MASK, _OTHERS = 0x01, 0x02, 0x04, 0x10, 0x20
-_NO_ID = 0xFFFFFFFF
-_ENTER, _READ_WRITE = 1, 6
+_NO_ID: Final = 0xFFFFFFFF
+_SEARCH, _READ_WRITE = 1, 6
+
+Server = grpc.Server | grpc.aio.Server
 
 
 def raise_descriptor_limit() -> None:
@@ -48,35 +52,36 @@ def server_options() -> ChannelOptions:
     """gRPC options of a daemon's server."""
     return [
         *channel_options(),
-        # Two daemons on one port would share its connections silently.
+        # By default two daemons may bind one port, and each gets part of its connections.
         ("grpc.so_reuseport", 0),
         # Each takes a descriptor, which files need as well.
         ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
-        # Peers ping often to notice a silent daemon; by default that ends in "too_many_pings".
+        # Peers ping often to notice an unresponsive daemon; by default that ends in "too_many_pings".
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 0),
         ("grpc.http2.max_ping_strikes", 0),
     ]
 
 
 def check_exposure(address: str, tls: Tls | None, insecure: bool, *, setting: str) -> None:
-    """Raises ConfigurationError when strangers could reach ``address`` and read what is said there.
+    """Raises ConfigurationError when other hosts can reach ``address`` and it has no TLS.
 
     Args:
         address: where a daemon is to listen.
-        insecure: that is wanted (``--insecure-listen``).
+        insecure: plaintext is wanted there (``--insecure-listen``).
     """
-    if is_unix(address) or tls is not None or insecure or is_loopback(_host(address)):
+    host = address.rpartition(":")[0].strip("[]")
+    if is_unix(address) or tls is not None or insecure or is_loopback(host):
         return
     raise ConfigurationError(
-        f"{setting}={address} can be reached from other hosts, and without TLS anybody there could "
-        f"save, abort and read along: give {', '.join(FLAGS)}, listen on 127.0.0.1, or pass "
-        "--insecure-listen if the network keeps strangers out"
+        f"{setting}={address} can be reached from other hosts, and without TLS anyone there could "
+        f"save, abort and read checkpoints: give {', '.join(FLAGS)}, listen on 127.0.0.1, or pass "
+        "--insecure-listen if the network admits trusted hosts only"
     )
 
 
 @contextmanager
-def listening(
-    server: "grpc.Server | grpc.aio.Server",
+def bind_listeners(
+    server: Server,
     address: str,
     extra: str | None = None,
     *,
@@ -85,21 +90,23 @@ def listening(
 ) -> Iterator[None]:
     """Binds ``server`` to ``address`` and, if given, to the TCP address ``extra``.
 
-    A unix socket gets mode 0600, in a directory with mode 0700, which is made if it doesn't
-    exist; a socket that a dead daemon left is removed. While the context lasts a lock
-    file beside it keeps a second daemon away; at its end the socket is gone.
+    A unix socket gets mode 0600, in a directory of mode 0700, which is created unless it
+    exists; a socket that a dead daemon left is removed. While the context lasts, a lock
+    file beside it keeps a second daemon away; at its end the socket is removed.
 
     Args:
         tls: for TCP; None: plaintext.
-        allow_uid: other users that may connect: they get entries in the access control lists of
+        allow_uid: further users that may connect: entries in the access control lists of
             directory and socket.
 
-    Raises ConfigurationError when someone else listens there or may enter or put files
-    there, or when it can't be bound.
+    Raises ConfigurationError when another daemon listens there, when other users may enter the
+    directory or create files in it, or when the address can't be bound.
     """
     if address.startswith(_UNIX):
-        with _unix_socket(address, allow_uid) as path:
-            _bind_private(server, address, path, allow_uid)
+        with _socket_place(address, allow_uid) as path:
+            with _private_umask():
+                _bind(server, address, "--address", None)
+            _set_rights(path, 0o600, allow_uid)
             if extra is not None:
                 _bind(server, extra, "--listen", tls)
             yield
@@ -117,34 +124,48 @@ def socket_path(address: str) -> Path | None:
 
 @contextmanager
 def private_socket(path: Path, allow_uid: Collection[int]) -> Iterator[socket.socket]:
-    """A listening unix socket beside a daemon's own, with the same rights as that.
+    """A listening unix socket beside a daemon's own, with the same rights.
 
-    The daemon listens already: the lock of its own socket keeps this one's place, too.
+    The daemon listens already, so that the lock of its own socket protects this one as well.
     """
     path.unlink(missing_ok=True)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as listener:
-        previous = os.umask(0o177)
-        try:
+        with _private_umask():
             listener.bind(str(path))
-        finally:
-            os.umask(previous)
         try:
-            path.chmod(0o600)
-            _grant(path, allow_uid, _READ_WRITE)
+            _set_rights(path, 0o600, allow_uid)
             listener.listen(socket.SOMAXCONN)
             yield listener
         finally:
             path.unlink(missing_ok=True)
 
 
+def make_private_directory(directory: Path) -> None:
+    """Creates the directory with mode 0700 whatever the umask, and its parents with 0755 at most.
+
+    One that exists stays as it is: the caller checks it. Raises OSError.
+    """
+    missing = [each for each in directory.parents if not each.exists()]
+    for parent in reversed(missing):
+        # Not mkdir(parents=True), which under a umask of 0 would let any user write to them.
+        parent.mkdir(mode=0o755, exist_ok=True)
+    try:
+        directory.mkdir(mode=0o700)
+    except FileExistsError:
+        return
+    # The umask may have removed rights of the owner.
+    directory.chmod(0o700)
+
+
 @contextmanager
-def _unix_socket(address: str, allow_uid: Collection[int]) -> Iterator[Path]:
+def _socket_place(address: str, allow_uid: Collection[int]) -> Iterator[Path]:
+    """The socket's path, locked and free, in a directory that other users can't enter."""
     path = Path(parse_address(address, setting="--address").removeprefix(_UNIX))
     directory = path.parent
     try:
-        make_private(directory)
+        make_private_directory(directory)
         _check_directory(directory)
-        _grant(directory, allow_uid, _ENTER)
+        _set_rights(directory, 0o700, allow_uid)
         lock = filelock.FileLock(f"{path}.lock", timeout=0, mode=0o600, is_singleton=False)
         lock.acquire()
     except filelock.Timeout as error:
@@ -167,23 +188,18 @@ def _check_directory(directory: Path) -> None:
     found = directory.stat()
     mode = stat.S_IMODE(found.st_mode)
     if not stat.S_ISDIR(found.st_mode):
-        raise ConfigurationError(f"{directory} is no directory: choose another --address")
+        raise ConfigurationError(f"{directory} is not a directory: choose another --address")
     if found.st_uid not in (os.geteuid(), 0):
         raise ConfigurationError(
             f"{directory} belongs to user {found.st_uid}, who could put a socket of their own "
             f"there: choose an --address in a directory of user {os.geteuid()}"
         )
-    if mode & (stat.S_IWGRP | stat.S_IWOTH):
+    # With an access control list, the group's bits are the mask of its entries, which are replaced.
+    may_enter = stat.S_IRWXO if _has_acl(directory) else stat.S_IRWXG | stat.S_IRWXO
+    if mode & (stat.S_IWGRP | stat.S_IWOTH | may_enter):
+        what = "replace files in" if mode & (stat.S_IWGRP | stat.S_IWOTH) else "enter"
         raise ConfigurationError(
-            f"other users may replace files in {directory} (mode {mode:o}), so it can't hold a "
-            "socket: chmod 700 it, or choose an --address in a directory below it that doesn't "
-            "exist yet"
-        )
-    # The group's rights are those of the list's entries, where there is one.
-    strangers = stat.S_IRWXO if _has_acl(directory) else stat.S_IRWXG | stat.S_IRWXO
-    if mode & strangers:
-        raise ConfigurationError(
-            f"other users may enter {directory} (mode {mode:o}), so it can't hold a socket: chmod "
+            f"other users may {what} {directory} (mode {mode:o}), so it can't hold a socket: chmod "
             "700 it, or choose an --address in a directory below it that doesn't exist yet"
         )
 
@@ -194,7 +210,9 @@ def _remove_stale(path: Path, address: str) -> None:
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(mode):
-        raise ConfigurationError(f"{path} is in the way of the socket: it isn't one; move it away")
+        raise ConfigurationError(
+            f"can't listen on {address}: {path} exists and is not a socket; move it away"
+        )
     with socket.socket(socket.AF_UNIX) as probe:
         try:
             probe.connect(str(path))
@@ -206,29 +224,29 @@ def _remove_stale(path: Path, address: str) -> None:
     raise ConfigurationError(f"another program listens on {address}; choose another --address")
 
 
-def _bind_private(
-    server: "grpc.Server | grpc.aio.Server", address: str, path: Path, allow_uid: Collection[int]
-) -> None:
-    # Never open to others, not even for the moment until the chmod.
+@contextmanager
+def _private_umask() -> Iterator[None]:
+    """For binding a socket: without it, other users could connect until its mode is set."""
     previous = os.umask(0o177)
     try:
-        _bind(server, address, "--address", None)
+        yield
     finally:
         os.umask(previous)
-    path.chmod(0o600)
-    _grant(path, allow_uid, _READ_WRITE)
 
 
-def _grant(path: Path, allow_uid: Collection[int], rights: int) -> None:
-    """Gives these users, and nobody else, rights to a socket or directory besides its owner's."""
+def _set_rights(path: Path, mode: int, allow_uid: Collection[int]) -> None:
+    """Admits the owner by ``mode``, and these users by an access control list, which is replaced."""
+    is_directory = path.is_dir()
     if not allow_uid:
         if _has_acl(path):
             os.removexattr(path, _ACL)
-            path.chmod(0o700 if path.is_dir() else 0o600)
+        elif is_directory:
+            return  # checked, and perhaps root's
+        path.chmod(mode)
         return
-    owner = 7 if path.is_dir() else 6
+    rights = _SEARCH if is_directory else _READ_WRITE
     entries = [
-        (_USER_OWNER, owner, _NO_ID),
+        (_USER_OWNER, mode >> 6, _NO_ID),
         *((_USER, rights, uid) for uid in sorted(allow_uid)),
         (_GROUP_OWNER, 0, _NO_ID),
         (_MASK, rights, _NO_ID),
@@ -251,9 +269,7 @@ def _has_acl(path: Path) -> bool:
         return False
 
 
-def _bind(
-    server: "grpc.Server | grpc.aio.Server", address: str, setting: str, tls: Tls | None
-) -> None:
+def _bind(server: Server, address: str, setting: str, tls: Tls | None) -> None:
     where = parse_address(address, setting=setting)
     try:
         if tls is None or is_unix(where):
@@ -262,7 +278,3 @@ def _bind(
             server.add_secure_port(where, tls.server_credentials())
     except RuntimeError as error:
         raise ConfigurationError(f"can't listen on {address} ({setting}): {error}") from error
-
-
-def _host(address: str) -> str:
-    return address.rpartition(":")[0].strip("[]")

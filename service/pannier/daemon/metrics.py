@@ -1,7 +1,7 @@
 """What Prometheus is told: the figures of both daemons as metric families with stable names.
 
 In: functions that give the figures of this moment, asked at each scrape, and counts of what has
-ended (:class:`Counts`). Out: an answer for ``/metrics``. The training job is the label
+ended (:class:`SaveCounts`). Out: an answer for ``/metrics``. The training job is the label
 ``training_job``: ``job`` is Prometheus' own. Names and labels are a contract; deploy/alerts and
 deploy/grafana are written to it.
 """
@@ -23,8 +23,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from pannier.daemon.http_server import Answer, Request
-from pannier.daemon.status_service import Backlog, Vitals
+from pannier.daemon.http_server import Request, Response
+from pannier.daemon.status_service import Backlog, DaemonInfo
 from pannier.storage import io_threads
 from pannier.v1 import save_pb2
 from pannier.wire.failures import kind_name
@@ -48,7 +48,7 @@ _SECONDS: Final = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600, 120
 
 
 @dataclass(frozen=True)
-class Under:
+class ActiveSaves:
     """Saves under way, at one moment."""
 
     states: Mapping[int, int]
@@ -67,7 +67,7 @@ class _Job:
     bytes: int = 0
 
 
-class Counts:
+class SaveCounts:
     """What has happened so far, in this life of the daemon. Thread-safe.
 
     Args:
@@ -194,7 +194,7 @@ def failures_total(failures: Mapping[int, int]) -> Metric:
     return family
 
 
-def saves_under_way(under: Under) -> Iterable[Metric]:
+def saves_under_way(under: ActiveSaves) -> Iterable[Metric]:
     """By state, and how old the oldest is."""
     family = GaugeMetricFamily("pannier_saves", "Saves under way, by state.", labels=["state"])
     for state in UNDER_WAY:
@@ -274,13 +274,13 @@ class _Families(Collector):
 class Metrics:
     """All that one daemon tells."""
 
-    def __init__(self, daemon: str, vitals: Vitals) -> None:
+    def __init__(self, daemon: str, daemon_info: DaemonInfo) -> None:
         """``daemon`` is ``sidecar`` or ``coordinator``."""
         # Of this process: they tell nothing that Prometheus doesn't know.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         self._daemon = daemon
-        self._vitals = vitals
+        self._daemon_info = daemon_info
         ProcessCollector(registry=self.registry)
         self.add(self._own)
 
@@ -288,10 +288,10 @@ class Metrics:
         """Asks ``collect`` at each scrape, in any thread."""
         self.registry.register(_Families(collect))
 
-    def answer(self, request: Request) -> Answer:
+    def answer(self, request: Request) -> Response:
         """The route of ``/metrics``, in the format that the scraper accepts."""
         encode, content_type = choose_encoder(request.accept)
-        return Answer(encode(self.registry), content_type)
+        return Response(encode(self.registry), content_type)
 
     def _own(self) -> Iterable[Metric]:
         build = GaugeMetricFamily(
@@ -299,10 +299,12 @@ class Metrics:
             "1; the labels say which daemon this is.",
             labels=["daemon", "version", "host"],
         )
-        build.add_metric([self._daemon, package_version(), self._vitals.host], 1)
+        build.add_metric([self._daemon, package_version(), self._daemon_info.host], 1)
         yield build
         yield GaugeMetricFamily(
-            "pannier_draining", "1 when no new saves are taken, else 0.", int(self._vitals.draining)
+            "pannier_draining",
+            "1 when no new saves are taken, else 0.",
+            int(self._daemon_info.draining),
         )
         yield GaugeMetricFamily(
             "pannier_storage_abandoned_threads",

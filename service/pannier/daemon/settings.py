@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from pannier.daemon.http_server import web_address
+from pannier.daemon.http_server import http_address
 from pannier.daemon.listeners import check_exposure
 from pannier.daemon.logging import FORMATS, TEXT
 from pannier.storage.url import parse
@@ -18,7 +18,7 @@ _LARGEST_UID: Final = (1 << 32) - 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Access:
+class DaemonSettings:
     """Part of a daemon's settings. Raises ConfigurationError naming the setting."""
 
     address: str
@@ -60,7 +60,7 @@ class Access:
                 "checks, too"
             )
         if self.metrics is not None:
-            object.__setattr__(self, "metrics", web_address(self.metrics, setting="--metrics"))
+            object.__setattr__(self, "metrics", http_address(self.metrics, setting="--metrics"))
         if self.log_format not in FORMATS:
             raise ConfigurationError(
                 f"--log-format {self.log_format!r} is none of {', '.join(FORMATS)}"

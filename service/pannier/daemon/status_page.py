@@ -1,6 +1,6 @@
 """The status page and what it reads: the Status service's data as JSON, over HTTP.
 
-In: a board and what a daemon says of itself. Out: routes for :mod:`pannier.daemon.http_server`.
+In: a status_registry and what a daemon says of itself. Out: routes for :mod:`pannier.daemon.http_server`.
 ``/status.json`` is ListSavesResponse without ranks, ``/save.json?id=`` is GetSaveResponse with all of
 them, in the form of ``pannier status --json``. Many viewers cost a daemon no more than one: what
 doesn't change is kept, and what does is rendered again no sooner than a while after it last was.
@@ -21,11 +21,10 @@ from typing import Any, Final, TypeVar
 
 from google.protobuf import json_format, message
 
-from pannier.daemon.http_server import Answer, Request, Route
-from pannier.daemon.interceptors import UnknownSaveError
+from pannier.daemon.http_server import Request, Response, Route
 from pannier.daemon.metrics import Metrics
-from pannier.daemon.status_registry import TERMINAL, Board
-from pannier.daemon.status_service import Vitals, about
+from pannier.daemon.status_registry import TERMINAL, StatusRegistry, UnknownSaveError
+from pannier.daemon.status_service import DaemonInfo, about
 from pannier.v1 import save_pb2, status_pb2
 from pannier.wire.errors import InvalidRequestError, UnavailableError
 
@@ -39,19 +38,19 @@ _TURN_S: Final = 10.0
 
 _Answer = TypeVar("_Answer")
 
-Ask = Callable[[Callable[[], Any]], Any]
+StateReader = Callable[[Callable[[], Any]], Any]
 """Runs a function where saves may be looked at, and returns what it returned."""
 
 
-def directly(function: Callable[[], _Answer]) -> _Answer:
-    """An :data:`Ask` for a daemon whose saves any thread may look at."""
+def read_directly(function: Callable[[], _Answer]) -> _Answer:
+    """An :data:`StateReader` for a daemon whose saves any thread may look at."""
     return function()
 
 
-def on_loop(loop: asyncio.AbstractEventLoop) -> Ask:
-    """An :data:`Ask` for one whose saves belong to an event loop."""
+def read_on_loop(loop: asyncio.AbstractEventLoop) -> StateReader:
+    """An :data:`StateReader` for one whose saves belong to an event loop."""
 
-    def ask(function: Callable[[], _Answer]) -> _Answer:
+    def read_state(function: Callable[[], _Answer]) -> _Answer:
         async def run() -> _Answer:
             return function()
 
@@ -64,16 +63,21 @@ def on_loop(loop: asyncio.AbstractEventLoop) -> Ask:
                 f"the daemon hasn't answered for {_TURN_S:.0f} s: it is busy, or it hangs"
             ) from error
 
-    return ask
+    return read_state
 
 
-class Pages:
+class StatusPage:
     """Answers of one daemon. Called by any thread."""
 
-    def __init__(self, board: Board, vitals: Vitals, ask: Ask = directly) -> None:
-        self._board = board
-        self._vitals = vitals
-        self._ask = ask
+    def __init__(
+        self,
+        status_registry: StatusRegistry,
+        daemon_info: DaemonInfo,
+        read_state: StateReader = read_directly,
+    ) -> None:
+        self._status_registry = status_registry
+        self._daemon_info = daemon_info
+        self._read_state = read_state
         self._lock = threading.Lock()
         """Held while something is rendered: others wait for that instead of asking, too."""
         self._ended: OrderedDict[str, save_pb2.SaveStatus] = OrderedDict()
@@ -90,22 +94,22 @@ class Pages:
             "/metrics": metrics.answer,
         }
 
-    def _page(self, request: Request) -> Answer:
+    def _page(self, request: Request) -> Response:
         return _PAGE
 
-    def _status(self, request: Request) -> Answer:
+    def _status(self, request: Request) -> Response:
         text = request.query.get("limit", str(_LIMIT))
         if not text.isascii() or not text.isdecimal() or not 0 < int(text[:9]) <= _MOST:
             raise InvalidRequestError(f"limit={text!r} is not a number from 1 to {_MOST}")
-        response = about(self._vitals)
-        for key in self._board.newest(int(text)):
+        response = about(self._daemon_info)
+        for key in self._status_registry.newest(int(text)):
             brief = self._brief(key)
             if brief is not None:
                 response.saves.append(brief)
         return _json(response)
 
-    def _save(self, request: Request) -> Answer:
-        key = self._board.find(request.query.get("id", ""))
+    def _save(self, request: Request) -> Response:
+        key = self._status_registry.find(request.query.get("id", ""))
         with self._lock:
             return _json(status_pb2.GetSaveResponse(save=self._rendered(key)))
 
@@ -133,18 +137,18 @@ class Pages:
         until, status = self._fresh.get(key, (0.0, None))
         if status is not None and now < until:
             return status
-        made: save_pb2.SaveStatus = self._ask(lambda: self._board.get(key))
+        made: save_pb2.SaveStatus = self._read_state(lambda: self._status_registry.get(key))
         took = time.monotonic() - now
         self._fresh = {k: v for k, v in self._fresh.items() if v[0] > now}
         self._fresh[key] = (time.monotonic() + max(_FRESH_S, 10 * took), made)
         return made
 
 
-def _json(value: message.Message) -> Answer:
+def _json(value: message.Message) -> Response:
     data = json_format.MessageToDict(
         value, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
-    return Answer(json.dumps(data).encode(), "application/json")
+    return Response(json.dumps(data).encode(), "application/json")
 
 
 def _hash(html: str, tag: str) -> str:
@@ -154,13 +158,13 @@ def _hash(html: str, tag: str) -> str:
     return f"'sha256-{base64.b64encode(digest).decode()}'"
 
 
-def _load() -> Answer:
+def _load() -> Response:
     html = (resources.files("pannier.daemon") / "page.html").read_text(encoding="utf-8")
     policy = (
         f"default-src 'none'; script-src {_hash(html, 'script')}; style-src {_hash(html, 'style')}; "
         "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
-    return Answer(html.encode(), "text/html; charset=utf-8", {"Content-Security-Policy": policy})
+    return Response(html.encode(), "text/html; charset=utf-8", {"Content-Security-Policy": policy})
 
 
 _PAGE: Final = _load()

@@ -13,9 +13,18 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 
-from pannier.daemon.interceptors import UnknownSaveError
+import grpc
+
 from pannier.v1 import save_pb2
+from pannier.wire.errors import PannierError
 from pannier.wire.object_names import save_text
+
+
+class UnknownSaveError(PannierError):
+    """No save by that name."""
+
+    code = grpc.StatusCode.NOT_FOUND
+
 
 Render = Callable[[], save_pb2.SaveStatus]
 """Makes a fresh message each time; called by any thread that asks (with an aio server, on its loop)."""
@@ -35,7 +44,7 @@ class _Entry:
     render: Render
 
 
-class Board:
+class StatusRegistry:
     """Thread-safe. Entries stay until their owner removes them."""
 
     def __init__(self) -> None:
@@ -48,15 +57,15 @@ class Board:
         key = save_text(save)
         with self._lock:
             self._entries[key] = _Entry(save.job, checkpoint_id, render)
-        self.ring(key)
+        self.notify(key)
 
     def remove(self, key: str) -> None:
         """Forgets a save; no error when it isn't there."""
         with self._lock:
             self._entries.pop(key, None)
-        self.ring(key)
+        self.notify(key)
 
-    def ring(self, key: str) -> None:
+    def notify(self, key: str) -> None:
         """Says that the status of ``key`` (:func:`save_text`) changed."""
         with self._lock:
             watches = [watch for watch in self._watches if watch.key in (None, key)]
@@ -123,12 +132,12 @@ class Board:
 
 
 class _Watch(ABC):
-    def __init__(self, board: Board, key: str | None) -> None:
-        self._board = board
+    def __init__(self, status_registry: StatusRegistry, key: str | None) -> None:
+        self._status_registry = status_registry
         self.key = key
 
     def __exit__(self, *details: object) -> None:
-        self._board._discard(self)
+        self._status_registry._discard(self)
 
     @abstractmethod
     def wake(self) -> None:
@@ -138,12 +147,12 @@ class _Watch(ABC):
 class Watch(_Watch):
     """Remembers one ring until it is waited for; for one thread."""
 
-    def __init__(self, board: Board, key: str | None) -> None:
-        super().__init__(board, key)
+    def __init__(self, status_registry: StatusRegistry, key: str | None) -> None:
+        super().__init__(status_registry, key)
         self._rung = threading.Event()
 
     def __enter__(self) -> "Watch":
-        self._board._add(self)
+        self._status_registry._add(self)
         return self
 
     def wake(self) -> None:
@@ -160,13 +169,13 @@ class Watch(_Watch):
 class AioWatch(_Watch):
     """Remembers one ring until it is waited for; for one coroutine of the loop it is made on."""
 
-    def __init__(self, board: Board, key: str | None) -> None:
-        super().__init__(board, key)
+    def __init__(self, status_registry: StatusRegistry, key: str | None) -> None:
+        super().__init__(status_registry, key)
         self._loop = asyncio.get_running_loop()
         self._rung = asyncio.Event()
 
     def __enter__(self) -> "AioWatch":
-        self._board._add(self)
+        self._status_registry._add(self)
         return self
 
     def wake(self) -> None:

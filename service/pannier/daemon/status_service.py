@@ -1,6 +1,6 @@
 """What an operator asks either daemon: status of saves, health, and which services there are.
 
-In: a :class:`Board` and a server that hasn't started. Health says NOT_SERVING
+In: a :class:`StatusRegistry` and a server that hasn't started. Health says NOT_SERVING
 and status says ``draining`` once the daemon takes no new saves.
 """
 
@@ -14,7 +14,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from pannier.daemon.status_registry import TERMINAL, Board
+from pannier.daemon.status_registry import TERMINAL, StatusRegistry
 from pannier.v1 import save_pb2, status_pb2, status_pb2_grpc
 from pannier.wire.version import package_version
 
@@ -45,7 +45,7 @@ class Backlog:
 
 
 @dataclass
-class Vitals:
+class DaemonInfo:
     """What a daemon says of itself."""
 
     host: str
@@ -59,40 +59,52 @@ class Vitals:
         return "draining" if self.draining else "serving"
 
 
-class Operating:
+class StatusServices:
     """Status, health and reflection on a synchronous server."""
 
     def __init__(
-        self, server: grpc.Server, board: Board, vitals: Vitals, services: Sequence[str]
+        self,
+        server: grpc.Server,
+        status_registry: StatusRegistry,
+        daemon_info: DaemonInfo,
+        services: Sequence[str],
     ) -> None:
         """Adds them to ``server``, which serves ``services`` (full names) besides."""
-        self._vitals = vitals
+        self._daemon_info = daemon_info
         self._services = ("", *services, _STATUS)
         self._health = health.HealthServicer(experimental_non_blocking=True)
         for name in self._services:
             self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        status_pb2_grpc.add_StatusServicer_to_server(_StatusServicer(board, vitals), server)
+        status_pb2_grpc.add_StatusServicer_to_server(
+            _StatusServicer(status_registry, daemon_info), server
+        )
         reflection.enable_server_reflection(_reflected(services), server)
 
     def drain(self) -> None:
         """Says everywhere that no new saves are taken. Any thread."""
-        self._vitals.draining = True
+        self._daemon_info.draining = True
         self._health.enter_graceful_shutdown()
 
 
-class AioOperating:
+class AioStatusServices:
     """Status, health and reflection on an aio server."""
 
     def __init__(
-        self, server: grpc.aio.Server, board: Board, vitals: Vitals, services: Sequence[str]
+        self,
+        server: grpc.aio.Server,
+        status_registry: StatusRegistry,
+        daemon_info: DaemonInfo,
+        services: Sequence[str],
     ) -> None:
         """Adds them to ``server``, which serves ``services`` (full names) besides."""
-        self._vitals = vitals
+        self._daemon_info = daemon_info
         self._services = ("", *services, _STATUS)
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        status_pb2_grpc.add_StatusServicer_to_server(_AioStatusServicer(board, vitals), server)
+        status_pb2_grpc.add_StatusServicer_to_server(
+            _AioStatusServicer(status_registry, daemon_info), server
+        )
         reflection.enable_server_reflection(_reflected(services), server)
 
     async def serve(self) -> None:
@@ -102,7 +114,7 @@ class AioOperating:
 
     async def drain(self) -> None:
         """Says everywhere that no new saves are taken."""
-        self._vitals.draining = True
+        self._daemon_info.draining = True
         await self._health.enter_graceful_shutdown()
 
 
@@ -111,19 +123,21 @@ def _reflected(services: Sequence[str]) -> tuple[str, ...]:
 
 
 def _list(
-    board: Board, vitals: Vitals, request: status_pb2.ListSavesRequest
+    status_registry: StatusRegistry, daemon_info: DaemonInfo, request: status_pb2.ListSavesRequest
 ) -> status_pb2.ListSavesResponse:
-    response = about(vitals)
-    response.saves.extend(board.list(job=request.job, states=request.states, limit=request.limit))
+    response = about(daemon_info)
+    response.saves.extend(
+        status_registry.list(job=request.job, states=request.states, limit=request.limit)
+    )
     return response
 
 
-def about(vitals: Vitals) -> status_pb2.ListSavesResponse:
+def about(daemon_info: DaemonInfo) -> status_pb2.ListSavesResponse:
     """What a daemon says of itself, without saves. Any thread."""
-    backlog = vitals.backlog()
+    backlog = daemon_info.backlog()
     return status_pb2.ListSavesResponse(
-        daemon_state=vitals.state,
-        host=vitals.host,
+        daemon_state=daemon_info.state,
+        host=daemon_info.host,
         version=package_version(),
         bytes_queued=backlog.bytes_queued,
         oldest_upload_s=backlog.oldest_s,
@@ -139,33 +153,33 @@ def about(vitals: Vitals) -> status_pb2.ListSavesResponse:
 class _StatusServicer(status_pb2_grpc.StatusServicer):
     """Handlers run in the server's threads."""
 
-    def __init__(self, board: Board, vitals: Vitals) -> None:
-        self._board = board
-        self._vitals = vitals
+    def __init__(self, status_registry: StatusRegistry, daemon_info: DaemonInfo) -> None:
+        self._status_registry = status_registry
+        self._daemon_info = daemon_info
 
     def ListSaves(
         self, request: status_pb2.ListSavesRequest, context: grpc.ServicerContext
     ) -> status_pb2.ListSavesResponse:
         """See the proto."""
-        return _list(self._board, self._vitals, request)
+        return _list(self._status_registry, self._daemon_info, request)
 
     def GetSave(
         self, request: status_pb2.GetSaveRequest, context: grpc.ServicerContext
     ) -> status_pb2.GetSaveResponse:
         """See the proto."""
-        return status_pb2.GetSaveResponse(save=self._board.get(request.id))
+        return status_pb2.GetSaveResponse(save=self._status_registry.get(request.id))
 
     def WatchSave(
         self, request: status_pb2.WatchSaveRequest, context: grpc.ServicerContext
     ) -> Iterator[status_pb2.WatchSaveResponse]:
         """See the proto."""
-        key = self._board.find(request.id)
+        key = self._status_registry.find(request.id)
         sent: save_pb2.SaveStatus | None = None
-        with self._board.watch(key) as watch:
+        with self._status_registry.watch(key) as watch:
             # Also rings when the caller goes away.
             context.add_callback(watch.wake)
             while context.is_active():
-                status = self._board.get(key)
+                status = self._status_registry.get(key)
                 if status != sent:
                     yield status_pb2.WatchSaveResponse(save=status)
                     sent = status
@@ -178,31 +192,31 @@ class _StatusServicer(status_pb2_grpc.StatusServicer):
 class _AioStatusServicer(status_pb2_grpc.StatusServicer):
     """Handlers run on the server's loop."""
 
-    def __init__(self, board: Board, vitals: Vitals) -> None:
-        self._board = board
-        self._vitals = vitals
+    def __init__(self, status_registry: StatusRegistry, daemon_info: DaemonInfo) -> None:
+        self._status_registry = status_registry
+        self._daemon_info = daemon_info
 
     async def ListSaves(
         self, request: status_pb2.ListSavesRequest, context: Any
     ) -> status_pb2.ListSavesResponse:
         """See the proto."""
-        return _list(self._board, self._vitals, request)
+        return _list(self._status_registry, self._daemon_info, request)
 
     async def GetSave(
         self, request: status_pb2.GetSaveRequest, context: Any
     ) -> status_pb2.GetSaveResponse:
         """See the proto."""
-        return status_pb2.GetSaveResponse(save=self._board.get(request.id))
+        return status_pb2.GetSaveResponse(save=self._status_registry.get(request.id))
 
     async def WatchSave(
         self, request: status_pb2.WatchSaveRequest, context: Any
     ) -> AsyncIterator[status_pb2.WatchSaveResponse]:
         """See the proto."""
-        key = self._board.find(request.id)
+        key = self._status_registry.find(request.id)
         sent: save_pb2.SaveStatus | None = None
-        with self._board.watch_aio(key) as watch:
+        with self._status_registry.watch_aio(key) as watch:
             while True:
-                status = self._board.get(key)
+                status = self._status_registry.get(key)
                 if status != sent:
                     yield status_pb2.WatchSaveResponse(save=status)
                     sent = status

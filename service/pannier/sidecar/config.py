@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from pannier.daemon.settings import Access
+from pannier.daemon.settings import DaemonSettings
 from pannier.wire.addresses import parse_address
 from pannier.wire.errors import ConfigurationError
 from pannier.wire.tls import is_unix
@@ -15,7 +15,7 @@ _LEAST_MEMORY: Final = 8 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class SidecarConfig(Access):
+class SidecarConfig(DaemonSettings):
     """What ``pannier sidecar`` is told. Raises ConfigurationError naming the setting."""
 
     coordinator: str = ""

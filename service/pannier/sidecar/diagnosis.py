@@ -76,10 +76,10 @@ class SidecarDiagnosis(diagnosis_pb2_grpc.DiagnosisServicer):
         if isinstance(of_coordinator, diagnosis_pb2.DiagnoseResponse):
             own.coordinator.CopyFrom(of_coordinator)
             found = f"the {self._link.description} answers, version {of_coordinator.version}"
-            own.checks.append(doctor_checks.good("coordinator", found))
+            own.checks.append(doctor_checks.ok("coordinator", found))
         else:
             own.checks.append(
-                doctor_checks.bad(
+                doctor_checks.failed(
                     "coordinator",
                     f"the {self._link.description}: {of_coordinator}",
                     "saves wait for it. Does it run, is --coordinator right, and do both sides' "
@@ -89,9 +89,9 @@ class SidecarDiagnosis(diagnosis_pb2_grpc.DiagnosisServicer):
         return own
 
     def _looks(self) -> Iterator[diagnosis_pb2.Check]:
-        yield doctor_checks.state(draining=self._saves.draining)
+        yield doctor_checks.check_state(draining=self._saves.draining)
         spool = self._spool
-        yield doctor_checks.spool(
+        yield doctor_checks.check_spool(
             spool.directory, budget=spool.budget, reserved=spool.reserved, gone=spool.gone
         )
 

@@ -8,10 +8,10 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-from pannier.daemon.http_server import serving_web
+from pannier.daemon.http_server import serve_http
 from pannier.daemon.metrics import Metrics
-from pannier.daemon.status_page import Pages
-from pannier.daemon.status_service import Vitals
+from pannier.daemon.status_page import StatusPage
+from pannier.daemon.status_service import DaemonInfo
 from pannier.sidecar.process_resources import Shared
 
 
@@ -30,7 +30,7 @@ class Served(Protocol):
 def told(
     address: str | None,
     shared: Shared,
-    vitals: Vitals,
+    daemon_info: DaemonInfo,
     sidecars: Callable[[], Collection[Served]],
 ) -> Iterator[None]:
     """Serves at ``address`` (None: nowhere) as long as the context lasts.
@@ -40,14 +40,14 @@ def told(
 
     Raises ConfigurationError when it can't listen there.
     """
-    metrics = Metrics("sidecar", vitals)
+    metrics = Metrics("sidecar", daemon_info)
     metrics.add(
         lambda: shared.tally.collect(
-            vitals.backlog(),
+            daemon_info.backlog(),
             sum((each.trainers() for each in sidecars()), Counter[str]()),
             attached=all(each.attached for each in sidecars()),
         )
     )
-    pages = Pages(shared.board, vitals)
-    with serving_web(address, pages.routes(metrics), setting="--metrics"):
+    pages = StatusPage(shared.status_registry, daemon_info)
+    with serve_http(address, pages.routes(metrics), setting="--metrics"):
         yield

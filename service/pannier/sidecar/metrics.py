@@ -15,7 +15,7 @@ from typing import Final
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from pannier.daemon.metrics import (
-    Under,
+    ActiveSaves,
     backlog_families,
     failures_total,
     saves_ended,
@@ -122,7 +122,7 @@ class Tally:
         oldest = min((save.start for save in saves), default=None)
         yield from backlog_families(backlog)
         yield from saves_under_way(
-            Under(states, 0.0 if oldest is None else time.monotonic() - oldest)
+            ActiveSaves(states, 0.0 if oldest is None else time.monotonic() - oldest)
         )
         yield saves_ended(ended)
         yield failures_total(failures)

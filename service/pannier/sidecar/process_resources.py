@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from pannier.daemon.status_registry import Board
+from pannier.daemon.status_registry import StatusRegistry
 from pannier.sidecar.config import SidecarConfig
 from pannier.sidecar.metrics import Tally
 from pannier.sidecar.multi_job.budget import Commons
@@ -28,7 +28,7 @@ class Shared:
         self.commons = Commons(config.spool_budget if several else None)
         self.slots = Slots(config.memory)
         self.tally = Tally()
-        self.board = Board()
+        self.status_registry = StatusRegistry()
         """The saves of all jobs."""
         self.loop: asyncio.AbstractEventLoop
         """While :meth:`running`."""

@@ -17,13 +17,12 @@ from typing import Any, Final, TypeVar
 import grpc
 
 from pannier.daemon import doctor_checks
-from pannier.daemon.admission import STATUS_LIMITS, AdmissionInterceptor
-from pannier.daemon.health_server import probed
-from pannier.daemon.interceptors import ErrorInterceptor
-from pannier.daemon.listeners import listening, server_options, socket_path
+from pannier.daemon.health_server import serve_health
+from pannier.daemon.interceptors import STATUS_LIMITS, AdmissionInterceptor, ErrorInterceptor
+from pannier.daemon.listeners import bind_listeners, server_options, socket_path
 from pannier.daemon.signals import StopSignals
-from pannier.daemon.status_registry import Board
-from pannier.daemon.status_service import Backlog, Operating, Vitals
+from pannier.daemon.status_registry import StatusRegistry
+from pannier.daemon.status_service import Backlog, DaemonInfo, StatusServices
 from pannier.sidecar.config import SidecarConfig
 from pannier.sidecar.coordinator_client import Link
 from pannier.sidecar.diagnosis import SidecarDiagnosis
@@ -80,12 +79,12 @@ class Sidecar:
     ) -> None:
         self.config = config
         self.saves = Saves()
-        self.vitals = Vitals(config.host, backlog=self.backlog)
+        self.daemon_info = DaemonInfo(config.host, backlog=self.backlog)
         self.guard = None if job is None else Guard(job)
         self._alone = shared is None
         self._shared = shared or Shared(config)
-        self.board = self._shared.board if self._alone else Board()
-        self._boards = {self.board, self._shared.board}
+        self.status_registry = self._shared.status_registry if self._alone else StatusRegistry()
+        self._status_registries = {self.status_registry, self._shared.status_registry}
         self._published: set[str] = set()
         """Keys of saves that are on the boards."""
         self._open_store = store or self._default_store
@@ -127,12 +126,12 @@ class Sidecar:
 
     def drain(self, stop: StopSignals) -> None:
         """Takes no new saves and finishes uploads, until the grace period or ``stop`` ends it."""
-        drain([self], stop, self.config.grace_s, self.board)
+        drain([self], stop, self.config.grace_s, self.status_registry)
 
     def refuse_new(self) -> None:
         """Takes no new saves from now on, and says so."""
         self.saves.draining = True
-        self._operating.drain()
+        self._status_services.drain()
 
     def dismiss(self, why: str) -> None:
         """Nobody is heard any more; what is ingested goes on, and of the rest ``why`` is the failure."""
@@ -176,7 +175,7 @@ class Sidecar:
             stack.enter_context(shared.running())
         self._loop = shared.loop
         # Before recovery, which may take long: a probe then hears "alive, not ready".
-        stack.enter_context(probed(config.health, ready=self._is_ready, loop=self._loop))
+        stack.enter_context(serve_health(config.health, ready=self._is_ready, loop=self._loop))
         self._link = Link(
             self.saves,
             address=config.coordinator,
@@ -220,7 +219,7 @@ class Sidecar:
             self._sessions.expect(rank, RESTORED_S)
         shared.tally.begin(self.saves.undecided())
         if self._alone:
-            stack.enter_context(told(config.metrics, shared, self.vitals, lambda: [self]))
+            stack.enter_context(told(config.metrics, shared, self.daemon_info, lambda: [self]))
         attached = self._link.running()
         self._on_loop(attached.__aenter__())
         stack.callback(lambda: self._on_loop(attached.__aexit__(None, None, None)))
@@ -265,8 +264,8 @@ class Sidecar:
             loop=self._loop,
         )
         diagnosis_pb2_grpc.add_DiagnosisServicer_to_server(self.diagnosis, server)
-        self._operating = Operating(
-            server, self.board, self.vitals, [servicer.NAME, doctor_checks.NAME]
+        self._status_services = StatusServices(
+            server, self.status_registry, self.daemon_info, [servicer.NAME, doctor_checks.NAME]
         )
         path = socket_path(config.address)
         passed: AbstractContextManager[str] | None = None
@@ -276,7 +275,7 @@ class Sidecar:
             passed = passing(path, self._lending, knows=self.guard.knows)
         else:
             stack.enter_context(
-                listening(
+                bind_listeners(
                     server,
                     config.address,
                     config.listen,
@@ -319,24 +318,26 @@ class Sidecar:
         )
 
     def _publish(self, save: Save, rank: RankSave | None, urgent: bool) -> None:
-        """Listener of the saves: keeps the board."""
+        """Listener of the saves: updates the status registries."""
         if rank is None:
             self._published.add(save.key)
-            for board in self._boards:
-                board.put(save.id, save.checkpoint_id, lambda: save_status(save, self._link))
+            for status_registry in self._status_registries:
+                status_registry.put(
+                    save.id, save.checkpoint_id, lambda: save_status(save, self._link)
+                )
         else:
-            for board in self._boards:
-                board.ring(save.key)
+            for status_registry in self._status_registries:
+                status_registry.notify(save.key)
 
     def _forget(self, save: Save) -> None:
         self._published.discard(save.key)
-        for board in self._boards:
-            board.remove(save.key)
+        for status_registry in self._status_registries:
+            status_registry.remove(save.key)
 
     def _forget_all(self) -> None:
         self._shared.tally.drop(self.saves.undecided())
         for key in self._published:
-            self._shared.board.remove(key)
+            self._shared.status_registry.remove(key)
 
     def _default_store(self, checkpoint_id: str) -> Any:
         return open_store(checkpoint_id, storage_options=self.config.storage_options)
@@ -349,16 +350,18 @@ class Sidecar:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
 
-def drain(sidecars: Sequence[Sidecar], stop: StopSignals, grace_s: float, board: Board) -> None:
+def drain(
+    sidecars: Sequence[Sidecar], stop: StopSignals, grace_s: float, status_registry: StatusRegistry
+) -> None:
     """None of them takes new saves; they finish uploads, until ``grace_s`` is over or ``stop`` ends it.
 
     Args:
-        board: all of their saves.
+        status_registry: all of their saves.
     """
     for each in sidecars:
         each.refuse_new()
     deadline = time.monotonic() + grace_s
-    with board.watch() as watch:
+    with status_registry.watch() as watch:
         while pending := [rank for each in sidecars for rank in each.saves.pending()]:
             left = deadline - time.monotonic()
             if left <= 0 or stop.wait(0):

@@ -11,7 +11,7 @@ from pannier.coordinator.saves.registry import Registry
 from pannier.coordinator.saves.save import Save, State
 from pannier.coordinator.saves.save_task import Conductor
 from pannier.coordinator.stores import Places
-from pannier.daemon.status_registry import Board
+from pannier.daemon.status_registry import StatusRegistry
 from pannier.storage import DeniedError, ObjectInfo, StorageError, Store, open_store
 from pannier.v1 import sidecar_pb2
 from pannier.wire import object_names
@@ -88,8 +88,10 @@ class Scene:
         self.store = Failing(self.plain)
         self.places = OnePlace(self.store)
         self.conductor = Conductor(self.places, Planners(), host=host, threads=threads)
-        self.board = Board()
-        self.registry = Registry(self.board, begin=self.conductor.begin, suspect_after_s=5)
+        self.status_registry = StatusRegistry()
+        self.registry = Registry(
+            self.status_registry, begin=self.conductor.begin, suspect_after_s=5
+        )
         self.plans = rank_plans(local_plan([tensor("w", 4)]), local_plan([tensor("b", 4)]))
 
     def context(self, rank: int = 0, number: int = 1) -> sidecar_pb2.SaveContext:

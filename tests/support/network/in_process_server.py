@@ -11,10 +11,10 @@ from typing import Any
 import grpc
 
 from pannier.daemon.interceptors import AioErrorInterceptor, ErrorInterceptor
-from pannier.daemon.listeners import listening, server_options
+from pannier.daemon.listeners import bind_listeners, server_options
 from pannier.daemon.signals import AioStopSignals
-from pannier.daemon.status_registry import Board
-from pannier.daemon.status_service import AioOperating, Operating, Vitals
+from pannier.daemon.status_registry import StatusRegistry
+from pannier.daemon.status_service import AioStatusServices, DaemonInfo, StatusServices
 from pannier.v1 import save_pb2, sidecar_pb2, sidecar_pb2_grpc
 from pannier.wire import errors
 
@@ -62,13 +62,13 @@ class AioFailing(sidecar_pb2_grpc.SidecarServicer):
 
 
 class Served:
-    """A server of either kind with a board, in this process."""
+    """A server of either kind with a status registry."""
 
     def __init__(self, kind: str, directory: Path) -> None:
-        self.board = Board()
+        self.status_registry = StatusRegistry()
         self.address = f"unix://{directory}/d.sock"
         self.state = save_pb2.SAVE_STATE_PLANNING
-        self.vitals = Vitals("node-0")
+        self.daemon_info = DaemonInfo("node-0")
         self._stack = ExitStack()
         self._start = self._start_aio if kind == "aio" else self._start_sync
 
@@ -76,26 +76,30 @@ class Served:
         server = grpc.server(
             ThreadPoolExecutor(8), options=server_options(), interceptors=[ErrorInterceptor()]
         )
-        operating = Operating(server, self.board, self.vitals, ["pannier.v1.Sidecar"])
+        status_services = StatusServices(
+            server, self.status_registry, self.daemon_info, ["pannier.v1.Sidecar"]
+        )
         sidecar_pb2_grpc.add_SidecarServicer_to_server(Failing(), server)
-        self._stack.enter_context(listening(server, self.address))
+        self._stack.enter_context(bind_listeners(server, self.address))
         server.start()
         self._stack.callback(lambda: server.stop(None).wait())
-        self.drain = operating.drain
+        self.drain = status_services.drain
 
     def _start_aio(self) -> None:
         ready: threading.Event = threading.Event()
 
         async def serve() -> None:
             server = grpc.aio.server(options=server_options(), interceptors=[AioErrorInterceptor()])
-            operating = AioOperating(server, self.board, self.vitals, ["pannier.v1.Sidecar"])
+            status_services = AioStatusServices(
+                server, self.status_registry, self.daemon_info, ["pannier.v1.Sidecar"]
+            )
             sidecar_pb2_grpc.add_SidecarServicer_to_server(AioFailing(), server)
-            with listening(server, self.address):
+            with bind_listeners(server, self.address):
                 await server.start()
-                await operating.serve()
+                await status_services.serve()
                 loop = asyncio.get_running_loop()
                 self.drain = lambda: asyncio.run_coroutine_threadsafe(
-                    operating.drain(), loop
+                    status_services.drain(), loop
                 ).result(5)
                 async with AioStopSignals() as stop:
                     self.stop = stop

@@ -13,7 +13,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pannier.coordinator.config import CoordinatorConfig
-from pannier.daemon.health_server import probed
+from pannier.daemon.health_server import serve_health
 from pannier.sidecar import server
 from pannier.sidecar.config import SidecarConfig
 from pannier.wire.errors import ConfigurationError
@@ -51,7 +51,7 @@ def told() -> Iterator[Told]:
 @pytest.fixture
 def address(told: Told) -> Iterator[str]:
     where = f"127.0.0.1:{free_port()}"
-    with probed(where, ready=lambda: told.ready, loop=told.loop):
+    with serve_health(where, ready=lambda: told.ready, loop=told.loop):
         yield where
 
 
@@ -90,7 +90,7 @@ def test_it_ends_while_a_probe_waits_for_a_loop_that_hangs(told: Told) -> None:
         go.wait(30)
 
     address = f"127.0.0.1:{free_port()}"
-    with probed(address, ready=lambda: True, loop=told.loop):
+    with serve_health(address, ready=lambda: True, loop=told.loop):
         told.loop.call_soon_threadsafe(hang)
         assert held.wait(10)
         answers: list[str] = []
@@ -140,9 +140,9 @@ def test_settings_are_checked() -> None:
     loop = asyncio.new_event_loop()
     taken = f"127.0.0.1:{free_port()}"
     with (
-        probed(taken, ready=lambda: True, loop=loop),
+        serve_health(taken, ready=lambda: True, loop=loop),
         pytest.raises(ConfigurationError, match=rf"can't listen on {taken} \(--health\)"),
-        probed(taken, ready=lambda: True, loop=loop),
+        serve_health(taken, ready=lambda: True, loop=loop),
     ):
         pass
     loop.close()

@@ -12,7 +12,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from pannier.client.embedded.certificates import TlsBundle, issue
 from pannier.client.embedded.daemon_spec import write_tls_files
 from pannier.client.embedded.network import probe_daemon
-from pannier.daemon.listeners import listening, server_options
+from pannier.daemon.listeners import bind_listeners, server_options
 from pannier.wire.tls import Tls
 from support.processes.ranks import free_port
 
@@ -32,7 +32,7 @@ def serving(papers: Tls) -> Iterator[str]:
     servicer.set("", health_pb2.HealthCheckResponse.SERVING)
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     address = f"127.0.0.1:{free_port()}"
-    with listening(server, address, tls=papers):
+    with bind_listeners(server, address, tls=papers):
         server.start()
         try:
             yield address

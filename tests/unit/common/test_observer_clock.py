@@ -16,7 +16,7 @@ from pannier.coordinator import liveness
 from pannier.coordinator.liveness import HeartbeatMonitor, SidecarPeers
 from pannier.coordinator.saves.registry import Registry
 from pannier.coordinator.saves.save import Presence, State
-from pannier.daemon.status_registry import Board
+from pannier.daemon.status_registry import StatusRegistry
 from pannier.sidecar.liveness import SUSPECT_S, Trainers
 from pannier.sidecar.save_state import Saves
 from pannier.v1 import save_pb2
@@ -161,7 +161,7 @@ def test_a_thread_that_keeps_the_interpreter_delays_no_verdict_but_its_own(
 
 
 def registry_of() -> Registry:
-    return Registry(Board(), begin=lambda save: None, suspect_after_s=5.0)
+    return Registry(StatusRegistry(), begin=lambda save: None, suspect_after_s=5.0)
 
 
 def test_a_blocked_coordinator_calls_nothing_silent_that_it_has_not_read(

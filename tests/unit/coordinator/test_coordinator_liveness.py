@@ -12,7 +12,7 @@ from pannier.coordinator import liveness
 from pannier.coordinator.liveness import HeartbeatMonitor, IncarnationWatch, SidecarPeers
 from pannier.coordinator.saves.registry import Registry
 from pannier.coordinator.saves.save import Presence, Save, State
-from pannier.daemon.status_registry import Board
+from pannier.daemon.status_registry import StatusRegistry
 from pannier.v1 import records_pb2, save_pb2
 from pannier.wire import object_names
 from support.actors.ranks_by_hand import context
@@ -26,7 +26,9 @@ class Watched:
     """A registry without a conductor, and a save of two ranks that are staging."""
 
     def __init__(self, place: str = "/root/step", incarnation: str = "aa") -> None:
-        self.registry = Registry(Board(), begin=lambda save: None, suspect_after_s=SUSPECT_S)
+        self.registry = Registry(
+            StatusRegistry(), begin=lambda save: None, suspect_after_s=SUSPECT_S
+        )
         self.sidecars: list[Presence] = []
         self.monitor = HeartbeatMonitor(
             self.registry, lambda: self.sidecars, suspect_after_s=SUSPECT_S
@@ -199,7 +201,7 @@ class Host:
     """One host whose sidecars come and go, with a save of two ranks."""
 
     def __init__(self) -> None:
-        registry = Registry(Board(), begin=lambda save: None, suspect_after_s=5)
+        registry = Registry(StatusRegistry(), begin=lambda save: None, suspect_after_s=5)
         self.save: Save = registry.enter(context(0, "/root/step"))
         self.peers = SidecarPeers(registry)
 

@@ -312,7 +312,7 @@ def test_ended_saves_are_remembered_for_a_while_without_their_plans() -> None:
             other.fail(save_pb2.FAILURE_KIND_SKIPPED, "busy", 0)
             other.move(State.ABORTED)
         assert scene.registry.find_key(save.key) is None
-        assert len(scene.board.list(limit=10**6)) == ENDED_KEPT
+        assert len(scene.status_registry.list(limit=10**6)) == ENDED_KEPT
 
     play(scenario)
 

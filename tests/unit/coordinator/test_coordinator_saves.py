@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from pannier.coordinator import servicer
 from pannier.coordinator.saves import registry
-from pannier.daemon.status_registry import Board
+from pannier.daemon.status_registry import StatusRegistry
 from pannier.v1 import plan_pb2, records_pb2, save_pb2, sidecar_pb2, status_pb2, status_pb2_grpc
 from pannier.wire import object_names, plan_codec
 from pannier.wire.errors import (
@@ -859,7 +859,7 @@ def test_ranks_that_were_started_again_are_not_taken_for_divided(
     monkeypatch.setattr(registry, "SPLIT_S", 0.0)
 
     async def scenario() -> None:
-        known = registry.Registry(Board(), begin=lambda save: None, suspect_after_s=5)
+        known = registry.Registry(StatusRegistry(), begin=lambda save: None, suspect_after_s=5)
         former = known.enter(context(0, "/root/step-1"))
         # Those of the new start come one after the other.
         save = known.enter(context(1, "/root/step-1", incarnation="bb"))

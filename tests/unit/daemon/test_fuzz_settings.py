@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pannier.cli.options import Address, JsonObject, Location, Seconds, Size
 from pannier.client.config import Settings, load_settings
 from pannier.coordinator.config import CoordinatorConfig
-from pannier.daemon.settings import Access
+from pannier.daemon.settings import DaemonSettings
 from pannier.sidecar.config import SidecarConfig
 from pannier.wire.addresses import parse_address
 from pannier.wire.errors import ConfigurationError
@@ -121,7 +121,7 @@ def test_a_clients_variable_is_taken_or_refused_by_name(name: str, value: str) -
 def test_a_daemons_settings_are_taken_or_refused(
     values: dict[str, Any], times: float, number: int
 ) -> None:
-    made: list[Access] = [
+    made: list[DaemonSettings] = [
         *accepted(
             SidecarConfig,
             coordinator="unix:///c.sock",

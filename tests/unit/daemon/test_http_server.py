@@ -9,25 +9,25 @@ import pytest
 
 from pannier.coordinator.config import CoordinatorConfig
 from pannier.daemon import http_server
-from pannier.daemon.http_server import Answer, Request, serving_web, web_address
+from pannier.daemon.http_server import Request, Response, http_address, serve_http
 from pannier.wire.errors import ConfigurationError, InvalidRequestError, UnavailableError
 from support.network.status_pages import get
 from support.processes.ranks import free_port
 
 
-def hello(request: Request) -> Answer:
-    return Answer(f"hello {request.query.get('name', '')}".encode(), "text/plain")
+def hello(request: Request) -> Response:
+    return Response(f"hello {request.query.get('name', '')}".encode(), "text/plain")
 
 
-def refuse(request: Request) -> Answer:
+def refuse(request: Request) -> Response:
     raise InvalidRequestError("no such save")
 
 
-def busy(request: Request) -> Answer:
+def busy(request: Request) -> Response:
     raise UnavailableError("later")
 
 
-def bug(request: Request) -> Answer:
+def bug(request: Request) -> Response:
     raise RuntimeError("a bug")
 
 
@@ -37,7 +37,7 @@ ROUTES = {"/": hello, "/refuse": refuse, "/busy": busy, "/bug": bug}
 @pytest.fixture
 def address() -> Iterator[str]:
     where = f"127.0.0.1:{free_port()}"
-    with serving_web(where, ROUTES, setting="--metrics"):
+    with serve_http(where, ROUTES, setting="--metrics"):
         yield where
 
 
@@ -80,7 +80,7 @@ def test_elsewhere_any_name_leads_here(
     if not ipv6:
         monkeypatch.setattr(http_server, "_has_ipv6", lambda: False)
     port = free_port()
-    with serving_web(f"{host}:{port}", ROUTES, setting="--metrics"):
+    with serve_http(f"{host}:{port}", ROUTES, setting="--metrics"):
         found = get(f"127.0.0.1:{port}", "/", {"Host": "pannier-coordinator:7072"})
         assert found.status == 200
 
@@ -107,14 +107,14 @@ def test_connections_that_say_nothing_keep_others_out_only_up_to_a_number(addres
 def test_it_ends_while_somebody_is_being_answered() -> None:
     began, done = threading.Event(), threading.Event()
 
-    def wait(request: Request) -> Answer:
+    def wait(request: Request) -> Response:
         began.set()
         done.wait(30)
-        return Answer(b"", "text/plain")
+        return Response(b"", "text/plain")
 
     where = f"127.0.0.1:{free_port()}"
     with socket.socket() as client:
-        with serving_web(where, {"/": wait}, setting="--metrics"):
+        with serve_http(where, {"/": wait}, setting="--metrics"):
             client.connect(("127.0.0.1", int(where.rpartition(":")[2])))
             client.sendall(b"GET / HTTP/1.0\r\nHost: localhost\r\n\r\n")
             assert began.wait(10)
@@ -126,13 +126,13 @@ def test_settings_are_checked() -> None:
     assert CoordinatorConfig(metrics="[::1]:7072").metrics == "[::1]:7072"
     for wrong in ("unix:///x", "nowhere", "0", "70000", "٣", ":80"):
         with pytest.raises(ConfigurationError, match="--metrics"):
-            web_address(wrong, setting="--metrics")
+            http_address(wrong, setting="--metrics")
     taken = f"127.0.0.1:{free_port()}"
     with (
-        serving_web(taken, ROUTES, setting="--metrics"),
+        serve_http(taken, ROUTES, setting="--metrics"),
         pytest.raises(ConfigurationError, match=rf"can't listen on {taken} \(--metrics\)"),
-        serving_web(taken, ROUTES, setting="--metrics"),
+        serve_http(taken, ROUTES, setting="--metrics"),
     ):
         pass
-    with serving_web(None, ROUTES, setting="--metrics"):
+    with serve_http(None, ROUTES, setting="--metrics"):
         pass

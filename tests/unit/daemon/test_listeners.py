@@ -13,7 +13,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from pannier.daemon.listeners import listening, server_options
+from pannier.daemon.listeners import bind_listeners, server_options
 from pannier.wire.errors import ConfigurationError
 from support.network.other_user import NOBODY, may_connect, needs_root
 from support.processes.daemons import short_directory
@@ -31,7 +31,7 @@ def serving(directory: Path, allow_uid: Collection[int] = ()) -> Iterator[Path]:
     """A server without services; gives its socket's path."""
     path = directory / "d.sock"
     server = grpc.server(ThreadPoolExecutor(1), options=server_options())
-    with listening(server, f"unix://{path}", allow_uid=allow_uid):
+    with bind_listeners(server, f"unix://{path}", allow_uid=allow_uid):
         server.start()
         try:
             yield path
@@ -146,7 +146,7 @@ def test_a_dead_daemons_socket_is_removed(directory: Path) -> None:
 
 def test_what_is_no_socket_is_left_alone(directory: Path) -> None:
     (directory / "d.sock").write_text("precious")
-    with pytest.raises(ConfigurationError, match="in the way"), serving(directory):
+    with pytest.raises(ConfigurationError, match="is not a socket"), serving(directory):
         pass
     assert (directory / "d.sock").read_text() == "precious"
 
@@ -161,7 +161,7 @@ def test_a_port_in_use_is_a_configuration_error() -> None:
     try:
         with (
             pytest.raises(ConfigurationError, match=str(port)),
-            listening(second, f"127.0.0.1:{port}"),
+            bind_listeners(second, f"127.0.0.1:{port}"),
         ):
             pass
     finally:

@@ -10,21 +10,25 @@ import pytest
 from pannier.daemon import status_page
 from pannier.daemon.http_server import Request
 from pannier.daemon.metrics import Metrics
-from pannier.daemon.status_page import Pages, on_loop
-from pannier.daemon.status_registry import Board
-from pannier.daemon.status_service import Backlog, Vitals
+from pannier.daemon.status_page import StatusPage, read_on_loop
+from pannier.daemon.status_registry import StatusRegistry
+from pannier.daemon.status_service import Backlog, DaemonInfo
 from pannier.v1 import save_pb2
 from pannier.wire.errors import InvalidRequestError, PannierError, UnavailableError
 
 
 class Site:
-    """Pages of a board whose saves count how often they are rendered."""
+    """Pages of a registry whose saves count how often they are rendered."""
 
     def __init__(self) -> None:
-        self.board = Board()
+        self.status_registry = StatusRegistry()
         self.rendered = 0
-        vitals = Vitals("node-0", backlog=lambda: Backlog(bytes_queued=7, capacity_bytes=9))
-        self.routes = Pages(self.board, vitals).routes(Metrics("sidecar", vitals))
+        daemon_info = DaemonInfo(
+            "node-0", backlog=lambda: Backlog(bytes_queued=7, capacity_bytes=9)
+        )
+        self.routes = StatusPage(self.status_registry, daemon_info).routes(
+            Metrics("sidecar", daemon_info)
+        )
 
     def put(self, number: int, state: "save_pb2.SaveState") -> str:
         save = save_pb2.SaveId(job="job", incarnation="i", group="g", number=number)
@@ -35,21 +39,21 @@ class Site:
             self.rendered += 1
             return status
 
-        self.board.put(save, f"/c/step-{number}", render)
+        self.status_registry.put(save, f"/c/step-{number}", render)
         return status.id
 
-    def ask(self, path: str, **query: str) -> bytes:
+    def get(self, path: str, **query: str) -> bytes:
         return self.routes[path](Request(query, "")).body
 
 
 def test_lists_are_without_ranks_and_a_save_has_them() -> None:
     site = Site()
     key = site.put(1, save_pb2.SAVE_STATE_UPLOADING)
-    listed = site.ask("/status.json")
+    listed = site.get("/status.json")
     assert b'"bytes_queued": "7"' in listed
     assert b'"ranks": []' in listed
     for name in (key, "/c/step-1"):
-        assert b'"rank": 3' in site.ask("/save.json", id=name)
+        assert b'"rank": 3' in site.get("/save.json", id=name)
 
 
 def test_many_viewers_cost_no_more_than_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,14 +63,14 @@ def test_many_viewers_cost_no_more_than_one(monkeypatch: pytest.MonkeyPatch) -> 
         site.put(number, save_pb2.SAVE_STATE_COMMITTED)
     live = site.put(5, save_pb2.SAVE_STATE_STAGING)
     for _ in range(20):
-        site.ask("/status.json")
-        site.ask("/save.json", id=live)
+        site.get("/status.json")
+        site.get("/save.json", id=live)
     assert site.rendered == 6
     # One that has ended is never asked for again, what is under way is.
     monkeypatch.setattr(status_page, "_FRESH_S", 0.0)
     site.put(6, save_pb2.SAVE_STATE_STAGING)
     before = site.rendered
-    site.ask("/status.json")
+    site.get("/status.json")
     assert site.rendered - before == 1
 
 
@@ -74,20 +78,20 @@ def test_what_was_forgotten_is_left_out() -> None:
     site = Site()
     key = site.put(1, save_pb2.SAVE_STATE_STAGING)
     site.put(2, save_pb2.SAVE_STATE_STAGING)
-    site.board.remove(key)
-    assert site.ask("/status.json").count(b'"attempt"') == 1
+    site.status_registry.remove(key)
+    assert site.get("/status.json").count(b'"attempt"') == 1
     with pytest.raises(PannierError, match="no save 'job/i/g/1' is known here"):
-        site.ask("/save.json", id=key)
+        site.get("/save.json", id=key)
 
 
 @pytest.mark.parametrize("limit", ["0", "-1", "501", "1e3", "٣", "9" * 5000, "x"])
 def test_a_limit_is_a_number(limit: str) -> None:
     site = Site()
     with pytest.raises(InvalidRequestError, match="limit="):
-        site.ask("/status.json", limit=limit)
+        site.get("/status.json", limit=limit)
     site.put(1, save_pb2.SAVE_STATE_STAGING)
     site.put(2, save_pb2.SAVE_STATE_STAGING)
-    assert site.ask("/status.json", limit="1").count(b'"attempt"') == 1
+    assert site.get("/status.json", limit="1").count(b'"attempt"') == 1
 
 
 @contextmanager
@@ -106,16 +110,16 @@ def test_saves_of_a_loop_are_looked_at_there_and_one_that_hangs_is_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     loop = asyncio.new_event_loop()
-    ask = on_loop(loop)
+    read_state = read_on_loop(loop)
     go = threading.Event()
     with turning(loop):
-        assert ask(lambda: asyncio.get_running_loop() is loop)
+        assert read_state(lambda: asyncio.get_running_loop() is loop)
         with pytest.raises(ZeroDivisionError):
-            ask(lambda: 1 // 0)
+            read_state(lambda: 1 // 0)
         monkeypatch.setattr(status_page, "_TURN_S", 0.1)
         loop.call_soon_threadsafe(go.wait)
         with pytest.raises(UnavailableError, match="busy, or it hangs"):
-            ask(lambda: True)
+            read_state(lambda: True)
         go.set()
         monkeypatch.setattr(status_page, "_TURN_S", 10.0)
-        assert ask(lambda: True)
+        assert read_state(lambda: True)

@@ -38,7 +38,7 @@ def channel(served: Served) -> Iterator[grpc.Channel]:
 
 def test_status_lists_gets_and_watches(served: Served, channel: grpc.Channel) -> None:
     stub = status_pb2_grpc.StatusStub(channel)
-    served.board.put(SAVE, "/c/step-1", served.render)
+    served.status_registry.put(SAVE, "/c/step-1", served.render)
     listed = stub.ListSaves(status_pb2.ListSavesRequest(job="job"), timeout=10)
     assert [save.id for save in listed.saves] == [KEY]
     assert (listed.host, listed.daemon_state) == ("node-0", "serving")
@@ -53,11 +53,11 @@ def test_status_lists_gets_and_watches(served: Served, channel: grpc.Channel) ->
     assert next(watched).save.state == save_pb2.SAVE_STATE_PLANNING
     for state in (save_pb2.SAVE_STATE_UPLOADING, save_pb2.SAVE_STATE_COMMITTED):
         served.state = state
-        served.board.ring(KEY)
+        served.status_registry.notify(KEY)
         assert next(watched).save.state == state
     assert list(watched) == []
 
-    served.board.remove(KEY)
+    served.status_registry.remove(KEY)
     with pytest.raises(grpc.RpcError) as raised:
         stub.GetSave(status_pb2.GetSaveRequest(id=KEY), timeout=10)
     assert raised.value.code() is grpc.StatusCode.NOT_FOUND

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from prometheus_client import CollectorRegistry
 
-from pannier.daemon.metrics import Counts, step_of
+from pannier.daemon.metrics import SaveCounts, step_of
 from pannier.daemon.status_service import Backlog
 from pannier.sidecar.metrics import Tally
 from pannier.sidecar.save_state import RankSave, Saves
@@ -128,7 +128,7 @@ def test_the_step_is_the_number_at_the_end(checkpoint: str, step: int | None) ->
 
 
 def test_a_jobs_age_counts_from_its_first_save_until_it_has_a_commit() -> None:
-    counts = Counts(CollectorRegistry())
+    counts = SaveCounts(CollectorRegistry())
     save = save_pb2.SaveId(job="llama", incarnation="i", group="g", number=1)
     counts.began("llama", 1000.0)
     ages = {family.name: family for family in counts.collect()}

@@ -651,13 +651,13 @@ def test_doctor_says_what_a_probe_finds(server: GcsServer) -> None:
     urllib.request.urlopen(f"{server.url}/storage/v1/b", order, timeout=20).close()
     failed = diagnosis_pb2.CHECK_RESULT_FAILED
 
-    rapid = asyncio.run(doctor_checks.target(f"gs://{bucket}/run", (), {}, 20))
+    rapid = asyncio.run(doctor_checks.check_target(f"gs://{bucket}/run", (), {}, 20))
     assert (rapid.result, "zonal (Rapid) bucket" in rapid.found) == (failed, True)
     server.fault(kind="status", method="GET", path=r"/o\?prefix=", status=403, message="no list")
-    denied = asyncio.run(doctor_checks.target("gs://bucket/run", (), {}, 20))
+    denied = asyncio.run(doctor_checks.check_target("gs://bucket/run", (), {}, 20))
     assert (denied.result, "no list" in denied.found) == (failed, True)
     assert "create, read, list and delete" in denied.hint
-    good = asyncio.run(doctor_checks.target("gs://bucket/run", (), {}, 20))
+    good = asyncio.run(doctor_checks.check_target("gs://bucket/run", (), {}, 20))
     assert (good.result, "listed" in good.found) == (diagnosis_pb2.CHECK_RESULT_OK, True)
 
 

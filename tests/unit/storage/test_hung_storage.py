@@ -14,7 +14,7 @@ from prometheus_client.exposition import generate_latest
 
 from pannier.client.loading import filesystem
 from pannier.daemon.metrics import Metrics
-from pannier.daemon.status_service import Backlog, Vitals
+from pannier.daemon.status_service import Backlog, DaemonInfo
 from pannier.storage import ConflictError, StorageError, io_threads, open_store
 from pannier.storage.base import Store
 from pannier.storage.io_threads import MOST_HUNG, HungError, Threads, threads_of
@@ -68,8 +68,8 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def abandoned() -> float:
-    vitals = Vitals("node-0", backlog=lambda: Backlog())
-    text = generate_latest(Metrics("sidecar", vitals).registry).decode()
+    daemon_info = DaemonInfo("node-0", backlog=lambda: Backlog())
+    text = generate_latest(Metrics("sidecar", daemon_info).registry).decode()
     (line,) = [
         each for each in text.splitlines() if each.startswith("pannier_storage_abandoned_threads ")
     ]

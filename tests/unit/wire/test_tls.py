@@ -11,7 +11,7 @@ import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from pannier.coordinator.config import CoordinatorConfig
-from pannier.daemon.listeners import listening, server_options
+from pannier.daemon.listeners import bind_listeners, server_options
 from pannier.sidecar.config import SidecarConfig
 from pannier.wire.addresses import channel_options
 from pannier.wire.errors import ConfigurationError
@@ -125,7 +125,7 @@ def served(files: Files) -> Iterator[str]:
     address = f"127.0.0.1:{free_port()}"
     server = grpc.server(ThreadPoolExecutor(4), options=server_options())
     health_pb2_grpc.add_HealthServicer_to_server(health.HealthServicer(), server)
-    with listening(server, address, tls=tls(files)):
+    with bind_listeners(server, address, tls=tls(files)):
         server.start()
         try:
             yield address

@@ -16,7 +16,12 @@ from rich.text import Text
 from pannier.cli import output
 from pannier.cli.errors import NEGATIVE, UNREACHABLE
 from pannier.cli.options import Location, Seconds, storage_options
-from pannier.cli.status_client import daemon_option, embedded_sidecars, shown, translated
+from pannier.cli.status_client import (
+    daemon_option,
+    embedded_sidecars,
+    token_metadata,
+    translate_rpc_errors,
+)
 from pannier.daemon import doctor_checks
 from pannier.v1 import diagnosis_pb2, diagnosis_pb2_grpc
 from pannier.wire import addresses, errors
@@ -75,7 +80,7 @@ def command(
         elif root is not None:
             checks.append(("here", _try(root, storage_options, timeout)))
     elif all(check.result != diagnosis_pb2.CHECK_RESULT_FAILED for _, check in checks):
-        metadata = shown(token_file)
+        metadata = token_metadata(token_file)
         try:
             answer = _ask(address, tls, metadata, root, timeout)
         except errors.PannierError as error:
@@ -99,43 +104,45 @@ def _here(address: str, *, embedded: bool) -> Iterator[diagnosis_pb2.Check]:
     for name in _SHOWN:
         with suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
-    yield doctor_checks.good("versions", ", ".join(f"{name} {v}" for name, v in found.items()))
+    yield doctor_checks.ok("versions", ", ".join(f"{name} {v}" for name, v in found.items()))
     if not address.startswith("unix:"):
-        yield doctor_checks.good("address", f"{address}, over TCP")
+        yield doctor_checks.ok("address", f"{address}, over TCP")
         return
     path = _path(address)
     try:
         status = path.lstat()
     except FileNotFoundError:
         if embedded:
-            yield doctor_checks.good(
+            yield doctor_checks.ok(
                 "address",
                 f"{address}: not there yet; the first trainer starts the embedded daemons",
             )
         else:
-            yield doctor_checks.bad(
+            yield doctor_checks.failed(
                 "address",
                 f"{address}: no such socket",
                 "start the sidecar (pannier sidecar), or correct PANNIER_SIDECAR",
             )
         return
     except OSError as error:
-        yield doctor_checks.bad("address", f"{address}: {error}", "see the rights of its directory")
+        yield doctor_checks.failed(
+            "address", f"{address}: {error}", "see the rights of its directory"
+        )
         return
     mode = stat.S_IMODE(status.st_mode)
     described = f"{address}, mode {mode:04o} of user {status.st_uid}"
     if not stat.S_ISSOCK(status.st_mode):
-        yield doctor_checks.bad("address", f"{described}: no socket", "correct PANNIER_SIDECAR")
+        yield doctor_checks.failed("address", f"{described}: no socket", "correct PANNIER_SIDECAR")
     elif status.st_uid not in (0, os.geteuid()) and str(status.st_uid) not in (
         os.environ.get("PANNIER_ALLOW_UID", "").split()
     ):
-        yield doctor_checks.bad(
+        yield doctor_checks.failed(
             "address",
             f"{described}, not of this user ({os.geteuid()}) nor root's: trainers refuse it",
             f"PANNIER_ALLOW_UID={status.st_uid} trusts that user",
         )
     else:
-        yield doctor_checks.good("address", described)
+        yield doctor_checks.ok("address", described)
 
 
 def _of_answer(
@@ -144,13 +151,13 @@ def _of_answer(
     """What the sidecar's answer means for a trainer here."""
     of = f"{answer.daemon} {answer.version} on {answer.host}, protocol {answer.wire_version}"
     if answer.wire_version != WIRE_VERSION:
-        yield doctor_checks.bad(
+        yield doctor_checks.failed(
             "protocol",
             f"{of}; here {package_version()}, protocol {WIRE_VERSION}",
             "install the same version of pannier on both sides",
         )
     else:
-        yield doctor_checks.good("protocol", of)
+        yield doctor_checks.ok("protocol", of)
     # Over the socket of one that serves several jobs no trainer goes.
     if answer.daemon == "sidecar" and all(check.name != "jobs" for check in answer.checks):
         yield _transport(address, answer.descriptors)
@@ -174,16 +181,14 @@ def _transport(address: str, descriptors: str) -> diagnosis_pb2.Check:
             except OSError as error:
                 reason = f"{path} can't be connected to: {error}"
     if not reason:
-        return doctor_checks.good(
-            "transport", "mapped: trainer and sidecar share the spool's memory"
-        )
+        return doctor_checks.ok("transport", "mapped: trainer and sidecar share the spool's memory")
     hint = "bytes go through a gRPC stream, which takes a core while a save is handed over"
     if wanted == "mapped":
-        return doctor_checks.bad(
+        return doctor_checks.failed(
             "transport", f"streamed: {reason}", "PANNIER_TRANSPORT=mapped forbids it"
         )
     if wanted == "streamed":
-        return doctor_checks.good("transport", f"streamed: {reason}")
+        return doctor_checks.ok("transport", f"streamed: {reason}")
     return doctor_checks.warning("transport", f"streamed: {reason}", hint)
 
 
@@ -198,7 +203,7 @@ def _ask(
     request = diagnosis_pb2.DiagnoseRequest(root=root or "", timeout_s=timeout)
     with open_channel(address, addresses.channel_options(), secured) as channel:
         stub: Any = diagnosis_pb2_grpc.DiagnosisStub(channel)
-        with translated(address):
+        with translate_rpc_errors(address):
             answer: diagnosis_pb2.DiagnoseResponse = stub.Diagnose(
                 request, timeout=timeout + _SLACK_S, metadata=metadata
             )
@@ -207,10 +212,10 @@ def _ask(
 
 def _unreachable(error: errors.PannierError) -> diagnosis_pb2.Check:
     if isinstance(error, errors.UnauthenticatedError):
-        return doctor_checks.bad(
+        return doctor_checks.failed(
             "token", str(error), "each job has a socket and a token of its own (PANNIER_SIDECAR)"
         )
-    return doctor_checks.bad(
+    return doctor_checks.failed(
         "daemon",
         str(error),
         "does it run (its log says more), and is this its address and, on TCP, its CA?",
@@ -218,7 +223,7 @@ def _unreachable(error: errors.PannierError) -> diagnosis_pb2.Check:
 
 
 def _try(root: str, options: dict[str, Any], timeout: float) -> diagnosis_pb2.Check:
-    return asyncio.run(doctor_checks.target(root, (), options, timeout))
+    return asyncio.run(doctor_checks.check_target(root, (), options, timeout))
 
 
 def _path(address: str) -> Path:

@@ -8,7 +8,7 @@ import click
 
 from pannier.cli.errors import NEGATIVE
 from pannier.cli.options import Address, Seconds, tls_options
-from pannier.cli.status_client import CALL_S, embedded_sidecars, translated
+from pannier.cli.status_client import CALL_S, embedded_sidecars, translate_rpc_errors
 
 
 @click.command("health")
@@ -55,7 +55,7 @@ def command(*, address: str | None, service: str, timeout: float, **tls: Path | 
     secured = None if plain else tls_of(tls["tls_cert"], tls["tls_key"], tls["tls_ca"])
     with open_channel(address, addresses.channel_options(), secured) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
-        with translated(address):
+        with translate_rpc_errors(address):
             try:
                 answer = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout)
             except grpc.RpcError as error:

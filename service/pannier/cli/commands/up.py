@@ -15,9 +15,9 @@ from click.core import ParameterSource
 from pannier.cli.errors import NEGATIVE
 from pannier.cli.options import (
     Address,
+    HttpAddress,
     Seconds,
     Size,
-    WebAddress,
     log_format_option,
     option,
     storage_options,
@@ -88,7 +88,7 @@ _ROOM = 4 << 30
 # Not from the environment: trainers would hand it to every pair that they start, on the same ports.
 @click.option(
     "--metrics",
-    type=WebAddress(),
+    type=HttpAddress(),
     metavar="[HOST:]PORT",
     help="Have the coordinator serve its status page and metrics here, and the sidecar its own on the "
     "next port; see `pannier coordinator`.",

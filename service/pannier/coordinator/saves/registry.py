@@ -19,7 +19,7 @@ from pannier.coordinator.saves.participants import (
     who,
 )
 from pannier.coordinator.saves.save import Save, State
-from pannier.daemon.status_registry import Board
+from pannier.daemon.status_registry import StatusRegistry
 from pannier.v1 import save_pb2, sidecar_pb2
 from pannier.wire import object_names
 from pannier.wire.errors import UnavailableError
@@ -48,11 +48,15 @@ class Registry:
     """Finds saves. ``begin`` is called with every new one, which it sets in motion."""
 
     def __init__(
-        self, board: Board, *, begin: Callable[[Save], None], suspect_after_s: float
+        self,
+        status_registry: StatusRegistry,
+        *,
+        begin: Callable[[Save], None],
+        suspect_after_s: float,
     ) -> None:
         self.draining = False
         """New saves are refused."""
-        self._board = board
+        self._status_registry = status_registry
         self._begin = begin
         self._suspect_after_s = suspect_after_s
         self._saves: dict[str, Save] = {}
@@ -152,7 +156,7 @@ class Registry:
         cause = past.failures.get(context.rank)
         missed = cause is not None and cause.kind == save_pb2.FAILURE_KIND_DEADLINE
         deadline = time.monotonic() + (timeout_s if missed else 0)
-        with self._board.watch_aio() as watch:
+        with self._status_registry.watch_aio() as watch:
             while True:
                 newer = self._newer(context)
                 remaining = deadline - time.monotonic()
@@ -188,7 +192,7 @@ class Registry:
             suspect_after_s=self._suspect_after_s,
         )
         _log.info("%s begins, with %d ranks", save.label, len(context.ranks), extra=save.about)
-        self._board.put(context.save, context.checkpoint_id, save.status)
+        self._status_registry.put(context.save, context.checkpoint_id, save.status)
         self._begin(save)
         return save
 
@@ -293,8 +297,8 @@ class Registry:
             if len(self._ended) <= ENDED_KEPT and time.monotonic() - since < ENDED_KEPT_S:
                 break
             del self._ended[oldest.key]
-            self._board.remove(oldest.key)
-        self._board.ring(save.key)
+            self._status_registry.remove(oldest.key)
+        self._status_registry.notify(save.key)
         for listener in self._listeners:
             listener(save)
 

@@ -16,8 +16,7 @@ from typing import Any, Final, NoReturn
 
 import grpc
 
-from pannier.daemon.handler_wrapping import Continuation, Handler, rewrapped
-from pannier.daemon.interceptors import status_of
+from pannier.daemon.interceptors import Continuation, Handler, abort_call, wrap_handler
 from pannier.sidecar.multi_job.job_config import Job
 from pannier.storage import check_allowed
 from pannier.v1 import sidecar_pb2
@@ -147,7 +146,7 @@ class GuardInterceptor(grpc.ServerInterceptor):  # type: ignore[misc, unused-ign
         handler = continuation(handler_call_details)
         if handler is None or method.startswith(_OPEN):
             return handler
-        return rewrapped(handler, lambda function: self._checked(function, handler, method))
+        return wrap_handler(handler, lambda function: self._checked(function, handler, method))
 
     def _checked(
         self, function: Callable[..., Any], handler: Handler, method: str
@@ -187,7 +186,4 @@ class GuardInterceptor(grpc.ServerInterceptor):  # type: ignore[misc, unused-ign
 
     def _refuse(self, context: grpc.ServicerContext, error: PannierError, method: str) -> NoReturn:
         self._guard.note(error)
-        code, details, metadata = status_of(error, method)
-        context.set_trailing_metadata(metadata)
-        context.abort(code, details)
-        raise AssertionError("abort returned")
+        abort_call(context, error, method)

@@ -11,7 +11,7 @@ from typing import Protocol
 import grpc
 
 from pannier.daemon import doctor_checks
-from pannier.daemon.status_service import Vitals
+from pannier.daemon.status_service import DaemonInfo
 from pannier.sidecar.config import SidecarConfig
 from pannier.sidecar.diagnosis import SidecarDiagnosis
 from pannier.v1 import diagnosis_pb2, diagnosis_pb2_grpc
@@ -36,13 +36,13 @@ class NodeDiagnosis(diagnosis_pb2_grpc.DiagnosisServicer):
         self,
         config: SidecarConfig,
         *,
-        vitals: Vitals,
+        daemon_info: DaemonInfo,
         sidecars: Callable[[], Mapping[str, Diagnosed]],
         problems: Callable[[], Sequence[str]],
         loop: asyncio.AbstractEventLoop,
     ) -> None:
         self._config = config
-        self._vitals = vitals
+        self._daemon_info = daemon_info
         self._sidecars = sidecars
         self._problems = problems
         self._loop = loop
@@ -72,7 +72,7 @@ class NodeDiagnosis(diagnosis_pb2_grpc.DiagnosisServicer):
                 daemon="sidecar",
                 host=self._config.host,
                 looks=lambda: [
-                    doctor_checks.state(draining=self._vitals.draining),
+                    doctor_checks.check_state(draining=self._daemon_info.draining),
                     self._of_jobs(),
                 ],
                 allow=roots,
@@ -91,5 +91,5 @@ class NodeDiagnosis(diagnosis_pb2_grpc.DiagnosisServicer):
         names = ", ".join(self._sidecars()) or "none"
         found = f"{names}; below {self._config.jobs}, as user {os.geteuid()}"
         if problems:
-            return doctor_checks.bad("jobs", "; ".join(problems), f"served are {found}")
-        return doctor_checks.good("jobs", found)
+            return doctor_checks.failed("jobs", "; ".join(problems), f"served are {found}")
+        return doctor_checks.ok("jobs", found)

@@ -17,13 +17,11 @@ from typing import Final
 import grpc
 
 from pannier.daemon import doctor_checks
-from pannier.daemon.admission import STATUS_LIMITS, AdmissionInterceptor
-from pannier.daemon.health_server import probed
-from pannier.daemon.interceptors import ErrorInterceptor
-from pannier.daemon.listeners import listening, server_options
-from pannier.daemon.private_directories import make_private
+from pannier.daemon.health_server import serve_health
+from pannier.daemon.interceptors import STATUS_LIMITS, AdmissionInterceptor, ErrorInterceptor
+from pannier.daemon.listeners import bind_listeners, make_private_directory, server_options
 from pannier.daemon.signals import StopSignals
-from pannier.daemon.status_service import Backlog, Operating, Vitals
+from pannier.daemon.status_service import Backlog, DaemonInfo, StatusServices
 from pannier.sidecar.config import SidecarConfig
 from pannier.sidecar.http_status import told
 from pannier.sidecar.multi_job.diagnosis import NodeDiagnosis
@@ -68,7 +66,7 @@ class Node:
     def __init__(self, config: SidecarConfig, store: Opener | None = None) -> None:
         self.config = config
         self.shared = Shared(config)
-        self.vitals = Vitals(config.host, backlog=self._backlog)
+        self.daemon_info = DaemonInfo(config.host, backlog=self._backlog)
         self._store = store
         self._parts: dict[str, _Part] = {}
         self._problems: dict[str, str] = {}
@@ -119,9 +117,9 @@ class Node:
 
     def drain(self, stop: StopSignals) -> None:
         """Takes no new saves and finishes uploads, until the grace period or ``stop`` ends it."""
-        self._operating.drain()
+        self._status_services.drain()
         sidecars = list(self.sidecars.values())
-        drain(sidecars, stop, self.config.grace_s, self.shared.board)
+        drain(sidecars, stop, self.config.grace_s, self.shared.status_registry)
 
     def _tend(self, name: str, part: _Part, room_wanted: bool) -> None:
         part.sidecar.tick()
@@ -148,12 +146,14 @@ class Node:
         self._jobs = Jobs(config.jobs)
         self._parent = jobs_directory(config.address)
         try:
-            make_private(config.spool)
+            make_private_directory(config.spool)
         except OSError as error:
             raise ConfigurationError(f"the spool {config.spool} can't be used: {error}") from error
         stack.enter_context(self.shared.running())
         # Before recovery, which may take long: a probe then hears "alive, not ready".
-        stack.enter_context(probed(config.health, ready=self._is_ready, loop=self.shared.loop))
+        stack.enter_context(
+            serve_health(config.health, ready=self._is_ready, loop=self.shared.loop)
+        )
         # Its lock is the jobs' too: two sidecars never serve one directory.
         server = self._bind(stack)
         make_parent(self._parent)
@@ -161,7 +161,9 @@ class Node:
         self._look()
         self._tell_of_strays()
         stack.enter_context(
-            told(config.metrics, self.shared, self.vitals, lambda: list(self.sidecars.values()))
+            told(
+                config.metrics, self.shared, self.daemon_info, lambda: list(self.sidecars.values())
+            )
         )
         # Whoever asks for its health hears of all jobs.
         server.start()
@@ -183,15 +185,17 @@ class Node:
         diagnosis_pb2_grpc.add_DiagnosisServicer_to_server(
             NodeDiagnosis(
                 config,
-                vitals=self.vitals,
+                daemon_info=self.daemon_info,
                 sidecars=lambda: self.sidecars,
                 problems=lambda: self.problems,
                 loop=self.shared.loop,
             ),
             server,
         )
-        self._operating = Operating(server, self.shared.board, self.vitals, [doctor_checks.NAME])
-        stack.enter_context(listening(server, config.address, allow_uid=config.allow_uid))
+        self._status_services = StatusServices(
+            server, self.shared.status_registry, self.daemon_info, [doctor_checks.NAME]
+        )
+        stack.enter_context(bind_listeners(server, config.address, allow_uid=config.allow_uid))
 
         def end() -> None:
             server.stop(0.5).wait()
@@ -275,7 +279,7 @@ class Node:
             self._end(name)
 
     def _is_ready(self) -> bool:
-        return self._serves and not self.vitals.draining
+        return self._serves and not self.daemon_info.draining
 
     def _backlog(self) -> Backlog:
         capacity, free = self.shared.commons.room(self.config.spool)

@@ -17,7 +17,7 @@ from typing import Final
 
 import grpc
 
-from pannier.daemon.private_directories import make_private
+from pannier.daemon.listeners import make_private_directory
 from pannier.wire.addresses import parse_address
 from pannier.wire.errors import ConfigurationError
 
@@ -42,7 +42,7 @@ def make_parent(parent: Path) -> None:
     Raises ConfigurationError.
     """
     try:
-        make_private(parent)
+        make_private_directory(parent)
         found = parent.stat()
         if found.st_uid == os.geteuid():
             parent.chmod(0o700)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from pannier.common import fault_points
-from pannier.daemon.private_directories import make_private
+from pannier.daemon.listeners import make_private_directory
 from pannier.sidecar.multi_job.budget import Commons
 from pannier.wire.errors import BusyError, ConfigurationError, PannierError
 from pannier.wire.file_layout import STAMP_BYTES
@@ -90,7 +90,7 @@ class Spool:
         self._reserved = 0
         self._next = 0
         try:
-            make_private(directory)
+            make_private_directory(directory)
             self._check()
             self._directory_fd = self._take_lock()
         except OSError as error:
