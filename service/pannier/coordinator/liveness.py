@@ -15,8 +15,11 @@ from typing import Final
 
 from pannier.common import observer_clock
 from pannier.common.wait_text import waiting_text
+from pannier.coordinator.saves import save_view
+from pannier.coordinator.saves.participants import RankState, SidecarPeer
 from pannier.coordinator.saves.registry import Registry
-from pannier.coordinator.saves.save import Part, Presence, Save, State
+from pannier.coordinator.saves.save import Save
+from pannier.coordinator.saves.states import State
 from pannier.v1 import coordinator_pb2, save_pb2
 from pannier.wire import limits, object_names
 from pannier.wire.failures import ranks_text
@@ -63,37 +66,37 @@ class SidecarPeers:
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
-        self._peers: dict[tuple[str, str], Presence] = {}
+        self._peers: dict[tuple[str, str], SidecarPeer] = {}
         self._return = _DelayedCheck(RETURN_S, self._check_hosts)
         self._plan_return = _DelayedCheck(PLAN_RETURN_S, self._check_planning)
 
-    def open_stream(self, host: str, sidecar: str) -> Presence:
+    def open_stream(self, host: str, sidecar: str) -> SidecarPeer:
         """Registers a stream; its first request reports all that the sidecar holds."""
         now = observer_clock.now()
         self._peers = {
             name: peer
             for name, peer in self._peers.items()
-            if peer.streams or now - peer.heard < _KEPT_S
+            if peer.streams or now - peer.last_seen < _KEPT_S
         }
         # By host, too: no host may claim another's sidecar by sending its id.
-        peer = self._peers.setdefault((host, sidecar), Presence(host))
+        peer = self._peers.setdefault((host, sidecar), SidecarPeer(host))
         peer.streams += 1
         self._return.add(host)
         return peer
 
-    def close_stream(self, peer: Presence) -> None:
+    def close_stream(self, peer: SidecarPeer) -> None:
         """Registers the end of a stream."""
         peer.streams -= 1
         self._return.add(peer.host)
         self._plan_return.add(peer.host)
 
-    def attached(self) -> list[Presence]:
+    def attached(self) -> list[SidecarPeer]:
         """Sidecars with an open stream."""
         return [peer for peer in self._peers.values() if peer.streams]
 
     def check_handed_over(self, save: Save, rank: int) -> None:
         """Checks a rank that was handed over but that its client's sidecar doesn't hold."""
-        observer_clock.call_later(RETURN_S, self._report_restart, save, save.parts[rank])
+        observer_clock.call_later(RETURN_S, self._report_restart, save, save.ranks[rank])
 
     def _check_hosts(self, hosts: Collection[str]) -> None:
         """Finds ranks whose sidecar is disconnected, and those whose sidecar was replaced.
@@ -104,17 +107,17 @@ class SidecarPeers:
         for peer in self.attached():
             newest[peer.host] = max(peer.since, newest.get(peer.host, 0.0))
         for save in self._registry.undecided():
-            if any(part.host in hosts and part.orphaned for part in save.parts.values()):
-                save.ask_storage()
-            for part in save.parts.values():
-                old = part.sidecar
+            if any(state.host in hosts and state.lost_sidecar for state in save.ranks.values()):
+                save.request_storage_check()
+            for state in save.ranks.values():
+                old = state.sidecar
                 if (
                     old is not None
                     and old.host in hosts
                     and old.since < newest.get(old.host, 0.0)
-                    and part.phase == save_pb2.RANK_PHASE_INGESTED
+                    and state.phase == save_pb2.RANK_PHASE_INGESTED
                 ):
-                    self._report_restart(save, part)
+                    self._report_restart(save, state)
 
     def _check_planning(self, hosts: Collection[str]) -> None:
         """Fails ranks with a cached-plan claim whose sidecar is still disconnected.
@@ -124,33 +127,33 @@ class SidecarPeers:
         for save in self._registry.undecided():
             if save.state is not State.PLANNING:
                 continue
-            for proposal in save.gathering.unread:
-                part = save.parts[proposal.rank]
-                if part.host in hosts and part.orphaned:
+            for claim in save.plans.unconfirmed:
+                state = save.ranks[claim.rank]
+                if state.host in hosts and state.lost_sidecar:
                     save.fail(
                         save_pb2.FAILURE_KIND_LOST,
-                        f"the sidecar on host {part.host} is disconnected: it ended while the "
+                        f"the sidecar on host {state.host} is disconnected: it ended while the "
                         "save was planned",
-                        part.rank,
-                        concluded=True,
+                        state.rank,
+                        timed_out=True,
                     )
 
-    def _report_restart(self, save: Save, part: Part) -> None:
-        if part.receipt is not None or part.spoken_for:
+    def _report_restart(self, save: Save, state: RankState) -> None:
+        if state.receipt is not None or state.has_live_sidecar:
             return
-        save.suspect(
+        save.report_possible_loss(
             save_pb2.Failure(
-                rank=part.rank,
-                host=part.host,
+                rank=state.rank,
+                host=state.host,
                 kind=save_pb2.FAILURE_KIND_LOST,
-                message=f"the sidecar on host {part.host} was restarted and no longer holds this "
+                message=f"the sidecar on host {state.host} was restarted and no longer holds this "
                 "rank's data",
             )
         )
 
 
 def apply_trainer_reports(
-    registry: Registry, sidecar: Presence, trainers: Iterable[coordinator_pb2.TrainerStatus]
+    registry: Registry, sidecar: SidecarPeer, trainers: Iterable[coordinator_pb2.TrainerStatus]
 ) -> None:
     """Applies what a sidecar reports about the trainers on its host to all undecided saves.
 
@@ -162,31 +165,27 @@ def apply_trainer_reports(
         expected = save.context.save
         for trainer in reported:
             if (trainer.job, trainer.incarnation) == (expected.job, expected.incarnation) and (
-                trainer.rank in save.parts
+                trainer.rank in save.ranks
             ):
-                _apply_trainer_report(save, save.parts[trainer.rank], sidecar, trainer)
+                _apply_trainer_report(save, save.ranks[trainer.rank], sidecar, trainer)
 
 
 def _apply_trainer_report(
-    save: Save, part: Part, sidecar: Presence, trainer: coordinator_pb2.TrainerStatus
+    save: Save, state: RankState, sidecar: SidecarPeer, trainer: coordinator_pb2.TrainerStatus
 ) -> None:
-    if part.spoken_for and part.sidecar is not None and part.sidecar.host != sidecar.host:
+    if state.has_live_sidecar and state.sidecar is not None and state.sidecar.host != sidecar.host:
         return  # the rank runs on another host
     if trainer.gone:
         # For a rank that has handed in a plan or data, its sidecar reports what became of that.
-        missing = part.phase <= save_pb2.RANK_PHASE_MISSING and part.receipt is None
+        missing = state.phase <= save_pb2.RANK_PHASE_MISSING and state.receipt is None
         if missing and not save.resumed and save.state in (State.PLANNING, State.STAGING):
             save.fail(
                 save_pb2.FAILURE_KIND_LOST,
-                f"{trainer.gone[: limits.MAX_NAME]} is gone: it ended before it took part in this save",
-                part.rank,
+                f"{trainer.gone[: limits.MAX_NAME]} is gone: it ended before it took state in this save",
+                state.rank,
             )
         return
-    part.host = part.host or sidecar.host
-    age_s = limits.age(trainer.seconds_since_heard)
-    heard = observer_clock.now() - age_s
-    part.heard = heard if part.heard is None else max(part.heard, heard)
-    part.told.seconds_since_heard = age_s
+    state.note_trainer(sidecar, limits.age(trainer.seconds_since_heard))
 
 
 class IncarnationWatch:
@@ -232,12 +231,12 @@ class IncarnationWatch:
         # While a save is planned its ranks wait in calls, which end with their trainers.
         if save.state is State.PLANNING:
             return
-        for part in save.parts.values():
-            if part.phase < save_pb2.RANK_PHASE_INGESTED and not part.spoken_for:
-                save.suspect(
+        for state in save.ranks.values():
+            if state.phase < save_pb2.RANK_PHASE_INGESTED and not state.has_live_sidecar:
+                save.report_possible_loss(
                     save_pb2.Failure(
-                        rank=part.rank,
-                        host=part.host,
+                        rank=state.rank,
+                        host=state.host,
                         kind=save_pb2.FAILURE_KIND_LOST,
                         message=f"the job was restarted (incarnation number {newer}) before this "
                         "rank was ingested, and the rank has no live sidecar",
@@ -261,7 +260,7 @@ class HeartbeatMonitor:
     def __init__(
         self,
         registry: Registry,
-        attached: Callable[[], Iterable[Presence]],
+        attached: Callable[[], Iterable[SidecarPeer]],
         *,
         suspect_after_s: float,
     ) -> None:
@@ -270,7 +269,7 @@ class HeartbeatMonitor:
         self._after_s = suspect_after_s
         self._ranks: dict[str, set[int]] = {}
         """Unresponsive ranks by key of their save."""
-        self._sidecars: set[Presence] = set()
+        self._sidecars: set[SidecarPeer] = set()
         """Unresponsive sidecars."""
 
     async def run(self) -> None:
@@ -291,8 +290,8 @@ class HeartbeatMonitor:
                 self._ranks[save.key] = ranks
 
     def _check_ranks(self, save: Save, before: set[int]) -> set[int]:
-        age = observer_clock.now() - save.known_since
-        awaited = save.awaited()
+        age = observer_clock.now() - save.deadlines.first_seen
+        awaited = save_view.awaited(save)
         late = [
             each
             for each in awaited
@@ -304,19 +303,24 @@ class HeartbeatMonitor:
             _log.warning(
                 "%s (%s) waits for %s: no heartbeat for more than %.0f s; it fails in %.0f s",
                 *(save.label, save.state.name, waiting_text(new), self._after_s, left),
-                extra=save.about,
+                extra=save.log_fields,
             )
         if back := sorted(before & {each.rank for each in awaited} - ranks):
-            _log.info("%s: %s responds again", save.label, ranks_text(back), extra=save.about)
+            _log.info(
+                "%s: heartbeats of %s have resumed",
+                save.label,
+                ranks_text(back),
+                extra=save.log_fields,
+            )
         return ranks
 
     def _check_sidecars(self) -> None:
         now = observer_clock.now()
-        late = {peer for peer in self._attached() if now - peer.heard > self._after_s}
+        late = {peer for peer in self._attached() if now - peer.last_seen > self._after_s}
         for peer in late - self._sidecars:
             _log.warning(
                 "the sidecar on host %s is attached but unresponsive: last heartbeat %.0f s ago",
-                *(peer.host, now - peer.heard),
+                *(peer.host, now - peer.last_seen),
             )
         for peer in self._sidecars - late:
             if peer.streams:

@@ -1,7 +1,7 @@
-"""The coordinator's figures for Prometheus: its saves under way, and what has become of others.
+"""The coordinator's metrics: undecided saves, and how others have ended; and a span per save.
 
-In: saves, as they change. Out: metric families, asked by any thread; what has to be looked up is
-looked up on the event loop. And, of a save that has ended, its own span (:mod:`pannier.common.tracing`).
+In: saves, as they change. Out: metric families, collected by any thread from values read on the event
+loop; and, for a save that has ended, its span (:mod:`pannier.common.tracing`).
 """
 
 import time
@@ -12,8 +12,10 @@ from typing import Final
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from pannier.common import tracing
+from pannier.coordinator.saves import save_view
+from pannier.coordinator.saves.participants import SidecarPeer
 from pannier.coordinator.saves.registry import ENDED_KEPT, Registry
-from pannier.coordinator.saves.save import Presence, Save
+from pannier.coordinator.saves.save import Save
 from pannier.daemon.metrics import ActiveSaves, SaveCounts, saves_under_way
 from pannier.daemon.status_page import StateReader
 from pannier.v1 import save_pb2
@@ -21,12 +23,12 @@ from pannier.v1 import save_pb2
 _KEPT: Final = 2 * ENDED_KEPT
 
 
-class Figures:
+class CoordinatorMetrics:
     """Made on the event loop.
 
     Args:
-        counts: is told how saves have ended.
-        present: the sidecars that are attached now.
+        counts: gets how saves have ended.
+        attached: sidecars with an open stream.
         read_state: runs a function on the event loop, for any thread.
     """
 
@@ -34,12 +36,12 @@ class Figures:
         self,
         registry: Registry,
         counts: SaveCounts,
-        present: Callable[[], Sequence[Presence]],
+        attached: Callable[[], Sequence[SidecarPeer]],
         read_state: StateReader,
     ) -> None:
         self._registry = registry
         self._counts = counts
-        self._present = present
+        self._attached = attached
         self._read_state = read_state
         self._known: OrderedDict[str, bool] = OrderedDict()
         """By key of a save: whether it has ended."""
@@ -56,27 +58,30 @@ class Figures:
 
     def _now(self) -> tuple[ActiveSaves, int]:
         saves = self._registry.undecided()
-        oldest = min((save.start for save in saves), default=None)
+        oldest = min((save.deadlines.start for save in saves), default=None)
         age_s = 0.0 if oldest is None else time.monotonic() - oldest
-        return ActiveSaves(Counter(save.state.value for save in saves), age_s), len(self._present())
+        return ActiveSaves(Counter(save.state.value for save in saves), age_s), len(
+            self._attached()
+        )
 
     def _changed(self, save: Save) -> None:
         ended = self._known.get(save.key)
         if ended is None:
-            self._counts.began(save.context.save.job, save.created_at)
+            self._counts.began(save.context.save.job, save.deadlines.created_at)
         elif ended or not save.ended:
             return
         self._known[save.key] = save.ended
         if save.ended:
-            status = save.status(ranks=False)
+            status = save_view.status(save, ranks=False)
             self._counts.ended(status)
-            trace(save, status)
+            record_span(save, status)
         while len(self._known) > _KEPT:
             self._known.popitem(last=False)
 
 
-def trace(save: Save, status: save_pb2.SaveStatus) -> None:
-    """Tells the span of a save that has ended, and what it consisted of."""
+def record_span(save: Save, status: save_pb2.SaveStatus) -> None:
+    """Records the span of a save that has ended, with its phases."""
+    start = save.deadlines.start
     reached = (
         ("plan", status.planned_s),
         ("ingest", status.ingested_s),
@@ -86,7 +91,7 @@ def trace(save: Save, status: save_pb2.SaveStatus) -> None:
     parts, begin = [], 0.0
     for name, end in reached:
         if end:
-            parts.append(tracing.Interval(name, save.start + begin, save.start + end))
+            parts.append(tracing.Interval(name, start + begin, start + end))
             begin = end
     state = save_pb2.SaveState.Name(status.state).removeprefix("SAVE_STATE_")
     about: tracing.Attributes = {
@@ -96,6 +101,6 @@ def trace(save: Save, status: save_pb2.SaveStatus) -> None:
         "pannier.ranks": len(save.context.ranks),
         "pannier.bytes": status.bytes_total,
     }
-    failed = save.reason() if status.state == save_pb2.SAVE_STATE_ABORTED else ""
-    own = tracing.Interval("save", save.start, time.monotonic(), about, failed)
+    failed = save.outcome.text() if status.state == save_pb2.SAVE_STATE_ABORTED else ""
+    own = tracing.Interval("save", start, time.monotonic(), about, failed)
     tracing.export_save(save.context.save, own, parts)

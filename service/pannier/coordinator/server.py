@@ -22,14 +22,14 @@ from pannier.coordinator.background.superseded import Sweeper
 from pannier.coordinator.config import CoordinatorConfig
 from pannier.coordinator.diagnosis import CoordinatorDiagnosis
 from pannier.coordinator.liveness import HeartbeatMonitor, IncarnationWatch
-from pannier.coordinator.metrics import Figures
+from pannier.coordinator.metrics import CoordinatorMetrics
 from pannier.coordinator.planning.custom_planners import Planners
-from pannier.coordinator.planning.plan_cache import AgreedPlans
+from pannier.coordinator.planning.plan_cache import PlanCache
 from pannier.coordinator.saves.registry import Registry
-from pannier.coordinator.saves.save_task import Conductor
+from pannier.coordinator.saves.save_task import SaveTasks
 from pannier.coordinator.servicer import NAME, CoordinatorService, add_to_server
-from pannier.coordinator.sidecar_streams import Attachments
-from pannier.coordinator.stores import Places
+from pannier.coordinator.sidecar_streams import SidecarStreams
+from pannier.coordinator.stores import Stores
 from pannier.daemon import doctor_checks
 from pannier.daemon.health_server import serve_health
 from pannier.daemon.http_server import serve_http
@@ -101,7 +101,7 @@ async def _run(config: CoordinatorConfig) -> None:
         deciding = [save for save in coordinator.registry.undecided() if save.deciding]
         loop = asyncio.get_running_loop()
         waits = [
-            loop.create_task(save.until(lambda save=save: save.ended))  # type: ignore[misc]
+            loop.create_task(save.wait_until(lambda save=save: save.ended))  # type: ignore[misc]
             for save in deciding
         ]
         if waits:
@@ -110,14 +110,13 @@ async def _run(config: CoordinatorConfig) -> None:
 
 @dataclass(frozen=True)
 class Coordinator:
-    """A running one, on its event loop."""
+    """A running coordinator, on its event loop."""
 
     registry: Registry
-    """What it knows of saves."""
     status_services: AioStatusServices
 
     async def drain(self) -> None:
-        """Takes no new saves, and says so to whoever asks."""
+        """Takes no new saves, and reports that in health and status."""
         self.registry.draining = True
         await self.status_services.drain()
 
@@ -129,35 +128,35 @@ async def serving(
     """Serves as long as the context lasts.
 
     Args:
-        leave: called when it was idle for as long as the settings say.
+        leave: called when it has been idle for ``config.idle_exit_s``.
     """
     status_registry, daemon_info = StatusRegistry(), DaemonInfo(config.host)
     planners = Planners(config.planner)
-    places = Places(allow=config.allow, storage_options=config.storage_options)
+    stores = Stores(allow=config.allow, storage_options=config.storage_options)
     with ThreadPoolExecutor(_THREADS, "pannier-plan") as threads:
-        sweeper = Sweeper(places, grace_s=config.grace_superseded_s)
-        retention = Retention(places, config.retention, host=config.host)
-        plans = AgreedPlans()
-        conductor = Conductor(
-            *(places, planners),
+        sweeper = Sweeper(stores, grace_s=config.grace_superseded_s)
+        retention = Retention(stores, config.retention, host=config.host)
+        cache = PlanCache()
+        tasks = SaveTasks(
+            *(stores, planners),
             host=config.host,
             threads=threads,
             sweeper=sweeper,
             retention=retention,
-            plans=plans,
+            cache=cache,
         )
         registry = Registry(
-            status_registry, begin=conductor.begin, suspect_after_s=config.suspect_after_s
+            status_registry, begin=tasks.begin, suspect_after_s=config.suspect_after_s
         )
         IncarnationWatch(registry)
-        attachments = Attachments(registry, places)
-        service = CoordinatorService(registry, places, planners, attachments, plans)
+        streams = SidecarStreams(registry, stores)
+        service = CoordinatorService(registry, stores, planners, streams, cache)
         read_state = read_on_loop(asyncio.get_running_loop())
         metrics = Metrics("coordinator", daemon_info)
         counts = SaveCounts(metrics.registry)
-        metrics.add(Figures(registry, counts, attachments.present, read_state).collect)
+        metrics.add(CoordinatorMetrics(registry, counts, streams.attached, read_state).collect)
         monitor = HeartbeatMonitor(
-            registry, attachments.present, suspect_after_s=config.suspect_after_s
+            registry, streams.attached, suspect_after_s=config.suspect_after_s
         )
         server = grpc.aio.server(
             interceptors=[AioErrorInterceptor()],
@@ -193,7 +192,7 @@ async def serving(
             _log.info("coordinator %s serves on %s", package_version(), config.address)
             watches = [asyncio.get_running_loop().create_task(monitor.run())]
             if config.idle_exit_s is not None:
-                idling = await_idle(registry, attachments, config.idle_exit_s, leave)
+                idling = await_idle(registry, streams, config.idle_exit_s, leave)
                 watches.append(asyncio.get_running_loop().create_task(idling))
             try:
                 yield Coordinator(registry, status_services)
@@ -202,13 +201,13 @@ async def serving(
                     watch.cancel()
                 await asyncio.gather(*watches, return_exceptions=True)
                 await status_services.drain()
-                await conductor.stop()
+                await tasks.stop()
                 # Streams never end by themselves; sidecars attach again to the next one.
                 await server.stop(grace=0.2)
 
 
 async def await_idle(
-    registry: Registry, attachments: Attachments, after_s: float, leave: Callable[[], None]
+    registry: Registry, streams: SidecarStreams, after_s: float, leave: Callable[[], None]
 ) -> None:
     """Calls ``leave`` after ``after_s`` seconds without an undecided save or a connected trainer.
 
@@ -219,22 +218,22 @@ async def await_idle(
     while True:
         await asyncio.sleep(_IDLE_CHECK_S)
         now = observer_clock.now()
-        if registry.undecided() or _attended(attachments, now):
+        if registry.undecided() or _has_trainer(streams, now):
             busy = now
-        patience_s = max(after_s, FIRST_S) if attachments.attended is None else after_s
+        patience_s = max(after_s, FIRST_S) if streams.trainer_seen is None else after_s
         if now - busy >= patience_s:
             leave()
             return
 
 
-def _attended(attachments: Attachments, now: float) -> bool:
+def _has_trainer(streams: SidecarStreams, now: float) -> bool:
     """Whether a trainer is connected, by the last reports of the sidecars.
 
     The trainers of a sidecar that is attached but late (its host or this one is busy) still count.
     """
-    if attachments.attended is None:
+    if streams.trainer_seen is None:
         return False
-    return now - attachments.attended < _REPORTED_S or any(
-        presence.attended is not None and presence.heard - presence.attended < _REPORTED_S
-        for presence in attachments.present()
+    return now - streams.trainer_seen < _REPORTED_S or any(
+        peer.trainer_seen is not None and peer.last_seen - peer.trainer_seen < _REPORTED_S
+        for peer in streams.attached()
     )

@@ -1,8 +1,8 @@
 """The ``Coordinator`` service: what sidecars call on behalf of their ranks.
 
-In: requests. Out: answers, once the save that they speak of has come so far. Decides
-nothing itself: it fills :class:`Save`s and waits for what the conductor makes of them.
-Event loop only.
+In: requests. Out: responses, once their save has reached the state that they wait for. Decides
+nothing itself: it fills :class:`Save` objects and waits for what their tasks make of them. Event loop
+only.
 """
 
 import asyncio
@@ -13,18 +13,21 @@ from typing import Any, Final
 
 import grpc
 
-from pannier.common import observer_clock
 from pannier.coordinator.planning import varints
 from pannier.coordinator.planning.columns import RankPlan
 from pannier.coordinator.planning.custom_planners import Planners
 from pannier.coordinator.planning.encoded_plans import PlanCall, UnreadPlan, parse_call, unread
-from pannier.coordinator.planning.plan_cache import AgreedPlan, AgreedPlans
-from pannier.coordinator.saves.admission import check_place, join
-from pannier.coordinator.saves.participants import DisagreementError, Proposal
+from pannier.coordinator.planning.plan_cache import AgreedPlan, PlanCache
+from pannier.coordinator.saves import save_view
+from pannier.coordinator.saves.admission import admit, check_destination
+from pannier.coordinator.saves.deadlines import DEFAULT_TIMEOUT_S
+from pannier.coordinator.saves.participants import CachedPlanClaim
 from pannier.coordinator.saves.registry import Registry
-from pannier.coordinator.saves.save import DEFAULT_TIMEOUT_S, Save, State
-from pannier.coordinator.sidecar_streams import Attachments, check_version
-from pannier.coordinator.stores import Places
+from pannier.coordinator.saves.save import Save
+from pannier.coordinator.saves.save_spec import DisagreementError
+from pannier.coordinator.saves.states import PlanMode, State
+from pannier.coordinator.sidecar_streams import SidecarStreams, check_version
+from pannier.coordinator.stores import Stores
 from pannier.v1 import (
     coordinator_pb2,
     coordinator_pb2_grpc,
@@ -42,8 +45,8 @@ from pannier.wire.errors import (
 
 NAME: Final = "pannier.v1.Coordinator"
 LOST_AFTER_S: Final = 1.0
-"""A rank whose Plan call broke off counts as lost unless its sidecar calls again by then."""
-_ANSWER: Final = sidecar_pb2.PlanResponse.DESCRIPTOR.fields_by_name["plan"].number
+"""A rank whose Plan call broke off is lost unless its sidecar calls again within this time."""
+_PLAN: Final = sidecar_pb2.PlanResponse.DESCRIPTOR.fields_by_name["plan"].number
 _BEGIN_S: Final = 60.0
 """For storage to answer when a save is opened with Begin."""
 
@@ -54,26 +57,26 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
     def __init__(
         self,
         registry: Registry,
-        places: Places,
+        stores: Stores,
         planners: Planners,
-        attachments: Attachments,
-        plans: AgreedPlans,
+        streams: SidecarStreams,
+        cache: PlanCache,
     ) -> None:
         self._registry = registry
-        self._plans = plans
-        self._places = places
+        self._cache = cache
+        self._stores = stores
         self._planners = planners
-        self._attachments = attachments
+        self._streams = streams
         self._callers: Counter[tuple[str, int]] = Counter()
-        """Plan calls that wait, by save and rank."""
+        """Waiting Plan calls, by save and rank."""
 
     async def Plan(self, call: PlanCall, context: Any) -> bytes:
-        """See the proto. Request and answer are as :func:`add_to_server` has them read and written.
+        """See the proto. Returns a serialised PlanResponse (:func:`add_to_server`).
 
         Raises:
-            SaveAbortedError: the save is aborted, for whatever reason on whatever rank.
+            SaveAbortedError: the save is aborted, whichever rank has failed.
             InvalidRequestError: this call can't be part of any save.
-            VersionMismatchError: its sidecar would never be heard of again.
+            VersionMismatchError: its sidecar could not attach.
         """
         request = call.request
         if call.error is not None:
@@ -83,22 +86,22 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         rank = request.context.rank
         await self._keep_in_step(request)
         save = self._enter(request.context)
-        proposing = self._admit(save, request, call.plan)
+        claimed = self._admit(save, request, call.plan)
         attempt = request.attempt
         del request
         call.forget()
-        answered = await self._wait_planned(save, rank, proposing=proposing)
-        if not answered:
+        await self._wait_planned(save, rank, claimed=claimed)
+        if save.failing:
             raise save.error()
-        if proposing and save.state is State.PLANNING:
+        if claimed and save.state is State.PLANNING:
             return sidecar_pb2.PlanResponse(wanted=True).SerializeToString()
-        plan = self._agreed(save)
-        save.parts[rank].advance(save_pb2.RANK_PHASE_PLANNED)
-        if proposing:
+        plan = self._agreed_plan(save)
+        save.ranks[rank].advance(save_pb2.RANK_PHASE_PLANNED)
+        if claimed:
             agreed = plan_pb2.FinalPlan(plan_id=plan.plan_id, attempt=attempt)
             return sidecar_pb2.PlanResponse(plan=agreed).SerializeToString()
         assert save.attempt is not None
-        return varints.field(_ANSWER, plan.packed_plan(rank, save.attempt.name))
+        return varints.field(_PLAN, plan.packed_plan(rank, save.attempt.name))
 
     async def Begin(
         self, request: sidecar_pb2.BeginRequest, context: Any
@@ -107,15 +110,14 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         check_version(request.wire_version, request.context.host)
         limits.check_seconds(save_timeout_s=request.save_timeout_s)
         save = self._enter(request.context)
-        if save.gathering.plans or save.gathering.proposals or save.plan_id:
+        if save.plans.any or save.records.plan_id:
             raise InvalidRequestError(f"{save.label} is planned by Pannier: it can't be begun")
-        save.external = True
-        save.finisher = request.context
-        save.set_deadlines(request.context.rank, _BEGIN_S, request.save_timeout_s)
-        self._hear(save, request.context.rank)
-        save.ring()
-        await save.until(lambda: save.doomed.is_set() or save.state is not State.PLANNING)
-        if save.doomed.is_set():
+        save.begin_external(request.context)
+        save.deadlines.report(request.context.rank, _BEGIN_S, request.save_timeout_s)
+        save.participants.note_call(request.context.rank)
+        save.notify()
+        await save.wait_until(lambda: save.failing or save.state is not State.PLANNING)
+        if save.failing:
             raise save.error()
         assert save.attempt is not None
         return sidecar_pb2.BeginResponse(attempt=save.attempt.name)
@@ -123,41 +125,42 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
     async def Finish(
         self, request: sidecar_pb2.FinishRequest, context: Any
     ) -> sidecar_pb2.FinishResponse:
-        """See the proto. The commit goes on when the caller is gone.
+        """See the proto. The commit continues when the caller disconnects.
 
         Raises:
             SaveAbortedError: the save was aborted, by a durable decision.
-            DeadlineError: how it ends isn't known yet.
+            DeadlineError: the save has not ended in time; its outcome isn't known yet.
         """
         limits.check_metadata(request.metadata)
         limits.check_seconds(timeout_s=request.timeout_s)
         save = self._enter(request.context)
         if save.state is State.PLANNING and not save.external:
-            # Another life of the coordinator opened it.
-            save.resumed = save.external = True
+            save.resume_external()
         if not save.external and not save.ended:
             raise InvalidRequestError(f"{save.label} was not opened with Begin")
-        if save.finisher is None:
-            save.finisher = request.context
         deadline = time.monotonic() + (request.timeout_s or DEFAULT_TIMEOUT_S)
         if not save.ended:
             if save.attempt is not None and request.attempt != save.attempt.name:
                 raise InvalidRequestError(
                     f"{save.label} is attempt {save.attempt.name}, not {request.attempt}"
                 )
-            if save.metadata is None:
-                save.metadata = request.metadata
-            elif save.metadata != request.metadata:
+            known = save.external_plan
+            if known.finisher is None:
+                save.begin_external(request.context)
+            if known.metadata is None:
+                save.set_external_metadata(request.metadata)
+            elif known.metadata != request.metadata:
                 raise InvalidRequestError(f"{save.label} was finished with other metadata before")
-            save.shorten(deadline)
-        self._hear(save, request.context.rank)
-        save.ring()
-        # A moment more, for the abort that the deadline brings about.
-        if not await save.until(lambda: save.ended, lambda: deadline + 1.0):
-            raise DeadlineError(f"{save.label} is {save.state.name}, {save.waiting_text()}")
+            save.deadlines.shorten(deadline)
+        save.participants.note_call(request.context.rank)
+        save.notify()
+        # One second more, for the abort that the deadline causes.
+        if not await save.wait_until(lambda: save.ended, lambda: deadline + 1.0):
+            text = save_view.awaited_text(save)
+            raise DeadlineError(f"{save.label} is {save.state.name}, {text}")
         if save.state is State.ABORTED:
             raise save.error()
-        return sidecar_pb2.FinishResponse(status=save.status())
+        return sidecar_pb2.FinishResponse(status=save_view.status(save))
 
     async def Fail(
         self, request: sidecar_pb2.FailRequest, context: Any
@@ -165,28 +168,28 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         """See the proto."""
         save = self._registry.enter(request.context, failing=True)
         rank = request.context.rank
-        self._hear(save, rank)
+        save.participants.note_call(rank)
         failure = limits.shortened(request.failure)
         failure.rank = rank
         failure.host = failure.host or request.context.host
-        ingested = save.parts[rank].phase >= save_pb2.RANK_PHASE_INGESTED
+        ingested = save.ranks[rank].phase >= save_pb2.RANK_PHASE_INGESTED
         if not (ingested and failure.kind == save_pb2.FAILURE_KIND_LOST):
-            save.doom([failure])
+            save.fail_ranks([failure])
         return sidecar_pb2.FailResponse()
 
     async def Attach(
         self, request_iterator: AsyncIterator[coordinator_pb2.AttachRequest], context: Any
     ) -> AsyncIterator[bytes]:
         """See the proto."""
-        async for response in self._attachments.serve(request_iterator):
+        async for response in self._streams.serve(request_iterator):
             yield response
 
     # Inside.
 
     async def _keep_in_step(self, request: sidecar_pb2.PlanRequest) -> None:
-        """Sends a rank that is behind its group to the save that it belongs to."""
+        """Raises SaveAbortedError with the save that a rank behind its group belongs to."""
         context = request.context
-        number = await self._registry.current(context, request.timeout_s)
+        number = await self._registry.find_current(context, request.timeout_s)
         if number:
             error = SaveAbortedError(
                 f"save number {context.save.number} of group {context.save.group} ended without "
@@ -196,105 +199,99 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
             raise error
 
     def _enter(self, context: sidecar_pb2.SaveContext) -> Save:
-        """The save; raises what it is refused with, which then dooms it for the others."""
+        """The save of the context; what this raises fails the save for the other ranks, too."""
         try:
             save = self._registry.enter(context)
         except DisagreementError as error:
-            raise _aborted(error, self._registry, context) from error
-        check_place(save, self._places, context.rank)
+            raise _shared_error(error, self._registry, context) from error
+        check_destination(save, self._stores, context.rank)
         return save
 
     def _admit(self, save: Save, request: sidecar_pb2.PlanRequest, plan: UnreadPlan | None) -> bool:
-        """Takes in the plan, or that the rank goes by an earlier one (True).
+        """Records the rank's plan, or its claim to go by a cached one; whether it is a claim.
 
-        Raises what makes it impossible.
+        Raises SaveAbortedError, InvalidRequestError.
         """
         rank, host = request.context.rank, request.context.host
-        self._hear(save, rank)
-        said: RankPlan | Proposal
-        proposing = bool(request.cached_plan_id) and plan is None
-        if proposing:
+        save.participants.note_call(rank)
+        given: RankPlan | CachedPlanClaim
+        claimed = bool(request.cached_plan_id) and plan is None
+        if claimed:
             object_names.Attempt.parse(request.attempt)
-            said = Proposal(rank, host, request.digest, request.cached_plan_id, request.attempt)
+            given = CachedPlanClaim(
+                rank, host, request.digest, request.cached_plan_id, request.attempt
+            )
         else:
             plan = plan or unread(plan_pb2.LocalPlan())
-            said = RankPlan(rank, host, request.digest, plan)
+            given = RankPlan(rank, host, request.digest, plan)
             try:
                 self._planners.check(plan.options)
             except InvalidRequestError as error:
                 save.fail(save_pb2.FAILURE_KIND_INVALID_PLAN, str(error), rank)
                 raise
         if save.ended and not (save.state is State.PREPARED and request.prepare):
-            if save.doomed.is_set():
+            if save.failing:
                 raise save.error()
             raise InvalidRequestError(f"{save.label} is {save.state.name}: it takes no more plans")
-        save.set_deadlines(rank, request.timeout_s, request.save_timeout_s)
-        join(save, said, preparing=request.prepare)
-        save.ring()
-        return proposing
+        save.deadlines.report(rank, request.timeout_s, request.save_timeout_s)
+        admit(save, given, mode=PlanMode.PREPARE if request.prepare else PlanMode.SAVE)
+        save.notify()
+        return claimed
 
-    def _agreed(self, save: Save) -> AgreedPlan:
-        """The plan of a save that was planned. Raises InvalidRequestError when it isn't kept."""
+    def _agreed_plan(self, save: Save) -> AgreedPlan:
+        """The agreed plan of a save. Raises InvalidRequestError when it isn't kept any more."""
         if save.manifest is not None:
             return save.manifest.plan
-        plan = self._plans.find(save.context, save.plan_id)
+        plan = self._cache.find(save.context, save.records.plan_id)
         if plan is None or save.state is not State.PREPARED:
             raise InvalidRequestError(f"{save.label} is {save.state.name}: it takes no more plans")
         return plan
 
-    async def _wait_planned(self, save: Save, rank: int, *, proposing: bool) -> bool:
-        """Whether the plan was agreed. A caller that goes away is soon counted as lost.
-
-        Args:
-            proposing: the wait also ends when the rank's local plan is wanted.
-        """
+    async def _wait_planned(self, save: Save, rank: int, *, claimed: bool) -> None:
+        """See :meth:`Save.wait_planned`. A rank whose call breaks off soon counts as lost."""
         caller = (save.key, rank)
         self._callers[caller] += 1
-        gone = True
+        broken = True
         try:
-            await save.until_planned(proposing=proposing)
-            gone = False
+            await save.wait_planned(claimed=claimed)
+            broken = False
         finally:
             self._callers[caller] -= 1
             if not self._callers[caller]:
                 del self._callers[caller]
-                if gone and not save.ended:
+                if broken and not save.ended:
                     loop = asyncio.get_running_loop()
-                    loop.call_later(LOST_AFTER_S, self._lose, save, rank)
-        return not save.doomed.is_set()
+                    loop.call_later(LOST_AFTER_S, self._fail_broken_call, save, rank)
 
-    def _lose(self, save: Save, rank: int) -> None:
-        part = save.parts[rank]
-        if save.touched and part.host not in {each.host for each in self._attachments.present()}:
-            # The whole link broke: its sidecar may have gone to another coordinator, which has
-            # adopted this plan. Storage tells, or the deadline.
+    def _fail_broken_call(self, save: Save, rank: int) -> None:
+        state = save.ranks[rank]
+        if save.written and state.host not in {each.host for each in self._streams.attached()}:
+            # The sidecar is disconnected, too: it may have gone to another coordinator, which has
+            # adopted this plan. Storage shows that, or the deadline passes.
             return
-        unheard = part.phase < save_pb2.RANK_PHASE_PLANNED
-        if unheard and not self._callers[(save.key, rank)] and not save.deciding:
+        unplanned = state.phase < save_pb2.RANK_PHASE_PLANNED
+        if unplanned and not self._callers[(save.key, rank)] and not save.deciding:
             save.fail(
                 save_pb2.FAILURE_KIND_LOST,
                 "the process is gone: its call of Plan broke off while the save was planned",
                 rank,
-                concluded=True,
+                timed_out=True,
             )
-
-    def _hear(self, save: Save, rank: int) -> None:
-        save.parts[rank].heard = observer_clock.now()
 
 
 class _Registrar:
-    """What the generated code registers, but with our own reading and writing of messages."""
+    """Registers what the generated code does, but with our own (de)serialisation of some messages."""
 
     def __init__(self, server: grpc.aio.Server, service: CoordinatorService) -> None:
         self._server = server
         self._service = service
 
     def add_generic_rpc_handlers(self, handlers: Any) -> None:
-        """Without: it comes with the registered ones, which are all that is needed."""
+        """Does nothing: the registered handlers are all that is needed."""
 
     def add_registered_method_handlers(self, name: str, handlers: dict[str, Any]) -> None:
         """Called by the generated code."""
-        # What they answer is serialised already.
+        # Their responses are serialised already.
         own: dict[str, Any] = {
             "Plan": grpc.unary_unary_rpc_method_handler(
                 self._service.Plan, request_deserializer=parse_call
@@ -313,9 +310,9 @@ def add_to_server(service: CoordinatorService, server: grpc.aio.Server) -> None:
     coordinator_pb2_grpc.add_CoordinatorServicer_to_server(service, _Registrar(server, service))
 
 
-def _aborted(
+def _shared_error(
     error: DisagreementError, registry: Registry, context: sidecar_pb2.SaveContext
 ) -> PannierError:
-    """The same error for every rank of the save that a disagreement has doomed."""
+    """The error that every rank gets whose save a disagreement has failed."""
     save = registry.find(context.save)
     return error if save is None else save.error()

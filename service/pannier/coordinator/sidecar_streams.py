@@ -1,11 +1,10 @@
-"""The streams of attached sidecars: reports of their ranks in, news of saves out.
+"""The streams of attached sidecars: reports about their ranks in, status of saves out.
 
-A sidecar hears of the saves it has reported ranks of: at once when the state or the
-failures change, else once a second. The same goes for the saves that it watches for its
-clients, with this difference: one that the coordinator doesn't know is taken up from storage
-only if a client has handed its rank over. Of any other nothing is said: its client still
-speaks of it by itself, and that it ended is never concluded from not knowing it.
-Event loop only.
+A sidecar gets the status of the saves whose ranks it has reported: at once when the state or the
+failures change, else once a second. The same goes for saves that it watches for its clients, except that
+an unknown one is resumed from storage only if a client has handed its rank over. For any other unknown
+save nothing is sent: its client still reports it itself, and that a save is unknown never means that it
+has ended. Event loop only.
 """
 
 import asyncio
@@ -17,11 +16,14 @@ from typing import Final
 from pannier.common import observer_clock
 from pannier.coordinator.liveness import SidecarPeers, apply_trainer_reports
 from pannier.coordinator.planning import varints
-from pannier.coordinator.saves.admission import check_place, join
-from pannier.coordinator.saves.participants import DisagreementError, Proposal
+from pannier.coordinator.saves import save_view
+from pannier.coordinator.saves.admission import admit, check_destination
+from pannier.coordinator.saves.participants import CachedPlanClaim, SidecarPeer
 from pannier.coordinator.saves.registry import Registry
-from pannier.coordinator.saves.save import Presence, Save, State
-from pannier.coordinator.stores import Places
+from pannier.coordinator.saves.save import Save
+from pannier.coordinator.saves.save_spec import DisagreementError
+from pannier.coordinator.saves.states import State
+from pannier.coordinator.stores import Stores
 from pannier.v1 import coordinator_pb2, save_pb2, sidecar_pb2
 from pannier.wire import limits, object_names
 from pannier.wire.errors import (
@@ -37,58 +39,61 @@ from pannier.wire.version import WIRE_VERSION, package_version
 _log = logging.getLogger(__name__)
 
 REFRESH_S: Final = 1.0
-"""How often a sidecar hears of a save that only grows older."""
+"""How often a sidecar gets the status of a save that has not changed."""
 _STREAMS: Final = 128
-"""Of more sidecars each hears of it more rarely: a save that lasts must not cost more by the second
-the more there are."""
-
+"""With more sidecars each gets it less often, so that a long save costs no more per second."""
 _DUE_S: Final = 0.9
-"""After so long it is due: the timer that asks is no more exact than that."""
-_WELL_S: Final = 5.0
-"""A sidecar that was heard so lately still speaks for its ranks."""
+"""Age at which a status is due: the timer of ``REFRESH_S`` is no more exact than that."""
+_ALIVE_S: Final = 5.0
+"""A sidecar whose last message is younger than this keeps its ranks."""
+_RENDERED_KEPT: Final = 64
+_SAVES: Final = coordinator_pb2.AttachResponse.DESCRIPTOR.fields_by_name["saves"].number
 
 Requests = AsyncIterator[coordinator_pb2.AttachRequest]
+Summary = tuple[object, ...]
+"""What is sent at once when it changes; () for nothing yet."""
 
 
 class _Stream:
     """One sidecar's stream."""
 
-    def __init__(self, presence: Presence) -> None:
-        self.presence = presence
-        self.told: dict[str, tuple[object, ...]] = {}
-        """By key of a save: what was last told of it; () for nothing yet."""
-        self.told_at: dict[str, float] = {}
+    def __init__(self, peer: SidecarPeer) -> None:
+        self.peer = peer
+        self.last_sent: dict[str, Summary] = {}
+        """By key of a save."""
+        self.sent_at: dict[str, float] = {}
         """When that was, on the monotonic clock."""
-        self.news: dict[str, Save] = {}
-        self.bell = asyncio.Event()
+        self.pending: dict[str, Save] = {}
+        """Saves whose status is to be sent, by key."""
+        self.changed = asyncio.Event()
 
     def add(self, save: Save) -> None:
-        """There is something to tell of the save."""
-        self.news[save.key] = save
-        self.bell.set()
+        """Has the save's status sent."""
+        self.pending[save.key] = save
+        self.changed.set()
 
 
-class Attachments:
-    """All sidecars that are attached now."""
+class SidecarStreams:
+    """All attached sidecars."""
 
-    def __init__(self, registry: Registry, places: Places) -> None:
+    def __init__(self, registry: Registry, stores: Stores) -> None:
         self._registry = registry
-        self._places = places
+        self._stores = stores
         self._peers = SidecarPeers(registry)
         self._streams: set[_Stream] = set()
-        self._essences: dict[str, tuple[object, ...]] = {}
-        """By key of a save: of what all streams were told last."""
-        self._rendered: dict[str, tuple[float, tuple[object, ...], bytes]] = {}
-        self.attended: float | None = None
-        """When a sidecar last reported a connected trainer, on the monotonic clock; None: never."""
-        registry.listen(self._changed)
+        self._summaries: dict[str, Summary] = {}
+        """By key of a save: as all streams have got it."""
+        self._rendered: dict[str, tuple[float, Summary, bytes]] = {}
+        self.trainer_seen: float | None = None
+        """When a sidecar last reported a connected trainer, on the observer's clock; None: never."""
+        registry.listen(self._on_change)
 
-    def present(self) -> list[Presence]:
+    def attached(self) -> list[SidecarPeer]:
         """The sidecars that are attached now."""
         return self._peers.attached()
 
     async def serve(self, requests: Requests) -> AsyncIterator[bytes]:
-        """Answers of one stream, serialised, until the sidecar ends it.
+        """Serialised responses of one stream, until the sidecar ends it.
 
         Raises VersionMismatchError, InvalidRequestError.
         """
@@ -102,27 +107,27 @@ class Attachments:
         self._streams.add(stream)
         _log.info("sidecar %s on %s is attached", first.sidecar[:8], first.host)
         loop = asyncio.get_running_loop()
-        reading = loop.create_task(self._read(stream, first, requests))
-        reading.add_done_callback(lambda _: stream.bell.set())
+        reader = loop.create_task(self._read(stream, first, requests))
+        reader.add_done_callback(lambda _: stream.changed.set())
         try:
-            # Says that the stream stands.
+            # The stream is open: the sidecar waits for this.
             yield b""
-            while not reading.done():
-                response = self._take_news(stream)
+            while not reader.done():
+                response = self._take_pending(stream)
                 if response is not None:
                     yield response
-                timer = loop.call_later(REFRESH_S, stream.bell.set)
+                timer = loop.call_later(REFRESH_S, stream.changed.set)
                 try:
-                    await stream.bell.wait()
+                    await stream.changed.wait()
                 finally:
                     timer.cancel()
-                stream.bell.clear()
-                self._refresh(stream)
-            reading.result()
+                stream.changed.clear()
+                self._add_due(stream)
+            reader.result()
         finally:
             self._streams.discard(stream)
-            self._peers.close_stream(stream.presence)
-            reading.cancel()
+            self._peers.close_stream(stream.peer)
+            reader.cancel()
             _log.info("sidecar %s on %s is no longer attached", first.sidecar[:8], first.host)
 
     # Reports.
@@ -130,30 +135,34 @@ class Attachments:
     async def _read(
         self, stream: _Stream, first: coordinator_pb2.AttachRequest, requests: Requests
     ) -> None:
-        self._take(stream, first)
+        self._apply_request(stream, first)
         async for request in requests:
-            self._take(stream, request)
+            self._apply_request(stream, request)
 
-    def _take(self, stream: _Stream, request: coordinator_pb2.AttachRequest) -> None:
-        stream.presence.heard = observer_clock.now()
+    def _apply_request(self, stream: _Stream, request: coordinator_pb2.AttachRequest) -> None:
+        peer = stream.peer
+        trainer = any(not trainer.gone for trainer in request.trainers)
+        peer.note_message(trainer=trainer)
+        if trainer:
+            self.trainer_seen = peer.trainer_seen
         saves = {}
         for report in request.reports:
             save = self._enter(
                 stream,
                 report.context,
-                # One that a rank would begin with a plan of its own is refused while draining.
-                known=not (report.plan_id and _proposes(report)),
+                # While draining, a save that a rank would begin by a cached-plan claim is refused.
+                known=not (report.plan_id and _claims_plan(report)),
                 failing=report.HasField("failure"),
             )
             if save is None:
                 continue
             try:
-                self._report(save, stream.presence, report)
+                self._apply_report(save, peer, report)
             except SaveAbortedError as error:
-                about = {**save.about, "rank": report.context.rank}
-                _log.warning("host %s: %s", stream.presence.host, error, extra=about)
+                fields = {**save.log_fields, "rank": report.context.rank}
+                _log.warning("host %s: %s", peer.host, error, extra=fields)
             except (InvalidRequestError, ConfigurationError) as error:
-                _log.error("a report of host %s is not valid: %s", stream.presence.host, error)
+                _log.error("a report of host %s is not valid: %s", peer.host, error)
                 continue
             saves[save.key] = save
         for each in request.watched:
@@ -161,21 +170,19 @@ class Attachments:
             save = self._enter(stream, each.context) if known or each.handed_over else None
             if save is None:
                 continue
-            save.set_deadlines(each.context.rank, 0, _checked(each.save_timeout_s))
+            save.deadlines.report(each.context.rank, 0, _checked(each.save_timeout_s))
             if each.handed_over:
                 save.resume()
                 self._peers.check_handed_over(save, each.context.rank)
             saves[save.key] = save
-        apply_trainer_reports(self._registry, stream.presence, request.trainers)
-        if any(not trainer.gone for trainer in request.trainers):
-            stream.presence.attended = self.attended = stream.presence.heard
+        apply_trainer_reports(self._registry, peer, request.trainers)
         for save in saves.values():
             save.progress()
-            told, essence = stream.told[save.key], _essence(save)
-            if not told and _is_young(save):
-                # Nothing that the sidecar doesn't know: whom it waits for is told in a moment.
-                stream.told[save.key], stream.told_at[save.key] = essence, time.monotonic()
-            elif told != essence:
+            last, summary = stream.last_sent[save.key], _summary(save)
+            if not last and _is_new(save):
+                # The sidecar knows all of this; the ranks that are missing follow in a second.
+                stream.last_sent[save.key], stream.sent_at[save.key] = summary, time.monotonic()
+            elif last != summary:
                 stream.add(save)
 
     def _enter(
@@ -186,70 +193,71 @@ class Attachments:
         known: bool = True,
         failing: bool = False,
     ) -> Save | None:
-        """The save, of which the sidecar hears from now on; None when this can't be part of it."""
+        """The save, whose status the sidecar gets from now on; None when the rank can't join it."""
+        host = stream.peer.host
         try:
             save = self._registry.enter(context, known=known, failing=failing, brief=True)
         except DisagreementError as error:
-            _log.warning("host %s: %s", stream.presence.host, error)
-            doomed = self._registry.find(context.save)
-            if doomed is not None:
-                stream.add(doomed)
+            _log.warning("host %s: %s", host, error)
+            failed = self._registry.find(context.save)
+            if failed is not None:
+                stream.add(failed)
         except (InvalidRequestError, OverloadedError, UnavailableError) as error:
-            _log.error("a report of host %s is not valid: %s", stream.presence.host, error)
+            _log.error("a report of host %s is not valid: %s", host, error)
         else:
-            stream.told.setdefault(save.key, ())
+            stream.last_sent.setdefault(save.key, ())
             return save
         return None
 
-    def _report(self, save: Save, presence: Presence, report: coordinator_pb2.RankReport) -> None:
+    def _apply_report(
+        self, save: Save, peer: SidecarPeer, report: coordinator_pb2.RankReport
+    ) -> None:
         rank, host = report.context.rank, report.context.host
-        part = save.parts[rank]
+        state = save.ranks[rank]
         if save.ended:
             return
-        check_speaker(save, rank, presence)
+        check_owner(save, rank, peer)
         if report.HasField("receipt") and report.receipt.rank != rank:
             raise InvalidRequestError(
                 f"{save.label}: a receipt of rank {report.receipt.rank} for rank {rank}"
             )
-        part.sidecar = presence
-        save.suspects.pop(rank, None)
         status = report.status
-        part.told = status if limits.is_short(status) else limits.shortened_status(status)
-        save.uploading = save.uploading or status.bytes_uploaded > 0
-        part.heard = observer_clock.now() - part.told.seconds_since_heard
-        save.set_deadlines(rank, *_deadlines(report))
-        if report.plan_id and _proposes(report):
-            self._propose(save, report)
+        save.apply_report(
+            rank, peer, status if limits.is_short(status) else limits.shortened_status(status)
+        )
+        save.deadlines.report(rank, *_deadlines(report))
+        if report.plan_id and _claims_plan(report):
+            self._admit_claim(save, report)
         elif report.attempt:
             self._check_attempt(save, report)
-        if report.HasField("receipt") and part.receipt is None:
+        if report.HasField("receipt") and state.receipt is None:
             limits.check_metrics(report.receipt.metrics)
-            save.take_receipt(report.receipt)
-        # DURABLE is what the receipt says, not the phase.
-        phase = save_pb2.RANK_PHASE_DURABLE if part.receipt is not None else report.status.phase
-        if phase < save_pb2.RANK_PHASE_DURABLE or part.receipt is not None:
-            part.advance(phase)
+            save.add_receipt(report.receipt)
+        # Only a receipt makes a rank durable, not the reported phase.
+        if state.receipt is not None:
+            state.advance(save_pb2.RANK_PHASE_DURABLE)
+        elif status.phase < save_pb2.RANK_PHASE_DURABLE:
+            state.advance(status.phase)
         if report.HasField("failure"):
             failure = limits.shortened(report.failure)
             failure.rank, failure.host = rank, failure.host or host
             late = failure.kind == save_pb2.FAILURE_KIND_LOST and (
-                part.phase >= save_pb2.RANK_PHASE_INGESTED
+                state.phase >= save_pb2.RANK_PHASE_INGESTED
             )
             if not late:
-                save.doom([failure])
+                save.fail_ranks([failure])
 
-    def _propose(self, save: Save, report: coordinator_pb2.RankReport) -> None:
-        """The rank goes by a plan that it was given for an earlier save."""
+    def _admit_claim(self, save: Save, report: coordinator_pb2.RankReport) -> None:
         rank, host = report.context.rank, report.context.host
         limits.check_words(plan_id=report.plan_id, digest=report.digest)
-        check_place(save, self._places, rank)
-        proposal = Proposal(rank, host, report.digest, report.plan_id, report.attempt)
+        check_destination(save, self._stores, rank)
+        claim = CachedPlanClaim(rank, host, report.digest, report.plan_id, report.attempt)
         try:
             if save.attempt is None or save.attempt.name != report.attempt:
                 object_names.Attempt.parse(report.attempt)
-            join(save, proposal)
+            admit(save, claim)
         except InvalidRequestError as error:
-            # It waits for an answer, which is the save's end.
+            # The rank makes no call that could raise this: it waits for the end of the save.
             save.fail(save_pb2.FAILURE_KIND_DISAGREEMENT, str(error), rank)
             raise
 
@@ -267,81 +275,74 @@ class Attachments:
         else:
             save.resume()
 
-    # News.
+    # Status of saves.
 
-    def _changed(self, save: Save) -> None:
-        essence = _essence(save)
-        if self._essences.get(save.key) == essence:
-            # Whoever entered it since is told what it is then.
+    def _on_change(self, save: Save) -> None:
+        summary = _summary(save)
+        if self._summaries.get(save.key) == summary:
+            # A stream that entered the save since then gets its status from there.
             return
-        self._essences[save.key] = essence
-        while len(self._essences) > _RENDERED_KEPT:
-            del self._essences[next(iter(self._essences))]
+        self._summaries[save.key] = summary
+        while len(self._summaries) > _RENDERED_KEPT:
+            del self._summaries[next(iter(self._summaries))]
         for stream in self._streams:
-            told = stream.told.get(save.key)
-            if told is not None and told != essence:
+            last = stream.last_sent.get(save.key)
+            if last is not None and last != summary:
                 stream.add(save)
 
-    def _refresh(self, stream: _Stream) -> None:
+    def _add_due(self, stream: _Stream) -> None:
         now = time.monotonic()
         due_s = _DUE_S * max(1.0, len(self._streams) / _STREAMS)
-        for key, told in list(stream.told.items()):
-            if key in stream.news or not told:
+        for key, last in list(stream.last_sent.items()):
+            if key in stream.pending or not last:
                 continue
             save = self._registry.find_key(key)
             if save is None or save.ended:
-                del stream.told[key]
-                stream.told_at.pop(key, None)
-            elif now - stream.told_at.get(key, 0.0) >= due_s:
-                stream.news[key] = save
+                del stream.last_sent[key]
+                stream.sent_at.pop(key, None)
+            elif now - stream.sent_at.get(key, 0.0) >= due_s:
+                stream.pending[key] = save
 
-    def _take_news(self, stream: _Stream) -> bytes | None:
-        if not stream.news:
+    def _take_pending(self, stream: _Stream) -> bytes | None:
+        if not stream.pending:
             return None
-        news, stream.news = list(stream.news.values()), {}
-        for save in news:
-            stream.told[save.key] = _essence(save)
-            stream.told_at[save.key] = time.monotonic()
-        return b"".join([self._render(save) for save in news])
+        pending, stream.pending = list(stream.pending.values()), {}
+        for save in pending:
+            stream.last_sent[save.key] = _summary(save)
+            stream.sent_at[save.key] = time.monotonic()
+        return b"".join([self._render(save) for save in pending])
 
     def _render(self, save: Save) -> bytes:
-        """The status as part of an answer, shared by all streams for a moment."""
-        essence, now = _essence(save), time.monotonic()
+        """The status as part of a response, shared by all streams for a second."""
+        summary, now = _summary(save), time.monotonic()
         known = self._rendered.get(save.key)
-        if known is not None and known[1] == essence and (now - known[0] < _DUE_S or save.ended):
+        if known is not None and known[1] == summary and (now - known[0] < _DUE_S or save.ended):
             return known[2]
-        status = varints.field(_SAVES, save.status(ranks=save.ended).SerializeToString())
-        self._rendered[save.key] = (now, essence, status)
+        message = save_view.status(save, ranks=save.ended)
+        status = varints.field(_SAVES, message.SerializeToString())
+        self._rendered[save.key] = (now, summary, status)
         while len(self._rendered) > _RENDERED_KEPT:
             del self._rendered[next(iter(self._rendered))]
         return status
 
 
-_RENDERED_KEPT: Final = 64
-_SAVES: Final = coordinator_pb2.AttachResponse.DESCRIPTOR.fields_by_name["saves"].number
-
-
-def _essence(save: Save) -> tuple[object, ...]:
-    """What is told at once when it changes."""
-    # That uploads have begun is for people to see; their sidecars know it before.
+def _summary(save: Save) -> Summary:
+    # That uploads have begun is for status only; the sidecars know it before.
     state = State.INGESTED if save.state is State.UPLOADING else save.state
     return (
-        *(state, len(save.failures), save.attempt is not None, bool(save.problem)),
-        *(save.note, save.plan_id, save.plan_wanted),
+        *(state, len(save.outcome.failures), save.attempt is not None, bool(save.storage_wait)),
+        *(save.note, save.records.plan_id, save.plans.full_requested),
     )
 
 
-def _is_young(save: Save) -> bool:
-    """Whether it is just being planned, and nothing is the matter."""
-    return (
-        save.state is State.PLANNING
-        and not save.failures
-        and not (save.problem or save.note or save.plan_id or save.plan_wanted)
-    )
+def _is_new(save: Save) -> bool:
+    """Whether it is being planned, and a status would show nothing else."""
+    shown = save.storage_wait or save.note or save.records.plan_id or save.plans.full_requested
+    return save.state is State.PLANNING and not save.outcome.failures and not shown
 
 
-def _proposes(report: coordinator_pb2.RankReport) -> bool:
-    """Whether it goes by a cached plan that wasn't agreed for this save yet."""
+def _claims_plan(report: coordinator_pb2.RankReport) -> bool:
+    """Whether the rank goes by a cached plan that has not been agreed for this save yet."""
     early = report.status.phase < save_pb2.RANK_PHASE_PLANNED
     return bool(report.plan_id) and early and not report.HasField("failure")
 
@@ -354,27 +355,27 @@ def _deadlines(report: coordinator_pb2.RankReport) -> tuple[float, float]:
 
 
 def _checked(seconds: float) -> float:
-    """A remaining time; what can't be one counts as not known."""
+    """A remaining time; 0, not known, for a value out of range."""
     return seconds if 0 <= seconds <= limits.MAX_TIMEOUT_S else 0.0
 
 
-def check_speaker(save: Save, rank: int, presence: Presence) -> None:
-    """Raises InvalidRequestError when a sidecar of another host speaks for the rank and is well.
+def check_owner(save: Save, rank: int, peer: SidecarPeer) -> None:
+    """Raises InvalidRequestError when the rank belongs to a live sidecar of another host.
 
-    A rank lives on one host; its sidecar may be another one there, after a restart.
+    A rank runs on one host; the sidecar there may be another process after a restart.
     """
-    owner = save.parts[rank].sidecar
-    if owner is None or owner.host == presence.host or not owner.streams:
+    owner = save.ranks[rank].sidecar
+    if owner is None or owner.host == peer.host or not owner.streams:
         return
-    if observer_clock.now() - owner.heard < _WELL_S:
+    if observer_clock.now() - owner.last_seen < _ALIVE_S:
         raise InvalidRequestError(
             f"{save.label}: rank {rank} is on host {owner.host}, whose sidecar is attached and "
-            f"speaks for it; host {presence.host} can't. Do two processes run as this rank?"
+            f"reports it; host {peer.host} can't. Do two processes run as this rank?"
         )
 
 
 def check_version(version: int, host: str) -> None:
-    """Raises VersionMismatchError unless a host's sidecar speaks this wire version."""
+    """Raises VersionMismatchError unless a host's sidecar has this wire version."""
     if version != WIRE_VERSION:
         raise VersionMismatchError(
             f"the sidecar on {host} speaks wire version {version}, this coordinator (pannier "

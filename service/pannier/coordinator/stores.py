@@ -1,7 +1,7 @@
-"""Where saves go: a store per checkpoint, and what is known of the root it lies in.
+"""The store of each checkpoint, and what is known of its root.
 
 In: checkpoint ids. Out: stores that were probed, and attempts in their order. Owns the
-probe and the incarnation numbers of each root, which are asked for once. Event loop only.
+probe and the incarnation numbers of each root, each read once. Event loop only.
 """
 
 import asyncio
@@ -18,44 +18,44 @@ from pannier.wire import object_names
 _Answer = TypeVar("_Answer")
 
 CONTACT_S: Final = 20.0
-"""For a root that is used for the first time to answer at all: the training loop waits for it."""
+"""For a root to answer at its first use: the training loop waits for it."""
 _KEPT: Final = 256
 """Answers remembered."""
 
 
 class _Shared(Generic[_Answer]):
-    """An answer that several saves wait for, and are told of when storage is asked again."""
+    """An answer that several saves wait for; each is notified when storage is asked again."""
 
     def __init__(self, ask: Callable[[], Awaitable[_Answer]]) -> None:
         self.listeners: list[Retried] = []
         self._last = ""
         with limited(retried=self._notify):  # without the deadline of the first save that asks
-            self.task = asyncio.get_running_loop().create_task(self._asking(ask))
+            self.task = asyncio.get_running_loop().create_task(self._run(ask))
 
     @staticmethod
-    async def _asking(ask: Callable[[], Awaitable[_Answer]]) -> _Answer:
+    async def _run(ask: Callable[[], Awaitable[_Answer]]) -> _Answer:
         return await ask()
 
     def _notify(self, reason: str) -> None:
         self._last = reason
-        for retried in list(self.listeners):
-            retried(reason)
+        for notify in list(self.listeners):
+            notify(reason)
 
     async def answer(self) -> _Answer:
-        """The answer, which a save that is aborted meanwhile doesn't take from the others."""
-        retried = retry_callback()
-        if retried is None:
+        """The answer; a save that is aborted meanwhile doesn't cancel it for the others."""
+        notify = retry_callback()
+        if notify is None:
             return await asyncio.shield(self.task)
-        self.listeners.append(retried)
+        self.listeners.append(notify)
         if self._last and not self.task.done():
-            retried(self._last)
+            notify(self._last)
         try:
             return await asyncio.shield(self.task)
         finally:
-            self.listeners.remove(retried)
+            self.listeners.remove(notify)
 
 
-class Places:
+class Stores:
     """Opens stores below the allowed roots."""
 
     def __init__(
@@ -69,7 +69,7 @@ class Places:
         """By root."""
 
     def check(self, checkpoint_id: str) -> None:
-        """Raises InvalidRequestError unless a save may go there, as far as the name tells."""
+        """Raises InvalidRequestError or ConfigurationError unless a save may go there, by its name."""
         object_names.split_checkpoint_id(checkpoint_id)
         check_shared(checkpoint_id)
         check_allowed(checkpoint_id, self._allow)
@@ -80,22 +80,22 @@ class Places:
         return open_store(checkpoint_id, storage_options=self._options)
 
     def open_root(self, root: str) -> Store:
-        """The store of a root, or of a checkpoint below it, that was saved to; the caller closes it."""
+        """The store of a root, or of a checkpoint below it, that passed :meth:`check`; the caller closes it."""
         return open_store(root, storage_options=self._options)
 
     async def attempt(self, context: sidecar_pb2.SaveContext) -> object_names.Attempt:
-        """The save's place in the order of attempts; probes the root at its first use.
+        """The save's attempt, which orders it among others; probes the root at its first use.
 
         Raises:
             StorageError: with the provider's message.
-            SupersededError: another incarnation has followed its own, which has not saved before.
+            SupersededError: a newer incarnation has begun, and this one has not saved before.
         """
         save, (root, _) = context.save, object_names.split_checkpoint_id(context.checkpoint_id)
         await self.contact(context)
         claim = _claim(context)
 
         async def number_of(known: Incarnations, store: Store) -> int:
-            # What had answered an earlier incarnation may be out of reach by now.
+            # A root that answered an earlier incarnation may be unreachable by now.
             await store.contact(CONTACT_S)
             return await known.number_of(store, claim)
 
@@ -104,7 +104,7 @@ class Places:
         return object_names.Attempt(number, save.number, save.group, save.incarnation)
 
     async def find_attempt(self, context: sidecar_pb2.SaveContext) -> object_names.Attempt | None:
-        """The same, if its incarnation has a number; else None. Raises StorageError."""
+        """The save's attempt, or None if its incarnation has no number. Raises StorageError."""
         save, (root, _) = context.save, object_names.split_checkpoint_id(context.checkpoint_id)
         claim = _claim(context)
         number = await self._ask(root, lambda known, store: known.find(store, claim))
@@ -130,9 +130,9 @@ class Places:
     async def check_newest(
         self, context: sidecar_pb2.SaveContext, attempt: object_names.Attempt
     ) -> None:
-        """Raises SupersededError when another incarnation has followed the save's, or StorageError.
+        """Raises SupersededError when a newer incarnation of the job has begun, or StorageError.
 
-        Storage is asked: another coordinator may have given the newer number.
+        Reads storage: another coordinator may have given out the newer number.
         """
         root, _ = object_names.split_checkpoint_id(context.checkpoint_id)
         claim, number = _claim(context), attempt.incarnation_number
@@ -167,7 +167,7 @@ async def _once(
     key: object,
     ask: Callable[[], Awaitable[_Answer]],
 ) -> _Answer:
-    """The answer for ``key``, asked for once; a failure is forgotten, so the next save tries again."""
+    """The answer for ``key``, asked for once; a failure isn't kept, so the next save tries again."""
     shared = known.get(key)
     if shared is None:
         shared = known[key] = _Shared(ask)

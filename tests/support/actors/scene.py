@@ -1,4 +1,4 @@
-"""A registry and a conductor on a store that misbehaves on request, without a server."""
+"""The registry and the save tasks on a store that misbehaves on request, without a server."""
 
 import asyncio
 import itertools
@@ -8,10 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pannier.coordinator.planning.columns import RankPlan
 from pannier.coordinator.planning.custom_planners import Planners
 from pannier.coordinator.saves.registry import Registry
-from pannier.coordinator.saves.save import Save, State
-from pannier.coordinator.saves.save_task import Conductor
-from pannier.coordinator.stores import Places
-from pannier.daemon.status_registry import StatusRegistry
+from pannier.coordinator.saves.save import Save
+from pannier.coordinator.saves.save_task import SaveTasks
+from pannier.coordinator.saves.states import State
+from pannier.coordinator.stores import Stores
+from pannier.daemon.status_registry import Board
 from pannier.storage import DeniedError, ObjectInfo, StorageError, Store, open_store
 from pannier.v1 import sidecar_pb2
 from pannier.wire import object_names
@@ -51,7 +52,7 @@ class Failing(Unsteady):
         return await super()._write(key, write)
 
 
-class OnePlace(Places):
+class OnePlace(Stores):
     """Gives the test's store out."""
 
     def __init__(self, store: Failing) -> None:
@@ -78,7 +79,7 @@ class OnePlace(Places):
 
 
 class Scene:
-    """A registry and a conductor on one store, without a server."""
+    """The registry and the save tasks on one store, without a server."""
 
     def __init__(
         self, threads: ThreadPoolExecutor, checkpoint_id: str = "", host: str = "here"
@@ -87,11 +88,9 @@ class Scene:
         self.plain = open_store(self.checkpoint_id)
         self.store = Failing(self.plain)
         self.places = OnePlace(self.store)
-        self.conductor = Conductor(self.places, Planners(), host=host, threads=threads)
-        self.status_registry = StatusRegistry()
-        self.registry = Registry(
-            self.status_registry, begin=self.conductor.begin, suspect_after_s=5
-        )
+        self.tasks = SaveTasks(self.places, Planners(), host=host, threads=threads)
+        self.board = Board()
+        self.registry = Registry(self.board, begin=self.tasks.begin, suspect_after_s=5)
         self.plans = rank_plans(local_plan([tensor("w", 4)]), local_plan([tensor("b", 4)]))
 
     def context(self, rank: int = 0, number: int = 1) -> sidecar_pb2.SaveContext:
@@ -100,23 +99,23 @@ class Scene:
     async def planned(self, plans: list[RankPlan] | None = None) -> Save:
         for plan in plans or self.plans:
             save = self.registry.enter(self.context(plan.rank))
-            save.gathering.add(plan)
-        save.ring()
+            save.plans.add(plan)
+        save.notify()
         await self.reach(save, lambda: save.state is not State.PLANNING)
         return save
 
     async def make_durable(self, save: Save) -> None:
         assert save.manifest is not None
-        for rank in save.parts:
+        for rank in save.ranks:
             receipt = receipt_of(save.manifest.final_plan(rank), rank)
             await self.plain.create(
                 object_names.receipt(receipt.attempt, rank), receipt.SerializeToString()
             )
-            save.take_receipt(receipt)
+            save.add_receipt(receipt)
         save.progress()
 
     async def reach(self, save: Save, ready: Callable[[], bool]) -> None:
-        await asyncio.wait_for(save.until(ready), 10)
+        await asyncio.wait_for(save.wait_until(ready), 10)
 
 
 def attempt_of(save: Save) -> str:

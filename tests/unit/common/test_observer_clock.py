@@ -14,8 +14,10 @@ from pannier.common import observer_clock
 from pannier.common.observer_clock import SLACK_S, ObserverClock
 from pannier.coordinator import liveness
 from pannier.coordinator.liveness import HeartbeatMonitor, SidecarPeers
+from pannier.coordinator.saves import save_view
+from pannier.coordinator.saves.participants import SidecarPeer
 from pannier.coordinator.saves.registry import Registry
-from pannier.coordinator.saves.save import Presence, State
+from pannier.coordinator.saves.states import State
 from pannier.daemon.status_registry import StatusRegistry
 from pannier.sidecar.liveness import SUSPECT_S, Trainers
 from pannier.sidecar.save_state import Saves
@@ -168,14 +170,14 @@ def test_a_blocked_coordinator_calls_nothing_silent_that_it_has_not_read(
     machine: Machine, caplog: pytest.LogCaptureFixture
 ) -> None:
     registry = registry_of()
-    sidecar = Presence("node-0")
+    sidecar = SidecarPeer("node-0")
     sidecar.streams = 1
     monitor = HeartbeatMonitor(registry, lambda: [sidecar], suspect_after_s=5.0)
     save = registry.enter(context(0, "/root/step"))
     registry.enter(context(1, "/root/step"))
     save.move(State.STAGING)
-    for part in save.parts.values():
-        part.heard = observer_clock.now()
+    for part in save.ranks.values():
+        part.last_seen = observer_clock.now()
     caplog.clear()
     with observer_clock.clock.watched():
         observer_clock.clock.tick(1.0)
@@ -183,8 +185,8 @@ def test_a_blocked_coordinator_calls_nothing_silent_that_it_has_not_read(
         machine.seconds += 30
         monitor.check()
         observer_clock.clock.tick(1.0)
-        assert save.parts[0].silence(5.0) == 1.0 + SLACK_S
-        assert [one.heard_s for one in save.awaited()] == [1.0 + SLACK_S] * 2
+        assert save.ranks[0].seconds_since_seen(5.0) == 1.0 + SLACK_S
+        assert [one.heard_s for one in save_view.awaited(save)] == [1.0 + SLACK_S] * 2
         assert not [r for r in caplog.records if r.name == "pannier.coordinator.liveness"]
         for _ in range(5):
             machine.seconds += 1
@@ -224,10 +226,10 @@ def test_a_coordinator_that_was_blocked_waits_for_sidecars_to_come_back(
         watch = SidecarPeers(registry)
         save = registry.enter(context(0, "/root/step"))
         registry.enter(context(1, "/root/step"))
-        save.attempt = object_names.Attempt(1, 1, save.context.save.group, "aa")
+        save.set_attempt(object_names.Attempt(1, 1, save.context.save.group, "aa"))
         save.move(State.STAGING)
         old = watch.open_stream("node-0", "old")
-        part = save.parts[0]
+        part = save.ranks[0]
         part.sidecar, part.phase = old, save_pb2.RANK_PHASE_INGESTED
         with observer_clock.clock.watched():
             observer_clock.clock.tick(0.0)
@@ -235,12 +237,12 @@ def test_a_coordinator_that_was_blocked_waits_for_sidecars_to_come_back(
             watch.check_handed_over(save, 0)
             machine.seconds += 30
             await asyncio.sleep(0.1)
-            assert not save.suspects
+            assert not save.outcome.possible_losses
             if back:
                 watch.open_stream("node-0", "old")
             observer_clock.clock.tick(60.0)
             machine.seconds += 1
             await asyncio.sleep(0.1)
-        assert bool(save.suspects) is not back
+        assert bool(save.outcome.possible_losses) is not back
 
     asyncio.run(scenario())

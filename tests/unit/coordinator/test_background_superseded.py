@@ -7,7 +7,7 @@ import pytest
 
 from pannier.coordinator.background import superseded
 from pannier.coordinator.background.superseded import Sweeper
-from pannier.coordinator.stores import Places
+from pannier.coordinator.stores import Stores
 from pannier.storage import ObjectInfo, StorageError, Store, open_store
 from pannier.wire import object_names
 from support.storage.checkpoints import write_attempt
@@ -41,7 +41,7 @@ class Watched(Unsteady):
         await asyncio.wait_for(self.gone[object_names.decision(attempt)].wait(), 10)
 
 
-class OnePlace(Places):
+class OnePlace(Stores):
     def __init__(self, store: Store) -> None:
         super().__init__()
         self.store = store

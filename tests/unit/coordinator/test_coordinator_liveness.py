@@ -10,9 +10,11 @@ import pytest
 
 from pannier.coordinator import liveness
 from pannier.coordinator.liveness import HeartbeatMonitor, IncarnationWatch, SidecarPeers
+from pannier.coordinator.saves.participants import SidecarPeer
 from pannier.coordinator.saves.registry import Registry
-from pannier.coordinator.saves.save import Presence, Save, State
-from pannier.daemon.status_registry import StatusRegistry
+from pannier.coordinator.saves.save import Save
+from pannier.coordinator.saves.states import State
+from pannier.daemon.status_registry import Board, StatusRegistry
 from pannier.v1 import records_pb2, save_pb2
 from pannier.wire import object_names
 from support.actors.ranks_by_hand import context
@@ -23,13 +25,11 @@ SUSPECT_S = 5.0
 
 
 class Watched:
-    """A registry without a conductor, and a save of two ranks that are staging."""
+    """A registry without save tasks, and a save of two ranks that are staging."""
 
     def __init__(self, place: str = "/root/step", incarnation: str = "aa") -> None:
-        self.registry = Registry(
-            StatusRegistry(), begin=lambda save: None, suspect_after_s=SUSPECT_S
-        )
-        self.sidecars: list[Presence] = []
+        self.registry = Registry(Board(), begin=lambda save: None, suspect_after_s=SUSPECT_S)
+        self.sidecars: list[SidecarPeer] = []
         self.monitor = HeartbeatMonitor(
             self.registry, lambda: self.sidecars, suspect_after_s=SUSPECT_S
         )
@@ -37,12 +37,12 @@ class Watched:
     def save(self, place: str = "/root/step", incarnation: str = "aa", number: int = 1) -> Save:
         save = self.registry.enter(context(0, place, incarnation=incarnation))
         self.registry.enter(context(1, place, incarnation=incarnation))
-        save.attempt = object_names.Attempt(number, 1, save.context.save.group, incarnation)
+        save.set_attempt(object_names.Attempt(number, 1, save.context.save.group, incarnation))
         save.move(State.STAGING)
         return save
 
     def silent_for(self, save: Save, rank: int, seconds: float) -> None:
-        save.parts[rank].heard = time.monotonic() - seconds
+        save.ranks[rank].last_seen = time.monotonic() - seconds
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -73,7 +73,7 @@ def test_a_silent_rank_is_named_once_and_when_it_is_heard_again(
     watched.silent_for(save, 1, 0)
     watched.monitor.check()
     (text,) = said(caplog)
-    assert text.endswith("rank 1 responds again")
+    assert text.endswith("heartbeats of rank 1 have resumed")
 
 
 def test_a_rank_that_never_came_is_named(caplog: pytest.LogCaptureFixture) -> None:
@@ -82,7 +82,7 @@ def test_a_rank_that_never_came_is_named(caplog: pytest.LogCaptureFixture) -> No
     watched.silent_for(save, 0, 0)
     watched.monitor.check()
     assert said(caplog) == []
-    save.known_since -= 6
+    save.deadlines.first_seen -= 6
     watched.monitor.check()
     (text,) = said(caplog)
     assert "rank 1 (not seen yet)" in text
@@ -91,16 +91,16 @@ def test_a_rank_that_never_came_is_named(caplog: pytest.LogCaptureFixture) -> No
 def test_a_silent_sidecar_is_named(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     watched = Watched()
-    sidecar = Presence("node-7")
+    sidecar = SidecarPeer("node-7")
     sidecar.streams = 1
     watched.sidecars.append(sidecar)
     watched.monitor.check()
     assert said(caplog) == []
-    sidecar.heard -= 6
+    sidecar.last_seen -= 6
     for expected in ([True], []):
         watched.monitor.check()
         assert ["the sidecar on host node-7 is attached" in t for t in said(caplog)] == expected
-    sidecar.heard = time.monotonic()
+    sidecar.last_seen = time.monotonic()
     watched.monitor.check()
     assert said(caplog) == ["the sidecar on host node-7 responds again"]
 
@@ -128,14 +128,14 @@ def test_a_newer_incarnation_ends_what_nobody_speaks_for(
         made = {}
         for incarnation, number in reversed(saves) if old_is_told_last else saves:
             made[number] = watched.save(incarnation=incarnation, number=number)
-            made[number].ring()
-        made[1].parts[0].advance(INGESTED)
-        assert not made[2].suspects
+            made[number].notify()
+        made[1].ranks[0].advance(INGESTED)
+        assert not made[2].outcome.possible_losses
         return made[1]
 
     save = later(happen, monkeypatch)
-    assert save.suspects.keys() == {1}
-    assert "incarnation number 2" in save.suspects[1].message
+    assert save.outcome.possible_losses.keys() == {1}
+    assert "incarnation number 2" in save.outcome.possible_losses[1].message
 
 
 @pytest.mark.parametrize("why", ["attached", "another root", "another job", "older"])
@@ -145,21 +145,21 @@ def test_others_are_left_alone(monkeypatch: pytest.MonkeyPatch, why: str) -> Non
         IncarnationWatch(watched.registry)
         save = watched.save()
         if why == "attached":
-            sidecar = Presence("node")
+            sidecar = SidecarPeer("node")
             sidecar.streams = 1
-            for part in save.parts.values():
+            for part in save.ranks.values():
                 part.sidecar = sidecar
-        save.ring()
+        save.notify()
         place = "/other/step" if why == "another root" else "/root/step"
         who = context(0, place, incarnation="bb")
         if why == "another job":
             who.save.job = "other"
         other = watched.registry.enter(who)
-        other.attempt = object_names.Attempt(0 if why == "older" else 2, 1, who.save.group, "bb")
-        other.ring()
+        other.set_attempt(object_names.Attempt(0 if why == "older" else 2, 1, who.save.group, "bb"))
+        other.notify()
         return save
 
-    assert not later(happen, monkeypatch).suspects
+    assert not later(happen, monkeypatch).outcome.possible_losses
 
 
 def test_storage_is_asked_when_a_sidecar_is_gone_for_good(
@@ -170,14 +170,14 @@ def test_storage_is_asked_when_a_sidecar_is_gone_for_good(
         save = watched.save()
         gone = SidecarPeers(watched.registry)
         sidecar = gone.open_stream("node-0", "s1")
-        save.parts[0].sidecar = sidecar
-        save.parts[0].advance(INGESTED)
+        save.ranks[0].sidecar = sidecar
+        save.ranks[0].advance(INGESTED)
         gone.close_stream(sidecar)
         return save
 
     save = later(happen, monkeypatch)
-    assert save.unseen
-    assert not save.suspects
+    assert save.records.check_requested
+    assert not save.outcome.possible_losses
 
 
 def test_storage_is_not_asked_when_it_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,12 +186,12 @@ def test_storage_is_not_asked_when_it_comes_back(monkeypatch: pytest.MonkeyPatch
         save = watched.save()
         here = SidecarPeers(watched.registry)
         sidecar = here.open_stream("node-0", "s1")
-        save.parts[0].sidecar = sidecar
+        save.ranks[0].sidecar = sidecar
         here.close_stream(sidecar)
         here.open_stream("node-0", "s1")
         return save
 
-    assert not later(happen, monkeypatch).unseen
+    assert not later(happen, monkeypatch).records.check_requested
 
 
 WAIT_S = 0.02
@@ -205,11 +205,11 @@ class Host:
         self.save: Save = registry.enter(context(0, "/root/step"))
         self.peers = SidecarPeers(registry)
 
-    def start(self, sidecar: str) -> Presence:
+    def start(self, sidecar: str) -> SidecarPeer:
         return self.peers.open_stream("node", sidecar)
 
-    def hold(self, rank: int, sidecar: Presence, phase: "save_pb2.RankPhase" = INGESTED) -> None:
-        part = self.save.parts[rank]
+    def hold(self, rank: int, sidecar: SidecarPeer, phase: "save_pb2.RankPhase" = INGESTED) -> None:
+        part = self.save.ranks[rank]
         part.host, part.sidecar = "node", sidecar
         part.advance(phase)
 
@@ -221,7 +221,9 @@ def suspects(monkeypatch: pytest.MonkeyPatch, happen: Callable[[Host], None]) ->
         host = Host()
         happen(host)
         await asyncio.sleep(3 * WAIT_S)
-        return {rank: failure.message for rank, failure in host.save.suspects.items()}
+        return {
+            rank: failure.message for rank, failure in host.save.outcome.possible_losses.items()
+        }
 
     return asyncio.run(main())
 
@@ -244,7 +246,7 @@ def test_a_durable_rank_is_no_suspect(monkeypatch: pytest.MonkeyPatch) -> None:
     def happen(host: Host) -> None:
         old = host.start("old")
         host.hold(0, old)
-        host.save.parts[0].receipt = records_pb2.Receipt()
+        host.save.ranks[0].receipt = records_pb2.Receipt()
         host.peers.close_stream(old)
         host.start("new")
 
@@ -297,7 +299,7 @@ def test_hosts_whose_sidecars_are_replaced_at_once_are_all_looked_at(
         old = [host.peers.open_stream(name, f"old-{name}") for name in hosts]
         for rank, name in enumerate(hosts):
             host.hold(rank, old[rank])
-            host.save.parts[rank].host = name
+            host.save.ranks[rank].host = name
         for each in old:
             host.peers.close_stream(each)
         for name in hosts:

@@ -14,8 +14,9 @@ from pannier.coordinator.commit.manifest import Manifest
 from pannier.coordinator.planning.columns import RankPlan
 from pannier.coordinator.planning.global_plan import make_global_plan
 from pannier.coordinator.saves.registry import ENDED_KEPT
-from pannier.coordinator.saves.save import State
-from pannier.coordinator.stores import Places
+from pannier.coordinator.saves.save_view import status
+from pannier.coordinator.saves.states import PlanMode, State
+from pannier.coordinator.stores import Stores
 from pannier.storage import Store, open_store
 from pannier.v1 import plan_pb2, records_pb2, save_pb2
 from pannier.wire import object_names
@@ -37,7 +38,7 @@ def play(scenario: Callable[[Scene], Awaitable[None]], checkpoint_id: str = "") 
             try:
                 await scenario(scene)
             finally:
-                await scene.conductor.stop()
+                await scene.tasks.stop()
                 for info in await scene.plain.list():
                     await scene.plain.delete(info.key)
 
@@ -51,13 +52,13 @@ def test_commit_is_in_doubt_until_the_decision_is_written() -> None:
         await scene.make_durable(save)
         await scene.reach(save, lambda: scene.store.tries >= 2)
         assert save.state is State.IN_DOUBT
-        assert "503" in save.status().waiting_on.text
+        assert "503" in status(save).waiting_on.text
         # Too late to fail: whoever is told so could be wrong.
         save.fail(save_pb2.FAILURE_KIND_CLIENT, "late", 0)
         scene.store.refused.clear()
         await scene.reach(save, lambda: save.ended)
         assert save.state is State.COMMITTED
-        assert not save.failures
+        assert not save.outcome.failures
         assert await scene.plain.stat(object_names.METADATA) is not None
 
     play(scenario)
@@ -74,14 +75,14 @@ def test_abort_is_in_doubt_until_the_decision_is_written_and_deletes_nothing() -
         scene.store.refused.clear()
         await scene.reach(save, lambda: save.ended)
         assert save.state is State.ABORTED
-        assert [failure.message for failure in save.status().failures] == ["boom"]
+        assert [failure.message for failure in status(save).failures] == ["boom"]
 
     play(scenario)
 
 
 def test_the_memory_of_one_process_is_no_place_for_a_save() -> None:
     with pytest.raises(InvalidRequestError, match="one process only"):
-        Places().check("memory://run/step")
+        Stores().check("memory://run/step")
 
 
 def test_a_place_that_is_a_file_ends_the_save(tmp_path: Path) -> None:
@@ -92,7 +93,7 @@ def test_a_place_that_is_a_file_ends_the_save(tmp_path: Path) -> None:
         save = await scene.planned()
         await scene.reach(save, lambda: save.ended)
         assert save.state is State.ABORTED
-        (failure,) = save.status().failures
+        (failure,) = status(save).failures
         assert failure.kind == save_pb2.FAILURE_KIND_STORAGE
         assert "not a directory" in failure.message.lower()
 
@@ -105,7 +106,7 @@ def test_a_place_that_may_not_be_written_ends_the_save(external: bool) -> None:
         scene.store.denied = True
         if external:
             save = scene.registry.enter(scene.context())
-            save.external = True
+            save.declare_mode(PlanMode.EXTERNAL)
             await scene.reach(save, lambda: save.state is State.STAGING)
             # What its sidecar says of the first upload.
             save.fail(save_pb2.FAILURE_KIND_STORAGE, "403", 0)
@@ -113,7 +114,7 @@ def test_a_place_that_may_not_be_written_ends_the_save(external: bool) -> None:
             save = await scene.planned()
         await scene.reach(save, lambda: save.ended)
         assert save.state is State.ABORTED
-        (failure,) = save.status().failures
+        (failure,) = status(save).failures
         assert failure.kind == save_pb2.FAILURE_KIND_STORAGE
 
     play(scenario)
@@ -126,7 +127,7 @@ def test_what_was_removed_before_torchs_plan_is_published_is_not_committed(lost:
     async def scenario(scene: Scene) -> None:
         for rank in (0, 1):
             save = scene.registry.enter(scene.context(rank))
-        save.external = True
+        save.declare_mode(PlanMode.EXTERNAL)
         await scene.reach(save, lambda: save.state is State.STAGING)
         name = attempt_of(save)
         for rank in (0, 1):
@@ -138,8 +139,8 @@ def test_what_was_removed_before_torchs_plan_is_published_is_not_committed(lost:
             ):
                 if rank == 0 or what != lost:
                     await scene.plain.create(key, data)
-            save.take_receipt(receipt)
-        save.metadata = plan_pb2.GlobalMetadata()
+            save.add_receipt(receipt)
+        save.set_external_metadata(plan_pb2.GlobalMetadata())
         save.progress()
         await scene.reach(save, lambda: save.ended)
         assert (await scene.plain.stat(object_names.METADATA) is None) == bool(lost)
@@ -147,7 +148,7 @@ def test_what_was_removed_before_torchs_plan_is_published_is_not_committed(lost:
             assert save.state is State.COMMITTED
             return
         assert save.state is State.ABORTED
-        (failure,) = save.status().failures
+        (failure,) = status(save).failures
         assert "files or receipts of ranks [1] are no longer in" in failure.message
 
     play(scenario)
@@ -158,8 +159,8 @@ def test_an_incarnation_whose_ranks_died_before_all_had_planned_takes_no_number(
 
     async def scenario(scene: Scene) -> None:
         save = scene.registry.enter(scene.context(0))
-        save.gathering.add(scene.plans[0])
-        save.ring()
+        save.plans.add(scene.plans[0])
+        save.notify()
         save.fail(save_pb2.FAILURE_KIND_LOST, "its process is gone", 0)
         await scene.reach(save, lambda: save.ended)
         assert save.state is State.ABORTED
@@ -230,7 +231,7 @@ def test_lost_decision_of_a_save_is_obeyed_with_its_failures() -> None:
         await scene.make_durable(save)
         await scene.reach(save, lambda: save.ended)
         assert save.state is State.ABORTED
-        assert list(save.failures.values()) == [failure]
+        assert list(save.outcome.failures.values()) == [failure]
         assert await scene.plain.stat(object_names.METADATA) is None
 
     play(scenario)
@@ -281,8 +282,8 @@ def test_manifest_of_another_coordinator_is_used_if_it_is_of_our_plans(same: boo
             assert save.manifest.plan_id == manifest.plan_id
         else:
             await scene.reach(save, lambda: save.ended)
-            assert save.failures[1].kind == save_pb2.FAILURE_KIND_DISAGREEMENT
-            assert "was planned before" in save.failures[1].message
+            assert save.outcome.failures[1].kind == save_pb2.FAILURE_KIND_DISAGREEMENT
+            assert "was planned before" in save.outcome.failures[1].message
 
     play(scenario)
 
@@ -305,7 +306,7 @@ def test_ended_saves_are_remembered_for_a_while_without_their_plans() -> None:
         await scene.make_durable(save)
         await scene.reach(save, lambda: save.ended)
         assert save.manifest is None
-        assert not save.gathering.plans
+        assert not save.plans.plans
         assert scene.registry.enter(scene.context()) is save
         for number in range(2, ENDED_KEPT + 3):
             other = scene.registry.enter(scene.context(number=number))
@@ -329,14 +330,14 @@ def test_a_suspect_is_acquitted_by_its_receipt_and_failed_without_one() -> None:
         await scene.plain.create(
             object_names.receipt(attempt_of(save), 0), receipt.SerializeToString()
         )
-        save.suspect(_lost(0))
-        await scene.reach(save, lambda: save.parts[0].receipt is not None)
-        assert not save.suspects
-        assert not save.doomed.is_set()
-        save.suspect(_lost(1))
+        save.report_possible_loss(_lost(0))
+        await scene.reach(save, lambda: save.ranks[0].receipt is not None)
+        assert not save.outcome.possible_losses
+        assert not save.failing
+        save.report_possible_loss(_lost(1))
         await scene.reach(save, lambda: save.ended)
         assert save.state is State.ABORTED
-        assert save.failures == {1: _lost(1)}
+        assert save.outcome.failures == {1: _lost(1)}
 
     play(scenario)
 
@@ -345,11 +346,11 @@ def test_receipts_that_nobody_reported_count_at_the_deadline() -> None:
     async def scenario(scene: Scene) -> None:
         save = await scene.planned()
         assert save.manifest is not None
-        for rank in save.parts:
+        for rank in save.ranks:
             data = receipt_of(save.manifest.final_plan(rank), rank).SerializeToString()
             await scene.plain.create(object_names.receipt(attempt_of(save), rank), data)
-        save.shorten(save.start)
-        save.ring()
+        save.deadlines.shorten(save.deadlines.start)
+        save.notify()
         await scene.reach(save, lambda: save.ended)
         assert save.state is State.COMMITTED
 

@@ -866,7 +866,7 @@ def test_ranks_that_were_started_again_are_not_taken_for_divided(
         if complete:
             known.enter(context(0, "/root/step-1", incarnation="bb"))
         await asyncio.sleep(0.01)
-        assert [each.doomed.is_set() for each in (former, save)] == [not complete] * 2
+        assert [each.failing for each in (former, save)] == [not complete] * 2
 
     asyncio.run(scenario())
 

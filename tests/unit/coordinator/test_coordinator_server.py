@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pannier.coordinator import server
-from pannier.coordinator.saves.save import Presence
+from pannier.coordinator.saves.participants import SidecarPeer
 
 AFTER_S = 10.0
 
@@ -19,25 +19,25 @@ class Scene:
     def __init__(self) -> None:
         self.now = 1000.0
         self.began = self.now
-        self.attended: float | None = None
-        self.sidecars: list[Presence] = []
+        self.trainer_seen: float | None = None
+        self.sidecars: list[SidecarPeer] = []
         self.saves: list[object] = []
 
-    def present(self) -> list[Presence]:
+    def attached(self) -> list[SidecarPeer]:
         return self.sidecars
 
     def undecided(self) -> list[object]:
         return self.saves
 
-    def attach(self) -> Presence:
-        self.sidecars.append(Presence("node"))
+    def attach(self) -> SidecarPeer:
+        self.sidecars.append(SidecarPeer("node"))
         return self.sidecars[-1]
 
-    def report(self, sidecar: Presence, *, trainer: bool) -> None:
+    def report(self, sidecar: SidecarPeer, *, trainer: bool) -> None:
         """The sidecar's stream brings a message."""
-        sidecar.heard = self.now
+        sidecar.last_seen = self.now
         if trainer:
-            sidecar.attended = self.attended = self.now
+            sidecar.trainer_seen = self.trainer_seen = self.now
 
     @property
     def second(self) -> float:
@@ -109,7 +109,7 @@ def test_a_sidecar_whose_stream_is_gone_keeps_no_trainer(monkeypatch: pytest.Mon
 def test_an_undecided_save_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def happen(scene: Scene) -> None:
         if scene.second == 1:
-            scene.report(Presence("gone"), trainer=True)
+            scene.report(SidecarPeer("gone"), trainer=True)
             scene.saves = ["a save"]
         if scene.second == 200:
             scene.saves = []

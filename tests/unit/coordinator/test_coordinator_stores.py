@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pannier.coordinator import stores
-from pannier.coordinator.stores import Places
+from pannier.coordinator.stores import Stores
 from pannier.storage import StorageError
 from pannier.storage.base import UnreachableError, limited
 from support.actors.ranks_by_hand import context
@@ -25,8 +25,8 @@ def closed() -> Iterator[socket.socket]:
         yield taken
 
 
-def of(endpoint: str) -> Places:
-    return Places(storage_options={"endpoint_url": endpoint, "token": "anon"})
+def of(endpoint: str) -> Stores:
+    return Stores(storage_options={"endpoint_url": endpoint, "token": "anon"})
 
 
 def url(taken: socket.socket) -> str:

@@ -8,9 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from pannier.coordinator.saves import resume, save_task
-from pannier.coordinator.saves import save as saves
-from pannier.coordinator.saves.save import Save, State
+from pannier.coordinator.saves import deadlines, decision, resume
+from pannier.coordinator.saves.save import Save
+from pannier.coordinator.saves.save_view import status
+from pannier.coordinator.saves.states import State
 from pannier.v1 import save_pb2
 from pannier.wire import object_names
 from support.actors.ranks_by_hand import receipt_of
@@ -19,9 +20,9 @@ from support.actors.scene import Scene, attempt_of
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resume, "LOOK_S", 0.05)
-    monkeypatch.setattr(resume, "LONGEST_LOOK_S", 0.1)
-    monkeypatch.setattr(save_task, "REMOVE_AGAIN_S", (0.05, 0.2))
+    monkeypatch.setattr(resume, "CHECK_S", 0.05)
+    monkeypatch.setattr(resume, "LONGEST_CHECK_S", 0.1)
+    monkeypatch.setattr(decision, "REMOVE_AGAIN_S", (0.05, 0.2))
 
 
 def play(scenario: Callable[[Scene, Scene], Awaitable[None]]) -> None:
@@ -34,8 +35,8 @@ def play(scenario: Callable[[Scene, Scene], Awaitable[None]]) -> None:
             try:
                 await scenario(one, other)
             finally:
-                await one.conductor.stop()
-                await other.conductor.stop()
+                await one.tasks.stop()
+                await other.tasks.stop()
                 for info in await one.plain.list():
                     await one.plain.delete(info.key)
 
@@ -73,9 +74,9 @@ def test_one_aborts_what_the_other_waits_for(caplog: pytest.LogCaptureFixture) -
         mine, theirs = await asyncio.gather(one.planned(), other.planned())
         mine.fail(save_pb2.FAILURE_KIND_CLIENT, "boom", 1)
         assert await end(one, mine) is await end(other, theirs) is State.ABORTED
-        assert [failure.message for failure in theirs.status().failures] == ["boom"]
-        assert "ABORT was decided by another coordinator" in theirs.status().note
-        assert not mine.status().note
+        assert [failure.message for failure in status(theirs).failures] == ["boom"]
+        assert "ABORT was decided by another coordinator" in status(theirs).note
+        assert not status(mine).note
 
     with caplog.at_level(logging.WARNING):
         play(scenario)
@@ -91,7 +92,7 @@ def test_one_aborts_what_the_other_has_committed() -> None:
         # It is decided, but the other one hears of a failure first.
         theirs.fail(save_pb2.FAILURE_KIND_CLIENT, "boom", 1)
         assert await end(other, theirs) is State.COMMITTED
-        assert "COMMIT was decided by another" in theirs.status().note
+        assert "COMMIT was decided by another" in status(theirs).note
         assert await one.plain.list() == before
 
     play(scenario)
@@ -102,17 +103,17 @@ def test_silence_in_planning_does_not_abort_what_another_has_planned(kind: str) 
     async def scenario(one: Scene, other: Scene) -> None:
         # Rank 1 goes to the other coordinator, and then rank 0 does, too.
         mine = one.registry.enter(one.context(0))
-        mine.gathering.add(one.plans[0])
+        mine.plans.add(one.plans[0])
         theirs = await other.planned()
         if kind == "lost":
             text = "its call of Plan broke off"
-            mine.fail(save_pb2.FAILURE_KIND_LOST, text, 0, concluded=True)
+            mine.fail(save_pb2.FAILURE_KIND_LOST, text, 0, timed_out=True)
         else:
-            mine.plan_deadline = mine.start
-            mine.ring()
+            mine.deadlines.plan = mine.deadlines.start
+            mine.notify()
         await one.reach(mine, lambda: mine.state is State.STAGING)
-        assert not mine.status().failures
-        assert "0 of 2 ranks were durable" in mine.status().note
+        assert not status(mine).failures
+        assert "0 of 2 ranks were durable" in status(mine).note
         await other.make_durable(theirs)
         assert await end(other, theirs) is await end(one, mine) is State.COMMITTED
 
@@ -130,14 +131,14 @@ def test_a_rank_that_says_it_failed_ends_what_another_has_planned() -> None:
 
 
 def test_receipts_of_a_host_that_is_gone_count_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resume, "LOOK_S", 100.0)
-    monkeypatch.setattr(resume, "LONGEST_LOOK_S", 100.0)
+    monkeypatch.setattr(resume, "CHECK_S", 100.0)
+    monkeypatch.setattr(resume, "LONGEST_CHECK_S", 100.0)
 
     async def scenario(one: Scene, other: Scene) -> None:
         save = await one.planned()
         for rank in (0, 1):
             await store_receipt(one, save, rank)
-        save.ask_storage()
+        save.request_storage_check()
         assert await end(one, save) is State.COMMITTED
 
     play(scenario)
@@ -171,7 +172,7 @@ def test_a_commit_whose_checkpoint_was_removed_ends_aborted_and_leaves_nothing()
         one.store.before[object_names.METADATA] = meanwhile
         await one.make_durable(mine)
         assert await end(one, mine) is State.ABORTED
-        assert "was removed from" in mine.reason()
+        assert "was removed from" in mine.outcome.text()
         assert await one.plain.list() == []
 
     play(scenario)
@@ -185,7 +186,7 @@ def report_again(scene: Scene, plan: float, save: float) -> Save:
     """Both ranks report to a coordinator that was started anew, with what they have left."""
     for rank in (0, 1):
         found = scene.registry.enter(scene.context(rank))
-        found.set_deadlines(rank, plan, save)
+        found.deadlines.report(rank, plan, save)
         found.resume()
     return found
 
@@ -195,7 +196,7 @@ def test_a_resumed_save_has_no_deadline_for_its_plan() -> None:
         planned = await one.planned()
         again = report_again(other, OVER, 60)
         await other.reach(again, lambda: again.state is State.STAGING)
-        await other.reach(again, lambda: time.monotonic() > again.plan_deadline)
+        await other.reach(again, lambda: time.monotonic() > again.deadlines.plan)
         await one.make_durable(planned)
         assert await end(one, planned) is await end(other, again) is State.COMMITTED
 
@@ -217,13 +218,13 @@ def test_a_save_that_is_resumed_after_its_deadline_is_finished() -> None:
 def test_a_save_that_is_resumed_after_its_deadline_does_not_wait_for_ever(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(saves, "RESUMED_S", 0.2)
+    monkeypatch.setattr(deadlines, "RESUMED_S", 0.2)
 
     async def scenario(one: Scene, other: Scene) -> None:
         await one.planned()
         again = report_again(other, OVER, OVER)
         assert await end(other, again) is State.ABORTED
-        assert "was not durable in time" in again.reason()
+        assert "was not durable in time" in again.outcome.text()
 
     play(scenario)
 
@@ -232,7 +233,7 @@ def test_a_save_that_is_resumed_after_its_deadline_does_not_wait_for_ever(
 def test_storage_is_asked_for_a_resumed_save_until_it_answers(
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(saves, "RESUMED_S", 0.2)
+    monkeypatch.setattr(deadlines, "RESUMED_S", 0.2)
 
     async def scenario(one: Scene, other: Scene) -> None:
         planned = await one.planned()
@@ -242,8 +243,10 @@ def test_storage_is_asked_for_a_resumed_save_until_it_answers(
         if where == "root":
             other.places.unreachable = True
         again = report_again(other, OVER, OVER)
-        await other.reach(again, lambda: "503" in again.problem and len(other.store.asked) > 1)
-        await other.reach(again, lambda: time.monotonic() > again.start + 2 * saves.RESUMED_S)
+        await other.reach(again, lambda: "503" in again.storage_wait and len(other.store.asked) > 1)
+        await other.reach(
+            again, lambda: time.monotonic() > again.deadlines.start + 2 * deadlines.RESUMED_S
+        )
         assert not again.ended
         other.places.unreachable = other.store.unreadable = False
         assert await end(other, again) is State.COMMITTED
@@ -257,9 +260,9 @@ def test_the_earliest_deadline_of_the_ranks_counts_in_whatever_order_they_report
             save = scene.registry.enter(scene.context(0))
             seconds = {0: 500.0, 1: 5000.0}
             for rank in order:
-                save.set_deadlines(rank, 0, seconds[rank])
+                save.deadlines.report(rank, 0, seconds[rank])
             # Once more, later.
-            save.set_deadlines(0, 0, OVER)
-            assert save.start + 499 < save.deadline < save.start + 600
+            save.deadlines.report(0, 0, OVER)
+            assert save.deadlines.start + 499 < save.deadline < save.deadlines.start + 600
 
     play(scenario)

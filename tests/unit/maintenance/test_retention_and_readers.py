@@ -10,7 +10,7 @@ from pannier.client.loading import read_lease
 from pannier.client.loading.filesystem import MissingError
 from pannier.client.loading.storage_reader import StorageReader
 from pannier.coordinator.background.retention import Retention
-from pannier.coordinator.stores import Places
+from pannier.coordinator.stores import Stores
 from pannier.maintenance.retention_policy import Policy
 from pannier.maintenance.retention_run import Outcome, read_record, retain
 from pannier.storage import StorageError, Store, open_store
@@ -170,7 +170,7 @@ def test_saves_that_are_committed_in_another_order_stay_both_until_the_next(tmp_
     root = tmp_path / "run"
 
     async def run() -> None:
-        retention = Retention(Places(), NEWEST, host="here")
+        retention = Retention(Stores(), NEWEST, host="here")
 
         async def commit(number: int) -> set[str]:
             # By a coordinator whose clock is behind.

@@ -1,13 +1,13 @@
-"""After each commit: the job's checkpoints that no rule keeps are removed.
+"""After each commit: removes the job's checkpoints that no rule of the policy keeps.
 
-In: checkpoint ids at which something was committed, and a policy. Out: storage without what may go,
-and a log of what went and what stays although no rule keeps it. Event loop only.
+In: checkpoint ids of commits, and a policy. Out: storage without these checkpoints, and a log of what
+was removed and of what stays although no rule keeps it. Event loop only.
 """
 
 import asyncio
 import logging
 
-from pannier.coordinator.stores import Places
+from pannier.coordinator.stores import Stores
 from pannier.maintenance.retention_policy import Policy
 from pannier.maintenance.retention_run import retain
 from pannier.wire import object_names
@@ -23,19 +23,19 @@ class Retention:
         host: signs removals.
     """
 
-    def __init__(self, places: Places, policy: Policy, *, host: str) -> None:
-        self._places = places
+    def __init__(self, stores: Stores, policy: Policy, *, host: str) -> None:
+        self._stores = stores
         self._policy = policy
         self._host = host
         self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._again: dict[tuple[str, str], str] = {}
-        """The attempt that was committed last, where the root is to be looked at once more."""
+        """The last committed attempt, where the root is to be checked again."""
 
     def committed(self, checkpoint_id: str, job: str, attempt: str) -> None:
-        """Looks at the root now, or once more when it is being looked at.
+        """Checks the root now, or again after the check that is running.
 
         Args:
-            attempt: it has been committed there; it and what is newer stay this time.
+            attempt: the committed one; it and what is newer stay this time.
         """
         if not self._policy.limits:
             return
@@ -51,7 +51,7 @@ class Retention:
         task.add_done_callback(lambda ended: self._ended(key, ended))
 
     async def stop(self) -> None:
-        """Drops what runs; the next commit's look goes on."""
+        """Cancels what runs; the check after the next commit continues."""
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
@@ -64,7 +64,7 @@ class Retention:
         if (error := ended.exception()) is not None:
             _log.error("retention at %s failed", key[0], exc_info=error)
         if key in self._again:
-            # Committed after the task's last look.
+            # Committed after the task's last check.
             self._begin(key)
 
     async def _keep(self, root: str, job: str) -> None:
@@ -77,7 +77,7 @@ class Retention:
 
     async def _keep_once(self, root: str, job: str, attempt: str) -> None:
         outcomes = await retain(
-            self._places.open_root,
+            self._stores.open_root,
             root,
             self._policy,
             job=job,

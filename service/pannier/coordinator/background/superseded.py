@@ -1,7 +1,7 @@
-"""After a commit: what it superseded is marked, and removed when the grace period has passed.
+"""After a commit: marks what it superseded, and removes that after the grace period.
 
-In: checkpoint ids at which something was committed. Out: storage without superseded attempts, in
-time. A coordinator that ends before leaves it to the next commit there, or to ``pannier gc``.
+In: checkpoint ids of commits. Out: storage without superseded attempts. What a coordinator leaves when
+it ends is removed after the next commit there, or by ``pannier gc``.
 Event loop only.
 """
 
@@ -9,7 +9,7 @@ import asyncio
 import logging
 from typing import Final
 
-from pannier.coordinator.stores import Places
+from pannier.coordinator.stores import Stores
 from pannier.maintenance.superseded import GRACE_S, Swept, sweep_checkpoint
 from pannier.wire.errors import PannierError
 
@@ -29,8 +29,8 @@ class Sweeper:
         grace_s: seconds that these stay, from when that was first seen.
     """
 
-    def __init__(self, places: Places, *, grace_s: float = GRACE_S) -> None:
-        self._places = places
+    def __init__(self, stores: Stores, *, grace_s: float = GRACE_S) -> None:
+        self._stores = stores
         self._grace_s = grace_s
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._limit = asyncio.Semaphore(_PARALLEL)
@@ -39,7 +39,7 @@ class Sweeper:
         """Sweeps there now, and again as long as there is anything to wait for."""
         former = self._tasks.pop(checkpoint_id, None)
         if former is not None:
-            # It only waits, or does what is begun anew: each step can be repeated.
+            # It only waits, or repeats what starts again here: each step is idempotent.
             former.cancel()
         task = asyncio.get_running_loop().create_task(self._sweep(checkpoint_id))
         self._tasks[checkpoint_id] = task
@@ -83,7 +83,7 @@ class Sweeper:
             await asyncio.sleep(swept.due_s)
 
     async def _sweep_once(self, checkpoint_id: str) -> Swept:
-        store = self._places.open(checkpoint_id)
+        store = self._stores.open(checkpoint_id)
         try:
             return await sweep_checkpoint(store, grace_s=self._grace_s)
         finally:

@@ -19,6 +19,7 @@ from pannier.coordinator.commit.receipt_check import (
     complete_metadata,
     told_places,
 )
+from pannier.coordinator.planning.plan_cache import AgreedPlan
 from pannier.v1 import plan_pb2, records_pb2
 from pannier.wire import object_names
 from pannier.wire.errors import IntegrityError
@@ -38,7 +39,7 @@ def build_candidate(
 ) -> bytes:
     """Bytes of ``.metadata`` for checked receipts of all ranks. CPU-bound; any thread."""
     attempt = manifest.header.attempt
-    if manifest.body is not None and (template := _template(manifest)) is not None:
+    if manifest.body is not None and (template := manifest.plan.derive(_make_template)) is not None:
         meta = StorageMeta(checkpoint_id=checkpoint_id, save_id=attempt)
         return template.render(
             object_names.data_prefix(attempt), meta, told_places(manifest, receipts)
@@ -48,15 +49,13 @@ def build_candidate(
     )
 
 
-def _template(manifest: Manifest) -> MetadataTemplate | None:
-    """Made once for all saves by the plan; None for a body that this version doesn't write."""
-    plan = manifest.plan
-    if plan.template is None:
-        try:
-            plan.template = MetadataTemplate(plan)
-        except (IndexError, KeyError, ValueError) as error:
-            _log.warning("the plan %s has no template of metadata: %s", plan.plan_id, error)
-    return plan.template
+def _make_template(plan: AgreedPlan) -> MetadataTemplate | None:
+    """The template of all saves by this plan; None for a body that this version doesn't write."""
+    try:
+        return MetadataTemplate(plan)
+    except (IndexError, KeyError, ValueError) as error:
+        _log.warning("the plan %s has no template of metadata: %s", plan.plan_id, error)
+        return None
 
 
 def build_checked(manifest: bytes, receipts: Iterable[records_pb2.Receipt]) -> bytes:

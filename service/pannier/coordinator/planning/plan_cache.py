@@ -5,9 +5,9 @@ A plan that was agreed is kept, and later saves go by it. Immutable; any thread.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar, cast
 
 import numpy as np
 
@@ -17,8 +17,7 @@ from pannier.coordinator.planning.varints import Ints
 from pannier.v1 import plan_pb2, records_pb2, sidecar_pb2
 from pannier.wire import object_names
 
-if TYPE_CHECKING:
-    from pannier.coordinator.commit.metadata_template import MetadataTemplate
+_Derived = TypeVar("_Derived")
 
 
 @dataclass(frozen=True)
@@ -75,8 +74,7 @@ class AgreedPlan:
         self.body = body
         self.digests = dict(members)
         self.assignment = assignment
-        self.template: MetadataTemplate | None = None
-        """Of ``.metadata``, once a save was committed."""
+        self._derived: dict[object, Any] = {}
         _check(assignment, len(members), len(names))
         order = order_by(assignment.owner, assignment.position)
         self._order = order
@@ -114,6 +112,12 @@ class AgreedPlan:
         self._columns: list[tuple[bytes, bytes]] | None = None
         self._header: tuple[str, bytes] | None = None
         """Attempt, and how the final plans of it begin."""
+
+    def derive(self, make: Callable[["AgreedPlan"], _Derived]) -> _Derived:
+        """What ``make`` returns for this plan: made once, and kept with the plan."""
+        if make not in self._derived:
+            self._derived[make] = make(self)
+        return cast(_Derived, self._derived[make])
 
     def share(self, rank: int) -> Share:
         """What ``rank`` writes; nothing, for a rank without items."""
@@ -226,14 +230,14 @@ _KEPT_BYTES: Final = 256 << 20
 """Of all bodies together; the newest stays in any case."""
 
 
-class AgreedPlans:
-    """The plans that later saves may go by, the newest last. Event loop only."""
+class PlanCache:
+    """Agreed plans that later saves may go by, the newest last. Event loop only."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[tuple[_Line, str], AgreedPlan] = OrderedDict()
 
     def keep(self, context: sidecar_pb2.SaveContext, plan: AgreedPlan) -> None:
-        """The save was agreed by this plan."""
+        """Adds the plan that a save has agreed on."""
         line = _line(context)
         self._kept[line, plan.plan_id] = plan
         self._kept.move_to_end((line, plan.plan_id))
@@ -244,13 +248,13 @@ class AgreedPlans:
             self._kept.popitem(last=False)
 
     def find(self, context: sidecar_pb2.SaveContext, plan_id: str) -> AgreedPlan | None:
-        """A plan that the group's ranks were given before, for a save to the same root."""
+        """A plan that the group agreed on for an earlier save to the same root."""
         return self._kept.get((_line(context), plan_id))
 
-    def alike(
-        self, context: sidecar_pb2.SaveContext, digests: dict[int, str]
+    def find_alike(
+        self, context: sidecar_pb2.SaveContext, digests: Mapping[int, str]
     ) -> Iterator[AgreedPlan]:
-        """The plans that were made of the same local plans, the newest first."""
+        """Plans that were made of the same local plans, the newest first."""
         line = _line(context)
         for (other, _), plan in reversed(self._kept.items()):
             if other == line and plan.digests == digests:

@@ -1,78 +1,83 @@
-"""A rank takes part in a save: by its local plan, or by a plan that it was given before.
+"""Admits a rank to a save: with its local plan, or with a claim to go by a cached plan.
 
-In: what a rank says, by a call or by its sidecar's report. Out: a save that gathers it, or that is
-doomed because it can't be. Event loop only; no I/O.
+In: what a rank hands in, by a call or by its sidecar's report. Out: a save that has it, or that fails
+because of it. Event loop only; no I/O but for symbolic links.
 """
 
 from typing import Final
 
 from pannier.coordinator.commit.manifest import Manifest
 from pannier.coordinator.planning.columns import RankPlan
-from pannier.coordinator.saves.participants import DisagreementError, Proposal
+from pannier.coordinator.saves.participants import CachedPlanClaim
 from pannier.coordinator.saves.save import Save
-from pannier.coordinator.stores import Places
+from pannier.coordinator.saves.save_spec import DisagreementError
+from pannier.coordinator.saves.states import PlanMode
+from pannier.coordinator.stores import Stores
 from pannier.v1 import save_pb2
 from pannier.wire.errors import ConfigurationError, InvalidRequestError
 
-_KINDS: Final = {True: "prepares its plan only", False: "saves"}
+_CALLS: Final = {PlanMode.PREPARE: "prepares its plan only", PlanMode.SAVE: "saves"}
 
 
-def check_place(save: Save, places: Places, rank: int) -> None:
-    """Raises what the save's place is refused with, which dooms the save."""
-    if save.place_allowed:
+def check_destination(save: Save, stores: Stores, rank: int) -> None:
+    """Raises InvalidRequestError or ConfigurationError, and fails the save, for a refused destination."""
+    if save.destination_allowed:
         return
     try:
-        places.check(save.context.checkpoint_id)
-        save.place_allowed = True
+        stores.check(save.context.checkpoint_id)
     except (InvalidRequestError, ConfigurationError) as error:
         save.fail(save_pb2.FAILURE_KIND_STORAGE, str(error), rank)
         raise
+    save.allow_destination()
 
 
-def join(save: Save, said: RankPlan | Proposal, *, preparing: bool = False) -> None:
-    """Takes in what the rank says; once more is no news. Who calls this rings.
+def admit(save: Save, given: RankPlan | CachedPlanClaim, *, mode: PlanMode = PlanMode.SAVE) -> None:
+    """Records the rank's plan or cached-plan claim. Idempotent. The caller must notify waiters.
+
+    Args:
+        mode: SAVE or PREPARE, as the rank called.
 
     Raises:
-        SaveAbortedError: the save is doomed, perhaps by this.
-        InvalidRequestError: the save takes none any more.
+        SaveAbortedError: the save is failing, perhaps because of this.
+        InvalidRequestError: the save takes no plans.
     """
-    if save.doomed.is_set():
+    if save.failing:
         raise save.error()
-    if not said.digest:
-        raise InvalidRequestError(f"the plan of rank {said.rank} has no digest")
+    if not given.digest:
+        raise InvalidRequestError(f"the plan of rank {given.rank} has no digest")
     if save.external:
         raise InvalidRequestError(f"{save.label} was opened with Begin: torch plans it")
-    if save.preparing is None:
-        save.preparing = preparing
+    if save.mode is PlanMode.UNDECLARED:
+        save.declare_mode(mode)
     try:
-        if save.preparing is not preparing:
+        if save.mode is not mode:
             raise DisagreementError(
-                f"rank {said.rank} {_KINDS[preparing]}, the others call it save number "
+                f"rank {given.rank} {_CALLS[mode]}, the others call it save number "
                 f"{save.context.save.number} and do otherwise: every rank must make the same calls",
-                (said.rank, said.host),
+                (given.rank, given.host),
             )
         if save.manifest is not None:
-            _check_again(save, save.manifest, said)
-        elif isinstance(said, RankPlan):
-            save.gathering.add(said)
+            _check_repeated(save, save.manifest, given)
+        elif isinstance(given, RankPlan):
+            save.plans.add(given)
         else:
-            save.gathering.propose(said)
+            save.plans.add_claim(given)
     except DisagreementError as error:
-        save.doom(error.failures.values())
+        save.fail_ranks(error.failures.values())
         raise save.error() from error
 
 
-def _check_again(save: Save, manifest: Manifest, said: RankPlan | Proposal) -> None:
-    """The answer got lost and is asked for again."""
-    known = manifest.plan.digests.get(said.rank) == said.digest
-    if known and isinstance(said, Proposal):
-        # It may go by another plan in which it writes the same: that was found when it said so.
-        known = said.attempt == manifest.header.attempt and (
-            said.plan_id == manifest.plan_id or said in save.gathering.proposals
+def _check_repeated(save: Save, manifest: Manifest, given: RankPlan | CachedPlanClaim) -> None:
+    """Checks what a rank sends again because the answer got lost."""
+    known = manifest.plan.digests.get(given.rank) == given.digest
+    if known and isinstance(given, CachedPlanClaim):
+        # It may go by another plan in which it writes the same, as was found at its first claim.
+        known = given.attempt == manifest.header.attempt and (
+            given.plan_id == manifest.plan_id or given in save.plans.claims
         )
     if not known:
         raise DisagreementError(
-            f"rank {said.rank} on host {said.host} handed in another plan after the plan was "
+            f"rank {given.rank} on host {given.host} handed in another plan after the plan was "
             "agreed; do two processes run as this rank?",
-            (said.rank, said.host),
+            (given.rank, given.host),
         )

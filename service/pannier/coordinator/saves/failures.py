@@ -1,13 +1,16 @@
-"""Why a save fails: from an error, a receipt or a deadline to failures by rank.
+"""Why a save fails: failures by rank, from explicit reports, receipts, deadlines and errors.
 
-In: a :class:`Save` and what happened to it. Out: an error with failures, or a doomed save.
+In: what happened to a save. Out: its :class:`Outcome`, which only :class:`Save` changes, and errors that
+carry failures. Event loop only; no I/O.
 """
 
+import asyncio
 import logging
-from typing import NoReturn
+from collections.abc import Iterable, Sequence
 
+from pannier.common.wait_text import Awaited
+from pannier.coordinator.commit.manifest import Manifest
 from pannier.coordinator.commit.receipt_check import check_external_receipt, check_receipt
-from pannier.coordinator.saves.save import Save
 from pannier.v1 import records_pb2, save_pb2
 from pannier.wire.errors import (
     DeadlineError,
@@ -16,19 +19,76 @@ from pannier.wire.errors import (
     PannierError,
     SaveAbortedError,
 )
-from pannier.wire.failures import failure_kind
+from pannier.wire.failures import failure_kind, failures_text
 
 _log = logging.getLogger(__name__)
 
 
-def check_told(save: Save, receipt: records_pb2.Receipt) -> None:
-    """Raises IntegrityError, blaming the rank."""
-    assert save.attempt is not None
+class Outcome:
+    """Failures of a save, and data that may be lost."""
+
+    def __init__(self) -> None:
+        self.failures: dict[int, save_pb2.Failure] = {}
+        """By rank; -1: not of a rank."""
+        self.failing = asyncio.Event()
+        """Set while the save is to be aborted."""
+        self.possible_losses: dict[int, save_pb2.Failure] = {}
+        """By rank: why its data is lost, unless its receipt is in storage."""
+        self._timed_out: set[int] = set()
+
+    def add(self, failures: Iterable[save_pb2.Failure], *, timed_out: bool) -> None:
+        """Adds failures; the first one of a rank counts.
+
+        Args:
+            timed_out: the ranks failed by time-out rather than by an explicit report.
+        """
+        for failure in failures:
+            if timed_out and failure.rank not in self.failures:
+                self._timed_out.add(failure.rank)
+            self.failures.setdefault(failure.rank, failure)
+        self.failing.set()
+
+    @property
+    def only_timed_out(self) -> bool:
+        """Whether no rank reported its failure explicitly."""
+        return self.failures.keys() <= self._timed_out
+
+    def clear(self) -> None:
+        """Drops all failures."""
+        self.failures.clear()
+        self._timed_out.clear()
+        self.failing.clear()
+
+    def text(self) -> str:
+        """Why the save failed."""
+        return failures_text(self.failures.values())
+
+
+def failures_of(error: BaseException, label: str) -> list[save_pb2.Failure]:
+    """Failures of a save whose task raised ``error``; an unexpected one is logged."""
+    if isinstance(error, PannierError):
+        kind = failure_kind(error, refused=save_pb2.FAILURE_KIND_INVALID_PLAN)
+        return list(error.failures.values()) or [
+            save_pb2.Failure(rank=-1, kind=kind, message=str(error))
+        ]
+    _log.error("%s failed", label, exc_info=error)
+    text = f"internal error in the coordinator: {type(error).__name__}: {error}"
+    return [save_pb2.Failure(rank=-1, kind=save_pb2.FAILURE_KIND_INTERNAL, message=text)]
+
+
+def check_rank_receipt(
+    receipt: records_pb2.Receipt, attempt: str, manifest: Manifest | None
+) -> None:
+    """Raises IntegrityError with a failure of the rank unless its receipt fits the plan.
+
+    Args:
+        manifest: None: torch made the plan.
+    """
     try:
-        if save.manifest is not None and not save.external:
-            check_receipt(save.manifest, receipt)
+        if manifest is not None:
+            check_receipt(manifest, receipt)
         else:
-            check_external_receipt(save.attempt.name, receipt)
+            check_external_receipt(attempt, receipt)
     except (IntegrityError, InvalidRequestError) as error:
         failure = save_pb2.Failure(
             rank=receipt.rank,
@@ -39,38 +99,32 @@ def check_told(save: Save, receipt: records_pb2.Receipt) -> None:
         raise IntegrityError(str(error), [failure]) from error
 
 
-def raise_missed(save: Save, what: str, deadline: float) -> NoReturn:
-    """Raises DeadlineError that names each rank that is missing."""
-    seconds = deadline - save.start
-    text = save.waiting_text()
-    message = f"waiting for {text} when its deadline of {seconds:.0f} s passed"
-    raise DeadlineError(
+def deadline_error(
+    what: str, waited_for: str, seconds: float, late: Sequence[Awaited]
+) -> DeadlineError:
+    """The error of a save whose deadline passed, with a failure of each late rank.
+
+    Args:
+        what: what the ranks did not do.
+        waited_for: ranks and hosts as text.
+        seconds: the deadline, counted from the start of the save.
+    """
+    message = f"waiting for {waited_for} when its deadline of {seconds:.0f} s passed"
+    return DeadlineError(
         message,
         [
             save_pb2.Failure(
-                rank=late.rank,
-                host=late.host,
+                rank=rank.rank,
+                host=rank.host,
                 kind=save_pb2.FAILURE_KIND_DEADLINE,
                 message=f"{what}: {message}",
             )
-            for late in save.awaited()
+            for rank in late
         ],
     )
 
 
-def raise_lost(save: Save) -> NoReturn:
-    """Raises SaveAbortedError for the save's suspects."""
-    failures = list(save.suspects.values())
-    raise SaveAbortedError(failures[0].message, failures)
-
-
-def blame(save: Save, error: BaseException) -> None:
-    """Dooms the save because of what its work raised."""
-    if not isinstance(error, PannierError):
-        _log.error("%s failed", save.label, exc_info=error)
-        text = f"internal error in the coordinator: {type(error).__name__}: {error}"
-        save.fail(save_pb2.FAILURE_KIND_INTERNAL, text)
-    elif error.failures:
-        save.doom(error.failures.values(), concluded=isinstance(error, DeadlineError))
-    else:
-        save.fail(failure_kind(error, refused=save_pb2.FAILURE_KIND_INVALID_PLAN), str(error))
+def loss_error(losses: Iterable[save_pb2.Failure]) -> SaveAbortedError:
+    """The error of a save of which some ranks' data is lost."""
+    failures = list(losses)
+    return SaveAbortedError(failures[0].message, failures)

@@ -1,133 +1,253 @@
-"""Collecting the local plans of a save's ranks, and noticing when they contradict each other.
+"""The ranks of a save: how far each has come, and the local plans that they handed in.
 
-In: contexts and plans as ranks say them, or the plan of an earlier save that a rank goes by. Out:
-all of them in the order of ranks, or an error that tells who said what. Event loop only; no I/O.
+In: reports of sidecars, calls of ranks, local plans or claims to go by a cached plan. Out: the state of
+each rank, the plans in the order of ranks, or an error that names the ranks that contradict each
+other. Event loop only; no I/O.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
+from pannier.common import observer_clock
+from pannier.common.wait_text import Awaited
 from pannier.coordinator.planning.columns import RankPlan
-from pannier.v1 import plan_pb2, save_pb2, sidecar_pb2
-from pannier.wire.errors import PannierError
-from pannier.wire.failures import rank_list, rank_text
+from pannier.coordinator.saves.save_spec import DisagreementError
+from pannier.v1 import plan_pb2, records_pb2, save_pb2, sidecar_pb2
 
-"""Ranks spelled out in an error."""
-OVERWRITES: Final = {
-    save_pb2.OVERWRITE_UNSPECIFIED: "its own job's checkpoint (overwrite=None)",
-    save_pb2.OVERWRITE_NEVER: "no checkpoint (overwrite=False)",
-    save_pb2.OVERWRITE_ANY: "any checkpoint (overwrite=True)",
-}
+LastSeen = Callable[[int], tuple[str, float] | None]
+"""A rank's host and when it was last seen, as earlier saves of its incarnation recorded it."""
 
 
-class DisagreementError(PannierError):
-    """Two ranks contradict each other; ``failures`` holds both."""
+class SidecarPeer:
+    """A sidecar process, as its streams show it; times are of :mod:`pannier.common.observer_clock`."""
 
-    def __init__(self, message: str, *speakers: tuple[int, str]) -> None:
-        super().__init__(
-            message,
-            [
-                save_pb2.Failure(
-                    rank=rank,
-                    host=host,
-                    kind=save_pb2.FAILURE_KIND_DISAGREEMENT,
-                    message=message,
-                )
-                for rank, host in speakers
-            ],
-        )
+    def __init__(self, host: str) -> None:
+        self.host = host
+        self.since = time.monotonic()
+        self.last_seen = observer_clock.now()
+        self.streams = 0
+        """Open streams; none when it is disconnected."""
+        self.trainer_seen: float | None = None
+        """When it last reported a connected trainer; None: never."""
 
+    def note_message(self, *, trainer: bool) -> None:
+        """Records that a message arrived.
 
-_FACTS: Final[Sequence[tuple[str, Callable[[sidecar_pb2.SaveContext], Any]]]] = (
-    ("saves to", lambda context: context.checkpoint_id),
-    ("has a world size of", lambda context: context.world_size),
-    ("saves together with ranks", lambda context: list(context.ranks)),
-    ("overwrites", lambda context: OVERWRITES[context.overwrite]),
-)
+        Args:
+            trainer: it reports a connected trainer.
+        """
+        self.last_seen = observer_clock.now()
+        if trainer:
+            self.trainer_seen = self.last_seen
 
 
-def check_agreement(first: sidecar_pb2.SaveContext, other: sidecar_pb2.SaveContext) -> None:
-    """Raises DisagreementError when two ranks of one save don't mean the same."""
-    for verb, fact in _FACTS:
-        one, two = fact(first), fact(other)
-        if one != two:
-            one, two = (rank_list(each) if isinstance(each, list) else each for each in (one, two))
-            raise DisagreementError(
-                f"{who(first)} {verb} {one}, {who(other)} {verb} {two}: every rank must call "
-                f"save number {first.save.number} of its group with the same arguments",
-                (first.rank, first.host),
-                (other.rank, other.host),
-            )
+@dataclass
+class RankState:
+    """One rank's part in a save."""
+
+    rank: int
+    host: str = ""
+    phase: "save_pb2.RankPhase" = save_pb2.RANK_PHASE_MISSING
+    last_seen: float | None = None
+    """Time of the trainer's last heartbeat (:mod:`pannier.common.observer_clock`); None: none yet."""
+    sidecar: SidecarPeer | None = None
+    reported: save_pb2.RankStatus = field(default_factory=save_pb2.RankStatus)
+    """The sidecar's last report."""
+    receipt: records_pb2.Receipt | None = None
+    reached: dict[int, float] = field(default_factory=dict)
+    """When it reached each phase, on the monotonic clock."""
+
+    @property
+    def has_live_sidecar(self) -> bool:
+        """Whether the sidecar that reported the rank is attached."""
+        return self.sidecar is not None and self.sidecar.streams > 0
+
+    @property
+    def lost_sidecar(self) -> bool:
+        """Whether the sidecar that reported the rank disconnected before it reported a receipt."""
+        return self.receipt is None and self.sidecar is not None and not self.has_live_sidecar
+
+    def advance(self, phase: "save_pb2.RankPhase") -> None:
+        """Moves to a later phase; an earlier one has no effect."""
+        if phase > self.phase:
+            self.phase = phase
+            self.reached[phase] = time.monotonic()
+
+    def note_trainer(self, sidecar: SidecarPeer, age_s: float) -> None:
+        """Records the trainer's last heartbeat, as the sidecar on its host reports it."""
+        self.host = self.host or sidecar.host
+        seen = observer_clock.now() - age_s
+        self.last_seen = seen if self.last_seen is None else max(self.last_seen, seen)
+        self.reported.seconds_since_heard = age_s
+
+    def seconds_since_seen(self, suspect_after_s: float) -> float | None:
+        """Seconds since the last heartbeat; None: none yet.
+
+        A sidecar's messages count for its ranks, unless it reports that the trainer is unresponsive.
+        """
+        now = observer_clock.now()
+        if self.sidecar is not None and self.phase >= save_pb2.RANK_PHASE_INGESTED:
+            # The sidecar holds everything: the trainer isn't needed any more.
+            return now - self.sidecar.last_seen
+        if self.last_seen is None:
+            return None
+        own = now - self.last_seen
+        if self.sidecar is not None and self.reported.seconds_since_heard < suspect_after_s:
+            return min(own, now - self.sidecar.last_seen)
+        return own
 
 
-def says_same(
-    first: sidecar_pb2.SaveContext, other: sidecar_pb2.SaveContext, *, brief: bool = False
-) -> bool:
-    """Whether two ranks of a save mean the same by it: a quick look, at each of many messages.
+class Participants:
+    """All ranks of a save.
 
     Args:
-        brief: the other's group was told before.
+        recall: the last known host of ranks that this save has no heartbeat of.
     """
-    return (
-        first.checkpoint_id == other.checkpoint_id
-        and first.world_size == other.world_size
-        and first.overwrite == other.overwrite
-        # Looked at last: of a large group this takes longer than all else.
-        and (brief or _same_but_speaker(first, other))
-    )
+
+    def __init__(self, ranks: Iterable[int], *, recall: LastSeen, suspect_after_s: float) -> None:
+        self.by_rank = {rank: RankState(rank) for rank in ranks}
+        self.joined: set[int] = set()
+        """Ranks that sent this save's context themselves."""
+        self.upload_begun = False
+        self._recall = recall
+        self._suspect_after_s = suspect_after_s
+        self._in_order = list(self.by_rank.values())
+        self._reached = 0
+        """All ranks before this one, in order, have reached the phase that is waited for."""
+        self._unchecked: list[records_pb2.Receipt] = []
+
+    def join(self, rank: int, host: str) -> bool:
+        """Records that a rank takes part; whether it is the first time."""
+        state = self.by_rank.get(rank)
+        if state is None:
+            return False
+        state.host = host or state.host
+        new = rank not in self.joined
+        self.joined.add(rank)
+        return new
+
+    def apply_report(self, rank: int, sidecar: SidecarPeer, status: save_pb2.RankStatus) -> None:
+        """Applies what the rank's sidecar reports, except for its phase."""
+        state = self.by_rank[rank]
+        state.sidecar, state.reported = sidecar, status
+        state.last_seen = observer_clock.now() - status.seconds_since_heard
+        self.upload_begun = self.upload_begun or status.bytes_uploaded > 0
+
+    def add_receipt(self, receipt: records_pb2.Receipt) -> None:
+        """Records that a rank is durable; its first receipt counts."""
+        state = self.by_rank[receipt.rank]
+        if state.receipt is None:
+            state.receipt = receipt
+            state.host = state.host or receipt.host
+            self._unchecked.append(receipt)
+        state.advance(save_pb2.RANK_PHASE_DURABLE)
+        self.upload_begun = True
+
+    def pop_unchecked(self) -> list[records_pb2.Receipt]:
+        """Receipts that were added since the last call."""
+        receipts, self._unchecked = self._unchecked, []
+        return receipts
+
+    @property
+    def receipts(self) -> dict[int, records_pb2.Receipt]:
+        """All receipts, by rank."""
+        return {
+            rank: state.receipt for rank, state in self.by_rank.items() if state.receipt is not None
+        }
+
+    @property
+    def hosts(self) -> dict[int, str]:
+        """Hosts by rank; empty where none is known."""
+        return {rank: state.host for rank, state in self.by_rank.items()}
+
+    def all_reached(self, phase: "save_pb2.RankPhase") -> bool:
+        """Whether all ranks have reached the phase; continues where the last call stopped."""
+        while self._reached < len(self._in_order) and self._in_order[self._reached].phase >= phase:
+            self._reached += 1
+        return self._reached == len(self._in_order)
+
+    def expect_next_phase(self) -> None:
+        """The next :meth:`all_reached` is for a later phase."""
+        self._reached = 0
+
+    def mark_failed(self, rank: int) -> None:
+        """Records that a rank failed; -1: none of the ranks."""
+        if rank in self.by_rank:
+            self.by_rank[rank].phase = save_pb2.RANK_PHASE_FAILED
+
+    def note_call(self, rank: int) -> None:
+        """Records a call of the rank's trainer as a heartbeat."""
+        self.by_rank[rank].last_seen = observer_clock.now()
+
+    def restore_failed(self) -> None:
+        """Makes failed ranks missing again."""
+        for state in self._in_order:
+            if state.phase == save_pb2.RANK_PHASE_FAILED:
+                state.phase = save_pb2.RANK_PHASE_MISSING
+        self._reached = 0
+
+    def set_all_durable(self) -> None:
+        """For a committed save: a COMMIT is decided only with the receipts of all ranks."""
+        for state in self._in_order:
+            state.phase = save_pb2.RANK_PHASE_DURABLE
+
+    def drop_receipts(self) -> None:
+        """Frees what the status of an ended save doesn't need."""
+        self._unchecked.clear()
+        for state in self._in_order:
+            state.receipt = None
+
+    def late(self) -> list[int]:
+        """Ranks that are behind: not ingested, or not durable once all are ingested."""
+        lowest = min(state.phase for state in self._in_order)
+        ingested, durable = save_pb2.RANK_PHASE_INGESTED, save_pb2.RANK_PHASE_DURABLE
+        phase = ingested if lowest < ingested else durable
+        return [state.rank for state in self._in_order if state.phase < phase]
+
+    def seen(self, rank: int) -> Awaited:
+        """A rank's host and the seconds since its last heartbeat, as far as they are known."""
+        state = self.by_rank[rank]
+        seconds = state.seconds_since_seen(self._suspect_after_s)
+        if seconds is None and (known := self._recall(rank)) is not None:
+            return Awaited(rank, known[0], time.monotonic() - known[1])
+        return Awaited(rank, state.host, seconds)
 
 
-def _same_but_speaker(first: sidecar_pb2.SaveContext, other: sidecar_pb2.SaveContext) -> bool:
-    # Messages are compared in C, columns of them with an object per number.
-    own = (other.rank, other.host, _seen_of(other))
-    _speak_as(other, first.rank, first.host, _seen_of(first))
-    same: bool = other == first
-    _speak_as(other, *own)
-    return same
+@dataclass
+class ExternalPlan:
+    """What the rank that opened a save with Begin has sent."""
 
-
-def _seen_of(context: sidecar_pb2.SaveContext) -> int | None:
-    return context.seen_incarnation if context.HasField("seen_incarnation") else None
-
-
-def _speak_as(context: sidecar_pb2.SaveContext, rank: int, host: str, seen: int | None) -> None:
-    context.rank, context.host = rank, host
-    if seen is None:
-        context.ClearField("seen_incarnation")
-    else:
-        context.seen_incarnation = seen
-
-
-def who(context: sidecar_pb2.SaveContext) -> str:
-    """The speaker, for people."""
-    return rank_text(context.rank, context.host)
+    finisher: sidecar_pb2.SaveContext | None = None
+    metadata: plan_pb2.GlobalMetadata | None = None
 
 
 @dataclass(frozen=True)
-class Proposal:
-    """A rank goes by its part of a plan that it was given for an earlier save."""
+class CachedPlanClaim:
+    """A rank goes by its part of a plan that an earlier save agreed on."""
 
     rank: int
     host: str
     digest: str
     plan_id: str
     attempt: str
-    """Its save's, as the rank named its files."""
+    """Of this save, as the rank derived it for the names of its files."""
 
 
-class Gathering:
-    """The local plans of one save, and what stands for them, as they come in."""
+class LocalPlans:
+    """The local plans and cached-plan claims of one save."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self._ranks = list(ranks)
         self._plans: dict[int, RankPlan] = {}
-        self._proposals: dict[int, Proposal] = {}
+        self._claims: dict[int, CachedPlanClaim] = {}
+        self.full_requested = False
+        """No cached plan fits all ranks: those with a claim are to hand in their full plans."""
 
     def add(self, plan: RankPlan) -> None:
-        """Takes a rank's plan; the same one again is no news.
+        """Adds a rank's plan. Idempotent.
 
-        Raises DisagreementError when the rank, or the planners' options, say otherwise.
+        Raises DisagreementError when the rank handed in another one, or planner options differ.
         """
         known = self._plans.get(plan.rank)
         if known is None:
@@ -139,71 +259,82 @@ class Gathering:
         elif known.digest != plan.digest:
             raise _two_plans(known, plan)
 
-    def propose(self, proposal: Proposal) -> None:
-        """Takes what stands for a rank's plan; once more, or with the plan, is no news.
+    def add_claim(self, claim: CachedPlanClaim) -> None:
+        """Adds a rank's claim. Idempotent, also after the rank's full plan.
 
-        Raises DisagreementError when the rank said otherwise.
+        Raises DisagreementError when the rank made another one.
         """
-        self._check_digest(proposal)
-        known = self._proposals.setdefault(proposal.rank, proposal)
-        if (known.plan_id, known.attempt) != (proposal.plan_id, proposal.attempt):
-            raise _two_plans(known, proposal)
+        self._check_digest(claim)
+        known = self._claims.setdefault(claim.rank, claim)
+        if (known.plan_id, known.attempt) != (claim.plan_id, claim.attempt):
+            raise _two_plans(known, claim)
 
-    def _check_digest(self, said: "RankPlan | Proposal") -> None:
-        for known in (self._plans.get(said.rank), self._proposals.get(said.rank)):
-            if known is not None and known.digest != said.digest:
-                raise _two_plans(known, said)
+    def _check_digest(self, given: "RankPlan | CachedPlanClaim") -> None:
+        for known in (self._plans.get(given.rank), self._claims.get(given.rank)):
+            if known is not None and known.digest != given.digest:
+                raise _two_plans(known, given)
 
-    def forget_plans(self) -> None:
-        """The plan is agreed: nobody needs those of the ranks any more."""
+    def request_full(self) -> None:
+        """Requests the full plans of ranks that made a claim."""
+        self.full_requested = True
+
+    def drop_plans(self) -> None:
+        """Frees the full plans: the agreed plan keeps what is needed."""
         self._plans.clear()
 
     @property
+    def any(self) -> bool:
+        """Whether any rank handed in a plan or a claim."""
+        return bool(self._plans or self._claims)
+
+    @property
     def missing(self) -> list[int]:
-        """Ranks of which neither is here, ascending."""
+        """Ranks without a plan and without a claim, ascending."""
         return [
-            rank for rank in self._ranks if rank not in self._plans and rank not in self._proposals
+            rank for rank in self._ranks if rank not in self._plans and rank not in self._claims
         ]
 
     @property
-    def unplanned(self) -> list[int]:
-        """Ranks whose plan isn't here, ascending."""
+    def without_full(self) -> list[int]:
+        """Ranks without a full plan, ascending."""
         return [rank for rank in self._ranks if rank not in self._plans]
 
     @property
     def complete(self) -> bool:
-        """Whether every rank's plan is here, or what stands for it."""
+        """Whether every rank has handed in its plan or a claim."""
         # A rank may have sent both.
-        enough = len(self._plans) + len(self._proposals) >= len(self._ranks)
-        return enough and len(self._plans.keys() | self._proposals.keys()) == len(self._ranks)
+        enough = len(self._plans) + len(self._claims) >= len(self._ranks)
+        return enough and len(self._plans.keys() | self._claims.keys()) == len(self._ranks)
 
     @property
     def plans(self) -> list[RankPlan]:
-        """Those that are here, in the order of ranks."""
+        """Full plans in the order of ranks."""
         return [self._plans[rank] for rank in self._ranks if rank in self._plans]
 
     @property
-    def proposals(self) -> list[Proposal]:
-        """Those that are here, in the order of ranks; also of ranks whose plans came after."""
-        return [self._proposals[rank] for rank in self._ranks if rank in self._proposals]
+    def claims(self) -> list[CachedPlanClaim]:
+        """Claims in the order of ranks, also of ranks that handed in a full plan later."""
+        return [self._claims[rank] for rank in self._ranks if rank in self._claims]
 
     @property
-    def unread(self) -> list[Proposal]:
-        """Those of ranks whose plans aren't here."""
-        return [each for each in self.proposals if each.rank not in self._plans]
+    def unconfirmed(self) -> list[CachedPlanClaim]:
+        """Claims of ranks without a full plan."""
+        return [claim for claim in self.claims if claim.rank not in self._plans]
 
     @property
-    def digests(self) -> dict[int, str]:
-        """Of the ranks' local plans, by rank."""
+    def digests(self) -> Mapping[int, str]:
+        """Digests of the local plans, by rank."""
         return {
-            rank: said[rank].digest
+            rank: known[rank].digest
             for rank in self._ranks
-            for said in (self._plans, self._proposals)
-            if rank in said
+            for known in (self._plans, self._claims)
+            if rank in known
         }
 
 
-def _two_plans(known: "RankPlan | Proposal", other: "RankPlan | Proposal") -> DisagreementError:
+def _two_plans(
+    known: "RankPlan | CachedPlanClaim", other: "RankPlan | CachedPlanClaim"
+) -> DisagreementError:
     return DisagreementError(
         f"rank {other.rank} handed in two plans for one save: digest {known.digest[:12]} from host "
         f"{known.host}, {other.digest[:12]} from host {other.host}; do two processes run as this "
@@ -221,13 +352,13 @@ def _check_options(first: RankPlan, other: RankPlan) -> None:
         for field in plan_pb2.PlannerOptions.DESCRIPTOR.fields
         if getattr(one, field.name) != getattr(two, field.name)
     ]
-    said = ", ".join(
+    text = ", ".join(
         f"{name} is {getattr(one, name)!r} on rank {first.rank} and {getattr(two, name)!r} on "
         f"rank {other.rank}"
         for name in differing
     )
     raise DisagreementError(
-        f"the planners differ: {said}; pass the same planner on every rank",
+        f"the planners differ: {text}; pass the same planner on every rank",
         (first.rank, first.host),
         (other.rank, other.host),
     )

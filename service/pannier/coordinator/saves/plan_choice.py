@@ -1,43 +1,42 @@
-"""Which plan a save goes by when ranks go by earlier ones: the same again, or as much of it as does.
+"""Which cached plan a save can go by, when ranks claim one.
 
-In: a save whose ranks have all said what they go by, and the plans that are kept. Out: one of these
-that fits all ranks; else what of them must stay as it is. Event loop only; no I/O.
+In: a save whose ranks have all handed in plans or claims, and the plan cache. Out: a cached plan that
+fits all ranks; else the assignments that a new plan must keep. Event loop only; no I/O.
 """
 
 from collections.abc import Mapping
 
-from pannier.coordinator.planning.plan_cache import AgreedPlan, AgreedPlans, Share
-from pannier.coordinator.saves.participants import DisagreementError
+from pannier.coordinator.planning.plan_cache import AgreedPlan, PlanCache, Share
 from pannier.coordinator.saves.save import Save
+from pannier.coordinator.saves.save_spec import DisagreementError
 from pannier.wire import object_names
 
 
 def check_attempts(save: Save, attempt: object_names.Attempt) -> None:
     """Raises DisagreementError naming ranks that have named their files for another attempt."""
-    name = attempt.name
-    wrong = [each for each in save.gathering.proposals if each.attempt != name]
+    wrong = [claim for claim in save.plans.claims if claim.attempt != attempt.name]
     if wrong:
         raise DisagreementError(
             f"its attempt is {attempt.name}, but rank {wrong[0].rank} (host {wrong[0].host}) goes by "
             f"a plan of attempts like {wrong[0].attempt}: was the root emptied while the job ran?",
-            *((each.rank, each.host) for each in wrong),
+            *((claim.rank, claim.host) for claim in wrong),
         )
 
 
-def choose(plans: AgreedPlans, save: Save) -> AgreedPlan | None:
-    """A kept plan that was made of the same local plans; None when there is none.
+def choose_cached_plan(cache: PlanCache, save: Save) -> AgreedPlan | None:
+    """A cached plan that was made of the same local plans; None when there is none.
 
-    Each rank that has staged by an earlier plan writes the same in it.
+    Each rank that has staged by a claimed plan writes the same in it.
     """
-    digests = save.gathering.digests
+    digests = save.plans.digests
     staged = {}
-    known = _known(plans, save)
-    for each in save.gathering.proposals:
-        own = known[each.plan_id]
-        if own is None or own.digests.get(each.rank) != each.digest:
+    known = _claimed_plans(cache, save)
+    for claim in save.plans.claims:
+        own = known[claim.plan_id]
+        if own is None or own.digests.get(claim.rank) != claim.digest:
             return None
-        staged[each.rank] = own
-    for plan in (*dict.fromkeys(staged.values()), *plans.alike(save.context, digests)):
+        staged[claim.rank] = own
+    for plan in (*dict.fromkeys(staged.values()), *cache.find_alike(save.context, digests)):
         if plan.digests == digests and all(
             own.writes_same(plan, rank) for rank, own in staged.items()
         ):
@@ -45,21 +44,21 @@ def choose(plans: AgreedPlans, save: Save) -> AgreedPlan | None:
     return None
 
 
-def kept_assignments(plans: AgreedPlans, save: Save) -> Mapping[int, Share]:
-    """What ranks write that have staged by an earlier plan, by rank: it can't be changed any more.
+def kept_assignments(cache: PlanCache, save: Save) -> Mapping[int, Share]:
+    """What ranks write that have staged by a claimed plan, by rank: it can't change any more.
 
-    Of a plan that isn't kept nobody knows; such a rank gives up when it is answered otherwise.
+    A plan that isn't cached says nothing; its rank fails if it is answered with another one.
     """
     kept = {}
-    known = _known(plans, save)
-    for each in save.gathering.proposals:
-        own = known[each.plan_id]
-        if own is not None and own.digests.get(each.rank) == each.digest:
-            kept[each.rank] = own.share(each.rank)
+    known = _claimed_plans(cache, save)
+    for claim in save.plans.claims:
+        own = known[claim.plan_id]
+        if own is not None and own.digests.get(claim.rank) == claim.digest:
+            kept[claim.rank] = own.share(claim.rank)
     return kept
 
 
-def _known(plans: AgreedPlans, save: Save) -> Mapping[str, AgreedPlan | None]:
-    """The plans that its ranks go by, by id: thousands of ranks go by the same."""
-    ids = {each.plan_id for each in save.gathering.proposals}
-    return {plan_id: plans.find(save.context, plan_id) for plan_id in ids}
+def _claimed_plans(cache: PlanCache, save: Save) -> Mapping[str, AgreedPlan | None]:
+    """The claimed plans by id, found once for thousands of ranks that claim the same one."""
+    ids = {claim.plan_id for claim in save.plans.claims}
+    return {plan_id: cache.find(save.context, plan_id) for plan_id in ids}

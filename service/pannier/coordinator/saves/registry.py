@@ -1,10 +1,11 @@
-"""All saves that the coordinator knows, and where the ranks of each incarnation live.
+"""All saves that the coordinator knows, and the hosts of each incarnation's ranks.
 
-In: contexts. Out: saves, one per identity. Ended ones are kept for those who ask how they
-ended, for a bounded number and time. Event loop only; no I/O.
+In: contexts. Out: saves, one per identity. A bounded number of ended saves is kept for some time, so
+that late calls and status show how they ended. Event loop only; no I/O.
 """
 
 import asyncio
+import functools
 import logging
 import time
 from collections import OrderedDict
@@ -12,13 +13,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from pannier.coordinator.saves.participants import (
+from pannier.coordinator.saves import save_view
+from pannier.coordinator.saves.save import Save
+from pannier.coordinator.saves.save_spec import (
     DisagreementError,
     check_agreement,
-    says_same,
-    who,
+    describes_same_save,
+    sender,
 )
-from pannier.coordinator.saves.save import Save, State
+from pannier.coordinator.saves.states import State
 from pannier.daemon.status_registry import StatusRegistry
 from pannier.v1 import save_pb2, sidecar_pb2
 from pannier.wire import object_names
@@ -33,19 +36,22 @@ ENDED_KEPT: Final = 512
 ENDED_KEPT_S: Final = 3600.0
 _INCARNATIONS_KEPT: Final = 64
 SPLIT_S: Final = 2.0
-"""Until ranks that take part in two incarnations count as divided."""
-"""Ranks of a host that are spelled out in an error."""
+"""Until a group whose ranks take part in two incarnations counts as split."""
 
 
 @dataclass
 class _Incarnation:
     first: sidecar_pb2.SaveContext
     hosts: dict[int, tuple[str, float]] = field(default_factory=dict)
-    """By rank: host, and when the rank was last seen."""
+    """By rank: host, and time of its last message on the monotonic clock."""
 
 
 class Registry:
-    """Finds saves. ``begin`` is called with every new one, which it sets in motion."""
+    """Finds saves.
+
+    Args:
+        begin: called with every new save, to start its task.
+    """
 
     def __init__(
         self,
@@ -90,34 +96,32 @@ class Registry:
         failing: bool = False,
         brief: bool = False,
     ) -> Save:
-        """The save that a rank speaks of; it begins now when nobody spoke of it before.
+        """The save of a rank's context; begins it at the first context.
 
         Args:
-            known: the save is under way for a sidecar, so that it is taken in even while
-                the coordinator drains.
-            failing: the rank only says that it failed, perhaps over the very thing in which it
-                contradicts the others: its own words go first.
-
-            brief: of a known save the context may leave the group's ranks out.
+            known: the save is under way for a sidecar: it is accepted while the coordinator drains.
+            failing: the rank only reports its failure, perhaps over the very thing in which it
+                contradicts the others: that report takes precedence.
+            brief: the context of a known save may leave out the group's ranks.
 
         Raises:
             InvalidRequestError: the context contradicts itself.
-            DisagreementError: it contradicts another rank's; the save is doomed.
+            DisagreementError: it contradicts another rank's; the save fails.
             UnavailableError: a new save while draining, or one above the limits.
         """
         key = object_names.save_text(context.save)
         save = self.find_key(key)
         brief = brief and not context.ranks
-        same = save is not None and says_same(save.context, context, brief=brief)
-        if save is not None and same and context.rank in save.parts:
-            # As most that is said: it was checked when the first rank said it.
+        same = save is not None and describes_same_save(save.context, context, brief=brief)
+        if save is not None and same and context.rank in save.ranks:
+            # As most contexts: all but the sender was checked with the first rank's.
             check_host(context.host)
             self._note(save, context)
             if not failing:
                 self._check_world(save, context)
             return save
         if brief and save is not None:
-            # What else it says is to be judged by the group that was told before.
+            # The rest of the context is checked against the group that was sent before.
             context = _with_ranks(context, save.context.ranks)
         check_context(context)
         if save is None:
@@ -128,32 +132,32 @@ class Registry:
             check_room([each.context.save for each in self._saves.values()], context.save)
             save = self._new(context, key)
         self._note(save, context)
-        if failing and context.rank in save.parts:
+        if failing and context.rank in save.ranks:
             return save
         try:
             self._check(save, context)
         except DisagreementError as error:
-            if not save.doomed.is_set():
-                # Else that is why, not this: a rank that failed may contradict the others, too.
-                save.doom(error.failures.values())
+            if not save.failing:
+                # Otherwise that is the cause: a rank that failed may contradict the others, too.
+                save.fail_ranks(error.failures.values())
             raise
         return save
 
-    async def current(self, context: sidecar_pb2.SaveContext, timeout_s: float) -> int:
-        """Where a rank belongs that speaks of a save which ended without it; 0 if it is in step.
+    async def find_current(self, context: sidecar_pb2.SaveContext, timeout_s: float) -> int:
+        """Number of the save that a rank belongs to whose own save ended without it; 0 if in step.
 
-        A rank that left out a call is behind its group for good unless it is told: it
-        names another checkpoint id than the save that it is counted to. It belongs to the newer
-        save to that id, which is waited for if the other ranks haven't come so far.
+        A rank that missed a call stays behind its group: its save number is that of an earlier save
+        to another checkpoint id. It belongs to the newer save to its checkpoint id; this waits for
+        that one if the other ranks haven't called it yet.
         """
         past = self.find(context.save)
-        if past is None or not past.ended or context.rank in past.joined:
+        if past is None or not past.ended or context.rank in past.participants.joined:
             return 0
         if past.context.checkpoint_id == context.checkpoint_id:
             return 0  # the right save, too late
-        # Only of a rank that was missed is it known that it left the call out: another may be right
-        # and merely late, after a rank that failed with a checkpoint id of its own.
-        cause = past.failures.get(context.rank)
+        # Only a rank that missed the deadline has certainly missed a call: another one may be in step
+        # and merely late, after a rank failed with a different checkpoint id.
+        cause = past.outcome.failures.get(context.rank)
         missed = cause is not None and cause.kind == save_pb2.FAILURE_KIND_DEADLINE
         deadline = time.monotonic() + (timeout_s if missed else 0)
         with self._status_registry.watch_aio() as watch:
@@ -174,7 +178,7 @@ class Registry:
                 if _same_group(save.context.save, context.save)
                 and save.context.save.number > context.save.number
                 and save.context.checkpoint_id == context.checkpoint_id
-                and context.rank not in save.joined
+                and context.rank not in save.participants.joined
             ),
             default=0,
         )
@@ -191,81 +195,83 @@ class Registry:
             recall=incarnation.hosts.get,
             suspect_after_s=self._suspect_after_s,
         )
-        _log.info("%s begins, with %d ranks", save.label, len(context.ranks), extra=save.about)
-        self._status_registry.put(context.save, context.checkpoint_id, save.status)
+        _log.info("%s begins, with %d ranks", save.label, len(context.ranks), extra=save.log_fields)
+        self._status_registry.put(
+            context.save,
+            context.checkpoint_id,
+            functools.partial(save_view.status, save),
+        )
         self._begin(save)
         return save
 
     def _note(self, save: Save, context: sidecar_pb2.SaveContext) -> None:
         rank, host = context.rank, context.host
-        incarnation = self._incarnations.get(save.life)
+        incarnation = self._incarnations.get(save.spec.incarnation)
         if incarnation is not None:
             incarnation.hosts[rank] = (host, time.monotonic())
-        part = save.parts.get(rank)
-        if part is not None:
-            part.host = host or part.host
-            if rank not in save.joined:
-                save.joined.add(rank)
-                self._check_split(save)
-        if context.HasField("seen_incarnation") and not save.context.HasField("seen_incarnation"):
-            save.context.seen_incarnation = context.seen_incarnation
+        if save.note_context(context):
+            self._check_split(save)
 
     def _check_split(self, save: Save) -> None:
-        """Looks whether the group's other ranks take part as another incarnation."""
+        """Checks whether the group's other ranks take part as another incarnation."""
         for other in self._saves.values():
             if _is_split(save, other):
-                # Not at once: ranks that were started again may follow those that have come.
+                # Not at once: the other restarted ranks may follow.
                 loop = asyncio.get_running_loop()
-                loop.call_later(SPLIT_S, self._judge_split, save, other)
+                loop.call_later(SPLIT_S, self._fail_split, save, other)
 
-    def _judge_split(self, *halves: Save) -> None:
+    def _fail_split(self, *halves: Save) -> None:
         if not _is_split(*halves):
             return
-        saves = sorted(halves, key=lambda save: min(save.joined))
-        told = " and ".join(
-            f"{_joined(save)} as incarnation {save.context.save.incarnation}" for save in saves
+        saves = sorted(halves, key=lambda save: min(save.participants.joined))
+        text = " and ".join(
+            f"{_joined_text(save)} as incarnation {save.context.save.incarnation}" for save in saves
         )
         context = saves[0].context
         message = (
-            f"the group's ranks take part in two incarnations of job {context.save.job}, {told}: "
+            f"the group's ranks take part in two incarnations of job {context.save.job}, {text}: "
             "they did not agree on one through the process group's store, and would wait for each "
             "other. Start the job again; if it was, end the processes that are left of the former "
             "start"
         )
         error = DisagreementError(
             message,
-            *((rank, save.parts[rank].host) for save in saves for rank in sorted(save.joined)),
+            *(
+                (rank, save.ranks[rank].host)
+                for save in saves
+                for rank in sorted(save.participants.joined)
+            ),
         )
         for save in saves:
-            save.doom(error.failures.values())
+            save.fail_ranks(error.failures.values())
 
     def _check(self, save: Save, context: sidecar_pb2.SaveContext) -> None:
         check_agreement(save.context, context)
         self._check_world(save, context)
 
     def _check_world(self, save: Save, context: sidecar_pb2.SaveContext) -> None:
-        of = save.life
-        incarnation = self._incarnations.get(of)
+        incarnation_key = save.spec.incarnation
+        incarnation = self._incarnations.get(incarnation_key)
         if incarnation is None:
             return
         first = incarnation.first
         if first.world_size != context.world_size:
             # Such ranks form different groups, and would wait for each other until the deadline.
             error = DisagreementError(
-                f"{who(first)} has a world size of {first.world_size}, {who(context)} of "
+                f"{sender(first)} has a world size of {first.world_size}, {sender(context)} of "
                 f"{context.world_size}, in one incarnation of job {context.save.job}",
                 (first.rank, first.host),
                 (context.rank, context.host),
             )
             for other in self.undecided():
-                theirs = other.context.save
-                if (theirs.job, theirs.incarnation) == of and other.state is State.PLANNING:
-                    other.doom(error.failures.values())
+                same = other.spec.incarnation == incarnation_key
+                if same and other.state is State.PLANNING:
+                    other.fail_ranks(error.failures.values())
             raise error
         self._check_groups(save, context)
 
     def _check_groups(self, save: Save, context: sidecar_pb2.SaveContext) -> None:
-        """A rank that plans with one group won't join another that waits for it, to one place."""
+        """Fails a save to the same checkpoint id that waits for this rank with another group."""
         if save.state is not State.PLANNING:
             return
         for other in self.undecided():
@@ -274,19 +280,18 @@ class Registry:
                 other is not save
                 and other.state is State.PLANNING
                 and theirs.checkpoint_id == context.checkpoint_id
-                and (theirs.save.job, theirs.save.incarnation)
-                == (context.save.job, context.save.incarnation)
+                and other.spec.incarnation == save.spec.incarnation
                 and theirs.save.group != context.save.group
-                and context.rank in other.gathering.missing
+                and context.rank in other.plans.missing
             ):
                 error = DisagreementError(
-                    f"{who(theirs)} saves to {theirs.checkpoint_id} together with "
-                    f"{ranks_text(theirs.ranks)}, {who(context)} with "
+                    f"{sender(theirs)} saves to {theirs.checkpoint_id} together with "
+                    f"{ranks_text(theirs.ranks)}, {sender(context)} with "
                     f"{ranks_text(context.ranks)}: pass the same process_group on every rank",
                     (theirs.rank, theirs.host),
                     (context.rank, context.host),
                 )
-                other.doom(error.failures.values())
+                other.fail_ranks(error.failures.values())
                 raise error
 
     def _changed(self, save: Save) -> None:
@@ -304,26 +309,25 @@ class Registry:
 
 
 def _is_split(one: Save, other: Save) -> bool:
-    """Whether two saves are one, of which each has the ranks that the other lacks."""
+    """Whether two saves are halves of one: each has the ranks that the other lacks."""
     first, second = one.context, other.context
     return (
         first.save.incarnation != second.save.incarnation
         and (first.save.job, first.save.group) == (second.save.job, second.save.group)
         and (first.checkpoint_id, first.world_size) == (second.checkpoint_id, second.world_size)
         and all(
-            save.state is State.PLANNING and not save.doomed.is_set() and not save.context.apart
+            save.state is State.PLANNING and not save.failing and not save.context.apart
             for save in (one, other)
         )
-        and one.joined.isdisjoint(other.joined)
-        and len(one.joined) + len(other.joined) == len(one.parts)
+        and one.participants.joined.isdisjoint(other.participants.joined)
+        and len(one.participants.joined) + len(other.participants.joined) == len(one.ranks)
     )
 
 
-def _joined(save: Save) -> str:
-    """The ranks that take part, by host, for people."""
+def _joined_text(save: Save) -> str:
     hosts: dict[str, list[int]] = {}
-    for rank in sorted(save.joined):
-        hosts.setdefault(save.parts[rank].host, []).append(rank)
+    for rank in sorted(save.participants.joined):
+        hosts.setdefault(save.ranks[rank].host, []).append(rank)
     return ", ".join(f"{ranks_text(ranks)} (host {host})" for host, ranks in hosts.items())
 
 

@@ -1,8 +1,7 @@
-"""One save, from its first message to its end: what happens when.
+"""One save, from its first message to its end: which step comes when.
 
-In: a :class:`Save` that ranks and sidecars fill. Out: its end, in storage and in its
-state. One task per save; it alone writes to storage for it. Event loop; what is CPU-bound
-runs in a thread.
+In: a :class:`Save` that ranks and sidecars fill. Out: its end, in storage and in its state. One task
+per save; it alone writes to storage for it. Event loop; what is CPU-bound runs in a thread.
 """
 
 import asyncio
@@ -13,82 +12,87 @@ from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Executor
 from typing import Any, Final, TypeVar
 
-from pannier.attempts.commit import SupersededError, carry_out, prepare_commit
-from pannier.attempts.decisions import decide, decider, new_decision
-from pannier.attempts.manifests import exists, publish
-from pannier.attempts.metadata_swap import OccupiedError, RemovedError, check_free
-from pannier.attempts.receipts import find_lost
+from pannier.attempts.manifests import exists
+from pannier.attempts.metadata_swap import check_free
 from pannier.common.deadline import within
 from pannier.coordinator.background.retention import Retention
 from pannier.coordinator.background.superseded import Sweeper
 from pannier.coordinator.commit.manifest import Manifest, agree
-from pannier.coordinator.commit.metadata import build_candidate
-from pannier.coordinator.commit.receipt_check import check_external_metadata
 from pannier.coordinator.planning.custom_planners import Planners
-from pannier.coordinator.planning.plan_cache import AgreedPlans
-from pannier.coordinator.saves.failures import blame, check_told, raise_lost, raise_missed
-from pannier.coordinator.saves.plan_choice import check_attempts, choose, kept_assignments
-from pannier.coordinator.saves.resume import Looks, adopt, go_by, take_up
-from pannier.coordinator.saves.retry_until_known import ask, insist
-from pannier.coordinator.saves.save import Save, State
-from pannier.coordinator.stores import Places
+from pannier.coordinator.planning.plan_cache import AgreedPlan, PlanCache
+from pannier.coordinator.saves import save_view
+from pannier.coordinator.saves.decision import AttemptEnd, Services
+from pannier.coordinator.saves.failures import (
+    check_rank_receipt,
+    deadline_error,
+    failures_of,
+    loss_error,
+)
+from pannier.coordinator.saves.plan_choice import (
+    check_attempts,
+    choose_cached_plan,
+    kept_assignments,
+)
+from pannier.coordinator.saves.resume import (
+    StorageChecks,
+    adopt_manifest,
+    read_with_retries,
+    resume_save,
+)
+from pannier.coordinator.saves.save import Save
+from pannier.coordinator.saves.states import PlanMode, State
+from pannier.coordinator.stores import Stores
 from pannier.daemon.logging import bind
 from pannier.maintenance.retention_policy import Policy
-from pannier.storage import DeniedError, NotFoundError, StorageError, Store
+from pannier.storage import StorageError, Store
 from pannier.storage.base import limited
-from pannier.v1 import records_pb2, save_pb2
-from pannier.wire.errors import (
-    ConfigurationError,
-    InvalidRequestError,
-    PannierError,
-)
+from pannier.v1 import records_pb2
+from pannier.wire.errors import ConfigurationError, DeadlineError, InvalidRequestError
 
 _log = logging.getLogger(__name__)
 
 _Answer = TypeVar("_Answer")
 
-REMOVE_AGAIN_S: Final = (3.0, 30.0)
-"""Pauses after an abort until its objects are looked for once more."""
-_REFUSED: Final = (DeniedError, NotFoundError)
-"""Storage has answered, and has written nothing."""
 _CANCEL_S: Final = 0.5
-_TRACES_S: Final = 10.0
-"""For storage to say whether a save that nobody will commit has left anything."""
+"""Between two cancellations of a task that has not ended."""
 
 
-class Conductor:
-    """Sets saves in motion.
+class SaveTasks:
+    """The tasks of all saves.
 
     Args:
         host: signs decisions.
         threads: for planning and for the metadata.
-        sweeper, retention: told of commits. Default: those of their own, which keep all.
-        plans: told of the plans that are agreed, which later saves go by. Default: none so far.
+        sweeper, retention: notified of commits. Default: own ones, which remove nothing early.
+        cache: gets the agreed plans, which later saves may go by. Default: an empty one.
     """
 
     def __init__(
         self,
-        places: Places,
+        stores: Stores,
         planners: Planners,
         *,
         host: str,
         threads: Executor,
         sweeper: Sweeper | None = None,
         retention: Retention | None = None,
-        plans: AgreedPlans | None = None,
+        cache: PlanCache | None = None,
     ) -> None:
-        self._places = places
-        self._sweeper = sweeper or Sweeper(places)
-        self._retention = retention or Retention(places, Policy(), host=host)
-        self._planners = planners
-        self._host = host
-        self._threads = threads
-        self._plans = plans or AgreedPlans()
+        self._services = Services(
+            stores,
+            planners,
+            host,
+            threads,
+            sweeper or Sweeper(stores),
+            retention or Retention(stores, Policy(), host=host),
+            cache or PlanCache(),
+            self._spawn,
+        )
         self._tasks: set[asyncio.Task[None]] = set()
 
     def begin(self, save: Save) -> None:
         """Starts the save's task."""
-        self._spawn(self._conduct(save), save.key)
+        self._spawn(SaveTask(save, self._services).run(), save.key)
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
         task = asyncio.get_running_loop().create_task(work, name=name)
@@ -96,421 +100,278 @@ class Conductor:
         task.add_done_callback(self._tasks.discard)
 
     async def stop(self) -> None:
-        """Drops all saves as they are: another coordinator can go on from storage."""
-        await self._sweeper.stop()
-        await self._retention.stop()
+        """Cancels all tasks: another coordinator can resume their saves from storage."""
+        await self._services.sweeper.stop()
+        await self._services.retention.stop()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _conduct(self, save: Save) -> None:
-        bind(lambda: save.about)
-        doomed = asyncio.get_running_loop().create_task(save.doomed.wait())
-        work = asyncio.get_running_loop().create_task(self._work(save))
+
+class SaveTask:
+    """The steps of one save."""
+
+    def __init__(self, save: Save, services: Services) -> None:
+        self._save = save
+        self._services = services
+        self._end = AttemptEnd(save, services)
+
+    async def run(self) -> None:
+        """Runs the save to its end."""
+        save = self._save
+        bind(lambda: save.log_fields)
         try:
-            await self._until_doomed(save, work, doomed)
-            if not save.ended and await self._is_elsewhere(save):
-                save.revive()
-                doomed = asyncio.get_running_loop().create_task(save.doomed.wait())
-                work = asyncio.get_running_loop().create_task(self._work(save))
-                await self._until_doomed(save, work, doomed)
+            await self._run_until_failing()
+            if not save.ended and await self._is_planned_elsewhere():
+                save.follow()
+                await self._run_until_failing()
             if not save.ended:
-                await self._abort(save)
+                await self._end.abort()
         except Exception as error:  # noqa: BLE001 - top of the task: becomes the save's state
             _log.exception("the end of %s failed", save.label)
-            save.problem = f"the coordinator ({type(error).__name__}: {error})"
-            if not save.ended:
-                save.move(State.IN_DOUBT)
+            save.note_internal_error(error)
+
+    async def _run_until_failing(self) -> None:
+        """Runs the steps; they are cancelled when the save fails before it is decided."""
+        loop = asyncio.get_running_loop()
+        steps = loop.create_task(self._run_steps())
+        failing = loop.create_task(self._save.outcome.failing.wait())
+        try:
+            await asyncio.wait({steps, failing}, return_when=asyncio.FIRST_COMPLETED)
+            if not self._save.deciding:
+                await _cancel(steps)
+            await asyncio.wait({steps})
+            if not steps.cancelled() and (error := steps.exception()) is not None:
+                self._save.fail_ranks(
+                    failures_of(error, self._save.label),
+                    timed_out=isinstance(error, DeadlineError),
+                )
         finally:
-            # The daemon stops: both end here.
-            await _cancel(doomed)
-            await _cancel(work)
+            # Also when the daemon stops.
+            await _cancel(failing)
+            await _cancel(steps)
 
-    async def _until_doomed(
-        self, save: Save, work: "asyncio.Task[None]", doomed: "asyncio.Task[Any]"
-    ) -> None:
-        """Returns when the work has ended, or was given up."""
-        await asyncio.wait({work, doomed}, return_when=asyncio.FIRST_COMPLETED)
-        if not save.deciding:
-            await _cancel(work)
-        await asyncio.wait({work})
-        if not work.cancelled() and (error := work.exception()) is not None:
-            blame(save, error)
+    async def _is_planned_elsewhere(self) -> bool:
+        """Whether ranks timed out here because another coordinator planned the save.
 
-    async def _is_elsewhere(self, save: Save) -> bool:
-        """Whether ranks only fell silent here because another coordinator planned the save.
-
-        It may commit, so that this one must not abort: it follows.
+        That one may commit, so this one must not abort: it follows.
         """
-        if save.state is not State.PLANNING or save.failures.keys() - save.concluded:
+        save = self._save
+        if save.state is not State.PLANNING or not save.outcome.only_timed_out:
             return False
-        if save.touched or not await self._find_traces(save):
+        if save.written or not await self._end.check_written():
             return False
         _log.warning(
-            "%s: another coordinator has planned it; this one stops planning and goes on from "
+            "%s: another coordinator has planned it; this one stops planning and resumes it from "
             "storage (here: %s)",
-            save.label,
-            save.reason(),
+            *(save.label, save.outcome.text()),
         )
         return True
 
-    async def _work(self, save: Save) -> None:
-        """Up to the commit. What it raises aborts the save; it is cancelled when it is doomed."""
-        if save.doomed.is_set():
-            # The first rank came to say that it failed, perhaps over the checkpoint id itself.
+    # Steps, in order.
+
+    async def _run_steps(self) -> None:
+        """All steps up to the applied decision. What they raise fails the save."""
+        save = self._save
+        if save.failing:
+            # The first message reported a failure, perhaps about the checkpoint id itself.
             return
         try:
-            store = self._places.open(save.context.checkpoint_id)
+            store = self._services.stores.open(save.context.checkpoint_id)
         except (InvalidRequestError, ConfigurationError) as error:
             raise StorageError(str(error)) from error
         try:
-            # What is decided is carried out however long that takes; all before has a deadline.
-            with limited(until=lambda: save.next_deadline, retried=lambda why: _retried(save, why)):
-                decision = await self._prepare(save, store)
+            # A decision is applied however long that takes; all before it has a deadline.
+            with limited(until=lambda: save.next_deadline, retried=save.wait_for_storage):
+                decision = await self._prepare(store)
             if save.state is State.PREPARED:
                 return
             if decision is None:
-                decision = await self._commit(save, store)
-            await self._obey(save, store, decision)
+                decision = await self._end.decide_commit(store)
+            await self._end.apply(store, decision)
         finally:
             await store.close()
 
-    # Steps, in order.
-
-    async def _prepare(self, save: Save, store: Store) -> records_pb2.Decision | None:
-        """Up to the point at which it can be committed; the decision, if it has been ended."""
+    async def _prepare(self, store: Store) -> records_pb2.Decision | None:
+        """Brings the save to the point of its commit; returns the decision if it has ended."""
+        save, stores = self._save, self._services.stores
         if not save.external and not save.resumed:
-            await self._reach(save, lambda: self._places.contact(save.context))
-            # The incarnation takes its number after this: the last words of processes that were
+            await self._ask_root(lambda: stores.contact(save.context))
+            # The incarnation gets its number after this: a delayed message of processes that were
             # killed would make theirs newer than the one that was started since.
-            await self._gather(save)
-        await self._find_attempt(save)
-        if not (save.resumed or save.preparing):
-            await self._check_place(save, store)
+            await self._collect_plans()
+        if save.attempt is None:
+            save.set_attempt(await self._ask_root(lambda: stores.attempt(save.context)))
+        if not (save.resumed or save.mode is PlanMode.PREPARE):
+            await self._check_destination(store)
         if not save.resumed:
-            # One that is resumed was planned before: what is ingested may be finished.
-            await self._check_newest(save)
+            # A resumed save was planned before: what is ingested may be finished.
+            await self._check_newest_incarnation()
         decision = None
         if save.resumed:
-            decision = await ask(save, lambda: take_up(save, store))
+            decision = await read_with_retries(save, lambda: resume_save(save, store))
         if decision is None and not save.external and save.manifest is None:
-            ours = await self._plan(save, store)
-            if not ours:
+            own = await self._plan(store)
+            if not own:
                 _log.warning("%s: another coordinator has planned it before", save.label)
-                save.resumed = True
-                decision = await ask(save, lambda: take_up(save, store))
+                save.yield_planning()
+                decision = await read_with_retries(save, lambda: resume_save(save, store))
         if save.manifest is not None and not save.external:
-            self._plans.keep(save.context, save.manifest.plan)
+            self._services.cache.keep(save.context, save.manifest.plan)
         if decision is None and save.state is not State.PREPARED:
             save.move(State.STAGING)
             save.progress()
-            decision = await self._await_ranks(save, store)
+            decision = await self._await_ranks(store)
         return decision
 
-    async def _find_attempt(self, save: Save) -> None:
-        if save.attempt is None:
-            save.attempt = await self._reach(save, lambda: self._places.attempt(save.context))
-            save.ring()
-
-    async def _reach(self, save: Save, question: Callable[[], Awaitable[_Answer]]) -> _Answer:
-        """The answer of the save's root, in time. Raises StorageError."""
-        save.problem = f"storage at {save.context.checkpoint_id}"
+    async def _ask_root(self, question: Callable[[], Awaitable[_Answer]]) -> _Answer:
+        """The answer of the save's root. Raises StorageError when the deadline passes."""
+        save = self._save
+        save.wait_for_storage()
         try:
-            answer = await within(math.inf, ask(save, question), sooner=lambda: save.next_deadline)
+            answer = await within(
+                math.inf, read_with_retries(save, question), sooner=lambda: save.next_deadline
+            )
         except asyncio.TimeoutError:
+            seconds = save.next_deadline - save.deadlines.start
             raise StorageError(
-                f"{save.problem} did not answer within {save.next_deadline - save.start:.0f} s; can "
-                "this coordinator reach it?"
+                f"{save.storage_wait} did not answer within {seconds:.0f} s; can this coordinator "
+                "reach it?"
             ) from None
-        save.problem = ""
+        save.storage_answered()
         return answer
 
-    async def _check_place(self, save: Save, store: Store) -> None:
-        """Raises OccupiedError early; the commit looks once more, at what it replaces."""
+    async def _check_destination(self, store: Store) -> None:
+        """Raises OccupiedError early; the commit checks again what it replaces."""
+        save = self._save
         assert save.attempt is not None
-        save.problem = f"storage at {save.context.checkpoint_id}"
+        save.wait_for_storage()
         await check_free(
             store,
             save=save.context.save,
             attempt=save.attempt.name,
             overwrite=save.context.overwrite,
         )
-        save.problem = ""
+        save.storage_answered()
 
-    async def _check_newest(self, save: Save) -> None:
+    async def _check_newest_incarnation(self) -> None:
         """Raises SupersededError when a newer incarnation of the job has begun to save."""
+        save, stores = self._save, self._services.stores
         assert save.attempt is not None
-        context, attempt = save.context, save.attempt
-        save.problem = f"storage at {context.checkpoint_id}"
-        await ask(save, lambda: self._places.check_newest(context, attempt))
-        save.problem = ""
+        attempt = save.attempt
+        save.wait_for_storage()
+        await read_with_retries(save, lambda: stores.check_newest(save.context, attempt))
+        save.storage_answered()
 
-    async def _gather(self, save: Save) -> None:
-        """Returns when all plans are here, or a rank turns out to have been answered before."""
-        if await save.until(
-            lambda: save.gathering.complete or save.resumed or save.external,
-            lambda: save.plan_deadline,
+    async def _collect_plans(self) -> None:
+        """Returns when all ranks have handed in plans or claims, or the save turns out to be resumed."""
+        save = self._save
+        if not await save.wait_until(
+            lambda: save.plans.complete or save.resumed or save.external,
+            lambda: save.deadlines.plan,
         ):
-            return
-        raise_missed(save, "async_save was not called there", save.plan_deadline)
+            raise self._missed("async_save was not called there", save.deadlines.plan)
 
-    async def _plan(self, save: Save, store: Store) -> bool:
-        """Finds or makes the plan, and publishes it; False when another coordinator was first."""
+    async def _plan(self, store: Store) -> bool:
+        """Chooses or makes the plan, and publishes it; False when another coordinator was first."""
+        save, cache = self._save, self._services.cache
         assert save.attempt is not None
-        context, attempt = save.context, save.attempt
+        attempt = save.attempt
         check_attempts(save, attempt)
-        plan = choose(self._plans, save)
-        if plan is None and save.gathering.unread:
-            save.touched = await exists(store, attempt.name)
-            if save.touched:
+        plan = choose_cached_plan(cache, save)
+        if plan is None and save.plans.unconfirmed:
+            if await exists(store, attempt.name):
+                save.mark_written()
                 return False
-            await self._want_plans(save)
+            await self._collect_full_plans()
         if save.resumed:
             return False
         if plan is None:
-            plans, kept = save.gathering.plans, kept_assignments(self._plans, save)
-            plan = await self._in_thread(
-                lambda: agree(plans, self._planners.make(plans, attempt.name, kept))
-            )
-        if save.preparing:
-            self._plans.keep(context, plan)
-            save.plan_id = plan.plan_id
-            save.move(State.PREPARED)
+            plan = await self._make_plan(attempt.name)
+        if save.mode is PlanMode.PREPARE:
+            cache.keep(save.context, plan)
+            save.set_prepared(plan.plan_id)
             return True
-        hosts = {rank: part.host for rank, part in save.parts.items()}
-        agreed = plan
-        made = await self._in_thread(lambda: Manifest.of(agreed, context, attempt, hosts))
-        save.problem = f"storage at {context.checkpoint_id}"
-        standing = await self._publish(save, store, made)
-        save.problem = ""
-        if standing is made:
-            go_by(save, made)
+        hosts, agreed = save.participants.hosts, plan
+        made = await self._services.in_thread(
+            lambda: Manifest.of(agreed, save.context, attempt, hosts)
+        )
+        save.wait_for_storage()
+        manifest = await self._end.publish_manifest(store, made)
+        save.storage_answered()
+        if manifest is made:
+            save.set_manifest(made)
             return True
-        await self._in_thread(lambda: standing.plan)
-        adopt(save, standing)
+        await self._services.in_thread(lambda: manifest.plan)
+        adopt_manifest(save, manifest)
         return False
 
-    async def _want_plans(self, save: Save) -> None:
-        """Returns when the ranks that go by a plan which doesn't do have handed theirs in, too."""
-        save.want_plans()
-        if await save.until(
-            lambda: not save.gathering.unplanned or save.resumed, lambda: save.plan_deadline
+    async def _make_plan(self, attempt: str) -> AgreedPlan:
+        services, plans = self._services, self._save.plans.plans
+        kept = kept_assignments(services.cache, self._save)
+        return await services.in_thread(
+            lambda: agree(plans, services.planners.make(plans, attempt, kept))
+        )
+
+    async def _collect_full_plans(self) -> None:
+        """Returns when the ranks whose claims fit no cached plan have handed in their full plans."""
+        save = self._save
+        save.request_full_plans()
+        if not await save.wait_until(
+            lambda: not save.plans.without_full or save.resumed, lambda: save.deadlines.plan
         ):
-            return
-        raise_missed(save, "its local plan was wanted", save.plan_deadline)
+            raise self._missed("its full plan was requested", save.deadlines.plan)
 
-    async def _publish(self, save: Save, store: Store, made: Manifest) -> Manifest:
-        """Writes the manifest, unless the place refuses it; returns the one that stands there."""
-        before, save.touched = save.touched, True
-        try:
-            return await publish(store, made)
-        except _REFUSED:
-            save.touched = before
-            raise
-
-    async def _await_ranks(self, save: Save, store: Store) -> records_pb2.Decision | None:
-        """Until every rank is durable with a receipt that fits the plan.
+    async def _await_ranks(self, store: Store) -> records_pb2.Decision | None:
+        """Returns when every rank is durable with a receipt that fits the plan.
 
         Returns the decision, if another coordinator was first.
         """
+        save = self._save
+        # Receipts may have arrived before the plan was known again.
         checked: set[int] = set()
-        # Some may have come before the plan was known again.
-        save.unchecked = [part.receipt for part in save.parts.values() if part.receipt is not None]
-        looks = Looks(save)
+        save.participants.pop_unchecked()
+        unchecked = list(save.participants.receipts.values())
+        checks = StorageChecks(save)
 
         def complete() -> bool:
-            # Asked after each of thousands of reports.
-            while save.unchecked:
-                receipt = save.unchecked.pop()
-                check_told(save, receipt)
+            # Called after each of thousands of reports.
+            unchecked.extend(save.participants.pop_unchecked())
+            while unchecked:
+                self._check_receipt(receipt := unchecked.pop())
                 checked.add(receipt.rank)
-            return len(checked) == len(save.parts) and (
-                not save.external or save.metadata is not None
+            return len(checked) == len(save.ranks) and (
+                not save.external or save.external_plan.metadata is not None
             )
 
         while True:
-            await save.until(
-                lambda: complete() or save.unseen or bool(save.suspects),
-                lambda: min(save.deadline, looks.due()),
+            await save.wait_until(
+                lambda: (
+                    complete() or save.records.check_requested or bool(save.outcome.possible_losses)
+                ),
+                lambda: min(save.deadline, checks.due()),
             )
             if complete():
                 return None
-            decision = await looks.look(store)
-            save.problem = ""
+            decision = await checks.check(store)
+            save.storage_answered()
             if decision is not None or complete():
                 return decision
-            if save.suspects:
-                raise_lost(save)
+            if save.outcome.possible_losses:
+                raise loss_error(save.outcome.possible_losses.values())
             if time.monotonic() >= save.deadline:
-                raise_missed(save, "its part was not durable in time", save.deadline)
+                raise self._missed("its part was not durable in time", save.deadline)
 
-    async def _commit(self, save: Save, store: Store) -> records_pb2.Decision:
+    def _check_receipt(self, receipt: records_pb2.Receipt) -> None:
+        save = self._save
         assert save.attempt is not None
-        context, attempt = save.context, save.attempt
-        save.problem = f"storage at {context.checkpoint_id}"
-        receipts = {
-            rank: part.receipt for rank, part in save.parts.items() if part.receipt is not None
-        }
-        if save.external and save.manifest is None:
-            assert save.metadata is not None
-            metadata = save.metadata
-            await self._in_thread(lambda: check_external_metadata(metadata, receipts))
-            # It has no manifest so far, whose absence would say that it was removed meanwhile.
-            if lost := await find_lost(store, attempt.name, receipts.values()):
-                raise StorageError(
-                    f"files or receipts of ranks {lost} are no longer in {store.url}: "
-                    f"{attempt.name} was given up and removed before it could be committed"
-                )
-            hosts = {rank: part.host for rank, part in save.parts.items()}
-            made = await self._in_thread(
-                lambda: Manifest.make_external(context, attempt, hosts, metadata)
-            )
-            save.manifest = await self._publish(save, store, made)
-        agreed = save.manifest
-        assert agreed is not None
-        data = await self._in_thread(
-            lambda: build_candidate(agreed, receipts, checkpoint_id=context.checkpoint_id)
-        )
-        proposal = await prepare_commit(
-            store,
-            save=context.save,
-            attempt=attempt,
-            plan_id=agreed.plan_id,
-            metadata=data,
-            receipts=receipts.values(),
-            host=self._host,
-            overwrite=agreed.header.overwrite,
-        )
-        save.deciding = True
-        return await insist(save, lambda: decide(store, proposal))
+        check_rank_receipt(receipt, save.attempt.name, None if save.external else save.manifest)
 
-    async def _obey(self, save: Save, store: Store, decision: records_pb2.Decision) -> None:
-        """Brings the save to the end that was decided."""
-        save.deciding = True
-        self._tell_whose(save, decision)
-        if decision.outcome == records_pb2.OUTCOME_COMMIT:
-            try:
-                await insist(save, lambda: carry_out(store, decision))
-            except RemovedError as error:
-                save.fail(save_pb2.FAILURE_KIND_STORAGE, str(error))
-                save.move(State.ABORTED)
-                return
-            except OccupiedError as error:
-                save.fail(save_pb2.FAILURE_KIND_EXISTS, str(error))
-                save.move(State.ABORTED)
-                return
-            save.failures.clear()
-            for part in save.parts.values():
-                part.phase = save_pb2.RANK_PHASE_DURABLE
-            save.move(State.COMMITTED)
-            self._sweeper.committed(save.context.checkpoint_id)
-            self._retention.committed(
-                save.context.checkpoint_id, save.context.save.job, decision.attempt
-            )
-            return
-        for failure in decision.failures:
-            save.failures.setdefault(failure.rank, failure)
-        if not save.failures:
-            save.fail(save_pb2.FAILURE_KIND_INTERNAL, f"decided by {decision.decided_by}")
-        save.move(State.ABORTED)
-        try:
-            await carry_out(store, decision)
-        except StorageError as error:
-            _log.warning("objects of %s are left behind: %s", save.label, error)
-        self._spawn(self._remove_again(save.context.checkpoint_id, decision), save.key)
-
-    def _tell_whose(self, save: Save, decision: records_pb2.Decision) -> None:
-        """Whoever lost says so."""
-        if decision.decided_by.startswith(decider(self._host)):
-            return
-        what = "COMMIT" if decision.outcome == records_pb2.OUTCOME_COMMIT else "ABORT"
-        save.note = (
-            f"{what} was decided by another coordinator or an earlier life of this one, "
-            f"{decision.decided_by}"
-        )
-        here = f" (here: {save.reason()})" if save.failures else ""
-        _log.warning("%s: %s; this coordinator follows%s", save.label, save.note, here)
-
-    async def _remove_again(self, checkpoint_id: str, decision: records_pb2.Decision) -> None:
-        """An upload that was on its way to storage when its save was aborted arrives late."""
-        for pause in REMOVE_AGAIN_S:
-            await asyncio.sleep(pause)
-            store = self._places.open(checkpoint_id)
-            try:
-                await carry_out(store, decision)
-            except StorageError as error:
-                _log.warning(
-                    "objects of %s may be left in %s: %s", decision.attempt, checkpoint_id, error
-                )
-            finally:
-                await store.close()
-
-    async def _abort(self, save: Save) -> None:
-        """Ends a doomed save; nothing may be deleted before the decision is durable."""
-        if save.resumed:
-            # Another life of the coordinator may have committed it: only storage can tell.
-            save.touched = True
-        if save.resumed and save.attempt is None:
-            try:
-                save.attempt = await insist(save, lambda: self._places.attempt(save.context))
-            except SupersededError as error:
-                # Its incarnation has no number and no attempt below the root: nothing is there.
-                _log.warning("%s has no attempt in storage: %s", save.label, error)
-        await self._find_traces(save)
-        if save.attempt is None or not (save.touched or save.external):
-            save.move(State.ABORTED)
-            return
-        proposal = new_decision(
-            records_pb2.OUTCOME_ABORT,
-            save=save.context.save,
-            attempt=save.attempt,
-            host=self._host,
-            failures=list(save.failures.values()),
-        )
-        store = self._places.open(save.context.checkpoint_id)
-        try:
-            decision = await insist(
-                save,
-                lambda: decide(store, proposal),
-                final=() if save.touched else _REFUSED,
-            )
-        except _REFUSED as error:
-            # Without a manifest nobody can commit it either.
-            _log.warning("%s is aborted without a record: %s", save.label, error)
-            save.move(State.ABORTED)
-        else:
-            await self._obey(save, store, decision)
-        finally:
-            await store.close()
-
-    async def _find_traces(self, save: Save) -> bool:
-        """Looks whether another coordinator, or life of this one, has planned this attempt."""
-        kinds = {failure.kind for failure in save.failures.values()}
-        if save.touched or save.external or save_pb2.FAILURE_KIND_STORAGE in kinds:
-            return save.touched
-        try:
-            await asyncio.wait_for(self._ask_traces(save), _TRACES_S)
-        except (PannierError, asyncio.TimeoutError) as error:
-            _log.warning("%s: storage doesn't tell whether it was planned: %s", save.label, error)
-        return save.touched
-
-    async def _ask_traces(self, save: Save) -> None:
-        context = save.context
-        store = self._places.open(context.checkpoint_id)
-        try:
-            # An incarnation without a number has planned nothing, and gets none for an abort.
-            save.attempt = await self._places.find_attempt(context)
-            save.touched = save.attempt is not None and await exists(store, save.attempt.name)
-        finally:
-            await store.close()
-
-    async def _in_thread(self, function: Callable[[], _Answer]) -> _Answer:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, function)
-
-
-def _retried(save: Save, why: str) -> None:
-    save.problem = f"storage at {save.context.checkpoint_id} ({why})"
-    save.ring()
+    def _missed(self, what: str, deadline: float) -> DeadlineError:
+        save = self._save
+        seconds = deadline - save.deadlines.start
+        late = save_view.awaited(save)
+        return deadline_error(what, save_view.awaited_text(save), seconds, late)
 
 
 async def _cancel(task: "asyncio.Task[Any]") -> None:
