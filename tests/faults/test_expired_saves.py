@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pannier.client import InDoubtError, PannierError
-from pannier.client.transport import save_task as saving_module
+from pannier.client.transport import save_status
 from pannier.client.transport.sidecar_client import SidecarClient
 from pannier.v1 import sidecar_pb2
 from pannier.wire.errors import UnavailableError
@@ -70,7 +70,7 @@ class LateHandOver:
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateHandOver]:
     monkeypatch.delenv("PANNIER_TRANSPORT", raising=False)
-    monkeypatch.setattr(saving_module, "_GRACE_S", 0.0)
+    monkeypatch.setattr(save_status, "_GRACE_S", 0.0)
     made = LateHandOver(monkeypatch)
     yield made
     made.give_up.set()

@@ -42,13 +42,13 @@ import torch
 from pannier import client
 from pannier.client.transport.save_task import SaveTask
 
-def carry(self, let_go):
+def send(self, slot):
     print("staged", flush=True)
     while not Path(os.environ["GO"]).exists():
         time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGKILL)
 
-SaveTask.carry = carry
+SaveTask.send = send
 client.async_save({"w": torch.full((8 << 18,), 1.0)}, checkpoint_id=os.environ["TARGET"])
 """
 

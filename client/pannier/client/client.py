@@ -50,7 +50,9 @@ from pannier.client.staging.in_flight import InFlightSaves
 from pannier.client.staging.optimizer_guard import Guard, Guards
 from pannier.client.transport.channel import keep_in_children
 from pannier.client.transport.membership import Entry, Membership
-from pannier.client.transport.save_task import SaveTask, fail_request
+from pannier.client.transport.save_errors import fail_request
+from pannier.client.transport.save_status import StatusFollower
+from pannier.client.transport.save_task import SaveTask
 from pannier.client.transport.sidecar_client import SidecarClient
 from pannier.client.user_errors import name_save
 from pannier.common.deadline import Deadline
@@ -99,7 +101,7 @@ class Client:
         self._old_memberships: list[Membership] = []
         self._slots = InFlightSaves(self.settings.max_in_flight, self._under_way)
         self._plans = PlanCache()
-        self._pending: set[SaveTask] = set()
+        self._pending: dict[StatusFollower, SaveTask] = {}
         self._unretrieved = UnretrievedErrors()
         self._guards = Guards()
         self._closed = False
@@ -428,7 +430,7 @@ class Client:
             if self._must_wait():
                 self._await_ended(None if deadline is None else deadline.remaining(), timeout)
                 self._await_others(None if deadline is None else deadline.remaining(), timeout)
-        self._hang_up(goodbye=True)
+        self._hang_up(announce=True)
         self._unretrieved.raise_all()
 
     def __enter__(self) -> "Client":
@@ -476,12 +478,12 @@ class Client:
                 on_busy=on_busy,
                 metrics=entry.metrics,
                 deadline=deadline,
-                ended=self._ended,
+                on_ended=self._ended,
             )
             with self._lock:
-                self._pending.add(begun)
+                self._pending[begun.status] = begun
             if entry.dropped:
-                begun.forget()
+                begun.status.forget()
             return begun
 
         def drop() -> None:
@@ -491,7 +493,7 @@ class Client:
                 # The arena must not be used again before.
                 rest.finish(stop=lambda: True)
             if entry.saving is not None:
-                entry.saving.forget()
+                entry.saving.status.forget()
             slot.free()
 
         # Also where a second exception of a handler ends the clean-up below.
@@ -526,7 +528,7 @@ class Client:
                 self._guards.add_copies(rest)
             # No daemon: a normal exit waits until the rank is ingested.
             carrier = threading.Thread(
-                target=saving.carry, args=(slot,), name=f"pannier-save-{entry.number}"
+                target=saving.send, args=(slot,), name=f"pannier-save-{entry.number}"
             )
             aside(lambda: entry.carry(carrier.start))
         except BaseException:
@@ -552,28 +554,28 @@ class Client:
 
     def _request_plan(self, saving: SaveTask, entry: Entry, run: PlannerRun) -> plan_pb2.FinalPlan:
         """The final plan for a local plan, once every rank's has arrived."""
-        deadline = saving.deadline
+        deadline = saving.status.deadline
         wait_s = min(self.settings.plan_timeout, deadline.remaining())
         if deadline.passed:
-            raise DeadlineError(f"save {saving.text} was not planned before its timeout")
+            raise DeadlineError(f"save {saving.status.text} was not planned before its timeout")
         request = sidecar_pb2.PlanRequest(
-            context=saving.context,
+            context=saving.status.context,
             plan=run.message,
             digest=run.digest,
             timeout_s=wait_s,
             save_timeout_s=deadline.remaining(),
         )
         entry.planned = True
-        return saving.session.plan(request, wait_s).plan
+        return saving.sidecar.plan(request, wait_s).plan
 
-    def _ended(self, saving: SaveTask) -> None:
-        self._unretrieved.add(saving.resolver.outcome)
+    def _ended(self, status: StatusFollower) -> None:
+        self._unretrieved.add(status.resolver.outcome)
         with self._lock:
-            self._pending.discard(saving)
+            self._pending.pop(status, None)
             self._lock.notify_all()
             hang_up = self._closed and not self._pending
         if hang_up:
-            self._hang_up(goodbye=True)
+            self._hang_up(announce=True)
 
     @shielded
     def _report(self, member: Membership, entry: Entry, error: BaseException) -> None:
@@ -616,7 +618,7 @@ class Client:
 
     def _under_way(self) -> str:
         with self._lock:
-            return "; ".join(str(saving.handle.status()) for saving in self._pending)
+            return "; ".join(str(status.handle.status()) for status in self._pending)
 
     def _must_wait(self) -> bool:
         return self.settings.embedded and not launcher.outlives_trainer()
@@ -632,12 +634,12 @@ class Client:
             return [*self._old_memberships, *self._memberships.values()]
 
     @shielded
-    def _hang_up(self, *, goodbye: bool = False) -> None:
+    def _hang_up(self, *, announce: bool = False) -> None:
         members = self._members()
         with self._lock:
-            busy = {id(saving.session) for saving in self._pending}
+            busy = {id(saving.sidecar) for saving in self._pending.values()}
         for member in members:
-            member.close(lambda session: id(session) not in busy, goodbye=goodbye)
+            member.close(lambda session: id(session) not in busy, announce=announce)
 
     def _at_exit(self) -> None:
         # Threads of saves that are not ingested have been waited for: they are no daemons.
@@ -645,8 +647,10 @@ class Client:
             return
         with self._lock:
             # Of a call that was interrupted nothing is left but what a thread carries.
-            self._pending = {saving for saving in self._pending if saving.carried}
-            carrying = [saving for saving in self._pending if saving.carrying]
+            self._pending = {
+                status: saving for status, saving in self._pending.items() if saving.is_detached
+            }
+            carrying = [saving for saving in self._pending.values() if not saving.is_sent]
         if carrying:
             # What waits for those threads before this runs was interrupted.
             self._say_given_up(carrying, "not handed over to the sidecar")
@@ -659,7 +663,7 @@ class Client:
                     self._await_others(None)
             except (KeyboardInterrupt, SystemExit):
                 with self._lock:
-                    pending = builtins.list(self._pending)
+                    pending = builtins.list(self._pending.values())
                 self._say_given_up(pending, "not committed, and the embedded daemons end with it")
         with self._lock:
             self._pending.clear()

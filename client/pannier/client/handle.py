@@ -1,8 +1,9 @@
-"""What ``async_save`` returns: a future of the commit, and what is known meanwhile.
+"""What ``async_save`` returns: a future of the commit, with the save's status.
 
-Resolved by the client's background threads; thread-safe. A handle refers to no
-arena and no connection, and to nothing that refers to it: it is freed with its
-last reference, without the garbage collector (which trainers switch off).
+In: statuses and outcomes, through a :class:`Resolver`, from background threads. Out: results and
+errors for the caller. Thread-safe. A handle refers to no arena, no connection, and no object that
+refers to it: it is freed with its last reference, without the garbage collector (which trainers
+switch off).
 """
 
 import concurrent.futures
@@ -17,6 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 from pannier.client.interrupts import SafeFuture
+from pannier.client.loading.storage_reader import StorageReader
 from pannier.client.user_errors import description, without_frames
 from pannier.v1 import save_pb2
 from pannier.wire.errors import InDoubtError, PannierError, SaveAbortedError, SaveSkippedError
@@ -41,22 +43,20 @@ class SaveResult:
 
     def metadata(self) -> Metadata:
         """Reads the checkpoint's ``.metadata``, as it is in storage now."""
-        from pannier.client.loading.storage_reader import StorageReader
-
         metadata: Metadata = StorageReader(self.checkpoint_id).read_metadata()
         return metadata
 
 
 @dataclass(frozen=True)
 class SaveStatus:
-    """How far a save is. ``str()`` of it is one line for people."""
+    """How far a save is. ``str()`` of it is one human-readable line."""
 
     id: str
     """As ``pannier status`` takes it: job/incarnation/group/number."""
     checkpoint_id: str
     attempt: str
-    state: str
-    """``PLANNING``, ``STAGING``, ``INGESTED``, ``UPLOADING``, ``COMMITTED``, ``ABORTED`` or ``IN_DOUBT``."""
+    save_state: save_pb2.SaveState
+    """As an enum; see :attr:`state`."""
     bytes: int
     """What this rank staged."""
     bytes_ingested: int
@@ -64,7 +64,7 @@ class SaveStatus:
     total_bytes: int
     """What all ranks write, as far as it is known."""
     waiting_on: str
-    """Whom the save waits for, empty for nobody."""
+    """What the save waits for; empty for nothing."""
     failures: Mapping[int, save_pb2.Failure] = field(default_factory=dict)
     """By rank."""
     transport: str = ""
@@ -74,41 +74,64 @@ class SaveStatus:
     """How bytes came from devices: ``pinned`` (straight to the arena), or ``bounced`` (by way of a
     pinned buffer) and why; empty when none did."""
 
+    @property
+    def state(self) -> str:
+        """``PLANNING``, ``STAGING``, ``INGESTED``, ``UPLOADING``, ``COMMITTED``, ``ABORTED`` or ``IN_DOUBT``."""
+        return save_pb2.SaveState.Name(self.save_state).removeprefix("SAVE_STATE_")
+
     def __str__(self) -> str:
         waiting = f", waiting for {self.waiting_on}" if self.waiting_on else ""
         return f"save {self.id} to {self.checkpoint_id}: {self.state}{waiting}"
 
 
 class Outcome:
-    """How a save ended, and whether anyone has asked for its error."""
+    """A save's error, and whether the caller has retrieved the outcome. Thread-safe."""
 
     def __init__(self) -> None:
-        self.error: Exception | None = None
-        self.retrieved = False
+        self._error: Exception | None = None
+        self._retrieved = False
+
+    @property
+    def error(self) -> Exception | None:
+        """Why the save failed; None: it has not."""
+        return self._error
+
+    @property
+    def retrieved(self) -> bool:
+        """Whether the caller knows the outcome."""
+        return self._retrieved
+
+    def fail(self, error: Exception) -> None:
+        """The save has failed."""
+        self._error = error
+
+    def mark_retrieved(self) -> None:
+        """The caller knows the outcome."""
+        self._retrieved = True
 
 
 class UnretrievedErrors:
-    """Errors of saves until somebody asks for them. Thread-safe."""
+    """Errors of saves until the caller retrieves them. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._failed: list[Outcome] = []
 
     def add(self, outcome: Outcome) -> None:
-        """A save has ended so."""
+        """A save has ended with this outcome."""
         if outcome.error is not None and not outcome.retrieved:
             with self._lock:
                 self._failed.append(outcome)
 
     def raise_all(self) -> None:
-        """Raises what nobody has asked for, once; several as one."""
+        """Raises errors that were not retrieved, once; several as one."""
         with self._lock:
             failed, self._failed = self._failed, []
         errors = [outcome.error for outcome in failed if outcome.error and not outcome.retrieved]
         if not errors:
             return
         for outcome in failed:
-            outcome.retrieved = True
+            outcome.mark_retrieved()
         raised = [_of_earlier_save(error) for error in errors]
         if len(raised) == 1:
             raise raised[0]
@@ -120,14 +143,14 @@ class UnretrievedErrors:
 
 
 def _of_earlier_save(error: Exception) -> PannierError:
-    """What a later call raises: an earlier save's exception must not look like that call's own."""
+    """What a later call raises: must not look like an exception of that call itself."""
     if isinstance(error, PannierError):
         return copy.copy(error)
     return SaveAbortedError(f"a save failed on this rank: {description(error)}")
 
 
 class OutcomeFuture(SafeFuture[T], Generic[T]):
-    """A future that notes on a outcome when its outcome is asked for."""
+    """A future that marks its outcome as retrieved when the caller gets it."""
 
     def __init__(self, outcome: Outcome) -> None:
         super().__init__()
@@ -141,12 +164,12 @@ class OutcomeFuture(SafeFuture[T], Generic[T]):
         except Exception as error:
             if not self.done() or super().exception() is not error:
                 raise  # the wait timed out
-            # A copy: a traceback on the one we keep would hold the caller's
-            # frame, and so the handle itself.
+            # A copy: a traceback on the kept error would reference the caller's frame, and so
+            # the handle itself.
             error.__traceback__ = None
             fresh = without_frames(error)
         finally:
-            self._note()
+            self._mark_retrieved()
             del self
         raise fresh
 
@@ -155,11 +178,11 @@ class OutcomeFuture(SafeFuture[T], Generic[T]):
         try:
             return super().exception(timeout)
         finally:
-            self._note()
+            self._mark_retrieved()
 
-    def _note(self) -> None:
+    def _mark_retrieved(self) -> None:
         if self.done():
-            self._outcome.retrieved = True
+            self._outcome.mark_retrieved()
 
 
 class SaveHandle(OutcomeFuture[SaveResult], AsyncSaveResponse):
@@ -182,7 +205,9 @@ class SaveHandle(OutcomeFuture[SaveResult], AsyncSaveResponse):
         self._staging.set_running_or_notify_cancel()
         self._guard = threading.Lock()
         self._ended = False
-        self._status = SaveStatus(save_id, checkpoint_id, "", "PLANNING", 0, 0, 0, "")
+        self._status = SaveStatus(
+            save_id, checkpoint_id, "", save_pb2.SAVE_STATE_PLANNING, 0, 0, 0, ""
+        )
 
     @property
     def staging_completion(self) -> Future[None]:  # type: ignore[override]
@@ -198,11 +223,11 @@ class SaveHandle(OutcomeFuture[SaveResult], AsyncSaveResponse):
         return self._upload
 
     def status(self) -> SaveStatus:
-        """How far the save is, as last seen."""
+        """How far the save is, by the last status update."""
         return self._status
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Waits until the save has ended, well or not; False when ``timeout`` seconds pass first."""
+        """Waits until the save has succeeded or failed; False when ``timeout`` seconds pass first."""
         try:
             super(OutcomeFuture, self).exception(timeout)
         except (TimeoutError, concurrent.futures.TimeoutError):
@@ -211,7 +236,7 @@ class SaveHandle(OutcomeFuture[SaveResult], AsyncSaveResponse):
 
 
 class Resolver:
-    """The client's side of a handle: every change of it goes through here."""
+    """Changes a handle, on behalf of the client."""
 
     def __init__(self, handle: SaveHandle) -> None:
         self.handle = handle
@@ -224,7 +249,7 @@ class Resolver:
             self.handle._status = change(self.handle._status)
 
     def staged(self) -> None:
-        """The state dict may change. Says nothing when the save has failed meanwhile."""
+        """The state dict may change. No effect when the save has failed meanwhile."""
         with self.handle._guard:
             if self.handle._ended:
                 return
@@ -245,14 +270,14 @@ class Resolver:
 
         Args:
             error: what ``result()`` raises.
-            quietly: the user knows already; nobody needs to ask.
+            quietly: the caller knows already; no later call raises it.
         """
-
         kept = without_frames(error)
 
         def end() -> None:
-            self.outcome.error = kept
-            self.outcome.retrieved = self.outcome.retrieved or quietly
+            self.outcome.fail(kept)
+            if quietly:
+                self.outcome.mark_retrieved()
             if not self._staged:
                 self.handle._staging.set_exception(kept)
             self.handle._upload.set_exception(kept)

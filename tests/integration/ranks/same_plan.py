@@ -77,7 +77,7 @@ def save(step: int, planner: Any = None, **options: Any) -> None:
 
 
 def main() -> None:
-    unary = SidecarClient._unary
+    unary = SidecarClient._call
 
     def counted(self: SidecarClient, method: str, *args: Any, **kwargs: Any) -> Any:
         # Those of the main thread are made aside, while it waits.
@@ -85,7 +85,7 @@ def main() -> None:
             asked.append(method)
         return unary(self, method, *args, **kwargs)
 
-    SidecarClient._unary = counted  # type: ignore[method-assign]
+    SidecarClient._call = counted  # type: ignore[method-assign]
     client.prepare(state(0), os.environ["ROOT"])
     save(1)
     save(2)

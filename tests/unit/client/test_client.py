@@ -662,7 +662,7 @@ def test_close_waits_until_ingested_and_handles_still_resolve(
     handle.result(10)
     session = client._memberships[True]._session
     assert session is not None
-    wait_until(session._closed.is_set)
+    wait_until(session._connection.closed.is_set)
     with pytest.raises(InvalidRequestError, match="closed"):
         client.async_save(state(), checkpoint_id="/x/y")
 
@@ -724,7 +724,7 @@ def test_an_error_at_exit_is_seen(sidecar: ScriptedSidecar) -> None:
     sidecar.on["HandOver"] = refuse
     done = run(
         sidecar,
-        "import pannier.client.transport.save_task as s; s._ABORT_NEWS_S = 0.1\n"
+        "import pannier.client.transport.save_status as s; s._ABORT_S = 0.1\n"
         "h = client.async_save(state, checkpoint_id='/x/y'); h.wait(10)",
     )
     assert "rank 1 died" in done.stderr
@@ -733,7 +733,7 @@ def test_an_error_at_exit_is_seen(sidecar: ScriptedSidecar) -> None:
         sidecar,
         "import logging; logging.disable()\n"
         "sys.excepthook = lambda kind, error, _: print('HOOK', kind.__name__, error)\n"
-        "import pannier.client.transport.save_task as s; s._ABORT_NEWS_S = 0.1\n"
+        "import pannier.client.transport.save_status as s; s._ABORT_S = 0.1\n"
         "h = client.async_save(state, checkpoint_id='/x/y'); h.wait(10)",
     )
     assert "HOOK SaveAbortedError rank 1 died" in quiet.stdout

@@ -28,9 +28,10 @@ from pannier.client.identity import Identity
 from pannier.client.staging.arena import Arena, ArenaPool
 from pannier.client.staging.deferred_copies import DeferredCopies
 from pannier.client.staging.in_flight import ArenaUse, InFlightSaves
-from pannier.client.transport import save_task as saving_module
+from pannier.client.transport import save_status
 from pannier.client.transport.file_stream import MemoryInUseError
-from pannier.client.transport.save_task import SaveTask, aborted, fail_request
+from pannier.client.transport.save_errors import aborted, fail_request
+from pannier.client.transport.save_task import SaveTask
 from pannier.client.transport.sidecar_client import SidecarClient
 from pannier.common.deadline import Deadline
 from pannier.v1 import records_pb2, save_pb2, sidecar_pb2
@@ -97,9 +98,7 @@ def session(sidecar: ScriptedSidecar) -> Iterator[SidecarClient]:
 
 
 def begin(session: SidecarClient, *, on_busy: str = "wait", timeout_s: float = 60) -> SaveTask:
-    saving = SaveTask(
-        session, CONTEXT, on_busy=on_busy, deadline=Deadline(timeout_s), ended=lambda _: None
-    )
+    saving = SaveTask(session, CONTEXT, on_busy=on_busy, deadline=Deadline(timeout_s))
     saving.planned("i1-a1-g1-s1", "p1")
     saving.staged(Staged([File(f"f{index}", 3 << 20) for index in range(5)]))
     return saving
@@ -108,7 +107,7 @@ def begin(session: SidecarClient, *, on_busy: str = "wait", timeout_s: float = 6
 def carry(saving: SaveTask) -> list[str]:
     """Runs it to the end of this rank's part; what was let go."""
     slots = InFlightSaves(1)
-    carrier = threading.Thread(target=saving.carry, args=(slots.admit("raise", 0),))
+    carrier = threading.Thread(target=saving.send, args=(slots.take("raise", 0),))
     carrier.start()
     carrier.join(30)
     assert not carrier.is_alive()
@@ -133,7 +132,7 @@ def test_a_committed_save_tells_what_it_was(
 def test_a_rank_without_files_hands_over_too(
     session: SidecarClient, sidecar: ScriptedSidecar
 ) -> None:
-    saving = SaveTask(session, CONTEXT, on_busy="wait", deadline=Deadline(60), ended=lambda _: None)
+    saving = SaveTask(session, CONTEXT, on_busy="wait", deadline=Deadline(60))
     saving.planned("i1-a1-g1-s1", "p1")
     saving.staged(Staged([]))
     carry(saving)
@@ -231,7 +230,7 @@ def test_a_file_that_cannot_be_sent_ends_the_save_on_all_ranks(
 def test_what_may_be_ingested_is_in_doubt_without_a_decision(
     session: SidecarClient, sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(saving_module, "_ABORT_NEWS_S", 0.2)
+    monkeypatch.setattr(save_status, "_ABORT_S", 0.2)
     monkeypatch.setattr(sidecar, "abort", lambda *_: None)
 
     def refuse(_: Any) -> None:
@@ -252,7 +251,7 @@ def test_what_may_be_ingested_is_in_doubt_without_a_decision(
 def test_what_was_not_handed_over_is_aborted_without_a_decision(
     session: SidecarClient, sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(saving_module, "_CAUSES_S", 0.2)
+    monkeypatch.setattr(save_status, "_CAUSES_S", 0.2)
     monkeypatch.setattr(sidecar, "abort", lambda *_: None)
 
     def refuse(_: Any) -> None:
@@ -293,19 +292,19 @@ def test_a_full_spool_shows_in_the_status_while_it_is_waited_for(
     sidecar.on["Write"] = full
     sidecar.commit = False
     saving = begin(session)
-    carrier = threading.Thread(target=saving.carry, args=(InFlightSaves(1).admit("raise", 0),))
+    carrier = threading.Thread(target=saving.send, args=(InFlightSaves(1).take("raise", 0),))
     carrier.start()
     text = "waiting for room (the spool /s is full: 5 bytes needed, 3 free)"
     wait_until(lambda: text in str(saving.handle.status()))
     # News of the save don't hide it.
     news = save_pb2.SaveStatus(save=CONTEXT.save, state=save_pb2.SAVE_STATE_STAGING)
     news.waiting_on.text = "rank 0"
-    saving._hear(news)
+    saving.status._on_status(news)
     assert text in str(saving.handle.status())
     room.set()
     carrier.join(30)
     assert saving.handle.status().waiting_on == "rank 0"
-    saving.forget()
+    saving.status.forget()
 
 
 def test_a_save_that_is_aborted_while_the_spool_is_full_says_so(
@@ -386,7 +385,7 @@ def test_a_full_spool_skips_or_fails_the_save(
     saving = begin(session, on_busy=on_busy)
     carry(saving)
     wait_until(saving.handle.done)
-    assert saving.resolver.outcome.retrieved is asked
+    assert saving.status.resolver.outcome.retrieved is asked
     with pytest.raises(error, match="5 needed, 3 free"):
         saving.handle.result(5)
     assert sidecar.asked(sidecar_pb2.FailRequest)[0].failure.kind == kind
@@ -395,7 +394,7 @@ def test_a_full_spool_skips_or_fails_the_save(
 def test_a_save_nobody_hears_of_ends_after_its_deadline(
     session: SidecarClient, sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(saving_module, "_GRACE_S", 0.1)
+    monkeypatch.setattr(save_status, "_GRACE_S", 0.1)
     sidecar.commit = False
     saving = begin(session, timeout_s=0.5)
     carry(saving)
@@ -408,11 +407,11 @@ def test_a_save_nobody_hears_of_ends_after_its_deadline(
 def test_a_save_whose_deadline_passes_before_it_is_handed_over_is_aborted(
     session: SidecarClient, sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(saving_module, "_GRACE_S", 0.1)
+    monkeypatch.setattr(save_status, "_GRACE_S", 0.1)
     ended = threading.Event()
     sidecar.on["Write"] = lambda _: ended.wait(30)
     saving = begin(session, timeout_s=0.5)
-    carrier = threading.Thread(target=saving.carry, args=(InFlightSaves(1).admit("raise", 0),))
+    carrier = threading.Thread(target=saving.send, args=(InFlightSaves(1).take("raise", 0),))
     carrier.start()
     try:
         with pytest.raises(SaveAbortedError, match="was not handed over") as raised:
@@ -447,7 +446,7 @@ def test_errors_nobody_asked_for_are_in_doubt_together_when_one_is() -> None:
     unretrieved = UnretrievedErrors()
     for error in (SaveAbortedError("first"), InDoubtError("second")):
         outcome = Outcome()
-        outcome.error = error
+        outcome.fail(error)
         unretrieved.add(outcome)
     with pytest.raises(InDoubtError, match="first; and second"):
         unretrieved.raise_all()
@@ -494,7 +493,7 @@ def test_an_ended_save_leaves_nothing_behind(session: SidecarClient) -> None:
         carry(saving)
         saving.handle.result(10)
         gone, handle_gone = weakref.ref(saving), weakref.ref(saving.handle)
-        wait_until(lambda: not session._watched)
+        wait_until(lambda: not session.followed)
         del saving
         wait_until(lambda: gone() is None and handle_gone() is None, 2)
     finally:
@@ -585,13 +584,13 @@ def test_staging_memory_that_a_stream_may_still_read_is_never_used_again(
         if why == "interrupted":
             raise KeyboardInterrupt
         # The save expires while gRPC's thread is at a message.
-        saving.stop.set()
+        saving.status.stop.set()
         raise MemoryInUseError("the stream of f0 does not end")
 
     monkeypatch.setattr(session, "send", send)
     monkeypatch.setattr(type(session), "most_streams", property(lambda _: 1))
     with pytest.raises(KeyboardInterrupt) if why == "interrupted" else nullcontext():
-        saving.carry(slot)
-    saving.forget()
+        saving.send(slot)
+    saving.status.forget()
     assert slots.idle == 1
     assert slots.pool.acquire([1 << 20]).files[0].address != address

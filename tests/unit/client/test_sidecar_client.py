@@ -210,7 +210,7 @@ def test_news_reach_their_save_only_and_also_after_a_restart(
 ) -> None:
     other = save_pb2.SaveId(job="job", incarnation="abc", group="g1", number=2)
     heard: list[save_pb2.SaveStatus] = []
-    session.watch(CONTEXT, heard.append)
+    session.followed.follow(CONTEXT, heard.append)
     sidecar.tell(other, save_pb2.SAVE_STATE_COMMITTED)
     sidecar.tell(SAVE, save_pb2.SAVE_STATE_UPLOADING)
     wait_until(lambda: len(heard) == 1)
@@ -297,13 +297,13 @@ def test_close_returns_at_once_and_ends_running_calls(
     assert len(errors) == 1
 
 
-def test_only_a_client_whose_process_goes_on_says_goodbye(sidecar: ScriptedSidecar) -> None:
-    for goodbye in (False, True):
+def test_only_a_client_whose_process_continues_announces_its_end(sidecar: ScriptedSidecar) -> None:
+    for announce in (False, True):
         leaving = SidecarClient.connect(Settings(sidecar=sidecar.address), WHO)
         ended = len(sidecar.ended)
-        leaving.close(goodbye=goodbye)
+        leaving.close(announce=announce)
         sidecar.wait_for(lambda ended=ended: len(sidecar.ended) > ended)
-        assert [each.closing for each in sidecar.pings] == [True] * goodbye
+        assert [each.closing for each in sidecar.pings] == [True] * announce
 
 
 def test_a_sidecar_is_pinged_as_long_as_the_session_lives(

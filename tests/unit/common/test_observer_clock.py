@@ -75,7 +75,7 @@ class Sidecar:
         self.answers = True
         self.said: list[str] = []
         self.heartbeat = Heartbeat(
-            "sidecar", self.ping, connected=lambda: True, tell=self.said.append
+            "sidecar", self.ping, connected=lambda: True, notify=self.said.append
         )
 
     def ping(self, timeout: float) -> None:
@@ -130,7 +130,7 @@ def test_a_sidecar_that_answers_no_ping_is_silent(
     for _ in range(3):
         sidecar.beat(heartbeat.TIMEOUT_S)
     assert "last seen" in sidecar.said[-1]
-    assert "is silent" in caplog.text
+    assert "does not respond" in caplog.text
 
 
 def test_a_thread_that_keeps_the_interpreter_delays_no_verdict_but_its_own(
@@ -140,7 +140,7 @@ def test_a_thread_that_keeps_the_interpreter_delays_no_verdict_but_its_own(
     monkeypatch.setattr(heartbeat, "EVERY_S", 0.02)
     monkeypatch.setattr(heartbeat, "TIMEOUT_S", 0.02)
     monkeypatch.setattr(heartbeat, "AGAIN_S", 0.01)
-    monkeypatch.setattr(heartbeat, "SUSPECT_S", 1.5)
+    monkeypatch.setattr(heartbeat, "UNRESPONSIVE_S", 1.5)
     usleep = ctypes.PyDLL(None).usleep
     said: list[str] = []
     beats = 0
@@ -155,7 +155,7 @@ def test_a_thread_that_keeps_the_interpreter_delays_no_verdict_but_its_own(
         usleep(1_200_000)
         raise DeadlineError("no answer")
 
-    made = Heartbeat("sidecar", ping, connected=lambda: True, tell=said.append)
+    made = Heartbeat("sidecar", ping, connected=lambda: True, notify=said.append)
     made.start()
     assert enough.wait(60)
     made.close()

@@ -27,7 +27,8 @@ from pannier.client.loading import filesystem
 from pannier.client.planning.local_plan import bare, release, resolves_as_planned
 from pannier.client.staging import stager
 from pannier.client.staging.stager import Staged
-from pannier.client.transport.save_task import SaveTask, fail_request, in_doubt
+from pannier.client.transport.save_errors import fail_request, in_doubt
+from pannier.client.transport.save_task import SaveTask
 from pannier.client.transport.sidecar_client import SidecarClient
 from pannier.client.user_errors import name_save
 from pannier.common.deadline import Deadline
@@ -402,7 +403,6 @@ class StorageWriter(storage.StorageWriter):
                 on_busy="wait",
                 metrics=self._metrics,
                 deadline=save.deadline,
-                ended=lambda _: None,
             )
         )
         try:
@@ -423,16 +423,16 @@ class StorageWriter(storage.StorageWriter):
                 aside(slot.free)
                 raise
         except BaseException:
-            aside(saving.forget)
+            aside(saving.status.forget)
             raise
-        aside(lambda: saving.carry(slot))
-        if saving.stop.is_set:
+        aside(lambda: saving.send(slot))
+        if saving.status.stop.is_set:
             # The news of the abort bring the causes, of all ranks.
             error = saving.handle.exception()
             assert error is not None
             raise error
         # The process may end before it hears of the commit, which torch's coordinator rank waits for.
-        saving.trace()
+        saving.status.trace()
         return staged
 
     @contextlib.contextmanager

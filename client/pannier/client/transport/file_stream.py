@@ -1,9 +1,8 @@
 """From staged memory to the sidecar's spool: one ``Write`` stream per data file.
 
-In: a staged file (an address in host memory). Out: its crc32c, when the sidecar
-holds all of it. Blocking code, for the session's background threads; per message
-it runs a few lines of Python and leaves copying and checksums to C code that
-releases the GIL.
+In: a staged file (an address in host memory). Out: its crc32c, once the sidecar
+holds all of it. Blocking code, for background threads; per message it runs a few
+lines of Python and leaves copying and checksums to C code that releases the GIL.
 """
 
 import ctypes
@@ -23,8 +22,9 @@ from pannier.wire.chunk_codec import CHUNK_BYTES, Chunk
 from pannier.wire.errors import PannierError, UnavailableError, from_rpc_error
 
 STALL_S: Final = 30.0
-"""A stream on which the sidecar acknowledges nothing for so long is begun again."""
-_LET_GO_S: Final = 30.0
+"""A stream is restarted after this long without an acknowledgement by the sidecar."""
+_CANCEL_S: Final = 30.0
+"""How long a cancelled stream may still read its file's memory."""
 
 Progress = Callable[[int], None]
 """Called with the number of bytes of the file that the sidecar holds."""
@@ -51,7 +51,7 @@ class StagedFile(Protocol):
 
 
 class FileSource:
-    """The messages of one file, and its checksum out of those of the messages.
+    """The messages of one file, and its checksum, combined from theirs.
 
     Used by one stream at a time.
     """
@@ -78,7 +78,7 @@ class FileSource:
             position = end
 
     def crc32c(self) -> int:
-        """Checksum of the whole file; reads only what was not sent."""
+        """Checksum of the whole file; reads only bytes that were not sent."""
         total = 0
         for index in range(len(self._crcs)):
             if (index + 1) * CHUNK_BYTES <= self.size:
@@ -97,7 +97,7 @@ class FileSource:
 
 
 class StoppedError(Exception):
-    """The save ended elsewhere while its bytes were under way."""
+    """The save ended while its bytes were being sent."""
 
 
 class MemoryInUseError(PannierError):
@@ -105,7 +105,7 @@ class MemoryInUseError(PannierError):
 
 
 class Stop:
-    """Ends the streams of one save from another thread. Thread-safe."""
+    """Cancels the streams of one save. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -114,11 +114,11 @@ class Stop:
 
     @property
     def is_set(self) -> bool:
-        """Whether the save's bytes are no longer wanted."""
+        """Whether the save has ended, so that nothing more is to be sent."""
         return self._event.is_set()
 
     def set(self) -> None:
-        """Cuts what runs and lets nothing new begin."""
+        """Cancels running streams and prevents new ones."""
         with self._lock:
             self._event.set()
             calls = list(self._calls)
@@ -130,25 +130,25 @@ class Stop:
         return self._event.wait(seconds)
 
     def add(self, call: Any) -> None:
-        """``call`` runs for this save."""
+        """``call`` is to be cancelled by :meth:`set`."""
         with self._lock:
             self._calls.add(call)
         if self.is_set:
             call.cancel()
 
     def discard(self, call: Any) -> None:
-        """``call`` is over."""
+        """``call`` has ended."""
         with self._lock:
             self._calls.discard(call)
 
 
 class Sender:
-    """Opens ``Write`` streams on a line. Thread-safe."""
+    """Opens ``Write`` streams on a channel. Thread-safe."""
 
     def __init__(
-        self, line: SidecarChannel, timers: Timers, peer: str, *, stall_s: float = STALL_S
+        self, channel: SidecarChannel, timers: Timers, peer: str, *, stall_s: float = STALL_S
     ) -> None:
-        self._line = line
+        self._channel = channel
         self._timers = timers
         self._peer = peer
         self._stall_s = stall_s
@@ -160,10 +160,10 @@ class Sender:
         progress: Progress,
         stop: Stop,
     ) -> None:
-        """Sends what the sidecar doesn't hold yet, once.
+        """Sends what the sidecar doesn't hold yet, in one stream.
 
         Raises:
-            UnavailableError, InterruptedCallError: the stream broke; a new one goes on.
+            UnavailableError, InterruptedCallError: the stream broke; a new one can resume it.
             StoppedError: ``stop`` was set.
             PannierError: the sidecar refused it.
         """
@@ -176,14 +176,14 @@ class Sender:
                 "/pannier.v1.Sidecar/Write",
                 request_serializer=chunk_codec.encode,
                 response_deserializer=sidecar_pb2.WriteResponse.FromString,
-            )(iter(messages), metadata=self._line.metadata())
+            )(iter(messages), metadata=self._channel.metadata())
 
-        def cut() -> None:
+        def cancel_stalled() -> None:
             stalled.set()
             call.cancel()
 
-        with self._line.call(start) as call:
-            timer = self._timers.start(self._stall_s, cut)
+        with self._channel.call(start) as call:
+            timer = self._timers.start(self._stall_s, cancel_stalled)
             stop.add(call)
             try:
                 for response in call:
@@ -199,9 +199,9 @@ class Sender:
                     raise UnavailableError(
                         f"{self._peer} acknowledged nothing for {self._stall_s:g} s: is it stopped?"
                     ) from error
-                if self._line.was_interrupted(call):
+                if self._channel.was_interrupted(call):
                     raise InterruptedCallError from error
-                raise self._explain(error) from error
+                raise self._as_pannier_error(error) from error
             finally:
                 timer.cancel()
                 stop.discard(call)
@@ -213,34 +213,34 @@ class Sender:
                 f"{source.size}"
             )
 
-    def _explain(self, error: grpc.RpcError) -> PannierError:
+    def _as_pannier_error(self, error: grpc.RpcError) -> PannierError:
         known = from_rpc_error(error, peer=self._peer)
         code = getattr(error, "code", lambda: None)()
-        if type(known) is PannierError and code in _CUT:
+        if type(known) is PannierError and code in _DISCONNECTED:
             return UnavailableError(str(known))
         return known
 
 
-_CUT = (grpc.StatusCode.INTERNAL, grpc.StatusCode.CANCELLED)
-"""How a connection that ends in the middle of a message may show."""
+_DISCONNECTED = (grpc.StatusCode.INTERNAL, grpc.StatusCode.CANCELLED)
+"""Codes of a connection that ended in the middle of a message."""
 
 
 class _Messages:
-    """What gRPC's thread takes from us for one stream: the header, then chunks from where we say."""
+    """One stream's messages, read by gRPC's thread: the header, then chunks from a given byte on."""
 
     def __init__(self, header: sidecar_pb2.FileHeader, source: FileSource) -> None:
         self._header = header
         self._source = source
-        self._held: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._start: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._begun = False
         self._ended = False
-        self._let_go = threading.Event()
+        self._finished = threading.Event()
 
     def __iter__(self) -> Iterator[sidecar_pb2.FileHeader | Chunk]:
         self._begun = True
         try:
             yield self._header
-            start = self._held.get()
+            start = self._start.get()
             if start is None:
                 return
             for chunk in self._source.chunks(start):
@@ -248,16 +248,16 @@ class _Messages:
                     return
                 yield chunk
         finally:
-            self._let_go.set()
+            self._finished.set()
 
     def begin(self, start: int) -> None:
-        """Chunks may follow, from this byte on."""
-        self._held.put(start)
+        """Lets the chunks follow, from this byte on."""
+        self._start.put(start)
 
     def end(self) -> None:
-        """Returns when the source's memory is not read any more."""
+        """Returns once the source's memory isn't read any more. Raises MemoryInUseError."""
         self._ended = True
-        self._held.put(None)
-        # Not begun: it will find the None, and never reads the source.
-        if self._begun and not self._let_go.wait(_LET_GO_S):
+        self._start.put(None)
+        # If not begun, it will find the None, and never read the source.
+        if self._begun and not self._finished.wait(_CANCEL_S):
             raise MemoryInUseError(f"the stream of {self._header.name} does not end")

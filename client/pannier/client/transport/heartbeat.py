@@ -1,8 +1,8 @@
-"""Whether the sidecar lives: a ping every other second, and what to say when none is answered.
+"""Whether the sidecar responds: one ping every other second, and reports when none is answered.
 
-In: a function that pings. Out: a warning in the log, and whom the session's saves wait for. A
-stopped sidecar keeps its connection, and gRPC's own keepalive doesn't see that on a unix socket
-(grpcio 1.85). Nothing is given up here: that is for the deadlines. One sleeping thread.
+In: a function that pings. Out: a warning in the log, and a report that saves wait for the sidecar. A
+stopped sidecar keeps its connection, and gRPC's own keepalive doesn't detect that on a unix socket
+(grpcio 1.85). Fails no save: only deadlines do. One sleeping thread. Owned by a connection.
 """
 
 import logging
@@ -20,19 +20,19 @@ EVERY_S: Final = 2.0
 TIMEOUT_S: Final = 2.0
 """Of one ping."""
 AGAIN_S: Final = 0.5
-"""Until the next one when it was not answered."""
-SUSPECT_S: Final = 5.0
-"""Silence after which the sidecar is named as what saves wait for."""
+"""Pause after a ping that was not answered."""
+UNRESPONSIVE_S: Final = 5.0
+"""After this long without an answer the sidecar counts as unresponsive."""
 
 
 class Heartbeat:
     """Pings until it is closed.
 
     Args:
-        peer: who is pinged, for people.
+        peer: name of the sidecar, for messages.
         ping: one ping, within so many seconds; raises a PannierError or InterruptedCallError.
-        connected: whether the sidecar has taken us, so that pings may be answered.
-        tell: gets whom saves wait for, ``""`` when the sidecar answers again.
+        connected: whether the sidecar has accepted the connection, so that pings may be answered.
+        notify: gets what saves wait for, ``""`` when the sidecar answers again.
     """
 
     def __init__(
@@ -41,18 +41,18 @@ class Heartbeat:
         ping: Callable[[float], None],
         *,
         connected: Callable[[], bool],
-        tell: Callable[[str], None],
+        notify: Callable[[str], None],
     ) -> None:
         self._peer = peer
         self._ping = ping
         self._connected = connected
-        self._tell = tell
+        self._notify = notify
         self._closed = threading.Event()
-        # Trainers keep the interpreter to themselves at times: their own pauses are no silence.
+        # Trainers hold the GIL for seconds at times: that time must not count against the sidecar.
         self._clock = ObserverClock()
-        self._heard = self._clock.now()
+        self._last_seen = self._clock.now()
         self._missed = 0
-        self._suspect = False
+        self._unresponsive = False
 
     def start(self) -> None:
         """Starts the thread."""
@@ -62,9 +62,9 @@ class Heartbeat:
         """Ends the thread, soon."""
         self._closed.set()
 
-    def heard(self) -> None:
-        """The sidecar said something. Any thread."""
-        self._heard = self._clock.now()
+    def mark_seen(self) -> None:
+        """The sidecar sent something. Any thread."""
+        self._last_seen = self._clock.now()
 
     def _run(self) -> None:
         pause = EVERY_S
@@ -74,20 +74,20 @@ class Heartbeat:
             self._clock.tick(pause)
 
     def _beat(self) -> float:
-        """One ping, and what follows from it; returns the pause until the next."""
+        """One ping and its evaluation; returns the pause until the next."""
         late_s = self._clock.tick(TIMEOUT_S)
-        answered = self._answered()
+        answered = self._is_answered()
         late_s += self._clock.tick(0.0)
         if answered:
             self._missed = 0
         elif not late_s:
-            # Else the answer may have come and gone while this thread could not run.
+            # Else the answer may have come and been discarded while this thread could not run.
             self._missed += 1
         if not self._closed.is_set():
-            self._look()
+            self._report()
         return EVERY_S if answered else AGAIN_S
 
-    def _answered(self) -> bool:
+    def _is_answered(self) -> bool:
         if not self._connected():
             return False
         try:
@@ -95,24 +95,24 @@ class Heartbeat:
         except (DeadlineError, UnavailableError):
             return False
         except (PannierError, InterruptedCallError):
-            pass  # an answer all the same, or our own fork's doing
-        self.heard()
+            pass  # an error is an answer, and this process's own fork says nothing of the sidecar
+        self.mark_seen()
         return True
 
-    def _look(self) -> None:
-        silent_s = self._clock.now() - self._heard
-        # One alone is missed by a trainer that was stopped itself.
-        suspect = self._missed > 1 and silent_s > SUSPECT_S
-        if suspect:
-            reach = "" if self._connected() else "not connected, "
-            self._tell(f"the {self._peer} ({reach}last seen {silent_s:.0f} s ago)")
-        if suspect and not self._suspect and self._connected():
-            # That a connection was lost is said already.
+    def _report(self) -> None:
+        unseen_s = self._clock.now() - self._last_seen
+        # A trainer that was stopped itself misses one answer.
+        unresponsive = self._missed > 1 and unseen_s > UNRESPONSIVE_S
+        if unresponsive:
+            state = "" if self._connected() else "not connected, "
+            self._notify(f"the {self._peer} ({state}last seen {unseen_s:.0f} s ago)")
+        if unresponsive and not self._unresponsive and self._connected():
+            # A lost connection has been logged already.
             _log.warning(
-                "the %s is silent, last seen %.0f s ago: its saves wait, until their deadlines",
-                *(self._peer, silent_s),
+                "the %s does not respond, last seen %.0f s ago: its saves wait, until their deadlines",
+                *(self._peer, unseen_s),
             )
-        elif self._suspect and not suspect:
-            _log.info("the %s is heard again", self._peer)
-            self._tell("")
-        self._suspect = suspect
+        elif self._unresponsive and not unresponsive:
+            _log.info("the %s responds again", self._peer)
+            self._notify("")
+        self._unresponsive = unresponsive

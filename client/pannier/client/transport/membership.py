@@ -51,14 +51,14 @@ class Entry:
             if self._dropped:
                 return
             assert self.saving is not None
-            self.saving.carried = True
+            self.saving.detach()
             start()
 
     def drop(self) -> bool:
         """The call ends without a handle; False: the save no longer depends on it."""
         with self._lock:
             self._dropped = True
-            return self.saving is None or not self.saving.carried
+            return self.saving is None or not self.saving.is_detached
 
     @property
     def dropped(self) -> bool:
@@ -117,12 +117,12 @@ class Membership:
         if session is not None:
             session.check_process()
 
-    def close(self, wanted: Callable[[SidecarClient], bool], *, goodbye: bool = False) -> None:
+    def close(self, wanted: Callable[[SidecarClient], bool], *, announce: bool = False) -> None:
         """Ends the session, if there is one and it is ``wanted``; see :meth:`SidecarClient.close`."""
         # Without the lock: a thread that opens a session holds it for long.
         session = self._session
         if session is not None and wanted(session):
-            session.close(goodbye=goodbye)
+            session.close(announce=announce)
 
     def _opened(self, settings: Settings) -> SidecarClient:
         with self._lock:
@@ -152,8 +152,10 @@ class Membership:
 
     @staticmethod
     def _embedded(settings: Settings, who: Identity, pair: DaemonSpec) -> SidecarClient:
-        def revive() -> None:
+        def restart_daemons() -> None:
             launcher.ensure(settings, pair)
 
         address = launcher.ensure(settings, pair)
-        return SidecarClient.connect(settings, who, address=address, revive=revive)
+        return SidecarClient.connect(
+            settings, who, address=address, restart_daemons=restart_daemons
+        )

@@ -1,4 +1,4 @@
-"""Calls that are made again while the sidecar can't be reached, until their deadline.
+"""Repeats calls while the sidecar can't be reached, until their deadline.
 
 In: a call, and how long it may take. Out: its answer, or the error of the last try. Blocking code;
 thread-safe. A pause ends early when the connection is back.
@@ -42,7 +42,7 @@ class Retry:
     def __call__(
         self, call: Callable[[], Result], deadline: Deadline, patience_s: float = float("inf")
     ) -> Result:
-        """``call()``, again while the sidecar can't be reached, until ``deadline``."""
+        """``call()``, repeated while the sidecar can't be reached, until ``deadline``."""
         patience = Deadline(min(patience_s, deadline.remaining()))
         at_exit: Deadline | None = None
 

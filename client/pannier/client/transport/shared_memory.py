@@ -1,9 +1,9 @@
-"""Files of the sidecar's spool, mapped: what is staged there is in the spool already.
+"""Files of the sidecar's spool, mapped: what is staged there needs no copy to the spool.
 
 In: sizes. Out: :class:`SpoolMapping`, writable memory that the sidecar reads through the file. The
-descriptors come over a unix socket beside the sidecar's own, which stays open: with it the loans
-end. Each descriptor carries a lock that lasts as long as its mapping, so that the sidecar knows
-when nobody can write there any more. Thread-safe.
+descriptors come over a unix socket beside the sidecar's own, which stays open: the leases end with
+it. Each descriptor carries a lock that lasts as long as its mapping, so that the sidecar knows
+when no process can write to the file any more. Thread-safe.
 """
 
 import ctypes
@@ -35,8 +35,8 @@ from pannier.wire.tls import is_unix
 _log = logging.getLogger(__name__)
 
 _SOCKET_S: Final = 10.0
-_MOST_AT_ONCE: Final = 64
-"""Descriptors in one message of the sidecar's."""
+_MOST_DESCRIPTORS: Final = 64
+"""In one message of the sidecar."""
 
 _PIECE: Final = 16 << 20
 
@@ -58,25 +58,25 @@ Release = Callable[[Sequence[str]], None]
 class SpoolMapping(MemoryMapping):
     """A file of the spool in this process's memory; unmapped with the last view of it."""
 
-    def __init__(self, lender: "Lender", slab: str, capacity: int, fd: int) -> None:
-        """Maps and populates ``capacity`` bytes. ``fd`` stays the caller's, to be closed.
+    def __init__(self, leases: "FileLeases", file: str, capacity: int, fd: int) -> None:
+        """Maps and populates ``capacity`` bytes. The caller closes ``fd``.
 
         Raises PannierError: there is no memory for it.
         """
         super().__init__()
-        self.source = self._lender = lender
-        self.slab = slab
-        """Name of the loan."""
+        self.lender = self._leases = leases
+        self.file = file
+        """Name of the leased file."""
         self.stamp = b""
-        """What the file carries behind its capacity: other bytes each time it is staged into."""
+        """Bytes after the file's capacity, others each time it is staged into."""
         protection = mmap.PROT_READ | mmap.PROT_WRITE
         length = capacity + STAMP_BYTES
         address = _libc.mmap(None, length, protection, mmap.MAP_SHARED, fd, 0)
         if address == _FAILED:
             code = ctypes.get_errno()
             raise no_memory(length, OSError(code, os.strerror(code)))
-        # The mapping keeps the open file, and so the lock. A fork must not: a child could hold
-        # it, and write there, for longer than we live.
+        # The mapping keeps the open file, and so the lock. A forked child must not inherit it: it
+        # could hold the lock, and write to the file, after this process's death.
         array = (ctypes.c_char * length).from_address(address)
         unmap = weakref.finalize(array, _unmap, os.getpid(), address, length)
         unmap.atexit = False
@@ -91,10 +91,10 @@ class SpoolMapping(MemoryMapping):
     @property
     def usable(self) -> bool:
         """Whether what is staged here can still be handed over."""
-        return not self._lender.lost
+        return not self._leases.lost
 
     def seal(self) -> None:
-        """Makes it read-only, for what is in it is handed over."""
+        """Makes it read-only: its content is handed over."""
         self._protect(mmap.PROT_READ)
 
     def unseal(self) -> None:
@@ -102,13 +102,13 @@ class SpoolMapping(MemoryMapping):
         self._protect(mmap.PROT_READ | mmap.PROT_WRITE)
 
     def begin_use(self) -> None:
-        """Writes another stamp: what was handed over from here before is refused from now on."""
+        """Writes a new stamp, which invalidates earlier hand-overs of this memory."""
         # The sidecar compares it before and after it reads.
         self.stamp = secrets.token_bytes(STAMP_BYTES)
         ctypes.memmove(self.address + self.capacity, self.stamp, STAMP_BYTES)
 
     def _protect(self, protection: int) -> None:
-        # In pieces: while the kernel is at one, no other thread can allocate or touch a new page.
+        # In pieces: during each, no other thread can allocate or touch a new page.
         length = self.capacity + STAMP_BYTES
         for start in range(0, length, _PIECE):
             size = min(_PIECE, length - start)
@@ -118,28 +118,26 @@ class SpoolMapping(MemoryMapping):
 
 
 def _unmap(pid: int, address: int, capacity: int) -> None:
-    # A forked child has something else there, or nothing.
+    # A forked child doesn't have this mapping.
     if os.getpid() == pid:
         _libc.munmap(address, capacity)
 
 
-class Lender:
-    """Borrows from one life of one sidecar.
+class FileLeases:
+    """Leases of spool files from one sidecar process.
 
     Args:
         path: of the socket that passes descriptors.
-        reserve: asks the sidecar for files.
-        give_back: tells it which are unmapped.
-        digest: what is said first, where the sidecar wants to hear a token's; empty: nothing.
+        reserve: requests files from the sidecar.
+        release: reports to it which are unmapped.
+        digest: of the token, sent first where the sidecar requires one; empty: not sent.
 
     Raises UnavailableError: the socket can't be reached, with the reason.
     """
 
-    def __init__(
-        self, path: str, reserve: Reserve, give_back: Release, digest: bytes = b""
-    ) -> None:
+    def __init__(self, path: str, reserve: Reserve, release: Release, digest: bytes = b"") -> None:
         self._reserve = reserve
-        self._give_back = give_back
+        self._release = release
         self._lock = threading.Lock()
         self._lost = False
         self._pools: weakref.WeakSet[ArenaPool] = weakref.WeakSet()
@@ -150,27 +148,27 @@ class Lender:
             if digest:
                 self._connection.sendall(digest)
                 if self._connection.recv(1) != b"\1":
-                    raise OSError("the token is none that is known there")
+                    raise OSError("the sidecar rejected the job token")
         except OSError as error:
             self._connection.close()
             raise UnavailableError(f"{path} can't be reached: {error}") from error
-        _lenders.add(self)
+        _all_leases.add(self)
 
     @property
     def lost(self) -> bool:
-        """Whether the sidecar that lent is gone: it knows nothing of these loans any more."""
+        """Whether the sidecar process has ended, and the leases with it."""
         if not self._lost:
             poll = select.poll()
             try:
                 poll.register(self._connection, select.POLLIN)
-                # Nothing ever comes unretrieved: what can be read then is the end.
+                # The sidecar sends nothing unrequested: readable without data means closed.
                 self._lost = bool(poll.poll(0)) and not self._connection.recv(1, socket.MSG_PEEK)
             except (OSError, ValueError):
                 self._lost = True
         return self._lost
 
-    def serve(self, pool: ArenaPool) -> None:
-        """``pool`` borrows here, and is to give back when others need room."""
+    def add_pool(self, pool: ArenaPool) -> None:
+        """``pool`` leases files here, and releases unused ones when other clients need room."""
         self._pools.add(pool)
 
     def map_files(self, sizes: Sequence[int]) -> list[SpoolMapping]:
@@ -178,47 +176,47 @@ class Lender:
 
         Raises:
             BusyError: the spool has no room now.
-            UnavailableError: the sidecar went away.
-            PannierError: it refused, or there is no memory.
+            UnavailableError: the sidecar disconnected.
+            PannierError: it refused the request, or there is no memory.
         """
         with self._lock:
-            lent = self._reserve(sizes)
+            reserved = self._reserve(sizes)
             descriptors: list[int] = []
             try:
-                descriptors = self._fetch(lent.token, len(lent.files))
+                descriptors = self._fetch(reserved.token, len(reserved.files))
                 return [
                     SpoolMapping(self, file.slab, file.capacity, fd)
-                    for file, fd in zip(lent.files, descriptors, strict=True)
+                    for file, fd in zip(reserved.files, descriptors, strict=True)
                 ]
             except OSError as error:
-                raise UnavailableError(f"the sidecar's files can't be had: {error}") from error
+                raise UnavailableError(f"the sidecar did not pass its files: {error}") from error
             finally:
                 for fd in descriptors:
                     os.close(fd)
 
     def unmap_files(self, mappings: list[MemoryMapping]) -> None:
-        """Unmaps these, which the list holds alone, and tells the sidecar.
+        """Unmaps these, which only the list references, and reports that to the sidecar.
 
-        It finds out by itself, at the end of the connection, when it can't be told.
+        If the report fails, the leases end with the connection.
         """
-        slabs = [each.slab for each in mappings if isinstance(each, SpoolMapping)]
+        files = [each.file for each in mappings if isinstance(each, SpoolMapping)]
         for each in mappings:
             each.memory = None
         mappings.clear()
         if self.lost:
             return
         try:
-            self._give_back(slabs)
+            self._release(files)
         except PannierError as error:
-            _log.debug("lent files stay until the end of the connection: %s", error)
+            _log.debug("released files stay leased until the connection ends: %s", error)
 
-    def room_wanted(self) -> None:
-        """Others need room in the spool: gives back what isn't in use."""
+    def release_unused(self) -> None:
+        """Releases files that no save uses: other clients need room in the spool."""
         for pool in list(self._pools):
             pool.unmap_unused(self)
 
     def close(self) -> None:
-        """Ends all loans; what is mapped stays readable until it is unmapped."""
+        """Ends all leases; what is mapped stays readable until it is unmapped."""
         self._lost = True
         self._connection.close()
 
@@ -227,11 +225,11 @@ class Lender:
         found: list[int] = []
         try:
             while len(found) < count:
-                said, fds, _, _ = socket.recv_fds(
-                    self._connection, 1, _MOST_AT_ONCE, socket.MSG_CMSG_CLOEXEC
+                counted, fds, _, _ = socket.recv_fds(
+                    self._connection, 1, _MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
                 )
                 found += fds
-                if not said or said[0] == 0 or said[0] != len(fds):
+                if not counted or counted[0] == 0 or counted[0] != len(fds):
                     raise OSError(f"{count} descriptors were promised, {len(found)} came")
         except BaseException:
             for fd in found:
@@ -241,95 +239,94 @@ class Lender:
 
 
 class MappedTransport:
-    """Which lender one session has now, if any. Thread-safe.
+    """Staging memory of one sidecar client: spool files where that is possible. Thread-safe.
 
     Args:
-        line: to the sidecar.
+        channel: to the sidecar.
         transport: ``auto``, ``mapped`` or ``streamed``.
-        reserve, release: calls of the session.
+        reserve, release: calls of the sidecar client.
     """
 
     def __init__(
-        self, line: SidecarChannel, transport: str, reserve: Reserve, release: Release
+        self, channel: SidecarChannel, transport: str, reserve: Reserve, release: Release
     ) -> None:
-        self._line = line
-        self._address = line.address
+        self._channel = channel
         self._transport = transport
         self._reserve = reserve
         self._release = release
         self._lock = threading.Lock()
         self._socket = ""
         self._token_first = False
-        self._lender: Lender | None = None
+        self._leases: FileLeases | None = None
         self.reason = ""
-        """Why there is none, for people."""
+        """Why there are no leases, human-readable."""
 
-    def welcomed(self, welcome: sidecar_pb2.Welcome) -> None:
-        """The sidecar, maybe in a new life, told its socket's name; "": it has none."""
+    def update_socket(self, welcome: sidecar_pb2.Welcome) -> None:
+        """Takes the name of the socket of a sidecar, possibly restarted; "": it has none."""
         with self._lock:
             self._socket, self._token_first = welcome.descriptors, welcome.token_first
 
-    def lender(self) -> Lender | None:
-        """The present one, which is connected; None, with a reason, if there can be none.
+    def leases(self) -> FileLeases | None:
+        """The connected ones; None, with :attr:`reason`, if mapping is impossible.
 
-        Raises UnavailableError: there is none, but it must be mapped.
+        Raises UnavailableError: it is impossible, and ``PANNIER_TRANSPORT=mapped``.
         """
         with self._lock:
-            if self._lender is not None and self._lender.lost:
-                self._lender.close()
-                self._lender = None
-            if self._lender is None:
-                self._lender = self._connect()
-            if self._lender is None and self._transport == "mapped":
+            if self._leases is not None and self._leases.lost:
+                self._leases.close()
+                self._leases = None
+            if self._leases is None:
+                self._leases = self._connect()
+            if self._leases is None and self._transport == "mapped":
                 raise UnavailableError(
                     f"PANNIER_TRANSPORT=mapped, but the spool can't be mapped: {self.reason}; "
                     "use auto to stream instead"
                 )
-            return self._lender
+            return self._leases
 
     def arena(self, pool: ArenaPool, sizes: Sequence[int]) -> Arena:
-        """An arena of ``pool`` with a region of each size, bytes: borrowed if that is possible now.
+        """An arena of ``pool`` with a region of each size, bytes; leased if that is possible now.
 
         Raises PannierError: there is no memory for it, or it must be mapped and can't be.
         """
-        lender = self.lender()
+        leases = self.leases()
         reason = self.reason
-        if lender is not None:
-            lender.serve(pool)
+        if leases is not None:
+            leases.add_pool(pool)
             try:
-                return pool.acquire(sizes, lender)
+                return pool.acquire(sizes, leases)
             except PannierError as error:
-                # It may have room, or be there again, by the time the bytes are sent.
+                # The sidecar may have room, or be connected again, when the bytes are sent.
                 reason = str(error)
         arena = pool.acquire(sizes)
         arena.streaming_reason = reason
         return arena
 
-    def room_wanted(self) -> None:
-        """Others need room in the spool."""
-        lender = self._lender
-        if lender is not None:
-            lender.room_wanted()
+    def release_unused(self) -> None:
+        """Other clients need room in the spool."""
+        leases = self._leases
+        if leases is not None:
+            leases.release_unused()
 
     def close(self) -> None:
-        """Ends all loans."""
+        """Ends all leases."""
         with self._lock:
-            lender, self._lender = self._lender, None
+            leases, self._leases = self._leases, None
             self._socket = ""
-        if lender is not None:
-            lender.close()
+        if leases is not None:
+            leases.close()
 
-    def _connect(self) -> Lender | None:
+    def _connect(self) -> FileLeases | None:
         self.reason = self._impossible()
         if self.reason:
             return None
-        own = self._address.removeprefix("unix://")
+        own = self._channel.address.removeprefix("unix://")
         try:
-            return Lender(
+            return FileLeases(
                 os.path.join(os.path.dirname(own), self._socket),
                 self._reserve,
                 self._release,
-                self._line.digest() if self._token_first else b"",
+                self._channel.digest() if self._token_first else b"",
             )
         except UnavailableError as error:
             self.reason = str(error)
@@ -338,24 +335,24 @@ class MappedTransport:
     def _impossible(self) -> str:
         if self._transport == "streamed":
             return "PANNIER_TRANSPORT=streamed"
-        if not is_unix(self._address):
+        if not is_unix(self._channel.address):
             return "the sidecar is reached over TCP; a unix socket would pass its files"
         if not self._socket:
             return "the sidecar has no socket that passes its files"
         return ""
 
 
-_lenders: "weakref.WeakSet[Lender]" = weakref.WeakSet()
+_all_leases: "weakref.WeakSet[FileLeases]" = weakref.WeakSet()
 
 
 def _after_fork() -> None:
-    # The connection is the parent's: with a copy of it here its loans would outlive it.
-    for lender in list(_lenders):
-        lender._lost = True
-        _quietly_close(lender._connection)
+    # The connection is the parent's: a copy of it here would keep the leases alive after its death.
+    for leases in list(_all_leases):
+        leases._lost = True
+        _close_quietly(leases._connection)
 
 
-def _quietly_close(connection: Any) -> None:
+def _close_quietly(connection: Any) -> None:
     try:
         os.close(connection.detach())
     except OSError as error:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from pannier.client.transport.stream_slots import Streams
+from pannier.client.transport.stream_limit import StreamLimit
 
 MIB = 1 << 20
 
@@ -15,7 +15,7 @@ class World:
 
     def __init__(self, most: int, rate: Callable[[int], float]) -> None:
         self.now = 0.0
-        self.streams = Streams(most, lambda: self.now)
+        self.streams = StreamLimit(most, lambda: self.now)
         self._rate = rate
         self._left: list[int] = []
         self.seen: list[int] = []
@@ -23,14 +23,14 @@ class World:
     def run(self, mib: int) -> None:
         for _ in range(mib // 16):
             while len(self._left) < self.streams.limit:
-                assert self.streams.take(0)
+                assert self.streams.acquire(0)
                 self._left.append(256)
             self.seen.append(len(self._left))
             self.now += 16 / self._rate(len(self._left))
-            self.streams.moved(16 * MIB)
+            self.streams.add_bytes(16 * MIB)
             self._left = [left - 16 / len(self._left) for left in self._left]  # type: ignore[misc]
             for _ in [left for left in self._left if left <= 0]:
-                self.streams.give()
+                self.streams.release()
             self._left = [left for left in self._left if left > 0]
 
 
@@ -46,7 +46,7 @@ class World:
     ],
     ids=["each helps", "three help", "one is enough", "more disturb", "two cores", "one core"],
 )
-def test_the_number_follows_what_it_brings(
+def test_the_limit_follows_the_throughput(
     most: int, rate: Callable[[int], float], expected: int
 ) -> None:
     world = World(most, rate)
@@ -56,18 +56,18 @@ def test_the_number_follows_what_it_brings(
     assert max(world.seen) <= most
 
 
-def test_a_place_is_waited_for() -> None:
-    streams = Streams(1)
-    assert streams.take(1)
-    assert not streams.take(0.01)
+def test_a_stream_waits_for_permission() -> None:
+    streams = StreamLimit(1)
+    assert streams.acquire(1)
+    assert not streams.acquire(0.01)
     taken = threading.Event()
 
     def wait() -> None:
-        assert streams.take(30)
+        assert streams.acquire(30)
         taken.set()
 
     waiting = threading.Thread(target=wait)
     waiting.start()
-    streams.give()
+    streams.release()
     assert taken.wait(30)
     waiting.join()

@@ -1,8 +1,8 @@
-"""How many files of this process are streamed at the same time: as many as bring something.
+"""How many files of this process are streamed at the same time, adapted to the throughput.
 
-In: bytes as the sidecar acknowledges them. Out: the right to stream. What the best number is
-depends on cores, network and whatever else runs there, so it is tried: one more is kept when
-that is clearly faster, one less when it is about as fast, for a stream also takes from training.
+In: bytes as the sidecar acknowledges them. Out: permission to stream. The best number depends on
+cores, network and other load, so it is found by trial: one more is kept when that is clearly
+faster, one less when it is about as fast, because every stream also takes CPU from training.
 Thread-safe.
 """
 
@@ -12,19 +12,19 @@ from collections.abc import Callable
 from typing import Final
 
 MOST: Final = 4
-"""Each stream may have some 20 MiB of messages under way."""
+"""Each stream may hold some 20 MiB of messages in flight."""
 _WINDOW: Final = 256 << 20
-"""Bytes by which a rate is told, while as many files as are allowed were streamed; each stream
-tells of them 16 MiB at a time."""
+"""Bytes per measurement of the throughput, at the full number of streams; each stream reports
+them 16 MiB at a time."""
 _FASTER: Final = 1.1
 _AS_FAST: Final = 0.95
-_CALM: Final = 8
-"""Windows after a trial that changed nothing; twice as many after each further one."""
-_LONGEST_CALM: Final = 256
+_PAUSE: Final = 8
+"""Windows between trials after one that changed nothing; doubled after each further one."""
+_LONGEST_PAUSE: Final = 256
 
 
-class Streams:
-    """The streams of one session.
+class StreamLimit:
+    """The streams of one sidecar client.
 
     Args:
         most: at the same time; at least 1.
@@ -38,25 +38,25 @@ class Streams:
         self._limit = min(2, most)
         self._running = 0
         self._begun = 0.0
-        """When the window began, later by the time without any stream."""
+        """Start of the window, moved by the time without any stream."""
         self._idle_since = 0.0
         self._bytes: int | None = None
-        """Since then; None: the next bytes begin it."""
-        self._tried: tuple[int, float] | None = None
+        """In the window; None: the next bytes begin one."""
+        self._trial: tuple[int, float] | None = None
         """Limit and bytes per second before the trial that is under way."""
         self._step = 1
-        """Of the next trial."""
-        self._calm = 0
-        """Windows until then."""
-        self._pause = _CALM
+        """Change of the limit in the next trial."""
+        self._windows_left = 0
+        """Until the next trial."""
+        self._pause = _PAUSE
 
     @property
     def limit(self) -> int:
         """How many may run at the moment."""
         return self._limit
 
-    def take(self, timeout_s: float) -> bool:
-        """Waits for the right to stream; False: for too long."""
+    def acquire(self, timeout_s: float) -> bool:
+        """Waits for permission to stream; False after ``timeout_s`` seconds."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._running < self._limit, timeout_s):
                 return False
@@ -65,16 +65,16 @@ class Streams:
             self._running += 1
         return True
 
-    def give(self) -> None:
-        """The stream is over."""
+    def release(self) -> None:
+        """The stream has ended."""
         with self._changed:
             self._running -= 1
             if not self._running:
                 self._idle_since = self._clock()
             self._changed.notify()
 
-    def moved(self, count: int) -> None:
-        """``count`` more bytes of any stream have arrived."""
+    def add_bytes(self, count: int) -> None:
+        """The sidecar acknowledged ``count`` more bytes of any stream."""
         with self._changed:
             now = self._clock()
             if self._running != self._limit:
@@ -84,31 +84,31 @@ class Streams:
             else:
                 self._bytes += count
                 if self._bytes >= _WINDOW and now > self._begun:
-                    self._judge(self._bytes / (now - self._begun))
+                    self._evaluate(self._bytes / (now - self._begun))
                     self._bytes = None
 
-    def _judge(self, rate: float) -> None:
-        if self._tried is None:
-            self._calm -= 1
-            if self._calm < 0:
-                self._try(rate)
+    def _evaluate(self, rate: float) -> None:
+        if self._trial is None:
+            self._windows_left -= 1
+            if self._windows_left < 0:
+                self._start_trial(rate)
             return
-        (limit, before), self._tried = self._tried, None
+        (limit, before), self._trial = self._trial, None
         if rate >= before * (_FASTER if self._limit > limit else _AS_FAST):
-            # Once more in the same direction.
+            # Kept: next trial in the same direction.
             self._step = self._limit - limit
-            self._pause, self._calm = _CALM, 0
+            self._pause, self._windows_left = _PAUSE, 0
             return
         self._step = limit - self._limit
         self._limit = limit
-        self._calm = self._pause
-        self._pause = min(2 * self._pause, _LONGEST_CALM)
+        self._windows_left = self._pause
+        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
         self._changed.notify()
 
-    def _try(self, rate: float) -> None:
+    def _start_trial(self, rate: float) -> None:
         if not 1 <= self._limit + self._step <= self.most:
             self._step = -self._step
         if 1 <= self._limit + self._step <= self.most:
-            self._tried = (self._limit, rate)
+            self._trial = (self._limit, rate)
             self._limit += self._step
             self._changed.notify()

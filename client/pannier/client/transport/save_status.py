@@ -1,0 +1,385 @@
+"""The outcome of one save on this rank: follows its status at the sidecar and ends its handle.
+
+In: the statuses that the sidecar pushes, this rank's own failures, and the deadline. Out: a handle
+that resolves or fails, exactly once. Owned by a save task. Thread-safe: statuses arrive on
+threads of the sidecar client, failures on the task's own.
+"""
+
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
+
+from pannier.client.handle import Resolver, SaveHandle, SaveResult
+from pannier.client.staging.in_flight import ArenaUse, InFlightSave
+from pannier.client.transport.file_stream import Stop, StoppedError
+from pannier.client.transport.save_errors import aborted, fail_request, in_doubt, not_handed_over
+from pannier.client.transport.sidecar_client import SidecarClient
+from pannier.client.user_errors import name_save
+from pannier.common import tracing
+from pannier.common.deadline import Deadline
+from pannier.v1 import save_pb2, sidecar_pb2
+from pannier.wire import object_names
+from pannier.wire.errors import (
+    BusyError,
+    DeadlineError,
+    InDoubtError,
+    PannierError,
+    SaveAbortedError,
+    SaveSkippedError,
+)
+
+_log = logging.getLogger(__name__)
+
+_ABORT_S: Final = 30.0
+"""How long to wait for the coordinator's ABORT before the handle fails with InDoubtError, once this
+rank has failed and may have been ingested."""
+_CAUSES_S: Final = 2.0
+"""How long to wait for the causes of all ranks before the handle fails with the local error, of a
+save that can't be committed."""
+_GRACE_S: Final = 5.0
+"""How long to wait for the coordinator's decision after the save's deadline."""
+
+
+class PhaseTimes:
+    """How long each phase of a save took on this rank. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._seconds: dict[str, float] = {}
+        self._began = self._phase_began = time.monotonic()
+        self._traced = False
+
+    def end(self, phase: str) -> None:
+        """``phase`` ends now, and the next one begins."""
+        with self._lock:
+            now = time.monotonic()
+            self._seconds[phase] = now - self._phase_began
+            self._phase_began = now
+
+    def seconds(self) -> dict[str, float]:
+        """By phase, in order."""
+        with self._lock:
+            return dict(self._seconds)
+
+    @property
+    def stalled_s(self) -> float:
+        """How long the trainer's call took: the phases after that run in the background."""
+        seconds = self.seconds()
+        return seconds.get("plan", 0.0) + seconds.get("stage", 0.0)
+
+    def trace(self, context: sidecar_pb2.SaveContext, size: int, error: str) -> None:
+        """Exports the spans of this rank's part, if tracing is on; only once."""
+        with self._lock:
+            traced, self._traced = self._traced, True
+        if traced:
+            return
+        parts, begin = [], self._began
+        for phase, seconds in self.seconds().items():
+            parts.append(tracing.Interval(phase, begin, begin + seconds))
+            begin += seconds
+        attributes: tracing.Attributes = {
+            "pannier.checkpoint": context.checkpoint_id,
+            "pannier.rank": context.rank,
+            "pannier.host": context.host,
+            "pannier.bytes": size,
+        }
+        own = tracing.Interval("async_save", self._began, time.monotonic(), attributes, error)
+        tracing.export_rank(context.save, context.rank, own, parts)
+
+
+class WaitingOn:
+    """What a save waits for, for the handle's status: what is known here before the sidecar's report."""
+
+    def __init__(self, resolver: Resolver) -> None:
+        self._resolver = resolver
+        self._reported = ""
+        self._unresponsive = ""
+        self._copies = ""
+        self._no_room: dict[str, BusyError] = {}
+
+    @property
+    def text(self) -> str:
+        """Empty: for nothing."""
+        return self._unresponsive or self._copies or self.room or self._reported
+
+    @property
+    def room(self) -> str:
+        """Why files wait for room in the spool; empty: none does."""
+        error = next(iter(list(self._no_room.values())), None)
+        return "" if error is None else f"room ({error})"
+
+    def status_arrived(self, reported: str) -> None:
+        """The sidecar reported what the save waits for. The caller updates the handle."""
+        self._reported = reported
+        self._unresponsive = ""
+
+    def set_unresponsive(self, text: str) -> None:
+        """The sidecar doesn't respond; empty: it does again."""
+        self._unresponsive = text
+        self._show()
+
+    def set_copies(self, text: str) -> None:
+        """Copies from devices are not complete; empty: they are."""
+        self._copies = text
+        self._show()
+
+    def set_no_room(self, file: str, error: BusyError) -> None:
+        """The spool has no room for ``file``."""
+        self._no_room[file] = error
+        self._show()
+
+    def clear_no_room(self, file: str) -> None:
+        """The spool has taken ``file``, or the save gives it up."""
+        if self._no_room.pop(file, None) is not None:
+            self._show()
+
+    def set_report_failed(self, problem: PannierError) -> None:
+        """The sidecar could not be sent this rank's failure."""
+        text = f"the sidecar, to which a failure could not be reported ({problem})"
+        self._resolver.update(lambda status: dataclasses.replace(status, waiting_on=text))
+
+    def _show(self) -> None:
+        self._resolver.update(lambda status: dataclasses.replace(status, waiting_on=self.text))
+
+
+class ArenaRelease:
+    """When the save's arena is released, and whether its memory can be used again. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._slot: InFlightSave | None = None
+        self._fate: ArenaUse | None = None
+
+    def begin(self, slot: InFlightSave) -> None:
+        """``slot`` holds the arena that is being sent."""
+        with self._lock:
+            self._slot = slot
+            fate = self._fate
+        if fate is not None:
+            slot.ended(fate)
+
+    def save_ended(self, fate: ArenaUse) -> None:
+        """The save has ended for this process; of several calls the worst fate counts."""
+        with self._lock:
+            self._fate = fate if self._fate is None else max(self._fate, fate)
+            slot, worst = self._slot, self._fate
+        if slot is not None:
+            slot.ended(worst)
+
+
+class StatusFollower:
+    """See the module.
+
+    Args:
+        sidecar: reports the status of the save.
+        context: of the save.
+        deadline: of the save.
+        expects_skip: a skip is what the user asked for, so that its error needn't be retrieved.
+        on_ended: called once, with this, when the handle has its outcome.
+    """
+
+    def __init__(
+        self,
+        sidecar: SidecarClient,
+        context: sidecar_pb2.SaveContext,
+        deadline: Deadline,
+        *,
+        expects_skip: bool,
+        on_ended: Callable[["StatusFollower"], None],
+    ) -> None:
+        self.deadline = deadline
+        self.stop = Stop()
+        """Set when this rank has nothing more to send."""
+        self.times = PhaseTimes()
+        text = object_names.save_text(context.save)
+        self.resolver = Resolver(SaveHandle(text, context.checkpoint_id))
+        self.waiting = WaitingOn(self.resolver)
+        self.arena = ArenaRelease()
+        self._sidecar = sidecar
+        self._context = context
+        self._expects_skip = expects_skip
+        self._on_ended = on_ended
+        self._on_failure: Callable[[], None] = lambda: None
+        self._lock = threading.Lock()
+        self._handed_over = False
+        """The sidecar was asked to ingest this rank's part, and may have done so."""
+        self._local_error: Exception | None = None
+        """What failed the save on this rank, where it isn't a PannierError."""
+        self._follow()
+        self._timer = sidecar.timer(deadline.remaining() + _GRACE_S, self._expire)
+
+    @property
+    def handle(self) -> SaveHandle:
+        """What the caller gets."""
+        return self.resolver.handle
+
+    @property
+    def context(self) -> sidecar_pb2.SaveContext:
+        """Of the save; another one after :meth:`renumber`."""
+        return self._context
+
+    @property
+    def text(self) -> str:
+        """The save's id."""
+        return object_names.save_text(self._context.save)
+
+    def set_attempt(self, attempt: str, on_failure: Callable[[], None]) -> None:
+        """The plan is known, and staging begins.
+
+        Args:
+            on_failure: called before the handle fails.
+        """
+        self._on_failure = on_failure
+        self.times.end("plan")
+        self.resolver.update(
+            lambda status: dataclasses.replace(
+                status, attempt=attempt, save_state=save_pb2.SAVE_STATE_STAGING
+            )
+        )
+
+    def renumber(self, number: int, attempt: str) -> None:
+        """Continues as the group's ``number``-th save; no other rank knows of the former number."""
+        self._sidecar.followed.unfollow(self._context.save)
+        context = sidecar_pb2.SaveContext()
+        context.CopyFrom(self._context)
+        context.save.number = number
+        self._context = context
+        self._follow()
+        self.resolver.update(
+            lambda status: dataclasses.replace(status, id=self.text, attempt=attempt)
+        )
+
+    def begin_hand_over(self) -> None:
+        """From now on the sidecar may have ingested this rank. Raises StoppedError: too late."""
+        with self._lock:
+            if self.stop.is_set:
+                raise StoppedError
+            self._handed_over = True
+
+    def give_up(self, error: Exception) -> None:
+        """Reports that this rank failed; fails the handle unless the decision comes soon.
+
+        An exception of the user's code or a device is what the handle raises on this rank,
+        unless the save may be committed all the same.
+        """
+        self.stop.set()
+        self._timer.cancel()
+        outcome = self._error_without_decision(error)
+        is_in_doubt = isinstance(outcome, InDoubtError)
+        left = self.deadline.remaining() + _GRACE_S
+        patience = min(_ABORT_S, left) if is_in_doubt else _CAUSES_S
+        self._timer = self._sidecar.timer(patience, lambda: self._fail(outcome))
+        if not isinstance(error, SaveAbortedError):
+            request = fail_request(self._context, error)
+            if not isinstance(error, PannierError):
+                # Before the ABORT can arrive.
+                name_save(error, self.text, self._context.checkpoint_id)
+                self._local_error = error
+            self._send(request)
+
+    def report(self, error: BaseException) -> None:
+        """Reports this rank's failure, which aborts the save on all ranks."""
+        self._send(fail_request(self._context, error))
+
+    def forget(self) -> None:
+        """The call raises: the caller gets no handle, and knows the error."""
+        self.resolver.outcome.mark_retrieved()
+        self._fail(SaveAbortedError(f"save {self.text} was given up"), quietly=True)
+
+    def trace(self, error: str = "") -> None:
+        """Exports the spans of this rank's part so far."""
+        self.times.trace(self._context, self.handle.status().bytes, error)
+
+    def _follow(self) -> None:
+        self._sidecar.followed.follow(
+            self._context, self._on_status, self.waiting.set_unresponsive, self.deadline
+        )
+
+    def _send(self, request: sidecar_pb2.FailRequest) -> None:
+        try:
+            self._sidecar.fail(request)
+        except PannierError as problem:
+            # The sidecar will detect the failure by itself.
+            self.waiting.set_report_failed(problem)
+
+    def _error_without_decision(self, error: Exception) -> Exception:
+        """What the handle raises while the coordinator's decision isn't known.
+
+        A rank that was not handed over can't be part of a commit: only ABORT is possible. For
+        one that was, or may have been, this process can't know. To be called once no hand-over
+        can begin any more (``stop`` is set).
+        """
+        if isinstance(error, SaveAbortedError):
+            return error
+        with self._lock:
+            handed_over = self._handed_over
+        if handed_over:
+            return in_doubt(self._context, str(error))
+        if not isinstance(error, PannierError):
+            return error
+        return not_handed_over(self._context, error)
+
+    def _on_status(self, news: save_pb2.SaveStatus) -> None:
+        self.waiting.status_arrived(news.waiting_on.text)
+        self.resolver.update(
+            lambda status: dataclasses.replace(
+                status,
+                attempt=news.attempt or status.attempt,
+                save_state=news.state,
+                total_bytes=news.bytes_total or status.total_bytes,
+                waiting_on=self.waiting.text,
+                failures={failure.rank: failure for failure in news.failures},
+            )
+        )
+        if news.state == save_pb2.SAVE_STATE_COMMITTED:
+            self._commit(news)
+        elif news.state == save_pb2.SAVE_STATE_ABORTED:
+            self.stop.set()
+            waiting = self.waiting.text if self.waiting.room else ""
+            self._fail(self._local_error or aborted(news, waiting), ArenaUse.UNUSED)
+
+    def _commit(self, news: save_pb2.SaveStatus) -> None:
+        if "ingest" not in self.times.seconds():
+            # The status arrived before the response to the hand-over.
+            self.times.end("ingest")
+        self.times.end("commit")
+        own = self.handle.status().bytes
+        result = SaveResult(
+            checkpoint_id=self._context.checkpoint_id,
+            attempt=news.attempt,
+            bytes=own,
+            total_bytes=news.bytes_total or own,
+            seconds=self.times.seconds(),
+        )
+        self._end(ArenaUse.UNUSED)
+        self.trace()
+        self.resolver.resolve(result)
+        self._on_ended(self)
+
+    def _fail(
+        self, error: Exception, fate: ArenaUse = ArenaUse.READ_BY_SIDECAR, *, quietly: bool = False
+    ) -> None:
+        """``fate``: UNUSED where the sidecar has reported the save's outcome.
+
+        Otherwise the sidecar may still read its files, or begin to.
+        """
+        # Before the caller can see the failure, and save again.
+        self._on_failure()
+        self._end(fate)
+        is_expected = isinstance(error, SaveSkippedError) and self._expects_skip
+        self.trace(str(error))
+        self.resolver.fail(error, quietly=quietly or is_expected)
+        self._on_ended(self)
+
+    def _end(self, fate: ArenaUse) -> None:
+        self._sidecar.followed.unfollow(self._context.save)
+        self._timer.cancel()
+        self.arena.save_ended(fate)
+
+    def _expire(self) -> None:
+        self.stop.set()
+        error = DeadlineError(f"{self.handle.status()} when its deadline passed")
+        self._fail(self._error_without_decision(error))
