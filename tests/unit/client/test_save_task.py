@@ -107,7 +107,7 @@ def begin(session: SidecarClient, *, on_busy: str = "wait", timeout_s: float = 6
 def carry(saving: SaveTask) -> list[str]:
     """Runs it to the end of this rank's part; what was let go."""
     slots = InFlightSaves(1)
-    carrier = threading.Thread(target=saving.send, args=(slots.take("raise", 0),))
+    carrier = threading.Thread(target=saving.send, args=(slots.admit("raise", 0),))
     carrier.start()
     carrier.join(30)
     assert not carrier.is_alive()
@@ -292,7 +292,7 @@ def test_a_full_spool_shows_in_the_status_while_it_is_waited_for(
     sidecar.on["Write"] = full
     sidecar.commit = False
     saving = begin(session)
-    carrier = threading.Thread(target=saving.send, args=(InFlightSaves(1).take("raise", 0),))
+    carrier = threading.Thread(target=saving.send, args=(InFlightSaves(1).admit("raise", 0),))
     carrier.start()
     text = "waiting for room (the spool /s is full: 5 bytes needed, 3 free)"
     wait_until(lambda: text in str(saving.handle.status()))
@@ -411,7 +411,7 @@ def test_a_save_whose_deadline_passes_before_it_is_handed_over_is_aborted(
     ended = threading.Event()
     sidecar.on["Write"] = lambda _: ended.wait(30)
     saving = begin(session, timeout_s=0.5)
-    carrier = threading.Thread(target=saving.send, args=(InFlightSaves(1).take("raise", 0),))
+    carrier = threading.Thread(target=saving.send, args=(InFlightSaves(1).admit("raise", 0),))
     carrier.start()
     try:
         with pytest.raises(SaveAbortedError, match="was not handed over") as raised:

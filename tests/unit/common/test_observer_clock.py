@@ -186,7 +186,7 @@ def test_a_blocked_coordinator_calls_nothing_silent_that_it_has_not_read(
         monitor.check()
         observer_clock.clock.tick(1.0)
         assert save.ranks[0].seconds_since_seen(5.0) == 1.0 + SLACK_S
-        assert [one.heard_s for one in save_view.awaited(save)] == [1.0 + SLACK_S] * 2
+        assert [one.last_seen_s for one in save_view.awaited(save)] == [1.0 + SLACK_S] * 2
         assert not [r for r in caplog.records if r.name == "pannier.coordinator.liveness"]
         for _ in range(5):
             machine.seconds += 1
