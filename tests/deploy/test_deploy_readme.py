@@ -7,7 +7,7 @@ from pathlib import Path
 
 import yaml
 
-from pannier.sidecar.multi_job.job_config import KNOWN, Jobs
+from pannier.sidecar.multi_job.job_config import KNOWN, JobDirectory
 from pannier.wire.auth_token import TokenFile
 from support.kubernetes.manifests import (
     DEPLOY,
@@ -70,7 +70,7 @@ def test_the_commands_that_need_nothing_do_what_they_say(tmp_path: Path) -> None
             assert "my-registry/my-project/pannier-sidecar:0.1.0" in text
         assert "gs://my-bucket/my-job" in shown["mine"]
         assert "path: /run/pannier/jobs/my-job\n" in shown["my-job"]
-        (job,) = Jobs(tmp_path / "jobs").look().values()
+        (job,) = JobDirectory(tmp_path / "jobs").read().values()
         assert (job.name, job.allow) == ("my-job", ("gs://my-bucket/my-job",))
         assert job.digests == {TokenFile(tmp_path / "my-job.token").digest()}
         assert (tmp_path / "jobs").stat().st_mode & 0o077 == 0

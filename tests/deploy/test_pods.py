@@ -128,7 +128,7 @@ def test_what_the_grace_period_leaves_is_taken_up_before_the_next_start(
         sidecar.start()
         # Until it has recovered, no trainer that waits for it would start.
         sidecar.await_probe("startupProbe")
-        assert "took up 1 ranks of earlier saves" in sidecar.process.log()
+        assert "recovered 1 ranks of earlier saves" in sidecar.process.log()
         bucket.clear()
         said(host, "trainer", "step 1 committed")
         check_whole(bucket, "gs://bucket/run/step-1")

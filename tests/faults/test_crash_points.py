@@ -24,7 +24,7 @@ def _points(*begins: str) -> list[str]:
 
 COORDINATOR = _points("coordinator.", "sweep.mark.")
 SIDECAR = _points("sidecar.")
-BOTH = _points("sidecar.slab.", "sidecar.opened.", "sidecar.held.", "sidecar.ingested.")
+BOTH = _points("sidecar.spool_file.", "sidecar.opened.", "sidecar.held.", "sidecar.ingested.")
 """Those that a rank passes in another way, or with another owner, when it is streamed."""
 GC = _points("sweep.deletion.", "sweep.decision.", "sweep.leftover.")
 RM = _points("sweep.removal.", "sweep.metadata.")

@@ -124,7 +124,7 @@ def test_a_file_of_another_rank_is_refused(
     ):
         with Trainer(host.address, **who) as other:  # type: ignore[arg-type]
             context = host.context(other)
-            with pytest.raises(InvalidRequestError, match=f"'{ours.slab}' is no file of the spool"):
+            with pytest.raises(InvalidRequestError, match=f"'{ours.slab}' is no spool file that"):
                 hand_over(other, context, [Mapped(name(context), MIB, ours.slab)])
             # Nor can it be given back by others.
             with Borrower(other, host.address) as thief:
@@ -142,7 +142,7 @@ def test_a_name_that_was_never_lent_is_refused(
 ) -> None:
     (lent,) = borrower.borrow(MIB)
     context = host.context(trainer)
-    with pytest.raises(InvalidRequestError, match="is no file of the spool that this sidecar"):
+    with pytest.raises(InvalidRequestError, match="is no spool file that the rank has leased"):
         hand_over(trainer, context, [Mapped(name(context), MIB, slab)])
     host.save(trainer, lent, os.urandom(MIB))
 
@@ -193,7 +193,7 @@ def test_a_file_that_is_given_back_or_whose_borrower_is_gone_is_refused(
             try:
                 hand_over(trainer, context, [Mapped(name(context), MIB, slab)])
             except InvalidRequestError as error:
-                return "is no file of the spool" in str(error)
+                return "is no spool file that" in str(error)
             return False
 
         wait_until(refused)
@@ -263,10 +263,10 @@ def test_a_file_that_its_trainer_cuts_fails_that_save_and_is_lent_to_nobody_else
     context = host.context(trainer)
     file = staged(lent, name(context), os.urandom(8 * MIB))
     os.ftruncate(lent.fd, 3 * MIB)
-    with pytest.raises(PannierError, match="the trainer has cut it"):
+    with pytest.raises(PannierError, match="the trainer has truncated it"):
         hand_over(trainer, context, [file])
     failed = host.coordinator.await_phase(context, FAILED)
-    assert "the trainer has cut it" in failed.failure.message
+    assert "the trainer has truncated it" in failed.failure.message
     host.coordinator.decide(context, ABORTED)
     trainer.await_state(context, ABORTED)
     borrower.close()

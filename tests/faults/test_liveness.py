@@ -103,7 +103,9 @@ def test_a_stopped_daemon_is_named_and_the_save_goes_on_when_it_does(
     daemons.coordinator.pause()
     silent = re.compile(r"the coordinator at .* \(last seen ([5-9]|1\d) s ago\)")
     wait_until(lambda: silent.match(handle.status().waiting_on) is not None, 15)
-    wait_until(lambda: re.search(r"WARNING .*the coordinator .* is silent", daemons.sidecar.log()))
+    wait_until(
+        lambda: re.search(r"WARNING .*the coordinator .* is unresponsive", daemons.sidecar.log())
+    )
     daemons.coordinator.resume()
     wait_until(lambda: not handle.status().waiting_on.startswith("the coordinator"), 15)
 

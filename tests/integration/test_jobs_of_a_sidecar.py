@@ -201,7 +201,7 @@ def test_a_sidecar_that_is_told_to_stop_leaves_what_each_job_has(scene: Scene) -
         for ranks in (one, two):
             ranks.processes[0].kill()
         scene.daemons.sidecar.start()
-        assert scene.log().count("took up 1 ranks") == 2
+        assert scene.log().count("recovered 1 ranks") == 2
         scene.server.clear()
         for job in JOBS:
             wait_until(

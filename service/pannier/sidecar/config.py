@@ -16,18 +16,18 @@ _LEAST_MEMORY: Final = 8 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class SidecarConfig(DaemonSettings):
-    """What ``pannier sidecar`` is told. Raises ConfigurationError naming the setting."""
+    """The settings of ``pannier sidecar``. Raises ConfigurationError naming the setting."""
 
     coordinator: str = ""
-    """Address of the job's coordinator: ``unix:///path`` or ``host:port``; may be missing where each
-    of ``jobs`` names its own."""
+    """Address of the job's coordinator: ``unix:///path`` or ``host:port``; may be missing where all
+    ``jobs`` name their own."""
     spool: Path
-    """Directory that holds data files until they are in storage; made with mode 0700. Of ``jobs`` each
+    """Directory that holds data files until they are in storage; made with mode 0700. Each of ``jobs``
     has its own below it."""
     jobs: Path | None = None
-    """Directory with a file for each job that is served, by token; None: whoever may connect is."""
+    """Directory with a file for each job that is served, by token; None: one job, without tokens."""
     address: str = "unix:///run/pannier/sidecar.sock"
-    """Where trainers reach it."""
+    """Address for trainers."""
     spool_budget: int | None = None
     """Most bytes the spool may take; None: what its file system has."""
     memory: int = 192 << 20
@@ -35,7 +35,7 @@ class SidecarConfig(DaemonSettings):
     storage_options: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the fsspec file systems."""
     nice: int = 10
-    """Added to the process's niceness: the trainers go first where cores are short."""
+    """Added to the process's niceness, so that trainers go first where cores are short."""
     idle_exit_s: float | None = None
     """Exit after so many seconds without a client or an undecided save; None: never."""
     grace_s: float = 30
@@ -43,7 +43,7 @@ class SidecarConfig(DaemonSettings):
     embedded: bool = False
     """Started by a client (``pannier up``)."""
     successor: Path | None = None
-    """File that may come to name another coordinator, for when this one is gone."""
+    """File that may name another coordinator later, for when this one is dead."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -73,12 +73,12 @@ class SidecarConfig(DaemonSettings):
     def _check_jobs(self) -> None:
         if not is_unix(self.address):
             raise ConfigurationError(
-                f"--address={self.address} is no unix:///path: the sockets of --jobs lie beside it"
+                f"--address={self.address} is not a unix:///path: the sockets of --jobs lie beside it"
             )
         for setting, value, instead in (
             ("--listen", self.listen, "trainers reach it by their jobs' sockets only"),
             ("--allow", self.allow, "each job's file names its own roots"),
-            ("--idle-exit", self.idle_exit_s, "jobs come and go, and it stays"),
+            ("--idle-exit", self.idle_exit_s, "a sidecar of several jobs doesn't exit"),
         ):
             if value:
                 raise ConfigurationError(f"{setting} doesn't go with --jobs: {instead}")

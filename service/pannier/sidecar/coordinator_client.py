@@ -1,18 +1,18 @@
-"""The sidecar's line to the coordinator: calls of its ranks, their progress, and verdicts back.
+"""The sidecar's calls of the coordinator, and where the coordinator is.
 
-On the event loop, except for :meth:`Link.changed` and :meth:`Link.call_from_thread`.
-It outlives restarts of the coordinator: calls are made again until their
-deadline, and after a reconnect all undecided ranks are reported again.
+In: requests of this host's ranks. Out: the coordinator's responses, retried across its restarts until
+their deadline; whether it is attached and responsive. On the event loop, except for
+:meth:`CoordinatorClient.call_from_thread` and the properties. The stream of reports is in
+:mod:`pannier.sidecar.coordinator_stream`.
 """
 
 import asyncio
+import json
 import logging
-import random
-import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent import futures
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,119 +21,140 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pannier.common import observer_clock
 from pannier.common.retry import RetryPolicy
-from pannier.sidecar.coordinator_address import Whereabouts
-from pannier.sidecar.liveness import Trainers
-from pannier.sidecar.progress_report import report_of, tellable
-from pannier.sidecar.rpc.watches import Watches
-from pannier.sidecar.save_state import Phase, RankSave, Save, Saves
-from pannier.v1 import (
-    coordinator_pb2,
-    coordinator_pb2_grpc,
-    diagnosis_pb2,
-    diagnosis_pb2_grpc,
-    sidecar_pb2,
+from pannier.v1 import coordinator_pb2_grpc, diagnosis_pb2, diagnosis_pb2_grpc
+from pannier.wire.addresses import channel_options, keepalive_options, parse_address
+from pannier.wire.errors import (
+    ConfigurationError,
+    DeadlineError,
+    UnavailableError,
+    from_rpc_error,
 )
-from pannier.wire.errors import DeadlineError, PannierError, UnavailableError, from_rpc_error
-from pannier.wire.tls import Tls
-from pannier.wire.version import WIRE_VERSION
+from pannier.wire.tls import Tls, is_unix, open_aio_channel
 
 _log = logging.getLogger(__name__)
 
-HEARTBEAT_S: Final = 1.0
-PROGRESS_S: Final = 0.2
-"""Reports of progress alone are gathered for so long."""
-SUSPECT_S: Final = 5.0
-"""A coordinator that was silent for so long is named as waited for."""
-SLACK_S: Final = 2.5
-"""Left to the coordinator to answer a deadline of its own, with the names it waited for."""
-_TOLD_KEPT: Final = 256
-"""Saves of a stream after which those that have ended are forgotten."""
-_PING_S: Final = 3.0
-_LONGEST_BACKOFF_S: Final = 2.0
+UNRESPONSIVE_S: Final = 5.0
+"""A coordinator that was not seen for so long is named as waited for."""
+DEADLINE_SLACK_S: Final = 2.5
+"""The coordinator's time to answer after its own deadline, with the ranks that it waited for."""
+SUCCESSION_S: Final = 10.0
+"""A coordinator that couldn't be attached to for so long is given up, if there is a successor."""
+LONGEST_BACKOFF_S: Final = 2.0
+_PING_INTERVAL_S: Final = 1.0
+_PING_TIMEOUT_S: Final = 3.0
 
 
-class Link:
-    """One sidecar's attachment to its coordinator.
+class CoordinatorAddress:
+    """The address of the coordinator: the configured one, or its successor's.
+
+    A job on several hosts that was started again has another coordinator. Its earlier sidecars keep
+    theirs as long as that answers; afterwards the new one ends their saves.
 
     Args:
-        address, host: the coordinator's, and the name of ours.
-        tls: for a coordinator on TCP; None: plaintext.
-        life: random id of this life of the sidecar, the same for all its links.
-        successor: see :class:`Whereabouts`.
+        address: of the coordinator.
+        tls: for one on TCP; None: plaintext.
+        successor: JSON file with ``coordinator``, an address, and on TCP the paths ``cert``,
+            ``key`` and ``ca``; None: there never is one.
+    """
+
+    def __init__(self, address: str, tls: Tls | None, successor: Path | None) -> None:
+        self.address = address
+        self._tls = tls
+        self._successor = successor
+        self._detached_since: float | None = time.monotonic()
+
+    def mark_attached(self) -> None:
+        """The sidecar has attached to the coordinator at this address."""
+        self._detached_since = None
+
+    def refresh(self) -> bool:
+        """Whether the next attempt to attach needs a new channel; to be called before each."""
+        if self._detached_since is None:
+            self._detached_since = time.monotonic()
+        # Both are evaluated: certificates may be renewed at the same time.
+        renewed = self._tls is not None and self._tls.changed()
+        return self._follow_successor() or renewed
+
+    def open_channel(self) -> grpc.aio.Channel:
+        """A new channel."""
+        options = [*channel_options(), *keepalive_options()]
+        return open_aio_channel(self.address, options, self._tls)
+
+    def _follow_successor(self) -> bool:
+        assert self._detached_since is not None
+        if self._successor is None or time.monotonic() - self._detached_since < SUCCESSION_S:
+            return False
+        try:
+            named = json.loads(self._successor.read_text())
+            address = parse_address(str(named["coordinator"]), setting=str(self._successor))
+            if address == self.address:
+                return False
+            files = [Path(named[name]) for name in ("cert", "key", "ca")] if "cert" in named else []
+            tls = None if is_unix(address) or not files else Tls(*files)
+        except FileNotFoundError:
+            return False
+        except (OSError, ValueError, KeyError, TypeError, ConfigurationError) as error:
+            _log.warning("%s names no coordinator that can be used: %s", self._successor, error)
+            return False
+        _log.warning(
+            "the coordinator at %s is dead; the one at %s, of the job's next start, ends its saves",
+            *(self.address, address),
+        )
+        self.address, self._tls, self._detached_since = address, tls, time.monotonic()
+        return True
+
+
+class CoordinatorClient:
+    """The coordinator of this sidecar.
+
+    Args:
+        on_responsiveness: called on the loop when it becomes unresponsive, or responsive again.
     """
 
     def __init__(
         self,
-        saves: Saves,
+        address: CoordinatorAddress,
         *,
-        address: str,
-        host: str,
         loop: asyncio.AbstractEventLoop,
-        life: str,
-        tls: Tls | None = None,
-        successor: Path | None = None,
+        on_responsiveness: Callable[[], None] = lambda: None,
     ) -> None:
-        self._where = Whereabouts(address, tls, successor)
-        self._attached = False
-        self.watches = Watches(saves, self._ask)
-        """What clients ask after; passed on to the coordinator."""
-        self.trainers = Trainers(saves)
-        """The trainers on this host; the coordinator is told of them."""
-        self._saves = saves
-        self._host = host
+        self._address = address
         self._loop = loop
+        self._on_responsiveness = on_responsiveness
         self._channels: list[grpc.aio.Channel] = []
-        """The last one is used; those before had TLS files that were replaced, or are elsewhere."""
-        self._sidecar = life
-        self._heard: float | None = None
-        self._told_trainers = 0.0
-        self._suspect = False
-        self._lock = threading.Lock()
-        self._dirty: dict[tuple[str, int], RankSave] = {}
-        self._told: set[str] = set()
-        """Keys of the saves that the current stream has told of."""
-        self._followed: set[str] = set()
-        """Keys of planning saves of which the current stream brings the status."""
-        self._asked_planning = 0.0
-        self._asking = False
-        self._sending = False
-        self._bell = asyncio.Event()
-        self._idle = asyncio.Event()
+        """The last one is used; calls may still wait on those of an earlier address or certificate."""
+        self._stub: Any = None
+        self._health: Any = None
+        self._attached = False
+        self._last_seen: float | None = None
+        self._unresponsive = False
 
     @property
     def peer(self) -> str:
-        """The coordinator, for people. Any thread."""
-        return f"coordinator at {self._where.address}"
+        """The coordinator, human-readable. Any thread."""
+        return f"coordinator at {self._address.address}"
 
     @property
     def connected(self) -> bool:
-        """Attached, and heard a moment ago. Any thread."""
-        heard = self._heard
-        return self._attached and heard is not None and observer_clock.now() - heard < SUSPECT_S
+        """Attached and responsive. Any thread."""
+        last_seen = self._last_seen
+        return (
+            self._attached
+            and last_seen is not None
+            and observer_clock.now() - last_seen < UNRESPONSIVE_S
+        )
 
     @property
     def description(self) -> str:
-        """The coordinator and when it was last seen, for people. Any thread."""
-        if self._heard is None:
+        """The coordinator and when it was last seen, human-readable. Any thread."""
+        if self._last_seen is None:
             return f"{self.peer} (not seen yet)"
-        return f"{self.peer} (last seen {observer_clock.now() - self._heard:.0f} s ago)"
+        return f"{self.peer} (last seen {observer_clock.now() - self._last_seen:.0f} s ago)"
 
-    # Any thread.
-
-    def changed(self, save: Save, rank: RankSave | None, urgent: bool) -> None:
-        """Listener of :class:`Saves`: the rank is reported, soon or at once."""
-        if rank is None or save.verdict is not None or not tellable(rank):
-            return
-        with self._lock:
-            self._dirty[(save.key, rank.rank)] = rank
-        if urgent:
-            self._loop.call_soon_threadsafe(self._bell.set)
-
-    def _ask(self) -> None:
-        """Listener of the watches: the coordinator is asked at once."""
-        with self._lock:
-            self._asking = True
-        self._loop.call_soon_threadsafe(self._bell.set)
+    @property
+    def was_seen(self) -> bool:
+        """Whether it has ever answered."""
+        return self._last_seen is not None
 
     def call_from_thread(
         self,
@@ -157,19 +178,56 @@ class Link:
         try:
             return future.result()
         except futures.CancelledError as error:
-            raise UnavailableError(f"the call of {method} was given up") from error
+            raise UnavailableError(f"the call of {method} was cancelled") from error
 
     # On the loop.
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Opens the channel, and pings as long as the context lasts."""
+        self._open()
+        ping = self._loop.create_task(self._keep_pinging())
+        try:
+            yield
+        finally:
+            ping.cancel()
+            await asyncio.gather(ping, return_exceptions=True)
+            for channel in self._channels:
+                await channel.close()
+
+    def refresh_channel(self) -> None:
+        """Opens another channel if the address or certificates have changed; before each attach."""
+        if self._address.refresh():
+            self._open()
+
+    def attach(self) -> Any:
+        """A new ``Attach`` stream."""
+        return self._stub.Attach()
+
+    def mark_attached(self) -> None:
+        """The stream of reports was opened."""
+        self._attached = True
+        self._address.mark_attached()
+        self.mark_seen()
+
+    def mark_detached(self) -> bool:
+        """The stream of reports ended; returns whether it was open."""
+        was, self._attached = self._attached, False
+        return was
+
+    def mark_seen(self) -> None:
+        """The coordinator sent something."""
+        self._last_seen = observer_clock.now()
 
     async def call(
         self, method: str, request: Any, timeout_s: float, *, timed: bool = False
     ) -> Any:
-        """Calls ``method`` of the coordinator, again while it can't be reached.
+        """Calls ``method`` of the coordinator, and retries while it can't be reached.
 
         Args:
             timed: the request carries its remaining time, as ``timeout_s``.
 
-        Raises DeadlineError naming the coordinator, or what it raised.
+        Raises DeadlineError naming the coordinator, or the coordinator's own error.
         """
         end = time.monotonic() + timeout_s
         stub = getattr(self._stub, method)
@@ -179,16 +237,16 @@ class Link:
             if timed:
                 request.timeout_s = left
             try:
-                response = await stub(request, timeout=left + (SLACK_S if timed else 0))
+                response = await stub(request, timeout=left + (DEADLINE_SLACK_S if timed else 0))
             except grpc.aio.AioRpcError as error:
                 raise from_rpc_error(error, peer=self.peer) from error
-            self._heard = observer_clock.now()
+            self.mark_seen()
             return response
 
         policy = RetryPolicy(
             retriable=lambda error: isinstance(error, UnavailableError),
             first_s=0.1,
-            longest_s=_LONGEST_BACKOFF_S,
+            longest_s=LONGEST_BACKOFF_S,
             end=end,
         )
         try:
@@ -202,7 +260,7 @@ class Link:
     async def diagnose(
         self, request: diagnosis_pb2.DiagnoseRequest, timeout_s: float
     ) -> diagnosis_pb2.DiagnoseResponse:
-        """What the coordinator finds, asked once. Raises PannierError: it can't be reached."""
+        """The coordinator's own diagnosis, without retries. Raises PannierError: it can't be reached."""
         stub: Any = diagnosis_pb2_grpc.DiagnosisStub(self._channels[-1])
         try:
             response: diagnosis_pb2.DiagnoseResponse = await stub.Diagnose(
@@ -212,216 +270,35 @@ class Link:
             raise from_rpc_error(error, peer=self.peer) from error
         return response
 
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        """Opens the channel and stays attached as long as the context lasts."""
-        self._open()
-        tasks = [
-            self._loop.create_task(self._stay_attached()),
-            self._loop.create_task(self._keep_asking()),
-            self._loop.create_task(self._keep_watch()),
-        ]
-        try:
-            yield
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            for channel in self._channels:
-                await channel.close()
+    def check_responsive(self) -> None:
+        """Logs when the coordinator becomes unresponsive, or responsive again; every second or so."""
+        unresponsive = (
+            self._last_seen is not None and observer_clock.now() - self._last_seen > UNRESPONSIVE_S
+        )
+        if unresponsive is self._unresponsive:
+            return
+        self._unresponsive = unresponsive
+        if unresponsive:
+            _log.warning(
+                "the %s is unresponsive: its saves wait, until their deadlines", self.description
+            )
+        else:
+            _log.info("the %s is responsive again", self.peer)
+        self._on_responsiveness()
 
     def _open(self) -> None:
-        channel = self._where.open()
+        channel = self._address.open_channel()
         self._channels.append(channel)
-        self._stub: Any = coordinator_pb2_grpc.CoordinatorStub(channel)
-        self._health: Any = health_pb2_grpc.HealthStub(channel)
+        self._stub = coordinator_pb2_grpc.CoordinatorStub(channel)
+        self._health = health_pb2_grpc.HealthStub(channel)
 
-    async def flush(self, timeout_s: float) -> bool:
-        """Waits until everything there is to report was sent; False when it wasn't in time."""
-        self._bell.set()
-        deadline = time.monotonic() + timeout_s
-        while self._dirty or self._sending:
-            self._idle.clear()
-            left = deadline - time.monotonic()
-            try:
-                await asyncio.wait_for(self._idle.wait(), max(0.0, left))
-            except asyncio.TimeoutError:
-                return False
-        return True
-
-    async def _stay_attached(self) -> None:
-        failures = 0
-        while True:
-            started = time.monotonic()
-            if self._where.moved():
-                # Not closed yet: calls may still wait for an answer on it.
-                self._open()
-            try:
-                await self._attach()
-                problem = "it ended the stream"
-            except PannierError as error:
-                problem = str(error)
-            except Exception as error:  # noqa: BLE001 - top of the task: the link must live on
-                _log.exception("the link to the %s failed", self.peer)
-                problem = f"{type(error).__name__}: {error}"
-            if self._attached or failures == 0:
-                # At the start they come up in any order.
-                level = logging.INFO if self._heard is None else logging.WARNING
-                _log.log(level, "not attached to the %s: %s; trying again", self.peer, problem)
-            self._attached = False
-            failures = 0 if time.monotonic() - started > _LONGEST_BACKOFF_S else failures + 1
-            longest = min(_LONGEST_BACKOFF_S, 0.05 * 2 ** min(failures, 8))
-            await asyncio.sleep(random.uniform(0.5, 1) * longest)
-
-    async def _attach(self) -> None:
-        """One ``Attach`` stream, until it breaks."""
-        call = self._stub.Attach()
-        tasks: list[asyncio.Task[None]] = []
-        try:
-            await self._write(call, self._everything(), first=True)
-            self._attached = True
-            self._where.found()
-            self._sending = False
-            self._note_heard()
-            _log.info("attached to the %s", self.peer)
-            tasks = [
-                self._loop.create_task(self._read(call)),
-                self._loop.create_task(self._keep_writing(call)),
-            ]
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error, peer=self.peer) from error
-        finally:
-            call.cancel()
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _read(self, call: Any) -> None:
-        async for response in call:
-            self._note_heard()
-            for status in response.saves:
-                self._saves.heard(status)
-                self.watches.heard(status)
-
-    async def _keep_writing(self, call: Any) -> None:
-        while True:
-            busy = bool(self._dirty) or bool(self._saves.undecided())
-            pause = PROGRESS_S if busy else HEARTBEAT_S
-            with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._bell.wait(), pause)
-            self._bell.clear()
-            with self._lock:
-                ranks, self._dirty = list(self._dirty.values()), {}
-                asking, self._asking = self._asking, False
-                self._sending = True
-            if time.monotonic() - self._written >= HEARTBEAT_S:
-                # Said until it is answered: a coordinator that drains takes in nothing new.
-                ranks += [rank for rank in self._proposing() if rank not in ranks]
-            # What a broken stream swallows is sent after the reconnect, with everything else.
-            if ranks or asking or time.monotonic() - self._written >= HEARTBEAT_S:
-                await self._write(call, ranks, asking=asking)
-            self._sending = False
-            self._idle.set()
-
-    async def _write(
-        self, call: Any, ranks: list[RankSave], *, first: bool = False, asking: bool = False
-    ) -> None:
-        if first:
-            self._told = set()
-        elif len(self._told) > _TOLD_KEPT:
-            self._told.intersection_update(save.key for save in self._saves.undecided())
-        request = coordinator_pb2.AttachRequest()
-        for rank in ranks:
-            if rank.save.verdict is None:
-                report = report_of(rank)
-                if rank.save.key in self._told:
-                    # The coordinator knows them from this stream's first report of the save.
-                    del report.context.ranks[:]
-                self._told.add(rank.save.key)
-                request.reports.append(report)
-        if ranks or first or time.monotonic() - self._told_trainers >= HEARTBEAT_S:
-            # With the ranks that they left behind, so that nobody sees one without the other.
-            request.trainers.extend(self.trainers.report())
-            self._told_trainers = time.monotonic()
-        if first or asking:
-            request.watched.extend(self.watches.unknown())
-        if first:
-            self._followed = set()
-        elif time.monotonic() - self._asked_planning >= HEARTBEAT_S:
-            self._asked_planning = time.monotonic()
-            request.watched.extend(self._planning())
-        if first:
-            request.wire_version = WIRE_VERSION
-            request.host = self._host
-            request.sidecar = self._sidecar
-        await call.write(request)
-        self._written = time.monotonic()
-
-    def _everything(self) -> list[RankSave]:
-        with self._lock:
-            self._dirty = {}
-        undecided = self._saves.undecided()
-        return [rank for save in undecided for rank in list(save.ranks.values()) if tellable(rank)]
-
-    def _planning(self) -> list[sidecar_pb2.PendingSave]:
-        """Saves that the coordinator knows by their ranks' calls alone, to hear what they wait for."""
-        asked = []
-        for save in self._saves.undecided():
-            ranks = list(save.ranks.values())
-            if save.key in self._followed or any(tellable(rank) for rank in ranks):
-                continue
-            if save.coordinator is not None:
-                self._followed.add(save.key)
-            asked += [sidecar_pb2.PendingSave(context=rank.context) for rank in ranks[:1]]
-        self._followed.intersection_update(save.key for save in self._saves.undecided())
-        return asked
-
-    def _proposing(self) -> list[RankSave]:
-        return [
-            rank
-            for save in self._saves.undecided()
-            for rank in list(save.ranks.values())
-            if rank.phase is Phase.PLANNING and tellable(rank)
-        ]
-
-    async def _keep_asking(self) -> None:
-        """Asks for the coordinator's health, to know when it was last seen."""
+    async def _keep_pinging(self) -> None:
         while True:
             try:
-                await self._health.Check(health_pb2.HealthCheckRequest(), timeout=_PING_S)
-                self._note_heard()
+                await self._health.Check(health_pb2.HealthCheckRequest(), timeout=_PING_TIMEOUT_S)
+                self.mark_seen()
             except grpc.aio.AioRpcError as error:
-                # Its silence shows in `description`, a broken connection in the stream.
+                # `description` shows when it was last seen; a broken connection ends the stream.
                 if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-                    self._note_heard()
-            await asyncio.sleep(HEARTBEAT_S)
-
-    async def _keep_watch(self) -> None:
-        """Says who has gone silent: silence has no event of its own."""
-        with observer_clock.clock.watched():
-            while True:
-                observer_clock.clock.tick(HEARTBEAT_S)
-                await asyncio.sleep(HEARTBEAT_S)
-                self._look()
-
-    def _look(self) -> None:
-        self.trainers.look()
-        silent = self._heard is not None and observer_clock.now() - self._heard > SUSPECT_S
-        if silent and not self._suspect:
-            _log.warning(
-                "the %s is silent: its saves wait, until their deadlines", self.description
-            )
-        elif self._suspect and not silent:
-            _log.info("the %s is heard again", self.peer)
-        changed, self._suspect = silent is not self._suspect, silent
-        if changed:
-            # Clients are told whom their saves wait for, also where nothing else happens.
-            for save in self._saves.undecided():
-                for rank in list(save.ranks.values()):
-                    self._saves.progressed(rank)
-
-    def _note_heard(self) -> None:
-        self._heard = observer_clock.now()
+                    self.mark_seen()
+            await asyncio.sleep(_PING_INTERVAL_S)

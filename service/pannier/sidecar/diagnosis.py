@@ -1,6 +1,6 @@
-"""``Diagnosis`` of a sidecar: its own parts, storage as it sees it, and its coordinator's answer.
+"""``Diagnosis`` of a sidecar: its own checks, those of storage, and the coordinator's diagnosis.
 
-Handlers run in the server's threads, what they ask for on the sidecar's event loop.
+Handlers run in the server's threads; they await the checks on the sidecar's event loop.
 """
 
 import asyncio
@@ -11,8 +11,8 @@ import grpc
 
 from pannier.daemon import doctor_checks
 from pannier.sidecar.config import SidecarConfig
-from pannier.sidecar.coordinator_client import Link
-from pannier.sidecar.save_state import Saves
+from pannier.sidecar.coordinator_client import CoordinatorClient
+from pannier.sidecar.save_registry import SaveRegistry
 from pannier.sidecar.spool.spool import Spool
 from pannier.v1 import diagnosis_pb2, diagnosis_pb2_grpc
 from pannier.wire.errors import PannierError
@@ -22,8 +22,8 @@ _SLACK_S: Final = 10.0
 
 
 class SidecarDiagnosis(diagnosis_pb2_grpc.DiagnosisServicer):
-    """Args: the running sidecar's parts; ``descriptors`` as in Welcome; ``confined``: who asks may not
-    have the coordinator write where the sidecar may not.
+    """Args: the running sidecar's parts; ``descriptors`` as in Welcome; ``confined``: callers must not make
+    the coordinator write where the sidecar may not.
     """
 
     def __init__(
@@ -31,8 +31,8 @@ class SidecarDiagnosis(diagnosis_pb2_grpc.DiagnosisServicer):
         config: SidecarConfig,
         *,
         spool: Spool,
-        saves: Saves,
-        link: Link,
+        saves: SaveRegistry,
+        coordinator: CoordinatorClient,
         descriptors: Callable[[], str],
         confined: bool,
         loop: asyncio.AbstractEventLoop,
@@ -40,7 +40,7 @@ class SidecarDiagnosis(diagnosis_pb2_grpc.DiagnosisServicer):
         self._config = config
         self._spool = spool
         self._saves = saves
-        self._link = link
+        self._coordinator = coordinator
         self._descriptors = descriptors
         self._confined = confined
         self._loop = loop
@@ -51,17 +51,17 @@ class SidecarDiagnosis(diagnosis_pb2_grpc.DiagnosisServicer):
         """See the proto."""
         work = asyncio.run_coroutine_threadsafe(self.diagnose(request), self._loop)
 
-        def give_up() -> None:
+        def cancel() -> None:
             work.cancel()
 
-        context.add_callback(give_up)
+        context.add_callback(cancel)
         return work.result()
 
     async def diagnose(
         self, request: diagnosis_pb2.DiagnoseRequest
     ) -> diagnosis_pb2.DiagnoseResponse:
-        """The whole answer. On the loop."""
-        own, of_coordinator = await asyncio.gather(
+        """The whole diagnosis. On the loop."""
+        own, theirs = await asyncio.gather(
             doctor_checks.diagnose(
                 request,
                 daemon="sidecar",
@@ -73,15 +73,15 @@ class SidecarDiagnosis(diagnosis_pb2_grpc.DiagnosisServicer):
             self._ask_coordinator(request),
         )
         own.descriptors = self._descriptors()
-        if isinstance(of_coordinator, diagnosis_pb2.DiagnoseResponse):
-            own.coordinator.CopyFrom(of_coordinator)
-            found = f"the {self._link.description} answers, version {of_coordinator.version}"
+        if isinstance(theirs, diagnosis_pb2.DiagnoseResponse):
+            own.coordinator.CopyFrom(theirs)
+            found = f"the {self._coordinator.description} answers, version {theirs.version}"
             own.checks.append(doctor_checks.ok("coordinator", found))
         else:
             own.checks.append(
                 doctor_checks.failed(
                     "coordinator",
-                    f"the {self._link.description}: {of_coordinator}",
+                    f"the {self._coordinator.description}: {theirs}",
                     "saves wait for it. Does it run, is --coordinator right, and do both sides' "
                     "certificates come from one CA?",
                 )
@@ -99,10 +99,10 @@ class SidecarDiagnosis(diagnosis_pb2_grpc.DiagnosisServicer):
         self, request: diagnosis_pb2.DiagnoseRequest
     ) -> diagnosis_pb2.DiagnoseResponse | PannierError:
         forwarded = diagnosis_pb2.DiagnoseRequest(timeout_s=request.timeout_s)
-        # Else whoever asks would write by the coordinator's rights where this sidecar may not.
+        # Else the caller would write with the coordinator's rights where this sidecar may not.
         if not self._confined or doctor_checks.is_allowed(request.root, self._config.allow):
             forwarded.root = request.root
         try:
-            return await self._link.diagnose(forwarded, (request.timeout_s or 20) + _SLACK_S)
+            return await self._coordinator.diagnose(forwarded, (request.timeout_s or 20) + _SLACK_S)
         except PannierError as error:
             return error

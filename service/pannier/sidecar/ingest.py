@@ -1,20 +1,21 @@
-"""What a rank hands in: data files, chunk by chunk, and then all of them at once.
+"""Takes a rank's data files into the spool, streamed or mapped, and then the hand-over of all of them.
 
-In: checked messages, in threads of the gRPC server. Out: files in the spool,
-uploads under way, ranks that are ingested. Blocking, thread-safe.
+In: checked messages, in threads of the gRPC server. Out: files in the spool, uploads under way, ranks
+that are ingested. Blocking, thread-safe.
 """
 
 import asyncio
 import time
 from collections.abc import Sequence
 
-from pannier.sidecar.reservations import Shares
-from pannier.sidecar.save_state import BEFORE_INGESTION, Phase, RankSave, Saves
+from pannier.sidecar.reservations import Reservations
+from pannier.sidecar.save_registry import SaveRegistry
+from pannier.sidecar.save_state import BEFORE_INGESTION, FAILED, RankSave
 from pannier.sidecar.spool.data_file import DataFile
-from pannier.sidecar.spool.journal_state import Ledger
-from pannier.sidecar.spool.mapped_files import Lending
-from pannier.sidecar.spool.spool import Slab, Spool
-from pannier.sidecar.upload.uploader import Uploads
+from pannier.sidecar.spool.journal_state import JournalState
+from pannier.sidecar.spool.mapped_files import MappedFiles
+from pannier.sidecar.spool.spool import Spool, SpoolFile
+from pannier.sidecar.upload.uploader import Uploader
 from pannier.storage import check_allowed, check_shared
 from pannier.v1 import records_pb2, save_pb2, sidecar_pb2
 from pannier.wire import limits, object_names
@@ -30,8 +31,8 @@ from pannier.wire.errors import (
 from pannier.wire.file_layout import STAMP_BYTES
 
 
-class Receiving:
-    """Puts what comes from trainers into the spool.
+class Ingest:
+    """Puts what trainers send into the spool.
 
     Args:
         allow: roots that checkpoints must lie below; empty: anywhere.
@@ -39,35 +40,35 @@ class Receiving:
 
     def __init__(
         self,
-        saves: Saves,
+        saves: SaveRegistry,
         spool: Spool,
-        uploads: Uploads,
-        ledger: Ledger,
-        lending: Lending,
+        uploads: Uploader,
+        journal: JournalState,
+        mapped: MappedFiles,
         *,
         allow: Sequence[str],
         loop: asyncio.AbstractEventLoop,
     ) -> None:
         self._saves = saves
         self._spool = spool
-        self._lending = lending
+        self._mapped = mapped
         self._uploads = uploads
-        self._ledger = ledger
-        self._shares = Shares(lending.idle)
+        self._journal = journal
+        self._reservations = Reservations(mapped.leased_to)
         self._allow = allow
         self._loop = loop
 
     def check(self, context: sidecar_pb2.SaveContext) -> None:
-        """Raises InvalidRequestError unless ``context`` makes sense and may be written to."""
+        """Raises InvalidRequestError unless ``context`` is consistent and its checkpoint may be written."""
         limits.check_context(context)
         object_names.split_checkpoint_id(context.checkpoint_id)
         check_shared(context.checkpoint_id)
         check_allowed(context.checkpoint_id, self._allow)
 
     def check_room(self, rank: RankSave, header: sidecar_pb2.FileHeader | None = None) -> None:
-        """Fails the rank when what this host's ranks have of the save never fits into the spool.
+        """Fails the rank when the save's data files of this host never fit into the spool.
 
-        All of it stays there until the save ends, so waiting for room wouldn't help.
+        All of them stay there until the save ends, so waiting for room wouldn't help.
 
         Args:
             header: a file of the rank that is about to be opened.
@@ -77,7 +78,7 @@ class Receiving:
         """
         sizes: list[int] = []
         for each in list(rank.save.ranks.values()):
-            files = dict(each.planned or {})
+            files = dict(each.plan.sizes or {})
             files.update((file.name, file.size) for file in list(each.files.values()))
             if each is rank and header is not None:
                 files[header.name] = header.size
@@ -93,9 +94,9 @@ class Receiving:
         """The data file that ``header`` announces, with all its space reserved.
 
         Raises:
-            InvalidRequestError: it isn't one of that rank's, or differs from what was said before.
+            InvalidRequestError: it isn't the rank's, or differs from an earlier call.
             BusyError: the spool has no room now.
-            SaveAbortedError: the save is over, or never fits into the spool.
+            SaveAbortedError: the save has ended, or never fits into the spool.
         """
         check_attempt(header.attempt, rank)
         limits.check_seconds(save_timeout_s=header.save_timeout_s)
@@ -105,23 +106,19 @@ class Receiving:
             self._saves.check(rank)
             file = rank.files.get(header.name)
             self._check_size(header, rank, file, label)
-            self._saves.timed(rank, 0, header.save_timeout_s)
+            self._saves.limit_time(rank, 0, header.save_timeout_s)
             if file is not None:
                 return file
             if rank.phase not in BEFORE_INGESTION:
                 raise InvalidRequestError(f"{label}: the rank was already handed over without it")
-            if len(rank.files) >= limits.MAX_FILES:
-                raise InvalidRequestError(
-                    f"{label}: the rank has {len(rank.files)} data files, at most "
-                    f"{limits.MAX_FILES} are allowed"
-                )
+            _check_file_count(rank, label)
             self.check_room(rank, header)
             reason = header.reason[: limits.MAX_TEXT]
-            rank.transport = f"streamed: {reason}" if reason else "streamed"
-            return self._begin(rank, header, self._take(rank, header.size))
+            self._saves.set_transport(rank, f"streamed: {reason}" if reason else "streamed")
+            return self._add_file(rank, header, self._take(rank, header.size))
 
     def reserve(self, request: sidecar_pb2.ReserveRequest) -> sidecar_pb2.ReserveResponse:
-        """Lends files of the spool to a client that will map them.
+        """Leases files of the spool to a client that will map them.
 
         Raises:
             BusyError: the spool has no room now.
@@ -136,74 +133,71 @@ class Receiving:
         except ConfigurationError as error:
             raise InvalidRequestError(str(error)) from error
         owner = (request.job, request.incarnation, request.rank)
-        return self._lending.reserve(owner, request.client, request.sizes)
+        return self._mapped.reserve(owner, request.client, request.sizes)
 
     def release(self, request: sidecar_pb2.ReleaseRequest) -> None:
-        """Takes back what a client has unmapped."""
+        """Ends the leases of files that a client has unmapped."""
         limits.check_release(request)
-        self._lending.release((request.job, request.incarnation, request.rank), request.slabs)
+        self._mapped.release((request.job, request.incarnation, request.rank), request.slabs)
 
-    def held(self, rank: RankSave, file: DataFile) -> None:
-        """More of ``file`` came in: a restarted sidecar would go on from here.
+    def record_progress(self, rank: RankSave, file: DataFile) -> None:
+        """Records how much of ``file`` is here: a restarted sidecar resumes there.
 
         Raises PannierError: it can't be recorded; the rank has failed.
         """
         try:
-            self._ledger.held(rank, file)
+            self._journal.record_held(rank, file)
         except PannierError as error:
             self._saves.fail(rank, save_pb2.FAILURE_KIND_SPOOL, str(error))
             raise
-        self._saves.received(rank)
+        self._saves.record_arrival(rank)
 
     def hand_over(self, request: sidecar_pb2.HandOverRequest, rank: RankSave) -> None:
-        """All files of the rank are here and are what the trainer says: the rank is ingested.
+        """Ingests the rank, once all its files are here and match the request; idempotent.
 
-        Mapped files are read for their checksums. Says nothing new when it is asked again.
+        Mapped files are read for their checksums.
 
         Raises:
             InvalidRequestError: files are missing, incomplete or of other sizes.
             IntegrityError: a checksum differs; the save has failed.
-            SaveAbortedError: the save is over.
+            SaveAbortedError: the save has ended.
             PannierError: it can't be recorded; the save has failed.
         """
         limits.check_hand_over(request)
         with rank.opening:
-            if rank.receipt is not None and rank.phase is not Phase.FAILED:
+            if rank.receipt is not None and rank.phase not in FAILED:
                 if rank.receipt != _receipt(request, rank):
                     raise InvalidRequestError(f"{rank.label} was handed over differently before")
                 return
             self._saves.check(rank)
             check_attempt(request.attempt, rank)
             self._check_in_time(rank)
-            rank.stalled_s = limits.age(request.stalled_s)
-            self._saves.timed(rank, 0, request.save_timeout_s)
-            self._absorb(request, rank)
+            self._saves.set_stall(rank, limits.age(request.stalled_s))
+            self._saves.limit_time(rank, 0, request.save_timeout_s)
+            self._read_mapped(request, rank)
             receipt = _receipt(request, rank)
             self._check_files(rank, receipt)
             try:
-                self._ledger.ingested(rank, receipt)
+                self._journal.record_ingested(rank, receipt)
             except PannierError as error:
                 self._saves.fail(rank, save_pb2.FAILURE_KIND_SPOOL, str(error))
                 raise
-            self._saves.ingested(rank, receipt)
-            self._shares.ingested(rank)
+            self._saves.mark_ingested(rank, receipt)
+            self._reservations.record_usage(rank)
             self._uploads.finish(rank)
 
-    def _take(self, rank: RankSave, size: int) -> Slab:
-        spare = self._shares.owed(rank.save, self._saves.undecided())
+    def _take(self, rank: RankSave, size: int) -> SpoolFile:
+        spare = self._reservations.reserved_before(rank.save, self._saves.undecided())
         try:
             return self._spool.take(rank.context.save.job, size, spare=spare)
         except BusyError:
-            self._lending.ask_for_room()
+            self._mapped.request_room()
             raise
 
     def _check_in_time(self, rank: RankSave) -> None:
-        """Fails a rank that is handed over after its save's deadline.
-
-        Its trainer has given the save up, and what it handed over.
-        """
-        late_s = time.monotonic() - rank.deadline
-        if not rank.deadline or late_s < 0:
+        """Fails a rank that is handed over after its save's deadline: its trainer has given it up."""
+        late_s = time.monotonic() - rank.deadlines.save
+        if not rank.deadlines.save or late_s < 0:
             return
         problem = (
             f"{rank.label} was handed over {late_s:.1f} s after the save's deadline: was the "
@@ -212,27 +206,33 @@ class Receiving:
         self._saves.fail(rank, save_pb2.FAILURE_KIND_DEADLINE, problem)
         raise DeadlineError(problem)
 
-    def _begin(
-        self, rank: RankSave, header: sidecar_pb2.FileHeader, slab: Slab, stamp: bytes = b""
+    def _add_file(
+        self,
+        rank: RankSave,
+        header: sidecar_pb2.FileHeader,
+        spool_file: SpoolFile,
+        stamp: bytes = b"",
     ) -> DataFile:
-        """A new data file of the rank, whose content is or will be in ``slab``."""
+        """A new data file of the rank, whose content is or will be in ``spool_file``."""
         label = f"{header.name} of {rank.label}"
-        file = DataFile(header.name, header.size, slab, label=label, loop=self._loop, stamp=stamp)
+        file = DataFile(
+            header.name, header.size, spool_file, label=label, loop=self._loop, stamp=stamp
+        )
         try:
-            self._saves.streaming(rank, header.attempt, file)
+            self._saves.add_file(rank, header.attempt, file)
         except BaseException:
-            self._lending.give(slab)
+            self._mapped.give_back(spool_file)
             raise
         try:
-            self._ledger.opened(rank, file)
+            self._journal.record_opened(rank, file)
         except PannierError as error:
             self._saves.fail(rank, save_pb2.FAILURE_KIND_SPOOL, str(error))
             raise
-        self._uploads.begin(rank, file)
+        self._uploads.start(rank, file)
         return file
 
-    def _absorb(self, request: sidecar_pb2.HandOverRequest, rank: RankSave) -> None:
-        """Opens the files that the trainer has staged into the spool itself, and reads them."""
+    def _read_mapped(self, request: sidecar_pb2.HandOverRequest, rank: RankSave) -> None:
+        """Adds the files that the trainer has staged into the spool itself, and reads them."""
         sizes = {file.name: file.size for file in request.files}
         files = []
         for mapped in request.mapped:
@@ -251,19 +251,15 @@ class Receiving:
                     f"{label} is mapped with the stamp {mapped.stamp.hex()!r}, expected was {known!r}"
                 )
             if file is None:
-                if len(rank.files) >= limits.MAX_FILES:
-                    raise InvalidRequestError(
-                        f"{label}: the rank has {len(rank.files)} data files, at most "
-                        f"{limits.MAX_FILES} are allowed"
-                    )
-                slab = self._lending.claim(rank, mapped.slab, header.size)
-                file = self._begin(rank, header, slab, mapped.stamp)
+                _check_file_count(rank, label)
+                spool_file = self._mapped.claim(rank, mapped.slab, header.size)
+                file = self._add_file(rank, header, spool_file, mapped.stamp)
             files.append(file)
         if files:
-            rank.transport = "mapped"
+            self._saves.set_transport(rank, "mapped")
         for file in files:
             try:
-                file.absorb()
+                file.read_staged()
             except UnavailableError:
                 raise
             except PannierError as error:
@@ -271,7 +267,7 @@ class Receiving:
                 kind = save_pb2.FAILURE_KIND_INTEGRITY if damaged else save_pb2.FAILURE_KIND_SPOOL
                 self._saves.fail(rank, kind, str(error))
                 raise
-            self.held(rank, file)
+            self.record_progress(rank, file)
 
     def _check_size(
         self,
@@ -280,62 +276,74 @@ class Receiving:
         file: DataFile | None,
         label: str,
     ) -> None:
-        said = file.size if file is not None else None
-        if said is None and rank.planned is not None:
-            if header.name not in rank.planned:
+        known = file.size if file is not None else None
+        if known is None and rank.plan.sizes is not None:
+            if header.name not in rank.plan.sizes:
                 raise InvalidRequestError(f"{label} isn't in the rank's final plan")
-            # 0: an objects file, whose size nobody knew.
-            said = rank.planned[header.name] or None
-        if said is not None and said != header.size:
+            # 0: an objects file, whose size the plan can't know.
+            known = rank.plan.sizes[header.name] or None
+        if known is not None and known != header.size:
             raise InvalidRequestError(
-                f"{label} is announced with {header.size} bytes, before it was {said}"
+                f"{label} is announced with {header.size} bytes, before it was {known}"
             )
 
     def _check_files(self, rank: RankSave, receipt: records_pb2.Receipt) -> None:
-        said = {file.name: file for file in receipt.files}
-        if len(said) != len(receipt.files):
+        handed_over = {file.name: file for file in receipt.files}
+        if len(handed_over) != len(receipt.files):
             raise InvalidRequestError(f"{rank.label} hands a file over twice")
-        planned = {name for name, size in (rank.planned or {}).items() if size}
+        planned = {name for name, size in (rank.plan.sizes or {}).items() if size}
         for names, problem in (
             (
-                said.keys() - rank.files.keys(),
+                handed_over.keys() - rank.files.keys(),
                 "is handed over but was never streamed since the sidecar was started",
             ),
-            (rank.files.keys() - said.keys(), "was streamed but isn't handed over"),
-            (planned - said.keys(), "was planned but isn't handed over"),
+            (rank.files.keys() - handed_over.keys(), "was streamed but isn't handed over"),
+            (planned - handed_over.keys(), "was planned but isn't handed over"),
         ):
             if names:
                 raise InvalidRequestError(f"{rank.label}: {min(names)} {problem}")
-        if rank.plan_id and receipt.plan_id != rank.plan_id:
+        if rank.plan.id and receipt.plan_id != rank.plan.id:
             raise InvalidRequestError(
-                f"{rank.label}: handed over under plan {receipt.plan_id!r}, planned was {rank.plan_id}"
+                f"{rank.label}: handed over under plan {receipt.plan_id!r}, planned was {rank.plan.id}"
             )
-        for name, data_file in said.items():
+        for name, data_file in handed_over.items():
             self._check_file(rank, data_file, rank.files[name])
         for item in receipt.varying:
-            if item.file not in said or item.offset + item.length > said[item.file].size:
+            if (
+                item.file not in handed_over
+                or item.offset + item.length > handed_over[item.file].size
+            ):
                 raise InvalidRequestError(
-                    f"{rank.label}: item {item.position} is said to be at {item.offset} of "
+                    f"{rank.label}: item {item.position} is announced at offset {item.offset} of "
                     f"{item.file}, where nothing was handed over"
                 )
 
-    def _check_file(self, rank: RankSave, said: records_pb2.DataFile, file: DataFile) -> None:
-        if said.size != file.size or not file.complete:
+    def _check_file(self, rank: RankSave, announced: records_pb2.DataFile, file: DataFile) -> None:
+        if announced.size != file.size or not file.complete:
             raise InvalidRequestError(
-                f"{file.label}: {said.size} bytes are handed over, {file.held} of {file.size} are "
+                f"{file.label}: {announced.size} bytes are handed over, {file.held} of {file.size} are "
                 "here"
             )
-        if said.crc32c != file.crc:
+        if announced.crc32c != file.crc:
             problem = (
                 f"{file.label} arrived with crc32c {file.crc:08x}, the trainer's is "
-                f"{said.crc32c:08x}"
+                f"{announced.crc32c:08x}"
             )
             self._saves.fail(rank, save_pb2.FAILURE_KIND_INTEGRITY, problem)
             raise IntegrityError(problem)
 
 
+def _check_file_count(rank: RankSave, label: str) -> None:
+    """Raises InvalidRequestError when the rank can't have one more data file."""
+    if len(rank.files) >= limits.MAX_FILES:
+        raise InvalidRequestError(
+            f"{label}: the rank has {len(rank.files)} data files, at most {limits.MAX_FILES} are "
+            "allowed"
+        )
+
+
 def _receipt(request: sidecar_pb2.HandOverRequest, rank: RankSave) -> records_pb2.Receipt:
-    """What the rank says of itself; checksums of mapped files are ours."""
+    """The rank's receipt; checksums of mapped files are this sidecar's."""
     receipt = records_pb2.Receipt(
         attempt=request.attempt,
         plan_id=request.plan_id,
@@ -345,15 +353,15 @@ def _receipt(request: sidecar_pb2.HandOverRequest, rank: RankSave) -> records_pb
         varying=request.varying,
         metrics=request.metrics,
     )
-    mapped = {each.name for each in request.mapped}
-    for said in receipt.files:
-        if said.name in mapped:
-            said.crc32c = rank.files[said.name].crc
+    mapped = {file.name for file in request.mapped}
+    for each in receipt.files:
+        if each.name in mapped:
+            each.crc32c = rank.files[each.name].crc
     return receipt
 
 
 def check_attempt(attempt: str, rank: RankSave) -> None:
-    """Raises InvalidRequestError for the attempt of another save than the rank's."""
+    """Raises InvalidRequestError unless ``attempt`` is one of the rank's save."""
     limits.check_words(attempt=attempt)
     parsed = object_names.Attempt.parse(attempt)
     save = rank.save.id

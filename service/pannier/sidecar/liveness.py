@@ -1,8 +1,8 @@
-"""When each trainer on this host was last seen, and which of them are gone.
+"""When each trainer on this host was last seen, and which of them are dead.
 
-In: what sessions see of them. Out: a warning when a save waits for one that is silent, and
-reports for the coordinator, also of trainers that take part in no save yet. A stopped process
-keeps its connection, so that only its pings tell whether it lives. Thread-safe.
+In: connections, pings and ended connections. Out: a warning when a save waits for an unresponsive
+trainer, and reports to the coordinator, also about trainers that take part in no save yet. A
+stopped process keeps its connection, so only its pings show that it runs. Thread-safe.
 """
 
 import logging
@@ -11,83 +11,88 @@ from collections import OrderedDict
 from typing import Final
 
 from pannier.common import observer_clock
-from pannier.sidecar.save_state import BEFORE_INGESTION, RankSave, Saves
+from pannier.sidecar.save_registry import SaveRegistry
+from pannier.sidecar.save_state import BEFORE_INGESTION, RankSave
 from pannier.v1 import coordinator_pb2
 
 _log = logging.getLogger(__name__)
 
-SUSPECT_S: Final = 5.0
-"""Silence that makes a trainer suspect; it is given up at a deadline alone."""
-_GONE_KEPT: Final = 256
-_GONE_KEPT_S: Final = 600.0
-"""How long the coordinator is told of a trainer that is gone: others may wait for it."""
+UNRESPONSIVE_S: Final = 5.0
+"""A trainer that was not seen for so long is unresponsive; only a deadline fails its saves."""
+_DEAD_KEPT: Final = 256
+_DEAD_KEPT_S: Final = 600.0
+"""How long a dead trainer is reported to the coordinator: other ranks may wait for it."""
 
 Key = tuple[str, str, int]
 """Job, incarnation, rank."""
 
 
-class Trainers:
+class TrainerLiveness:
     """All trainers that are connected, or were until lately."""
 
-    def __init__(self, saves: Saves) -> None:
+    def __init__(self, saves: SaveRegistry) -> None:
         self._saves = saves
         self._lock = threading.Lock()
-        self._heard: dict[Key, float] = {}
-        self._gone: OrderedDict[Key, tuple[float, str]] = OrderedDict()
-        self._suspects: set[Key] = set()
+        self._last_seen: dict[Key, float] = {}
+        self._dead: OrderedDict[Key, tuple[float, str]] = OrderedDict()
+        self._unresponsive: set[Key] = set()
 
-    def heard(self, key: Key) -> None:
+    def mark_seen(self, key: Key) -> None:
         """The trainer connected or pinged."""
         now = observer_clock.now()
         with self._lock:
-            self._heard[key] = now
-            self._gone.pop(key, None)
+            self._last_seen[key] = now
+            self._dead.pop(key, None)
         for rank in self._saves.of_rank(*key):
-            rank.heard = now
+            rank.see()
 
-    def left(self, key: Key) -> None:
-        """The trainer is no longer connected; nobody is told."""
+    def remove(self, key: Key) -> None:
+        """The trainer has closed its client: it is no longer reported."""
         with self._lock:
-            self._heard.pop(key, None)
+            self._last_seen.pop(key, None)
 
-    def gone(self, key: Key, who: str) -> None:
-        """The trainer's process is gone; ``who`` is its name for people."""
+    def mark_dead(self, key: Key, description: str) -> None:
+        """The trainer's process has ended; ``description`` names it, human-readable."""
         with self._lock:
-            self._heard.pop(key, None)
-            self._gone[key] = (observer_clock.now(), who)
-            self._gone.move_to_end(key)
-            while len(self._gone) > _GONE_KEPT:
-                self._gone.popitem(last=False)
+            self._last_seen.pop(key, None)
+            self._dead[key] = (observer_clock.now(), description)
+            self._dead.move_to_end(key)
+            while len(self._dead) > _DEAD_KEPT:
+                self._dead.popitem(last=False)
 
     def report(self) -> list[coordinator_pb2.TrainerStatus]:
-        """All of them, for the coordinator."""
+        """All trainers, for the coordinator."""
         now = observer_clock.now()
         with self._lock:
-            gone = [(key, at, who) for key, (at, who) in self._gone.items()]
-            heard = [(key, at, "") for key, at in self._heard.items()]
+            dead = [(key, at, description) for key, (at, description) in self._dead.items()]
+            seen = [(key, at, "") for key, at in self._last_seen.items()]
         return [
             coordinator_pb2.TrainerStatus(
-                job=job, incarnation=incarnation, rank=rank, seconds_since_heard=now - at, gone=who
+                job=job,
+                incarnation=incarnation,
+                rank=rank,
+                seconds_since_heard=now - at,
+                gone=description,
             )
-            for (job, incarnation, rank), at, who in (*heard, *gone)
-            if not who or now - at < _GONE_KEPT_S
+            for (job, incarnation, rank), at, description in (*seen, *dead)
+            if not description or now - at < _DEAD_KEPT_S
         ]
 
-    def look(self) -> None:
-        """Says which trainers are suspect now. To be called every second or so."""
+    def log_unresponsive(self) -> None:
+        """Logs which trainers have become unresponsive. To be called every second or so."""
         now = observer_clock.now()
-        silent: dict[Key, RankSave] = {}
+        found: dict[Key, RankSave] = {}
         for save in self._saves.undecided():
             for rank in list(save.ranks.values()):
-                if rank.phase in BEFORE_INGESTION and now - rank.heard > SUSPECT_S:
-                    silent[(save.id.job, save.id.incarnation, rank.rank)] = rank
-        for key in silent.keys() - self._suspects:
-            rank = silent[key]
+                if rank.phase in BEFORE_INGESTION and now - rank.last_seen > UNRESPONSIVE_S:
+                    found[(save.id.job, save.id.incarnation, rank.rank)] = rank
+        for key in found.keys() - self._unresponsive:
+            rank = found[key]
             _log.warning(
-                "%s waits for its trainer, last seen %.0f s ago: suspect, and given up at the "
-                "save's deadline",
-                *(rank.label, now - rank.heard),
+                "%s waits for its trainer, last seen %.0f s ago: it is unresponsive, and the save "
+                "fails at its deadline",
+                *(rank.label, now - rank.last_seen),
             )
-        for _, incarnation, number in self._suspects - silent.keys():
+        for _, incarnation, number in self._unresponsive - found.keys():
             _log.info("rank %d of incarnation %s is no longer waited for", number, incarnation)
-        self._suspects = set(silent)
+        self._unresponsive = set(found)

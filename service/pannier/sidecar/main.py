@@ -1,4 +1,4 @@
-"""A sidecar as a process: settings in, an exit status out. The main thread waits for signals."""
+"""The sidecar process: settings in, an exit status out. The main thread waits for signals."""
 
 import os
 
@@ -8,28 +8,28 @@ from pannier.daemon.listeners import raise_descriptor_limit
 from pannier.daemon.logging import set_up_logging
 from pannier.daemon.signals import StopSignals
 from pannier.sidecar.config import SidecarConfig
-from pannier.sidecar.multi_job.host import Node
+from pannier.sidecar.multi_job.host import MultiJobSidecar
 from pannier.sidecar.server import Sidecar
 
 
 def run(config: SidecarConfig) -> int:
-    """Runs a sidecar until SIGTERM, SIGINT or idleness; returns the exit status.
+    """Runs a sidecar until SIGTERM, SIGINT or its idle exit; returns the exit status.
 
-    That is 1 when it needs to be started again: its spool was removed.
+    The status is 1 when it must be restarted because its spool was removed.
 
     Raises ConfigurationError when it can't start.
     """
     set_up_logging(config.log_format, daemon="sidecar", host=config.host)
     raise_descriptor_limit()
-    # Before there are threads: each keeps the one it was started with.
+    # Before there are threads: each keeps the niceness it was started with.
     os.nice(config.nice)
     keep_freed_memory()
     tracing.set_up("pannier-sidecar", **{"host.name": config.host})
     with StopSignals() as stop:
         if config.jobs is not None:
-            with Node(config) as node:
-                node.wait(stop)
-                node.drain(stop)
+            with MultiJobSidecar(config) as sidecars:
+                sidecars.wait(stop)
+                sidecars.drain(stop)
             return 0
         with Sidecar(config) as sidecar:
             sidecar.wait(stop)

@@ -1,29 +1,36 @@
-"""What this host's ranks have done since the sidecar was started: bytes, retries, stalls, failures.
+"""What this host's ranks have done since the sidecar started: counters for Prometheus, and trace spans.
 
-In: changes of saves. Out: counters for Prometheus, which never go back. Nothing is counted while
-bytes move: the ranks' own figures are read when somebody asks, and added up when their
-save has ended. Thread-safe.
+In: changes of saves, as a listener of :class:`~pannier.sidecar.save_registry.SaveRegistry`. Out:
+counters that never decrease, and spans of the phases of ended saves (:mod:`pannier.common.tracing`).
+Nothing is counted while bytes move: the ranks' own figures are read when metrics are scraped, and
+added up when their save has ended. Thread-safe.
 """
 
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import astuple, dataclass
-from typing import Final
+from typing import Final, Protocol
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from pannier.common import tracing
+from pannier.daemon.http_server import serve_http
 from pannier.daemon.metrics import (
     ActiveSaves,
+    Metrics,
     backlog_families,
     failures_total,
     saves_ended,
     saves_under_way,
 )
-from pannier.daemon.status_service import Backlog
-from pannier.sidecar.save_state import RankSave, Save
-from pannier.sidecar.status import rank_status, state_of
+from pannier.daemon.status_page import StatusPage
+from pannier.daemon.status_registry import StatusRegistry
+from pannier.daemon.status_service import Backlog, DaemonInfo
+from pannier.sidecar.save_state import Phase, RankSave, Save
+from pannier.sidecar.status import rank_status, save_state
 
 _PHASES: Final = ("staged", "ingested", "uploaded", "durable")
 _JOBS_KEPT: Final = 256
@@ -31,7 +38,7 @@ _JOBS_KEPT: Final = 256
 
 @dataclass(frozen=True)
 class _Amounts:
-    """Of one rank in one save, or of several."""
+    """Figures of one rank in one save, or of several."""
 
     staged: int = 0
     ingested: int = 0
@@ -42,18 +49,18 @@ class _Amounts:
 
     @staticmethod
     def of(rank: RankSave) -> "_Amounts":
-        told = rank_status(rank)
+        status = rank_status(rank)
         return _Amounts(
-            told.bytes_staged,
-            told.bytes_ingested,
-            told.bytes_uploaded,
-            told.bytes_durable,
-            told.retries,
-            told.stalled_s,
+            status.bytes_staged,
+            status.bytes_ingested,
+            status.bytes_uploaded,
+            status.bytes_durable,
+            status.retries,
+            status.stalled_s,
         )
 
-    def least(self, other: "_Amounts") -> "_Amounts":
-        """The larger of each: an upload that begins anew takes nothing back."""
+    def largest(self, other: "_Amounts") -> "_Amounts":
+        """The larger of each figure: an upload that starts over takes nothing back."""
         return _Amounts(*map(max, astuple(self), astuple(other)))
 
     def __add__(self, other: "_Amounts") -> "_Amounts":
@@ -63,52 +70,55 @@ class _Amounts:
         return _Amounts(*(a - b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
-class Tally:
-    """A listener of :class:`pannier.sidecar.save_state.Saves`."""
+class SaveMetrics:
+    """Counters of all saves."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._under_way: dict[str, Save] = {}
         self._seen: dict[RankSave, _Amounts] = {}
         """The most that was seen of ranks under way."""
-        self._before: dict[RankSave, _Amounts] = {}
-        """What a former life of the sidecar had done."""
+        self._baseline: dict[RankSave, _Amounts] = {}
+        """What an earlier sidecar process had done."""
         self._past: OrderedDict[str, _Amounts] = OrderedDict()
-        """Of ended saves, by job."""
+        """Sums of ended saves, by job."""
         self._ended: Counter[int] = Counter()
         self._failures: Counter[int] = Counter()
 
-    def changed(self, save: Save, rank: RankSave | None, urgent: bool) -> None:
-        """See :data:`pannier.sidecar.save_state.Listener`."""
+    def on_change(self, save: Save, rank: RankSave | None, urgent: bool) -> None:
+        """See :data:`pannier.sidecar.save_registry.Listener`."""
         if rank is not None:
             return
         with self._lock:
-            if save.verdict is None:
+            if save.outcome is None:
                 self._under_way.setdefault(save.key, save)
             elif self._under_way.pop(save.key, None) is not None:
-                self._fold(save)
+                self._add_up(save)
+                self._ended[save.outcome.state] += 1
 
-    def begin(self, saves: Iterable[Save]) -> None:
-        """What is there of these was done by a former life; called before their trainers are served."""
+    def set_baseline(self, saves: Iterable[Save]) -> None:
+        """An earlier process did what these restored saves show; before their trainers are served."""
         with self._lock:
             for save in saves:
                 for rank in list(save.ranks.values()):
-                    self._before[rank] = _Amounts.of(rank)
+                    self._baseline[rank] = _Amounts.of(rank)
 
     def drop(self, saves: Iterable[Save]) -> None:
-        """Nobody follows these any more; what they have moved stays counted."""
+        """Stops following these saves; what they have moved stays counted."""
         with self._lock:
             for save in saves:
                 if self._under_way.pop(save.key, None) is not None:
-                    self._count(save)
+                    self._add_up(save)
 
     def collect(
-        self, backlog: Backlog, trainers: Counter[str], *, attached: bool
+        self, backlog: Backlog, trainers: Counter[str], *, connected: bool
     ) -> Iterable[Metric]:
-        """The families, with what waits and who is connected.
+        """The metric families.
 
         Args:
-            attached: the coordinator was heard a moment ago.
+            backlog: what waits for storage.
+            trainers: connected ranks by job.
+            connected: the coordinator is attached and responsive.
         """
         with self._lock:
             amounts = dict(self._past)
@@ -118,7 +128,7 @@ class Tally:
                 ranks = list(save.ranks.values())
                 failures.update(rank.failure.kind for rank in ranks if rank.failure is not None)
                 amounts[save.id.job] = self._sum(ranks, amounts.get(save.id.job, _Amounts()))
-        states = Counter(int(state_of(save)) for save in saves)
+        states = Counter(int(save_state(save)) for save in saves)
         oldest = min((save.start for save in saves), default=None)
         yield from backlog_families(backlog)
         yield from saves_under_way(
@@ -127,31 +137,26 @@ class Tally:
         yield saves_ended(ended)
         yield failures_total(failures)
         yield from _families(amounts)
-        connected = GaugeMetricFamily(
+        ranks_by_job = GaugeMetricFamily(
             "pannier_trainers", "Ranks whose client is connected.", labels=["training_job"]
         )
         for job, count in trainers.items():
-            connected.add_metric([job], count)
-        yield connected
+            ranks_by_job.add_metric([job], count)
+        yield ranks_by_job
         yield GaugeMetricFamily(
             "pannier_coordinator_connected",
-            "1 while the coordinator is attached and was heard a moment ago, else 0.",
-            int(attached),
+            "1 while the coordinator is attached and responsive, else 0.",
+            int(connected),
         )
 
     def _sum(self, ranks: Iterable[RankSave], total: _Amounts) -> _Amounts:
         for rank in ranks:
-            seen = _Amounts.of(rank).least(self._seen.get(rank, _Amounts()))
+            seen = _Amounts.of(rank).largest(self._seen.get(rank, _Amounts()))
             self._seen[rank] = seen
-            total += seen - self._before.get(rank, _Amounts())
+            total += seen - self._baseline.get(rank, _Amounts())
         return total
 
-    def _fold(self, save: Save) -> None:
-        assert save.verdict is not None
-        self._count(save)
-        self._ended[save.verdict.state] += 1
-
-    def _count(self, save: Save) -> None:
+    def _add_up(self, save: Save) -> None:
         ranks = list(save.ranks.values())
         self._past[save.id.job] = self._sum(ranks, self._past.get(save.id.job, _Amounts()))
         while len(self._past) > _JOBS_KEPT:
@@ -159,7 +164,7 @@ class Tally:
         self._failures.update(rank.failure.kind for rank in ranks if rank.failure is not None)
         for rank in ranks:
             self._seen.pop(rank, None)
-            self._before.pop(rank, None)
+            self._baseline.pop(rank, None)
 
 
 def _families(amounts: dict[str, _Amounts]) -> Iterable[Metric]:
@@ -184,3 +189,81 @@ def _families(amounts: dict[str, _Amounts]) -> Iterable[Metric]:
         retries.add_metric([job], each.retries)
         stalls.add_metric([job], each.stalled_s)
     yield from (moved, retries, stalls)
+
+
+def trace_save(save: Save, rank: RankSave | None, urgent: bool) -> None:
+    """Exports the spans of an ended save; see :data:`pannier.sidecar.save_registry.Listener`."""
+    if save.outcome is None or rank is not None or not urgent:
+        return
+    for each in list(save.ranks.values()):
+        tracing.export_parts(save.id, each.rank, _spans(each))
+
+
+def _spans(rank: RankSave) -> list[tracing.Interval]:
+    """The spans that began and ended since this sidecar started."""
+    fields: dict[str, str | int | float] = {
+        "pannier.checkpoint": rank.save.checkpoint_id,
+        "pannier.attempt": rank.attempt,
+        "pannier.rank": rank.rank,
+        "pannier.host": rank.host,
+        "pannier.retries": rank.transfer.retries,
+        "pannier.transport": rank.transfer.transport,
+    }
+    spans = [
+        tracing.Interval(
+            f"upload {file.name}",
+            file.upload.opened_at,
+            file.upload.stored_at,
+            {**fields, "pannier.bytes": file.size},
+        )
+        for file in list(rank.files.values())
+        if file.upload.stored_at is not None
+    ]
+    begin, ingested = (rank.reached.get(each.wire) for each in (Phase.STREAMING, Phase.INGESTED))
+    durable = rank.reached.get(Phase.DURABLE.wire)
+    error = rank.failure.message if rank.failure is not None else ""
+    if begin is not None and ingested is not None:
+        spans.append(tracing.Interval("take in", begin, ingested, fields, "" if durable else error))
+    if ingested is not None and durable is not None:
+        last = max((span.end for span in spans), default=ingested)
+        spans.append(tracing.Interval("write receipt", min(last, durable), durable, fields))
+    return spans
+
+
+class MeasuredSidecar(Protocol):
+    """A sidecar of the process."""
+
+    @property
+    def coordinator_connected(self) -> bool:
+        """Whether its coordinator is attached and responsive."""
+
+    def ranks_by_job(self) -> Counter[str]:
+        """Connected ranks by job."""
+
+
+@contextmanager
+def serving_http(
+    address: str | None,
+    metrics: SaveMetrics,
+    board: StatusRegistry,
+    daemon_info: DaemonInfo,
+    sidecars: Callable[[], Collection[MeasuredSidecar]],
+) -> Iterator[None]:
+    """Serves metrics and the status page at ``address`` (None: nowhere) as long as the context lasts.
+
+    Args:
+        board: the saves of all sidecars of the process.
+        sidecars: those that run now; called by any thread.
+
+    Raises ConfigurationError when it can't listen there.
+    """
+    served = Metrics("sidecar", daemon_info)
+    served.add(
+        lambda: metrics.collect(
+            daemon_info.backlog(),
+            sum((each.ranks_by_job() for each in sidecars()), Counter[str]()),
+            connected=all(each.coordinator_connected for each in sidecars()),
+        )
+    )
+    with serve_http(address, StatusPage(board, daemon_info).routes(served), setting="--metrics"):
+        yield

@@ -1,19 +1,23 @@
-"""A save as operators and clients see it: the coordinator's word, and this host's own ranks.
+"""The status of saves, as operators, clients and the coordinator see it.
 
-In: saves and how the link to the coordinator is. Out: messages. Thread-safe.
+In: saves, and whether the coordinator answers. Out: messages. Thread-safe.
 """
 
 import time
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Collection, Iterable
+from typing import Final, Protocol
 
 from pannier.common import observer_clock
 from pannier.common.wait_text import Awaited, set_times, waiting_on
+from pannier.daemon.status_registry import StatusRegistry
 from pannier.daemon.status_service import Backlog
-from pannier.sidecar.save_state import Phase, RankSave, Save
-from pannier.sidecar.spool.mapped_files import Lending
+from pannier.sidecar.save_state import FAILED, Phase, RankSave, Save
+from pannier.sidecar.spool.mapped_files import MappedFiles
 from pannier.sidecar.spool.spool import Spool
-from pannier.v1 import save_pb2
+from pannier.v1 import coordinator_pb2, save_pb2
+
+_EXPIRED_S: Final = 0.001
+"""Stands for a remaining time that is over; 0 would mean that it isn't known."""
 
 
 class Coordinator(Protocol):
@@ -21,7 +25,7 @@ class Coordinator(Protocol):
 
     @property
     def connected(self) -> bool:
-        """Whether it is attached."""
+        """Whether it is attached and responsive."""
 
     @property
     def description(self) -> str:
@@ -31,40 +35,75 @@ class Coordinator(Protocol):
 def rank_status(rank: RankSave) -> save_pb2.RankStatus:
     """How far one rank is."""
     files = list(rank.files.values())
-    staged = dict(rank.planned or {})
+    staged = dict(rank.plan.sizes or {})
     staged.update({file.name: file.size for file in files})
+    transfer = rank.transfer
     status = save_pb2.RankStatus(
         rank=rank.rank,
         host=rank.host,
-        phase=rank.phase.value,
+        phase=rank.phase.wire,
         bytes_staged=sum(staged.values()),
         bytes_ingested=sum(file.held for file in files),
-        bytes_uploaded=sum(file.uploaded for file in files),
-        bytes_durable=sum(file.size for file in files if file.durable),
-        retries=rank.retries,
-        last_error=rank.failure.message if rank.failure else rank.last_error,
-        seconds_since_heard=observer_clock.now() - rank.heard,
-        transport=rank.transport,
-        stalled_s=rank.stalled_s,
+        bytes_uploaded=sum(file.upload.uploaded for file in files),
+        bytes_durable=sum(file.size for file in files if file.upload.durable),
+        retries=transfer.retries,
+        last_error=rank.failure.message if rank.failure else transfer.last_error,
+        seconds_since_heard=observer_clock.now() - rank.last_seen,
+        transport=transfer.transport,
+        stalled_s=transfer.stalled_s,
     )
     set_times(status, rank.reached, rank.save.start)
     return status
 
 
-def backlog(pending: Iterable[RankSave], spool: Spool, lending: Lending) -> Backlog:
-    """What these ranks have in the spool and storage hasn't confirmed, and what the spool takes."""
-    files = [file for rank in pending for file in list(rank.files.values()) if not file.durable]
+def is_reportable(rank: RankSave) -> bool:
+    """Whether the coordinator is to get reports of the rank.
+
+    It knows a rank that plans by its call, unless the rank claims a cached plan; and a rejected one by
+    its own answer.
+    """
+    planning = rank.phase is Phase.PLANNING and rank.claim is None
+    return not planning and rank.phase is not Phase.REJECTED
+
+
+def rank_report(rank: RankSave) -> coordinator_pb2.RankReport:
+    """The report of one rank to the coordinator."""
+    report = coordinator_pb2.RankReport(
+        context=rank.context, attempt=rank.attempt, status=rank_status(rank)
+    )
     now = time.monotonic()
-    lent, held = lending.lent()
+    if rank.claim is not None:
+        report.plan_id, report.digest = rank.claim.plan_id, rank.claim.digest
+        if report.status.phase == Phase.PLANNING.wire:
+            report.attempt = rank.claim.attempt
+    if rank.deadlines.plan and rank.phase is Phase.PLANNING:
+        report.timeout_s = max(_EXPIRED_S, rank.deadlines.plan - now)
+    if rank.deadlines.save:
+        report.save_timeout_s = max(_EXPIRED_S, rank.deadlines.save - now)
+    # In this order: a report of DURABLE must carry the receipt.
+    if rank.receipt is not None and report.status.phase == Phase.DURABLE.wire:
+        report.receipt.CopyFrom(rank.receipt)
+    if rank.failure is not None:
+        report.failure.CopyFrom(rank.failure)
+    return report
+
+
+def backlog(pending: Iterable[RankSave], spool: Spool, mapped: MappedFiles) -> Backlog:
+    """What these ranks have in the spool and storage hasn't confirmed, and what the spool takes."""
+    files = [
+        file for rank in pending for file in list(rank.files.values()) if not file.upload.durable
+    ]
+    now = time.monotonic()
+    leased, held = mapped.leased_bytes()
     capacity, free = spool.room()
     return Backlog(
-        # The two are read while other threads move them.
-        bytes_queued=sum(max(0, file.held - file.uploaded) for file in files),
-        oldest_s=max((now - file.since for file in files), default=0.0),
+        # Other threads change the two between the reads.
+        bytes_queued=sum(max(0, file.held - file.upload.uploaded) for file in files),
+        oldest_s=max((now - file.upload.opened_at for file in files), default=0.0),
         spool_bytes=spool.reserved,
-        lent_bytes=lent,
+        lent_bytes=leased,
         held_bytes=held,
-        saves_bytes=max(0, spool.reserved - spool.spare - held - lending.unused()),
+        saves_bytes=max(0, spool.reserved - spool.spare - held - mapped.unused()),
         capacity_bytes=capacity,
         free_bytes=free,
     )
@@ -74,7 +113,7 @@ def save_status(save: Save, coordinator: Coordinator) -> save_pb2.SaveStatus:
     """State, failures and waits of a save, with the ranks of this host."""
     ranks = [save.ranks[number] for number in sorted(save.ranks)]
     status = save_pb2.SaveStatus()
-    known = save.verdict or save.coordinator
+    known = save.outcome or save.coordinator_status
     if known is not None:
         status.CopyFrom(known)
     status.save.CopyFrom(save.id)
@@ -82,15 +121,15 @@ def save_status(save: Save, coordinator: Coordinator) -> save_pb2.SaveStatus:
     status.checkpoint_id = save.checkpoint_id
     status.attempt = status.attempt or next((r.attempt for r in ranks if r.attempt), "")
     status.created_at = status.created_at or save.created_at
-    status.state = state_of(save)
-    if save.verdict is None or not status.ranks:
+    status.state = save_state(save)
+    if save.outcome is None or not status.ranks:
         del status.ranks[:]
         status.ranks.extend(rank_status(rank) for rank in ranks)
-    blamed = {failure.rank for failure in status.failures}
+    reported = {failure.rank for failure in status.failures}
     status.failures.extend(
-        rank.failure for rank in ranks if rank.failure is not None and rank.rank not in blamed
+        rank.failure for rank in ranks if rank.failure is not None and rank.rank not in reported
     )
-    if save.verdict is not None:
+    if save.outcome is not None:
         status.ClearField("waiting_on")
     elif not coordinator.connected:
         status.waiting_on.Clear()
@@ -100,17 +139,12 @@ def save_status(save: Save, coordinator: Coordinator) -> save_pb2.SaveStatus:
     return status
 
 
-def state_of(save: Save) -> "save_pb2.SaveState":
-    """What the coordinator said of it last, else what this host's ranks tell."""
-    known = save.verdict or save.coordinator
+def save_state(save: Save) -> "save_pb2.SaveState":
+    """The coordinator's latest state of the save, else what this host's ranks show."""
+    known = save.outcome or save.coordinator_status
     if known is not None and known.state:
         return known.state
-    return _local_state(list(save.ranks.values()))
-
-
-def _local_state(ranks: list[RankSave]) -> "save_pb2.SaveState":
-    """What this host's ranks tell while the coordinator hasn't."""
-    phases = {rank.phase for rank in ranks if rank.phase is not Phase.FAILED}
+    phases = {rank.phase for rank in list(save.ranks.values()) if rank.phase not in FAILED}
     if Phase.PLANNING in phases or not phases:
         return save_pb2.SAVE_STATE_PLANNING
     if phases & {Phase.PLANNED, Phase.STREAMING}:
@@ -119,10 +153,41 @@ def _local_state(ranks: list[RankSave]) -> "save_pb2.SaveState":
 
 
 def _awaited(ranks: list[RankSave]) -> list[Awaited]:
-    waiting = [rank for rank in ranks if rank.phase not in (Phase.DURABLE, Phase.FAILED)]
+    waiting = [rank for rank in ranks if rank.phase not in (Phase.DURABLE, *FAILED)]
     now = observer_clock.now()
-    # Of an ingested rank nothing but this sidecar's own work is awaited.
+    # An ingested rank waits for this sidecar only.
     return [
-        Awaited(r.rank, r.host, 0.0 if r.phase is Phase.INGESTED else now - r.heard)
+        Awaited(r.rank, r.host, 0.0 if r.phase is Phase.INGESTED else now - r.last_seen)
         for r in waiting
     ]
+
+
+class StatusPublisher:
+    """Keeps boards, which operators read, up to date with the saves of one sidecar."""
+
+    def __init__(self, boards: Collection[StatusRegistry], coordinator: Coordinator) -> None:
+        self._boards = boards
+        self._coordinator = coordinator
+        self._published: set[str] = set()
+        """Keys of saves."""
+
+    def on_change(self, save: Save, rank: RankSave | None, urgent: bool) -> None:
+        """See :data:`pannier.sidecar.save_registry.Listener`."""
+        if rank is None:
+            self._published.add(save.key)
+            for board in self._boards:
+                board.put(save.id, save.checkpoint_id, lambda: save_status(save, self._coordinator))
+        else:
+            for board in self._boards:
+                board.notify(save.key)
+
+    def remove(self, save: Save) -> None:
+        """Removes a save that is no longer remembered."""
+        self._published.discard(save.key)
+        for board in self._boards:
+            board.remove(save.key)
+
+    def withdraw(self, board: StatusRegistry) -> None:
+        """Removes all saves from a board that other sidecars use, too."""
+        for key in self._published:
+            board.remove(key)

@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 
 from pannier.sidecar.config import SidecarConfig
-from pannier.sidecar.multi_job.host import Node
+from pannier.sidecar.multi_job.host import MultiJobSidecar
 from pannier.sidecar.multi_job.sockets import job_address, jobs_directory
 from pannier.storage import Store
 from pannier.v1 import sidecar_pb2, sidecar_pb2_grpc
@@ -110,7 +110,7 @@ class NodeHost:
         self.root = memory / "root"
         self.files = JobFiles(memory / "jobs")
         self.coordinator = ScriptedCoordinator(f"unix://{sockets}/c.sock")
-        self.node: Node
+        self.node: MultiJobSidecar
         self._trainers: list[Trainer] = []
 
     def job(self, name: str, **told: Any) -> str:
@@ -118,7 +118,9 @@ class NodeHost:
         told.setdefault("allow", [str(self.root / name)])
         return self.files.add(name, **told)
 
-    def start(self, *, store: Callable[[str], Store] | None = None, **settings: Any) -> Node:
+    def start(
+        self, *, store: Callable[[str], Store] | None = None, **settings: Any
+    ) -> MultiJobSidecar:
         config = SidecarConfig(
             address=self.address,
             coordinator=self.coordinator.address,
@@ -127,7 +129,7 @@ class NodeHost:
             host="node-0",
             **settings,
         )
-        self.node = Node(config, store)
+        self.node = MultiJobSidecar(config, store)
         self.node.__enter__()
         return self.node
 

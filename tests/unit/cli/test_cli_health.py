@@ -156,7 +156,7 @@ def test_a_sidecar_that_recovers_is_alive_and_not_ready(monkeypatch: pytest.Monk
         assert go.wait(60)
         return []
 
-    monkeypatch.setattr(server, "restore", slow)
+    monkeypatch.setattr(server, "recover", slow)
     directory = short_directory()
     address = f"127.0.0.1:{free_port()}"
     config = SidecarConfig(
@@ -175,7 +175,7 @@ def test_a_sidecar_that_recovers_is_alive_and_not_ready(monkeypatch: pytest.Monk
     try:
         assert answers == ["NOT_SERVING", "SERVING"]
         assert ask(address, "readiness") == "SERVING"
-        sidecar.saves.draining = True
+        sidecar.saves.start_draining()
         assert [ask(address, n) for n in ("readiness", "liveness")] == ["NOT_SERVING", "SERVING"]
     finally:
         sidecar.__exit__(None, None, None)

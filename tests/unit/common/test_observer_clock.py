@@ -17,10 +17,10 @@ from pannier.coordinator.liveness import HeartbeatMonitor, SidecarPeers
 from pannier.coordinator.saves import save_view
 from pannier.coordinator.saves.participants import SidecarPeer
 from pannier.coordinator.saves.registry import Registry
-from pannier.coordinator.saves.states import State
+from pannier.coordinator.saves.save import State
 from pannier.daemon.status_registry import StatusRegistry
-from pannier.sidecar.liveness import SUSPECT_S, Trainers
-from pannier.sidecar.save_state import Saves
+from pannier.sidecar.liveness import UNRESPONSIVE_S, TrainerLiveness
+from pannier.sidecar.save_registry import SaveRegistry
 from pannier.v1 import save_pb2
 from pannier.wire import object_names
 from pannier.wire.errors import DeadlineError
@@ -198,19 +198,19 @@ def test_a_blocked_coordinator_calls_nothing_silent_that_it_has_not_read(
 
 
 def test_a_stopped_sidecar_calls_no_trainer_silent_when_it_goes_on(machine: Machine) -> None:
-    saves = Saves()
-    trainers = Trainers(saves)
+    saves = SaveRegistry()
+    trainers = TrainerLiveness(saves)
     rank = saves.enter(context(0, "/root/step"))
     with observer_clock.clock.watched():
         observer_clock.clock.tick(1.0)
         machine.seconds += 600
-        trainers.look()
-        assert not trainers._suspects
-        assert observer_clock.now() - rank.heard == 1.0 + SLACK_S
-        observer_clock.clock.tick(SUSPECT_S)
-        machine.seconds += SUSPECT_S
-        trainers.look()
-        assert trainers._suspects
+        trainers.log_unresponsive()
+        assert not trainers._unresponsive
+        assert observer_clock.now() - rank.last_seen == 1.0 + SLACK_S
+        observer_clock.clock.tick(UNRESPONSIVE_S)
+        machine.seconds += UNRESPONSIVE_S
+        trainers.log_unresponsive()
+        assert trainers._unresponsive
 
 
 @pytest.mark.parametrize("back", [True, False])

@@ -78,8 +78,8 @@ def test_write_streams_have_a_limit_that_leaves_other_calls_alone(
 
 
 def test_streams_that_say_nothing_are_cut(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(idle_streams, "SILENT_S", 0.3)
-    monkeypatch.setattr(servicer, "IDLE_S", 0.3)
+    monkeypatch.setattr(idle_streams, "NO_HEADER_S", 0.3)
+    monkeypatch.setattr(idle_streams, "IDLE_S", 0.3)
     host.start()
     trainer = host.trainer()
     mute = trainer.channel.stream_stream("/pannier.v1.Sidecar/Write")(
@@ -92,7 +92,7 @@ def test_streams_that_say_nothing_are_cut(host: Host, monkeypatch: pytest.Monkey
         cut = [0]
 
         def both_cut() -> bool:
-            cut[0] += streams.cut_idle()
+            cut[0] += streams.cancel_idle()
             return cut[0] >= 2
 
         await_true(both_cut, "both have been silent for too long")

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pannier.sidecar import coordinator_address
-from pannier.sidecar.coordinator_address import SUCCEED_S, Whereabouts
+from pannier.sidecar import coordinator_client
+from pannier.sidecar.coordinator_client import SUCCESSION_S, CoordinatorAddress
 from pannier.wire.tls import Tls
 from support.network.certificates import Authority
 
@@ -24,40 +24,40 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(coordinator_address, "time", made)
+    monkeypatch.setattr(coordinator_client, "time", made)
     return made
 
 
 def test_its_own_is_tried_for_a_while_before_a_successor(clock: Clock, tmp_path: Path) -> None:
     file = tmp_path / "successor.json"
-    where = Whereabouts(OWN, None, file)
+    where = CoordinatorAddress(OWN, None, file)
     file.write_text(json.dumps({"coordinator": NEXT}))
-    assert not where.moved()
-    where.found()
-    clock.now += 2 * SUCCEED_S
+    assert not where.refresh()
+    where.mark_attached()
+    clock.now += 2 * SUCCESSION_S
     # It has just been lost.
-    assert not where.moved()
-    clock.now += SUCCEED_S - 1
-    assert not where.moved()
+    assert not where.refresh()
+    clock.now += SUCCESSION_S - 1
+    assert not where.refresh()
     assert where.address == OWN
     clock.now += 1
-    assert where.moved()
+    assert where.refresh()
     assert where.address == NEXT
     # That one has its time, too.
     file.write_text(json.dumps({"coordinator": "unix:///run/c.sock"}))
-    assert not where.moved()
-    clock.now += SUCCEED_S
-    assert where.moved()
+    assert not where.refresh()
+    clock.now += SUCCESSION_S
+    assert where.refresh()
     assert where.address == "unix:///run/c.sock"
-    clock.now += SUCCEED_S
-    assert not where.moved()
+    clock.now += SUCCESSION_S
+    assert not where.refresh()
 
 
 def test_without_a_successor_it_stays(clock: Clock, tmp_path: Path) -> None:
     for file in (None, tmp_path / "none.json"):
-        where = Whereabouts(OWN, None, file)
-        clock.now += 10 * SUCCEED_S
-        assert not where.moved()
+        where = CoordinatorAddress(OWN, None, file)
+        clock.now += 10 * SUCCESSION_S
+        assert not where.refresh()
         assert where.address == OWN
 
 
@@ -69,9 +69,9 @@ def test_nonsense_is_told_and_nobody_moves(
 ) -> None:
     file = tmp_path / "successor.json"
     file.write_bytes(text.encode(errors="surrogateescape"))
-    where = Whereabouts(OWN, None, file)
-    clock.now += SUCCEED_S
-    assert not where.moved()
+    where = CoordinatorAddress(OWN, None, file)
+    clock.now += SUCCESSION_S
+    assert not where.refresh()
     assert str(file) in caplog.text
 
 
@@ -81,21 +81,21 @@ def test_a_successors_certificate_must_be_one(
     files = Authority(tmp_path / "ca").issue("one")
     file = tmp_path / "successor.json"
     told = {"coordinator": NEXT, "cert": str(files.cert), "ca": str(files.ca)}
-    where = Whereabouts(OWN, Tls(files.cert, files.key, files.ca), file)
-    clock.now += SUCCEED_S
+    where = CoordinatorAddress(OWN, Tls(files.cert, files.key, files.ca), file)
+    clock.now += SUCCESSION_S
     file.write_text(json.dumps({**told, "key": str(tmp_path / "no.key")}))
-    assert not where.moved()
+    assert not where.refresh()
     assert "no.key" in caplog.text
     file.write_text(json.dumps({**told, "key": str(files.key)}))
-    assert where.moved()
+    assert where.refresh()
 
 
 def test_replaced_certificates_take_a_new_channel(tmp_path: Path) -> None:
     authority = Authority(tmp_path / "ca")
     files = authority.issue("one")
-    where = Whereabouts(OWN, tls := Tls(files.cert, files.key, files.ca), None)
+    where = CoordinatorAddress(OWN, tls := Tls(files.cert, files.key, files.ca), None)
     tls.channel_credentials()
-    assert not where.moved()
+    assert not where.refresh()
     time.sleep(0.01)
     authority.issue("one")
-    assert where.moved()
+    assert where.refresh()

@@ -9,8 +9,9 @@ from prometheus_client import CollectorRegistry
 
 from pannier.daemon.metrics import SaveCounts, step_of
 from pannier.daemon.status_service import Backlog
-from pannier.sidecar.metrics import Tally
-from pannier.sidecar.save_state import RankSave, Saves
+from pannier.sidecar.metrics import SaveMetrics
+from pannier.sidecar.save_registry import SaveRegistry
+from pannier.sidecar.save_state import RankSave
 from pannier.sidecar.spool.data_file import DataFile
 from pannier.v1 import save_pb2, sidecar_pb2
 
@@ -21,9 +22,9 @@ class Scene:
     """Saves of one rank each, and their tally."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.saves = Saves()
-        self.tally = Tally()
-        self.saves.listen(self.tally.changed)
+        self.saves = SaveRegistry()
+        self.metrics = SaveMetrics()
+        self.saves.add_listener(self.metrics.on_change)
         self._loop = loop
 
     def enter(self, number: int, size: int = 100) -> tuple[RankSave, DataFile]:
@@ -37,10 +38,10 @@ class Scene:
         return rank, file
 
     def end(self, rank: RankSave, state: "save_pb2.SaveState") -> None:
-        self.saves.heard(save_pb2.SaveStatus(save=rank.save.id, state=state))
+        self.saves.apply_status(save_pb2.SaveStatus(save=rank.save.id, state=state))
 
     def values(self) -> Values:
-        families = self.tally.collect(Backlog(), Counter(llama=1), attached=True)
+        families = self.metrics.collect(Backlog(), Counter(llama=1), connected=True)
         return {
             (sample.name, next((v for k, v in sample.labels.items() if k != "training_job"), "")): (
                 sample.value
@@ -59,14 +60,15 @@ def scene() -> Iterator[Scene]:
 
 def test_an_upload_that_begins_anew_takes_nothing_back(scene: Scene) -> None:
     rank, file = scene.enter(1)
-    file.held, file.uploaded = 100, 60
+    file.restore(100, 0)
+    file.upload.advance(60)
     assert scene.values()[("pannier_bytes_total", "uploaded")] == 60
-    file.uploaded, rank.retries = 10, 1
+    file.upload.advance(10)
+    scene.saves.record_retry(rank, "503")
     told = scene.values()
     assert told[("pannier_bytes_total", "uploaded")] == 60
     assert told[("pannier_upload_retries_total", "")] == 1
-    file.uploaded = 100
-    file.durable = True
+    file.upload.complete(100)
     scene.end(rank, save_pb2.SAVE_STATE_COMMITTED)
     told = scene.values()
     assert told[("pannier_bytes_total", "uploaded")] == 100
@@ -77,8 +79,8 @@ def test_an_upload_that_begins_anew_takes_nothing_back(scene: Scene) -> None:
 def test_what_has_ended_stays_counted_and_what_goes_on_is_added(scene: Scene) -> None:
     for number in range(1, 4):
         rank, file = scene.enter(number)
-        file.held = 100
-        rank.stalled_s = 0.5
+        file.restore(100, 0)
+        scene.saves.set_stall(rank, 0.5)
         before = scene.values()[("pannier_bytes_total", "ingested")]
         scene.end(
             rank, save_pb2.SAVE_STATE_ABORTED if number == 2 else save_pb2.SAVE_STATE_COMMITTED
@@ -102,10 +104,10 @@ def test_a_failure_is_counted_once_before_and_after_the_verdict(scene: Scene) ->
 
 def test_what_a_former_life_has_done_is_not_counted_again(scene: Scene) -> None:
     rank, file = scene.enter(1)
-    file.held = 70
-    scene.tally.begin(scene.saves.undecided())
+    file.restore(70, 0)
+    scene.metrics.set_baseline(scene.saves.undecided())
     assert scene.values()[("pannier_bytes_total", "ingested")] == 0
-    file.held = 100
+    file.restore(100, 0)
     assert scene.values()[("pannier_bytes_total", "ingested")] == 30
     scene.end(rank, save_pb2.SAVE_STATE_COMMITTED)
     assert scene.values()[("pannier_bytes_total", "ingested")] == 30

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from pannier.sidecar.config import SidecarConfig
-from pannier.sidecar.multi_job.job_config import MOST, Jobs, read_job
+from pannier.sidecar.multi_job.job_config import MOST, JobDirectory, read_job
 from pannier.wire import auth_token
 from pannier.wire.errors import ConfigurationError
 from support.actors.nodes import JobFiles
@@ -30,7 +30,7 @@ def test_a_job_is_what_its_file_says(files: JobFiles) -> None:
         spool_budget="1.5GiB",
     )
     files.add("gpt", **GOOD | {"tokens": ["d4" * 16]})
-    jobs = Jobs(files.directory).look()
+    jobs = JobDirectory(files.directory).read()
     assert jobs.keys() == {"gpt", "llama-7b"}
     job = jobs["llama-7b"]
     assert job.digests == {auth_token.digest(TOKEN), auth_token.digest(old)}
@@ -44,24 +44,24 @@ def test_a_job_is_what_its_file_says(files: JobFiles) -> None:
 @pytest.mark.parametrize(
     ("told", "problem"),
     [
-        ("", "no JSON"),
-        (f'{{"tokens": ["{TOKEN}"', "no JSON at line 1"),
-        ("[" * 30000, "no JSON"),
+        ("", "not JSON"),
+        (f'{{"tokens": ["{TOKEN}"', "not JSON at line 1"),
+        ("[" * 30000, "not JSON"),
         ("[]", "no JSON object"),
         (GOOD | {"token": TOKEN}, "'token' is none of tokens, allow"),
         ({"allow": ["/x"]}, '"tokens" is empty'),
-        (GOOD | {"tokens": TOKEN}, '"tokens" is no list'),
-        (GOOD | {"tokens": [1]}, '"tokens" is no list'),
+        (GOOD | {"tokens": TOKEN}, '"tokens" is not a list'),
+        (GOOD | {"tokens": [1]}, '"tokens" is not a list'),
         (GOOD | {"tokens": ["secret"]}, '"tokens" has a token of 6 characters'),
         ({"tokens": [TOKEN]}, '"allow" is empty'),
-        (GOOD | {"allow": "gs://bucket"}, '"allow" is no list'),
+        (GOOD | {"allow": "gs://bucket"}, '"allow" is not a list'),
         (GOOD | {"allow": ["ftp://x"]}, '"allow": .*ftp'),
         (GOOD | {"allow": ["gs://b/../c"]}, '"allow": .*contains'),
         (GOOD | {"coordinator": "nowhere"}, '"coordinator"=.nowhere'),
-        (GOOD | {"coordinator": 7070}, '"coordinator" is no text'),
+        (GOOD | {"coordinator": 7070}, '"coordinator" is not a string'),
         (GOOD | {"spool_budget": "much"}, '"spool_budget": .much. is not a size'),
         (GOOD | {"spool_budget": 0}, '"spool_budget": .0. is not a positive'),
-        (GOOD | {"spool_budget": True}, '"spool_budget" is no size'),
+        (GOOD | {"spool_budget": True}, '"spool_budget" is not a size'),
         ("x" * (65 << 10), "at most 65536"),
     ],
 )
@@ -70,92 +70,92 @@ def test_a_file_that_makes_no_sense_says_where_and_harms_no_other(
 ) -> None:
     files.add("good", **GOOD | {"tokens": ["e5" * 16]})
     files.write("bad", told if isinstance(told, str) else json.dumps(told))
-    jobs = Jobs(files.directory)
-    assert jobs.look().keys() == {"good"}
+    jobs = JobDirectory(files.directory)
+    assert jobs.read().keys() == {"good"}
     with pytest.raises(ConfigurationError, match=problem):
         read_job(files.directory / "bad.json")
     (said,) = jobs.problems.values()
     assert f"{files.directory}/bad.json" in said
-    jobs.look()
+    jobs.read()
     assert sum("bad.json" in record.getMessage() for record in caplog.records) == 1, "said once"
     for secret in (TOKEN, "secret"):
         assert secret not in caplog.text + said
     files.add("bad", **GOOD)
-    assert jobs.look().keys() == {"bad", "good"}
+    assert jobs.read().keys() == {"bad", "good"}
     assert jobs.problems == {}
 
 
 @pytest.mark.parametrize("name", ["-x", ".x", "a b", "x" * 64, "é"])
 def test_what_can_be_no_job_is_none(files: JobFiles, name: str) -> None:
     files.write(name, json.dumps(GOOD))
-    assert Jobs(files.directory).look() == {}
+    assert JobDirectory(files.directory).read() == {}
 
 
 def test_a_file_that_others_can_write_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "llama.json"
     path.write_text(json.dumps(GOOD))
     path.chmod(0o660)
-    jobs = Jobs(tmp_path)
-    assert jobs.look() == {}
+    jobs = JobDirectory(tmp_path)
+    assert jobs.read() == {}
     assert "mode 0660" in jobs.problems["llama.json"]
     # A Secret's: root's, with a group.
     path.chmod(0o440)
-    assert jobs.look().keys() == {"llama"}
+    assert jobs.read().keys() == {"llama"}
 
 
 def test_a_damaged_file_leaves_the_job_as_it_was(files: JobFiles) -> None:
     files.add("llama", **GOOD)
-    jobs = Jobs(files.directory)
-    before = jobs.look()
+    jobs = JobDirectory(files.directory)
+    before = jobs.read()
     files.write("llama", "{")
-    assert jobs.look() == before
+    assert jobs.read() == before
     assert jobs.problems.keys() == {"llama.json"}
     files.remove("llama")
-    assert jobs.look() == {}
+    assert jobs.read() == {}
     assert jobs.problems == {}
 
 
 def test_a_directory_that_is_away_for_a_moment_takes_no_job_away(files: JobFiles) -> None:
     files.add("llama", **GOOD)
-    jobs = Jobs(files.directory)
-    before = jobs.look()
+    jobs = JobDirectory(files.directory)
+    before = jobs.read()
     aside = files.directory.rename(files.directory.with_name("aside"))
-    assert jobs.look() == before
+    assert jobs.read() == before
     assert jobs.problems
     aside.rename(files.directory)
-    assert jobs.look() == before
+    assert jobs.read() == before
     assert not jobs.problems
 
 
 def test_two_jobs_never_share_a_token(files: JobFiles) -> None:
     files.add("first", **GOOD)
-    jobs = Jobs(files.directory)
-    assert jobs.look().keys() == {"first"}
+    jobs = JobDirectory(files.directory)
+    assert jobs.read().keys() == {"first"}
     files.add("thief", **GOOD | {"tokens": ["f6" * 16, TOKEN]})
     # Who had it goes on.
-    assert jobs.look().keys() == {"first"}
+    assert jobs.read().keys() == {"first"}
     assert "also one of first" in jobs.problems["thief.json"]
     # Of two that are new nobody knows whose it is.
-    assert Jobs(files.directory).look() == {}
+    assert JobDirectory(files.directory).read() == {}
 
 
 def test_there_are_not_more_than_a_host_can_have(files: JobFiles) -> None:
     for number in range(MOST + 1):
         files.add(f"job-{number:03}", **GOOD | {"tokens": [f"{number:032}"]})
-    jobs = Jobs(files.directory)
-    assert len(jobs.look()) == MOST
+    jobs = JobDirectory(files.directory)
+    assert len(jobs.read()) == MOST
     assert "more than" in jobs.problems[f"job-{MOST:03}.json"]
 
 
 def test_a_sidecar_needs_the_directory(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"--jobs=.*none can't be read"):
-        Jobs(tmp_path / "none")
+        JobDirectory(tmp_path / "none")
 
 
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({"address": "localhost:7070"}, "--address=localhost:7070 is no unix"),
+        ({"address": "localhost:7070"}, "--address=localhost:7070 is not a unix"),
         ({"listen": "localhost:7071"}, "--listen doesn't go with --jobs"),
         ({"allow": ("/x",)}, "--allow doesn't go with --jobs"),
         ({"idle_exit_s": 1.0}, "--idle-exit doesn't go with --jobs"),

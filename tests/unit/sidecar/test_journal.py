@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pannier.sidecar.spool import journal, journal_state
 from pannier.sidecar.spool.journal import Contents, Journal, decode, encode, header
-from pannier.sidecar.spool.journal_state import Ledger, Part, Parts
+from pannier.sidecar.spool.journal_state import JournalState, RankState, RankStates
 from pannier.v1 import journal_pb2, plan_pb2, records_pb2, save_pb2
 from pannier.wire import errors
 from support.actors.ranks_by_hand import context
@@ -128,7 +128,7 @@ def test_no_bytes_make_the_reader_do_anything_but_refuse_or_read(
         contents = decode(mixed, PATH)
     except errors.ConfigurationError:
         return
-    parts = Parts()
+    parts = RankStates()
     for record in (*contents.records, *contents.beyond):
         parts.apply(record)
         assert record in STORY
@@ -146,10 +146,10 @@ def test_any_record_leaves_the_parts_usable(noise: bytes) -> None:
         record.ParseFromString(noise)
     except journal.DecodeError:
         return
-    parts = Parts()
+    parts = RankStates()
     for each in (*STORY, record, record):
         parts.apply(each)
-    again = Parts()
+    again = RankStates()
     for part in parts:
         for each in part.records():
             again.apply(each)
@@ -161,7 +161,7 @@ def test_a_newer_format_is_refused_and_nothing_is_touched(tmp_path: Path) -> Non
     path = write(tmp_path, *STORY, version=journal.FORMAT + 1)
     before = path.read_bytes()
     with pytest.raises(errors.ConfigurationError, match="has format 2, this sidecar reads up to 1"):
-        Ledger(tmp_path)
+        JournalState(tmp_path)
     assert path.read_bytes() == before
     assert os.listdir(tmp_path) == ["journal"]
 
@@ -172,8 +172,8 @@ def test_an_older_format_is_read_and_becomes_the_present_one(
     path = write(tmp_path, *STORY)
     monkeypatch.setattr(journal, "FORMAT", 2)
     monkeypatch.setattr(journal.header, "__defaults__", (2,))
-    found = Ledger(tmp_path)
-    assert [part.number for part in found.parts()] == [1, 2]
+    found = JournalState(tmp_path)
+    assert [part.number for part in found.states()] == [1, 2]
     assert path.read_bytes().startswith(header(2))
 
 
@@ -181,18 +181,18 @@ def test_an_older_format_is_read_and_becomes_the_present_one(
 def test_a_file_that_is_no_journal_is_left_alone(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "journal").write_bytes(content)
     with pytest.raises(errors.ConfigurationError, match="is not a Pannier journal"):
-        Ledger(tmp_path)
+        JournalState(tmp_path)
     assert (tmp_path / "journal").read_bytes() == content
 
 
 def test_a_link_or_a_pipe_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "journal").symlink_to("/etc/passwd")
     with pytest.raises(errors.ConfigurationError, match="can't be read"):
-        Ledger(tmp_path)
+        JournalState(tmp_path)
     (tmp_path / "journal").unlink()
     os.mkfifo(tmp_path / "journal")
     with pytest.raises(errors.ConfigurationError, match="is not a file of user"):
-        Ledger(tmp_path)
+        JournalState(tmp_path)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
@@ -200,7 +200,7 @@ def test_a_journal_of_another_user_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path, *STORY)
     os.chown(path, 12345, -1)
     with pytest.raises(errors.ConfigurationError, match="but of user 12345"):
-        Ledger(tmp_path)
+        JournalState(tmp_path)
     assert path.read_bytes() == image(STORY)
 
 
@@ -218,13 +218,13 @@ def test_a_directory_that_can_not_be_written_is_refused(
         with pytest.raises(
             errors.ConfigurationError, match=r"Read-only file system.* another --sp"
         ):
-            Ledger(tmp_path)
+            JournalState(tmp_path)
 
 
 def test_what_a_crash_left_of_a_rewrite_goes(tmp_path: Path) -> None:
     path = write(tmp_path, *STORY)
     (tmp_path / "journal.new").write_bytes(b"half")
-    assert len(Ledger(tmp_path).parts()) == 2
+    assert len(JournalState(tmp_path).states()) == 2
     assert os.listdir(tmp_path) == ["journal"]
     assert len(decode(path.read_bytes(), path).records) == len(STORY)
 
@@ -276,11 +276,11 @@ def test_threads_may_add_and_sync_at_once(tmp_path: Path) -> None:
 # What it says.
 
 
-def parts(*records: Record) -> dict[int, Part]:
-    found = Parts()
+def parts(*records: Record) -> dict[int, RankState]:
+    found = RankStates()
     for record in records:
         found.apply(record)
-    again = Parts()
+    again = RankStates()
     for part in found:
         for record in part.records():
             again.apply(record)
@@ -318,7 +318,7 @@ def test_committed_parts_and_cleaned_up_ones_are_gone() -> None:
 
 def test_a_spool_file_belongs_to_whom_it_was_given_last() -> None:
     both = parts(begun(1), opened(1), ingested(1), begun(2), opened(2))
-    assert (both[1].files["f"].slab, both[2].files["f"].slab) == ("", "00000001.data")
+    assert (both[1].files["f"].spool_file, both[2].files["f"].spool_file) == ("", "00000001.data")
 
 
 def test_nonsense_changes_nothing() -> None:
@@ -338,8 +338,8 @@ def test_damage_fails_what_it_may_concern_by_name_and_nothing_else(
     data = bytearray(path.read_bytes())
     data[len(image(STORY[:5])) + 14] ^= 0x10
     path.write_bytes(data)
-    damaged = Ledger(tmp_path)
-    one, two, three = damaged.parts()
+    damaged = JournalState(tmp_path)
+    one, two, three = damaged.states()
     assert one.failure is None
     assert one.receipt is not None
     for part in (two, three):
@@ -351,7 +351,7 @@ def test_damage_fails_what_it_may_concern_by_name_and_nothing_else(
     assert (two.failure.rank, two.failure.host) == (1, "node-1")
     assert "is damaged at byte" in caplog.text
     # The next life finds a whole file that says the same.
-    again = Ledger(tmp_path).parts()
+    again = JournalState(tmp_path).states()
     assert again == [one, two, three]
 
 
@@ -360,20 +360,20 @@ def test_a_journal_that_grew_is_written_anew(
 ) -> None:
     monkeypatch.setattr(journal_state, "_GROWTH", 2000)
     path = write(tmp_path, *STORY)
-    kept = Ledger(tmp_path)
+    kept = JournalState(tmp_path)
     short = decode(path.read_bytes(), path).end
     for _ in range(100):
         kept._journal.append(held(2, 10, 22))
     assert decode(path.read_bytes(), path).end > short + 2000
-    kept.tidy()
+    kept.compact()
     assert decode(path.read_bytes(), path).end == short
-    assert len(Ledger(tmp_path).parts()) == 2
+    assert len(JournalState(tmp_path).states()) == 2
 
 
 def test_a_full_spool_keeps_no_sidecar_from_starting_and_noting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = Ledger(tmp_path)
+    first = JournalState(tmp_path)
     first._journal.append(*STORY)
     path = tmp_path / "journal"
     torn = len(image(STORY[:-1]))
@@ -389,9 +389,9 @@ def test_a_full_spool_keeps_no_sidecar_from_starting_and_noting(
         return real(name, flags, mode)
 
     monkeypatch.setattr(journal.os, "open", full)
-    second = Ledger(tmp_path)
+    second = JournalState(tmp_path)
     second._journal.append(STORY[-1])
-    second.tidy()
+    second.compact()
     contents = decode(path.read_bytes(), path)
     assert (contents.records, contents.torn, contents.damaged_at) == (STORY, 0, None)
     # The space had been there all the time.
@@ -400,10 +400,10 @@ def test_a_full_spool_keeps_no_sidecar_from_starting_and_noting(
 
 
 def test_an_empty_journal_leaves_nothing_behind(tmp_path: Path) -> None:
-    empty = Ledger(tmp_path)
+    empty = JournalState(tmp_path)
     assert empty.close() == set()
     assert not os.listdir(tmp_path)
     write(tmp_path, *STORY)
-    full = Ledger(tmp_path)
+    full = JournalState(tmp_path)
     assert full.close() == {"00000001.data", "00000002.data"}
     assert os.listdir(tmp_path) == ["journal"]

@@ -11,11 +11,12 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from pannier.sidecar.save_state import Phase, Saves
+from pannier.sidecar.save_registry import SaveRegistry
+from pannier.sidecar.save_state import Phase
 from pannier.sidecar.spool.data_file import DataFile
 from pannier.sidecar.spool.journal import NAME, encode
-from pannier.sidecar.spool.journal_state import Ledger
-from pannier.sidecar.spool.recovery import restore
+from pannier.sidecar.spool.journal_state import JournalState
+from pannier.sidecar.spool.recovery import recover
 from pannier.sidecar.spool.spool import Spool
 from pannier.v1 import journal_pb2, records_pb2, save_pb2
 from pannier.wire.errors import InDoubtError, InvalidRequestError, SaveAbortedError
@@ -42,11 +43,11 @@ class Told:
 class NoUploads:
     """Uploads are done by rules."""
 
-    def begin(self, *arguments: object) -> None: ...
+    def start(self, *arguments: object) -> None: ...
 
     def finish(self, *arguments: object) -> None: ...
 
-    def clear(self, *arguments: object) -> None: ...
+    def clean_up(self, *arguments: object) -> None: ...
 
 
 class Sidecar(RuleBasedStateMachine):
@@ -63,16 +64,16 @@ class Sidecar(RuleBasedStateMachine):
 
     def _start(self) -> None:
         self.spool = Spool(self.directory, None)
-        self.ledger = Ledger(self.directory)
-        self.saves = Saves()
-        self.saves.listen(self.ledger.changed)
+        self.journal = JournalState(self.directory)
+        self.saves = SaveRegistry()
+        self.saves.add_listener(self.journal.on_change)
         uploads: Any = NoUploads()
-        self.waiting = restore(self.ledger, self.spool, self.saves, uploads, self.loop)
+        self.waiting = recover(self.journal, self.spool, self.saves, uploads, self.loop)
 
     def _kill(self) -> None:
         """All that the kernel does for a killed process."""
-        self.ledger._journal.close(remove=False)
-        for slab in self.spool._slabs:
+        self.journal._journal.close(remove=False)
+        for slab in self.spool._files:
             os.close(slab.fd)
         os.close(self.spool._directory_fd)
 
@@ -108,8 +109,8 @@ class Sidecar(RuleBasedStateMachine):
             return
         slab = self.spool.take("job", SIZE)
         file = DataFile(FILE, SIZE, slab, label="it", loop=self.loop)
-        self.saves.streaming(part, "i1-a1-g00000000-s1", file)
-        self.ledger.opened(part, file)
+        self.saves.add_file(part, "i1-a1-g00000000-s1", file)
+        self.journal.record_opened(part, file)
         self.parts[rank] = Told()
 
     def _receive(self, rank: int, count: int) -> Any:
@@ -117,7 +118,7 @@ class Sidecar(RuleBasedStateMachine):
         assert part is not None
         file = part.files[FILE]
         data = bytes([self.number]) * count
-        os.pwrite(file.slab.fd, data, 0)
+        os.pwrite(file.spool_file.fd, data, 0)
         file.restore(count, crc32c.crc32c(data))
         return part
 
@@ -131,7 +132,7 @@ class Sidecar(RuleBasedStateMachine):
             return
         part = self._receive(rank, count)
         if noted:
-            self.ledger.held(part, part.files[FILE])
+            self.journal.record_held(part, part.files[FILE])
             told.held = count
 
     @precondition(lambda self: self._some(Phase.STREAMING))
@@ -146,13 +147,13 @@ class Sidecar(RuleBasedStateMachine):
         told.receipt = records_pb2.Receipt(
             attempt="i1-a1-g00000000-s1", plan_id="p", rank=rank, files=files
         )
-        self.ledger.ingested(part, told.receipt)
+        self.journal.record_ingested(part, told.receipt)
         told.phase, told.held = Phase.INGESTED, SIZE
         if recorded_only:
             # It dies before it can say so.
             self._restart(b"")
         else:
-            self.saves.ingested(part, told.receipt)
+            self.saves.mark_ingested(part, told.receipt)
 
     @rule(rank=RANKS, kind=KINDS)
     def fail(self, rank: int, kind: Any) -> None:
@@ -177,10 +178,10 @@ class Sidecar(RuleBasedStateMachine):
             return
         part = self.saves.find(self._context(rank))
         assert part is not None
-        part.files[FILE].durable = True
-        self.ledger.durable(part, part.files[FILE])
-        self.ledger.stored(part)
-        self.saves.durable(part)
+        part.files[FILE].upload.restore_durable(SIZE)
+        self.journal.record_durable(part, part.files[FILE])
+        self.journal.record_stored(part)
+        self.saves.mark_durable(part)
         told.phase = Phase.DURABLE
 
     @precondition(lambda self: self.parts)
@@ -193,7 +194,7 @@ class Sidecar(RuleBasedStateMachine):
             save=self._context(0).save, state=COMMITTED if commit else ABORTED
         )
         # A second verdict, whatever it says, changes nothing.
-        self.saves.heard(status)
+        self.saves.apply_status(status)
         self.verdict = self.verdict or status.state
 
     @precondition(lambda self: self.verdict is not None)
@@ -202,7 +203,7 @@ class Sidecar(RuleBasedStateMachine):
         for rank in self.parts:
             part = self.saves.find(self._context(rank))
             if part is not None and self.verdict == ABORTED:
-                self.ledger.forget(part)
+                self.journal.forget(part)
         self.number += 1
         self.parts, self.verdict = {}, None
 
@@ -248,7 +249,7 @@ class Sidecar(RuleBasedStateMachine):
                 assert part.phase is told.phase, (rank, part.phase, told.phase)
                 if told.phase in (Phase.INGESTED, Phase.DURABLE):
                     assert part.receipt == told.receipt
-            said = part.save.verdict
+            said = part.save.outcome
             assert (said.state if said is not None else None) == self.verdict
 
 

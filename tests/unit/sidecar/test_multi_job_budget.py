@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from pannier.sidecar.multi_job.budget import Commons
-from pannier.sidecar.spool.spool import Slab, Spool
-from pannier.sidecar.upload.concurrency import MOST, Slots
+from pannier.sidecar.spool.budget import SharedBudget
+from pannier.sidecar.spool.spool import Spool, SpoolFile
+from pannier.sidecar.upload.concurrency import MOST, UploadSlots
 from pannier.wire.errors import BusyError
 from support.processes.daemons import memory_directory
 
@@ -23,8 +23,8 @@ class Scene:
         self._directory = directory
         self._spools: list[Spool] = []
 
-    def spool(self, job: str, commons: Commons, budget: int | None = None) -> Spool:
-        self._spools.append(Spool(self._directory / job, budget, commons))
+    def spool(self, job: str, shared: SharedBudget, budget: int | None = None) -> Spool:
+        self._spools.append(Spool(self._directory / job, budget, shared))
         return self._spools[-1]
 
     def close(self) -> None:
@@ -48,48 +48,48 @@ def files(spool: Spool) -> int:
 
 
 def test_all_together_stay_within_the_total(scene: Scene) -> None:
-    commons = Commons(8 * MIB)
-    a, b = scene.spool("a", commons), scene.spool("b", commons)
+    shared = SharedBudget(8 * MIB)
+    a, b = scene.spool("a", shared), scene.spool("b", shared)
     held = a.take("a", 5 * MIB)
     with pytest.raises(BusyError, match="3145728 free of the 8388608 for all jobs"):
         b.take("b", 4 * MIB)
-    assert commons.take_wanted()
-    assert not commons.take_wanted()
+    assert shared.take_request()
+    assert not shared.take_request()
     b.give(b.take("b", 3 * MIB))
     assert (a.room(), b.room()) == ((8 * MIB, 3 * MIB),) * 2
     a.give(held)
-    assert commons.room(a.directory) == (8 * MIB, 8 * MIB)
+    assert shared.room(a.directory) == (8 * MIB, 8 * MIB)
 
 
 def test_what_a_job_does_not_use_goes_before_it_is_refused(scene: Scene) -> None:
-    commons = Commons(8 * MIB)
-    a, b = scene.spool("a", commons), scene.spool("b", commons)
+    shared = SharedBudget(8 * MIB)
+    a, b = scene.spool("a", shared), scene.spool("b", shared)
     a.give(a.take("a", 4 * MIB))
     own = b.take("b", 2 * MIB)
     b.give(own)
     # First its own that doesn't fit, then another job's.
     taken = b.take("b", 8 * MIB)
     assert (files(a), files(b)) == (0, 1)
-    assert not commons.take_wanted()
+    assert not shared.take_request()
     b.give(taken)
 
 
 def test_a_job_at_its_own_budget_takes_nothing_from_others(scene: Scene) -> None:
-    commons = Commons(16 * MIB)
-    a, b = scene.spool("a", commons), scene.spool("b", commons, budget=4 * MIB)
+    shared = SharedBudget(16 * MIB)
+    a, b = scene.spool("a", shared), scene.spool("b", shared, budget=4 * MIB)
     a.give(a.take("a", 8 * MIB))
     taken = b.take("b", 4 * MIB)
     with pytest.raises(BusyError, match="its budget of 4194304"):
         b.take("b", MIB)
     assert files(a) == 1
-    assert not commons.take_wanted(), "others needn't give anything back"
+    assert not shared.take_request(), "others needn't give anything back"
     assert b.room() == (4 * MIB, 0)
     b.give(taken)
 
 
 def test_a_spool_that_is_closed_counts_no_more(scene: Scene) -> None:
-    commons = Commons(4 * MIB)
-    a, b = scene.spool("a", commons), scene.spool("b", commons)
+    shared = SharedBudget(4 * MIB)
+    a, b = scene.spool("a", shared), scene.spool("b", shared)
     taken = a.take("a", 4 * MIB)
     scene._spools.remove(a)
     a.close()
@@ -98,8 +98,8 @@ def test_a_spool_that_is_closed_counts_no_more(scene: Scene) -> None:
 
 
 def test_two_that_need_room_at_once_never_wait_for_each_other(scene: Scene) -> None:
-    commons = Commons(8 * MIB)
-    spools = {job: scene.spool(job, commons) for job in "abc"}
+    shared = SharedBudget(8 * MIB)
+    spools = {job: scene.spool(job, shared) for job in "abc"}
     refused: list[str] = []
 
     def work(job: str) -> None:
@@ -111,8 +111,8 @@ def test_two_that_need_room_at_once_never_wait_for_each_other(scene: Scene) -> N
                 refused.append(job)
             while len(kept) > turn % 3:
                 spool.give(kept.pop(0))
-        for slab in kept:
-            spool.give(slab)
+        for file in kept:
+            spool.give(file)
 
     threads = [threading.Thread(target=work, args=(job,)) for job in spools]
     for thread in threads:
@@ -129,28 +129,28 @@ def _sizes(spool: Spool) -> int:
 
 
 def test_files_stay_in_their_own_directory(scene: Scene) -> None:
-    commons = Commons()
-    a, b = scene.spool("a", commons), scene.spool("b", commons)
-    first: Slab = a.take("a", MIB)
+    shared = SharedBudget()
+    a, b = scene.spool("a", shared), scene.spool("b", shared)
+    first: SpoolFile = a.take("a", MIB)
     a.give(first)
     second = b.take("b", MIB)
     assert second.path.parent == b.directory
     assert a.take("a", MIB) is first
-    for spool, slab in ((a, first), (b, second)):
-        spool.give(slab)
+    for spool, file in ((a, first), (b, second)):
+        spool.give(file)
 
 
 class Upload:
     """One that runs until it is told to end."""
 
-    def __init__(self, slots: Slots, job: str, weight: int = 1) -> None:
+    def __init__(self, slots: UploadSlots, job: str, weight: int = 1) -> None:
         self.job = job
         self.running = False
         self._over = asyncio.Event()
         self.task = asyncio.ensure_future(self._run(slots, weight))
 
-    async def _run(self, slots: Slots, weight: int) -> None:
-        async with slots.place(weight, lambda: False, self.job):
+    async def _run(self, slots: UploadSlots, weight: int) -> None:
+        async with slots.slot(weight, lambda: False, self.job):
             self.running = True
             await self._over.wait()
             self.running = False
@@ -167,8 +167,8 @@ async def _settle() -> None:
 
 def test_a_job_never_takes_the_last_place_from_others() -> None:
     async def check() -> None:
-        slots = Slots(1000)
-        slots.shared = True
+        slots = UploadSlots(1000)
+        slots.share(True)
         greedy = [Upload(slots, "a") for _ in range(2 * MOST)]
         await _settle()
         assert sum(each.running for each in greedy) == MOST - 1
@@ -183,8 +183,8 @@ def test_a_job_never_takes_the_last_place_from_others() -> None:
 
 def test_memory_is_left_for_one_more_of_others() -> None:
     async def check() -> None:
-        slots = Slots(100)
-        slots.shared = True
+        slots = UploadSlots(100)
+        slots.share(True)
         greedy = [Upload(slots, "a", 30) for _ in range(3)]
         late = Upload(slots, "b", 30)
         await _settle()
@@ -198,8 +198,8 @@ def test_memory_is_left_for_one_more_of_others() -> None:
 
 def test_who_has_fewest_goes_first() -> None:
     async def check() -> None:
-        slots = Slots(1000)
-        slots.shared = True
+        slots = UploadSlots(1000)
+        slots.share(True)
         greedy = [Upload(slots, "a") for _ in range(2 * MOST)]
         await _settle()
         modest = [Upload(slots, "b") for _ in range(MOST)]
@@ -220,7 +220,7 @@ def test_who_has_fewest_goes_first() -> None:
 
 def test_alone_a_job_has_all_places() -> None:
     async def check() -> None:
-        slots = Slots(1000)
+        slots = UploadSlots(1000)
         uploads = [Upload(slots, "a") for _ in range(2 * MOST)]
         await _settle()
         assert sum(each.running for each in uploads) == MOST

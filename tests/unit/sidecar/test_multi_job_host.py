@@ -10,9 +10,9 @@ import pytest
 from google.protobuf import message_factory
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from pannier.sidecar.multi_job.auth import Guard, named
-from pannier.sidecar.multi_job.host import Node
-from pannier.sidecar.multi_job.job_config import Job
+from pannier.sidecar.multi_job.auth import JobAuth, named_jobs
+from pannier.sidecar.multi_job.host import MultiJobSidecar
+from pannier.sidecar.multi_job.job_config import JobConfig
 from pannier.v1 import (
     diagnosis_pb2,
     diagnosis_pb2_grpc,
@@ -137,9 +137,9 @@ def test_every_kind_of_message_says_whose_it_is() -> None:
     for method in METHODS:
         request = request_of(method, "j")
         seen = request.header if isinstance(request, sidecar_pb2.WriteRequest) else request
-        assert [job for job, _ in named(seen)] == ["j"], method.name
+        assert [job for job, _ in named_jobs(seen)] == ["j"], method.name
     with pytest.raises(ForbiddenError):
-        list(named(status_pb2.ListSavesRequest()))
+        list(named_jobs(status_pb2.ListSavesRequest()))
 
 
 def test_only_health_is_open(two: NodeHost) -> None:
@@ -167,12 +167,12 @@ def test_only_health_is_open(two: NodeHost) -> None:
 
 def test_tokens_are_compared_whole_and_all() -> None:
     digests = [auth_token.digest(each * 32) for each in "xyz"]
-    guard = Guard(Job(name="a", digests=frozenset(digests), allow=("/a",)))
-    assert all(guard.knows(each) for each in digests)
-    assert not any(guard.knows(each[:-1] + b"\0") for each in digests)
-    assert not guard.knows(b"")
-    guard.close()
-    assert not any(guard.knows(each) for each in digests)
+    auth = JobAuth(JobConfig(name="a", digests=frozenset(digests), allow=("/a",)))
+    assert all(auth.accepts(each) for each in digests)
+    assert not any(auth.accepts(each[:-1] + b"\0") for each in digests)
+    assert not auth.accepts(b"")
+    auth.revoke_all()
+    assert not any(auth.accepts(each) for each in digests)
 
 
 def test_a_refusal_is_logged_once_in_a_while_and_without_the_token(
@@ -275,7 +275,7 @@ def test_what_a_pod_puts_into_its_directory_is_not_followed(host: NodeHost) -> N
 
 def test_two_sidecars_never_serve_the_same_jobs(two: NodeHost) -> None:
     with pytest.raises(PannierError, match="another daemon listens"):
-        Node(two.node.config).__enter__()
+        MultiJobSidecar(two.node.config).__enter__()
     two.trainer("a")
 
 

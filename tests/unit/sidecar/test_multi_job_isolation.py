@@ -117,7 +117,7 @@ def test_what_is_lent_to_one_job_is_no_other_jobs(two: NodeHost) -> None:
         two.coordinator.files[0] = {"0": len(OTHERS)}
         a.plan(context)
         name = f"__{attempt_of(context.save)}_0_0.distcp"
-        with pytest.raises(InvalidRequestError, match="no file of the spool"):
+        with pytest.raises(InvalidRequestError, match="is no spool file"):
             hand_over(a, context, [Mapped(name, len(OTHERS), lent.slab)])
         # Given back by the wrong one, it stays lent.
         a.call(
@@ -258,7 +258,7 @@ def test_what_a_removed_job_has_handed_over_is_brought_to_storage(host: NodeHost
     with pytest.raises(PermissionError):
         TokenBorrower(a, two.socket("a")).__enter__()
     failed = two.coordinator.await_phase(begun, save_pb2.RANK_PHASE_FAILED)
-    assert "taken from --jobs on node-0" in failed.failure.message
+    assert "removed from --jobs on node-0" in failed.failure.message
     two.node.tick()
     assert "a" in two.node.sidecars, "it has uploads under way"
     gate.set()

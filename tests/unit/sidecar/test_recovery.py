@@ -88,7 +88,7 @@ def spoil(path: Path) -> None:
 def test_a_rank_whose_trainer_does_not_come_back_is_lost(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "RESTORED_S", 0.3)
+    monkeypatch.setattr(server, "RECOVERED_S", 0.3)
     host.start()
     trainer, context = begin(host, bytes(20 * MIB))
     end(host)
@@ -194,7 +194,7 @@ def test_an_abort_that_was_heard_is_cleaned_up_in_the_next_life(host: Host) -> N
     end(host)
     host.start()
     await_true(lambda: not host.objects(), "its objects are removed")
-    await_true(lambda: not host.sidecar._ledger.parts(), "nothing is left to do")
+    await_true(lambda: not host.sidecar._journal.states(), "nothing is left to do")
     # Nobody had to be asked.
     assert len(host.coordinator.reports) == before
 

@@ -4,8 +4,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from pannier.sidecar.reservations import Shares
-from pannier.sidecar.save_state import RankSave, Saves
+from pannier.sidecar.reservations import Reservations
+from pannier.sidecar.save_registry import SaveRegistry
+from pannier.sidecar.save_state import RankSave
 from pannier.sidecar.spool.data_file import DataFile
 from pannier.v1 import plan_pb2, records_pb2, save_pb2, sidecar_pb2
 from pannier.wire import errors
@@ -26,25 +27,25 @@ class Story:
     """Ranks 0 and 1 of one host and their saves."""
 
     def __init__(self) -> None:
-        self.saves = Saves()
-        self.shares = Shares()
+        self.saves = SaveRegistry()
+        self.reservations = Reservations()
 
     def rank(self, number: int, rank: int, *, planned: int = 0, opened: int = 0) -> RankSave:
         made = self.saves.enter(context(rank, f"/root/{number}", number=number))
         if planned:
             files = [plan_pb2.PlannedFile(name="f", size=planned)]
-            self.saves.planned(made, plan_pb2.FinalPlan(attempt="a", files=files))
+            self.saves.set_plan(made, plan_pb2.FinalPlan(attempt="a", files=files))
         if opened:
             file = DataFile("f", opened, None, label="f", loop=None)  # type: ignore[arg-type]
-            self.saves.streaming(made, "a", file)
+            self.saves.add_file(made, "a", file)
         return made
 
     def ingest(self, rank: RankSave) -> None:
-        self.saves.ingested(rank, records_pb2.Receipt(attempt="a"))
-        self.shares.ingested(rank)
+        self.saves.mark_ingested(rank, records_pb2.Receipt(attempt="a"))
+        self.reservations.record_usage(rank)
 
     def owed(self, rank: RankSave) -> int:
-        return self.shares.owed(rank.save, self.saves.undecided())
+        return self.reservations.reserved_before(rank.save, self.saves.undecided())
 
 
 def test_what_earlier_saves_lack_is_what_they_planned() -> None:

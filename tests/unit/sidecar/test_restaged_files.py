@@ -157,7 +157,7 @@ def test_what_is_handed_over_after_its_deadline_is_refused_and_fails_by_name(
         (lent,) = borrower.borrow(MIB)
         file = staged(lent, name(trainer, context), bytes(MIB))
         streamed = [trainer.write(context, "0", bytes(MIB))] if way == "streamed" else []
-        rank.deadline = time.monotonic()
+        rank.deadlines.save = time.monotonic()
         mapped = partial(hand_over, trainer, context, [file])
         say = partial(trainer.hand_over, context, *streamed) if streamed else mapped
         with pytest.raises(DeadlineError, match="after the save's deadline"):

@@ -39,10 +39,10 @@ def test_a_trainer_without_a_save_is_reported_with_when_it_was_heard(host: Host)
     ping(trainer)
     await_true(lambda: told(host)[0].seconds_since_heard < 1.4, "the ping in the report")
     # Only the one that is connected speaks for it.
-    heard = host.sidecar._link.trainers
-    before = heard._heard[("job", "inc1", 0)]
+    trainers = host.sidecar.trainers
+    before = trainers._last_seen[("job", "inc1", 0)]
     ping(trainer, client="stranger")
-    assert heard._heard[("job", "inc1", 0)] == before
+    assert trainers._last_seen[("job", "inc1", 0)] == before
 
 
 def test_a_trainer_whose_connection_ends_is_gone_until_it_is_back(host: Host) -> None:
@@ -70,7 +70,7 @@ def test_a_ping_counts_for_the_saves_of_its_trainer(host: Host) -> None:
     trainer = host.trainer()
     trainer.plan(trainer.context(host.id()))
     (rank,) = host.sidecar.saves.of_rank("job", "inc1", 0)
-    assert rank.phase.value == save_pb2.RANK_PHASE_PLANNED
-    before = rank.heard
+    assert rank.phase.wire == save_pb2.RANK_PHASE_PLANNED
+    before = rank.last_seen
     ping(trainer)
-    assert rank.heard > before
+    assert rank.last_seen > before

@@ -12,10 +12,11 @@ import crc32c
 import pytest
 
 from pannier.sidecar.config import SidecarConfig
-from pannier.sidecar.save_state import Phase, RankSave, Saves
+from pannier.sidecar.save_registry import SaveRegistry
+from pannier.sidecar.save_state import Phase, RankSave
 from pannier.sidecar.spool.data_file import DataFile, SpoolSource
 from pannier.sidecar.spool.spool import KEPT_S, Spool
-from pannier.sidecar.upload.concurrency import MOST, Slots
+from pannier.sidecar.upload.concurrency import MOST, UploadSlots
 from pannier.v1 import records_pb2, save_pb2, sidecar_pb2
 from pannier.wire import chunk_codec, errors, object_names
 from pannier.wire.chunk_codec import ReceivedChunk
@@ -193,7 +194,7 @@ def test_readers_of_a_released_file_are_told(memory: Path) -> None:
         assert slab is not None
         assert file.release() is None
         assert cut == [1]
-        with pytest.raises(errors.UnavailableError, match="file f isn't wanted any more"):
+        with pytest.raises(errors.UnavailableError, match="file f isn't needed any more"):
             await asyncio.wait_for(reading, 5)
         spool.close()
 
@@ -208,20 +209,20 @@ def test_the_checksum_of_a_whole_comes_from_its_parts(length: int) -> None:
     assert combined == crc32c.crc32c(first + second)
 
 
-# Slots.
+# Upload slots.
 
 
 class Upload:
     """An upload that holds its place until it is told to end."""
 
-    def __init__(self, slots: Slots, weight: int, *, growing: bool) -> None:
+    def __init__(self, slots: UploadSlots, weight: int, *, growing: bool) -> None:
         self.growing = growing
         self.running = False
         self._end = asyncio.Event()
         self._task = asyncio.create_task(self._run(slots, weight))
 
-    async def _run(self, slots: Slots, weight: int) -> None:
-        async with slots.place(weight, lambda: self.growing):
+    async def _run(self, slots: UploadSlots, weight: int) -> None:
+        async with slots.slot(weight, lambda: self.growing):
             self.running = True
             await self._end.wait()
         self.running = False
@@ -242,7 +243,7 @@ async def settle() -> None:
 
 def test_uploads_stay_within_the_memory() -> None:
     async def check() -> None:
-        slots = Slots(3)
+        slots = UploadSlots(3)
         uploads = [Upload(slots, 1, growing=False) for _ in range(5)]
         await settle()
         assert [u.running for u in uploads] == [True, True, True, False, False]
@@ -258,7 +259,7 @@ def test_uploads_stay_within_the_memory() -> None:
 
 def test_one_upload_runs_however_large_its_buffers_are() -> None:
     async def check() -> None:
-        slots = Slots(3)
+        slots = UploadSlots(3)
         first, second = Upload(slots, 10, growing=False), Upload(slots, 10, growing=False)
         await settle()
         assert (first.running, second.running) == (True, False)
@@ -272,7 +273,7 @@ def test_one_upload_runs_however_large_its_buffers_are() -> None:
 
 def test_growing_files_leave_room_for_complete_ones() -> None:
     async def check() -> None:
-        slots = Slots(100)
+        slots = UploadSlots(100)
         growing = [Upload(slots, 1, growing=True) for _ in range(MOST)]
         complete = [Upload(slots, 1, growing=False) for _ in range(MOST)]
         await settle()
@@ -293,7 +294,7 @@ def test_growing_files_leave_room_for_complete_ones() -> None:
 # Phases.
 
 
-def rank_save(saves: Saves, number: int = 1) -> RankSave:
+def rank_save(saves: SaveRegistry, number: int = 1) -> RankSave:
     ranks = [0]
     save = save_pb2.SaveId(
         job="job", incarnation="inc", group=object_names.group_name(ranks), number=number
@@ -306,31 +307,31 @@ def rank_save(saves: Saves, number: int = 1) -> RankSave:
 
 
 def test_a_rank_moves_forward_only() -> None:
-    saves = Saves()
+    saves = SaveRegistry()
     rank = rank_save(saves)
-    saves.begun(rank, "i1-a1-g00000000-s1")
+    saves.set_attempt(rank, "i1-a1-g00000000-s1")
     assert rank.phase is Phase.PLANNED
     receipt = records_pb2.Receipt(attempt="i1-a1-g00000000-s1")
-    saves.ingested(rank, receipt)
+    saves.mark_ingested(rank, receipt)
     with pytest.raises(errors.InvalidRequestError, match="INGESTED: it can't become INGESTED"):
-        saves.ingested(rank, receipt)
-    saves.durable(rank)
+        saves.mark_ingested(rank, receipt)
+    saves.mark_durable(rank)
     assert not saves.fail(rank, save_pb2.FAILURE_KIND_STORAGE, "too late")
     assert rank.phase is Phase.DURABLE
 
 
 def test_a_rank_stays_in_its_attempt() -> None:
-    saves = Saves()
+    saves = SaveRegistry()
     rank = rank_save(saves)
-    saves.begun(rank, "i1-a1-g00000000-s1")
+    saves.set_attempt(rank, "i1-a1-g00000000-s1")
     with pytest.raises(errors.InvalidRequestError, match="belongs to attempt i1-a1-g00000000-s1"):
-        saves.begun(rank, "i2-a1-g00000000-s1")
+        saves.set_attempt(rank, "i2-a1-g00000000-s1")
 
 
 def test_an_ingested_rank_is_never_lost() -> None:
-    saves = Saves()
+    saves = SaveRegistry()
     rank = rank_save(saves)
-    saves.ingested(rank, records_pb2.Receipt())
+    saves.mark_ingested(rank, records_pb2.Receipt())
     assert not saves.fail(rank, save_pb2.FAILURE_KIND_LOST, "gone")
     assert rank.phase is Phase.INGESTED
     assert saves.fail(rank, save_pb2.FAILURE_KIND_STORAGE, "403")
@@ -339,40 +340,42 @@ def test_an_ingested_rank_is_never_lost() -> None:
 
 
 def test_the_first_verdict_is_final() -> None:
-    saves = Saves()
+    saves = SaveRegistry()
     rank = rank_save(saves)
     for state in (save_pb2.SAVE_STATE_ABORTED, save_pb2.SAVE_STATE_COMMITTED):
-        saves.heard(save_pb2.SaveStatus(save=rank.save.id, state=state))
-    assert rank.save.verdict is not None
-    assert rank.save.verdict.state == save_pb2.SAVE_STATE_ABORTED
+        saves.apply_status(save_pb2.SaveStatus(save=rank.save.id, state=state))
+    assert rank.save.outcome is not None
+    assert rank.save.outcome.state == save_pb2.SAVE_STATE_ABORTED
     assert not saves.fail(rank, save_pb2.FAILURE_KIND_CLIENT, "late")
     with pytest.raises(errors.SaveAbortedError):
         saves.check(rank)
 
 
 def test_listeners_hear_of_every_change_outside_the_lock() -> None:
-    saves = Saves()
+    saves = SaveRegistry()
     heard: list[tuple[str, bool]] = []
 
     def listener(save: object, rank: RankSave | None, urgent: bool) -> None:
         saves.undecided()
         heard.append((rank.phase.name if rank else "", urgent))
 
-    saves.listen(listener)
+    saves.add_listener(listener)
     rank = rank_save(saves)
-    saves.begun(rank, "i1-a1-g00000000-s1")
-    saves.progressed(rank)
-    saves.heard(save_pb2.SaveStatus(save=rank.save.id, state=save_pb2.SAVE_STATE_COMMITTED))
+    saves.set_attempt(rank, "i1-a1-g00000000-s1")
+    saves.record_progress(rank)
+    saves.apply_status(save_pb2.SaveStatus(save=rank.save.id, state=save_pb2.SAVE_STATE_COMMITTED))
     assert heard == [("", True), ("PLANNED", True), ("PLANNED", False), ("", True)]
 
 
 def test_only_so_many_ended_saves_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pannier.sidecar.save_state._ENDED_KEPT", 2)
-    saves = Saves()
+    monkeypatch.setattr("pannier.sidecar.save_registry._ENDED_KEPT", 2)
+    saves = SaveRegistry()
     forgotten: list[int] = []
-    saves.listen_forgotten(lambda save: forgotten.append(save.id.number))
+    saves.add_eviction_listener(lambda save: forgotten.append(save.id.number))
     for number in range(1, 5):
         rank = rank_save(saves, number)
-        saves.heard(save_pb2.SaveStatus(save=rank.save.id, state=save_pb2.SAVE_STATE_COMMITTED))
+        saves.apply_status(
+            save_pb2.SaveStatus(save=rank.save.id, state=save_pb2.SAVE_STATE_COMMITTED)
+        )
     assert forgotten == [1, 2]
     assert len(saves.of_rank("job", "inc", 0)) == 2

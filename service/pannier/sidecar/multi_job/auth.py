@@ -1,9 +1,8 @@
-"""Who may call over the sockets of one job, where a sidecar serves several.
+"""Authentication and authorization on the sockets of one job, where a sidecar serves several.
 
-In: calls. Out: the same calls, if they carry a token of the job's, and name no other job and no checkpoint
-outside of the job's roots. A pod's user is no identity, so anybody may connect, and nobody is
-heard without a token; only health is open. Digests of one length are compared, in constant time.
-Thread-safe.
+In: calls. Out: the same calls, if they carry a token of the job, and name no other job and no checkpoint
+outside of the job's roots. A pod's user is no identity, so any user may connect, and every call
+but health needs a token. Digests of one length are compared, in constant time. Thread-safe.
 """
 
 import functools
@@ -17,7 +16,7 @@ from typing import Any, Final, NoReturn
 import grpc
 
 from pannier.daemon.interceptors import Continuation, Handler, abort_call, wrap_handler
-from pannier.sidecar.multi_job.job_config import Job
+from pannier.sidecar.multi_job.job_config import JobConfig
 from pannier.storage import check_allowed
 from pannier.v1 import sidecar_pb2
 from pannier.wire import auth_token
@@ -31,32 +30,32 @@ _QUIET_S: Final = 10.0
 """Between two log lines about calls that are refused."""
 
 
-class Guard:
-    """One job's."""
+class JobAuth:
+    """The tokens and roots of one job."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: JobConfig) -> None:
         self.job = job.name
         self._allow = job.allow
         self._digests = job.digests
         self._lock = threading.Lock()
-        self._said_at = -_QUIET_S
+        self._logged_at = -_QUIET_S
 
-    def take(self, digests: Collection[bytes]) -> None:
-        """From now on these tokens are good, and no others."""
+    def replace_tokens(self, digests: Collection[bytes]) -> None:
+        """Accepts these tokens from now on, and no others."""
         self._digests = frozenset(digests)
 
-    def close(self) -> None:
-        """From now on nobody is heard."""
+    def revoke_all(self) -> None:
+        """Rejects all calls from now on."""
         self._digests = frozenset()
 
-    def knows(self, digest: bytes) -> bool:
-        """Whether that is a good token's."""
+    def accepts(self, digest: bytes) -> bool:
+        """Whether ``digest`` is that of a valid token."""
         known = self._digests
-        # All of them, whichever it is.
+        # Compares all of them, so that the time is the same for each.
         return sum(hmac.compare_digest(each, digest) for each in known) > 0
 
     def check_caller(self, metadata: Iterable[tuple[str, str | bytes]]) -> None:
-        """Raises UnauthenticatedError unless a good token is in a call's metadata."""
+        """Raises UnauthenticatedError unless a call's metadata has a valid token."""
         token = auth_token.find_token(metadata)
         if not self._digests:
             raise UnauthenticatedError(f"job {self.job} is no longer served here: see --jobs")
@@ -65,21 +64,21 @@ class Guard:
                 f"a call to the socket of job {self.job} carries no token: set {auth_token.VARIABLE} to the "
                 "file with the job's token (pannier: --token-file)"
             )
-        if not self.knows(auth_token.digest(token)):
+        if not self.accepts(auth_token.digest(token)):
             raise UnauthenticatedError(
                 f"the token of a call to the socket of job {self.job} is not one of that job's: correct "
                 f"the file that {auth_token.VARIABLE} names, or the job's file in --jobs"
             )
 
     def check_request(self, request: Any) -> None:
-        """A message of ``pannier.v1.Sidecar`` speaks of the job's own alone.
+        """Checks the job and checkpoint that a message of ``pannier.v1.Sidecar`` names.
 
         Raises:
             ForbiddenError: it names another job.
-            InvalidRequestError: it names a checkpoint that doesn't lie below the job's roots. Also what
-                only gives a save up is refused: the coordinator would write there that it ended.
+            InvalidRequestError: it names a checkpoint that doesn't lie below the job's roots. That goes
+                for ``Fail``, too: the coordinator would write the save's decision there.
         """
-        for job, checkpoint_id in named(request):
+        for job, checkpoint_id in named_jobs(request):
             if job != self.job:
                 raise ForbiddenError(
                     f"{type(request).__name__} names job {job[:64]!r}, and this is the socket of job "
@@ -88,20 +87,20 @@ class Guard:
             if checkpoint_id is not None:
                 check_allowed(checkpoint_id, self._allow)
 
-    def note(self, error: PannierError) -> None:
-        """A call was refused: it is logged, now and then."""
+    def log_refusal(self, error: PannierError) -> None:
+        """Logs that a call was refused, with a limited rate."""
         with self._lock:
             now = time.monotonic()
-            due = now - self._said_at >= _QUIET_S
-            self._said_at = now if due else self._said_at
+            due = now - self._logged_at >= _QUIET_S
+            self._logged_at = now if due else self._logged_at
         if due:
             _log.warning("refused: %s", error, extra={"job": self.job})
 
 
-def named(request: Any) -> Iterator[tuple[str, str | None]]:
-    """All jobs that a message speaks of, each with the checkpoint, where it is about one.
+def named_jobs(request: Any) -> Iterator[tuple[str, str | None]]:
+    """All jobs that a message names, each with its checkpoint, if any.
 
-    Raises ForbiddenError for a kind of message that isn't known.
+    Raises ForbiddenError for an unknown kind of message.
     """
     contexts = []
     if isinstance(request, sidecar_pb2.ConnectRequest):
@@ -112,7 +111,7 @@ def named(request: Any) -> Iterator[tuple[str, str | None]]:
     elif isinstance(request, _WITH_CONTEXT):
         contexts = [request.context]
     else:
-        raise ForbiddenError(f"{type(request).__name__} says not whose it is")
+        raise ForbiddenError(f"{type(request).__name__} names no job")
     for context in contexts:
         yield context.save.job, context.checkpoint_id
 
@@ -132,11 +131,11 @@ _WITH_CONTEXT: Final = (
 )
 
 
-class GuardInterceptor(grpc.ServerInterceptor):  # type: ignore[misc, unused-ignore]
+class JobAuthInterceptor(grpc.ServerInterceptor):  # type: ignore[misc, unused-ignore]
     """For a synchronous server; the first of its interceptors."""
 
-    def __init__(self, guard: Guard) -> None:
-        self._guard = guard
+    def __init__(self, auth: JobAuth) -> None:
+        self._auth = auth
 
     def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
@@ -154,14 +153,14 @@ class GuardInterceptor(grpc.ServerInterceptor):  # type: ignore[misc, unused-ign
         ours = method.startswith(_OURS)
 
         def check(request: Any, context: grpc.ServicerContext) -> Any:
-            """The request, each message of which is looked at."""
+            """The request, checked; a stream checks each of its messages."""
             try:
-                self._guard.check_caller(context.invocation_metadata())
+                self._auth.check_caller(context.invocation_metadata())
                 if not ours:
                     return request
                 if handler.request_streaming:
                     return self._headers(request)
-                self._guard.check_request(request)
+                self._auth.check_request(request)
             except PannierError as error:
                 self._refuse(context, error, method)
             return request
@@ -179,11 +178,11 @@ class GuardInterceptor(grpc.ServerInterceptor):  # type: ignore[misc, unused-ign
     def _headers(self, messages: Iterator[Any]) -> Iterator[Any]:
         for message in messages:
             if isinstance(message, sidecar_pb2.FileHeader):
-                self._guard.check_request(message)
+                self._auth.check_request(message)
             yield message
-            # Its MiB is free while the next one comes.
+            # Frees its MiB while the next one arrives.
             del message
 
     def _refuse(self, context: grpc.ServicerContext, error: PannierError, method: str) -> NoReturn:
-        self._guard.note(error)
+        self._auth.log_refusal(error)
         abort_call(context, error, method)

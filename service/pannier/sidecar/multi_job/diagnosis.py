@@ -1,6 +1,6 @@
-"""``Diagnosis`` of a sidecar that serves several jobs: what each of them finds, with its name.
+"""``Diagnosis`` of a sidecar that serves several jobs: the checks of each, with its name.
 
-Handlers run in the server's threads, what they ask for on the sidecar's event loop.
+Handlers run in the server's threads; they await the checks on the sidecar's event loop.
 """
 
 import asyncio
@@ -17,8 +17,8 @@ from pannier.sidecar.diagnosis import SidecarDiagnosis
 from pannier.v1 import diagnosis_pb2, diagnosis_pb2_grpc
 
 
-class Diagnosed(Protocol):
-    """A job's sidecar."""
+class JobSidecar(Protocol):
+    """The sidecar of one job."""
 
     @property
     def config(self) -> SidecarConfig:
@@ -26,18 +26,18 @@ class Diagnosed(Protocol):
 
     @property
     def diagnosis(self) -> SidecarDiagnosis:
-        """What it would answer."""
+        """Its own diagnosis."""
 
 
-class NodeDiagnosis(diagnosis_pb2_grpc.DiagnosisServicer):
-    """Args: the sidecar's settings and state, the jobs' sidecars, and what is wrong with jobs."""
+class MultiJobDiagnosis(diagnosis_pb2_grpc.DiagnosisServicer):
+    """Args: the sidecar's settings and state, the jobs' sidecars, and problems of jobs."""
 
     def __init__(
         self,
         config: SidecarConfig,
         *,
         daemon_info: DaemonInfo,
-        sidecars: Callable[[], Mapping[str, Diagnosed]],
+        sidecars: Callable[[], Mapping[str, JobSidecar]],
         problems: Callable[[], Sequence[str]],
         loop: asyncio.AbstractEventLoop,
     ) -> None:
@@ -53,10 +53,10 @@ class NodeDiagnosis(diagnosis_pb2_grpc.DiagnosisServicer):
         """See the proto."""
         work = asyncio.run_coroutine_threadsafe(self._diagnose(request), self._loop)
 
-        def give_up() -> None:
+        def cancel() -> None:
             work.cancel()
 
-        context.add_callback(give_up)
+        context.add_callback(cancel)
         return work.result()
 
     async def _diagnose(
@@ -64,7 +64,7 @@ class NodeDiagnosis(diagnosis_pb2_grpc.DiagnosisServicer):
     ) -> diagnosis_pb2.DiagnoseResponse:
         sidecars = self._sidecars()
         roots = [root for each in sidecars.values() for root in each.config.allow]
-        # Without the root: each job would try it, and all but one refuse.
+        # Without the root: all jobs but one would refuse it.
         plain = diagnosis_pb2.DiagnoseRequest(timeout_s=request.timeout_s)
         own, *theirs = await asyncio.gather(
             doctor_checks.diagnose(
@@ -73,7 +73,7 @@ class NodeDiagnosis(diagnosis_pb2_grpc.DiagnosisServicer):
                 host=self._config.host,
                 looks=lambda: [
                     doctor_checks.check_state(draining=self._daemon_info.draining),
-                    self._of_jobs(),
+                    self._check_jobs(),
                 ],
                 allow=roots,
                 storage_options=self._config.storage_options,
@@ -86,7 +86,7 @@ class NodeDiagnosis(diagnosis_pb2_grpc.DiagnosisServicer):
                 own.checks.append(check)
         return own
 
-    def _of_jobs(self) -> diagnosis_pb2.Check:
+    def _check_jobs(self) -> diagnosis_pb2.Check:
         problems = self._problems()
         names = ", ".join(self._sidecars()) or "none"
         found = f"{names}; below {self._config.jobs}, as user {os.geteuid()}"

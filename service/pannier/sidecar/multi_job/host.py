@@ -1,9 +1,9 @@
-"""One sidecar for all jobs of a host: each job has a sidecar of its own in this process.
+"""One sidecar process for all jobs of a host: each job has a separate :class:`Sidecar` in it.
 
-In: ``--jobs``. Out: for each job its sockets, spool, journal and line to a coordinator, so that nothing
-of one can be named by another; in common they have an event loop, places for uploads and the room of
-the spool. Operators' own socket shows all jobs. A job may come, go or change while others are served:
-what was ingested of one that went is still brought to storage. Used by one thread.
+In: ``--jobs``. Out: for each job its sockets, spool, journal and coordinator stream, so that no job can name
+anything of another; they share an event loop, upload slots and the budget of the spool. The operators'
+socket shows all jobs. Jobs may be added, removed or changed while others are served; what was
+ingested of a removed job is still uploaded. Used by one thread.
 """
 
 import dataclasses
@@ -23,40 +23,49 @@ from pannier.daemon.listeners import bind_listeners, make_private_directory, ser
 from pannier.daemon.signals import StopSignals
 from pannier.daemon.status_service import Backlog, DaemonInfo, StatusServices
 from pannier.sidecar.config import SidecarConfig
-from pannier.sidecar.http_status import told
-from pannier.sidecar.multi_job.diagnosis import NodeDiagnosis
-from pannier.sidecar.multi_job.job_config import Job, Jobs
+from pannier.sidecar.metrics import serving_http
+from pannier.sidecar.multi_job.diagnosis import MultiJobDiagnosis
+from pannier.sidecar.multi_job.job_config import JobConfig, JobDirectory
 from pannier.sidecar.multi_job.sockets import (
     job_address,
     jobs_directory,
     make_directory,
     make_parent,
 )
-from pannier.sidecar.process_resources import Shared
-from pannier.sidecar.server import Sidecar, drain
+from pannier.sidecar.server import ProcessResources, Sidecar, drain
 from pannier.sidecar.upload.uploader import Opener
 from pannier.v1 import diagnosis_pb2_grpc
 from pannier.wire.errors import ConfigurationError, PannierError
-from pannier.wire.failures import shorten
 
 _log = logging.getLogger(__name__)
 
 _TICK_S: Final = 1.0
-_CALLS: Final = 256
-"""Threads for calls of operators: more than the limits of their methods together."""
+_CALL_THREADS: Final = 256
+"""For calls of operators: more than the limits of their methods together."""
 
 
 @dataclass
-class _Part:
-    """One job, as it is served."""
+class _ServedJob:
+    """A job and its sidecar."""
 
-    job: Job
+    config: JobConfig
     sidecar: Sidecar
     leaving: bool = False
-    """Nobody is heard any more: it ends when all that was ingested is in storage."""
+    """Its trainers are disconnected: it ends when all that was ingested is in storage."""
+
+    def change_tokens(self, config: JobConfig) -> None:
+        """Accepts the tokens of ``config`` from now on."""
+        assert self.sidecar.auth is not None
+        self.sidecar.auth.replace_tokens(config.digests)
+        self.config = config
+
+    def leave(self, why: str) -> None:
+        """Disconnects the trainers; what was ingested is still uploaded."""
+        self.leaving = True
+        self.sidecar.dismiss(why)
 
 
-class Node:
+class MultiJobSidecar:
     """A running sidecar of several jobs; a context manager.
 
     Args:
@@ -65,22 +74,22 @@ class Node:
 
     def __init__(self, config: SidecarConfig, store: Opener | None = None) -> None:
         self.config = config
-        self.shared = Shared(config)
+        self.process = ProcessResources(config)
         self.daemon_info = DaemonInfo(config.host, backlog=self._backlog)
         self._store = store
-        self._parts: dict[str, _Part] = {}
+        self._served: dict[str, _ServedJob] = {}
         self._problems: dict[str, str] = {}
         """Why a job isn't served, by its name."""
         self._stack = ExitStack()
         self._serves = False
 
-    def __enter__(self) -> "Node":
+    def __enter__(self) -> "MultiJobSidecar":
         with ExitStack() as stack:
             self._start(stack)
             self._stack = stack.pop_all()
         _log.info(
             "sidecar of host %s serves %d jobs below %s",
-            *(self.config.host, len(self._parts), self._parent),
+            *(self.config.host, len(self._served), self._parent),
         )
         return self
 
@@ -90,8 +99,8 @@ class Node:
 
     @property
     def sidecars(self) -> Mapping[str, Sidecar]:
-        """Of the jobs that are served now, and of those that leave. Any thread."""
-        return {name: part.sidecar for name, part in list(self._parts.items())}
+        """The sidecars of all jobs, leaving ones included. Any thread."""
+        return {name: served.sidecar for name, served in list(self._served.items())}
 
     @property
     def problems(self) -> list[str]:
@@ -104,13 +113,13 @@ class Node:
             self.tick()
 
     def tick(self) -> None:
-        """Looks for jobs that came, went or changed, and after each; every second or so."""
-        self._look()
-        room_wanted = self.shared.commons.take_wanted()
-        for name, part in list(self._parts.items()):
+        """Applies changes of --jobs, and does each job's periodic upkeep; every second or so."""
+        self._apply_jobs()
+        room_requested = self.process.budget.take_request()
+        for name, served in list(self._served.items()):
             try:
-                self._tend(name, part, room_wanted)
-            except Exception as error:  # noqa: BLE001 - one job's trouble isn't the others'
+                self._maintain(name, served, room_requested)
+            except Exception as error:  # noqa: BLE001 - one job's error isn't the others'
                 self._fail(name, error)
             else:
                 self._problems.pop(name, None)
@@ -119,21 +128,21 @@ class Node:
         """Takes no new saves and finishes uploads, until the grace period or ``stop`` ends it."""
         self._status_services.drain()
         sidecars = list(self.sidecars.values())
-        drain(sidecars, stop, self.config.grace_s, self.shared.status_registry)
+        drain(sidecars, stop, self.config.grace_s, self.process.status_registry)
 
-    def _tend(self, name: str, part: _Part, room_wanted: bool) -> None:
-        part.sidecar.tick()
-        if room_wanted:
-            part.sidecar.ask_for_room()
-        if part.leaving and not part.sidecar.saves.pending():
-            part.sidecar.flush()
+    def _maintain(self, name: str, served: _ServedJob, room_requested: bool) -> None:
+        served.sidecar.tick()
+        if room_requested:
+            served.sidecar.request_room()
+        if served.leaving and not served.sidecar.saves.pending():
+            served.sidecar.flush()
             self._end(name)
-            with suppress(OSError):  # not ours, or not empty: it stays
+            with suppress(OSError):  # not empty: it stays
                 (self.config.spool / name).rmdir()
             _log.info("job %s is no longer served: nothing of it is left to upload", name)
 
     def _fail(self, name: str, error: Exception) -> None:
-        """The job isn't served as it should be; it is tried again with the next look."""
+        """Reports that a job isn't served as configured; the next tick retries it."""
         problem = f"job {name} is not served: {error}"
         if self._problems.get(name) != problem:
             known = isinstance(error, (PannierError, OSError))
@@ -143,36 +152,40 @@ class Node:
     def _start(self, stack: ExitStack) -> None:
         config = self.config
         assert config.jobs is not None
-        self._jobs = Jobs(config.jobs)
+        self._jobs = JobDirectory(config.jobs)
         self._parent = jobs_directory(config.address)
         try:
             make_private_directory(config.spool)
         except OSError as error:
             raise ConfigurationError(f"the spool {config.spool} can't be used: {error}") from error
-        stack.enter_context(self.shared.running())
-        # Before recovery, which may take long: a probe then hears "alive, not ready".
+        stack.enter_context(self.process.running())
+        # Before recovery, which may take long: a probe then gets "alive, not ready".
         stack.enter_context(
-            serve_health(config.health, ready=self._is_ready, loop=self.shared.loop)
+            serve_health(config.health, ready=self._is_ready, loop=self.process.loop)
         )
-        # Its lock is the jobs' too: two sidecars never serve one directory.
+        # Its lock covers the jobs' sockets, too: two sidecars never serve one directory.
         server = self._bind(stack)
         make_parent(self._parent)
         stack.callback(self._end_all)
-        self._look()
-        self._tell_of_strays()
+        self._apply_jobs()
+        self._report_unserved()
         stack.enter_context(
-            told(
-                config.metrics, self.shared, self.daemon_info, lambda: list(self.sidecars.values())
+            serving_http(
+                config.metrics,
+                self.process.metrics,
+                self.process.status_registry,
+                self.daemon_info,
+                lambda: list(self.sidecars.values()),
             )
         )
-        # Whoever asks for its health hears of all jobs.
+        # Health covers all jobs.
         server.start()
         self._serves = True
 
     def _bind(self, stack: ExitStack) -> grpc.Server:
         """The server for operators, on a socket that is theirs alone; trainers have their jobs'."""
         config = self.config
-        threads = ThreadPoolExecutor(_CALLS, thread_name_prefix="pannier-call")
+        threads = ThreadPoolExecutor(_CALL_THREADS, thread_name_prefix="pannier-call")
         server = grpc.server(
             threads,
             options=server_options(),
@@ -180,20 +193,20 @@ class Node:
                 AdmissionInterceptor({**STATUS_LIMITS, **doctor_checks.LIMITS}),
                 ErrorInterceptor(),
             ],
-            maximum_concurrent_rpcs=_CALLS,
+            maximum_concurrent_rpcs=_CALL_THREADS,
         )
         diagnosis_pb2_grpc.add_DiagnosisServicer_to_server(
-            NodeDiagnosis(
+            MultiJobDiagnosis(
                 config,
                 daemon_info=self.daemon_info,
                 sidecars=lambda: self.sidecars,
                 problems=lambda: self.problems,
-                loop=self.shared.loop,
+                loop=self.process.loop,
             ),
             server,
         )
         self._status_services = StatusServices(
-            server, self.shared.status_registry, self.daemon_info, [doctor_checks.NAME]
+            server, self.process.status_registry, self.daemon_info, [doctor_checks.NAME]
         )
         stack.enter_context(bind_listeners(server, config.address, allow_uid=config.allow_uid))
 
@@ -204,48 +217,44 @@ class Node:
         stack.callback(end)
         return server
 
-    def _look(self) -> None:
-        wanted = self._jobs.look()
-        for name, part in list(self._parts.items()):
+    def _apply_jobs(self) -> None:
+        wanted = self._jobs.read()
+        for name, served in list(self._served.items()):
             job = wanted.get(name)
             if job is None:
-                if not part.leaving:
-                    _log.info("job %s is gone from --jobs: its uploads are finished", name)
-                    part.leaving = True
-                    part.sidecar.dismiss(f"the job was taken from --jobs on {self.config.host}")
-            elif part.leaving or _is_lost(part) or not job.same_but_tokens(part.job):
-                # Its journal says how far it is: it goes on with what is new.
-                _log.info("job %s is served anew", name)
+                if not served.leaving:
+                    _log.info("job %s was removed from --jobs: its uploads will be finished", name)
+                    served.leave(f"the job was removed from --jobs on {self.config.host}")
+            elif served.leaving or _is_lost(served) or not job.same_but_tokens(served.config):
+                # It is started again below, and recovers from its journal.
+                _log.info("job %s is restarted", name)
                 self._end(name)
-            elif job != part.job:
-                assert part.sidecar.guard is not None
-                part.sidecar.guard.take(job.digests)
-                part.job = job
+            elif job != served.config:
+                served.change_tokens(job)
                 _log.info("job %s has other tokens", name)
         for name, job in wanted.items():
-            if name not in self._parts:
+            if name not in self._served:
                 self._begin(job)
         self._problems = {name: why for name, why in self._problems.items() if name in wanted}
-        self.shared.slots.shared = len(self._parts) > 1
+        self.process.slots.share(len(self._served) > 1)
 
-    def _tell_of_strays(self) -> None:
-        """What lies in the spool and belongs to none of the jobs: nobody takes it up."""
+    def _report_unserved(self) -> None:
+        """Warns of files in the spool that belong to no job, so that they are never uploaded."""
         found = {path.name for path in self.config.spool.iterdir()}
-        if strays := sorted(found - self._parts.keys()):
+        if unserved := sorted(found - self._served.keys()):
+            more = f" and {len(unserved) - 4} more" if len(unserved) > 4 else ""
             _log.warning(
                 "%s in the spool %s belongs to no job that is served and stays as it is: serve the job "
                 "again, and what was handed over is uploaded; or remove it",
-                *(shorten(strays, 4), self.config.spool),
+                *(", ".join(unserved[:4]) + more, self.config.spool),
             )
 
-    def _begin(self, job: Job) -> None:
+    def _begin(self, job: JobConfig) -> None:
         config = self.config
         try:
             coordinator = job.coordinator or config.coordinator
             if not coordinator:
-                raise ConfigurationError(
-                    'it has no "coordinator", and the sidecar was told none by --coordinator'
-                )
+                raise ConfigurationError('it has no "coordinator", and --coordinator is not set')
             make_directory(self._parent, job.name)
             own = dataclasses.replace(
                 config,
@@ -259,30 +268,30 @@ class Node:
                 health=None,
                 metrics=None,
             )
-            sidecar = Sidecar(own, self._store, job=job, shared=self.shared)
+            sidecar = Sidecar(own, self._store, job=job, process=self.process)
             sidecar.__enter__()
-        except Exception as error:  # noqa: BLE001 - the others are served all the same
+        except Exception as error:  # noqa: BLE001 - one job's error isn't the others'
             self._fail(job.name, error)
             return
         self._problems.pop(job.name, None)
-        self._parts[job.name] = _Part(job, sidecar)
+        self._served[job.name] = _ServedJob(job, sidecar)
 
     def _end(self, name: str) -> None:
-        part = self._parts.pop(name)
+        served = self._served.pop(name)
         try:
-            part.sidecar.__exit__()
-        except Exception:  # noqa: BLE001 - what is left of it is told; the others go on
-            _log.exception("job %s has not ended as it should", name)
+            served.sidecar.__exit__()
+        except Exception:  # noqa: BLE001 - one job's error isn't the others'
+            _log.exception("ending job %s failed", name)
 
     def _end_all(self) -> None:
-        for name in list(self._parts):
+        for name in list(self._served):
             self._end(name)
 
     def _is_ready(self) -> bool:
         return self._serves and not self.daemon_info.draining
 
     def _backlog(self) -> Backlog:
-        capacity, free = self.shared.commons.room(self.config.spool)
+        capacity, free = self.process.budget.room(self.config.spool)
         each = [sidecar.backlog() for sidecar in self.sidecars.values()]
         return Backlog(
             bytes_queued=sum(one.bytes_queued for one in each),
@@ -296,9 +305,9 @@ class Node:
         )
 
 
-def _is_lost(part: _Part) -> bool:
+def _is_lost(served: _ServedJob) -> bool:
     """Whether the spool was removed under the job, or can't be used any more."""
     try:
-        return part.sidecar.spool.gone
+        return served.sidecar.spool.gone
     except PannierError:
         return True

@@ -1,8 +1,8 @@
 """The jobs that one sidecar serves: a directory with a file for each, read again when it changes.
 
 In: ``--jobs DIRECTORY`` with ``<job>.json`` files, like a Secret that Kubernetes mounts and replaces.
-Out: jobs. A file that can't be used stops no other job: what it said before stays, and what is wrong
-with it is told until it is right. Tokens are forgotten once they are read: digests stay.
+Out: jobs. An invalid file affects no other job: its last valid content stays in force, and its problem is
+reported until it is corrected. Tokens are not kept, only their digests.
 
     {"tokens": ["..."], "allow": ["gs://bucket/llama"], "coordinator": "host:port", "spool_budget": "164GiB"}
 """
@@ -35,22 +35,22 @@ KNOWN: Final = ("tokens", "allow", "coordinator", "spool_budget")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
-    """What a sidecar knows of one of its jobs. Raises ConfigurationError naming the file's field."""
+class JobConfig:
+    """The settings of one job. Raises ConfigurationError naming the file's field."""
 
     name: str
     digests: frozenset[bytes] = field(repr=False)
-    """Of its tokens: two while one takes the other's place."""
+    """Digests of its tokens: two while one replaces the other."""
     allow: tuple[str, ...]
     """Roots that its checkpoints must lie below."""
     coordinator: str | None = None
-    """None: the sidecar's own."""
+    """None: that of the sidecar."""
     spool_budget: int | None = None
-    """Most bytes of its spool; None: what the sidecar has."""
+    """Most bytes of its spool; None: those of the sidecar."""
 
     def __post_init__(self) -> None:
         if not self.digests:
-            raise ConfigurationError('"tokens" is empty: nobody could save')
+            raise ConfigurationError('"tokens" is empty: no client could save')
         if not self.allow:
             raise ConfigurationError(
                 '"allow" is empty: name the roots that checkpoints of the job must lie below'
@@ -63,20 +63,20 @@ class Job:
         if self.coordinator is not None:
             parse_address(self.coordinator, setting='"coordinator"')
 
-    def same_but_tokens(self, other: "Job") -> bool:
-        """Whether nothing but who may call is another."""
+    def same_but_tokens(self, other: "JobConfig") -> bool:
+        """Whether at most the tokens differ."""
         return replace(self, digests=other.digests) == other
 
 
-class Jobs:
-    """What lies in one directory. Not for several threads."""
+class JobDirectory:
+    """The job files of one directory. Not thread-safe."""
 
     def __init__(self, directory: Path) -> None:
         """Raises ConfigurationError when it isn't a directory that can be read."""
         self._directory = directory
-        self._known: dict[str, Job] = {}
+        self._known: dict[str, JobConfig] = {}
         self.problems: dict[str, str] = {}
-        """What is wrong, by file's name."""
+        """Problems by the file's name."""
         try:
             os.listdir(directory)
         except OSError as error:
@@ -85,18 +85,18 @@ class Jobs:
                 f"<job>{SUFFIX} for each job"
             ) from error
 
-    def look(self) -> Mapping[str, Job]:
-        """All jobs by name, as the files are now or last were right."""
+    def read(self) -> Mapping[str, JobConfig]:
+        """All jobs by name, each with the last valid content of its file."""
         problems: dict[str, str] = {}
         try:
             names = sorted(os.listdir(self._directory))
         except OSError as error:
-            # Half replaced, or unmounted: nobody loses a job by that.
+            # Half replaced, or unmounted: all jobs stay.
             problems[str(self._directory)] = f"--jobs={self._directory}: {error.strerror}"
             names = [name + SUFFIX for name in self._known]
-        found: dict[str, Job] = {}
+        found: dict[str, JobConfig] = {}
         for name in names:
-            # Kubernetes keeps its own things below "..": what the names link to.
+            # Kubernetes keeps the files that the names link to below "..".
             if name.startswith(".") or not name.endswith(SUFFIX):
                 continue
             job = name.removesuffix(SUFFIX)
@@ -113,23 +113,23 @@ class Jobs:
             if known is not None and known.digests == found[job].digests:
                 continue  # the others came later
             problems[job + SUFFIX] = (
-                f"{self._directory / job}{SUFFIX}: a token of it is also one of {', '.join(others)}: "
-                "they would be one job; make new ones"
+                f"{self._directory / job}{SUFFIX}: one of its tokens is also one of {', '.join(others)}: "
+                "make new ones, so that each job has its own"
             )
             del found[job]
-        self._tell(problems)
+        self._report(problems)
         self._known = found
         return found
 
-    def _tell(self, problems: dict[str, str]) -> None:
+    def _report(self, problems: dict[str, str]) -> None:
         for name, problem in problems.items():
             if self.problems.get(name) != problem:
                 _log.error("%s", problem)
         self.problems = problems
 
 
-def read_job(path: Path) -> Job:
-    """The job of one file. Raises ConfigurationError saying what is wrong, never with a token."""
+def read_job(path: Path) -> JobConfig:
+    """Reads the file of one job. Raises ConfigurationError, whose text never has a token."""
     name = path.name.removesuffix(SUFFIX)
     try:
         check_save_id(save_pb2.SaveId(job=name, incarnation="x", group="x", number=1))
@@ -137,54 +137,54 @@ def read_job(path: Path) -> Job:
         raise ConfigurationError(str(error)) from error
     content = read_private(path, what="it", most=_LARGEST)
     try:
-        told = json.loads(content)
+        fields = json.loads(content)
     except (ValueError, RecursionError) as error:
-        # Not the error's own text, nor itself: they may have what stands there.
+        # Without the error and its text, which may have parts of the file.
         at = f" at line {error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
-        raise ConfigurationError(f"it is no JSON{at}") from None
-    if not isinstance(told, dict):
+        raise ConfigurationError(f"it is not JSON{at}") from None
+    if not isinstance(fields, dict):
         raise ConfigurationError(f"it holds no JSON object with {', '.join(KNOWN)}")
-    unknown = sorted(told.keys() - set(KNOWN))
+    unknown = sorted(fields.keys() - set(KNOWN))
     if unknown:
         raise ConfigurationError(f"{unknown[0][:64]!r} is none of {', '.join(KNOWN)}")
-    tokens = _texts(told, "tokens")
-    return Job(
+    tokens = _texts(fields, "tokens")
+    return JobConfig(
         name=name,
         digests=frozenset(digest(check_token(each, '"tokens"')) for each in tokens),
-        allow=tuple(_texts(told, "allow")),
-        coordinator=_text(told, "coordinator"),
-        spool_budget=_size(told, "spool_budget"),
+        allow=tuple(_texts(fields, "allow")),
+        coordinator=_text(fields, "coordinator"),
+        spool_budget=_size(fields, "spool_budget"),
     )
 
 
-def _texts(told: dict[str, Any], key: str) -> list[str]:
-    value = told.get(key, [])
+def _texts(fields: dict[str, Any], key: str) -> list[str]:
+    value = fields.get(key, [])
     if not (isinstance(value, list) and all(isinstance(each, str) for each in value)):
-        raise ConfigurationError(f'"{key}" is no list of texts')
+        raise ConfigurationError(f'"{key}" is not a list of strings')
     return value
 
 
-def _text(told: dict[str, Any], key: str) -> str | None:
-    value = told.get(key)
+def _text(fields: dict[str, Any], key: str) -> str | None:
+    value = fields.get(key)
     if not (value is None or isinstance(value, str)):
-        raise ConfigurationError(f'"{key}" is no text')
+        raise ConfigurationError(f'"{key}" is not a string')
     return value
 
 
-def _size(told: dict[str, Any], key: str) -> int | None:
-    value = told.get(key)
+def _size(fields: dict[str, Any], key: str) -> int | None:
+    value = fields.get(key)
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | str):
-        raise ConfigurationError(f'"{key}" is no size like "164GiB"')
+        raise ConfigurationError(f'"{key}" is not a size like "164GiB"')
     try:
         return parse_size(str(value))
     except ValueError as error:
         raise ConfigurationError(f'"{key}": {error}') from error
 
 
-def _shared(jobs: Mapping[str, Job]) -> dict[str, list[str]]:
-    """Jobs that have a token of another's, with those others."""
+def _shared(jobs: Mapping[str, JobConfig]) -> dict[str, list[str]]:
+    """Jobs that share a token, each with the others."""
     by_digest: defaultdict[bytes, list[str]] = defaultdict(list)
     for name, job in jobs.items():
         for each in job.digests:

@@ -1,9 +1,9 @@
-"""Sockets that any user may connect to, each job's in a directory of its own that its pods mount.
+"""Sockets that any user may connect to, each job's in a separate directory that its pods mount.
 
-In: the directory above, which is this user's alone, so that on the host nobody else comes by. Out:
-``<job>/sidecar.sock``, and one beside it that passes descriptors. A pod may have the job's directory
-writable, and be root: whatever lies there is never followed and never opened. So sockets are
-made in the directory above and moved, and no lock lies beside them.
+In: the parent directory, which only this user may enter, so that no other user of the host reaches the
+sockets. Out: ``<job>/sidecar.sock``, and one beside it that passes descriptors. A pod may have the
+job's directory writable, and be root: files there are never followed and never opened. So
+sockets are made in the parent directory and moved, and no lock lies beside them.
 """
 
 import os
@@ -27,17 +27,17 @@ _CONNECTED: Final = 0o666
 
 
 def jobs_directory(address: str) -> Path:
-    """Where the jobs' directories lie: ``jobs`` beside the sidecar's own socket, ``unix:///path``."""
+    """The parent of the jobs' directories: ``jobs`` beside the sidecar's own socket, ``unix:///path``."""
     return Path(address.removeprefix("unix://")).parent / "jobs"
 
 
 def job_address(parent: Path, job: str) -> str:
-    """Where a job's trainers reach the sidecar."""
+    """The sidecar's address for a job's trainers."""
     return f"unix://{parent}/{job}/{NAME}"
 
 
 def make_parent(parent: Path) -> None:
-    """Makes the directory above the jobs', with mode 0700; removes what a dead sidecar left half-made.
+    """Makes the parent directory with mode 0700; removes sockets that a dead sidecar left half-made.
 
     Raises ConfigurationError.
     """
@@ -59,7 +59,7 @@ def make_parent(parent: Path) -> None:
 
 
 def make_directory(parent: Path, job: str) -> Path:
-    """The job's directory. It outlives the job: pods that are there have it mounted.
+    """Makes the job's directory, which outlives the job: running pods have it mounted.
 
     Raises ConfigurationError: another user's, or something else, is in its place.
     """
@@ -85,7 +85,7 @@ def serving_job(server: grpc.Server, directory: Path) -> Iterator[None]:
 
     Raises ConfigurationError when it can't be bound.
     """
-    made = _unborn(directory)
+    made = _temporary_path(directory)
     where = parse_address(f"unix://{made}", setting="--address")
     try:
         server.add_insecure_port(where)
@@ -98,7 +98,7 @@ def serving_job(server: grpc.Server, directory: Path) -> Iterator[None]:
 @contextmanager
 def job_socket(path: Path) -> Iterator[socket.socket]:
     """A listening socket at ``path``, which lies in the job's directory. Raises OSError."""
-    made = _unborn(path.parent)
+    made = _temporary_path(path.parent)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as listener:
         listener.bind(str(made))
         listener.listen(socket.SOMAXCONN)
@@ -106,8 +106,8 @@ def job_socket(path: Path) -> Iterator[socket.socket]:
             yield listener
 
 
-def _unborn(directory: Path) -> Path:
-    """A name in the directory above, where nobody else can put anything; no longer than the socket's."""
+def _temporary_path(directory: Path) -> Path:
+    """A name in the parent directory, which no other user can write; no longer than the socket's."""
     return directory.parent / f".{secrets.token_hex(4)}"
 
 
@@ -115,7 +115,7 @@ def _unborn(directory: Path) -> Path:
 def _placed(made: Path, path: Path) -> Iterator[None]:
     try:
         made.chmod(_CONNECTED)
-        # In the place of whatever is there: a former life's, or a link.
+        # Replaces an earlier process's socket, a link, or anything else.
         made.rename(path)
     except OSError as error:
         made.unlink(missing_ok=True)

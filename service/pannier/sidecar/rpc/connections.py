@@ -1,8 +1,8 @@
-"""Which trainers are connected, what they are told, and what happens when one is gone.
+"""Connected trainers: status updates to them, and the failure of their ranks when they disconnect.
 
-In: ``Connect`` streams, each in a thread of the gRPC server. Out: the status of
-the saves a client's rank takes part in, and the failure of those that were not
-ingested when its process went away. Thread-safe.
+In: ``Connect`` streams, each in a thread of the gRPC server, and the coordinator's statuses. Out: the
+status of each save that a client's rank takes part in, and the failure of those that were not ingested
+when its process died. Thread-safe.
 """
 
 import asyncio
@@ -13,9 +13,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
-from pannier.sidecar.liveness import Key, Trainers
-from pannier.sidecar.rpc.watches import Watches
-from pannier.sidecar.save_state import Phase, RankSave, Save, Saves
+from pannier.daemon.status_registry import TERMINAL
+from pannier.sidecar.liveness import Key, TrainerLiveness
+from pannier.sidecar.save_registry import SaveRegistry
+from pannier.sidecar.save_state import Phase, RankSave, Save
 from pannier.v1 import save_pb2, sidecar_pb2
 from pannier.wire import limits
 from pannier.wire.errors import InvalidRequestError, OverloadedError, VersionMismatchError
@@ -25,103 +26,173 @@ from pannier.wire.version import WIRE_VERSION, package_version
 _log = logging.getLogger(__name__)
 
 GRACE_S: Final = 1.5
-"""A client whose stream broke is gone when it hasn't connected again by then."""
+"""A client whose stream broke is dead when it hasn't connected again by then."""
 REMOTE_GRACE_S: Final = 10.0
-"""The same for a client on TCP: of a link that was cut for a moment nothing else is seen."""
-STRANGER_S: Final = 5.0
-"""A rank that hands something in before its client connects is gone when it doesn't by then."""
-RESTORED_S: Final = 10.0
-"""The same for a rank that a former life of this sidecar had begun to take."""
+"""The same for a client on TCP: an interrupted network looks the same."""
+UNCONNECTED_S: Final = 5.0
+"""A rank that hands something in before its client connects is dead when it doesn't by then."""
+RECOVERED_S: Final = 10.0
+"""The same for a rank that was recovered from the journal."""
 _PROGRESS_S: Final = 0.2
-"""Shortest time between two messages to a client that tell of progress alone."""
-
+"""Shortest time between two messages to a client that report progress alone."""
+_EXPIRED_S: Final = 0.001
+"""Stands for a remaining time that is over; 0 means that a deadline isn't known."""
 _MOST: Final = 16
-"""Connections of one rank at a time; a client has one, and a second one while it connects again."""
+"""Connections of one rank at a time; a client has one, and a second one while it reconnects."""
 
-Render = Callable[[Save], save_pb2.SaveStatus]
+Message = Save | save_pb2.SaveStatus | sidecar_pb2.RoomWanted
 
 
-class _Session:
+class _Connection:
     """One ``Connect`` stream."""
 
     def __init__(self, request: sidecar_pb2.ConnectRequest, grace_s: float) -> None:
         self.grace_s = grace_s
         self.closing = False
-        """The client said goodbye: its process goes on without it."""
+        """The client was closed: its process continues without it."""
         self.key = (request.job, request.incarnation, request.rank)
         self.client = request.client
         self.pid = request.pid
         self._condition = threading.Condition()
         self._changed: dict[str, Save | save_pb2.SaveStatus] = {}
-        self._room = False
-        """Others want room in the spool, which the client hasn't been told."""
+        self._room_requested = False
         self._urgent = False
         self._closed = False
 
-    def mark(self, save: Save, urgent: bool) -> None:
+    def mark_changed(self, save: Save, urgent: bool) -> None:
+        """Queues the save's status."""
         with self._condition:
             first = not self._changed
             self._changed[save.key] = save
             self._urgent |= urgent
-            # More progress wakes nobody: it goes with the next tick.
+            # More progress notifies nothing: it goes with the next tick.
             if first or urgent:
                 self._condition.notify()
 
-    def tell(self, status: save_pb2.SaveStatus) -> None:
-        """Of a save that this sidecar knows nothing of."""
+    def push(self, status: save_pb2.SaveStatus) -> None:
+        """Queues the status of a save that this sidecar doesn't hold."""
         with self._condition:
             self._changed[save_text(status.save)] = status
             self._urgent = True
             self._condition.notify()
 
-    def want_room(self) -> None:
+    def request_room(self) -> None:
+        """Queues a request to return files that the client has leased and doesn't use."""
         with self._condition:
-            self._room = self._urgent = True
+            self._room_requested = self._urgent = True
             self._condition.notify()
 
+    def expect_end(self) -> None:
+        """The client is being closed: the end of its stream is no failure."""
+        self.closing = True
+
     def close(self) -> None:
+        """Ends the stream."""
         with self._condition:
             self._closed = True
             self._condition.notify()
 
-    def next(self) -> list[Save | save_pb2.SaveStatus | sidecar_pb2.RoomWanted] | None:
-        """Waits for changes; None at the end."""
+    def next(self) -> list[Message] | None:
+        """Waits for something to send; None at the end."""
         with self._condition:
             while not (self._closed or self._urgent):
-                ticked = not self._condition.wait(_PROGRESS_S if self._changed else None)
-                if ticked and self._changed:
+                timed_out = not self._condition.wait(_PROGRESS_S if self._changed else None)
+                if timed_out and self._changed:
                     break
             if self._closed:
                 return None
-            changed: list[Save | save_pb2.SaveStatus | sidecar_pb2.RoomWanted]
-            changed = list(self._changed.values())
-            if self._room:
-                changed.append(sidecar_pb2.RoomWanted())
+            messages: list[Message] = list(self._changed.values())
+            if self._room_requested:
+                messages.append(sidecar_pb2.RoomWanted())
             self._changed = {}
-            self._room = self._urgent = False
-            return changed
+            self._room_requested = self._urgent = False
+            return messages
 
 
-class Sessions:
+class _PendingSave:
+    """A save that a client asks about, with its deadline on this host's clock."""
+
+    def __init__(self, asked: sidecar_pb2.PendingSave) -> None:
+        self.context = asked.context
+        self._handed_over = asked.handed_over
+        timeout_s = asked.save_timeout_s
+        self._deadline = time.monotonic() + timeout_s if timeout_s else None
+
+    def message(self) -> sidecar_pb2.PendingSave:
+        """The save with the time that is left now."""
+        pending = sidecar_pb2.PendingSave(context=self.context, handed_over=self._handed_over)
+        if self._deadline is not None:
+            pending.save_timeout_s = max(_EXPIRED_S, self._deadline - time.monotonic())
+        return pending
+
+
+class Watches:
+    """Saves that clients ask about and that a restarted sidecar may not hold.
+
+    Only the coordinator decides how a save ended: not holding one proves nothing.
+
+    Args:
+        on_new: called when there is more to ask the coordinator.
+    """
+
+    def __init__(self, saves: SaveRegistry, on_new: Callable[[], None]) -> None:
+        self._saves = saves
+        self._on_new = on_new
+        self._lock = threading.Lock()
+        self._pending: dict[_Connection, dict[str, _PendingSave]] = {}
+
+    def add(self, connection: _Connection, pending: Iterable[sidecar_pb2.PendingSave]) -> None:
+        """Forwards the statuses of these saves to the connection."""
+        by_key = {save_text(each.context.save): _PendingSave(each) for each in pending}
+        if not by_key:
+            return
+        with self._lock:
+            self._pending[connection] = by_key
+        self._on_new()
+
+    def remove(self, connection: _Connection) -> None:
+        """The stream has ended."""
+        with self._lock:
+            self._pending.pop(connection, None)
+
+    def unknown(self) -> list[sidecar_pb2.PendingSave]:
+        """Those to ask the coordinator about: the sidecar doesn't hold their ranks."""
+        with self._lock:
+            asked = [each for pending in self._pending.values() for each in pending.values()]
+        return [each.message() for each in asked if not self._saves.holds(each.context)]
+
+    def apply_status(self, status: save_pb2.SaveStatus) -> None:
+        """Forwards a status of the coordinator to the clients that ask about its save."""
+        key = save_text(status.save)
+        with self._lock:
+            found = [(to, pending[key]) for to, pending in self._pending.items() if key in pending]
+            if status.state in TERMINAL:
+                for connection, _ in found:
+                    del self._pending[connection][key]
+        for connection, each in found:
+            # Otherwise it gets the status as of any save that this sidecar holds.
+            if not self._saves.holds(each.context):
+                connection.push(status)
+
+
+class Connections:
     """All connected clients.
 
     Args:
         welcome: makes the first message of each stream.
         render: makes the status of a save.
-        watches: gets what clients wait for.
-        trainers: gets who was heard, and who is gone.
         loop: runs the timers.
     """
 
     def __init__(
         self,
-        saves: Saves,
+        saves: SaveRegistry,
         *,
         host: str,
         welcome: Callable[[], sidecar_pb2.Welcome],
-        render: Render,
+        render: Callable[[Save], save_pb2.SaveStatus],
         watches: Watches,
-        trainers: Trainers,
+        trainers: TrainerLiveness,
         loop: asyncio.AbstractEventLoop,
     ) -> None:
         self._saves = saves
@@ -132,7 +203,7 @@ class Sessions:
         self._trainers = trainers
         self._loop = loop
         self._lock = threading.Lock()
-        self._sessions: dict[Key, list[_Session]] = {}
+        self._connections: dict[Key, list[_Connection]] = {}
         self._last_pids: dict[Key, int] = {}
         self._idle_since = time.monotonic()
         self._ended = False
@@ -148,103 +219,101 @@ class Sessions:
 
         Args:
             on_end: takes a function to call when the stream ends; False: it has.
-            peer: as gRPC names the client's end of the connection.
+            peer: the client's end of the connection, in gRPC's format.
 
         Raises VersionMismatchError, InvalidRequestError.
         """
         self._check(request)
-        session = _Session(request, GRACE_S if peer.startswith("unix:") else REMOTE_GRACE_S)
-        self._add(session)
+        connection = _Connection(request, GRACE_S if peer.startswith("unix:") else REMOTE_GRACE_S)
+        self._add(connection)
         try:
-            if not on_end(session.close):
+            if not on_end(connection.close):
                 return
             yield sidecar_pb2.ConnectResponse(welcome=self._welcome())
-            for rank in self._saves.of_rank(*session.key):
-                session.mark(rank.save, True)
+            for rank in self._saves.of_rank(*connection.key):
+                connection.mark_changed(rank.save, True)
             self._check_handed_over(request.pending)
-            self._watches.add(session, request.pending, session.tell)
-            while (changed := session.next()) is not None:
-                for each in changed:
+            self._watches.add(connection, request.pending)
+            while (messages := connection.next()) is not None:
+                for each in messages:
                     if isinstance(each, sidecar_pb2.RoomWanted):
                         yield sidecar_pb2.ConnectResponse(room=each)
                         continue
                     status = self._render(each) if isinstance(each, Save) else each
                     yield sidecar_pb2.ConnectResponse(save=status)
         finally:
-            self._watches.remove(session)
-            self._remove(session)
+            self._watches.remove(connection)
+            self._remove(connection)
 
     def ping(self, request: sidecar_pb2.PingRequest) -> None:
-        """A client lives, or says goodbye; of one that isn't connected nothing is noted."""
+        """Notes that a client is alive, or closing; ignores one that isn't connected."""
         key = (request.job, request.incarnation, request.rank)
         with self._lock:
-            own = [s for s in self._sessions.get(key, ()) if s.client == request.client]
-            for session in own:
-                session.closing |= request.closing
+            own = [c for c in self._connections.get(key, ()) if c.client == request.client]
+        for connection in own:
+            if request.closing:
+                connection.expect_end()
         if own:
-            self._trainers.heard(key)
+            self._trainers.mark_seen(key)
 
-    def changed(self, save: Save, rank: RankSave | None, urgent: bool) -> None:
-        """Listener of :class:`Saves`: the clients of its ranks on this host are told."""
+    def on_change(self, save: Save, rank: RankSave | None, urgent: bool) -> None:
+        """Listener of the registry: updates the clients of the save's ranks on this host."""
         with self._lock:
-            sessions = [
-                session
+            connections = [
+                connection
                 for number in list(save.ranks)
-                for session in self._sessions.get((save.id.job, save.id.incarnation, number), ())
+                for connection in self._connections.get(
+                    (save.id.job, save.id.incarnation, number), ()
+                )
             ]
-        for session in sessions:
-            session.mark(save, urgent)
+        for connection in connections:
+            connection.mark_changed(save, urgent)
 
-    def want_room(self, clients: set[str]) -> None:
-        """Tells these clients that others need what they have borrowed and don't use."""
-        with self._lock:
-            sessions = [
-                session
-                for listed in self._sessions.values()
-                for session in listed
-                if session.client in clients
-            ]
-        for session in sessions:
-            session.want_room()
+    def request_room(self, clients: set[str]) -> None:
+        """Asks these clients to return files that they have leased and don't use."""
+        for connection in self._all():
+            if connection.client in clients:
+                connection.request_room()
 
-    def expect(self, rank: RankSave, within_s: float = STRANGER_S) -> None:
-        """The rank handed something in: its client must be connected, or be so soon."""
+    def expect(self, rank: RankSave, within_s: float = UNCONNECTED_S) -> None:
+        """The rank handed something in: fails it unless its client is connected soon."""
         key = (rank.save.id.job, rank.save.id.incarnation, rank.rank)
         with self._lock:
-            if key in self._sessions:
+            if key in self._connections:
                 return
         self._check_later(key, within_s)
 
     def jobs(self) -> set[str]:
         """Jobs with a connected client."""
         with self._lock:
-            return {job for job, _, _ in self._sessions}
+            return {job for job, _, _ in self._connections}
 
-    def trainers(self) -> Counter[str]:
+    def ranks_by_job(self) -> Counter[str]:
         """Connected ranks by job."""
         with self._lock:
-            return Counter(job for job, _, _ in self._sessions)
+            return Counter(job for job, _, _ in self._connections)
 
     def idle_s(self) -> float | None:
-        """Seconds since the last client left; None while there is one."""
+        """Seconds since the last client disconnected; None while there is one."""
         with self._lock:
-            return None if self._sessions else time.monotonic() - self._idle_since
+            return None if self._connections else time.monotonic() - self._idle_since
 
     def dismiss(self) -> None:
-        """Ends all streams: no trainer is heard here any more, and none is taken for gone."""
-        with self._lock:
-            sessions = [each for listed in self._sessions.values() for each in listed]
-        for session in sessions:
-            session.closing = True
-            session.close()
+        """Ends all streams; no trainer counts as dead because of that."""
+        for connection in self._all():
+            connection.expect_end()
+            connection.close()
 
     def close(self) -> None:
-        """Ends all streams; nobody is taken for gone because of that."""
+        """Ends all streams, for good."""
         with self._lock:
             self._ended = True
-            sessions = [each for listed in self._sessions.values() for each in listed]
-        for session in sessions:
-            session.close()
+        for connection in self._all():
+            connection.close()
+
+    def _all(self) -> list[_Connection]:
+        with self._lock:
+            return [each for listed in self._connections.values() for each in listed]
 
     def _check(self, request: sidecar_pb2.ConnectRequest) -> None:
         if request.wire_version != WIRE_VERSION:
@@ -264,10 +333,10 @@ class Sessions:
         limits.check_connect(request)
 
     def _check_handed_over(self, pending: Iterable[sidecar_pb2.PendingSave]) -> None:
-        """A former life confirmed what this one knows nothing of: its journal was damaged."""
+        """Fails ranks whose hand-over was confirmed but isn't in the journal, which was damaged."""
         for each in pending:
             rank = self._saves.find(each.context) if each.handed_over else None
-            # One that is only planned here is judged by the coordinator, which looks into storage.
+            # The coordinator decides about a rank that is only planned here: it looks into storage.
             if rank is not None and rank.phase is Phase.STREAMING:
                 self._saves.fail(
                     rank,
@@ -276,50 +345,50 @@ class Sessions:
                     "its restarted sidecar doesn't say so: it was damaged",
                 )
 
-    def _add(self, session: _Session) -> None:
+    def _add(self, connection: _Connection) -> None:
         with self._lock:
-            listed = self._sessions.get(session.key, [])
+            listed = self._connections.get(connection.key, [])
             if len(listed) >= _MOST:
                 raise OverloadedError(
-                    f"rank {session.key[2]} of job {session.key[0]} is connected {len(listed)} "
+                    f"rank {connection.key[2]} of job {connection.key[0]} is connected {len(listed)} "
                     "times, which is the limit: does a process make one client after the other?"
                 )
-            self._sessions[session.key] = listed
-            # The same client again: its former stream broke, though we haven't noticed yet.
-            former = [each for each in listed if each.client == session.client]
-            listed.append(session)
-            self._last_pids[session.key] = session.pid
-            self._trainers.heard(session.key)
-        for each in former:
+            self._connections[connection.key] = listed
+            # The same client again: its previous stream broke, which this end hasn't noticed yet.
+            previous = [each for each in listed if each.client == connection.client]
+            listed.append(connection)
+            self._last_pids[connection.key] = connection.pid
+            self._trainers.mark_seen(connection.key)
+        for each in previous:
             each.close()
 
-    def _remove(self, session: _Session) -> None:
+    def _remove(self, connection: _Connection) -> None:
         with self._lock:
-            listed = self._sessions[session.key]
-            listed.remove(session)
-            gone = not listed
-            if gone:
-                del self._sessions[session.key]
+            listed = self._connections[connection.key]
+            listed.remove(connection)
+            last = not listed
+            if last:
+                del self._connections[connection.key]
                 self._idle_since = time.monotonic()
-        if gone and session.closing:
-            self._trainers.left(session.key)
-        if gone:
-            self._check_later(session.key, session.grace_s, closed=session.closing)
+        if last and connection.closing:
+            self._trainers.remove(connection.key)
+        if last:
+            self._check_later(connection.key, connection.grace_s, closed=connection.closing)
 
     def _check_later(self, key: Key, delay_s: float, *, closed: bool = False) -> None:
         self._loop.call_soon_threadsafe(
-            self._loop.call_later, delay_s, self._fail_if_gone, key, closed
+            self._loop.call_later, delay_s, self._fail_if_dead, key, closed
         )
 
-    def _fail_if_gone(self, key: Key, closed: bool) -> None:
-        """On the loop: the saves of a client that isn't there, and that need it, fail."""
+    def _fail_if_dead(self, key: Key, closed: bool) -> None:
+        """On the loop: fails the ranks of a disconnected client that still need it."""
         with self._lock:
-            if key in self._sessions or self._ended:
+            if key in self._connections or self._ended:
                 return
             pid = self._last_pids.pop(key, 0)
         process = f"process {pid}" if pid else "process"
         if pid and not closed:
-            self._trainers.gone(key, f"the {process} of rank {key[2]} on host {self._host}")
+            self._trainers.mark_dead(key, f"the {process} of rank {key[2]} on host {self._host}")
         for rank in self._saves.of_rank(*key):
             self._saves.fail(
                 rank,

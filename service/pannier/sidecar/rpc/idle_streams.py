@@ -1,7 +1,7 @@
-"""Streams on which nothing comes: each holds a thread and perhaps space, so they are cut.
+"""Cancels ``Write`` streams on which nothing arrives: each holds a thread and perhaps spool space.
 
-In: streams that say when they begin to wait for a message. Out: the end of those that wait for too
-long; an honest client that was stopped meanwhile goes on with another stream. Thread-safe.
+In: streams, with the time since which they wait for a message. Out: the end of those that wait for too
+long; a client that was stopped meanwhile resumes with another stream. Thread-safe.
 """
 
 import math
@@ -11,49 +11,58 @@ from collections.abc import Callable
 from typing import Final
 
 IDLE_S: Final = 30.0
-"""A stream that sends nothing for so long is cut."""
-SILENT_S: Final = 10.0
-"""The same for one that hasn't even said what it is."""
+"""A stream that sends nothing for so long is cancelled."""
+NO_HEADER_S: Final = 10.0
+"""The same for one that hasn't sent its header."""
 
 
 class Stream:
-    """One stream; its own thread alone changes ``waiting_since`` and ``patience_s``."""
+    """One stream; only its own thread changes it."""
 
-    def __init__(self, cut: Callable[[], object]) -> None:
-        self.cut = cut
+    def __init__(self, cancel: Callable[[], object]) -> None:
+        self.cancel = cancel
         self.waiting_since = time.monotonic()
-        """Infinity while no message is waited for."""
-        self.patience_s = SILENT_S
+        """Infinity while it waits for no message."""
+        self.idle_limit_s = NO_HEADER_S
 
-    def busy(self) -> None:
-        """A message came."""
+    def take_header(self) -> None:
+        """The header has arrived."""
+        self.idle_limit_s = IDLE_S
+        self.waiting_since = math.inf
+
+    def await_message(self) -> None:
+        """The stream waits for its next message."""
+        self.waiting_since = time.monotonic()
+
+    def take_message(self) -> None:
+        """A message has arrived."""
         self.waiting_since = math.inf
 
 
 class Streams:
-    """All that are open."""
+    """All open streams."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._open: set[Stream] = set()
 
-    def add(self, cut: Callable[[], object]) -> Stream:
-        """One more; ``cut`` ends it."""
-        stream = Stream(cut)
+    def add(self, cancel: Callable[[], object]) -> Stream:
+        """Adds a stream; ``cancel`` ends it."""
+        stream = Stream(cancel)
         with self._lock:
             self._open.add(stream)
         return stream
 
     def remove(self, stream: Stream) -> None:
-        """It has ended."""
+        """Removes a stream that has ended."""
         with self._lock:
             self._open.discard(stream)
 
-    def cut_idle(self) -> int:
-        """Ends those that wait for too long; how many. To be called every second or so."""
+    def cancel_idle(self) -> int:
+        """Cancels streams that wait for too long; returns how many. To be called every second or so."""
         now = time.monotonic()
         with self._lock:
-            idle = [each for each in self._open if now - each.waiting_since > each.patience_s]
+            idle = [each for each in self._open if now - each.waiting_since > each.idle_limit_s]
         for stream in idle:
-            stream.cut()
+            stream.cancel()
         return len(idle)

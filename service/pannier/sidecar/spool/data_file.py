@@ -1,8 +1,8 @@
-"""A data file on its way through the spool: filled by one stream, read by one upload.
+"""A data file on its way through the spool: written by one stream, read by one upload.
 
-In: chunks, from the threads of ``Write`` streams. Out: bytes for the upload, on
-the event loop, as soon as they are there. Per chunk it does one checksum and
-one ``pwrite``, both without the GIL.
+In: chunks from the threads of ``Write`` streams, or content that a trainer has staged into the spool
+file. Out: bytes for the upload, on the event loop, as soon as they are there. Per chunk it computes
+one checksum and makes one ``pwrite``, both without the GIL.
 """
 
 import asyncio
@@ -10,26 +10,97 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 import crc32c
 
-from pannier.sidecar.spool.spool import Slab
+from pannier.sidecar.spool.spool import SpoolFile
 from pannier.wire import chunk_codec
 from pannier.wire.chunk_codec import ReceivedChunk
 from pannier.wire.errors import IntegrityError, InvalidRequestError, PannierError, UnavailableError
 
 MAX_CHUNK: Final = 4 << 20
 """Bytes of one message's payload."""
+_READ_BYTES: Final = 1 << 20
+_USUAL_CHUNK: Final = 1 << 20
+"""Length of all chunks but the last, from our own clients."""
+
+
+@dataclass
+class UploadProgress:
+    """How much of the file the store holds."""
+
+    uploaded: int = 0
+    """Bytes."""
+    durable: bool = False
+    opened_at: float = field(default_factory=time.monotonic)
+    """When the file was opened, or restored from the journal."""
+    stored_at: float | None = None
+    """When it became durable; None: it isn't, or an earlier sidecar process stored it."""
+
+    def advance(self, uploaded: int) -> None:
+        """The store holds this many bytes; fewer than before when the upload starts over."""
+        self.uploaded = uploaded
+
+    def restore_durable(self, size: int) -> None:
+        """The journal says that the store holds the whole file."""
+        self.uploaded, self.durable = size, True
+
+    def complete(self, size: int) -> None:
+        """The store holds the whole file, confirmed and recorded."""
+        self.restore_durable(size)
+        self.stored_at = time.monotonic()
+
+
+class _Waiters:
+    """Readers on the event loop that wait for bytes."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._arrived = asyncio.Event()
+        self._threshold: float = float("inf")
+        """The fewest bytes that a reader waits for."""
+
+    def notify(self, held: int) -> None:
+        """This many bytes are there. Any thread."""
+        if held >= self._threshold:
+            self.notify_all()
+
+    def notify_all(self) -> None:
+        """Makes all readers look again. Any thread."""
+        self._loop.call_soon_threadsafe(self._wake)
+
+    async def wait(self, count: int, is_there: Callable[[], bool]) -> None:
+        """Returns after a notification for ``count`` bytes, at once if they are there. On the loop."""
+        arrived = self._arrived
+        self._threshold = min(self._threshold, count)
+        # Checked after that: a chunk that comes in between notifies.
+        if not is_there():
+            await arrived.wait()
+
+    def _wake(self) -> None:
+        # Readers that still lack bytes set it again.
+        self._threshold = float("inf")
+        arrived, self._arrived = self._arrived, asyncio.Event()
+        arrived.set()
+
+
+@dataclass(frozen=True)
+class _Writer:
+    """Who fills the file."""
+
+    key: object
+    cancel: Callable[[], object]
 
 
 class DataFile:
     """One data file of one rank. Thread-safe.
 
     Args:
-        slab: None: the content is in storage, or was given up, in a former life.
-        stamp: of the slab, where a trainer has staged the content itself; empty: it is streamed.
+        spool_file: None: an earlier sidecar process stored the content, or gave it up.
+        stamp: of the spool file, where a trainer has staged the content itself; empty: it is streamed.
         label: names file, save, rank and host in errors.
         loop: where the upload reads.
     """
@@ -38,7 +109,7 @@ class DataFile:
         self,
         name: str,
         size: int,
-        slab: Slab | None,
+        spool_file: SpoolFile | None,
         *,
         label: str,
         loop: asyncio.AbstractEventLoop,
@@ -52,85 +123,75 @@ class DataFile:
         """All bytes below this offset are in the spool."""
         self.crc = 0
         """crc32c of those."""
-        self.uploaded = 0
-        """Bytes that the store holds so far."""
-        self.durable = False
-        self.since = time.monotonic()
-        """When it was opened, in this life of the sidecar."""
-        self.stored: float | None = None
-        """When it was durable; None: it isn't, or was before this life of the sidecar."""
-        self._loop = loop
+        self.upload = UploadProgress()
+        """Changed by the upload, on the loop."""
         self._lock = threading.Lock()
-        self._writer: object | None = None
-        self._cancel_writer: Callable[[], object] = lambda: None
-        self._slab: Slab | None = slab
+        self._writer: _Writer | None = None
+        self._spool_file: SpoolFile | None = spool_file
         self._released = False
-        self._wanted = size + 1
-        """The upload waits for this many bytes; more than there are: it doesn't."""
-        self._arrived = asyncio.Event()
+        self._waiters = _Waiters(loop)
 
     @property
-    def slab(self) -> Slab:
+    def spool_file(self) -> SpoolFile:
         """Where its bytes lie. Raises UnavailableError after :meth:`release`."""
-        slab = self._slab
-        if slab is None:
-            raise self._over()
-        return slab
+        spool_file = self._spool_file
+        if spool_file is None:
+            raise self._released_error()
+        return spool_file
 
     @property
     def complete(self) -> bool:
         """Sealed: it isn't written again."""
         return self.held == self.size
 
-    def mark(self) -> tuple[int, int]:
-        """``held`` and ``crc``, of the same moment."""
+    def checkpoint(self) -> tuple[int, int]:
+        """``held`` and ``crc`` of the same moment."""
         with self._lock:
             return self.held, self.crc
 
     def restore(self, held: int, crc: int) -> None:
-        """What a former life of the sidecar had put there, and we have found; before any use."""
+        """Sets what the journal says is there, and was verified; before any use."""
         self.held, self.crc = held, crc
 
     def begin(self, writer: object, cancel: Callable[[], object]) -> int:
-        """``writer`` is the stream that fills the file from now on; returns where to go on.
+        """``writer`` is the stream that fills the file from now on; returns the offset to resume at.
 
-        An earlier stream, whose end may not have been noticed yet, is cut by its
-        ``cancel``. Raises UnavailableError after :meth:`release`.
+        Cancels an earlier stream, whose end may not have been noticed yet. Raises
+        UnavailableError after :meth:`release`.
         """
         with self._lock:
             if self._released:
-                raise self._over()
-            if self._slab is None:
-                # In storage since a former life: there is nothing to write.
+                raise self._released_error()
+            if self._spool_file is None:
+                # Stored by an earlier process: there is nothing to write.
                 return self.held
-            previous, self._cancel_writer = self._cancel_writer, cancel
-            self._writer = writer
+            previous, self._writer = self._writer, _Writer(writer, cancel)
             held = self.held
-        previous()
+        if previous is not None:
+            previous.cancel()
         return held
 
     def end(self, writer: object) -> None:
-        """``writer`` is over."""
+        """``writer`` has ended."""
         with self._lock:
-            if self._writer is writer:
+            if self._is_writer(writer):
                 self._writer = None
-                self._cancel_writer = lambda: None
 
     def append(self, writer: object, chunk: ReceivedChunk) -> int:
         """Puts the next chunk into the spool; returns how many bytes it holds.
 
         Raises:
-            UnavailableError: another stream goes on with this file.
+            UnavailableError: another stream fills this file now.
             InvalidRequestError, IntegrityError: the chunk is not what was announced.
-            PannierError: the save is over, or the spool failed.
+            PannierError: the save has ended, or the spool failed.
         """
         data = chunk.data
         length = len(data)
         with self._lock:
-            if self._writer is not writer:
-                if self._slab is None:
-                    raise self._over()
-                raise UnavailableError(f"another stream goes on with {self.label}")
+            if not self._is_writer(writer):
+                if self._spool_file is None:
+                    raise self._released_error()
+                raise UnavailableError(f"another stream fills {self.label} now")
             end = chunk.offset + length
             if chunk.offset != self.held or end > self.size or not 0 < length <= MAX_CHUNK:
                 raise self._misplaced(chunk.offset, length)
@@ -143,23 +204,22 @@ class DataFile:
             self._write(data, chunk.offset)
             self.crc = (
                 chunk_codec.combine_crc32c(self.crc, crc, length)
-                if length == _USUAL
+                if length == _USUAL_CHUNK
                 else crc32c.crc32c(data, self.crc)
             )
             self.held = end
-        if end >= self._wanted:
-            self._loop.call_soon_threadsafe(self._wake)
+        self._waiters.notify(end)
         return end
 
-    def absorb(self) -> None:
-        """Takes what lies in the slab for the content: reads all of it, for its checksum.
+    def read_staged(self) -> None:
+        """Takes what a trainer has staged into the spool file: reads all of it, for its checksum.
 
-        Goes on from what is held. Uploads follow as it advances.
+        Resumes after what is held. Uploads follow as it advances.
 
         Raises:
-            IntegrityError: the trainer has staged something else there.
-            UnavailableError: the save is over, or a stream fills the file instead.
-            PannierError: the slab can't be read, or is shorter than the file.
+            IntegrityError: the trainer has staged another save there.
+            UnavailableError: the save has ended, or a stream fills the file instead.
+            PannierError: the spool file can't be read, or is shorter than the data file.
         """
         reader = object()
         held = self.begin(reader, lambda: None)
@@ -169,91 +229,105 @@ class DataFile:
         try:
             while held < self.size:
                 piece = buffer[: min(len(buffer), self.size - held)]
-                # Never through a mapping: whoever may still write or cut the file harms only it.
+                # Never through a mapping: a trainer that writes or truncates the file harms only it.
                 count = self._read(piece, held)
                 with self._lock:
-                    if self._writer is not reader:
-                        raise self._over()
+                    if not self._is_writer(reader):
+                        raise self._released_error()
                     self.crc = crc32c.crc32c(piece[:count], self.crc)
                     self.held = held = held + count
-                if held >= self._wanted:
-                    self._loop.call_soon_threadsafe(self._wake)
+                self._waiters.notify(held)
             self.check_stamp()
         finally:
             self.end(reader)
 
     def check_stamp(self) -> None:
-        """What was read of a mapped file is of this save, if this raises nothing afterwards.
+        """Raises unless all that was read so far of a mapped file belongs to this save.
 
         The trainer writes another stamp before it stages something else there.
 
         Raises:
             IntegrityError: the stamp has changed.
-            UnavailableError: the save is over.
-            PannierError: the slab can't be read.
+            UnavailableError: the save has ended.
+            PannierError: the spool file can't be read.
         """
         if not self.stamp:
             return
-        slab = self.slab
+        spool_file = self.spool_file
         try:
-            found = slab.read_stamp()
+            found = spool_file.read_stamp()
         except OSError as error:
-            raise self._unreadable(slab, error) from error
+            raise self._unreadable(spool_file, error) from error
         if len(found) < len(self.stamp):
-            raise self._cut(slab, os.fstat(slab.fd).st_size)
+            raise self._truncated(spool_file, os.fstat(spool_file.fd).st_size)
         if found != self.stamp:
             raise IntegrityError(
                 f"{self.label}: the trainer has staged another save into the spool file "
-                f"{slab.path} (its stamp is {found.hex()}, {self.stamp.hex()} was handed over)"
+                f"{spool_file.path} (its stamp is {found.hex()}, {self.stamp.hex()} was handed over)"
             )
 
-    def release(self) -> Slab | None:
-        """The content isn't wanted any more: cuts the stream, and gives the slab out of hand.
+    def release(self) -> SpoolFile | None:
+        """Drops the content: cancels the stream and returns the spool file, now the caller's.
 
-        When it returns no stream writes into the slab; an upload must have ended
+        When it returns, no stream writes into the spool file; the upload must have ended
         before. None when it was released already. Blocks while a chunk is written.
         """
         with self._lock:
-            slab, self._slab = self._slab, None
+            spool_file, self._spool_file = self._spool_file, None
             self._released = True
-            self._writer = None
-            cancel, self._cancel_writer = self._cancel_writer, lambda: None
-        cancel()
-        self._loop.call_soon_threadsafe(self._wake)
-        return slab
+            writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.cancel()
+        self._waiters.notify_all()
+        return spool_file
 
-    def _over(self) -> UnavailableError:
-        # Not final for the caller: it asks again, and hears how the save ended.
-        return UnavailableError(f"{self.label} isn't wanted any more")
+    async def wait_for(self, count: int) -> None:
+        """Returns when the first ``count`` bytes are in the spool. On the loop.
+
+        Raises UnavailableError after :meth:`release`.
+        """
+        while self.held < count and self._spool_file is not None:
+            await self._waiters.wait(count, lambda: self.held >= count)
+        if self._spool_file is None:
+            raise self._released_error()
+
+    def _is_writer(self, writer: object) -> bool:
+        return self._writer is not None and self._writer.key is writer
 
     def _write(self, data: memoryview, offset: int) -> None:
-        slab = self.slab
+        spool_file = self.spool_file
         try:
-            done = os.pwrite(slab.fd, data, offset)
+            done = os.pwrite(spool_file.fd, data, offset)
             while done < len(data):
-                done += os.pwrite(slab.fd, data[done:], offset + done)
+                done += os.pwrite(spool_file.fd, data[done:], offset + done)
         except OSError as error:
             raise PannierError(
-                f"{self.label}: the spool file {slab.path} can't be written: {error}"
+                f"{self.label}: the spool file {spool_file.path} can't be written: {error}"
             ) from error
 
     def _read(self, target: memoryview, offset: int) -> int:
-        slab = self.slab
+        spool_file = self.spool_file
         try:
-            count = os.preadv(slab.fd, [target], offset)
+            count = os.preadv(spool_file.fd, [target], offset)
         except OSError as error:
-            raise self._unreadable(slab, error) from error
+            raise self._unreadable(spool_file, error) from error
         if not count:
-            raise self._cut(slab, offset)
+            raise self._truncated(spool_file, offset)
         return count
 
-    def _unreadable(self, slab: Slab, error: OSError) -> PannierError:
-        return PannierError(f"{self.label}: the spool file {slab.path} can't be read: {error}")
+    def _released_error(self) -> UnavailableError:
+        # Not final for the caller: its retry gets the save's outcome.
+        return UnavailableError(f"{self.label} isn't needed any more")
 
-    def _cut(self, slab: Slab, end: int) -> PannierError:
+    def _unreadable(self, spool_file: SpoolFile, error: OSError) -> PannierError:
         return PannierError(
-            f"{self.label}: the spool file {slab.path} ends at byte {end} of {self.size}: the "
-            "trainer has cut it"
+            f"{self.label}: the spool file {spool_file.path} can't be read: {error}"
+        )
+
+    def _truncated(self, spool_file: SpoolFile, end: int) -> PannierError:
+        return PannierError(
+            f"{self.label}: the spool file {spool_file.path} ends at byte {end} of {self.size}: the "
+            "trainer has truncated it"
         )
 
     def _misplaced(self, offset: int, length: int) -> InvalidRequestError:
@@ -264,33 +338,6 @@ class DataFile:
         else:
             problem = f"a chunk ends at byte {offset + length}, beyond the {self.size} announced"
         return InvalidRequestError(f"{self.label}: {problem}")
-
-    # On the loop.
-
-    async def wait_for(self, count: int) -> None:
-        """Returns when the first ``count`` bytes are in the spool.
-
-        Raises UnavailableError after :meth:`release`.
-        """
-        while self.held < count and self._slab is not None:
-            arrived = self._arrived
-            self._wanted = min(self._wanted, count)
-            # Looked at again after that: a chunk that comes in between rings.
-            if self.held < count:
-                await arrived.wait()
-        if self._slab is None:
-            raise self._over()
-
-    def _wake(self) -> None:
-        # Those who still lack bytes say so again.
-        self._wanted = self.size + 1
-        arrived, self._arrived = self._arrived, asyncio.Event()
-        arrived.set()
-
-
-_READ_BYTES: Final = 1 << 20
-_USUAL: Final = 1 << 20
-"""Length of all chunks but the last, from our own clients."""
 
 
 class SpoolSource:
@@ -306,18 +353,18 @@ class SpoolSource:
 
     @property
     def path(self) -> Path:
-        """Of the spool file; it may be longer. Good for this process, even if it is removed."""
-        return Path(f"/proc/self/fd/{self._file.slab.fd}")
+        """Path of the spool file, which may be longer; valid in this process, even after its removal."""
+        return Path(f"/proc/self/fd/{self._file.spool_file.fd}")
 
     async def read(self, offset: int, length: int) -> bytes:
         """Exactly these bytes; waits until they are there."""
         await self._file.wait_for(offset + length)
-        slab = self._file.slab
-        data = os.pread(slab.fd, length, offset)
+        spool_file = self._file.spool_file
+        data = os.pread(spool_file.fd, length, offset)
         if len(data) != length:
             raise IntegrityError(
-                f"{self._file.label}: the spool file {slab.path} ends at byte "
-                f"{os.fstat(slab.fd).st_size} of {self.size}: it was cut"
+                f"{self._file.label}: the spool file {spool_file.path} ends at byte "
+                f"{os.fstat(spool_file.fd).st_size} of {self.size}: it was truncated"
             )
         return data
 

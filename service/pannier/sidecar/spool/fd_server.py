@@ -1,11 +1,10 @@
-"""The socket over which trainers get descriptors of the files that are lent to them.
+"""The socket over which trainers get descriptors of the spool files that they have leased.
 
-gRPC can't pass descriptors, so a second unix socket lies beside the sidecar's own. In:
-connections of this host's trainers, and tokens. Out: descriptors (SCM_RIGHTS). A connection
-says one token after the other, TOKEN_BYTES each, and gets for each a message per up to
-PER_MESSAGE descriptors, whose one byte is their number: 0 for a token that nothing stands for.
-It stays open for the client's life. Where a sidecar serves several jobs, the digest of a job's token
-comes first, and is answered with a byte, 1 for a good one. One thread serves all.
+gRPC can't pass descriptors, so a second unix socket lies beside the sidecar's own. In: connections of
+this host's trainers, which send one token after the other, TOKEN_BYTES each. Out: for each token a message
+per up to PER_MESSAGE descriptors (SCM_RIGHTS), whose one byte is their number: 0 for an unknown
+token. A connection stays open for the client's life. Where a sidecar serves several jobs, the digest
+of a job's token comes first and is answered with one byte, 1 if it is valid. One thread serves all.
 """
 
 import logging
@@ -15,13 +14,12 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Final
 
-from pannier.daemon.listeners import MAX_CONNECTIONS, private_socket
-from pannier.sidecar.multi_job.sockets import job_socket
-from pannier.sidecar.spool.mapped_files import TOKEN_BYTES, Lending
+from pannier.daemon.listeners import MAX_CONNECTIONS
+from pannier.sidecar.spool.mapped_files import TOKEN_BYTES, MappedFiles
 from pannier.wire.auth_token import DIGEST_BYTES
 
 _log = logging.getLogger(__name__)
@@ -33,43 +31,42 @@ _LONGEST_PATH: Final = 107
 _CREDENTIALS: Final = struct.Struct("3i")
 _SEND_S: Final = 2.0
 
-Knows = Callable[[bytes], bool]
-"""Whether a digest is that of a good token."""
+Listen = Callable[[Path], AbstractContextManager[socket.socket]]
+"""Listens on a path as long as the context lasts."""
 
 
-class Passing:
-    """Serves one socket; see :func:`passing`.
+class DescriptorServer:
+    """Serves one socket; see :func:`serving_descriptors`.
 
     Args:
-        allowed: users that may connect; None: anybody.
-        knows: a digest is to be said first, and judged by it; None: none is.
+        allowed: users that may connect; None: any.
+        accepts: whether the digest that each connection sends first is valid; None: none is sent.
     """
 
     def __init__(
         self,
         listener: socket.socket,
-        lending: Lending,
+        mapped: MappedFiles,
         allowed: Collection[int] | None,
-        knows: Knows | None = None,
+        accepts: Callable[[bytes], bool] | None = None,
     ) -> None:
         self._listener = listener
-        self._lending = lending
+        self._mapped = mapped
         self._allowed = None if allowed is None else frozenset(allowed)
-        self._knows = knows
-        self._greeted: set[socket.socket] = set()
-        """Connections that have shown a token."""
+        self._accepts = accepts
+        self._authenticated: set[socket.socket] = set()
         self._selector = selectors.DefaultSelector()
-        self._woken, self._wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        self._said: dict[socket.socket, bytes] = {}
-        """Connections, with the part of a token that has come in."""
+        self._stop_read, self._stop_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._partial: dict[socket.socket, bytes] = {}
+        """All connections, with the part of a token that has arrived."""
 
     def run(self) -> None:
         """Serves until :meth:`stop`."""
         self._selector.register(self._listener, selectors.EVENT_READ)
-        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._selector.register(self._stop_read, selectors.EVENT_READ)
         while True:
             for key, _ in self._selector.select():
-                if key.fileobj == self._woken:
+                if key.fileobj == self._stop_read:
                     self._close()
                     return
                 try:
@@ -77,59 +74,55 @@ class Passing:
                         self._accept()
                     elif isinstance(key.fileobj, socket.socket):
                         self._serve(key.fileobj)
-                except Exception:  # noqa: BLE001 - one connection's trouble isn't the others'
-                    _log.exception("passing descriptors of lent files")
+                except Exception:  # noqa: BLE001 - one connection's error isn't the others'
+                    _log.exception("passing descriptors of spool files")
 
     def stop(self) -> None:
         """Ends :meth:`run`."""
-        os.write(self._wake, b"\0")
+        os.write(self._stop_write, b"\0")
 
     def _accept(self) -> None:
         connection, _ = self._listener.accept()
-        told = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        pid, user, _ = _CREDENTIALS.unpack(told)
+        peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        pid, user, _ = _CREDENTIALS.unpack(peer)
         stranger = self._allowed is not None and user not in self._allowed
-        if stranger or len(self._said) >= MAX_CONNECTIONS:
-            _log.warning("user %d (process %d) may not borrow files of the spool: cut", user, pid)
+        if stranger or len(self._partial) >= MAX_CONNECTIONS:
+            _log.warning("user %d (process %d) may not lease spool files: closed", user, pid)
             connection.close()
             return
         connection.settimeout(_SEND_S)
-        self._said[connection] = b""
+        self._partial[connection] = b""
         self._selector.register(connection, selectors.EVENT_READ)
 
     def _serve(self, connection: socket.socket) -> None:
         try:
-            said = self._said[connection]
-            greets = self._knows is not None and connection not in self._greeted
-            wanted = DIGEST_BYTES if greets else TOKEN_BYTES
-            more = connection.recv(wanted - len(said))
-            said += more
+            unknown = self._accepts is not None and connection not in self._authenticated
+            wanted = DIGEST_BYTES if unknown else TOKEN_BYTES
+            more = connection.recv(wanted - len(self._partial[connection]))
+            received = self._partial[connection] + more
             if not more:
                 self._end(connection)
-            elif len(said) < wanted:
-                self._said[connection] = said
-            elif greets:
-                self._said[connection] = b""
-                self._greet(connection, said)
+            elif len(received) < wanted:
+                self._partial[connection] = received
             else:
-                self._said[connection] = b""
-                self._pass(connection, said)
+                self._partial[connection] = b""
+                (self._authenticate if unknown else self._pass)(connection, received)
         except OSError as error:
             _log.debug("a connection for descriptors broke: %s", error)
             self._end(connection)
 
-    def _greet(self, connection: socket.socket, digest: bytes) -> None:
-        assert self._knows is not None
-        if self._knows(digest):
-            self._greeted.add(connection)
+    def _authenticate(self, connection: socket.socket, digest: bytes) -> None:
+        assert self._accepts is not None
+        if self._accepts(digest):
+            self._authenticated.add(connection)
             connection.sendall(b"\1")
             return
-        _log.debug("a connection for descriptors has shown no token of the job's: cut")
+        _log.debug("a connection for descriptors has no token of the job: closed")
         connection.sendall(b"\0")
         self._end(connection)
 
     def _pass(self, connection: socket.socket, token: bytes) -> None:
-        descriptors = self._lending.fetched(token, connection)
+        descriptors = self._mapped.open_descriptors(token, connection)
         try:
             if not descriptors:
                 connection.sendall(b"\0")
@@ -142,29 +135,34 @@ class Passing:
 
     def _end(self, connection: socket.socket) -> None:
         self._selector.unregister(connection)
-        del self._said[connection]
-        self._greeted.discard(connection)
+        del self._partial[connection]
+        self._authenticated.discard(connection)
         connection.close()
-        self._lending.gone(connection)
+        self._mapped.disconnect(connection)
 
     def _close(self) -> None:
-        for connection in list(self._said):
+        for connection in list(self._partial):
             connection.close()
         self._selector.close()
-        for fd in (self._woken, self._wake):
+        for fd in (self._stop_read, self._stop_write):
             os.close(fd)
 
 
 @contextmanager
-def passing(
-    path: Path, lending: Lending, *, allow_uid: Collection[int] = (), knows: Knows | None = None
+def serving_descriptors(
+    path: Path,
+    mapped: MappedFiles,
+    listen: Listen,
+    *,
+    allowed: Collection[int] | None,
+    accepts: Callable[[bytes], bool] | None = None,
 ) -> Iterator[str]:
-    """Passes descriptors as long as the context lasts; gives the socket's name, or "" for none.
+    """Passes descriptors as long as the context lasts; yields the socket's name, or "" for none.
 
     Args:
-        path: of the sidecar's own socket, which the lock beside it keeps for us.
-        allow_uid: other users that may connect.
-        knows: anybody may connect who says a digest that it knows.
+        path: of the sidecar's own socket, whose lock covers this one, too.
+        listen: makes the socket.
+        allowed, accepts: see :class:`DescriptorServer`.
     """
     beside = path.with_name(path.name + SUFFIX)
     if len(os.fsencode(beside)) > _LONGEST_PATH:
@@ -175,11 +173,9 @@ def passing(
         )
         yield ""
         return
-    allowed = {os.geteuid(), 0, *allow_uid} if knows is None else None
-    opened = private_socket(beside, allow_uid) if knows is None else job_socket(beside)
-    with opened as listener:
-        served = Passing(listener, lending, allowed, knows)
-        thread = threading.Thread(target=served.run, name="pannier-passing", daemon=True)
+    with listen(beside) as listener:
+        served = DescriptorServer(listener, mapped, allowed, accepts)
+        thread = threading.Thread(target=served.run, name="pannier-descriptors", daemon=True)
         thread.start()
         try:
             yield beside.name

@@ -1,11 +1,10 @@
-"""The file in which a sidecar notes what it must know after its death: ``<spool>/journal``.
+"""The file from which a restarted sidecar recovers: ``<spool>/journal``.
 
-In: records. Out: the same records in the next life, as far as the file is whole. It begins with
-MAGIC, the format and their crc32c; then come records, each a mark, the length, the crc32c of
-length and message, and a :class:`~pannier.v1.journal_pb2.JournalRecord`; then zeros, which are
-space for more, since a spool that is full must not keep us from noting what is in it. Records are
-only ever added; a whole new file takes the place of one that has grown. Blocking; thread-safe
-where it says so.
+In: records. Out: the same records after a restart, up to the first damage. The file begins with MAGIC,
+the format and their crc32c; then come records, each a mark, the length, the crc32c of length and
+message, and a :class:`~pannier.v1.journal_pb2.JournalRecord`; then zeros, which reserve space, since a
+full spool must not prevent records. Records are only appended; a file that has grown is replaced
+as a whole. Blocking; thread-safe where it says so.
 """
 
 import os
@@ -28,7 +27,7 @@ from pannier.wire.errors import ConfigurationError, PannierError
 NAME: Final = "journal"
 MAGIC: Final = b"\x89Pannier"
 FORMAT: Final = 1
-"""Raised when an older sidecar would go wrong by what a newer one writes; older ones are read."""
+"""Raised when an older sidecar can't read what a newer one writes; older formats are read."""
 MAX_RECORD: Final = 64 << 20
 
 _HEADER: Final = struct.Struct("<8sII")
@@ -36,23 +35,23 @@ _RECORD: Final = struct.Struct("<4sII")
 _MARK: Final = b"\xf7PJ\x1a"
 _NEW: Final = f"{NAME}.new"
 _RESERVE: Final = 2 << 20
-"""Bytes of space for more records."""
-# Not blocked by what only looks like a file.
+"""Bytes reserved for more records."""
+# Never blocks on a pipe or follows a link.
 _SAFE: Final = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 @dataclass
 class Contents:
-    """What was read."""
+    """What was read of a journal."""
 
     records: list[journal_pb2.JournalRecord] = field(default_factory=list)
     """Those before any damage."""
     damaged_at: int | None = None
-    """Where a record is broken that others follow; None: at most the last one was torn."""
+    """Offset of a broken record that others follow; None: at most the last one was torn."""
     beyond: list[journal_pb2.JournalRecord] = field(default_factory=list)
-    """What can still be read behind the damage: not to be built upon."""
+    """Records behind the damage, which may lack others before them."""
     torn: int = 0
-    """Bytes of the last record, which is to be cut off."""
+    """Bytes of an incomplete last record, to be overwritten."""
     end: int = 0
     """Where the next record goes when nothing is damaged."""
 
@@ -69,20 +68,19 @@ def encode(records: Iterable[journal_pb2.JournalRecord]) -> bytes:
 
 
 def header(version: int = FORMAT) -> bytes:
-    """How a file of that format begins."""
+    """The first bytes of a file of that format."""
     begin = _HEADER.pack(MAGIC, version, 0)[:-4]
     return begin + struct.pack("<I", crc32c.crc32c(begin))
 
 
 def decode(data: bytes, path: Path) -> Contents:
-    """Reads a whole file; of damage it tells, and goes on.
+    """Reads a whole file; reports damage and reads on behind it.
 
     Raises ConfigurationError: a newer sidecar wrote it, or it is no journal at all.
     """
     contents = Contents()
     if len(data) < _HEADER.size and header().startswith(data):
-        # It is renamed to its place as a whole, so this is not how a crash leaves it; but nothing
-        # can have been in it.
+        # No crash leaves this, since the file is renamed as a whole; but it can't have held anything.
         contents.torn = len(data)
         return contents
     contents.end = _HEADER.size
@@ -132,7 +130,7 @@ class Journal:
         self._first_size = 0
 
     def read(self) -> Contents:
-        """What an earlier life left. Raises ConfigurationError, and then has touched nothing."""
+        """Reads what an earlier process left. Raises ConfigurationError, and changes nothing."""
         try:
             fd = os.open(self.path, os.O_RDONLY | _SAFE)
         except FileNotFoundError:
@@ -149,9 +147,9 @@ class Journal:
             return decode(file.read(), self.path)
 
     def rewrite(self, records: Iterable[journal_pb2.JournalRecord]) -> None:
-        """Puts a file with just these records in the place of the present one, if there is any.
+        """Replaces the file with one of just these records.
 
-        No record may be added meanwhile. Raises PannierError, and then the present one stays.
+        No record may be added meanwhile. Raises PannierError, and then the present file stays.
         """
         new = self.path.with_name(_NEW)
         with self._sync_lock, self._lock:
@@ -182,7 +180,7 @@ class Journal:
                 ) from error
 
     def reopen(self, contents: Contents) -> None:
-        """Goes on with the file as it is, when there is no room for another.
+        """Appends to the file as it is, when there is no room for another.
 
         Args:
             contents: as it was read, without damage.
@@ -228,8 +226,8 @@ class Journal:
                 self._size = _write(self._fd, data, self._size)
             except OSError as error:
                 raise PannierError(
-                    f"the journal {self.path} can't be written: {error}; what it says is needed "
-                    "to go on after a restart"
+                    f"the journal {self.path} can't be written: {error}; a restarted sidecar "
+                    "needs it"
                 ) from error
 
     def sync(self) -> None:

@@ -1,10 +1,10 @@
-"""Files of the spool that are lent to trainers, who map them and stage into them.
+"""Leases of spool files to trainers, which map the files and stage into them.
 
-In: sizes that a client asks for, and what becomes of its connection. Out: slabs that stay the
-client's until it gives them back or is gone. A loan ends with the connection over which the
-descriptors went (:mod:`pannier.sidecar.spool.fd_server`), which the kernel closes with its process. Each
-descriptor carries a shared lock that ends with the last process, and the last mapping, that holds
-it: only when nobody does is a slab anybody else's. Thread-safe.
+In: sizes that a client requests, and the end of its connection. Out: files that stay the client's until
+it returns them or its process ends. A lease lasts as long as the connection over which its descriptors
+went (:mod:`pannier.sidecar.spool.fd_server`), which the kernel closes with the process. Each
+descriptor carries a shared lock that ends with the last process, and the last mapping, that holds it:
+only then is a file given to another owner. Thread-safe.
 """
 
 import fcntl
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from pannier.sidecar.save_state import RankSave
-from pannier.sidecar.spool.spool import Slab, Spool
+from pannier.sidecar.spool.spool import Spool, SpoolFile
 from pannier.v1 import sidecar_pb2
 from pannier.wire.errors import BusyError, InvalidRequestError
 from pannier.wire.file_layout import STAMP_BYTES
@@ -27,125 +27,132 @@ _log = logging.getLogger(__name__)
 
 TOKEN_BYTES: Final = 16
 _FETCH_S: Final = 30.0
-"""A loan whose descriptors nobody has fetched by then is over."""
-_ENDING_S: Final = 10.0
-"""How long a file may stay busy after its save's verdict: uploads are cut off in between."""
+"""A lease ends when its descriptors weren't fetched within this time."""
+_CLEANUP_S: Final = 10.0
+"""How long a file may stay in use after its save has ended: uploads are cancelled meanwhile."""
 
 Owner = tuple[str, str, int]
 """Job, incarnation, rank."""
 
 
 @dataclass(eq=False)
-class _Loan:
-    """What one call of Reserve lent."""
+class _FileLease:
+    """The files of one ``Reserve`` call."""
 
     owner: Owner
     client: str
-    number: int
-    slabs: dict[str, Slab]
+    files: dict[str, SpoolFile]
     """By the name in messages."""
     token: bytes
     made_at: float
     connection: object | None = None
-    """Over which the descriptors went; None: not yet."""
-    busy: dict[str, RankSave] = field(default_factory=dict)
-    """By name, to whom the content of those belongs that the sidecar hasn't let go of."""
+    """The connection over which the descriptors went; None: not yet."""
+    in_use: dict[str, RankSave] = field(default_factory=dict)
+    """Ranks whose content the sidecar still needs, by the file's name."""
     over: bool = False
-    """The borrower is gone."""
+    """The client has disconnected."""
+
+    @property
+    def idle(self) -> list[SpoolFile]:
+        """Files that hold nothing of a save."""
+        return [file for name, file in self.files.items() if name not in self.in_use]
+
+    @property
+    def idle_bytes(self) -> int:
+        return sum(file.capacity for file in self.idle)
 
 
-class Lending:
-    """The loans of one spool.
+class MappedFiles:
+    """The leases of one spool.
 
     Args:
-        wanted: called with the clients that hold idle files, when others need the room.
+        request_room: called with the clients that hold idle files, when others need the room.
     """
 
     def __init__(
-        self, spool: Spool, wanted: Callable[[set[str]], None] = lambda clients: None
+        self, spool: Spool, request_room: Callable[[set[str]], None] = lambda clients: None
     ) -> None:
         self._spool = spool
-        self._wanted = wanted
-        self._life = secrets.token_hex(4)
-        """Names of an earlier sidecar's loans are never taken for ours."""
+        self._request_room = request_room
+        self._prefix = secrets.token_hex(4)
+        """Keeps names of an earlier sidecar process's leases from being taken for ours."""
         self._lock = threading.Lock()
-        self._given = threading.Condition(self._lock)
-        """Rung whenever a save has let go of a lent file."""
+        self._returned = threading.Condition(self._lock)
+        """Notified whenever a save has released a leased file."""
         self._count = 0
-        self._loans: set[_Loan] = set()
-        self._by_name: dict[str, tuple[_Loan, Slab]] = {}
-        self._by_slab: dict[Slab, tuple[_Loan, str]] = {}
-        self._held: list[Slab] = []
-        """Wanted by nobody, but somebody may still write into them."""
+        self._leases: set[_FileLease] = set()
+        self._by_name: dict[str, tuple[_FileLease, SpoolFile]] = {}
+        self._by_file: dict[SpoolFile, tuple[_FileLease, str]] = {}
+        self._held: list[SpoolFile] = []
+        """No longer needed, but a process may still write into them."""
 
     def reserve(
         self, owner: Owner, client: str, sizes: Sequence[int], spare: int = 0
     ) -> sidecar_pb2.ReserveResponse:
-        """Lends files of at least these sizes, bytes, with any content.
+        """Leases files of at least these sizes, bytes, with any content.
 
         Args:
             client: id of the client object.
             spare: bytes of room that must be left.
 
         Raises:
-            BusyError: the spool has no room now; who holds idle files was asked to give them back.
+            BusyError: the spool has no room now; clients with idle files were asked to return them.
             PannierError: the spool can't be written.
         """
-        slabs: list[Slab] = []
+        files: list[SpoolFile] = []
         try:
             for size in sizes:
-                slabs.append(self._spool.take(owner[0], size + STAMP_BYTES, spare=spare))
+                files.append(self._spool.take(owner[0], size + STAMP_BYTES, spare=spare))
         except BaseException as error:
-            for slab in slabs:
-                self.give(slab)
+            for file in files:
+                self.give_back(file)
             if isinstance(error, BusyError):
-                self.ask_for_room()
+                self.request_room()
             raise
         with self._lock:
             self._count += 1
-            names = [f"{self._life}-{self._count}-{index}" for index in range(len(slabs))]
-            loan = _Loan(
+            names = [f"{self._prefix}-{self._count}-{index}" for index in range(len(files))]
+            lease = _FileLease(
                 owner,
                 client,
-                self._count,
-                dict(zip(names, slabs, strict=True)),
+                dict(zip(names, files, strict=True)),
                 secrets.token_bytes(TOKEN_BYTES),
                 time.monotonic(),
             )
-            self._loans.add(loan)
-            for name, slab in loan.slabs.items():
-                self._by_name[name] = (loan, slab)
-                self._by_slab[slab] = (loan, name)
+            self._leases.add(lease)
+            for name, file in lease.files.items():
+                self._by_name[name] = (lease, file)
+                self._by_file[file] = (lease, name)
         return sidecar_pb2.ReserveResponse(
             files=[
-                sidecar_pb2.LentFile(slab=name, capacity=slab.stageable)
-                for name, slab in loan.slabs.items()
+                sidecar_pb2.LentFile(slab=name, capacity=file.stageable)
+                for name, file in lease.files.items()
             ],
-            token=loan.token,
+            token=lease.token,
         )
 
-    def fetched(self, token: bytes, connection: object) -> list[int]:
-        """Fresh descriptors of the loan with that token, each locked; the caller closes them.
+    def open_descriptors(self, token: bytes, connection: object) -> list[int]:
+        """New descriptors of the lease with that token, each locked; the caller closes them.
 
-        The loan lasts as long as ``connection`` does. Empty: there is no such loan to be fetched.
+        The lease lasts as long as ``connection`` does. Empty: no lease with that token is unfetched.
         """
         with self._lock:
-            loan = next(
+            lease = next(
                 (
                     each
-                    for each in self._loans
+                    for each in self._leases
                     if each.connection is None and secrets.compare_digest(each.token, token)
                 ),
                 None,
             )
-            if loan is None:
+            if lease is None:
                 return []
-            loan.connection = connection
+            lease.connection = connection
         descriptors: list[int] = []
         try:
-            for slab in loan.slabs.values():
-                # Opened anew: a lock is the open file's, not the descriptor's.
-                fd = os.open(f"/proc/self/fd/{slab.fd}", os.O_RDWR | os.O_CLOEXEC)
+            for file in lease.files.values():
+                # Opened again, not duplicated: a lock belongs to the open file description.
+                fd = os.open(f"/proc/self/fd/{file.fd}", os.O_RDWR | os.O_CLOEXEC)
                 descriptors.append(fd)
                 fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BaseException:
@@ -154,161 +161,148 @@ class Lending:
             raise
         return descriptors
 
-    def gone(self, connection: object) -> None:
-        """The borrower at the other end of ``connection`` has no more to do with its loans."""
+    def disconnect(self, connection: object) -> None:
+        """Ends the leases of a connection."""
         with self._lock:
-            loans = [loan for loan in self._loans if loan.connection is connection]
-        for loan in loans:
-            self._end(loan)
+            leases = [lease for lease in self._leases if lease.connection is connection]
+        for lease in leases:
+            self._end(lease)
 
     def release(self, owner: Owner, names: Sequence[str]) -> None:
-        """A borrower has unmapped these; names that aren't its own are passed over."""
+        """A client has unmapped these files; names that aren't its own are ignored."""
         free = []
         with self._lock:
             for name in names:
-                loan, slab = self._by_name.get(name, (None, None))
-                if loan is None or slab is None or loan.owner != owner:
+                lease, file = self._by_name.get(name, (None, None))
+                if lease is None or file is None or lease.owner != owner:
                     continue
-                del self._by_name[name]
-                del loan.slabs[name]
-                if not loan.slabs:
-                    self._loans.discard(loan)
-                # One that is busy is given back when its save has ended.
-                del self._by_slab[slab]
-                if name not in loan.busy:
-                    free.append(slab)
-        for slab in free:
-            self.give(slab)
+                # One that is in use is given back when its save has ended.
+                if name not in lease.in_use:
+                    free.append(file)
+                self._forget(lease, name)
+        for file in free:
+            self.give_back(file)
 
-    def claim(self, rank: RankSave, name: str, size: int) -> Slab:
-        """The slab that holds ``size`` bytes of a data file of ``rank``; the caller gives it back.
+    def claim(self, rank: RankSave, name: str, size: int) -> SpoolFile:
+        """The file that holds ``size`` bytes of a data file of ``rank``; the caller gives it back.
 
-        Waits a moment for one whose save has ended, but isn't cleared away yet.
+        Waits a moment for a file whose save has ended but isn't cleaned up yet.
 
-        Raises InvalidRequestError: it isn't lent to that rank now, is another data file, or is shorter.
+        Raises InvalidRequestError: the rank has no lease of it, it holds another data file, or it is
+        too short.
         """
         owner = (rank.save.id.job, rank.save.id.incarnation, rank.rank)
         with self._lock:
-            self._given.wait_for(lambda: not self._is_ending(name), _ENDING_S)
-            loan, slab = self._by_name.get(name, (None, None))
-            if loan is None or slab is None or loan.owner != owner:
+            self._returned.wait_for(lambda: not self._is_ending(name), _CLEANUP_S)
+            lease, file = self._by_name.get(name, (None, None))
+            if lease is None or file is None or lease.owner != owner:
                 raise InvalidRequestError(
-                    f"{rank.label}: {name!r} is no file of the spool that this sidecar has lent to "
-                    "the rank since it was started"
+                    f"{rank.label}: {name!r} is no spool file that the rank has leased since this "
+                    "sidecar started"
                 )
-            if name in loan.busy:
+            if name in lease.in_use:
                 raise InvalidRequestError(
-                    f"{rank.label}: the lent file {name} already holds a data file of a save that "
+                    f"{rank.label}: the leased file {name} already holds a data file of a save that "
                     "hasn't ended"
                 )
-            if size > slab.stageable:
+            if size > file.stageable:
                 raise InvalidRequestError(
-                    f"{rank.label}: {size} bytes are said to be in the lent file {name}, which has "
-                    f"{slab.stageable}"
+                    f"{rank.label}: {size} bytes are announced in the leased file {name}, which has "
+                    f"{file.stageable}"
                 )
-            loan.busy[name] = rank
-        return slab
+            lease.in_use[name] = rank
+        return file
 
-    def give(self, slab: Slab) -> None:
-        """Takes a slab back whose content nobody needs or reads: its borrower's again, or free."""
+    def give_back(self, file: SpoolFile) -> None:
+        """Takes a file back whose content isn't needed: it is its client's again, or free."""
         with self._lock:
-            loan, name = self._by_slab.get(slab, (None, ""))
-            if loan is not None and not loan.over:
-                loan.busy.pop(name, None)
-                self._given.notify_all()
+            lease, name = self._by_file.get(file, (None, ""))
+            if lease is not None and not lease.over:
+                lease.in_use.pop(name, None)
+                self._returned.notify_all()
                 return
-            if loan is not None:
-                self._forget(loan, name)
-            if _held(slab):
-                self._held.append(slab)
+            if lease is not None:
+                self._forget(lease, name)
+            if _is_held(file):
+                self._held.append(file)
                 return
-        self._spool.give(slab)
+        self._spool.give(file)
 
-    def idle(self, owner: Owner) -> int:
-        """Bytes that the rank has been lent and that hold nothing of a save."""
+    def leased_to(self, owner: Owner) -> int:
+        """Bytes that the rank has leased and that hold nothing of a save."""
         with self._lock:
-            return sum(
-                slab.capacity
-                for loan in self._loans
-                if loan.owner == owner
-                for name, slab in loan.slabs.items()
-                if name not in loan.busy
-            )
+            return sum(lease.idle_bytes for lease in self._leases if lease.owner == owner)
 
-    def lent(self) -> tuple[int, int]:
-        """Bytes that are lent, and bytes that a process still holds though its loan is over."""
+    def leased_bytes(self) -> tuple[int, int]:
+        """Leased bytes, and bytes that a process still holds though its lease is over."""
         with self._lock:
             return (
-                sum(slab.capacity for slab in self._by_slab),
-                sum(slab.capacity for slab in self._held),
+                sum(file.capacity for file in self._by_file),
+                sum(file.capacity for file in self._held),
             )
 
     def unused(self) -> int:
-        """Bytes that are lent and hold nothing of a save."""
+        """Leased bytes that hold nothing of a save."""
         with self._lock:
-            return sum(
-                slab.capacity
-                for loan in self._loans
-                for name, slab in loan.slabs.items()
-                if name not in loan.busy
-            )
+            return sum(lease.idle_bytes for lease in self._leases)
 
-    def ask_for_room(self) -> None:
-        """Asks the clients that hold idle files to give them back."""
+    def request_room(self) -> None:
+        """Asks the clients that hold idle files to return them."""
         with self._lock:
-            clients = {loan.client for loan in self._loans if loan.slabs.keys() - loan.busy.keys()}
+            clients = {lease.client for lease in self._leases if lease.idle}
         if clients:
-            self._wanted(clients)
+            self._request_room(clients)
 
     def tick(self) -> None:
-        """Looks after what was never fetched, and what has been let go. To be called now and then."""
+        """Ends leases that were never fetched, frees files that were released. Call it now and then."""
         now = time.monotonic()
         with self._lock:
             late = [
-                loan
-                for loan in self._loans
-                if loan.connection is None and now - loan.made_at > _FETCH_S
+                lease
+                for lease in self._leases
+                if lease.connection is None and now - lease.made_at > _FETCH_S
             ]
             held, self._held = self._held, []
-        for loan in late:
-            self._end(loan)
-        for slab in held:
-            self.give(slab)
+        for lease in late:
+            self._end(lease)
+        for file in held:
+            self.give_back(file)
 
-    def _end(self, loan: _Loan) -> None:
+    def _end(self, lease: _FileLease) -> None:
         with self._lock:
-            loan.over = True
-            idle = [slab for name, slab in loan.slabs.items() if name not in loan.busy]
-            if loan.busy:
+            lease.over = True
+            idle = lease.idle
+            if lease.in_use:
                 _log.info(
-                    "the trainer of rank %d of job %s is gone; %d files of its saves go on",
-                    *(loan.owner[2], loan.owner[0], len(loan.busy)),
+                    "the trainer of rank %d of job %s has disconnected; uploads of %d files continue",
+                    *(lease.owner[2], lease.owner[0], len(lease.in_use)),
                 )
-            if not loan.slabs:
-                self._loans.discard(loan)
-        for slab in idle:
-            self.give(slab)
+            if not lease.files:
+                self._leases.discard(lease)
+        for file in idle:
+            self.give_back(file)
 
     def _is_ending(self, name: str) -> bool:
-        """Whether a file's save is over, so that its next use is right but early."""
-        loan, _ = self._by_name.get(name, (None, None))
-        rank = loan.busy.get(name) if loan is not None else None
-        return rank is not None and rank.save.verdict is not None
+        """Whether the file's save has ended, so that its next use is valid but early."""
+        lease, _ = self._by_name.get(name, (None, None))
+        rank = lease.in_use.get(name) if lease is not None else None
+        return rank is not None and rank.save.outcome is not None
 
-    def _forget(self, loan: _Loan, name: str) -> None:
-        slab = loan.slabs.pop(name)
-        loan.busy.pop(name, None)
+    def _forget(self, lease: _FileLease, name: str) -> None:
+        """Takes a file out of its lease; with the lock held."""
+        file = lease.files.pop(name)
+        lease.in_use.pop(name, None)
         del self._by_name[name]
-        del self._by_slab[slab]
-        if not loan.slabs:
-            self._loans.discard(loan)
+        del self._by_file[file]
+        if not lease.files:
+            self._leases.discard(lease)
 
 
-def _held(slab: Slab) -> bool:
-    """Whether a process holds a descriptor or a mapping that the slab was lent by."""
+def _is_held(file: SpoolFile) -> bool:
+    """Whether a process holds a descriptor or a mapping of a lease."""
     try:
-        fcntl.flock(slab.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    fcntl.flock(slab.fd, fcntl.LOCK_UN)
+    fcntl.flock(file.fd, fcntl.LOCK_UN)
     return False

@@ -1,8 +1,8 @@
-"""A sidecar's start on a spool that an earlier one left: what was ingested goes on by itself.
+"""A sidecar's start on a spool that an earlier process left: what was ingested is uploaded without trainers.
 
-In: the parts of the journal. Out: ranks as they were, with their files where the bytes that the
-spool holds have the checksum that the journal tells, and uploads under way. A rank whose trainer
-had not handed it over waits for that trainer. Blocking; done before anybody is answered.
+In: the states that the journal records. Out: ranks as they were, their files verified against the recorded
+checksums, and uploads under way. A rank that wasn't handed over waits for its trainer. Blocking;
+done before any call is served.
 """
 
 import asyncio
@@ -15,12 +15,13 @@ from typing import Final
 
 import crc32c
 
-from pannier.sidecar.save_state import BEFORE_INGESTION, Phase, RankSave, Saves
+from pannier.sidecar.save_registry import SaveRegistry
+from pannier.sidecar.save_state import BEFORE_INGESTION, Phase, RankPlan, RankSave
 from pannier.sidecar.spool import boot_clock
 from pannier.sidecar.spool.data_file import DataFile
-from pannier.sidecar.spool.journal_state import KeptFile, Ledger, Part
-from pannier.sidecar.spool.spool import Slab, Spool
-from pannier.sidecar.upload.uploader import Uploads
+from pannier.sidecar.spool.journal_state import FileState, JournalState, RankState
+from pannier.sidecar.spool.spool import Spool, SpoolFile
+from pannier.sidecar.upload.uploader import Uploader
 from pannier.v1 import save_pb2
 from pannier.wire.errors import IntegrityError, PannierError
 from pannier.wire.object_names import save_text
@@ -28,95 +29,99 @@ from pannier.wire.object_names import save_text
 _log = logging.getLogger(__name__)
 
 _READERS: Final = 4
-"""Files that are read at a time."""
-_PIECE: Final = 4 << 20
+"""Files that are verified at a time."""
+_READ_BYTES: Final = 4 << 20
 
 
-def restore(
-    ledger: Ledger,
+def recover(
+    journal: JournalState,
     spool: Spool,
-    saves: Saves,
-    uploads: Uploads,
+    saves: SaveRegistry,
+    uploads: Uploader,
     loop: asyncio.AbstractEventLoop,
 ) -> list[RankSave]:
-    """Takes everything up again; what nobody needs is removed from the spool.
+    """Restores all ranks and resumes their uploads; removes spool files that no rank needs.
 
     Returns:
         the ranks whose trainers must send the rest.
     """
-    parts = ledger.parts()
-    began = time.monotonic()
-    slabs = {
-        (part.number, kept.name): _adopt(spool, part, kept)
-        for part in parts
-        for kept in part.needed
+    states = journal.states()
+    start = time.monotonic()
+    spool_files = {
+        (state.number, file.name): _adopt(spool, state, file)
+        for state in states
+        for file in state.needed
     }
     spool.sweep()
     with ThreadPoolExecutor(_READERS, thread_name_prefix="pannier-verify") as readers:
         checks = {
-            (part.number, kept.name): readers.submit(_check, kept, slabs[part.number, kept.name])
-            for part in parts
-            for kept in part.needed
+            (state.number, file.name): readers.submit(
+                _verify, file, spool_files[state.number, file.name]
+            )
+            for state in states
+            for file in state.needed
         }
-    ranks = [_restore(part, saves, ledger, _verdict(part, parts)) for part in parts]
-    for part, rank in zip(parts, ranks, strict=True):
+    ranks = [_restore(state, saves, journal, _outcome(state, states)) for state in states]
+    for state, rank in zip(states, ranks, strict=True):
         problems = []
-        for kept in part.files.values():
-            key = (part.number, kept.name)
-            slab = slabs.get(key)
-            file = _file(kept, slab if isinstance(slab, Slab) else None, rank, loop)
-            rank.files[file.name] = file
+        for recorded in state.files.values():
+            key = (state.number, recorded.name)
+            spool_file = spool_files.get(key)
+            file = _data_file(
+                recorded, spool_file if isinstance(spool_file, SpoolFile) else None, rank, loop
+            )
+            rank.restore_file(file)
             problem = checks[key].result() if key in checks else None
             if problem is not None:
                 problems.append((file, problem))
-        _judge(rank, problems, saves)
-        _go_on(rank, uploads)
+        _handle_problems(rank, problems, saves)
+        _resume_uploads(rank, uploads)
     for save in {rank.save.key: rank.save for rank in ranks}.values():
-        if save.verdict is not None:
-            uploads.clear(save)
-    if parts:
+        if save.outcome is not None:
+            uploads.clean_up(save)
+    if states:
         _log.info(
-            "took up %d ranks of earlier saves from the journal, in %.1f s: %s",
-            *(len(parts), time.monotonic() - began, _summary(ranks)),
+            "recovered %d ranks of earlier saves from the journal, in %.1f s: %s",
+            *(len(states), time.monotonic() - start, _summary(ranks)),
         )
-    return [rank for rank in ranks if rank.save.verdict is None and rank.phase in BEFORE_INGESTION]
+    return [rank for rank in ranks if rank.save.outcome is None and rank.phase in BEFORE_INGESTION]
 
 
-def _adopt(spool: Spool, part: Part, file: KeptFile) -> Slab | PannierError:
+def _adopt(spool: Spool, state: RankState, file: FileState) -> SpoolFile | PannierError:
     try:
-        if not file.slab:
-            raise PannierError("another file lies where it was in the spool")
-        return spool.adopt(file.slab, part.begun.context.save.job, file.size)
+        if not file.spool_file:
+            raise PannierError("its spool file has been reused for another data file")
+        return spool.adopt(file.spool_file, state.begun.context.save.job, file.size)
     except PannierError as error:
         return error
 
 
-def _check(file: KeptFile, slab: Slab | PannierError) -> PannierError | None:
-    """Reads all that the journal says is there."""
-    if not isinstance(slab, Slab):
-        return slab
+def _verify(file: FileState, spool_file: SpoolFile | PannierError) -> PannierError | None:
+    """Reads all bytes that the journal records; returns what is wrong."""
+    if not isinstance(spool_file, SpoolFile):
+        return spool_file
     crc, at = 0, 0
     while at < file.held:
         try:
-            piece = os.pread(slab.fd, min(_PIECE, file.held - at), at)
+            piece = os.pread(spool_file.fd, min(_READ_BYTES, file.held - at), at)
         except OSError as error:
-            return PannierError(f"the spool file {slab.path} can't be read: {error}")
+            return PannierError(f"the spool file {spool_file.path} can't be read: {error}")
         if not piece:
             break
         crc = crc32c.crc32c(piece, crc)
         at += len(piece)
     if at < file.held or crc != file.crc32c:
         return IntegrityError(
-            f"the first {file.held} bytes of the spool file {slab.path} have crc32c {crc:08x}, the "
-            f"journal says {file.crc32c:08x}"
+            f"the first {file.held} bytes of the spool file {spool_file.path} have crc32c {crc:08x}, "
+            f"the journal says {file.crc32c:08x}"
         )
     return None
 
 
-def _verdict(part: Part, parts: Iterable[Part]) -> save_pb2.SaveStatus | None:
-    """How the part's save had ended; one of its ranks may know it alone."""
-    context = part.begun.context
-    for each in parts:
+def _outcome(state: RankState, states: Iterable[RankState]) -> save_pb2.SaveStatus | None:
+    """How the rank's save had ended, which may be recorded for only one of its ranks."""
+    context = state.begun.context
+    for each in states:
         if each.ended is not None and each.begun.context.save == context.save:
             return save_pb2.SaveStatus(
                 save=context.save,
@@ -129,50 +134,66 @@ def _verdict(part: Part, parts: Iterable[Part]) -> save_pb2.SaveStatus | None:
 
 
 def _restore(
-    part: Part, saves: Saves, ledger: Ledger, verdict: save_pb2.SaveStatus | None
+    state: RankState,
+    saves: SaveRegistry,
+    journal: JournalState,
+    outcome: save_pb2.SaveStatus | None,
 ) -> RankSave:
-    begun, receipt = part.begun, part.receipt
+    begun, receipt = state.begun, state.receipt
     rank = saves.restore(
         begun.context,
-        _phase(part),
+        _phase(state),
         created_at=begun.created_at,
         save_timeout_s=boot_clock.remaining(begun),
         attempt=begun.attempt or (receipt.attempt if receipt is not None else ""),
-        plan_id=begun.plan_id or (receipt.plan_id if receipt is not None else ""),
-        planned={file.name: file.size for file in begun.files} if begun.planned else None,
+        plan=RankPlan(
+            begun.plan_id or (receipt.plan_id if receipt is not None else ""),
+            {file.name: file.size for file in begun.files} if begun.planned else None,
+        ),
         receipt=receipt,
-        failure=part.failure,
-        verdict=verdict,
+        failure=state.failure,
+        outcome=outcome,
     )
-    ledger.bind(rank, part)
+    journal.bind(rank, state)
     return rank
 
 
-def _phase(part: Part) -> Phase:
-    if part.failure is not None:
+def _phase(state: RankState) -> Phase:
+    if state.failure is not None:
         return Phase.FAILED
-    if part.stored:
+    if state.stored:
         return Phase.DURABLE
-    return Phase.INGESTED if part.receipt is not None else Phase.STREAMING
+    return Phase.INGESTED if state.receipt is not None else Phase.STREAMING
 
 
-def _file(
-    kept: KeptFile, slab: Slab | None, rank: RankSave, loop: asyncio.AbstractEventLoop
+def _data_file(
+    recorded: FileState,
+    spool_file: SpoolFile | None,
+    rank: RankSave,
+    loop: asyncio.AbstractEventLoop,
 ) -> DataFile:
-    label = f"{kept.name} of {rank.label}"
-    file = DataFile(kept.name, kept.size, slab, label=label, loop=loop, stamp=kept.stamp)
-    file.restore(kept.held, kept.crc32c)
-    if kept.durable:
-        file.durable, file.uploaded = True, file.size
+    file = DataFile(
+        recorded.name,
+        recorded.size,
+        spool_file,
+        label=f"{recorded.name} of {rank.label}",
+        loop=loop,
+        stamp=recorded.stamp,
+    )
+    file.restore(recorded.held, recorded.crc32c)
+    if recorded.durable:
+        file.upload.restore_durable(file.size)
     return file
 
 
-def _judge(rank: RankSave, problems: list[tuple[DataFile, PannierError]], saves: Saves) -> None:
-    """What was handed over can't be had again; what wasn't, its trainer sends once more."""
+def _handle_problems(
+    rank: RankSave, problems: list[tuple[DataFile, PannierError]], saves: SaveRegistry
+) -> None:
+    """Before the hand-over the trainer sends damaged files again; afterwards the rank fails."""
     for file, problem in problems:
         damaged = isinstance(problem, IntegrityError)
         if rank.phase in BEFORE_INGESTION and damaged:
-            _log.warning("%s is sent again: %s", file.label, problem, extra=rank.about)
+            _log.warning("%s is sent again: %s", file.label, problem, extra=rank.log_fields)
             file.restore(0, 0)
             continue
         saves.fail(
@@ -183,12 +204,12 @@ def _judge(rank: RankSave, problems: list[tuple[DataFile, PannierError]], saves:
         return
 
 
-def _go_on(rank: RankSave, uploads: Uploads) -> None:
-    if rank.save.verdict is not None or rank.phase not in (Phase.STREAMING, Phase.INGESTED):
+def _resume_uploads(rank: RankSave, uploads: Uploader) -> None:
+    if rank.save.outcome is not None or rank.phase not in (Phase.STREAMING, Phase.INGESTED):
         return
     for file in rank.files.values():
-        if not file.durable:
-            uploads.begin(rank, file)
+        if not file.upload.durable:
+            uploads.start(rank, file)
     if rank.phase is Phase.INGESTED:
         uploads.finish(rank)
 

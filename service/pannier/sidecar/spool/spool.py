@@ -1,8 +1,7 @@
 """The directory that holds data files until they are durable: space is reserved before a byte comes.
 
-In: sizes. Out: slabs (files with reserved space), which go back when their
-content is no longer needed and are then used again by the same job: fresh
-pages of a tmpfs cost about ten times the copy itself. Blocking, thread-safe.
+In: sizes. Out: files with reserved space. When their content is no longer needed, they are recycled for
+the same job: fresh pages of a tmpfs cost about ten times the copy itself. Blocking, thread-safe.
 """
 
 import errno
@@ -20,24 +19,24 @@ from typing import Final
 
 from pannier.common import fault_points
 from pannier.daemon.listeners import make_private_directory
-from pannier.sidecar.multi_job.budget import Commons
+from pannier.sidecar.spool.budget import SharedBudget
 from pannier.wire.errors import BusyError, ConfigurationError, PannierError
 from pannier.wire.file_layout import STAMP_BYTES
 
 _log = logging.getLogger(__name__)
 
 _NAME: Final = re.compile(r"\d{8,}\.data")
-"""Of slabs; no other file of the directory is touched."""
+"""Names of spool files; no other file of the directory is touched."""
 KEPT_S: Final = 60.0
-"""Free space of a job that went away is kept for so long, in case it starts again."""
+"""Unused files of a job without trainers are kept for so long, in case it starts again."""
 _PAGE: Final = 4096
 _SMALL: Final = 1 << 20
-"""Slabs up to this size fit any small file."""
+"""Spool files up to this size fit any small data file."""
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM)
 
 
-class Slab:
-    """One file of the spool with ``capacity`` bytes reserved. Owned by whoever took it."""
+class SpoolFile:
+    """One file of the spool with ``capacity`` bytes reserved, owned by the caller of :meth:`Spool.take`."""
 
     def __init__(self, path: Path, fd: int, job: str) -> None:
         self.path = path
@@ -47,45 +46,45 @@ class Slab:
 
     @property
     def stageable(self) -> int:
-        """Bytes of it that a trainer may stage into; its stamp follows them."""
+        """Bytes that a trainer may stage into; the stamp follows them."""
         return self.capacity - STAMP_BYTES
 
     def read_stamp(self) -> bytes:
-        """The stamp that the trainer which maps it has written; shorter where the file was cut."""
+        """The stamp that the trainer has written; shorter where the file was truncated."""
         return os.pread(self.fd, STAMP_BYTES, self.stageable)
 
 
 class Spool:
     """One sidecar's spool directory, locked against others as long as it is open.
 
-    At first it takes over what :meth:`adopt` is told to, then :meth:`sweep` removes what else an
-    earlier sidecar left.
+    At start, :meth:`adopt` takes over what the journal needs, then :meth:`sweep` removes what else an
+    earlier sidecar process left.
     """
 
     def __init__(
-        self, directory: Path, budget: int | None = None, commons: Commons | None = None
+        self, directory: Path, budget: int | None = None, shared: SharedBudget | None = None
     ) -> None:
         """Opens the directory, making it if need be.
 
         Args:
             directory: has mode 0700 when it is made here.
-            budget: most bytes of all slabs together; None: what the file system has.
-            commons: shared with other spools.
+            budget: most bytes of all spool files together; None: what the file system has.
+            shared: the budget of all spools of this process.
 
         Raises ConfigurationError: it can't be used, or another sidecar does.
         """
         self.directory = directory
         self.budget = budget
         self.overhead = 0
-        """Bytes of the file system that are taken for good, by the journal."""
-        self._commons = commons or Commons()
-        self._lock = self._commons.lock
-        self._free: dict[str, deque[Slab]] = {}
-        """By job, the one given back last at the end; jobs in order of their first use."""
-        self._slabs: set[Slab] = set()
-        """All, free or taken."""
+        """Bytes of the file system that the journal takes."""
+        self._shared = shared or SharedBudget()
+        self._lock = self._shared.lock
+        self._free: dict[str, deque[SpoolFile]] = {}
+        """Unused files by job, the most recently used one last; jobs in order of their first use."""
+        self._files: set[SpoolFile] = set()
+        """All files, free or taken."""
         self._active: dict[str, float] = {}
-        """When :meth:`trim` last seen that a job with free slabs was active."""
+        """When a job with free files was last active, as of :meth:`trim`."""
         self._taken = 0
         self._reserved = 0
         self._next = 0
@@ -95,31 +94,28 @@ class Spool:
             self._directory_fd = self._take_lock()
         except OSError as error:
             raise ConfigurationError(f"the spool {directory} can't be used: {error}") from error
-        self._commons.join(self)
+        self._shared.join(self)
 
     @property
     def reserved(self) -> int:
-        """Bytes of all slabs, taken or free."""
+        """Bytes of all files, taken or free."""
         return self._reserved
 
     @property
     def spare(self) -> int:
-        """Bytes of the slabs that nobody has taken."""
+        """Bytes of the files that no save uses."""
         with self._lock:
             return self.unused()
 
     def room(self) -> tuple[int, int]:
-        """Most bytes that slabs can have, and how many of these saves could still take."""
+        """Most bytes that the spool can have, and how many are free for saves."""
         space = os.fstatvfs(self._directory_fd)
         capacity = min(filter(None, [self._total(space), *self._budgets()]), default=0)
         with self._lock:
             return capacity, max(0, self._room(space))
 
     def check_fits(self, sizes: Iterable[int]) -> None:
-        """Raises ConfigurationError when files of these sizes never fit, however long one waits.
-
-        What is in use at the moment doesn't matter: that may go.
-        """
+        """Raises ConfigurationError when files of these sizes never fit, even into an empty spool."""
         total = self._total(os.statvfs(self.directory))
         room, of = total or None, "on its file system"
         for budget in self._budgets():
@@ -133,11 +129,11 @@ class Spool:
                 "--spool-budget, or a --spool (embedded: PANNIER_SPOOL) on a larger file system"
             )
 
-    def take(self, job: str, size: int, *, spare: int = 0) -> Slab:
-        """A slab of at least ``size`` bytes, with any content, of that job's alone.
+    def take(self, job: str, size: int, *, spare: int = 0) -> SpoolFile:
+        """A file of at least ``size`` bytes, which no other job has ever used, with any content.
 
         Args:
-            spare: bytes for which there must be room afterwards.
+            spare: bytes of room that must be left afterwards.
 
         Raises:
             BusyError: there is no room, with the bytes needed and free.
@@ -145,36 +141,36 @@ class Spool:
         """
         if self.gone:
             raise PannierError(
-                f"the spool {self.directory} was removed under the running sidecar: start that again"
+                f"the spool {self.directory} was removed under the running sidecar: restart the sidecar"
             )
         with self._lock:
             if spare:
                 self._check_spare(_whole_pages(size), spare)
-            slab, missing = self._choose(job, size)
+            file, missing = self._choose(job, size)
             try:
                 self._evict_for(missing, job)
             except BusyError:
-                if slab is not None:
-                    self._free[job].append(slab)
+                if file is not None:
+                    self._free[job].append(file)
                 raise
             self._reserved += missing
             self._taken += 1
         try:
-            if slab is None:
-                slab = self._create(job)
-            self._reserve(slab, missing)
+            if file is None:
+                file = self._create(job)
+            self._reserve(file, missing)
         except BaseException as error:
             with self._lock:
                 self._taken -= 1
                 self._reserved -= missing
-                if slab is not None:
-                    self._drop(slab)
+                if file is not None:
+                    self._remove(file)
             if isinstance(error, OSError):
                 raise PannierError(
                     f"the spool {self.directory} can't be written: {error}"
                 ) from error
             raise
-        return slab
+        return file
 
     @property
     def gone(self) -> bool:
@@ -187,20 +183,20 @@ class Spool:
             raise PannierError(f"the spool {self.directory} can't be used: {error}") from error
         return not os.path.samestat(found, os.fstat(self._directory_fd))
 
-    def give(self, slab: Slab) -> None:
-        """Takes a slab back whose content nobody needs, reads or writes any more."""
-        # A trainer may have cut what was lent to it: the next one that maps it would die of that.
-        whole = os.fstat(slab.fd).st_size == slab.capacity
+    def give(self, file: SpoolFile) -> None:
+        """Takes a file back whose content is no longer needed, read or written."""
+        # A trainer that maps a truncated file dies of SIGBUS.
+        whole = os.fstat(file.fd).st_size == file.capacity
         with self._lock:
             self._taken -= 1
             if whole:
-                self._free.setdefault(slab.job, deque()).append(slab)
+                self._free.setdefault(file.job, deque()).append(file)
                 return
-            self._drop(slab)
-        _log.warning("%s isn't used again: a trainer has changed its size", slab.path)
+            self._remove(file)
+        _log.warning("%s isn't recycled: a trainer has changed its size", file.path)
 
     def trim(self, active: Collection[str]) -> None:
-        """Gives the free space of jobs that aren't ``active`` back, a while after they last were.
+        """Removes the unused files of jobs that haven't been ``active`` for a while.
 
         To be called now and then.
         """
@@ -211,13 +207,13 @@ class Spool:
                     self._active[job] = now
                 elif now - self._active[job] >= KEPT_S:
                     del self._active[job]
-                    for slab in self._free.pop(job):
-                        self._drop(slab)
+                    for file in self._free.pop(job):
+                        self._remove(file)
 
-    def adopt(self, name: str, job: str, size: int) -> Slab:
-        """The slab that an earlier sidecar had taken for that job, with what it wrote there.
+    def adopt(self, name: str, job: str, size: int) -> SpoolFile:
+        """The file that an earlier sidecar process had taken for that job, with its content.
 
-        Raises PannierError: it isn't there, or isn't what such a slab is.
+        Raises PannierError: it isn't there, or isn't a file of the spool.
         """
         path = self.directory / name
         if not _NAME.fullmatch(name):
@@ -235,38 +231,38 @@ class Spool:
                 f"the spool file {path} has {found.st_size} bytes and belongs to user "
                 f"{found.st_uid}, not {size} or more and user {os.geteuid()}"
             )
-        slab = Slab(path, fd, job)
-        slab.capacity = found.st_size // _PAGE * _PAGE
+        file = SpoolFile(path, fd, job)
+        file.capacity = found.st_size // _PAGE * _PAGE
         with self._lock:
-            self._slabs.add(slab)
+            self._files.add(file)
             self._taken += 1
-            self._reserved += slab.capacity
+            self._reserved += file.capacity
             self._next = max(self._next, int(path.stem))
-        return slab
+        return file
 
     def sweep(self) -> None:
-        """Removes slabs that an earlier sidecar left and nobody adopted."""
+        """Removes files that an earlier sidecar process left and that weren't adopted."""
         with self._lock:
-            ours = {slab.path.name for slab in self._slabs}
+            ours = {file.path.name for file in self._files}
             for path in self.directory.iterdir():
                 if _NAME.fullmatch(path.name) and path.name not in ours:
                     path.unlink()
-                    fault_points.point("sidecar.slab.removed")
+                    fault_points.point("sidecar.spool_file.removed")
 
     def close(self, keep: Collection[str] = ()) -> None:
-        """Removes all slabs but those with a name in ``keep``, and lets go of the directory.
+        """Removes all files but those with a name in ``keep``, and unlocks the directory.
 
-        Nobody uses them any more.
+        No save uses them any more.
         """
-        self._commons.leave(self)
+        self._shared.leave(self)
         with self._lock:
             self._free.clear()
-            for slab in list(self._slabs):
-                if slab.path.name in keep:
-                    os.close(slab.fd)
-                    self._slabs.discard(slab)
+            for file in list(self._files):
+                if file.path.name in keep:
+                    os.close(file.fd)
+                    self._files.discard(file)
                 else:
-                    self._drop(slab)
+                    self._remove(file)
         os.close(self._directory_fd)
 
     def _check_spare(self, size: int, spare: int) -> None:
@@ -279,7 +275,7 @@ class Spool:
             )
 
     def _total(self, space: os.statvfs_result) -> int:
-        """Bytes of the file system for slabs; 0: it doesn't tell."""
+        """Bytes of the file system for spool files; 0: it doesn't report them."""
         # Without what only root may use.
         total = (space.f_blocks - space.f_bfree + space.f_bavail) * space.f_frsize
         return total - min(total, self.overhead)
@@ -287,18 +283,18 @@ class Spool:
     def _room(self, space: os.statvfs_result) -> int:
         """Bytes that could still be taken; with the lock held."""
         own = self.unused()
-        free = own + self._commons.unused(self)
-        room, left = space.f_bavail * space.f_frsize + free, self._commons.left()
+        free = own + self._shared.unused(self)
+        room, left = space.f_bavail * space.f_frsize + free, self._shared.left()
         if self.budget is not None:
             room = min(room, self.budget - self._reserved + own)
         return room if left is None else min(room, left + free)
 
     def _budgets(self) -> list[int]:
-        return [each for each in (self.budget, self._commons.total) if each is not None]
+        return [each for each in (self.budget, self._shared.total) if each is not None]
 
     def unused(self) -> int:
-        """Bytes of the slabs that nobody has taken; with the lock held."""
-        return sum(slab.capacity for slabs in self._free.values() for slab in slabs)
+        """Bytes of the files that no save uses; with the lock held."""
+        return sum(file.capacity for files in self._free.values() for file in files)
 
     def _check(self) -> None:
         found = self.directory.stat()
@@ -324,79 +320,79 @@ class Spool:
             raise
         return fd
 
-    def _choose(self, job: str, size: int) -> tuple[Slab | None, int]:
-        """A free slab of the job, if any is worth it, and how many bytes it lacks."""
+    def _choose(self, job: str, size: int) -> tuple[SpoolFile | None, int]:
+        """A free file of the job, if one fits well, and how many bytes it lacks."""
         free = self._free.get(job, ())
         # Not a huge one for a small file: the next huge file would need fresh pages.
         fitting = [s for s in free if size <= s.capacity <= max(2 * size, _SMALL)]
         if fitting:
-            best = min(fitting, key=lambda slab: slab.capacity)
+            best = min(fitting, key=lambda file: file.capacity)
         else:
             near = [s for s in free if size // 2 <= s.capacity < size]
             if not near:
                 return None, _whole_pages(size)
-            best = max(near, key=lambda slab: slab.capacity)
+            best = max(near, key=lambda file: file.capacity)
         self._free[job].remove(best)
         return best, max(0, _whole_pages(size) - best.capacity)
 
     def _evict_for(self, missing: int, job: str) -> None:
-        """Drops free slabs until ``missing`` more bytes are within the budgets, others' jobs first."""
+        """Removes free files, those of other jobs first, until ``missing`` more bytes are within the budgets."""
         while self.budget is not None and self._reserved + missing > self.budget:
             if not self.evict_one(job):
                 free = max(0, self.budget - self._reserved)
                 raise self._full(missing, f"{free} free of its budget of {self.budget}")
-        while (left := self._commons.left()) is not None and missing > left:
-            if not (self.evict_one(job) or self._commons.evict_one(self)):
-                self._commons.want()
-                total = self._commons.total
+        while (left := self._shared.left()) is not None and missing > left:
+            if not (self.evict_one(job) or self._shared.evict_one(self)):
+                self._shared.request_room()
+                total = self._shared.total
                 raise self._full(missing, f"{left} free of the {total} for all jobs on this host")
 
     def evict_one(self, job: str) -> bool:
-        """Drops a free slab, of ``job`` last; False: there is none. With the lock held."""
+        """Removes a free file, one of ``job`` last; False: there is none. With the lock held."""
         for owner in sorted(self._free, key=lambda owner: owner == job):
             if self._free[owner]:
-                self._drop(self._free[owner].popleft())
+                self._remove(self._free[owner].popleft())
                 return True
         return False
 
-    def _reserve(self, slab: Slab, missing: int) -> None:
+    def _reserve(self, file: SpoolFile, missing: int) -> None:
         while missing:
             try:
-                os.posix_fallocate(slab.fd, slab.capacity, missing)
+                os.posix_fallocate(file.fd, file.capacity, missing)
             except OSError as error:
                 if error.errno not in _FULL:
                     raise
                 with self._lock:
-                    evicted = self.evict_one(slab.job) or self._commons.evict_one(self)
+                    evicted = self.evict_one(file.job) or self._shared.evict_one(self)
                 if not evicted:
-                    self._commons.want()
+                    self._shared.request_room()
                     free = (space := os.statvfs(self.directory)).f_bavail * space.f_frsize
                     raise self._full(missing, f"{free} free on its file system") from error
             else:
-                slab.capacity += missing
+                file.capacity += missing
                 return
 
-    def _create(self, job: str) -> Slab:
+    def _create(self, job: str) -> SpoolFile:
         with self._lock:
             self._next += 1
             path = self.directory / f"{self._next:08d}.data"
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
         fd = os.open(path.name, flags, 0o600, dir_fd=self._directory_fd)
-        os.fchmod(fd, 0o600)  # whatever the umask: the next life opens it, too
-        slab = Slab(path, fd, job)
+        os.fchmod(fd, 0o600)  # whatever the umask: a restarted sidecar opens it, too
+        file = SpoolFile(path, fd, job)
         with self._lock:
-            self._slabs.add(slab)
-        fault_points.point("sidecar.slab.created")
-        return slab
+            self._files.add(file)
+        fault_points.point("sidecar.spool_file.created")
+        return file
 
-    def _drop(self, slab: Slab) -> None:
-        self._slabs.discard(slab)
+    def _remove(self, file: SpoolFile) -> None:
+        self._files.discard(file)
         with suppress(FileNotFoundError):
-            # In this very directory: another one may be in its place by now.
-            os.unlink(slab.path.name, dir_fd=self._directory_fd)
-        fault_points.point("sidecar.slab.removed")
-        os.close(slab.fd)
-        self._reserved -= slab.capacity
+            # In the opened directory: another one may be in its place by now.
+            os.unlink(file.path.name, dir_fd=self._directory_fd)
+        fault_points.point("sidecar.spool_file.removed")
+        os.close(file.fd)
+        self._reserved -= file.capacity
 
     def _full(self, missing: int, free: str) -> BusyError:
         return BusyError(

@@ -1,7 +1,7 @@
-"""What the spools of one sidecar share: a file system, and the most bytes that all may take together.
+"""The budget that the spools of one sidecar process share: a file system, and a limit on their sum.
 
-In: spools, one per job. Out: how much is left for one of them, and space that others have reserved and
-don't use. One lock serves all of them, so that two that need room can't wait for each other; all
+In: spools, one per job. Out: how much is left for one of them, and files of the others that no save
+uses. One lock serves all spools, so that two that need room can't wait for each other; everything
 but joining and leaving is called with it held.
 """
 
@@ -19,14 +19,14 @@ class Member(Protocol):
         """Bytes of all its files."""
 
     def unused(self) -> int:
-        """Bytes of those that nobody uses; with the lock held."""
+        """Bytes of the files that no save uses; with the lock held."""
 
     def evict_one(self, job: str) -> bool:
         """Removes one of these; False: there is none. With the lock held."""
 
 
-class Commons:
-    """Of one sidecar.
+class SharedBudget:
+    """The budget of one process.
 
     Args:
         total: most bytes of all spools together; None: what the file system has.
@@ -36,27 +36,27 @@ class Commons:
         self.total = total
         self.lock = threading.Lock()
         self._members: list[Member] = []
-        self._wanted = False
+        self._room_requested = False
 
     def join(self, member: Member) -> None:
-        """Its files count from now on."""
+        """Counts a spool's files from now on."""
         with self.lock:
             self._members.append(member)
 
     def leave(self, member: Member) -> None:
-        """They are gone, or closed."""
+        """Counts a spool's files no longer: they are removed, or closed."""
         with self.lock:
             self._members.remove(member)
 
-    def take_wanted(self) -> bool:
-        """Whether somebody found no room among all since this was last asked. Without the lock."""
-        with self.lock:
-            wanted, self._wanted = self._wanted, False
-            return wanted
+    def request_room(self) -> None:
+        """A spool found no room, and not because of its own budget."""
+        self._room_requested = True
 
-    def want(self) -> None:
-        """There was no room, and that is not because of the spool's own budget."""
-        self._wanted = True
+    def take_request(self) -> bool:
+        """Whether a spool requested room since the last call. Without the lock."""
+        with self.lock:
+            requested, self._room_requested = self._room_requested, False
+            return requested
 
     def left(self) -> int | None:
         """Bytes that may still be reserved; None: as many as the file system has."""
@@ -65,7 +65,7 @@ class Commons:
         return max(0, self.total - sum(each.reserved for each in self._members))
 
     def room(self, directory: Path) -> tuple[int, int]:
-        """Most bytes that all can have, and how many could still be taken. Without the lock."""
+        """Most bytes that all spools can have, and how many are free. Without the lock."""
         space = os.statvfs(directory)
         capacity = (space.f_blocks - space.f_bfree + space.f_bavail) * space.f_frsize
         free = space.f_bavail * space.f_frsize
@@ -77,10 +77,10 @@ class Commons:
         return min(capacity, self.total) if capacity else self.total, min(free, left) + unused
 
     def unused(self, but: Member) -> int:
-        """Bytes that the others have reserved and nobody uses."""
+        """Bytes that the other spools have reserved and no save uses."""
         return sum(each.unused() for each in self._members if each is not but)
 
     def evict_one(self, but: Member) -> bool:
-        """Removes a file that nobody uses, of whichever other has most of these."""
+        """Removes an unused file of the other spool that has most of them."""
         others = [each for each in self._members if each is not but]
         return any(each.evict_one("") for each in sorted(others, key=lambda each: -each.unused()))

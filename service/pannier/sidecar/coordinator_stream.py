@@ -1,0 +1,303 @@
+"""The ``Attach`` stream to the coordinator: reports of this host's ranks out, status updates in.
+
+In: changes of saves. Out: reports, heartbeats, and the coordinator's statuses for
+:class:`~pannier.sidecar.save_registry.SaveRegistry`. After a reconnect all undecided ranks are reported
+again. On the event loop, except for :meth:`CoordinatorStream.on_change` and
+:meth:`CoordinatorStream.request_statuses`.
+"""
+
+import asyncio
+import logging
+import random
+import threading
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+
+import grpc
+
+from pannier.common import observer_clock
+from pannier.sidecar.coordinator_client import LONGEST_BACKOFF_S, CoordinatorClient
+from pannier.sidecar.liveness import TrainerLiveness
+from pannier.sidecar.save_registry import SaveRegistry
+from pannier.sidecar.save_state import Phase, RankSave, Save
+from pannier.sidecar.status import is_reportable, rank_report
+from pannier.v1 import coordinator_pb2, save_pb2, sidecar_pb2
+from pannier.wire.errors import PannierError, from_rpc_error
+from pannier.wire.version import WIRE_VERSION
+
+_log = logging.getLogger(__name__)
+
+HEARTBEAT_S: Final = 1.0
+PROGRESS_S: Final = 0.2
+"""Reports of progress alone are batched for so long."""
+_REPORTED_KEPT: Final = 256
+"""Saves of a stream after which ended ones are forgotten."""
+
+
+class Watches(Protocol):
+    """Saves that clients ask about and that this sidecar doesn't hold."""
+
+    def unknown(self) -> list[sidecar_pb2.PendingSave]:
+        """Those to ask the coordinator about."""
+
+    def apply_status(self, status: save_pb2.SaveStatus) -> None:
+        """Forwards a status of the coordinator to the clients."""
+
+
+@dataclass
+class _StreamState:
+    """What one stream has sent."""
+
+    reported: set[str] = field(default_factory=set)
+    """Keys of saves whose ranks were listed in a report."""
+    followed: set[str] = field(default_factory=set)
+    """Keys of planning saves whose status the stream brings."""
+    sent_at: float = 0.0
+    trainers_at: float = 0.0
+    planning_at: float = 0.0
+
+    @property
+    def heartbeat_due(self) -> bool:
+        return time.monotonic() - self.sent_at >= HEARTBEAT_S
+
+
+class CoordinatorStream:
+    """Keeps one stream open.
+
+    Args:
+        host: the name of this host.
+        sidecar_id: random id of this process, the same for all its streams.
+    """
+
+    def __init__(
+        self,
+        client: CoordinatorClient,
+        saves: SaveRegistry,
+        *,
+        trainers: TrainerLiveness,
+        watches: Watches,
+        host: str,
+        sidecar_id: str,
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        self._client = client
+        self._saves = saves
+        self._trainers = trainers
+        self._watches = watches
+        self._host = host
+        self._sidecar_id = sidecar_id
+        self._loop = loop
+        self._lock = threading.Lock()
+        self._changed: dict[tuple[str, int], RankSave] = {}
+        """Ranks to report, by save and rank."""
+        self._statuses_requested = False
+        self._sending = False
+        self._urgent = asyncio.Event()
+        self._flushed = asyncio.Event()
+
+    def on_change(self, save: Save, rank: RankSave | None, urgent: bool) -> None:
+        """Listener of the registry: reports the rank, soon or at once. Any thread."""
+        if rank is None or save.outcome is not None or not is_reportable(rank):
+            return
+        with self._lock:
+            self._changed[(save.key, rank.rank)] = rank
+        if urgent:
+            self._loop.call_soon_threadsafe(self._urgent.set)
+
+    def request_statuses(self) -> None:
+        """Asks the coordinator at once about the saves of :class:`Watches`. Any thread."""
+        with self._lock:
+            self._statuses_requested = True
+        self._loop.call_soon_threadsafe(self._urgent.set)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Stays attached as long as the context lasts."""
+        tasks = [
+            self._loop.create_task(self._stay_attached()),
+            self._loop.create_task(self._watch_liveness()),
+        ]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def flush(self, timeout_s: float) -> bool:
+        """Waits until everything there is to report was sent; False when it wasn't in time."""
+        self._urgent.set()
+        deadline = time.monotonic() + timeout_s
+        while self._changed or self._sending:
+            self._flushed.clear()
+            left = deadline - time.monotonic()
+            try:
+                await asyncio.wait_for(self._flushed.wait(), max(0.0, left))
+            except asyncio.TimeoutError:
+                return False
+        return True
+
+    async def _stay_attached(self) -> None:
+        failures = 0
+        while True:
+            started = time.monotonic()
+            self._client.refresh_channel()
+            peer = self._client.peer
+            try:
+                await self._attach()
+                problem = "it ended the stream"
+            except PannierError as error:
+                problem = str(error)
+            except Exception as error:  # noqa: BLE001 - top of the task: it must go on
+                _log.exception("the stream to the %s failed", peer)
+                problem = f"{type(error).__name__}: {error}"
+            if self._client.mark_detached() or failures == 0:
+                # At the start the daemons come up in any order.
+                level = logging.WARNING if self._client.was_seen else logging.INFO
+                _log.log(level, "not attached to the %s: %s; retrying", peer, problem)
+            failures = 0 if time.monotonic() - started > LONGEST_BACKOFF_S else failures + 1
+            longest = min(LONGEST_BACKOFF_S, 0.05 * 2 ** min(failures, 8))
+            await asyncio.sleep(random.uniform(0.5, 1) * longest)
+
+    async def _attach(self) -> None:
+        """One ``Attach`` stream, until it breaks."""
+        call = self._client.attach()
+        state = _StreamState()
+        tasks: list[asyncio.Task[None]] = []
+        try:
+            await call.write(self._first_request(state))
+            state.sent_at = time.monotonic()
+            self._client.mark_attached()
+            self._sending = False
+            _log.info("attached to the %s", self._client.peer)
+            tasks = [
+                self._loop.create_task(self._read(call)),
+                self._loop.create_task(self._keep_writing(call, state)),
+            ]
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error, peer=self._client.peer) from error
+        finally:
+            call.cancel()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _read(self, call: Any) -> None:
+        async for response in call:
+            self._client.mark_seen()
+            for status in response.saves:
+                self._saves.apply_status(status)
+                self._watches.apply_status(status)
+
+    async def _keep_writing(self, call: Any, state: _StreamState) -> None:
+        while True:
+            busy = bool(self._changed) or bool(self._saves.undecided())
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._urgent.wait(), PROGRESS_S if busy else HEARTBEAT_S)
+            self._urgent.clear()
+            with self._lock:
+                ranks, self._changed = list(self._changed.values()), {}
+                requested, self._statuses_requested = self._statuses_requested, False
+                self._sending = True
+            if state.heartbeat_due:
+                # Repeated until they are confirmed: a draining coordinator ignores new saves.
+                ranks += [rank for rank in self._claiming() if rank not in ranks]
+            # What a broken stream loses is sent after the reconnect, with everything else.
+            if ranks or requested or state.heartbeat_due:
+                await call.write(self._request(state, ranks, requested=requested))
+                state.sent_at = time.monotonic()
+            self._sending = False
+            self._flushed.set()
+
+    def _first_request(self, state: _StreamState) -> coordinator_pb2.AttachRequest:
+        """Introduces the sidecar and reports all that the coordinator may have missed."""
+        with self._lock:
+            self._changed = {}
+        request = coordinator_pb2.AttachRequest(
+            wire_version=WIRE_VERSION, host=self._host, sidecar=self._sidecar_id
+        )
+        undecided = self._saves.undecided()
+        self._add_reports(
+            request,
+            state,
+            [rank for s in undecided for rank in list(s.ranks.values()) if is_reportable(rank)],
+        )
+        self._add_trainers(request, state)
+        request.watched.extend(self._watches.unknown())
+        return request
+
+    def _request(
+        self, state: _StreamState, ranks: list[RankSave], *, requested: bool
+    ) -> coordinator_pb2.AttachRequest:
+        now = time.monotonic()
+        if len(state.reported) > _REPORTED_KEPT:
+            state.reported.intersection_update(save.key for save in self._saves.undecided())
+        request = coordinator_pb2.AttachRequest()
+        self._add_reports(request, state, ranks)
+        if ranks or now - state.trainers_at >= HEARTBEAT_S:
+            # With the ranks that they left, so that the coordinator never sees one without the other.
+            self._add_trainers(request, state)
+        if requested:
+            request.watched.extend(self._watches.unknown())
+        if now - state.planning_at >= HEARTBEAT_S:
+            state.planning_at = now
+            request.watched.extend(self._planning(state))
+        return request
+
+    def _add_reports(
+        self,
+        request: coordinator_pb2.AttachRequest,
+        state: _StreamState,
+        ranks: list[RankSave],
+    ) -> None:
+        for rank in ranks:
+            if rank.save.outcome is not None:
+                continue
+            report = rank_report(rank)
+            if rank.save.key in state.reported:
+                # The coordinator knows them from this stream's first report of the save.
+                del report.context.ranks[:]
+            state.reported.add(rank.save.key)
+            request.reports.append(report)
+
+    def _add_trainers(self, request: coordinator_pb2.AttachRequest, state: _StreamState) -> None:
+        request.trainers.extend(self._trainers.report())
+        state.trainers_at = time.monotonic()
+
+    def _planning(self, state: _StreamState) -> list[sidecar_pb2.PendingSave]:
+        """Saves that the coordinator knows only by their ranks' calls, to learn what they wait for."""
+        asked = []
+        undecided = self._saves.undecided()
+        for save in undecided:
+            ranks = list(save.ranks.values())
+            if save.key in state.followed or any(is_reportable(rank) for rank in ranks):
+                continue
+            if save.coordinator_status is not None:
+                state.followed.add(save.key)
+            asked += [sidecar_pb2.PendingSave(context=rank.context) for rank in ranks[:1]]
+        state.followed.intersection_update(save.key for save in undecided)
+        return asked
+
+    def _claiming(self) -> list[RankSave]:
+        """Ranks whose claims of a cached plan aren't confirmed."""
+        return [
+            rank
+            for save in self._saves.undecided()
+            for rank in list(save.ranks.values())
+            if rank.phase is Phase.PLANNING and is_reportable(rank)
+        ]
+
+    async def _watch_liveness(self) -> None:
+        """Checks for unresponsive peers: no event announces them."""
+        with observer_clock.clock.watched():
+            while True:
+                observer_clock.clock.tick(HEARTBEAT_S)
+                await asyncio.sleep(HEARTBEAT_S)
+                self._trainers.log_unresponsive()
+                self._client.check_responsive()

@@ -1,0 +1,416 @@
+"""All saves of this host, and every change of them.
+
+In: what trainers hand in (threads), what uploads achieve and what the coordinator decides (event loop).
+Out: notifications to listeners and waiters. Thread-safe; listeners run in the thread that made the
+change, outside the lock.
+"""
+
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Final
+
+from pannier.daemon.status_registry import TERMINAL
+from pannier.sidecar.save_state import (
+    BEFORE_INGESTION,
+    CachedPlanClaim,
+    Phase,
+    RankPlan,
+    RankSave,
+    Save,
+)
+from pannier.sidecar.spool.data_file import DataFile
+from pannier.v1 import plan_pb2, records_pb2, save_pb2, sidecar_pb2
+from pannier.wire.errors import InvalidRequestError, SaveAbortedError, UnavailableError
+from pannier.wire.limits import check_room
+from pannier.wire.object_names import data_prefix, save_text
+
+_log = logging.getLogger(__name__)
+
+_ENDED_KEPT: Final = 500
+"""Ended saves that are remembered: for status, reconnecting clients and late calls."""
+_PLANS_KEPT: Final = 1024
+"""Plans of single ranks whose sizes are remembered, for ranks that claim them again."""
+
+Listener = Callable[[Save, RankSave | None, bool], None]
+"""Called with the save, the rank that changed (None: the save itself), and whether it is more than progress."""
+
+
+class SaveRegistry:
+    """All saves that this sidecar knows."""
+
+    def __init__(self) -> None:
+        self.draining = False
+        """New saves are refused."""
+        self._lock = threading.Lock()
+        self._undecided: OrderedDict[str, Save] = OrderedDict()
+        self._ended: OrderedDict[str, Save] = OrderedDict()
+        self._listeners: list[Listener] = []
+        self._eviction_listeners: list[Callable[[Save], None]] = []
+        self._idle_since = time.monotonic()
+        self._changes = threading.Condition()
+        """Notified after each change; acquired after the lock was released, never before."""
+        self._sizes: OrderedDict[tuple[str, str, int, str], dict[str, int]] = OrderedDict()
+        """Sizes of planned files by rank and plan; names without the attempt's prefix."""
+
+    def add_listener(self, listener: Listener) -> None:
+        """Adds a listener; before the first save."""
+        self._listeners.append(listener)
+
+    def add_eviction_listener(self, listener: Callable[[Save], None]) -> None:
+        """Adds a listener for ended saves that are no longer remembered; before the first save."""
+        self._eviction_listeners.append(listener)
+
+    def start_draining(self) -> None:
+        """Refuses new saves from now on."""
+        self.draining = True
+
+    # Calls of trainers.
+
+    def enter(self, context: sidecar_pb2.SaveContext, *, failing: bool = False) -> RankSave:
+        """The rank in its save, which begins now if it is new.
+
+        Args:
+            context: checked by the caller.
+            failing: the rank only reports that it failed.
+
+        Raises:
+            UnavailableError: a new save, while draining or above the limits.
+            SaveAbortedError: the save, or this rank, has failed.
+            InvalidRequestError: the rank's earlier calls contradict ``context``.
+        """
+        key = save_text(context.save)
+        with self._lock:
+            save = self._undecided.get(key) or self._ended.get(key)
+            if save is None:
+                if self.draining and not failing:
+                    raise UnavailableError(
+                        f"the sidecar on this host is draining and takes no new saves ({key})"
+                    )
+                check_room([each.id for each in self._undecided.values()], context.save)
+                save = self._undecided[key] = Save(context)
+            rank = save.ranks.get(context.rank)
+            fresh = rank is None
+            if rank is None:
+                if save.outcome is not None:
+                    raise save.ended_error()
+                rank = save.add_rank(context)
+            elif (
+                rank.context.checkpoint_id != context.checkpoint_id
+                or rank.context.ranks != context.ranks
+            ):
+                raise InvalidRequestError(
+                    f"{rank.label}: now called to {context.checkpoint_id} with ranks "
+                    f"{list(context.ranks)}, before with ranks {list(rank.context.ranks)}"
+                )
+            rank.see()
+        if fresh:
+            self._notify(rank.save, None, True)
+        return rank
+
+    def restore(
+        self,
+        context: sidecar_pb2.SaveContext,
+        phase: Phase,
+        *,
+        created_at: float,
+        save_timeout_s: float = 0.0,
+        attempt: str,
+        plan: RankPlan,
+        receipt: records_pb2.Receipt | None = None,
+        failure: save_pb2.Failure | None = None,
+        outcome: save_pb2.SaveStatus | None = None,
+    ) -> RankSave:
+        """The rank as the journal recorded it; before the first call. The caller adds its files.
+
+        Args:
+            save_timeout_s: what is left until the save's deadline; 0: not known.
+            outcome: how the save had ended; the same for all its ranks.
+        """
+        key = save_text(context.save)
+        with self._lock:
+            save = self._undecided.get(key) or self._ended.get(key)
+            if save is None:
+                save = Save(context, created_at)
+                if outcome is not None:
+                    save.end(outcome)
+                (self._undecided if outcome is None else self._ended)[key] = save
+            rank = save.add_rank(context)
+            rank.restore(
+                phase,
+                attempt,
+                plan,
+                save_timeout_s=save_timeout_s,
+                receipt=receipt,
+                failure=failure,
+            )
+        if outcome is None:
+            self._notify(save, None, True)
+        return rank
+
+    def check(self, rank: RankSave) -> None:
+        """Raises SaveAbortedError, InDoubtError or InvalidRequestError when the rank or save has ended."""
+        with self._lock:
+            rank.check()
+
+    def limit_time(self, rank: RankSave, plan_s: float, save_s: float) -> None:
+        """Sets how long the trainer waits for its plan and for the whole save; 0: not known."""
+        with self._lock:
+            rank.deadlines.shorten(plan_s, save_s)
+
+    def set_plan(self, rank: RankSave, plan: plan_pb2.FinalPlan) -> None:
+        """The coordinator has planned the rank."""
+        with self._lock:
+            rank.join_attempt(plan.attempt)
+            sizes = {file.name: file.size for file in plan.files}
+            rank.set_plan(plan.plan_id, sizes)
+            prefix = data_prefix(plan.attempt)
+            self._remember(rank, {name.removeprefix(prefix): size for name, size in sizes.items()})
+        self._notify(rank.save, rank, True)
+
+    def claim_plan(self, rank: RankSave, claim: CachedPlanClaim) -> None:
+        """The trainer uses a cached plan, unconfirmed so far; idempotent.
+
+        Raises InvalidRequestError when it claimed another one before.
+        """
+        with self._lock:
+            rank.check()
+            rank.claim_plan(claim)
+        self._notify(rank.save, rank, True)
+
+    def withdraw_claim(self, rank: RankSave) -> bool:
+        """Withdraws the rank's claim if the coordinator requests its full plan; whether it does."""
+        with self._lock:
+            return rank.withdraw_claim()
+
+    def set_attempt(self, rank: RankSave, attempt: str) -> None:
+        """The coordinator opened a save that torch plans."""
+        with self._lock:
+            rank.join_attempt(attempt)
+            rank.set_plan(rank.plan.id, rank.plan.sizes)
+        self._notify(rank.save, rank, True)
+
+    def add_file(self, rank: RankSave, attempt: str, file: DataFile) -> None:
+        """The rank opened a data file. Raises when the rank or save has ended."""
+        with self._lock:
+            rank.add_file(attempt, file)
+        self._notify(rank.save, rank, True)
+
+    def set_transport(self, rank: RankSave, transport: str) -> None:
+        """How the rank's bytes come into the spool, human-readable."""
+        with self._lock:
+            rank.transfer.transport = transport
+
+    def set_stall(self, rank: RankSave, stalled_s: float) -> None:
+        """How long the save blocked the rank's training loop."""
+        with self._lock:
+            rank.transfer.stalled_s = stalled_s
+
+    def record_arrival(self, rank: RankSave) -> None:
+        """Some MiB arrived from the trainer."""
+        rank.see()
+        self.record_progress(rank)
+
+    def mark_ingested(self, rank: RankSave, receipt: records_pb2.Receipt) -> None:
+        """All bytes of the rank are in the spool and their checksums match: the trainer may die now.
+
+        The caller has recorded that in the journal.
+        """
+        with self._lock:
+            rank.ingest(receipt)
+        size = sum(file.size for file in receipt.files)
+        _log.info("%s is ingested: %d bytes", rank.label, size, extra=rank.log_fields)
+        self._notify(rank.save, rank, True)
+
+    # Uploads, failures and the coordinator's decisions.
+
+    def record_progress(self, rank: RankSave) -> None:
+        """Bytes came in or went out."""
+        self._notify(rank.save, rank, False)
+
+    def refresh(self) -> None:
+        """Notifies listeners of all undecided ranks: whom they wait for may have changed."""
+        for save in self.undecided():
+            for rank in list(save.ranks.values()):
+                self.record_progress(rank)
+
+    def record_retry(self, rank: RankSave, reason: str) -> None:
+        """A request of one of its uploads is retried."""
+        with self._lock:
+            rank.transfer.retry(reason)
+        self.record_progress(rank)
+
+    def mark_durable(self, rank: RankSave) -> None:
+        """All data files and the receipt are in storage, confirmed."""
+        with self._lock:
+            if rank.phase is not Phase.INGESTED:
+                return
+            rank.enter(Phase.DURABLE)
+        _log.info("%s is durable", rank.label, extra=rank.log_fields)
+        self._notify(rank.save, rank, True)
+
+    def fail(self, rank: RankSave, kind: "save_pb2.FailureKind", message: str) -> bool:
+        """Fails the rank; False when it has ended, or is safe from this kind of failure."""
+        with self._lock:
+            if not rank.fail(kind, message):
+                return False
+        _log.error("%s failed: %s", rank.label, message, extra=rank.log_fields)
+        self._notify(rank.save, rank, True)
+        return True
+
+    def reject(self, rank: RankSave, error: SaveAbortedError) -> None:
+        """The coordinator answered the rank's plan with the save's failure."""
+        with self._lock:
+            if rank.save.outcome is not None or rank.phase is not Phase.PLANNING:
+                return
+            rank.enter(Phase.REJECTED)
+            # Nothing of it can be in storage: this host's other ranks would have been planned.
+            ended = all(each.phase is Phase.REJECTED for each in rank.save.ranks.values())
+        self._notify(rank.save, rank, True)
+        if ended:
+            status = save_pb2.SaveStatus(
+                save=rank.save.id,
+                state=save_pb2.SAVE_STATE_ABORTED,
+                failures=error.failures.values(),
+            )
+            self.apply_status(status)
+
+    def apply_status(self, status: save_pb2.SaveStatus) -> None:
+        """Takes a status update of the coordinator; a terminal state is final."""
+        key = save_text(status.save)
+        with self._lock:
+            save = self._undecided.get(key)
+            if save is None:
+                return
+            urgent = save.take_status(status)
+            ended = status.state in TERMINAL
+            confirmed = [] if ended else self._confirm_claims(save, status)
+            evicted = self._end(save, status) if ended else []
+        if ended:
+            _log.info(
+                "save %s to %s is %s",
+                key,
+                save.checkpoint_id,
+                save_pb2.SaveState.Name(status.state).removeprefix("SAVE_STATE_"),
+                extra=save.log_fields,
+            )
+        for rank in confirmed:
+            # Not urgent: the coordinator has just reported it itself.
+            self._notify(save, rank, False)
+        self._notify(save, None, urgent)
+        for old in evicted:
+            for listener in self._eviction_listeners:
+                listener(old)
+
+    # Waits.
+
+    def wait_until(self, ready: Callable[[], bool], deadline: float) -> bool:
+        """Waits for ``ready()``, evaluated after each change; False when it isn't at ``deadline``.
+
+        Args:
+            deadline: on the monotonic clock.
+        """
+        with self._changes:
+            while not ready():
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return False
+                self._changes.wait(left)
+        return True
+
+    def notify_waiters(self) -> None:
+        """Makes all calls of :meth:`wait_until` evaluate their condition."""
+        with self._changes:
+            self._changes.notify_all()
+
+    # Queries.
+
+    def undecided(self) -> list[Save]:
+        """Saves without an outcome, oldest first."""
+        with self._lock:
+            return list(self._undecided.values())
+
+    def find(self, context: sidecar_pb2.SaveContext) -> RankSave | None:
+        """The rank in its save, if it is known."""
+        key = save_text(context.save)
+        with self._lock:
+            save = self._undecided.get(key) or self._ended.get(key)
+            return save.ranks.get(context.rank) if save is not None else None
+
+    def holds(self, context: sidecar_pb2.SaveContext) -> bool:
+        """Whether the rank has got further than a call that waits for its plan."""
+        rank = self.find(context)
+        return rank is not None and rank.phase is not Phase.PLANNING
+
+    def of_rank(self, job: str, incarnation: str, rank: int) -> list[RankSave]:
+        """One rank of one incarnation in each of its saves, ended saves first."""
+        with self._lock:
+            return [
+                save.ranks[rank]
+                for save in (*self._ended.values(), *self._undecided.values())
+                if (save.id.job, save.id.incarnation) == (job, incarnation) and rank in save.ranks
+            ]
+
+    def idle_s(self) -> float | None:
+        """Seconds since the last save was decided; None while one isn't."""
+        with self._lock:
+            return None if self._undecided else time.monotonic() - self._idle_since
+
+    def pending(self) -> list[RankSave]:
+        """Ranks that aren't durable yet and may still become so."""
+        return [
+            rank
+            for save in self.undecided()
+            for rank in list(save.ranks.values())
+            if rank.phase is Phase.INGESTED or rank.phase in BEFORE_INGESTION
+        ]
+
+    def _confirm_claims(self, save: Save, status: save_pb2.SaveStatus) -> list[RankSave]:
+        """Plans the ranks whose claims ``status`` confirms; with the lock held."""
+        confirmed = []
+        for rank in save.ranks.values() if status.plan_id else ():
+            claim = rank.claim
+            if claim is None or rank.phase is not Phase.PLANNING:
+                continue
+            rank.join_attempt(claim.attempt)
+            sizes = self._sizes.get(_plan_key(rank, claim.plan_id))
+            prefix = data_prefix(claim.attempt)
+            # The coordinator may have chosen another plan, by which this rank writes the same.
+            rank.set_plan(
+                status.plan_id,
+                None if sizes is None else {prefix + name: size for name, size in sizes.items()},
+            )
+            if sizes is not None:
+                self._remember(rank, sizes)
+            confirmed.append(rank)
+        return confirmed
+
+    def _end(self, save: Save, outcome: save_pb2.SaveStatus) -> list[Save]:
+        """Ends a save; returns those that are remembered no longer. With the lock held."""
+        save.end(outcome)
+        del self._undecided[save.key]
+        self._ended[save.key] = save
+        if not self._undecided:
+            self._idle_since = time.monotonic()
+        evicted = []
+        while len(self._ended) > _ENDED_KEPT:
+            evicted.append(self._ended.popitem(last=False)[1])
+        return evicted
+
+    def _remember(self, rank: RankSave, sizes: dict[str, int]) -> None:
+        key = _plan_key(rank, rank.plan.id)
+        self._sizes[key] = sizes
+        self._sizes.move_to_end(key)
+        while len(self._sizes) > _PLANS_KEPT:
+            self._sizes.popitem(last=False)
+
+    def _notify(self, save: Save, rank: RankSave | None, urgent: bool) -> None:
+        for listener in self._listeners:
+            listener(save, rank, urgent)
+        self.notify_waiters()
+
+
+def _plan_key(rank: RankSave, plan_id: str) -> tuple[str, str, int, str]:
+    return (rank.save.id.job, rank.save.id.incarnation, rank.rank, plan_id)
