@@ -17,9 +17,8 @@ from pannier.wire.errors import (
     InDoubtError,
     InvalidRequestError,
     PannierError,
-    SaveAbortedError,
-    SaveSkippedError,
 )
+from pannier.wire.failures import aborted_error
 from pannier.wire.object_names import save_text
 
 
@@ -184,7 +183,7 @@ class RankSave:
             # Its receipt may be in storage all the same, and the save committed by it.
             why = "; ".join(failure.message for failure in failures)
             raise InDoubtError(f"{self.label} failed after it was ingested: {why}", failures)
-        raise aborted(self.save.key, self.save.checkpoint_id, failures)
+        raise aborted_error(self.save.key, self.save.checkpoint_id, failures)
 
     def see(self) -> None:
         """Notes that the trainer was seen now."""
@@ -324,16 +323,7 @@ class Save:
         assert self.outcome is not None
         if self.outcome.state == save_pb2.SAVE_STATE_COMMITTED:
             return InvalidRequestError(f"save {self.key} to {self.checkpoint_id} is committed")
-        return aborted(self.key, self.checkpoint_id, list(self.outcome.failures))
-
-
-def aborted(key: str, checkpoint_id: str, failures: list[save_pb2.Failure]) -> SaveAbortedError:
-    """The error for a save that was aborted because of ``failures``."""
-    skipped = any(f.kind == save_pb2.FAILURE_KIND_SKIPPED for f in failures)
-    kind = SaveSkippedError if skipped else SaveAbortedError
-    why = "; ".join(f"rank {f.rank} on {f.host}: {f.message}" for f in failures[:4])
-    more = f" and {len(failures) - 4} more" if len(failures) > 4 else ""
-    return kind(f"save {key} to {checkpoint_id} was aborted: {why}{more}", failures)
+        return aborted_error(self.key, self.checkpoint_id, self.outcome.failures)
 
 
 def _earlier(known: float, seconds: float) -> float:

@@ -12,7 +12,7 @@ from pannier.coordinator.saves.save import Save
 from pannier.coordinator.saves.save_task import SaveTasks
 from pannier.coordinator.saves.states import State
 from pannier.coordinator.stores import Stores
-from pannier.daemon.status_registry import Board
+from pannier.daemon.status_registry import StatusRegistry
 from pannier.storage import DeniedError, ObjectInfo, StorageError, Store, open_store
 from pannier.v1 import sidecar_pb2
 from pannier.wire import object_names
@@ -89,8 +89,8 @@ class Scene:
         self.store = Failing(self.plain)
         self.places = OnePlace(self.store)
         self.tasks = SaveTasks(self.places, Planners(), host=host, threads=threads)
-        self.board = Board()
-        self.registry = Registry(self.board, begin=self.tasks.begin, suspect_after_s=5)
+        self.status_registry = StatusRegistry()
+        self.registry = Registry(self.status_registry, begin=self.tasks.begin, suspect_after_s=5)
         self.plans = rank_plans(local_plan([tensor("w", 4)]), local_plan([tensor("b", 4)]))
 
     def context(self, rank: int = 0, number: int = 1) -> sidecar_pb2.SaveContext:

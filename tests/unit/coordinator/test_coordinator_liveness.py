@@ -14,7 +14,7 @@ from pannier.coordinator.saves.participants import SidecarPeer
 from pannier.coordinator.saves.registry import Registry
 from pannier.coordinator.saves.save import Save
 from pannier.coordinator.saves.states import State
-from pannier.daemon.status_registry import Board, StatusRegistry
+from pannier.daemon.status_registry import StatusRegistry
 from pannier.v1 import records_pb2, save_pb2
 from pannier.wire import object_names
 from support.actors.ranks_by_hand import context
@@ -28,7 +28,7 @@ class Watched:
     """A registry without save tasks, and a save of two ranks that are staging."""
 
     def __init__(self, place: str = "/root/step", incarnation: str = "aa") -> None:
-        self.registry = Registry(Board(), begin=lambda save: None, suspect_after_s=SUSPECT_S)
+        self.registry = Registry(StatusRegistry(), begin=lambda save: None, suspect_after_s=SUSPECT_S)
         self.sidecars: list[SidecarPeer] = []
         self.monitor = HeartbeatMonitor(
             self.registry, lambda: self.sidecars, suspect_after_s=SUSPECT_S

@@ -377,7 +377,7 @@ def test_a_rank_that_never_says_what_it_goes_by_is_named(sockets: Path, tmp_path
         await job.propose_all(3, plan_id="f" * 64, timeout_s=0.5)
         status = await job.hear(3, ABORTED)
         assert sorted(causes(status)) == [0, 1]
-        assert causes(status)[0].startswith("its local plan was wanted")
+        assert causes(status)[0].startswith("its full plan was requested")
 
     play(scenario, sockets, tmp_path)
 

@@ -604,7 +604,7 @@ def test_a_coordinator_that_comes_back_hears_everything_again(host: Host) -> Non
 
     host.coordinator.stop()
     await_true(lambda: not host.sidecar._coordinator.connected, "the link is down")
-    status = host.sidecar.board.get(object_names.save_text(first.save))
+    status = host.sidecar.status_registry.get(object_names.save_text(first.save))
     assert "coordinator at unix://" in status.waiting_on.text
     assert "last seen" in status.waiting_on.text
     seen = len(host.coordinator.reports)

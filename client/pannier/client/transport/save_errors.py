@@ -4,36 +4,24 @@ In: exceptions of this rank, and statuses from the sidecar. Out: ``FailRequest``
 PannierErrors. Pure functions.
 """
 
-from typing import Final
-
 from pannier.client.user_errors import description
 from pannier.v1 import save_pb2, sidecar_pb2
 from pannier.wire import errors, object_names
 from pannier.wire.errors import (
-    BusyError,
-    DeadlineError,
     InDoubtError,
     SaveAbortedError,
-    SaveSkippedError,
 )
-
-_KINDS: Final[tuple[tuple[type[BaseException], save_pb2.FailureKind], ...]] = (
-    (SaveSkippedError, save_pb2.FAILURE_KIND_SKIPPED),
-    (errors.IntegrityError, save_pb2.FAILURE_KIND_INTEGRITY),
-    (errors.StorageError, save_pb2.FAILURE_KIND_STORAGE),
-    (DeadlineError, save_pb2.FAILURE_KIND_DEADLINE),
-    (InDoubtError, save_pb2.FAILURE_KIND_DEADLINE),
-    (BusyError, save_pb2.FAILURE_KIND_SPOOL),
-)
+from pannier.wire.failures import aborted_error, failure_kind
 
 
 def fail_request(context: sidecar_pb2.SaveContext, error: BaseException) -> sidecar_pb2.FailRequest:
     """The message that aborts a save on all ranks because of ``error`` on this one."""
-    kind = next(
-        (kind for types, kind in _KINDS if isinstance(error, types)), save_pb2.FAILURE_KIND_CLIENT
+    failure = save_pb2.Failure(
+        rank=context.rank,
+        host=context.host,
+        kind=failure_kind(error, other=save_pb2.FAILURE_KIND_CLIENT),
+        message=description(error),
     )
-    text = description(error)
-    failure = save_pb2.Failure(rank=context.rank, host=context.host, kind=kind, message=text)
     return sidecar_pb2.FailRequest(context=context, failure=failure)
 
 
@@ -61,21 +49,6 @@ def not_handed_over(
 
 
 def aborted(status: save_pb2.SaveStatus, waiting: str = "") -> SaveAbortedError:
-    """The error of an aborted save: who failed, and why.
-
-    Args:
-        waiting: what this rank waited for when the status came.
-    """
-    causes = [
-        (f"rank {cause.rank} ({cause.host}): " if cause.rank >= 0 else "") + cause.message
-        for cause in status.failures
-    ]
-    cls = errors.aborted_as(status.failures)
-    what = "was skipped" if cls is SaveSkippedError else "was aborted"
-    text = "; ".join(causes[:4]) or "no cause was reported"
-    more = f"; and {len(causes) - 4} more" if len(causes) > 4 else ""
-    more += f"; this rank was waiting for {waiting}" if waiting else ""
-    return cls(
-        f"save {object_names.save_text(status.save)} to {status.checkpoint_id} {what}: {text}{more}",
-        list(status.failures),
-    )
+    """The error of the aborted save that ``status`` describes; ``waiting`` as in aborted_error."""
+    key = object_names.save_text(status.save)
+    return aborted_error(key, status.checkpoint_id, status.failures, waiting=waiting)

@@ -17,7 +17,7 @@ from pannier.sidecar.ingest import Ingest, check_attempt
 from pannier.sidecar.rpc.connections import Connections
 from pannier.sidecar.rpc.idle_streams import Stream, Streams
 from pannier.sidecar.save_registry import SaveRegistry
-from pannier.sidecar.save_state import CachedPlanClaim, Phase, RankSave, aborted
+from pannier.sidecar.save_state import CachedPlanClaim, Phase, RankSave
 from pannier.sidecar.spool.data_file import DataFile
 from pannier.v1 import plan_pb2, save_pb2, sidecar_pb2, sidecar_pb2_grpc
 from pannier.wire import chunk_codec, limits
@@ -30,7 +30,7 @@ from pannier.wire.errors import (
     SaveAbortedError,
     UnavailableError,
 )
-from pannier.wire.failures import failure_kind
+from pannier.wire.failures import aborted_error, failure_kind
 from pannier.wire.version import WIRE_VERSION
 
 NAME: Final = "pannier.v1.Sidecar"
@@ -315,7 +315,7 @@ class SidecarServicer(sidecar_pb2_grpc.SidecarServicer):
         if in_time and not cancelled and self._saves.withdraw_claim(rank):
             return sidecar_pb2.PlanResponse(wanted=True)
         if failures := _storage_failures(rank):
-            error = aborted(rank.save.key, rank.save.checkpoint_id, failures)
+            error = aborted_error(rank.save.key, rank.save.checkpoint_id, failures)
             self._saves.reject(rank, error)
             raise error
         if cancelled:
