@@ -271,7 +271,7 @@ def test_a_step_in_a_graph_is_refused() -> None:
     guards.copies("overlapped")
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         optimizer.step()
-    with pytest.raises(InvalidRequestError, match="recorded in a CUDA graph"):
+    with pytest.raises(InvalidRequestError, match="captured in a CUDA graph"):
         guards.copies("overlapped")
 
 

@@ -10,7 +10,7 @@ import psutil
 import pytest
 import torch
 
-from pannier.client.staging.host_copy import Transfers
+from pannier.client.staging.host_copy import TensorCopies
 from pannier.common.fault_points import VARIABLE
 from pannier.v1 import save_pb2
 from support.actors.borrower import mapped_files, spool_files
@@ -94,9 +94,9 @@ import os, signal, time
 from pathlib import Path
 import torch
 from pannier import client
-from pannier.client.staging.host_copy import Transfers
+from pannier.client.staging.host_copy import TensorCopies
 
-copies = Transfers.run
+copies = TensorCopies.run
 
 def run(self):
     if stops:
@@ -105,7 +105,7 @@ def run(self):
         print("wakes", flush=True)
     copies(self)
 
-Transfers.run = run
+TensorCopies.run = run
 
 def save(step, **arguments):
     global stops
@@ -246,9 +246,9 @@ def test_children_of_a_dead_trainer_hold_none_of_its_files(
 def test_what_is_staged_when_the_sidecar_dies_is_streamed_to_the_next(
     daemons: Daemons, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copies = Transfers.run
+    copies = TensorCopies.run
 
-    def run(self: Transfers) -> None:
+    def run(self: TensorCopies) -> None:
         copies(self)
         daemons.sidecar.restart()
 
@@ -256,7 +256,7 @@ def test_what_is_staged_when_the_sidecar_dies_is_streamed_to_the_next(
         client.save(state(1), checkpoint_id=str(tmp_path / "1"))
         target = str(tmp_path / "2")
         with monkeypatch.context() as patch:
-            patch.setattr(Transfers, "run", run)
+            patch.setattr(TensorCopies, "run", run)
             handle = client.async_save(state(2), checkpoint_id=target)
         handle.result(stretched(40))
         said = handle.status().transport

@@ -120,7 +120,7 @@ def test_no_thread_copies_after_an_interrupt(while_: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(ctypes, "memmove", copy)
     source, target = Buffer(100 * MIB), Buffer(100 * MIB)
     copies = HostCopies()
-    copies._helped = InterruptedQueue(while_ == "waiting", go_on)
+    copies._helper_ended = InterruptedQueue(while_ == "waiting", go_on)
     copies.add(target.address, source.address, 100 * MIB, source)
     try:
         with pytest.raises(KeyboardInterrupt):

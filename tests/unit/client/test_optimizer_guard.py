@@ -225,7 +225,7 @@ def test_a_step_in_a_graph_is_refused(loop: Loop, monkeypatch: pytest.MonkeyPatc
     guards.add(loop.optimizer, wait=True)
     monkeypatch.setattr("pannier.client.staging.device_stream.is_capturing", lambda: True)
     loop.step()
-    with pytest.raises(InvalidRequestError, match="AdamW is recorded in a CUDA graph"):
+    with pytest.raises(InvalidRequestError, match="AdamW is captured in a CUDA graph"):
         guards.copies("overlapped")
 
 

@@ -694,7 +694,7 @@ def test_an_external_plan_is_laid_out_here(
         "i2-a1-g00000000-s3",
         4,
         pool.acquire,
-        slots=resolves_as_planned(planner),
+        as_planned=resolves_as_planned(planner),
     )
     names = {placed.file for placed in staged.locations}
     assert names == {file.name for file in staged.files}

@@ -406,7 +406,7 @@ def test_a_rank_whose_host_is_gone_while_the_plan_is_agreed_is_lost(
         await job.propose(0, 2, plan_id="f" * 64)
         status = await job.hear(2, ABORTED)
         assert list(causes(status)) == [1]
-        assert "gone" in causes(status)[1]
+        assert "disconnected" in causes(status)[1]
 
     play(scenario, sockets, tmp_path)
 

@@ -415,7 +415,7 @@ class StorageWriter(storage.StorageWriter):
                     save.attempt,
                     save.context.rank,
                     lambda sizes: aside(lambda: slot.hold(save.session.arena(slots.pool, sizes))),
-                    slots=resolves_as_planned(planner),
+                    as_planned=resolves_as_planned(planner),
                 )
                 release(planner)
                 saving.staged(staged)

@@ -24,7 +24,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
 from pannier.client import torch_compat
-from pannier.client.xla import copy_plan, runtime
+from pannier.client.xla import runtime, shard_tensors
 
 _PLAIN: Final = frozenset({torch.Tensor, torch.nn.Parameter})
 _MAPPINGS: Final = frozenset({dict, OrderedDict, defaultdict})
@@ -82,7 +82,7 @@ class StateFingerprint:
         """The value of each item; None when the structure is another.
 
         Tensors are this rank's plain ones, not detached; those of XLA's devices are
-        :class:`pannier.client.xla.copy_plan.ShardView`; objects are as they stand in the state.
+        :class:`pannier.client.xla.shard_tensors.ShardView`; objects are as they stand in the state.
         """
         try:
             with torch_compat.without_torch_functions():
@@ -115,7 +115,7 @@ class StateFingerprint:
         for i in self._shards.sharded:
             parts[i] = torch_compat.local_tensors(leaves[i])
         for i, sharding in zip(self._xla.positions, self._xla.shardings, strict=True):
-            parts[i] = list(sharding.parts(i, leaves[i]))
+            parts[i] = list(sharding.views(i, leaves[i]))
         return parts
 
 
@@ -171,7 +171,7 @@ class _XlaFacts:
             return False
         # Pending work may give a tensor another sharding.
         runtime.settle()
-        return not copy_plan.have_changed(tensors, self.shardings)
+        return not shard_tensors.have_changed(tensors, self.shardings)
 
 
 class _TensorFacts:
@@ -352,11 +352,11 @@ def _xla_positions(leaves: Iterable[Any]) -> Iterable[int]:
                 yield i
 
 
-def _shardings(tensors: list[torch.Tensor]) -> list[copy_plan.Sharding] | None:
+def _shardings(tensors: list[torch.Tensor]) -> list[shard_tensors.Sharding] | None:
     if not tensors:
         return []
     runtime.settle()
-    return copy_plan.shardings(tensors)
+    return shard_tensors.shardings(tensors)
 
 
 def _positions(kinds: Iterable[_Kind], wanted: _Kind) -> list[int]:

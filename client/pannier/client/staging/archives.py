@@ -1,8 +1,10 @@
-"""The ``torch.save`` archive of a plain tensor, without the tensor.
+"""The ``torch.save`` archives that DCP stores: of plain tensors, without the tensor, and of objects.
 
-In: a dtype and a shape. Out: the bytes before and after the raw ones. Both
-depend on nothing else as long as the tensor is fresh, detached, contiguous and
-on the CPU; so offsets are known before any tensor is, and none is serialised.
+In: a dtype and a shape. Out: the bytes before and after the raw ones. They depend on nothing else
+as long as the tensor is fresh, detached, contiguous and on the CPU: so offsets are known when the
+plan is, and no tensor is serialised. In: an object. Out: its pickle as an archive; the archives of
+small immutable values are cached, for pickling takes about as long as copying a megabyte, and most
+of an optimizer's settings never change. Thread-safe.
 """
 
 import io
@@ -19,14 +21,16 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from pannier.client.xla.shard_tensors import on_host
 
 _NORESERVE: Final = getattr(mmap, "MAP_NORESERVE", 0x4000)
+_CACHED_TYPES: Final = frozenset({int, float, bool, str, type(None)})
+_MOST_CACHED: Final = 16
+"""Most entries of a tuple and characters of a string that are cached."""
 
 
-def _known(*names: str) -> set[torch.dtype]:
+def _existing(*names: str) -> set[torch.dtype]:
     return {getattr(torch, name) for name in names if hasattr(torch, name)}
 
 
-def _is_copied(dtype: torch.dtype) -> bool:
-    """Whether this torch can copy it."""
+def _can_copy(dtype: torch.dtype) -> bool:
     try:
         torch.empty(1, dtype=dtype, device="cpu").copy_(torch.empty(1, dtype=dtype, device="cpu"))
     except NotImplementedError:
@@ -35,16 +39,16 @@ def _is_copied(dtype: torch.dtype) -> bool:
 
 
 DTYPES: Final = frozenset(
-    _known(
+    _existing(
         *("float64", "float32", "float16", "bfloat16"),
         *("complex128", "complex64", "complex32", "bcomplex32"),
         *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool"),
         *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
     )
-    # torch 2.9 has little more than the name of it.
-    | set(filter(_is_copied, _known("float4_e2m1fn_x2")))
+    # torch 2.9 has the dtype, but can't copy it.
+    | set(filter(_can_copy, _existing("float4_e2m1fn_x2")))
 )
-"""The dtypes that have a template: raw bytes, no quantisation parameters. Others are serialised."""
+"""The dtypes whose archives need no tensor: raw bytes without quantisation parameters. Others are serialised."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +94,7 @@ def planned_archive(item: WriteItem) -> Archive | None:
 
 
 def _hollow(dtype: torch.dtype, shape: Sequence[int], nbytes: int) -> torch.Tensor:
-    """A tensor that takes address space and no memory.
+    """A tensor that takes address space but no memory.
 
     ``torch.empty`` would fill it when deterministic algorithms are on.
     """
@@ -101,7 +105,7 @@ def _hollow(dtype: torch.dtype, shape: Sequence[int], nbytes: int) -> torch.Tens
 
 
 class _Sink:
-    """Keeps what is written; the one seek stands for the raw bytes."""
+    """A file that keeps what is written; its one seek stands for the raw bytes."""
 
     def __init__(self, body: int) -> None:
         self._body = body
@@ -109,7 +113,7 @@ class _Sink:
         self._skipped_at: int | None = None
 
     def parts(self) -> tuple[bytes, bytes]:
-        """What came before the raw bytes and after them."""
+        """The bytes before and after the raw ones."""
         cut = self._skipped_at
         if cut is None:
             if self._body:
@@ -134,53 +138,48 @@ class _Sink:
         return len(self._written) + (self._body if self._skipped_at is not None else 0)
 
 
-_REMEMBERED: Final = frozenset({int, float, bool, str, type(None)})
-_LONGEST: Final = 16
-"""Entries of a tuple and characters of a string that are remembered."""
-
-
 def serialized(value: Any) -> bytes:
     """The archive of an object, as ``DefaultSavePlanner`` makes it. Raises what pickling raises.
 
-    Tensors of XLA devices in it become the host's.
+    XLA tensors in it are moved to the host.
     """
-    known = _recognised(value)
-    if known is None:
-        return _saved(value)
+    key = _cache_key(value)
+    if key is None:
+        return _pickled(value)
     options = (
         torch.serialization.get_crc32_options(),
         torch.serialization.get_default_load_endianness(),
     )
-    return _remembered(known, options)
+    return _cached_archive(key, options)
 
 
-def _recognised(value: Any) -> tuple[Any, ...] | None:
-    """What tells a small immutable value from all that would be stored otherwise."""
+def _cache_key(value: Any) -> tuple[Any, ...] | None:
+    """Identifies a small immutable value by type and content; None: it is not cached."""
     kind = type(value)
     if kind is float:
         # 0.0 == -0.0, but they are stored differently; so are NaNs.
         return (kind, value.hex()) if value == value else None
-    if kind in _REMEMBERED:
-        return (kind, value) if kind is not str or len(value) <= _LONGEST else None
-    if kind is tuple and len(value) <= _LONGEST:
-        parts = tuple(map(_recognised, value))
-        return None if None in parts else (kind, parts)
+    if kind in _CACHED_TYPES:
+        return (kind, value) if kind is not str or len(value) <= _MOST_CACHED else None
+    if kind is tuple and len(value) <= _MOST_CACHED:
+        keys = tuple(map(_cache_key, value))
+        return None if None in keys else (kind, keys)
     return None
 
 
 @lru_cache(maxsize=4096)
-def _remembered(known: tuple[Any, ...], _options: object) -> bytes:
-    return _saved(_value(known))
+def _cached_archive(key: tuple[Any, ...], _options: object) -> bytes:
+    return _pickled(_value(key))
 
 
-def _value(known: tuple[Any, ...]) -> Any:
-    kind, value = known
+def _value(key: tuple[Any, ...]) -> Any:
+    kind, value = key
     if kind is float:
         return float.fromhex(value)
     return tuple(map(_value, value)) if kind is tuple else value
 
 
-def _saved(value: Any) -> bytes:
+def _pickled(value: Any) -> bytes:
     sink = io.BytesIO()
     torch.save(on_host(value), sink)
     return sink.getvalue()

@@ -1,10 +1,9 @@
 """Host memory that a rank stages into, recycled from save to save.
 
-In: the sizes of a save's data files. Out: an :class:`Arena` with a
-:class:`FileBuffer` for each, and a :class:`SpillBuffer` for what turns out to need
-another place. The pool owns the memory; an arena borrows it until it is
-released. Touching fresh pages costs about ten times the copy itself, so memory
-is populated when it is mapped and kept.
+In: the sizes of a save's data files. Out: an :class:`Arena` with a :class:`FileBuffer` for each,
+and a :class:`SpillBuffer` for data whose size the plan doesn't know. The pool owns the memory; an
+arena uses it until it is released. Touching fresh pages costs about ten times the copy itself, so
+memory is populated when it is mapped, and kept. :class:`ArenaPool` is thread-safe.
 """
 
 import ctypes
@@ -29,40 +28,45 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class MemoryMapping:
-    """Memory of one buffer, as the pool keeps it. Populated; views of it keep it mapped."""
+    """The mapped memory behind one buffer. Populated; views of it keep it mapped."""
 
     memory: Any
     """The buffer, of ``capacity`` bytes."""
     address: int
-    """Of its first byte."""
+    """Address of its first byte."""
     capacity: int
     source: "MappingSource | None" = None
-    """Whose file it is; None: this process's own memory."""
+    """What maps the spool file behind it; None: anonymous memory of this process."""
 
     def __init__(self) -> None:
-        self.used_at = 0
+        self.last_used = 0
+        """The pool's counter when it was last given back."""
         self.capacity = 0
 
     @property
     def usable(self) -> bool:
-        """Whether it is good for another save."""
+        """Whether another save may be staged into it."""
         return True
 
     def unseal(self) -> None:
-        """Makes it writable, if it isn't."""
+        """Makes it writable again, if it was sealed."""
 
     def begin_use(self) -> None:
-        """It is about to be staged into."""
+        """Called before a save is staged into it."""
+
+    def end_use(self, clock: int) -> None:
+        """Called when it is given back; ``clock`` orders mappings by their last use."""
+        self.last_used = clock
 
 
 class MappingSource(Protocol):
-    """Where mappings come from that aren't this process's own (``pannier.client.transport.shared_memory``)."""
+    """Maps files of the sidecar's spool (``pannier.client.transport.shared_memory``)."""
 
     def map_files(self, sizes: Sequence[int]) -> "Sequence[MemoryMapping]":
-        """A mapping for each size, bytes. Raises PannierError."""
+        """Maps a file for each size, bytes. Raises PannierError."""
 
     def unmap_files(self, mappings: "list[MemoryMapping]") -> None:
-        """Unmaps these, which the list holds alone, and tells whose they are."""
+        """Unmaps these and reports that. The list must hold the only references; it is emptied."""
 
 
 class _AnonymousMapping(MemoryMapping):
@@ -76,20 +80,20 @@ class _AnonymousMapping(MemoryMapping):
             self.memory = mmap.mmap(-1, capacity, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
             raise no_memory(capacity, error) from error
-        # Else a fork would share the pages, and the next save copy each of them.
+        # Otherwise a fork would share the pages, and the next save would copy each on write.
         self.memory.madvise(mmap.MADV_DONTFORK)
         _mapped.add(self.memory)
-        self._grown(capacity)
+        self._populate_to(capacity)
 
     def grow(self, capacity: int) -> None:
-        """Keeps the content; the address may change. Fails while there are views."""
+        """Extends it. Keeps the content; the address may change. Fails while there are views."""
         try:
             self.memory.resize(capacity)
         except OSError as error:
             raise no_memory(capacity, error) from error
-        self._grown(capacity)
+        self._populate_to(capacity)
 
-    def _grown(self, capacity: int) -> None:
+    def _populate_to(self, capacity: int) -> None:
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
         advise_huge(self.address, capacity)
         populate(self.address + self.capacity, capacity - self.capacity)
@@ -97,7 +101,7 @@ class _AnonymousMapping(MemoryMapping):
 
 
 def advise_huge(address: int, size: int) -> None:
-    """Asks for huge pages, where the system offers them for such memory."""
+    """Asks the kernel for huge pages, where it offers them for such memory."""
     if size >= _HUGE_PAGE and _libc.madvise(address, size, mmap.MADV_HUGEPAGE):
         code = ctypes.get_errno()
         # A kernel without huge pages: only slower.
@@ -106,7 +110,7 @@ def advise_huge(address: int, size: int) -> None:
 
 
 def populate(address: int, size: int) -> None:
-    """Makes the kernel provide the pages now. Other Python threads go on meanwhile."""
+    """Makes the kernel allocate the pages now. Releases the GIL."""
     if not size or _libc.madvise(address, size, _MADV_POPULATE_WRITE) == 0:
         return
     code = ctypes.get_errno()
@@ -117,7 +121,7 @@ def populate(address: int, size: int) -> None:
 
 
 def no_memory(size: int, error: OSError) -> PannierError:
-    """What to raise when ``size`` bytes can't be had."""
+    """The error for ``size`` bytes that can't be allocated."""
     return PannierError(
         f"the host has no {size} bytes of memory for staging ({error.strerror}): save less often, "
         "lower PANNIER_MAX_IN_FLIGHT, or give the trainer more memory"
@@ -128,7 +132,7 @@ _mapped: "WeakSet[mmap.mmap]" = WeakSet()
 
 
 def _after_fork() -> None:
-    # The child has no pages there and may map something else: it must never unmap them.
+    # MADV_DONTFORK: the child has no pages there, and may have mapped something else.
     for memory in list(_mapped):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))
 
@@ -137,7 +141,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 class FileBuffer:
-    """Memory of one data file. Its content is whatever an earlier save left there."""
+    """The memory of one data file. It still holds what an earlier save left there."""
 
     def __init__(self, mapping: MemoryMapping | None, size: int) -> None:
         self.mapping = mapping
@@ -145,9 +149,9 @@ class FileBuffer:
         self.size = size
         """Bytes."""
         self.memory: Any = mapping.memory if mapping is not None else bytearray()
-        """The buffer whose first ``size`` bytes are the buffer."""
+        """The memory whose first ``size`` bytes are the file."""
         self.address = mapping.address if mapping is not None else 0
-        """Of the first byte; 0 when ``size`` is."""
+        """Address of the first byte; 0 when ``size`` is 0."""
 
     @property
     def view(self) -> memoryview:
@@ -155,14 +159,14 @@ class FileBuffer:
         return memoryview(self.memory)[: self.size]
 
     def zero(self, start: int, stop: int) -> None:
-        """Clears a range. Large ranges don't hold the GIL."""
+        """Clears a range. Releases the GIL."""
         assert 0 <= start <= stop <= self.size
         if start < stop:
             ctypes.memset(self.address + start, 0, stop - start)
 
 
 class SpillBuffer:
-    """Memory that grows: a data file whose size is known when it is written."""
+    """Memory that grows: the objects file, whose size is known only once it is written."""
 
     def __init__(self, mapping: _AnonymousMapping) -> None:
         self._mapping = mapping
@@ -171,12 +175,12 @@ class SpillBuffer:
 
     @property
     def memory(self) -> mmap.mmap:
-        """The buffer whose first ``size`` bytes are the spill. No view may outlive a write."""
+        """The memory whose first ``size`` bytes are written. No view may outlive a write."""
         return self._mapping.memory
 
     @property
     def address(self) -> int:
-        """Of the first byte; changes when the spill grows."""
+        """Address of the first byte; changes when the buffer grows."""
         return self._mapping.address
 
     def write(self, data: Any) -> int:
@@ -207,37 +211,54 @@ class Arena:
     """The memory of one save. Not thread-safe while it is written."""
 
     def __init__(
-        self, pool: "ArenaPool", buffers: Sequence[FileBuffer], taken: list[MemoryMapping]
+        self,
+        pool: "ArenaPool",
+        buffers: Sequence[FileBuffer],
+        mappings: list[MemoryMapping],
+        streaming_reason: str,
     ) -> None:
         self._pool = pool
-        self._taken = taken
-        self._spilled: _AnonymousMapping | None = None
+        self._mappings = mappings
+        self._spill_mapping: _AnonymousMapping | None = None
         self._spill: SpillBuffer | None = None
         self.files = list(buffers)
-        """One buffer per size asked for."""
-        self.streaming_reason = ""
-        """Why it isn't the sidecar's memory, for people."""
+        """One buffer per requested size."""
+        self.streaming_reason = streaming_reason
+        """Why its memory is not the sidecar's, so that it must be streamed; human-readable."""
 
     @property
     def spill(self) -> SpillBuffer:
-        """The growing file of this arena, empty at first."""
+        """The growing buffer of this arena, empty at first."""
         if self._spill is None:
-            self._spilled = self._pool._take_spill()
-            self._spill = SpillBuffer(self._spilled)
+            self._spill_mapping = self._pool.acquire_spill()
+            self._spill = SpillBuffer(self._spill_mapping)
         return self._spill
 
     @property
     def spilled(self) -> SpillBuffer | None:
-        """The growing file, if it was asked for."""
+        """The growing buffer, if anything was written to it."""
         return self._spill
+
+    def detach(self) -> tuple[list[MemoryMapping], _AnonymousMapping | None]:
+        """Lets go of the memory: its mappings, and that of the growing buffer if it may be kept.
+
+        For the pool alone. The arena can't be used afterwards.
+        """
+        mappings, self._mappings = self._mappings, []
+        spill_mapping, self._spill_mapping = self._spill_mapping, None
+        self.files = []
+        used = self._spill.size if self._spill is not None else 0
+        if spill_mapping is not None and spill_mapping.capacity > max(4 * used, 16 * _SPILL_BYTES):
+            spill_mapping = None
+        return mappings, spill_mapping
 
 
 class ArenaPool:
-    """Lends arenas and keeps their memory. Thread-safe.
+    """Hands out arenas and keeps their memory for the next save. Thread-safe.
 
     Args:
-        limit: arenas that may be lent at the same time; the pool keeps no more
-            memory than that many of the largest.
+        limit: arenas in use at the same time, at most; the pool keeps no more memory than that
+            many of the largest.
     """
 
     def __init__(self, limit: int) -> None:
@@ -245,53 +266,61 @@ class ArenaPool:
         self._lock = threading.Lock()
         self._free: list[MemoryMapping] = []
         self._free_spills: list[_AnonymousMapping] = []
-        self._lent: WeakKeyDictionary[Arena, int] = WeakKeyDictionary()
+        self._in_use: WeakKeyDictionary[Arena, int] = WeakKeyDictionary()
+        """Bytes by arena."""
         self._clock = 0
         self._closed = False
 
-    def acquire(self, sizes: Sequence[int], source: MappingSource | None = None) -> Arena:
+    def acquire(
+        self,
+        sizes: Sequence[int],
+        source: MappingSource | None = None,
+        *,
+        streaming_reason: str = "",
+    ) -> Arena:
         """An arena with a buffer of each size, bytes; 0 is a size.
 
         Args:
-            source: where its memory comes from; None: this process's own.
+            source: maps its memory; None: anonymous memory of this process.
+            streaming_reason: why there is no ``source``, for the arena.
 
         Raises PannierError when there is no memory for it.
         """
         with self._lock:
             self._clock += 1
             dropped = self._take_unusable()
-            wanted = sum(_rounded(size) for size in sizes if size)
-            found = {i: self._find(size, source) for i, size in _largest_first(sizes)}
-            lacking = [size for i, size in enumerate(sizes) if size and not found[i]]
-            dropped += self._make_room(wanted, sum(map(_rounded, lacking)))
-        _drop(dropped)
+            needed = sum(_rounded(size) for size in sizes if size)
+            found = {i: self._take_free(size, source) for i, size in _largest_first(sizes)}
+            missing = [size for i, size in enumerate(sizes) if size and not found[i]]
+            dropped += self._make_room(needed, sum(map(_rounded, missing)))
+        _unmap(dropped)
         try:
             fresh = iter(
-                _map_anonymous(lacking)
-                if source is None or not lacking
-                else source.map_files(lacking)
+                _map_anonymous(missing)
+                if source is None or not missing
+                else source.map_files(missing)
             )
             mappings = [(found[i] or next(fresh)) if size else None for i, size in enumerate(sizes)]
         except BaseException:
             with self._lock:
                 self._free += [mapping for mapping in found.values() if mapping is not None]
             raise
-        taken = [mapping for mapping in mappings if mapping is not None]
-        for mapping in taken:
+        used = [mapping for mapping in mappings if mapping is not None]
+        for mapping in used:
             mapping.begin_use()
         buffers = [FileBuffer(*pair) for pair in zip(mappings, sizes, strict=True)]
-        arena = Arena(self, buffers, taken)
+        arena = Arena(self, buffers, used, streaming_reason)
         with self._lock:
-            self._lent[arena] = sum(mapping.capacity for mapping in taken)
+            self._in_use[arena] = sum(mapping.capacity for mapping in used)
         return arena
 
     def prepare(self, sizes: Sequence[int], source: MappingSource | None = None) -> None:
-        """Makes sure that as many arenas as may be lent are there for such sizes.
+        """Maps the memory of as many arenas of these sizes as may be in use at the same time.
 
         Raises PannierError when there is no memory for them.
         """
         with self._lock:
-            count = self._limit - len(self._lent)
+            count = self._limit - len(self._in_use)
         arenas: list[Arena] = []
         try:
             for _ in range(count):
@@ -304,52 +333,56 @@ class ArenaPool:
         """Takes the memory back; nothing of ``arena`` may be used afterwards.
 
         Args:
-            reuse: False: somebody may still read it, so that nothing else is staged there.
+            reuse: False: the sidecar may still read it, so that nothing else may be staged there.
         """
         dropped: list[MemoryMapping] = []
         with self._lock:
-            if self._lent.pop(arena, None) is None:
+            if self._in_use.pop(arena, None) is None:
                 return
-            taken, arena._taken = arena._taken, []
-            spilled, arena._spilled = arena._spilled, None
-            arena.files = []
+            mappings, spill_mapping = arena.detach()
         if reuse:
-            for mapping in taken:
+            for mapping in mappings:
                 mapping.unseal()
         with self._lock:
             if self._closed or not reuse:
-                dropped, taken, spilled = taken, [], None
-            for mapping in taken:
-                mapping.used_at = self._clock
-            self._free += taken
-            used = arena._spill.size if arena._spill is not None else 0
-            if spilled is not None and spilled.capacity <= max(4 * used, 16 * _SPILL_BYTES):
-                self._free_spills.append(spilled)
-        _drop(dropped)
+                dropped, mappings, spill_mapping = mappings, [], None
+            for mapping in mappings:
+                mapping.end_use(self._clock)
+            self._free += mappings
+            if spill_mapping is not None:
+                self._free_spills.append(spill_mapping)
+        _unmap(dropped)
+
+    def acquire_spill(self) -> _AnonymousMapping:
+        """Memory for an arena's growing buffer; given back with the arena."""
+        with self._lock:
+            if self._free_spills:
+                return self._free_spills.pop()
+        return _AnonymousMapping(_SPILL_BYTES)
 
     def unmap_unused(self, source: MappingSource) -> None:
-        """Gives back what is borrowed from ``source`` and not in use."""
+        """Unmaps the files of ``source`` that are not in use."""
         with self._lock:
             dropped = [mapping for mapping in self._free if mapping.source is source]
             self._free = [mapping for mapping in self._free if mapping.source is not source]
-        _drop(dropped)
+        _unmap(dropped)
 
     def close(self) -> None:
-        """Frees what isn't lent; the rest is freed when it is released."""
+        """Frees the memory of no arena; an arena's is freed when it is released."""
         with self._lock:
             self._closed = True
             dropped, self._free = self._free, []
             self._free_spills.clear()
-        _drop(dropped)
+        _unmap(dropped)
 
-    def _find(self, size: int, source: MappingSource | None) -> MemoryMapping | None:
-        """The free mapping that fits best, taken out of the pool."""
+    def _take_free(self, size: int, source: MappingSource | None) -> MemoryMapping | None:
+        """Takes the free mapping that fits best out of the pool."""
         fits = [
             m for m in self._free if m.source is source and size <= m.capacity <= 2 * _rounded(size)
         ]
         if not size or not fits:
             return None
-        best = min(fits, key=lambda mapping: (mapping.capacity, -mapping.used_at))
+        best = min(fits, key=lambda mapping: (mapping.capacity, -mapping.last_used))
         self._free.remove(best)
         return best
 
@@ -358,33 +391,27 @@ class ArenaPool:
         self._free = [mapping for mapping in self._free if mapping.usable]
         return unusable
 
-    def _make_room(self, wanted: int, missing: int) -> list[MemoryMapping]:
-        """Takes out what was used longest ago, so that changing sizes don't pile up."""
+    def _make_room(self, needed: int, missing: int) -> list[MemoryMapping]:
+        """Takes out the least recently used mappings, so that those of earlier sizes don't pile up."""
         dropped: list[MemoryMapping] = []
         if not missing:
             return dropped
-        lent = list(self._lent.values())
-        budget = self._limit * max([wanted, *lent])
-        self._free.sort(key=lambda mapping: -mapping.used_at)
+        in_use = list(self._in_use.values())
+        budget = self._limit * max([needed, *in_use])
+        self._free.sort(key=lambda mapping: -mapping.last_used)
         kept = sum(mapping.capacity for mapping in self._free)
-        while self._free and kept + sum(lent) + wanted > budget:
+        while self._free and kept + sum(in_use) + needed > budget:
             dropped.append(self._free.pop())
             kept -= dropped[-1].capacity
         return dropped
-
-    def _take_spill(self) -> _AnonymousMapping:
-        with self._lock:
-            if self._free_spills:
-                return self._free_spills.pop()
-        return _AnonymousMapping(_SPILL_BYTES)
 
 
 def _map_anonymous(sizes: Sequence[int]) -> list[MemoryMapping]:
     return [_AnonymousMapping(_rounded(size)) for size in sizes]
 
 
-def _drop(mappings: list[MemoryMapping]) -> None:
-    """Frees mappings that are in no pool any more, and gives back those that were borrowed."""
+def _unmap(mappings: list[MemoryMapping]) -> None:
+    """Frees mappings that are in no pool any more; those of a source are unmapped by it."""
     while mappings:
         source = mappings[0].source
         same = [mapping for mapping in mappings if mapping.source is source]
@@ -394,7 +421,7 @@ def _drop(mappings: list[MemoryMapping]) -> None:
 
 
 def _largest_first(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    # Those that take as much in order: so each file gets the memory it had the last time.
+    # A stable sort: files of the same size get the memory that they had in the save before.
     return sorted(enumerate(sizes), key=lambda pair: -_rounded(pair[1]))
 
 

@@ -1,7 +1,7 @@
-"""What copies are made of: pieces that go straight to pinned memory, or by way of the ring.
+"""Copies from devices to the host: directly into pinned memory, or by way of a bounce buffer.
 
-In: tensors of devices and where their elements go. Out: pieces, and bytes in their place. Blocking
-code.
+In: tensors on devices and their offsets in the arena. Out: the bytes in the arena. Large copies are
+split, small ones packed into one bounce buffer. Blocking.
 """
 
 import ctypes
@@ -23,11 +23,13 @@ class TensorCopy(NamedTuple):
     """A tensor to be copied."""
 
     name: str
+    """Its key in the state, for errors."""
     tensor: torch.Tensor
     """Detached."""
     target: FileBuffer | SpillBuffer
     offset: int
-    place: torch.Tensor | None = None
+    """Of its first byte in ``target``."""
+    view: torch.Tensor | None = None
     """The target as a tensor, if there is one."""
 
 
@@ -37,31 +39,34 @@ class DirectCopy(NamedTuple):
     stream: SideStream
     source: torch.Tensor
     address: int
-    place: torch.Tensor | None = None
-    """There, as a tensor like the source."""
+    """Of its first byte in host memory."""
+    view: torch.Tensor | None = None
+    """The target as a tensor like the source, if there is one."""
 
 
 class CopyOut(NamedTuple):
-    """Where bytes of a ring's buffer go."""
+    """Where bytes of a bounce buffer are copied to."""
 
     target: FileBuffer | SpillBuffer
     offset: int
     size: int
+    """Bytes."""
 
 
 @dataclass
 class BouncedCopy:
-    """Copies by way of a ring's buffer, one behind the other."""
+    """Tensors that are packed into one bounce buffer."""
 
     stream: SideStream
     sources: list[torch.Tensor] = field(default_factory=list)
     """Of one dtype."""
     copy_outs: list[CopyOut] = field(default_factory=list)
+    """One per source, in the order in which they are packed."""
     size: int = 0
     """Bytes."""
 
     def add(self, copy: TensorCopy) -> None:
-        """One more tensor."""
+        """Appends a tensor."""
         size = copy.tensor.nbytes
         self.sources.append(copy.tensor)
         self.copy_outs.append(CopyOut(copy.target, copy.offset, size))
@@ -69,40 +74,37 @@ class BouncedCopy:
 
 
 class BounceQueue:
-    """Pieces on their way through the ring's slots. Not thread-safe."""
+    """Copies on their way through bounce buffers. Not thread-safe."""
 
     def __init__(self, pool: PinnedBufferPool) -> None:
         self._pool = pool
         self._under_way: deque[tuple[DeviceEvent, PinnedBuffer, list[CopyOut]]] = deque()
 
-    def put(self, job: BouncedCopy, *, wait: bool = True) -> bool:
-        """Queues a job; False when there is no buffer for it and ``wait`` is False."""
+    def put(self, copy: BouncedCopy, *, wait: bool = True) -> bool:
+        """Queues a copy; False when no buffer is free and ``wait`` is False."""
         buffer = self._pool.acquire(wait=False)
+        if buffer is None and not wait:
+            return False
+        while buffer is None and self._under_way:
+            self._finish_oldest()
+            buffer = self._pool.acquire(wait=False)
         if buffer is None:
-            if not wait:
-                return False
-            if self._under_way:
-                self._land()
-                buffer = self._pool.acquire(wait=False)
-            while buffer is None and self._under_way:
-                self._land()
-                buffer = self._pool.acquire(wait=False)
-            if buffer is None:
-                buffer = self._pool.acquire(wait=True)
+            # Only while holding none: the threads that hold buffers never wait for another.
+            buffer = self._pool.acquire(wait=True)
         assert buffer is not None
         try:
-            job.stream.copy([buffer.memory[: job.size]], [job.stream.pack(job.sources)])
+            copy.stream.copy([buffer.memory[: copy.size]], [copy.stream.pack(copy.sources)])
         finally:
-            self._under_way.append((job.stream.record_event(), buffer, job.copy_outs))
+            self._under_way.append((copy.stream.record_event(), buffer, copy.copy_outs))
         return True
 
     def finish_all(self) -> None:
-        """Returns when all has arrived."""
+        """Returns when every queued copy has reached its target."""
         while self._under_way:
-            self._land()
+            self._finish_oldest()
 
     def abandon(self) -> None:
-        """Lets go of what has not arrived, once no device writes to the slots."""
+        """Drops the queued copies, once no device writes to their buffers any more."""
         while self._under_way:
             event, buffer, _ = self._under_way.popleft()
             try:
@@ -110,30 +112,30 @@ class BounceQueue:
             finally:
                 self._pool.release(buffer)
 
-    def _land(self) -> None:
+    def _finish_oldest(self) -> None:
         event, buffer, copy_outs = self._under_way[0]
         event.synchronize()
         source = buffer.address
         for target, offset, size in copy_outs:
-            # Without the GIL.
+            # Releases the GIL.
             ctypes.memmove(target.address + offset, source, size)
             source += size
         self._under_way.popleft()
         self._pool.release(buffer)
 
 
-def streams_of(direct: Iterable[DirectCopy], bounces: Iterable[BouncedCopy]) -> list[SideStream]:
-    """Each stream once."""
+def streams_of(direct: Iterable[DirectCopy], bounced: Iterable[BouncedCopy]) -> list[SideStream]:
+    """The streams of these copies, each once."""
     used = dict.fromkeys(copy.stream for copy in direct)
-    return list(used | dict.fromkeys(bounce.stream for bounce in bounces))
+    return list(used | dict.fromkeys(copy.stream for copy in bounced))
 
 
 def start_direct_copies(copies: Iterable[DirectCopy]) -> None:
-    """Queues copies on their streams."""
+    """Queues copies on their streams, with one call for each."""
     by_stream: dict[SideStream, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for copy in copies:
         targets, sources = by_stream.setdefault(copy.stream, ([], []))
-        targets.append(_target_view(copy) if copy.place is None else copy.place)
+        targets.append(_target_view(copy) if copy.view is None else copy.view)
         sources.append(copy.source)
     for stream, (targets, sources) in by_stream.items():
         stream.copy(targets, sources)
@@ -144,41 +146,41 @@ def _target_view(copy: DirectCopy) -> torch.Tensor:
     # By address: a view of the memory would keep it from being unmapped.
     memory = (ctypes.c_char * source.nbytes).from_address(copy.address)
     with torch.inference_mode(False):
-        place = torch.frombuffer(memory, dtype=source.dtype, count=source.numel())
-    return place.view(source.shape)
+        view = torch.frombuffer(memory, dtype=source.dtype, count=source.numel())
+    return view.view(source.shape)
 
 
-def as_direct_copies(job: BouncedCopy) -> Iterator[DirectCopy]:
-    """The same without the ring, for pinned targets."""
-    for source, copy_out in zip(job.sources, job.copy_outs, strict=True):
-        yield DirectCopy(job.stream, source, copy_out.target.address + copy_out.offset)
+def as_direct_copies(copy: BouncedCopy) -> Iterator[DirectCopy]:
+    """The same copies without a bounce buffer, for pinned targets."""
+    for source, copy_out in zip(copy.sources, copy.copy_outs, strict=True):
+        yield DirectCopy(copy.stream, source, copy_out.target.address + copy_out.offset)
 
 
 def split_copy(copy: TensorCopy, limit: int | None) -> Iterator[TensorCopy]:
-    """Divides a copy into pieces that are contiguous in the target.
+    """Splits a copy into pieces that are contiguous in the target.
 
     Args:
         copy: of a large tensor.
-        limit: bytes of each piece. None: only what has to be made contiguous on the device is
-            split_copy, so that it doesn't take as much memory there again.
+        limit: bytes of each piece. None: only a tensor that has to be made contiguous on the
+            device is split, so that it doesn't take its whole size there again.
     """
     tensor = copy.tensor
     if tensor.is_contiguous():
         if limit is None or tensor.nbytes <= limit:
             yield copy
             return
-        at = copy.offset
-        for part in torch.split(tensor.view(-1), limit // tensor.element_size()):
-            yield copy._replace(tensor=part, offset=at, place=None)
-            at += part.nbytes
+        offset = copy.offset
+        for flat in torch.split(tensor.view(-1), limit // tensor.element_size()):
+            yield copy._replace(tensor=flat, offset=offset, view=None)
+            offset += flat.nbytes
         return
     most = limit or pinned_memory.BUFFER_BYTES
     if tensor.nbytes <= most:
         yield copy
         return
     row = math.prod(tensor.shape[1:]) * tensor.element_size()
-    at = copy.offset
-    for part in torch.split(tensor, max(1, most // row)):
-        piece = copy._replace(tensor=part[0] if len(part) == 1 else part, offset=at, place=None)
+    offset = copy.offset
+    for rows in torch.split(tensor, max(1, most // row)):
+        piece = copy._replace(tensor=rows[0] if len(rows) == 1 else rows, offset=offset, view=None)
         yield from split_copy(piece, limit) if piece.tensor.nbytes > most else (piece,)
-        at += part.nbytes
+        offset += rows.nbytes

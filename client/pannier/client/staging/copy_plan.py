@@ -1,9 +1,9 @@
-"""Where each value of a known plan goes; the copy alone, without items, planner or checks.
+"""Stages a state whose plan is known: the copies alone, without items, planner or checks.
 
-In: the final plan of a structure that was planned and staged before (see
-:mod:`pannier.client.planning.state_fingerprint`). Out: for each later save of that structure the same as
-:func:`pannier.client.staging.stager.stage`. Heads, tails and gaps are written once to each buffer and
-stay there; small tensors are copied in one call, large ones by address.
+In: the final plan of a state structure (:mod:`pannier.client.planning.state_fingerprint`), and, for
+each save of that structure, its values. Out: what :func:`pannier.client.staging.stager.stage` returns.
+Archive heads, tails and gaps are written once to each buffer and reused; small tensors are copied in
+one call, large ones by address. Owned by the plan cache; thread-safe.
 """
 
 import ctypes
@@ -19,31 +19,31 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from pannier.client import torch_compat
 from pannier.client.staging import archives, header_cache
-from pannier.client.staging.archives import serialized
 from pannier.client.staging.arena import Arena, FileBuffer
 from pannier.client.staging.device_copy import DeviceCopies
-from pannier.client.staging.host_copy import LARGE, Transfers, freed_error
-from pannier.client.staging.stager import Staged, StagedFile, unsaved
+from pannier.client.staging.host_copy import LARGE, TensorCopies, freed_error
+from pannier.client.staging.stager import Staged, StagedFile, cannot_be_saved
 from pannier.client.user_errors import add_note
 from pannier.client.xla import runtime
-from pannier.client.xla.copy_plan import FetchPlan, ShardTarget, ShardView
+from pannier.client.xla.copy_plan import FetchPlan, ShardTarget
+from pannier.client.xla.shard_tensors import ShardView
 from pannier.v1 import plan_pb2, records_pb2
 from pannier.wire.errors import PannierError
 
-_SUSPECT: Final = 1 << 40
-"""A tensor whose storage was freed has its offset for an address. Few others lie so low."""
+_LOWEST_ADDRESS: Final = 1 << 40
+"""The address of a tensor whose storage was freed is its offset. Few others lie below this."""
 
 
 @dataclass(frozen=True)
-class _Slot:
-    """A tensor's place in its file."""
+class _TensorLayout:
+    """A tensor's archive in its file."""
 
     value: int
-    """Index of the tensor."""
+    """Index of the tensor among the values."""
     start: int
-    """Where its archive begins."""
+    """Offset of the archive in the file."""
     raw: int
-    """Where its elements begin."""
+    """Offset of the elements in the file."""
     shape: torch.Size
     archive: archives.Archive
     dtype: torch.dtype
@@ -51,33 +51,38 @@ class _Slot:
 
 @dataclass(frozen=True, eq=False)
 class _File:
-    """A data file of slots, in order."""
+    """A data file."""
 
     size: int
-    slots: list[_Slot] = field(default_factory=list)
+    """Bytes."""
+    tensors: list[_TensorLayout] = field(default_factory=list)
+    """In order of their offsets."""
     small: list[int] = field(default_factory=list)
-    """Numbers of the slots whose tensors are copied together."""
+    """Indices of the tensors that are copied in one call."""
     single: list[int] = field(default_factory=list)
-    """Numbers of those that are copied one by one."""
+    """Indices of the tensors that are copied one by one."""
+
+    def add(self, tensor: _TensorLayout, *, on_host: bool) -> None:
+        """Appends a tensor of the host or of a device with streams."""
+        index = len(self.tensors)
+        self.tensors.append(tensor)
+        if tensor.archive.body:
+            is_small = on_host and tensor.archive.body < LARGE
+            (self.small if is_small else self.single).append(index)
 
 
 class CopyPlan:
-    """See the module. Made by :func:`make_copy_plan`; thread-safe."""
+    """See the module. Made by :func:`make_copy_plan`; immutable."""
 
     def __init__(
-        self,
-        fqns: list[str],
-        files: list[_File],
-        objects: list[int],
-        positions: list[int],
-        fetches: FetchPlan,
+        self, fqns: list[str], files: list[_File], objects: list[int], fetches: FetchPlan
     ) -> None:
         self._fqns = fqns
-        self._fetches = fetches
         self._files = files
         self._objects = objects
-        self._positions = positions
-        self._small = [_picker([file.slots[i].value for i in file.small]) for file in files]
+        """Indices of the values that are serialised: their positions in the local plan."""
+        self._fetches = fetches
+        self._small = [_picker([file.tensors[i].value for i in file.small]) for file in files]
 
     def stage(
         self,
@@ -89,7 +94,7 @@ class CopyPlan:
         """Copies the values, as :func:`pannier.client.staging.stager.stage` does.
 
         Args:
-            values: from the structure that the route was made for.
+            values: of a state with the structure that the plan was made for.
             arena: acquired with the sizes of the plan's files.
             names: of the plan's files in this save.
             devices: as for :func:`pannier.client.staging.stager.stage`.
@@ -99,8 +104,8 @@ class CopyPlan:
             PannierError: there is no memory.
             Exception: whatever copying or pickling raised, with a note of the key.
         """
-        transfers = Transfers(devices)
-        engraved = []
+        copies = TensorCopies(devices)
+        written = []
         views: list[Sequence[torch.Tensor]] = []
         try:
             with torch.no_grad(), torch_compat.without_torch_functions():
@@ -108,18 +113,18 @@ class CopyPlan:
                     if not file.size:
                         views.append(())
                         continue
-                    imprint = _imprint(file, buffer)
-                    self._copy(file, buffer, imprint, pick(values), values, transfers)
-                    engraved.append((buffer, imprint))
-                    views.append(imprint.views)
-                self._fetches.run(values, views, arena.files, transfers)
+                    headers = _headers_of(file, buffer)
+                    self._copy(file, buffer, headers, pick(values), values, copies)
+                    written.append((buffer, headers))
+                    views.append(headers.views)
+                self._fetches.run(values, views, arena.files, copies)
             varying = self._spill(values, arena, names)
-            transfers.run()
+            copies.run()
         finally:
-            # Also on failure: the arena is lent again, and no device may still write to it.
-            transfers.wait()
-        for buffer, imprint in engraved:
-            header_cache.leave(buffer, imprint)
+            # Also on failure: the arena will be used again, and no device may still write to it.
+            copies.wait()
+        for buffer, headers in written:
+            header_cache.put(buffer, headers)
         files = [
             StagedFile(name, buffer.size, buffer.address, buffer)
             for name, buffer in zip(names, arena.files, strict=True)
@@ -128,60 +133,60 @@ class CopyPlan:
         spill = arena.spilled
         if spill is not None and spill.size:
             files.append(StagedFile(names[-1], spill.size, spill.address, spill))
-        deferred = transfers.start_deferred()  # Settles the description, too.
-        copy_description = transfers.copy_description or (
+        deferred = copies.start_deferred()  # before the description is read: it may change it
+        copy_description = copies.copy_description or (
             runtime.COPY_DESCRIPTION if self._fetches else ""
         )
         return Staged(files, varying, [], arena, deferred, copy_description)
 
     def write_headers(self, arena: Arena) -> None:
-        """Writes everything but values into an arena, so that later saves find it there."""
+        """Writes the archives' heads and tails into an arena, where later saves find them."""
         for file, buffer in zip(self._files, arena.files, strict=True):
             if file.size:
-                header_cache.leave(buffer, _imprint(file, buffer))
+                header_cache.put(buffer, _headers_of(file, buffer))
 
     def _copy(
         self,
         file: _File,
         buffer: FileBuffer,
-        imprint: header_cache.CachedHeaders,
+        headers: header_cache.CachedHeaders,
         small: tuple[torch.Tensor, ...],
         values: list[Any],
-        transfers: Transfers,
+        copies: TensorCopies,
     ) -> None:
         if small:
             self._check_storages(file, small)
-            torch_compat.copy_all(imprint.together, small)
-        for number in file.single:
-            slot = file.slots[number]
+            torch_compat.copy_all(headers.small_views, small)
+        for index in file.single:
+            tensor = file.tensors[index]
             try:
-                transfers.copy_to_view(
-                    values[slot.value],
-                    imprint.views[number],
+                copies.copy_to_view(
+                    values[tensor.value],
+                    headers.views[index],
                     buffer,
-                    slot.raw,
-                    self._fqns[slot.value],
+                    tensor.raw,
+                    self._fqns[tensor.value],
                 )
             except Exception as error:
-                self._locate(slot.value, error)
+                self._add_key(tensor.value, error)
                 raise
 
     def _check_storages(self, file: _File, tensors: Sequence[torch.Tensor]) -> None:
-        if min(map(torch.Tensor.data_ptr, tensors)) >= _SUSPECT:
+        if min(map(torch.Tensor.data_ptr, tensors)) >= _LOWEST_ADDRESS:
             return
         freed = [not tensor.untyped_storage().nbytes() for tensor in tensors]
-        for number in compress(file.small, freed):
-            raise freed_error(self._fqns[file.slots[number].value])
+        for index in compress(file.small, freed):
+            raise freed_error(self._fqns[file.tensors[index].value])
 
     def _spill(
         self, values: list[Any], arena: Arena, names: Sequence[str]
     ) -> list[records_pb2.VaryingItem]:
         varying = []
-        for index, position in zip(self._objects, self._positions, strict=True):
+        for position in self._objects:
             try:
-                data = serialized(values[index])
+                data = archives.serialized(values[position])
             except Exception as error:
-                self._locate(index, error)
+                self._add_key(position, error)
                 raise
             start = arena.spill.size
             arena.spill.write(data)
@@ -192,9 +197,9 @@ class CopyPlan:
             )
         return varying
 
-    def _locate(self, index: int, error: Exception) -> None:
+    def _add_key(self, value: int, error: Exception) -> None:
         if not isinstance(error, PannierError):
-            add_note(error, unsaved(self._fqns[index]))
+            add_note(error, cannot_be_saved(self._fqns[value]))
 
 
 def make_copy_plan(
@@ -203,23 +208,23 @@ def make_copy_plan(
     items: Sequence[WriteItem],
     final: plan_pb2.FinalPlan,
 ) -> CopyPlan | None:
-    """The route of a plan; None where values need more than a copy.
+    """The copy plan of a final plan; None where some values need more than a copy.
 
     Args:
         fqns: key of each value.
         values: of the state that was planned.
         items: of the local plan.
-        final: the answer to it.
+        final: the coordinator's answer to the local plan.
     """
     if [item.index.fqn for item in items] != fqns:
         return None
     files = [_File(file.size) for file in final.files]
     objects = []
-    fetched: list[ShardTarget] = []
+    targets: list[ShardTarget] = []
     ends = [0] * len(files)
-    places = final.placement
+    planned = final.placement
     for position, number, start, length in zip(
-        final.positions, places.file, places.offset, places.length, strict=True
+        final.positions, planned.file, planned.offset, planned.length, strict=True
     ):
         item, value = items[position], values[position]
         if item.type is WriteItemType.BYTE_IO:
@@ -237,19 +242,18 @@ def make_copy_plan(
             return None
         ends[number] = end
         raw = start + len(archive.head)
-        slot = _Slot(position, start, raw, shape, archive, tensor.dtype)
+        layout = _TensorLayout(position, start, raw, shape, archive, tensor.dtype)
         if isinstance(value, ShardView):
             if archive.body:
-                fetched.append(ShardTarget(position, number, len(files[number].slots), raw))
-            files[number].slots.append(slot)
+                targets.append(ShardTarget(position, number, len(files[number].tensors), raw))
+            files[number].tensors.append(layout)
         else:
-            _place(files[number], slot, on_host=value.is_cpu)
-    fetches = FetchPlan(fetched, values)
-    return CopyPlan(fqns, files, objects, list(objects), fetches)
+            files[number].add(layout, on_host=value.is_cpu)
+    return CopyPlan(fqns, files, objects, FetchPlan(targets, values))
 
 
 def _is_planned(item: WriteItem, value: Any) -> bool:
-    """Whether a tensor is what its item says, and can be copied to an archive's place."""
+    """Whether a tensor matches its item, and its elements are all that its archive needs."""
     data = item.tensor_data
     if data is None or data.properties.dtype not in archives.DTYPES:
         return False
@@ -262,18 +266,10 @@ def _is_planned(item: WriteItem, value: Any) -> bool:
     )
 
 
-def _place(file: _File, slot: _Slot, *, on_host: bool) -> None:
-    number = len(file.slots)
-    file.slots.append(slot)
-    if slot.archive.body:
-        together = on_host and slot.archive.body < LARGE
-        (file.small if together else file.single).append(number)
-
-
-def _imprint(file: _File, buffer: FileBuffer) -> header_cache.CachedHeaders:
-    """The buffer's imprint of the file, engraved where it isn't there; to be left when all is done."""
+def _headers_of(file: _File, buffer: FileBuffer) -> header_cache.CachedHeaders:
+    """Takes the buffer's cached headers; writes them where there are none of this file."""
     found = header_cache.take(buffer)
-    if found is None or found.pattern is not file:
+    if found is None or found.layout is not file:
         found = _write_headers(file, buffer)
     return found
 
@@ -282,33 +278,33 @@ def _write_headers(file: _File, buffer: FileBuffer) -> header_cache.CachedHeader
     """Writes all of a file but the elements."""
     written = 0
     memory = buffer.memory
-    for slot in file.slots:
-        buffer.zero(written, slot.start)
-        memory[slot.start : slot.raw] = slot.archive.head
-        tail = slot.raw + slot.archive.body
-        written = slot.start + slot.archive.length
-        memory[tail:written] = slot.archive.tail
+    for tensor in file.tensors:
+        buffer.zero(written, tensor.start)
+        memory[tensor.start : tensor.raw] = tensor.archive.head
+        tail = tensor.raw + tensor.archive.body
+        written = tensor.start + tensor.archive.length
+        memory[tail:written] = tensor.archive.tail
     buffer.zero(written, buffer.size)
     views = _views(file, buffer)
     return header_cache.CachedHeaders(file, views, [views[i] for i in file.small])
 
 
 def _views(file: _File, buffer: FileBuffer) -> list[torch.Tensor]:
-    """Each slot's elements as a tensor; one without elements stands for nothing."""
+    """The elements of each archive as a tensor; an empty one where there are none."""
     if not buffer.size:
         return []
     # By address, so that the views don't keep the mapping from being closed; and no inference
     # tensors, which couldn't be written to later.
     memory = (ctypes.c_char * buffer.size).from_address(buffer.address)
     with torch.inference_mode(False):
-        nothing = torch.empty(0, device="cpu")
+        empty = torch.empty(0, device="cpu")
         return [
             torch.frombuffer(
-                memory, dtype=slot.dtype, count=math.prod(slot.shape), offset=slot.raw
-            ).view(slot.shape)
-            if slot.archive.body
-            else nothing
-            for slot in file.slots
+                memory, dtype=tensor.dtype, count=math.prod(tensor.shape), offset=tensor.raw
+            ).view(tensor.shape)
+            if tensor.archive.body
+            else empty
+            for tensor in file.tensors
         ]
 
 

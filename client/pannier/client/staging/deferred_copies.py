@@ -1,7 +1,8 @@
-"""Copies that go on when ``async_save`` has returned.
+"""Copies from devices that complete after ``async_save`` has returned.
 
-In: pieces, of which as many are queued at once as there is room for. Out: :meth:`DeferredCopies.make_stream_wait` for
-the training stream, and :meth:`DeferredCopies.finish` for the thread that needs the bytes.
+In: copies, as many of which are queued at once as there are bounce buffers for. Out:
+:meth:`DeferredCopies.make_stream_wait` for the training stream, and :meth:`DeferredCopies.finish`
+for the thread that needs the bytes. Owned by the save; thread-safe.
 """
 
 import threading
@@ -25,17 +26,17 @@ from pannier.wire.errors import InvalidRequestError, PannierError
 
 
 class DeferredCopies:
-    """Copies that go on when ``async_save`` has returned. Thread-safe.
+    """The deferred copies of one save. Thread-safe.
 
-    It holds the sources until they are copied. :meth:`finish` must be called, by one thread.
+    Keeps the sources alive until they are copied. One thread must call :meth:`finish`.
     """
 
     def __init__(
         self,
         copies: Sequence[TensorCopy],
         direct: Sequence[DirectCopy],
-        bounces: Sequence[BouncedCopy],
-        bouncing: BounceQueue,
+        bounced: Sequence[BouncedCopy],
+        bounce_queue: BounceQueue,
         *,
         copy_description: str,
     ) -> None:
@@ -44,32 +45,32 @@ class DeferredCopies:
         self._lock = threading.Lock()
         self._copies = list(copies)
         self._versions = [torch_compat.version(copy.tensor) for copy in copies]
-        self._bouncing = bouncing
-        self._side_streams = streams_of(direct, bounces)
+        self._bounce_queue = bounce_queue
+        self._side_streams = streams_of(direct, bounced)
         self._events: list[tuple[SideStream, DeviceEvent]] = []
         self._all_queued = Event()
         self._checked = False
         self._problem: PannierError | None = None
         self._done = False
-        self._todo = deque(bounces)
+        self._not_queued = deque(bounced)
         try:
-            while self._todo and bouncing.put(self._todo[0], wait=False):
-                self._todo.popleft()
+            while self._not_queued and bounce_queue.put(self._not_queued[0], wait=False):
+                self._not_queued.popleft()
             start_direct_copies(direct)
             if copy_description == "pinned":
-                # No slot is free: better many copies than one that comes later.
-                while self._todo:
-                    start_direct_copies(as_direct_copies(self._todo.popleft()))
-            if not self._todo:
+                # No bounce buffer is free: many small copies now are better than one later.
+                while self._not_queued:
+                    start_direct_copies(as_direct_copies(self._not_queued.popleft()))
+            if not self._not_queued:
                 self._record_events()
         except BaseException:
-            self._todo.clear()
-            self._give_up()
+            self._not_queued.clear()
+            self._release()
             raise
 
     @property
     def devices(self) -> str:
-        """Those that copy, for people."""
+        """The devices that are copied from; human-readable."""
         return ", ".join(str(stream.device) for stream in self._side_streams)
 
     @property
@@ -78,9 +79,9 @@ class DeferredCopies:
         return self._done
 
     def make_stream_wait(self) -> None:
-        """What the caller's stream does from now on waits until the sources are copied.
+        """Makes what the caller's stream gets from now on wait until the sources are copied.
 
-        The host doesn't wait, but for copies by way of the ring to be queued.
+        The host waits only until the copies that go through bounce buffers are queued.
         """
         self._all_queued.wait()
         with self._lock:
@@ -92,21 +93,21 @@ class DeferredCopies:
                 stream.make_caller_wait(event)
 
     def finish(self, stop: Callable[[], bool] = lambda: False) -> None:
-        """Returns when all has arrived, and lets go of the sources.
+        """Returns when all bytes have arrived; releases the sources.
 
         Args:
-            stop: whether nobody needs the copies any more.
+            stop: True once the copies are no longer needed.
 
         Raises:
             InvalidRequestError: a source changed before it was copied.
-            Exception: what a device that failed raised.
+            Exception: the error of a device that failed.
         """
         try:
-            while self._todo and not stop():
-                self._bouncing.put(self._todo.popleft())
+            while self._not_queued and not stop():
+                self._bounce_queue.put(self._not_queued.popleft())
             if not self._all_queued.is_set():
                 self._record_events()
-            self._bouncing.finish_all()
+            self._bounce_queue.finish_all()
             for _, event in self._events:
                 event.synchronize()
             with self._lock:
@@ -117,23 +118,23 @@ class DeferredCopies:
                 add_note(error, f"copying from {self.devices} failed after async_save had returned")
             raise
         finally:
-            self._give_up()
+            self._release()
         if self._problem is not None:
             raise self._problem
 
-    def _give_up(self) -> None:
-        """The end, a good one or not: no device writes here any more."""
+    def _release(self) -> None:
+        """Ends the copies, complete or not: afterwards no device writes to the arena."""
         try:
             for stream in self._side_streams:
                 stream.record_event().synchronize()
-        except Exception:  # noqa: BLE001 - of a device that failed, which copies nothing any more
+        except Exception:  # noqa: BLE001 - a device that failed copies nothing any more
             self._events.clear()
         finally:
-            self._bouncing.abandon()
+            self._bounce_queue.abandon()
             with self._lock:
                 self._done = True
                 self._copies.clear()
-                self._todo.clear()
+                self._not_queued.clear()
                 self._events.clear()
             self._all_queued.set()
 
@@ -142,7 +143,7 @@ class DeferredCopies:
         self._all_queued.set()
 
     def _check(self) -> None:
-        """Before the sources may change: whether they have not."""
+        """Notes a source that was changed too early. Called before the sources may change."""
         for copy, version in zip(self._copies, self._versions, strict=True):
             if torch_compat.version(copy.tensor) != version:
                 self._problem = InvalidRequestError(

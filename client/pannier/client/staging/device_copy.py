@@ -1,9 +1,9 @@
-"""Copies from devices to host memory, on a side stream, in as few and large pieces as can be.
+"""Copies from devices to host memory, on a side stream, in pieces as few and large as possible.
 
-In: plain tensors of devices and where their elements go, row-major. Out: nothing once
-:meth:`DeviceCopies.wait` returns, but a :class:`DeferredCopies` for what may arrive later. Large tensors go
-straight to a pinned arena. Small ones are packed on the device and go, like all tensors for an
-arena that can't be pinned, to a ring of pinned buffers and from there by memmove.
+In: plain tensors on devices and their offsets in the arena. Out: the bytes there, row-major, once
+:meth:`DeviceCopies.wait` returns; those that may complete later are in :class:`DeferredCopies`.
+Large tensors are copied directly into a pinned arena. Small ones are packed on the device and, like
+all tensors for an arena that can't be pinned, copied to a bounce buffer and from there by memmove.
 """
 
 from collections import deque
@@ -30,23 +30,23 @@ from pannier.client.staging.device_stream import DeviceEvent, SideStream
 from pannier.client.staging.pinned_memory import PinnedBufferPool
 
 _SMALL: Final = 64 << 10
-"""Bytes; queueing a copy of so little costs the host more than the device."""
+"""Bytes; queueing a copy smaller than this costs the host more time than the device."""
 _BATCH: Final = 64 << 20
 """Bytes that are gathered before they are queued."""
 _HELD: Final = 512 << 20
-"""Bytes of tensors that are kept alive by copies under way: a planner may have made them for us."""
+"""Bytes of sources that copies under way keep alive: a planner may have allocated them for the save."""
 SNAPSHOT_BYTES: Final = 256 << 20
-"""Bytes, at most, of what may change at once that are copied on the device first."""
+"""Limit of the tensors that may change at once and are copied on the device first."""
 
 _PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
 
 MayDefer = Callable[[torch.Tensor], bool]
-"""Whether a tensor is changed by nothing but what waits for its copy."""
+"""Whether a tensor may be copied later, because everything that changes it waits for its copy."""
 
 
 @dataclass(frozen=True)
 class CopyBackend:
-    """By which copies are made; tests have others."""
+    """The streams and the pinned memory that copies use; replaced by tests."""
 
     side_stream: Callable[[torch.device], SideStream] = device_stream.side_stream
     pin: Callable[..., str] = pinned_memory.pin
@@ -57,10 +57,10 @@ DEFAULT_BACKEND: Final = CopyBackend()
 
 
 class DeviceCopies:
-    """The copies of one save. Not thread-safe.
+    """The copies from devices of one save. Not thread-safe.
 
     Args:
-        may_defer: tells which tensors may arrive after :meth:`wait`. None: none may.
+        may_defer: which tensors may be copied after :meth:`wait`. None: none.
     """
 
     def __init__(
@@ -70,15 +70,16 @@ class DeviceCopies:
         self._backend = backend or DEFAULT_BACKEND
         self._gathered: list[TensorCopy] = []
         self._gathered_bytes = 0
-        self._bouncing = BounceQueue(self._backend.pool)
+        self._bounce_queue = BounceQueue(self._backend.pool)
         self._held: deque[tuple[list[DeviceEvent], list[TensorCopy], int]] = deque()
+        """Batches that are queued: events after them, their sources, and bytes of these."""
         self._deferred: list[TensorCopy] = []
-        self._fleeting: list[TensorCopy] = []
-        """What may change at once, and is copied on the device before."""
-        self._fleeting_bytes = 0
+        self._to_snapshot: list[TensorCopy] = []
+        """Deferred copies of tensors that may change at once: copied on the device first."""
+        self._snapshot_bytes = 0
         self._pinned: dict[FileBuffer | SpillBuffer, bool] = {}
         self.copy_description = ""
-        """The way that was taken, for people; empty when nothing came from a device."""
+        """How bytes were copied, human-readable: ``pinned`` or ``bounced: <reason>``; empty: none."""
 
     def add(
         self,
@@ -88,26 +89,26 @@ class DeviceCopies:
         *,
         name: str = "",
         value: torch.Tensor | None = None,
-        place: torch.Tensor | None = None,
+        view: torch.Tensor | None = None,
     ) -> None:
-        """Takes on a copy of a plain tensor with elements.
+        """Adds a copy of a plain tensor with elements.
 
         Args:
             tensor: the source.
-            target: where it goes.
-            offset: of its first byte there.
+            target: the memory to copy to.
+            offset: of its first byte in ``target``.
             name: for errors.
-            value: what ``tensor`` was detached from.
-            place: the target as a tensor, by address, if there is one.
+            value: the tensor that ``tensor`` was detached from.
+            view: the target as a tensor, by address, if there is one.
         """
-        copy = TensorCopy(name, tensor.detach(), target, offset, place)
+        copy = TensorCopy(name, tensor.detach(), target, offset, view)
         if self._may_defer is not None and isinstance(target, FileBuffer):
             if self._may_defer(tensor if value is None else value):
                 self._deferred.append(copy)
                 return
-            if self._fleeting_bytes + tensor.nbytes <= SNAPSHOT_BYTES:
-                self._fleeting.append(copy)
-                self._fleeting_bytes += tensor.nbytes
+            if self._snapshot_bytes + tensor.nbytes <= SNAPSHOT_BYTES:
+                self._to_snapshot.append(copy)
+                self._snapshot_bytes += tensor.nbytes
                 return
         self._gathered.append(copy)
         self._gathered_bytes += tensor.nbytes
@@ -115,47 +116,47 @@ class DeviceCopies:
             self._queue_gathered()
 
     def run(self) -> None:
-        """Queues all that must arrive, and makes sure of the rest that may change."""
-        self._deferred += self._snapshots()
+        """Queues all copies that can't be deferred; takes snapshots for those that can."""
+        self._deferred += self._take_snapshots()
         self._queue_gathered()
 
     def wait(self) -> None:
-        """Returns when what was queued has arrived; what was not is dropped. Also after a failure."""
+        """Returns when the queued copies are complete; drops all others. Also for after a failure."""
         self._gathered.clear()
         self._gathered_bytes = 0
         try:
-            self._bouncing.finish_all()
+            self._bounce_queue.finish_all()
             while self._held:
                 self._release_oldest()
         finally:
-            self._bouncing.abandon()
+            self._bounce_queue.abandon()
 
     def start_deferred(self) -> DeferredCopies | None:
-        """Queues what may arrive later, as far as there is room; the last call of a save."""
+        """Queues the deferred copies, as far as bounce buffers are free; the last call of a save."""
         copies, self._deferred = self._deferred, []
         if not copies:
             return None
-        direct, bounces = self._divided(copies)
-        _follow(copies, self._backend)
+        direct, bounced = self._split(copies)
+        _wait_for_caller(copies, self._backend)
         return DeferredCopies(
             copies,
             direct,
-            bounces,
+            bounced,
             BounceQueue(self._backend.pool),
             copy_description=self.copy_description,
         )
 
-    def _snapshots(self) -> list[TensorCopy]:
-        copies, self._fleeting = self._fleeting, []
+    def _take_snapshots(self) -> list[TensorCopy]:
+        copies, self._to_snapshot = self._to_snapshot, []
         snapshots = []
         for number, copy in enumerate(copies):
             try:
-                taken = self._backend.side_stream(copy.tensor.device).snapshot(copy.tensor)
+                snapshot = self._backend.side_stream(copy.tensor.device).snapshot(copy.tensor)
             except torch.OutOfMemoryError:
-                # The device has no room: then the host waits for these.
+                # The device has no memory for them: these are not deferred.
                 self._gathered += copies[number:]
                 break
-            snapshots.append(copy._replace(tensor=taken))
+            snapshots.append(copy._replace(tensor=snapshot))
         return snapshots
 
     def _queue_gathered(self) -> None:
@@ -163,16 +164,16 @@ class DeviceCopies:
         size, self._gathered_bytes = self._gathered_bytes, 0
         if not copies:
             return
-        direct, bounces = self._divided(copies)
-        _follow(copies, self._backend)
+        direct, bounced = self._split(copies)
+        _wait_for_caller(copies, self._backend)
         try:
-            for job in bounces:
-                self._bouncing.put(job)
+            for copy in bounced:
+                self._bounce_queue.put(copy)
             start_direct_copies(direct)
         finally:
-            events = [stream.record_event() for stream in streams_of(direct, bounces)]
+            events = [stream.record_event() for stream in streams_of(direct, bounced)]
             self._held.append((events, copies, size))
-        while len(self._held) > 1 and sum(entry[2] for entry in self._held) > _HELD:
+        while len(self._held) > 1 and sum(held for _, _, held in self._held) > _HELD:
             self._release_oldest()
 
     def _release_oldest(self) -> None:
@@ -181,10 +182,10 @@ class DeviceCopies:
             event.synchronize()
         self._held.popleft()
 
-    def _divided(self, copies: Iterable[TensorCopy]) -> tuple[list[DirectCopy], list[BouncedCopy]]:
-        """Copies as pieces that fit; small ones packed."""
+    def _split(self, copies: Iterable[TensorCopy]) -> tuple[list[DirectCopy], list[BouncedCopy]]:
+        """Splits large copies and packs small ones."""
         direct: list[DirectCopy] = []
-        bounces: list[BouncedCopy] = []
+        bounced: list[BouncedCopy] = []
         packs: dict[tuple[SideStream, torch.dtype], BouncedCopy] = {}
         for copy in copies:
             stream = self._backend.side_stream(copy.tensor.device)
@@ -195,27 +196,27 @@ class DeviceCopies:
                 pack = packs.get(key)
                 if pack is None or pack.size + size > self._backend.pool.buffer_bytes:
                     pack = packs[key] = BouncedCopy(stream)
-                    bounces.append(pack)
+                    bounced.append(pack)
                 pack.add(copy)
             elif is_pinned:
                 direct += [
                     DirectCopy(
-                        stream, piece.tensor, piece.target.address + piece.offset, piece.place
+                        stream, piece.tensor, piece.target.address + piece.offset, piece.view
                     )
                     for piece in split_copy(copy, None)
                 ]
             else:
                 for piece in split_copy(copy, self._backend.pool.buffer_bytes):
-                    bounce = BouncedCopy(stream)
-                    bounce.add(piece)
-                    bounces.append(bounce)
-        return direct, bounces
+                    single = BouncedCopy(stream)
+                    single.add(piece)
+                    bounced.append(single)
+        return direct, bounced
 
     def _is_pinned(self, copy: TensorCopy) -> bool:
         target = copy.target
         known = self._pinned.get(target)
         if known is None:
-            reason = "it may move"
+            reason = "it may move"  # a buffer that grows
             if isinstance(target, FileBuffer) and target.mapping is not None:
                 reason = self._backend.pin(target.mapping, copy.tensor.device.type)
                 self.copy_description = (
@@ -240,7 +241,7 @@ def device_tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def prepare_arena(arena: Arena, state: Any, backend: CopyBackend | None = None) -> None:
-    """Pins what the first save of ``state`` into ``arena`` would have to pin."""
+    """Pins the memory that the first save of ``state`` into ``arena`` would have to pin."""
     backend = backend or DEFAULT_BACKEND
     for device in {tensor.device for tensor in device_tensors(state)}:
         backend.side_stream(device)
@@ -250,6 +251,6 @@ def prepare_arena(arena: Arena, state: Any, backend: CopyBackend | None = None) 
                 backend.pin(buffer.mapping, device.type)
 
 
-def _follow(copies: Iterable[TensorCopy], backend: CopyBackend) -> None:
+def _wait_for_caller(copies: Iterable[TensorCopy], backend: CopyBackend) -> None:
     for device in {copy.tensor.device for copy in copies}:
         backend.side_stream(device).wait_for_caller()

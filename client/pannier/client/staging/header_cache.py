@@ -1,8 +1,8 @@
-"""What the memory of a data file still holds of the save before: heads, tails, zeroed gaps.
+"""The headers that an earlier save left in a buffer: archive heads and tails, and zeroed gaps.
 
-In: buffers and what was engraved in them. Out: the same again, as long as nobody else wrote
-there. Whoever writes to a buffer takes its imprint away first, and leaves one when everything is
-in its place; so a failure in between leaves none. Thread-safe.
+In: buffers, and the headers written to them. Out: these headers again, as long as nothing else was
+written to the buffer. A writer takes the headers away before it writes to a buffer, and puts them
+back once all bytes are in place; so after a failure there are none. Thread-safe.
 """
 
 import threading
@@ -16,30 +16,30 @@ from pannier.client.staging.arena import FileBuffer, MemoryMapping
 
 @dataclass(frozen=True)
 class CachedHeaders:
-    """One buffer's."""
+    """The headers of one buffer."""
 
-    pattern: object
-    """Who engraved it, and may rely on it."""
+    layout: object
+    """The file layout that they belong to."""
     views: list[torch.Tensor]
-    """Places of tensors, as tensors. They don't keep the memory: to be used while an arena does."""
-    together: list[torch.Tensor]
+    """The raw bytes of each archive, as tensors. They don't keep the memory mapped: the arena does."""
+    small_views: list[torch.Tensor]
     """Those of them that are filled by one call."""
 
 
 _lock = threading.Lock()
-_imprints: "WeakKeyDictionary[MemoryMapping, CachedHeaders]" = WeakKeyDictionary()
+_cached: "WeakKeyDictionary[MemoryMapping, CachedHeaders]" = WeakKeyDictionary()
 
 
 def take(buffer: FileBuffer) -> CachedHeaders | None:
-    """The buffer's imprint, which it has no more."""
+    """The buffer's headers, which are no longer cached then; None when they must be written."""
     if buffer.mapping is None:
         return None
     with _lock:
-        return _imprints.pop(buffer.mapping, None)
+        return _cached.pop(buffer.mapping, None)
 
 
-def leave(buffer: FileBuffer, imprint: CachedHeaders) -> None:
-    """Says that the buffer holds ``imprint``."""
+def put(buffer: FileBuffer, headers: CachedHeaders) -> None:
+    """Caches the headers that the buffer holds."""
     if buffer.mapping is not None:
         with _lock:
-            _imprints[buffer.mapping] = imprint
+            _cached[buffer.mapping] = headers

@@ -1,6 +1,7 @@
-"""How many saves may be staged but not ingested, and the arenas they hold.
+"""How many saves may be staged but not ingested (``max_in_flight``), and the arenas they hold.
 
-In: requests of ``async_save``. Out: slots, each with an arena. Thread-safe.
+In: calls of ``async_save``. Out: an :class:`InFlightSave` for each, which holds its arena and decides
+what becomes of it. Owned by the client; thread-safe.
 """
 
 import enum
@@ -14,188 +15,191 @@ from pannier.client.staging.arena import Arena, ArenaPool
 from pannier.common.deadline import Deadline
 from pannier.wire.errors import BusyError, DeadlineError, SaveSkippedError
 
-_LOST_SLOT_S: Final = 1.0
-"""How often slots are counted again while one is waited for."""
+_RECOUNT_S: Final = 1.0
+"""How often a waiter counts the saves in flight again: a save that is lost notifies no waiter."""
 _abandoned: Final[list[Arena]] = []
-"""Arenas that a thread here may still read: never freed, never used again."""
+"""Arenas that a thread of this process may still read: never freed, never used again."""
 
 
 class ArenaUse(enum.IntEnum):
-    """Who may still read an arena that is given back; of two the higher one counts."""
+    """What may still read an arena that is given back; of two the higher one counts."""
 
     UNUSED = enum.auto()
-    """Nothing: it is used again."""
+    """Nothing: the memory is used again."""
     READ_BY_SIDECAR = enum.auto()
-    """The sidecar, which holds its files: this process unmaps them, and stages elsewhere."""
+    """The sidecar, which has its files: this process unmaps them and doesn't use them again."""
     READ_LOCALLY = enum.auto()
-    """A thread in this process: the memory is lost."""
+    """A thread of this process: the memory is never freed."""
 
 
 class InFlightSave:
-    """The right to hold an arena, and the only place that decides what becomes of its memory.
+    """One save in flight, and the only owner of its arena. Thread-safe.
 
-    Two may read an arena that is sent: the threads that send it, until :meth:`sent`, and the
-    sidecar, where its files were handed over, until :meth:`ended`. They come in either order; the
-    arena is given back after the last one, and the worse of their fates counts. Thread-safe.
+    The threads that send the arena read it until :meth:`sent`; the sidecar, if it was handed the
+    arena's files, until :meth:`ended`. Either may be called first. The arena is given back after the
+    last one, with the higher of the two uses.
     """
 
-    def __init__(self, slots: "InFlightSaves") -> None:
-        self._slots = slots
+    def __init__(self, saves: "InFlightSaves") -> None:
+        self._saves = saves
         self._lock = threading.Lock()
         self._arena: Arena | None = None
-        self._sent: ArenaUse | None = None
-        self._ended: ArenaUse | None = None
+        self._use_by_senders: ArenaUse | None = None
+        """None: they may not have ended."""
+        self._use_by_sidecar: ArenaUse | None = None
+        """None: the save has not ended."""
         self._handed_over = False
-        self._begun = False
+        self._sending = False
         self._freed = False
 
     def hold(self, arena: Arena) -> Arena:
-        """Takes over an arena that was acquired from the slots' pool."""
+        """Takes ownership of an arena that was acquired from :attr:`InFlightSaves.pool`."""
         with self._lock:
             self._arena = arena
             freed = self._freed
         if freed:
-            # Its save was interrupted while the arena was acquired: nothing was sent from it.
+            # The save was interrupted while the arena was acquired: nothing was sent from it.
             self._give_back(ArenaUse.UNUSED)
         return arena
 
     def begin_sending(self) -> bool:
         """A thread is about to send the arena and will call :meth:`sent`; False after :meth:`free`."""
         with self._lock:
-            self._begun = not self._freed
-            return self._begun
+            self._sending = not self._freed
+            return self._sending
 
-    def sent(self, fate: ArenaUse, *, handed_over: bool) -> None:
+    def sent(self, use: ArenaUse, *, handed_over: bool) -> None:
         """The threads that send the arena have ended.
 
         Args:
-            fate: UNUSED, or READ_LOCALLY if one of them may still read it.
+            use: UNUSED, or READ_LOCALLY if one of them may still read it.
             handed_over: the sidecar may have been given its files: the arena is kept until
-                :meth:`ended`, though the save no longer counts as one that is staged.
+                :meth:`ended`, though the save no longer counts as staged and not ingested.
         """
         with self._lock:
-            self._sent = fate
+            self._use_by_senders = use
             self._handed_over = handed_over
-        self._decide()
+        self._settle()
 
-    def ended(self, fate: ArenaUse) -> None:
+    def ended(self, use: ArenaUse) -> None:
         """The save has ended for this process.
 
         Args:
-            fate: UNUSED when the sidecar reported its end: it reads nothing more that counts.
-                READ_BY_SIDECAR when it did not.
+            use: UNUSED when the sidecar reported the end of the save, READ_BY_SIDECAR when not.
         """
         with self._lock:
-            self._ended = fate
-        self._decide()
+            self._use_by_sidecar = use
+        self._settle()
 
     def free(self) -> None:
-        """Gives the slot back, unless a thread has begun to send its arena and will do that."""
+        """Gives the arena back, unless a thread sends it and will call :meth:`sent`."""
         with self._lock:
-            if self._begun or self._freed:
+            if self._sending or self._freed:
                 return
             self._freed = True
         self._give_back(ArenaUse.UNUSED)
 
-    def _decide(self) -> None:
+    def _settle(self) -> None:
         with self._lock:
-            if self._sent is None or self._freed:
+            if self._use_by_senders is None or self._freed:
                 return
-            kept = self._handed_over and self._ended is None
-            self._freed = not kept
-            fate = self._sent
-            if self._handed_over and self._ended is not None:
-                fate = max(fate, self._ended)
-        if kept:
-            self._slots._settle(self)
+            use = self._use_by_senders
+            keep = self._handed_over and self._use_by_sidecar is None
+            if self._handed_over and self._use_by_sidecar is not None:
+                use = max(use, self._use_by_sidecar)
+            self._freed = not keep
+        if keep:
+            self._saves.mark_ingested(self)
         else:
-            self._give_back(fate)
+            self._give_back(use)
 
-    def _give_back(self, fate: ArenaUse) -> None:
+    def _give_back(self, use: ArenaUse) -> None:
         with self._lock:
             arena, self._arena = self._arena, None
-        if arena is not None and fate is ArenaUse.READ_LOCALLY:
+        if arena is not None and use is ArenaUse.READ_LOCALLY:
             _abandoned.append(arena)
         elif arena is not None:
-            self._slots.pool.release(arena, reuse=fate is ArenaUse.UNUSED)
-        self._slots._give_back(self)
+            self._saves.pool.release(arena, reuse=use is ArenaUse.UNUSED)
+        self._saves.discard(self)
 
 
 class InFlightSaves:
-    """All slots of a client: ``limit`` of them.
+    """The saves in flight of a client, at most ``limit``. Thread-safe.
 
     Args:
-        holders: says who holds them, for people.
+        describe: human-readable description of the saves that hold arenas.
     """
 
-    def __init__(self, limit: int, holders: Callable[[], str] = lambda: "") -> None:
+    def __init__(self, limit: int, describe: Callable[[], str] = lambda: "") -> None:
         self._limit = limit
-        self._holders = holders
+        self._describe = describe
         self.pool = ArenaPool(limit)
-        """Where the arenas come from."""
-        # A call that was interrupted between two bytecodes may lose its slot without freeing it.
-        self._taken: weakref.WeakSet[InFlightSave] = weakref.WeakSet()
-        self._settled: weakref.WeakSet[InFlightSave] = weakref.WeakSet()
-        """Those of them whose saves are ingested."""
+        """Their arenas come from here."""
+        # Weak: a call that is interrupted between two bytecodes may lose its save without freeing it.
+        self._saves: weakref.WeakSet[InFlightSave] = weakref.WeakSet()
+        self._ingested: weakref.WeakSet[InFlightSave] = weakref.WeakSet()
+        """Those that hold an arena although they are ingested."""
         self._changed = Condition()
 
     def admit(self, on_busy: str, timeout_s: float) -> InFlightSave:
-        """A slot; when there is none, ``on_busy`` decides.
+        """Admits another save; at the limit, ``on_busy`` decides.
 
         Raises:
             SaveSkippedError: ``"skip"``.
             BusyError: ``"raise"``.
-            DeadlineError: ``"wait"``, and none was given back in ``timeout_s`` seconds.
+            DeadlineError: ``"wait"``, and no save gave its arena back within ``timeout_s`` seconds.
         """
-        slot = InFlightSave(self)
+        save = InFlightSave(self)
         with self._changed:
-            if len(self._taken) >= self._limit:
+            if len(self._saves) >= self._limit:
                 what = (
-                    f"{len(self._taken)} saves of this process hold their staging memory "
-                    f"(PANNIER_MAX_IN_FLIGHT): {self._holders()}"
+                    f"{len(self._saves)} saves of this process hold their staging memory "
+                    f"(PANNIER_MAX_IN_FLIGHT): {self._describe()}"
                 )
                 if on_busy == "skip":
                     raise SaveSkippedError(f"the save was skipped: {what}")
                 if on_busy == "raise":
                     raise BusyError(f"{what}: save less often, or use on_busy='wait' or 'skip'")
-                if not self._await(lambda: len(self._taken) < self._limit, timeout_s):
+                if not self._await(lambda: len(self._saves) < self._limit, timeout_s):
                     raise DeadlineError(f"after {timeout_s:.1f} s still {what}")
-            self._taken.add(slot)
-        return slot
+            self._saves.add(save)
+        return save
 
     @property
     def idle(self) -> int:
-        """How many slots are not taken now."""
+        """How many saves could be admitted now."""
         with self._changed:
-            return self._limit - len(self._taken)
+            return self._limit - len(self._saves)
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """Waits until all that is staged is ingested, then frees the arenas; False: not in time.
+        """Waits until all staged saves are ingested, then frees the arenas; False: timed out.
 
         Args:
-            timeout_s: None: without end, for each save has a deadline of its own.
+            timeout_s: None: no limit, since each save has its own deadline.
         """
         with self._changed:
-            if not self._await(lambda: self._taken <= self._settled, timeout_s):
+            if not self._await(lambda: self._saves <= self._ingested, timeout_s):
                 return False
         self.pool.close()
         return True
 
     def _await(self, ready: Callable[[], bool], timeout_s: float | None) -> bool:
-        """Waits for ``ready()``; False: not in time. A lost slot notifies no waiter."""
+        """Waits for ``ready()``; False: timed out. The caller holds the lock."""
         deadline = Deadline(float("inf") if timeout_s is None else timeout_s)
-        while not self._changed.wait_for(ready, min(_LOST_SLOT_S, deadline.remaining())):
+        while not self._changed.wait_for(ready, min(_RECOUNT_S, deadline.remaining())):
             if deadline.passed:
                 return False
         return True
 
-    def _settle(self, slot: InFlightSave) -> None:
+    def mark_ingested(self, save: InFlightSave) -> None:
+        """The save is ingested, but keeps its arena."""
         with self._changed:
-            self._settled.add(slot)
+            self._ingested.add(save)
             self._changed.notify_all()
 
-    def _give_back(self, slot: InFlightSave) -> None:
+    def discard(self, save: InFlightSave) -> None:
+        """The save has given its arena back."""
         with self._changed:
-            self._taken.discard(slot)
-            self._settled.discard(slot)
+            self._saves.discard(save)
+            self._ingested.discard(save)
             self._changed.notify_all()

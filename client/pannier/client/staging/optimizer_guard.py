@@ -1,9 +1,9 @@
-"""Optimizers that wait for copies, and which tensors nothing but they change.
+"""Optimizers whose steps wait for deferred copies, and the tensors that only they change.
 
-In: optimizers (``client.guard``) and copies that outlast ``async_save``. Out: before each step of a
-guarded optimizer the training stream waits, on the device, until its sources are copied. What a
-state dict's buffers are can't be told from it; what an optimizer changes can: its parameters and
-its state. Only these may be copied late. Thread-safe.
+In: optimizers (``client.guard``) and deferred copies. Out: before each step of a guarded optimizer
+the training stream waits, on the device, until its tensors are copied. Only tensors that nothing but
+an optimizer changes may be deferred: its parameters and its state. Which of a state dict's tensors
+are buffers, which the forward pass may change, can't be seen from it. Thread-safe.
 """
 
 import threading
@@ -21,19 +21,19 @@ from pannier.wire.errors import InvalidRequestError
 
 _IN_BACKWARD = (
     "steps inside backward(): its parameters change while gradients of others are still computed, "
-    "so there is no time in which a copy may overlap"
+    "so no copy can overlap"
 )
 
 
 class Guard:
-    """An optimizer under guard. A context manager: leaving it removes the guard."""
+    """A guarded optimizer. A context manager: leaving it removes the guard."""
 
     def __init__(self, guards: "Guards", optimizer: torch.optim.Optimizer, *, wait: bool) -> None:
         self._guards = weakref.ref(guards)
         self._optimizer = weakref.ref(optimizer)
         self._wait = wait
         self.refusal = ""
-        """Why nothing may overlap, as was found in a step; for people."""
+        """Why copies can't overlap, as found in a step; human-readable."""
         self._hook = optimizer.register_step_pre_hook(self._before_step)
 
     @property
@@ -42,7 +42,7 @@ class Guard:
         return self._optimizer()
 
     def remove(self) -> None:
-        """Its steps wait no more, and its tensors are copied before ``async_save`` returns."""
+        """Ends the guard: steps no longer wait, and its tensors are copied before ``async_save`` returns."""
         self._hook.remove()
         guards = self._guards()
         if guards is not None:
@@ -57,7 +57,7 @@ class Guard:
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if device_stream.is_capturing():
             self.refusal = (
-                f"{_name(optimizer)} is recorded in a CUDA graph, whose replay waits for nothing"
+                f"{_name(optimizer)} is captured in a CUDA graph, whose replay waits for nothing"
             )
             return
         if torch_compat.backward_is_running():
@@ -68,7 +68,7 @@ class Guard:
 
 
 class Guards:
-    """Those of one client, and its copies under way."""
+    """The guarded optimizers of one client, and its deferred copies under way."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -95,23 +95,23 @@ class Guards:
             self._guards = [other for other in self._guards if other is not guard]
 
     def copies(self, staging: str) -> DeviceCopies:
-        """What makes the copies of a save.
+        """The device copies of one save.
 
         Args:
             staging: ``"blocking"`` or ``"overlapped"``.
 
-        Raises InvalidRequestError: overlapped, but an optimizer was seen to step where it can't.
+        Raises InvalidRequestError: overlapped, but an optimizer steps where no copy can overlap.
         """
         return DeviceCopies(self._may_defer() if staging == "overlapped" else None)
 
     def add_copies(self, copies: DeferredCopies) -> None:
-        """Guarded optimizers wait for ``copies`` from now on."""
+        """Makes guarded optimizers wait for ``copies`` from now on."""
         with self._lock:
             self._under_way = [other for other in self._under_way if not other.done]
             self._under_way.append(copies)
 
     def make_stream_wait(self) -> None:
-        """What the caller's stream does from now on waits for all copies under way."""
+        """Makes what the caller's stream gets from now on wait for all copies under way."""
         with self._lock:
             self._under_way = [copies for copies in self._under_way if not copies.done]
             under_way = list(self._under_way)
@@ -136,7 +136,7 @@ class Guards:
 
 
 def _requires_grad(tensor: torch.Tensor) -> bool:
-    """Without a guarded optimizer: the loop waits, for what it can only mean parameters."""
+    """Without a guard the loop itself waits before it steps: so parameters may be deferred."""
     if torch_compat.steps_in_backward(tensor):
         raise InvalidRequestError(
             f"staging='overlapped': its optimizer {_IN_BACKWARD}; use staging='blocking'"
@@ -145,7 +145,7 @@ def _requires_grad(tensor: torch.Tensor) -> bool:
 
 
 def _storages(optimizer: torch.optim.Optimizer) -> Iterator[int]:
-    """Addresses, on devices that copies can be queued on."""
+    """Addresses of an optimizer's storages on devices with streams."""
     for value in (*_parameters(optimizer), optimizer.state):
         for tensor in device_tensors(value):
             yield tensor.untyped_storage().data_ptr()

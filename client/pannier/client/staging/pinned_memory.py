@@ -1,8 +1,9 @@
-"""Host memory that devices write to directly: pinned arenas, and a ring for those that can't be.
+"""Host memory that devices write to directly: pinned arenas, and bounce buffers for all others.
 
-In: mappings of arenas. Out: whether the device's driver has them pinned, or why not. A mapping is
-registered once and stays so until just before it is unmapped. Where that is impossible (files on a
-disk), copies go by :class:`PinnedBufferPool`, a few buffers of torch's own pinned memory. Thread-safe.
+In: mappings of arenas. Out: whether the device's driver has pinned them, or why not. A mapping is
+registered once and stays registered until just before it is unmapped. Where that is impossible
+(files on a disk), copies go through a :class:`PinnedBufferPool`, a few buffers of torch's own pinned
+memory. Thread-safe.
 """
 
 import logging
@@ -25,39 +26,39 @@ _PORTABLE: Final = 1
 """cudaHostRegisterPortable: pinned for all devices of the process."""
 
 _lock = threading.Lock()
-_found: "WeakKeyDictionary[MemoryMapping, str]" = WeakKeyDictionary()
+_reasons: "WeakKeyDictionary[MemoryMapping, str]" = WeakKeyDictionary()
 
 
-def pin(mapping: MemoryMapping, kind: str) -> str:
-    """Pins a mapping for devices of a kind; returns why it can't be, or "".
+def pin(mapping: MemoryMapping, device_type: str) -> str:
+    """Pins a mapping for devices of a type; returns why it can't be pinned, or "".
 
     Only the first call for a mapping takes time (0.1 to 0.4 s per GiB).
     """
     with _lock:
-        reason = _found.get(mapping)
+        reason = _reasons.get(mapping)
         if reason is None:
-            reason = _found[mapping] = _register(mapping, kind)
+            reason = _reasons[mapping] = _register(mapping, device_type)
             if reason:
-                _log.warning("copies from %s go by a pinned buffer: %s", kind, reason)
+                _log.warning("copies from %s go through a bounce buffer: %s", device_type, reason)
         return reason
 
 
-def _register(mapping: MemoryMapping, kind: str) -> str:
-    if kind != "cuda":
-        return f"memory can't be registered for {kind}"
+def _register(mapping: MemoryMapping, device_type: str) -> str:
+    if device_type != "cuda":
+        return f"memory can't be registered for {device_type}"
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     code = runtime.cudaHostRegister(mapping.address, mapping.capacity, _PORTABLE)
     if int(code):
         _forget_error()
         text = runtime.cudaGetErrorString(code)
         return f"cudaHostRegister refuses {mapping.capacity} bytes of the arena: {text}"
-    # Runs before the mapping lets go of its memory. At the process's end the driver does it.
+    # Runs before the mapping frees its memory. At the end of the process the driver unregisters it.
     finalize(mapping, _unregister, os.getpid(), mapping.address).atexit = False
     return ""
 
 
 def _unregister(pid: int, address: int) -> None:
-    # A forked child has neither the memory nor a device.
+    # In a forked child there is neither the memory nor a device.
     if os.getpid() != pid:
         return
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
@@ -66,27 +67,27 @@ def _unregister(pid: int, address: int) -> None:
 
 
 def _forget_error() -> None:
-    """CUDA keeps the last error for whoever asks next, who would take it for his own."""
+    """Clears CUDA's last error, which the next CUDA call in the process would raise otherwise."""
     try:
         torch.zeros(1, device="cuda")
     except RuntimeError as error:
-        _log.debug("as expected: %s", error)
+        _log.debug("cleared: %s", error)
 
 
 class PinnedBuffer:
-    """A buffer of the ring."""
+    """A bounce buffer."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory
-        """Bytes, pinned."""
+        """Pinned bytes."""
         self.address = memory.data_ptr()
 
 
 class PinnedBufferPool:
-    """Buffers of pinned memory, made when they are first needed. Thread-safe.
+    """Buffers of pinned memory, allocated when they are first needed. Thread-safe.
 
     Args:
-        allocate: gives so many bytes.
+        allocate: allocates a buffer of a size, bytes.
         buffers: how many there may be.
         buffer_bytes: size of each.
     """
@@ -104,16 +105,16 @@ class PinnedBufferPool:
         self._changed = Condition()
 
     def allocate_all(self) -> None:
-        """Makes all that may be needed."""
+        """Allocates all buffers that there may be."""
         with self._changed:
             while self._missing:
                 self._free.append(PinnedBuffer(self._allocate(self.buffer_bytes)))
                 self._missing -= 1
 
     def acquire(self, *, wait: bool) -> PinnedBuffer | None:
-        """A buffer; None when there is none and ``wait`` is False.
+        """A free buffer; None when there is none and ``wait`` is False.
 
-        Whoever waits must hold no buffer: those that do give theirs back without another.
+        A thread that waits must hold no buffer: so those that hold one always release it.
         """
         with self._changed:
             if not self._free and self._missing:
@@ -124,7 +125,7 @@ class PinnedBufferPool:
             return self._free.pop() if self._free else None
 
     def release(self, buffer: PinnedBuffer) -> None:
-        """Gives a buffer back, which no device writes to any more."""
+        """Gives back a buffer to which no device writes any more."""
         with self._changed:
             self._free.append(buffer)
             self._changed.notify()
@@ -135,9 +136,9 @@ def _pinned(size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
     except RuntimeError as error:
         # Pageable memory is only slower.
-        _log.warning("there are no %d bytes of pinned memory: %s", size, error)
+        _log.warning("%d bytes of pinned memory can't be allocated: %s", size, error)
         return torch.empty(size, dtype=torch.uint8, device="cpu")
 
 
 shared_pool: Final = PinnedBufferPool()
-"""The process's own."""
+"""The bounce buffers of this process."""

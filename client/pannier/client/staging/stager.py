@@ -1,10 +1,10 @@
-"""The one copy: a rank's items from wherever they are into host memory.
+"""Stages a rank's items: the one copy into host memory that a save costs the training loop.
 
-In: the planner's items with their planned places, and an arena. Out: data files
-in host memory, complete and ready to be sent; from then on the training loop
-may change anything. Each item is resolved once. A planned place is used only by
-a plain strided tensor of the planned dtype and shape; everything else is
-serialised at once, as DCP would store it, to the rank's objects file.
+In: the planner's items with their planned offsets, and an arena. Out: complete data files in host
+memory; afterwards the training loop may change anything but the sources of deferred copies. Each
+item is resolved once. Only a plain strided tensor of the planned dtype and shape is copied to its
+planned offset; everything else is serialised at once, as DCP would store it, to the rank's objects
+file. Not thread-safe.
 """
 
 import io
@@ -20,7 +20,7 @@ from pannier.client.staging import archives, header_cache
 from pannier.client.staging.arena import Arena, FileBuffer
 from pannier.client.staging.deferred_copies import DeferredCopies
 from pannier.client.staging.device_copy import DeviceCopies
-from pannier.client.staging.host_copy import Transfers
+from pannier.client.staging.host_copy import TensorCopies
 from pannier.client.user_errors import located
 from pannier.v1 import plan_pb2, records_pb2
 from pannier.wire import file_layout, object_names
@@ -38,17 +38,19 @@ class StagedFile:
     size: int
     """Bytes."""
     address: int
-    """Of the first byte; valid until the arena is released."""
+    """Address of the first byte; valid until the arena is released."""
     keepalive: object
     """Owner of the memory."""
 
 
 class ArchiveLocation(NamedTuple):
-    """Where an item's archive lies."""
+    """Where the archive of an item is."""
 
     file: str
+    """Name of the data file."""
     offset: int
     length: int
+    """Bytes."""
 
 
 @dataclass(frozen=True)
@@ -58,15 +60,15 @@ class Staged:
     files: list[StagedFile]
     """Data files, without empty ones."""
     varying: list[records_pb2.VaryingItem]
-    """Items that are not where the plan put them."""
+    """Items whose archive is not at its planned offset."""
     locations: list[ArchiveLocation]
     """One per item."""
     arena: Arena
-    """The memory; whoever acquired it releases it."""
+    """The memory; the caller who acquired it must release it."""
     deferred: DeferredCopies | None = None
     """Copies that are still under way; they must be finished before the arena is released."""
     copy_description: str = ""
-    """By which way bytes came from devices, for people; empty when none did."""
+    """How bytes were copied from devices, human-readable; empty: none were."""
 
     @property
     def bytes(self) -> int:
@@ -74,15 +76,22 @@ class Staged:
         return sum(file.size for file in self.files)
 
     def renamed(self, names: Sequence[str]) -> "Staged":
-        """The same for another attempt, with these names of all the plan's files."""
-        endings = {_ending(name): name for name in names}
-        files = [replace(file, name=endings[_ending(file.name)]) for file in self.files]
-        varying = []
-        for item in self.varying:
-            moved = records_pb2.VaryingItem()
-            moved.CopyFrom(item)
-            moved.file = endings[_ending(item.file)]
-            varying.append(moved)
+        """The same bytes for another attempt.
+
+        Args:
+            names: of all files of that attempt's plan.
+        """
+        by_suffix = {_suffix(name): name for name in names}
+        files = [replace(file, name=by_suffix[_suffix(file.name)]) for file in self.files]
+        varying = [
+            records_pb2.VaryingItem(
+                position=item.position,
+                file=by_suffix[_suffix(item.file)],
+                offset=item.offset,
+                length=item.length,
+            )
+            for item in self.varying
+        ]
         return replace(self, files=files, varying=varying)
 
 
@@ -107,14 +116,14 @@ def stage(
     arena: Arena,
     devices: DeviceCopies | None = None,
 ) -> Staged:
-    """Copies the items that the final plan gave to this rank.
+    """Copies the items that the final plan assigns to this rank.
 
     Args:
         planner: resolves the items.
         items: those of ``final.positions``, as the planner's ``finish_plan`` returned them.
         final: says where each item goes.
         arena: acquired with the sizes of ``final.files``, in order.
-        devices: makes the copies from devices; says what may arrive later. Default: nothing.
+        devices: makes the copies from devices, and may defer some. Default: defers none.
 
     Raises:
         InvalidRequestError: an item isn't what its plan says; names its key.
@@ -122,26 +131,26 @@ def stage(
         Exception: whatever resolving, copying or pickling an item raised, with a note of its key.
     """
     names = [file.name for file in final.files]
-    places = final.placement
-    slots = list(map(_Slot, places.file, places.offset, places.length))
+    placement = final.placement
+    planned = list(map(_PlannedLocation, placement.file, placement.offset, placement.length))
     try:
         with _Writer(names, _objects_name(names), arena, devices) as writer:
-            placements = [
-                writer.put(item, planner.resolve, slot)
-                for item, slot in zip(items, slots, strict=True)
+            locations = [
+                writer.put(item, planner.resolve, target)
+                for item, target in zip(items, planned, strict=True)
             ]
             files = writer.finish()
     finally:
         planner.release()
     varying = [
         records_pb2.VaryingItem(
-            position=position, file=placed.file, offset=placed.offset, length=placed.length
+            position=position, file=location.file, offset=location.offset, length=location.length
         )
-        for position, slot, placed in zip(final.positions, slots, placements, strict=True)
-        if placed != (names[slot.file], slot.offset, slot.length)
+        for position, target, location in zip(final.positions, planned, locations, strict=True)
+        if location != (names[target.file], target.offset, target.length)
     ]
     copy_description = writer.copy_description or planner.how
-    return Staged(files, varying, placements, arena, writer.start_deferred(), copy_description)
+    return Staged(files, varying, locations, arena, writer.start_deferred(), copy_description)
 
 
 def stage_external(
@@ -151,17 +160,18 @@ def stage_external(
     rank: int,
     acquire: Callable[[Sequence[int]], Arena],
     *,
-    slots: bool = True,
+    as_planned: bool = True,
 ) -> Staged:
-    """Copies items of a plan that torch made, in a layout of this rank's own.
+    """Copies the items of a plan that torch made, in a file layout made here.
 
     Args:
         items: what this rank writes.
-        resolve: gives an item's value; called once for each.
+        resolve: returns an item's value; called once for each.
         attempt: name of the attempt, for the names of the files.
         rank: global rank, for the names of the files.
-        acquire: gives the arena, with a buffer of each size; it is the caller's also on failure.
-        slots: False when only the resolved values tell dtypes and shapes (see
+        acquire: returns an arena with a buffer of each size, which the caller releases, also on
+            failure.
+        as_planned: False when dtypes and shapes are known only from the resolved values (see
             :func:`pannier.client.planning.local_plan.resolves_as_planned`).
 
     Raises:
@@ -169,36 +179,38 @@ def stage_external(
         PannierError: there is no memory.
         Exception: whatever resolving, copying or pickling an item raised, with a note of its key.
     """
-    planned = [archives.planned_archive(item) if slots else None for item in items]
+    planned = [archives.planned_archive(item) if as_planned else None for item in items]
     known = [archive for archive in planned if archive is not None]
-    laid = file_layout.lay_out(
+    layout = file_layout.lay_out(
         [len(archive.head) for archive in known],
         [archive.body for archive in known],
         [len(archive.tail) for archive in known],
     )
-    places = iter(zip(laid.file, laid.offset, laid.length, strict=True))
-    names = [object_names.data_file(attempt, rank, index) for index in range(len(laid.sizes))]
-    arena = acquire(laid.sizes)
+    targets = map(_PlannedLocation, layout.file, layout.offset, layout.length)
+    names = [object_names.data_file(attempt, rank, index) for index in range(len(layout.sizes))]
+    arena = acquire(layout.sizes)
     with _Writer(names, object_names.objects_file(attempt, rank), arena) as writer:
-        placements = [
-            writer.put(item, resolve, _Slot(*next(places)) if archive is not None else None)
+        locations = [
+            writer.put(item, resolve, next(targets) if archive is not None else None)
             for item, archive in zip(items, planned, strict=True)
         ]
         return Staged(
-            writer.finish(), [], placements, arena, copy_description=writer.copy_description
+            writer.finish(), [], locations, arena, copy_description=writer.copy_description
         )
 
 
-class _Slot(NamedTuple):
-    """A planned place; ``length`` is 0 when the plan knows none."""
+class _PlannedLocation(NamedTuple):
+    """Where the plan puts an item's archive."""
 
     file: int
+    """Index of the data file."""
     offset: int
     length: int
+    """Bytes; 0: the plan has no offset for the item."""
 
 
 class _Writer:
-    """Fills an arena, item by item, in the order of their places."""
+    """Fills an arena, item by item, in the order of their offsets."""
 
     def __init__(
         self,
@@ -208,11 +220,11 @@ class _Writer:
         devices: DeviceCopies | None = None,
     ) -> None:
         self._names = names
-        self._objects = objects
+        self._objects_name = objects
         self._arena = arena
         self._written = [0] * len(names)
-        """Per buffer: everything below it is this save's."""
-        self._transfers = Transfers(devices)
+        """By buffer: bytes that are written or cleared so far."""
+        self._copies = TensorCopies(devices)
         for buffer in arena.files:
             header_cache.take(buffer)
 
@@ -220,28 +232,30 @@ class _Writer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # Also on failure: the arena is lent again, and no device may still write to it.
-        self._transfers.wait()
+        # Also on failure: the arena will be used again, and no device may still write to it.
+        self._copies.wait()
 
-    def put(self, item: WriteItem, resolve: Resolve, slot: _Slot | None) -> ArchiveLocation:
-        """Resolves one item and copies it; says where it went."""
-        with located(unsaved(item.index.fqn)):
+    def put(
+        self, item: WriteItem, resolve: Resolve, target: _PlannedLocation | None
+    ) -> ArchiveLocation:
+        """Resolves one item and copies it; returns where its archive is."""
+        with located(cannot_be_saved(item.index.fqn)):
             value = _checked(item, resolve(item))
             tensor = _detached(value) if isinstance(value, torch.Tensor) else None
-            if slot is not None and slot.length:
-                buffer = self._claim(slot)
-                if tensor is not None and _is_plain(tensor) and _fits(tensor, item):
-                    self._fill(buffer, slot, tensor, item.index.fqn, value)
-                    return ArchiveLocation(self._names[slot.file], slot.offset, slot.length)
-                buffer.zero(slot.offset, slot.offset + slot.length)
+            if target is not None and target.length:
+                buffer = self._claim(target)
+                if tensor is not None and _is_plain(tensor) and _matches(tensor, item):
+                    self._fill(buffer, target, tensor, item.index.fqn, value)
+                    return ArchiveLocation(self._names[target.file], target.offset, target.length)
+                buffer.zero(target.offset, target.offset + target.length)
             return self._spill(value if tensor is None else tensor, item.index.fqn)
 
     def finish(self) -> list[StagedFile]:
-        """Ends the copies that are under way; nothing may be put afterwards."""
+        """Completes the copies; nothing may be put afterwards."""
         for buffer, written in zip(self._arena.files, self._written, strict=True):
             buffer.zero(written, buffer.size)
-        self._transfers.run()
-        self._transfers.wait()
+        self._copies.run()
+        self._copies.wait()
         files = [
             StagedFile(name, buffer.size, buffer.address, buffer)
             for name, buffer in zip(self._names, self._arena.files, strict=True)
@@ -249,45 +263,51 @@ class _Writer:
         ]
         spill = self._arena.spilled
         if spill is not None and spill.size:
-            files.append(StagedFile(self._objects, spill.size, spill.address, spill))
+            files.append(StagedFile(self._objects_name, spill.size, spill.address, spill))
         return files
 
     @property
     def copy_description(self) -> str:
         """See :attr:`Staged.copy_description`."""
-        return self._transfers.copy_description
+        return self._copies.copy_description
 
     def start_deferred(self) -> DeferredCopies | None:
-        """Begins the copies that may be late, if there are any; after all that can fail."""
-        return self._transfers.start_deferred()
+        """Starts the deferred copies, if there are any; to be called after all that can fail."""
+        return self._copies.start_deferred()
 
-    def _claim(self, slot: _Slot) -> FileBuffer:
-        """The slot's buffer, with the gap before the slot cleared."""
-        buffer, written = self._arena.files[slot.file], self._written[slot.file]
-        end = slot.offset + slot.length
-        if slot.offset < written or end > buffer.size:
+    def _claim(self, target: _PlannedLocation) -> FileBuffer:
+        """The target's buffer, with the gap before the target cleared."""
+        buffer, written = self._arena.files[target.file], self._written[target.file]
+        end = target.offset + target.length
+        if target.offset < written or end > buffer.size:
             raise PannierError(
-                f"the final plan puts bytes {slot.offset} to {end} into {self._names[slot.file]}, "
-                f"which has {buffer.size} bytes of which {written} are taken"
+                f"the final plan puts bytes {target.offset} to {end} into "
+                f"{self._names[target.file]}, which has {buffer.size} bytes of which {written} are "
+                "taken"
             )
-        buffer.zero(written, slot.offset)
-        self._written[slot.file] = end
+        buffer.zero(written, target.offset)
+        self._written[target.file] = end
         return buffer
 
     def _fill(
-        self, buffer: FileBuffer, slot: _Slot, tensor: torch.Tensor, name: str, value: Any
+        self,
+        buffer: FileBuffer,
+        target: _PlannedLocation,
+        tensor: torch.Tensor,
+        name: str,
+        value: Any,
     ) -> None:
         archive = archives.archive(tensor.dtype, tensor.shape)
-        if archive.length != slot.length:
+        if archive.length != target.length:
             raise PannierError(
-                f"the final plan has {slot.length} bytes for an archive of {archive.length}"
+                f"the final plan has {target.length} bytes for an archive of {archive.length}"
             )
-        raw = slot.offset + len(archive.head)
+        raw = target.offset + len(archive.head)
         tail = raw + archive.body
-        buffer.memory[slot.offset : raw] = archive.head
+        buffer.memory[target.offset : raw] = archive.head
         buffer.memory[tail : tail + len(archive.tail)] = archive.tail
-        self._transfers.copy(tensor, buffer, raw, name=name, value=value)
-        self._transfers.bound()
+        self._copies.copy(tensor, buffer, raw, name=name, value=value)
+        self._copies.limit_held()
 
     def _spill(self, value: torch.Tensor | io.BytesIO, name: str) -> ArchiveLocation:
         spill = self._arena.spill
@@ -301,19 +321,19 @@ class _Writer:
             spill.write(archive.head)
             raw = spill.reserve(archive.body)
             spill.write(archive.tail)
-            self._transfers.copy(value, spill, raw, name=name)
+            self._copies.copy(value, spill, raw, name=name)
         else:
             start = spill.size
             torch.save(_compact(value.cpu()), cast("IO[bytes]", spill))
-        return ArchiveLocation(self._objects, start, spill.size - start)
+        return ArchiveLocation(self._objects_name, start, spill.size - start)
 
 
 def _checked(item: WriteItem, value: Any) -> torch.Tensor | io.BytesIO:
-    wanted: type = io.BytesIO if item.type is WriteItemType.BYTE_IO else torch.Tensor
-    if not isinstance(value, wanted):
+    expected: type = io.BytesIO if item.type is WriteItemType.BYTE_IO else torch.Tensor
+    if not isinstance(value, expected):
         raise InvalidRequestError(
-            f"{item.index.fqn!r} can't be saved: the planner's resolve_data gave a "
-            f"{type(value).__name__} where its plan has a {wanted.__name__}"
+            f"{item.index.fqn!r} can't be saved: the planner's resolve_data returned a "
+            f"{type(value).__name__} where its plan has a {expected.__name__}"
         )
     return cast("torch.Tensor | io.BytesIO", value)
 
@@ -334,7 +354,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
-def _fits(tensor: torch.Tensor, item: WriteItem) -> bool:
+def _matches(tensor: torch.Tensor, item: WriteItem) -> bool:
     data = item.tensor_data
     return (
         data is not None
@@ -344,24 +364,24 @@ def _fits(tensor: torch.Tensor, item: WriteItem) -> bool:
 
 
 def _compact(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor that brings no more storage along than it shows; as DCP does it."""
+    """A tensor without storage beyond its own elements, as DCP stores it."""
     if tensor.untyped_storage().size() != tensor.nbytes:
         return tensor.clone()
     return tensor
 
 
-def unsaved(fqn: str) -> str:
-    """Where an exception was raised, as its note."""
+def cannot_be_saved(fqn: str) -> str:
+    """The note on an exception that was raised for this key."""
     return f"{fqn!r} can't be saved"
 
 
-def _ending(name: str) -> str:
-    """What a file's name has beside the attempt's and the rank's."""
+def _suffix(name: str) -> str:
+    """The end of a file's name, which doesn't depend on the attempt and the rank."""
     return name.rpartition("_")[2]
 
 
 def _objects_name(names: Sequence[str]) -> str:
-    """Name of the objects file beside planned files of one rank."""
+    """The name of the objects file that belongs to a rank's planned files."""
     if not names:
         return ""
     stem, _, _ = names[0].rpartition("_")

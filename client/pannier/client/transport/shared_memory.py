@@ -298,9 +298,7 @@ class MappedTransport:
             except PannierError as error:
                 # The sidecar may have room, or be connected again, when the bytes are sent.
                 reason = str(error)
-        arena = pool.acquire(sizes)
-        arena.streaming_reason = reason
-        return arena
+        return pool.acquire(sizes, streaming_reason=reason)
 
     def release_unused(self) -> None:
         """Other clients need room in the spool."""

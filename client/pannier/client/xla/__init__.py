@@ -1,7 +1,7 @@
-"""For programs of torch_xla: planners for ``dcp.save`` and ``dcp.load``, and optimizers without state.
+"""For programs that use torch_xla: planners for ``dcp.save`` and ``dcp.load``, and optimizer state.
 
-``client.async_save`` and ``client.load`` take states with XLA tensors as they are; nothing here is
-needed for them but :func:`prime_optimizer`. torch_xla isn't imported by this.
+``client.async_save`` and ``client.load`` take states with XLA tensors as they are; they need nothing
+from here but :func:`prime_optimizer`. Does not import torch_xla.
 """
 
 from typing import Any, Final
@@ -15,10 +15,10 @@ _RATES: Final[tuple[str, ...]] = ("lr", "weight_decay")
 
 
 def prime_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Makes the state that an optimizer otherwise gets in its first step, so that it can be restored.
+    """Creates the state that an optimizer otherwise gets in its first step, so that it can be restored.
 
-    The state is what it is before that step: zero moments, no steps counted; sharded as the
-    parameters are. Parameters and settings keep their values; gradients are gone. Does nothing to an
+    The state is that before the first step: zero moments, no steps counted; sharded like the
+    parameters. Parameters and settings keep their values; gradients are cleared. Does nothing to an
     optimizer that has state. Waits for the devices.
 
     Args:

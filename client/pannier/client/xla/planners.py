@@ -1,10 +1,15 @@
-"""Planners of states with XLA tensors: DCP's default ones, over the parts that the devices hold.
+"""Planners for states with XLA tensors: wrappers around DCP's default planners or torch_xla's own.
 
 In: a ``DefaultSavePlanner`` or ``DefaultLoadPlanner``, or a subclass, and a state dict. Out: the same
-planner, whose flat state has its XLA tensors as :mod:`pannier.client.xla.shard_tensors`. So the interface is
-divided as torch_xla's own planners divide it: sharded tensors make an item for each part of their own,
-all else is the default planner's; the global plan is made without torch_xla. Without XLA tensors they do
-what the planner in them does. Not thread-safe.
+planner, with its XLA tensors wrapped (:mod:`pannier.client.xla.shard_tensors`): sharded tensors make
+one item for each part that this process's devices hold; the default planner plans all else, and the
+global plan is made without torch_xla. Without XLA tensors the wrappers change nothing.
+
+In: an ``SPMDSavePlanner`` or ``SPMDLoadPlanner`` of ``torch_xla.experimental.distributed_checkpoint``,
+or a subclass. Out: a planner around it that avoids its defects: its global plan is not used (it
+drops chunks that two devices of a host hold, pytorch/xla issue 7919), the shards that it keeps of an
+earlier save are freed, and objects of any class are loaded. Its items keep their index, by which it
+finds the local shard. Not thread-safe.
 """
 
 import inspect
@@ -27,22 +32,24 @@ from pannier.client.xla import runtime
 from pannier.client.xla.shard_tensors import Fetcher, Incoming, on_host
 from pannier.wire.errors import InvalidRequestError
 
+_MODULE: Final = "torch_xla.experimental.distributed_checkpoint.planners"
+
 
 class SavePlanner(dcp.SavePlanner):
-    """Plans a state with XLA tensors. For ``dcp.save``; ``client.async_save`` needs none.
+    """Plans a state with XLA tensors. For ``dcp.save``; ``client.async_save`` doesn't need it.
 
     Args:
-        planner: plans all of it. Default: a ``DefaultSavePlanner``. Its ``lookup_object`` and
-            ``transform_object`` see parts of XLA tensors, in host memory.
+        planner: the planner to wrap. Default: a ``DefaultSavePlanner``. Its ``lookup_object`` and
+            ``transform_object`` get the parts of XLA tensors, in host memory.
 
-    Raises InvalidRequestError: the planner is of another kind.
+    Raises InvalidRequestError: the planner is of another class.
     """
 
     def __init__(self, planner: DefaultSavePlanner | None = None) -> None:
         self.planner = DefaultSavePlanner() if planner is None else planner
         """The planner in it."""
         if not isinstance(self.planner, DefaultSavePlanner):
-            raise InvalidRequestError(f"{planner!r} is no DefaultSavePlanner")
+            raise InvalidRequestError(f"{planner!r} is not a DefaultSavePlanner")
         self._fetcher = Fetcher()
 
     def set_up_planner(
@@ -64,17 +71,17 @@ class SavePlanner(dcp.SavePlanner):
             }
 
     def create_local_plan(self) -> dcp.SavePlan:
-        """The planner's, with an item for each part of a sharded tensor, replicas left out."""
+        """The planner's plan, with an item for each part of a sharded tensor, without replicas."""
         return self.planner.create_local_plan()
 
     def create_global_plan(
         self, all_plans: list[dcp.SavePlan]
     ) -> tuple[list[dcp.SavePlan], Metadata]:
-        """The planner's, for ``dcp.save``."""
+        """The planner's global plan, for ``dcp.save``."""
         return self.planner.create_global_plan(all_plans)
 
     def finish_plan(self, new_plan: dcp.SavePlan) -> dcp.SavePlan:
-        """The planner's; notes what of it will cross to the host."""
+        """The planner's final plan; records which tensors will be fetched."""
         plan = self.planner.finish_plan(new_plan)
         state: Mapping[str, Any] = self.planner.state_dict
         self._fetcher.expect(state.get(item.index.fqn) for item in plan.items)
@@ -85,27 +92,27 @@ class SavePlanner(dcp.SavePlanner):
         return self.planner.resolve_data(write_item)
 
     def release(self) -> None:
-        """Lets go of what crossed and wasn't asked for."""
+        """Frees what was fetched and not resolved."""
         self._fetcher.clear()
 
 
 class LoadPlanner(dcp.LoadPlanner):
-    """Restores into XLA tensors. For ``dcp.load``; ``client.load`` needs none.
+    """Loads into XLA tensors. For ``dcp.load``; ``client.load`` doesn't need it.
 
     Tensors keep their identity and their sharding; each gets its new value when all of it has been
-    read. Only the parts that this process's devices hold are read.
+    read. Reads only the parts that this process's devices hold.
 
     Args:
-        planner: plans all of it. Default: a ``DefaultLoadPlanner``.
+        planner: the planner to wrap. Default: a ``DefaultLoadPlanner``.
 
-    Raises InvalidRequestError: the planner is of another kind.
+    Raises InvalidRequestError: the planner is of another class.
     """
 
     def __init__(self, planner: DefaultLoadPlanner | None = None) -> None:
         self.planner = DefaultLoadPlanner() if planner is None else planner
         """The planner in it."""
         if not isinstance(self.planner, DefaultLoadPlanner):
-            raise InvalidRequestError(f"{planner!r} is no DefaultLoadPlanner")
+            raise InvalidRequestError(f"{planner!r} is not a DefaultLoadPlanner")
         self._state: dict[str, Any] = {}
         self._has_xla = False
 
@@ -125,10 +132,10 @@ class LoadPlanner(dcp.LoadPlanner):
             self._wrap()
 
     def create_local_plan(self) -> dcp.LoadPlan:
-        """The planner's, with items for each part of a sharded tensor, replicas left out."""
+        """The planner's plan, with items for each part of a sharded tensor, without replicas."""
         plan = self.planner.create_local_plan()
         if self._has_xla and any(map(_is_raw, self.planner.state_dict.values())):
-            # For a checkpoint of old keys it has flattened the state anew.
+            # It flattens the state again for a checkpoint with keys of torch before 2.4.
             self._wrap()
             assert self.planner.metadata is not None
             plan = create_default_local_load_plan(
@@ -137,11 +144,11 @@ class LoadPlanner(dcp.LoadPlanner):
         return plan
 
     def create_global_plan(self, global_plan: list[dcp.LoadPlan]) -> list[dcp.LoadPlan]:
-        """The planner's."""
+        """The planner's global plan."""
         return self.planner.create_global_plan(global_plan)
 
     def finish_plan(self, central_plan: dcp.LoadPlan) -> dcp.LoadPlan:
-        """The planner's; notes how much of each XLA tensor will be read."""
+        """The planner's final plan; records how much of each XLA tensor will be read."""
         plan = self.planner.finish_plan(central_plan)
         items: dict[str, int] = {}
         elements: dict[str, int] = {}
@@ -158,17 +165,17 @@ class LoadPlanner(dcp.LoadPlanner):
         """Puts an object into the state."""
         self.planner.load_bytes(read_item, value)
         if self._has_xla and not self.planner.flatten_state_dict:
-            # It has put it into a dictionary of ours.
+            # The planner has put it into the dictionary that _wrap made.
             fqn = read_item.dest_index.fqn
             self._state[fqn] = self.planner.state_dict[fqn]
 
     def resolve_tensor(self, read_item: dcp.ReadItem) -> torch.Tensor:
-        """Where an item is to be read to; for an XLA tensor, in host memory."""
+        """The memory that an item is to be read into; for an XLA tensor, host memory."""
         target: torch.Tensor = self.planner.resolve_tensor(read_item)
         return target
 
     def commit_tensor(self, read_item: dcp.ReadItem, tensor: torch.Tensor) -> None:
-        """An item has been read."""
+        """Called after an item was read."""
         self.planner.commit_tensor(read_item, tensor)
         target = self.planner.state_dict.get(read_item.dest_index.fqn)
         if isinstance(target, Incoming):
@@ -191,15 +198,12 @@ def set_up(
     meta: StorageMeta | None,
     is_coordinator: bool,
 ) -> None:
-    """Sets a planner up as DCP does: those older than torch 2.3 don't know ``storage_meta``."""
+    """Sets a planner up as DCP does: planners older than torch 2.3 don't take ``storage_meta``."""
     function: Callable[..., None] = planner.set_up_planner
     if "storage_meta" in inspect.signature(function).parameters:
         function(state_dict=state, storage_meta=meta, is_coordinator=is_coordinator)
     else:
         function(state, is_coordinator)
-
-
-_MODULE: Final = "torch_xla.experimental.distributed_checkpoint.planners"
 
 
 def _base(planner: Any, name: str) -> type | None:
@@ -229,7 +233,7 @@ def overrides(planner: Any, names: tuple[str, ...]) -> bool:
 
 
 class UpstreamSavePlanner(dcp.SavePlanner):
-    """Runs an ``SPMDSavePlanner``."""
+    """Wraps an ``SPMDSavePlanner``."""
 
     def __init__(self, planner: Any) -> None:
         self._planner = planner
@@ -240,41 +244,41 @@ class UpstreamSavePlanner(dcp.SavePlanner):
         storage_meta: StorageMeta | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Waits for the devices; without shards of an earlier save."""
+        """Waits for the devices; frees the shards of an earlier save."""
         self.release()
         runtime.settle()
         set_up(self._planner, state_dict, storage_meta, is_coordinator)
 
     def create_local_plan(self) -> dcp.SavePlan:
-        """Its own."""
+        """The planner's local plan."""
         plan: dcp.SavePlan = self._planner.create_local_plan()
         return plan
 
     def create_global_plan(
         self, all_plans: list[dcp.SavePlan]
     ) -> tuple[list[dcp.SavePlan], Metadata]:
-        """Its own; Pannier's is the coordinator's."""
+        """Its own, for ``dcp.save``; in a save by Pannier the coordinator makes the global plan."""
         plans: tuple[list[dcp.SavePlan], Metadata] = self._planner.create_global_plan(all_plans)
         return plans
 
     def finish_plan(self, new_plan: dcp.SavePlan) -> dcp.SavePlan:
-        """Its own."""
+        """The planner's final plan."""
         plan: dcp.SavePlan = self._planner.finish_plan(new_plan)
         return plan
 
     def resolve_data(self, write_item: dcp.WriteItem) -> torch.Tensor | io.BytesIO:
-        """The local shard, or what else the item is."""
+        """The local shard, or the object of the item."""
         data: torch.Tensor | io.BytesIO = self._planner.resolve_data(write_item)
         return data
 
     def release(self) -> None:
-        """Lets go of local shards: it keeps those that it wasn't asked for, and their values."""
+        """Frees the local shards that it has not resolved, which it would keep."""
         if isinstance(getattr(self._planner, "_local_shards", None), dict):
             self._planner._local_shards = {}
 
 
 class UpstreamLoadPlanner(dcp.LoadPlanner):
-    """Runs an ``SPMDLoadPlanner``."""
+    """Wraps an ``SPMDLoadPlanner``."""
 
     def __init__(self, planner: Any) -> None:
         self._planner = planner
@@ -285,7 +289,7 @@ class UpstreamLoadPlanner(dcp.LoadPlanner):
         metadata: Metadata | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Waits for the devices; takes its containers apart where the checkpoint has their parts."""
+        """Waits for the devices; flattens its containers whose values have keys in the checkpoint."""
         runtime.settle()
         planner = self._planner
         planner.set_up_planner(state_dict, metadata, is_coordinator)
@@ -294,7 +298,7 @@ class UpstreamLoadPlanner(dcp.LoadPlanner):
         for fqn, value in list(whole.items()):
             if fqn in held or not isinstance(value, Mapping | list):
                 continue
-            # It has containers without tensors under one key, where DCP has a key for each value.
+            # It keeps containers without tensors under one key, where DCP has a key for each value.
             parts, paths = torch_compat.flatten_state_dict({fqn: value})
             if held.keys() >= parts.keys():
                 del whole[fqn]
@@ -303,22 +307,22 @@ class UpstreamLoadPlanner(dcp.LoadPlanner):
                 planner.mappings.update({key: (*path, *paths[key][1:]) for key in parts})
 
     def create_local_plan(self) -> dcp.LoadPlan:
-        """Its own."""
+        """The planner's local plan."""
         plan: dcp.LoadPlan = self._planner.create_local_plan()
         return plan
 
     def create_global_plan(self, global_plan: list[dcp.LoadPlan]) -> list[dcp.LoadPlan]:
-        """Its own."""
+        """The planner's global plan."""
         plans: list[dcp.LoadPlan] = self._planner.create_global_plan(global_plan)
         return plans
 
     def finish_plan(self, central_plan: dcp.LoadPlan) -> dcp.LoadPlan:
-        """Its own."""
+        """The planner's final plan."""
         plan: dcp.LoadPlan = self._planner.finish_plan(central_plan)
         return plan
 
     def load_bytes(self, read_item: dcp.ReadItem, value: io.BytesIO) -> None:
-        """Puts an object of any class into the state; its own would refuse most of them."""
+        """Puts an object of any class into the state; its own method refuses most classes."""
         planner = self._planner
         base = _base(planner, "SPMDLoadPlanner")
         if type(planner).load_bytes is not getattr(base, "load_bytes", None):
@@ -329,10 +333,10 @@ class UpstreamLoadPlanner(dcp.LoadPlanner):
         torch_compat.set_element(planner.original_state_dict, path, loaded)
 
     def resolve_tensor(self, read_item: dcp.ReadItem) -> torch.Tensor:
-        """Its own."""
+        """The memory that the planner wants an item to be read into."""
         target: torch.Tensor = self._planner.resolve_tensor(read_item)
         return target
 
     def commit_tensor(self, read_item: dcp.ReadItem, tensor: torch.Tensor) -> None:
-        """Its own."""
+        """Called after an item was read."""
         self._planner.commit_tensor(read_item, tensor)

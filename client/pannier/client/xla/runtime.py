@@ -1,9 +1,9 @@
-"""What the client uses of torch_xla, in one place.
+"""All that the client uses of torch_xla.
 
-In: XLA tensors, plain ones or ``XLAShardedTensor``. Out: how they are sharded, and their local shards,
-to and from host memory. torch_xla is not imported here: where it wasn't, there are no XLA tensors.
-Checked against torch_xla 2.9, which has no public names for most of this. Not thread-safe, as
-torch_xla's tracing isn't.
+In: XLA tensors, plain ones or ``XLAShardedTensor``. Out: their sharding, and their local shards, to
+and from host memory. torch_xla is not imported here: a process that hasn't imported it has no XLA
+tensors. Checked against torch_xla 2.9, which has no public names for most of this. Not thread-safe,
+as torch_xla's tracing isn't.
 """
 
 import enum
@@ -19,7 +19,7 @@ import torch
 from pannier.wire.errors import InvalidRequestError
 
 COPY_DESCRIPTION: Final = "copied by torch_xla, nothing overlaps"
-"""By which way values come to the host, for people."""
+"""How values come to the host; human-readable."""
 _TILES: Final = re.compile(r"devices=\[([\d,]+)\]")
 
 
@@ -27,7 +27,7 @@ class Kind(enum.Enum):
     """What ``torch_xla.distributed.spmd.ShardingType`` means to a checkpoint."""
 
     WHOLE = enum.auto()
-    """Every device has all of it, or it isn't sharded at all."""
+    """Not sharded, or replicated on every device."""
     SHARDED = enum.auto()
     MANUAL = enum.auto()
     """Inside a region of manual sharding, where its shape is a shard's."""
@@ -48,7 +48,7 @@ class Chunk(NamedTuple):
     """A part of a tensor that a local device holds; without padding, never empty."""
 
     ordinal: int
-    """Of the first local shard that is this part."""
+    """Index of the first local shard that has this part."""
     offsets: torch.Size
     sizes: torch.Size
 
@@ -59,7 +59,7 @@ def is_loaded() -> bool:
 
 
 def is_xla(value: Any) -> bool:
-    """Whether a value is a tensor of XLA's, a wrapped one included."""
+    """Whether a value is an XLA tensor, plain or wrapped."""
     return isinstance(value, torch.Tensor) and value.device.type == "xla"
 
 
@@ -73,22 +73,22 @@ def holds_xla(value: Any) -> bool:
 
 
 def settle() -> None:
-    """Runs what is traced, and returns when the devices have done it.
+    """Runs the traced operations; returns when the devices are done.
 
-    Then each tensor has data, and the sharding that was propagated to it.
+    Afterwards each tensor has its data and its propagated sharding.
     """
     sys.modules["torch_xla"].sync()
     _model().wait_device_ops()
 
 
 def global_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The plain XLA tensor of an ``XLAShardedTensor``; others are that themselves."""
+    """The plain XLA tensor in an ``XLAShardedTensor``; any other tensor itself."""
     inner = getattr(tensor, "global_tensor", None)
     return inner if isinstance(inner, torch.Tensor) else tensor
 
 
 def kind(tensor: torch.Tensor) -> Kind:
-    """How a plain XLA tensor is sharded. Raises InvalidRequestError for a way that isn't known."""
+    """How a plain XLA tensor is sharded. Raises InvalidRequestError for an unknown sharding type."""
     number = _bindings()._get_xla_sharding_type(tensor)
     try:
         return _KINDS[number]
@@ -97,7 +97,7 @@ def kind(tensor: torch.Tensor) -> Kind:
 
 
 def specs(tensors: Sequence[torch.Tensor]) -> list[str]:
-    """The sharding of each plain XLA tensor as text, mesh and tiling included; empty without one."""
+    """The sharding of each plain XLA tensor as text, with mesh and tiling; empty: not sharded."""
     found: list[str] = _bindings()._get_xla_sharding_specs(list(tensors))
     return found
 
@@ -105,7 +105,7 @@ def specs(tensors: Sequence[torch.Tensor]) -> list[str]:
 def chunks(tensor: torch.Tensor) -> list[Chunk]:
     """The parts of a sharded plain XLA tensor that this process's devices hold, each once.
 
-    A device that has nothing but padding holds none. To be called after :func:`settle`.
+    Without devices that hold only padding. To be called after :func:`settle`.
     """
     found: dict[tuple[int, ...], Chunk] = {}
     for ordinal, chunk in enumerate(_local(tensor)):
@@ -117,16 +117,16 @@ def chunks(tensor: torch.Tensor) -> list[Chunk]:
 def fetch_shards(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     """All local shards of sharded plain XLA tensors, in order of their ordinals, in host memory.
 
-    Each crosses from its device, in one batch, padding included. To be called after :func:`settle`.
+    Fetches them in one batch, with padding. To be called after :func:`settle`.
     """
     shards = _bindings()._get_local_shards(list(tensors))
     return [[shard for shard, _ in each] for each in shards]
 
 
 def fetch_whole(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Plain XLA tensors that aren't sharded, in host memory; each crosses once, in one batch."""
+    """Plain XLA tensors that aren't sharded, in host memory; fetched in one batch."""
     if any(tensor.is_conj() or tensor.is_neg() for tensor in tensors):
-        # Bits that torch_xla's own call knows nothing of.
+        # torch_xla's own call ignores these bits.
         return [tensor.cpu() for tensor in tensors]
     found: list[torch.Tensor] = _bindings()._xla_get_cpu_tensors(list(tensors))
     return found
@@ -137,9 +137,7 @@ def padded(tensor: torch.Tensor) -> torch.Size:
     (spec,) = specs([tensor])
     match = _TILES.search(spec)
     if match is None:
-        raise InvalidRequestError(
-            f"the sharding {spec!r} of torch_xla is none that can be restored"
-        )
+        raise InvalidRequestError(f"torch_xla's sharding {spec!r} can't be restored")
     tiles = map(int, match[1].split(","))
     # Further dimensions of the mesh hold replicas.
     return torch.Size([-(-size // tile) for size, tile in zip(tensor.shape, tiles, strict=False)])
@@ -149,11 +147,11 @@ def load_shards(tensor: torch.Tensor, parts: Mapping[torch.Size, torch.Tensor]) 
     """Replaces what the local devices hold of a sharded plain XLA tensor; its sharding stays.
 
     Args:
-        tensor: keeps its identity; what shares its data sees the new one.
+        tensor: keeps its identity; tensors that share its data see the new data.
         parts: by offset, host tensors of the padded shape, one for each of :func:`chunks`.
     """
-    nothing = torch.zeros(padded(tensor), dtype=tensor.dtype, device="cpu")
-    shards = [parts.get(chunk.offsets, nothing) for chunk in _local(tensor)]
+    padding = torch.zeros(padded(tensor), dtype=tensor.dtype, device="cpu")
+    shards = [parts.get(chunk.offsets, padding) for chunk in _local(tensor)]
     _bindings()._load_local_shards(tensor, shards, local_devices())
 
 
@@ -180,7 +178,7 @@ def local_devices() -> list[str]:
 
 
 def _local(tensor: torch.Tensor) -> list[Chunk]:
-    """What each local device holds, without padding, in order; empty ones included."""
+    """The part that each local device holds, in order, without padding; it may be empty."""
     found = []
     (local,) = _bindings()._get_local_shard_replica_and_indices([tensor])
     for ordinal, (_, indices) in enumerate(local):

@@ -1,15 +1,16 @@
-"""XLA tensors as DCP's default planners take them: parts that this process's devices hold.
+"""XLA tensors in the form that DCP's default planners take: the parts that this process's devices hold.
 
 In: XLA tensors, plain or wrapped. Out: tensors that make their own items, as DTensor does: one for
-each part, at its place in the whole, without padding. Values cross between host and devices by way of
-:class:`Fetcher` (from them, a batch ahead) and :class:`Incoming` (to them, once all of a tensor has
-been read). Not thread-safe.
+each part, with its offset in the global tensor, without padding. :class:`Fetcher` moves values to the
+host, in batches; :class:`Incoming` moves them to the devices once a whole tensor has been read. Not
+thread-safe.
 """
 
 import copy
 import math
-from collections.abc import Iterable, Mapping, MutableMapping
-from typing import Any, ClassVar, Final
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -25,17 +26,61 @@ from pannier.client.xla.runtime import Chunk, Kind
 from pannier.wire.errors import InvalidRequestError
 
 BATCH_BYTES: Final = 64 << 20
-"""Of small tensors that cross together; more are not held on the host."""
+"""Bytes of small tensors that are fetched together; no more of them are kept on the host."""
+
+
+class ShardView(NamedTuple):
+    """The value of one item: a part of an XLA tensor that this process's devices hold."""
+
+    leaf: int
+    """Index of the tensor among the state's leaves. A state may hold one tensor under two keys."""
+    tensor: torch.Tensor
+    """Plain."""
+    is_sharded: bool
+    chunk: Chunk
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """What the items of a plain XLA tensor depend on besides its dtype and shape."""
+
+    spec: str
+    """See :func:`pannier.client.xla.runtime.specs`."""
+    is_sharded: bool
+    chunks: list[Chunk]
+
+    def views(self, leaf: int, tensor: torch.Tensor) -> list[ShardView]:
+        """The values of the tensor's items."""
+        return [ShardView(leaf, tensor, self.is_sharded, chunk) for chunk in self.chunks]
+
+
+def shardings(tensors: Sequence[torch.Tensor]) -> list[Sharding] | None:
+    """The shardings of plain XLA tensors, after ``settle()``; None when one can't be planned."""
+    found = []
+    for tensor, spec in zip(tensors, runtime.specs(tensors), strict=True):
+        kind = runtime.kind(tensor)
+        if kind is Kind.MANUAL:
+            return None
+        is_sharded = kind is Kind.SHARDED and tensor.numel() > 0
+        whole = [Chunk(0, torch.Size([0] * tensor.dim()), tensor.shape)]
+        chunks = runtime.chunks(tensor) if is_sharded else whole
+        found.append(Sharding(spec, is_sharded, chunks))
+    return found
+
+
+def have_changed(tensors: Sequence[torch.Tensor], known: Sequence[Sharding]) -> bool:
+    """Whether tensors are sharded in another way than is known. After ``settle()``."""
+    return runtime.specs(tensors) != [each.spec for each in known]
 
 
 class XlaTensor(torch.Tensor):
-    """An XLA tensor that DCP plans by its parts. Operations see the tensor it stands for.
+    """An XLA tensor that DCP plans by its parts. Operations run on the tensor it wraps.
 
     Args:
         key: its name, for errors.
-        tensor: plain or wrapped; to be made after ``xla_runtime.settle()``.
+        tensor: plain or wrapped. ``runtime.settle()`` must have been called.
 
-    Raises InvalidRequestError: it is sharded in a way that has no parts.
+    Raises InvalidRequestError: it is sharded manually, so that its parts aren't known.
     """
 
     source: torch.Tensor
@@ -47,7 +92,7 @@ class XlaTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, key: str, tensor: torch.Tensor) -> "XlaTensor":
-        """A tensor without data of its own."""
+        """Makes a tensor without data of its own."""
         source = runtime.global_tensor(tensor)
         kind = runtime.kind(source)
         if kind is Kind.MANUAL:
@@ -68,13 +113,13 @@ class XlaTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Runs an operation on the tensors that these stand for."""
+        """Runs an operation on the wrapped tensors."""
         return function(*_unwrapped(args), **_unwrapped(dict(kwargs or {})))
 
     __torch_function__: ClassVar[Any] = torch_compat.plain_torch_function
 
     def chunk_at(self, index: MetadataIndex) -> Chunk:
-        """The part that an item stands for."""
+        """The part of an item."""
         for chunk in self.chunks:
             if index.offset is None or chunk.offsets == index.offset:
                 return chunk
@@ -84,11 +129,22 @@ class XlaTensor(torch.Tensor):
 
 
 class Outgoing(XlaTensor):
-    """One whose parts are saved."""
+    """An XLA tensor that is saved.
+
+    Args:
+        number: its index among the fetcher's tensors.
+    """
 
     number: int
-    """Among the fetcher's."""
     fetcher: "Fetcher"
+
+    @staticmethod
+    def __new__(cls, key: str, tensor: torch.Tensor, fetcher: "Fetcher", number: int) -> "Outgoing":
+        """Makes a tensor whose values come from ``fetcher``."""
+        self: Any = XlaTensor.__new__(cls, key, tensor)
+        self.fetcher, self.number = fetcher, number
+        outgoing: Outgoing = self
+        return outgoing
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
         """One item per part. Its index is the ordinal of the local shard."""
@@ -113,59 +169,61 @@ class Outgoing(XlaTensor):
 
 
 class Fetcher:
-    """Brings the parts of one save to the host: each tensor's all at once, when the first is taken.
+    """Fetches the parts of one save to the host: all of a tensor's when the first is taken.
 
-    Small tensors cross in batches, together with those that are taken next. A tensor's parts are let go
-    of when the last that is expected has been taken. Of tensors without items nothing crosses.
+    Small tensors are fetched in batches, together with those that are taken next. A tensor's parts are
+    freed when the last expected one has been taken. Tensors without items are not fetched.
     """
 
     def __init__(self) -> None:
         self._tensors: list[Outgoing] = []
         self._expected: dict[int, int] = {}
-        """By tensor, in the order in which they are taken: how many of its parts still are."""
-        self._here: dict[int, list[torch.Tensor]] = {}
+        """By tensor, in the order in which they are taken: how many of its parts are still to be taken."""
+        self._fetched: dict[int, list[torch.Tensor]] = {}
 
     def wrap(self, key: str, tensor: torch.Tensor) -> Outgoing:
-        """A tensor of the save."""
-        wrapped = Outgoing(key, tensor)
-        wrapped.fetcher, wrapped.number = self, len(self._tensors)
+        """Wraps a tensor of the save."""
+        wrapped = Outgoing(key, tensor, self, len(self._tensors))
         self._tensors.append(wrapped)
         return wrapped
 
     def expect(self, tensors: Iterable[Any]) -> None:
-        """What will be taken, in order: a tensor for each of its parts. Others' are passed over."""
+        """Announces what will be taken, in order: each tensor once for each of its parts.
+
+        Ignores what this fetcher has not wrapped.
+        """
         self._expected.clear()
-        self._here.clear()
+        self._fetched.clear()
         for tensor in tensors:
             if isinstance(tensor, Outgoing) and tensor.fetcher is self:
                 self._expected[tensor.number] = self._expected.get(tensor.number, 0) + 1
 
     def take(self, tensor: Outgoing, chunk: Chunk) -> torch.Tensor:
-        """A part of a tensor, without padding; a view of what crossed, which nobody else changes."""
+        """A part of a tensor, without padding: a view of the fetched shard, which nothing else uses."""
         number = tensor.number
-        if number not in self._here:
+        if number not in self._fetched:
             self._fetch(tensor)
-        shard = self._here[number][chunk.ordinal]
+        shard = self._fetched[number][chunk.ordinal]
         left = self._expected.get(number, 1) - 1
         if left > 0:
             self._expected[number] = left
         else:
             self._expected.pop(number, None)
-            del self._here[number]
+            del self._fetched[number]
         part = shard[tuple(slice(0, size) for size in chunk.sizes)]
         return part if part.dtype == tensor.dtype else part.to(tensor.dtype)
 
     def clear(self) -> None:
-        """Lets go of all that hasn't been taken."""
+        """Frees all that hasn't been taken."""
         self._expected.clear()
-        self._here.clear()
+        self._fetched.clear()
 
     def _fetch(self, first: Outgoing) -> None:
         batch = [first]
         size = _bytes(first)
         for number in self._expected:
             each = self._tensors[number]
-            if each is first or number in self._here:
+            if each is first or number in self._fetched:
                 continue
             size += _bytes(each)
             if size > BATCH_BYTES:
@@ -176,53 +234,53 @@ class Fetcher:
         if sharded:
             shards = runtime.fetch_shards([each.source for each in sharded])
             for each, parts in zip(sharded, shards, strict=True):
-                self._here[each.number] = parts
+                self._fetched[each.number] = parts
         if whole:
             values = runtime.fetch_whole([each.source for each in whole])
             for each, value in zip(whole, values, strict=True):
-                self._here[each.number] = [value]
+                self._fetched[each.number] = [value]
 
 
 class Incoming(XlaTensor):
-    """One whose parts are loaded: read into host memory, then given to the devices together.
+    """An XLA tensor that is loaded: read into host memory, then moved to the devices in one call.
 
-    The memory is taken when the first item is read, and let go of with the last.
+    The host memory is allocated when the first item is read, and freed after the last.
     """
 
     pending: int
     """Items that are still to be read."""
     is_covered: bool
-    """Whether they are all of it."""
+    """Whether the items cover all of this process's parts."""
     buffers: dict[torch.Size, torch.Tensor]
-    """By offset; with padding."""
+    """By offset of the part; with padding."""
 
     @staticmethod
     def __new__(cls, key: str, tensor: torch.Tensor) -> "Incoming":
-        """A tensor for which nothing is to be read yet."""
+        """Makes a tensor without items."""
         self: Any = XlaTensor.__new__(cls, key, tensor)
         self.pending, self.is_covered = 0, False
         self.buffers = {}
-        wrapped: Incoming = self
-        return wrapped
+        incoming: Incoming = self
+        return incoming
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """The parts that are wanted here."""
+        """The parts that are to be read."""
         return [ChunkStorageMetadata(chunk.offsets, chunk.sizes) for chunk in self.chunks]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        """Where a part is to be read to."""
+        """The memory that a part is to be read into."""
         chunk = self.chunk_at(index)
         if not self.buffers:
             self.buffers = self._empty() if self.is_covered else self._current()
         return self.buffers[chunk.offsets][tuple(slice(0, size) for size in chunk.sizes)]
 
     def expect(self, items: int, elements: int) -> None:
-        """How much will be read. What isn't, stays as it is."""
+        """Announces how much will be read. Elements that are not read keep their values."""
         self.pending = items
         self.is_covered = elements >= sum(math.prod(chunk.sizes) for chunk in self.chunks)
 
     def committed(self) -> None:
-        """An item has been read. With the last one the devices get the new value."""
+        """Called after each item that was read; after the last, the devices get the new value."""
         self.pending -= 1
         if self.pending or not self.buffers:
             return
@@ -249,9 +307,9 @@ class Incoming(XlaTensor):
 
 
 def on_host(value: Any) -> Any:
-    """An object with the XLA tensors in its lists, tuples and dictionaries as tensors of the host.
+    """The object with the XLA tensors in its lists, tuples and dictionaries copied to the host.
 
-    So that whoever unpickles it needs no torch_xla. The same object when there are none.
+    So it can be unpickled without torch_xla. The same object when it has no XLA tensors.
     """
     if not runtime.is_loaded() or not runtime.holds_xla(value):
         return value
@@ -261,7 +319,7 @@ def on_host(value: Any) -> Any:
         inner = {key: on_host(each) for key, each in value.items()}
         if not isinstance(value, MutableMapping):
             return inner
-        # Of its own class, with whatever else it has.
+        # A copy keeps its class and its attributes.
         copied = copy.copy(value)
         copied.update(inner)
         return copied
@@ -281,5 +339,5 @@ def _unwrapped(value: Any) -> Any:
 
 
 def _bytes(tensor: Outgoing) -> int:
-    """What crosses of a tensor, without padding and replicas."""
+    """Bytes that are fetched of a tensor, without padding and replicas."""
     return sum(math.prod(chunk.sizes) for chunk in tensor.chunks) * tensor.dtype.itemsize
