@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from pannier.client.loading.filesystem import StorageDir, open_dir
-from pannier.client.loading.range_reader import GAP_BYTES, PIECE_BYTES, Range, fetch
+from pannier.client.loading.range_reader import GAP_BYTES, PIECE_BYTES, Range, read_ranges
 from pannier.wire.errors import StorageError
 
 
@@ -62,7 +62,8 @@ def test_ranges_come_whole_and_in_order(tmp_path: Path, place: StorageDir) -> No
         for _ in range(200)
     )
     got = [
-        (each, bytes(view)) for each, view in fetch(place, ranges, threads=4, memory_bytes=100_000)
+        (each, bytes(view))
+        for each, view in read_ranges(place, ranges, threads=4, memory_bytes=100_000)
     ]
     assert got == [(r, contents[r.file][r.offset : r.offset + r.length]) for r in ranges]
 
@@ -70,7 +71,7 @@ def test_ranges_come_whole_and_in_order(tmp_path: Path, place: StorageDir) -> No
 def test_neighbours_are_read_together(tmp_path: Path, place: StorageDir, reads: Reads) -> None:
     fill(tmp_path, "a", 100_000)
     ranges = [Range("a", 0, 10), Range("a", 10 + GAP_BYTES, 10), Range("a", 50_000, 10)]
-    assert len(list(fetch(place, ranges, threads=2, memory_bytes=1 << 20))) == 3
+    assert len(list(read_ranges(place, ranges, threads=2, memory_bytes=1 << 20))) == 3
     assert sorted(reads.sizes) == [10, 20 + GAP_BYTES]
 
 
@@ -80,7 +81,7 @@ def test_long_ranges_are_read_in_pieces_side_by_side(
     content = fill(tmp_path, "a", 2 * PIECE_BYTES + 5)
     both = threading.Barrier(3, timeout=20)
     reads.before = lambda: both.wait() and None
-    ((_, view),) = fetch(place, [Range("a", 0, len(content))], threads=3, memory_bytes=1)
+    ((_, view),) = read_ranges(place, [Range("a", 0, len(content))], threads=3, memory_bytes=1)
     assert view == content
     assert sorted(reads.sizes) == [5, PIECE_BYTES, PIECE_BYTES]
 
@@ -90,7 +91,7 @@ def test_memory_stays_within_its_bound(tmp_path: Path, place: StorageDir, reads:
     apart = 100_000
     ranges = [Range("a", start, 1000) for start in range(0, 4 << 20, apart)]
     seen = 0
-    for _ in fetch(place, ranges, threads=8, memory_bytes=3000):
+    for _ in read_ranges(place, ranges, threads=8, memory_bytes=3000):
         seen += 1
         assert len(reads.sizes) <= seen + 2
     assert seen == len(ranges)
@@ -101,7 +102,7 @@ def test_no_more_requests_at_once_than_threads(
 ) -> None:
     fill(tmp_path, "a", 4 << 20)
     ranges = [Range("a", start, 1000) for start in range(0, 4 << 20, 100_000)]
-    list(fetch(place, ranges, threads=3, memory_bytes=1 << 30))
+    list(read_ranges(place, ranges, threads=3, memory_bytes=1 << 30))
     assert 1 <= reads.most_at_once <= 3
 
 
@@ -109,7 +110,7 @@ def test_an_error_ends_everything(tmp_path: Path, place: StorageDir, reads: Read
     fill(tmp_path, "a", 4 << 20)
     ranges = [Range("a", start, 1000) for start in range(0, 4 << 20, 100_000)]
     with pytest.raises(StorageError, match="missing doesn't exist"):
-        list(fetch(place, [*ranges, Range("missing", 0, 1)], threads=2, memory_bytes=1 << 30))
+        list(read_ranges(place, [*ranges, Range("missing", 0, 1)], threads=2, memory_bytes=1 << 30))
     assert not [each for each in threading.enumerate() if each.name.startswith("pannier-read")]
 
 
@@ -117,7 +118,7 @@ def test_leaving_early_ends_the_threads(tmp_path: Path, place: StorageDir) -> No
     fill(tmp_path, "a", 4 << 20)
     ranges = [Range("a", start, 1000) for start in range(0, 4 << 20, 100_000)]
     threads = threading.active_count()
-    contents = fetch(place, ranges, threads=2, memory_bytes=10_000)
+    contents = read_ranges(place, ranges, threads=2, memory_bytes=10_000)
     next(contents)
     contents.close()
     assert threading.active_count() == threads
@@ -126,4 +127,4 @@ def test_leaving_early_ends_the_threads(tmp_path: Path, place: StorageDir) -> No
 def test_a_file_that_ends_too_early_is_an_error(tmp_path: Path, place: StorageDir) -> None:
     fill(tmp_path, "a", 100)
     with pytest.raises(StorageError, match="a ends after 100 bytes"):
-        list(fetch(place, [Range("a", 50, 51)], threads=1, memory_bytes=10))
+        list(read_ranges(place, [Range("a", 50, 51)], threads=1, memory_bytes=10))

@@ -22,7 +22,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan
 
 from pannier.client.loading.filesystem import MissingError, StorageDir
-from pannier.client.loading.storage_reader import Generation, StorageReader
+from pannier.client.loading.metadata_reader import Generation
+from pannier.client.loading.storage_reader import StorageReader
 from pannier.v1 import records_pb2
 from pannier.wire.errors import (
     ConfigurationError,
@@ -424,7 +425,7 @@ def test_says_which_attempts_are_under_way_or_aborted(tmp_path: Path) -> None:
 def test_says_that_an_attempt_is_about_to_be_committed(tmp_path: Path) -> None:
     checkpoints.write_attempt(tmp_path, "i1-inc-g0000000a-s7")
     (tmp_path / ".metadata").unlink()
-    with pytest.raises(MissingError, match="i1-inc-g0000000a-s7 is decided"):
+    with pytest.raises(MissingError, match="i1-inc-g0000000a-s7 has a COMMIT decision"):
         StorageReader(tmp_path).read_metadata()
 
 
@@ -485,7 +486,7 @@ def test_gcsfs_layout_lookup_is_off_unless_the_user_wants_it(setting: str | None
         import os
         from pannier.client.loading.storage_reader import StorageReader
         reader = StorageReader("gs://bucket/x")
-        print(os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"], type(reader._place._fs).__name__)
+        print(os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"], type(reader._directory._fs).__name__)
     """
     name = "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"
     env = {key: value for key, value in os.environ.items() if key != name}

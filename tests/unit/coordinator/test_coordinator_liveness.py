@@ -28,7 +28,9 @@ class Watched:
     """A registry without save tasks, and a save of two ranks that are staging."""
 
     def __init__(self, place: str = "/root/step", incarnation: str = "aa") -> None:
-        self.registry = Registry(StatusRegistry(), begin=lambda save: None, suspect_after_s=SUSPECT_S)
+        self.registry = Registry(
+            StatusRegistry(), begin=lambda save: None, suspect_after_s=SUSPECT_S
+        )
         self.sidecars: list[SidecarPeer] = []
         self.monitor = HeartbeatMonitor(
             self.registry, lambda: self.sidecars, suspect_after_s=SUSPECT_S

@@ -1,10 +1,10 @@
-"""Which checkpoints a root holds, and which is the newest.
+"""Which checkpoints a root holds, which is the newest, and why a directory holds none.
 
-In: a root in storage. Out: the directories directly below it that have a
-``.metadata``: an attempt that is under way, or was aborted, is no checkpoint. Their order is that of
-the attempts that committed them, (incarnation, save number), whose names are in storage; times are
-those of several clocks, and of commits, which come in any order. What Pannier didn't write has no
-attempt: it comes before all that has, by time.
+In: a root or a directory in storage. Out: the directories directly below the root that have a
+``.metadata``: an attempt in progress, or an aborted one, is no checkpoint. They are ordered by the
+attempts that committed them, (incarnation, save number), which storage names; not by time, since
+commits come in any order and hosts have different clocks. Checkpoints that Pannier didn't write have
+no attempt: they come first, by time. Blocking.
 """
 
 import json
@@ -52,10 +52,6 @@ _PREFIX: Final = "pannier-latest"
 _RECORDS: Final = object_names.attempts_prefix().rstrip("/")
 
 
-def _nothing() -> None:
-    """What comes before a look-up by default."""
-
-
 @dataclass(frozen=True)
 class CheckpointInfo:
     """One checkpoint of a root."""
@@ -63,17 +59,17 @@ class CheckpointInfo:
     checkpoint_id: str
     """What ``load`` takes."""
     committed_at: float
-    """When ``.metadata`` was written, by the store's clock; Unix time, seconds. Not what orders it."""
+    """When ``.metadata`` was written, by the store's clock; Unix time, seconds. Doesn't order them."""
     attempt: str | None = None
-    """The attempt that it is of; a newer one's is newer. None: Pannier didn't write it."""
+    """The attempt that committed it; orders checkpoints. None: Pannier didn't write it."""
 
     @property
     def order(self) -> tuple[bool, Any, float, list[tuple[int, str]]]:
-        """Sorts oldest first. Copies of a checkpoint have one attempt: by time."""
-        place = (
+        """Sort key, oldest first. Copies of a checkpoint have the same attempt: by time."""
+        by_attempt = (
             self.committed_at if self.attempt is None else object_names.Attempt.parse(self.attempt)
         )
-        return self.attempt is not None, place, self.committed_at, _natural(self.checkpoint_id)
+        return self.attempt is not None, by_attempt, self.committed_at, _natural(self.checkpoint_id)
 
 
 def list_checkpoints(
@@ -82,7 +78,7 @@ def list_checkpoints(
     """See :func:`pannier.client.list`."""
     with _logged(root):
         directories = _directories(open_dir(root, storage_options))
-        found = _each(lambda directory: _look(directory, attempts_at(directory)), directories)
+        found = _each(lambda directory: _read_info(directory, attempts_at(directory)), directories)
     return sorted((each for each in found if each is not None), key=lambda each: each.order)
 
 
@@ -91,9 +87,10 @@ def _logged(root: str | os.PathLike[str]) -> AbstractContextManager[object]:
 
 
 def newest(root: StorageDir) -> CheckpointInfo | None:
-    """The last of a root's checkpoints, looked for where the newest attempts are.
+    """The newest checkpoint of a root.
 
-    One listing for each directory, and few requests more. Raises as :func:`list_checkpoints`.
+    Lists each directory, and reads more only where the newest attempts are. Raises as
+    :func:`list_checkpoints`.
     """
     directories = _directories(root)
     attempts = _each(attempts_at, directories)
@@ -110,12 +107,12 @@ def newest(root: StorageDir) -> CheckpointInfo | None:
     for found, directory in ours:
         if best is not None and found[0] < object_names.Attempt.parse(best.attempt or ""):
             break
-        seen = _look(directory, found)
-        if seen is not None and seen.attempt and (best is None or seen.order > best.order):
-            best = seen
+        info = _read_info(directory, found)
+        if info is not None and info.attempt and (best is None or info.order > best.order):
+            best = info
     if best is not None:
         return best
-    others = _each(lambda each: _look(*each), list(zip(directories, attempts, strict=True)))
+    others = _each(lambda each: _read_info(*each), list(zip(directories, attempts, strict=True)))
     return max((each for each in others if each), key=lambda each: each.order, default=None)
 
 
@@ -126,17 +123,17 @@ def latest(
     no_dist: bool = False,
     timeout: float = 60.0,
     storage_options: Mapping[str, Any] | None = None,
-    before: Callable[[], None] = _nothing,
+    before: Callable[[], None] = lambda: None,
 ) -> str | None:
     """See :func:`pannier.client.latest`.
 
     Args:
-        before: beside what that takes, called first of all; what it raises on the first rank is told to all.
+        before: called first; what it raises on the first rank is raised on all ranks.
     """
 
     def look() -> str | None:
         before()
-        # First: an incarnation that begins to save after this look has followed.
+        # Before the listing: so that an incarnation that starts to save after it has a higher number.
         highest_incarnation.look(root, storage_options)
         with _logged(root):
             found = newest(open_dir(root, storage_options))
@@ -148,7 +145,7 @@ def latest(
 
 
 def attempts_at(directory: StorageDir) -> list[object_names.Attempt]:
-    """Attempts whose records are at a checkpoint id, newest first. Raises StorageError."""
+    """The attempts that have records in a checkpoint directory, newest first. Raises StorageError."""
     found = []
     try:
         entries = directory.child(_RECORDS).list()
@@ -158,7 +155,7 @@ def attempts_at(directory: StorageDir) -> list[object_names.Attempt]:
         try:
             found.append(object_names.Attempt.parse(entry.name))
         except InvalidRequestError:
-            continue  # leases, and what a later version may put there
+            continue  # leases, and objects of later versions
     return sorted(found, reverse=True)
 
 
@@ -172,7 +169,7 @@ def _directories(root: StorageDir) -> list[StorageDir]:
 
 
 def _each(function: Callable[[_In], _Out], items: Sequence[_In]) -> list[_Out]:
-    """``function`` of all items, several at a time."""
+    """``function`` of each item, several at the same time."""
 
     def run() -> list[_Out]:
         with ThreadPoolExecutor(_PARALLEL, thread_name_prefix="pannier-list") as pool:
@@ -181,11 +178,13 @@ def _each(function: Callable[[_In], _Out], items: Sequence[_In]) -> list[_Out]:
     return aside(run)
 
 
-def _look(directory: StorageDir, attempts: Sequence[object_names.Attempt]) -> CheckpointInfo | None:
-    """The checkpoint there, if there is one.
+def _read_info(
+    directory: StorageDir, attempts: Sequence[object_names.Attempt]
+) -> CheckpointInfo | None:
+    """The checkpoint in a directory, if there is one.
 
     Args:
-        attempts: those whose records are there, newest first.
+        attempts: from :func:`attempts_at`.
     """
     try:
         found = directory.stat(object_names.METADATA)
@@ -199,7 +198,7 @@ def _look(directory: StorageDir, attempts: Sequence[object_names.Attempt]) -> Ch
 def _find_committed(
     directory: StorageDir, attempts: Sequence[object_names.Attempt], metadata: Stat
 ) -> object_names.Attempt | None:
-    """Whose ``.metadata`` it is: the newest attempt that decided to commit what stands there."""
+    """The newest attempt whose COMMIT decision matches the ``.metadata``."""
     checksum = metadata.crc32c
     damage: IntegrityError | None = None
     for attempt in attempts:
@@ -212,7 +211,7 @@ def _find_committed(
             damage = damage or error
             continue
         if fits(decision, metadata.size, checksum) and checksum is None and len(attempts) > 1:
-            # Those of several attempts are often of one size.
+            # The .metadata of several attempts often have the same size.
             checksum = crc32c.crc32c(directory.read(object_names.METADATA))
         if fits(decision, metadata.size, checksum):
             return attempt
@@ -223,8 +222,8 @@ def _find_committed(
 
 def _natural(name: str) -> list[tuple[int, str]]:
     """Orders step-9 before step-10."""
-    parts = _NUMBER.split(name)
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
+    pieces = _NUMBER.split(name)
+    return [(int(piece), "") if piece.isdigit() else (-1, piece) for piece in pieces]
 
 
 def _shared(
@@ -236,15 +235,16 @@ def _shared(
 ) -> str | None:
     if process_group == dist.GroupMember.NON_GROUP_MEMBER:
         raise InvalidRequestError(
-            f"rank {dist.get_rank()} is not in this process group: only its ranks may ask with it"
+            f"rank {dist.get_rank()} is not in this process group: only its ranks may call latest() "
+            "with it"
         )
     store = PrefixStore(_PREFIX, torch_compat.group_store(process_group))
     rank = dist.get_rank(process_group)
-    # Counted in the store, which may live longer than this process group.
+    # Counted in the store, which may outlive this process group.
     key = str(store.add(f"calls/{rank}", 1))
     if rank == 0:
-        return _answer(store, key, root, look)
-    # This call is counted: whatever is raised, the next is in step.
+        return _look_for_all(store, key, root, look)
+    # After the call was counted: so the next call is in step also if this one raises.
     before()
     first = 0 if process_group is None else dist.get_global_rank(process_group, 0)
     try:
@@ -255,14 +255,14 @@ def _shared(
         answer = json.loads(store.get(key))
     except RuntimeError as error:  # torch's DistStoreError
         raise DeadlineError(
-            f"waiting for ranks [{first}]: after {timeout:g} s rank {first} has not said which is "
-            f"the newest checkpoint below {root}; does it call latest() as often as rank "
+            f"waiting for ranks [{first}]: after {timeout:g} s rank {first} has not reported the "
+            f"newest checkpoint below {root}; does it call latest() as often as rank "
             f"{dist.get_rank()}? ({error})"
         ) from error
     if answer["root"] != root:
         raise InvalidRequestError(
-            f"rank {dist.get_rank()} asks for the newest checkpoint below {root}, the first rank "
-            f"of its group for that below {answer['root']}"
+            f"rank {dist.get_rank()} called latest() for {root}, but the first rank of its group for "
+            f"{answer['root']}"
         )
     if "error" in answer:
         raise StorageError(answer["error"])
@@ -271,7 +271,8 @@ def _shared(
     return latest_id
 
 
-def _answer(store: Store, key: str, root: str, look: Callable[[], str | None]) -> str | None:
+def _look_for_all(store: Store, key: str, root: str, look: Callable[[], str | None]) -> str | None:
+    """Runs ``look``, and leaves its result or its error in the store for the other ranks."""
     try:
         found = look()
     except PannierError as error:
@@ -282,17 +283,17 @@ def _answer(store: Store, key: str, root: str, look: Callable[[], str | None]) -
     return found
 
 
-def describe_absence(place: StorageDir, name: str = object_names.METADATA) -> str:
-    """Why ``place`` is no checkpoint: says which attempts at one are under way or were aborted."""
-    begin = f"{place.url} is no checkpoint: "
+def describe_absence(directory: StorageDir, name: str = object_names.METADATA) -> str:
+    """Why ``directory`` is no checkpoint, with its attempts in progress and aborted ones."""
+    begin = f"{directory.url} is no checkpoint: "
     try:
-        entries = {entry.name for entry in place.list()}
+        entries = {entry.name for entry in directory.list()}
     except MissingError:
-        return begin + (_describe_retired(place) or "it doesn't exist")
+        return begin + (_describe_retired(directory) or "it doesn't exist")
     except StorageError as error:
         return f"{begin}it has no {name}, and what is there can't be listed: {error}"
     if not entries:
-        return begin + (_describe_retired(place) or "the directory is empty or doesn't exist")
+        return begin + (_describe_retired(directory) or "the directory is empty or doesn't exist")
     begin += f"it has no {name}"
     if name == object_names.METADATA and f"__0{object_names.METADATA}" in entries:
         return (
@@ -301,59 +302,59 @@ def describe_absence(place: StorageDir, name: str = object_names.METADATA) -> st
         )
     if _RECORDS not in entries:
         if safetensors := describe_safetensors(entries):
-            return f"{place.url} has no {name}: {safetensors}"
+            return f"{directory.url} has no {name}: {safetensors}"
         return (
             f"{begin} and no records of a save by Pannier, only {shorten(sorted(entries), _SHOWN)}"
         )
     try:
-        newest_first = attempts_at(place)[:_SHOWN]
-        attempts = [_describe_attempt(place, attempt.name) for attempt in newest_first]
+        newest_first = attempts_at(directory)[:_SHOWN]
+        attempts = [_describe_attempt(directory, attempt.name) for attempt in newest_first]
     except StorageError as error:
         return f"{begin}, and the records of its attempts can't be read: {error}"
     return f"{begin}; attempts at it: {'; '.join(attempts) or 'none'}"
 
 
-def check_not_removed(place: StorageDir, attempt: str) -> None:
+def check_not_removed(directory: StorageDir, attempt: str) -> None:
     """Raises MissingError when the removal of the attempt's checkpoint has begun.
 
-    Retention looks for leases after it has written its mark. A reader must call this after it has
-    written its lease, so that one of the two sees the other.
+    Retention writes its mark and then looks for leases. A reader must write its lease and then call
+    this: so one of the two sees the other.
     """
-    mark = place.find(object_names.removal_mark(attempt))
+    mark = directory.find(object_names.removal_mark(attempt))
     if mark is None:
         return
     raise MissingError(
-        f"{place.url} is being removed{_signed(mark)}{_advise(place)}. If that was interrupted, "
-        "`pannier rm` ends it"
+        f"{directory.url} is being removed{_signed(mark)}{_advise(directory)}. If that was interrupted, "
+        "`pannier rm` completes it"
     )
 
 
 def _signed(mark: bytes) -> str:
-    """Who removes it and why, as the mark says."""
+    """What removes it, why and on which host, from the mark."""
     signed = _parse(mark)
     if "reason" not in signed or "by" not in signed:
         return ""
     return f" by {signed['reason']} on {signed['by']}"
 
 
-def _describe_retired(place: StorageDir) -> str:
-    """As :func:`describe_removal`, and what to load instead."""
-    removal = describe_removal(place)
-    return f"{removal}{_advise(place)}" if removal else ""
+def _describe_retired(directory: StorageDir) -> str:
+    """As :func:`describe_removal`, with what to load instead."""
+    removal = describe_removal(directory)
+    return f"{removal}{_advise(directory)}" if removal else ""
 
 
-def describe_removal(place: StorageDir) -> str:
-    """That retention removed the checkpoint there, and when; empty when its record doesn't say so."""
+def describe_removal(directory: StorageDir) -> str:
+    """When retention removed the checkpoint of this directory; empty: it has no record of that."""
     key = object_names.retention_record()
     try:
-        removed = _parse(place.parent.read(key)).get("removed", [])
+        removed = _parse(directory.parent.read(key)).get("removed", [])
     except MissingError:
         return ""
     except StorageError as error:
-        _log.warning("whether retention removed %s can't be read: %s", place.url, error)
+        _log.warning("can't read whether retention removed %s: %s", directory.url, error)
         return ""
     for each in reversed(removed if isinstance(removed, list) else []):
-        if isinstance(each, Mapping) and each.get("name") == place.name:
+        if isinstance(each, Mapping) and each.get("name") == directory.name:
             at = each.get("time")
             when = time.gmtime(at if isinstance(at, int | float) else 0)
             shown = time.strftime("%Y-%m-%d %H:%M:%S UTC", when)
@@ -362,7 +363,7 @@ def describe_removal(place: StorageDir) -> str:
 
 
 def _parse(content: bytes) -> dict[str, Any]:
-    """A JSON object that is there to be shown; empty when it is none."""
+    """A JSON object, for messages; empty when it can't be parsed."""
     try:
         found = json.loads(content)
     except ValueError:
@@ -370,30 +371,30 @@ def _parse(content: bytes) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _advise(place: StorageDir) -> str:
+def _advise(directory: StorageDir) -> str:
     """What to load instead."""
-    root = place.parent
+    root = directory.parent
     try:
         found = newest(root)
     except PannierError as error:
-        return f"; which checkpoint is the newest below {root.url} can't be read: {error}"
-    if found is None or found.checkpoint_id == place.url:
+        return f"; the newest checkpoint below {root.url} can't be found: {error}"
+    if found is None or found.checkpoint_id == directory.url:
         return f"; there is no other checkpoint below {root.url}"
     return f"; the newest below {root.url} is {found.checkpoint_id}: load that"
 
 
-def _describe_attempt(place: StorageDir, attempt: str) -> str:
+def _describe_attempt(directory: StorageDir, attempt: str) -> str:
     key = object_names.decision(attempt)
     try:
-        decision = parse_decision(place.read(key), attempt, f"{place.url}/{key}")
+        decision = parse_decision(directory.read(key), attempt, f"{directory.url}/{key}")
     except MissingError:
-        return f"{attempt} is in progress (or its processes are gone)"
+        return f"{attempt} is in progress (or its processes are dead)"
     except IntegrityError:
         return f"{attempt} has a damaged decision"
     if decision.outcome == records_pb2.OUTCOME_COMMIT:
-        mark = place.find(object_names.removal_mark(attempt))
+        mark = directory.find(object_names.removal_mark(attempt))
         if mark is None:
-            return f"{attempt} is decided and about to be committed"
+            return f"{attempt} has a COMMIT decision and is about to be committed"
         return f"{attempt} was committed, and is being removed{_signed(mark)}"
     causes = failures_text(decision.failures)
     return f"{attempt} was aborted" + (f" ({causes})" if causes else "")

@@ -1,7 +1,8 @@
-"""Are the bytes that are read those that were saved? Receipts and decision in, errors out.
+"""Compares what is read with what was saved.
 
-A data file's checksum is of the whole file: to check it, all of the file is read, also what the
-rank doesn't need. Blocking; of one load of one rank.
+In: the decision and the receipts of an attempt, and the bytes of its files. Out: IntegrityError where
+they differ. The checksum of a data file covers the whole file: so all of it is read, also the bytes
+that the rank doesn't need. Blocking; for one load of one rank.
 """
 
 import logging
@@ -13,7 +14,7 @@ from typing import Final
 import crc32c
 
 from pannier.client.loading.filesystem import MissingError, StorageDir
-from pannier.client.loading.range_reader import PIECE_BYTES, Contents, Range
+from pannier.client.loading.range_reader import PIECE_BYTES, KeyIndex, Range
 from pannier.v1 import records_pb2
 from pannier.wire import object_names
 from pannier.wire.errors import IntegrityError, StorageError
@@ -22,14 +23,19 @@ from pannier.wire.records import fits, parse_decision, parse_receipt
 _log = logging.getLogger(__name__)
 
 _OWNER: Final = re.compile(r"_(\d+)_[a-z0-9]+\.distcp")
-_ADVICE: Final = "`pannier verify` tells what else is damaged"
+_ADVICE: Final = "`pannier verify` lists all damaged files"
 
 
 class Receipts:
-    """What each data file of an attempt must be."""
+    """The decision and the receipts of one attempt.
 
-    def __init__(self, place: StorageDir, attempt: str) -> None:
-        self._place = place
+    Args:
+        directory: the checkpoint.
+        attempt: name of the attempt.
+    """
+
+    def __init__(self, directory: StorageDir, attempt: str) -> None:
+        self._directory = directory
         self._attempt = attempt
         self._known: dict[int, dict[str, records_pb2.DataFile]] = {}
 
@@ -37,21 +43,21 @@ class Receipts:
         """Raises IntegrityError unless ``.metadata`` is what was committed.
 
         Args:
-            required: also where the decision that says so can't be read.
+            required: raise also when the decision can't be read.
         """
         try:
             decision = self._read_decision()
         except (StorageError, IntegrityError) as error:
             if required:
                 raise
-            # A copy without its records, or one who may not read them.
+            # A copy of a checkpoint without its records, or a reader without access to them.
             _log.debug("%s", error)
             return
         expected = (decision.metadata_size, decision.metadata_crc32c)
         found = (len(content), crc32c.crc32c(content))
         if not fits(decision, *found):
             raise IntegrityError(
-                f"{self._place.url}/{object_names.METADATA} is not what was committed: it has "
+                f"{self._directory.url}/{object_names.METADATA} is not what was committed: it has "
                 f"{found[0]} bytes with crc32c {found[1]:08x}, committed were {expected[0]} with "
                 f"{expected[1]:08x}; {_ADVICE}"
             )
@@ -59,10 +65,10 @@ class Receipts:
     def _read_decision(self) -> records_pb2.Decision:
         key = object_names.decision(self._attempt)
         try:
-            data = self._place.read(key)
+            data = self._directory.read(key)
         except MissingError as error:
             raise IntegrityError(f"{error}: {object_names.METADATA} can't be verified") from error
-        return parse_decision(data, self._attempt, f"{self._place.url}/{key}")
+        return parse_decision(data, self._attempt, f"{self._directory.url}/{key}")
 
     def find(self, name: str) -> records_pb2.DataFile:
         """The receipt of a data file, whose size in storage is checked.
@@ -74,56 +80,63 @@ class Receipts:
         match = _OWNER.fullmatch(name.removeprefix(object_names.data_prefix(self._attempt)[:-1]))
         if match is None:
             raise IntegrityError(
-                f"{self._place.url}/{name} is no data file of {self._attempt}, to which "
+                f"{self._directory.url}/{name} is not a data file of {self._attempt}, to which "
                 f"{object_names.METADATA} belongs: it can't be verified"
             )
-        file = self._of_rank(int(match[1])).get(name)
+        file = self._files_of(int(match[1])).get(name)
         if file is None:
             raise IntegrityError(
-                f"rank {match[1]}'s receipt doesn't name {name} at {self._place.url}; {_ADVICE}"
+                f"rank {match[1]}'s receipt doesn't name {name} at {self._directory.url}; {_ADVICE}"
             )
-        size = self._place.size(name)
+        size = self._directory.size(name)
         if size != file.size:
             raise IntegrityError(
-                f"{self._place.url}/{name} has {size} bytes, saved were {file.size}; {_ADVICE}"
+                f"{self._directory.url}/{name} has {size} bytes, saved were {file.size}; {_ADVICE}"
             )
         return file
 
-    def _of_rank(self, rank: int) -> dict[str, records_pb2.DataFile]:
+    def _files_of(self, rank: int) -> dict[str, records_pb2.DataFile]:
         if rank not in self._known:
             key = object_names.receipt(self._attempt, rank)
             try:
-                data = self._place.read(key)
+                data = self._directory.read(key)
             except MissingError as error:
                 raise IntegrityError(f"{error}: rank {rank}'s files can't be verified") from error
-            receipt = parse_receipt(data, self._attempt, rank, f"{self._place.url}/{key}")
+            receipt = parse_receipt(data, self._attempt, rank, f"{self._directory.url}/{key}")
             self._known[rank] = {file.name: file for file in receipt.files}
         return self._known[rank]
 
 
-class Verifier:
-    """Follows what is read of whole files, and compares each when it is through."""
+class ChecksumVerifier:
+    """Takes checksums of files while they are read, and compares each at its end.
+
+    Args:
+        directory: the checkpoint.
+        receipts: of its attempt.
+        ranges: that the load needs.
+        index: the keys that these hold, for errors.
+    """
 
     def __init__(
-        self, place: StorageDir, receipts: Receipts, ranges: Sequence[Range], contents: Contents
+        self, directory: StorageDir, receipts: Receipts, ranges: Sequence[Range], index: KeyIndex
     ) -> None:
-        self._place = place
-        self._contents = contents
+        self._directory = directory
+        self._index = index
         wanted: defaultdict[str, list[Range]] = defaultdict(list)
         for each in ranges:
             wanted[each.file].append(each)
         self._files = {}
         for name in wanted:
-            with contents.naming(name):
+            with index.naming(name):
                 self._files[name] = receipts.find(name)
         self.ranges = [
             each for name in sorted(wanted) for each in _cover(wanted[name], self._files[name])
         ]
-        """All ranges of the files, those that are wanted as they were, in order."""
+        """The ranges that the load needs, and all between them, in order."""
         self._at = ("", 0, 0)
-        """File, bytes of it that are checked, checksum of these."""
+        """Name of the current file, bytes of it so far, their checksum."""
 
-    def follow(self, each: Range, content: memoryview) -> None:
+    def update(self, each: Range, content: memoryview) -> None:
         """Takes the next of :attr:`ranges`. Raises IntegrityError at the end of a damaged file."""
         name, done, checksum = self._at
         if name != each.file:
@@ -133,15 +146,15 @@ class Verifier:
         self._at = (name, done, checksum)
         expected = self._files[name]
         if done == expected.size and checksum != expected.crc32c:
-            with self._contents.naming(name):
+            with self._index.naming(name):
                 raise IntegrityError(
-                    f"{self._place.url}/{name} has crc32c {checksum:08x}, saved was "
+                    f"{self._directory.url}/{name} has crc32c {checksum:08x}, saved was "
                     f"{expected.crc32c:08x}: its bytes are damaged or another file's; {_ADVICE}"
                 )
 
 
 def _cover(wanted: Sequence[Range], file: records_pb2.DataFile) -> Iterator[Range]:
-    """``wanted``, sorted, and what lies between them, so that nothing of the file is left out."""
+    """``wanted``, which is sorted, and the ranges between, so that they cover the whole file."""
     done = 0
     for each in wanted:
         yield from _pieces(file.name, done, each.offset)

@@ -1,8 +1,8 @@
-"""Directories in storage as the trainer reads them: through fsspec, blocking.
+"""Directories in storage as the trainer reads them, through fsspec.
 
-In: a path or a URL. Out: ranges of objects, listings, times; only leases are written. Every failure is a
-StorageError that says which object of which place; :class:`MissingError` when it
-is not there. Thread-safe.
+In: a path or a URL. Out: ranges of objects, listings, times; only leases are written. Every failure is
+a StorageError that names the object; :class:`MissingError` when it doesn't exist. Blocking;
+thread-safe.
 """
 
 import base64
@@ -23,17 +23,17 @@ from pannier.client.interrupts import shielded
 from pannier.wire.errors import ConfigurationError, InvalidRequestError, StorageError
 
 _CONNECT_S: Final = 15.0
-_SILENCE_S: Final = 60.0
-"""A read that brings no byte for so long is tried again."""
+_READ_TIMEOUT_S: Final = 60.0
+"""A read that receives no byte for so long is retried."""
 _LAYOUT_LOOKUP: Final = "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"
 _EXTRAS: Final = {"gs": "gcs", "gcs": "gcs", "s3": "s3", "s3a": "s3"}
 _LOCAL: Final = ("file", "local")
-_PRUNES: Final = 100
-"""Times in a row that others may remove an empty directory in which a file is to be made."""
+_MOST_REMOVALS: Final = 100
+"""Times in a row that another process may remove the empty directory of a file to be created."""
 _STAMP: Final = ("size", "generation", "ETag", "ino", "mtime", "created")
-"""What the file systems' ``info`` has of these changes when an object is replaced."""
+"""Fields of the file systems' ``info`` that change when an object is replaced."""
 _MODIFIED: Final = ("mtime", "LastModified")
-"""What the file systems' ``info`` calls the time of the last write; others have ``modified``."""
+"""Fields of the file systems' ``info`` with the time of the last write; others have ``modified``."""
 
 
 class MissingError(StorageError):
@@ -42,7 +42,7 @@ class MissingError(StorageError):
 
 @dataclass(frozen=True)
 class DirEntry:
-    """What stands in a directory."""
+    """An object or a directory in a directory."""
 
     name: str
     """Relative to the directory."""
@@ -51,32 +51,32 @@ class DirEntry:
 
 @dataclass(frozen=True)
 class Stat:
-    """What a store knows of one object."""
+    """Metadata of one object."""
 
     size: int
     crc32c: int | None
-    """None where the store doesn't keep one."""
+    """None: the store keeps none."""
     modified: float
     """When it was last written, by the store's clock; Unix time, seconds."""
 
 
 class StorageDir:
-    """One directory. See :func:`open_dir`."""
+    """One directory in storage. Made by :func:`open_dir`."""
 
     def __init__(self, url: str, fs: Any, path: str) -> None:
         self.url = url
-        """As the user gave it, absolute, without a slash at its end."""
+        """As the user gave it, absolute, without a trailing slash."""
         self._fs = fs
         self._path = path
         self._is_local = "file" in _protocols(fs)
 
     def child(self, name: str) -> "StorageDir":
-        """A directory in this one."""
+        """A directory in this directory."""
         return StorageDir(posixpath.join(self.url, name), self._fs, self._at(name))
 
     @property
     def parent(self) -> "StorageDir":
-        """The directory that this one is in."""
+        """The directory that contains this one."""
         return StorageDir(posixpath.dirname(self.url), self._fs, posixpath.dirname(self._path))
 
     @property
@@ -121,7 +121,7 @@ class StorageDir:
 
     @shielded
     def list(self) -> list[DirEntry]:
-        """What the directory holds, by name; nothing of what is below."""
+        """The entries of the directory, sorted by name; not those of its subdirectories."""
         with self._naming(""):
             found = self._fs.ls(self._path, detail=True)
         own = self._path.strip("/")
@@ -136,19 +136,19 @@ class StorageDir:
 
     @shielded
     def check_bucket(self) -> None:
-        """Raises StorageError when it isn't only the directory that doesn't exist, but its bucket."""
+        """Raises StorageError when not only the directory is missing, but its bucket."""
         if self._is_local:
             return
         try:
             with self._naming(""):
-                # Of a directory in a bucket that is there: nothing, and no error.
+                # Finds nothing, without an error, if the bucket exists.
                 self._fs.find(self._path)
         except MissingError as error:
             raise StorageError(f"{self.url}: its bucket doesn't exist; check the name") from error
 
     @shielded
     def stat(self, name: str) -> Stat:
-        """What the store knows of an object."""
+        """Size, checksum and time of an object."""
         with self._naming(name):
             path = self._at(name)
             info = self._fs.info(path)
@@ -166,30 +166,30 @@ class StorageDir:
 
     @shielded
     def stamp(self, name: str) -> str:
-        """Differs, whenever an object was replaced between two calls."""
+        """A text that differs if the object was replaced between two calls."""
         with self._naming(name):
             info = self._fs.info(self._at(name))
         return repr([info.get(each) for each in _STAMP])
 
     @shielded
     def write(self, name: str, content: bytes) -> None:
-        """Creates or replaces a small object; not at once where it is a file."""
+        """Creates or replaces a small object; a local file is not replaced atomically."""
         with self._naming(name, "written"):
             path = self._at(name)
-            for last in range(_PRUNES if self._is_local else 0, -1, -1):
+            for attempts_left in range(_MOST_REMOVALS if self._is_local else 0, -1, -1):
                 try:
                     if self._is_local:
                         self._fs.makedirs(posixpath.dirname(path), exist_ok=True)
                     self._fs.pipe_file(path, content)
                     break
                 except FileNotFoundError:
-                    # Others remove the directory with the last file in it.
-                    if not last:
+                    # Another process removed the directory with the last file in it.
+                    if not attempts_left:
                         raise
 
     @shielded
     def remove(self, name: str) -> None:
-        """Removes an object, and its directory when that is empty; no error when it is gone."""
+        """Removes an object, and its directory if that is empty; no error when it doesn't exist."""
         path = self._at(name)
         try:
             with self._naming(name, "removed"):
@@ -219,9 +219,9 @@ class StorageDir:
             raise
         except PermissionError as error:
             raise StorageError(
-                f"{what} can't be {done}: {error}; check what this process may do there"
+                f"{what} can't be {done}: {error}; check the permissions of this process"
             ) from error
-        except Exception as error:  # every file system of fsspec has errors of its own
+        except Exception as error:  # each file system of fsspec raises its own errors
             raise StorageError(
                 f"{what} can't be {done}: {type(error).__name__}: {error}; check the address and "
                 "the credentials in the trainer's environment or storage_options"
@@ -237,10 +237,10 @@ def open_dir(
     Args:
         path: local, or a URL of any scheme fsspec knows (``file``, ``gs``, ``s3``, ``memory``).
         storage_options: of the fsspec file system: credentials, ``endpoint_url``.
-            Default: what it finds in the environment.
+            Default: from the environment.
 
     Raises:
-        InvalidRequestError: it is no path, or the scheme is unknown.
+        InvalidRequestError: it is not a path or URL, or its scheme is unknown.
         ConfigurationError: the scheme's package isn't installed, or its options are wrong.
     """
     url, scheme = readable(path)
@@ -266,9 +266,9 @@ def open_dir(
 
 
 def readable(path: str | os.PathLike[str]) -> tuple[str, str]:
-    """``path`` as :func:`absolute` has it, and its scheme (``file`` for paths).
+    """``path`` as :func:`absolute` returns it, and its scheme (``file`` for paths).
 
-    Raises InvalidRequestError when fsspec knows no such scheme.
+    Raises InvalidRequestError: fsspec doesn't know the scheme.
     """
     url = absolute(path)
     scheme = url.partition("://")[0] if "://" in url else "file"
@@ -280,7 +280,7 @@ def readable(path: str | os.PathLike[str]) -> tuple[str, str]:
 
 
 def absolute(path: str | os.PathLike[str]) -> str:
-    """``path`` as an absolute path or a URL, without a slash at its end.
+    """``path`` as an absolute path or a URL, without a trailing slash.
 
     Raises InvalidRequestError when it is empty or not text.
     """
@@ -294,34 +294,35 @@ def absolute(path: str | os.PathLike[str]) -> str:
 
 
 def refuse_path(argument: str, value: Any) -> None:
-    """Raises InvalidRequestError for a path where a storage writer or reader belongs."""
+    """Raises InvalidRequestError for a path in place of a storage writer or reader."""
     if isinstance(value, str | os.PathLike):
         path = os.fspath(value)
         raise InvalidRequestError(f"{argument}={path!r} is a path: give checkpoint_id={path!r}")
 
 
 def as_torch(url: str) -> str | Path:
-    """The form in which torch's writers and readers have their ``path``; a URL is text."""
+    """The ``path`` attribute of torch's writers and readers: a ``Path``, or a URL as text."""
     return url if "://" in url else Path(url)
 
 
 def _gcs_class(options: dict[str, Any]) -> Any:
-    """gcsfs' class, and what it needs besides ``options``."""
-    # Before the import: else every first use asks for the bucket's layout over gRPC.
+    """gcsfs' class. Adds to ``options`` what it needs."""
+    # Before the import: otherwise each first use asks for the bucket's layout over gRPC.
     os.environ.setdefault(_LAYOUT_LOOKUP, "false")
     import aiohttp
     import gcsfs
 
     endpoint = options.get("endpoint_url") or os.environ.get("STORAGE_EMULATOR_HOST", "")
     if endpoint not in ("", "default") and not endpoint.startswith("https://"):
-        # No credentials over plain HTTP, and no search for some.
+        # No credentials over plain HTTP.
         options.setdefault("token", "anon")
     options.setdefault(
-        "requests_timeout", aiohttp.ClientTimeout(sock_connect=_CONNECT_S, sock_read=_SILENCE_S)
+        "requests_timeout",
+        aiohttp.ClientTimeout(sock_connect=_CONNECT_S, sock_read=_READ_TIMEOUT_S),
     )
     if os.environ[_LAYOUT_LOOKUP].lower() in ("true", "1"):
         return gcsfs.GCSFileSystem
-    # Plain, also where the trainer imported gcsfs before us.
+    # The base class, also if the trainer has already imported gcsfs.
     return gcsfs.core.GCSFileSystem
 
 
@@ -337,8 +338,8 @@ def _protocols(fs: Any) -> tuple[str, ...]:
 
 
 def _open_local(path: str) -> int:
-    """A descriptor of a regular file, also by way of a link. Raises StorageError for others."""
-    # Without O_NONBLOCK a pipe would wait for a writer.
+    """A descriptor of a regular file; follows links. Raises StorageError for other files."""
+    # O_NONBLOCK: opening a pipe would wait for a writer.
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     mode = os.fstat(fd).st_mode
     if not stat.S_ISREG(mode):

@@ -1,9 +1,9 @@
 """The highest incarnation number below a root when this process first read from there.
 
-In: roots that ``latest`` and ``load`` read, on one rank for all. Out: that number, which the
-process's saves carry: an incarnation of the same job with a higher one began to save after this
-process had begun, and is not to be followed by it. Reading needs no client, so this is the
-process's. Thread-safe.
+In: the roots that ``latest`` and ``load`` read, on one rank for all. Out: that number, which the
+saves of this process carry: an incarnation of the same job with a higher number began to save after
+this process had started, so that this process must not save after it. Global to the process, since
+reading needs no client. Thread-safe.
 """
 
 import logging
@@ -21,11 +21,11 @@ _log = logging.getLogger(__name__)
 
 _lock = threading.Lock()
 _seen: dict[str, int] = {}
-"""By root: what no world of this process has taken yet."""
+"""By root; without those that :func:`take` has returned."""
 
 
 def look(root: str | os.PathLike[str], storage_options: Mapping[str, Any] | None) -> int | None:
-    """The number, from storage the first time; None where it can't be listed.
+    """The number, read from storage by the first call; None: it can't be listed.
 
     Raises InvalidRequestError, ConfigurationError: the root can't be read at all.
     """
@@ -33,14 +33,14 @@ def look(root: str | os.PathLike[str], storage_options: Mapping[str, Any] | None
     with _lock:
         if key in _seen:
             return _seen[key]
-    place = open_dir(root, storage_options)
+    directory = open_dir(root, storage_options)
     try:
-        entries = place.child(object_names.incarnations_prefix().rstrip("/")).list()
+        entries = directory.child(object_names.incarnations_prefix().rstrip("/")).list()
     except MissingError:
         entries = []
     except StorageError as error:
-        # What is to be read comes first; saves go without this check then.
-        _log.warning("the incarnations below %s are not known: %s", place.url, error)
+        # A load must not fail for this; saves are not checked then.
+        _log.warning("the incarnations below %s can't be listed: %s", directory.url, error)
         return None
     number = max((object_names.incarnation_number(entry.name) for entry in entries), default=0)
     remember(root, number)
@@ -48,26 +48,26 @@ def look(root: str | os.PathLike[str], storage_options: Mapping[str, Any] | None
 
 
 def recall(root: str | os.PathLike[str]) -> int | None:
-    """The number as far as it is known, without a look."""
+    """The number if it is known; doesn't read storage."""
     with _lock:
         return _seen.get(_key(root))
 
 
 def remember(root: str | os.PathLike[str], number: int | None) -> None:
-    """What another rank has found; the first word counts."""
+    """Records the number that another rank has read; keeps the first one recorded."""
     if number is not None:
         with _lock:
             _seen.setdefault(_key(root), number)
 
 
 def take(root: str) -> int | None:
-    """The number, for the one world that is to save there; None when nothing was read."""
+    """The number, for the incarnation that is to save there; None: nothing was read there."""
     with _lock:
         return _seen.pop(_key(root), None)
 
 
 def root_of(checkpoint_id: str) -> str:
-    """The root of a checkpoint that is read; any directory can be."""
+    """The root of a checkpoint that is read, in any directory."""
     return posixpath.dirname(absolute(checkpoint_id).rstrip("/")) or "/"
 
 

@@ -1,7 +1,7 @@
 """``client.load``: DCP's load, from one ``.metadata`` that one rank reads for all.
 
-In: a state dict to fill. Out: the same, filled in place, with DCP's resharding.
-Collective, as ``dcp.load`` is; what fails on one rank fails on all, by name.
+In: a state dict to fill. Out: the same, filled in place, with DCP's resharding. Collective, as
+``dcp.load`` is; a failure on one rank is raised on all, with the rank. Blocking.
 """
 
 import contextlib
@@ -30,10 +30,6 @@ from pannier.wire.failures import ranks_text, shorten
 T = TypeVar("T")
 
 
-def _nothing() -> None:
-    """What comes before a load by default."""
-
-
 def load(
     state_dict: dict[str, Any],
     storage_reader: StorageReader | None = None,
@@ -43,12 +39,12 @@ def load(
     process_group: Any = None,
     no_dist: bool = False,
     verify: bool = False,
-    before: Callable[[], None] = _nothing,
+    before: Callable[[], None] = lambda: None,
 ) -> None:
     """See :func:`pannier.client.load`.
 
     Args:
-        before: beside what that takes, called first of all; what it raises is raised on all ranks.
+        before: called first; what it raises is raised on all ranks.
     """
     alone = is_alone(no_dist)
     if not alone and process_group == dist.GroupMember.NON_GROUP_MEMBER:
@@ -65,10 +61,10 @@ def load(
         return reader
 
     with _as_load_error(group):
-        with wait_log.logged(f"load of {checkpoint_id or 'a checkpoint'}", _others):
-            reader = _agree(group, make)
+        with wait_log.logged(f"load of {checkpoint_id or 'a checkpoint'}", _describe_others):
+            reader = _make_readers(group, make)
         try:
-            with wait_log.logged(f"load of {reader.checkpoint_id}", lambda: _first(group)):
+            with wait_log.logged(f"load of {reader.checkpoint_id}", lambda: _describe_first(group)):
                 content, incarnation = _from_first(group, lambda: _resolve(reader))
             highest_incarnation.remember(
                 highest_incarnation.root_of(reader.checkpoint_id), incarnation
@@ -77,26 +73,26 @@ def load(
             dcp.load(
                 state_dict,
                 storage_reader=reader,
-                planner=_runner(planner),
+                planner=_wrap_for_xla(planner),
                 process_group=process_group,
                 no_dist=no_dist,
             )
         finally:
-            # All ranks are through, or none goes on: dcp.load ends with a collective.
+            # All ranks are done, or all have failed: dcp.load ends with a collective.
             reader.release()
 
 
-def _others() -> str:
+def _describe_others() -> str:
     return "all ranks of the group to call load"
 
 
-def _first(group: "_Group | None") -> str:
+def _describe_first(group: "_Group | None") -> str:
     reader = "this rank" if group is None else f"rank {group.ranks[0]}"
     return f"{reader} to read .metadata from storage"
 
 
-def _runner(planner: LoadPlanner | None) -> LoadPlanner | None:
-    """What calls the planner: itself, or one around it where there may be XLA tensors."""
+def _wrap_for_xla(planner: LoadPlanner | None) -> LoadPlanner | None:
+    """The planner, wrapped for XLA tensors where there may be some."""
     if not runtime.is_loaded():
         return planner
     if planners.is_load_planner(planner):
@@ -116,8 +112,8 @@ def _reader(
     filesystem.refuse_path("storage_reader", storage_reader)
     if not isinstance(storage_reader, StorageReader):
         raise InvalidRequestError(
-            f"storage_reader={type(storage_reader).__name__}: Pannier reads by itself; give "
-            "checkpoint_id or a pannier.client.StorageReader, or call torch's dcp.load"
+            f"storage_reader={type(storage_reader).__name__} can't be used: give checkpoint_id or a "
+            "pannier.client.StorageReader, or call torch's dcp.load"
         )
     storage_reader.reset(checkpoint_id)
     return storage_reader
@@ -147,8 +143,8 @@ class _Group:
         return values[0]
 
 
-def _agree(group: _Group | None, make: Callable[[], StorageReader]) -> StorageReader:
-    """Each rank's reader; raises on all ranks when one has none or another checkpoint's."""
+def _make_readers(group: _Group | None, make: Callable[[], StorageReader]) -> StorageReader:
+    """This rank's reader; raises on all ranks when one fails or has another checkpoint. Collective."""
     if group is None:
         return make()
     reader: StorageReader | None = None
@@ -160,23 +156,23 @@ def _agree(group: _Group | None, make: Callable[[], StorageReader]) -> StorageRe
     answers = group.gather((reader.checkpoint_id if reader else None, problem))
     failures = {rank: error for rank, (_, error) in zip(group.ranks, answers, strict=True) if error}
     if failures:
-        raise _together({rank: (error, StackSummary()) for rank, error in failures.items()})
+        raise _combined({rank: (error, StackSummary()) for rank, error in failures.items()})
     ids = [checkpoint_id for checkpoint_id, _ in answers]
     if len(set(ids)) > 1:
-        said = ", ".join(f"rank {rank}: {i}" for rank, i in zip(group.ranks, ids, strict=True))
-        raise InvalidRequestError(f"ranks load different checkpoints: {said}")
+        by_rank = ", ".join(f"rank {rank}: {i}" for rank, i in zip(group.ranks, ids, strict=True))
+        raise InvalidRequestError(f"ranks load different checkpoints: {by_rank}")
     return cast("StorageReader", reader)
 
 
 def _resolve(reader: StorageReader) -> tuple[bytes, int | None]:
-    """``.metadata``, and the highest number of an incarnation that stood there before."""
+    """``.metadata``, and the highest incarnation number at its root, read before it."""
     root = highest_incarnation.root_of(reader.checkpoint_id)
     incarnation = highest_incarnation.look(root, reader.storage_options)
     return reader.resolve(), incarnation
 
 
 def _from_first(group: _Group | None, read: Callable[[], T]) -> T:
-    """What the group's first rank reads, or its error, on all ranks."""
+    """What the group's first rank reads, or its error, on all ranks. Collective."""
     if group is None:
         return read()
     answer: T | PannierError | None = None
@@ -193,22 +189,22 @@ def _from_first(group: _Group | None, read: Callable[[], T]) -> T:
 
 @contextlib.contextmanager
 def _as_load_error(group: _Group | None) -> Iterator[None]:
-    """torch's CheckpointException, which no ``except Exception`` catches, as a LoadError."""
+    """Raises torch's CheckpointException, which ``except Exception`` doesn't catch, as LoadError."""
     try:
         yield
     except PannierError:
-        # A LoadError is a CheckpointException, too.
+        # Including LoadError, which is a CheckpointException.
         raise
     except CheckpointException as error:
         causes = {
             group.ranks[rank] if group else rank: cause for rank, cause in error.failures.items()
         }
         first, _ = next(iter(causes.values()))
-        raise _together(causes) from first
+        raise _combined(causes) from first
 
 
-def _together(causes: Mapping[int, tuple[BaseException, StackSummary]]) -> PannierError:
-    """One error of those of several ranks, of their own type where they have one in common."""
+def _combined(causes: Mapping[int, tuple[BaseException, StackSummary]]) -> PannierError:
+    """One error for those of several ranks, of their type if they have the same."""
     texts = {
         rank: str(cause) if isinstance(cause, PannierError) else f"{type(cause).__name__}: {cause}"
         for rank, (cause, _) in causes.items()

@@ -1,7 +1,7 @@
 """``LoadError``: why a load failed, by rank, for code that catches Pannier's errors or torch's.
 
-In: a message, and each rank's failure with the exception it came from. Out: an ordinary exception that
-is a ``PannierError`` and torch's ``CheckpointException``.
+In: a message, and each rank's failure with its exception. Out: an ordinary exception that is both a
+``PannierError`` and torch's ``CheckpointException``.
 """
 
 from collections.abc import Iterable, Mapping
@@ -14,10 +14,10 @@ from pannier.wire import errors
 
 
 class RankFailure(tuple[BaseException, StackSummary]):
-    """Why one rank failed: ``rank``, ``host``, ``kind`` and ``message``, as of any PannierError.
+    """Why one rank failed: ``rank``, ``host``, ``kind`` and ``message``, as in any PannierError.
 
-    Also torch's pair of the exception and its stack. A pickle has the text alone: an exception may
-    refer to anything.
+    Also torch's pair of the exception and its stack. Pickling keeps only the text, since an exception
+    may refer to anything.
     """
 
     _failure: save_pb2.Failure
@@ -38,17 +38,17 @@ class RankFailure(tuple[BaseException, StackSummary]):
 
     @property
     def host(self) -> str:
-        """The host that noticed it."""
+        """The host that reported it."""
         return self._failure.host
 
     @property
     def kind(self) -> save_pb2.FailureKind:
-        """What kind of failure it is."""
+        """The kind of the failure."""
         return self._failure.kind
 
     @property
     def message(self) -> str:
-        """What happened, the value, what to do."""
+        """What happened, with which value, and what to do."""
         return self._failure.message
 
     def SerializeToString(self) -> bytes:
@@ -60,15 +60,15 @@ class RankFailure(tuple[BaseException, StackSummary]):
 
 
 class LoadError(errors.LoadError, CheckpointException):
-    """A checkpoint could not be loaded; ``failures`` says why, by global rank.
+    """A checkpoint could not be loaded; ``failures`` has the reasons by global rank.
 
     Args:
         message: what happened, on which ranks.
-        failures: one of each rank that failed.
-        causes: by rank, the exceptions behind them and their stacks, where these are known.
+        failures: one for each rank that failed.
+        causes: by rank, the exceptions and their stacks, if known.
     """
 
-    # An attribute, in place of CheckpointException's property, which nothing can set.
+    # Replaces CheckpointException's property, which can't be set.
     failures: Mapping[int, RankFailure] = {}  # type: ignore[assignment]
 
     def __init__(
@@ -82,5 +82,5 @@ class LoadError(errors.LoadError, CheckpointException):
         self.failures = {each.rank: RankFailure(each, known.get(each.rank)) for each in failures}
 
     def __str__(self) -> str:
-        # CheckpointException's would show stacks in place of the message.
+        # CheckpointException's shows stacks instead of the message.
         return Exception.__str__(self)

@@ -1,8 +1,8 @@
-"""Reads many ranges of a checkpoint's files: in parallel, within a bound of memory, in order.
+"""Reads many ranges of a checkpoint's files: in parallel, within a memory limit, in order.
 
-In: ranges (file, offset, length). Out: their bytes, one range after the other as
-they were asked for. Neighbouring ranges of a file are read together, and long
-ones in pieces side by side.
+In: ranges (file, offset, length). Out: their bytes, range by range, in the order of the request.
+Neighbouring ranges of a file are read in one request, long ranges in several at the same time.
+Blocking; for one load.
 """
 
 import sys
@@ -20,27 +20,27 @@ from pannier.wire.errors import IntegrityError, StorageError
 from pannier.wire.failures import shorten
 
 PIECE_BYTES: Final = 8 << 20
-"""Most bytes of one request."""
+"""Most bytes per request."""
 _SHOWN: Final = 3
 """Keys that an error names."""
 GAP_BYTES: Final = 4096
-"""Ranges no farther apart are read together: what alignment leaves between archives."""
+"""Ranges no farther apart are read together: the largest gap of alignment between archives."""
 
 
 class Range(NamedTuple):
     """Bytes of one file."""
 
     file: str
-    """Relative to the place."""
+    """Relative to the checkpoint."""
     offset: int
     length: int
 
 
-class Contents:
-    """Which keys of the state the bytes of each file hold.
+class KeyIndex:
+    """The keys of the state that each range of bytes holds, for errors.
 
     Args:
-        keys: of each range.
+        keys: by range.
     """
 
     def __init__(self, keys: Mapping[Range, Sequence[str]]) -> None:
@@ -84,28 +84,28 @@ class _Fetch(NamedTuple):
     pieces: list[Future[None]]
 
 
-def fetch(
-    place: StorageDir,
+def read_ranges(
+    directory: StorageDir,
     ranges: Sequence[Range],
     *,
     threads: int,
     memory_bytes: int,
-    contents: Contents | None = None,
+    index: KeyIndex | None = None,
 ) -> Generator[tuple[Range, memoryview], None, None]:
     """The bytes of each range, in the order of ``ranges``.
 
     Args:
-        place: whose files are read.
+        directory: the checkpoint.
         ranges: sorted by file and offset.
         threads: requests at the same time.
-        memory_bytes: held at most, unless a single range is longer. A view
-            must be let go before the next is taken for this to hold.
-        contents: what the ranges hold, for errors.
+        memory_bytes: most memory, unless a single range is longer. Holds if each view is released
+            before the next one is taken.
+        index: the keys that the ranges hold, for errors.
 
     Raises:
         StorageError: a file can't be read, or ends too early.
     """
-    contents = contents or Contents({})
+    index = index or KeyIndex({})
     todo = deque(_runs(ranges))
     window: deque[_Fetch] = deque()
     held = 0
@@ -114,13 +114,13 @@ def fetch(
     def take_first() -> _Fetch:
         nonlocal held
         while todo and (not window or held + _size(todo[0]) <= memory_bytes):
-            window.append(_start(pool, place, todo.popleft()))
+            window.append(_start(pool, directory, todo.popleft()))
             held += len(window[-1].memory)
         first = window.popleft()
         for number, piece in enumerate(first.pieces):
             start = first.run.offset + number * PIECE_BYTES
             end = min(start + PIECE_BYTES, first.run.end)
-            with contents.naming(first.run.file, start, end):
+            with index.naming(first.run.file, start, end):
                 piece.result()
         return first
 
@@ -131,7 +131,7 @@ def fetch(
                 start = each.offset - first.run.offset
                 yield each, first.memory[start : start + each.length]
             held -= len(first.memory)
-            # Not until the next one is asked for: that is what bounds the memory.
+            # Before the next one is read: so the memory stays within its limit.
             del first
     finally:
         aside(lambda: pool.shutdown(cancel_futures=True))
@@ -161,12 +161,12 @@ def _size(run: _Run) -> int:
     return run.end - run.offset
 
 
-def _start(pool: ThreadPoolExecutor, place: StorageDir, run: _Run) -> _Fetch:
-    # numpy leaves it uninitialised: a bytearray would be touched twice.
+def _start(pool: ThreadPoolExecutor, directory: StorageDir, run: _Run) -> _Fetch:
+    # Uninitialised, unlike a bytearray, which would be written twice.
     memory = np.empty(_size(run), np.uint8).data
     pieces = [
         pool.submit(
-            place.read_into, run.file, run.offset + start, memory[start : start + PIECE_BYTES]
+            directory.read_into, run.file, run.offset + start, memory[start : start + PIECE_BYTES]
         )
         for start in range(0, len(memory), PIECE_BYTES)
     ]

@@ -1,7 +1,7 @@
-"""Reads ``.metadata`` without trusting it: an unpickler that knows DCP's own classes only.
+"""Reads ``.metadata`` without trusting it: an unpickler that allows DCP's own classes only.
 
 In: the bytes of a ``.metadata``, written by any torch and Python. Out: this torch's ``Metadata``. A
-pickle may name any function to call; here it can name only what DCP puts there.
+pickle can call any function by name; here it can only use the names that DCP writes. Thread-safe.
 """
 
 import dataclasses
@@ -58,8 +58,7 @@ def unpickle_metadata(content: bytes, where: str) -> Metadata:
         where: its name, for errors.
 
     Raises:
-        InvalidRequestError: it is not a DCP checkpoint's, or it names something
-            that has no place in one.
+        InvalidRequestError: it is not a DCP checkpoint's, or it uses a name that DCP doesn't write.
     """
     try:
         metadata = _Unpickler(content, where).load()
@@ -67,7 +66,7 @@ def unpickle_metadata(content: bytes, where: str) -> Metadata:
         raise
     except Exception as error:  # a damaged pickle can raise anything
         raise InvalidRequestError(
-            f"{where} is damaged or not of a DCP checkpoint: {type(error).__name__}: {error}"
+            f"{where} is damaged or not a DCP checkpoint's: {type(error).__name__}: {error}"
         ) from error
     if not isinstance(metadata, Metadata) or not isinstance(metadata.state_dict_metadata, dict):
         raise InvalidRequestError(
@@ -93,7 +92,7 @@ class _Unpickler(pickle.Unpickler):
         self._where = where
 
     def find_class(self, module: str, name: str) -> Any:
-        """What the pickle may use of the name ``module.name``."""
+        """The object for a name in the pickle. Raises InvalidRequestError for others than DCP's."""
         if (module, name) in _ALLOWED:
             return super().find_class(module, name)
         if (module, name) == (_DCP, "TensorProperties"):
@@ -117,6 +116,6 @@ class _Unpickler(pickle.Unpickler):
     def _refusal(self, what: str) -> InvalidRequestError:
         return InvalidRequestError(
             f"{self._where} refers to {what}, which is not part of a DCP checkpoint's "
-            "metadata; unpickling it could run foreign code. If you trust whoever wrote it, read "
-            "it with torch.distributed.checkpoint's FileSystemReader or FsspecReader"
+            "metadata; unpickling it could run foreign code. If you trust its author, read it with "
+            "torch.distributed.checkpoint's FileSystemReader or FsspecReader"
         )
