@@ -92,7 +92,7 @@ class SidecarDiagnosis(diagnosis_pb2_grpc.DiagnosisServicer):
         yield doctor_checks.check_state(draining=self._saves.draining)
         spool = self._spool
         yield doctor_checks.check_spool(
-            spool.directory, budget=spool.budget, reserved=spool.reserved, gone=spool.gone
+            spool.directory, budget=spool.budget, reserved=spool.reserved, gone=spool.removed
         )
 
     async def _ask_coordinator(

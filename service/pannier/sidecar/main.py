@@ -34,4 +34,4 @@ def run(config: SidecarConfig) -> int:
         with Sidecar(config) as sidecar:
             sidecar.wait(stop)
             sidecar.drain(stop)
-            return 1 if sidecar.spool.gone else 0
+            return 1 if sidecar.spool.removed else 0

@@ -147,7 +147,7 @@ class Sidecar:
             if self.config.idle_exit_s is not None and idle >= self.config.idle_exit_s:
                 _log.info("idle for %.0f s: exiting", idle)
                 return
-            if self.spool.gone:
+            if self.spool.removed:
                 _log.error("the spool %s was removed: exiting", self.config.spool)
                 return
             self.tick()

@@ -308,6 +308,6 @@ class MultiJobSidecar:
 def _is_lost(served: _ServedJob) -> bool:
     """Whether the spool was removed under the job, or can't be used any more."""
     try:
-        return served.sidecar.spool.gone
+        return served.sidecar.spool.removed
     except PannierError:
         return True

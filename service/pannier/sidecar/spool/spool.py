@@ -139,7 +139,7 @@ class Spool:
             BusyError: there is no room, with the bytes needed and free.
             PannierError: the spool can't be written.
         """
-        if self.gone:
+        if self.removed:
             raise PannierError(
                 f"the spool {self.directory} was removed under the running sidecar: restart the sidecar"
             )
@@ -173,7 +173,7 @@ class Spool:
         return file
 
     @property
-    def gone(self) -> bool:
+    def removed(self) -> bool:
         """Whether the directory was removed, or another one is in its place."""
         try:
             found = os.stat(self.directory)
