@@ -1,13 +1,11 @@
-"""Counters of a sidecar and a coordinator: they never go back, and count everything once."""
+"""Counters of a sidecar: they never decrease, and count everything once."""
 
 import asyncio
 from collections import Counter
 from collections.abc import Iterator
 
 import pytest
-from prometheus_client import CollectorRegistry
 
-from pannier.daemon.metrics import SaveCounts, step_of
 from pannier.daemon.status_service import Backlog
 from pannier.sidecar.metrics import SaveMetrics
 from pannier.sidecar.save_registry import SaveRegistry
@@ -19,7 +17,7 @@ Values = dict[tuple[str, str], float]
 
 
 class Scene:
-    """Saves of one rank each, and their tally."""
+    """Saves of one rank each, and their metrics."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.saves = SaveRegistry()
@@ -58,22 +56,22 @@ def scene() -> Iterator[Scene]:
     loop.close()
 
 
-def test_an_upload_that_begins_anew_takes_nothing_back(scene: Scene) -> None:
+def test_an_upload_that_starts_over_takes_nothing_back(scene: Scene) -> None:
     rank, file = scene.enter(1)
     file.restore(100, 0)
     file.upload.advance(60)
     assert scene.values()[("pannier_bytes_total", "uploaded")] == 60
     file.upload.advance(10)
     scene.saves.record_retry(rank, "503")
-    told = scene.values()
-    assert told[("pannier_bytes_total", "uploaded")] == 60
-    assert told[("pannier_upload_retries_total", "")] == 1
+    values = scene.values()
+    assert values[("pannier_bytes_total", "uploaded")] == 60
+    assert values[("pannier_upload_retries_total", "")] == 1
     file.upload.complete(100)
     scene.end(rank, save_pb2.SAVE_STATE_COMMITTED)
-    told = scene.values()
-    assert told[("pannier_bytes_total", "uploaded")] == 100
-    assert told[("pannier_bytes_total", "durable")] == 100
-    assert told[("pannier_saves_ended_total", "committed")] == 1
+    values = scene.values()
+    assert values[("pannier_bytes_total", "uploaded")] == 100
+    assert values[("pannier_bytes_total", "durable")] == 100
+    assert values[("pannier_saves_ended_total", "committed")] == 1
 
 
 def test_what_has_ended_stays_counted_and_what_goes_on_is_added(scene: Scene) -> None:
@@ -85,24 +83,24 @@ def test_what_has_ended_stays_counted_and_what_goes_on_is_added(scene: Scene) ->
         scene.end(
             rank, save_pb2.SAVE_STATE_ABORTED if number == 2 else save_pb2.SAVE_STATE_COMMITTED
         )
-        told = scene.values()
-        assert told[("pannier_bytes_total", "ingested")] == before == 100 * number
-        assert told[("pannier_stall_seconds_total", "")] == 0.5 * number
-    assert told[("pannier_saves_ended_total", "aborted")] == 1
-    assert told[("pannier_saves", "staging")] == 0
+        values = scene.values()
+        assert values[("pannier_bytes_total", "ingested")] == before == 100 * number
+        assert values[("pannier_stall_seconds_total", "")] == 0.5 * number
+    assert values[("pannier_saves_ended_total", "aborted")] == 1
+    assert values[("pannier_saves", "staging")] == 0
 
 
-def test_a_failure_is_counted_once_before_and_after_the_verdict(scene: Scene) -> None:
+def test_a_failure_is_counted_once_before_and_after_the_outcome(scene: Scene) -> None:
     rank, _ = scene.enter(1)
     scene.saves.fail(rank, save_pb2.FAILURE_KIND_STORAGE, "403")
     assert scene.values()[("pannier_failures_total", "storage")] == 1
     scene.end(rank, save_pb2.SAVE_STATE_ABORTED)
-    told = scene.values()
-    assert told[("pannier_failures_total", "storage")] == 1
-    assert told[("pannier_failures_total", "lost")] == 0
+    values = scene.values()
+    assert values[("pannier_failures_total", "storage")] == 1
+    assert values[("pannier_failures_total", "lost")] == 0
 
 
-def test_what_a_former_life_has_done_is_not_counted_again(scene: Scene) -> None:
+def test_what_an_earlier_process_did_is_not_counted_again(scene: Scene) -> None:
     rank, file = scene.enter(1)
     file.restore(70, 0)
     scene.metrics.set_baseline(scene.saves.undecided())
@@ -111,44 +109,3 @@ def test_what_a_former_life_has_done_is_not_counted_again(scene: Scene) -> None:
     assert scene.values()[("pannier_bytes_total", "ingested")] == 30
     scene.end(rank, save_pb2.SAVE_STATE_COMMITTED)
     assert scene.values()[("pannier_bytes_total", "ingested")] == 30
-
-
-@pytest.mark.parametrize(
-    ("checkpoint", "step"),
-    [
-        ("gs://bucket/run/step-1000", 1000),
-        ("/c/step-7/", 7),
-        ("/c/0042", 42),
-        ("s3://bucket/final", None),
-        ("/c/7/final", None),
-        ("/c/" + "1" * 40, None),
-        ("/c/step-٣", None),
-    ],
-)
-def test_the_step_is_the_number_at_the_end(checkpoint: str, step: int | None) -> None:
-    assert step_of(checkpoint) == step
-
-
-def test_a_jobs_age_counts_from_its_first_save_until_it_has_a_commit() -> None:
-    counts = SaveCounts(CollectorRegistry())
-    save = save_pb2.SaveId(job="llama", incarnation="i", group="g", number=1)
-    counts.began("llama", 1000.0)
-    ages = {family.name: family for family in counts.collect()}
-    (age,) = ages["pannier_last_commit_age_seconds"].samples
-    assert age.value > 1e9
-    assert ages["pannier_last_committed_step"].samples == []
-    for number, at in ((2, 5000.0), (1, 4000.0)):
-        counts.ended(
-            save_pb2.SaveStatus(
-                save=save,
-                checkpoint_id=f"/c/step-{number}",
-                state=save_pb2.SAVE_STATE_COMMITTED,
-                created_at=at,
-                committed_s=2,
-                bytes_total=10,
-            )
-        )
-    told = {family.name: family.samples for family in counts.collect()}
-    assert told["pannier_last_commit_timestamp_seconds"][0].value == 5002
-    assert told["pannier_committed_bytes"][0].value == 20
-    assert told["pannier_last_committed_step"][0].value == 2

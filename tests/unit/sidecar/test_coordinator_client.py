@@ -1,4 +1,4 @@
-"""Which coordinator a sidecar attaches to: its own, or the next start's when that is gone."""
+"""Which coordinator a sidecar attaches to: its own, or the next start's when that is dead."""
 
 import json
 import time
@@ -28,7 +28,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return made
 
 
-def test_its_own_is_tried_for_a_while_before_a_successor(clock: Clock, tmp_path: Path) -> None:
+def test_the_configured_one_is_tried_for_a_while_before_a_successor(
+    clock: Clock, tmp_path: Path
+) -> None:
     file = tmp_path / "successor.json"
     where = CoordinatorAddress(OWN, None, file)
     file.write_text(json.dumps({"coordinator": NEXT}))
@@ -64,7 +66,7 @@ def test_without_a_successor_it_stays(clock: Clock, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["", "[]", "{}", '{"coordinator": "nowhere"}', '{"coordinator": 7}', "\udcff"]
 )
-def test_nonsense_is_told_and_nobody_moves(
+def test_nonsense_is_logged_and_changes_nothing(
     text: str, clock: Clock, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "successor.json"
@@ -80,13 +82,13 @@ def test_a_successors_certificate_must_be_one(
 ) -> None:
     files = Authority(tmp_path / "ca").issue("one")
     file = tmp_path / "successor.json"
-    told = {"coordinator": NEXT, "cert": str(files.cert), "ca": str(files.ca)}
+    named = {"coordinator": NEXT, "cert": str(files.cert), "ca": str(files.ca)}
     where = CoordinatorAddress(OWN, Tls(files.cert, files.key, files.ca), file)
     clock.now += SUCCESSION_S
-    file.write_text(json.dumps({**told, "key": str(tmp_path / "no.key")}))
+    file.write_text(json.dumps({**named, "key": str(tmp_path / "no.key")}))
     assert not where.refresh()
     assert "no.key" in caplog.text
-    file.write_text(json.dumps({**told, "key": str(files.key)}))
+    file.write_text(json.dumps({**named, "key": str(files.key)}))
     assert where.refresh()
 
 

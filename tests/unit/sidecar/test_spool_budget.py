@@ -1,6 +1,5 @@
-"""What the jobs of one sidecar share: room and places for uploads. None starves another more than it must."""
+"""The budget that the spools of several jobs share."""
 
-import asyncio
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +8,6 @@ import pytest
 
 from pannier.sidecar.spool.budget import SharedBudget
 from pannier.sidecar.spool.spool import Spool, SpoolFile
-from pannier.sidecar.upload.concurrency import MOST, UploadSlots
 from pannier.wire.errors import BusyError
 from support.processes.daemons import memory_directory
 
@@ -138,95 +136,3 @@ def test_files_stay_in_their_own_directory(scene: Scene) -> None:
     assert a.take("a", MIB) is first
     for spool, file in ((a, first), (b, second)):
         spool.give(file)
-
-
-class Upload:
-    """One that runs until it is told to end."""
-
-    def __init__(self, slots: UploadSlots, job: str, weight: int = 1) -> None:
-        self.job = job
-        self.running = False
-        self._over = asyncio.Event()
-        self.task = asyncio.ensure_future(self._run(slots, weight))
-
-    async def _run(self, slots: UploadSlots, weight: int) -> None:
-        async with slots.slot(weight, lambda: False, self.job):
-            self.running = True
-            await self._over.wait()
-            self.running = False
-
-    async def end(self) -> None:
-        self._over.set()
-        await self.task
-
-
-async def _settle() -> None:
-    for _ in range(5):
-        await asyncio.sleep(0)
-
-
-def test_a_job_never_takes_the_last_place_from_others() -> None:
-    async def check() -> None:
-        slots = UploadSlots(1000)
-        slots.share(True)
-        greedy = [Upload(slots, "a") for _ in range(2 * MOST)]
-        await _settle()
-        assert sum(each.running for each in greedy) == MOST - 1
-        late = Upload(slots, "b")
-        await _settle()
-        assert late.running
-        for each in (late, *greedy):
-            await each.end()
-
-    asyncio.run(check())
-
-
-def test_memory_is_left_for_one_more_of_others() -> None:
-    async def check() -> None:
-        slots = UploadSlots(100)
-        slots.share(True)
-        greedy = [Upload(slots, "a", 30) for _ in range(3)]
-        late = Upload(slots, "b", 30)
-        await _settle()
-        assert [each.running for each in greedy] == [True, True, False]
-        assert late.running
-        for each in (*greedy[:2], late, greedy[2]):
-            await each.end()
-
-    asyncio.run(check())
-
-
-def test_who_has_fewest_goes_first() -> None:
-    async def check() -> None:
-        slots = UploadSlots(1000)
-        slots.share(True)
-        greedy = [Upload(slots, "a") for _ in range(2 * MOST)]
-        await _settle()
-        modest = [Upload(slots, "b") for _ in range(MOST)]
-        await _settle()
-        for turn in range(3):
-            await greedy[turn].end()
-            await _settle()
-        running = [each.job for each in (*greedy, *modest) if each.running]
-        # Each place that became free went to the one with fewer, though the other had asked before.
-        assert (running.count("a"), running.count("b")) == (MOST // 2, MOST // 2)
-        for each in (*greedy, *modest):
-            each._over.set()
-        for each in (*greedy, *modest):
-            await each.task
-
-    asyncio.run(check())
-
-
-def test_alone_a_job_has_all_places() -> None:
-    async def check() -> None:
-        slots = UploadSlots(1000)
-        uploads = [Upload(slots, "a") for _ in range(2 * MOST)]
-        await _settle()
-        assert sum(each.running for each in uploads) == MOST
-        for each in uploads:
-            each._over.set()
-        for each in uploads:
-            await each.task
-
-    asyncio.run(check())

@@ -1,0 +1,80 @@
+"""A data file in the spool: readers that wait for bytes, and checksums of parts."""
+
+import asyncio
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import crc32c
+import pytest
+
+from pannier.sidecar.spool.data_file import DataFile, SpoolSource
+from pannier.sidecar.spool.spool import Spool
+from pannier.wire import checksums, errors
+from pannier.wire.chunk_codec import ReceivedChunk
+from support.processes.daemons import memory_directory
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    made = memory_directory()
+    yield made
+    shutil.rmtree(made)
+
+
+def test_readers_wait_for_exactly_what_they_need(memory: Path) -> None:
+    async def read_while_it_fills() -> None:
+        spool = Spool(memory / "spool")
+        loop = asyncio.get_running_loop()
+        file = DataFile("f", 10, spool.take("job", 10), label="f", loop=loop)
+        source = SpoolSource(file)
+        writer = object()
+        file.begin(writer, lambda: None)
+        early = asyncio.create_task(source.read(0, 4))
+        late = asyncio.create_task(source.read(2, 8))
+        whole = asyncio.create_task(source.crc32c())
+
+        def append(offset: int, data: bytes) -> None:
+            chunk = ReceivedChunk(offset, crc32c.crc32c(data), memoryview(data))
+            file.append(writer, chunk)
+
+        await asyncio.to_thread(append, 0, b"abcd")
+        assert await asyncio.wait_for(early, 5) == b"abcd"
+        assert not late.done()
+        await asyncio.to_thread(append, 4, b"efghij")
+        assert await asyncio.wait_for(late, 5) == b"cdefghij"
+        assert await asyncio.wait_for(whole, 5) == crc32c.crc32c(b"abcdefghij")
+        spool.close()
+
+    asyncio.run(read_while_it_fills())
+
+
+def test_readers_of_a_released_file_get_an_error(memory: Path) -> None:
+    async def release_while_it_is_read() -> None:
+        spool = Spool(memory / "spool")
+        loop = asyncio.get_running_loop()
+        file = DataFile("f", 10, spool.take("job", 10), label="file f", loop=loop)
+        cut = []
+        file.begin(object(), lambda: cut.append(1))
+        reading = asyncio.create_task(SpoolSource(file).read(0, 4))
+        await asyncio.sleep(0)
+        spool_file = await asyncio.to_thread(file.release)
+        assert spool_file is not None
+        assert file.release() is None
+        assert cut == [1]
+        with pytest.raises(errors.UnavailableError, match="file f isn't needed any more"):
+            await asyncio.wait_for(reading, 5)
+        spool.close()
+
+    asyncio.run(release_while_it_is_read())
+
+
+@pytest.mark.parametrize("length", [1, 7, 4096, MIB, 3 * MIB + 5])
+def test_the_checksum_of_a_whole_comes_from_its_parts(length: int) -> None:
+    generator = random.Random(length)
+    first, second = generator.randbytes(1000), generator.randbytes(length)
+    combined = checksums.append(crc32c.crc32c(first), crc32c.crc32c(second), length)
+    assert combined == crc32c.crc32c(first + second)

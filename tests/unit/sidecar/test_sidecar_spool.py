@@ -1,0 +1,116 @@
+"""The spool: reserved space, recycled files, budgets and jobs that go away."""
+
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pannier.sidecar.spool.spool import KEPT_S, Spool
+from pannier.wire import errors
+from support.processes.daemons import memory_directory
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    made = memory_directory()
+    yield made
+    shutil.rmtree(made)
+
+
+def test_space_is_reserved_and_private(memory: Path) -> None:
+    spool = Spool(memory / "spool")
+    file = spool.take("job", 3 * MIB + 1)
+    status = file.path.stat()
+    assert status.st_blocks * 512 >= 3 * MIB + 1
+    assert stat.S_IMODE(status.st_mode) == 0o600
+    assert stat.S_IMODE(spool.directory.stat().st_mode) == 0o700
+    assert spool.reserved == file.capacity == 3 * MIB + 4096
+    spool.close()
+    assert not file.path.exists()
+
+
+def test_files_are_used_again_where_they_fit(memory: Path) -> None:
+    spool = Spool(memory / "spool")
+    large, small = spool.take("job", 64 * MIB), spool.take("job", 2 * MIB)
+    spool.give(large)
+    spool.give(small)
+    # The small one is extended; the large one waits for a large file.
+    assert spool.take("job", 3 * MIB) is small
+    assert small.capacity == 3 * MIB
+    assert spool.take("job", 100) is not large
+    assert spool.take("job", 60 * MIB) is large
+    spool.close()
+
+
+def test_files_never_pass_between_jobs(memory: Path) -> None:
+    spool = Spool(memory / "spool")
+    file = spool.take("job", MIB)
+    os.pwrite(file.fd, b"secret", 0)
+    spool.give(file)
+    other = spool.take("other", MIB)
+    assert other is not file
+    assert os.pread(other.fd, 6, 0) == bytes(6)
+    spool.close()
+
+
+def test_unused_files_make_room_before_the_budget_is_full(memory: Path) -> None:
+    spool = Spool(memory / "spool", budget=8 * MIB)
+    for job in ("a", "b"):
+        spool.give(spool.take(job, 4 * MIB))
+    assert spool.reserved == 8 * MIB
+    held = spool.take("c", 4 * MIB)
+    assert spool.reserved == 8 * MIB
+    with pytest.raises(errors.BusyError, match=f"{6 * MIB} bytes needed"):
+        spool.take("c", 6 * MIB)
+    assert spool.take("c", 4 * MIB) is not held
+    with pytest.raises(errors.BusyError, match="0 free of its budget"):
+        spool.take("c", 1)
+    spool.close()
+
+
+def test_a_refused_file_is_not_lost(memory: Path) -> None:
+    spool = Spool(memory / "spool", budget=4 * MIB)
+    spool.give(spool.take("job", 3 * MIB))
+    with pytest.raises(errors.BusyError):
+        spool.take("job", 6 * MIB)
+    assert spool.take("job", 4 * MIB).capacity == 4 * MIB
+    spool.close()
+
+
+def test_space_of_a_job_that_went_away_is_given_back(
+    memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr("pannier.sidecar.spool.spool.time.monotonic", lambda: now[0])
+    spool = Spool(memory / "spool")
+    spool.give(spool.take("job", MIB))
+    spool.trim({"job"})
+    now[0] += KEPT_S + 1
+    spool.trim({"job"})
+    assert spool.reserved == MIB
+    now[0] += KEPT_S / 2
+    spool.trim(set())
+    assert spool.reserved == MIB
+    now[0] += KEPT_S
+    spool.trim(set())
+    assert spool.reserved == 0
+    assert not list(spool.directory.glob("*.data"))
+    spool.close()
+
+
+def test_a_spool_that_others_may_write_is_refused(memory: Path) -> None:
+    (memory / "spool").mkdir()
+    (memory / "spool").chmod(0o777)
+    with pytest.raises(errors.ConfigurationError, match="others could write there"):
+        Spool(memory / "spool")
+
+
+def test_a_spool_that_is_a_file_is_refused(memory: Path) -> None:
+    (memory / "spool").write_text("x")
+    with pytest.raises(errors.ConfigurationError, match="can't be used"):
+        Spool(memory / "spool")
