@@ -12,7 +12,7 @@ from pannier.client.transport import save_status
 from pannier.client.transport.sidecar_client import SidecarClient
 from pannier.v1 import sidecar_pb2
 from pannier.wire.errors import UnavailableError
-from support.actors.borrower import mapped_files
+from support.actors.lease_holder import mapped_files
 from support.actors.mapping import check, saving, state
 from support.processes.daemons import Daemons
 from support.processes.stretch import stretched

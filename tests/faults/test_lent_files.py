@@ -12,7 +12,14 @@ import pytest
 from pannier.v1 import save_pb2, sidecar_pb2
 from pannier.wire.errors import BusyError, InvalidRequestError, PannierError
 from pannier.wire.file_layout import STAMP_BYTES
-from support.actors.borrower import Borrower, Lent, Mapped, hand_over, spool_files, staged
+from support.actors.lease_holder import (
+    LeasedFile,
+    LeaseHolder,
+    Mapped,
+    hand_over,
+    spool_files,
+    staged,
+)
 from support.actors.scripted import ScriptedCoordinator, Trainer, attempt_of
 from support.actors.scripted_sidecar import wait_until
 from support.processes.daemons import Daemon, clean_environment, memory_directory, short_directory
@@ -50,7 +57,7 @@ class Host:
         self._saves += 1
         return trainer.context(f"{self.root}/step-{self._saves}", self._saves)
 
-    def save(self, trainer: Trainer, lent: Lent, data: bytes) -> None:
+    def save(self, trainer: Trainer, lent: LeasedFile, data: bytes) -> None:
         """One that is honest, and ends well."""
         context = self.context(trainer)
         file = staged(lent, name(context), data)
@@ -98,23 +105,23 @@ def trainer(host: Host) -> Iterator[Trainer]:
 
 
 @pytest.fixture
-def borrower(host: Host, trainer: Trainer) -> Iterator[Borrower]:
-    with Borrower(trainer, host.address) as made:
+def borrower(host: Host, trainer: Trainer) -> Iterator[LeaseHolder]:
+    with LeaseHolder(trainer, host.address) as made:
         yield made
 
 
 def test_what_is_staged_into_the_spool_is_stored_and_the_file_is_used_again(
-    host: Host, trainer: Trainer, borrower: Borrower
+    host: Host, trainer: Trainer, borrower: LeaseHolder
 ) -> None:
-    (lent,) = borrower.borrow(4 * MIB)
+    (lent,) = borrower.lease(4 * MIB)
     for _ in range(3):
         host.save(trainer, lent, os.urandom(4 * MIB - 7))
 
 
 def test_a_file_of_another_rank_is_refused(
-    host: Host, trainer: Trainer, borrower: Borrower
+    host: Host, trainer: Trainer, borrower: LeaseHolder
 ) -> None:
-    (ours,) = borrower.borrow(MIB)
+    (ours,) = borrower.lease(MIB)
     data = os.urandom(MIB)
     os.pwrite(ours.fd, data, 0)
     for who in (
@@ -127,8 +134,8 @@ def test_a_file_of_another_rank_is_refused(
             with pytest.raises(InvalidRequestError, match=f"'{ours.slab}' is no spool file that"):
                 hand_over(other, context, [Mapped(name(context), MIB, ours.slab)])
             # Nor can it be given back by others.
-            with Borrower(other, host.address) as thief:
-                thief.lent = [Lent(ours.slab, MIB, os.dup(ours.fd))]
+            with LeaseHolder(other, host.address) as thief:
+                thief.lent = [LeasedFile(ours.slab, MIB, os.dup(ours.fd))]
                 thief.release(thief.lent[0])
     assert os.pread(ours.fd, MIB, 0) == data
     host.save(trainer, ours, data)
@@ -138,9 +145,9 @@ def test_a_file_of_another_rank_is_refused(
     "slab", ["", "00000001.data", "../journal", "/etc/passwd", "x" * 128, "\0", "ä-1-0"]
 )
 def test_a_name_that_was_never_lent_is_refused(
-    host: Host, trainer: Trainer, borrower: Borrower, slab: str
+    host: Host, trainer: Trainer, borrower: LeaseHolder, slab: str
 ) -> None:
-    (lent,) = borrower.borrow(MIB)
+    (lent,) = borrower.lease(MIB)
     context = host.context(trainer)
     with pytest.raises(InvalidRequestError, match="is no spool file that the rank has leased"):
         hand_over(trainer, context, [Mapped(name(context), MIB, slab)])
@@ -148,10 +155,10 @@ def test_a_name_that_was_never_lent_is_refused(
 
 
 def test_a_file_that_holds_a_save_under_way_is_refused_a_second_time(
-    host: Host, trainer: Trainer, borrower: Borrower
+    host: Host, trainer: Trainer, borrower: LeaseHolder
 ) -> None:
     """Twice in one hand-over, or in the next while the first save isn't decided."""
-    lent, other = borrower.borrow(MIB, MIB)
+    lent, other = borrower.lease(MIB, MIB)
     data = os.urandom(MIB)
     context = host.context(trainer)
     twice = [staged(lent, name(context), data), Mapped(name(context, "1"), MIB, lent.slab)]
@@ -169,9 +176,9 @@ def test_a_file_that_holds_a_save_under_way_is_refused_a_second_time(
 
 
 def test_more_bytes_than_were_lent_are_refused(
-    host: Host, trainer: Trainer, borrower: Borrower
+    host: Host, trainer: Trainer, borrower: LeaseHolder
 ) -> None:
-    (lent,) = borrower.borrow(MIB)
+    (lent,) = borrower.lease(MIB)
     for size in (lent.capacity + 1, 1 << 62):
         context = host.context(trainer)
         with pytest.raises(InvalidRequestError, match=rf"{size} bytes .* has {lent.capacity}"):
@@ -180,12 +187,12 @@ def test_more_bytes_than_were_lent_are_refused(
 
 
 def test_a_file_that_is_given_back_or_whose_borrower_is_gone_is_refused(
-    host: Host, trainer: Trainer, borrower: Borrower
+    host: Host, trainer: Trainer, borrower: LeaseHolder
 ) -> None:
-    (lent,) = borrower.borrow(MIB)
+    (lent,) = borrower.lease(MIB)
     borrower.release(lent)
-    with Borrower(trainer, host.address) as late:
-        (gone,) = late.borrow(MIB)
+    with LeaseHolder(trainer, host.address) as late:
+        (gone,) = late.lease(MIB)
     for slab in (lent.slab, gone.slab):
 
         def refused(slab: str = slab) -> bool:
@@ -200,10 +207,10 @@ def test_a_file_that_is_given_back_or_whose_borrower_is_gone_is_refused(
 
 
 def test_a_token_that_isnt_one_or_was_used_gets_nothing(
-    host: Host, trainer: Trainer, borrower: Borrower
+    host: Host, trainer: Trainer, borrower: LeaseHolder
 ) -> None:
     answer = borrower.reserve(MIB, MIB)
-    with Borrower(trainer, host.address) as other:
+    with LeaseHolder(trainer, host.address) as other:
         for token in (bytes(16), b"\xff" * 16, answer.token[:15] + b"\0", os.urandom(16)):
             assert other.fetch(token, 1) == []
     fds = borrower.fetch(answer.token, 2)
@@ -211,7 +218,7 @@ def test_a_token_that_isnt_one_or_was_used_gets_nothing(
     for fd in fds:
         os.close(fd)
     assert borrower.fetch(answer.token, 1) == []
-    with Borrower(trainer, host.address) as other:
+    with LeaseHolder(trainer, host.address) as other:
         assert other.fetch(answer.token, 1) == []
     # In pieces, and with a half one at the end.
     more = borrower.reserve(MIB)
@@ -223,7 +230,7 @@ def test_a_token_that_isnt_one_or_was_used_gets_nothing(
 
 @pytest.mark.parametrize("sizes", [[], [0], [MIB] * ((1 << 14) + 1), [BUDGET + 1], [1 << 63]])
 def test_a_reservation_that_makes_no_sense_is_refused(
-    host: Host, trainer: Trainer, borrower: Borrower, sizes: list[int]
+    host: Host, trainer: Trainer, borrower: LeaseHolder, sizes: list[int]
 ) -> None:
     before = spool_files(host.spool)
     with pytest.raises(InvalidRequestError):
@@ -232,13 +239,13 @@ def test_a_reservation_that_makes_no_sense_is_refused(
 
 
 def test_a_reservation_for_which_there_is_no_room_takes_none(
-    host: Host, trainer: Trainer, borrower: Borrower
+    host: Host, trainer: Trainer, borrower: LeaseHolder
 ) -> None:
     """A part of it isn't kept, and idle files of others are asked for."""
-    held = borrower.borrow(BUDGET // 2)
+    held = borrower.lease(BUDGET // 2)
     with (
         Trainer(host.address, job=trainer.job, incarnation="inc2", client="c2") as other,
-        Borrower(other, host.address) as needy,
+        LeaseHolder(other, host.address) as needy,
     ):
         with pytest.raises(BusyError, match="is full"):
             needy.reserve(BUDGET // 4, BUDGET // 4, BUDGET // 4)
@@ -249,16 +256,16 @@ def test_a_reservation_for_which_there_is_no_room_takes_none(
         def borrowed() -> bool:
             # The loans of the tests before us may be ending.
             with suppress(BusyError):
-                return len(needy.borrow(BUDGET // 4, BUDGET // 4, BUDGET // 4)) == 3
+                return len(needy.lease(BUDGET // 4, BUDGET // 4, BUDGET // 4)) == 3
             return False
 
         wait_until(borrowed)
 
 
 def test_a_file_that_its_trainer_cuts_fails_that_save_and_is_lent_to_nobody_else(
-    host: Host, trainer: Trainer, borrower: Borrower
+    host: Host, trainer: Trainer, borrower: LeaseHolder
 ) -> None:
-    (lent,) = borrower.borrow(8 * MIB)
+    (lent,) = borrower.lease(8 * MIB)
     inode = lent.inode
     context = host.context(trainer)
     file = staged(lent, name(context), os.urandom(8 * MIB))
@@ -271,17 +278,17 @@ def test_a_file_that_its_trainer_cuts_fails_that_save_and_is_lent_to_nobody_else
     trainer.await_state(context, ABORTED)
     borrower.close()
     # The job's next files: whoever maps the cut one would die of it.
-    with Borrower(trainer, host.address) as other:
-        for each in other.borrow(8 * MIB, 8 * MIB):
+    with LeaseHolder(trainer, host.address) as other:
+        for each in other.lease(8 * MIB, 8 * MIB):
             assert each.inode != inode
             assert os.fstat(each.fd).st_size == each.capacity + STAMP_BYTES
             host.save(trainer, each, os.urandom(8 * MIB))
 
 
 def test_a_file_that_its_trainer_enlarges_takes_no_room_once_it_is_given_back(
-    host: Host, trainer: Trainer, borrower: Borrower
+    host: Host, trainer: Trainer, borrower: LeaseHolder
 ) -> None:
-    (lent,) = borrower.borrow(MIB)
+    (lent,) = borrower.lease(MIB)
     inode = lent.inode
     os.ftruncate(lent.fd, 64 * MIB)
     borrower.release(lent)
@@ -292,8 +299,8 @@ def test_what_an_earlier_sidecar_lent_is_refused_and_can_be_streamed(tmp_path: P
     data = os.urandom(MIB)
     with running(tmp_path) as host, Trainer(host.address) as trainer:
         context = host.context(trainer)
-        with Borrower(trainer, host.address) as borrower:
-            (lent,) = borrower.borrow(MIB)
+        with LeaseHolder(trainer, host.address) as borrower:
+            (lent,) = borrower.lease(MIB)
             file = staged(lent, name(context), data)
             host.sidecar.kill()
             host.sidecar.start()
@@ -301,8 +308,8 @@ def test_what_an_earlier_sidecar_lent_is_refused_and_can_be_streamed(tmp_path: P
             with pytest.raises(InvalidRequestError, match="to the rank since it was started"):
                 hand_over(trainer, context, [file])
             # Names of the new one's loans differ, and what we still hold is nobody else's.
-            with Borrower(trainer, host.address) as anew:
-                (other,) = anew.borrow(MIB)
+            with LeaseHolder(trainer, host.address) as anew:
+                (other,) = anew.lease(MIB)
                 assert other.slab != lent.slab
                 assert other.inode != lent.inode
         trainer.hand_over(context, trainer.write(context, "0", data))

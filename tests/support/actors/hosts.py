@@ -14,7 +14,7 @@ from support.processes.daemons import memory_directory, short_directory
 
 
 class Host:
-    """One host: a sidecar, the coordinator it speaks to, and trainers on demand."""
+    """One host: a sidecar, its coordinator, and trainers on demand."""
 
     def __init__(self, coordinator: ScriptedCoordinator, sockets: Path, memory: Path) -> None:
         self.coordinator = coordinator

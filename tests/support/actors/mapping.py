@@ -11,7 +11,7 @@ from pannier.client import Client
 from pannier.client.config import load_settings
 from pannier.v1 import save_pb2
 from pannier.wire.errors import BusyError
-from support.actors.borrower import Borrower
+from support.actors.lease_holder import LeaseHolder
 from support.actors.scripted import Trainer
 from support.actors.scripted_sidecar import wait_until
 from support.processes.daemons import Daemons
@@ -46,21 +46,21 @@ def transport(daemons: Daemons, checkpoint_id: str) -> str:
 
 
 @contextmanager
-def another(daemons: Daemons, job: str = "test") -> Iterator[Borrower]:
+def another(daemons: Daemons, job: str = "test") -> Iterator[LeaseHolder]:
     """One more process of the job, played, that borrows."""
     with (
         Trainer(daemons.sidecar_address, job=job, incarnation=os.urandom(4).hex()) as trainer,
-        Borrower(trainer, daemons.sidecar_address) as borrower,
+        LeaseHolder(trainer, daemons.sidecar_address) as holder,
     ):
-        yield borrower
+        yield holder
 
 
 def await_reuse(daemons: Daemons, inodes: set[int], size: int) -> None:
     """Until another process of the job is lent one of these files."""
 
     def lent() -> bool:
-        with another(daemons) as borrower, suppress(BusyError):
-            return any(each.inode in inodes for each in borrower.borrow(*[size] * 4))
+        with another(daemons) as holder, suppress(BusyError):
+            return any(each.inode in inodes for each in holder.lease(*[size] * 4))
         return False
 
     wait_until(lent, stretched(20))

@@ -19,7 +19,7 @@ from pannier.sidecar.multi_job.sockets import job_address, jobs_directory
 from pannier.storage import Store
 from pannier.v1 import sidecar_pb2, sidecar_pb2_grpc
 from pannier.wire import auth_token
-from support.actors.borrower import Borrower
+from support.actors.lease_holder import LeaseHolder
 from support.actors.scripted import TIMEOUT_S, ScriptedCoordinator, Trainer
 from support.processes.daemons import memory_directory, short_directory
 
@@ -35,11 +35,11 @@ class JobFiles:
         self._files: dict[str, str] = {}
         self._version = 0
 
-    def add(self, job: str, **told: Any) -> str:
-        """Adds a job or changes it; returns its token, which is new unless it is told."""
-        told.setdefault("tokens", [secrets.token_hex(16)])
-        self.tokens[job] = told["tokens"][0]
-        return self.write(job, json.dumps(told)) or self.tokens[job]
+    def add(self, job: str, **fields: Any) -> str:
+        """Adds a job or changes it; returns its token, which is new unless ``fields`` has one."""
+        fields.setdefault("tokens", [secrets.token_hex(16)])
+        self.tokens[job] = fields["tokens"][0]
+        return self.write(job, json.dumps(fields)) or self.tokens[job]
 
     def write(self, job: str, text: str) -> None:
         """Any text."""
@@ -83,14 +83,14 @@ class TokenTrainer(Trainer):
         self.stub = sidecar_pb2_grpc.SidecarStub(self.channel)
 
 
-class TokenBorrower(Borrower):
-    """Borrows with the trainer's token; ``digest`` is said instead when it is given."""
+class TokenLeaseHolder(LeaseHolder):
+    """Leases with the trainer's token, or shows ``digest`` if it is given."""
 
     def __init__(self, trainer: TokenTrainer, sidecar: str, digest: bytes | None = None) -> None:
         super().__init__(trainer, sidecar)
         self._digest = auth_token.digest(trainer.token or "") if digest is None else digest
 
-    def __enter__(self) -> "TokenBorrower":
+    def __enter__(self) -> "TokenLeaseHolder":
         super().__enter__()
         self.connection.sendall(self._digest)
         answer = self.connection.recv(1)
@@ -113,10 +113,10 @@ class NodeHost:
         self.node: MultiJobSidecar
         self._trainers: list[Trainer] = []
 
-    def job(self, name: str, **told: Any) -> str:
+    def job(self, name: str, **fields: Any) -> str:
         """Writes the file of a job whose checkpoints go below its own root; returns its token."""
-        told.setdefault("allow", [str(self.root / name)])
-        return self.files.add(name, **told)
+        fields.setdefault("allow", [str(self.root / name)])
+        return self.files.add(name, **fields)
 
     def start(
         self, *, store: Callable[[str], Store] | None = None, **settings: Any
@@ -224,7 +224,7 @@ class _Shows(
     def _shown(self, continuation: Any, details: Any, request: Any) -> Any:
         token = self._trainer.token
         metadata = [] if token is None else [("authorization", f"Bearer {token}")]
-        told = _Details(
+        details = _Details(
             details.method,
             details.timeout,
             metadata,
@@ -232,7 +232,7 @@ class _Shows(
             details.wait_for_ready,
             details.compression,
         )
-        return continuation(told, request)
+        return continuation(details, request)
 
     intercept_unary_unary = _shown
     intercept_unary_stream = _shown

@@ -1,4 +1,4 @@
-"""Both neighbours of a sidecar, played by a test: a coordinator that says what it is told to, and trainers."""
+"""Both peers of a sidecar, played by a test: a scripted coordinator, and trainers."""
 
 import ctypes
 import queue
@@ -29,12 +29,12 @@ PLAN_ID = "0123456789abcdef"
 
 
 def attempt_of(save: save_pb2.SaveId) -> str:
-    """The attempt that the scripted coordinator gives a save."""
+    """The attempt that the scripted coordinator assigns to a save."""
     return object_names.Attempt(1, save.number, save.group, save.incarnation).name
 
 
 class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
-    """Answers plans at once, records what it is told, and decides when the test says so.
+    """Answers plans at once, records all requests, and decides when the test calls :meth:`decide`.
 
     Args:
         address: unix socket to listen on.
@@ -69,7 +69,7 @@ class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
         self._server.start()
 
     def stop(self) -> None:
-        """As a crash does: connections end, everything heard stays in the lists."""
+        """As a crash does: connections end; the recorded requests stay."""
         self.hold_plans.set()
         for stream in self._streams:
             stream.put(None)
@@ -132,8 +132,8 @@ class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
 
     # What the test does.
 
-    def say(self, *statuses: save_pb2.SaveStatus) -> None:
-        """Tells all attached sidecars."""
+    def send(self, *statuses: save_pb2.SaveStatus) -> None:
+        """Sends statuses to all attached sidecars."""
         for stream in self._streams:
             stream.put(coordinator_pb2.AttachResponse(saves=statuses))
 
@@ -143,8 +143,8 @@ class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
         state: "save_pb2.SaveState",
         *failures: save_pb2.Failure,
     ) -> None:
-        """Tells all attached sidecars how a save is, or how it ended."""
-        self.say(status_of(context, state, *failures))
+        """Sends the status of a save, or its outcome, to all attached sidecars."""
+        self.send(status_of(context, state, *failures))
 
     @property
     def reports(self) -> list[coordinator_pb2.RankReport]:
@@ -350,7 +350,9 @@ class Trainer:
             try:
                 event = self.events.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
-                raise AssertionError(f"never told of {save_pb2.SaveState.Name(state)}") from None
+                raise AssertionError(
+                    f"no status update with {save_pb2.SaveState.Name(state)}"
+                ) from None
             if event.save.save == context.save and event.save.state == state:
                 return event.save
 
@@ -389,7 +391,7 @@ class WriteStream:
             raise AssertionError("the stream ended without an answer") from None
 
     def finish(self) -> None:
-        """Says that nothing more comes; returns when the sidecar has ended the stream."""
+        """Ends the stream from this side; returns when the sidecar has ended it."""
         self._messages.put(None)
         assert list(self._call) == []
 
@@ -407,5 +409,5 @@ def _encode(message: Any) -> bytes:
 
 
 def data_file(name: str, data: bytes) -> records_pb2.DataFile:
-    """What a trainer says of a file."""
+    """The record of a file in a hand-over."""
     return records_pb2.DataFile(name=name, size=len(data), crc32c=crc32c.crc32c(data))

@@ -24,8 +24,8 @@ from pannier.wire.errors import (
     SaveAbortedError,
     UnavailableError,
 )
-from support.actors.borrower import ingest_mapped
 from support.actors.hand import Hand, Party
+from support.actors.lease_holder import ingest_mapped
 from support.processes.stretch import stretched
 
 _SAVE_S = 90.0

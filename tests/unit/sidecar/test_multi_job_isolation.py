@@ -22,11 +22,11 @@ from pannier.v1 import (
 from pannier.wire import auth_token
 from pannier.wire.errors import InvalidRequestError, PannierError, UnauthenticatedError
 from pannier.wire.file_layout import STAMP_BYTES
-from support.actors.borrower import Mapped, hand_over, staged
 from support.actors.hosts import await_true
+from support.actors.lease_holder import Mapped, hand_over, staged
 from support.actors.nodes import (
     NodeHost,
-    TokenBorrower,
+    TokenLeaseHolder,
     TokenTrainer,
     ingested,
     inodes,
@@ -69,10 +69,13 @@ def two(host: NodeHost) -> NodeHost:
 
 
 def mapped(
-    trainer: TokenTrainer, borrower: TokenBorrower, context: sidecar_pb2.SaveContext, content: bytes
+    trainer: TokenTrainer,
+    borrower: TokenLeaseHolder,
+    context: sidecar_pb2.SaveContext,
+    content: bytes,
 ) -> None:
     """A save of one file that lies in the spool."""
-    (lent,) = borrower.borrow(len(content))
+    (lent,) = borrower.lease(len(content))
     name = f"__{attempt_of(context.save)}_0_0.distcp"
     hand_over(trainer, context, [staged(lent, name, content)])
 
@@ -84,8 +87,11 @@ def test_descriptors_are_passed_to_who_shows_the_jobs_token(two: NodeHost) -> No
     a, b = two.trainer("a"), two.trainer("b")
     for digest in (auth_token.digest(two.files.tokens["b"]), bytes(32), b"x" * 32):
         with pytest.raises(PermissionError):
-            TokenBorrower(a, two.socket("a"), digest).__enter__()
-    with TokenBorrower(a, two.socket("a")) as own, TokenBorrower(b, two.socket("b")) as others:
+            TokenLeaseHolder(a, two.socket("a"), digest).__enter__()
+    with (
+        TokenLeaseHolder(a, two.socket("a")) as own,
+        TokenLeaseHolder(b, two.socket("b")) as others,
+    ):
         loan = others.reserve(MIB)
         # The token of b's loan is none of a's sidecar.
         assert own.fetch(loan.token, 1) == []
@@ -96,7 +102,7 @@ def test_descriptors_are_passed_to_who_shows_the_jobs_token(two: NodeHost) -> No
 
 def test_a_stranger_gets_no_descriptor_by_a_loans_token(two: NodeHost) -> None:
     a = two.trainer("a")
-    with TokenBorrower(a, two.socket("a")) as own:
+    with TokenLeaseHolder(a, two.socket("a")) as own:
         loan = own.reserve(MIB)
         with raw_connection(two.socket("a")) as stranger:
             # Before a job's token these are but the beginning of a wrong one.
@@ -110,8 +116,11 @@ def test_a_stranger_gets_no_descriptor_by_a_loans_token(two: NodeHost) -> None:
 
 def test_what_is_lent_to_one_job_is_no_other_jobs(two: NodeHost) -> None:
     a, b = two.trainer("a"), two.trainer("b")
-    with TokenBorrower(a, two.socket("a")) as own, TokenBorrower(b, two.socket("b")) as others:
-        (lent,) = others.borrow(MIB)
+    with (
+        TokenLeaseHolder(a, two.socket("a")) as own,
+        TokenLeaseHolder(b, two.socket("b")) as others,
+    ):
+        (lent,) = others.lease(MIB)
         staged(lent, "x", OTHERS.encode())
         context = a.context(two.id("a"))
         two.coordinator.files[0] = {"0": len(OTHERS)}
@@ -136,7 +145,7 @@ def test_what_is_lent_to_one_job_is_no_other_jobs(two: NodeHost) -> None:
 def test_files_that_are_used_again_stay_within_their_job(two: NodeHost) -> None:
     secret = b"only for a " * (MIB // 11)
     a = two.trainer("a")
-    with TokenBorrower(a, two.socket("a")) as borrower:
+    with TokenLeaseHolder(a, two.socket("a")) as borrower:
         context = a.context(two.id("a"))
         two.coordinator.files[0] = {"0": len(secret)}
         a.plan(context)
@@ -146,8 +155,8 @@ def test_files_that_are_used_again_stay_within_their_job(two: NodeHost) -> None:
         a.await_state(context, COMMITTED)
     used = inodes(two.spool / "a")
     b = two.trainer("b")
-    with TokenBorrower(b, two.socket("b")) as borrower:
-        for lent in borrower.borrow(*[len(secret)] * 4):
+    with TokenLeaseHolder(b, two.socket("b")) as borrower:
+        for lent in borrower.lease(*[len(secret)] * 4):
             assert lent.inode not in used
             assert os.pread(lent.fd, lent.capacity, 0) == bytes(lent.capacity)
             assert os.readlink(f"/proc/self/fd/{lent.fd}").startswith(f"{two.spool}/b/")
@@ -161,13 +170,16 @@ def test_a_job_has_no_more_than_its_share(host: NodeHost) -> None:
     host.job("b")
     host.start(spool_budget=16 * MIB)
     a, b = host.trainer("a"), host.trainer("b")
-    with TokenBorrower(a, host.socket("a")) as own, TokenBorrower(b, host.socket("b")) as others:
-        own.borrow(4 * MIB - STAMP_BYTES)
+    with (
+        TokenLeaseHolder(a, host.socket("a")) as own,
+        TokenLeaseHolder(b, host.socket("b")) as others,
+    ):
+        own.lease(4 * MIB - STAMP_BYTES)
         with pytest.raises(PannierError, match=r"budget of 4194304|is full"):
             own.reserve(MIB)
         with pytest.raises(InvalidRequestError, match="too small"):
             own.reserve(5 * MIB)
-        others.borrow(12 * MIB - STAMP_BYTES)
+        others.lease(12 * MIB - STAMP_BYTES)
         with pytest.raises(PannierError, match="16777216 for all jobs"):
             others.reserve(MIB)
 
@@ -177,9 +189,9 @@ def test_room_that_one_job_does_not_use_is_the_others(host: NodeHost) -> None:
     host.job("b")
     host.start(spool_budget=8 * MIB)
     a, b = host.trainer("a"), host.trainer("b")
-    with TokenBorrower(b, host.socket("b")) as others:
-        with TokenBorrower(a, host.socket("a")) as own:
-            (lent,) = own.borrow(8 * MIB - STAMP_BYTES)
+    with TokenLeaseHolder(b, host.socket("b")) as others:
+        with TokenLeaseHolder(a, host.socket("a")) as own:
+            (lent,) = own.lease(8 * MIB - STAMP_BYTES)
             with pytest.raises(PannierError, match="is full"):
                 others.reserve(8 * MIB - STAMP_BYTES)
             host.node.tick()
@@ -187,7 +199,7 @@ def test_room_that_one_job_does_not_use_is_the_others(host: NodeHost) -> None:
             own.release(lent)
         # What a has given back is kept for it, until somebody needs the room.
         assert inodes(host.spool / "a")
-        (got,) = others.borrow(8 * MIB - STAMP_BYTES)
+        (got,) = others.lease(8 * MIB - STAMP_BYTES)
         assert os.pread(got.fd, got.capacity, 0) == bytes(got.capacity)
         assert not list((host.spool / "a").glob("*.data"))
 
@@ -256,7 +268,7 @@ def test_what_a_removed_job_has_handed_over_is_brought_to_storage(host: NodeHost
     with pytest.raises(UnauthenticatedError, match="no longer served"):
         a.plan(a.context(two.id("a", 3), 3))
     with pytest.raises(PermissionError):
-        TokenBorrower(a, two.socket("a")).__enter__()
+        TokenLeaseHolder(a, two.socket("a")).__enter__()
     failed = two.coordinator.await_phase(begun, save_pb2.RANK_PHASE_FAILED)
     assert "removed from --jobs on node-0" in failed.failure.message
     two.node.tick()

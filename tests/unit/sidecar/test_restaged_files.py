@@ -16,8 +16,8 @@ from pannier.storage import ObjectInfo, Store, open_store
 from pannier.v1 import save_pb2, sidecar_pb2
 from pannier.wire.errors import DeadlineError, IntegrityError, InvalidRequestError
 from pannier.wire.file_layout import STAMP_BYTES
-from support.actors.borrower import Borrower, Lent, Mapped, hand_over, staged
 from support.actors.hosts import Host, running_host
+from support.actors.lease_holder import LeasedFile, LeaseHolder, Mapped, hand_over, staged
 from support.actors.scripted import TIMEOUT_S, Trainer
 from support.storage.unreliable_store import Unsteady
 
@@ -49,7 +49,7 @@ def name(trainer: Trainer, context: sidecar_pb2.SaveContext) -> str:
     return trainer.header(context, "0", 0).name
 
 
-def stamp_anew(lent: Lent) -> None:
+def stamp_anew(lent: LeasedFile) -> None:
     """As a trainer does before it stages there again."""
     os.pwrite(lent.fd, os.urandom(STAMP_BYTES), lent.capacity)
 
@@ -66,8 +66,8 @@ def test_a_hand_over_that_arrives_after_the_next_save_was_staged_fails_by_name(h
     host.start()
     trainer = host.trainer()
     context, following = trainer.context(host.id()), trainer.context(host.id(2), 2)
-    with Borrower(trainer, host.address) as borrower:
-        (lent,) = borrower.borrow(MIB)
+    with LeaseHolder(trainer, host.address) as borrower:
+        (lent,) = borrower.lease(MIB)
         late = staged(lent, name(trainer, context), b"1" * MIB)
         data = b"2" * MIB
         file = staged(lent, name(trainer, following), data)
@@ -81,13 +81,15 @@ def test_a_hand_over_that_arrives_after_the_next_save_was_staged_fails_by_name(h
 
 
 @contextmanager
-def ingested(host: Host, gate: threading.Event) -> Iterator[tuple[sidecar_pb2.SaveContext, Lent]]:
+def ingested(
+    host: Host, gate: threading.Event
+) -> Iterator[tuple[sidecar_pb2.SaveContext, LeasedFile]]:
     """A save whose upload ends when the gate is open, and the file that its trainer still maps."""
     host.start(store=lambda url: Held(open_store(url), gate))
     trainer = host.trainer()
     context = trainer.context(host.id())
-    with Borrower(trainer, host.address) as borrower:
-        (lent,) = borrower.borrow(MIB)
+    with LeaseHolder(trainer, host.address) as borrower:
+        (lent,) = borrower.lease(MIB)
         hand_over(trainer, context, [staged(lent, name(trainer, context), b"1" * MIB)])
         host.coordinator.await_phase(context, INGESTED)
         yield context, lent
@@ -121,8 +123,8 @@ def test_a_mapped_file_without_a_stamp_is_refused(host: Host, stamp: bytes) -> N
     host.start()
     trainer = host.trainer()
     context = trainer.context(host.id())
-    with Borrower(trainer, host.address) as borrower:
-        (lent,) = borrower.borrow(MIB)
+    with LeaseHolder(trainer, host.address) as borrower:
+        (lent,) = borrower.lease(MIB)
         with pytest.raises(InvalidRequestError, match="is mapped with the stamp"):
             hand_over(trainer, context, [Mapped(name(trainer, context), MIB, lent.slab, stamp)])
 
@@ -133,10 +135,10 @@ def test_a_streamed_file_cannot_be_handed_over_as_mapped(host: Host) -> None:
     trainer = host.trainer()
     context = trainer.context(host.id())
     with (
-        Borrower(trainer, host.address) as borrower,
+        LeaseHolder(trainer, host.address) as borrower,
         trainer.stream(trainer.header(context, "0", MIB)) as stream,
     ):
-        (lent,) = borrower.borrow(MIB)
+        (lent,) = borrower.lease(MIB)
         assert stream.committed() == 0
         with pytest.raises(InvalidRequestError, match="is mapped with the stamp"):
             hand_over(trainer, context, [staged(lent, name(trainer, context), bytes(MIB))])
@@ -153,8 +155,8 @@ def test_what_is_handed_over_after_its_deadline_is_refused_and_fails_by_name(
     trainer.plan(context)
     rank = host.sidecar.saves.find(context)
     assert rank is not None
-    with Borrower(trainer, host.address) as borrower:
-        (lent,) = borrower.borrow(MIB)
+    with LeaseHolder(trainer, host.address) as borrower:
+        (lent,) = borrower.lease(MIB)
         file = staged(lent, name(trainer, context), bytes(MIB))
         streamed = [trainer.write(context, "0", bytes(MIB))] if way == "streamed" else []
         rank.deadlines.save = time.monotonic()

@@ -923,6 +923,6 @@ def test_idle_exit_waits_for_clients_and_verdicts(host: Host) -> None:
     waiting.start()
     waiting.join(2.5)
     assert waiting.is_alive()
-    host.coordinator.say(status_of(context, COMMITTED))
+    host.coordinator.send(status_of(context, COMMITTED))
     waiting.join(5)
     assert not waiting.is_alive()

@@ -1,6 +1,6 @@
-"""A played trainer's side of the mapped hand-over: files of the spool, and what is said of them.
+"""A played trainer's side of the mapped hand-over: leases of spool files, and their hand-over.
 
-It writes through the descriptor and not through a mapping, so that a cut file harms nobody here.
+It writes through the descriptor and not through a mapping, so that a truncated file can't kill the test.
 """
 
 import os
@@ -18,12 +18,12 @@ from support.actors.ranks_by_hand import receipt_of
 from support.actors.scripted import PLAN_ID, TIMEOUT_S, Trainer, attempt_of
 
 PATIENCE_S = 3.0
-"""How long the sidecar may take to hear that a borrower is gone."""
+"""How long the sidecar may take to notice that a lease holder has disconnected."""
 
 
 @dataclass
-class Lent:
-    """One borrowed file."""
+class LeasedFile:
+    """One leased file."""
 
     slab: str
     capacity: int
@@ -34,17 +34,17 @@ class Lent:
         return os.fstat(self.fd).st_ino
 
 
-class Borrower:
-    """Borrows for a :class:`Trainer`; a context manager, at whose end all loans are over."""
+class LeaseHolder:
+    """Leases files for a :class:`Trainer`; a context manager, at whose end all leases are over."""
 
     def __init__(self, trainer: Trainer, sidecar: str) -> None:
         self.trainer = trainer
         self._path = sidecar.removeprefix("unix://") + ".fd"
         self.connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.connection.settimeout(TIMEOUT_S)
-        self.lent: list[Lent] = []
+        self.lent: list[LeasedFile] = []
 
-    def __enter__(self) -> "Borrower":
+    def __enter__(self) -> "LeaseHolder":
         self.connection.connect(self._path)
         return self
 
@@ -73,23 +73,23 @@ class Borrower:
         return answer
 
     def fetch(self, token: bytes, count: int) -> list[int]:
-        """Descriptors of a loan; the caller closes them. Empty: the sidecar has none for that token.
+        """Descriptors of a lease; the caller closes them. Empty: the sidecar has none for that token.
 
-        Raises EOFError: it has cut us off.
+        Raises EOFError: it has closed the connection.
         """
         self.connection.sendall(token)
         found: list[int] = []
         while len(found) < count:
-            said, fds, _, _ = socket.recv_fds(self.connection, 1, 64)
-            if not said:
+            count_byte, fds, _, _ = socket.recv_fds(self.connection, 1, 64)
+            if not count_byte:
                 raise EOFError
-            if said == b"\0":
+            if count_byte == b"\0":
                 break
             found += fds
         return found
 
-    def borrow(self, *sizes: int) -> list[Lent]:
-        """Files of at least these sizes, bytes; waits a moment for what others have given back."""
+    def lease(self, *sizes: int) -> list[LeasedFile]:
+        """Files of at least these sizes, bytes; waits a moment for files that others have returned."""
         deadline = time.monotonic() + PATIENCE_S
         while True:
             try:
@@ -101,12 +101,13 @@ class Borrower:
                 time.sleep(0.05)
         fds = self.fetch(answer.token, len(answer.files))
         new = [
-            Lent(file.slab, file.capacity, fd) for file, fd in zip(answer.files, fds, strict=True)
+            LeasedFile(file.slab, file.capacity, fd)
+            for file, fd in zip(answer.files, fds, strict=True)
         ]
         self.lent += new
         return new
 
-    def release(self, *lent: Lent) -> None:
+    def release(self, *lent: LeasedFile) -> None:
         who = self.trainer
         slabs = [each.slab for each in lent]
         for each in lent:
@@ -118,7 +119,7 @@ class Borrower:
         who.call("Release", request)
 
 
-def staged(lent: Lent, name: str, data: bytes) -> "Mapped":
+def staged(lent: LeasedFile, name: str, data: bytes) -> "Mapped":
     """Writes ``data`` there, behind a new stamp."""
     stamp = os.urandom(STAMP_BYTES)
     assert os.pwrite(lent.fd, stamp, lent.capacity) == STAMP_BYTES
@@ -128,7 +129,7 @@ def staged(lent: Lent, name: str, data: bytes) -> "Mapped":
 
 @dataclass
 class Mapped:
-    """What is said of one data file."""
+    """One data file in a hand-over."""
 
     name: str
     size: int
@@ -166,14 +167,14 @@ def ingest_mapped(hand: Hand, context: sidecar_pb2.SaveContext, plan: plan_pb2.F
 
     False: it had to be streamed.
 
-    The process is gone right afterwards, as far as the sidecar knows of its loans.
+    The process disconnects right afterwards, as far as the sidecar knows of its leases.
 
     Raises UnavailableError: the sidecar went away.
     """
     receipt = receipt_of(plan, hand.rank)
     try:
-        with Borrower(hand, hand.address) as borrower:
-            lent = borrower.borrow(*[file.size for file in receipt.files])
+        with LeaseHolder(hand, hand.address) as holder:
+            lent = holder.lease(*[file.size for file in receipt.files])
             files = [
                 staged(each, file.name, bytes(file.size))
                 for each, file in zip(lent, receipt.files, strict=True)
@@ -189,7 +190,7 @@ def ingest_mapped(hand: Hand, context: sidecar_pb2.SaveContext, plan: plan_pb2.F
     except (OSError, EOFError) as error:
         raise UnavailableError(f"no descriptors: {error}") from error
     except InvalidRequestError:
-        # A new life of the sidecar knows nothing of the loan, or not all of it.
+        # A restarted sidecar doesn't know the lease, or not all of it.
         hand.ingest(context, plan)
         return False
     return True
