@@ -12,7 +12,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from pannier.v1 import save_pb2
 from pannier.wire.errors import SaveAbortedError
-from support.actors.hand import Party, renamed
+from support.actors.hand import Party, plan_for_save
 from support.processes.cli import pannier
 from support.processes.daemons import Daemons
 from support.processes.watching import ABORTED, COMMITTED, await_save
@@ -43,8 +43,8 @@ def test_later_saves_go_by_the_first_plan(daemons: Daemons, party: Party, tmp_pa
     given = party.agree(places[1], 1)
     party.ingest(places[1], 1, given)
     for number in (2, 3):
-        agreed = party.go_on(places[number], number, given)
-        assert agreed == {rank: renamed(given[rank], number) for rank in given}
+        agreed = party.reuse_plan(places[number], number, given)
+        assert agreed == {rank: plan_for_save(given[rank], number) for rank in given}
         party.ingest(places[number], number, agreed)
     for place in places[1:]:
         assert await_save(daemons.coordinator_address, place, lambda s: s.state == COMMITTED)
@@ -64,12 +64,12 @@ def test_a_coordinator_that_dies_while_a_plan_is_agreed_again(
     daemons.coordinator.environment["PANNIER_CRASH_AT"] = f"coordinator.{point}"
     daemons.coordinator.start()
     with ThreadPoolExecutor(1) as threads:
-        going = threads.submit(party.go_on, second, 2, given)
+        going = threads.submit(party.reuse_plan, second, 2, given)
         assert daemons.coordinator.process.wait(20) == -signal.SIGKILL
         daemons.coordinator.environment["PANNIER_CRASH_AT"] = ""
         daemons.coordinator.start()
         agreed = going.result(30)
-    assert agreed == {rank: renamed(given[rank], 2) for rank in given}
+    assert agreed == {rank: plan_for_save(given[rank], 2) for rank in given}
     party.ingest(second, 2, agreed)
     await_save(daemons.coordinator_address, second, lambda s: s.state == COMMITTED)
     check(second)
@@ -85,11 +85,11 @@ def test_a_sidecar_that_dies_while_a_plan_is_agreed_again(
     await_save(daemons.coordinator_address, first, lambda s: s.state == COMMITTED)
     one, other = party.hands
     with ThreadPoolExecutor(1) as threads:
-        going = threads.submit(one.go_on, one.context(second, 2), given[0])
+        going = threads.submit(one.reuse_plan, one.context(second, 2), given[0])
         await_save(daemons.coordinator_address, second, lambda s: list(s.waiting_on.ranks) == [1])
         daemons.sidecar.restart()
         one.connect()
-        agreed = {1: other.go_on(other.context(second, 2), given[1]), 0: going.result(30)}
+        agreed = {1: other.reuse_plan(other.context(second, 2), given[1]), 0: going.result(30)}
     party.ingest(second, 2, agreed)
     await_save(daemons.coordinator_address, second, lambda s: s.state == COMMITTED)
     check(second)
@@ -107,7 +107,7 @@ def test_a_trainer_that_dies_while_a_plan_is_agreed_again_is_named(
 
     def die() -> None:
         with suppress(SaveAbortedError):
-            other.go_on(other.context(second, 2), given[1])
+            other.reuse_plan(other.context(second, 2), given[1])
 
     dying = threading.Thread(target=die)
     dying.start()
@@ -116,7 +116,7 @@ def test_a_trainer_that_dies_while_a_plan_is_agreed_again_is_named(
     status = await_save(daemons.coordinator_address, second, lambda s: s.state == ABORTED)
     assert [(f.rank, f.kind) for f in status.failures] == [(1, save_pb2.FAILURE_KIND_LOST)]
     with pytest.raises(SaveAbortedError, match="rank 1"):
-        one.go_on(one.context(second, 2), given[0])
+        one.reuse_plan(one.context(second, 2), given[0])
     dying.join()
     # The next one is as any other.
     other.connect()
@@ -131,4 +131,4 @@ def test_a_rank_that_does_not_come_is_named_at_the_deadline(
     await_save(daemons.coordinator_address, first, lambda s: s.state == COMMITTED)
     one = party.hands[0]
     with pytest.raises(SaveAbortedError, match="waiting for rank 1"):
-        one.go_on(one.context(second, 2), given[0], timeout_s=1)
+        one.reuse_plan(one.context(second, 2), given[0], timeout_s=1)

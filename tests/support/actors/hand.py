@@ -1,6 +1,6 @@
-"""Ranks of a job that a test plays against real daemons: real plans, data files of zeros.
+"""Ranks of a job as clients without torch: real plans, data files of zeros.
 
-They are neither as heavy as trainers nor as shy: each step of a save is a call of its own.
+Lighter than trainers; each step of a save is a separate call.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ class Hand(Trainer):
         answer: sidecar_pb2.PlanResponse = self.call("Plan", request, timeout_s + 5)
         return answer.plan
 
-    def go_on(
+    def reuse_plan(
         self,
         context: sidecar_pb2.SaveContext,
         given: plan_pb2.FinalPlan,
@@ -50,11 +50,11 @@ class Hand(Trainer):
         timeout_s: float = TIMEOUT_S,
         save_timeout_s: float = 60,
     ) -> plan_pb2.FinalPlan:
-        """Goes by the plan of an earlier save; hands the local plan in where that is wanted.
+        """Claims the plan of an earlier save; hands in the full plan when that is requested.
 
-        The call is made again while the sidecar can't be reached.
+        Retries while the sidecar can't be reached.
         """
-        final = renamed(given, context.save.number)
+        final = plan_for_save(given, context.save.number)
         request = sidecar_pb2.PlanRequest(
             context=context,
             digest=plan_codec.plan_digest(self._plan),
@@ -112,15 +112,15 @@ class Hand(Trainer):
         return data_file(file.name, data)
 
     def fail(self, context: sidecar_pb2.SaveContext, message: str) -> None:
-        """Says that this rank's part can't be."""
+        """Reports that this rank failed."""
         failure = save_pb2.Failure(
             rank=self.rank, host=self.host, kind=save_pb2.FAILURE_KIND_CLIENT, message=message
         )
         self.call("Fail", sidecar_pb2.FailRequest(context=context, failure=failure))
 
 
-def renamed(given: plan_pb2.FinalPlan, number: int) -> plan_pb2.FinalPlan:
-    """What a rank was given, as it uses it in its group's save with this number."""
+def plan_for_save(given: plan_pb2.FinalPlan, number: int) -> plan_pb2.FinalPlan:
+    """A rank's final plan with the file names of its group's save with this number."""
     final = plan_pb2.FinalPlan()
     final.CopyFrom(given)
     old = object_names.Attempt.parse(given.attempt)
@@ -132,7 +132,7 @@ def renamed(given: plan_pb2.FinalPlan, number: int) -> plan_pb2.FinalPlan:
 
 
 class Party:
-    """All ranks of one incarnation; a context manager that connects them, and lets them die.
+    """All ranks of one incarnation; a context manager that connects them, and then disconnects them.
 
     Args:
         sidecars: the address of each rank's sidecar; rank n runs on host ``node-<n>``.
@@ -160,7 +160,7 @@ class Party:
             try:
                 hand.connect()
             except UnavailableError:
-                # The sidecar died at this very moment: the next one is waited for.
+                # The sidecar was killed just now: wait for the next one.
                 hand.connect()
         return self
 
@@ -181,14 +181,14 @@ class Party:
             }
         return {rank: answer.result() for rank, answer in answers.items()}
 
-    def go_on(
+    def reuse_plan(
         self, checkpoint_id: str, number: int, given: Mapping[int, plan_pb2.FinalPlan]
     ) -> dict[int, plan_pb2.FinalPlan]:
-        """All ranks go by plans of an earlier save."""
+        """All ranks claim their plans of an earlier save."""
         with ThreadPoolExecutor(len(self.hands)) as threads:
             answers = {
                 hand.rank: threads.submit(
-                    hand.go_on, hand.context(checkpoint_id, number), given[hand.rank]
+                    hand.reuse_plan, hand.context(checkpoint_id, number), given[hand.rank]
                 )
                 for hand in self.hands
             }

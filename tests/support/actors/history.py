@@ -1,6 +1,6 @@
 """A random history of one checkpoint id, by the steps that coordinators, sidecars and readers take.
 
-What it knows of itself says what must never be lost: :meth:`History.check`.
+It keeps what must never be lost, which :meth:`History.check` looks for.
 """
 
 import pickle
@@ -47,13 +47,13 @@ class History:
         self._chance = chance
         self._tries: list[_Try] = []
         self._leases: dict[str, str] = {}
-        """Attempt by key: living leases, taken when it stood."""
+        """Attempt by key: valid leases, taken when the attempt was committed."""
 
     async def now(self) -> float:
         return await store_time(self._store)
 
     async def step(self) -> None:
-        """One step of somebody's."""
+        """One random step of a process."""
         kinds = [self._whole, self._whole, self._begin, self._upload, self._upload, self._end]
         kinds += [self._abort, self._lease, self._lease, self._let_go, self._late]
         await self._chance.choice(kinds)()
@@ -86,7 +86,7 @@ class History:
         return self._chance.choice(going) if going else None
 
     async def _upload(self) -> None:
-        """A rank becomes durable, if nobody has ended the attempt."""
+        """A rank becomes durable in an undecided attempt."""
         attempt = self._pick()
         if attempt is not None:
             await self._make_durable(attempt, self._chance.randrange(RANKS))
@@ -175,8 +175,8 @@ class History:
         if standing is None:
             return
         key = object_names.lease(standing.name, f"{self._chance.randrange(2**32):x}")
-        told = records_pb2.Lease(attempt=standing.name, host="h", pid=1, renew_s=1000)
-        await self._store.create(key, json_format.MessageToJson(told).encode())
+        lease = records_pb2.Lease(attempt=standing.name, host="h", pid=1, renew_s=1000)
+        await self._store.create(key, json_format.MessageToJson(lease).encode())
         if await self._standing() == standing:
             self._leases[key] = standing.name
         else:
@@ -189,7 +189,7 @@ class History:
             await self._store.delete(key)
 
     async def _standing(self) -> object_names.Attempt | None:
-        """Whose ``.metadata`` it is, by what was made, not by what the records say."""
+        """The attempt of ``.metadata``, by its content rather than by the records."""
         try:
             content = await self._store.read(object_names.METADATA)
         except NotFoundError:
@@ -198,7 +198,7 @@ class History:
         return sums[crc32c.crc32c(content)]
 
     def complete(self) -> list[str]:
-        """Undecided attempts that anybody may commit."""
+        """Undecided attempts that any coordinator may commit."""
         return [
             attempt.name.name
             for attempt in self._tries
@@ -217,16 +217,16 @@ class History:
         ]
 
     async def check(self) -> None:
-        """Raises AssertionError when something is gone that somebody needs."""
+        """Raises AssertionError when an object is missing that a process needs."""
         there = {info.key for info in await self._store.list()}
         standing = await self._standing()
         needed = set(self._leases.values()) | ({standing.name} if standing else set())
         for attempt in self._tries:
             name = attempt.name.name
-            # Whoever sweeps may have given up what was not complete.
+            # A sweep may have aborted an incomplete attempt.
             decided = attempt.decision or await read_decision(self._store, name)
             committed = decided is not None and decided.outcome == records_pb2.OUTCOME_COMMIT
-            # A commit that is to be finished, and what anybody may still commit.
+            # A commit that is to be applied, and what may still be committed.
             pending = committed and (standing is None or attempt.name > standing)
             ready = decided is None and len(attempt.durable) == RANKS
             if name in needed or pending or ready:

@@ -1,4 +1,4 @@
-"""A coordinator on a real unix socket, and ranks and sidecars that a test plays by hand."""
+"""A coordinator on a real unix socket, and calls as ranks and sidecars make them, one by one."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
@@ -118,7 +118,7 @@ def context(
 
 
 def receipt_of(plan: plan_pb2.FinalPlan, rank: int) -> records_pb2.Receipt:
-    """What a sidecar tells of a rank that wrote its plan; data files are zeros of the planned size.
+    """The receipt of a rank that has written its plan; data files are zeros of the planned size.
 
     Items without a planned place are 100 bytes long.
     """
@@ -157,7 +157,7 @@ def report(
     )
 
 
-def proposal(
+def claim_report(
     who: sidecar_pb2.SaveContext,
     plan_id: str,
     digest: str,
@@ -166,15 +166,15 @@ def proposal(
     timeout_s: float = 10,
     save_timeout_s: float = 30,
 ) -> coordinator_pb2.RankReport:
-    """The rank goes by a plan that it was given before."""
-    said = report(who, attempt, save_pb2.RANK_PHASE_MISSING)
-    said.plan_id, said.digest = plan_id, digest
-    said.timeout_s, said.save_timeout_s = timeout_s, save_timeout_s
-    return said
+    """A report that the rank goes by the plan of an earlier save."""
+    made = report(who, attempt, save_pb2.RANK_PHASE_MISSING)
+    made.plan_id, made.digest = plan_id, digest
+    made.timeout_s, made.save_timeout_s = timeout_s, save_timeout_s
+    return made
 
 
 async def write_receipts(reports: Iterable[coordinator_pb2.RankReport]) -> None:
-    """A receipt is in storage before it is told."""
+    """Writes the receipts of these reports: a sidecar does so before it reports them."""
     for each in reports:
         if each.HasField("receipt"):
             store = open_store(each.context.checkpoint_id)
@@ -185,12 +185,12 @@ async def write_receipts(reports: Iterable[coordinator_pb2.RankReport]) -> None:
 
 
 class Sidecar:
-    """An attached sidecar: tells what it is told to, and remembers the news."""
+    """An attached sidecar: sends reports, and keeps the last status of each save."""
 
     def __init__(self, stub: Any, host: str) -> None:
         self._call = stub.Attach()
         self._host = host
-        self._news: dict[str, save_pb2.SaveStatus] = {}
+        self._statuses: dict[str, save_pb2.SaveStatus] = {}
         self._changed = asyncio.Event()
         self._reading: asyncio.Task[None] | None = None
         # gRPC takes one write of a stream at a time.
@@ -208,13 +208,13 @@ class Sidecar:
         )
         self._reading = asyncio.create_task(self._read())
 
-    async def tell(self, *reports: coordinator_pb2.RankReport) -> None:
+    async def send(self, *reports: coordinator_pb2.RankReport) -> None:
         await write_receipts(reports)
         async with self._writing:
             await self._call.write(coordinator_pb2.AttachRequest(reports=reports))
 
-    async def claim(self, *reports: coordinator_pb2.RankReport, **more: Any) -> None:
-        """As :meth:`tell`, but nothing of it is in storage."""
+    async def send_unstored(self, *reports: coordinator_pb2.RankReport, **more: Any) -> None:
+        """Sends reports whose receipts are not in storage."""
         request = coordinator_pb2.AttachRequest(reports=reports, **more)
         async with self._writing:
             await self._call.write(request)
@@ -222,29 +222,29 @@ class Sidecar:
     async def _read(self) -> None:
         async for response in self._call:
             for status in response.saves:
-                self._news[status.id] = status
+                self._statuses[status.id] = status
             self._changed.set()
 
-    async def hear(
+    async def await_state(
         self, save: save_pb2.SaveId, *states: "save_pb2.SaveState", timeout: float = 10
     ) -> save_pb2.SaveStatus:
         """Waits until the save is in one of these states."""
-        return await self.learn(save, lambda status: status.state in states, timeout=timeout)
+        return await self.await_status(save, lambda status: status.state in states, timeout=timeout)
 
-    async def learn(
+    async def await_status(
         self,
         save: save_pb2.SaveId,
-        wanted: Callable[[save_pb2.SaveStatus], bool],
+        ready: Callable[[save_pb2.SaveStatus], bool],
         *,
         timeout: float = 10,
     ) -> save_pb2.SaveStatus:
-        """Waits until the save's status is as it is wanted."""
+        """The first status of the save for which ``ready`` is true."""
         key = object_names.save_text(save)
 
         async def wait() -> save_pb2.SaveStatus:
             while True:
-                status = self._news.get(key)
-                if status is not None and wanted(status):
+                status = self._statuses.get(key)
+                if status is not None and ready(status):
                     return status
                 self._changed.clear()
                 await self._changed.wait()
@@ -257,8 +257,8 @@ class Sidecar:
             await asyncio.gather(self._reading, return_exceptions=True)
 
 
-class Desk:
-    """Calls one coordinator."""
+class CoordinatorClient:
+    """Makes calls as sidecars forward them."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self.channel = channel
@@ -310,24 +310,24 @@ class Desk:
     async def await_status(
         self,
         place: str,
-        wanted: Callable[[save_pb2.SaveStatus], bool],
+        ready: Callable[[save_pb2.SaveStatus], bool],
         timeout_s: float = 10,
     ) -> save_pb2.SaveStatus:
-        """The first status of the newest save to ``place`` that is as it is wanted."""
+        """The first status of the newest save to ``place`` for which ``ready`` is true."""
         stub = status_pb2_grpc.StatusStub(self.channel)
 
         async def ask() -> save_pb2.SaveStatus:
             while True:
                 with suppress(grpc.aio.AioRpcError):  # It has not begun yet.
                     answer = await stub.GetSave(status_pb2.GetSaveRequest(id=place))
-                    if wanted(answer.save):
+                    if ready(answer.save):
                         return answer.save
                 await asyncio.sleep(0.01)
 
         return await asyncio.wait_for(ask(), timeout_s)
 
     async def await_plans(self, place: str, *ranks: int) -> save_pb2.SaveStatus:
-        """Returns when the local plans of these ranks have arrived, and others are waited for."""
+        """Returns when the plans of these ranks have arrived while those of others are missing."""
         return await self.await_status(
             place,
             lambda save: bool(save.waiting_on.ranks) and not {*ranks} & {*save.waiting_on.ranks},
@@ -339,10 +339,10 @@ class Desk:
 
 
 @asynccontextmanager
-async def desk(address: str) -> AsyncIterator[Desk]:
-    """Calls the coordinator at ``address``."""
+async def connect_client(address: str) -> AsyncIterator[CoordinatorClient]:
+    """A client of the coordinator at ``address``."""
     async with grpc.aio.insecure_channel(address, options=addresses.channel_options()) as channel:
-        calls = Desk(channel)
+        calls = CoordinatorClient(channel)
         try:
             yield calls
         finally:
@@ -350,9 +350,9 @@ async def desk(address: str) -> AsyncIterator[Desk]:
 
 
 @asynccontextmanager
-async def coordinator(directory: Path, **settings: Any) -> AsyncIterator[Desk]:
+async def coordinator(directory: Path, **settings: Any) -> AsyncIterator[CoordinatorClient]:
     """A coordinator of this process and loop, on a unix socket below ``directory``."""
     address = f"unix://{directory}/c.sock"
     config = CoordinatorConfig(address=address, host="here", **settings)
-    async with serving(config), desk(address) as calls:
+    async with serving(config), connect_client(address) as calls:
         yield calls

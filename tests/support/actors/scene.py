@@ -1,4 +1,4 @@
-"""The registry and the save tasks on a store that misbehaves on request, without a server."""
+"""A registry and its save tasks on a store that fails on request, without a server."""
 
 import asyncio
 import itertools
@@ -23,7 +23,7 @@ _places = itertools.count()
 
 
 class Failing(Unsteady):
-    """Refuses all writes of a key until it is told otherwise."""
+    """A store that fails reads or writes of some keys while the test has it so."""
 
     def __init__(self, inner: Store) -> None:
         super().__init__(inner)
@@ -52,14 +52,14 @@ class Failing(Unsteady):
         return await super()._write(key, write)
 
 
-class OnePlace(Stores):
-    """Gives the test's store out."""
+class OneStore(Stores):
+    """Opens the test's store for every checkpoint id."""
 
     def __init__(self, store: Failing) -> None:
         super().__init__()
         self.store = store
         self.unreachable = False
-        """Nothing is told of any root."""
+        """No root answers."""
 
     async def contact(self, context: sidecar_pb2.SaveContext) -> None:
         self._reach(context)
@@ -79,7 +79,7 @@ class OnePlace(Stores):
 
 
 class Scene:
-    """The registry and the save tasks on one store, without a server."""
+    """A registry and its save tasks on one store, without a server."""
 
     def __init__(
         self, threads: ThreadPoolExecutor, checkpoint_id: str = "", host: str = "here"
@@ -87,8 +87,8 @@ class Scene:
         self.checkpoint_id = checkpoint_id or f"memory://conduct-{next(_places)}/step"
         self.plain = open_store(self.checkpoint_id)
         self.store = Failing(self.plain)
-        self.places = OnePlace(self.store)
-        self.tasks = SaveTasks(self.places, Planners(), host=host, threads=threads)
+        self.stores = OneStore(self.store)
+        self.tasks = SaveTasks(self.stores, Planners(), host=host, threads=threads)
         self.status_registry = StatusRegistry()
         self.registry = Registry(self.status_registry, begin=self.tasks.begin, suspect_after_s=5)
         self.plans = rank_plans(local_plan([tensor("w", 4)]), local_plan([tensor("b", 4)]))

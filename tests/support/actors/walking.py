@@ -1,8 +1,8 @@
-"""Saves in turn by ranks that a test plays, through the death of any daemon: see test_crash_points.
+"""Saves in turn, by ranks without trainers, while daemons are killed: see test_crash_points.
 
-In: two sidecars' addresses and a root. Out: what became of each save that began, as storage says it.
+In: two sidecars' addresses and a root. Out: the outcome of each save that began, as storage shows it.
 Every third save is failed by one of its ranks; every second of the others goes to one id, which is
-overwritten. A thread of its own.
+overwritten. Runs in a separate thread.
 """
 
 import threading
@@ -29,9 +29,9 @@ from support.actors.lease_holder import ingest_mapped
 from support.processes.stretch import stretched
 
 _SAVE_S = 90.0
-"""Deadline of one save: it may meet with several deaths, and daemons take a while to start."""
+"""Deadline of one save: several daemons may be killed meanwhile, and take a while to start."""
 _LARGE = (5 << 20) // 4 * 4
-"""Floats: more than the sidecar takes before it notes how much it holds."""
+"""Floats: more than the sidecar takes before it journals how much it holds."""
 
 T = TypeVar("T")
 
@@ -46,14 +46,14 @@ class Made:
     """Empty: its plan was never agreed."""
     handed_over: bool = False
     failed: bool = False
-    """One of its ranks said so."""
+    """One of its ranks reported a failure."""
     mapped: bool = False
     """A rank's data went into the spool's own files."""
     outcome: "records_pb2.Outcome" = records_pb2.OUTCOME_UNSPECIFIED
 
 
 class Saver:
-    """``with Saver(...)`` saves until it is left; what it met with is raised then."""
+    """Saves as long as its context lasts; :meth:`check` raises what went wrong."""
 
     def __init__(self, sidecars: Sequence[str], root: Path) -> None:
         self._sidecars = sidecars
@@ -85,7 +85,7 @@ class Saver:
         try:
             while not self._stop.is_set():
                 self.save()
-        except BaseException as problem:  # noqa: BLE001 - told by whoever asks
+        except BaseException as problem:  # noqa: BLE001 - raised by check()
             self._problem = problem
 
     def save(self) -> Made:
@@ -106,13 +106,13 @@ class Saver:
         if agreed:
             made.attempt = agreed[0].attempt
         if len(agreed) < len(party.hands):
-            # It was aborted while it was planned; whoever says so has decided it, if need be.
+            # It was aborted while it was planned; if a manifest was written, there is a decision.
             if agreed:
                 made.outcome = self._await_decision(made, deadline)
                 assert made.outcome == records_pb2.OUTCOME_ABORT
             return
         parts = list(zip(party.hands, agreed, strict=True))
-        # Who fails comes last, so that there is something to clear away.
+        # The failing rank comes last, so that there are objects to remove.
         ingested = [
             self._hand_over(made, hand, plan, deadline)
             for hand, plan in (reversed(parts) if made.failed else parts)
@@ -138,10 +138,10 @@ class Saver:
             return True
 
         if made.failed and hand.rank == 0:
-            _insist(deadline, hand, fail)
+            _retry(deadline, hand, fail)
             return False
         try:
-            return _insist(deadline, hand, ingest) is not None
+            return _retry(deadline, hand, ingest) is not None
         except InvalidRequestError as error:
             if "is committed" not in str(error):
                 raise
@@ -160,7 +160,7 @@ def _agreeing(
 ) -> Callable[[], plan_pb2.FinalPlan | None]:
     limits = {"timeout_s": stretched(_SAVE_S / 2), "save_timeout_s": stretched(_SAVE_S)}
     context = hand.context(checkpoint_id)
-    return lambda: _insist(deadline, hand, lambda: hand.agree(context, **limits))
+    return lambda: _retry(deadline, hand, lambda: hand.agree(context, **limits))
 
 
 def _at_once(calls: Sequence[Callable[[], T]]) -> list[T]:
@@ -168,8 +168,8 @@ def _at_once(calls: Sequence[Callable[[], T]]) -> list[T]:
         return [future.result() for future in [threads.submit(call) for call in calls]]
 
 
-def _insist(deadline: float, hand: Hand, call: Callable[[], T]) -> T | None:
-    """As a client does: once more when its sidecar has died; None when the save is over."""
+def _retry(deadline: float, hand: Hand, call: Callable[[], T]) -> T | None:
+    """As a client does: retries when its sidecar has died; None when the save has ended."""
     while True:
         try:
             return call()

@@ -17,7 +17,7 @@ FIRST, SECOND, THIRD = (f"i1-inc-g0000000a-s{number}" for number in (1, 2, 3))
 
 
 class Watched(Unsteady):
-    """Tells when the decision of an attempt is deleted; fails some listings."""
+    """Notes when the decision of an attempt is deleted; fails some listings."""
 
     def __init__(self, inner: Store) -> None:
         super().__init__(inner)
@@ -112,10 +112,10 @@ def test_what_is_waited_for_does_not_hold_a_coordinator_that_ends(tmp_path: Path
         write_attempt(place, SECOND)
         marking = asyncio.Event()
 
-        async def tell() -> None:
+        async def note() -> None:
             marking.set()
 
-        store.before[object_names.superseded_mark(FIRST)] = tell
+        store.before[object_names.superseded_mark(FIRST)] = note
         sweeper.committed(str(place))
         await asyncio.wait_for(marking.wait(), 10)
         await asyncio.wait_for(sweeper.stop(), 5)

@@ -1,4 +1,4 @@
-"""Ranks and sidecars that fall silent: named in time, and given up only when nobody can speak for them."""
+"""Unresponsive ranks and lost sidecars: logged in time, and failed only without a live sidecar."""
 
 import asyncio
 import logging
@@ -43,68 +43,68 @@ class Watched:
         save.move(State.STAGING)
         return save
 
-    def silent_for(self, save: Save, rank: int, seconds: float) -> None:
+    def set_age(self, save: Save, rank: int, seconds: float) -> None:
         save.ranks[rank].last_seen = time.monotonic() - seconds
 
 
-def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
     messages = [r.message for r in caplog.records if r.name == "pannier.coordinator.liveness"]
     caplog.clear()
     return messages
 
 
-def test_a_silent_rank_is_named_once_and_when_it_is_heard_again(
+def test_an_unresponsive_rank_is_logged_once_and_when_its_heartbeats_resume(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
     watched = Watched()
     save = watched.save()
-    watched.silent_for(save, 0, 1)
-    watched.silent_for(save, 1, 6)
+    watched.set_age(save, 0, 1)
+    watched.set_age(save, 1, 6)
     watched.monitor.check()
-    (text,) = said(caplog)
+    (text,) = logged(caplog)
     assert "(STAGING) waits for rank 1 (host node-1, last seen 6 s ago)" in text
     assert "no heartbeat for more than 5 s; it fails in 3600 s" in text
     watched.monitor.check()
-    assert said(caplog) == []
-    watched.silent_for(save, 0, 7)
+    assert logged(caplog) == []
+    watched.set_age(save, 0, 7)
     watched.monitor.check()
-    (text,) = said(caplog)
+    (text,) = logged(caplog)
     assert "rank 0 (host node-0" in text
     assert "rank 1" not in text
-    watched.silent_for(save, 1, 0)
+    watched.set_age(save, 1, 0)
     watched.monitor.check()
-    (text,) = said(caplog)
+    (text,) = logged(caplog)
     assert text.endswith("heartbeats of rank 1 have resumed")
 
 
-def test_a_rank_that_never_came_is_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_rank_that_never_called_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     watched = Watched()
     save = watched.registry.enter(context(0, "/root/step"))
-    watched.silent_for(save, 0, 0)
+    watched.set_age(save, 0, 0)
     watched.monitor.check()
-    assert said(caplog) == []
+    assert logged(caplog) == []
     save.deadlines.first_seen -= 6
     watched.monitor.check()
-    (text,) = said(caplog)
+    (text,) = logged(caplog)
     assert "rank 1 (not seen yet)" in text
 
 
-def test_a_silent_sidecar_is_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unresponsive_sidecar_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     watched = Watched()
     sidecar = SidecarPeer("node-7")
     sidecar.streams = 1
     watched.sidecars.append(sidecar)
     watched.monitor.check()
-    assert said(caplog) == []
+    assert logged(caplog) == []
     sidecar.last_seen -= 6
     for expected in ([True], []):
         watched.monitor.check()
-        assert ["the sidecar on host node-7 is attached" in t for t in said(caplog)] == expected
+        assert ["the sidecar on host node-7 is attached" in t for t in logged(caplog)] == expected
     sidecar.last_seen = time.monotonic()
     watched.monitor.check()
-    assert said(caplog) == ["the sidecar on host node-7 responds again"]
+    assert logged(caplog) == ["the sidecar on host node-7 responds again"]
 
 
 def later(happen: Callable[[], Save], monkeypatch: pytest.MonkeyPatch) -> Save:
@@ -119,16 +119,16 @@ def later(happen: Callable[[], Save], monkeypatch: pytest.MonkeyPatch) -> Save:
     return asyncio.run(main())
 
 
-@pytest.mark.parametrize("old_is_told_last", [False, True])
-def test_a_newer_incarnation_ends_what_nobody_speaks_for(
-    monkeypatch: pytest.MonkeyPatch, old_is_told_last: bool
+@pytest.mark.parametrize("old_is_last", [False, True])
+def test_a_newer_incarnation_ends_what_has_no_live_sidecar(
+    monkeypatch: pytest.MonkeyPatch, old_is_last: bool
 ) -> None:
     def happen() -> Save:
         watched = Watched()
         IncarnationWatch(watched.registry)
         saves = [("aa", 1), ("bb", 2)]
         made = {}
-        for incarnation, number in reversed(saves) if old_is_told_last else saves:
+        for incarnation, number in reversed(saves) if old_is_last else saves:
             made[number] = watched.save(incarnation=incarnation, number=number)
             made[number].notify()
         made[1].ranks[0].advance(INGESTED)
@@ -164,7 +164,7 @@ def test_others_are_left_alone(monkeypatch: pytest.MonkeyPatch, why: str) -> Non
     assert not later(happen, monkeypatch).outcome.possible_losses
 
 
-def test_storage_is_asked_when_a_sidecar_is_gone_for_good(
+def test_storage_is_checked_when_a_sidecar_is_gone_for_good(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def happen() -> Save:
@@ -182,7 +182,7 @@ def test_storage_is_asked_when_a_sidecar_is_gone_for_good(
     assert not save.outcome.possible_losses
 
 
-def test_storage_is_not_asked_when_it_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_storage_is_not_checked_when_it_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     def happen() -> Save:
         watched = Watched()
         save = watched.save()
@@ -216,7 +216,7 @@ class Host:
         part.advance(phase)
 
 
-def suspects(monkeypatch: pytest.MonkeyPatch, happen: Callable[[Host], None]) -> dict[int, str]:
+def losses_after(monkeypatch: pytest.MonkeyPatch, happen: Callable[[Host], None]) -> dict[int, str]:
     monkeypatch.setattr(liveness, "RETURN_S", WAIT_S)
 
     async def main() -> dict[int, str]:
@@ -230,7 +230,7 @@ def suspects(monkeypatch: pytest.MonkeyPatch, happen: Callable[[Host], None]) ->
     return asyncio.run(main())
 
 
-def test_what_a_replaced_sidecar_held_is_suspect(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_replaced_sidecar_held_may_be_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     def happen(host: Host) -> None:
         old = host.start("old")
         host.hold(0, old)
@@ -238,13 +238,13 @@ def test_what_a_replaced_sidecar_held_is_suspect(monkeypatch: pytest.MonkeyPatch
         host.peers.close_stream(old)
         host.start("new")
 
-    found = suspects(monkeypatch, happen)
+    found = losses_after(monkeypatch, happen)
     assert found == {
         0: "the sidecar on host node was restarted and no longer holds this rank's data"
     }
 
 
-def test_a_durable_rank_is_no_suspect(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_durable_rank_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     def happen(host: Host) -> None:
         old = host.start("old")
         host.hold(0, old)
@@ -252,17 +252,17 @@ def test_a_durable_rank_is_no_suspect(monkeypatch: pytest.MonkeyPatch) -> None:
         host.peers.close_stream(old)
         host.start("new")
 
-    assert not suspects(monkeypatch, happen)
+    assert not losses_after(monkeypatch, happen)
 
 
-def test_a_sidecar_that_is_away_for_a_moment_is_no_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sidecar_that_reconnects_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def happen(host: Host) -> None:
         only = host.start("only")
         host.hold(0, only)
         host.peers.close_stream(only)
         assert host.start("only") is only
 
-    assert not suspects(monkeypatch, happen)
+    assert not losses_after(monkeypatch, happen)
 
 
 def test_two_sidecars_of_one_host_do_not_replace_each_other(
@@ -277,10 +277,10 @@ def test_two_sidecars_of_one_host_do_not_replace_each_other(
         host.peers.close_stream(second)
         host.start("first")
 
-    assert not suspects(monkeypatch, happen)
+    assert not losses_after(monkeypatch, happen)
 
 
-def test_a_rank_that_its_client_asks_after_is_suspect(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_its_client_asks_after_may_be_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """The coordinator was restarted too, or the rank was ingested the moment before."""
 
     def happen(host: Host) -> None:
@@ -290,10 +290,10 @@ def test_a_rank_that_its_client_asks_after_is_suspect(monkeypatch: pytest.Monkey
             host.peers.check_handed_over(host.save, rank)
 
     # Rank 1 was reported meanwhile.
-    assert suspects(monkeypatch, happen).keys() == {0}
+    assert losses_after(monkeypatch, happen).keys() == {0}
 
 
-def test_hosts_whose_sidecars_are_replaced_at_once_are_all_looked_at(
+def test_hosts_whose_sidecars_are_replaced_at_once_are_all_checked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def happen(host: Host) -> None:
@@ -307,4 +307,4 @@ def test_hosts_whose_sidecars_are_replaced_at_once_are_all_looked_at(
         for name in hosts:
             host.peers.open_stream(name, f"new-{name}")
 
-    assert suspects(monkeypatch, happen).keys() == {0, 1}
+    assert losses_after(monkeypatch, happen).keys() == {0, 1}

@@ -1,4 +1,4 @@
-"""Saves while storage misbehaves: what is in doubt stays in doubt until storage tells."""
+"""Saves while storage misbehaves: what is in doubt stays in doubt until storage answers."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -53,7 +53,7 @@ def test_commit_is_in_doubt_until_the_decision_is_written() -> None:
         await scene.reach(save, lambda: scene.store.tries >= 2)
         assert save.state is State.IN_DOUBT
         assert "503" in status(save).waiting_on.text
-        # Too late to fail: whoever is told so could be wrong.
+        # Too late to fail: the decision may be durable.
         save.fail(save_pb2.FAILURE_KIND_CLIENT, "late", 0)
         scene.store.refused.clear()
         await scene.reach(save, lambda: save.ended)
@@ -108,7 +108,7 @@ def test_a_place_that_may_not_be_written_ends_the_save(external: bool) -> None:
             save = scene.registry.enter(scene.context())
             save.declare_mode(PlanMode.EXTERNAL)
             await scene.reach(save, lambda: save.state is State.STAGING)
-            # What its sidecar says of the first upload.
+            # What its sidecar reports of the first upload.
             save.fail(save_pb2.FAILURE_KIND_STORAGE, "403", 0)
         else:
             save = await scene.planned()
@@ -215,7 +215,7 @@ def test_commit_that_was_decided_is_installed_when_storage_is_back() -> None:
     play(scenario)
 
 
-def test_lost_decision_of_a_save_is_obeyed_with_its_failures() -> None:
+def test_a_decision_found_in_storage_is_applied_with_its_failures() -> None:
     async def scenario(scene: Scene) -> None:
         save = await scene.planned()
         name = attempt_of(save)
@@ -322,7 +322,7 @@ def _lost(rank: int) -> save_pb2.Failure:
     return save_pb2.Failure(rank=rank, kind=save_pb2.FAILURE_KIND_LOST, message="gone")
 
 
-def test_a_suspect_is_acquitted_by_its_receipt_and_failed_without_one() -> None:
+def test_a_possible_loss_is_dropped_with_a_receipt_and_fails_without_one() -> None:
     async def scenario(scene: Scene) -> None:
         save = await scene.planned()
         assert save.manifest is not None
@@ -342,7 +342,7 @@ def test_a_suspect_is_acquitted_by_its_receipt_and_failed_without_one() -> None:
     play(scenario)
 
 
-def test_receipts_that_nobody_reported_count_at_the_deadline() -> None:
+def test_receipts_that_no_sidecar_reported_count_at_the_deadline() -> None:
     async def scenario(scene: Scene) -> None:
         save = await scene.planned()
         assert save.manifest is not None

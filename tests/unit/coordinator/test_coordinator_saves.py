@@ -27,13 +27,13 @@ from pannier.wire.errors import (
 )
 from pannier.wire.version import WIRE_VERSION
 from support.actors.ranks_by_hand import (
-    Desk,
+    CoordinatorClient,
     Sidecar,
+    claim_report,
+    connect_client,
     context,
     coordinator,
-    desk,
     local_plan,
-    proposal,
     receipt_of,
     report,
     shard,
@@ -67,9 +67,11 @@ def halves(rank: int, *, extra: str | None = None) -> plan_pb2.LocalPlan:
     )
 
 
-async def plan_both(desk: Desk, checkpoint_id: str, number: int = 1) -> list[plan_pb2.FinalPlan]:
+async def plan_both(
+    client: CoordinatorClient, checkpoint_id: str, number: int = 1
+) -> list[plan_pb2.FinalPlan]:
     return await asyncio.gather(
-        *(desk.plan(context(rank, checkpoint_id, number=number), halves(rank)) for rank in (0, 1))
+        *(client.plan(context(rank, checkpoint_id, number=number), halves(rank)) for rank in (0, 1))
     )
 
 
@@ -78,7 +80,7 @@ async def make_durable(
 ) -> None:
     for rank, final in enumerate(finals):
         who = context(rank, checkpoint_id, number=number)
-        await sidecar.tell(report(who, final.attempt, DURABLE, receipt=receipt_of(final, rank)))
+        await sidecar.send(report(who, final.attempt, DURABLE, receipt=receipt_of(final, rank)))
 
 
 def failures_of(error: PannierError) -> dict[int, tuple[int, str]]:
@@ -94,9 +96,9 @@ def test_plans_and_receipts_of_all_ranks_become_a_checkpoint(sockets: Path, tmp_
     place = tmp_path / "root" / "step-1"
 
     async def scenario() -> None:
-        async with coordinator(sockets) as desk:
-            sidecar = await desk.attach()
-            finals = await plan_both(desk, str(place))
+        async with coordinator(sockets) as client:
+            sidecar = await client.attach()
+            finals = await plan_both(client, str(place))
             assert {final.plan_id for final in finals} == {finals[0].plan_id}
             assert [final.attempt for final in finals] == [
                 f"i1-aa-{object_names.group_name((0, 1))}-s1"
@@ -111,7 +113,7 @@ def test_plans_and_receipts_of_all_ranks_become_a_checkpoint(sockets: Path, tmp_
             assert not (place / ".metadata").exists()
             await make_durable(sidecar, str(place), finals)
             save = context(0, str(place)).save
-            status = await sidecar.hear(save, COMMITTED)
+            status = await sidecar.await_state(save, COMMITTED)
             assert [rank.phase for rank in status.ranks] == [DURABLE, DURABLE]
             assert status.committed_s >= status.durable_s > status.planned_s > 0
 
@@ -139,12 +141,12 @@ def test_second_save_to_one_id_replaces_the_first(sockets: Path, tmp_path: Path)
 
     async def scenario() -> list[bytes]:
         seen = []
-        async with coordinator(sockets) as desk:
-            sidecar = await desk.attach()
+        async with coordinator(sockets) as client:
+            sidecar = await client.attach()
             for number in (1, 2):
-                finals = await plan_both(desk, str(place), number)
+                finals = await plan_both(client, str(place), number)
                 await make_durable(sidecar, str(place), finals, number)
-                await sidecar.hear(context(0, str(place), number=number).save, COMMITTED)
+                await sidecar.await_state(context(0, str(place), number=number).save, COMMITTED)
                 seen.append((place / ".metadata").read_bytes())
         return seen
 
@@ -159,14 +161,14 @@ def test_older_save_never_replaces_a_newer(sockets: Path, tmp_path: Path) -> Non
     place = tmp_path / "root" / "latest"
 
     async def scenario() -> None:
-        async with coordinator(sockets) as desk:
-            sidecar = await desk.attach()
-            older = await plan_both(desk, str(place), 1)
-            newer = await plan_both(desk, str(place), 2)
+        async with coordinator(sockets) as client:
+            sidecar = await client.attach()
+            older = await plan_both(client, str(place), 1)
+            newer = await plan_both(client, str(place), 2)
             await make_durable(sidecar, str(place), newer, 2)
-            await sidecar.hear(context(0, str(place), number=2).save, COMMITTED)
+            await sidecar.await_state(context(0, str(place), number=2).save, COMMITTED)
             await make_durable(sidecar, str(place), older, 1)
-            status = await sidecar.hear(context(0, str(place), number=1).save, ABORTED)
+            status = await sidecar.await_state(context(0, str(place), number=1).save, ABORTED)
             assert "newer save" in status.failures[0].message
             assert newer[0].attempt in status.failures[0].message
 
@@ -180,13 +182,13 @@ def test_missing_rank_is_named_at_the_deadline(sockets: Path, tmp_path: Path) ->
     place = str(tmp_path / "root" / "step-1")
 
     async def scenario() -> None:
-        async with coordinator(sockets) as desk:
+        async with coordinator(sockets) as client:
             who = context(0, place, ranks=(0, 1, 2))
             # Known from an earlier save: where rank 2 lives.
-            await desk.fail(context(2, place + "0", ranks=(0, 1, 2)))
+            await client.fail(context(2, place + "0", ranks=(0, 1, 2)))
             who.save.number = 2
             with pytest.raises(SaveAbortedError) as caught:
-                await desk.plan(who, halves(0), timeout_s=0.4)
+                await client.plan(who, halves(0), timeout_s=0.4)
             failures = failures_of(caught.value)
             assert failures.keys() == {1, 2}
             assert {kind for kind, _ in failures.values()} == {save_pb2.FAILURE_KIND_DEADLINE}
@@ -202,19 +204,19 @@ def test_unfinished_rank_is_named_at_the_deadline(sockets: Path, tmp_path: Path)
     place = tmp_path / "root" / "step-1"
 
     async def scenario() -> plan_pb2.FinalPlan:
-        async with coordinator(sockets) as desk:
-            sidecar = await desk.attach("node-1")
+        async with coordinator(sockets) as client:
+            sidecar = await client.attach("node-1")
             finals = await asyncio.gather(
                 *(
-                    desk.plan(context(rank, str(place)), halves(rank), save_timeout_s=2)
+                    client.plan(context(rank, str(place)), halves(rank), save_timeout_s=2)
                     for rank in (0, 1)
                 )
             )
             who = context(1, str(place))
-            await sidecar.tell(
+            await sidecar.send(
                 report(who, finals[1].attempt, DURABLE, receipt=receipt_of(finals[1], 1))
             )
-            status = await sidecar.hear(who.save, ABORTED)
+            status = await sidecar.await_state(who.save, ABORTED)
             assert [failure.rank for failure in status.failures] == [0]
             assert status.failures[0].kind == save_pb2.FAILURE_KIND_DEADLINE
             assert "rank 0 (host node-0, last seen" in status.failures[0].message
@@ -243,18 +245,18 @@ def test_failing_rank_ends_the_save_for_all_and_the_next_one_works(
     place = str(tmp_path / "root" / "step-1")
 
     async def scenario() -> None:
-        async with coordinator(sockets) as desk:
-            waiting = asyncio.create_task(desk.plan(context(0, place), halves(0)))
-            await desk.await_plans(place, 0)
-            await desk.fail(context(1, place), kind, "no thanks")
+        async with coordinator(sockets) as client:
+            waiting = asyncio.create_task(client.plan(context(0, place), halves(0)))
+            await client.await_plans(place, 0)
+            await client.fail(context(1, place), kind, "no thanks")
             with pytest.raises(error) as caught:
                 await waiting
             assert type(caught.value) is error
             assert failures_of(caught.value) == {1: (kind, "no thanks")}
-            # Who comes later hears the same.
+            # A later call gets the same error.
             with pytest.raises(error):
-                await desk.plan(context(0, place), halves(0))
-            finals = await plan_both(desk, place, 2)
+                await client.plan(context(0, place), halves(0))
+            finals = await plan_both(client, place, 2)
             assert finals[0].attempt.endswith("-s2")
 
     asyncio.run(scenario())
@@ -266,15 +268,15 @@ def test_failure_after_planning_is_told_to_sidecars_once_it_is_durable(
     place = tmp_path / "root" / "step-1"
 
     async def scenario() -> None:
-        async with coordinator(sockets) as desk:
-            one, two = await desk.attach("node-0"), await desk.attach("node-1")
-            finals = await plan_both(desk, str(place))
+        async with coordinator(sockets) as client:
+            one, two = await client.attach("node-0"), await client.attach("node-1")
+            finals = await plan_both(client, str(place))
             first, second = context(0, str(place)), context(1, str(place))
-            await one.tell(report(first, finals[0].attempt, INGESTED))
+            await one.send(report(first, finals[0].attempt, INGESTED))
             failure = save_pb2.Failure(kind=save_pb2.FAILURE_KIND_LOST, message="killed")
-            await two.tell(report(second, finals[1].attempt, PLANNED, failure=failure))
+            await two.send(report(second, finals[1].attempt, PLANNED, failure=failure))
             for sidecar in (one, two):
-                status = await sidecar.hear(first.save, ABORTED)
+                status = await sidecar.await_state(first.save, ABORTED)
                 assert [(f.rank, f.host, f.message) for f in status.failures] == [
                     (1, "node-1", "killed")
                 ]
@@ -287,15 +289,15 @@ def test_loss_of_an_ingested_trainer_changes_nothing(sockets: Path, tmp_path: Pa
     place = str(tmp_path / "root" / "step-1")
 
     async def scenario() -> None:
-        async with coordinator(sockets) as desk:
-            sidecar = await desk.attach()
-            finals = await plan_both(desk, place)
+        async with coordinator(sockets) as client:
+            sidecar = await client.attach()
+            finals = await plan_both(client, place)
             who = context(0, place)
-            await sidecar.tell(report(who, finals[0].attempt, INGESTED))
+            await sidecar.send(report(who, finals[0].attempt, INGESTED))
             failure = save_pb2.Failure(kind=save_pb2.FAILURE_KIND_LOST, message="killed")
-            await sidecar.tell(report(who, finals[0].attempt, INGESTED, failure=failure))
+            await sidecar.send(report(who, finals[0].attempt, INGESTED, failure=failure))
             await make_durable(sidecar, place, finals)
-            await sidecar.hear(who.save, COMMITTED)
+            await sidecar.await_state(who.save, COMMITTED)
 
     asyncio.run(scenario())
 
@@ -304,11 +306,11 @@ def test_rank_that_dies_while_planning_is_lost_at_once(sockets: Path, tmp_path: 
     place = str(tmp_path / "root" / "step-1")
 
     async def scenario() -> None:
-        async with coordinator(sockets) as desk:
+        async with coordinator(sockets) as client:
             ranks = (0, 1, 2)
-            dying = asyncio.create_task(desk.plan(context(1, place, ranks=ranks), halves(1)))
-            waiting = asyncio.create_task(desk.plan(context(0, place, ranks=ranks), halves(0)))
-            await desk.await_plans(place, 0, 1)
+            dying = asyncio.create_task(client.plan(context(1, place, ranks=ranks), halves(1)))
+            waiting = asyncio.create_task(client.plan(context(0, place, ranks=ranks), halves(0)))
+            await client.await_plans(place, 0, 1)
             dying.cancel()
             with pytest.raises(SaveAbortedError) as caught:
                 await waiting
@@ -324,18 +326,18 @@ def test_plan_call_that_is_made_again_joins(sockets: Path, tmp_path: Path) -> No
     place = str(tmp_path / "root" / "step-1")
 
     async def scenario() -> None:
-        async with coordinator(sockets) as desk:
-            broken = asyncio.create_task(desk.plan(context(0, place), halves(0)))
-            await desk.await_plans(place, 0)
+        async with coordinator(sockets) as client:
+            broken = asyncio.create_task(client.plan(context(0, place), halves(0)))
+            await client.await_plans(place, 0)
             broken.cancel()
-            again = asyncio.create_task(desk.plan(context(0, place), halves(0)))
+            again = asyncio.create_task(client.plan(context(0, place), halves(0)))
             await asyncio.sleep(servicer.LOST_AFTER_S + 0.2)
-            final = await desk.plan(context(1, place), halves(1))
+            final = await client.plan(context(1, place), halves(1))
             assert (await again).plan_id == final.plan_id
             # An answer that got lost is given again.
-            assert await desk.plan(context(1, place), halves(1)) == final
+            assert await client.plan(context(1, place), halves(1)) == final
             with pytest.raises(SaveAbortedError, match="another plan"):
-                await desk.plan(context(1, place), halves(1, extra="more"))
+                await client.plan(context(1, place), halves(1, extra="more"))
 
     asyncio.run(scenario())
 
@@ -354,7 +356,7 @@ def _other_place(who: sidecar_pb2.SaveContext) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "text"),
     [
         (
             _other_place,
@@ -365,19 +367,19 @@ def _other_place(who: sidecar_pb2.SaveContext) -> None:
     ],
 )
 def test_ranks_that_disagree_are_told_who_said_what(
-    sockets: Path, tmp_path: Path, change: object, said: str
+    sockets: Path, tmp_path: Path, change: object, text: str
 ) -> None:
     place = str(tmp_path / "root" / "step-1")
 
     async def scenario() -> None:
-        async with coordinator(sockets) as desk:
-            waiting = asyncio.create_task(desk.plan(context(0, place), halves(0)))
-            await desk.await_plans(place, 0)
+        async with coordinator(sockets) as client:
+            waiting = asyncio.create_task(client.plan(context(0, place), halves(0)))
+            await client.await_plans(place, 0)
             other = context(1, place)
             assert callable(change)
             change(other)
-            for call in (desk.plan(other, halves(1)), waiting):
-                with pytest.raises(SaveAbortedError, match=said) as caught:
+            for call in (client.plan(other, halves(1)), waiting):
+                with pytest.raises(SaveAbortedError, match=text) as caught:
                     await call
                 assert caught.value.failures.keys() == {0, 1}
                 assert {f.kind for f in caught.value.failures.values()} == {
@@ -392,13 +394,13 @@ def test_ranks_with_different_process_groups_are_told(sockets: Path, tmp_path: P
     place = str(tmp_path / "root" / "step-1")
 
     async def scenario() -> None:
-        async with coordinator(sockets) as desk:
+        async with coordinator(sockets) as client:
             narrow = context(0, place, ranks=(0, 1), world_size=4)
             wide = context(1, place, ranks=(0, 1, 2, 3), world_size=4)
-            waiting = asyncio.create_task(desk.plan(narrow, halves(0)))
-            await desk.await_plans(place, 0)
+            waiting = asyncio.create_task(client.plan(narrow, halves(0)))
+            await client.await_plans(place, 0)
             with pytest.raises(SaveAbortedError, match="same process_group"):
-                await desk.plan(wide, halves(1))
+                await client.plan(wide, halves(1))
             with pytest.raises(SaveAbortedError, match="same process_group"):
                 await waiting
 
@@ -409,12 +411,12 @@ def test_ranks_with_different_planner_options_are_told(sockets: Path, tmp_path: 
     place = str(tmp_path / "root" / "step-1")
 
     async def scenario() -> None:
-        async with coordinator(sockets) as desk:
-            waiting = asyncio.create_task(desk.plan(context(0, place), halves(0)))
-            await desk.await_plans(place, 0)
+        async with coordinator(sockets) as client:
+            waiting = asyncio.create_task(client.plan(context(0, place), halves(0)))
+            await client.await_plans(place, 0)
             other = halves(1)
             other.options.dedup_save_to_lowest_rank = True
-            for call in (desk.plan(context(1, place), other), waiting):
+            for call in (client.plan(context(1, place), other), waiting):
                 with pytest.raises(
                     SaveAbortedError, match="dedup_save_to_lowest_rank is False on rank 0"
                 ):
@@ -427,10 +429,10 @@ def test_plans_that_are_no_checkpoint_name_key_and_ranks(sockets: Path, tmp_path
     place = str(tmp_path / "root" / "step-1")
 
     async def scenario() -> None:
-        async with coordinator(sockets) as desk:
+        async with coordinator(sockets) as client:
             calls = [
-                desk.plan(context(0, place), local_plan([tensor("x", 2)])),
-                desk.plan(context(1, place), local_plan([thing("x")])),
+                client.plan(context(0, place), local_plan([tensor("x", 2)])),
+                client.plan(context(1, place), local_plan([thing("x")])),
             ]
             for answer in await asyncio.gather(*calls, return_exceptions=True):
                 assert isinstance(answer, SaveAbortedError)
@@ -444,7 +446,7 @@ def test_plans_that_are_no_checkpoint_name_key_and_ranks(sockets: Path, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("place", "said"),
+    ("place", "text"),
     [
         ("{tmp}/elsewhere/step-1", "not below an allowed root"),
         ("{tmp}/root/../step-1", r"'\.\.'|not an absolute path"),
@@ -453,15 +455,15 @@ def test_plans_that_are_no_checkpoint_name_key_and_ranks(sockets: Path, tmp_path
     ],
 )
 def test_checkpoint_id_that_is_not_allowed_is_refused_at_once(
-    sockets: Path, tmp_path: Path, place: str, said: str
+    sockets: Path, tmp_path: Path, place: str, text: str
 ) -> None:
     where = place.format(tmp=tmp_path)
 
     async def scenario() -> None:
-        async with coordinator(sockets, allow=(str(tmp_path / "root"),)) as desk:
-            # Rank 1 hasn't come yet: nobody waits for it.
-            with pytest.raises(InvalidRequestError, match=said):
-                await desk.plan(context(0, where), halves(0))
+        async with coordinator(sockets, allow=(str(tmp_path / "root"),)) as client:
+            # Rank 1 hasn't called yet: no wait for it.
+            with pytest.raises(InvalidRequestError, match=text):
+                await client.plan(context(0, where), halves(0))
 
     asyncio.run(scenario())
 
@@ -473,24 +475,24 @@ def test_storage_that_refuses_is_told_before_all_ranks_are_there(
     blocked.write_text("not a directory")
 
     async def scenario() -> None:
-        async with coordinator(sockets) as desk:
+        async with coordinator(sockets) as client:
             begin = time.monotonic()
             with pytest.raises(SaveAbortedError, match=str(blocked)) as caught:
-                await desk.plan(context(0, str(blocked / "root" / "step-1")), halves(0))
+                await client.plan(context(0, str(blocked / "root" / "step-1")), halves(0))
             assert time.monotonic() - begin < 5
             assert {f.kind for f in caught.value.failures.values()} == {
                 save_pb2.FAILURE_KIND_STORAGE
             }
             # The refusal is not remembered.
             blocked.unlink()
-            finals = await plan_both(desk, str(blocked / "root" / "step-1"), 2)
+            finals = await plan_both(client, str(blocked / "root" / "step-1"), 2)
             assert finals[0].plan_id
 
     asyncio.run(scenario())
 
 
 @pytest.mark.parametrize(
-    ("spoil", "said"),
+    ("spoil", "text"),
     [
         (lambda r: setattr(r, "plan_id", "0" * 64), "it follows plan"),
         (lambda r: setattr(r.files[0], "size", r.files[0].size - 1), "the plan says"),
@@ -500,25 +502,25 @@ def test_storage_that_refuses_is_told_before_all_ranks_are_there(
     ],
 )
 def test_receipt_that_does_not_fit_the_plan_aborts_by_rank(
-    sockets: Path, tmp_path: Path, spoil: object, said: str
+    sockets: Path, tmp_path: Path, spoil: object, text: str
 ) -> None:
     place = str(tmp_path / "root" / "step-1")
 
     async def scenario() -> None:
-        async with coordinator(sockets) as desk:
-            sidecar = await desk.attach()
-            finals = await plan_both(desk, place)
+        async with coordinator(sockets) as client:
+            sidecar = await client.attach()
+            finals = await plan_both(client, place)
             rank = next(r for r in (0, 1) if 0 in finals[r].placement.length)
             receipt = receipt_of(finals[rank], rank)
             assert callable(spoil)
             spoil(receipt)
             who = context(rank, place)
-            await sidecar.tell(report(who, finals[rank].attempt, DURABLE, receipt=receipt))
-            status = await sidecar.hear(who.save, ABORTED)
+            await sidecar.send(report(who, finals[rank].attempt, DURABLE, receipt=receipt))
+            status = await sidecar.await_state(who.save, ABORTED)
             assert [(f.rank, f.kind) for f in status.failures] == [
                 (rank, save_pb2.FAILURE_KIND_INTEGRITY)
             ]
-            assert said in status.failures[0].message
+            assert text in status.failures[0].message
 
     asyncio.run(scenario())
 
@@ -527,16 +529,16 @@ def test_rank_without_items_sends_an_empty_receipt(sockets: Path, tmp_path: Path
     place = tmp_path / "root" / "step-1"
 
     async def scenario() -> None:
-        async with coordinator(sockets) as desk:
-            sidecar = await desk.attach()
+        async with coordinator(sockets) as client:
+            sidecar = await client.attach()
             finals = await asyncio.gather(
-                desk.plan(context(0, str(place)), local_plan([tensor("w", 4)])),
-                desk.plan(context(1, str(place)), local_plan([])),
+                client.plan(context(0, str(place)), local_plan([tensor("w", 4)])),
+                client.plan(context(1, str(place)), local_plan([])),
             )
             assert not finals[1].files
             assert not finals[1].positions
             await make_durable(sidecar, str(place), finals)
-            await sidecar.hear(context(0, str(place)).save, COMMITTED)
+            await sidecar.await_state(context(0, str(place)).save, COMMITTED)
 
     asyncio.run(scenario())
     assert list(FileSystemReader(place).read_metadata().state_dict_metadata) == ["w"]
@@ -544,20 +546,20 @@ def test_rank_without_items_sends_an_empty_receipt(sockets: Path, tmp_path: Path
 
 def test_groups_and_saves_overlap(sockets: Path, tmp_path: Path) -> None:
     async def scenario() -> None:
-        async with coordinator(sockets) as desk:
-            sidecar = await desk.attach()
+        async with coordinator(sockets) as client:
+            sidecar = await client.attach()
 
             async def one(ranks: tuple[int, ...], number: int) -> None:
                 place = str(tmp_path / "root" / f"{ranks[0]}-{number}")
                 who = [context(r, place, ranks=ranks, number=number, world_size=4) for r in ranks]
                 item = [shard("w", [i * 2], [2], [4]) for i in (0, 1)]
                 finals = await asyncio.gather(
-                    *(desk.plan(w, local_plan([i])) for w, i in zip(who, item, strict=True))
+                    *(client.plan(w, local_plan([i])) for w, i in zip(who, item, strict=True))
                 )
                 for w, final in zip(who, finals, strict=True):
                     receipt = receipt_of(final, w.rank)
-                    await sidecar.tell(report(w, final.attempt, DURABLE, receipt=receipt))
-                await sidecar.hear(who[0].save, COMMITTED)
+                    await sidecar.send(report(w, final.attempt, DURABLE, receipt=receipt))
+                await sidecar.await_state(who[0].save, COMMITTED)
                 assert FileSystemReader(place).read_metadata().state_dict_metadata
 
             await asyncio.gather(*(one(ranks, n) for ranks in ((0, 1), (2, 3)) for n in (1, 2, 3)))
@@ -569,10 +571,10 @@ def test_save_that_torch_plans_is_begun_and_finished(sockets: Path, tmp_path: Pa
     place = tmp_path / "root" / "step-1"
 
     async def scenario() -> None:
-        async with coordinator(sockets) as desk:
-            sidecar = await desk.attach()
+        async with coordinator(sockets) as client:
+            sidecar = await client.attach()
             who = [context(rank, str(place)) for rank in (0, 1)]
-            begun = await desk.call(
+            begun = await client.call(
                 "Begin", sidecar_pb2.BeginRequest(context=who[0], wire_version=WIRE_VERSION)
             )
             names = [object_names.data_file(begun.attempt, rank, 0) for rank in (0, 1)]
@@ -586,17 +588,17 @@ def test_save_that_torch_plans_is_begun_and_finished(sockets: Path, tmp_path: Pa
             request = sidecar_pb2.FinishRequest(
                 context=who[0], attempt=begun.attempt, metadata=metadata, timeout_s=10
             )
-            finishing = asyncio.create_task(desk.call("Finish", request))
+            finishing = asyncio.create_task(client.call("Finish", request))
             place.mkdir(parents=True, exist_ok=True)
             for rank, name in enumerate(names):
                 receipt = records_pb2.Receipt(attempt=begun.attempt, rank=rank)
                 receipt.files.add(name=name, size=60)
                 (place / name).write_bytes(bytes(60))
-                await sidecar.tell(report(who[rank], begun.attempt, DURABLE, receipt=receipt))
+                await sidecar.send(report(who[rank], begun.attempt, DURABLE, receipt=receipt))
             answer = await finishing
             assert answer.status.state == COMMITTED
             # The answer that got lost.
-            assert (await desk.call("Finish", request)).status.state == COMMITTED
+            assert (await client.call("Finish", request)).status.state == COMMITTED
 
     asyncio.run(scenario())
     metadata = FileSystemReader(place).read_metadata()
@@ -607,10 +609,10 @@ def test_metadata_of_torch_that_no_file_covers_is_refused(sockets: Path, tmp_pat
     place = tmp_path / "root" / "step-1"
 
     async def scenario() -> None:
-        async with coordinator(sockets) as desk:
-            sidecar = await desk.attach()
+        async with coordinator(sockets) as client:
+            sidecar = await client.attach()
             who = context(0, str(place), ranks=(0,))
-            begun = await desk.call(
+            begun = await client.call(
                 "Begin", sidecar_pb2.BeginRequest(context=who, wire_version=WIRE_VERSION)
             )
             name = object_names.data_file(begun.attempt, 0, 0)
@@ -621,9 +623,9 @@ def test_metadata_of_torch_that_no_file_covers_is_refused(sockets: Path, tmp_pat
             )
             receipt = records_pb2.Receipt(attempt=begun.attempt, rank=0)
             receipt.files.add(name=name, size=60)
-            await sidecar.tell(report(who, begun.attempt, DURABLE, receipt=receipt))
+            await sidecar.send(report(who, begun.attempt, DURABLE, receipt=receipt))
             with pytest.raises(SaveAbortedError, match="places bytes 20 to 70"):
-                await desk.call(
+                await client.call(
                     "Finish",
                     sidecar_pb2.FinishRequest(
                         context=who, attempt=begun.attempt, metadata=metadata, timeout_s=10
@@ -639,12 +641,12 @@ def test_custom_planner_must_be_named(sockets: Path, tmp_path: Path) -> None:
     place = str(tmp_path / "root" / "step-1")
 
     async def scenario() -> None:
-        async with coordinator(sockets) as desk:
+        async with coordinator(sockets) as client:
             plan = halves(0)
             plan.options.planner = "my.code:MyPlanner"
             plan.options.custom_global_plan = True
             with pytest.raises(InvalidRequestError, match=r"--planner my\.code:MyPlanner"):
-                await desk.plan(context(0, place), plan)
+                await client.plan(context(0, place), plan)
 
     asyncio.run(scenario())
 
@@ -653,22 +655,22 @@ def test_status_names_whom_a_save_waits_for(sockets: Path, tmp_path: Path) -> No
     place = str(tmp_path / "root" / "step-1")
 
     async def scenario() -> None:
-        async with coordinator(sockets) as desk:
-            status = status_pb2_grpc.StatusStub(desk.channel)
-            planning = asyncio.create_task(desk.plan(context(0, place), halves(0)))
-            await desk.await_plans(place, 0)
+        async with coordinator(sockets) as client:
+            status = status_pb2_grpc.StatusStub(client.channel)
+            planning = asyncio.create_task(client.plan(context(0, place), halves(0)))
+            await client.await_plans(place, 0)
             (save,) = (await status.ListSaves(status_pb2.ListSavesRequest())).saves
             assert save.state == save_pb2.SAVE_STATE_PLANNING
             assert list(save.waiting_on.ranks) == [1]
             assert 0 < save.waiting_on.deadline_s <= 10
             assert save.attempt == ""
-            finals = [await desk.plan(context(1, place), halves(1)), await planning][::-1]
-            sidecar = await desk.attach()
+            finals = [await client.plan(context(1, place), halves(1)), await planning][::-1]
+            sidecar = await client.attach()
             who = context(0, place)
-            await sidecar.tell(
+            await sidecar.send(
                 report(who, finals[0].attempt, INGESTED, bytes_ingested=123, bytes_uploaded=45)
             )
-            await desk.await_status(place, lambda save: save.ranks[0].bytes_ingested == 123)
+            await client.await_status(place, lambda save: save.ranks[0].bytes_ingested == 123)
             request = status_pb2.GetSaveRequest(id=place)
             save = (await status.GetSave(request)).save
             assert save.state == save_pb2.SAVE_STATE_STAGING
@@ -676,7 +678,7 @@ def test_status_names_whom_a_save_waits_for(sockets: Path, tmp_path: Path) -> No
             assert re.match(r"rank 1 \(host node-1, last seen \d s ago", save.waiting_on.text)
             assert save.ranks[0].bytes_ingested == 123
             await make_durable(sidecar, place, finals)
-            await sidecar.hear(who.save, COMMITTED)
+            await sidecar.await_state(who.save, COMMITTED)
             save = (await status.GetSave(status_pb2.GetSaveRequest(id=save.id))).save
             assert save.state == COMMITTED
             assert save.waiting_on.text == ""
@@ -685,34 +687,34 @@ def test_status_names_whom_a_save_waits_for(sockets: Path, tmp_path: Path) -> No
 
 
 def test_killed_coordinator_goes_on_from_storage_and_reports(tmp_path: Path) -> None:
-    """Rank 1's answer got lost with the coordinator; rank 0 is durable, and only its receipt tells."""
+    """Rank 1's answer got lost with the coordinator; rank 0 is durable, and only its receipt shows that."""
     place = tmp_path / "root" / "step-1"
     with Daemons(tmp_path / "logs", sidecars=0) as daemons:
 
         async def before() -> list[plan_pb2.FinalPlan]:
-            async with desk(daemons.coordinator_address) as calls:
+            async with connect_client(daemons.coordinator_address) as calls:
                 return await plan_both(calls, str(place))
 
         async def after(finals: list[plan_pb2.FinalPlan]) -> None:
-            async with desk(daemons.coordinator_address) as calls:
+            async with connect_client(daemons.coordinator_address) as calls:
                 first, second = context(0, str(place)), context(1, str(place))
                 receipt = receipt_of(finals[0], 0)
                 key = place / object_names.receipt(finals[0].attempt, 0)
                 key.parent.mkdir(parents=True)
                 key.write_bytes(receipt.SerializeToString())
                 sidecar = await calls.attach("node-1")
-                await sidecar.tell(report(second, finals[1].attempt, PLANNED))
+                await sidecar.send(report(second, finals[1].attempt, PLANNED))
                 # Asked again, the plan is the one that stands.
                 assert (await calls.plan(second, halves(1))) == finals[1]
                 receipt = receipt_of(finals[1], 1)
-                await sidecar.tell(report(second, finals[1].attempt, DURABLE, receipt=receipt))
-                await sidecar.hear(first.save, COMMITTED)
+                await sidecar.send(report(second, finals[1].attempt, DURABLE, receipt=receipt))
+                await sidecar.await_state(first.save, COMMITTED)
 
         async def late(finals: list[plan_pb2.FinalPlan]) -> None:
-            async with desk(daemons.coordinator_address) as calls:
+            async with connect_client(daemons.coordinator_address) as calls:
                 who = context(0, str(place))
                 sidecar = await calls.attach(reports=[report(who, finals[0].attempt, INGESTED)])
-                await sidecar.hear(who.save, COMMITTED)
+                await sidecar.await_state(who.save, COMMITTED)
 
         finals = asyncio.run(before())
         daemons.coordinator.kill()
@@ -720,7 +722,7 @@ def test_killed_coordinator_goes_on_from_storage_and_reports(tmp_path: Path) -> 
         asyncio.run(after(finals))
         metadata = FileSystemReader(place).read_metadata()
         assert set(metadata.state_dict_metadata) == {"w", "b", "epoch"}
-        # One that never heard of it reads the decision.
+        # A coordinator that does not know the save reads the decision.
         daemons.coordinator.kill()
         daemons.coordinator.start()
         asyncio.run(late(finals))
@@ -736,13 +738,13 @@ def test_a_job_that_was_started_again_saves_anew_where_the_records_were_lost(
     async def scenario() -> list[str]:
         attempts = []
         for incarnation in ("aa", "bb"):
-            async with coordinator(sockets) as desk:
-                sidecar = await desk.attach()
+            async with coordinator(sockets) as client:
+                sidecar = await client.attach()
                 who = context(0, str(place), ranks=(0,), incarnation=incarnation)
-                final = await desk.plan(who, local_plan([tensor("w", 1)]))
+                final = await client.plan(who, local_plan([tensor("w", 1)]))
                 receipt = receipt_of(final, 0)
-                await sidecar.tell(report(who, final.attempt, DURABLE, receipt=receipt))
-                assert (await sidecar.hear(who.save, COMMITTED)).attempt == final.attempt
+                await sidecar.send(report(who, final.attempt, DURABLE, receipt=receipt))
+                assert (await sidecar.await_state(who.save, COMMITTED)).attempt == final.attempt
                 attempts.append(final.attempt)
             shutil.rmtree(root / ".pannier" / "incarnations")
         return attempts
@@ -755,44 +757,44 @@ def test_a_job_that_was_started_again_saves_anew_where_the_records_were_lost(
 
 
 def test_an_incarnation_that_was_followed_begins_no_save(sockets: Path, tmp_path: Path) -> None:
-    """Whichever coordinator the newer one speaks to."""
+    """Whichever coordinator the newer one calls."""
     root = tmp_path / "root"
     elsewhere = sockets / "elsewhere"
     elsewhere.mkdir(mode=0o700)
 
     async def scenario() -> None:
-        async with coordinator(sockets) as desk, coordinator(elsewhere) as other:
-            sidecar = await desk.attach()
+        async with coordinator(sockets) as client, coordinator(elsewhere) as other:
+            sidecar = await client.attach()
 
             def step(number: int, **who: Any) -> sidecar_pb2.SaveContext:
                 return context(0, str(root / f"step-{number}"), ranks=(0,), number=number, **who)
 
             plan = local_plan([tensor("w", 1)])
-            first = await desk.plan(step(1), plan)
+            first = await client.plan(step(1), plan)
             who = step(1, incarnation="bb")
             who.seen_incarnation = 1
             newer = await other.plan(who, plan)
             # Planned before the newer one began: it may finish.
             receipt = receipt_of(first, 0)
-            await sidecar.tell(report(step(1), first.attempt, DURABLE, receipt=receipt))
-            await sidecar.hear(step(1).save, COMMITTED)
+            await sidecar.send(report(step(1), first.attempt, DURABLE, receipt=receipt))
+            await sidecar.await_state(step(1).save, COMMITTED)
             named = r"incarnation aa of job job is not its newest: incarnation bb \(number 2\)"
             with pytest.raises(SaveAbortedError, match=named + ".*node-0"):
-                await desk.plan(step(2), plan)
+                await client.plan(step(2), plan)
             # Nor by a plan that it was given before.
             attempt = object_names.Attempt.parse(first.attempt)
             later = dataclasses.replace(attempt, number=3).name
-            said = proposal(step(3), first.plan_id, plan_codec.plan_digest(plan), later)
-            await sidecar.tell(said)
-            status = await sidecar.hear(step(3).save, ABORTED)
+            claim = claim_report(step(3), first.plan_id, plan_codec.plan_digest(plan), later)
+            await sidecar.send(claim)
+            status = await sidecar.await_state(step(3).save, ABORTED)
             assert re.search(named, status.failures[0].message)
             assert not (root / "step-3").exists()
-            # The newer one goes on, and so does one that saves by itself.
+            # The newer one continues, and so does one that saves apart.
             assert object_names.Attempt.parse(newer.attempt).incarnation_number == 2
             await other.plan(step(2, incarnation="bb"), plan)
             aside = step(1, incarnation="cc")
             aside.apart = True
-            await desk.plan(aside, plan)
+            await client.plan(aside, plan)
             await other.plan(step(3, incarnation="bb"), plan)
             # One that had begun before the newer one did, and saves only now.
             late = step(1, incarnation="dd")
@@ -800,7 +802,7 @@ def test_an_incarnation_that_was_followed_begins_no_save(sockets: Path, tmp_path
             with pytest.raises(
                 SaveAbortedError, match="incarnation dd of job job is not its newest"
             ):
-                await desk.plan(late, plan)
+                await client.plan(late, plan)
 
     asyncio.run(scenario())
 
@@ -811,17 +813,17 @@ def test_what_torch_plans_is_refused_to_an_incarnation_that_was_followed(
     place = str(tmp_path / "root" / "step-1")
 
     async def scenario() -> None:
-        async with coordinator(sockets) as desk:
+        async with coordinator(sockets) as client:
             who = context(0, place, ranks=(0,))
             begin = sidecar_pb2.BeginRequest(context=who, wire_version=WIRE_VERSION)
-            await desk.call("Begin", begin)
+            await client.call("Begin", begin)
             plan = local_plan([tensor("w", 1)])
-            await desk.plan(context(0, place, ranks=(0,), incarnation="bb"), plan)
+            await client.plan(context(0, place, ranks=(0,), incarnation="bb"), plan)
             begin.context.save.number = 2
             with pytest.raises(
                 SaveAbortedError, match="incarnation aa of job job is not its newest"
             ):
-                await desk.call("Begin", begin)
+                await client.call("Begin", begin)
 
     asyncio.run(scenario())
 
@@ -832,9 +834,9 @@ def test_ranks_that_take_part_in_two_incarnations_are_named_at_once(
     place = str(tmp_path / "root" / "step-1")
 
     async def scenario() -> None:
-        async with coordinator(sockets) as desk:
+        async with coordinator(sockets) as client:
             calls = [
-                desk.plan(
+                client.plan(
                     context(rank, place, incarnation=incarnation), halves(rank), timeout_s=300
                 )
                 for rank, incarnation in ((0, "aa"), (1, "bb"))
@@ -876,11 +878,11 @@ def test_incarnations_are_numbered_once_across_coordinators(tmp_path: Path) -> N
     with Daemons(tmp_path / "logs", sidecars=0) as daemons:
 
         async def plan(incarnation: str, number: int) -> str:
-            async with desk(daemons.coordinator_address) as calls:
+            async with connect_client(daemons.coordinator_address) as calls:
                 who = context(
                     0, str(root / "x"), ranks=(0,), number=number, incarnation=incarnation
                 )
-                # Of one job only the newest would go on.
+                # In one job only the newest could save.
                 who.save.job = f"job-{incarnation}"
                 return (await calls.plan(who, local_plan([tensor("w", 1)]))).attempt
 

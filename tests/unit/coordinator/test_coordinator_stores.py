@@ -43,10 +43,10 @@ def test_a_root_that_does_not_answer_is_an_error_soon_for_all_its_saves(
 
     async def scenario() -> None:
         found = of(url(closed))
-        told: list[list[str]] = [[], []]
+        reasons: list[list[str]] = [[], []]
 
         async def ask(number: int) -> None:
-            with limited(retried=told[number].append):
+            with limited(retried=reasons[number].append):
                 await found.attempt(context(0, ID))
 
         errors = await asyncio.gather(ask(0), ask(1), return_exceptions=True)
@@ -55,8 +55,8 @@ def test_a_root_that_does_not_answer_is_an_error_soon_for_all_its_saves(
             assert "gs://bucket/run can't be reached from this host" in str(error)
             assert ("no answer" if listens else "Cannot connect") in str(error)
         if not listens:
-            # Each save hears why, also one that came later.
-            assert all("Cannot connect" in lines[-1] for lines in told)
+            # Each save gets the reason, also one that came later.
+            assert all("Cannot connect" in lines[-1] for lines in reasons)
         # It is asked again for the next save.
         with pytest.raises(UnreachableError):
             await found.attempt(context(0, ID))
@@ -71,10 +71,10 @@ def test_a_root_that_answers_is_given_time(tmp_path: Path, monkeypatch: pytest.M
         found = of(server.url)
         server.fault(kind="status", status=503, times=-1)
         asked = asyncio.ensure_future(found.attempt(context(0, ID)))
-        heard: list[str] = []
-        with limited(retried=heard.append):
+        reasons: list[str] = []
+        with limited(retried=reasons.append):
             also = asyncio.ensure_future(found.attempt(context(0, ID)))
-        while len(heard) < 3:
+        while len(reasons) < 3:
             await asyncio.sleep(0.05)
             assert not asked.done()
         server.clear()

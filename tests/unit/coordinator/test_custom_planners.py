@@ -40,7 +40,7 @@ class Inventive(DefaultSavePlanner):
 
 
 class Forgetful(DefaultSavePlanner):
-    """Has nobody write what the metadata lists."""
+    """Assigns no rank what the metadata lists."""
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         plans, metadata = super().create_global_plan(all_plans)
@@ -128,7 +128,7 @@ def test_planner_that_is_not_named_is_refused_with_the_flag() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cls", "said"),
+    ("cls", "text"),
     [
         (Inventive, "which isn't in that rank's own plan"),
         (Forgetful, "tells no rank to write it"),
@@ -136,8 +136,8 @@ def test_planner_that_is_not_named_is_refused_with_the_flag() -> None:
         (Broken, "create_global_plan raised KeyError: 'oh'"),
     ],
 )
-def test_planner_that_plans_no_checkpoint_is_refused(cls: type[SavePlanner], said: str) -> None:
-    with pytest.raises(InvalidPlanError, match=said):
+def test_planner_that_plans_no_checkpoint_is_refused(cls: type[SavePlanner], text: str) -> None:
+    with pytest.raises(InvalidPlanError, match=text):
         Planners([named(cls)]).make(plans_for(cls), ATTEMPT)
 
 
@@ -147,7 +147,7 @@ def test_planner_data_of_its_own_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "text"),
     [
         ("no.such.module:Planner", "can't be imported"),
         (f"{__name__}:Missing", "can't be imported"),
@@ -155,6 +155,6 @@ def test_planner_data_of_its_own_is_refused_by_name() -> None:
         (f"{__name__}:Demanding", "can't be made without arguments"),
     ],
 )
-def test_planner_that_cannot_run_is_refused_at_the_start(name: str, said: str) -> None:
-    with pytest.raises(ConfigurationError, match=said):
+def test_planner_that_cannot_run_is_refused_at_the_start(name: str, text: str) -> None:
+    with pytest.raises(ConfigurationError, match=text):
         Planners([name])

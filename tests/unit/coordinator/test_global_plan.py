@@ -241,7 +241,7 @@ def test_rank_without_items_takes_part() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "blamed", "said"),
+    ("ranks", "failed", "text"),
     [
         (
             [[tensor("x", 2)], [tensor("x", 2)], [thing("x")]],
@@ -306,12 +306,12 @@ def test_rank_without_items_takes_part() -> None:
     ],
 )
 def test_plans_that_are_no_checkpoint_are_refused(
-    ranks: list[list[WriteItem]], blamed: set[int], said: str
+    ranks: list[list[WriteItem]], failed: set[int], text: str
 ) -> None:
     with pytest.raises(InvalidPlanError) as caught:
         ours(ranks, lowest=False)
-    assert said in str(caught.value)
-    assert caught.value.failures.keys() == blamed
+    assert text in str(caught.value)
+    assert caught.value.failures.keys() == failed
     assert {f.kind for f in caught.value.failures.values()} == {save_pb2.FAILURE_KIND_INVALID_PLAN}
 
 
@@ -337,7 +337,7 @@ def test_boxes_are_refused_when_dcp_refuses_them(
 def test_grid_of_many_chunks_is_checked_quickly() -> None:
     grid = [[shard("x", [y, x], [1, 1], [64, 64])] for y in range(64) for x in range(64)]
     ours(grid, lowest=True)
-    # One cell reaches into its neighbour, and another is missing: volumes alone don't tell.
+    # One cell reaches into its neighbour, and another is missing: volumes alone don't show that.
     grid[100] = [shard("x", [1, 36], [1, 2], [64, 64])]
     grid[2000] = []
     with pytest.raises(InvalidPlanError, match="overlapping"):

@@ -1,4 +1,4 @@
-"""Peers that lie to a coordinator: what they say of others' ranks counts for nothing."""
+"""Peers that send a coordinator false reports: those about other hosts' ranks have no effect."""
 
 import asyncio
 import math
@@ -19,7 +19,7 @@ from pannier.wire.errors import (
     SaveAbortedError,
 )
 from support.actors.ranks_by_hand import (
-    Desk,
+    CoordinatorClient,
     Sidecar,
     context,
     coordinator,
@@ -46,11 +46,11 @@ def sockets() -> Iterator[Path]:
 
 
 async def planned(
-    desk: Desk, place: str, ranks: tuple[int, ...] = (0, 1), number: int = 1
+    client: CoordinatorClient, place: str, ranks: tuple[int, ...] = (0, 1), number: int = 1
 ) -> dict[int, plan_pb2.FinalPlan]:
     finals = await asyncio.gather(
         *(
-            desk.plan(
+            client.plan(
                 context(rank, place, ranks=ranks, number=number, world_size=8),
                 local_plan([tensor(f"w{rank}", 8)]),
             )
@@ -60,13 +60,13 @@ async def planned(
     return dict(zip(ranks, finals, strict=True))
 
 
-async def settled(sidecar: Sidecar, desk: Desk, place: str) -> None:
-    """Returns when what ``sidecar`` has said was heard: its save with nobody else has ended."""
+async def settled(sidecar: Sidecar, client: CoordinatorClient, place: str) -> None:
+    """Returns when all that ``sidecar`` has sent was processed: a save of its own has ended."""
     who = context(7, f"{place}-aside", ranks=(7,), world_size=8)
-    await desk.plan(who, local_plan([tensor("x", 1)]))
+    await client.plan(who, local_plan([tensor("x", 1)]))
     gone = save_pb2.Failure(kind=save_pb2.FAILURE_KIND_CLIENT, message="enough")
-    await sidecar.claim(report(who, "", FAILED, failure=gone))
-    await sidecar.hear(who.save, ABORTED)
+    await sidecar.send_unstored(report(who, "", FAILED, failure=gone))
+    await sidecar.await_state(who.save, ABORTED)
 
 
 def test_a_sidecar_that_speaks_for_ranks_of_another_host_harms_nobody(
@@ -75,21 +75,21 @@ def test_a_sidecar_that_speaks_for_ranks_of_another_host_harms_nobody(
     place = tmp_path / "root" / "step-1"
 
     async def scenario() -> None:
-        async with coordinator(sockets) as desk:
-            honest = [await desk.attach(f"node-{rank}") for rank in (0, 1)]
-            liar = await desk.attach("node-9")
-            finals = await planned(desk, str(place))
+        async with coordinator(sockets) as client:
+            honest = [await client.attach(f"node-{rank}") for rank in (0, 1)]
+            liar = await client.attach("node-9")
+            finals = await planned(client, str(place))
             who = [context(rank, str(place), world_size=8) for rank in (0, 1)]
             attempt = finals[0].attempt
             for rank in (0, 1):
-                await honest[rank].tell(report(who[rank], attempt, INGESTED))
-            await honest[1].hear(who[0].save, save_pb2.SAVE_STATE_INGESTED)
+                await honest[rank].send(report(who[rank], attempt, INGESTED))
+            await honest[1].await_state(who[0].save, save_pb2.SAVE_STATE_INGESTED)
             forged = receipt_of(finals[1], 1)
             forged.files[0].crc32c ^= 1
             misplaced = receipt_of(finals[0], 0)
             boom = save_pb2.Failure(rank=1, kind=save_pb2.FAILURE_KIND_CLIENT, message="boom")
             other = object_names.Attempt(9, 1, who[0].save.group, "aa").name
-            await liar.claim(
+            await liar.send_unstored(
                 report(who[1], attempt, FAILED, failure=boom),
                 report(who[1], attempt, DURABLE, receipt=forged),
                 report(who[1], attempt, DURABLE, receipt=misplaced),
@@ -102,11 +102,11 @@ def test_a_sidecar_that_speaks_for_ranks_of_another_host_harms_nobody(
                     for rank in (0, 1)
                 ],
             )
-            await settled(liar, desk, str(place))
+            await settled(liar, client, str(place))
             for rank in (0, 1):
                 receipt = receipt_of(finals[rank], rank)
-                await honest[rank].tell(report(who[rank], attempt, DURABLE, receipt=receipt))
-            status = await honest[0].hear(who[0].save, COMMITTED, ABORTED)
+                await honest[rank].send(report(who[rank], attempt, DURABLE, receipt=receipt))
+            status = await honest[0].await_state(who[0].save, COMMITTED, ABORTED)
             assert status.state == COMMITTED, status
             assert not status.failures
             stored = place / object_names.receipt(attempt, 1)
@@ -116,19 +116,19 @@ def test_a_sidecar_that_speaks_for_ranks_of_another_host_harms_nobody(
 
 
 def test_a_sidecar_takes_over_from_one_of_its_host(sockets: Path, tmp_path: Path) -> None:
-    """The former life's stream may not have been noticed to be broken."""
+    """The stream of the sidecar's former process may still seem to be open."""
     place = str(tmp_path / "root" / "step-1")
 
     async def scenario() -> None:
-        async with coordinator(sockets) as desk:
-            old, new = await desk.attach("node-0"), await desk.attach("node-0")
-            finals = await planned(desk, place)
+        async with coordinator(sockets) as client:
+            old, new = await client.attach("node-0"), await client.attach("node-0")
+            finals = await planned(client, place)
             for rank, final in finals.items():
                 who = context(rank, place, world_size=8)
-                await old.tell(report(who, final.attempt, INGESTED))
+                await old.send(report(who, final.attempt, INGESTED))
                 receipt = receipt_of(final, rank)
-                await new.tell(report(who, final.attempt, DURABLE, receipt=receipt))
-            await new.hear(context(0, place).save, COMMITTED)
+                await new.send(report(who, final.attempt, DURABLE, receipt=receipt))
+            await new.await_state(context(0, place).save, COMMITTED)
 
     asyncio.run(scenario())
 
@@ -155,22 +155,22 @@ def test_a_lie_about_its_own_rank_ends_that_save_alone(
     own, others = str(tmp_path / "root" / "own"), str(tmp_path / "root" / "others")
 
     async def scenario() -> None:
-        async with coordinator(sockets) as desk:
-            liar, honest = await desk.attach("node-2"), await desk.attach("node-0")
-            finals = await planned(desk, own, (2, 3))
-            theirs = await planned(desk, others)
+        async with coordinator(sockets) as client:
+            liar, honest = await client.attach("node-2"), await client.attach("node-0")
+            finals = await planned(client, own, (2, 3))
+            theirs = await planned(client, others)
             who = context(2, own, ranks=(2, 3), world_size=8)
-            told = report(who, finals[2].attempt, DURABLE, receipt=receipt_of(finals[2], 2))
-            SPOILS[lie](told)
-            await liar.claim(told)
-            status = await liar.hear(who.save, ABORTED)
+            made = report(who, finals[2].attempt, DURABLE, receipt=receipt_of(finals[2], 2))
+            SPOILS[lie](made)
+            await liar.send_unstored(made)
+            status = await liar.await_state(who.save, ABORTED)
             assert [failure.rank for failure in status.failures] == [2]
             assert len(status.failures[0].message) <= limits.MAX_TEXT + 2
             for rank, final in theirs.items():
                 receipt = receipt_of(final, rank)
                 whose = context(rank, others, world_size=8)
-                await honest.tell(report(whose, final.attempt, DURABLE, receipt=receipt))
-            await honest.hear(context(0, others).save, COMMITTED)
+                await honest.send(report(whose, final.attempt, DURABLE, receipt=receipt))
+            await honest.await_state(context(0, others).save, COMMITTED)
 
     asyncio.run(scenario())
     assert not (tmp_path / "root" / "own" / ".metadata").exists()
@@ -183,9 +183,9 @@ def test_nonsense_in_a_report_is_left_out_and_the_rest_counts(
     place = str(tmp_path / "root" / "step-1")
 
     async def scenario() -> None:
-        async with coordinator(sockets) as desk:
-            sidecar = await desk.attach("node-0")
-            finals = await planned(desk, place)
+        async with coordinator(sockets) as client:
+            sidecar = await client.attach("node-0")
+            finals = await planned(client, place)
             outside = context(0, place, world_size=8)
             outside.rank = 5
             crowd = context(0, place, world_size=8)
@@ -193,7 +193,7 @@ def test_nonsense_in_a_report_is_left_out_and_the_rest_counts(
             nowhere = sidecar_pb2.SaveContext()
             escape = context(0, place, world_size=8)
             escape.save.job = "../job"
-            await sidecar.claim(
+            await sidecar.send_unstored(
                 *(report(bad, "", INGESTED) for bad in (outside, crowd, nowhere, escape)),
                 watched=[
                     sidecar_pb2.PendingSave(context=bad, handed_over=True)
@@ -201,22 +201,22 @@ def test_nonsense_in_a_report_is_left_out_and_the_rest_counts(
                 ],
             )
             for rank, final in finals.items():
-                told = report(
+                made = report(
                     context(rank, place, world_size=8),
                     final.attempt,
                     DURABLE,
                     receipt=receipt_of(final, rank),
                     seconds_since_heard=math.nan if rank else -1e300,
                 )
-                await sidecar.tell(told)
-            status = await sidecar.hear(context(0, place).save, COMMITTED)
+                await sidecar.send(made)
+            status = await sidecar.await_state(context(0, place).save, COMMITTED)
             assert all(rank.seconds_since_heard >= 0 for rank in status.ranks)
 
     asyncio.run(scenario())
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "text"),
     [
         ({"world_size": limits.MAX_WORLD + 1}, f"{limits.MAX_WORLD + 1} processes of a job"),
         ({"rank": 4}, "ranks that includes 4"),
@@ -226,18 +226,18 @@ def test_nonsense_in_a_report_is_left_out_and_the_rest_counts(
     ],
 )
 def test_a_call_that_can_be_part_of_no_save_is_refused(
-    sockets: Path, tmp_path: Path, change: dict[str, object], said: str
+    sockets: Path, tmp_path: Path, change: dict[str, object], text: str
 ) -> None:
     place = str(tmp_path / "root" / "step-1")
 
     async def scenario() -> None:
-        async with coordinator(sockets) as desk:
+        async with coordinator(sockets) as client:
             who = context(0, place)
             for name, value in change.items():
                 setattr(who, name, value)
-            with pytest.raises(InvalidRequestError, match=said):
-                await desk.plan(who, local_plan([tensor("w", 4)]))
-            await planned(desk, place)
+            with pytest.raises(InvalidRequestError, match=text):
+                await client.plan(who, local_plan([tensor("w", 4)]))
+            await planned(client, place)
 
     asyncio.run(scenario())
 
@@ -248,13 +248,13 @@ def test_a_rank_that_two_callers_claim_to_be_ends_its_save_alone(
     place, aside = str(tmp_path / "root" / "step-1"), str(tmp_path / "root" / "aside")
 
     async def scenario() -> None:
-        async with coordinator(sockets) as desk:
-            await planned(desk, place)
+        async with coordinator(sockets) as client:
+            await planned(client, place)
             who = context(1, place, world_size=8)
             who.host = "node-9"
             with pytest.raises(SaveAbortedError, match="do two processes run as this rank"):
-                await desk.plan(who, local_plan([tensor("w1", 9)]))
-            await planned(desk, aside, (2, 3))
+                await client.plan(who, local_plan([tensor("w1", 9)]))
+            await planned(client, aside, (2, 3))
 
     asyncio.run(scenario())
 
@@ -266,26 +266,26 @@ def test_saves_under_way_have_a_limit_also_for_reports(
     root = tmp_path / "root"
 
     async def scenario() -> None:
-        async with coordinator(sockets) as desk:
-            sidecar = await desk.attach()
+        async with coordinator(sockets) as client:
+            sidecar = await client.attach()
             waiting = [
                 asyncio.create_task(
-                    desk.plan(
+                    client.plan(
                         context(0, f"{root}/{number}", number=number, world_size=8),
                         local_plan([tensor("w", 4)]),
                     )
                 )
                 for number in range(1, 5)
             ]
-            await settled(sidecar, desk, str(root / "x"))
+            await settled(sidecar, client, str(root / "x"))
             late = context(0, f"{root}/5", number=5, world_size=8)
             with pytest.raises(OverloadedError, match=r"4 saves of group .* the limit: try again"):
-                await desk.plan(late, local_plan([tensor("w", 4)]))
-            await sidecar.claim(report(late, "", INGESTED))
-            # Others' saves go on, and so does the stream.
-            await planned(desk, str(root / "others"), (2, 3))
+                await client.plan(late, local_plan([tensor("w", 4)]))
+            await sidecar.send_unstored(report(late, "", INGESTED))
+            # Other hosts' saves continue, and so does the stream.
+            await planned(client, str(root / "others"), (2, 3))
             for number in range(1, 5):
-                await desk.fail(context(0, f"{root}/{number}", number=number, world_size=8))
+                await client.fail(context(0, f"{root}/{number}", number=number, world_size=8))
             for each in await asyncio.gather(*waiting, return_exceptions=True):
                 assert isinstance(each, SaveAbortedError)
 
@@ -295,11 +295,11 @@ def test_saves_under_way_have_a_limit_also_for_reports(
 def test_calls_of_one_sidecar_have_a_limit_and_others_are_answered(
     sockets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "_CALLS_OF_ONE", 4)
+    monkeypatch.setattr(server, "_CONNECTION_CALLS", 4)
     ranks = tuple(range(8))
     greedy_place, place = str(tmp_path / "root" / "greedy"), str(tmp_path / "root" / "step-1")
 
-    def calls(own: Desk) -> list["asyncio.Task[plan_pb2.FinalPlan]"]:
+    def calls(own: CoordinatorClient) -> list["asyncio.Task[plan_pb2.FinalPlan]"]:
         return [
             asyncio.create_task(
                 own.plan(
@@ -316,7 +316,7 @@ def test_calls_of_one_sidecar_have_a_limit_and_others_are_answered(
             options = [*addresses.channel_options(), ("grpc.use_local_subchannel_pool", 1)]
             address = f"unix://{sockets}/c.sock"
             async with grpc.aio.insecure_channel(address, options=options) as channel:
-                waiting = calls(Desk(channel))
+                waiting = calls(CoordinatorClient(channel))
                 await planned(honest, place)
                 ended = await asyncio.gather(*waiting, return_exceptions=True)
                 assert all(isinstance(each, PannierError) for each in ended)

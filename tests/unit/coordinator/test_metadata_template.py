@@ -36,12 +36,12 @@ def made(local: Sequence[plan_pb2.LocalPlan]) -> Manifest:
 
 def receipts_of(manifest: Manifest) -> dict[int, records_pb2.Receipt]:
     """Of data files that are too large to be made here."""
-    told = {}
+    receipts = {}
     for rank in manifest.ranks:
-        receipt = told[rank] = records_pb2.Receipt(rank=rank)
+        receipt = receipts[rank] = records_pb2.Receipt(rank=rank)
         for number, position in enumerate(manifest.share(rank).varying):
             receipt.varying.add(position=position, offset=number << 33, length=100)
-    return told
+    return receipts
 
 
 def both(manifest: Manifest) -> tuple[Metadata, Metadata]:

@@ -1,4 +1,4 @@
-"""A coordinator's saves against what storage says: any order of plans, receipts, failures, restarts.
+"""A coordinator's saves against what is in storage: any order of plans, receipts, failures, restarts.
 
 The ranks and their sidecars are played; the coordinator, its socket and its store are real. Whatever
 happens: one decision per save, which never changes; COMMIT only with the receipts of all ranks under
@@ -63,8 +63,8 @@ class Coordinator(RuleBasedStateMachine):
         self.plans: dict[int, plan_pb2.FinalPlan] = {}
         self.stored: set[int] = set()
         """Ranks whose receipts are in storage."""
-        self.told: dict[int, Any] = {}
-        """What the ranks' sidecar would say again."""
+        self.reported: dict[int, Any] = {}
+        """What the ranks' sidecar reports again when it attaches."""
         self.failed = False
 
     def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
@@ -75,8 +75,8 @@ class Coordinator(RuleBasedStateMachine):
 
     async def _start(self) -> None:
         self.stack = AsyncExitStack()
-        self.desk = await self.stack.enter_async_context(coordinator(self.sockets))
-        self.sidecar: Sidecar = await self.desk.attach(reports=list(self.told.values()))
+        self.client = await self.stack.enter_async_context(coordinator(self.sockets))
+        self.sidecar: Sidecar = await self.client.attach(reports=list(self.reported.values()))
 
     async def _end(self) -> None:
         for task in self.asked.values():
@@ -102,7 +102,7 @@ class Coordinator(RuleBasedStateMachine):
 
     async def _ask(self, rank: int) -> None:
         plan = local_plan([tensor(f"w{rank}", 4)])
-        asking = self.desk.plan(self._context(rank), plan, timeout_s=stretched(20))
+        asking = self.client.plan(self._context(rank), plan, timeout_s=stretched(20))
         self.asked[rank] = asyncio.ensure_future(asking)
 
     @precondition(lambda self: not self.plans)
@@ -114,7 +114,7 @@ class Coordinator(RuleBasedStateMachine):
             for rank in (0, 1):
                 self.plans[rank] = await self.asked.pop(rank)
             for rank in (0, 1):
-                await self._tell(report(self._context(rank), self.attempt, PLANNED), rank)
+                await self._send(report(self._context(rank), self.attempt, PLANNED), rank)
 
         self._run(both())
         self._look()
@@ -124,13 +124,13 @@ class Coordinator(RuleBasedStateMachine):
     def ingest(self, rank: int) -> None:
         if rank in self.stored:
             return
-        self._run(self._tell(report(self._context(rank), self.attempt, INGESTED), rank))
+        self._run(self._send(report(self._context(rank), self.attempt, INGESTED), rank))
         self._look()
 
     @precondition(lambda self: self.plans)
-    @rule(rank=RANKS, told=st.booleans())
-    def store(self, rank: int, told: bool) -> None:
-        """All of the rank is in storage; its sidecar may die before it can say so."""
+    @rule(rank=RANKS, reported=st.booleans())
+    def store(self, rank: int, reported: bool) -> None:
+        """All of the rank is in storage; its sidecar may die before it reports that."""
         plan = self.plans.get(rank)
         if plan is None or self.failed:
             return
@@ -138,14 +138,14 @@ class Coordinator(RuleBasedStateMachine):
         for file in receipt.files:
             (self.place / file.name).write_bytes(bytes(file.size))
             self.written.setdefault(plan.attempt, set()).add(file.name)
-        said = report(self._context(rank), plan.attempt, DURABLE, receipt=receipt)
+        made = report(self._context(rank), plan.attempt, DURABLE, receipt=receipt)
         self.stored.add(rank)
-        self._run(self._tell(said, rank) if told else write_receipts([said]))
+        self._run(self._send(made, rank) if reported else write_receipts([made]))
         self._look()
 
-    async def _tell(self, said: Any, rank: int) -> None:
-        self.told[rank] = said
-        await self.sidecar.tell(said)
+    async def _send(self, made: Any, rank: int) -> None:
+        self.reported[rank] = made
+        await self.sidecar.send(made)
 
     @precondition(lambda self: self.plans)
     @rule(rank=RANKS)
@@ -154,22 +154,22 @@ class Coordinator(RuleBasedStateMachine):
             return
         self.failed = True
 
-        async def say() -> None:
+        async def fail() -> None:
             try:
-                await self.desk.fail(self._context(rank))
+                await self.client.fail(self._context(rank))
             except PannierError:
                 # The save is over already.
                 return
 
-        self._run(say())
+        self._run(fail())
         self._look()
 
     @rule(kept=st.booleans())
     def restart(self, kept: bool) -> None:
-        """The coordinator's next life, with the sidecar's memory of the save or without it."""
+        """The coordinator's next process, with or without what the sidecar remembers of the save."""
         self._run(self._end())
         if not kept:
-            self.told.clear()
+            self.reported.clear()
         self._run(self._start())
         self._look()
 
@@ -181,17 +181,19 @@ class Coordinator(RuleBasedStateMachine):
             if rank not in self.stored:
                 self.store(rank, True)
         for rank in {0, 1} - self.stored:
-            self._run(self._tell(report(self._context(rank), self.attempt, PLANNED), rank))
+            self._run(self._send(report(self._context(rank), self.attempt, PLANNED), rank))
         complete = len(self.stored) == 2
         if not complete:
             self.fail(0 if 0 not in self.stored else 1)
         for rank in self.stored:
             plan = self.plans[rank]
-            said = report(
+            made = report(
                 self._context(rank), plan.attempt, DURABLE, receipt=receipt_of(plan, rank)
             )
-            self._run(self._tell(said, rank))
-        status = self._run(self.sidecar.hear(self._context(0).save, *ENDED, timeout=stretched(20)))
+            self._run(self._send(made, rank))
+        status = self._run(
+            self.sidecar.await_state(self._context(0).save, *ENDED, timeout=stretched(20))
+        )
         self._look()
         decided = self.decisions[self.attempt]
         assert (status.state == save_pb2.SAVE_STATE_COMMITTED) == (decided == COMMIT)

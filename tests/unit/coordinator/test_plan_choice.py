@@ -19,12 +19,12 @@ from pannier.wire import object_names, plan_codec
 from pannier.wire.errors import PannierError, SaveAbortedError
 from pannier.wire.version import WIRE_VERSION
 from support.actors.ranks_by_hand import (
-    Desk,
+    CoordinatorClient,
     Sidecar,
+    claim_report,
     context,
     coordinator,
     local_plan,
-    proposal,
     receipt_of,
     report,
     shard,
@@ -57,7 +57,7 @@ def plan_of(rank: int, *more: WriteItem, without: str = "") -> plan_pb2.LocalPla
 class Job:
     """Two ranks on two hosts, and what they were given for save 1."""
 
-    desk: Desk
+    client: CoordinatorClient
     sidecars: list[Sidecar]
     root: Path
     given: list[plan_pb2.FinalPlan]
@@ -71,46 +71,46 @@ class Job:
     async def plan(
         self, rank: int, number: int, plan: plan_pb2.LocalPlan | None = None, **more: Any
     ) -> plan_pb2.FinalPlan:
-        return await self.desk.plan(self.context(rank, number), plan or plan_of(rank), **more)
+        return await self.client.plan(self.context(rank, number), plan or plan_of(rank), **more)
 
     async def plan_all(self, number: int) -> list[plan_pb2.FinalPlan]:
         return list(await asyncio.gather(*(self.plan(rank, number) for rank in (0, 1))))
 
-    async def propose(self, rank: int, number: int, **more: Any) -> None:
-        said: dict[str, Any] = {
+    async def claim(self, rank: int, number: int, **more: Any) -> None:
+        fields: dict[str, Any] = {
             "plan_id": self.given[rank].plan_id,
             "digest": plan_codec.plan_digest(plan_of(rank)),
             "attempt": attempt_name(number),
         }
-        said.update(more)
-        await self.sidecars[rank].tell(proposal(self.context(rank, number), **said))
+        fields.update(more)
+        await self.sidecars[rank].send(claim_report(self.context(rank, number), **fields))
 
-    async def propose_all(self, number: int, **more: Any) -> None:
+    async def claim_all(self, number: int, **more: Any) -> None:
         for rank in (0, 1):
-            await self.propose(rank, number, **more)
+            await self.claim(rank, number, **more)
 
-    async def hear(self, number: int, *states: "save_pb2.SaveState") -> save_pb2.SaveStatus:
-        return await self.sidecars[0].hear(self.context(0, number).save, *states)
+    async def await_state(self, number: int, *states: "save_pb2.SaveState") -> save_pb2.SaveStatus:
+        return await self.sidecars[0].await_state(self.context(0, number).save, *states)
 
     async def agreed(self, number: int, *ranks: int) -> save_pb2.SaveStatus:
-        """Hears it as the sidecars of these ranks do; default: all."""
+        """Waits until the sidecars of these ranks have the agreed plan's id; default: all."""
         save = self.context(0, number).save
         for rank in ranks or (0, 1):
-            told = self.sidecars[rank].learn(save, lambda status: bool(status.plan_id))
-            status = await told
+            agreed = self.sidecars[rank].await_status(save, lambda status: bool(status.plan_id))
+            status = await agreed
         return status
 
     async def wanted(self, number: int, *ranks: int) -> None:
         save = self.context(0, number).save
         for rank in ranks or (0, 1):
-            await self.sidecars[rank].learn(save, lambda status: status.plan_wanted)
+            await self.sidecars[rank].await_status(save, lambda status: status.plan_wanted)
 
     async def commit(self, number: int, finals: list[plan_pb2.FinalPlan]) -> None:
         for rank, final in enumerate(finals):
             who = self.context(rank, number)
             receipt = receipt_of(final, rank)
-            await self.sidecars[rank].tell(report(who, final.attempt, DURABLE, receipt=receipt))
-        await self.hear(number, COMMITTED)
+            await self.sidecars[rank].send(report(who, final.attempt, DURABLE, receipt=receipt))
+        await self.await_state(number, COMMITTED)
 
     def given_for(self, number: int) -> list[plan_pb2.FinalPlan]:
         """What the ranks were given, as they use it in a later save."""
@@ -143,9 +143,9 @@ def play(scenario: Any, sockets: Path, root: Path, **settings: Any) -> None:
     """With a job whose first save is committed."""
 
     async def main() -> None:
-        async with coordinator(sockets, **settings) as desk:
-            sidecars = [await desk.attach(f"node-{rank}") for rank in (0, 1)]
-            job = Job(desk, sidecars, root, [])
+        async with coordinator(sockets, **settings) as client:
+            sidecars = [await client.attach(f"node-{rank}") for rank in (0, 1)]
+            job = Job(client, sidecars, root, [])
             job.given = await job.plan_all(1)
             await job.commit(1, job.given)
             await scenario(job)
@@ -160,13 +160,13 @@ def causes(status: save_pb2.SaveStatus | PannierError) -> dict[int, str]:
 
 def test_ranks_that_go_by_the_last_plan_need_no_call(sockets: Path, tmp_path: Path) -> None:
     async def scenario(job: Job) -> None:
-        await job.propose(0, 2)
-        status = await job.sidecars[0].learn(job.context(0, 2).save, lambda status: True)
+        await job.claim(0, 2)
+        status = await job.sidecars[0].await_status(job.context(0, 2).save, lambda status: True)
         assert (status.plan_id, list(status.waiting_on.ranks)) == ("", [1])
-        await job.propose(1, 2)
+        await job.claim(1, 2)
         status = await job.agreed(2)
         assert status.plan_id == job.given[0].plan_id
-        # Before anybody was told.
+        # Before any rank had the answer.
         manifest = job.manifest(2)
         assert manifest.plan_id == status.plan_id
         assert [member.host for member in manifest.message.members] == ["node-0", "node-1"]
@@ -187,7 +187,7 @@ def test_ranks_that_go_by_the_last_plan_need_no_call(sockets: Path, tmp_path: Pa
 
 def test_a_plan_that_the_coordinator_does_not_know_is_wanted(sockets: Path, tmp_path: Path) -> None:
     async def scenario(job: Job) -> None:
-        await job.propose_all(2, plan_id="f" * 64)
+        await job.claim_all(2, plan_id="f" * 64)
         await job.wanted(2)
         answers = await job.plan_all(2)
         assert answers == job.given_for(2)
@@ -201,13 +201,13 @@ def test_a_restarted_coordinator_wants_the_plans_and_makes_the_same(
     sockets: Path, tmp_path: Path
 ) -> None:
     async def scenario() -> None:
-        async with coordinator(sockets) as desk:
-            job = Job(desk, [], tmp_path, [])
+        async with coordinator(sockets) as client:
+            job = Job(client, [], tmp_path, [])
             job.given = await job.plan_all(1)
-        async with coordinator(sockets) as desk:
-            job.desk = desk
-            job.sidecars = [await desk.attach(f"node-{rank}") for rank in (0, 1)]
-            await job.propose_all(2)
+        async with coordinator(sockets) as client:
+            job.client = client
+            job.sidecars = [await client.attach(f"node-{rank}") for rank in (0, 1)]
+            await job.claim_all(2)
             await job.wanted(2)
             assert await job.plan_all(2) == job.given_for(2)
 
@@ -216,20 +216,22 @@ def test_a_restarted_coordinator_wants_the_plans_and_makes_the_same(
 
 def test_a_restarted_coordinator_finds_the_agreed_manifest(sockets: Path, tmp_path: Path) -> None:
     async def scenario() -> None:
-        async with coordinator(sockets) as desk:
-            job = Job(desk, [await desk.attach(f"node-{rank}") for rank in (0, 1)], tmp_path, [])
+        async with coordinator(sockets) as client:
+            job = Job(
+                client, [await client.attach(f"node-{rank}") for rank in (0, 1)], tmp_path, []
+            )
             job.given = await job.plan_all(1)
-            await job.propose_all(2)
+            await job.claim_all(2)
             await job.agreed(2)
-        async with coordinator(sockets) as desk:
-            job.desk = desk
-            job.sidecars = [await desk.attach(f"node-{rank}") for rank in (0, 1)]
-            # Neither has heard of it.
-            await job.propose_all(2)
+        async with coordinator(sockets) as client:
+            job.client = client
+            job.sidecars = [await client.attach(f"node-{rank}") for rank in (0, 1)]
+            # Neither coordinator knows the plan.
+            await job.claim_all(2)
             await job.agreed(2)
             await job.commit(2, job.given_for(2))
             # It knows the plan again.
-            await job.propose_all(3)
+            await job.claim_all(3)
             await job.agreed(3)
 
     asyncio.run(scenario())
@@ -247,9 +249,9 @@ def test_two_coordinators_agree_on_one_manifest(sockets: Path, tmp_path: Path) -
             for job in jobs:
                 job.given = await job.plan_all(1)
             for job in jobs:
-                await job.propose_all(2)
-            told = [(await job.agreed(2)).plan_id for job in jobs]
-            assert told == [jobs[0].given[0].plan_id] * 2
+                await job.claim_all(2)
+            agreed = [(await job.agreed(2)).plan_id for job in jobs]
+            assert agreed == [jobs[0].given[0].plan_id] * 2
 
     asyncio.run(scenario())
 
@@ -258,7 +260,7 @@ def test_a_rank_that_hands_its_unchanged_plan_in_changes_nothing(
     sockets: Path, tmp_path: Path
 ) -> None:
     async def scenario(job: Job) -> None:
-        await job.propose(0, 2)
+        await job.claim(0, 2)
         final = await job.plan(1, 2)
         assert final == job.given_for(2)[1]
         assert (await job.agreed(2, 0)).plan_id == final.plan_id
@@ -270,7 +272,7 @@ def test_what_a_changed_rank_adds_is_planned_around_the_others(
     sockets: Path, tmp_path: Path
 ) -> None:
     async def scenario(job: Job) -> None:
-        await job.propose(0, 2)
+        await job.claim(0, 2)
         changed = asyncio.create_task(job.plan(1, 2, plan_of(1, tensor("new", 5), tensor("b2", 9))))
         await job.wanted(2, 0)
         kept = await job.plan(0, 2)
@@ -299,7 +301,7 @@ def test_what_a_changed_rank_no_longer_writes_ends_the_save_by_name(
         }
         # Both hold `b`; the one that wrote it has it no more.
         changed = written["b"]
-        await job.propose(1 - changed, 2)
+        await job.claim(1 - changed, 2)
         refused = asyncio.create_task(job.plan(changed, 2, plan_of(changed, without="b")))
         await job.wanted(2, 1 - changed)
         with pytest.raises(SaveAbortedError, match="nobody writes 'b' any more") as caught:
@@ -318,18 +320,18 @@ def test_ranks_alternate_between_plans_without_trouble(sockets: Path, tmp_path: 
     """Rank 1 has something more to save every other time."""
 
     async def scenario(job: Job) -> None:
-        await job.propose(0, 2)
+        await job.claim(0, 2)
         other = plan_of(1, tensor("new", 5))
         changed = asyncio.create_task(job.plan(1, 2, other))
         await job.wanted(2, 0)
         kept = await job.plan(0, 2)
         await changed
         # Rank 1 goes by the first plan, rank 0 by the one that it was given last.
-        await job.propose(0, 3, plan_id=kept.plan_id)
-        await job.propose(1, 3)
+        await job.claim(0, 3, plan_id=kept.plan_id)
+        await job.claim(1, 3)
         assert (await job.agreed(3)).plan_id in (kept.plan_id, job.given[1].plan_id)
-        await job.propose(0, 4, plan_id=kept.plan_id)
-        await job.propose(1, 4, plan_id=kept.plan_id, digest=plan_codec.plan_digest(other))
+        await job.claim(0, 4, plan_id=kept.plan_id)
+        await job.claim(1, 4, plan_id=kept.plan_id, digest=plan_codec.plan_digest(other))
         assert (await job.agreed(4)).plan_id == kept.plan_id
 
     play(scenario, sockets, tmp_path)
@@ -337,9 +339,9 @@ def test_ranks_alternate_between_plans_without_trouble(sockets: Path, tmp_path: 
 
 def test_files_of_another_attempt_end_the_save_by_name(sockets: Path, tmp_path: Path) -> None:
     async def scenario(job: Job) -> None:
-        await job.propose(0, 2)
-        await job.propose(1, 2, attempt=attempt_name(2).replace("i1-", "i7-"))
-        status = await job.hear(2, ABORTED)
+        await job.claim(0, 2)
+        await job.claim(1, 2, attempt=attempt_name(2).replace("i1-", "i7-"))
+        status = await job.await_state(2, ABORTED)
         assert list(causes(status)) == [1]
         assert "attempts like i7-" in causes(status)[1]
 
@@ -348,63 +350,63 @@ def test_files_of_another_attempt_end_the_save_by_name(sockets: Path, tmp_path: 
 
 def test_ranks_that_say_two_things_end_the_save(sockets: Path, tmp_path: Path) -> None:
     async def scenario(job: Job) -> None:
-        await job.propose(0, 2)
-        await job.propose(0, 2, digest="0" * 64)
-        assert list(causes(await job.hear(2, ABORTED))) == [0]
-        await job.propose(0, 3)
-        there = proposal(
+        await job.claim(0, 2)
+        await job.claim(0, 2, digest="0" * 64)
+        assert list(causes(await job.await_state(2, ABORTED))) == [0]
+        await job.claim(0, 3)
+        there = claim_report(
             context(1, str(tmp_path / "elsewhere"), number=3),
             job.given[1].plan_id,
             plan_codec.plan_digest(plan_of(1)),
             attempt_name(3),
         )
-        await job.sidecars[1].tell(there)
-        assert "elsewhere" in str(causes(await job.hear(3, ABORTED)))
-        await job.propose_all(4)
+        await job.sidecars[1].send(there)
+        assert "elsewhere" in str(causes(await job.await_state(3, ABORTED)))
+        await job.claim_all(4)
         await job.agreed(4)
-        await job.propose(0, 4, digest="0" * 64)
-        assert list(causes(await job.hear(4, ABORTED))) == [0]
+        await job.claim(0, 4, digest="0" * 64)
+        assert list(causes(await job.await_state(4, ABORTED))) == [0]
 
     play(scenario, sockets, tmp_path)
 
 
-def test_a_rank_that_never_says_what_it_goes_by_is_named(sockets: Path, tmp_path: Path) -> None:
+def test_a_rank_that_never_claims_a_plan_is_named(sockets: Path, tmp_path: Path) -> None:
     async def scenario(job: Job) -> None:
-        await job.propose(0, 2, timeout_s=0.5)
-        status = await job.hear(2, ABORTED)
+        await job.claim(0, 2, timeout_s=0.5)
+        status = await job.await_state(2, ABORTED)
         assert causes(status)[1].startswith("async_save was not called there")
-        # And one whose local plan is wanted, too.
-        await job.propose_all(3, plan_id="f" * 64, timeout_s=0.5)
-        status = await job.hear(3, ABORTED)
+        # So is one whose full plan is requested.
+        await job.claim_all(3, plan_id="f" * 64, timeout_s=0.5)
+        status = await job.await_state(3, ABORTED)
         assert sorted(causes(status)) == [0, 1]
         assert causes(status)[0].startswith("its full plan was requested")
 
     play(scenario, sockets, tmp_path)
 
 
-def test_a_save_known_from_reports_has_the_deadline_that_ranks_tell(
+def test_a_save_known_from_reports_has_the_deadline_that_ranks_report(
     sockets: Path, tmp_path: Path
 ) -> None:
     async def scenario(job: Job) -> None:
-        await job.propose_all(2, save_timeout_s=1.0)
+        await job.claim_all(2, save_timeout_s=1.0)
         status = await job.agreed(2)
         assert status.waiting_on.deadline_s <= 1
-        assert "not durable in time" in str(causes(await job.hear(2, ABORTED)))
+        assert "not durable in time" in str(causes(await job.await_state(2, ABORTED)))
 
     play(scenario, sockets, tmp_path)
 
 
-def test_a_rank_whose_host_is_gone_while_the_plan_is_agreed_is_lost(
+def test_a_rank_whose_sidecar_is_disconnected_while_the_plan_is_agreed_is_lost(
     sockets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(liveness, "PLAN_RETURN_S", 0.2)
 
     async def scenario(job: Job) -> None:
-        await job.propose(1, 2)
-        await job.sidecars[1].learn(job.context(1, 2).save, lambda status: True)
+        await job.claim(1, 2)
+        await job.sidecars[1].await_status(job.context(1, 2).save, lambda status: True)
         await job.sidecars[1].close()
-        await job.propose(0, 2, plan_id="f" * 64)
-        status = await job.hear(2, ABORTED)
+        await job.claim(0, 2, plan_id="f" * 64)
+        status = await job.await_state(2, ABORTED)
         assert list(causes(status)) == [1]
         assert "disconnected" in causes(status)[1]
 
@@ -413,19 +415,19 @@ def test_a_rank_whose_host_is_gone_while_the_plan_is_agreed_is_lost(
 
 def test_a_place_that_is_not_allowed_ends_the_save(sockets: Path, tmp_path: Path) -> None:
     async def scenario(job: Job) -> None:
-        said = proposal(
+        claim = claim_report(
             context(0, "/elsewhere/step-2", number=2),
             job.given[0].plan_id,
             plan_codec.plan_digest(plan_of(0)),
             attempt_name(2),
         )
-        await job.sidecars[0].tell(said)
-        assert "/elsewhere" in causes(await job.hear(2, ABORTED))[0]
+        await job.sidecars[0].send(claim)
+        assert "/elsewhere" in causes(await job.await_state(2, ABORTED))[0]
 
     play(scenario, sockets, tmp_path, allow=(str(tmp_path),))
 
 
-def test_a_call_may_say_it_too(sockets: Path, tmp_path: Path) -> None:
+def test_a_call_may_claim_a_plan_too(sockets: Path, tmp_path: Path) -> None:
     async def scenario(job: Job) -> None:
         answers = await asyncio.gather(*(_call(job, rank, 2) for rank in (0, 1)))
         assert [(a.plan.plan_id, a.plan.attempt) for a in answers] == [
@@ -446,7 +448,7 @@ async def _call(job: Job, rank: int, number: int, plan_id: str = "") -> sidecar_
         timeout_s=10,
         wire_version=WIRE_VERSION,
     )
-    answer: sidecar_pb2.PlanResponse = await job.desk.call("Plan", request)
+    answer: sidecar_pb2.PlanResponse = await job.client.call("Plan", request)
     return answer
 
 
@@ -459,20 +461,22 @@ async def _prepare(job: Job, rank: int, number: int) -> sidecar_pb2.PlanResponse
         wire_version=WIRE_VERSION,
         prepare=True,
     )
-    answer: sidecar_pb2.PlanResponse = await job.desk.call("Plan", request)
+    answer: sidecar_pb2.PlanResponse = await job.client.call("Plan", request)
     return answer
 
 
 def test_a_prepared_plan_leaves_nothing_and_is_known_later(sockets: Path, tmp_path: Path) -> None:
     async def scenario() -> None:
-        async with coordinator(sockets) as desk:
-            job = Job(desk, [await desk.attach(f"node-{rank}") for rank in (0, 1)], tmp_path, [])
+        async with coordinator(sockets) as client:
+            job = Job(
+                client, [await client.attach(f"node-{rank}") for rank in (0, 1)], tmp_path, []
+            )
             answers = await asyncio.gather(*(_prepare(job, rank, 1) for rank in (0, 1)))
             job.given = [answer.plan for answer in answers]
             assert not job.is_there(1, ".")
             # An answer that got lost is given again.
             assert (await _prepare(job, 0, 1)).plan == job.given[0]
-            await job.propose_all(2)
+            await job.claim_all(2)
             assert (await job.agreed(2)).plan_id == job.given[0].plan_id
             await job.commit(2, job.given_for(2))
 

@@ -1,4 +1,4 @@
-"""Two coordinators at one save: what is in storage settles it, and whoever lost says so."""
+"""Two coordinators at one save: storage decides, and the loser notes that."""
 
 import asyncio
 import logging
@@ -55,7 +55,7 @@ async def end(scene: Scene, save: Save) -> State:
     return save.state
 
 
-def test_both_commit_though_each_was_told_of_half(caplog: pytest.LogCaptureFixture) -> None:
+def test_both_commit_though_each_got_half_of_the_reports(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario(one: Scene, other: Scene) -> None:
         mine, theirs = await asyncio.gather(one.planned(), other.planned())
         assert mine.manifest is not None
@@ -89,7 +89,7 @@ def test_one_aborts_what_the_other_has_committed() -> None:
         await one.make_durable(mine)
         await end(one, mine)
         before = await one.plain.list()
-        # It is decided, but the other one hears of a failure first.
+        # It is decided, but the other one gets a failure first.
         theirs.fail(save_pb2.FAILURE_KIND_CLIENT, "boom", 1)
         assert await end(other, theirs) is State.COMMITTED
         assert "COMMIT was decided by another" in status(theirs).note
@@ -99,7 +99,7 @@ def test_one_aborts_what_the_other_has_committed() -> None:
 
 
 @pytest.mark.parametrize("kind", ["lost", "deadline"])
-def test_silence_in_planning_does_not_abort_what_another_has_planned(kind: str) -> None:
+def test_a_timeout_in_planning_does_not_abort_what_another_has_planned(kind: str) -> None:
     async def scenario(one: Scene, other: Scene) -> None:
         # Rank 1 goes to the other coordinator, and then rank 0 does, too.
         mine = one.registry.enter(one.context(0))
@@ -120,7 +120,7 @@ def test_silence_in_planning_does_not_abort_what_another_has_planned(kind: str) 
     play(scenario)
 
 
-def test_a_rank_that_says_it_failed_ends_what_another_has_planned() -> None:
+def test_a_rank_that_reports_its_failure_ends_what_another_has_planned() -> None:
     async def scenario(one: Scene, other: Scene) -> None:
         mine = one.registry.enter(one.context(0))
         theirs = await other.planned()
@@ -183,7 +183,7 @@ OVER = 0.001
 
 
 def report_again(scene: Scene, plan: float, save: float) -> Save:
-    """Both ranks report to a coordinator that was started anew, with what they have left."""
+    """Both ranks report to a restarted coordinator, with what they have left."""
     for rank in (0, 1):
         found = scene.registry.enter(scene.context(rank))
         found.deadlines.report(rank, plan, save)
@@ -241,14 +241,14 @@ def test_storage_is_asked_for_a_resumed_save_until_it_answers(
         assert await end(one, planned) is State.COMMITTED
         other.store.unreadable = True
         if where == "root":
-            other.places.unreachable = True
+            other.stores.unreachable = True
         again = report_again(other, OVER, OVER)
         await other.reach(again, lambda: "503" in again.storage_wait and len(other.store.asked) > 1)
         await other.reach(
             again, lambda: time.monotonic() > again.deadlines.start + 2 * deadlines.RESUMED_S
         )
         assert not again.ended
-        other.places.unreachable = other.store.unreadable = False
+        other.stores.unreachable = other.store.unreadable = False
         assert await end(other, again) is State.COMMITTED
 
     play(scenario)

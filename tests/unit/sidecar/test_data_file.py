@@ -11,7 +11,7 @@ import pytest
 
 from pannier.sidecar.spool.data_file import DataFile, SpoolSource
 from pannier.sidecar.spool.spool import Spool
-from pannier.wire import checksums, errors
+from pannier.wire import chunk_codec, errors
 from pannier.wire.chunk_codec import ReceivedChunk
 from support.processes.daemons import memory_directory
 
@@ -76,5 +76,5 @@ def test_readers_of_a_released_file_get_an_error(memory: Path) -> None:
 def test_the_checksum_of_a_whole_comes_from_its_parts(length: int) -> None:
     generator = random.Random(length)
     first, second = generator.randbytes(1000), generator.randbytes(length)
-    combined = checksums.append(crc32c.crc32c(first), crc32c.crc32c(second), length)
+    combined = chunk_codec.combine_crc32c(crc32c.crc32c(first), crc32c.crc32c(second), length)
     assert combined == crc32c.crc32c(first + second)
