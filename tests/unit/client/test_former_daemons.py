@@ -109,7 +109,7 @@ def test_a_record_that_cannot_be_read_keeps_nobody_from_the_others(
     starts: Starts, caplog: pytest.LogCaptureFixture
 ) -> None:
     broken, killed = starts.add("a"), starts.add("b")
-    (broken.directory / "pair.json").write_text("{")
+    (broken.directory / "daemons.json").write_text("{")
     starts.tend(starts.add("new"))
     assert starts.on_start == [killed.directory]
     assert str(broken.directory) in caplog.text

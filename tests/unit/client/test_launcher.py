@@ -136,7 +136,7 @@ def test_daemons_that_end_while_starting_are_an_error_with_their_last_words(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE", "fail")
-    with pytest.raises(UnavailableError, match=r"(?s)ended while starting.*no room on the disk"):
+    with pytest.raises(UnavailableError, match=r"(?s)exited while starting.*no room on the disk"):
         launcher.ensure(Settings(runtime_dir=directory))
 
 
@@ -145,7 +145,7 @@ def test_daemons_that_do_not_come_up_are_an_error_with_their_last_words(
 ) -> None:
     monkeypatch.setattr(launcher, "START_S", 0.5)
     monkeypatch.setattr(launcher, "_accepts", lambda _: False)
-    with pytest.raises(UnavailableError, match=r"(?s)did not come up within 0.5 s.*starting up"):
+    with pytest.raises(UnavailableError, match=r"(?s)did not start within 0.5 s.*starting up"):
         launcher.ensure(Settings(runtime_dir=directory))
 
 

@@ -99,8 +99,8 @@ def test_a_rank_of_another_machine_that_ended_is_not_joined(
     # Both are the same process's, which is waited for once.
     assert ranks.begin(1, "b", since=1.0) == (3, "word of 1")
     assert [r.message for r in caplog.records if r.levelname == "WARNING"] == [
-        "rank 1: rank 0 (host node-0) did not answer within 0.2 s; incarnation 1 in the process "
-        "group's store is taken for one of processes that have ended"
+        "rank 1: rank 0 (host node-0) did not answer within 0.2 s; assuming that the processes of "
+        "incarnation 1 in the process group's store have ended"
     ]
     # Rank 0 has counted on, and finds the one that rank 1 began.
     assert ranks.begin(0, "a", since=uptime() + 10) == (3, "word of 1")

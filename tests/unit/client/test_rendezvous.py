@@ -23,7 +23,7 @@ from support.processes.daemons import short_directory
 from support.processes.ranks import free_port
 
 SETTINGS = Settings(plan_timeout=20.0)
-PAPERS = TlsBundle(cert="cert", key="key", ca="ca")
+TLS = TlsBundle(cert="cert", key="key", ca="ca")
 
 
 def spot(rank: int, place: str) -> HostInfo:
@@ -37,9 +37,9 @@ def convened(monkeypatch: pytest.MonkeyPatch) -> list[tuple[HostInfo, str | None
 
     def convene(own: HostInfo, towards: str | None, settings: Settings) -> Rendezvous:
         found.append((own, towards))
-        return Rendezvous("w", "job j", "10.0.0.1:7070", own, PAPERS)
+        return Rendezvous("w", "job j", "10.0.0.1:7070", own, TLS)
 
-    monkeypatch.setattr(rendezvous, "_convene", convene)
+    monkeypatch.setattr(rendezvous, "_start_coordinator", convene)
     monkeypatch.setattr(rendezvous, "PATIENCE_S", 1.0)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
@@ -59,8 +59,8 @@ class Ranks:
         own = self.spots[rank]
         assert own is not None
         assert self.first is not None
-        notes = RankStore(rank, timeout_s=20, store=self.store)
-        return agree(notes, 1, own, self.first, size=len(self.spots), settings=self._settings)
+        rank_store = RankStore(rank, timeout_s=20, store=self.store)
+        return agree(rank_store, 1, own, self.first, size=len(self.spots), settings=self._settings)
 
     def run(self) -> list[Rendezvous | Exception | None]:
         """What each rank that comes is told."""
@@ -90,13 +90,15 @@ def test_rank_0s_host_has_the_coordinator_of_several(
     ((own, towards),) = convened
     assert own == ranks.spots[0]
     # So that it listens on the address by which that host reaches it.
-    assert towards in {each.address for each in ranks.spots if each and each.place != own.place}
+    assert towards in {
+        each.address for each in ranks.spots if each and each.runtime_dir_id != own.runtime_dir_id
+    }
     told = found[0]
     assert isinstance(told, Rendezvous)
-    assert (told.at, told.coordinator) == (own, "10.0.0.1:7070")
+    assert (told.leader, told.coordinator) == (own, "10.0.0.1:7070")
     for each in found:
         assert isinstance(each, Rendezvous)
-        assert (each.word, each.at, each.papers.key) == ("w", own, "key")
+        assert (each.start_id, each.leader, each.tls.key) == ("w", own, "key")
 
 
 def test_the_first_rank_decides_when_rank_0_does_not_save(
@@ -105,7 +107,7 @@ def test_the_first_rank_decides_when_rank_0_does_not_save(
     ranks = Ranks(".bcb", first=2)
     found = ranks.run()
     assert [own for own, _ in convened] == [ranks.spots[2]]
-    assert all(isinstance(each, Rendezvous) and each.at.rank == 2 for each in found)
+    assert all(isinstance(each, Rendezvous) and each.leader.rank == 2 for each in found)
 
 
 def test_a_rank_that_may_be_elsewhere_is_expected_there(
@@ -148,7 +150,7 @@ def test_all_are_told_at_once_why_there_is_no_coordinator(monkeypatch: pytest.Mo
     def fail(*_: object) -> Rendezvous:
         raise UnavailableError("port 7070 is taken")
 
-    monkeypatch.setattr(rendezvous, "_convene", fail)
+    monkeypatch.setattr(rendezvous, "_start_coordinator", fail)
     found = Ranks("abb").run()
     assert [type(each) for each in found] == [UnavailableError, *2 * [ConfigurationError]]
     for each in found[1:]:
@@ -157,7 +159,9 @@ def test_all_are_told_at_once_why_there_is_no_coordinator(monkeypatch: pytest.Mo
 
 def test_a_wait_ends_with_a_name() -> None:
     ranks = Ranks("ab.", settings=Settings(plan_timeout=0.3))
-    with pytest.raises(DeadlineError, match=r"rank 1 \(node-b\) waited 0\.3 s for rank 0 to say"):
+    with pytest.raises(
+        DeadlineError, match=r"rank 1 \(node-b\) waited 0\.3 s for rank 0 to report"
+    ):
         ranks.meet(1)
 
 
@@ -168,7 +172,11 @@ def test_what_was_decided_stays(convened: list[Any]) -> None:
     for one, other in zip(first, later, strict=True):
         assert isinstance(one, Rendezvous)
         assert isinstance(other, Rendezvous)
-        assert (one.word, one.at, one.papers.cert) == (other.word, other.at, other.papers.cert)
+        assert (one.start_id, one.leader, one.tls.cert) == (
+            other.start_id,
+            other.leader,
+            other.tls.cert,
+        )
 
 
 @pytest.mark.parametrize(
@@ -206,23 +214,23 @@ def test_daemons_of_an_earlier_start_are_used_again(
     directory = addresses.job_dir(short_path, "job j", "w", own.host)
     directory.mkdir()
     pair = job_daemons(settings, directory, listen=address)
-    standing = Rendezvous("w", "job j", address, HostInfo(3, "node-a", "a", None), PAPERS)
+    standing = Rendezvous("w", "job j", address, HostInfo(3, "node-a", "a", None), TLS)
     server = TlsBundle(cert="server's", key="its key", ca="ca")
     write_tls_files(directory, server)
     write_record(pair)
-    (directory / "meeting.json").write_text(rendezvous._encoded(standing))
+    (directory / "rendezvous.json").write_text(rendezvous._encode(standing))
     kept = env_fingerprint.record(launcher.environment(settings, pair))
     (directory / env_fingerprint.FILE).write_text(env_fingerprint.encode(kept))
 
     def found(
         settings: Settings = settings, job: str = "job j"
     ) -> tuple[Rendezvous, TlsBundle] | None:
-        return rendezvous._standing(settings, job, own)
+        return rendezvous._find_earlier(settings, job, own)
 
     again = found()
     assert again is not None
-    assert (again[0].word, again[0].coordinator, again[0].at) == ("w", address, own)
-    assert (again[0].papers.key, again[1].key) == ("key", "its key")
+    assert (again[0].start_id, again[0].coordinator, again[0].leader) == ("w", address, own)
+    assert (again[0].tls.key, again[1].key) == ("key", "its key")
     assert found(Settings(runtime_dir=short_path, listen=address)) is not None
     assert found(Settings(runtime_dir=short_path, listen="127.0.0.1:1")) is None
     assert found(job="job k") is None

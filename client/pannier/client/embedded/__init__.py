@@ -1,1 +1,1 @@
-"""Daemons that the client starts where none is configured, shared by the ranks of a host."""
+"""Daemons that the client starts when none are configured, shared by the ranks of a host."""

@@ -1,7 +1,8 @@
-"""Certificates for one job's daemons: a host's name or number in, PEM texts out.
+"""TLS certificates for the daemons of one job on several hosts.
 
-A CA is made for them and its key forgotten at once, so that nobody can be added later. One
-certificate is good for the coordinator's end alone, one for those who call it.
+In: the coordinator's host. Out: PEM texts: a server certificate for the coordinator and a client
+certificate for the sidecars, signed by a CA whose key is dropped at once, so that no further
+certificate can be issued.
 """
 
 import datetime
@@ -17,14 +18,14 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric import ec
 
 _VALID: Final = datetime.timedelta(days=366)
-"""Longer than any job's processes live; the keys are removed with the daemons that have them."""
+"""Longer than any job runs; the keys are removed with their daemons."""
 _SKEW: Final = datetime.timedelta(days=1)
-"""Clocks of hosts may differ."""
+"""Largest difference between the clocks of two hosts."""
 
 
 @dataclass(frozen=True, repr=False)
 class TlsBundle:
-    """What one end needs: texts in PEM form. It has no ``repr``, since it holds a private key."""
+    """Certificate, key and CA of one end, as PEM texts. Without ``repr``: it holds a private key."""
 
     cert: str
     key: str
@@ -32,9 +33,9 @@ class TlsBundle:
 
 
 def issue(host: str) -> tuple[TlsBundle, TlsBundle]:
-    """TlsBundle of a coordinator that is called by the name or number ``host``, and of its callers.
+    """The bundles of the coordinator at ``host``, a name or an address, and of its callers.
 
-    Raises ConfigurationError: the package that makes them isn't installed.
+    Raises ConfigurationError: ``cryptography`` isn't installed.
     """
     try:
         from cryptography import x509
@@ -47,10 +48,10 @@ def issue(host: str) -> tuple[TlsBundle, TlsBundle]:
             "install 'pannier[torch]', or set PANNIER_COORDINATOR to a `pannier coordinator`"
         ) from error
 
-    # Other jobs' CAs have other names.
-    word = secrets.token_hex(8)
+    # So that the CAs of different jobs have different names.
+    job_id = secrets.token_hex(8)
     authority = ec.generate_private_key(ec.SECP256R1())
-    issuer = _name(f"pannier {word}")
+    issuer = _name(f"pannier {job_id}")
     ca = (
         _builder(issuer, issuer, authority)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
@@ -58,14 +59,14 @@ def issue(host: str) -> tuple[TlsBundle, TlsBundle]:
         .sign(authority, hashes.SHA256())
     )
 
-    def leaf(role: str, usage: "x509.ObjectIdentifier", called: "x509.GeneralName") -> TlsBundle:
+    def leaf(role: str, usage: "x509.ObjectIdentifier", name: "x509.GeneralName") -> TlsBundle:
         key = ec.generate_private_key(ec.SECP256R1())
         certificate = (
-            _builder(_name(f"pannier {word} {role}"), issuer, key)
+            _builder(_name(f"pannier {job_id} {role}"), issuer, key)
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(_usage(signs=False), critical=True)
             .add_extension(x509.ExtendedKeyUsage([usage]), critical=False)
-            .add_extension(x509.SubjectAlternativeName([called]), critical=False)
+            .add_extension(x509.SubjectAlternativeName([name]), critical=False)
             .add_extension(
                 x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key()),
                 critical=False,
@@ -75,7 +76,7 @@ def issue(host: str) -> tuple[TlsBundle, TlsBundle]:
         return TlsBundle(cert=_pem(certificate), key=_pem_key(key), ca=_pem(ca))
 
     return (
-        leaf("coordinator", ExtendedKeyUsageOID.SERVER_AUTH, _called(host)),
+        leaf("coordinator", ExtendedKeyUsageOID.SERVER_AUTH, _general_name(host)),
         leaf("sidecar", ExtendedKeyUsageOID.CLIENT_AUTH, x509.DNSName("sidecar.pannier.invalid")),
     )
 
@@ -114,7 +115,7 @@ def _usage(*, signs: bool) -> "x509.KeyUsage":
     )
 
 
-def _called(host: str) -> "x509.GeneralName":
+def _general_name(host: str) -> "x509.GeneralName":
     from cryptography import x509
 
     try:

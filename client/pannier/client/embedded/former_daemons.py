@@ -1,8 +1,8 @@
-"""What earlier starts of a job on several hosts have left on this host: their daemons, or less.
+"""The daemons that earlier starts of a job on several hosts have left on this host.
 
-In: the runtime directory of each start. Out: daemons that end what was handed to them. Those that
-run are told of the new coordinator, for when theirs is gone; those that were killed are started
-again on their spool. Blocking.
+In: the runtime directory of each start. Out: daemons that finish the saves that they hold. Those that
+run get the address of the new coordinator, for the case that theirs is dead; those that were killed
+are started again on their spool. Runs in a background thread.
 """
 
 import json
@@ -29,69 +29,68 @@ from pannier.wire.errors import PannierError
 _log = logging.getLogger(__name__)
 
 _LOG_KEPT_S: Final = 86400.0
-"""How long the log of daemons that have ended stays."""
+"""How long the log of daemons that have exited is kept."""
 
 
 def with_former_daemons(
-    settings: Settings, pair: DaemonSpec, job: str, *, successor: str, files: tuple[Path, ...] = ()
+    settings: Settings, spec: DaemonSpec, job: str, *, successor: str, files: tuple[Path, ...] = ()
 ) -> DaemonSpec:
-    """``pair``, whose start also sees after those of the job's earlier starts, in the background.
+    """``spec`` with an ``on_start`` that recovers the daemons of the job's earlier starts.
 
     Args:
-        job: words that stay the same when the job is started again.
+        job: see :func:`pannier.client.embedded.rendezvous.job_key`.
         successor: address of the new coordinator, for this host.
         files: certificate, key and CA for it, if it is on TCP.
     """
-    told = {"coordinator": successor}
-    told |= dict(zip(("cert", "key", "ca"), map(str, files), strict=False))
-
-    return replace(pair, on_start=lambda: _recover_in_background(settings, pair, job, told))
+    coordinator = {"coordinator": successor}
+    coordinator |= dict(zip(("cert", "key", "ca"), map(str, files), strict=False))
+    return replace(spec, on_start=lambda: _recover_in_background(settings, spec, job, coordinator))
 
 
 def recover_former_daemons(settings: Settings, job: str) -> None:
-    """The same for a start whose ranks are all on this host, with its usual daemons."""
+    """Recovers them for a start whose ranks are all on this host, and use the host's daemons."""
     if addresses.job_dirs(settings.runtime_dir, job, socket.gethostname()):
-        pair = host_daemons(settings)
-        told = {"coordinator": addresses.embedded_coordinator(pair.directory)}
-        _recover_in_background(settings, pair, job, told)
+        spec = host_daemons(settings)
+        coordinator = {"coordinator": addresses.embedded_coordinator(spec.directory)}
+        _recover_in_background(settings, spec, job, coordinator)
 
 
 def _recover_in_background(
-    settings: Settings, pair: DaemonSpec, job: str, told: dict[str, str]
+    settings: Settings, spec: DaemonSpec, job: str, coordinator: dict[str, str]
 ) -> None:
     threading.Thread(
-        target=_recover, args=(settings, pair, job, told), name="pannier-former", daemon=True
+        target=_recover, args=(settings, spec, job, coordinator), name="pannier-former", daemon=True
     ).start()
 
 
-def _recover(settings: Settings, pair: DaemonSpec, job: str, told: dict[str, str]) -> None:
-    # Daemons of other hosts aren't ours, even where their directories are to be seen.
+def _recover(settings: Settings, spec: DaemonSpec, job: str, coordinator: dict[str, str]) -> None:
+    # Only this host's daemons, even if the directories of other hosts are visible here.
     host = socket.gethostname()
     own = addresses.job_dirs(settings.runtime_dir, job, host)
     for directory in addresses.job_dirs(settings.runtime_dir, host=host):
-        if directory == pair.directory:
+        if directory == spec.directory:
             continue
         try:
             former = read_record(directory)
             if former is None:
                 _remove_old_log(directory)
             elif directory in own:
-                _hand_over(settings, former, told)
+                _recover_one(settings, former, coordinator)
         except (PannierError, OSError, ValueError) as error:
             _log.warning("%s, of an earlier start of this job: %s", directory, error)
 
 
-def _hand_over(settings: Settings, former: DaemonSpec, told: dict[str, str]) -> None:
+def _recover_one(settings: Settings, former: DaemonSpec, coordinator: dict[str, str]) -> None:
     names = launcher.differing_variables(settings, former)
     if names:
-        # Other storage: it isn't ours to say how their saves end.
+        # They use other storage: this start's coordinator can't finish their saves.
         _log.warning(
             "the daemons in %s, of an earlier start of this job, had another value of %s: they are "
-            "left alone",
+            "not recovered",
             *(former.directory, ", ".join(names)),
         )
         return
-    write_private_file(former.directory / addresses.SUCCESSOR, json.dumps(told))
+    write_private_file(former.directory / addresses.SUCCESSOR, json.dumps(coordinator))
     if not launcher.is_up(former):
         _log.info("starting the daemons in %s again, of an earlier start", former.directory)
         launcher.ensure(settings, former)

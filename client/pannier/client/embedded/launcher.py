@@ -1,12 +1,11 @@
-"""Finds or starts the host's embedded daemons (``pannier up``).
+"""Finds or starts the host's embedded daemons (``pannier up``), and waits for them at exit.
 
-In: settings. Out: the address of a sidecar that accepts connections. The daemons
-belong to nobody's process tree: they outlive the trainer, Ctrl-C and a launcher
-that ends its workers. There is one pair per host, user and wire version, and its
-environment decides where checkpoints go: a trainer whose own says otherwise is
-told so, and doesn't get a second pair behind its back, whose sockets, spool and
-status nobody would look for. A job on several hosts has pairs of its own
-(:mod:`pannier.client.embedded.daemon_spec`).
+In: settings. Out: the address of a sidecar that accepts connections. The daemons are detached from
+the process tree: they survive the trainer, Ctrl-C and a launcher that kills its workers. There is one
+sidecar and coordinator per host, user and wire version, and their environment decides where
+checkpoints are stored: a trainer with another environment gets an error rather than daemons of its
+own, whose spool and status its user wouldn't find. A job on several hosts has separate daemons
+(:mod:`pannier.client.embedded.daemon_spec`). Blocking.
 """
 
 import logging
@@ -31,86 +30,95 @@ from pannier.v1 import save_pb2, status_pb2, status_pb2_grpc
 from pannier.wire import addresses
 from pannier.wire.errors import ConfigurationError, UnavailableError
 
+_log = logging.getLogger(__name__)
+
 LOG: Final = addresses.LOG
 START_S: Final = 30.0
-"""Until daemons that don't come up are an error."""
+"""How long the daemons may take to start."""
 _LOG_LIMIT: Final = 16 << 20
 _POLL_S: Final = 0.05
+_STATUS_POLL_S: Final = 0.2
+_STATUS_CALL_S: Final = 10.0
 
 _LAUNCHER = {
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
     *("ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
 }
-"""A launcher's words to one rank, which the daemons are not."""
+"""Variables that a launcher sets for one rank, which the daemons don't get."""
 _FILES = (
     *("GOOGLE_APPLICATION_CREDENTIALS", "AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"),
     *("AWS_CA_BUNDLE", "AWS_WEB_IDENTITY_TOKEN_FILE", "SSL_CERT_FILE", "SSL_CERT_DIR"),
     *("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"),
 )
 """Variables that may hold a path relative to the trainer's directory."""
+_ENDED: Final = (
+    save_pb2.SAVE_STATE_COMMITTED,
+    save_pb2.SAVE_STATE_ABORTED,
+    save_pb2.SAVE_STATE_PREPARED,
+)
 
 
-def ensure(settings: Settings, pair: DaemonSpec | None = None) -> str:
-    """Address of the embedded sidecar; starts the daemons when none answer.
+def ensure(settings: Settings, spec: DaemonSpec | None = None) -> str:
+    """The address of the embedded sidecar; starts the daemons unless they run.
 
-    Any number of processes may call it at the same time: one starts them.
+    Any number of processes may call it at the same time: one of them starts the daemons.
 
     Args:
-        pair: default: the usual one.
+        spec: default: the daemons of jobs on this host alone.
 
     Raises:
-        ConfigurationError: the runtime directory isn't this user's, or its daemons
-            were started for another place; names the variables that differ.
-        UnavailableError: the daemons didn't come up; with the end of their log.
+        ConfigurationError: the runtime directory isn't this user's, or its daemons were started
+            with another environment; names the variables that differ.
+        UnavailableError: the daemons didn't start; with the end of their log.
     """
-    pair = pair or host_daemons(settings)
-    directory = pair.directory
+    spec = spec or host_daemons(settings)
+    directory = spec.directory
     address = addresses.embedded_sidecar(directory)
     path = address.removeprefix("unix://")
     if _accepts(path):
         _check_owner(directory)
-        _check_environment(settings, pair)
+        _check_environment(settings, spec)
         return address
     make_private_dir(directory)
     try:
         with filelock.FileLock(directory / "start.lock", timeout=2 * START_S, mode=0o600):
             if not _accepts(path):
-                _start(settings, pair, path)
-                if pair.on_start is not None:
-                    pair.on_start()
+                _start(settings, spec, path)
+                if spec.on_start is not None:
+                    spec.on_start()
     except filelock.Timeout as error:
         raise UnavailableError(
             f"another process has been starting the daemons in {directory} for {2 * START_S:g} s; "
             f"their log ends with:\n{_tail(directory / LOG)}"
         ) from error
-    _check_environment(settings, pair)
+    _check_environment(settings, spec)
     return address
 
 
-def is_up(pair: DaemonSpec) -> bool:
+def is_up(spec: DaemonSpec) -> bool:
     """Whether its sidecar accepts connections."""
-    return _accepts(addresses.embedded_sidecar(pair.directory).removeprefix("unix://"))
+    return _accepts(addresses.embedded_sidecar(spec.directory).removeprefix("unix://"))
 
 
-def await_listening(pair: DaemonSpec, address: str, timeout_s: float) -> str:
-    """Waits until something listens on ``host:port``; why nothing does, or empty.
+def await_listening(spec: DaemonSpec, address: str, timeout_s: float) -> str:
+    """Waits until the daemons listen on ``host:port``; returns why they don't, or "".
 
-    The pair was started with that: it is given up when its daemons end.
+    Fails early when the daemons exit.
     """
     deadline = time.monotonic() + timeout_s
     while why := network.probe_port(address, _POLL_S):
-        if not is_up(pair) or time.monotonic() > deadline:
-            log = pair.directory / LOG
+        if not is_up(spec) or time.monotonic() > deadline:
+            log = spec.directory / LOG
             return f"{why}; {log} ends with:\n{_tail(log)}"
         time.sleep(_POLL_S)
     return ""
 
 
 def outlives_trainer() -> bool:
-    """Whether the daemons go on when the trainer's last process ends.
+    """Whether the daemons survive the trainer's last process.
 
-    Not in a container, whose end is the end of all, nor in a Slurm step, which
-    kills what its tasks leave behind.
+    Not in a container, which ends with its main process, nor in a Slurm step, which kills the
+    processes that its tasks leave behind.
     """
     marks = ("/.dockerenv", "/run/.containerenv")
     contained = any(os.path.exists(mark) for mark in marks)
@@ -128,7 +136,7 @@ def _accepts(path: str) -> bool:
 
 
 def make_private_dir(directory: Path) -> None:
-    """Makes a runtime directory for this user alone. Raises ConfigurationError: it can't be."""
+    """Creates a runtime directory for this user alone. Raises ConfigurationError."""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
@@ -144,96 +152,96 @@ def _check_owner(directory: Path) -> None:
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
         raise ConfigurationError(
             f"PANNIER_RUNTIME_DIR={directory} is not a directory of user {os.getuid()}: daemons "
-            "there could be anyone's; set another one"
+            "there could be another user's; set another one"
         )
 
 
-def differing_variables(settings: Settings, pair: DaemonSpec) -> list[str]:
-    """Variables of which the pair's daemons have another value, so that they store elsewhere.
+def differing_variables(settings: Settings, spec: DaemonSpec) -> list[str]:
+    """Variables with another value in the daemons' environment, so that they would store elsewhere.
 
-    Raises FileNotFoundError when they left no record.
+    Raises FileNotFoundError: they left no record of it.
     """
-    theirs = env_fingerprint.decode((pair.directory / env_fingerprint.FILE).read_text())
-    return env_fingerprint.differing(theirs, env_fingerprint.record(environment(settings, pair)))
+    theirs = env_fingerprint.decode((spec.directory / env_fingerprint.FILE).read_text())
+    return env_fingerprint.differing(theirs, env_fingerprint.record(environment(settings, spec)))
 
 
-def _check_environment(settings: Settings, pair: DaemonSpec) -> None:
-    directory = pair.directory
+def _check_environment(settings: Settings, spec: DaemonSpec) -> None:
+    directory = spec.directory
     try:
-        names = differing_variables(settings, pair)
-    except FileNotFoundError:  # A sidecar that someone runs there by hand.
+        names = differing_variables(settings, spec)
+    except FileNotFoundError:  # a sidecar that was started there by hand
         return
     if names:
         try:
             supervisor = (directory / "up.pid").read_text().strip()
-        except FileNotFoundError:  # It is just leaving.
+        except FileNotFoundError:  # it is exiting
             supervisor = "their supervisor"
         raise ConfigurationError(
             f"the embedded daemons in {directory} were started with another value of "
-            f"{', '.join(names)}, and would not store this trainer's checkpoints as it asks: wait "
-            f"until they leave ({pair.idle_exit_s:g} s after their last trainer), end them (kill "
+            f"{', '.join(names)}, and would store this trainer's checkpoints elsewhere: wait until "
+            f"they exit ({spec.idle_exit_s:g} s after their last trainer), stop them (kill "
             f"{supervisor}), or set another PANNIER_RUNTIME_DIR"
         )
 
 
-def _start(settings: Settings, pair: DaemonSpec, path: str) -> None:
-    directory = pair.directory
+def _start(settings: Settings, spec: DaemonSpec, path: str) -> None:
+    directory = spec.directory
     command = [sys.executable, "-m", "pannier.cli", "up", "--runtime-dir", str(directory)]
-    command += ["--idle-exit", f"{pair.idle_exit_s:g}", *pair.flags]
+    command += ["--idle-exit", f"{spec.idle_exit_s:g}", *spec.flags]
     log = directory / LOG
     if log.exists() and log.stat().st_size > _LOG_LIMIT:
         log.replace(log.with_suffix(".log.1"))
-    alive, its_end = os.pipe()
+    alive, child_end = os.pipe()
     try:
         with log.open("ab") as sink:
-            # The shell is gone at once, so that the daemons are nobody's children:
-            # neither a zombie here, nor killed by what walks the process tree.
+            # The shell exits at once, so that init adopts the daemons: they are no zombies here,
+            # and are not killed with the process tree.
             subprocess.run(
                 ["/bin/sh", "-c", '"$@" & ', "sh", *command],
                 cwd="/",
-                env=environment(settings, pair),
+                env=environment(settings, spec),
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
                 stderr=sink,
                 start_new_session=True,
                 close_fds=True,
-                pass_fds=(its_end,),
+                pass_fds=(child_end,),
                 check=True,
             )
-        os.close(its_end)
-        its_end = -1
-        _await(path, alive, log)
+        os.close(child_end)
+        child_end = -1
+        _await_start(path, alive, log)
     finally:
         os.close(alive)
-        if its_end >= 0:
-            os.close(its_end)
+        if child_end >= 0:
+            os.close(child_end)
 
 
-def _await(path: str, alive: int, log: Path) -> None:
+def _await_start(path: str, alive: int, log: Path) -> None:
     deadline = time.monotonic() + START_S
     while not _accepts(path):
-        # The other end of the pipe is closed when the daemons' supervisor ends.
+        # Readable once the other end is closed: the daemons' supervisor has exited.
         ended, _, _ = select.select([alive], [], [], _POLL_S)
         if ended:
             raise UnavailableError(
-                f"the embedded daemons ended while starting; {log} ends with:\n{_tail(log)}"
+                f"the embedded daemons exited while starting; {log} ends with:\n{_tail(log)}"
             )
         if time.monotonic() > deadline:
             raise UnavailableError(
-                f"the embedded daemons did not come up within {START_S:g} s; {log} ends with:\n"
+                f"the embedded daemons did not start within {START_S:g} s; {log} ends with:\n"
                 f"{_tail(log)}"
             )
 
 
-def environment(settings: Settings, pair: DaemonSpec) -> dict[str, str]:
-    """What the daemons get: this process's, with the settings that are theirs."""
+def environment(settings: Settings, spec: DaemonSpec) -> dict[str, str]:
+    """The daemons' environment: this process's, with the settings as variables."""
     kept = {
         name: value
         for name, value in os.environ.items()
         if name not in _LAUNCHER and not name.startswith("TORCHELASTIC_")
     }
     for name, value in (
-        ("PANNIER_SPOOL", pair.spool),
+        ("PANNIER_SPOOL", spec.spool),
         ("PANNIER_LISTEN", None),
         ("PANNIER_COORDINATOR", settings.coordinator),
         ("PANNIER_TLS_CERT", settings.tls_cert),
@@ -261,42 +269,36 @@ def _tail(log: Path, size: int = 4096) -> str:
         return f"({error})"
 
 
-_log = logging.getLogger(__name__)
+def await_others(spec: DaemonSpec, job: str, timeout_s: float | None) -> str:
+    """Waits for the saves of other hosts, where this host has their coordinator.
 
-_ENDED: Final = (
-    save_pb2.SAVE_STATE_COMMITTED,
-    save_pb2.SAVE_STATE_ABORTED,
-    save_pb2.SAVE_STATE_PREPARED,
-)
-_EVERY_S: Final = 0.2
-_CALL_S: Final = 10.0
+    For daemons that don't outlive the trainer: the coordinator would end with this host.
 
+    Args:
+        timeout_s: None: no limit, since each save ends soon after its own deadline.
 
-def await_others(pair: DaemonSpec, job: str, timeout_s: float | None) -> str:
-    """Waits; which saves are still under way after ``timeout_s`` seconds, or empty.
-
-    None is no endless wait: each save ends, well or not, soon after its own deadline.
+    Returns the checkpoint ids still under way after ``timeout_s`` seconds, or "".
     """
-    if not pair.serves_others:
+    if not spec.serves_others:
         return ""
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     running = [name for name, state in save_pb2.SaveState.items() if state and state not in _ENDED]
     request = status_pb2.ListSavesRequest(job=job, states=running, limit=16)
-    address = addresses.embedded_coordinator(pair.directory)
-    told = False
+    address = addresses.embedded_coordinator(spec.directory)
+    logged = False
     with grpc.insecure_channel(address, options=addresses.channel_options()) as channel:
         stub = status_pb2_grpc.StatusStub(channel)
         while True:
             try:
-                saves = stub.ListSaves(request, timeout=_CALL_S).saves
+                saves = stub.ListSaves(request, timeout=_STATUS_CALL_S).saves
             except grpc.RpcError as error:
-                _log.warning("the coordinator can't be asked what is under way: %s", error)
+                _log.warning("can't list the saves under way at the coordinator: %s", error)
                 return ""
             if not saves:
                 return ""
-            if not told:
+            if not logged:
                 _log.info("waiting for %d saves of other hosts to be committed", len(saves))
-                told = True
+                logged = True
             if deadline is not None and time.monotonic() > deadline:
                 return "; ".join(each.checkpoint_id for each in saves)
-            time.sleep(_EVERY_S)
+            time.sleep(_STATUS_POLL_S)

@@ -1,7 +1,7 @@
-"""Which ranks share a host, and by which address hosts reach each other.
+"""Which ranks share a host, and the addresses by which hosts reach each other.
 
-In: a runtime directory, names and numbers of hosts. Out: a word that is the same for all who can
-share the daemons of that directory; addresses and ports of this host. Blocking.
+In: a runtime directory; names and addresses of hosts. Out: an id that is equal for all processes that
+can share the daemons of the directory; addresses and ports of this host. Blocking.
 """
 
 import hashlib
@@ -21,14 +21,13 @@ from pannier.wire.tls import Tls, open_channel
 
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _ANYWHERE: Final = ("192.0.2.1", "2001:db8::1")
-"""Addresses of nobody's (RFC 5737, RFC 3849): the way to them is the default route."""
+"""Documentation addresses (RFC 5737, RFC 3849): the route to them is the default route."""
 
 
 def runtime_dir_id(directory: Path) -> str:
-    """The same for all processes that see this very directory, whose sockets they can share.
+    """An id that is equal for all processes that see this directory and can use its sockets.
 
-    Neither the hostname tells that, which containers may have in common, nor the directory's
-    name. It must exist.
+    Not the hostname, which containers may share, nor the path of the directory. It must exist.
     """
     found = directory.stat()
     text = f"{boot_id()} {found.st_dev} {found.st_ino}"
@@ -36,7 +35,7 @@ def runtime_dir_id(directory: Path) -> str:
 
 
 def boot_id() -> str:
-    """The same for all processes of one machine until it is started again; they share its clock."""
+    """An id of the machine's kernel since its boot; processes with the same id share a clock."""
     try:
         return _BOOT_ID.read_text().strip()
     except OSError:  # a sandbox without it
@@ -44,13 +43,13 @@ def boot_id() -> str:
 
 
 def own_address(towards: Iterable[str | None]) -> str | None:
-    """This host's address, a number, as seen from the first of these hosts that there is a way to.
+    """This host's IP address on the route to the first of these hosts that has one.
 
-    One that other hosts can use goes before loopback, which is for processes of one network
-    namespace. Nothing is sent.
+    Prefers addresses that other hosts can reach to loopback, which only processes of the same
+    network namespace can. Sends nothing.
 
     Args:
-        towards: names or numbers; None is skipped.
+        towards: names or IP addresses; None is skipped.
     """
     last = None
     for name in (*towards, *_ANYWHERE):
@@ -64,7 +63,7 @@ def own_address(towards: Iterable[str | None]) -> str | None:
 
 
 def free_port(address: str) -> int:
-    """A TCP port of ``address``, a number of this host, that is free now.
+    """A TCP port that is free now on ``address``, an IP address of this host.
 
     Raises ConfigurationError: the address isn't this host's.
     """
@@ -89,7 +88,7 @@ def check_free(address: str) -> None:
             host, port, type=socket.SOCK_STREAM
         )
         with socket.socket(family, kind, protocol) as probe:
-            # As servers do: what a connection that has ended leaves there is in nobody's way.
+            # As servers do: closed connections in TIME_WAIT don't matter.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(where)
     except OSError as error:
@@ -100,7 +99,7 @@ def check_free(address: str) -> None:
 
 
 def join_address(host: str, port: int) -> str:
-    """``host:port``, with brackets around an IPv6 number."""
+    """``host:port``, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
@@ -111,7 +110,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def probe_port(address: str, timeout_s: float) -> str:
-    """Why nothing answers at ``host:port`` from here; empty when something does."""
+    """Why no TCP connection to ``host:port`` can be made from here; "": it can."""
     try:
         socket.create_connection(split_address(address), timeout_s).close()
     except OSError as error:
@@ -120,7 +119,7 @@ def probe_port(address: str, timeout_s: float) -> str:
 
 
 def probe_daemon(address: str, tls: Tls, timeout_s: float) -> str:
-    """Why no daemon at ``host:port`` talks to who shows this certificate; empty when one does."""
+    """Why no daemon at ``host:port`` accepts calls with this certificate; "": one does."""
     if why := probe_port(address, timeout_s):
         return why
     with open_channel(address, channel_options(), tls) as channel:
@@ -133,7 +132,7 @@ def probe_daemon(address: str, tls: Tls, timeout_s: float) -> str:
 
 
 def all_ranks_here(size: int) -> bool:
-    """Whether the launcher said that all of ``size`` ranks are on this host."""
+    """Whether all of ``size`` ranks are on this host, by the launcher's variables."""
     local = os.environ.get("LOCAL_WORLD_SIZE", "")
     return local.isdecimal() and int(local) >= size
 

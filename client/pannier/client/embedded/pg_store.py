@@ -1,7 +1,7 @@
-"""RankStore that the ranks of one incarnation leave each other in the process group's store.
+"""Exchanges short texts between the ranks of one incarnation, in the process group's store.
 
-In: keys and short texts. Out: what others wrote. Nothing here blocks in the store, whose one
-connection torch uses as well: who waits, asks again. Thread-safe.
+In: keys and short texts. Out: what other ranks wrote. Waits by polling, since a blocking call would
+hold the store's only connection, which torch uses as well. Thread-safe.
 """
 
 import atexit
@@ -28,22 +28,21 @@ _PREFIX: Final = "pannier-incarnation"
 _FIRST_POLL_S: Final = 0.02
 _LONGEST_POLL_S: Final = 0.5
 _CLOCK_S: Final = 0.5
-"""Of one machine: what may be rounded."""
+"""Rounding of two times on one machine."""
 ANSWER_S: Final = 20.0
-"""How long a rank of another machine may take to say that it lives: Python code may keep it busy."""
+"""How long a rank on another machine may take to confirm that it is alive: it may be busy in Python."""
 _EXIT_S: Final = 2.0
-"""At exit: until an answer that is being given has been."""
+"""At exit: how long to wait for a confirmation that is being written."""
 
 
 class RankStore:
-    """One rank's view of the store.
+    """One rank's access to the store.
 
     Args:
         rank: for errors.
         store: default: that of the default process group.
-        timeout_s: until a store that doesn't answer is an error; the store's own timeout belongs
-            to the user and is long.
-        since: when this process began, in seconds since its machine did; default: asked of the
+        timeout_s: of each call; the store's own timeout is set by the user, and long.
+        since: when this process started, in seconds since the machine's boot; default: from the
             kernel.
 
     All methods raise DeadlineError when the store fails or doesn't answer.
@@ -54,86 +53,85 @@ class RankStore:
     ) -> None:
         self._rank = rank
         self._timeout_s = timeout_s
-        self._born = process_start_s() if since is None else since
+        self._started_s = process_start_s() if since is None else since
         self._plain = store or group_store(None)
         self._store: Any = PrefixStore(_PREFIX, self._plain)
 
     def begin_incarnation(self, text: str, *, size: int, who: str = "") -> tuple[int, str]:
-        """Begins this rank's next incarnation: its number, and what its first rank wrote.
+        """Begins this rank's next incarnation: returns its number, and what its first rank wrote.
 
-        A store may live longer than processes, and longer than a process group: the n-th
-        incarnation of one rank is the n-th of all, but for those that ended before this rank came
-        so far. What a process of this machine wrote is told from what a former one did by the
-        kernel's clock. One of another machine is asked, since clocks of two machines may differ:
-        only a process that lives can answer.
+        The store may outlive processes and process groups. The n-th incarnation of one rank is the
+        n-th of all, except for those whose processes ended before this rank reached them. Whether
+        the writer of an incarnation still runs is seen from the kernel's clock if it was on this
+        machine; on another machine, whose clock may differ, it is asked to confirm.
 
         Args:
-            text: of this rank, should it be the first.
+            text: written if this rank is the first.
             size: number of ranks.
-            who: this rank, for people.
+            who: this rank, human-readable.
         """
-        count = life = self.count(f"of/{self._rank}", 1)
+        count = incarnation = self.count(f"of/{self._rank}", 1)
         here = boot_id()
-        own = json.dumps([here, self._born, _uptime(), who or f"rank {self._rank}", text])
+        own = json.dumps([here, self._started_s, _uptime(), who or f"rank {self._rank}", text])
         ended: set[tuple[str, float]] = set()
         while True:
-            there = self.claim(str(life), own)
+            there = self.claim(str(incarnation), own)
             machine, since, written, writer, found = json.loads(there)
             if there == own:
-                _Responder(self._plain, life, size).start()
+                _Responder(self._plain, incarnation, size).start()
                 break
             if machine == here:
-                # Ranks begin once all are connected. What was written before this process was
-                # there is of processes that have ended.
-                if written > self._born - _CLOCK_S:
-                    self.count(_asked(life), 1)
+                # Ranks begin once all are connected: what was written before this process started
+                # is from processes that have ended.
+                if written > self._started_s - _CLOCK_S:
+                    self.count(_asked(incarnation), 1)
                     break
             elif (machine, since) not in ended:
-                if self._is_answered(life, writer):
+                if self._is_answered(incarnation, writer):
                     break
                 ended.add((machine, since))
-            life += 1
-        if life > count:
-            # The next one is the one after this.
-            self.count(f"of/{self._rank}", life - count)
-        return life, found
+            incarnation += 1
+        if incarnation > count:
+            # So that this rank's next incarnation is the one after this.
+            self.count(f"of/{self._rank}", incarnation - count)
+        return incarnation, found
 
-    def _is_answered(self, life: int, writer: str) -> bool:
-        """Whether the rank that wrote to this incarnation lives."""
-        ticket = self.count(_asked(life), 1)
+    def _is_answered(self, incarnation: int, writer: str) -> bool:
+        """Whether the rank that wrote to this incarnation confirms that it is alive."""
+        ticket = self.count(_asked(incarnation), 1)
 
         def look() -> bool | None:
-            return self.count(_answered(life)) >= ticket or None
+            return self.count(_answered(incarnation)) >= ticket or None
 
-        _log.debug("rank %d: waiting for %s to say that it lives", self._rank, writer)
+        _log.debug("rank %d: waiting for %s to confirm that it is alive", self._rank, writer)
         if self.poll(look, ANSWER_S):
             return True
         _log.warning(
-            "rank %d: %s did not answer within %g s; incarnation %d in the process group's store is "
-            "taken for one of processes that have ended",
-            *(self._rank, writer, ANSWER_S, life),
+            "rank %d: %s did not answer within %g s; assuming that the processes of incarnation %d in "
+            "the process group's store have ended",
+            *(self._rank, writer, ANSWER_S, incarnation),
         )
         return False
 
     def claim(self, key: str, text: str) -> str:
-        """Writes ``text`` unless there is something; returns what is there then."""
+        """Writes ``text`` unless the key has a value; returns its value."""
         return self._ask(lambda: str(self._store.compare_set(key, "", text).decode()))
 
     def count(self, key: str, more: int = 0) -> int:
-        """Adds to a number that begins at 0; returns it."""
+        """Adds to a counter that starts at 0; returns its value."""
         return self._ask(lambda: int(self._store.add(key, more)))
 
     def read(self, key: str) -> str | None:
-        """What is there; None: nothing yet."""
+        """The value of a key; None: it has none yet."""
 
         def ask() -> str | None:
-            # `get` alone would wait for it.
+            # `get` alone would wait for a value.
             return self._store.get(key).decode() if self._store.check([key]) else None
 
         return self._ask(ask)
 
     def poll(self, look: Callable[[], T | None], timeout_s: float) -> T | None:
-        """What ``look`` returns once that isn't None; None after ``timeout_s`` seconds."""
+        """Calls ``look`` until it returns a value; None after ``timeout_s`` seconds."""
         deadline = time.monotonic() + timeout_s
         pause = _FIRST_POLL_S
         while (found := look()) is None:
@@ -153,7 +151,7 @@ class RankStore:
             except RuntimeError as error:  # torch's DistStoreError
                 answer.put((None, error))
 
-        threading.Thread(target=run, name="pannier-notes", daemon=True).start()
+        threading.Thread(target=run, name="pannier-pg-store", daemon=True).start()
         problem: Exception | None
         try:
             found, problem = answer.get(timeout=self._timeout_s)
@@ -168,21 +166,21 @@ class RankStore:
 
 
 class _Responder:
-    """Tells ranks of other machines that this process lives, until all have asked.
+    """Confirms to ranks on other machines that this process is alive, until all have asked.
 
-    Uses a connection of its own where the store can have one: torch may wait for other ranks
-    through the first for long.
+    Uses a separate connection where the store supports that: torch may block the first one for long
+    while it waits for other ranks.
     """
 
-    def __init__(self, store: Store, life: int, size: int) -> None:
+    def __init__(self, store: Store, incarnation: int, size: int) -> None:
         self._store: Any = PrefixStore(_PREFIX, own_connection(store))
-        self._life = life
+        self._incarnation = incarnation
         self._others = size - 1
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="pannier-responder", daemon=True)
 
     def start(self) -> None:
-        """Begins to answer, in a thread."""
+        """Answers in a thread from now on."""
         if self._others:
             # The interpreter must not end while the thread is in the store.
             atexit.register(self._stop)
@@ -197,29 +195,29 @@ class _Responder:
         pause = _FIRST_POLL_S
         try:
             while answered < self._others and not self._ended.wait(pause):
-                asked = int(self._store.add(_asked(self._life), 0))
+                asked = int(self._store.add(_asked(self._incarnation), 0))
                 if asked > answered:
-                    self._store.add(_answered(self._life), asked - answered)
+                    self._store.add(_answered(self._incarnation), asked - answered)
                     answered, pause = asked, _FIRST_POLL_S
                 pause = min(2 * pause, _LONGEST_POLL_S)
         except RuntimeError as error:  # torch's DistStoreError: the process group has ended
-            _log.debug("incarnation %d is answered for no longer: %s", self._life, error)
+            _log.debug("incarnation %d: no more confirmations: %s", self._incarnation, error)
         finally:
             atexit.unregister(self._stop)
 
 
-def _asked(life: int) -> str:
-    return f"{life}/asked"
+def _asked(incarnation: int) -> str:
+    return f"{incarnation}/asked"
 
 
-def _answered(life: int) -> str:
-    return f"{life}/answered"
+def _answered(incarnation: int) -> str:
+    return f"{incarnation}/answered"
 
 
 def process_start_s() -> float:
-    """When this process began, in seconds since its machine did."""
+    """When this process started, in seconds since the machine's boot."""
     with open("/proc/self/stat", "rb") as file:
-        # The name, in brackets, may have spaces.
+        # The process name, in brackets, may contain spaces.
         ticks = int(file.read().rpartition(b")")[2].split()[19])
     return ticks / os.sysconf("SC_CLK_TCK")
 

@@ -1,8 +1,9 @@
-"""How the embedded daemons of several hosts come together: one host's coordinator serves all.
+"""How the embedded daemons of several hosts find each other: one host's coordinator serves all.
 
-In: notes in the process group's store. Out: None where all ranks are on one host, else where the
-coordinator is and the certificate it wants to see. Rank 0's host has it, or that of the first rank
-that saves when rank 0 doesn't. Decided once per incarnation, by one rank for all. Blocking.
+In: the process group's store, through which the ranks agree. Out: None if all ranks are on one host;
+otherwise the coordinator's address and the client certificate for it. It runs on the host of rank 0,
+or, if rank 0 doesn't save, of the first rank that does. One rank, the leader, decides once per
+incarnation for all. Blocking.
 """
 
 import json
@@ -34,47 +35,51 @@ from pannier.wire.tls import Tls
 _log = logging.getLogger(__name__)
 
 PATIENCE_S: Final = 10.0
-"""How long the others are waited for: rank 0 to decide, or a rank that is on another host."""
-_UP_S: Final = 60.0
-"""Until a coordinator whose sidecar is there has come up: it imports torch."""
+"""How long to wait for rank 0 to become the leader, and for a rank on another host to report itself."""
+_START_S: Final = 60.0
+"""How long a coordinator may take to listen after its sidecar: it imports torch."""
 _REACH_S: Final = 5.0
-"""Until a coordinator that doesn't answer counts as out of reach."""
-_MEETING: Final = "meeting.json"
-"""In the directory of the pair with the coordinator: what its host tells the others, a key included."""
+"""How long a reachable coordinator may take to answer."""
+_RECORD: Final = "rendezvous.json"
+"""The rendezvous, with a private key, in the directory of the daemons with the coordinator."""
 _ADVICE: Final = "or run `pannier coordinator` where all hosts reach it and set PANNIER_COORDINATOR"
 
 
 @dataclass(frozen=True)
 class HostInfo:
-    """Where a rank is."""
+    """A rank and its host."""
 
     rank: int
     host: str
-    """For people."""
-    place: str
-    """See :func:`hosts.place`."""
+    """Hostname, for messages."""
+    runtime_dir_id: str
+    """See :func:`pannier.client.embedded.network.runtime_dir_id`; equal: the same host."""
     address: str | None
-    """Its host's, as seen from the store's host; None: not known, or not needed."""
+    """The host's IP address as seen from the store's host; None: not known, or not needed."""
 
 
 @dataclass(frozen=True)
 class Rendezvous:
     """What all ranks of an incarnation know of its coordinator."""
 
-    word: str
-    """Random."""
+    start_id: str
+    """Random; identifies this start of the job."""
     job: str
-    """What stays the same when the job is started again."""
+    """See :func:`job_key`."""
     coordinator: str
     """``host:port``."""
-    at: HostInfo
-    """The rank whose host has it."""
-    papers: TlsBundle
-    """For those who call it."""
+    leader: HostInfo
+    """The rank whose host runs the coordinator."""
+    tls: TlsBundle
+    """For clients of the coordinator."""
 
 
 def host_info(rank: int, host: str, size: int, settings: Settings) -> HostInfo:
-    """This rank's, of ``size`` ranks. Raises ConfigurationError: the runtime directory can't be used."""
+    """This rank and its host. Raises ConfigurationError: the runtime directory can't be used.
+
+    Args:
+        size: number of ranks.
+    """
     launcher.make_private_dir(settings.runtime_dir)
     address = None
     if not network.all_ranks_here(size):
@@ -83,22 +88,28 @@ def host_info(rank: int, host: str, size: int, settings: Settings) -> HostInfo:
 
 
 def agree(
-    notes: RankStore, life: int, own: HostInfo, first: HostInfo, *, size: int, settings: Settings
+    store: RankStore,
+    incarnation: int,
+    own: HostInfo,
+    first: HostInfo,
+    *,
+    size: int,
+    settings: Settings,
 ) -> Rendezvous | None:
-    """Settles where the coordinator is, with the other ranks of the incarnation.
+    """Agrees with the other ranks of the incarnation on the coordinator's host.
 
     Args:
-        life: number of the incarnation in the store.
-        own: this rank's spot.
-        first: that of the rank which wrote to the store first.
+        incarnation: number of the incarnation in the store.
+        own: this rank.
+        first: the rank that wrote to the store first.
         size: number of ranks.
 
     Raises:
-        ConfigurationError: the rank that decides can't have a coordinator that others reach, or the
-            launcher is wrong about who is on this host.
-        DeadlineError: nobody has decided.
+        ConfigurationError: other hosts can't reach a coordinator on the leader's host, or
+            LOCAL_WORLD_SIZE is wrong.
+        DeadlineError: no rank has decided.
     """
-    apart = first.place != own.place
+    apart = first.runtime_dir_id != own.runtime_dir_id
     if network.all_ranks_here(size):
         if apart:
             raise ConfigurationError(
@@ -107,158 +118,163 @@ def agree(
                 f"{first.rank} ({first.host}): give all the same PANNIER_RUNTIME_DIR, {_ADVICE}"
             )
         return None
-    key = f"{life}/meeting"
-    told = notes.read(key)
-    if told is None:
+    key = f"{incarnation}/rendezvous"
+    answer = store.read(key)
+    if answer is None:
         if apart:
-            notes.claim(f"{life}/apart", json.dumps(asdict(own)))
+            store.claim(f"{incarnation}/apart", json.dumps(asdict(own)))
         else:
-            notes.count(f"{life}/together", 1)
-        if _leads(notes, life, own, first):
-            return _lead(notes, life, own, first, size=size, settings=settings)
-        told = notes.poll(lambda: notes.read(key), settings.plan_timeout)
-    if told is None:
-        leader = notes.read(f"{life}/lead") or first.rank
+            store.count(f"{incarnation}/together", 1)
+        if _is_leader(store, incarnation, own, first):
+            return _decide(store, incarnation, own, first, size=size, settings=settings)
+        answer = store.poll(lambda: store.read(key), settings.plan_timeout)
+    if answer is None:
+        leader = store.read(f"{incarnation}/lead") or first.rank
         raise DeadlineError(
             f"rank {own.rank} ({own.host}) waited {settings.plan_timeout:g} s for rank {leader} to "
-            "say which host has the coordinator: does that rank still run?"
+            "report which host runs the coordinator: does that rank still run?"
         )
-    meeting = _decoded(told)
-    if meeting is None and apart:
+    rendezvous = _decode(answer)
+    if rendezvous is None and apart:
         raise ConfigurationError(
             f"rank {own.rank} ({own.host}) doesn't see the runtime directory of rank {first.rank} "
-            f"({first.host}), and came too late to be expected elsewhere than on that host: give all "
-            f"the same PANNIER_RUNTIME_DIR, {_ADVICE}"
+            f"({first.host}), and joined after it was decided that all ranks are on that host: give "
+            f"all the same PANNIER_RUNTIME_DIR, {_ADVICE}"
         )
-    return meeting
+    return rendezvous
 
 
-def join(settings: Settings, meeting: Rendezvous, own: HostInfo) -> DaemonSpec:
-    """This host's daemons for a job on several hosts, for :func:`embedded.ensure`.
+def join(settings: Settings, rendezvous: Rendezvous, own: HostInfo) -> DaemonSpec:
+    """This host's daemons for a job on several hosts, for :func:`launcher.ensure`.
 
     Raises:
         UnavailableError: the coordinator can't be reached from here.
         ConfigurationError: the runtime directory can't be used.
     """
-    directory = _directory(settings, meeting, own)
-    where = meeting.coordinator
-    if own.place == meeting.at.place:
-        return job_daemons(settings, directory, listen=where)
-    pair = job_daemons(settings, directory, coordinator=where)
-    if launcher.is_up(pair):
-        return pair
+    directory = _directory(settings, rendezvous, own)
+    address = rendezvous.coordinator
+    if own.runtime_dir_id == rendezvous.leader.runtime_dir_id:
+        return job_daemons(settings, directory, listen=address)
+    spec = job_daemons(settings, directory, coordinator=address)
+    if launcher.is_up(spec):
+        return spec
     launcher.make_private_dir(directory)
-    files = write_tls_files(directory, meeting.papers)
-    write_record(pair)
-    if why := network.probe_daemon(where, Tls(*files), _REACH_S):
-        host = meeting.at.host
+    files = write_tls_files(directory, rendezvous.tls)
+    write_record(spec)
+    if why := network.probe_daemon(address, Tls(*files), _REACH_S):
+        host = rendezvous.leader.host
         raise UnavailableError(
-            f"host {own.host} (rank {own.rank}) can't reach this job's coordinator at {where}, which "
-            f"runs on {host}, the host of rank {meeting.at.rank}: {why}. Let the hosts connect to "
-            f"each other (firewall), name an address and port of {host} that the others reach by "
+            f"host {own.host} (rank {own.rank}) can't reach this job's coordinator at {address}, which "
+            f"runs on {host}, the host of rank {rendezvous.leader.rank}: {why}. Let the hosts connect to "
+            f"each other (firewall), name an address and port of {host} that the others can reach by "
             f"PANNIER_LISTEN=HOST:PORT, {_ADVICE}"
         )
     return former_daemons.with_former_daemons(
-        settings, pair, meeting.job, successor=where, files=files
+        settings, spec, rendezvous.job, successor=address, files=files
     )
 
 
-# By the one rank that decides.
-
-
-def _leads(notes: RankStore, life: int, own: HostInfo, first: HostInfo) -> bool:
+def _is_leader(store: RankStore, incarnation: int, own: HostInfo, first: HostInfo) -> bool:
     if own.rank not in (0, first.rank):
         return False
-    key = f"{life}/lead"
-    if own.rank != 0 and notes.poll(lambda: notes.read(key), PATIENCE_S) is not None:
+    key = f"{incarnation}/lead"
+    if own.rank != 0 and store.poll(lambda: store.read(key), PATIENCE_S) is not None:
         return False
-    return notes.claim(key, str(own.rank)) == str(own.rank)
+    return store.claim(key, str(own.rank)) == str(own.rank)
 
 
-def _lead(
-    notes: RankStore, life: int, own: HostInfo, first: HostInfo, *, size: int, settings: Settings
+def _decide(
+    store: RankStore,
+    incarnation: int,
+    own: HostInfo,
+    first: HostInfo,
+    *,
+    size: int,
+    settings: Settings,
 ) -> Rendezvous | None:
     def look() -> str | None:
-        """Another host's address, perhaps "", or "here" when all ranks are on this one."""
-        apart = first if first.place != own.place else None
-        if apart is None and (told := notes.read(f"{life}/apart")) is not None:
-            apart = HostInfo(**json.loads(told))
+        """The address of another rank's host, "" if not known; "here": all ranks are on this host."""
+        apart = first if first.runtime_dir_id != own.runtime_dir_id else None
+        if apart is None and (answer := store.read(f"{incarnation}/apart")) is not None:
+            apart = HostInfo(**json.loads(answer))
         if apart is not None:
             return apart.address or ""
-        return "here" if notes.count(f"{life}/together") >= size else None
+        return "here" if store.count(f"{incarnation}/together") >= size else None
 
-    key = f"{life}/meeting"
+    key = f"{incarnation}/rendezvous"
     try:
-        towards = notes.poll(look, PATIENCE_S)
+        towards = store.poll(look, PATIENCE_S)
         if towards is None and addresses.is_loopback(os.environ.get("MASTER_ADDR", "")):
-            # Of ranks that haven't come nothing is known; but they couldn't have met elsewhere.
+            # Some ranks haven't reported; but over loopback they can only be on this host.
             towards = "here"
-        meeting = None if towards == "here" else _convene(own, towards, settings)
+        rendezvous = None if towards == "here" else _start_coordinator(own, towards, settings)
     except PannierError as error:
-        # The others are told at once, not by a deadline.
-        notes.claim(key, json.dumps({"problem": f"rank {own.rank} ({own.host}): {error}"}))
+        # So that the other ranks fail at once, not at their deadline.
+        store.claim(key, json.dumps({"problem": f"rank {own.rank} ({own.host}): {error}"}))
         raise
-    notes.claim(key, _encoded(meeting))
-    return meeting
+    store.claim(key, _encode(rendezvous))
+    return rendezvous
 
 
-_led_lock = threading.Lock()
-_led: tuple[Settings, Rendezvous, TlsBundle] | None = None
-"""What this process has convened: it serves the later incarnations of its job, too."""
+_started_lock = threading.Lock()
+_started: tuple[Settings, Rendezvous, TlsBundle] | None = None
+"""The coordinator that this process has started, which also serves later incarnations of its job."""
 
 
-def _convene(own: HostInfo, towards: str | None, settings: Settings) -> Rendezvous:
-    """Has the coordinator of all hosts run beside this rank, at an address that is theirs to reach."""
-    global _led
-    with _led_lock:
+def _start_coordinator(own: HostInfo, towards: str | None, settings: Settings) -> Rendezvous:
+    """Starts the coordinator of all hosts on this host, or finds it; other hosts can reach its address."""
+    global _started
+    with _started_lock:
         job = job_key(settings)
-        if _led is not None and (_led[0], _led[1].job) == (settings, job):
-            meeting, papers = replace(_led[1], at=own), _led[2]
+        if _started is not None and (_started[0], _started[1].job) == (settings, job):
+            rendezvous, tls = replace(_started[1], leader=own), _started[2]
         else:
-            meeting, papers = _standing(settings, job, own) or _new(settings, job, own, towards)
-        directory = _directory(settings, meeting, own)
-        pair = job_daemons(settings, directory, listen=meeting.coordinator)
+            rendezvous, tls = _find_earlier(settings, job, own) or _new(settings, job, own, towards)
+        directory = _directory(settings, rendezvous, own)
+        spec = job_daemons(settings, directory, listen=rendezvous.coordinator)
         launcher.make_private_dir(directory)
-        write_tls_files(directory, papers)
-        write_private_file(directory / _MEETING, _encoded(meeting))
-        write_record(pair)
+        write_tls_files(directory, tls)
+        write_private_file(directory / _RECORD, _encode(rendezvous))
+        write_record(spec)
         beside = addresses.embedded_coordinator(directory)
         launcher.ensure(
-            settings, former_daemons.with_former_daemons(settings, pair, job, successor=beside)
+            settings, former_daemons.with_former_daemons(settings, spec, job, successor=beside)
         )
-        if why := launcher.await_listening(pair, meeting.coordinator, _UP_S):
+        if why := launcher.await_listening(spec, rendezvous.coordinator, _START_S):
             raise UnavailableError(
-                f"the embedded coordinator does not listen on {meeting.coordinator}: {why}; if that "
-                f"can't be, name another address by PANNIER_LISTEN=HOST:PORT, {_ADVICE}"
+                f"the embedded coordinator does not listen on {rendezvous.coordinator}: {why}; name "
+                f"another address by PANNIER_LISTEN=HOST:PORT, {_ADVICE}"
             )
-        _log.info("this host's coordinator at %s serves all hosts", meeting.coordinator)
-        _led = settings, meeting, papers
-        return meeting
+        _log.info("this host's coordinator at %s serves all hosts", rendezvous.coordinator)
+        _started = settings, rendezvous, tls
+        return rendezvous
 
 
-def _standing(settings: Settings, job: str, own: HostInfo) -> tuple[Rendezvous, TlsBundle] | None:
-    """What an earlier start of the job has left here, running or killed, if that will do."""
+def _find_earlier(
+    settings: Settings, job: str, own: HostInfo
+) -> tuple[Rendezvous, TlsBundle] | None:
+    """The coordinator of an earlier start of the job on this host, running or killed, if usable."""
     for directory in reversed(addresses.job_dirs(settings.runtime_dir, job, own.host)):
         try:
-            pair = read_record(directory)
+            spec = read_record(directory)
             if (
-                pair is None
-                or not pair.serves_others
-                or launcher.differing_variables(settings, pair)
+                spec is None
+                or not spec.serves_others
+                or launcher.differing_variables(settings, spec)
             ):
                 continue
-            meeting = _decoded((directory / _MEETING).read_text())
-            papers = TlsBundle(*(path.read_text() for path in tls_files(directory)))
-            if meeting is None or settings.listen not in (None, meeting.coordinator):
+            rendezvous = _decode((directory / _RECORD).read_text())
+            tls = TlsBundle(*(path.read_text() for path in tls_files(directory)))
+            if rendezvous is None or settings.listen not in (None, rendezvous.coordinator):
                 continue
-            if not launcher.is_up(pair):
-                network.check_free(meeting.coordinator)
-        except FileNotFoundError:  # They are just leaving.
+            if not launcher.is_up(spec):
+                network.check_free(rendezvous.coordinator)
+        except FileNotFoundError:  # they are exiting
             continue
         except (ValueError, ConfigurationError) as error:
             _log.warning("the daemons in %s can't be used again: %s", directory, error)
             continue
-        return replace(meeting, at=own), papers
+        return replace(rendezvous, leader=own), tls
     return None
 
 
@@ -270,49 +286,53 @@ def _new(
         address = _free_address(own, towards)
     else:
         network.check_free(address)
-    papers, callers = issue(network.split_address(address)[0])
-    return Rendezvous(secrets.token_hex(3), job, address, own, callers), papers
+    tls, callers = issue(network.split_address(address)[0])
+    return Rendezvous(secrets.token_hex(3), job, address, own, callers), tls
 
 
 def _free_address(own: HostInfo, towards: str | None) -> str:
     host = network.own_address([towards, os.environ.get("MASTER_ADDR")])
     if host is None:
         raise ConfigurationError(
-            f"host {own.host} has no address that other hosts could reach its coordinator by: name "
+            f"host {own.host} has no address by which other hosts could reach its coordinator: name "
             f"one by PANNIER_LISTEN=HOST:PORT, {_ADVICE}"
         )
     return network.join_address(host, network.free_port(host))
 
 
 def job_key(settings: Settings) -> str:
-    """What is the same when the job is started again, as far as that can be known."""
+    """Identifies the job across its starts, as far as its environment allows."""
     run = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    for kind, word in (
+    for kind, name in (
         ("job", settings.job),
         ("run", None if run == "none" else run),
         ("slurm", os.environ.get("SLURM_JOB_ID")),
     ):
-        if word:
-            return f"{kind} {word}"
+        if name:
+            return f"{kind} {name}"
     return f"at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
 
 
-def _directory(settings: Settings, meeting: Rendezvous, own: HostInfo) -> Path:
-    # Of one place, perhaps with several names, that has the certificate to serve with.
-    host = meeting.at.host if own.place == meeting.at.place else own.host
-    return addresses.job_dir(settings.runtime_dir, meeting.job, meeting.word, host)
+def _directory(settings: Settings, rendezvous: Rendezvous, own: HostInfo) -> Path:
+    # The leader's directory, which has the server's certificate, even if the host has several names.
+    host = (
+        rendezvous.leader.host
+        if own.runtime_dir_id == rendezvous.leader.runtime_dir_id
+        else own.host
+    )
+    return addresses.job_dir(settings.runtime_dir, rendezvous.job, rendezvous.start_id, host)
 
 
-def _encoded(meeting: Rendezvous | None) -> str:
-    return json.dumps(None if meeting is None else asdict(meeting))
+def _encode(rendezvous: Rendezvous | None) -> str:
+    return json.dumps(None if rendezvous is None else asdict(rendezvous))
 
 
-def _decoded(text: str) -> Rendezvous | None:
-    told = json.loads(text)
-    if told is None:
+def _decode(text: str) -> Rendezvous | None:
+    answer = json.loads(text)
+    if answer is None:
         return None
-    if "problem" in told:
-        raise ConfigurationError(f"the hosts have no coordinator in common: {told['problem']}")
+    if "problem" in answer:
+        raise ConfigurationError(f"the hosts have no coordinator in common: {answer['problem']}")
     return Rendezvous(
-        **{**told, "at": HostInfo(**told["at"]), "papers": TlsBundle(**told["papers"])}
+        **{**answer, "leader": HostInfo(**answer["leader"]), "tls": TlsBundle(**answer["tls"])}
     )

@@ -105,6 +105,10 @@ class CopyPlan:
             Exception: whatever copying or pickling raised, with a note of the key.
         """
         copies = TensorCopies(devices)
+
+        def copy_part(part: torch.Tensor, view: torch.Tensor, file: int, offset: int) -> None:
+            copies.copy_to_view(part, view, arena.files[file], offset)
+
         written = []
         views: list[Sequence[torch.Tensor]] = []
         try:
@@ -117,7 +121,7 @@ class CopyPlan:
                     self._copy(file, buffer, headers, pick(values), values, copies)
                     written.append((buffer, headers))
                     views.append(headers.views)
-                self._fetches.run(values, views, arena.files, copies)
+                self._fetches.run(values, views, copy_part, copies.limit_held)
             varying = self._spill(values, arena, names)
             copies.run()
         finally:

@@ -6,17 +6,18 @@ are copied. Immutable; :meth:`FetchPlan.run` is not thread-safe, as torch_xla is
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
-from pannier.client.staging.arena import FileBuffer
-from pannier.client.staging.host_copy import TensorCopies
 from pannier.client.user_errors import located
 from pannier.client.xla import runtime, shard_tensors
 from pannier.client.xla.shard_tensors import ShardView
+
+Copy = Callable[[torch.Tensor, torch.Tensor, int, int], None]
+"""Copies a tensor to a view of a data file, of which index and offset are given."""
 
 
 class ShardTarget(NamedTuple):
@@ -69,42 +70,42 @@ class FetchPlan:
         self,
         values: Sequence[Any],
         views: Sequence[Sequence[torch.Tensor]],
-        buffers: Sequence[FileBuffer],
-        copies: TensorCopies,
+        copy: Copy,
+        end_batch: Callable[[], None],
     ) -> None:
-        """Copies the parts into the buffers.
+        """Fetches the parts and copies them to their views.
 
         Args:
             values: of a state with the same structure.
             views: by file, the elements of each of its tensors as a tensor.
-            buffers: by file.
-            copies: makes the copies.
+            copy: copies a part to its view.
+            end_batch: called after each batch.
 
         Raises what torch_xla raises when it can't fetch them.
         """
         with located("the state's XLA tensors can't be saved"):
-            self._run(values, views, buffers, copies)
+            for batch in self._batches:
+                self._copy(batch, values, views, copy)
+                end_batch()
 
-    def _run(
-        self,
+    @staticmethod
+    def _copy(
+        batch: Sequence[_Fetch],
         values: Sequence[Any],
         views: Sequence[Sequence[torch.Tensor]],
-        buffers: Sequence[FileBuffer],
-        copies: TensorCopies,
+        copy: Copy,
     ) -> None:
-        for batch in self._batches:
-            for fetch, parts in _fetched(batch, values):
-                for target in fetch.targets:
-                    chunk = values[target.value].chunk
-                    source = parts[chunk.ordinal][tuple(slice(0, size) for size in chunk.sizes)]
-                    view = views[target.file][target.tensor]
-                    copies.copy_to_view(
-                        source if source.dtype == view.dtype else source.to(view.dtype),
-                        view,
-                        buffers[target.file],
-                        target.raw,
-                    )
-            copies.limit_held()
+        for fetch, parts in _fetched(batch, values):
+            for target in fetch.targets:
+                chunk = values[target.value].chunk
+                source = parts[chunk.ordinal][tuple(slice(0, size) for size in chunk.sizes)]
+                view = views[target.file][target.tensor]
+                copy(
+                    source if source.dtype == view.dtype else source.to(view.dtype),
+                    view,
+                    target.file,
+                    target.raw,
+                )
 
 
 def _batched(fetches: Sequence[_Fetch]) -> Iterator[list[_Fetch]]:
