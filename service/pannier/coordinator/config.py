@@ -12,7 +12,7 @@ from pannier.wire.errors import ConfigurationError
 
 @dataclass(frozen=True, kw_only=True)
 class CoordinatorConfig(DaemonSettings):
-    """What ``pannier coordinator`` is told. Raises ConfigurationError naming the setting."""
+    """Settings of ``pannier coordinator``. Raises ConfigurationError naming the setting."""
 
     address: str = "unix:///run/pannier/coordinator.sock"
     """Where sidecars reach it: ``unix:///path`` or ``host:port``."""
@@ -25,7 +25,7 @@ class CoordinatorConfig(DaemonSettings):
     idle_exit_s: float | None = None
     """Exit after so many seconds without a trainer or an undecided save on any host; None: never."""
     suspect_after_s: float = 5
-    """Seconds of silence after which a trainer's own silence is shown, not its sidecar's."""
+    """Seconds without a heartbeat after which a trainer counts as unresponsive, whatever its sidecar is."""
     retention: Policy = field(default_factory=Policy)
     """Which checkpoints of a job stay after each commit; by default all."""
     grace_superseded_s: float = GRACE_S

@@ -1,4 +1,4 @@
-"""``Diagnosis`` of a coordinator: its state, and storage as it sees it. On its event loop."""
+"""The ``Diagnosis`` service of a coordinator: its state, and whether it reaches storage. Event loop only."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,7 +9,11 @@ from pannier.v1 import diagnosis_pb2, diagnosis_pb2_grpc
 
 
 class CoordinatorDiagnosis(diagnosis_pb2_grpc.DiagnosisServicer):
-    """Args: ``draining`` tells whether new saves are refused."""
+    """See the proto.
+
+    Args:
+        draining: whether new saves are refused.
+    """
 
     def __init__(self, config: CoordinatorConfig, draining: Callable[[], bool]) -> None:
         self._config = config

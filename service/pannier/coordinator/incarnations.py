@@ -1,7 +1,7 @@
-"""Numbers of incarnations: which life of a job under one root is newer.
+"""Numbers of incarnations: which restart of a job under one root is newer.
 
-In: a root's store, a job and an incarnation's id. Out: its number, the same for whoever
-asks, from a create-if-absent object per number; and whether the job has a newer one. Where these
+In: a root's store, a job and an incarnation's id. Out: its number, the same for every coordinator,
+from a create-if-absent object per number; and whether the job has a newer one. Where these
 records were lost, the names of the attempts below the root still show which numbers were taken.
 Async.
 """
@@ -30,23 +30,23 @@ _Answer = TypeVar("_Answer")
 
 @dataclass(frozen=True)
 class Claim:
-    """An incarnation that is to get a number."""
+    """An incarnation that needs a number."""
 
     job: str
     incarnation: str
     host: str = ""
-    """Of the rank whose save needs it."""
+    """Host of the rank whose save needs the number."""
     seen: int | None = None
     """The highest number below the root when it began; None: not known."""
     apart: bool = False
-    """It saves beside the ranks of its job, and no other of the job concerns it."""
+    """It saves beside the ranks of its job, and is not ordered among its incarnations."""
 
     def holds(self, record: records_pb2.IncarnationRecord) -> bool:
-        """Whether the record is of this incarnation."""
+        """Whether the record is this incarnation's."""
         return (record.job, record.incarnation) == (self.job, self.incarnation)
 
     def concerns(self, record: records_pb2.IncarnationRecord) -> bool:
-        """Whether the record is of another incarnation that replaces this one, or is replaced."""
+        """Whether the record is another incarnation's that supersedes this one or is superseded by it."""
         return record.job == self.job and not (self.apart or record.apart or self.holds(record))
 
 
@@ -59,8 +59,8 @@ class Incarnations:
     async def number_of(self, root: Store, claim: Claim) -> int:
         """The incarnation's number under this root; the next free one when it has none yet.
 
-        Two who want a number at the same time meet at the same object: the loser reads it, and
-        takes the next or finds that it is its own.
+        Two coordinators that need a number at the same time create the same object: the loser reads
+        it, and takes the next number unless the record is its own incarnation's.
 
         Raises:
             SupersededError: another incarnation of the job has taken a number since this one began.
@@ -78,7 +78,7 @@ class Incarnations:
         own = shown.get(claim.incarnation)
         number = own or max((*self._records, *shown.values()), default=0) + 1
         while True:
-            # One that has saved before only gets back what was lost.
+            # An incarnation that has saved before only gets its lost record back.
             if claim.seen is not None and own is None:
                 self._check(claim, claim.seen, root)
             if number > object_names.LARGEST_NUMBER:
@@ -93,7 +93,7 @@ class Incarnations:
             number += 1
 
     async def find(self, root: Store, claim: Claim) -> int:
-        """The incarnation's number under this root; 0 when it has none, not even a lost one.
+        """The incarnation's number under this root, also if its record was lost; 0 when it has none.
 
         Raises StorageError, IntegrityError.
         """
@@ -125,7 +125,7 @@ class Incarnations:
             f"{newest.incarnation} (number {newest.number}) has been saving below {root.url} since "
             f"{began:%Y-%m-%d %H:%M:%S} UTC"
             + (f", from host {newest.host}" if newest.host else "")
-            + ". Stop the older processes; to go on with them, stop the newer ones and start these "
+            + ". Stop the older processes; to continue with them, stop the newer ones and start these "
             "again. Trainings that are to run at the same time need a PANNIER_JOB each"
         )
 
@@ -143,7 +143,7 @@ class Incarnations:
 
 
 async def _create(root: Store, number: int, claim: Claim) -> records_pb2.IncarnationRecord:
-    """Takes the number, unless it is taken; returns the record that stands there."""
+    """Takes the number unless it is taken; returns the record in storage."""
     record = records_pb2.IncarnationRecord(
         number=number,
         job=claim.job,

@@ -181,7 +181,7 @@ def _apply_trainer_report(
         if missing and not save.resumed and save.state in (State.PLANNING, State.STAGING):
             save.fail(
                 save_pb2.FAILURE_KIND_LOST,
-                f"{trainer.gone[: limits.MAX_NAME]} is gone: it ended before it took state in this save",
+                f"{trainer.gone[: limits.MAX_NAME]} is gone: it ended before it took part in this save",
                 state.rank,
             )
         return

@@ -1,7 +1,7 @@
-"""The coordinator as a process: a gRPC server on an event loop, until it is told to stop.
+"""The coordinator's process: a gRPC server on an event loop, until SIGTERM or until it is idle.
 
 Owns everything else in this package. It keeps nothing on disk, so it may be killed at any
-time: the sidecars report again to the next one.
+time: the sidecars report again to the next coordinator.
 """
 
 import asyncio
@@ -48,12 +48,12 @@ _log = logging.getLogger(__name__)
 
 _THREADS: Final = 2
 """For planning and metadata, which hold the GIL for most of their time."""
-_CALLS_OF_ONE: Final = 1024
+_CONNECTION_CALLS: Final = 1024
 """Calls at a time on one connection, more than a sidecar forwards; others wait in the sidecar."""
 _WAITING: Final = 1 << 16
-"""Calls that have come and weren't looked at: all ranks of a job hand their plans in at once."""
+"""Calls that have arrived but were not accepted: all ranks of a job hand their plans in at once."""
 _WAITING_OPTIONS: Final = (
-    # Above the first, 1000 by default, gRPC refuses some of them, above the other all.
+    # Above the first limit, 1000 by default, gRPC refuses some calls, above the second all.
     "grpc.server.max_pending_requests",
     "grpc.server.max_pending_requests_hard_limit",
     # Seconds, 30 by default.
@@ -61,11 +61,11 @@ _WAITING_OPTIONS: Final = (
 )
 _KEPT: Final = 64 << 20
 _LARGE: Final = 32 << 20
-"""Bytes; the C library allows no more."""
+"""Bytes; the C library's maximum."""
 _GARBAGE: Final = 20_000
-"""Objects made since the collector looked, 700 by default."""
-_PATIENCE_S: Final = 2.0
-"""After SIGTERM: for commits that are being decided."""
+"""Objects made between two runs of the garbage collector, 700 by default."""
+_DECIDING_S: Final = 2.0
+"""After SIGTERM: for decisions that are being written."""
 _IDLE_CHECK_S: Final = 1.0
 """Between two checks whether the coordinator is idle."""
 _REPORTED_S: Final = 5.0
@@ -105,7 +105,7 @@ async def _run(config: CoordinatorConfig) -> None:
             for save in deciding
         ]
         if waits:
-            await asyncio.wait(waits, timeout=_PATIENCE_S)
+            await asyncio.wait(waits, timeout=_DECIDING_S)
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ async def serving(
             interceptors=[AioErrorInterceptor()],
             options=[
                 *server_options(),
-                ("grpc.max_concurrent_streams", _CALLS_OF_ONE),
+                ("grpc.max_concurrent_streams", _CONNECTION_CALLS),
                 *((option, _WAITING) for option in _WAITING_OPTIONS),
             ],
         )
@@ -202,7 +202,7 @@ async def serving(
                 await asyncio.gather(*watches, return_exceptions=True)
                 await status_services.drain()
                 await tasks.stop()
-                # Streams never end by themselves; sidecars attach again to the next one.
+                # Streams never end by themselves; sidecars attach again to the next coordinator.
                 await server.stop(grace=0.2)
 
 
@@ -220,8 +220,8 @@ async def await_idle(
         now = observer_clock.now()
         if registry.undecided() or _has_trainer(streams, now):
             busy = now
-        patience_s = max(after_s, FIRST_S) if streams.trainer_seen is None else after_s
-        if now - busy >= patience_s:
+        idle_s = max(after_s, FIRST_S) if streams.trainer_seen is None else after_s
+        if now - busy >= idle_s:
             leave()
             return
 

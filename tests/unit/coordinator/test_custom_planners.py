@@ -131,7 +131,7 @@ def test_planner_that_is_not_named_is_refused_with_the_flag() -> None:
     ("cls", "text"),
     [
         (Inventive, "which isn't in that rank's own plan"),
-        (Forgetful, "tells no rank to write it"),
+        (Forgetful, "no rank is assigned to write it"),
         (Secretive, r"\['o'\], which the metadata doesn't list"),
         (Broken, "create_global_plan raised KeyError: 'oh'"),
     ],

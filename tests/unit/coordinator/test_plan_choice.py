@@ -304,12 +304,12 @@ def test_what_a_changed_rank_no_longer_writes_ends_the_save_by_name(
         await job.claim(1 - changed, 2)
         refused = asyncio.create_task(job.plan(changed, 2, plan_of(changed, without="b")))
         await job.wanted(2, 1 - changed)
-        with pytest.raises(SaveAbortedError, match="nobody writes 'b' any more") as caught:
+        with pytest.raises(SaveAbortedError, match="no rank writes 'b' any more") as caught:
             await job.plan(1 - changed, 2)
         assert list(causes(caught.value)) == [changed]
         with pytest.raises(SaveAbortedError):
             await refused
-        # The next save is planned anew.
+        # The next save makes a new plan.
         plans_ = [plan_of(rank, without="b" if rank == changed else "") for rank in (0, 1)]
         await asyncio.gather(*(job.plan(rank, 3, plans_[rank]) for rank in (0, 1)))
 
@@ -408,7 +408,7 @@ def test_a_rank_whose_sidecar_is_disconnected_while_the_plan_is_agreed_is_lost(
         await job.claim(0, 2, plan_id="f" * 64)
         status = await job.await_state(2, ABORTED)
         assert list(causes(status)) == [1]
-        assert "disconnected" in causes(status)[1]
+        assert "is disconnected" in causes(status)[1]
 
     play(scenario, sockets, tmp_path)
 

@@ -1,7 +1,7 @@
-"""The bytes of ``.metadata``: what of a commit needs torch.
+"""The bytes of ``.metadata``: the part of a commit that needs torch.
 
-In: a manifest and the receipts of all its ranks. Out: the pickle that torch's readers take. How
-these bytes become the checkpoint is :mod:`pannier.attempts`' business.
+In: a manifest and the receipts of all its ranks. Out: the pickle that torch's readers take.
+:mod:`pannier.attempts` installs it.
 """
 
 import logging
@@ -17,7 +17,7 @@ from pannier.coordinator.commit.receipt_check import (
     check_external_receipt,
     check_receipt,
     complete_metadata,
-    told_places,
+    receipt_places,
 )
 from pannier.coordinator.planning.plan_cache import AgreedPlan
 from pannier.v1 import plan_pb2, records_pb2
@@ -42,7 +42,7 @@ def build_candidate(
     if manifest.body is not None and (template := manifest.plan.derive(_make_template)) is not None:
         meta = StorageMeta(checkpoint_id=checkpoint_id, save_id=attempt)
         return template.render(
-            object_names.data_prefix(attempt), meta, told_places(manifest, receipts)
+            object_names.data_prefix(attempt), meta, receipt_places(manifest, receipts)
         )
     return pickle_metadata(
         complete_metadata(manifest, receipts), checkpoint_id=checkpoint_id, attempt=attempt
@@ -59,16 +59,16 @@ def _make_template(plan: AgreedPlan) -> MetadataTemplate | None:
 
 
 def build_checked(manifest: bytes, receipts: Iterable[records_pb2.Receipt]) -> bytes:
-    """The same from storage alone. Raises IntegrityError when a receipt doesn't fit the plan."""
+    """Bytes of ``.metadata`` from storage alone. Raises IntegrityError when a receipt doesn't fit."""
     plan = Manifest.parse(manifest)
-    told = {receipt.rank: receipt for receipt in receipts}
-    for receipt in told.values():
+    by_rank = {receipt.rank: receipt for receipt in receipts}
+    for receipt in by_rank.values():
         if plan.header.external:
             check_external_receipt(plan.header.attempt, receipt)
         else:
             check_receipt(plan, receipt)
     if plan.header.external:
-        check_external_metadata(plan.message.metadata, told)
-    if missing := [rank for rank in plan.ranks if rank not in told]:
+        check_external_metadata(plan.message.metadata, by_rank)
+    if missing := [rank for rank in plan.ranks if rank not in by_rank]:
         raise IntegrityError(f"the receipts of ranks {missing} are missing")
-    return build_candidate(plan, told, checkpoint_id=plan.header.checkpoint_id)
+    return build_candidate(plan, by_rank, checkpoint_id=plan.header.checkpoint_id)

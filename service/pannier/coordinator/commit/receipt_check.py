@@ -1,4 +1,4 @@
-"""Receipts against the manifest: did each rank write what it was to write?
+"""Checks receipts against the manifest: whether each rank has written what was planned.
 
 In: a manifest and receipts. Out: the complete metadata, or an error that names the rank
 and what is wrong. Pure; any thread.
@@ -31,14 +31,14 @@ def check_receipt(manifest: Manifest, receipt: records_pb2.Receipt) -> None:
                 receipt,
                 f"{prefix + name} has {sizes[prefix + name]} bytes, the plan says {size}",
             )
-    told = {item.position: item for item in receipt.varying}
-    if len(told) != len(receipt.varying) or told.keys() != share.varying.keys():
+    placed = {item.position: item for item in receipt.varying}
+    if len(placed) != len(receipt.varying) or placed.keys() != share.varying.keys():
         raise _wrong(
             receipt,
-            f"it places items {sorted(told)}, those without a planned place are "
+            f"it places items {sorted(placed)}, those without a planned place are "
             f"{sorted(share.varying)}",
         )
-    for position, item in told.items():
+    for position, item in placed.items():
         planned_file = prefix + share.varying[position][1]
         if item.file != planned_file:
             raise _wrong(receipt, f"item {position} is in {item.file}, not {planned_file}")
@@ -51,7 +51,7 @@ def check_receipt(manifest: Manifest, receipt: records_pb2.Receipt) -> None:
 
 
 def check_external_receipt(attempt: str, receipt: records_pb2.Receipt) -> None:
-    """The same where torch makes the plan: only names and attempt can be checked."""
+    """Raises IntegrityError unless names and attempt fit; all that can be checked of torch's plan."""
     _check_identity(receipt, attempt, "")
     for name in _sizes(receipt):
         object_names.check_data_file(name, attempt, receipt.rank)
@@ -86,18 +86,18 @@ def check_external_metadata(
 def complete_metadata(
     manifest: Manifest, receipts: Mapping[int, records_pb2.Receipt]
 ) -> plan_pb2.GlobalMetadata:
-    """The manifest's metadata with the places that the (checked) receipts tell."""
+    """The manifest's metadata with the places from the (checked) receipts."""
     out = plan_pb2.GlobalMetadata()
     out.CopyFrom(manifest.message.metadata)
     if manifest.header.external:
         return out
-    for row, (offset, length) in told_places(manifest, receipts).items():
+    for row, (offset, length) in receipt_places(manifest, receipts).items():
         out.placement.offset[row] = offset
         out.placement.length[row] = length
     return out
 
 
-def told_places(
+def receipt_places(
     manifest: Manifest, receipts: Mapping[int, records_pb2.Receipt]
 ) -> dict[int, tuple[int, int]]:
     """Offset and length of the items that have no planned place, by row of the metadata."""

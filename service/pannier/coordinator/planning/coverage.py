@@ -1,6 +1,6 @@
 """Whether the chosen chunks of every tensor are the tensor: no gap, no overlap.
 
-In: :class:`Columns` and the rows to be written. Raises, or says nothing. Pure; any thread.
+In: :class:`Columns` and the rows to be written. Out: nothing, or an error. Pure; any thread.
 Empty chunks overlap nothing. Like DCP, a save of one rank alone may leave gaps: it may
 hold a part of a distributed tensor on purpose (``no_dist``).
 """
@@ -68,9 +68,9 @@ def _check_overlaps(columns: Columns, rows: Ints) -> None:
     mixed = (fqn[1:] == fqn[:-1]) & (place[1:] <= place[:-1] + reach[:-1])
     if not mixed.any():
         return
-    suspects = np.zeros(len(columns.fqns), np.bool_)
-    suspects[fqn[1:][mixed]] = True
-    rows = rows[suspects[fqn]]
+    mixed_keys = np.zeros(len(columns.fqns), np.bool_)
+    mixed_keys[fqn[1:][mixed]] = True
+    rows = rows[mixed_keys[fqn]]
     for some, size, offset, extent in columns.by_ndim(rows, block=len(rows)):
         fqn = columns.fqn[some]
         starts = _starts(fqn)

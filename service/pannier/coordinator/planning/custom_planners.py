@@ -1,8 +1,8 @@
-"""Planners that override global planning, as the operator named them with ``--planner``.
+"""Planners that override global planning, named by the operator with ``--planner``.
 
 In: ``module:Class`` names, and the local plans of a save whose planner is one of them.
 Out: its global plan. The class runs here without a state dict, on plans decoded to torch's
-own objects; everybody else's plans never become objects. CPU-bound; any thread.
+own objects; the plans of all other planners never become objects. CPU-bound; any thread.
 """
 
 import importlib
@@ -128,7 +128,7 @@ def _assign(
     local: Sequence[SavePlan],
     global_plans: Sequence[SavePlan],
 ) -> dict[MetadataIndex, _Assigned]:
-    """Who writes each (key, offset), found again in the rank's own plan."""
+    """The owner of each (key, offset), and its position in the owner's local plan."""
     if len(global_plans) != len(local):
         raise InvalidPlanError(f"{name} made {len(global_plans)} plans for {len(local)} ranks")
     assigned: dict[MetadataIndex, _Assigned] = {}
@@ -140,14 +140,14 @@ def _assign(
             held = positions.get(item.index)
             if held is None or not _same(item, mine.items[held]):
                 raise InvalidPlanError(
-                    f"{name} tells rank {plan.rank} to write {item.index.fqn!r} at "
+                    f"{name} assigns rank {plan.rank} {item.index.fqn!r} at "
                     f"{item.index.offset}, which isn't in that rank's own plan",
                     [plan],
                 )
             if item.index in assigned:
                 other = plans[assigned[item.index].owner]
                 raise InvalidPlanError(
-                    f"{name} tells both rank {other.rank} and rank {plan.rank} to write "
+                    f"{name} assigns both rank {other.rank} and rank {plan.rank} "
                     f"{item.index.fqn!r} at {item.index.offset}",
                     [other, plan],
                 )
@@ -171,7 +171,7 @@ def _encode(
     for index in indices:
         if index not in assigned:
             raise InvalidPlanError(
-                f"{name} lists {index.fqn!r} at {index.offset} in the metadata, but tells no rank "
+                f"{name} lists {index.fqn!r} at {index.offset} in the metadata, but no rank is assigned "
                 "to write it"
             )
     unlisted = assigned.keys() - set(indices)

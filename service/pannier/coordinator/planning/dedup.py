@@ -1,4 +1,4 @@
-"""Who writes what: for every chunk that several ranks hold, the one rank that writes it.
+"""Deduplication: for every chunk that several ranks hold, the one rank that writes it.
 
 In: :class:`Columns`. Out: the rows to be written, one per (key, offset), ascending. Pure;
 any thread. DCP's ``dedup_save_plans`` does the same with one Python object per item, and
@@ -18,7 +18,7 @@ from pannier.wire.failures import ranks_text
 
 
 class Kept(NamedTuple):
-    """What can't be changed any more, as ranks have staged by an earlier plan."""
+    """Assignments of ranks that have staged by a cached plan: these can't change any more."""
 
     plans: Ints
     """Indices of these ranks' plans: they write nothing else."""
@@ -108,7 +108,7 @@ def _without_empty(columns: Columns, order: Ints, group: Ints) -> tuple[Ints, In
 
 
 def _without_staged(columns: Columns, order: Ints, group: Ints, kept: Kept) -> tuple[Ints, Ints]:
-    """What ranks that have staged write, they write alone; of all else they write nothing."""
+    """Rows that may be chosen: ranks that have staged write exactly their kept rows."""
     staged = np.isin(columns.plan[order], kept.plans)
     fixed = np.isin(order, kept.rows)
     group_is_fixed = np.zeros(int(group[-1]) + 1, bool)
@@ -119,8 +119,8 @@ def _without_staged(columns: Columns, order: Ints, group: Ints, kept: Kept) -> t
         row = int(lost[0])
         raise InvalidPlanError(
             f"the plans of {_ranks(columns, changed)} have changed: {columns.key(row)}, which "
-            f"{columns.who(row)} has staged, is no longer its to write; the next save is planned "
-            "anew",
+            f"{columns.who(row)} has staged, is no longer its to write; the next "
+            "save makes a new plan",
             [columns.plans[int(index)] for index in changed],
         )
     covered = np.zeros(len(group_is_fixed), bool)
@@ -128,9 +128,9 @@ def _without_staged(columns: Columns, order: Ints, group: Ints, kept: Kept) -> t
     if not covered.all():
         row = int(order[np.argmax(~covered[group])])
         raise InvalidPlanError(
-            f"the plans of {_ranks(columns, changed)} have changed, and nobody writes "
+            f"the plans of {_ranks(columns, changed)} have changed, and no rank writes "
             f"{columns.key(row)} any more, which {columns.who(row)} holds and has staged without; "
-            "the next save is planned anew",
+            "the next save makes a new plan",
             [columns.plans[int(index)] for index in changed],
         )
     once = np.bincount(group[fixed], minlength=1)
@@ -138,7 +138,7 @@ def _without_staged(columns: Columns, order: Ints, group: Ints, kept: Kept) -> t
         row = int(order[fixed][np.argmax(once[group[fixed]] > 1)])
         raise InvalidPlanError(
             f"ranks go by different plans, in which more than one of them writes {columns.key(row)}; "
-            "the next save is planned anew",
+            "the next save makes a new plan",
             [columns.plans[int(index)] for index in (changed if len(changed) else kept.plans)],
         )
     return order[left], group[left]

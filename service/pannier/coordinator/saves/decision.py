@@ -25,7 +25,7 @@ from pannier.coordinator.commit.metadata import build_candidate
 from pannier.coordinator.commit.receipt_check import check_external_metadata
 from pannier.coordinator.planning.custom_planners import Planners
 from pannier.coordinator.planning.plan_cache import PlanCache
-from pannier.coordinator.saves.resume import LONGEST_BACKOFF_S
+from pannier.coordinator.saves.resume import FIRST_PAUSE_S, LONGEST_PAUSE_S
 from pannier.coordinator.saves.save import Save
 from pannier.coordinator.saves.states import AttemptState, State
 from pannier.coordinator.stores import Stores
@@ -286,8 +286,8 @@ async def retry_until_known(
         retriable=lambda error: (
             isinstance(error, (StorageError, IntegrityError)) and not isinstance(error, final)
         ),
-        first_s=0.2,
-        longest_s=LONGEST_BACKOFF_S,
+        first_s=FIRST_PAUSE_S,
+        longest_s=LONGEST_PAUSE_S,
         on_retry=doubt,
     )
     answer = await policy.run(step)

@@ -47,7 +47,7 @@ def choose_cached_plan(cache: PlanCache, save: Save) -> AgreedPlan | None:
 def kept_assignments(cache: PlanCache, save: Save) -> Mapping[int, Share]:
     """What ranks write that have staged by a claimed plan, by rank: it can't change any more.
 
-    A plan that isn't cached says nothing; its rank fails if it is answered with another one.
+    Nothing is known of a plan that isn't cached; its rank fails if the new plan is another one.
     """
     kept = {}
     known = _claimed_plans(cache, save)

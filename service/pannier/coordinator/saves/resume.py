@@ -37,8 +37,9 @@ _SIDECARS_S: Final = 0.1
 """How long it is remembered whether all ranks have live sidecars: it is asked after each change."""
 _ANSWER_S: Final = 10.0
 """For storage to list receipts."""
-LONGEST_BACKOFF_S: Final = 5.0
-"""Between two tries of a step that storage must answer."""
+FIRST_PAUSE_S: Final = 0.2
+LONGEST_PAUSE_S: Final = 5.0
+"""Pauses between tries of a step that storage must answer."""
 
 
 class StorageChecks:
@@ -93,8 +94,8 @@ class StorageChecks:
 async def read_with_retries(save: Save, step: Callable[[], Awaitable[_Answer]]) -> _Answer:
     """Runs a step that reads what a save needs before anything is decided.
 
-    What became of a resumed save, only storage can tell: it is asked until it answers. For any other
-    save the step's first error is raised.
+    Only storage shows what became of a resumed save: it is asked until it answers. For any other save
+    the step's first error is raised.
     """
 
     def note(error: BaseException) -> None:
@@ -103,8 +104,8 @@ async def read_with_retries(save: Save, step: Callable[[], Awaitable[_Answer]]) 
 
     policy = RetryPolicy(
         retriable=lambda error: isinstance(error, StorageError) and save.resumed,
-        first_s=0.2,
-        longest_s=LONGEST_BACKOFF_S,
+        first_s=FIRST_PAUSE_S,
+        longest_s=LONGEST_PAUSE_S,
         on_retry=note,
     )
     return await policy.run(step)

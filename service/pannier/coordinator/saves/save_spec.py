@@ -1,4 +1,4 @@
-"""What identifies a save, and what all its ranks must say alike about it.
+"""What identifies a save, and what all its ranks must agree on.
 
 In: contexts as ranks send them. Out: an immutable :class:`SaveSpec`, or an error that names the ranks
 that contradict each other. Pure; any thread.
