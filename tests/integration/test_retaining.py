@@ -162,7 +162,7 @@ def test_metrics_that_are_none_are_refused_at_once(tmp_path: Path) -> None:
         for metrics, said in (
             ({"loss": "low"}, r"metrics\['loss'\] is 'low', no number"),
             ({"loss": torch.ones(2)}, r"metrics\['loss'\]"),
-            ({"": 1.0}, "no name of a metric"),
+            ({"": 1.0}, "not a valid name of a metric"),
             ({f"m{n}": 1.0 for n in range(65)}, "65 metrics"),
         ):
             with pytest.raises(InvalidRequestError, match=said):

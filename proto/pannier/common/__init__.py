@@ -1,1 +1,1 @@
-"""What client and services both use and that is no part of what they say to each other."""
+"""Mechanisms that client and services share: waits, retries, traces, fault points. No messages."""

@@ -1,8 +1,7 @@
-"""What of an environment decides where checkpoints go: variables in, a record of hashes out.
+"""The environment variables that decide where checkpoints go: variables in, a record of hashes out.
 
-``pannier up`` leaves the record of its own beside its sockets, so that a trainer
-that wants something else doesn't take its daemons. The record names variables,
-and has no value of any.
+``pannier up`` writes the record of its own environment beside its sockets, so that a trainer with other
+settings doesn't use its daemons. The record has names and hashes, no values. Pure; any thread.
 """
 
 import hashlib
@@ -13,7 +12,7 @@ from collections.abc import Mapping
 from typing import Final
 
 Record = dict[str, str | None]
-"""SHA-256 of the values by name, hex. None: a flag said it, and trainers take it as it is."""
+"""SHA-256 of the values by name, hex. None: set by a flag, which every trainer accepts."""
 
 FILE: Final = "surroundings.json"
 """Its name in the runtime directory."""
@@ -24,9 +23,9 @@ _DECISIVE: Final = re.compile(
     r"|AWS_(ENDPOINT_URL\w*|IGNORE_CONFIGURED_ENDPOINT_URLS|(DEFAULT_)?(PROFILE|REGION)|ROLE_ARN)"
     r"|AWS_(CONFIG_FILE|SHARED_CREDENTIALS_FILE|WEB_IDENTITY_TOKEN_FILE|CA_BUNDLE)"
 )
-"""Endpoints, profiles, paths, regions and our own."""
+"""Endpoints, profiles, paths, regions and Pannier's own settings."""
 _ROTATING: Final = re.compile(r"FSSPEC_\w*(KEY|SECRET|TOKEN|PASSWORD)\w*")
-"""Credentials are new every hour in some places, and are no other destination."""
+"""Credentials may change every hour and don't change the destination."""
 
 
 def record(environment: Mapping[str, str]) -> Record:
@@ -39,7 +38,7 @@ def record(environment: Mapping[str, str]) -> Record:
 
 
 def differing(theirs: Record, ours: Record) -> list[str]:
-    """Sorted names of the variables that the daemons have otherwise, or only one side has."""
+    """Sorted names of the variables that differ, or that only one side has."""
     return sorted(
         name
         for name in theirs.keys() | ours.keys()

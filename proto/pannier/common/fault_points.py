@@ -1,9 +1,9 @@
-"""Named places at which a daemon can be made to die or to stop, for tests of what it leaves behind.
+"""Named points at which a test can kill or stop a daemon, to check what it leaves behind.
 
-In: ``PANNIER_CRASH_AT=name`` or ``name:n``, and likewise ``PANNIER_PAUSE_AT``, read once. Out:
-SIGKILL, or SIGSTOP, to this process when it passes that place for the n-th time (default:
-the first). Each place stands directly before or after a change of something that outlives the
-process: the spool, its journal, objects in storage. Thread-safe.
+In: ``PANNIER_CRASH_AT=name`` or ``name:n``, and likewise ``PANNIER_PAUSE_AT``, read once. Out: SIGKILL or
+SIGSTOP to this process when it passes that point for the n-th time (default: the first). Each point is
+directly before or after a change of state that outlives the process: spool, journal, objects in storage.
+Thread-safe.
 """
 
 import os
@@ -68,7 +68,7 @@ POINTS: Final = frozenset(
         "sweep.leftover.after",
     }
 )
-"""All places: ``daemon.what.when``."""
+"""All points: ``daemon.what.when``."""
 
 
 class _Armed:
@@ -77,7 +77,7 @@ class _Armed:
         self.name, _, count = text.partition(":")
         if text and (self.name not in POINTS or not (count or "1").isdigit()):
             raise ConfigurationError(
-                f"{variable}={text!r} names no place to stop at; there are {sorted(POINTS)}, "
+                f"{variable}={text!r} is not a fault point; these are {sorted(POINTS)}, "
                 "each with an optional :n for the n-th pass"
             )
         self._number = number
@@ -99,7 +99,7 @@ _armed: Final = (
 
 
 def point(name: str) -> None:
-    """The process stops here if it was armed to. Raises KeyError for a name that isn't listed."""
+    """Kills or stops the process here if it is armed for ``name``. Raises KeyError for unknown names."""
     if name not in POINTS:
         raise KeyError(name)
     for each in _armed:

@@ -1,8 +1,8 @@
-"""How a daemon's memory allocator deals with messages of a MiB and more.
+"""Settings of glibc's allocator for a daemon with messages of a MiB and more.
 
-By itself glibc gives the memory of such a message back to the system when it is freed, and takes
-fresh pages for the next one: clearing those costs more than the copy into them. Some free memory
-is kept instead, in few arenas, so that what is kept stays small.
+By default glibc returns the memory of such a message to the system when it is freed, and maps fresh pages
+for the next one: clearing those costs more than the copy into them. With these settings it keeps some free
+memory, in few arenas, so that the kept memory stays small.
 """
 
 import ctypes
@@ -13,19 +13,19 @@ _M_MMAP_THRESHOLD: Final = -3
 _M_ARENA_MAX: Final = -8
 
 _KEPT: Final = 16 << 20
-"""Free bytes at an arena's end that aren't given back."""
+"""Free bytes at an arena's end that aren't returned to the system."""
 _LARGE: Final = 8 << 20
-"""What is larger has pages of its own, as the few global plans have."""
+"""Larger allocations are mapped separately, like the few global plans."""
 _ARENAS: Final = 4
 
 
 def keep_freed_memory(*, kept: int = _KEPT, large: int = _LARGE, arenas: int = _ARENAS) -> None:
-    """To be called before threads are started. Does nothing where the C library isn't glibc.
+    """Call it before threads are started. Without effect on other C libraries.
 
     Args:
-        kept: free bytes at an arena's end that aren't given back.
-        large: bytes of what has pages of its own.
-        arenas: at most.
+        kept: free bytes at an arena's end that aren't returned to the system.
+        large: bytes above which an allocation is mapped separately.
+        arenas: most arenas.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:

@@ -1,8 +1,8 @@
-"""A clock by which silence is measured: it stands still while its own process did not run.
+"""The clock of liveness checks: it stops while this process doesn't run.
 
-A process that was stopped, suspended, or blocked in one thread has read nothing meanwhile: what its
-peers sent waits in a socket, and their silence is its own. In: ticks of whatever looks for silence.
-Out: the time during which this process could have received something. Thread-safe.
+A process that was stopped, suspended, or blocked in one thread has read nothing meanwhile: messages of its
+peers wait in sockets, and their missing heartbeats are its own fault. In: ticks of the liveness checks.
+Out: the time during which this process could have received messages. Thread-safe.
 """
 
 import asyncio
@@ -13,11 +13,11 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 SLACK_S: Final = 0.5
-"""How late a tick may come and still count as on time."""
+"""How late a tick may be and still count as on time."""
 
 
 class ObserverClock:
-    """Runs as ``time.monotonic()``, but for the time by which ticks come too late."""
+    """``time.monotonic()`` without the time by which ticks were late."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -26,10 +26,10 @@ class ObserverClock:
         self._watchers = 0
 
     def tick(self, next_s: float) -> float:
-        """The observer runs, and will tick again in ``next_s`` seconds.
+        """Called by the observer, which will tick again in ``next_s`` seconds.
 
         Returns:
-            by how many seconds this tick came too late; 0 when it was on time.
+            by how many seconds this tick was late; 0 when it was on time.
         """
         with self._lock:
             now = time.monotonic()
@@ -39,14 +39,14 @@ class ObserverClock:
             return late
 
     def now(self) -> float:
-        """Seconds; comparable only with others of this clock."""
+        """Seconds; comparable only with times of this clock."""
         with self._lock:
             now = time.monotonic()
             return now - self._missed - max(0.0, now - self._due)
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Ticks come in this block, and no more after the last such block."""
+        """The observer ticks within this block; after the last such block nothing does."""
         with self._lock:
             self._watchers += 1
         try:
@@ -59,7 +59,7 @@ class ObserverClock:
 
 
 clock: Final = ObserverClock()
-"""Of this process, if it is a daemon."""
+"""The clock of this process, if it is a daemon."""
 
 
 def now() -> float:

@@ -1,4 +1,4 @@
-"""Sizes as people write them. Imports nothing: the command line's start must not wait for it."""
+"""Human-readable sizes. Imports little, for a fast start of the command line."""
 
 import re
 from typing import Final

@@ -1,12 +1,11 @@
-"""OpenTelemetry traces of saves, off unless the environment asks for them.
+"""OpenTelemetry traces of saves, off unless the environment enables them.
 
-In: a save's identity and stretches of time that are over. Out: spans, to the collector that ``OTEL_*``
-names. All of a save's spans are one trace, whoever tells them: the ids of the trace, of the save's own
-span (the coordinator's) and of each rank's (its client's) follow from the save's identity, so nothing is
-carried along, and neither a restart nor a plan from the cache tears a trace. Spans are told when
-a save has ended, so nothing is done for them while bytes move. Without ``OTEL_EXPORTER_OTLP_ENDPOINT``
-(or its like), or without the packages (``pip install 'pannier[otel]'``), a call costs a comparison.
-Thread-safe.
+In: a save's identity and past intervals. Out: spans, to the collector that ``OTEL_*`` names. All spans of a
+save are one trace, from whichever process: the ids of the trace, of the save's span (exported by the
+coordinator) and of each rank's span (exported by its client) are derived from the save's identity. So no
+context is propagated, and neither a restart nor a cached plan breaks a trace. Spans are exported after the
+save has ended, at no cost while bytes move. Without ``OTEL_EXPORTER_OTLP_ENDPOINT`` (or its like), or
+without the packages (``pip install 'pannier[otel]'``), a call costs a comparison. Thread-safe.
 """
 
 import atexit
@@ -33,7 +32,7 @@ _ASKING: Final = (
 )
 _NS: Final = 1_000_000_000
 _LAST_S: Final = 2.0
-"""At the process' end, for what was told last to be sent: the collector may be gone."""
+"""Seconds for the last export when the process ends: the collector may be unreachable."""
 
 
 Attributes = Mapping[str, str | int | float]
@@ -41,18 +40,18 @@ Attributes = Mapping[str, str | int | float]
 
 @dataclass(frozen=True)
 class Interval:
-    """Something that is over; times are of the monotonic clock."""
+    """A past interval; times are of the monotonic clock."""
 
     name: str
     begin: float
     end: float
     attributes: Attributes = field(default_factory=dict)
     error: str = ""
-    """Why it failed; empty: it did not."""
+    """Why it failed; empty: it succeeded."""
 
 
 def wanted(environment: Mapping[str, str]) -> bool:
-    """Whether the environment asks for traces."""
+    """Whether the environment enables traces."""
     if environment.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return False
     if environment.get("OTEL_TRACES_EXPORTER", "otlp") != "otlp":
@@ -61,9 +60,9 @@ def wanted(environment: Mapping[str, str]) -> bool:
 
 
 def set_up(service: str, **resource: str) -> None:
-    """Prepares for spans of ``service`` if the environment asks for them; the first call counts.
+    """Prepares the export of spans of ``service`` if the environment enables traces.
 
-    Takes some tenths of a second then, for imports; nothing else.
+    Only the first call has an effect; its imports take some tenths of a second.
     """
     global _tracer
     with _lock:
@@ -76,13 +75,13 @@ def set_up(service: str, **resource: str) -> None:
             _tracer = _Tracer(service, resource)
         except ImportError as error:
             _log.info(
-                "the environment asks for traces, but %s is missing: pip install 'pannier[otel]'",
+                "the environment enables traces, but %s is missing: pip install 'pannier[otel]'",
                 error.name,
             )
 
 
 def export_save(save: save_pb2.SaveId, own: Interval, parts: Sequence[Interval] = ()) -> None:
-    """The save's own span, and parts of it. Of the coordinator."""
+    """Exports the save's span and its children. Called by the coordinator."""
     if isinstance(_tracer, _Tracer):
         _tracer.export(save, "", own, parts)
 
@@ -90,7 +89,7 @@ def export_save(save: save_pb2.SaveId, own: Interval, parts: Sequence[Interval] 
 def export_rank(
     save: save_pb2.SaveId, rank: int, own: Interval, parts: Sequence[Interval] = ()
 ) -> None:
-    """The span of one rank's part in the save, and parts of it. Of the rank's client."""
+    """Exports a rank's span and its children. Called by the rank's client."""
     if _tracer is None:
         set_up("pannier-client")
     if isinstance(_tracer, _Tracer):
@@ -98,18 +97,18 @@ def export_rank(
 
 
 def export_parts(save: save_pb2.SaveId, rank: int, parts: Sequence[Interval]) -> None:
-    """More parts of a rank's span. Of the rank's sidecar."""
+    """Exports more children of a rank's span. Called by the rank's sidecar."""
     if isinstance(_tracer, _Tracer):
         _tracer.export(save, _rank_name(rank), None, parts)
 
 
 def trace_id(save: save_pb2.SaveId) -> int:
-    """The save's trace: 128 bits."""
+    """Id of the save's trace: 128 bits."""
     return int.from_bytes(_digest(save, "trace")[:16], "big")
 
 
 def span_id(save: save_pb2.SaveId, rank: int | None = None) -> int:
-    """The save's own span, or a rank's: 64 bits."""
+    """Id of the save's span, or of a rank's: 64 bits."""
     name = "" if rank is None else _rank_name(rank)
     return int.from_bytes(_digest(save, f"span {name}")[:8], "big")
 
@@ -123,7 +122,7 @@ def _rank_name(rank: int) -> str:
 
 
 class _Tracer:
-    """Raises ImportError where the packages aren't there."""
+    """The exporter. Raises ImportError without the packages."""
 
     def __init__(self, service: str, resource: Mapping[str, str]) -> None:
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
@@ -135,7 +134,7 @@ class _Tracer:
         forced: ContextVar[tuple[int, int] | None] = ContextVar("pannier-span", default=None)
 
         class Ids(RandomIdGenerator):
-            """Random, but for a span that is to have one of its own."""
+            """Random ids, except for a span with derived ones."""
 
             def generate_trace_id(self) -> int:
                 """See IdGenerator."""
@@ -148,11 +147,11 @@ class _Tracer:
                 return super().generate_span_id() if own is None else own[1]
 
         name = os.environ.get("OTEL_SERVICE_NAME") or service
-        # The application's own provider, if it has one, is left alone: its ids aren't ours to choose.
+        # The application may have a provider, whose ids can't be changed: it stays untouched.
         self.provider = TracerProvider(
             resource=Resource.create({"service.name": name, **resource}),
             id_generator=Ids(),
-            # It waits half a minute for a collector that isn't there.
+            # It would wait half a minute for an unreachable collector.
             shutdown_on_exit=False,
         )
         self.provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
@@ -160,21 +159,21 @@ class _Tracer:
         self._forced = forced
         self._pid = os.getpid()
         self._ending, self._sent = threading.Event(), threading.Event()
-        # At the interpreter's end no thread can be started any more.
+        # While the interpreter exits, no thread can be started.
         threading.Thread(target=self._send_last, name="pannier-traces", daemon=True).start()
         atexit.register(self._end)
 
     def export(
         self, save: save_pb2.SaveId, name: str, own: Interval | None, parts: Sequence[Interval]
     ) -> None:
-        """The span called ``name`` of a save, unless another tells it, and its parts."""
+        """Exports ``own`` as the span ``name`` (None: another process does), and its children."""
         trace = trace_id(save)
         identity = int.from_bytes(_digest(save, f"span {name}")[:8], "big")
         common = {"pannier.job": save.job, "pannier.save": save_text(save)}
         if own is not None:
             token = self._forced.set((trace, identity))
             try:
-                # The save's own span is nobody's part; a rank's is the save's.
+                # The save's span has no parent; it is the parent of the ranks' spans.
                 parent = self._remote(trace, span_id(save)) if name else self._no_parent()
                 self._emit(own, parent, common)
             finally:
@@ -185,7 +184,7 @@ class _Tracer:
 
     def _end(self) -> None:
         if os.getpid() != self._pid:
-            # Forked: the thread is the parent's.
+            # A forked child: the thread exists in the parent only.
             return
         self._ending.set()
         self._sent.wait(_LAST_S)
@@ -195,20 +194,20 @@ class _Tracer:
         self.provider.force_flush()
         self._sent.set()
 
-    def _emit(self, told: Interval, context: Any, common: Mapping[str, str]) -> None:
+    def _emit(self, interval: Interval, context: Any, common: Mapping[str, str]) -> None:
         from opentelemetry.trace import Status, StatusCode
 
-        # What is known is when it was on a clock that isn't the calendar's.
+        # Intervals are on the monotonic clock, spans on the wall clock.
         shift = time.time_ns() - int(time.monotonic() * _NS)
         span = self._tracer.start_span(
-            told.name,
+            interval.name,
             context=context,
-            start_time=int(told.begin * _NS) + shift,
-            attributes={**common, **told.attributes},
+            start_time=int(interval.begin * _NS) + shift,
+            attributes={**common, **interval.attributes},
         )
-        if told.error:
-            span.set_status(Status(StatusCode.ERROR, told.error))
-        span.end(int(told.end * _NS) + shift)
+        if interval.error:
+            span.set_status(Status(StatusCode.ERROR, interval.error))
+        span.end(int(interval.end * _NS) + shift)
 
     def _no_parent(self) -> Any:
         from opentelemetry.context import Context
@@ -216,7 +215,7 @@ class _Tracer:
         return Context()
 
     def _remote(self, trace: int, span: int) -> Any:
-        """A parent that another process tells, sampled as the sampler says of its trace."""
+        """A parent that another process exports, sampled as its trace is."""
         from opentelemetry.sdk.trace.sampling import Decision
         from opentelemetry.trace import (
             NonRecordingSpan,
@@ -225,14 +224,14 @@ class _Tracer:
             set_span_in_context,
         )
 
-        nobody = self._no_parent()
-        decision = self.provider.sampler.should_sample(nobody, trace, "save").decision
+        no_parent = self._no_parent()
+        decision = self.provider.sampler.should_sample(no_parent, trace, "save").decision
         sampled = decision is Decision.RECORD_AND_SAMPLE
         flags = TraceFlags(TraceFlags.SAMPLED if sampled else TraceFlags.DEFAULT)
         parent = SpanContext(trace, span, is_remote=True, trace_flags=flags)
-        return set_span_in_context(NonRecordingSpan(parent), nobody)
+        return set_span_in_context(NonRecordingSpan(parent), no_parent)
 
 
 _lock = threading.Lock()
 _tracer: "_Tracer | bool | None" = None
-"""None: nobody has asked yet; False: there are no traces."""
+"""None: not set up yet; False: traces are disabled."""

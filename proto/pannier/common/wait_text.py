@@ -1,4 +1,7 @@
-"""Whom a save waits for, in words: no wait without a name; and how long each rank took."""
+"""Texts and messages that name the ranks a save waits for, and the times that each rank took.
+
+Pure; any thread.
+"""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -12,17 +15,17 @@ from pannier.wire.failures import ranks_text
 
 @dataclass(frozen=True)
 class Awaited:
-    """A rank that something waits for."""
+    """A rank that a save waits for."""
 
     rank: int
     host: str = ""
-    """Empty when it isn't known."""
+    """Empty: unknown."""
     last_seen_s: float | None = None
-    """Seconds since it was last seen; None: never."""
+    """Seconds since its last message; None: none yet."""
 
 
 def waiting_text(awaited: Iterable[Awaited]) -> str:
-    """``ranks [3, 7] (host node-2, last seen 12 s ago)``, by host; empty for nobody."""
+    """``ranks [3, 7] (host node-2, last seen 12 s ago)``, by host; empty without ranks."""
     by_host: dict[str, list[Awaited]] = {}
     for one in sorted(awaited, key=lambda one: one.rank):
         by_host.setdefault(one.host, []).append(one)
@@ -43,20 +46,20 @@ def waiting_on(awaited: Iterable[Awaited], *, deadline_s: float = 0) -> save_pb2
 
 
 def set_times(out: save_pb2.RankStatus, reached: Mapping[int, float], start: float) -> None:
-    """Sets how long a rank took to come to each phase; one that wasn't seen stays as it was told.
+    """Sets the time that a rank took to each phase; a phase that wasn't observed keeps its report.
 
     Args:
-        reached: when it came to a phase, by ``RankPhase``, on the monotonic clock.
-        start: when the save was first heard of.
+        reached: when it reached a phase, by ``RankPhase``, on the monotonic clock.
+        start: when the save's first message arrived.
     """
     latest = math.inf
     for phase, name in _TIMES:
         moment = reached.get(phase)
-        told = limits.age(getattr(out, name)) if moment is None else moment - start
-        # What was told counts from another moment than what was seen.
-        told = min(told, latest)
-        setattr(out, name, told)
-        latest = told or latest
+        seconds = limits.age(getattr(out, name)) if moment is None else moment - start
+        # Reported times count from another start than observed ones.
+        seconds = min(seconds, latest)
+        setattr(out, name, seconds)
+        latest = seconds or latest
 
 
 _TIMES: Final = (
@@ -69,6 +72,6 @@ _TIMES: Final = (
 
 
 def _where(host: str, group: list[Awaited]) -> str:
-    heard = [one.last_seen_s for one in group if one.last_seen_s is not None]
-    when = f"last seen {min(heard):.0f} s ago" if heard else "not seen yet"
+    ages = [one.last_seen_s for one in group if one.last_seen_s is not None]
+    when = f"last seen {min(ages):.0f} s ago" if ages else "not seen yet"
     return f"host {host}, {when}" if host else when

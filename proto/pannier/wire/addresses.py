@@ -27,7 +27,7 @@ def parse_address(address: str, *, setting: str) -> str:
     nor ``host:port``.
     """
     if not address.isprintable():
-        # As text of two lines, or as a path that ends at a NUL, it would mean something else.
+        # A line break or a NUL would give it another meaning.
         raise ConfigurationError(f"{setting}={address!r} has characters that can't be printed")
     if address.startswith("unix:///"):
         path = address.removeprefix("unix://")
@@ -44,7 +44,7 @@ def parse_address(address: str, *, setting: str) -> str:
 
 
 def is_wildcard(address: str) -> bool:
-    """Whether a ``host:port`` means all addresses of its host, and so is none to connect to."""
+    """Whether a ``host:port`` is a wildcard: an address to listen on, not to connect to."""
     try:
         return ipaddress.ip_address(address.rpartition(":")[0].strip("[]")).is_unspecified
     except ValueError:
@@ -52,7 +52,7 @@ def is_wildcard(address: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host's name or number, without brackets, means whoever uses it."""
+    """Whether a host name or IP address (without brackets) is the local host's loopback."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -60,30 +60,30 @@ def is_loopback(host: str) -> bool:
 
 
 def channel_options() -> ChannelOptions:
-    """Options for channels and servers: message limits, quick reconnects, and the receiver's memory."""
+    """Options for channels and servers: message limits, fast reconnects, the receiver's memory."""
     return [
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-        # An error's failures by rank travel in trailing metadata: 8 KiB, gRPC's limit, is soon full.
+        # Trailing metadata carries an error's failures by rank, which exceed gRPC's limit of 8 KiB.
         ("grpc.max_metadata_size", 128 << 10),
         ("grpc.absolute_max_metadata_size", 128 << 10),
         # Without it a TCP receiver grows its window to 50 MiB a stream.
         ("grpc.http2.bdp_probe", 0),
         ("grpc.initial_reconnect_backoff_ms", 50),
-        # This is how long one attempt may take, TLS included: a far peer needs several round trips,
-        # and the kernel sends the first packet again after 1 s.
+        # The time-out of one connection attempt, TLS included: a remote peer needs several round trips,
+        # and the kernel retransmits the first packet after 1 s.
         ("grpc.min_reconnect_backoff_ms", 3000),
         ("grpc.max_reconnect_backoff_ms", 200),
-        # A peer on the same host is never reached through a web proxy.
+        # Peers are on the same host or in the cluster: never through a web proxy.
         ("grpc.enable_http_proxy", 0),
     ]
 
 
 def keepalive_options() -> ChannelOptions:
-    """Options for channels over TCP: a link that was cut is noticed within seconds.
+    """Options for channels over TCP: a broken link is noticed within seconds.
 
-    The second one counts; ``keepalive_timeout_ms`` has no effect (grpcio 1.85). On a unix socket
-    they are harmless and see nothing of a peer that was stopped.
+    The second option is the effective time-out; ``keepalive_timeout_ms`` has no effect (grpcio 1.85).
+    On a unix socket they have no effect: the kernel of a stopped peer still answers.
     """
     return [
         ("grpc.keepalive_time_ms", 2000),
@@ -95,8 +95,7 @@ def keepalive_options() -> ChannelOptions:
 def runtime_dir() -> Path:
     """Directory of the embedded daemons' sockets: one per user and wire version.
 
-    ``PANNIER_RUNTIME_DIR``, else below ``XDG_RUNTIME_DIR``, else below ``/tmp``.
-    It is not created here.
+    ``PANNIER_RUNTIME_DIR``, else below ``XDG_RUNTIME_DIR``, else below ``/tmp``. Not created here.
     """
     configured = os.environ.get("PANNIER_RUNTIME_DIR")
     if configured:
@@ -110,24 +109,24 @@ def runtime_dir() -> Path:
 LOG: Final = "up.log"
 """Name of the embedded daemons' log in their runtime directory."""
 SUCCESSOR: Final = "successor.json"
-"""There: where else their sidecar finds a coordinator, when its own is gone."""
+"""In the same directory: the address of a later coordinator, for a sidecar that lost its own."""
 _JOBS: Final = "job-"
-"""Begin of the names of the runtime directories, below the usual one, of jobs on several hosts."""
+"""Prefix of the runtime directories of jobs on several hosts, below the usual one."""
 
 
 def job_dir(directory: Path, job: str, meeting: str, host: str) -> Path:
     """Runtime directory, below the usual one, of the daemons of a job on several hosts.
 
     Args:
-        job: words that stay the same when the job is started again.
-        meeting: word of one start, without ``-``.
-        host: this one's name; the usual directory may lie on a file system that hosts share.
+        job: text that stays the same when the job is restarted.
+        meeting: name of one start, without ``-``.
+        host: name of this host; hosts may share the file system of the usual directory.
     """
     return directory / f"{_JOBS}{_hash(job)}-{meeting}-{_hash(host)}"
 
 
 def job_dirs(directory: Path, job: str | None = None, host: str | None = None) -> list[Path]:
-    """Those that are there (of one job, of one host), the oldest first."""
+    """The existing directories of :func:`job_dir` (of one job, of one host), oldest first."""
     pattern = f"{_JOBS}{_hash(job) if job else '*'}-*-{_hash(host) if host else '*'}"
     found = [path for path in directory.glob(pattern) if path.is_dir()]
     return sorted(found, key=lambda path: (path.stat().st_mtime, path.name))
@@ -138,8 +137,8 @@ def _hash(text: str) -> str:
 
 
 def embedded_sidecars(directory: Path) -> list[str]:
-    """Addresses of the embedded sidecars that have a socket: the usual one's, then those of jobs on
-    several hosts, the newest first."""
+    """Addresses of embedded sidecars with a socket: first that of the usual directory, then those of
+    jobs on several hosts, newest first."""
     places = [directory, *reversed(job_dirs(directory))]
     known = [embedded_sidecar(place) for place in places]
     return [each for each in known if os.path.exists(each.removeprefix("unix://"))]
@@ -151,7 +150,7 @@ def embedded_sidecar(directory: Path) -> str:
 
 
 def log_beside(address: str) -> Path:
-    """The log of the embedded daemons with a socket of this address."""
+    """Log of the embedded daemons whose socket has this address."""
     return Path(address.removeprefix("unix://")).with_name(LOG)
 
 

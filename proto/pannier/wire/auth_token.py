@@ -1,9 +1,8 @@
-"""The token by which a job is known to a sidecar that serves several: a file in, call metadata out.
+"""The token that authenticates a job to a sidecar of several jobs: a file in, call metadata out.
 
-A token is a secret of at least MIN_LENGTH characters, in a file of its own, which may be replaced while
-it is used (as Kubernetes does with a Secret's): it is looked at before each call. What a sidecar keeps
-and compares are digests. Nothing here puts a token into an error, a log or a representation.
-Thread-safe.
+A token is a secret of at least MIN_LENGTH characters in a separate file, which may be replaced at any time
+(as Kubernetes does with the files of a Secret): it is checked before each call. A sidecar keeps and
+compares digests only. No token appears in an error, a log or a repr. Thread-safe.
 """
 
 import hashlib
@@ -21,7 +20,7 @@ MIN_LENGTH: Final = 32
 """Characters: 16 random bytes in hexadecimal."""
 MAX_LENGTH: Final = 1024
 DIGEST_BYTES: Final = 32
-"""What is said first on a socket that passes descriptors, where a token is wanted."""
+"""Length of the digest that a client sends first on a descriptor socket that requires a token."""
 
 _KEY: Final = "authorization"
 _SCHEME: Final = "Bearer "
@@ -30,15 +29,15 @@ Metadata = tuple[tuple[str, str], ...]
 
 
 def digest(token: str) -> bytes:
-    """What stands for a token where it is kept or compared; DIGEST_BYTES long."""
+    """Digest of a token, DIGEST_BYTES long: the only form that is kept and compared."""
     return hashlib.sha256(token.encode()).digest()
 
 
 def check_token(token: str, where: str) -> str:
-    """``token`` itself. Raises ConfigurationError, which names ``where``, unless it may be one."""
+    """``token`` itself. Raises ConfigurationError, which names ``where``, if it is malformed."""
     if not MIN_LENGTH <= len(token) <= MAX_LENGTH:
         raise ConfigurationError(
-            f"{where} has a token of {len(token)} characters: {MIN_LENGTH} to {MAX_LENGTH} are wanted, like those "
+            f"{where} has a token of {len(token)} characters: {MIN_LENGTH} to {MAX_LENGTH} are required, like those "
             "of `openssl rand -hex 32`"
         )
     if not (token.isascii() and token.isprintable()) or " " in token:
@@ -50,14 +49,14 @@ def check_token(token: str, where: str) -> str:
 
 
 def read_private(path: Path, *, what: str, most: int) -> bytes:
-    """Content of a file that nobody but its owner could have written.
+    """Content of a file that only its owner can write.
 
-    Who may read it is left to whoever put it there: a Secret's files are root's, with a group.
+    Its read permissions are not checked: the files of a Secret belong to root and a group.
 
     Raises ConfigurationError naming ``what`` it is.
     """
     try:
-        # Through links: that is how Kubernetes replaces a secret's files. Never waiting for a pipe.
+        # Follows links, by which Kubernetes replaces a Secret's files. Doesn't wait for a pipe's writer.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise ConfigurationError(f"{what} can't be read: {error.strerror or error}") from error
@@ -67,7 +66,7 @@ def read_private(path: Path, *, what: str, most: int) -> bytes:
             raise ConfigurationError(f"{what} is not a file")
         if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise ConfigurationError(
-                f"{what} has mode {stat.S_IMODE(found.st_mode):04o}: others could write there; "
+                f"{what} has mode {stat.S_IMODE(found.st_mode):04o}: others can write it; "
                 "chmod go-w it"
             )
         if found.st_size > most:
@@ -84,7 +83,7 @@ class TokenFile:
 
     Args:
         path: of a file with the token alone.
-        setting: what the path was told by, for errors.
+        setting: name of the setting that has the path, for errors.
     """
 
     def __init__(self, path: Path, *, setting: str = VARIABLE) -> None:
@@ -98,18 +97,18 @@ class TokenFile:
         return f"TokenFile({self._path})"
 
     def metadata(self) -> Metadata:
-        """What a call carries. Raises ConfigurationError: there is no token, or others can write it."""
+        """Metadata for a call. Raises ConfigurationError: no token, or others can write its file."""
         return ((_KEY, _SCHEME + self._read()),)
 
     def digest(self) -> bytes:
-        """What is said on the socket that passes descriptors. Raises as :meth:`metadata`."""
+        """Digest for the descriptor socket. Raises as :meth:`metadata`."""
         return digest(self._read())
 
     def _read(self) -> str:
         with self._lock:
             stamp = _stamp(self._path)
             if stamp is None or stamp != self._stamp:
-                # Taken before: what is replaced meanwhile is looked at again.
+                # Taken before the read, so that a replacement meanwhile is noticed.
                 self._stamp = None
                 content = read_private(self._path, what=self._name, most=MAX_LENGTH + 2)
                 self._token = check_token(
@@ -120,7 +119,7 @@ class TokenFile:
 
 
 def find_token(metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
-    """The token in a call's metadata; None: there is none."""
+    """The token in a call's metadata; None without one."""
     for key, value in metadata:
         if key == _KEY and isinstance(value, str) and value.startswith(_SCHEME):
             return value.removeprefix(_SCHEME)
@@ -131,5 +130,5 @@ def _stamp(path: Path) -> tuple[int, ...] | None:
     try:
         found = path.stat()
     except OSError:
-        return None  # reading it says why
+        return None  # Reading it raises the reason.
     return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_ctime_ns, found.st_size

@@ -1,9 +1,8 @@
 """The errors that users see, and how they cross a gRPC connection.
 
-An error carries what happened to which save, rank and host, the value, and what
-to do. On the wire it is a gRPC status whose trailing metadata holds an
-:class:`~pannier.v1.save_pb2.ErrorDetail`; :func:`from_rpc_error` makes the same
-error of it on the other side.
+An error's message has what happened to which save, rank and host, the value, and what to do. On the wire
+it is a gRPC status whose trailing metadata holds an :class:`~pannier.v1.save_pb2.ErrorDetail`, from which
+:func:`from_rpc_error` makes the same error again.
 """
 
 from collections.abc import Iterable, Mapping
@@ -26,9 +25,9 @@ class PannierError(Exception):
     def __init__(self, message: str, failures: Iterable[save_pb2.Failure] = ()) -> None:
         super().__init__(message)
         self.failures: Mapping[int, save_pb2.Failure] = {f.rank: f for f in failures}
-        """Causes by global rank; -1 when no single rank is to blame."""
+        """Causes by global rank; -1 when the failure is no single rank's."""
         self.resume_at = 0
-        """Number of the group's save that a rank which was behind belongs to now; else 0."""
+        """For a rank that was behind: number of its group's current save; else 0."""
 
     def __reduce__(self) -> tuple[object, ...]:
         return _rebuild, (
@@ -52,7 +51,7 @@ class ConfigurationError(PannierError, ValueError):
 
 
 class UnauthenticatedError(ConfigurationError):
-    """A sidecar that serves several jobs was not shown a token of the job's."""
+    """A call to a sidecar of several jobs came without a token of its job."""
 
     code = grpc.StatusCode.UNAUTHENTICATED
 
@@ -76,26 +75,26 @@ class UnavailableError(PannierError):
 
 
 class OverloadedError(UnavailableError):
-    """A daemon has as much to do as it takes on at a time; whoever asks again later may be served."""
+    """A daemon has reached a limit; the same call may succeed later."""
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 class DeadlineError(PannierError):
-    """A wait reached its deadline; the message says whom it waited for."""
+    """A wait reached its deadline; the message names the ranks or daemons that it waited for."""
 
     code = grpc.StatusCode.DEADLINE_EXCEEDED
     kind = save_pb2.FAILURE_KIND_DEADLINE
 
 
 class SaveAbortedError(PannierError):
-    """The save ended without a checkpoint; ``failures`` says why, by rank."""
+    """The save ended without a checkpoint; ``failures`` has the causes by rank."""
 
     code = grpc.StatusCode.ABORTED
 
 
 class SaveSkippedError(SaveAbortedError):
-    """The save was skipped on some rank (``on_busy="skip"``), and so on all."""
+    """A rank skipped the save (``on_busy="skip"``), which skips it on all ranks."""
 
     kind = save_pb2.FAILURE_KIND_SKIPPED
 
@@ -108,9 +107,9 @@ class CheckpointExistsError(SaveAbortedError, FileExistsError):
 
 
 class InDoubtError(PannierError):
-    """How the save ended is not known here: it may be committed, now or later.
+    """The outcome of the save is unknown here: it may be committed, now or later.
 
-    Its checkpoint id must not be used again or deleted before the save's end is known: by
+    Its checkpoint id must not be used again or deleted before the outcome is known, by
     ``pannier status``, ``pannier ls`` or ``client.latest``.
     """
 
@@ -126,7 +125,7 @@ class BusyError(PannierError):
 
 
 class LoadError(PannierError):
-    """A checkpoint could not be loaded; ``failures`` says why, by rank."""
+    """A checkpoint could not be loaded; ``failures`` has the causes by rank."""
 
 
 class StorageError(PannierError):
@@ -185,7 +184,7 @@ def _detail(value: bytes) -> save_pb2.ErrorDetail | None:
     try:
         return save_pb2.ErrorDetail.FromString(value)
     except DecodeError:
-        # Whatever answered isn't ours: its status has to do.
+        # The server isn't one of ours: only its status counts.
         return None
 
 
@@ -194,7 +193,7 @@ def from_rpc_error(error: grpc.RpcError, *, peer: str) -> PannierError:
 
     Args:
         error: a failed call, synchronous or aio.
-        peer: who was called, for people: ``sidecar at unix:///run/pannier/sidecar.sock``.
+        peer: description of the called daemon: ``sidecar at unix:///run/pannier/sidecar.sock``.
     """
     metadata = getattr(error, "trailing_metadata", lambda: None)() or ()
     for key, value in metadata:
@@ -212,10 +211,10 @@ def from_rpc_error(error: grpc.RpcError, *, peer: str) -> PannierError:
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return DeadlineError(f"{peer} did not answer within the deadline: {details}")
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
-        # gRPC says so of more than one thing: "Received message larger than max (9 vs. 5)".
+        # gRPC uses this code for large messages, too: "Received message larger than max (9 vs. 5)".
         if "larger than max" in details:
             return InvalidRequestError(f"a message to {peer} is above its limit: {details}")
-        return UnavailableError(f"{peer} has too much to do: {details}")
+        return UnavailableError(f"{peer} is overloaded: {details}")
     if code is grpc.StatusCode.UNIMPLEMENTED:
         return VersionMismatchError(
             f"{peer} doesn't know the call ({details}): is it an older version?"

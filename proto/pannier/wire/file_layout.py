@@ -1,8 +1,7 @@
 """Where archives lie in a rank's data files.
 
-Input: the lengths of each archive (head, raw bytes, tail). Output: a file, an
-offset and a length for each. A pure function of its input, so offsets and sizes
-are known as soon as the plan is.
+In: the lengths of each archive (head, raw bytes, tail). Out: a file, an offset and a length for each. A
+pure function, so that offsets and sizes are known with the plan.
 """
 
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ LARGE = 1 << 20
 FILE_BYTES = 256 << 20
 """A rank's archives are split over files of about this size, which upload in parallel."""
 MAX_FILES = 8
-"""Most files of planned slots a rank writes."""
+"""Most data files of planned slots per rank."""
 STAMP_BYTES = 8
 """Bytes of the stamp that follows the capacity of a spool file which a trainer maps."""
 

@@ -1,7 +1,7 @@
-"""How much one message may hold: far more than any honest one, far less than would harm a daemon.
+"""Limits of messages: well above any real message, well below what would harm a daemon.
 
-In: messages as they came in. Out: InvalidRequestError naming the limit and the value. Nothing
-here looks at more than lengths and single numbers, so a check costs nothing.
+In: received messages. Out: InvalidRequestError naming the limit and the value. The checks read lengths and
+single numbers only, so that they cost almost nothing. Pure; any thread.
 """
 
 import math
@@ -14,13 +14,13 @@ from pannier.wire.errors import InvalidRequestError, OverloadedError
 from pannier.wire.failures import cut_text, rank_list
 
 MAX_CHECKPOINT_ID: Final = 1024
-"""Bytes of a checkpoint id: object stores take names of that length, data files' names included."""
+"""Bytes of a checkpoint id: object stores limit names to that length, data files' names included."""
 MAX_HOST: Final = 255
 """Characters of a host's name."""
 MAX_WORD: Final = 128
 """Characters of digests, plan ids, attempts, versions and the like."""
 MAX_TEXT: Final = 16 << 10
-"""Characters of a failure's message; the rest is cut off."""
+"""Characters of a failure's message, which is cut there."""
 MAX_NAME: Final = 4096
 """Characters of a key of the state dict."""
 MAX_RANKS: Final = 1 << 16
@@ -36,15 +36,15 @@ MAX_FILES: Final = 1024
 MAX_METRICS: Final = 64
 """Metrics of one save."""
 MAX_SPOOL_FILES: Final = 1 << 14
-"""Files that are lent to one rank."""
+"""Spool files that one rank may hold to stage into."""
 MAX_PENDING: Final = 1024
-"""Saves that one client asks after."""
+"""Unfinished saves that one client reports when it connects."""
 MAX_TIMEOUT_S: Final = 7 * 86400.0
 """Seconds that a save may take."""
 MAX_SAVES: Final = 128
-"""Undecided saves of one group; a client has no more than 16 that aren't ingested."""
+"""Undecided saves of one group; a client has at most 16 that aren't ingested."""
 MAX_ALL_SAVES: Final = 1 << 14
-"""Undecided saves that one daemon takes on."""
+"""Undecided saves of one daemon."""
 
 
 def check_context(context: sidecar_pb2.SaveContext) -> None:
@@ -70,21 +70,21 @@ def check_context(context: sidecar_pb2.SaveContext) -> None:
 
 
 def check_metrics(metrics: Mapping[str, float]) -> None:
-    """How many metrics there are, and their names: they stand in decisions and tables."""
+    """The number of metrics, and their names, which appear in decisions and tables."""
     _at_most(len(metrics), MAX_METRICS, "metrics")
     for name in metrics:
         if not (isinstance(name, str) and 0 < len(name) <= MAX_WORD and name.isprintable()):
             raise InvalidRequestError(
-                f"{str(name)[:MAX_WORD]!r} is no name of a metric: 1 to {MAX_WORD} characters are "
+                f"{str(name)[:MAX_WORD]!r} is not a valid name of a metric: 1 to {MAX_WORD} characters are "
                 "allowed, all of them printable"
             )
 
 
 def check_room(undecided: Collection[save_pb2.SaveId], new: save_pb2.SaveId) -> None:
-    """Whether a daemon with these saves takes on another. Raises OverloadedError."""
+    """Raises OverloadedError when a daemon with these saves can't accept another."""
     if len(undecided) >= MAX_ALL_SAVES:
         raise OverloadedError(
-            f"{len(undecided)} saves are under way here, which is the limit: try again later"
+            f"{len(undecided)} saves are in progress here, which is the limit: try again later"
         )
     if len(undecided) < MAX_SAVES:
         return
@@ -92,13 +92,13 @@ def check_room(undecided: Collection[save_pb2.SaveId], new: save_pb2.SaveId) -> 
     count = sum((each.job, each.incarnation, each.group) == group for each in undecided)
     if count >= MAX_SAVES:
         raise OverloadedError(
-            f"{count} saves of group {new.group} of job {new.job} are under way, which is the limit: "
+            f"{count} saves of group {new.group} of job {new.job} are in progress, which is the limit: "
             "try again when some of them have ended"
         )
 
 
 def check_host(host: str) -> None:
-    """A host's name: it stands in every log and error."""
+    """A host's name, which appears in logs and errors."""
     if len(host) > MAX_HOST or not host.isprintable():
         raise InvalidRequestError(
             f"the host name {host[:MAX_HOST]!r} has {len(host)} characters: at most {MAX_HOST} are "
@@ -107,7 +107,7 @@ def check_host(host: str) -> None:
 
 
 def check_words(**words: str) -> None:
-    """Short texts, by the name of their field."""
+    """Short texts, by field name."""
     for name, word in words.items():
         if len(word) > MAX_WORD:
             raise InvalidRequestError(
@@ -135,7 +135,7 @@ def check_metadata(metadata: plan_pb2.GlobalMetadata) -> None:
 
 
 def check_hand_over(request: sidecar_pb2.HandOverRequest) -> None:
-    """The sizes in what a rank hands over."""
+    """The sizes in a hand-over."""
     _at_most(len(request.files), MAX_FILES, "data files of a rank")
     _at_most(len(request.varying), MAX_ITEMS, "items of a rank's plan")
     _at_most(len(request.mapped), MAX_FILES, "mapped files of a rank")
@@ -145,31 +145,33 @@ def check_hand_over(request: sidecar_pb2.HandOverRequest) -> None:
 
 
 def check_reserve(request: sidecar_pb2.ReserveRequest) -> None:
-    """The sizes in what a client wants to borrow."""
+    """The sizes in a request for spool files."""
     check_words(client=request.client)
-    _at_most(len(request.sizes), MAX_FILES, "files to be lent at once")
+    _at_most(len(request.sizes), MAX_FILES, "spool files in one request")
     if not request.sizes or min(request.sizes) < 1:
-        raise InvalidRequestError("files to be lent have at least one byte each, and there is one")
+        raise InvalidRequestError(
+            "a request for spool files names at least one, of at least one byte"
+        )
 
 
 def check_release(request: sidecar_pb2.ReleaseRequest) -> None:
-    """The sizes in what a client gives back."""
+    """The sizes in a return of spool files."""
     check_words(client=request.client)
-    _at_most(len(request.slabs), MAX_SPOOL_FILES, "files to be given back at once")
+    _at_most(len(request.slabs), MAX_SPOOL_FILES, "returned spool files in one request")
 
 
 def check_connect(request: sidecar_pb2.ConnectRequest) -> None:
     """The sizes in a client's first call."""
     check_host(request.host)
     check_words(client=request.client, client_version=request.client_version)
-    _at_most(len(request.pending), MAX_PENDING, "saves that a client asks after")
+    _at_most(len(request.pending), MAX_PENDING, "unfinished saves of a client")
     for pending in request.pending:
         check_context(pending.context)
         check_seconds(save_timeout_s=pending.save_timeout_s)
 
 
 def check_seconds(**timeouts: float) -> None:
-    """Remaining times, by the name of their field; 0 stands for none."""
+    """Remaining times, by field name; 0: unknown."""
     for name, seconds in timeouts.items():
         if not (math.isfinite(seconds) and 0 <= seconds <= MAX_TIMEOUT_S):
             raise InvalidRequestError(
@@ -178,7 +180,7 @@ def check_seconds(**timeouts: float) -> None:
 
 
 def shortened(failure: save_pb2.Failure) -> save_pb2.Failure:
-    """A failure as a client told it, with a message and a host that logs can hold."""
+    """A reported failure, with its host and message cut to their limits."""
     short = save_pb2.Failure()
     short.CopyFrom(failure)
     short.host = failure.host[:MAX_HOST]
@@ -187,7 +189,7 @@ def shortened(failure: save_pb2.Failure) -> save_pb2.Failure:
 
 
 def shortened_status(status: save_pb2.RankStatus) -> save_pb2.RankStatus:
-    """A rank's status as a sidecar told it, the same way."""
+    """A reported status of a rank, with its texts cut to their limits and valid ages."""
     short = save_pb2.RankStatus()
     short.CopyFrom(status)
     short.host = status.host[:MAX_HOST]
@@ -198,7 +200,7 @@ def shortened_status(status: save_pb2.RankStatus) -> save_pb2.RankStatus:
 
 
 def is_short(status: save_pb2.RankStatus) -> bool:
-    """Whether :func:`shortened_status` would change nothing of it."""
+    """Whether :func:`shortened_status` would leave it unchanged."""
     return (
         len(status.host) <= MAX_HOST
         and len(status.last_error) <= MAX_TEXT
@@ -207,7 +209,7 @@ def is_short(status: save_pb2.RankStatus) -> bool:
 
 
 def age(seconds: float) -> float:
-    """Seconds since something happened, as a peer told them: never in the future."""
+    """A reported age in seconds: never in the future."""
     return seconds if math.isfinite(seconds) and seconds > 0 else 0.0
 
 

@@ -1,7 +1,7 @@
 """Names of saves, groups, attempts and the objects of a checkpoint in storage.
 
-Everything that names a thing in a bucket or a log is built here, so that an
-attempt's objects can be told from another's by their names alone.
+All names in buckets and logs are built here, so that the attempt of an object follows from its name
+alone. Pure; any thread.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ from pannier.v1 import save_pb2
 from pannier.wire.errors import IntegrityError, InvalidRequestError
 
 METADATA = ".metadata"
-"""DCP's metadata object; its existence is the checkpoint's."""
+"""DCP's metadata object: a checkpoint exists if and only if it does."""
 
 _PRIVATE = ".pannier"
 _JOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
@@ -22,7 +22,7 @@ _WORD = r"[a-z0-9]{1,32}"
 _TOKEN = re.compile(_WORD)
 _NUMBER = r"0|[1-9][0-9]{0,11}"
 _ATTEMPT = re.compile(rf"i({_NUMBER})-({_WORD})-(g[0-9a-f]{{8}})-s({_NUMBER})")
-"""One spelling for each attempt: names are compared as text, too."""
+"""One spelling per attempt: names are also compared as text."""
 _FILE = re.compile(r"objects|0|[1-9][0-9]{0,5}")
 LARGEST_NUMBER = 10**12 - 1
 _RECORD_DIGITS = 12
@@ -30,13 +30,13 @@ _RECORD = re.compile(rf"[0-9]{{{_RECORD_DIGITS}}}")
 
 
 def group_name(ranks: Sequence[int]) -> str:
-    """Name of the group with these global ranks, whatever their order."""
+    """Name of the group of these global ranks, in any order."""
     text = ",".join(str(rank) for rank in sorted(ranks))
     return "g" + hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 def check_save_id(save: save_pb2.SaveId) -> None:
-    """Raises InvalidRequestError when a part of ``save`` isn't a plain word."""
+    """Raises InvalidRequestError when a field of ``save`` is malformed."""
     if not _JOB.fullmatch(save.job):
         raise InvalidRequestError(
             f"job name {save.job!r} is not valid: use 1 to 63 letters, digits, '.', '_' or '-', "
@@ -52,12 +52,12 @@ def check_save_id(save: save_pb2.SaveId) -> None:
 
 
 def check_record(where: str, attempt: str, found: save_pb2.SaveId, save: save_pb2.SaveId) -> None:
-    """Raises IntegrityError unless a record below ``attempt``, of save ``found``, is ``save``'s own.
+    """Raises IntegrityError unless a record below ``attempt``, of save ``found``, belongs to ``save``.
 
     Args:
         where: the record's URL.
-        save: whose it must be. Where a job is empty, only the rest is compared: an attempt's name
-            has no job, and who gives up an attempt without a manifest doesn't know it.
+        save: the expected save. An empty job matches any: an attempt's name has no job, and an
+            attempt without a manifest may be aborted without knowing it.
     """
     same_job = not (found.job and save.job) or found.job == save.job
     if not (
@@ -70,16 +70,16 @@ def check_record(where: str, attempt: str, found: save_pb2.SaveId, save: save_pb
 
 
 def save_text(save: save_pb2.SaveId) -> str:
-    """Text form of a save's identity, as status and the command line show it."""
+    """A save's identity as text, as in status and on the command line."""
     return f"{save.job}/{save.incarnation}/{save.group}/{save.number}"
 
 
 @dataclass(frozen=True, order=True)
 class Attempt:
-    """An attempt's place in the order of attempts: a greater one is newer.
+    """Identity of an attempt, and its order: a greater one is newer.
 
-    Names are unique by the incarnation's random id. Its number orders: the root's records give it,
-    and they may be lost.
+    The incarnation's random id makes names unique. Its number gives the order; it comes from the
+    root's records, which may be lost.
     """
 
     incarnation_number: int
@@ -90,12 +90,12 @@ class Attempt:
 
     @property
     def name(self) -> str:
-        """As it stands in object names: ``i3-5f0c2ab19d3e4870-g1a2b3c4d-s12``."""
+        """As in object names: ``i3-5f0c2ab19d3e4870-g1a2b3c4d-s12``."""
         return f"i{self.incarnation_number}-{self.incarnation}-{self.group}-s{self.number}"
 
     @property
     def save(self) -> save_pb2.SaveId:
-        """The save that it is an attempt of, but for the job, which its name doesn't have."""
+        """The save of this attempt, without the job, which an attempt's name doesn't have."""
         return save_pb2.SaveId(incarnation=self.incarnation, group=self.group, number=self.number)
 
     @classmethod
@@ -107,7 +107,7 @@ class Attempt:
         return cls(int(match[1]), int(match[4]), match[3], match[2])
 
     def is_of(self, save: save_pb2.SaveId) -> bool:
-        """Whether it is an attempt of ``save``, as far as the name says: it has no job."""
+        """Whether it is an attempt of ``save``; jobs aren't compared."""
         return (self.incarnation, self.group, self.number) == (
             save.incarnation,
             save.group,
@@ -136,17 +136,17 @@ def attempt_of(key: str) -> str:
 
 
 def data_prefix(attempt: str) -> str:
-    """How the names of all data files of an attempt begin, and of no other."""
+    """Prefix of the names of an attempt's data files, and of no others."""
     return f"__{attempt}_"
 
 
 def data_suffix(rank: int, index: int) -> str:
-    """What is not the attempt's own in the name of a rank's ``index``-th data file."""
+    """Rest of the name of a rank's ``index``-th data file, without the attempt."""
     return f"{rank}_{index}.distcp"
 
 
 def objects_suffix(rank: int) -> str:
-    """The same for its data file of archives that vary in size."""
+    """Rest of the name of a rank's objects file, without the attempt."""
     return f"{rank}_objects.distcp"
 
 
@@ -156,12 +156,12 @@ def data_file(attempt: str, rank: int, index: int) -> str:
 
 
 def objects_file(attempt: str, rank: int) -> str:
-    """Name of a rank's data file of archives that vary in size."""
+    """Name of a rank's objects file: its archives of unplanned size."""
     return data_prefix(attempt) + objects_suffix(rank)
 
 
 def check_data_file(name: str, attempt: str, rank: int) -> None:
-    """Raises InvalidRequestError unless ``name`` is one of that rank's in that attempt."""
+    """Raises InvalidRequestError unless ``name`` is a data file of that rank in that attempt."""
     Attempt.parse(attempt)
     prefix, suffix = f"__{attempt}_{rank}_", ".distcp"
     middle = name[len(prefix) : -len(suffix)]
@@ -172,12 +172,12 @@ def check_data_file(name: str, attempt: str, rank: int) -> None:
 
 
 def attempts_prefix() -> str:
-    """Where a checkpoint keeps the records of its attempts."""
+    """Prefix of the records of a checkpoint's attempts."""
     return f"{_PRIVATE}/"
 
 
 def attempt_prefix(attempt: str) -> str:
-    """How the names of all records of an attempt begin."""
+    """Prefix of an attempt's records."""
     return f"{_PRIVATE}/{attempt}/"
 
 
@@ -192,7 +192,7 @@ def receipt(attempt: str, rank: int) -> str:
 
 
 def receipts_prefix(attempt: str) -> str:
-    """How the names of all receipts of an attempt begin."""
+    """Prefix of an attempt's receipts."""
     return f"{_PRIVATE}/{attempt}/receipts/"
 
 
@@ -202,22 +202,22 @@ def decision(attempt: str) -> str:
 
 
 def metadata_candidate(attempt: str) -> str:
-    """The bytes that ``.metadata`` gets when the attempt commits."""
+    """The bytes of ``.metadata`` after the attempt's commit."""
     return f"{_PRIVATE}/{attempt}/metadata"
 
 
 def superseded_mark(attempt: str) -> str:
-    """Says that a newer attempt's ``.metadata`` replaced this one's; its age is the grace period's."""
+    """Mark: a newer attempt's ``.metadata`` replaced this one's. The grace period counts from it."""
     return f"{_PRIVATE}/{attempt}/superseded"
 
 
 def removal_mark(attempt: str) -> str:
-    """Says that the attempt's checkpoint is being removed: nobody brings it back."""
+    """Mark: the attempt's checkpoint is being removed and must not be installed again."""
     return f"{_PRIVATE}/{attempt}/removal"
 
 
 def leases_prefix() -> str:
-    """Where readers say which attempt they are at."""
+    """Prefix of the leases of readers."""
     return f"{_PRIVATE}/leases/"
 
 
@@ -233,27 +233,27 @@ def leased_attempt(key: str) -> str:
 
 
 def clock(token: str) -> str:
-    """A throw-away object that tells the store's time."""
+    """A temporary object that shows the store's time."""
     return f"{_PRIVATE}/clock-{token}"
 
 
 def probe(token: str) -> str:
-    """A throw-away object that shows whether a store works."""
+    """A temporary object that shows whether a store works."""
     return f"{_PRIVATE}/probe-{token}"
 
 
-def is_throw_away(key: str) -> bool:
-    """Whether the object serves only for the moment in which it is made."""
+def is_temporary(key: str) -> bool:
+    """Whether the object is one of :func:`clock` or :func:`probe`."""
     return key.startswith((f"{_PRIVATE}/clock-", f"{_PRIVATE}/probe-"))
 
 
 def retention_record() -> str:
-    """Where a root keeps what was kept and removed last, and why."""
+    """A root's record of the last retention run: what was kept and removed, and why."""
     return f"{_PRIVATE}/retention"
 
 
 def incarnations_prefix() -> str:
-    """Where a root keeps its numbered incarnations."""
+    """Prefix of a root's numbered incarnations."""
     return f"{_PRIVATE}/incarnations/"
 
 
@@ -263,16 +263,16 @@ def incarnation_record(number: int) -> str:
 
 
 def incarnation_number(key: str) -> int:
-    """Inverse of :func:`incarnation_record`, also of its last part alone; 0 for anything else."""
+    """Inverse of :func:`incarnation_record`, also of its last component; 0 for anything else."""
     name = key.removeprefix(incarnations_prefix())
     return int(name) if _RECORD.fullmatch(name) else 0
 
 
 def split_checkpoint_id(checkpoint_id: str) -> tuple[str, str]:
-    """``(root, name)`` of a checkpoint id: its parent, which orders attempts, and its last part.
+    """``(root, name)`` of a checkpoint id: its parent, below which attempts are ordered, and its name.
 
-    Raises InvalidRequestError when there is no parent, the id contains ``..``, or it lies where
-    records are kept.
+    Raises InvalidRequestError when there is no parent, the id contains ``..``, or it is a
+    directory of records.
     """
     scheme, separator, path = checkpoint_id.rpartition("://")
     absolute = path.startswith("/")
@@ -285,7 +285,7 @@ def split_checkpoint_id(checkpoint_id: str) -> tuple[str, str]:
         )
     if _PRIVATE in parts:
         raise InvalidRequestError(
-            f"checkpoint id {checkpoint_id!r} is where Pannier keeps its records: choose another "
+            f"checkpoint id {checkpoint_id!r} is Pannier's directory of records: choose another "
             f"name than {_PRIVATE}"
         )
     root = posixpath.join("/" if absolute else "", *parts[:-1])

@@ -27,14 +27,14 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from pannier.v1 import plan_pb2
 from pannier.wire.errors import InvalidRequestError
 
-# torch's private parts, all of them; looked at in torch 2.9, 2.13 and 2.15. FileSystemReader and
+# All private names of torch that are used here; checked in torch 2.9, 2.13 and 2.15. FileSystemReader and
 # dcp_to_torch_save read nothing else from `storage_data`.
 StorageInfo: Final = filesystem._StorageInfo
 """``_StorageInfo(relative_path, offset, length)``: what torch's readers expect for each chunk."""
 MemoryFormat: Final = dcp_metadata._MEM_FORMAT_ENCODING
-"""What stands for a ``torch.memory_format`` in a pickled ``TensorProperties``."""
+"""Encoding of a ``torch.memory_format`` in a pickled ``TensorProperties``."""
 _DCP_VERSION: Final[str | None] = getattr(filesystem, "CURRENT_DCP_VERSION", None)
-"""What FileSystemWriter sets as ``Metadata.version``; older versions of torch set none."""
+"""``Metadata.version`` as FileSystemWriter sets it; older versions of torch set none."""
 
 _KINDS: Final = {
     WriteItemType.BYTE_IO: plan_pb2.ITEM_KIND_BYTE_IO,
@@ -48,7 +48,7 @@ _PICKLED_FORMATS: Final = (
     torch.channels_last,
     torch.preserve_format,
 )
-"""The memory formats that torch's TensorProperties can be pickled with."""
+"""The memory formats with which torch's TensorProperties can be pickled."""
 
 
 def plan_digest(plan: plan_pb2.LocalPlan) -> str:
@@ -62,11 +62,11 @@ def plan_digest(plan: plan_pb2.LocalPlan) -> str:
 def encode_items(items: Sequence[WriteItem]) -> plan_pb2.Items:
     """Columns of a plan's items, in order.
 
-    ``WriteItem.bytes_io_data`` (a size nobody reads) is left out.
+    ``WriteItem.bytes_io_data`` (a size that is never read) is left out.
 
-    Raises InvalidRequestError, naming the key, for what DCP would write but could not
-    load: a tensor without bounds, an index that isn't at its chunk's offset, an object
-    with an offset, a memory format that ``.metadata`` can't hold.
+    Raises InvalidRequestError, naming the key, for items that DCP would write but could not load: a
+    tensor without bounds, an index that isn't at its chunk's offset, an object with an offset, a
+    memory format that ``.metadata`` can't hold.
     """
     encoder = _Encoder()
     for item in items:
@@ -77,7 +77,7 @@ def encode_items(items: Sequence[WriteItem]) -> plan_pb2.Items:
                 raise
             # protobuf refuses negative sizes, lone surrogates and the like.
             raise InvalidRequestError(
-                f"{item.index.fqn!r}: this item can't be sent: {error}"
+                f"{item.index.fqn!r}: this item can't be encoded: {error}"
             ) from error
     return encoder.out
 
@@ -162,7 +162,7 @@ def _decode_items(message: plan_pb2.Items) -> list[WriteItem]:
     fqns = list(message.fqns)
     size, offset, extent = message.size[:], message.chunk_offset[:], message.chunk_size[:]
     if (largest := max((*size, *offset, *extent), default=0)) > _LARGEST:
-        raise InvalidRequestError(f"a shape with {largest} in it is none that torch knows")
+        raise InvalidRequestError(f"a shape with {largest} in it exceeds torch's range")
     items = []
     at = 0
     for fqn, kind, hint, ndim, prop in zip(
@@ -198,7 +198,7 @@ def _encode_properties(properties: TensorProperties) -> plan_pb2.TensorPropertie
 
 
 def decode_properties(message: plan_pb2.TensorProperties) -> TensorProperties:
-    """Inverse of what :func:`encode_items` makes of them. Raises InvalidRequestError."""
+    """Inverse of the encoding in :func:`encode_items`. Raises InvalidRequestError."""
     return TensorProperties(
         dtype=dtype_named(message.dtype),
         layout=_torch_attribute(message.layout, torch.layout),
@@ -218,7 +218,7 @@ def _torch_attribute(name: str, kind: type) -> Any:
     value = getattr(torch, name, None)
     if not isinstance(value, kind):
         raise InvalidRequestError(
-            f"{name!r} is no torch.{kind.__name__} of torch {torch.__version__}; does the "
+            f"{name!r} is not a torch.{kind.__name__} in torch {torch.__version__}; does the "
             "coordinator run an older torch than the trainers?"
         )
     return value
@@ -295,7 +295,7 @@ def encode_metadata(metadata: Metadata) -> plan_pb2.GlobalMetadata:
 
 
 def metadata_columns(metadata: Metadata) -> plan_pb2.GlobalMetadata:
-    """What :func:`encode_metadata` gives, without the places: one item per chunk, in order."""
+    """As :func:`encode_metadata`, without placements: one item per chunk, in order."""
     planner_data = metadata.planner_data
     out = plan_pb2.GlobalMetadata(has_mappings=planner_data is not None)
     if planner_data is not None:
@@ -356,7 +356,7 @@ def build_metadata(
         entry = state.get(fqn)
         if data is None:
             if entry is not None:
-                raise InvalidRequestError(f"{fqn!r} is an object and something else besides")
+                raise InvalidRequestError(f"{fqn!r} is an object and also another item")
             state[fqn] = BytesStorageMetadata()
         else:
             if entry is None:

@@ -1,8 +1,7 @@
 """Mutual TLS on TCP connections: certificate files in, gRPC credentials out.
 
-The same three files serve both directions: a daemon shows its certificate to whoever
-connects, and to whom it connects itself; each side takes only what the CA has signed. Files
-that were replaced are picked up: a server looks before each handshake, who connects asks
+The same three files serve a daemon as server and as client; each side accepts only certificates that the
+CA has signed. Replaced files are reloaded: a server checks before each handshake, a client calls
 :meth:`Tls.changed` before it opens a channel again. Thread-safe.
 """
 
@@ -25,12 +24,12 @@ VARIABLES: Final = ("PANNIER_TLS_CERT", "PANNIER_TLS_KEY", "PANNIER_TLS_CA")
 _EXPIRED: Final = 10
 """X509_V_ERR_CERT_HAS_EXPIRED."""
 _LARGEST: Final = 1 << 20
-"""Bytes of a file; a bundle of all public CAs has a quarter of it."""
+"""Bytes of a file; a bundle of all public CAs has a quarter of this."""
 _STEPS: Final = 16
-"""A handshake in memory takes fewer turns."""
+"""More than the turns of a handshake in memory."""
 
 Stamp = tuple[tuple[int, int, int], ...]
-"""What tells a file from the one that was there before."""
+"""Changes when a file is replaced."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +40,13 @@ class _Pem:
 
 
 class Tls:
-    """Three files in PEM form, checked when this is made.
+    """Three files in PEM form, checked by the constructor.
 
     Args:
         cert: own certificate, with the chain up to the CA, for servers and clients.
         key: its private key, without a passphrase.
-        ca: certificates of the CAs whose signature a peer must have.
-        settings: what the three are called, for errors.
+        ca: certificates of the CAs that may have signed a peer's.
+        settings: names of the three settings, for errors.
 
     Raises:
         ConfigurationError: a file is missing or unreadable, isn't PEM, the key isn't the
@@ -58,26 +57,26 @@ class Tls:
         self._paths = (cert, key, ca)
         self._settings = tuple(settings)
         self._stamp = self._seen = self._given = _stamp(self._paths)
-        """Of what is used; of what was last looked at; of what the last channel got."""
+        """Of the files in use, of those last checked, and of those of the last channel."""
         self._pem = self._read()
 
     def changed(self) -> bool:
-        """Whether :meth:`channel_credentials` would give others than the last time."""
+        """Whether :meth:`channel_credentials` would return other credentials than the last time."""
         self._renew()
         return self._given != self._stamp
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """For a client, from the files as they are now, or last were good."""
+        """For a client, from the files' current or last valid content."""
         self._renew()
         self._given, pem = self._stamp, self._pem
         return grpc.ssl_channel_credentials(pem.ca, pem.key, pem.cert)
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """For a server that takes no client without a certificate."""
+        """For a server that requires client certificates."""
         known = self._stamp
 
         def renewed() -> grpc.ServerCertificateConfiguration | None:
-            # Called before each handshake, by a thread of gRPC.
+            # gRPC calls it in one of its threads before each handshake.
             nonlocal known
             self._renew()
             if self._stamp == known:
@@ -87,7 +86,7 @@ class Tls:
 
         return grpc.dynamic_ssl_server_credentials(
             _configuration(self._pem),
-            renewed,  # type: ignore[arg-type]  # None: as before
+            renewed,  # type: ignore[arg-type]  # None: unchanged
             require_client_authentication=True,
         )
 
@@ -95,13 +94,15 @@ class Tls:
         stamp = _stamp(self._paths)
         if stamp == self._seen:
             return
-        # Before they are read: what is replaced meanwhile is looked at again.
+        # Set before the read, so that a replacement meanwhile is noticed.
         self._seen = stamp
         try:
             self._pem = self._read()
         except ConfigurationError as error:
-            # Perhaps only half replaced. What was good goes on.
-            _log.warning("the replaced TLS files can't be used, the former ones stay: %s", error)
+            # Perhaps only half replaced: the valid content stays in use.
+            _log.warning(
+                "the replaced TLS files are invalid, the previous ones stay in use: %s", error
+            )
         else:
             self._stamp = stamp
             _log.info("the TLS files were replaced")
@@ -129,7 +130,7 @@ class Tls:
         def no_passphrase() -> NoReturn:
             raise ConfigurationError(f"{named_key} has a passphrase: give a key without one")
 
-        # Ours only to check: gRPC's own complaints come late and name nothing.
+        # Only for the check: gRPC's own errors come late and name no file.
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
             context.load_cert_chain(cert, key, no_passphrase)
@@ -177,19 +178,19 @@ def tls_of(
 
 
 def is_unix(address: str) -> bool:
-    """Whether ``address`` is a unix socket, which the file system guards."""
+    """Whether ``address`` is a unix socket, which the file system protects."""
     return address.startswith("unix:")
 
 
 def open_channel(address: str, options: ChannelOptions, tls: Tls | None) -> grpc.Channel:
-    """A channel to ``address``: over TCP with TLS, if there is any."""
+    """A channel to ``address``, over TCP with ``tls`` unless that is None."""
     if tls is None or is_unix(address):
         return grpc.insecure_channel(address, options=options)
     return grpc.secure_channel(address, tls.channel_credentials(), options=options)
 
 
 def open_aio_channel(address: str, options: ChannelOptions, tls: Tls | None) -> grpc.aio.Channel:
-    """The same for an event loop."""
+    """As :func:`open_channel`, for an event loop."""
     if tls is None or is_unix(address):
         return grpc.aio.insecure_channel(address, options=options)
     return grpc.aio.secure_channel(address, tls.channel_credentials(), options=options)
@@ -200,7 +201,7 @@ def _configuration(pem: _Pem) -> grpc.ServerCertificateConfiguration:
 
 
 def _stamp(paths: Sequence[Path]) -> Stamp:
-    # Through links: that is how Kubernetes replaces a secret's files.
+    # Follows links, by which Kubernetes replaces a Secret's files.
     return tuple(_file_stamp(path) for path in paths)
 
 
@@ -208,19 +209,18 @@ def _file_stamp(path: Path) -> tuple[int, int, int]:
     try:
         found = path.stat()
     except OSError:
-        return 0, 0, 0  # reading it says why
+        return 0, 0, 0  # Reading it raises the reason.
     return found.st_ino, found.st_mtime_ns, found.st_size
 
 
 def _check_time(server: ssl.SSLContext, cert: Path, name: str) -> None:
     """Raises ConfigurationError when the certificate has expired.
 
-    By a handshake in memory: the standard library reads a certificate's dates in no
-    other way.
+    By a handshake in memory: the standard library has no other access to its dates.
     """
     client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     client.check_hostname = False
-    # It is its own anchor here: who signed it is its peers' business.
+    # Its own trust anchor here: its peers check who signed it.
     client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     client.load_verify_locations(cert)
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
@@ -236,11 +236,11 @@ def _check_time(server: ssl.SSLContext, cert: Path, name: str) -> None:
         except ssl.SSLCertVerificationError as error:
             if error.verify_code == _EXPIRED:
                 raise ConfigurationError(f"the certificate in {name} has expired") from error
-            # Whatever else its peers may have against it, they say.
+            # Its peers report any other problem.
             _log.debug("%s: %s", name, error.verify_message)
             return
         except ssl.SSLError as error:
-            _log.debug("the dates of %s can't be told: %s", name, error)
+            _log.debug("the dates of %s can't be read: %s", name, error)
             return
         if step % 2 == 0:
             return

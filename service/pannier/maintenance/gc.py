@@ -248,7 +248,7 @@ class _Sweeper:
             await self._delete(lease.info)
             self.report.add([lease.info], Reason.LEASE, lease.attempt)
         for info in self.seen.others:
-            if object_names.is_throw_away(info.key) and self._is_old(info.modified):
+            if object_names.is_temporary(info.key) and self._is_old(info.modified):
                 await self._delete(info)
                 self.report.add([info], Reason.TEMPORARY)
 
