@@ -135,8 +135,8 @@ def test_a_file_of_another_rank_is_refused(
                 hand_over(other, context, [Mapped(name(context), MIB, ours.slab)])
             # Nor can it be given back by others.
             with LeaseHolder(other, host.address) as thief:
-                thief.lent = [LeasedFile(ours.slab, MIB, os.dup(ours.fd))]
-                thief.release(thief.lent[0])
+                thief.leased = [LeasedFile(ours.slab, MIB, os.dup(ours.fd))]
+                thief.release(thief.leased[0])
     assert os.pread(ours.fd, MIB, 0) == data
     host.save(trainer, ours, data)
 

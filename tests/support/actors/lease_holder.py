@@ -42,7 +42,7 @@ class LeaseHolder:
         self._path = sidecar.removeprefix("unix://") + ".fd"
         self.connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.connection.settimeout(TIMEOUT_S)
-        self.lent: list[LeasedFile] = []
+        self.leased: list[LeasedFile] = []
 
     def __enter__(self) -> "LeaseHolder":
         self.connection.connect(self._path)
@@ -54,9 +54,9 @@ class LeaseHolder:
     def close(self) -> None:
         """The connection and all descriptors go, as when the process dies."""
         self.connection.close()
-        for each in self.lent:
+        for each in self.leased:
             os.close(each.fd)
-        self.lent.clear()
+        self.leased.clear()
 
     def reserve(self, *sizes: int) -> sidecar_pb2.ReserveResponse:
         who = self.trainer
@@ -104,15 +104,15 @@ class LeaseHolder:
             LeasedFile(file.slab, file.capacity, fd)
             for file, fd in zip(answer.files, fds, strict=True)
         ]
-        self.lent += new
+        self.leased += new
         return new
 
-    def release(self, *lent: LeasedFile) -> None:
+    def release(self, *leased: LeasedFile) -> None:
         who = self.trainer
-        slabs = [each.slab for each in lent]
-        for each in lent:
+        slabs = [each.slab for each in leased]
+        for each in leased:
             os.close(each.fd)
-            self.lent.remove(each)
+            self.leased.remove(each)
         request = sidecar_pb2.ReleaseRequest(
             job=who.job, incarnation=who.incarnation, rank=who.rank, client=who.client, slabs=slabs
         )

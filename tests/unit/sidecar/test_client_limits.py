@@ -95,7 +95,7 @@ def test_streams_that_say_nothing_are_cut(host: Host, monkeypatch: pytest.Monkey
             cut[0] += streams.cancel_idle()
             return cut[0] >= 2
 
-        await_true(both_cut, "both have been silent for too long")
+        await_true(both_cut, "both were idle for too long")
         with pytest.raises((errors.PannierError, AssertionError)):
             begun.committed()
         with pytest.raises(grpc.RpcError):

@@ -42,7 +42,7 @@ def test_a_job_is_what_its_file_says(files: JobFiles) -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "problem"),
+    ("content", "problem"),
     [
         ("", "not JSON"),
         (f'{{"tokens": ["{TOKEN}"', "not JSON at line 1"),
@@ -66,10 +66,13 @@ def test_a_job_is_what_its_file_says(files: JobFiles) -> None:
     ],
 )
 def test_a_file_that_makes_no_sense_says_where_and_harms_no_other(
-    files: JobFiles, told: str | dict[str, object], problem: str, caplog: pytest.LogCaptureFixture
+    files: JobFiles,
+    content: str | dict[str, object],
+    problem: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     files.add("good", **GOOD | {"tokens": ["e5" * 16]})
-    files.write("bad", told if isinstance(told, str) else json.dumps(told))
+    files.write("bad", content if isinstance(content, str) else json.dumps(content))
     jobs = JobDirectory(files.directory)
     assert jobs.read().keys() == {"good"}
     with pytest.raises(ConfigurationError, match=problem):
@@ -135,7 +138,7 @@ def test_two_jobs_never_share_a_token(files: JobFiles) -> None:
     # Who had it goes on.
     assert jobs.read().keys() == {"first"}
     assert "also one of first" in jobs.problems["thief.json"]
-    # Of two that are new nobody knows whose it is.
+    # Of two new jobs it could be either.
     assert JobDirectory(files.directory).read() == {}
 
 

@@ -140,7 +140,7 @@ def test_no_bytes_make_the_reader_do_anything_but_refuse_or_read(
 @settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=300))
 def test_any_record_leaves_the_parts_usable(noise: bytes) -> None:
-    """One that a future version wrote, or nobody."""
+    """One of a future version, or random bytes."""
     record = Record()
     try:
         record.ParseFromString(noise)
@@ -316,7 +316,7 @@ def test_committed_parts_and_cleaned_up_ones_are_gone() -> None:
     assert not parts(begun(1), Record(part=1, ended=ABORTED), forgotten)
 
 
-def test_a_spool_file_belongs_to_whom_it_was_given_last() -> None:
+def test_a_spool_file_belongs_to_the_last_data_file_in_it() -> None:
     both = parts(begun(1), opened(1), ingested(1), begun(2), opened(2))
     assert (both[1].files["f"].spool_file, both[2].files["f"].spool_file) == ("", "00000001.data")
 
@@ -350,14 +350,12 @@ def test_damage_fails_what_it_may_concern_by_name_and_nothing_else(
     assert two.failure is not None
     assert (two.failure.rank, two.failure.host) == (1, "node-1")
     assert "is damaged at byte" in caplog.text
-    # The next life finds a whole file that says the same.
+    # The next process finds a whole file with the same states.
     again = JournalState(tmp_path).states()
     assert again == [one, two, three]
 
 
-def test_a_journal_that_grew_is_written_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_journal_that_grew_is_compacted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal_state, "_GROWTH", 2000)
     path = write(tmp_path, *STORY)
     kept = JournalState(tmp_path)

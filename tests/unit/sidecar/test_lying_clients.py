@@ -41,7 +41,7 @@ def test_bytes_written_in_anothers_name_are_never_taken_for_its_own(host: Host) 
     true, false = b"t" * MIB, b"f" * MIB
     liar.write(own, "0", false)
     with victim.stream(victim.header(own, "0", MIB)) as stream:
-        # It is told that all is there, and then finds out.
+        # The stream says that all is there; only the hand-over shows the difference.
         assert stream.committed() == MIB
     with pytest.raises(errors.IntegrityError, match="the trainer's is") as caught:
         victim.hand_over(own, data_file(victim.header(own, "0", 0).name, true))
@@ -191,9 +191,9 @@ def test_another_incarnation_is_another_save(host: Host) -> None:
             failure=save_pb2.Failure(kind=save_pb2.FAILURE_KIND_CLIENT, message="x" * 10**6),
         ),
     )
-    told = host.coordinator.fails[-1]
-    assert told.context.save.incarnation == "inc0"
-    assert len(told.failure.message) < 20_000
+    forwarded = host.coordinator.fails[-1]
+    assert forwarded.context.save.incarnation == "inc0"
+    assert len(forwarded.failure.message) < 20_000
     honest.hand_over(own, file)
     host.coordinator.await_phase(own, DURABLE)
 
@@ -224,14 +224,14 @@ def test_modes_do_not_depend_on_the_umask(host: Host, mask: int) -> None:
     before = os.umask(mask)
     try:
         made = Spool(spool)
-        slab = made.take("job", MIB)
+        file = made.take("job", MIB)
         try:
             assert stat.S_IMODE(spool.stat().st_mode) == 0o700
-            assert stat.S_IMODE(slab.path.stat().st_mode) == 0o600
+            assert stat.S_IMODE(file.path.stat().st_mode) == 0o600
             host.spool.parent.chmod(0o700)
             host.start()
         finally:
-            made.give(slab)
+            made.give(file)
             made.close()
     finally:
         os.umask(before)

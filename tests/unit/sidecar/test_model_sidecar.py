@@ -1,4 +1,4 @@
-"""A sidecar's saves and its journal against a model: any order of calls, verdicts, kills, restarts."""
+"""A sidecar's saves and its journal against a model: any order of calls, outcomes, kills, restarts."""
 
 import asyncio
 import os
@@ -31,8 +31,8 @@ KINDS = st.sampled_from([save_pb2.FAILURE_KIND_LOST, save_pb2.FAILURE_KIND_CLIEN
 
 
 @dataclass
-class Told:
-    """What the model knows of a rank's part."""
+class ModelRank:
+    """What the model knows of a rank."""
 
     phase: Phase = Phase.STREAMING
     held: int = 0
@@ -56,9 +56,9 @@ class Sidecar(RuleBasedStateMachine):
         self.directory = memory_directory()
         self.loop = asyncio.new_event_loop()
         self.number = 1
-        self.parts: dict[int, Told] = {}
+        self.ranks: dict[int, ModelRank] = {}
         """Of the present save, by rank."""
-        self.verdict: Any = None
+        self.outcome: Any = None
         self.cleared = False
         self._start()
 
@@ -73,8 +73,8 @@ class Sidecar(RuleBasedStateMachine):
     def _kill(self) -> None:
         """All that the kernel does for a killed process."""
         self.journal._journal.close(remove=False)
-        for slab in self.spool._files:
-            os.close(slab.fd)
+        for file in self.spool._files:
+            os.close(file.fd)
         os.close(self.spool._directory_fd)
 
     def teardown(self) -> None:
@@ -86,13 +86,13 @@ class Sidecar(RuleBasedStateMachine):
         return context(rank, f"/root/step-{self.number}", number=self.number)
 
     def _over(self, rank: int) -> bool:
-        told = self.parts.get(rank)
-        return self.verdict is not None or (told is not None and told.phase is Phase.FAILED)
+        model = self.ranks.get(rank)
+        return self.outcome is not None or (model is not None and model.phase is Phase.FAILED)
 
     def _some(self, phase: Phase) -> bool:
         """Whether a rank is there and may go on."""
-        phases = [told.phase for told in self.parts.values()]
-        return self.verdict is None and phase in phases
+        phases = [model.phase for model in self.ranks.values()]
+        return self.outcome is None and phase in phases
 
     # What trainers do.
 
@@ -105,13 +105,13 @@ class Sidecar(RuleBasedStateMachine):
             assert self._over(rank)
             return
         assert not self._over(rank)
-        if rank in self.parts:
+        if rank in self.ranks:
             return
-        slab = self.spool.take("job", SIZE)
-        file = DataFile(FILE, SIZE, slab, label="it", loop=self.loop)
+        spool_file = self.spool.take("job", SIZE)
+        file = DataFile(FILE, SIZE, spool_file, label="it", loop=self.loop)
         self.saves.add_file(part, "i1-a1-g00000000-s1", file)
         self.journal.record_opened(part, file)
-        self.parts[rank] = Told()
+        self.ranks[rank] = ModelRank()
 
     def _receive(self, rank: int, count: int) -> Any:
         part = self.saves.find(self._context(rank))
@@ -125,56 +125,56 @@ class Sidecar(RuleBasedStateMachine):
     @precondition(lambda self: self._some(Phase.STREAMING))
     @rule(rank=RANKS, count=st.integers(1, SIZE - 1), noted=st.booleans())
     def send(self, rank: int, count: int, noted: bool) -> None:
-        told = self.parts.get(rank)
-        if told is None or self._over(rank) or told.phase is not Phase.STREAMING:
+        model = self.ranks.get(rank)
+        if model is None or self._over(rank) or model.phase is not Phase.STREAMING:
             return
-        if count <= told.held:
+        if count <= model.held:
             return
         part = self._receive(rank, count)
         if noted:
             self.journal.record_held(part, part.files[FILE])
-            told.held = count
+            model.held = count
 
     @precondition(lambda self: self._some(Phase.STREAMING))
     @rule(rank=RANKS, recorded_only=st.booleans())
     def hand_over(self, rank: int, recorded_only: bool) -> None:
-        told = self.parts.get(rank)
-        if told is None or self._over(rank) or told.phase is not Phase.STREAMING:
+        model = self.ranks.get(rank)
+        if model is None or self._over(rank) or model.phase is not Phase.STREAMING:
             return
         part = self._receive(rank, SIZE)
         crc = part.files[FILE].crc
         files = [records_pb2.DataFile(name=FILE, size=SIZE, crc32c=crc)]
-        told.receipt = records_pb2.Receipt(
+        model.receipt = records_pb2.Receipt(
             attempt="i1-a1-g00000000-s1", plan_id="p", rank=rank, files=files
         )
-        self.journal.record_ingested(part, told.receipt)
-        told.phase, told.held = Phase.INGESTED, SIZE
+        self.journal.record_ingested(part, model.receipt)
+        model.phase, model.held = Phase.INGESTED, SIZE
         if recorded_only:
             # It dies before it can say so.
             self._restart(b"")
         else:
-            self.saves.mark_ingested(part, told.receipt)
+            self.saves.mark_ingested(part, model.receipt)
 
     @rule(rank=RANKS, kind=KINDS)
     def fail(self, rank: int, kind: Any) -> None:
-        told = self.parts.get(rank)
+        model = self.ranks.get(rank)
         part = self.saves.find(self._context(rank))
-        if part is None or told is None:
+        if part is None or model is None:
             return
-        safe = told.phase is Phase.DURABLE or (
-            kind == save_pb2.FAILURE_KIND_LOST and told.phase is Phase.INGESTED
+        safe = model.phase is Phase.DURABLE or (
+            kind == save_pb2.FAILURE_KIND_LOST and model.phase is Phase.INGESTED
         )
         assert self.saves.fail(part, kind, "boom") is not (self._over(rank) or safe)
         if not (self._over(rank) or safe):
-            told.phase = Phase.FAILED
+            model.phase = Phase.FAILED
 
     # What becomes of it.
 
     @precondition(lambda self: self._some(Phase.INGESTED))
     @rule(rank=RANKS)
     def store(self, rank: int) -> None:
-        told = self.parts.get(rank)
-        if told is None or self._over(rank) or told.phase is not Phase.INGESTED:
+        model = self.ranks.get(rank)
+        if model is None or self._over(rank) or model.phase is not Phase.INGESTED:
             return
         part = self.saves.find(self._context(rank))
         assert part is not None
@@ -182,30 +182,30 @@ class Sidecar(RuleBasedStateMachine):
         self.journal.record_durable(part, part.files[FILE])
         self.journal.record_stored(part)
         self.saves.mark_durable(part)
-        told.phase = Phase.DURABLE
+        model.phase = Phase.DURABLE
 
-    @precondition(lambda self: self.parts)
+    @precondition(lambda self: self.ranks)
     @rule(commit=st.booleans(), in_time=st.integers(0, 4))
     def decide(self, commit: bool, in_time: int) -> None:
-        phases = {told.phase for told in self.parts.values()}
+        phases = {model.phase for model in self.ranks.values()}
         if phases != {Phase.DURABLE} if commit else in_time and Phase.FAILED not in phases:
             return
         status = save_pb2.SaveStatus(
             save=self._context(0).save, state=COMMITTED if commit else ABORTED
         )
-        # A second verdict, whatever it says, changes nothing.
+        # A second outcome changes nothing.
         self.saves.apply_status(status)
-        self.verdict = self.verdict or status.state
+        self.outcome = self.outcome or status.state
 
-    @precondition(lambda self: self.verdict is not None)
+    @precondition(lambda self: self.outcome is not None)
     @rule()
     def clear_away(self) -> None:
-        for rank in self.parts:
+        for rank in self.ranks:
             part = self.saves.find(self._context(rank))
-            if part is not None and self.verdict == ABORTED:
+            if part is not None and self.outcome == ABORTED:
                 self.journal.forget(part)
         self.number += 1
-        self.parts, self.verdict = {}, None
+        self.ranks, self.outcome = {}, None
 
     # Kills.
 
@@ -224,33 +224,33 @@ class Sidecar(RuleBasedStateMachine):
             with (self.directory / NAME).open("ab") as file:
                 file.write(torn)
         self._start()
-        if self.verdict == COMMITTED:
+        if self.outcome == COMMITTED:
             # Nothing is left to do.
             self.number += 1
-            self.parts, self.verdict = {}, None
+            self.ranks, self.outcome = {}, None
         streaming = {
             rank
-            for rank, told in self.parts.items()
-            if told.phase is Phase.STREAMING and self.verdict is None
+            for rank, model in self.ranks.items()
+            if model.phase is Phase.STREAMING and self.outcome is None
         }
         assert {part.rank for part in self.waiting} == streaming
-        for rank, told in self.parts.items():
+        for rank, model in self.ranks.items():
             part = self.saves.find(self._context(rank))
             assert part is not None, f"rank {rank} is forgotten"
-            if self.verdict is None and told.phase is not Phase.FAILED:
-                assert part.files[FILE].held == told.held
+            if self.outcome is None and model.phase is not Phase.FAILED:
+                assert part.files[FILE].held == model.held
 
     @invariant()
     def is_as_the_model_says(self) -> None:
-        for rank, told in self.parts.items():
+        for rank, model in self.ranks.items():
             part = self.saves.find(self._context(rank))
             assert part is not None
-            if self.verdict is None:
-                assert part.phase is told.phase, (rank, part.phase, told.phase)
-                if told.phase in (Phase.INGESTED, Phase.DURABLE):
-                    assert part.receipt == told.receipt
+            if self.outcome is None:
+                assert part.phase is model.phase, (rank, part.phase, model.phase)
+                if model.phase in (Phase.INGESTED, Phase.DURABLE):
+                    assert part.receipt == model.receipt
             said = part.save.outcome
-            assert (said.state if said is not None else None) == self.verdict
+            assert (said.state if said is not None else None) == self.outcome
 
 
 TestSidecar = Sidecar.TestCase

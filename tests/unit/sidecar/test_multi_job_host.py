@@ -86,8 +86,8 @@ def outcome(trainer: TokenTrainer, method: Any, job: str) -> PannierError | None
     return None
 
 
-def told(call: Any, request: Any, metadata: Any) -> str:
-    """Id of the save that Status tells of, or the code of its refusal."""
+def answered(call: Any, request: Any, metadata: Any) -> str:
+    """Id of the save that Status returns, or the code of its refusal."""
     try:
         answer = call(request, metadata=metadata, timeout=TIMEOUT_S)
         return str((answer if hasattr(answer, "save") else next(answer)).save.id)
@@ -109,7 +109,7 @@ def test_nobody_is_heard_without_the_jobs_token(two: NodeHost, method: Any, show
     assert "PANNIER_TOKEN_FILE" in str(error)
     for secret in two.files.tokens.values():
         assert secret not in str(error)
-    # It is not told, either, whether that is the token of somebody.
+    # The answer doesn't reveal either whether that is a token of another job.
     assert "b" not in str(error).split()
 
 
@@ -207,8 +207,10 @@ def test_a_jobs_socket_shows_its_own_saves_and_the_operators_all(two: NodeHost) 
             shown[name] = {save.id for save in answer.saves}
             for job, key in keys.items():
                 for id_ in (key, contexts[job].checkpoint_id):
-                    found = told(status.GetSave, status_pb2.GetSaveRequest(id=id_), metadata)
-                    watched = told(status.WatchSave, status_pb2.WatchSaveRequest(id=id_), metadata)
+                    found = answered(status.GetSave, status_pb2.GetSaveRequest(id=id_), metadata)
+                    watched = answered(
+                        status.WatchSave, status_pb2.WatchSaveRequest(id=id_), metadata
+                    )
                     assert found == watched == (key if name in ("", job) else "NOT_FOUND")
     assert shown == {"a": {keys["a"]}, "b": {keys["b"]}, "": set(keys.values())}
 

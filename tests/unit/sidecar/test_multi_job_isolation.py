@@ -70,17 +70,17 @@ def two(host: NodeHost) -> NodeHost:
 
 def mapped(
     trainer: TokenTrainer,
-    borrower: TokenLeaseHolder,
+    holder: TokenLeaseHolder,
     context: sidecar_pb2.SaveContext,
     content: bytes,
 ) -> None:
     """A save of one file that lies in the spool."""
-    (lent,) = borrower.lease(len(content))
+    (leased,) = holder.lease(len(content))
     name = f"__{attempt_of(context.save)}_0_0.distcp"
-    hand_over(trainer, context, [staged(lent, name, content)])
+    hand_over(trainer, context, [staged(leased, name, content)])
 
 
-# What is lent.
+# Leases.
 
 
 def test_descriptors_are_passed_to_who_shows_the_jobs_token(two: NodeHost) -> None:
@@ -92,10 +92,10 @@ def test_descriptors_are_passed_to_who_shows_the_jobs_token(two: NodeHost) -> No
         TokenLeaseHolder(a, two.socket("a")) as own,
         TokenLeaseHolder(b, two.socket("b")) as others,
     ):
-        loan = others.reserve(MIB)
-        # The token of b's loan is none of a's sidecar.
-        assert own.fetch(loan.token, 1) == []
-        (fd,) = others.fetch(loan.token, 1)
+        lease = others.reserve(MIB)
+        # The token of b's lease is none of a's sidecar.
+        assert own.fetch(lease.token, 1) == []
+        (fd,) = others.fetch(lease.token, 1)
         assert os.readlink(f"/proc/self/fd/{fd}").startswith(f"{two.spool}/b/")
         os.close(fd)
 
@@ -103,63 +103,63 @@ def test_descriptors_are_passed_to_who_shows_the_jobs_token(two: NodeHost) -> No
 def test_a_stranger_gets_no_descriptor_by_a_loans_token(two: NodeHost) -> None:
     a = two.trainer("a")
     with TokenLeaseHolder(a, two.socket("a")) as own:
-        loan = own.reserve(MIB)
+        lease = own.reserve(MIB)
         with raw_connection(two.socket("a")) as stranger:
             # Before a job's token these are but the beginning of a wrong one.
-            stranger.sendall(loan.token + loan.token)
+            stranger.sendall(lease.token + lease.token)
             said, fds, _, _ = socket.recv_fds(stranger, 1, 64)
             assert (said, fds) == (b"\0", [])
             assert stranger.recv(1) == b""
-        (fd,) = own.fetch(loan.token, 1)
+        (fd,) = own.fetch(lease.token, 1)
         os.close(fd)
 
 
-def test_what_is_lent_to_one_job_is_no_other_jobs(two: NodeHost) -> None:
+def test_a_lease_of_one_job_is_no_other_jobs(two: NodeHost) -> None:
     a, b = two.trainer("a"), two.trainer("b")
     with (
         TokenLeaseHolder(a, two.socket("a")) as own,
         TokenLeaseHolder(b, two.socket("b")) as others,
     ):
-        (lent,) = others.lease(MIB)
-        staged(lent, "x", OTHERS.encode())
+        (leased,) = others.lease(MIB)
+        staged(leased, "x", OTHERS.encode())
         context = a.context(two.id("a"))
         two.coordinator.files[0] = {"0": len(OTHERS)}
         a.plan(context)
         name = f"__{attempt_of(context.save)}_0_0.distcp"
         with pytest.raises(InvalidRequestError, match="is no spool file"):
-            hand_over(a, context, [Mapped(name, len(OTHERS), lent.slab)])
-        # Given back by the wrong one, it stays lent.
+            hand_over(a, context, [Mapped(name, len(OTHERS), leased.slab)])
+        # Given back by the wrong one, it stays leased.
         a.call(
             "Release",
             sidecar_pb2.ReleaseRequest(
-                job="a", incarnation="inc1", rank=0, client="c-b", slabs=[lent.slab]
+                job="a", incarnation="inc1", rank=0, client="c-b", slabs=[leased.slab]
             ),
         )
         context = b.context(two.id("b"))
         b.plan(context)
-        hand_over(b, context, [staged(lent, name, OTHERS.encode())])
+        hand_over(b, context, [staged(leased, name, OTHERS.encode())])
         two.coordinator.await_phase(context, save_pb2.RANK_PHASE_DURABLE)
-        assert own.lent == []
+        assert own.leased == []
 
 
 def test_files_that_are_used_again_stay_within_their_job(two: NodeHost) -> None:
     secret = b"only for a " * (MIB // 11)
     a = two.trainer("a")
-    with TokenLeaseHolder(a, two.socket("a")) as borrower:
+    with TokenLeaseHolder(a, two.socket("a")) as holder:
         context = a.context(two.id("a"))
         two.coordinator.files[0] = {"0": len(secret)}
         a.plan(context)
-        mapped(a, borrower, context, secret)
+        mapped(a, holder, context, secret)
         two.coordinator.await_phase(context, save_pb2.RANK_PHASE_DURABLE)
         two.coordinator.decide(context, COMMITTED)
         a.await_state(context, COMMITTED)
     used = inodes(two.spool / "a")
     b = two.trainer("b")
-    with TokenLeaseHolder(b, two.socket("b")) as borrower:
-        for lent in borrower.lease(*[len(secret)] * 4):
-            assert lent.inode not in used
-            assert os.pread(lent.fd, lent.capacity, 0) == bytes(lent.capacity)
-            assert os.readlink(f"/proc/self/fd/{lent.fd}").startswith(f"{two.spool}/b/")
+    with TokenLeaseHolder(b, two.socket("b")) as holder:
+        for leased in holder.lease(*[len(secret)] * 4):
+            assert leased.inode not in used
+            assert os.pread(leased.fd, leased.capacity, 0) == bytes(leased.capacity)
+            assert os.readlink(f"/proc/self/fd/{leased.fd}").startswith(f"{two.spool}/b/")
 
 
 # Room.
@@ -191,12 +191,12 @@ def test_room_that_one_job_does_not_use_is_the_others(host: NodeHost) -> None:
     a, b = host.trainer("a"), host.trainer("b")
     with TokenLeaseHolder(b, host.socket("b")) as others:
         with TokenLeaseHolder(a, host.socket("a")) as own:
-            (lent,) = own.lease(8 * MIB - STAMP_BYTES)
+            (leased,) = own.lease(8 * MIB - STAMP_BYTES)
             with pytest.raises(PannierError, match="is full"):
                 others.reserve(8 * MIB - STAMP_BYTES)
             host.node.tick()
             assert a.events.get(timeout=TIMEOUT_S).HasField("room")
-            own.release(lent)
+            own.release(leased)
         # What a has given back is kept for it, until somebody needs the room.
         assert inodes(host.spool / "a")
         (got,) = others.lease(8 * MIB - STAMP_BYTES)
@@ -302,7 +302,7 @@ def test_another_setting_serves_the_job_anew_and_loses_nothing(two: NodeHost) ->
     with own:
         two.job("a", tokens=[two.files.tokens["a"]], coordinator=own.address)
         two.node.tick()
-        # Its journal told what was ingested; its own coordinator hears of it.
+        # Its journal recorded what was ingested, which is reported to its own coordinator.
         own.await_phase(context, save_pb2.RANK_PHASE_DURABLE)
         assert two.node.sidecars["b"] is b_before
         assert a.connect().coordinator == own.address

@@ -72,7 +72,7 @@ def end(host: Host) -> None:
     host.sidecar.__exit__()
 
 
-def slab(host: Host) -> Path:
+def spool_file(host: Host) -> Path:
     (found,) = host.spool.glob("*.data")
     return found
 
@@ -109,7 +109,7 @@ def test_bytes_that_went_bad_before_the_hand_over_are_sent_again(host: Host) -> 
     data = os.urandom(20 * MIB)
     trainer, context = begin(host, data)
     end(host)
-    spoil(slab(host))
+    spoil(spool_file(host))
     host.start()
     trainer.connect()
     with trainer.stream(trainer.header(context, "0", len(data))) as stream:
@@ -120,7 +120,7 @@ def test_bytes_that_went_bad_before_the_hand_over_are_sent_again(host: Host) -> 
     assert (Path(host.id()) / file.name).read_bytes() == data
 
 
-def test_what_was_ingested_is_uploaded_by_the_next_life_with_nobody_there(host: Host) -> None:
+def test_what_was_ingested_is_uploaded_after_a_restart_without_trainers(host: Host) -> None:
     data = os.urandom(20 * MIB + 5)
     trainer, context = ingest(host, data)
     trainer.die()
@@ -142,7 +142,7 @@ def test_what_was_ingested_is_uploaded_by_the_next_life_with_nobody_there(host: 
 def test_ingested_bytes_that_went_bad_or_away_fail_the_rank_by_name(host: Host, gone: bool) -> None:
     ingest(host, os.urandom(4 * MIB))
     end(host)
-    slab(host).unlink() if gone else spoil(slab(host))
+    spool_file(host).unlink() if gone else spoil(spool_file(host))
     host.start()
     report = host.coordinator.await_report(lambda report: report.HasField("failure"))
     assert "is lost after a restart of the sidecar" in report.failure.message
@@ -156,7 +156,7 @@ def test_ingested_bytes_that_went_bad_or_away_fail_the_rank_by_name(host: Host, 
     assert not host.objects()
 
 
-def test_a_failure_is_told_again_and_its_save_is_not_taken_up(host: Host) -> None:
+def test_a_failure_is_reported_again_and_its_save_is_not_resumed(host: Host) -> None:
     trainer, context = ingest(host, os.urandom(MIB))
     (save,) = host.sidecar.saves.undecided()
     host.sidecar.saves.fail(save.ranks[0], save_pb2.FAILURE_KIND_STORAGE, "403 no permission")
@@ -172,7 +172,7 @@ def test_a_failure_is_told_again_and_its_save_is_not_taken_up(host: Host) -> Non
         trainer.hand_over(context)
 
 
-def test_an_abort_that_was_heard_is_cleaned_up_in_the_next_life(host: Host) -> None:
+def test_a_reported_abort_is_cleaned_up_after_a_restart(host: Host) -> None:
     def immovable(url: str) -> Store:
         store = open_store(url)
 
@@ -221,7 +221,7 @@ def test_a_hand_over_that_the_journal_lost_is_failed_when_its_client_says_so(hos
     assert "was handed over, but the journal" in report.failure.message
 
 
-def test_a_rank_without_files_is_taken_up_too(host: Host) -> None:
+def test_a_rank_without_files_is_recovered_too(host: Host) -> None:
     def slow(url: str) -> Store:
         store = stalled(url)
 
@@ -242,9 +242,9 @@ def test_a_rank_without_files_is_taken_up_too(host: Host) -> None:
     assert host.objects() == {object_names.receipt(report.attempt, 0)}
 
 
-def test_only_spool_files_that_nobody_needs_are_removed(host: Host) -> None:
+def test_only_spool_files_that_no_save_needs_are_removed(host: Host) -> None:
     host.spool.mkdir(mode=0o700)
-    (host.spool / "00000007.data").write_bytes(b"of a life without a journal")
+    (host.spool / "00000007.data").write_bytes(b"of a process without a journal")
     (host.spool / "notes.data").write_bytes(b"somebody's")
     (host.spool / "letter").write_bytes(b"somebody's")
     ingest(host, os.urandom(MIB))

@@ -49,9 +49,9 @@ def name(trainer: Trainer, context: sidecar_pb2.SaveContext) -> str:
     return trainer.header(context, "0", 0).name
 
 
-def stamp_anew(lent: LeasedFile) -> None:
+def write_new_stamp(leased: LeasedFile) -> None:
     """As a trainer does before it stages there again."""
-    os.pwrite(lent.fd, os.urandom(STAMP_BYTES), lent.capacity)
+    os.pwrite(leased.fd, os.urandom(STAMP_BYTES), leased.capacity)
 
 
 def assert_failed(host: Host, context: sidecar_pb2.SaveContext, text: str) -> None:
@@ -66,11 +66,11 @@ def test_a_hand_over_that_arrives_after_the_next_save_was_staged_fails_by_name(h
     host.start()
     trainer = host.trainer()
     context, following = trainer.context(host.id()), trainer.context(host.id(2), 2)
-    with LeaseHolder(trainer, host.address) as borrower:
-        (lent,) = borrower.lease(MIB)
-        late = staged(lent, name(trainer, context), b"1" * MIB)
+    with LeaseHolder(trainer, host.address) as holder:
+        (leased,) = holder.lease(MIB)
+        late = staged(leased, name(trainer, context), b"1" * MIB)
         data = b"2" * MIB
-        file = staged(lent, name(trainer, following), data)
+        file = staged(leased, name(trainer, following), data)
         with pytest.raises(IntegrityError, match="staged another save into the spool file"):
             hand_over(trainer, context, [late])
         assert_failed(host, context, "staged another save into the spool file")
@@ -88,29 +88,29 @@ def ingested(
     host.start(store=lambda url: Held(open_store(url), gate))
     trainer = host.trainer()
     context = trainer.context(host.id())
-    with LeaseHolder(trainer, host.address) as borrower:
-        (lent,) = borrower.lease(MIB)
-        hand_over(trainer, context, [staged(lent, name(trainer, context), b"1" * MIB)])
+    with LeaseHolder(trainer, host.address) as holder:
+        (leased,) = holder.lease(MIB)
+        hand_over(trainer, context, [staged(leased, name(trainer, context), b"1" * MIB)])
         host.coordinator.await_phase(context, INGESTED)
-        yield context, lent
+        yield context, leased
 
 
 def test_a_file_that_is_staged_into_during_its_upload_is_never_durable(host: Host) -> None:
     gate = threading.Event()
-    with ingested(host, gate) as (context, lent):
+    with ingested(host, gate) as (context, leased):
         # The content is the same, so that no checksum tells.
-        stamp_anew(lent)
+        write_new_stamp(leased)
         gate.set()
         assert_failed(host, context, "staged another save into the spool file")
 
 
 def test_a_restarted_sidecar_knows_the_stamps_of_what_it_goes_on_with(host: Host) -> None:
     gate = threading.Event()
-    with ingested(host, gate) as (context, lent):
-        fd = os.dup(lent.fd)
+    with ingested(host, gate) as (context, leased):
+        fd = os.dup(leased.fd)
     try:
         host.sidecar.__exit__()
-        os.pwrite(fd, os.urandom(STAMP_BYTES), lent.capacity)
+        os.pwrite(fd, os.urandom(STAMP_BYTES), leased.capacity)
     finally:
         os.close(fd)
     gate.set()
@@ -123,10 +123,10 @@ def test_a_mapped_file_without_a_stamp_is_refused(host: Host, stamp: bytes) -> N
     host.start()
     trainer = host.trainer()
     context = trainer.context(host.id())
-    with LeaseHolder(trainer, host.address) as borrower:
-        (lent,) = borrower.lease(MIB)
+    with LeaseHolder(trainer, host.address) as holder:
+        (leased,) = holder.lease(MIB)
         with pytest.raises(InvalidRequestError, match="is mapped with the stamp"):
-            hand_over(trainer, context, [Mapped(name(trainer, context), MIB, lent.slab, stamp)])
+            hand_over(trainer, context, [Mapped(name(trainer, context), MIB, leased.slab, stamp)])
 
 
 def test_a_streamed_file_cannot_be_handed_over_as_mapped(host: Host) -> None:
@@ -135,13 +135,13 @@ def test_a_streamed_file_cannot_be_handed_over_as_mapped(host: Host) -> None:
     trainer = host.trainer()
     context = trainer.context(host.id())
     with (
-        LeaseHolder(trainer, host.address) as borrower,
+        LeaseHolder(trainer, host.address) as holder,
         trainer.stream(trainer.header(context, "0", MIB)) as stream,
     ):
-        (lent,) = borrower.lease(MIB)
+        (leased,) = holder.lease(MIB)
         assert stream.committed() == 0
         with pytest.raises(InvalidRequestError, match="is mapped with the stamp"):
-            hand_over(trainer, context, [staged(lent, name(trainer, context), bytes(MIB))])
+            hand_over(trainer, context, [staged(leased, name(trainer, context), bytes(MIB))])
 
 
 @pytest.mark.parametrize("way", ["mapped", "streamed"])
@@ -155,9 +155,9 @@ def test_what_is_handed_over_after_its_deadline_is_refused_and_fails_by_name(
     trainer.plan(context)
     rank = host.sidecar.saves.find(context)
     assert rank is not None
-    with LeaseHolder(trainer, host.address) as borrower:
-        (lent,) = borrower.lease(MIB)
-        file = staged(lent, name(trainer, context), bytes(MIB))
+    with LeaseHolder(trainer, host.address) as holder:
+        (leased,) = holder.lease(MIB)
+        file = staged(leased, name(trainer, context), bytes(MIB))
         streamed = [trainer.write(context, "0", bytes(MIB))] if way == "streamed" else []
         rank.deadlines.save = time.monotonic()
         mapped = partial(hand_over, trainer, context, [file])

@@ -1,4 +1,4 @@
-"""What a sidecar says of trainers: heard, silent, gone, or merely disconnected."""
+"""What a sidecar reports of trainers: seen, unresponsive, dead, or merely disconnected."""
 
 from collections.abc import Iterator
 
@@ -26,18 +26,20 @@ def ping(trainer: Trainer, *, client: str = "c1", closing: bool = False) -> None
     trainer.call("Ping", request)
 
 
-def told(host: Host) -> list[coordinator_pb2.TrainerStatus]:
-    """The last that the coordinator heard of trainers, each second anew."""
+def reported(host: Host) -> list[coordinator_pb2.TrainerStatus]:
+    """The trainers of the latest report to the coordinator, one each second."""
     requests = host.coordinator.requests
     return list(requests[-1].trainers) if requests else []
 
 
-def test_a_trainer_without_a_save_is_reported_with_when_it_was_heard(host: Host) -> None:
+def test_a_trainer_without_a_save_is_reported_with_when_it_was_last_seen(host: Host) -> None:
     trainer = host.trainer()
-    await_true(lambda: bool(told(host)), "a report of the trainer")
-    await_true(lambda: told(host)[0].seconds_since_heard > 1.5, "silence in the report")
+    await_true(lambda: bool(reported(host)), "a report of the trainer")
+    await_true(
+        lambda: reported(host)[0].seconds_since_heard > 1.5, "the missing pings in the report"
+    )
     ping(trainer)
-    await_true(lambda: told(host)[0].seconds_since_heard < 1.4, "the ping in the report")
+    await_true(lambda: reported(host)[0].seconds_since_heard < 1.4, "the ping in the report")
     # Only the one that is connected speaks for it.
     trainers = host.sidecar.trainers
     before = trainers._last_seen[("job", "inc1", 0)]
@@ -45,22 +47,24 @@ def test_a_trainer_without_a_save_is_reported_with_when_it_was_heard(host: Host)
     assert trainers._last_seen[("job", "inc1", 0)] == before
 
 
-def test_a_trainer_whose_connection_ends_is_gone_until_it_is_back(host: Host) -> None:
+def test_a_trainer_whose_connection_ends_is_dead_until_it_is_back(host: Host) -> None:
     host.trainer().die()
     await_true(
-        lambda: [each.gone for each in told(host)] == ["the process 4242 of rank 0 on host node-0"],
-        "the trainer is gone",
+        lambda: (
+            [each.gone for each in reported(host)] == ["the process 4242 of rank 0 on host node-0"]
+        ),
+        "the trainer is dead",
     )
     host.trainer()
-    await_true(lambda: [each.gone for each in told(host)] == [""], "the trainer is back")
+    await_true(lambda: [each.gone for each in reported(host)] == [""], "the trainer is back")
 
 
-def test_a_client_that_said_goodbye_is_not_gone(host: Host) -> None:
+def test_a_client_that_said_goodbye_is_not_dead(host: Host) -> None:
     trainer = host.trainer()
-    await_true(lambda: bool(told(host)), "a report of the trainer")
+    await_true(lambda: bool(reported(host)), "a report of the trainer")
     ping(trainer, closing=True)
     trainer.die()
-    await_true(lambda: not told(host), "nothing is said of the trainer")
+    await_true(lambda: not reported(host), "the trainer is no longer reported")
     seen = len(host.coordinator.requests)
     await_true(lambda: len(host.coordinator.requests) > seen + 1, "two more reports")
     assert not any(request.trainers for request in host.coordinator.requests[seen:])

@@ -111,7 +111,7 @@ def test_a_sidecar_whose_spool_is_removed_leaves_to_be_started_again(host: Host)
                 stream.send(data[offset : offset + MIB], offset)
             while stream.committed() < len(data):
                 pass
-        # The bytes are there, but nobody would find them after a crash.
+        # The bytes are there, but no process would find them after a crash.
         with pytest.raises(errors.PannierError, match="was removed under the running sidecar"):
             trainer.hand_over(context, data_file(trainer.header(context, "0", 0).name, data))
         report = host.coordinator.await_report(lambda report: report.HasField("failure"))

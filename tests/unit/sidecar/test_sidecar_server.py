@@ -95,7 +95,7 @@ def test_an_upload_follows_the_file_while_it_fills(host: Host) -> None:
     assert (Path(host.id()) / header.name).read_bytes() == data
 
 
-def test_clients_are_told_of_progress(host: Host) -> None:
+def test_clients_get_progress(host: Host) -> None:
     host.start()
     trainer = host.trainer()
     context = trainer.context(host.id())
@@ -460,7 +460,7 @@ def test_an_abort_cuts_streams_and_uploads_under_way(host: Host) -> None:
     await_true(lambda: not host.objects(), "nothing is left in storage")
 
 
-def test_no_verdict_no_deletion(host: Host) -> None:
+def test_nothing_is_deleted_before_the_decision(host: Host) -> None:
     host.start()
     trainer = host.trainer()
     context = ingest(host, trainer, 1, os.urandom(MIB))
@@ -510,7 +510,7 @@ def test_fail_is_forwarded_and_reported(host: Host) -> None:
         trainer.write(context, "0", b"x")
 
 
-def test_fail_of_a_rank_that_was_never_heard_of_is_reported(host: Host) -> None:
+def test_fail_of_a_rank_that_was_never_seen_is_reported(host: Host) -> None:
     host.coordinator.stop()
     host.start(allow=(str(host.root),))
     trainer = host.trainer()
@@ -567,7 +567,7 @@ def test_a_trainer_that_dies_after_ingestion_is_not_needed(host: Host) -> None:
     host.coordinator.await_phase(context, save_pb2.RANK_PHASE_DURABLE)
     assert not any(report.HasField("failure") for report in host.coordinator.reports)
     host.coordinator.decide(context, COMMITTED)
-    await_true(lambda: host.sidecar.saves.undecided() == [], "the verdict arrived")
+    await_true(lambda: host.sidecar.saves.undecided() == [], "the outcome arrived")
 
 
 def test_a_trainer_that_connects_again_in_time_keeps_its_save(host: Host) -> None:
@@ -584,7 +584,7 @@ def test_a_trainer_that_connects_again_in_time_keeps_its_save(host: Host) -> Non
     host.coordinator.await_phase(context, save_pb2.RANK_PHASE_DURABLE)
     host.coordinator.decide(context, COMMITTED)
     trainer.await_state(context, COMMITTED)
-    # What it missed while it was away is told when it connects.
+    # What it missed while it was away is sent when it connects.
     trainer.disconnect()
     trainer.connect()
     trainer.await_state(context, COMMITTED)
@@ -593,7 +593,7 @@ def test_a_trainer_that_connects_again_in_time_keeps_its_save(host: Host) -> Non
 # The coordinator.
 
 
-def test_a_coordinator_that_comes_back_hears_everything_again(host: Host) -> None:
+def test_a_coordinator_that_comes_back_gets_all_reports_again(host: Host) -> None:
     host.start()
     trainer = host.trainer()
     first = ingest(host, trainer, 1, os.urandom(MIB))
@@ -603,7 +603,7 @@ def test_a_coordinator_that_comes_back_hears_everything_again(host: Host) -> Non
     host.coordinator.await_phase(second, save_pb2.RANK_PHASE_STREAMING)
 
     host.coordinator.stop()
-    await_true(lambda: not host.sidecar._coordinator.connected, "the link is down")
+    await_true(lambda: not host.sidecar._coordinator.connected, "the stream is down")
     status = host.sidecar.status_registry.get(object_names.save_text(first.save))
     assert "coordinator at unix://" in status.waiting_on.text
     assert "last seen" in status.waiting_on.text
@@ -913,7 +913,7 @@ def test_draining_ends_with_the_grace_period(host: Host) -> None:
     assert time.monotonic() - began > 0.4
 
 
-def test_idle_exit_waits_for_clients_and_verdicts(host: Host) -> None:
+def test_idle_exit_waits_for_clients_and_outcomes(host: Host) -> None:
     sidecar = host.start(idle_exit_s=0.5)
     trainer = host.trainer()
     context = ingest(host, trainer, 1, b"x")

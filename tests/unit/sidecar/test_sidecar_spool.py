@@ -106,7 +106,7 @@ def test_space_of_a_job_that_went_away_is_given_back(
 def test_a_spool_that_others_may_write_is_refused(memory: Path) -> None:
     (memory / "spool").mkdir()
     (memory / "spool").chmod(0o777)
-    with pytest.raises(errors.ConfigurationError, match="others could write there"):
+    with pytest.raises(errors.ConfigurationError, match="others can write it"):
         Spool(memory / "spool")
 
 
