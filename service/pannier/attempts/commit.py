@@ -1,8 +1,8 @@
-"""How an attempt is brought to its end: what the coordinator and ``pannier recover`` share.
+"""The end of an attempt, as the coordinator and ``pannier recover`` share it.
 
-In: the exact bytes that ``.metadata`` is to get, or why it can't. Out: the decision that stands,
-and storage as it says. Knows nothing of ranks' processes; whoever runs it, and however often, the
-outcome is the same. Async; StorageError says that a step's outcome may be unknown: run it again.
+In: the exact bytes of the new ``.metadata``, or a decision. Out: a COMMIT to decide; storage as a decision
+requires. Knows no ranks' processes; idempotent, also when several processes run it. Async; after a
+StorageError the outcome of a step may be unknown: run it again.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from pannier.wire.errors import IntegrityError, PannierError
 
 
 class SupersededError(PannierError):
-    """An older attempt never replaces a newer one, and an older incarnation begins no save."""
+    """A newer attempt is committed, or a newer incarnation has begun to save."""
 
     kind = save_pb2.FAILURE_KIND_DISAGREEMENT
 
@@ -35,17 +35,17 @@ async def prepare_commit(
     host: str,
     overwrite: "save_pb2.Overwrite" = save_pb2.OVERWRITE_UNSPECIFIED,
 ) -> records_pb2.Decision:
-    """Publishes the candidate; returns the COMMIT to be put to storage.
+    """Publishes the candidate of ``.metadata``; returns the COMMIT to decide.
 
     Raises:
-        SupersededError: ``.metadata`` is a newer attempt's.
-        OccupiedError: it is one that ``overwrite`` doesn't let the save replace.
-        IntegrityError: another's candidate stands there, and needs other files.
-        HeldError: ``.metadata`` can't be replaced, so that a COMMIT could not be carried out.
+        SupersededError: ``.metadata`` belongs to a newer attempt.
+        OccupiedError: ``overwrite`` doesn't allow replacing the existing ``.metadata``.
+        IntegrityError: another process published a candidate that refers to other files.
+        HeldError: ``.metadata`` is under a hold, so that a COMMIT could not be carried out.
     """
     standing = await publish_candidate(store, attempt.name, metadata)
     if standing != metadata:
-        # Other versions of Python or torch write other bytes for the same.
+        # Other versions of Python or torch pickle the same metadata to other bytes.
         await asyncio.to_thread(_check_same, store, attempt, standing, metadata)
     newer = await find_newer(store, attempt)
     if newer is not None:
@@ -64,7 +64,7 @@ async def prepare_commit(
 
 
 def _metrics(receipts: Iterable[records_pb2.Receipt]) -> dict[str, float]:
-    """What the ranks have measured; of the lowest rank that tells of it."""
+    """The ranks' metrics; of a metric that several ranks report, the lowest rank's."""
     found: dict[str, float] = {}
     for receipt in sorted(receipts, key=lambda receipt: -receipt.rank):
         found.update(receipt.metrics)
@@ -75,15 +75,14 @@ def _check_same(
     store: Store, attempt: object_names.Attempt, standing: bytes, metadata: bytes
 ) -> None:
     where = f"{store.url}/{object_names.metadata_candidate(attempt.name)}"
-    if referenced_files(standing, where) != referenced_files(metadata, "the metadata made here"):
+    if referenced_files(standing, where) != referenced_files(metadata, "the metadata built here"):
         raise IntegrityError(
-            f"{where} doesn't need the files that the manifest and the receipts tell of: it is "
-            "damaged"
+            f"{where} doesn't refer to the files of the manifest and the receipts: it is damaged"
         )
 
 
 async def carry_out(store: Store, decision: records_pb2.Decision) -> None:
-    """Makes storage as a standing decision says: installs ``.metadata``, or removes the attempt.
+    """Carries out a stored decision: installs ``.metadata``, or removes the attempt's objects.
 
     Raises IntegrityError, RemovedError, OccupiedError as :func:`install`.
     """

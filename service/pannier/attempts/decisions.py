@@ -1,7 +1,7 @@
 """The one object that ends an attempt: COMMIT or ABORT.
 
-In: a checkpoint's store and a proposal. Out: the decision that stands there, ours or another's.
-None is ever changed or replaced, so what was read is kept. Async.
+In: a checkpoint's store and a new decision. Out: the stored decision, this process's or another's. A stored
+decision never changes, so decisions that were read are cached. Async.
 """
 
 import asyncio
@@ -23,15 +23,15 @@ from pannier.wire import object_names
 from pannier.wire.errors import IntegrityError, StorageError
 from pannier.wire.records import fits, match, parse_decision
 
-_LIFE: Final = uuid.uuid4().hex[:8]
-"""Process ids are used again."""
+_PROCESS: Final = uuid.uuid4().hex[:8]
+"""Random, since process ids recur."""
 _PARALLEL: Final = 16
 """Decisions read at the same time."""
 _KNOWN: Final = 4096
-"""Decisions kept in memory, at most."""
+"""Most cached decisions."""
 
 _known: dict[tuple[str, ObjectInfo], records_pb2.Decision] = {}
-"""Decisions that were read, by store and what a listing shows of them, generation included."""
+"""Cached decisions by store and listing entry, which includes the generation."""
 
 
 def new_decision(
@@ -46,7 +46,7 @@ def new_decision(
     metrics: Mapping[str, float] | None = None,
     overwrite: "save_pb2.Overwrite" = save_pb2.OVERWRITE_UNSPECIFIED,
 ) -> records_pb2.Decision:
-    """A decision to be put to storage; unlike any other, so that ours can be told."""
+    """A decision to store; unique, so that :func:`decide` recognizes it after a lost answer."""
     return records_pb2.Decision(
         outcome=outcome,
         save=save,
@@ -64,15 +64,16 @@ def new_decision(
 
 
 def decider(host: str) -> str:
-    """How ``decided_by`` of this process's decisions begins."""
-    return f"{host}/{os.getpid()}/{_LIFE}/"
+    """Prefix of ``decided_by`` in this process's decisions."""
+    return f"{host}/{os.getpid()}/{_PROCESS}/"
 
 
 async def decide(store: Store, proposal: records_pb2.Decision) -> records_pb2.Decision:
-    """Returns the decision that stands; whoever lost the race obeys it.
+    """Stores the decision unless the attempt has one; returns the stored one, which is binding.
 
-    StorageError says that the outcome may be unknown: run it again with the same proposal.
-    IntegrityError says that what stands there is damaged, or another save's.
+    Raises:
+        StorageError: the outcome may be unknown: run it again with the same proposal.
+        IntegrityError: the stored decision is damaged, or another save's.
     """
     text = json_format.MessageToJson(proposal, sort_keys=True)
     point("coordinator.decision.before")
@@ -82,8 +83,8 @@ async def decide(store: Store, proposal: records_pb2.Decision) -> records_pb2.De
         standing = await read_decision(store, proposal.attempt, proposal.save)
         if standing is None:
             raise StorageError(
-                f"{store.url}: the decision of {proposal.attempt} could not be created, but isn't "
-                "there"
+                f"{store.url}: the decision of {proposal.attempt} could neither be "
+                "created nor found"
             ) from None
         return standing
     point("coordinator.decision.after")
@@ -96,7 +97,7 @@ async def read_decision(
     """The decision of an attempt; None when it has none yet.
 
     Args:
-        save: whose attempt it is, when the caller knows its job, too.
+        save: the expected save, when the caller knows its job, too.
 
     Raises IntegrityError when it is damaged, or another save's.
     """
@@ -114,7 +115,7 @@ async def _read(
 
 
 async def _read_once(store: Store, info: ObjectInfo, attempt: str) -> records_pb2.Decision | None:
-    """The decision that a listing shows: read at most once, as it never changes."""
+    """The decision of a listing entry, from the cache if it was read before."""
     decision = _known.get((store.url, info))
     if decision is None:
         decision = await _read(store, info.key, attempt)
@@ -132,7 +133,7 @@ class Decisions:
     known: dict[str, records_pb2.Decision] = field(default_factory=dict)
     """By attempt."""
     damaged: dict[str, IntegrityError] = field(default_factory=dict)
-    """By key: those that can't be read."""
+    """By key: unreadable ones."""
 
     def check(self) -> None:
         """Raises IntegrityError when one is damaged."""
@@ -141,7 +142,7 @@ class Decisions:
 
 
 async def read_decisions(store: Store, objects: Iterable[ObjectInfo]) -> Decisions:
-    """The decisions among ``objects``; one that was removed meanwhile is left out."""
+    """The decisions among ``objects``, without those that were removed since the listing."""
     found = Decisions()
     limit = asyncio.Semaphore(_PARALLEL)
 
@@ -167,10 +168,10 @@ async def find_committed(
     Args:
         objects: a listing of the records of all attempts.
 
-    The sizes of the candidates of ``.metadata`` narrow it down, so that as a rule one decision is
-    read, however many attempts there were before.
+    The sizes of the candidates of ``.metadata`` narrow the search, so that usually one decision is
+    read, however many attempts there are.
 
-    Raises IntegrityError when a damaged decision may be the one.
+    Raises IntegrityError when it may be a damaged decision.
     """
     decided = _find(objects, object_names.decision)
     candidates = _find(objects, object_names.metadata_candidate)
@@ -193,7 +194,7 @@ async def find_committed(
 
 
 def _find(objects: Iterable[ObjectInfo], name: Callable[[str], str]) -> dict[str, ObjectInfo]:
-    """By attempt, the record that has this name, at any depth."""
+    """By attempt, the record with this name, at any depth."""
     found = {}
     for info in objects:
         attempt = posixpath.basename(posixpath.dirname(info.key))

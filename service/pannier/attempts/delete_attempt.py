@@ -1,7 +1,7 @@
-"""Takes away what an attempt left in storage, once it is decided that it may be.
+"""Removes an attempt's objects, after its ABORT or its supersession.
 
-In: a checkpoint's store and an attempt. Out: its objects are gone. Data files go first, then the
-records: as long as there are any, they tell of what may be left. Async; idempotent.
+In: a checkpoint's store and an attempt. Data files are removed first, then the records: as long as records
+exist, data files may. Async; idempotent.
 """
 
 import asyncio
@@ -18,9 +18,9 @@ _PARALLEL: Final = 16
 
 
 async def remove_attempt(store: Store, attempt: str) -> None:
-    """After ABORT is durable: removes the attempt's data files and records, but for the decision.
+    """After a durable ABORT: removes the attempt's data files and records, except the decision.
 
-    A sidecar removes what it has uploaded itself, but it may be gone. Idempotent.
+    A sidecar removes its own uploads, too, but may be dead. Idempotent.
     """
     kept = object_names.decision(attempt)
     limit = asyncio.Semaphore(_PARALLEL)
@@ -30,11 +30,11 @@ async def remove_attempt(store: Store, attempt: str) -> None:
             await store.delete(key)
 
     point("coordinator.removal.before")
-    # The records last: as long as there are any, they tell of what may be left.
+    # Records last: as long as they exist, data files may.
     for prefix in (object_names.data_prefix(attempt), object_names.attempt_prefix(attempt)):
         keys = [info.key for info in await store.list(prefix)]
         deleting = (delete(key) for key in keys if key != kept)
-        # All of them, before one that failed is told.
+        # Each deletion is tried before the first error is raised.
         for problem in await asyncio.gather(*deleting, return_exceptions=True):
             if problem is not None:
                 raise problem
@@ -44,11 +44,11 @@ async def remove_attempt(store: Store, attempt: str) -> None:
 async def remove_ended(
     store: Store, attempt: str, *, needed: Collection[str], keep_decision: bool = False
 ) -> list[ObjectInfo]:
-    """Removes all of an attempt that is no checkpoint any more; returns what that was.
+    """Removes all objects of an attempt that isn't the checkpoint; returns them.
 
     Args:
-        needed: names of the files that the standing ``.metadata`` refers to.
-        keep_decision: for an aborted attempt, whose decision stops whoever comes late.
+        needed: names of the files that the current ``.metadata`` refers to.
+        keep_decision: of an aborted attempt, so that a late COMMIT finds it.
 
     Raises:
         IntegrityError: a file of the attempt is needed; nothing was removed.
@@ -62,7 +62,7 @@ async def remove_ended(
     stages = [
         data,
         [info for info in records if info.key not in (*marks, decision)],
-        # They still say what is going on, as long as there is anything else.
+        # The marks explain the other objects, as long as any are left.
         [info for info in records if info.key in marks],
     ]
     for stage in stages:
@@ -80,11 +80,11 @@ async def remove_ended(
 def check_unneeded(
     store: Store, attempt: str, data: Collection[ObjectInfo], needed: Collection[str]
 ) -> None:
-    """Raises IntegrityError when the standing ``.metadata`` refers to one of these data files."""
+    """Raises IntegrityError when the current ``.metadata`` refers to one of these data files."""
     if held := sorted(info.key for info in data if info.key in needed):
         raise IntegrityError(
             f"{store.url}: {object_names.METADATA} refers to {len(held)} files of {attempt}, which isn't "
-            f"the attempt that its decision names ({held[0]}, …): nothing of it was removed"
+            f"the attempt of its decision ({held[0]}, …): nothing of it was removed"
         )
 
 
@@ -97,7 +97,7 @@ async def _delete_all(store: Store, objects: Collection[ObjectInfo]) -> None:
             await store.delete(key)
             point("sweep.deletion.after")
 
-    # All of them, before one that failed is told.
+    # Each deletion is tried before the first error is raised.
     deleting = (delete(info.key) for info in objects)
     for problem in await asyncio.gather(*deleting, return_exceptions=True):
         if problem is not None:

@@ -1,8 +1,8 @@
-"""The checkpoints below a root, as storage has them: objects in, verdicts out. Async.
+"""The checkpoints below a root: a listing in, checkpoints with their states out. Async.
 
-Which attempt a checkpoint's ``.metadata`` belongs to is found by comparing its
-size and checksum with the COMMIT decisions beside it, without a pickle. Checkpoints are
-ordered by their attempts, not by times, which are those of several machines' clocks.
+The attempt of a checkpoint's ``.metadata`` is found by comparing its size and checksum with the COMMIT
+decisions beside it, without unpickling. Checkpoints are ordered by their attempts, not by times, which come
+from several clocks.
 """
 
 import asyncio
@@ -21,19 +21,19 @@ from pannier.wire import object_names
 from pannier.wire.errors import IntegrityError
 
 _PARALLEL = 8
-"""Checkpoints judged at the same time."""
+"""Checkpoints examined at the same time."""
 
 
 class CheckpointState(enum.Enum):
-    """What a directory is, as a checkpoint."""
+    """State of a checkpoint's directory."""
 
     COMMITTED = "committed"
     FOREIGN = "foreign"
-    """Has a ``.metadata`` that no decision knows: not Pannier's."""
+    """Its ``.metadata`` matches no decision: not written by Pannier."""
     ABORTED = "aborted"
     """Every attempt ended without a checkpoint."""
     UNDECIDED = "undecided"
-    """Under way, or its processes are gone."""
+    """A save is in progress, or its processes are dead."""
 
 
 @dataclass(frozen=True)
@@ -44,15 +44,15 @@ class Checkpoint:
     """Relative to the root."""
     state: CheckpointState
     attempt: str | None
-    """Of the checkpoint, or the newest one that isn't."""
+    """The committed attempt, or else the newest one; None: foreign."""
     size: int
-    """Bytes of data files of ``attempt``; of all that no attempt names, when it is foreign."""
+    """Bytes of the data files of ``attempt``; of a foreign one, of all files of no attempt."""
     time: float
-    """When it was decided, or else last written; Unix time, seconds. Only to be shown."""
+    """Time of its decision, or else of its last write; Unix time, seconds. For display only."""
     job: str = ""
     """Of a committed one."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Of a committed one, as its trainers told."""
+    """Of a committed one, as its trainers reported."""
 
     @property
     def order(self) -> tuple[bool, object_names.Attempt | float, float, str]:
@@ -141,7 +141,7 @@ async def _classify_with_metadata(
     try:
         committed = await find_committed(store, records, metadata.size, checksum or 0)
     except IntegrityError:
-        # Its owner isn't known; `pannier verify` names the damage.
+        # Its attempt is unknown; `pannier verify` reports the damage.
         committed = None
     if committed is None:
         own = [

@@ -1,11 +1,11 @@
-"""The plan manifest as an object: a global plan beside the checkpoint that is made by it.
+"""The plan manifest: an attempt's global plan as an object beside the checkpoint.
 
-In: a checkpoint's store and a manifest, or an attempt. Out: the manifest that stands there,
-ours or another coordinator's that was first. What follows from its plan is the
-coordinator's business, whose class extends the one here. Async.
+In: a checkpoint's store and a manifest, or an attempt. Out: the stored manifest, this coordinator's or one
+that another coordinator stored first. The coordinator extends the class here by what it derives from the
+plan. Async.
 
-What the attempts by one plan have in common is serialised once, as the body of all their
-manifests; the plan id is its hash, so that it is the same for all of them.
+The common part of all attempts by one plan is serialised once, as the body of their manifests. The plan id
+is its hash, and so the same for all of them.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ from pannier.wire.errors import IntegrityError
 
 _Manifest = TypeVar("_Manifest", bound="ManifestRecord")
 
-# How protobuf writes the two fields of the seal, fixed64 body_size = 10 and fixed32 crc32c = 11.
+# Wire format of the two fields of the seal, fixed64 body_size = 10 and fixed32 crc32c = 11.
 _SIZE: Final = "<BQ"
 _SIZE_TAG: Final = 10 << 3 | 1
 _CHECKSUM: Final = "<BI"
@@ -37,15 +37,15 @@ class ManifestRecord:
     """A plan manifest and its id. Immutable.
 
     Args:
-        header: its own part, without the body where that is separate.
-        body: what it shares with others; None: it is one message.
+        header: the attempt's own part, without a separate body.
+        body: the part that all attempts by the plan share; None: the manifest is one message.
     """
 
     def __init__(
         self, header: records_pb2.PlanManifest, data: bytes, plan_id: str, body: bytes | None
     ) -> None:
         self.header = header
-        """Members, files, identity; what it says of the items is in ``message``."""
+        """Members, files, identity; the items are in ``message``."""
         self.data = data
         self.plan_id = plan_id
         """SHA-256, hex."""
@@ -53,7 +53,7 @@ class ManifestRecord:
 
     @classmethod
     def parse(cls: type[_Manifest], data: bytes) -> _Manifest:
-        """From storage. Raises IntegrityError when it is no manifest."""
+        """From storage. Raises IntegrityError when it is malformed."""
         try:
             header, body = _split(data)
         except DecodeError as error:
@@ -69,7 +69,7 @@ class ManifestRecord:
 
     @cached_property
     def message(self) -> records_pb2.PlanManifest:
-        """All of it. Raises IntegrityError."""
+        """The whole manifest. Raises IntegrityError."""
         if self.body is None:
             return self.header
         try:
@@ -90,7 +90,7 @@ def plan_id_of(members: Iterable[tuple[int, str]], names: Sequence[str], body: b
 
     Args:
         members: ranks and digests of their local plans.
-        names: of the data files, without what is the attempt's own.
+        names: of the data files, without the attempt.
     """
     words = [f"{rank} {digest}" for rank, digest in members]
     lines = [f"{len(words)} {len(names)}", *words, *names, ""]
@@ -100,7 +100,7 @@ def plan_id_of(members: Iterable[tuple[int, str]], names: Sequence[str], body: b
 
 
 def join(header: records_pb2.PlanManifest, body: bytes) -> bytes:
-    """The object of a manifest with a body."""
+    """Content of the object of a manifest with a body."""
     start = header.SerializeToString(deterministic=True)
     size = struct.pack(_SIZE, _SIZE_TAG, len(body))
     checksum = crc32c.crc32c(size, crc32c.crc32c(body, crc32c.crc32c(start)))
@@ -108,7 +108,7 @@ def join(header: records_pb2.PlanManifest, body: bytes) -> bytes:
 
 
 def _split(data: bytes) -> tuple[records_pb2.PlanManifest, bytes | None]:
-    """Header and body; one that has none, or is damaged, is one message. Raises DecodeError."""
+    """Header and body; without a valid seal, the whole message and None. Raises DecodeError."""
     end = len(data) - _SEAL
     if end >= 0:
         tag, size = struct.unpack_from(_SIZE, data, end)
@@ -124,14 +124,12 @@ def _split(data: bytes) -> tuple[records_pb2.PlanManifest, bytes | None]:
 
 
 async def publish(store: Store, manifest: _Manifest) -> _Manifest:
-    """Writes the manifest beside the checkpoint; returns the one that stands there.
-
-    That is another coordinator's when it was first.
+    """Stores the manifest unless the attempt has one; returns the stored one.
 
     Raises:
-        DeniedError, NotFoundError: nothing was written, and none stands there.
-        StorageError: whether one stands there isn't known.
-        IntegrityError: what stands there is damaged, or another save's.
+        DeniedError, NotFoundError: nothing was written, and there is no manifest.
+        StorageError: it is unknown whether there is a manifest.
+        IntegrityError: the stored manifest is damaged, or another save's.
     """
     key = object_names.manifest(manifest.header.attempt)
     point("coordinator.manifest.before")
@@ -142,7 +140,7 @@ async def publish(store: Store, manifest: _Manifest) -> _Manifest:
             return await _read(store, manifest.header.attempt, type(manifest), manifest.header.save)
         except (DeniedError, NotFoundError) as error:
             raise StorageError(
-                f"another coordinator's manifest stands there, but can't be read: {error}"
+                f"another coordinator has stored a manifest that can't be read: {error}"
             ) from error
     point("coordinator.manifest.after")
     return manifest
@@ -154,7 +152,7 @@ async def read_manifest(
     """The manifest of an attempt; None when it has none.
 
     Args:
-        save: whose attempt it is, when the caller knows its job, too.
+        save: the expected save, when the caller knows its job, too.
 
     Raises StorageError, and IntegrityError when it is damaged, or another save's.
     """

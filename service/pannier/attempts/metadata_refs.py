@@ -1,8 +1,8 @@
-"""Which files a ``.metadata`` refers to, read without torch and without running anything.
+"""The files that a ``.metadata`` refers to, read without torch and without running code of the pickle.
 
-In: the bytes of a ``.metadata``. Out: the names of the files that it needs. No name in the pickle is
-ever looked up: each becomes an inert stand-in that keeps its attributes. It is the second guard of
-whoever deletes: what these names say stays.
+In: the bytes of a ``.metadata``. Out: the names of the files that it needs, which no deletion may touch.
+No name in the pickle is ever imported: each becomes an inert object that keeps its attributes. CPU-bound;
+any thread.
 """
 
 import io
@@ -15,7 +15,7 @@ from pannier.wire.errors import IntegrityError
 
 
 class _Inert:
-    """Stands for any class or function of the pickle, and for what that would have made."""
+    """Replaces any class or function of the pickle, and its instances and results."""
 
     def __init__(self, *_arguments: Any, **_named: Any) -> None:
         self.state: Any = None
@@ -27,19 +27,19 @@ class _Inert:
         self.state = state
 
     def __setitem__(self, _key: Any, _value: Any) -> None:
-        """Items of a mapping that isn't a plain one."""
+        """Items of a mapping of another class than dict."""
 
     def append(self, _item: Any) -> None:
-        """Items of a list that isn't a plain one."""
+        """Items of a list of another class than list."""
 
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, _module: str, _name: str) -> Any:
-        """An inert stand-in, whatever the name."""
+        """An inert class for any name."""
         return type("_Named", (_Inert,), {})
 
     def persistent_load(self, _id: Any) -> Any:
-        """An inert stand-in."""
+        """An inert object."""
         return _Inert()
 
 
@@ -56,7 +56,7 @@ def referenced_files(content: bytes, where: str) -> frozenset[str]:
 
 
 def saved_by(content: bytes, where: str) -> str:
-    """The attempt that a ``.metadata`` names as its own; empty for another writer's.
+    """The attempt that a ``.metadata`` names as its own; empty when Pannier didn't write it.
 
     Otherwise as :func:`referenced_files`.
     """
@@ -70,7 +70,7 @@ def _read(content: bytes, where: str) -> tuple[set[str], str]:
         state = _Unpickler(io.BytesIO(content)).load().state
         places = state["storage_data"]
         names = {str(place.state["relative_path"]) for place in places.values()}
-        # Not every writer gives one.
+        # Not every writer sets one.
         meta = getattr(state.get("storage_meta"), "state", None) or {}
         return names, str(meta.get("save_id") or "")
     except Exception as error:  # a damaged pickle can raise anything

@@ -1,16 +1,16 @@
-"""``.metadata``: whose it is, and how it becomes another attempt's, by compare-and-swap.
+"""``.metadata``: which attempt it belongs to, and its compare-and-swap by another attempt's.
 
 In: a checkpoint's store and a COMMIT. Out: ``.metadata`` of the newest committed attempt.
 The order of writes:
 
-1. ``metadata``, the candidate: the exact bytes that ``.metadata`` will get;
-2. ``decision``, created if absent: from here on the outcome is settled (:mod:`decisions`);
-3. a look whether the attempt is still there, so that no checkpoint is replaced by one that was
-   removed; then ``.metadata``, replacing exactly the generation that was judged;
-4. a look whether the attempt is still there: whoever was stopped before one of these writes, and
-   goes on after the checkpoint was removed, takes back what it wrote.
+1. ``metadata``, the candidate: the exact bytes of the new ``.metadata``;
+2. ``decision``, created if absent: it settles the outcome (:mod:`decisions`);
+3. a check that the attempt wasn't removed, so that no checkpoint is replaced by a removed one; then
+   ``.metadata``, replacing exactly the generation that was checked;
+4. another check that the attempt wasn't removed: a process that was stopped before one of these writes
+   and resumes after the removal undoes its writes.
 
-Async; StorageError says that a step's outcome may be unknown: run it again.
+Async; after a StorageError the outcome of a step may be unknown: run it again.
 """
 
 import asyncio
@@ -34,29 +34,29 @@ from pannier.wire.records import match
 _log = logging.getLogger(__name__)
 
 _RACES: Final = 100
-"""Lost compare-and-swaps in a row before something must be wrong with the store."""
+"""Lost compare-and-swaps in a row that indicate a faulty store."""
 
 
 class RemovedError(PannierError):
-    """The attempt was removed from storage by somebody else: there is nothing to commit."""
+    """Another process removed the attempt from storage: there is nothing to commit."""
 
 
 class OccupiedError(PannierError):
-    """There is a checkpoint that the save may not replace."""
+    """The save may not replace the existing checkpoint."""
 
     kind = save_pb2.FAILURE_KIND_EXISTS
 
 
 class _Standing(NamedTuple):
-    """The checkpoint that is there."""
+    """The current checkpoint."""
 
     info: ObjectInfo | None
-    """Of ``.metadata``; None: there is none."""
+    """Of ``.metadata``; None without one."""
     crc32c: int
     committed: records_pb2.Decision | None
-    """By which it stands there; None: a foreign one."""
+    """The COMMIT that installed it; None: a foreign checkpoint."""
     records: Collection[ObjectInfo] = ()
-    """Of all attempts, as they are listed; none where there is no ``.metadata``."""
+    """Listing of the records of all attempts; empty without ``.metadata``."""
 
     @property
     def attempt(self) -> object_names.Attempt | None:
@@ -80,11 +80,11 @@ async def check_free(
     attempt: str,
     overwrite: "save_pb2.Overwrite",
 ) -> None:
-    """Raises OccupiedError when ``.metadata`` is one that the save may not replace.
+    """Raises OccupiedError when the save may not replace the existing ``.metadata``.
 
     Args:
-        attempt: the save's own; empty where it isn't known yet.
-        overwrite: as the save's manifest has it.
+        attempt: the save's own; empty: not known yet.
+        overwrite: as in the save's manifest.
     """
     if overwrite != save_pb2.OVERWRITE_ANY:
         _check_replaceable(store, await _read_standing(store), save, attempt, overwrite)
@@ -117,7 +117,7 @@ def _check_replaceable(
 
 
 async def publish_candidate(store: Store, attempt: str, metadata: bytes) -> bytes:
-    """Step 1. Returns the candidate that stands: another coordinator's, when it was first."""
+    """Step 1. Returns the stored candidate, which another coordinator may have stored first."""
     key = object_names.metadata_candidate(attempt)
     point("coordinator.candidate.before")
     try:
@@ -129,9 +129,9 @@ async def publish_candidate(store: Store, attempt: str, metadata: bytes) -> byte
 
 
 async def find_newer(store: Store, attempt: object_names.Attempt) -> object_names.Attempt | None:
-    """The attempt whose ``.metadata`` stands there, if it is newer than ``attempt``.
+    """The attempt of the current ``.metadata``, if it is newer than ``attempt``.
 
-    Raises HeldError when the one that stands there is older, but can't be replaced.
+    Raises HeldError when an older one is under a hold and can't be replaced.
     """
     info, standing = await find_standing(store)
     if standing is not None and standing >= attempt:
@@ -145,13 +145,13 @@ async def find_newer(store: Store, attempt: object_names.Attempt) -> object_name
 
 
 async def install(store: Store, decision: records_pb2.Decision) -> None:
-    """Steps 3 and 4, for a COMMIT: makes ``.metadata`` the candidate, unless a newer one is there.
+    """Steps 3 and 4, for a COMMIT: replaces ``.metadata`` by the candidate, unless it is newer.
 
     Raises:
-        IntegrityError: the candidate isn't what was decided.
-        RemovedError: the attempt was removed meanwhile; what this wrote is taken back.
-        OccupiedError: a checkpoint that this one may not replace came there meanwhile; the
-            attempt's records are removed.
+        IntegrityError: the candidate differs from the decision.
+        RemovedError: the attempt was removed meanwhile; the writes here are undone.
+        OccupiedError: a checkpoint that this attempt may not replace was committed meanwhile;
+            the attempt's records are removed.
     """
     own = object_names.Attempt.parse(decision.attempt)
     data: bytes | None = None
@@ -167,13 +167,13 @@ async def install(store: Store, decision: records_pb2.Decision) -> None:
         ):
             await _undo_install(store, decision)
         try:
-            # Its own without a decision: it was removed, which is found out below.
+            # Its own without a decision: it was removed, which the check below finds.
             if not stands.is_of(decision):
                 _check_replaceable(
                     store, stands, decision.save, decision.attempt, decision.overwrite
                 )
         except OccupiedError as error:
-            # It came after the decision. Nothing of this attempt is to be installed later, either.
+            # Committed after the decision: this attempt must not be installed later, either.
             await _remove_records(store, decision)
             _log.warning("%s: attempt %s isn't installed: %s", store.url, decision.attempt, error)
             raise
@@ -191,7 +191,7 @@ async def install(store: Store, decision: records_pb2.Decision) -> None:
             await _undo_install(store, decision)
         return
     raise StorageError(
-        f"{store.url}: {object_names.METADATA} changed {_RACES} times under our hands"
+        f"{store.url}: {object_names.METADATA} changed {_RACES} times during the commit"
     )
 
 
@@ -212,20 +212,19 @@ async def _read_candidate(store: Store, decision: records_pb2.Decision) -> bytes
 
 
 async def is_removed(store: Store, attempt: str) -> bool:
-    """Whether a decided attempt is removed: marked so, or records that it must have are missing.
+    """Whether a decided attempt was removed: it has a removal mark, or required records are missing.
 
-    These are its decision, its manifest and its receipts, each written before ``.metadata``. An
-    attempt is removed after ABORT or supersession, data files first, and ``pannier gc`` removes an
-    ABORT last. A coordinator that was stopped for so long finds no ABORT in the way of its COMMIT,
-    but no manifest, either: it has published or read that one before the ranks wrote anything, and
-    none is published twice. Where torch made the plan, the manifest comes after the receipts, and
-    only when all of them and their files are still there; from then on no sidecar writes any.
+    Required are its decision, manifest and receipts, each written before ``.metadata``. An attempt is
+    removed after ABORT or supersession, data files first, and ``pannier gc`` removes an ABORT last. A
+    coordinator that was stopped until then finds no ABORT that prevents its COMMIT, but no manifest,
+    either: it stored or read the manifest before the ranks wrote anything, and none is stored twice.
+    Where torch made the plan, the manifest is written after the receipts, and only while all of them
+    and their files exist; from then on no sidecar writes any.
 
-    As long as any receipt is left, whoever removes the attempt is still at it, and looks for
-    ``.metadata`` once more in the end.
+    As long as a receipt is left, the removal is still running; it checks ``.metadata`` again at its end.
 
-    A listing may be older than what it should show (NFS). That an object is there may be taken from
-    one; that it is gone, only from asking for it by name.
+    A listing may be stale (NFS): it proves that an object exists, while only a request by name proves
+    that it doesn't.
     """
     receipts = object_names.receipts_prefix(attempt)
     mark, decision, manifest, listed = await asyncio.gather(
@@ -243,7 +242,7 @@ async def is_removed(store: Store, attempt: str) -> bool:
 
 
 def _seems_removed(attempt: str, listed: Collection[str]) -> bool:
-    """What a listing says of it, to be asked by name before anything is done about it."""
+    """Whether a listing, which may be stale, suggests that it was removed."""
     receipts = object_names.receipts_prefix(attempt)
     return (
         object_names.removal_mark(attempt) in listed
@@ -254,7 +253,7 @@ def _seems_removed(attempt: str, listed: Collection[str]) -> bool:
 
 
 async def _undo_install(store: Store, decision: records_pb2.Decision) -> NoReturn:
-    """Removes what was written for an attempt that isn't there any more; raises RemovedError."""
+    """Undoes the writes for a removed attempt; raises RemovedError."""
     info, checksum = await stat_metadata(store)
     if info is not None and (info.size, checksum) == (
         decision.metadata_size,
@@ -263,15 +262,15 @@ async def _undo_install(store: Store, decision: records_pb2.Decision) -> NoRetur
         await store.delete(object_names.METADATA, generation=info.generation)
     await _remove_records(store, decision)
     text = (
-        f"attempt {decision.attempt} was removed from {store.url} before this coordinator had "
-        "brought its commit to an end: nothing of it is there any more"
+        f"attempt {decision.attempt} was removed from {store.url} before this coordinator "
+        "finished its commit: none of its objects is left"
     )
     _log.warning("%s", text)
     raise RemovedError(text)
 
 
 async def _remove_records(store: Store, decision: records_pb2.Decision) -> None:
-    """Removes the attempt's objects but its data files, the decision last."""
+    """Removes the attempt's records, the decision last."""
     kept = object_names.decision(decision.attempt)
     left = [item.key for item in await store.list(object_names.attempt_prefix(decision.attempt))]
     for key in sorted(left, key=lambda key: key == kept):
@@ -279,9 +278,9 @@ async def _remove_records(store: Store, decision: records_pb2.Decision) -> None:
 
 
 async def find_standing(store: Store) -> tuple[ObjectInfo | None, object_names.Attempt | None]:
-    """What ``.metadata`` is, and whose: None for a foreign one, which is older than anything.
+    """``.metadata`` and its attempt; None for a foreign one, which counts as oldest.
 
-    Raises IntegrityError when a decision is damaged, so that it can't be told.
+    Raises IntegrityError when a damaged decision makes the attempt unknown.
     """
     stands = await _read_standing(store)
     return stands.info, stands.attempt
@@ -299,16 +298,16 @@ async def _read_standing(store: Store) -> _Standing:
 
 
 async def _find_unlisted(store: Store, size: int, checksum: int) -> records_pb2.Decision | None:
-    """The decision that ``.metadata`` names as its own: a listing may be older than it (NFS).
+    """The decision of the attempt that ``.metadata`` names, which a stale listing lacks (NFS).
 
-    Else an attempt would take a newer one's ``.metadata`` for a foreign one, and replace it.
+    Without it, an older attempt would take a newer one's ``.metadata`` for foreign and replace it.
     """
     try:
         content = await store.read(object_names.METADATA)
         where = f"{store.url}/{object_names.METADATA}"
         attempt = await asyncio.to_thread(saved_by, content, where)
     except (NotFoundError, IntegrityError):
-        return None  # Replaced meanwhile, or no DCP checkpoint's: it is none of the attempts'.
+        return None  # Replaced meanwhile, or not DCP's: it belongs to no attempt.
     if not attempt:
         return None
     decision = await read_decision(store, attempt)
@@ -316,7 +315,7 @@ async def _find_unlisted(store: Store, size: int, checksum: int) -> records_pb2.
 
 
 async def stat_metadata(store: Store) -> tuple[ObjectInfo | None, int]:
-    """What ``.metadata`` is, and its checksum. Raises StorageError."""
+    """``.metadata`` and its checksum. Raises StorageError."""
     async for _ in contend(_RACES):
         info = await store.stat(object_names.METADATA)
         if info is None:

@@ -1,6 +1,6 @@
-"""The receipts of an attempt that are in storage, whoever wrote them and died since.
+"""The receipts of an attempt in storage, which outlive the sidecars that wrote them.
 
-In: a checkpoint's store and an attempt. Out: the receipts that are there. Async.
+In: a checkpoint's store and an attempt. Out: its receipts, and ranks whose files are missing. Async.
 """
 
 import asyncio
@@ -23,9 +23,9 @@ _PARALLEL: Final = 16
 async def find_lost(
     store: Store, attempt: str, receipts: Iterable[records_pb2.Receipt]
 ) -> list[int]:
-    """Ranks whose receipt, or a file that it names, isn't in storage any more. Raises StorageError.
+    """Ranks whose receipt, or one of its files, is no longer in storage. Raises StorageError.
 
-    What the listing lacks is asked for by name: a listing may be older (NFS).
+    Objects that the listing lacks are requested by name: a listing may be stale (NFS).
     """
     there = {
         info.key: info.size
@@ -60,7 +60,7 @@ async def find_receipts(
     """The receipts of these ranks that are in storage. Raises StorageError.
 
     Args:
-        unlisted: also asks by name for those that the listing lacks, which may be older (NFS).
+        unlisted: also requests receipts that the listing lacks, which may be stale (NFS).
     """
     there = {info.key for info in await store.list(object_names.receipts_prefix(attempt))}
     wanted = [rank for rank in ranks if unlisted or object_names.receipt(attempt, rank) in there]
