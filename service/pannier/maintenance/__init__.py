@@ -1,1 +1,1 @@
-"""What is done to checkpoints after their commit, or instead of it: all without torch."""
+"""Operations on checkpoints after their commit, or instead of it: all without torch."""

@@ -1,18 +1,18 @@
-"""Takes a whole checkpoint away, so that nobody brings it back: ``pannier rm``.
+"""Removes a whole checkpoint, so that no process can install it again: ``pannier rm``.
 
-In: a checkpoint id's store. Out: nothing of its ended attempts is there any more. The order:
+In: a checkpoint id's store. Out: all objects of its decided attempts are removed. The order:
 
-1. every committed attempt gets a mark, so that neither ``pannier recover`` nor a coordinator that
-   was stopped takes one of them for a commit that is to be finished;
-2. ``.metadata`` goes, exactly the generation that was judged: from here on there is no checkpoint;
+1. every committed attempt gets a mark, so that neither ``pannier recover`` nor a stopped coordinator
+   finishes its commit;
+2. ``.metadata`` is removed, exactly the generation that was checked: from here on no checkpoint exists;
 3. data files, records, the decision last;
-4. a look whether a write that was delayed has brought ``.metadata`` back.
+4. a check whether a delayed write has created ``.metadata`` again.
 
-Retention spares what is being read, and so looks at the leases once more between 1 and 2. A reader
-writes its lease first and looks for marks then, so that one of the two sees the other, however they
-interleave: the reader gives up, or the marks are taken back.
+Retention keeps checkpoints that are being read, and so reads the leases again between 1 and 2. A reader
+writes its lease first and then looks for marks, so that one of the two sees the other in any order: the
+reader fails, or the marks are removed.
 
-Whoever dies on the way leaves marks: run again, it goes on. Async.
+A process that dies halfway leaves marks; run it again to finish. Async.
 """
 
 import json
@@ -41,50 +41,50 @@ class InUseError(PannierError):
 
 @dataclass
 class RemovalPlan:
-    """What is to go from one checkpoint id."""
+    """The objects of one checkpoint id that are to be removed."""
 
     seen: View
     attempts: list[str]
-    """Ended ones, the newest last."""
+    """Decided ones, the newest last."""
     undecided: list[str]
-    """They stay: a save may be under way."""
+    """Not removed: a save may be in progress."""
     leases: list[Lease]
 
     @property
     def size(self) -> int:
-        """Bytes that are to go."""
+        """Bytes to remove."""
         metadata = self.seen.metadata
         own = metadata.size if metadata is not None else 0
         return own + sum(self.seen.size(attempt) for attempt in self.attempts)
 
     def readers(self, now: float) -> list[Lease]:
-        """Leases that live at ``now``, by the store's clock."""
-        return _living(self.leases, now)
+        """Leases that are valid at ``now``, by the store's clock."""
+        return _valid(self.leases, now)
 
 
 @dataclass
 class RemovedObjects:
-    """What was removed."""
+    """Objects that were removed."""
 
     objects: list[ObjectInfo] = field(default_factory=list)
 
 
 async def plan_removal(store: Store) -> RemovalPlan:
-    """What :func:`remove_checkpoint` would remove; writes nothing.
+    """The objects that :func:`remove_checkpoint` would remove; writes nothing.
 
     Raises:
-        SaveAbortedError: there is nothing, or it isn't Pannier's.
+        SaveAbortedError: there is no checkpoint, or Pannier didn't write it.
         StorageError: it can't be read.
-        IntegrityError: whose ``.metadata`` it is can't be told.
+        IntegrityError: a damaged record makes the attempt of ``.metadata`` unknown.
     """
     seen = await view(store)
     if seen.foreign or (not seen.attempts and await store.stat(object_names.METADATA) is not None):
         raise SaveAbortedError(
-            f"{store.url} was not committed by Pannier, so that it isn't known which of its files "
-            "may go: remove it with your storage's own tools"
+            f"{store.url} was not committed by Pannier, so that its files aren't known: "
+            "remove it with your storage's own tools"
         )
     if not seen.attempts:
-        raise SaveAbortedError(f"there is no checkpoint at {store.url}, nor a save's records")
+        raise SaveAbortedError(f"there is no checkpoint at {store.url}, and no records of a save")
     known = seen.decisions.known
     leases = await find_leases(store)
     return RemovalPlan(
@@ -103,18 +103,18 @@ async def remove_checkpoint(
     reason: str = "pannier rm",
     spare_at: float | None = None,
 ) -> RemovedObjects:
-    """Removes it. Unless readers are spared, they fail, also with a lease.
+    """Removes the checkpoint. Without ``spare_at``, its readers fail, also those with a lease.
 
     Args:
-        host: signs the marks.
-        reason: stands in the marks, for people.
-        spare_at: the store's time; with it, nothing is removed while a lease lives.
+        host: recorded in the marks.
+        reason: recorded in the marks.
+        spare_at: the store's time; with it, nothing is removed while a lease is valid.
 
     Raises:
-        InUseError: a reader is spared; nothing was removed, and nothing is marked.
-        SaveAbortedError: a newer save was committed there meanwhile, which stays.
+        InUseError: a reader has a lease; nothing was removed, and no mark is left.
+        SaveAbortedError: a newer save was committed there meanwhile, and isn't removed.
         StorageError: a step failed: run it again.
-        IntegrityError: ``.metadata`` refers to what isn't its attempt's.
+        IntegrityError: ``.metadata`` refers to files of another attempt.
     """
     seen, gone = plan.seen, RemovedObjects()
     content = json.dumps({"by": host, "reason": reason, "token": uuid.uuid4().hex}).encode()
@@ -135,8 +135,8 @@ async def remove_checkpoint(
         gone.objects.append(seen.metadata)
         if await store.stat(object_names.METADATA) is not None:
             raise SaveAbortedError(
-                f"another save was committed to {store.url} meanwhile: it stays, and what it has "
-                "superseded goes by itself; run the command again to remove that one, too"
+                f"another save was committed to {store.url} meanwhile and is kept; the attempts that "
+                "it superseded are removed later; run the command again to remove it, too"
             )
     for lease in plan.leases:
         if lease.attempt in plan.attempts:
@@ -148,12 +148,12 @@ async def remove_checkpoint(
         gone.objects += await remove_ended(store, attempt, needed=needed)
     if not plan.undecided:
         await _discard(store)
-    await _look_again(store, plan)
+    await _remove_delayed(store, plan)
     return gone
 
 
 def remove_directory(checkpoint_id: str) -> None:
-    """On a local file system: what :func:`remove_checkpoint` left, unless something else is in it."""
+    """On a local file system: removes the checkpoint's directory if it is empty."""
     location = parse(checkpoint_id)
     if location.scheme == "file":
         with suppress(OSError):
@@ -161,14 +161,14 @@ def remove_directory(checkpoint_id: str) -> None:
 
 
 async def _discard(store: Store) -> None:
-    """Uploads that were cut off, temporary files, locks; not those of checkpoints farther down."""
+    """Removes unfinished uploads, temporary files and locks, except of checkpoints in subdirectories."""
     for item in await store.list_unfinished():
         if "/" not in item.key or item.key.startswith(object_names.attempts_prefix()):
             await store.discard(item)
 
 
 async def _mark(store: Store, attempt: str, content: bytes) -> None:
-    """Replaces any other mark, which its writer may take back."""
+    """Replaces another process's mark, which that process may remove."""
     key = object_names.removal_mark(attempt)
     point("sweep.removal.before")
     try:
@@ -180,7 +180,7 @@ async def _mark(store: Store, attempt: str, content: bytes) -> None:
 
 
 async def _mark_unread(store: Store, attempts: Collection[str], content: bytes, now: float) -> None:
-    """Marks them, or raises InUseError. Another's marks stay."""
+    """Marks the attempts, or raises InUseError. Keeps other processes' marks."""
     own: list[ObjectInfo] = []
     for attempt in attempts:
         point("sweep.removal.before")
@@ -190,23 +190,23 @@ async def _mark_unread(store: Store, attempts: Collection[str], content: bytes, 
             if error.current is None:
                 raise
         point("sweep.removal.after")
-    if readers := _living(await find_leases(store), now):
+    if readers := _valid(await find_leases(store), now):
         for mark in own:
             await store.delete(mark.key, generation=mark.generation)
         raise InUseError(f"it is being read by {name_readers(readers)}")
 
 
-def _living(leases: Iterable[Lease], now: float) -> list[Lease]:
+def _valid(leases: Iterable[Lease], now: float) -> list[Lease]:
     return [lease for lease in leases if lease.expires > now]
 
 
 def name_readers(leases: Iterable[Lease]) -> str:
-    """The holders, for people."""
+    """The holders, human-readable."""
     return ", ".join(sorted({lease.holder for lease in leases}))
 
 
-async def _look_again(store: Store, plan: RemovalPlan) -> None:
-    """A coordinator that was stopped before its last write may have gone on since."""
+async def _remove_delayed(store: Store, plan: RemovalPlan) -> None:
+    """Removes a ``.metadata`` that a stopped coordinator wrote after the removal."""
     info, checksum = await stat_metadata(store)
     if info is None:
         return

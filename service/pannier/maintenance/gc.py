@@ -1,9 +1,9 @@
-"""What crashes, aborts and overwrites left behind, found and removed: ``pannier gc``.
+"""Garbage collection of what crashes, aborts and overwrites leave behind: ``pannier gc``.
 
-In: a checkpoint id's store, the rules, the store's time. Out: what was removed and why; what was
-left and why. Nothing goes before the attempt's end is decided, so that a save that is under way
-can't lose anything to it; nothing that the standing ``.metadata`` refers to goes, and nothing at all
-where that isn't one of Pannier's. Async.
+In: a checkpoint id's store, the rules, the store's time. Out: what was removed and what was kept, and why.
+Objects of an attempt are removed only after its decision, so that a save in progress loses nothing; files
+that the current ``.metadata`` refers to are never removed, and nothing is removed from a checkpoint that
+Pannier didn't write. Async.
 """
 
 import enum
@@ -30,7 +30,7 @@ from pannier.wire import object_names
 from pannier.wire.errors import IntegrityError
 
 ABANDONED_AFTER_S: Final = 24 * 3600.0
-"""Seconds without a write after which an undecided attempt is given up, by default."""
+"""Seconds without a write after which an undecided attempt is aborted, by default."""
 
 
 @dataclass(frozen=True)
@@ -38,45 +38,45 @@ class Rules:
     """Ages by the store's clock, in seconds."""
 
     grace_s: float = GRACE_S
-    """Of superseded attempts, from when that was first seen."""
+    """Of superseded attempts, since their mark."""
     abandoned_after_s: float = ABANDONED_AFTER_S
-    """Of what was never completed: attempts, uploads, temporary files; and of aborted attempts' decisions."""
+    """Of unfinished attempts, uploads and temporary files, and of aborted attempts' decisions."""
 
 
 class Reason(enum.Enum):
-    """Why something may go."""
+    """Why an object is removed."""
 
     SUPERSEDED = "superseded"
     """A newer save to the same id was committed, and the grace period has passed."""
     ABORTED = "aborted"
-    """Its save was aborted, or this came late; at last its decision."""
+    """Its save was aborted: its objects, late ones included, and finally its decision."""
     ABANDONED = "abandoned"
-    """Nobody has written to its attempt for long, and nobody can commit it."""
+    """Its undecided attempt has had no write for long and can't be committed."""
     REMOVED = "removed"
-    """Of a checkpoint whose removal was begun."""
+    """It belongs to a checkpoint whose removal has begun."""
     LEASE = "lease"
-    """A reader's lease that has expired."""
+    """An expired lease."""
     UPLOAD = "upload"
-    """An upload that was never completed."""
+    """An unfinished upload."""
     TEMPORARY = "temporary"
-    """A throw-away file of a process that died."""
+    """A temporary file of a dead process."""
 
 
 @dataclass(frozen=True)
 class Removed:
-    """One object that is gone, or would be."""
+    """One object that was removed, or would be."""
 
     name: str
     """Relative to the checkpoint id."""
     reason: Reason
     attempt: str
-    """Empty when it is none's."""
+    """Empty: of no attempt."""
     size: int
 
 
 @dataclass(frozen=True)
 class Kept:
-    """An attempt, or all of a checkpoint (then it is empty), that was left alone."""
+    """An attempt that was kept, or with an empty ``attempt`` a whole checkpoint."""
 
     attempt: str
     why: str
@@ -85,17 +85,17 @@ class Kept:
 
 @dataclass
 class Report:
-    """What became of one checkpoint id."""
+    """Result for one checkpoint id."""
 
     removed: list[Removed] = field(default_factory=list)
     kept: list[Kept] = field(default_factory=list)
     aborted: set[str] = field(default_factory=set)
-    """Attempts whose unfinished uploads can't become anything."""
+    """Aborted attempts, whose unfinished uploads are garbage."""
     undecided: set[str] = field(default_factory=set)
-    """Attempts that may be under way."""
+    """Attempts that may be in progress."""
 
     def add(self, objects: Iterable[ObjectInfo], reason: Reason, attempt: str = "") -> None:
-        """These objects are gone."""
+        """Records the removal of these objects."""
         self.removed += [Removed(info.key, reason, attempt, info.size) for info in objects]
 
 
@@ -104,7 +104,7 @@ async def sweep(store: Store, rules: Rules, *, now: float, host: str, dry_run: b
 
     Args:
         now: the store's time.
-        host: signs decisions.
+        host: recorded in decisions.
         dry_run: writes and removes nothing.
 
     Raises StorageError.
@@ -113,7 +113,7 @@ async def sweep(store: Store, rules: Rules, *, now: float, host: str, dry_run: b
     try:
         seen = await view(store)
         if seen.foreign:
-            # A plain writer's, or a copy's: it may need whatever lies there.
+            # Another writer's, or a copy: it may need any file there.
             report.kept.append(Kept("", "its .metadata was not committed by Pannier"))
             return report
         needed = await find_needed(store)
@@ -140,7 +140,7 @@ class _Sweeper:
     report: Report
 
     async def sweep_attempts(self) -> None:
-        """All that belongs to an attempt."""
+        """The objects of attempts."""
         swept = await sweep_superseded(
             self.store, self.seen, grace_s=self.rules.grace_s, now=self.now, dry_run=self.dry_run
         )
@@ -162,7 +162,7 @@ class _Sweeper:
         standing = self.seen.standing
         if standing is not None and attempt == standing.name:
             if marked:
-                self._keep(attempt, "its removal was begun: run `pannier rm` again to end it")
+                self._keep(attempt, "its removal has begun: run `pannier rm` again to finish it")
         elif decision is None:
             await self._sweep_undecided(attempt)
         elif decision.outcome == records_pb2.OUTCOME_ABORT:
@@ -170,15 +170,15 @@ class _Sweeper:
         elif marked:
             await self._remove(attempt, self.seen.attempts[attempt], Reason.REMOVED)
         else:
-            self._keep(attempt, "its commit is decided, but not done: run `pannier recover`")
+            self._keep(attempt, "its commit is decided, but not finished: run `pannier recover`")
 
     async def _sweep_aborted(self, attempt: str) -> None:
-        """What is left of it; when nothing is, its decision, too, once that is old.
+        """Removes its objects and, once that is the only one left and old, its decision.
 
-        The decision stops a coordinator that is late with a COMMIT. None needs it any more then: one
-        that was stopped before its decision, and goes on only now, finds the attempt's manifest and
-        receipts missing, and installs nothing (:func:`pannier.attempts.metadata_swap.is_removed`). The age
-        is only for those that ask how the save ended.
+        The decision prevents a late COMMIT. It isn't needed for that once the other objects are
+        removed: a coordinator that was stopped before its decision then finds neither manifest nor
+        receipts, and installs nothing (:func:`pannier.attempts.metadata_swap.is_removed`). It is kept
+        for a while only to show how the save ended.
         """
         self.report.aborted.add(attempt)
         key = object_names.decision(attempt)
@@ -195,7 +195,7 @@ class _Sweeper:
         idle_s = max(0.0, self.now - max(info.modified for info in objects))
         if idle_s < self.rules.abandoned_after_s:
             self._keep(
-                attempt, f"undecided, last written {idle_s:.0f} s ago: a save may be under way"
+                attempt, f"undecided, last written {idle_s:.0f} s ago: a save may be in progress"
             )
             return
         found = await diagnose_attempt(
@@ -206,20 +206,20 @@ class _Sweeper:
         if found.found is Found.COMPLETE:
             self._keep(attempt, "all its ranks are durable: run `pannier recover` to commit it")
             return
-        if not self.dry_run and not await self._give_up(found):
+        if not self.dry_run and not await self._abort(found):
             return
         self.report.undecided.discard(attempt)
         left = [info for info in objects if info.key != object_names.decision(attempt)]
         await self._remove(attempt, left, Reason.ABANDONED, keep_decision=True)
 
-    async def _give_up(self, found: Interrupted) -> bool:
-        """Decides ABORT; False when somebody else has decided otherwise meanwhile."""
-        why = f"given up by `pannier gc` {self.rules.abandoned_after_s:.0f} s after its last write"
+    async def _abort(self, found: Interrupted) -> bool:
+        """Decides ABORT; False when another process has decided COMMIT meanwhile."""
+        why = f"aborted by `pannier gc` {self.rules.abandoned_after_s:.0f} s after its last write"
         decision = await decide_abort(self.store, found, self.host, why)
         if decision.outcome == records_pb2.OUTCOME_ABORT:
             self.report.aborted.add(found.attempt)
             return True
-        self._keep(found.attempt, "it was decided to commit it meanwhile")
+        self._keep(found.attempt, "its commit was decided meanwhile")
         return False
 
     async def _remove(
@@ -233,7 +233,7 @@ class _Sweeper:
         if self.dry_run:
             check_unneeded(self.store, attempt, objects, self.needed)
         else:
-            # Asked again: .metadata may have become another's since.
+            # Read again: .metadata may have been replaced since.
             needed = self.needed | await find_needed(self.store)
             objects = await remove_ended(
                 self.store, attempt, needed=needed, keep_decision=keep_decision
@@ -241,7 +241,7 @@ class _Sweeper:
         self.report.add(objects, reason, attempt)
 
     async def sweep_others(self) -> None:
-        """Leases and throw-away objects."""
+        """Leases and temporary objects."""
         leases = await read_leases(self.store, self.seen.others)
         expired = [lease for lease in leases if lease.expires <= self.now]
         for lease in expired:
@@ -255,7 +255,7 @@ class _Sweeper:
     async def _delete(self, info: ObjectInfo) -> None:
         if not self.dry_run:
             point("sweep.leftover.before")
-            # A lease that was renewed meanwhile stays.
+            # Keeps a lease that was renewed meanwhile.
             await self.store.delete(info.key, generation=info.generation)
             point("sweep.leftover.after")
 
@@ -275,12 +275,11 @@ async def sweep_unfinished(
     now: float,
     dry_run: bool,
 ) -> AsyncIterator[Removed]:
-    """Uploads and temporary files below ``store`` that nobody completes any more.
+    """Removes abandoned uploads and temporary files below ``store``.
 
     Args:
-        aborted: attempts that are aborted, as paths relative to ``store``: what they
-            have begun goes whatever its age.
-        undecided: attempts that may be under way, likewise: what they have begun stays.
+        aborted: aborted attempts, as paths relative to ``store``: theirs are removed at any age.
+        undecided: attempts that may be in progress, as paths: theirs are kept.
 
     Raises StorageError.
     """

@@ -1,6 +1,6 @@
-"""One checkpoint id as whoever cleans it up sees it: attempts, their ends, and whose ``.metadata`` it is.
+"""A snapshot of one checkpoint id: its attempts, their decisions, and the attempt of ``.metadata``.
 
-In: a store. Out: a :class:`View`, and the names that the standing ``.metadata`` needs. Async.
+In: a store. Out: a :class:`View`, and the names of the files that the current ``.metadata`` needs. Async.
 """
 
 import asyncio
@@ -25,20 +25,20 @@ _RACES = 10
 
 @dataclass
 class View:
-    """What stood there when it was looked at."""
+    """The objects of one checkpoint id, as they were listed."""
 
     attempts: dict[str, list[ObjectInfo]] = field(default_factory=lambda: defaultdict(list))
     """Data files and records by attempt, oldest attempt first."""
     others: list[ObjectInfo] = field(default_factory=list)
-    """What lies beside the records and is no attempt's: leases, throw-away objects."""
+    """Other objects beside the records: leases, temporary objects."""
     decisions: Decisions = field(default_factory=Decisions)
     metadata: ObjectInfo | None = None
     standing: object_names.Attempt | None = None
-    """Whose ``.metadata`` it is."""
+    """The attempt of ``.metadata``."""
 
     @property
     def foreign(self) -> bool:
-        """Whether the checkpoint there isn't one of Pannier's attempts."""
+        """Whether ``.metadata`` belongs to none of Pannier's attempts."""
         return self.metadata is not None and self.standing is None
 
     def size(self, attempt: str) -> int:
@@ -50,7 +50,7 @@ class View:
         return next((info for info in self.attempts[attempt] if info.key == key), None)
 
     def superseded(self) -> list[str]:
-        """Attempts that were committed, and whose ``.metadata`` a newer one's has replaced."""
+        """Committed attempts whose ``.metadata`` a newer one's has replaced."""
         standing = self.standing
         if standing is None:
             return []
@@ -64,18 +64,18 @@ class View:
 
 
 async def view(store: Store, *, data: bool = True) -> View:
-    """Looks at one checkpoint id.
+    """Lists one checkpoint id.
 
     Args:
-        data: also at data files; without them, only records are known, and of attempts more than
-            whose decision is left.
+        data: also lists data files. Without them, the view has records only, and no attempts with
+            nothing but a decision.
 
     Raises:
         StorageError: it can't be read.
-        IntegrityError: whose ``.metadata`` it is can't be told.
+        IntegrityError: a damaged record makes the attempt of ``.metadata`` unknown.
     """
     found = View()
-    # First: what commits meanwhile has its decision in storage before.
+    # Before the listing: an attempt that commits meanwhile has stored its decision before.
     metadata, checksum = await stat_metadata(store)
     prefixes = [object_names.attempts_prefix()]
     if data:
@@ -89,7 +89,7 @@ async def view(store: Store, *, data: bool = True) -> View:
             elif info.key.startswith(object_names.attempts_prefix()):
                 found.others.append(info)
     for name in sorted(loose, key=object_names.Attempt.parse):
-        # After each abort, a decision alone stays.
+        # Each abort leaves a decision.
         if data or [info.key for info in loose[name]] != [object_names.decision(name)]:
             found.attempts[name] = loose[name]
     if found.attempts:
@@ -106,7 +106,7 @@ async def view(store: Store, *, data: bool = True) -> View:
 
 
 async def find_needed(store: Store) -> frozenset[str]:
-    """Names of the files that the ``.metadata`` which stands there refers to; none without one.
+    """Names of the files that the current ``.metadata`` refers to; none without one.
 
     Raises:
         StorageError: it can't be read.

@@ -1,7 +1,7 @@
-"""Attempts that nobody has brought to their end, found and ended from the bucket alone.
+"""Interrupted attempts, found and finished from the bucket alone: ``pannier recover``.
 
-In: a store. Out: what each interrupted attempt lacks; and, on request, its end, by the same steps
-as a coordinator's. A save that is under way looks the same: ending it twice does no harm. Async.
+In: a store. Out: what each interrupted attempt lacks and, on request, its end, by the coordinator's steps. A
+save in progress looks the same: these steps are idempotent, so finishing it twice does no harm. Async.
 """
 
 import asyncio
@@ -30,27 +30,27 @@ from pannier.wire.failures import ranks_text
 Build = Callable[[bytes, Sequence[records_pb2.Receipt]], Awaitable[bytes]]
 """From a manifest and the receipts of all ranks to the bytes of ``.metadata``.
 
-Raises IntegrityError when they don't fit each other, ConfigurationError where it can't be done.
+Raises IntegrityError when they contradict each other, ConfigurationError when torch is missing.
 """
 
 
 class Found(enum.Enum):
-    """What storage says of an attempt that isn't at its end."""
+    """State of an interrupted attempt in storage."""
 
     COMPLETE = "complete"
-    """All receipts are there: it can be committed."""
+    """All receipts are in storage: it can be committed."""
     COMMIT = "commit"
-    """COMMIT is decided, but ``.metadata`` isn't this attempt's yet."""
+    """COMMIT is decided, but ``.metadata`` isn't replaced yet."""
     ABORT = "abort"
     """ABORT is decided, but not all of its objects are removed."""
     UNDECIDED = "undecided"
     """Receipts are missing."""
     DAMAGED = "damaged"
-    """A record is not what was written, so that it can't be told."""
+    """A damaged record makes the state unknown."""
 
 
 class End(enum.Enum):
-    """How an attempt is, after all that could be done."""
+    """State of an attempt after :func:`finish_attempt`."""
 
     COMMITTED = "committed"
     ABORTED = "aborted"
@@ -61,30 +61,30 @@ class End(enum.Enum):
 
 @dataclass(frozen=True)
 class Interrupted:
-    """An attempt that isn't at its end."""
+    """An attempt that isn't finished."""
 
     attempt: str
     found: Found
     members: tuple[tuple[int, str], ...] = ()
-    """Ranks and their hosts, as the manifest has them."""
+    """Ranks and their hosts, from the manifest."""
     missing: tuple[int, ...] = ()
-    """Ranks whose receipt isn't there."""
+    """Ranks without a receipt."""
     planned: bool = True
-    """There is a manifest; without one nobody can commit it."""
+    """It has a manifest, without which it can't be committed."""
     problem: str = ""
-    """What is damaged, for people."""
+    """Human-readable description of the damage."""
     modified: float = 0
-    """When its newest object was written, by the store's clock; Unix time, seconds."""
+    """Time of its newest object, by the store's clock; Unix time, seconds."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of an interrupted attempt."""
+    """Result for an interrupted attempt."""
 
     attempt: Interrupted
     end: End
     reason: str = ""
-    """Why it is undecided or aborted, for people."""
+    """Human-readable reason why it is undecided or aborted."""
 
 
 async def find_interrupted(store: Store) -> list[Interrupted]:
@@ -109,7 +109,7 @@ async def find_interrupted(store: Store) -> list[Interrupted]:
 
 
 class CurrentMetadata:
-    """Whose ``.metadata`` stands, looked up once, after the decisions of the attempts were read."""
+    """The attempt of ``.metadata``, looked up once, after the decisions of the attempts were read."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -127,14 +127,14 @@ async def diagnose_attempt(
     attempt: str,
     items: Sequence[ObjectInfo],
     decisions: Decisions,
-    standing_there: CurrentMetadata,
+    current: CurrentMetadata,
 ) -> Interrupted | None:
-    """What an attempt lacks; None when it is at its end.
+    """State of an attempt; None when it is finished.
 
     Args:
         items: its objects.
         decisions: at least its own, if it has one.
-        standing_there: shared by all attempts.
+        current: shared by all attempts.
 
     Raises StorageError, and IntegrityError when a record is damaged.
     """
@@ -149,10 +149,10 @@ async def diagnose_attempt(
     if decision is not None:
         if any(info.key == object_names.removal_mark(attempt) for info in items):
             return None
-        metadata, standing = await standing_there.find()
+        metadata, standing = await current.find()
         decided = next(info.modified for info in items if info.key == key)
         ended = (
-            # A plain writer saved to this place since.
+            # Another writer has replaced the checkpoint since.
             metadata is not None and metadata.modified > decided
             if standing is None
             else standing >= object_names.Attempt.parse(attempt)
@@ -161,7 +161,7 @@ async def diagnose_attempt(
     manifest = await read_manifest(store, attempt, ManifestRecord)
     if manifest is None:
         return Interrupted(attempt, Found.UNDECIDED, planned=False, modified=modified)
-    # What is missing here may be given up.
+    # The ranks that are missing here may be aborted.
     receipts = await find_receipts(store, attempt, manifest.ranks, unlisted=True)
     there = {receipt.rank for receipt in receipts}
     missing = tuple(rank for rank in manifest.ranks if rank not in there)
@@ -178,12 +178,12 @@ async def diagnose_attempt(
 async def finish_attempt(
     store: Store, interrupted: Interrupted, *, build: Build, host: str, abort: bool
 ) -> Outcome:
-    """Brings an attempt to its end, as far as storage tells how.
+    """Commits or aborts an attempt, as far as its state in storage allows.
 
     Args:
-        build: makes the candidate of ``.metadata``, where nobody has yet.
-        host: signs decisions.
-        abort: also where receipts are missing: what these ranks hold is given up.
+        build: makes the candidate of ``.metadata``, if there is none.
+        host: recorded in decisions.
+        abort: also aborts it when receipts are missing, which gives up these ranks' spools.
 
     Raises StorageError.
     """
@@ -209,7 +209,7 @@ async def finish_attempt(
     except (RemovedError, OccupiedError) as error:
         return Outcome(interrupted, End.REMOVED, str(error))
     except (IntegrityError, ConfigurationError, NotFoundError) as error:
-        # A record that should be there is gone: somebody removes the attempt, or it is damaged.
+        # A required record is missing: the attempt is being removed, or damaged.
         if abort and interrupted.found is Found.COMPLETE and isinstance(error, IntegrityError):
             return await _abort(store, interrupted, host, str(error))
         return Outcome(interrupted, End.UNDECIDED, str(error))
@@ -217,7 +217,7 @@ async def finish_attempt(
 
 
 def predict_outcome(interrupted: Interrupted, *, abort: bool) -> Outcome:
-    """What :func:`finish_attempt` would come to, if nobody else and no newer save comes in between."""
+    """Expected result of :func:`finish_attempt`, without concurrent changes."""
     if interrupted.found in (Found.COMPLETE, Found.COMMIT):
         return Outcome(interrupted, End.COMMITTED)
     if interrupted.found is Found.ABORT:
@@ -233,7 +233,7 @@ async def _commit(store: Store, attempt: str, build: Build, host: str) -> record
         raise IntegrityError(f"{store.url}: the manifest of {attempt} is gone")
     receipts = await find_receipts(store, attempt, manifest.ranks, unlisted=True)
     try:
-        # Of a coordinator that had checked the receipts.
+        # Written by a coordinator that had checked the receipts.
         metadata = await store.read(object_names.metadata_candidate(attempt))
     except NotFoundError:
         metadata = await build(manifest.data, receipts)
@@ -255,7 +255,7 @@ async def _commit(store: Store, attempt: str, build: Build, host: str) -> record
 async def decide_abort(
     store: Store, interrupted: Interrupted, host: str, why: str
 ) -> records_pb2.Decision:
-    """Decides ABORT, unless something was decided already; returns what stands."""
+    """Decides ABORT unless there is a decision; returns the stored one."""
     manifest = await read_manifest(store, interrupted.attempt, ManifestRecord)
     attempt = object_names.Attempt.parse(interrupted.attempt)
     hosts = dict(interrupted.members)
@@ -278,11 +278,11 @@ async def decide_abort(
 def _check_candidate(
     store: Store, attempt: str, metadata: bytes, receipts: Sequence[records_pb2.Receipt]
 ) -> None:
-    """Raises IntegrityError unless all files that it needs are durable."""
+    """Raises IntegrityError unless all files that ``metadata`` refers to are durable."""
     where = f"{store.url}/{object_names.metadata_candidate(attempt)}"
     durable = {file.name for receipt in receipts for file in receipt.files}
     if lacking := referenced_files(metadata, where) - durable:
-        raise IntegrityError(f"{where} needs {sorted(lacking)[:4]}, of which no receipt tells")
+        raise IntegrityError(f"{where} needs {sorted(lacking)[:4]}, which no receipt names")
 
 
 async def _abort(store: Store, interrupted: Interrupted, host: str, why: str) -> Outcome:
@@ -294,13 +294,13 @@ async def _abort(store: Store, interrupted: Interrupted, host: str, why: str) ->
 def _ended(interrupted: Interrupted, decision: records_pb2.Decision, why: str = "") -> Outcome:
     if decision.outcome == records_pb2.OUTCOME_COMMIT:
         return Outcome(interrupted, End.COMMITTED)
-    told = "; ".join(dict.fromkeys(failure.message for failure in decision.failures))
-    return Outcome(interrupted, End.ABORTED, told or why)
+    causes = "; ".join(dict.fromkeys(failure.message for failure in decision.failures))
+    return Outcome(interrupted, End.ABORTED, causes or why)
 
 
 def _lacks(interrupted: Interrupted) -> str:
     if not interrupted.planned:
-        return "its plan was never agreed, so that nobody can commit it"
+        return "it has no plan manifest, so that it can't be committed"
     by_host: dict[str, list[int]] = {}
     hosts = dict(interrupted.members)
     for rank in interrupted.missing:

@@ -1,7 +1,7 @@
-"""Which checkpoints of a job are kept: rules and checkpoints in, a result for each out. Pure.
+"""Which checkpoints of a job are kept: rules and checkpoints in, the reasons to keep each out. Pure.
 
-The newest one is kept whatever the rules say, so that there always is one to go on from; so is one whose
-name has no step, where it was given by a person. Without a rule that limits, all are kept.
+The newest checkpoint is always kept, so that the job can resume; so are checkpoints whose name has no step,
+which a person chose. Without a limiting rule, all are kept.
 """
 
 import fnmatch
@@ -30,7 +30,7 @@ class Best:
 
     @classmethod
     def parse(cls, text: str) -> "Best":
-        """Of ``METRIC:min`` or ``METRIC:max``, and maybe ``:N``. Raises ConfigurationError."""
+        """From ``METRIC:min`` or ``METRIC:max``, optionally with ``:N``. Raises ConfigurationError."""
         match = _BEST.fullmatch(text)
         if match is None:
             raise ConfigurationError(
@@ -44,15 +44,15 @@ class Best:
 
 @dataclass(frozen=True)
 class Policy:
-    """What is kept; a checkpoint that no rule keeps may go. Raises ConfigurationError."""
+    """The rules; a checkpoint that none keeps may be removed. Raises ConfigurationError."""
 
     newest: int | None = None
-    """So many of the newest, in the order of their saves."""
+    """Number of newest ones to keep, in the order of their saves."""
     every: int | None = None
-    """Those whose step, the last number in the name, is a multiple of this."""
+    """Keeps steps (the last number in the name) that are multiples of this."""
     best: tuple[Best, ...] = ()
     always: tuple[str, ...] = ()
-    """Names, with the wildcards of shells."""
+    """Names to keep, with shell wildcards."""
 
     def __post_init__(self) -> None:
         for option, value in (("--keep-newest", self.newest), ("--keep-every", self.every)):
@@ -61,13 +61,13 @@ class Policy:
 
     @property
     def limits(self) -> bool:
-        """Whether anything may ever go."""
+        """Whether any rule allows removals."""
         return self.newest is not None or self.every is not None or bool(self.best)
 
 
 @dataclass(frozen=True)
 class PolicyResult:
-    """A committed checkpoint, and the rules that keep it; without one it may go."""
+    """A committed checkpoint and the rules that keep it; without any it may be removed."""
 
     checkpoint: Checkpoint
     reasons: tuple[str, ...]
@@ -79,10 +79,10 @@ def apply_policy(
     """A result for each committed checkpoint of the job directly below the root, oldest first.
 
     Args:
-        committed: the attempt whose commit is the occasion. Saves may be committed in another order
-            than they were begun in: neither it nor a newer one goes before a later commit.
+        committed: the attempt whose commit triggers the run. Saves may be committed in another order
+            than they began: neither it nor a newer one is removed before a later commit.
 
-    Others' checkpoints, attempts that aren't committed, and what lies deeper have none: they are never
+    Checkpoints of other jobs, uncommitted attempts and subdirectories have no result and are never
     touched.
     """
     own = sorted(
@@ -122,17 +122,17 @@ def _attempt(checkpoint: Checkpoint) -> object_names.Attempt:
 
 
 def step(name: str) -> int | None:
-    """The last number in a checkpoint's name: ``step-1000`` is of step 1000."""
+    """The last number in a checkpoint's name: 1000 for ``step-1000``."""
     numbers = _STEP.findall(name)
     return int(numbers[-1]) if numbers else None
 
 
 def _best(rule: Best, checkpoints: Sequence[Checkpoint]) -> set[str]:
-    """Names; of equal ones the newer."""
-    told = [
+    """Names of the best; of equal ones the newer."""
+    ranked = [
         (each.metrics[rule.metric], age, each.name)
         for age, each in enumerate(reversed(checkpoints))
         if not math.isnan(each.metrics.get(rule.metric, math.nan))
     ]
-    told.sort(key=lambda entry: (entry[0] if rule.lowest else -entry[0], entry[1]))
-    return {name for _, _, name in told[: rule.count]}
+    ranked.sort(key=lambda entry: (entry[0] if rule.lowest else -entry[0], entry[1]))
+    return {name for _, _, name in ranked[: rule.count]}

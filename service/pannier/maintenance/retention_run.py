@@ -1,9 +1,9 @@
-"""Carries a retention policy out at one root: ``pannier retain``, and the coordinator after each commit.
+"""Applies a retention policy to one root: ``pannier retain``, and the coordinator after each commit.
 
-In: how to open stores, the policy, a job. Out: what was removed, what stays and why. A checkpoint that is
-being read (a lease lives) or written (an attempt isn't decided) stays until the next time. What is
-decided is recorded beside the checkpoints before anything goes, for ``pannier ls`` and for a reader that
-comes too late. Async; a process that dies on the way has removed some: the next run removes the rest.
+In: how to open stores, the policy, a job. Out: what was removed, what is kept and why. A checkpoint that is
+being read (a valid lease) or written (an undecided attempt) is kept until the next run. The result is
+recorded beside the checkpoints before the first removal, for ``pannier ls`` and for late readers. Async;
+after a crash, the next run removes the rest.
 """
 
 import json
@@ -31,26 +31,26 @@ from pannier.wire.errors import PannierError
 _log = logging.getLogger(__name__)
 
 _RECORDED: Final = 100
-"""Removals that the record remembers."""
+"""Most removals in the record."""
 
 Opener = Callable[[str], Store]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one checkpoint."""
+    """Result for one checkpoint."""
 
     checkpoint: Checkpoint
     reasons: tuple[str, ...]
-    """Why it stays; empty: it was removed, or would be."""
+    """Why it is kept; empty: it was removed, or would be."""
     removed: int = 0
     """Bytes."""
     spared: bool = False
-    """No rule keeps it, but it can't go now."""
+    """No rule keeps it, but it can't be removed now."""
 
     @property
     def why(self) -> str:
-        """Its reasons, for people."""
+        """Its reasons, human-readable."""
         return ", ".join(self.reasons)
 
 
@@ -64,16 +64,16 @@ async def retain(
     committed: str | None = None,
     dry_run: bool = False,
 ) -> list[Outcome]:
-    """Removes what the policy doesn't keep of a job's checkpoints directly below ``root``.
+    """Removes the checkpoints of a job directly below ``root`` that the policy doesn't keep.
 
     Args:
-        open_store: of a checkpoint id or root; each store is closed here.
-        host: signs removals.
-        committed: the attempt whose commit is the occasion: it and what is newer stay this time.
-        dry_run: only tells.
+        open_store: opens a checkpoint id or root; each store is closed here.
+        host: recorded in removal marks.
+        committed: the attempt whose commit triggers the run: it and newer ones are kept this time.
+        dry_run: removes and records nothing.
 
     Raises:
-        StorageError: the root can't be read. What fails at one checkpoint is a reason why that stays.
+        StorageError: the root can't be read. An error at one checkpoint is a reason to keep that one.
     """
     store = open_store(root)
     try:
@@ -114,7 +114,7 @@ class _Removal:
     plan: RemovalPlan | None = None
 
     async def check(self) -> Outcome:
-        """Whether it can go now; writes nothing."""
+        """Whether it can be removed now; writes nothing."""
         store = self.open_store(self._url)
         try:
             plan = await plan_removal(store)
@@ -126,14 +126,14 @@ class _Removal:
         if standing is None or standing.name != self.checkpoint.attempt:
             return self._spared("it was overwritten a moment ago")
         if plan.undecided:
-            return self._spared("a save to it is under way")
+            return self._spared("a save to it is in progress")
         if readers := plan.readers(self.now):
             return self._spared(f"it is being read by {name_readers(readers)}")
         self.plan = plan
         return Outcome(self.checkpoint, (), plan.size)
 
     async def remove(self, host: str) -> Outcome:
-        """Removes it, unless it is being read by now."""
+        """Removes it, unless a reader has a lease by now."""
         assert self.plan is not None
         store = self.open_store(self._url)
         try:
@@ -158,7 +158,7 @@ class _Removal:
 
 
 async def _record(store: Store, job: str, outcomes: list[Outcome]) -> None:
-    """Leaves what was decided for whoever lists the root; the last one's word stands."""
+    """Records the result for listings of the root, in place of the last run's."""
     key = object_names.retention_record()
     info = await store.stat(key)
     known = await read_record(store) if info is not None else {}
@@ -170,7 +170,7 @@ async def _record(store: Store, job: str, outcomes: list[Outcome]) -> None:
     ]
     jobs = known.get("kept", {})
     jobs[job] = {each.checkpoint.name: each.reasons for each in outcomes if each.reasons}
-    # An earlier entry may be of a checkpoint that was spared in the end, or saved again.
+    # The checkpoint of an earlier entry may have been kept in the end, or saved again.
     names = {each.checkpoint.name for each in outcomes}
     former = [
         each
@@ -186,7 +186,7 @@ async def _record(store: Store, job: str, outcomes: list[Outcome]) -> None:
 
 
 async def read_record(store: Store) -> dict[str, Any]:
-    """What was decided last at a root: "kept" (by job and name: reasons) and "removed"; else empty."""
+    """Result of the last run: "kept" (reasons by job and name) and "removed"; empty without one."""
     try:
         found = json.loads(await store.read(object_names.retention_record()))
     except (NotFoundError, ValueError):

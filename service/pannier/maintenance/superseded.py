@@ -1,9 +1,8 @@
-"""Attempts whose ``.metadata`` a newer one's has replaced: kept for a while, then removed.
+"""Removal of superseded attempts, whose ``.metadata`` a newer one's has replaced, after a grace period.
 
-In: a checkpoint id. Out: its superseded attempts are marked; those whose grace period has passed,
-and that no living lease names, are gone: data files, then records, the decision last. The grace
-period counts from the mark, by the store's clock, so it doesn't matter who sweeps, how often, and
-whether a sweeper died. Async.
+In: a checkpoint id. Out: its superseded attempts are marked; those whose grace period has passed and that
+no valid lease names are removed: data files, then records, the decision last. The grace period counts from
+the mark, by the store's clock, so that any process can sweep, at any time and after a crash. Async.
 """
 
 import json
@@ -19,24 +18,24 @@ from pannier.wire import object_names
 from pannier.wire.errors import IntegrityError
 
 GRACE_S: Final = 3600.0
-"""Seconds that a superseded attempt stays, by default."""
+"""Seconds for which a superseded attempt is kept, by default."""
 LOOK_S: Final = 30.0
-"""Seconds after which a lease is looked at again, at most."""
+"""Most seconds until leases are read again."""
 
 
 @dataclass
 class Swept:
-    """What a sweep found superseded."""
+    """Result of a sweep."""
 
     removed: dict[str, list[ObjectInfo]] = field(default_factory=dict)
-    """By attempt: its objects; what would be, when nothing was to be removed."""
+    """By attempt: its objects; with ``dry_run``, those that would be removed."""
     kept: dict[str, str] = field(default_factory=dict)
-    """By attempt: why, for people."""
+    """By attempt: human-readable reason."""
     due_s: float | None = None
-    """Seconds until the next one may be removed; None when none is left."""
+    """Seconds until the next one may be removed; None: all are removed."""
 
     def wait(self, seconds: float) -> None:
-        """One more is left, for so long at least."""
+        """Records that an attempt is kept for at least ``seconds``."""
         self.due_s = seconds if self.due_s is None else min(self.due_s, seconds)
 
 
@@ -56,7 +55,7 @@ async def sweep_checkpoint(store: Store, *, grace_s: float) -> Swept:
 async def sweep_superseded(
     store: Store, seen: View, *, grace_s: float, now: float, dry_run: bool = False
 ) -> Swept:
-    """The same, where one has looked already.
+    """As :func:`sweep_checkpoint`, of a view.
 
     Args:
         now: the store's time.
@@ -80,15 +79,15 @@ async def sweep_superseded(
             due.append(attempt)
     if not due:
         return swept
-    # Looked for after it is known that .metadata is another's: whoever takes a lease looks at
-    # .metadata once more, so that a later lease is of the newer attempt.
-    living = {lease.attempt: lease for lease in await find_leases(store) if lease.expires > now}
+    # Read after .metadata: a reader reads .metadata again after it has written its lease, so that a
+    # later lease names the newer attempt.
+    valid = {lease.attempt: lease for lease in await find_leases(store) if lease.expires > now}
     needed = await find_needed(store)
     for attempt in due:
-        lease = living.get(attempt)
+        lease = valid.get(attempt)
         if lease is not None:
             swept.kept[attempt] = f"superseded, but {lease.holder} is reading it"
-            # It may be let go sooner.
+            # The reader may finish sooner.
             swept.wait(min(lease.expires - now, LOOK_S))
             continue
         objects = list(seen.attempts[attempt])

@@ -1,4 +1,4 @@
-"""Is every byte of a checkpoint as it was committed? Objects in, findings out. Async."""
+"""Comparison of every byte of a checkpoint with its records: ``pannier verify``. Async."""
 
 import asyncio
 from collections.abc import Callable
@@ -15,14 +15,14 @@ from pannier.wire.errors import IntegrityError, InvalidRequestError, SaveAborted
 from pannier.wire.records import describe_safetensors, match, parse_receipt
 
 _PARALLEL = 8
-"""Objects read at the same time."""
-_PIECE = 8 << 20
-"""Bytes read at once of a data file."""
+"""Data files read at the same time."""
+_READ_BYTES = 8 << 20
+"""Bytes of one read of a data file."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found where one object should be."""
+    """Result for one object."""
 
     name: str
     """Relative to the checkpoint id."""
@@ -37,14 +37,14 @@ class Finding:
 
 @dataclass(frozen=True)
 class VerifyResult:
-    """The whole of a verified checkpoint."""
+    """Result for a checkpoint."""
 
     attempt: str
     findings: list[Finding]
 
     @property
     def ok(self) -> bool:
-        """Whether every byte is as it was committed."""
+        """Whether every byte is as committed."""
         return all(finding.status == "ok" for finding in self.findings)
 
 
@@ -56,8 +56,7 @@ async def verify(store: Store, *, progress: Callable[[int, int], None]) -> Verif
             total.
 
     Raises:
-        SaveAbortedError: there is no committed checkpoint to compare, or it was
-            replaced meanwhile.
+        SaveAbortedError: there is no committed checkpoint, or it was replaced meanwhile.
         StorageError: storage can't be read.
     """
     before = await store.stat(object_names.METADATA)
@@ -79,7 +78,7 @@ async def verify(store: Store, *, progress: Callable[[int, int], None]) -> Verif
         raise SaveAbortedError(
             f"{store.url} can't be compared with anything: {why}; was it written by Pannier?"
         )
-    # Damaged metadata matches nothing: the newest commit is what it should be.
+    # Damaged metadata matches no decision: compared with the newest commit.
     committed = committed or commits[max(commits, key=object_names.Attempt.parse)]
     findings = [
         _compare(
@@ -115,10 +114,10 @@ async def verify(store: Store, *, progress: Callable[[int, int], None]) -> Verif
 
 
 async def _other_format(store: Store) -> str | None:
-    """What a directory without ``.metadata`` is, when no save by Pannier left anything there."""
+    """Text on a directory in another format, unless Pannier has records there."""
     if await store.list(object_names.attempts_prefix()):
         return None
-    # By the names of torch's HuggingFaceStorageWriter: there may be many other objects below.
+    # Prefixes of torch's HuggingFaceStorageWriter: a full listing may be long.
     found = [item.key for prefix in ("model", "shard-") for item in await store.list(prefix)]
     return describe_safetensors(key for key in found if "/" not in key)
 
@@ -126,7 +125,7 @@ async def _other_format(store: Store) -> str | None:
 async def _read_receipts(
     store: Store, committed: records_pb2.Decision
 ) -> tuple[list[records_pb2.Receipt], list[Finding]]:
-    """Receipts of all ranks that the manifest names, and what is wrong with these records."""
+    """Receipts of the manifest's ranks, and findings on missing or damaged ones."""
     key = object_names.manifest(committed.attempt)
     try:
         manifest = await read_manifest(store, committed.attempt, ManifestRecord, committed.save)
@@ -156,7 +155,7 @@ async def _check_file(
     progress: Callable[[int], None],
 ) -> Finding:
     try:
-        # A name from storage must not lead elsewhere.
+        # A name from storage must not lead out of the checkpoint.
         object_names.check_data_file(file.name, attempt, rank)
     except InvalidRequestError:
         return Finding(file.name, rank, "malformed")
@@ -166,8 +165,8 @@ async def _check_file(
         return found
     checksum = 0
     try:
-        for offset in range(0, info.size, _PIECE):
-            piece = await store.read(file.name, offset, min(_PIECE, info.size - offset))
+        for offset in range(0, info.size, _READ_BYTES):
+            piece = await store.read(file.name, offset, min(_READ_BYTES, info.size - offset))
             checksum = crc32c.crc32c(piece, checksum)
             progress(len(piece))
     except NotFoundError:

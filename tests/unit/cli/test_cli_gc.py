@@ -166,7 +166,7 @@ def test_an_undecided_attempt_is_given_up_when_it_is_old(place: Path) -> None:
     (place / object_names.metadata_candidate(FIRST)).unlink()
     before = names(place)
     (kept,) = lines(pannier("gc", str(place), "--json"), "kept")
-    assert "a save may be under way" in kept["reason"]
+    assert "a save may be in progress" in kept["reason"]
     assert names(place) == before
     age(place, 86_401)
     dry = lines(pannier("gc", str(place), "--dry-run", "--json"), "would-remove")
