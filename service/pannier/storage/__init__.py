@@ -1,7 +1,7 @@
-"""Stores: where checkpoints go. :func:`open_store` makes the one for a URL.
+"""Stores of checkpoints. :func:`open_store` makes the one for a URL.
 
-Each store keeps rule 1 in its own way: an object is created if absent, or
-replaces exactly the generation that was seen.
+Every store implements rule 1: an object is created if absent, or replaces exactly the generation that was
+read.
 """
 
 from collections.abc import Mapping
@@ -28,18 +28,17 @@ from pannier.wire.errors import ConfigurationError
 def open_store(
     url: str, *, storage_options: Mapping[str, Any] | None = None, deadline_s: float = 300
 ) -> Store:
-    """The store of one directory; connects on first use, in the loop that uses it.
+    """The store of one directory; connects at first use, in the event loop that uses it.
 
     Args:
         url: an absolute path, ``file://``, ``gs://`` (``gcs://``), ``s3://`` or
             ``memory://`` (within this process).
         storage_options: arguments of gcsfs' or s3fs' file system (credentials,
             ``endpoint_url``); the others take none.
-        deadline_s: seconds after which an operation, or an upload without
-            progress, is no longer tried again.
+        deadline_s: seconds after which an operation, or an upload without progress, fails.
 
     Raises:
-        InvalidRequestError: the URL's form, or an unknown scheme.
+        InvalidRequestError: a malformed URL, or an unknown scheme.
         ConfigurationError: the package for the scheme isn't installed.
     """
     location = parse(url)

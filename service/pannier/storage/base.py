@@ -41,7 +41,7 @@ class UnreachableError(StorageError):
 
 
 class ConflictError(StorageError):
-    """A precondition failed: ``current`` is what stands there instead (None: nothing)."""
+    """A precondition failed: ``current`` is the existing object (None: none)."""
 
     def __init__(self, message: str, current: "ObjectInfo | None") -> None:
         super().__init__(message)

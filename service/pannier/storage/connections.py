@@ -1,7 +1,7 @@
-"""One connection for all stores of an event loop that have the same options.
+"""One connection for all stores of an event loop with the same options.
 
-A daemon has a store per checkpoint; each with sessions and credentials of its own
-would mean a TLS handshake and a token for every save.
+A daemon has a store per checkpoint; separate sessions and credentials would mean a TLS handshake and a
+token request for every save.
 """
 
 import asyncio
@@ -27,12 +27,12 @@ _all = weakref.WeakKeyDictionary()
 
 
 class SharedConnection(Generic[T]):
-    """A store's share in such a connection; used in one event loop.
+    """A store's reference to a shared connection; used in one event loop.
 
     Args:
         key: equal for equal options.
-        open: makes the connection, within the loop.
-        close: ends it, when its last user let go.
+        open: opens the connection, within the loop.
+        close: closes it, after its last reference was released.
     """
 
     def __init__(
@@ -42,10 +42,10 @@ class SharedConnection(Generic[T]):
         self._closed = False
 
     async def get(self, end: float) -> T:
-        """The connection. Raises what opening it raised; the next call tries again.
+        """The connection. Raises the error of opening it; the next call opens it again.
 
         Args:
-            end: time.monotonic() at which we wait no longer, with a StorageError.
+            end: time.monotonic() of a StorageError if it isn't open.
         """
         if self._closed:
             raise StorageError("the store is closed")
@@ -74,7 +74,7 @@ class SharedConnection(Generic[T]):
         return await self._open()
 
     async def release(self) -> None:
-        """Gives the share back. Calling it again does nothing."""
+        """Releases the reference. Idempotent."""
         self._closed = True
         shared = _all.get(asyncio.get_running_loop(), {})
         entry: _Shared[T] | None = shared.get(self._key)

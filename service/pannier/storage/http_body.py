@@ -1,4 +1,4 @@
-"""Bodies of HTTP requests that carry data files, without a buffer as large as they are."""
+"""Bodies of HTTP requests that carry data files, without buffering them whole."""
 
 import asyncio
 import errno
@@ -14,17 +14,17 @@ from pannier.storage.io_threads import spool_threads
 
 _SLICE: Final = 256 << 10
 _SENT: Final = 1 << 20
-"""Bytes from the spool after which the peer is listened to: it may refuse before the end."""
+"""Bytes after which the peer's answer is read: it may refuse before the end."""
 
 
 class Body(aiohttp.payload.Payload):
-    """A body of known length that tells when it last moved."""
+    """A body of known length that records when it last made progress."""
 
     def __init__(self, value: Any, size: int) -> None:
         super().__init__(value, content_type="application/octet-stream")
         self._size = size
         self.moved = time.monotonic()
-        """When the connection last took some of it."""
+        """When the connection last accepted bytes."""
 
     def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
         """Not text."""
@@ -32,13 +32,13 @@ class Body(aiohttp.payload.Payload):
 
 
 class Slices(Body):
-    """Pieces of memory, one after another, so that the transport never copies a large one whole."""
+    """Pieces of memory in order, so that the transport never copies a large one whole."""
 
     _value: tuple[memoryview, ...]
 
     def __init__(self, *views: "memoryview | bytes | bytearray") -> None:
         size = sum(len(view) for view in views)
-        # One packet for what fits into one.
+        # One packet if they fit into one.
         pieces = views if size > _SLICE else [b"".join(views)]
         super().__init__(tuple(memoryview(piece) for piece in pieces), size)
 
@@ -51,9 +51,9 @@ class Slices(Body):
 
 
 class Part(bytearray):
-    """A buffer for a client that takes bytes and gives them to aiohttp: sent as :class:`Slices`.
+    """A buffer for a client that passes bytes to aiohttp: sent as :class:`Slices`.
 
-    Of plain bytes aiohttp makes one packet with the headers, in fresh memory.
+    aiohttp copies plain bytes into one packet with the headers.
     """
 
 
@@ -68,12 +68,12 @@ aiohttp.payload.register_payload(
 
 
 class FromSpool(Body):
-    """A part of a file, read as the connection takes it, or sent by the kernel.
+    """A part of a file, read as the connection accepts it, or sent by the kernel.
 
-    What arrives is for the receiver's checksum to confirm.
+    The receiver's checksum must confirm the received bytes.
 
     Args:
-        file: open, unbuffered, with a position of its own; ``offset`` and ``size`` lie within it.
+        file: open and unbuffered, with a separate position; ``offset`` and ``size`` lie within it.
     """
 
     _value: IO[bytes]
@@ -96,11 +96,11 @@ class FromSpool(Body):
     async def _copy(
         self, writer: AbstractStreamWriter, transport: asyncio.WriteTransport, at: int, end: int
     ) -> None:
-        # Small, so that what was read is still in the processor's cache when it is sent; and not
-        # used by a later request, since a connection that is going down may still send from it.
+        # Small, so that the bytes are still in the processor's cache when they are sent. A new one for
+        # each request, since a closing connection may still send from it.
         buffer = memoryview(bytearray(min(_SLICE, end - at)))
-        # Drained means: it may be filled again. asyncio's TLS pauses at the limit, not above it:
-        # at 0, for ever.
+        # After drain() the buffer may be filled again. asyncio's TLS pauses at the limit, not above
+        # it: a limit of 0 would never resume.
         transport.set_write_buffer_limits(high=1 if _encrypted(transport) else 0)
         while at < end:
             count = await self._read(buffer[: end - at], at)
@@ -112,14 +112,14 @@ class FromSpool(Body):
     async def _read(self, view: memoryview, at: int) -> int:
         fd = self._value.fileno()
         try:
-            # Of the disk the event loop waits for nothing.
+            # The event loop must not wait for the disk.
             count = os.preadv(fd, [view], at, os.RWF_NOWAIT)
         except BlockingIOError:
             count = await spool_threads.run(os.preadv, fd, [view], at)
         except OSError as error:
             if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
                 raise
-            # Memory, or a file system that can't tell.
+            # In memory, or a file system without RWF_NOWAIT.
             count = os.preadv(fd, [view], at)
         if not count:
             raise _ends(at)
@@ -129,7 +129,7 @@ class FromSpool(Body):
         self, writer: AbstractStreamWriter, transport: asyncio.WriteTransport, at: int, end: int
     ) -> None:
         loop = asyncio.get_running_loop()
-        # Since aiohttp 3.12 they wait for the body's first bytes.
+        # Since aiohttp 3.12 headers wait for the body's first bytes.
         getattr(writer, "send_headers", lambda: None)()
         while at < end:
             sent = await loop.sendfile(
@@ -139,15 +139,14 @@ class FromSpool(Body):
                 raise _ends(at)
             at += sent
             self.moved = time.monotonic()
-            # Reading was paused meanwhile.
+            # sendfile() paused reading: lets the loop read an early answer.
             await asyncio.sleep(0)
 
 
 def _by_kernel(transport: asyncio.BaseTransport) -> bool:
-    """Whether the kernel is to send from the file: it can't encrypt.
+    """Whether the kernel sends from the file, which it can do without TLS only.
 
-    To a receiver on this host it would save less than that one would pay for reading from single
-    pages.
+    For a receiver on this host, reading from single pages would cost more than it saves.
     """
     peer = transport.get_extra_info("peername")
     if _encrypted(transport) or not isinstance(peer, tuple):

@@ -1,10 +1,10 @@
-"""Blocking calls of the stores, off the event loop, and the buffers that they fill.
+"""Threads for the stores' blocking calls, and the buffers that these fill.
 
-Each place (a directory of checkpoints, the spool, what sets connections up) has a small pool of
-threads of its own, so that calls that hang in one keep no other waiting. A call that doesn't
-return is abandoned: its thread is replaced, up to a bound, and keeps what it uses until it ends.
-The threads are daemons: a process ends without those that hang. Owned by the process, as is one
-pool of aligned buffers that are used again, since touching fresh pages costs more than the copy.
+Each place (a directory of checkpoints, the spool, connection set-up) has a separate small pool of threads,
+so that hanging calls to one place don't block the others. A call that doesn't return is abandoned: its
+thread is replaced, up to a limit, and keeps its resources until it ends. The threads are daemon threads: a
+process exits without hanging ones. The pools belong to the process, as does a pool of aligned buffers, which
+are reused because touching fresh pages costs more than the copy.
 """
 
 import asyncio
@@ -26,16 +26,16 @@ BUFFER = 8 << 20
 """Bytes of one buffer: a multiple of 256 KiB, as GCS's chunks, and of any disk's block."""
 _KEPT = 8
 _THREADS: Final = 8
-"""Of one place."""
+"""Threads of one place."""
 MOST_HUNG: Final = 16
-"""Calls to one place that may hang before others fail at once."""
+"""Hanging calls to one place with which further calls fail at once."""
 _IDLE_S: Final = 10.0
 PATIENCE_S: Final = 5.0
-"""After its caller is cancelled, a call that has begun may take so long before it is abandoned."""
+"""Seconds after which a running call is abandoned when its caller is cancelled."""
 
 
 class HungError(StorageError):
-    """A blocking call has not returned in time, and was abandoned."""
+    """A blocking call has not returned in time and was abandoned."""
 
 
 class _Call(Generic[T]):
@@ -48,7 +48,7 @@ class _Call(Generic[T]):
         self._undo = undo
         self.begun = self.ended = False
         self.unwanted = False
-        """Its caller is gone: the result is undone."""
+        """Its caller was cancelled: the result is undone."""
 
     def undo(self, result: T) -> None:
         if self._undo is not None:
@@ -56,11 +56,11 @@ class _Call(Generic[T]):
 
 
 class Threads:
-    """Runs the blocking calls to one place. Its methods but :meth:`run` may be called by any thread.
+    """Runs the blocking calls to one place. Thread-safe, except :meth:`run`, which is for an event loop.
 
     Args:
         place: for errors.
-        patience_s: infinite: a call that has begun is never abandoned.
+        patience_s: infinite: a running call is never abandoned.
     """
 
     def __init__(self, place: str, *, patience_s: float = PATIENCE_S) -> None:
@@ -74,7 +74,7 @@ class Threads:
 
     @property
     def hung(self) -> int:
-        """Calls that were abandoned and have not returned."""
+        """Abandoned calls that have not returned."""
         return len(self._hung)
 
     async def run(
@@ -87,16 +87,16 @@ class Threads:
     ) -> T:
         """Runs ``function(*args)`` in a thread.
 
-        Cancelled, it returns when the call has ended, so that what the call uses can be given up:
-        at once when it has not begun, and after some seconds when it hangs.
+        When cancelled, it returns after the call has ended, so that the caller can release its
+        resources: at once if the call has not begun, after some seconds if it hangs.
 
         Args:
             until: time.monotonic() at which the call is abandoned.
-            undo: gets the result of a call whose caller is gone, in any thread.
-            closing: it is accepted also when too many calls hang.
+            undo: called in any thread with the result of a call whose caller was cancelled.
+            closing: accepted even when too many calls hang.
 
         Raises:
-            HungError: it did not return by then, or too many others haven't.
+            HungError: it did not return by ``until``, or too many other calls hang.
         """
         began = time.monotonic()
         call = _Call(lambda: function(*args), _name(function, *args), undo)
@@ -127,7 +127,7 @@ class Threads:
             self._provide()
 
     def _provide(self) -> None:
-        """Sees to a thread for the first call in the queue; with the lock held."""
+        """Wakes or starts a thread for the first call in the queue; with the lock held."""
         if self._idle >= len(self._queue):
             self._changed.notify()
         elif self._threads < _THREADS:
@@ -135,7 +135,7 @@ class Threads:
             self._threads += 1
 
     async def _end(self, call: _Call[Any], waiter: "asyncio.Future[Any]") -> None:
-        """The caller is cancelled: the call is withdrawn, ends, or is abandoned."""
+        """After the caller's cancellation: withdraws the call, waits for its end, or abandons it."""
         with self._changed:
             if not call.begun:
                 self._queue.remove(call)
@@ -152,7 +152,7 @@ class Threads:
         await asyncio.wait({waiter})
         if not call.unwanted and waiter.exception() is None:
             call.undo(waiter.result())
-        waiter.exception()  # Retrieved: the cancellation is what counts.
+        waiter.exception()  # Retrieved: the cancellation is raised instead.
 
     def _give_up(self, call: _Call[Any]) -> bool:
         """Withdraws or abandons a call; False when it has just ended."""
@@ -164,7 +164,7 @@ class Threads:
                 self._queue.remove(call)
                 return True
             self._hung.add(call)
-            # It may be used by others again.
+            # A new thread may take its place.
             self._threads -= 1
             if self._queue:
                 self._provide()
@@ -175,9 +175,9 @@ class Threads:
             with self._changed:
                 while not self._queue:
                     self._idle += 1
-                    rung = self._changed.wait(_IDLE_S)
+                    notified = self._changed.wait(_IDLE_S)
                     self._idle -= 1
-                    if not rung and not self._queue:
+                    if not notified and not self._queue:
                         self._threads -= 1
                         return
                 call = self._queue.popleft()
@@ -187,13 +187,13 @@ class Threads:
                 if call in self._hung:
                     self._hung.discard(call)
                     return
-            # What it refers to may be large.
+            # It may refer to large objects.
             del call
 
     def _run(self, call: _Call[Any]) -> None:
         try:
             result, error = call.function(), None
-        except BaseException as raised:  # noqa: BLE001 - it is the caller's
+        except BaseException as raised:  # noqa: BLE001 - raised in the caller
             result, error = None, raised
         with self._changed:
             call.ended = True
@@ -201,7 +201,7 @@ class Threads:
         if call.unwanted and error is None:
             call.undo(result)
         if abandoned:
-            # Its loop may be gone.
+            # Its event loop may be closed.
             return
         if error is None:
             call.future.set_result(result)
@@ -210,15 +210,15 @@ class Threads:
 
 
 def _name(*parts: Any) -> str:
-    """Of the innermost function."""
+    """Name of the innermost function."""
     names = [getattr(each, "__name__", "a call") for each in parts if callable(each)]
     return names[-1].strip("_")
 
 
 class Guarded:
-    """Something that calls in threads use: closed when the last of them has returned.
+    """A resource of calls in threads: closed after the last of them has returned.
 
-    So that a call which was abandoned never finds its descriptor to be another file's. Thread-safe.
+    So an abandoned call never uses a descriptor that belongs to another file by then. Thread-safe.
     """
 
     def __init__(self, close: Callable[[], object]) -> None:
@@ -231,7 +231,7 @@ class Guarded:
         """``function(*args)``. Raises StorageError after :meth:`close`."""
         with self._lock:
             if self._closing:
-                raise StorageError(f"{function.__name__} came too late: its file is closed")
+                raise StorageError(f"{function.__name__} was called after its file was closed")
             self._users += 1
         try:
             return function(*args)
@@ -246,7 +246,7 @@ class Guarded:
             self._close()
 
     def close(self) -> bool:
-        """Closes it now, or when the last call has returned (False)."""
+        """Closes it now (True), or when the last call has returned (False)."""
         with self._lock:
             self._closing = True
             busy = self._users > 0
@@ -259,14 +259,14 @@ _pools: "WeakSet[Threads]" = WeakSet()
 _by_place: "WeakValueDictionary[str, Threads]" = WeakValueDictionary()
 _lock = Lock()
 
-setup_threads = Threads("what sets connections to storage up")
+setup_threads = Threads("the set-up of connections to storage")
 """For credentials, tokens and clients."""
 spool_threads = Threads("the spool", patience_s=math.inf)
-"""For what uploads read: a file of the spool goes to no other save while one reads it."""
+"""For the reads of uploads: a spool file is not reused while a thread reads it."""
 
 
 def threads_of(place: str) -> Threads:
-    """The pool of a place, shared by all who name it alike."""
+    """The pool of a place, shared by name."""
     with _lock:
         found = _by_place.get(place)
         if found is None:
@@ -275,7 +275,7 @@ def threads_of(place: str) -> Threads:
 
 
 def abandoned() -> int:
-    """Threads of this process whose calls were abandoned and have not returned."""
+    """Abandoned calls of this process that have not returned."""
     with _lock:
         return sum(pool.hung for pool in list(_pools))
 
@@ -288,17 +288,16 @@ class Buffers:
         self._lock = Lock()
 
     def take(self) -> mmap.mmap:
-        """A buffer with any content; never waits: who uploads bounds how many are out."""
+        """A buffer with any content. Never waits: the number of uploads limits the buffers."""
         with self._lock:
             if self._free:
                 return self._free.pop()
         return mmap.mmap(-1, BUFFER)
 
     def give(self, buffer: mmap.mmap) -> None:
-        """Takes a buffer back that nobody refers to any more.
+        """Returns a buffer without references to it.
 
-        After an error, drop it instead: a connection that is going down may still
-        send from it.
+        After an error, drop it instead: a closing connection may still send from it.
         """
         with self._lock:
             if len(self._free) < _KEPT:

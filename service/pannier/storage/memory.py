@@ -1,4 +1,4 @@
-"""Checkpoints in fsspec's memory file system: for tests within one process.
+"""Checkpoints in fsspec's memory file system, for tests within one process.
 
 ``FsspecReader("memory://...")`` reads them in the same process.
 """
@@ -87,7 +87,7 @@ class MemoryStore(Store):
                 return _info(key, file)
         stands = f"generation {current.generation}" if current else "nothing"
         raise ConflictError(
-            f"memory:/{path}: {stands} stands there, not {expected or 'nothing'}", current
+            f"memory:/{path}: found {stands}, expected {expected or 'nothing'}", current
         )
 
     @in_time
@@ -127,11 +127,11 @@ class MemoryStore(Store):
                 del self._fs.store[path]
 
     async def close(self) -> None:
-        """The objects stay as long as the process."""
+        """The objects exist until the process exits."""
 
 
 def _info(key: str, file: Any) -> ObjectInfo:
-    # fsspec makes a new MemoryFile for what is written anew; appending changes the rest.
+    # fsspec makes a new MemoryFile for each write; appending changes size and time.
     number = _generations.setdefault(file, next(_counter))
     modified = file.modified.timestamp()
     with file.getbuffer() as view:

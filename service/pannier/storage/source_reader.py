@@ -1,4 +1,4 @@
-"""From a spool file that may still grow: what every store's upload reads."""
+"""Reads of a spool file, which may still grow, for the uploads of every store. Event loop only."""
 
 import os
 from typing import IO
@@ -10,11 +10,11 @@ from pannier.storage.io_threads import spool_threads
 
 
 class SourceReader:
-    """Reads a source in order, straight from its file, and checksums what it read.
+    """Reads a source in order from its file, and checksums the bytes.
 
-    The checksum is taken of the very buffer that goes to the store, so that
-    :meth:`confirm` vouches for the way from the sender up to there. Where the kernel sends
-    from the :meth:`file`, only the store's own checksum can.
+    The checksum is taken of the buffer that goes to the store, so that :meth:`confirm` covers the
+    whole way from the sender. When the kernel sends from the :meth:`file`, only the store's
+    checksum does.
     """
 
     def __init__(self, source: Source) -> None:
@@ -24,15 +24,15 @@ class SourceReader:
         self._position = 0
 
     async def fill(self, view: memoryview, offset: int) -> None:
-        """Fills ``view`` with the bytes at ``offset``; waits until they are there.
+        """Fills ``view`` with the bytes at ``offset``; waits until they have arrived.
 
-        Bytes read again don't count twice.
+        Bytes that are read again count once.
         """
         await self._wait_for(offset + len(view))
         await spool_threads.run(self._fill, view, offset)
 
     async def file(self, end: int) -> IO[bytes]:
-        """The file, once all bytes below ``end`` are there; closed by :meth:`close`."""
+        """The file, once all bytes below ``end`` have arrived; closed by :meth:`close`."""
         await self._wait_for(end)
         file = self._open()
         if os.fstat(file.fileno()).st_size < end:
@@ -41,7 +41,7 @@ class SourceReader:
 
     async def _wait_for(self, end: int) -> None:
         if end:
-            # The last byte is there only when all before it are.
+            # Bytes arrive in order.
             await self._source.read(end - 1, 1)
 
     def _open(self) -> IO[bytes]:
@@ -67,7 +67,7 @@ class SourceReader:
     async def confirm(self) -> int:
         """The source's checksum, after the last byte was read.
 
-        Raises IntegrityError when the bytes that were read have another.
+        Raises IntegrityError when it differs from that of the bytes that were read.
         """
         expected = await self._source.crc32c()
         if self._position != self._source.size or self._crc != expected:

@@ -1,7 +1,6 @@
-"""Where a checkpoint lies: from a URL or path as people write it to its scheme and parts.
+"""Locations of checkpoints: a URL or path in, its scheme and parts out. Pure, except for symbolic links.
 
-The sidecar and the coordinator ask :func:`check_shared` and :func:`check_allowed` before they
-touch anything.
+The sidecar and the coordinator call :func:`check_shared` and :func:`check_allowed` before any access.
 """
 
 import os
@@ -26,7 +25,7 @@ _SCHEMES = {
 
 @dataclass(frozen=True)
 class Location:
-    """A directory URL, taken apart."""
+    """The parts of a directory URL."""
 
     scheme: str
     """``file``, ``gs``, ``s3`` or ``memory``."""
@@ -42,12 +41,12 @@ class Location:
 
     @property
     def prefix(self) -> str:
-        """What the names of the directory's objects start with; empty at the bucket's top."""
+        """Prefix of the names of the directory's objects; empty at the bucket's top."""
         return "".join(f"{part}/" for part in self.parts)
 
 
 def parse(url: str) -> Location:
-    """Takes a URL or an absolute path apart.
+    """Parses a URL or an absolute path.
 
     Raises InvalidRequestError for unknown schemes, relative paths, ``..``, empty
     names, control characters and lone surrogates.
@@ -74,20 +73,20 @@ def parse(url: str) -> Location:
     if not names[0]:
         raise InvalidRequestError(f"{url!r} names no bucket")
     if not _BUCKET.fullmatch(names[0]):
-        # It becomes part of requests as it stands: no '?', '#', '%' or the like.
+        # It becomes part of requests unchanged: no '?', '#', '%' or the like.
         raise InvalidRequestError(f"{url!r}: {names[0]!r} is not the name of a bucket")
     if "" in names[1:-1] or "." in names:
-        # An object store takes such names literally, a path library doesn't.
+        # Literal names in an object store, but not for a path library.
         raise InvalidRequestError(f"{url!r} has an empty or '.' path segment")
     return Location(known, parts[0], parts[1:])
 
 
 def check_shared(checkpoint_id: str) -> None:
-    """Raises InvalidRequestError for a place that other processes can't see."""
+    """Raises InvalidRequestError for a location that other processes can't see."""
     if parse(checkpoint_id).scheme == "memory":
         raise InvalidRequestError(
             f"{checkpoint_id!r}: memory:// works within one process only and is for unit tests; "
-            "each daemon has a memory of its own, so save to a path, gs:// or s3://"
+            "each daemon has separate memory, so save to a path, gs:// or s3://"
         )
 
 
@@ -96,17 +95,16 @@ def check_allowed(checkpoint_id: str, allowed: Sequence[str]) -> None:
 
     Args:
         checkpoint_id: URL or absolute path.
-        allowed: roots in the same form; none means everywhere.
+        allowed: roots in the same form; empty: everywhere.
 
-    Local paths are compared after their symbolic links are resolved, as far as
-    they exist now.
+    Local paths are compared with their symbolic links resolved, as far as they exist.
     """
-    wanted = _resolved(parse(checkpoint_id))
+    location = _resolved(parse(checkpoint_id))
     for root in allowed:
-        place = _resolved(parse(root))
-        if (place.scheme, place.bucket) == (wanted.scheme, wanted.bucket):
-            depth = len(place.parts)
-            if len(wanted.parts) > depth and wanted.parts[:depth] == place.parts:
+        allowed_root = _resolved(parse(root))
+        if (allowed_root.scheme, allowed_root.bucket) == (location.scheme, location.bucket):
+            depth = len(allowed_root.parts)
+            if len(location.parts) > depth and location.parts[:depth] == allowed_root.parts:
                 return
     if allowed:
         raise InvalidRequestError(
@@ -123,7 +121,7 @@ def _resolved(location: Location) -> Location:
 
 
 def check_key(key: str) -> str:
-    """``key`` itself. Raises InvalidRequestError unless it names something below the directory."""
+    """``key`` itself. Raises InvalidRequestError unless it is a name below the directory."""
     if not key or posixpath.normpath(key) != key or key.startswith(("/", "..")) or "\0" in key:
         raise InvalidRequestError(f"{key!r} is not a name below a checkpoint")
     return key

@@ -319,7 +319,7 @@ def test_a_success_after_which_nothing_is_there_is_tried_again(
         server.fault(kind="status", status=200, **where)
         upload = Upload(tmp_path, size)
         await upload.to(store)
-        assert ["nothing stands there" in retry for retry in upload.retries] == [True]
+        assert ["the object does not exist" in retry for retry in upload.retries] == [True]
 
     run(body)
 
@@ -394,7 +394,7 @@ def test_a_server_that_never_makes_the_object_of_all_bytes_is_given_up_by_name(
 ) -> None:
     async def body(store: GcsStore) -> None:
         server.fault(kind="unfinished", method="PUT", skip=2, times=-1)
-        with pytest.raises(StorageError, match=rf"holds {BIG} of {BIG} bytes, but has not made"):
+        with pytest.raises(StorageError, match=rf"holds {BIG} of {BIG} bytes, but the object"):
             await Upload(tmp_path).to(store)
 
     before = server.sessions()

@@ -1,9 +1,8 @@
-"""Requests to Google Cloud Storage, or whatever answers its JSON API, over gcsfs.
+"""Requests to Google Cloud Storage, or another server of its JSON API, over gcsfs.
 
-Credentials, endpoint and session are gcsfs'; the requests are made beneath its
-``_call``, which tries six times in 33 s without telling, has no time-out, and
-drops what the server said with a 404 or 412. What is worth another try is raised
-as TransientError; :mod:`pannier.storage.retry` decides.
+Credentials, endpoint and session are gcsfs'; the requests are made beneath its ``_call``, which tries six
+times in 33 s without a report, has no time-out, and drops the body of a 404 or 412. Errors that may pass
+are raised as TransientError, which :mod:`pannier.storage.retry` retries.
 """
 
 import asyncio
@@ -16,7 +15,7 @@ from functools import partial
 from typing import Any
 from urllib.parse import quote, urlencode
 
-# Before the import: else every first use asks for the bucket's layout over gRPC.
+# Before the import: otherwise gcsfs requests the bucket's layout over gRPC at first use.
 os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
 
 import aiohttp
@@ -37,11 +36,11 @@ from pannier.wire.errors import ConfigurationError
 CONNECT_S = 15.0
 IDLE_TIMEOUT_S = 60.0
 SLOWEST_BYTES_PER_S = 128 << 10
-"""A request whose body moves slower than this is given up and tried again."""
+"""A request with a slower body is cancelled and tried again."""
 _PROVIDER_TEXT = 500
 _RATE_LIMITS = {"rateLimitExceeded", "userRateLimitExceeded"}
 _HOLDS = {"objectUnderActiveHold", "retentionPolicyNotMet"}
-"""Reasons of a 403 that no permission would change."""
+"""Reasons of a 403 that aren't missing permissions."""
 _CREDENTIALS_HINT = (
     "check which credentials the daemon uses (storage option 'token', "
     "GOOGLE_APPLICATION_CREDENTIALS, or the machine's service account) and that they may create, "
@@ -54,25 +53,25 @@ class PreconditionError(StorageError):
 
 
 class UnclearError(StorageError):
-    """200 to a write, but what came with it is not the object's resource."""
+    """200 to a write, but the body is not the object's resource."""
 
 
 class ChecksumRefusedError(StorageError):
-    """400: the server's crc32c of what arrived isn't the one that was sent along."""
+    """400: the server's crc32c of the received bytes differs from the one in the request."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A response that was read to its end."""
+    """A complete response."""
 
     status: int
     headers: Mapping[str, str]
     body: bytes
     authorization: str = ""
-    """What the request was sent with."""
+    """Authorization header of the request."""
 
     def json(self) -> dict[str, Any]:
-        """The body's JSON object. Raises TransientError when it isn't one: it was cut."""
+        """The body's JSON object. Raises TransientError when it is cut short."""
         try:
             value = json.loads(self.body)
         except ValueError as error:
@@ -82,7 +81,7 @@ class Answer:
         return value
 
     def resource(self, what: str) -> dict[str, Any]:
-        """The resource of the object that was written. Raises UnclearError when it isn't one."""
+        """The resource of the written object. Raises UnclearError when the body isn't one."""
         try:
             value = json.loads(self.body)
         except ValueError:
@@ -104,7 +103,7 @@ class GcsConnection:
     async def open(cls, options: Mapping[str, Any]) -> "GcsConnection":
         """Finds credentials as gcsfs does, and opens a session.
 
-        Without a ``token``, none are sent to an endpoint of plain HTTP.
+        Without the option ``token``, no credentials are sent to a plain-HTTP endpoint.
         Raises ConfigurationError or DeniedError.
         """
         endpoint = options.get("endpoint_url") or os.environ.get("STORAGE_EMULATOR_HOST", "")
@@ -115,7 +114,7 @@ class GcsConnection:
         try:
             fs = await setup_threads.run(partial(GCSFileSystem, **settings))
             session = await fs._set_session()
-            # Else aiohttp sends a whole chunk again, silently, when a connection breaks.
+            # Otherwise aiohttp sends a whole chunk again when a connection breaks, without a report.
             session._retry_connection = False
         except (TypeError, ValueError, OSError, google.auth.exceptions.GoogleAuthError) as error:
             raise ConfigurationError(
@@ -129,7 +128,7 @@ class GcsConnection:
 
     @property
     def endpoint(self) -> str:
-        """Without a slash at its end."""
+        """Without a trailing slash."""
         return str(self._fs._location).rstrip("/")
 
     def object_url(self, bucket: str, name: str | None = None, *, area: str = "") -> str:
@@ -141,7 +140,7 @@ class GcsConnection:
         return f"{self.endpoint}{area}/storage/v1/b/{quote(bucket, safe='')}/o{tail}"
 
     def bucket_url(self, bucket: str, part: str) -> str:
-        """URL of something that belongs to a bucket, like its ``storageLayout``."""
+        """URL of a subresource of a bucket, like its ``storageLayout``."""
         return f"{self.endpoint}/storage/v1/b/{quote(bucket, safe='')}/{part}"
 
     async def request(
@@ -159,15 +158,14 @@ class GcsConnection:
 
         Args:
             what: names the object in errors.
-            params: added to the URL with the account to bill; None for a URL that
-                the server made.
-            expected: statuses that are an answer; others raise.
+            params: added to the URL with the account to bill; None for a URL from the server.
+            expected: statuses of success; others raise.
 
         Raises:
             TransientError, DeniedError, HeldError, NotFoundError, PreconditionError,
             ChecksumRefusedError, StorageError
 
-        A token that is refused before its time is fetched again, once, and the request repeated.
+        When a token is refused before it expires, a new one is fetched, and the request repeated, once.
         """
         if params is not None:
             billed = self._fs._get_params(dict(params))
@@ -197,7 +195,7 @@ class GcsConnection:
             return await within(
                 limit_s,
                 self._once(method, url, headers, data),
-                # A peer that takes nothing for so long has stalled.
+                # A peer that accepts no bytes for so long has stalled.
                 sooner=lambda: body.moved + CONNECT_S + IDLE_TIMEOUT_S,
             )
         except asyncio.TimeoutError as error:
@@ -253,7 +251,7 @@ class GcsConnection:
         return authorized
 
     async def _renew(self, authorization: str, refused: StorageError) -> None:
-        """Fetches a token in place of the one that was refused, unless another request has."""
+        """Replaces a refused token, unless another request has."""
         credentials = self._fs.credentials.credentials
         if credentials is None:
             raise refused
@@ -277,8 +275,8 @@ def _refresh(credentials: Any, authorization: str) -> None:
 
 
 def _error(answer: Answer, what: str) -> StorageError:
-    said = _provider_text(answer)
-    text = f"{what}: {answer.status} {said}"
+    message = _provider_text(answer)
+    text = f"{what}: {answer.status} {message}"
     status = answer.status
     reasons = _reasons(answer)
     limited = status == 403 and reasons & _RATE_LIMITS
@@ -297,7 +295,7 @@ def _error(answer: Answer, what: str) -> StorageError:
         return NotFoundError(f"{text}; check the bucket's name, and the object's")
     if status == 412:
         return PreconditionError(text)
-    if status == 400 and "crc32c" in said.lower():
+    if status == 400 and "crc32c" in message.lower():
         return ChecksumRefusedError(text)
     return StorageError(text)
 
@@ -308,12 +306,12 @@ def _provider_text(answer: Answer) -> str:
         error = json.loads(text)["error"]
         text = error if isinstance(error, str) else str(error["message"])
     except (ValueError, KeyError, TypeError):
-        pass  # Not the documented form: the text as it is.
+        pass  # Not the documented form: the raw text.
     return text[:_PROVIDER_TEXT]
 
 
 def _reasons(answer: Answer) -> set[str]:
-    """Of an error in the documented form; else none."""
+    """Reasons of an error in the documented form; otherwise empty."""
     try:
         return {str(item["reason"]) for item in json.loads(answer.body)["error"]["errors"]}
     except (ValueError, KeyError, TypeError):
@@ -321,7 +319,7 @@ def _reasons(answer: Answer) -> set[str]:
 
 
 def shared_connection(options: Mapping[str, Any]) -> SharedConnection[GcsConnection]:
-    """A share in the connection for these options."""
+    """A reference to the connection for these options."""
     key = json.dumps(
         ["gs", options, os.environ.get("STORAGE_EMULATOR_HOST", "")], sort_keys=True, default=repr
     )

@@ -1,7 +1,7 @@
-"""One resumable upload: a file goes to the server in chunks while it still grows.
+"""One resumable upload: a file is sent in chunks, possibly while it still grows.
 
-After a failure the server is asked how far it is, and the upload goes on there.
-Nothing can be seen of the object before its last chunk has arrived.
+After a failure the upload resumes at the offset that the server reports. The object becomes visible with
+its last chunk.
 """
 
 import base64
@@ -20,15 +20,15 @@ T = TypeVar("T")
 _CHUNK = 8 << 20
 """Bytes of a request: a multiple of 256 KiB."""
 _SESSIONS = 3
-"""Upload sessions that may be lost by the server before we give up."""
+"""Upload sessions after whose loss the upload fails."""
 
 
 class _SessionLostError(StorageError):
-    """The server doesn't know the session any more."""
+    """The server no longer has the session."""
 
 
 def encode_crc(crc: int) -> str:
-    """As the JSON API writes a crc32c."""
+    """A crc32c as in the JSON API."""
     return base64.b64encode(crc.to_bytes(4, "big")).decode()
 
 
@@ -37,7 +37,7 @@ class ResumableUpload:
 
     Args:
         name: of the object within the bucket.
-        source: of more than no bytes.
+        source: not empty.
         deadline_s: for each chunk.
     """
 
@@ -59,19 +59,18 @@ class ResumableUpload:
         self._retried = retried
         self._session = ""
         self._behind = 0
-        """How often the server had fewer bytes than it had confirmed, in this session."""
+        """Times in this session that the server had fewer bytes than it had confirmed."""
 
     async def run(self, reader: SourceReader, progress: Progress) -> dict[str, Any]:
         """Uploads all of ``reader``.
 
         Returns:
-            the object's resource; its checksum is the caller's to compare.
+            the object's resource, whose checksum the caller must compare.
 
         Raises:
-            PreconditionError: an object is already there.
-            UnclearError: the server doesn't say what it has made.
-            StorageError: anything final. The session is deleted then, and on
-                cancellation.
+            PreconditionError: the object exists.
+            UnclearError: the server's last answer is not the object's resource.
+            StorageError: any other final error. The session is deleted then, and on cancellation.
         """
         for remaining in range(_SESSIONS - 1, -1, -1):
             self._behind = 0
@@ -92,7 +91,7 @@ class ResumableUpload:
                 file = await reader.file(end)
                 headers = {}
                 if end == self._size:
-                    # Lets the server refuse what isn't what the sender had.
+                    # With it the server refuses an object of another checksum.
                     headers["X-Goog-Hash"] = f"crc32c={encode_crc(await self._source.crc32c())}"
                 reached = await self._send(file, held, end, headers)
                 if isinstance(reached, dict):
@@ -139,7 +138,7 @@ class ResumableUpload:
     async def _send(
         self, file: IO[bytes], start: int, end: int, headers: dict[str, str]
     ) -> int | dict[str, Any]:
-        """Sends the chunk from ``start`` to ``end``; the number of bytes the server holds then, or the finished object."""
+        """Sends the chunk; returns the number of bytes that the server holds then, or the object."""
         uncertain = False
 
         async def once() -> int | dict[str, Any]:
@@ -154,7 +153,7 @@ class ResumableUpload:
             span = f"bytes {at}-{end - 1}/{self._size}"
             state = self._state(await self._put(FromSpool(file, at, end - at), span, headers))
             if state == at:
-                raise TransientError(f"{self._what}: the server took nothing of {span}")
+                raise TransientError(f"{self._what}: the server accepted no bytes of {span}")
             return state
 
         return await self._retry(once)
@@ -170,7 +169,7 @@ class ResumableUpload:
                 expected=(200, 201, 308),
             )
         except NotFoundError as error:
-            raise _SessionLostError(f"the upload session is gone: {error}") from error
+            raise _SessionLostError(f"the server lost the upload session: {error}") from error
 
     def _state(self, answer: Answer) -> int | dict[str, Any]:
         if answer.status != 308:
@@ -183,15 +182,15 @@ class ResumableUpload:
         except ValueError as error:
             raise TransientError(f"{self._what}: the server holds {span!r}") from error
         if held >= self._size:
-            # Asked for its state, it may have finished the object.
+            # A status request may find the object finished.
             raise TransientError(
-                f"{self._what}: the server holds {held} of {self._size} bytes, but has not made "
-                "the object of them yet"
+                f"{self._what}: the server holds {held} of {self._size} bytes, but the object "
+                "does not exist yet"
             )
         return held
 
     async def _cancel(self) -> None:
-        """Deletes the session; without an answer, the server does in a week."""
+        """Deletes the session; otherwise the server does after a week."""
         await self._connection.request(
             "DELETE",
             self._session,

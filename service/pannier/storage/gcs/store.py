@@ -1,9 +1,8 @@
 """Checkpoints in Google Cloud Storage.
 
-Small objects go in one multipart request with their crc32c, data files through a
-resumable upload (:mod:`pannier.storage.gcs.resumable_upload`). Compare-and-swap is
-``ifGenerationMatch``. A failed precondition is settled by reading back, since it
-also is what a retry meets when the first try's answer was lost.
+Small objects are sent in one multipart request with their crc32c, data files by a resumable upload
+(:mod:`pannier.storage.gcs.resumable_upload`). Compare-and-swap is ``ifGenerationMatch``. After a failed
+precondition the object is read back, since a retry also fails so when the first try's answer was lost.
 """
 
 import base64
@@ -87,7 +86,7 @@ class GcsStore(Store):
     async def upload(
         self, key: str, source: Source, *, progress: Progress, retried: Retried
     ) -> ObjectInfo:
-        """See :meth:`Store.upload`. The deadline counts anew with each chunk."""
+        """See :meth:`Store.upload`. The deadline restarts with each chunk."""
         once = functools.partial(self._upload, key, source, progress, retried)
         try:
             return await settle(once, retried=retried)
@@ -115,7 +114,7 @@ class GcsStore(Store):
                 crc = await reader.confirm()
                 resource = await self._insert(connection, key, view, crc, "0", note)
                 if not troubled:
-                    # Else a connection that is going down may still send from it.
+                    # Otherwise a closing connection may still send from it.
                     buffers.give(buffer)
             else:
                 upload = ResumableUpload(
@@ -133,7 +132,7 @@ class GcsStore(Store):
             crc = await source.crc32c()
             there = await self.stat(key)
             if there is None:
-                raise UnsettledError(f"{error}; nothing stands there") from error
+                raise UnsettledError(f"{error}; the object does not exist") from error
             if (there.size, there.crc32c) != (source.size, crc):
                 raise ConflictError(
                     f"{self._what(key)} exists with other content: "
@@ -186,19 +185,19 @@ class GcsStore(Store):
     async def _read_back(
         self, key: str, data: bytes, expected: str | None, problem: StorageError
     ) -> ObjectInfo:
-        """What stands there, if it is ``data``. Raises ConflictError, UnsettledError."""
+        """The object, if its content is ``data``. Raises ConflictError, UnsettledError."""
         current = await self.stat(key)
         if current is not None and current.size == len(data):
             try:
                 if await self._media(key, {"generation": current.generation}, {}) == data:
                     return current
             except NotFoundError:
-                current = await self.stat(key)  # Replaced in between: not ours any more.
-        stands = f"generation {current.generation}" if current else "nothing"
+                current = await self.stat(key)  # Replaced by another writer meanwhile.
+        found = f"generation {current.generation}" if current else "nothing"
         if (current.generation if current else None) == expected:
-            raise UnsettledError(f"{problem}; {stands} stands there, as expected") from problem
+            raise UnsettledError(f"{problem}; found {found}, as expected") from problem
         raise ConflictError(
-            f"{self._what(key)}: {stands} stands there, not {expected or 'nothing'}", current
+            f"{self._what(key)}: found {found}, expected {expected or 'nothing'}", current
         )
 
     async def _insert(
@@ -232,7 +231,7 @@ class GcsStore(Store):
         return await self._retry(once, key, retried)
 
     async def read(self, key: str, offset: int = 0, length: int | None = None) -> bytes:
-        """See :meth:`Store.read`. Whole objects are checked against the answer's crc32c."""
+        """See :meth:`Store.read`. Whole objects are compared with the answer's crc32c."""
         if length == 0:
             return b""
         headers = {}
@@ -264,7 +263,7 @@ class GcsStore(Store):
         return await self._retry(once, key)
 
     async def stat(self, key: str) -> ObjectInfo | None:
-        """See :meth:`Store.stat`. Raises NotFoundError when it is the bucket that is missing."""
+        """See :meth:`Store.stat`. Raises NotFoundError when the bucket doesn't exist."""
         connection = await self._connection()
 
         async def once() -> dict[str, Any]:
@@ -362,7 +361,7 @@ class GcsStore(Store):
         try:
             layout = await self._retry(once, "")
         except (DeniedError, NotFoundError):
-            # Other servers don't have it, and not every account may ask: the writes decide.
+            # Not on every server, nor for every account: the probe's writes decide.
             return
         if layout.get("locationType") == "zone":
             raise StorageError(
@@ -394,7 +393,7 @@ def _check_hash(header: str, body: bytes, what: str) -> None:
 
 
 def _unix_time(text: str) -> float:
-    """Seconds, of an RFC 3339 time with any number of decimals; 0 when there is none."""
+    """Unix time of an RFC 3339 time with any number of decimals; 0 for an empty one."""
     if not text:
         return 0.0
     text = _FRACTION.sub(lambda match: f".{match[1][:6]:0<6}", text).replace("Z", "+00:00")

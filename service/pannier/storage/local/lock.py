@@ -1,7 +1,7 @@
-"""A lock of one directory, held across processes and, where the file system can, hosts.
+"""A lock of one directory across processes and, where the file system supports it, hosts.
 
-The lock file exists only while somebody holds or wants it, so that a checkpoint
-directory stays as plain DCP writes it.
+The lock file exists only while a process holds or requests it, so that a checkpoint directory stays as
+plain DCP writes it. Async.
 """
 
 import asyncio
@@ -27,18 +27,18 @@ _FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 class Locked:
-    """A lock that is held. Released when the last call that needs it has returned."""
+    """A held lock. Released when the last call that needs it has returned."""
 
     def __init__(self, path: Path, fd: int, threads: Threads) -> None:
         self._guard = Guarded(lambda: _release(path, fd))
         self._threads = threads
 
     async def run(self, function: Callable[..., T], *args: Any, until: float) -> T:
-        """As :meth:`Threads.run`, but a call that is abandoned keeps the lock until it ends."""
+        """As :meth:`Threads.run`; an abandoned call keeps the lock until it ends."""
         return await self._threads.run(self._guard.use, function, *args, until=until)
 
     async def release(self) -> None:
-        """At the end. Raises HungError when the file system does not answer."""
+        """Releases the lock. Raises HungError when the file system does not answer."""
         until = time.monotonic() + PATIENCE_S
         await self._threads.run(self._guard.close, until=until, closing=True)
 
@@ -50,11 +50,11 @@ async def locked(
     """Holds the lock of an existing ``directory``.
 
     Args:
-        end: time.monotonic() at which we wait no longer.
+        end: time.monotonic() until which to wait for it.
         threads: default: those of the directory.
 
     Raises:
-        StorageError: somebody else held it until the deadline.
+        StorageError: another process held it until ``end``.
         OSError: the directory doesn't exist or can't be written.
     """
     threads = threads or threads_of(str(directory))
@@ -76,7 +76,7 @@ async def locked(
                 f"{path} was held by another process for {waited_s:.0f} s: is one stopped? "
                 "It is free again when that process ends"
             )
-        # The kernel offers no wait for a file lock with a deadline.
+        # The kernel has no wait for a file lock with a deadline.
         await asyncio.sleep(_RETRY_S * (0.5 + random.random()))
     held = Locked(path, fd, threads)
     try:
@@ -94,7 +94,7 @@ def _try(path: Path) -> int | None:
         if (current.st_dev, current.st_ino) == (mine.st_dev, mine.st_ino):
             return fd
     except FileNotFoundError:
-        # The holder before us removed it with its lock.
+        # The previous holder removed it with its lock.
         pass
     except OSError as error:
         if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
@@ -105,13 +105,13 @@ def _try(path: Path) -> int | None:
 
 
 def _release(path: Path, fd: int) -> None:
-    # First the name, then the lock: whoever locks the old file sees that it is old.
+    # First the name, then the lock: a process that locks the old file sees that it has no name.
     path.unlink(missing_ok=True)
     os.close(fd)
 
 
 def release_unheld(path: Path) -> bool:
-    """Whether ``path`` is a lock's; removes it unless somebody holds it. Blocking."""
+    """Whether ``path`` is a lock file; removes it unless it is held. Blocking."""
     if path.name != _NAME:
         return False
     if path.exists() and (fd := _try(path)) is not None:

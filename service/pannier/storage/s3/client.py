@@ -1,7 +1,7 @@
-"""Requests to S3 over s3fs' client, each made once, with errors in the store's words.
+"""Requests to S3 over s3fs' client, each made once, with errors of :mod:`pannier.storage`.
 
-s3fs gives credentials, endpoint and the account to bill. Its retries and botocore's
-are off (:mod:`pannier.storage.retry` does it).
+s3fs provides credentials, endpoint and the account to bill. Its retries and botocore's are off:
+:mod:`pannier.storage.retry` retries.
 """
 
 import asyncio
@@ -49,15 +49,15 @@ class PreconditionError(StorageError):
 
 
 class ChecksumRefusedError(StorageError):
-    """The server's checksum of what arrived isn't the one that was sent along."""
+    """The server's checksum of the received bytes differs from the one in the request."""
 
 
 class TokenExpiredError(DeniedError):
-    """The session token was refused before its time; the credentials may have another by now."""
+    """The session token has expired; the credentials may have a new one."""
 
 
 class BeyondEndError(StorageError):
-    """416: the object ends before the range that was asked for."""
+    """416: the object ends before the requested range."""
 
 
 class S3Connection:
@@ -66,7 +66,7 @@ class S3Connection:
     def __init__(self, fs: S3FileSystem) -> None:
         self._fs = fs
         self._clients = [fs._s3creator]
-        """All that were made; requests on their way may use an older one."""
+        """All clients; running requests may use an older one."""
         self._renewing = asyncio.Lock()
 
     @classmethod
@@ -98,18 +98,18 @@ class S3Connection:
     async def call(
         self, operation: str, *, what: str, size: int = 0, **arguments: Any
     ) -> dict[str, Any]:
-        """One call of a client method, once; ``Body`` of an answer is read to its end.
+        """One call of a client method, without retries; the answer's ``Body`` is read completely.
 
         Args:
             operation: ``put_object``.
             what: names the object in errors.
-            size: bytes that are sent or expected.
+            size: bytes of the request's or answer's body.
 
         Raises:
             TransientError, DeniedError, NotFoundError, PreconditionError, BeyondEndError,
             ChecksumRefusedError, StorageError
 
-        A token that is refused before its time is looked for again, once, and the call repeated.
+        When a token has expired, credentials are looked up again, and the call repeated, once.
         """
         refused = self._fs._s3creator
         try:
@@ -120,7 +120,7 @@ class S3Connection:
             return await self._call(operation, what, size, arguments)
 
     async def _renew(self, refused: Any) -> None:
-        """Finds credentials as at first, unless another call has since. Raises DeniedError."""
+        """Looks credentials up again, unless another call has. Raises DeniedError."""
         async with self._renewing:
             if self._fs._s3creator is not refused:
                 return
@@ -195,6 +195,6 @@ def _error(error: boto.ClientError, what: str) -> StorageError:
 
 
 def shared_connection(options: Mapping[str, Any]) -> SharedConnection[S3Connection]:
-    """A share in the connection for these options."""
+    """A reference to the connection for these options."""
     key = json.dumps(["s3", options], sort_keys=True, default=repr)
     return SharedConnection(key, lambda: S3Connection.open(options), S3Connection.close)

@@ -1,8 +1,7 @@
 """Checkpoints in Amazon S3, or a server that honours its conditional writes.
 
-Compare-and-swap is ``If-None-Match: *`` and ``If-Match``; a generation is the ETag.
-Bytes are confirmed by the store's crc32c of the whole object; one that keeps none
-is read back.
+Compare-and-swap is ``If-None-Match: *`` and ``If-Match``; a generation is the ETag. Uploads are confirmed by
+the store's crc32c of the whole object, or read back where the store keeps none.
 """
 
 import base64
@@ -44,7 +43,7 @@ _MOST_PARTS = 10_000
 class S3Store(Store):
     """A directory of a bucket."""
 
-    # A part on its way, and its copy inside the HTTP client.
+    # A part that is being sent, and its copy in the HTTP client.
     upload_memory = 2 * BUFFER
 
     def __init__(
@@ -83,7 +82,7 @@ class S3Store(Store):
     async def upload(
         self, key: str, source: Source, *, progress: Progress, retried: Retried
     ) -> ObjectInfo:
-        """See :meth:`Store.upload`. The deadline counts anew with each part."""
+        """See :meth:`Store.upload`. The deadline restarts with each part."""
         once = functools.partial(self._upload, key, source, progress, retried)
         try:
             return await settle(once, retried=retried)
@@ -113,7 +112,7 @@ class S3Store(Store):
         crc = await source.crc32c()
         info = await self.stat(key)
         if info is None:
-            raise UnsettledError(f"{answered}; nothing stands there")
+            raise UnsettledError(f"{answered}; the object does not exist")
         arrived = await self._crc_of(info)
         if (info.size, arrived) != (source.size, crc):
             if not ours:
@@ -199,7 +198,7 @@ class S3Store(Store):
                 **upload,
             )
         except NotFoundError as error:
-            # What a second try meets when the first one's answer was lost: look.
+            # A retry also fails so when the first try's answer was lost: the caller checks.
             raise PreconditionError(str(error)) from error
 
     async def _abort(self, key: str, upload: Mapping[str, Any]) -> None:
@@ -251,13 +250,13 @@ class S3Store(Store):
         info = await self.stat(key)
         if info is not None and info.generation == etag:
             return info
-        # Replaced by somebody else since: ours was there.
+        # Another writer has replaced it since.
         return ObjectInfo(key, len(data), etag, crc32c.crc32c(data), 0.0)
 
     async def _read_back(
         self, key: str, data: bytes, expected: str | None, problem: StorageError
     ) -> ObjectInfo:
-        """What stands there, if it is ``data``. Raises ConflictError, UnsettledError."""
+        """The object, if its content is ``data``. Raises ConflictError, UnsettledError."""
         current = await self.stat(key)
         if current is not None and current.size == len(data):
             try:
@@ -265,15 +264,15 @@ class S3Store(Store):
                     return current
             except NotFoundError:
                 current = None
-        stands = f"generation {current.generation}" if current else "nothing"
+        found = f"generation {current.generation}" if current else "nothing"
         if (current.generation if current else None) == expected:
-            raise UnsettledError(f"{problem}; {stands} stands there, as expected") from problem
+            raise UnsettledError(f"{problem}; found {found}, as expected") from problem
         raise ConflictError(
-            f"{self._what(key)}: {stands} stands there, not {expected or 'nothing'}", current
+            f"{self._what(key)}: found {found}, expected {expected or 'nothing'}", current
         )
 
     async def read(self, key: str, offset: int = 0, length: int | None = None) -> bytes:
-        """See :meth:`Store.read`. Whole objects are checked against the store's crc32c."""
+        """See :meth:`Store.read`. Whole objects are compared with the store's crc32c."""
         if length == 0:
             return b""
         if offset or length is not None:
@@ -371,7 +370,7 @@ class S3Store(Store):
         """See :meth:`Store.delete`."""
         condition: dict[str, Any] = {}
         if generation is not None:
-            # Compared here too: not every server knows conditional deletes.
+            # Compared here, too: not every server supports conditional deletes.
             current = await self.stat(key)
             if current is None or current.generation != generation:
                 return
@@ -382,7 +381,7 @@ class S3Store(Store):
             return
 
     async def list_unfinished(self) -> Sequence[Unfinished]:
-        """See :meth:`Store.list_unfinished`: multipart uploads, which S3 keeps for ever."""
+        """See :meth:`Store.list_unfinished`: multipart uploads, which S3 never removes."""
         connection = await self._connection()
         found: list[Unfinished] = []
         more: dict[str, str] = {}
@@ -429,7 +428,7 @@ def _encode(crc: int) -> str:
 
 
 def _decode(answer: Mapping[str, Any]) -> int | None:
-    """The crc32c of the whole object; None when the store has none, or only one of its parts'."""
+    """crc32c of the whole object; None without one, or with that of its parts only."""
     text = answer.get("ChecksumCRC32C")
     if not text or "-" in text or answer.get("ChecksumType") == "COMPOSITE":
         return None
