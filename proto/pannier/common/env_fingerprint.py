@@ -1,6 +1,6 @@
 """The environment variables that decide where checkpoints go: variables in, a record of hashes out.
 
-``pannier up`` writes the record of its own environment beside its sockets, so that a trainer with other
+``pannier up`` writes the record of its environment beside its sockets, so that a trainer with other
 settings doesn't use its daemons. The record has names and hashes, no values. Pure; any thread.
 """
 

@@ -27,7 +27,7 @@ if _version_not_supported:
 
 
 class CoordinatorStub(object):
-    """What a coordinator takes from the sidecars of a job.
+    """The coordinator of a job.
     """
 
     def __init__(self, channel):
@@ -64,7 +64,7 @@ class CoordinatorStub(object):
 
 
 class CoordinatorServicer(object):
-    """What a coordinator takes from the sidecars of a job.
+    """The coordinator of a job.
     """
 
     def Plan(self, request, context):
@@ -137,7 +137,7 @@ def add_CoordinatorServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Coordinator(object):
-    """What a coordinator takes from the sidecars of a job.
+    """The coordinator of a job.
     """
 
     @staticmethod

@@ -47,7 +47,7 @@ class DiagnosisServicer(object):
     """
 
     def Diagnose(self, request, context):
-        """Tries what a save needs, each part by itself, with the daemon's own
+        """Checks everything that a save needs, each part separately, with the daemon's
         settings, rights and credentials.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

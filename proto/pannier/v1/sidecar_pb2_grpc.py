@@ -26,9 +26,9 @@ if _version_not_supported:
 
 
 class SidecarStub(object):
-    """The daemon on the trainer's own host. Where it serves several jobs, each call
-    over a job's socket carries the job's token as metadata, "authorization:
-    Bearer TOKEN", and names that job alone; so do Status and Diagnosis there.
+    """The sidecar. Where it serves several jobs, each call over a job's socket carries
+    the job's token as metadata, "authorization: Bearer TOKEN", and names only that
+    job; so do calls of Status and Diagnosis there.
     """
 
     def __init__(self, channel):
@@ -90,23 +90,22 @@ class SidecarStub(object):
 
 
 class SidecarServicer(object):
-    """The daemon on the trainer's own host. Where it serves several jobs, each call
-    over a job's socket carries the job's token as metadata, "authorization:
-    Bearer TOKEN", and names that job alone; so do Status and Diagnosis there.
+    """The sidecar. Where it serves several jobs, each call over a job's socket carries
+    the job's token as metadata, "authorization: Bearer TOKEN", and names only that
+    job; so do calls of Status and Diagnosis there.
     """
 
     def Connect(self, request, context):
-        """First call of a client, kept open for its life: answers with versions and
-        limits, then pushes the status of the client's saves on every change. Its
-        end tells the sidecar that the trainer is gone, unless it connects again
-        within a moment.
+        """First call of a client, open as long as the client: answers with versions and
+        limits, then pushes the status of the client's saves on every change. After
+        its end the sidecar takes the trainer for dead, unless it reconnects at once.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Plan(self, request, context):
-        """Hands a local plan in; answered when every rank of the group has, and the
+        """Submits a local plan; returns once every rank's plan has arrived and the
         manifest is written.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -122,7 +121,7 @@ class SidecarServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Write(self, request_iterator, context):
-        """Streams one data file. The sidecar first says which offset it holds; the
+        """Streams one data file. The sidecar first reports the offset that it holds; the
         client sends from there.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -130,45 +129,46 @@ class SidecarServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Reserve(self, request, context):
-        """Lends files of the spool to a client, to stage into. Their descriptors come
-        over the socket that Welcome.descriptors names. They are lent until the
-        client goes away or gives them back.
+        """Leases spool files to a client, to stage into. Their descriptors are passed
+        over the socket that Welcome.descriptors names. The leases end when the client
+        releases them or dies.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Release(self, request, context):
-        """Gives files back that were lent.
+        """Releases leased files.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def HandOver(self, request, context):
-        """All of the rank's files are in the spool and sealed: answered when the rank
-        is ingested.
+        """Reports that all of the rank's files are in the spool and sealed; returns once
+        the rank is ingested.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Finish(self, request, context):
-        """Ends a save opened with Begin: answered when it is committed.
+        """Ends a save opened with Begin; returns once it is committed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Fail(self, request, context):
-        """The rank skips or gives up a save; it is aborted on all ranks.
+        """The rank skips or fails a save, which aborts it on all ranks.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Ping(self, request, context):
-        """Every other second from each client: a stopped peer keeps its connection.
+        """Heartbeat of each client, every two seconds: a stopped process keeps its
+        connection.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -236,9 +236,9 @@ def add_SidecarServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Sidecar(object):
-    """The daemon on the trainer's own host. Where it serves several jobs, each call
-    over a job's socket carries the job's token as metadata, "authorization:
-    Bearer TOKEN", and names that job alone; so do Status and Diagnosis there.
+    """The sidecar. Where it serves several jobs, each call over a job's socket carries
+    the job's token as metadata, "authorization: Bearer TOKEN", and names only that
+    job; so do calls of Status and Diagnosis there.
     """
 
     @staticmethod

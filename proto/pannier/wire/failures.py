@@ -1,6 +1,6 @@
 """Failures of a save: the kind of an error, and how failures and ranks read in messages.
 
-In: errors, and failures by rank. Out: failure kinds, texts for people, and the one error of an aborted
+In: errors, and failures by rank. Out: failure kinds, human-readable texts, and the error of an aborted
 save. Pure; any thread.
 """
 

@@ -51,7 +51,7 @@ async def find_lost(
 
     counted = list(receipts)
     lost = await asyncio.gather(*(is_lost(receipt) for receipt in counted))
-    return [receipt.rank for receipt, gone in zip(counted, lost, strict=True) if gone]
+    return [receipt.rank for receipt, missing in zip(counted, lost, strict=True) if missing]
 
 
 async def find_receipts(

@@ -116,7 +116,7 @@ async def remove_checkpoint(
         StorageError: a step failed: run it again.
         IntegrityError: ``.metadata`` refers to files of another attempt.
     """
-    seen, gone = plan.seen, RemovedObjects()
+    seen, removed = plan.seen, RemovedObjects()
     content = json.dumps({"by": host, "reason": reason, "token": uuid.uuid4().hex}).encode()
     committed = [
         attempt
@@ -132,7 +132,7 @@ async def remove_checkpoint(
         point("sweep.metadata.before")
         await store.delete(object_names.METADATA, generation=seen.metadata.generation)
         point("sweep.metadata.after")
-        gone.objects.append(seen.metadata)
+        removed.objects.append(seen.metadata)
         if await store.stat(object_names.METADATA) is not None:
             raise SaveAbortedError(
                 f"another save was committed to {store.url} meanwhile and is kept; the attempts that "
@@ -145,11 +145,11 @@ async def remove_checkpoint(
             point("sweep.leftover.after")
     for attempt in plan.attempts:
         needed = await find_needed(store)
-        gone.objects += await remove_ended(store, attempt, needed=needed)
+        removed.objects += await remove_ended(store, attempt, needed=needed)
     if not plan.undecided:
         await _discard(store)
     await _remove_delayed(store, plan)
-    return gone
+    return removed
 
 
 def remove_directory(checkpoint_id: str) -> None:
@@ -210,6 +210,6 @@ async def _remove_delayed(store: Store, plan: RemovalPlan) -> None:
     info, checksum = await stat_metadata(store)
     if info is None:
         return
-    removed = {attempt: plan.seen.decisions.known[attempt] for attempt in plan.attempts}
-    if match(removed, info.size, checksum) is not None:
+    decisions = {attempt: plan.seen.decisions.known[attempt] for attempt in plan.attempts}
+    if match(decisions, info.size, checksum) is not None:
         await store.delete(object_names.METADATA, generation=info.generation)

@@ -230,7 +230,7 @@ def predict_outcome(interrupted: Interrupted, *, abort: bool) -> Outcome:
 async def _commit(store: Store, attempt: str, build: Build, host: str) -> records_pb2.Decision:
     manifest = await read_manifest(store, attempt, ManifestRecord)
     if manifest is None:
-        raise IntegrityError(f"{store.url}: the manifest of {attempt} is gone")
+        raise IntegrityError(f"{store.url}: the manifest of {attempt} does not exist")
     receipts = await find_receipts(store, attempt, manifest.ranks, unlisted=True)
     try:
         # Written by a coordinator that had checked the receipts.

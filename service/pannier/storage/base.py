@@ -202,7 +202,7 @@ class Store(ABC):
         never a mixture and never none.
 
         Raises:
-            ConflictError: another generation stands there.
+            ConflictError: it has another generation.
         """
 
     @abstractmethod
@@ -220,7 +220,7 @@ class Store(ABC):
     async def list_directories(self, prefix: str = "") -> Sequence[str]:
         """Names of the directories directly below ``prefix``, sorted.
 
-        Where the store has directories of its own, empty ones count. Stores override this: it
+        Where the store has real directories, empty ones count. Stores override this: it
         reads a full listing.
 
         Args:
@@ -231,9 +231,9 @@ class Store(ABC):
 
     @abstractmethod
     async def delete(self, key: str, *, generation: str | None = None) -> None:
-        """Removes ``key`` (only that generation, when given). No error when it is gone.
+        """Removes ``key`` (only that generation, when given). No error when it doesn't exist.
 
-        Another generation than the one given stays, without an error.
+        An object of another generation is kept, without an error.
         """
 
     async def list_unfinished(self) -> Sequence[Unfinished]:
@@ -244,7 +244,7 @@ class Store(ABC):
         return []
 
     async def discard(self, item: Unfinished) -> None:
-        """Removes one; an upload that is still under way fails. No error when it is gone."""
+        """Removes one; a running upload fails. No error when it doesn't exist."""
         raise NotImplementedError(f"{self.url} keeps nothing unfinished")
 
     async def probe(self) -> None:
