@@ -142,16 +142,6 @@ class IntegrityError(PannierError):
     kind = save_pb2.FAILURE_KIND_INTEGRITY
 
 
-def aborted_as(failures: Iterable[save_pb2.Failure]) -> type[SaveAbortedError]:
-    """The class of the error of a save that these failures ended."""
-    kinds = {failure.kind for failure in failures}
-    if save_pb2.FAILURE_KIND_SKIPPED in kinds:
-        return SaveSkippedError
-    if save_pb2.FAILURE_KIND_EXISTS in kinds:
-        return CheckpointExistsError
-    return SaveAbortedError
-
-
 def _subclasses(cls: type[PannierError]) -> Iterable[type[PannierError]]:
     yield cls
     for sub in cls.__subclasses__():
