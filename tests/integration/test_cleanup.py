@@ -22,7 +22,7 @@ from support.processes.cli import pannier_here as here
 from support.storage.checkpoints import write, write_attempt, write_decision
 from support.storage.gcs_server import GcsServer
 from support.storage.s3_server import S3Server
-from support.storage.unreliable_store import Unsteady
+from support.storage.unreliable_store import UnreliableStore
 
 FIRST, SECOND, THIRD = (f"i1-inc-g0000000a-s{number}" for number in (1, 2, 3))
 NOW = ("--grace", "0", "--abandoned-after", "0")
@@ -128,7 +128,7 @@ def test_killed_on_the_way_it_leaves_a_whole_checkpoint_and_is_run_again(
     assert here("verify", str(place)).code == 0
 
 
-class Interrupted(Unsteady):
+class Interrupted(UnreliableStore):
     """Something else happens before some of its operations."""
 
     def __init__(self, inner: Store, steps: dict[int, Callable[[], Awaitable[None]]]) -> None:

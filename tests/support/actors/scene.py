@@ -17,12 +17,12 @@ from pannier.storage import DeniedError, ObjectInfo, StorageError, Store, open_s
 from pannier.v1 import sidecar_pb2
 from pannier.wire import object_names
 from support.actors.ranks_by_hand import context, local_plan, rank_plans, receipt_of, tensor
-from support.storage.unreliable_store import Unsteady
+from support.storage.unreliable_store import UnreliableStore
 
 _places = itertools.count()
 
 
-class Failing(Unsteady):
+class Failing(UnreliableStore):
     """A store that fails reads or writes of some keys while the test has it so."""
 
     def __init__(self, inner: Store) -> None:

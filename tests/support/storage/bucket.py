@@ -1,4 +1,4 @@
-"""What is in the GCS server's bucket, by the documented API; and how uploads to it are held up."""
+"""Objects in the GCS server's bucket, over the documented API, and faults that delay its uploads."""
 
 import asyncio
 import json
@@ -47,10 +47,10 @@ def check_whole(server: GcsServer, checkpoint_id: str) -> None:
         options = {"endpoint_url": server.url, "token": "anon"}
         store = open_store(checkpoint_id, storage_options=options)
         try:
-            verdict = await verify(store, progress=lambda done, total: None)
+            result = await verify(store, progress=lambda done, total: None)
         finally:
             await store.close()
-        assert verdict.ok, verdict
+        assert result.ok, result
 
     asyncio.run(main())
 

@@ -65,7 +65,7 @@ def write_attempt(
 ) -> bytes:
     """Writes one attempt of ``ranks`` x ``files`` data files; with ``commit`` decided and visible.
 
-    Returns what stands, or would stand, in ``.metadata``.
+    Returns the content of its ``.metadata``, installed or not.
     """
     noise = random.Random(attempt)
     manifest = records_pb2.PlanManifest(save=save_of(attempt), attempt=attempt)

@@ -493,7 +493,7 @@ async def receive(call: Call, content: Content, skip: int = 0) -> None:
 
 
 async def drain(request: web.Request) -> None:
-    """Reads what nobody wants, so that the client gets to see the answer."""
+    """Reads and drops the request's body, so that the client reads the answer."""
     async for _ in request.content.iter_any():
         pass
 

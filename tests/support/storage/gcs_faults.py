@@ -14,7 +14,7 @@ class Fault:
 
     ``status``: answers with ``status`` instead of doing anything.
     ``reset``: closes the connection instead of answering, with nothing done.
-    ``delay``: waits ``seconds``, then goes on as usual.
+    ``delay``: waits ``seconds``, then continues.
     ``partial``: keeps the first ``bytes`` of the body, then resets the connection.
     ``lost``: does everything, then resets the connection instead of answering.
     ``corrupt``: flips a bit of the body before it is kept, or of the content that is sent.

@@ -30,7 +30,7 @@ from support.storage.gcs_api import Service
 
 
 class GcsServer:
-    """The server as a process of its own; ``with GcsServer(directory, buckets=[...]) as server``."""
+    """The server in a separate process; ``with GcsServer(directory, buckets=[...]) as server``."""
 
     def __init__(
         self, directory: Path, buckets: Iterable[str] = ("bucket",), *, host: str = "127.0.0.1"

@@ -26,7 +26,7 @@ App = Callable[[Environ, Callable[..., Any]], Iterable[bytes]]
 
 class _Quiet(WSGIRequestHandler):
     def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
-        """Nobody reads it."""
+        """No log."""
 
     def log_error(self, format: str, *args: Any) -> None:
         """What was cut on purpose."""
@@ -110,7 +110,7 @@ def answer(
     message: str,
     headers: Mapping[str, str] | None = None,
 ) -> Iterable[bytes]:
-    """An error as S3 tells it."""
+    """An error in S3's form."""
     text = f"<Error><Code>{escape(code)}</Code><Message>{escape(message)}</Message></Error>"
     body = f'<?xml version="1.0" encoding="UTF-8"?>{text}'.encode()
     given = [("Content-Type", "application/xml"), ("Content-Length", str(len(body)))]
@@ -121,7 +121,7 @@ def answer(
 def reset(connection: socket.socket) -> None:
     """Ends a connection with RST."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    # Its handler holds it open, and would take a body that nobody read for the next request.
+    # Its handler keeps the connection open, and would parse an unread body as the next request.
     connection.shutdown(socket.SHUT_RDWR)
     connection.close()
 
@@ -132,7 +132,7 @@ class S3Server:
     def __enter__(self) -> "S3Server":
         self._app = _Faulty(DomainDispatcherApplication(create_backend_app), Faults())
         self._server = make_server("127.0.0.1", 0, self._app, threaded=True, request_handler=_Quiet)
-        # Else its end waits for those who wait for a silent peer.
+        # Otherwise its shutdown waits for handlers with an unresponsive peer.
         self._server.block_on_close = False
         self.url = f"http://127.0.0.1:{self._server.port}"
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)

@@ -10,7 +10,7 @@ from pannier.wire.errors import SaveAbortedError
 
 
 class FileSource:
-    """A :class:`pannier.storage.Source` that holds what :meth:`grow` has given it."""
+    """A :class:`pannier.storage.Source` that :meth:`grow` extends."""
 
     def __init__(self, path: Path, data: bytes, *, held: int | None = None) -> None:
         self.path = path
@@ -29,13 +29,13 @@ class FileSource:
         self._held = end
 
     async def grow(self, end: int) -> None:
-        """All below ``end`` is there now."""
+        """Adds all bytes below ``end``."""
         async with self._grown:
             self._append(end)
             self._grown.notify_all()
 
     async def fail(self) -> None:
-        """It will never be complete."""
+        """Its save is aborted: it will never be complete."""
         async with self._grown:
             self._failed = True
             self._grown.notify_all()

@@ -1,4 +1,4 @@
-"""A store that does what a network does to storage."""
+"""A store with the faults of a network."""
 
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -6,8 +6,8 @@ from typing import Any
 from pannier.storage import ObjectInfo, StorageError, Store
 
 
-class Unsteady(Store):
-    """Another store whose answers get lost, or which is interrupted right before a write."""
+class UnreliableStore(Store):
+    """Wraps a store: loses answers of writes, and runs code right before them."""
 
     upload_memory = 0
 
@@ -17,7 +17,7 @@ class Unsteady(Store):
         self.lose: set[str] = set()
         """Keys whose next write succeeds, but is answered with an error."""
         self.before: dict[str, Callable[[], Awaitable[Any]]] = {}
-        """By key: what happens right before its next write."""
+        """By key: called right before its next write."""
 
     async def _write(self, key: str, write: Callable[[], Awaitable[ObjectInfo]]) -> ObjectInfo:
         interruption = self.before.pop(key, None)
@@ -26,7 +26,7 @@ class Unsteady(Store):
         info = await write()
         if key in self.lose:
             self.lose.discard(key)
-            raise StorageError(f"{key}: the answer got lost")
+            raise StorageError(f"{key}: the answer was lost")
         return info
 
     async def create(self, key: str, data: bytes) -> ObjectInfo:

@@ -1,4 +1,4 @@
-"""Attempts end once, whoever ends them: races of committers and attempts on one store."""
+"""Each attempt ends once: races of committers and attempts on one store."""
 
 import asyncio
 import itertools
@@ -27,7 +27,7 @@ from pannier.wire import object_names
 from pannier.wire.errors import IntegrityError
 from pannier.wire.object_names import METADATA, Attempt
 from support.actors.ranks_by_hand import local_plan, rank_plans, tensor
-from support.storage.unreliable_store import Unsteady
+from support.storage.unreliable_store import UnreliableStore
 
 GROUP = "g00000000"
 _places = itertools.count()
@@ -115,7 +115,7 @@ def test_commit_and_abort_race_to_one_decision() -> None:
 
 def test_lost_decision_is_obeyed() -> None:
     async def scenario(store: Store) -> None:
-        unsteady = Unsteady(store)
+        unsteady = UnreliableStore(store)
         aborted = proposal(FIRST, records_pb2.OUTCOME_ABORT)
         key = object_names.decision(FIRST.name)
         unsteady.before[key] = lambda: decisions.decide(store, aborted)
@@ -128,7 +128,7 @@ def test_lost_decision_is_obeyed() -> None:
 
 def test_lost_answer_of_our_own_decision_is_ours() -> None:
     async def scenario(store: Store) -> None:
-        unsteady = Unsteady(store)
+        unsteady = UnreliableStore(store)
         unsteady.lose.add(object_names.decision(FIRST.name))
         ours = proposal(FIRST)
         with pytest.raises(StorageError, match="got lost"):
@@ -153,7 +153,7 @@ def test_newer_attempt_stands_whatever_the_order(order: tuple[Attempt, Attempt])
 
 def test_newer_attempt_stands_when_both_swap_at_once() -> None:
     async def scenario(store: Store) -> None:
-        unsteady = Unsteady(store)
+        unsteady = UnreliableStore(store)
         # The newer one commits between the older one's look and its swap.
         unsteady.before[METADATA] = lambda: commit_all(store, SECOND, b"newer")
         await commit_all(unsteady, FIRST, b"older")
@@ -291,9 +291,9 @@ def test_metadata_bytes_are_torchs() -> None:
     )
 
 
-async def number_of(root: Store, job: str, incarnation: str, **told: Any) -> int:
-    """As a coordinator is told that knows nothing of the root yet."""
-    return await Incarnations().number_of(root, Claim(job, incarnation, **told))
+async def number_of(root: Store, job: str, incarnation: str, **fields: Any) -> int:
+    """The number that a coordinator assigns which hasn't read the root yet."""
+    return await Incarnations().number_of(root, Claim(job, incarnation, **fields))
 
 
 def test_incarnations_that_ask_at_once_get_different_numbers() -> None:
@@ -311,7 +311,7 @@ def test_incarnations_that_ask_at_once_get_different_numbers() -> None:
 
 def test_number_is_taken_from_the_winner_of_the_race() -> None:
     async def scenario(root: Store) -> None:
-        unsteady = Unsteady(root)
+        unsteady = UnreliableStore(root)
         key = f"{object_names.incarnations_prefix()}{1:012d}"
         unsteady.before[key] = lambda: number_of(root, "job", "b")
         assert await number_of(unsteady, "job", "a") == 2
@@ -337,7 +337,7 @@ def test_numbers_continue_above_those_of_attempts_when_the_records_are_lost() ->
         ):
             await root.create(checkpoint + object_names.manifest(attempt.name), b"")
         await lose_records(root)
-        # An incarnation that goes on keeps the number that its attempts have.
+        # A running incarnation keeps the number of its attempts.
         assert await number_of(root, "job", "b") == 2
         await lose_records(root)
         assert await number_of(root, "job", "c") == 3
@@ -348,7 +348,7 @@ def test_numbers_continue_above_those_of_attempts_when_the_records_are_lost() ->
 
 def test_attempts_of_an_incarnation_that_another_coordinator_has_numbered_dont_raise_it() -> None:
     async def scenario(root: Store) -> None:
-        class Meanwhile(Unsteady):
+        class Meanwhile(UnreliableStore):
             async def list_directories(self, prefix: str = "") -> Sequence[str]:
                 number = await number_of(root, "job", "a")
                 own = object_names.manifest(Attempt(number, 1, GROUP, "a").name)
@@ -393,7 +393,7 @@ def test_an_incarnation_that_another_has_followed_gets_no_number() -> None:
 
 def test_an_incarnation_that_is_followed_while_it_takes_a_number_gets_none() -> None:
     async def scenario(root: Store) -> None:
-        unsteady = Unsteady(root)
+        unsteady = UnreliableStore(root)
         unsteady.before[object_names.incarnation_record(1)] = lambda: number_of(
             root, "job", "newer"
         )

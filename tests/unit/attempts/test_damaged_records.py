@@ -1,4 +1,4 @@
-"""Records in a bucket may be damaged or made up: that is told, and nothing else breaks."""
+"""Damaged or forged records in a bucket are reported, and nothing else breaks."""
 
 import asyncio
 import functools
@@ -128,7 +128,7 @@ def test_damaged_records_are_told_and_nothing_breaks(
     with laid_out(objects) as place:
         asyncio.run(look_and_end(place))
         metadata = place / object_names.METADATA
-        # With the decision gone, the candidate that stands is as good as any, if it can be read.
+        # Without the decision, the stored candidate is used if it can be read.
         if committed == 2 and object_names.decision(ATTEMPT) in objects:
             assert metadata.read_bytes() == records()[object_names.METADATA]
         for path in place.glob("*.distcp"):

@@ -228,10 +228,10 @@ def test_one_wrong_byte_in_manifest_or_receipt(at: float, byte: int, which: int)
     spoiled[int(at * len(spoiled))] = byte
     records[which] = bytes(spoiled)
     try:
-        told = [records_pb2.Receipt.FromString(each) for each in records[1:]]
+        receipts = [records_pb2.Receipt.FromString(each) for each in records[1:]]
     except DecodeError:
         return  # find_receipts leaves it out
-    for candidate in accepted(build_checked, records[0], told):
+    for candidate in accepted(build_checked, records[0], receipts):
         assert referenced_files(candidate, "x") <= {
             *(object_names.data_file(ATTEMPT, rank, 0) for rank in (0, 1)),
             object_names.objects_file(ATTEMPT, 1),

@@ -1,4 +1,4 @@
-"""Whoever is late with a commit changes nothing: the checkpoint was removed, or is another's by now."""
+"""A late commit changes nothing when the checkpoint was removed or replaced meanwhile."""
 
 import asyncio
 import itertools
@@ -19,7 +19,7 @@ from pannier.v1 import records_pb2, save_pb2
 from pannier.wire import object_names
 from pannier.wire.object_names import METADATA, Attempt
 from support.storage.checkpoints import write_attempt
-from support.storage.unreliable_store import Unsteady
+from support.storage.unreliable_store import UnreliableStore
 
 GROUP = "g00000000"
 FIRST, SECOND = (Attempt(1, number, GROUP, "a") for number in (1, 2))
@@ -52,7 +52,7 @@ async def commit(
     job: str = "j",
     overwrite: "save_pb2.Overwrite" = save_pb2.OVERWRITE_UNSPECIFIED,
 ) -> None:
-    """As a coordinator does that has heard of all receipts."""
+    """As a coordinator does that has all receipts."""
     proposal = await prepare_commit(
         store,
         overwrite=overwrite,
@@ -82,7 +82,7 @@ async def remove_all(store: Store) -> None:
         await store.delete(info.key)
 
 
-class Stale(Unsteady):
+class Stale(UnreliableStore):
     """Lists as a network file system may for a while: without what is new. Names are fresh."""
 
     def __init__(self, inner: Store, hidden: str) -> None:
@@ -159,7 +159,7 @@ def test_a_lost_compare_and_swap_pauses_with_jitter(monkeypatch: pytest.MonkeyPa
 
     async def scenario(store: Store) -> None:
         await ingest(store, FIRST)
-        late = Unsteady(store)
+        late = UnreliableStore(store)
 
         async def others(count: int) -> None:
             seen = await store.stat(METADATA)
@@ -181,7 +181,7 @@ def test_a_lost_compare_and_swap_pauses_with_jitter(monkeypatch: pytest.MonkeyPa
 def test_a_removed_checkpoint_does_not_come_back(write: str) -> None:
     async def scenario(store: Store) -> None:
         await ingest(store, FIRST)
-        late = Unsteady(store)
+        late = UnreliableStore(store)
 
         async def meanwhile() -> None:
             await commit(store, FIRST)
@@ -198,7 +198,7 @@ def test_a_removed_checkpoint_does_not_come_back(write: str) -> None:
 def test_a_lost_answer_does_not_bring_it_back_either() -> None:
     async def scenario(store: Store) -> None:
         await ingest(store, FIRST)
-        late = Unsteady(store)
+        late = UnreliableStore(store)
 
         async def meanwhile() -> None:
             await commit(store, FIRST)
@@ -228,7 +228,7 @@ def test_a_lost_answer_does_not_bring_it_back_either() -> None:
 def test_a_superseded_one_does_not_come_back(write: str, removed: bool) -> None:
     async def scenario(store: Store) -> None:
         await ingest(store, FIRST)
-        late = Unsteady(store)
+        late = UnreliableStore(store)
 
         async def meanwhile() -> None:
             await commit(store, FIRST)
@@ -279,7 +279,7 @@ def test_one_whose_abort_is_forgotten_replaces_nothing(
             await commit(store, FIRST)
         before = await store.stat(METADATA)
         await ingest(store, SECOND)
-        late = Unsteady(store)
+        late = UnreliableStore(store)
 
         async def meanwhile() -> None:
             await forget(store, SECOND)
@@ -296,11 +296,11 @@ def test_one_whose_abort_is_forgotten_replaces_nothing(
 
 
 def test_an_attempt_that_is_still_there_keeps_its_metadata() -> None:
-    """Whoever removes it is at it, and looks for ``.metadata`` in the end."""
+    """The removal is still running, and checks ``.metadata`` at its end."""
 
     async def scenario(store: Store) -> None:
         await ingest(store, FIRST)
-        late = Unsteady(store)
+        late = UnreliableStore(store)
         late.before[METADATA] = lambda: store.delete(object_names.data_file(FIRST.name, 0, 0))
         await commit(late, FIRST)
         assert await store.read(METADATA) == FIRST.name.encode()
@@ -345,7 +345,7 @@ def test_a_checkpoint_is_replaced_only_by_who_may(
                 await commit(store, FIRST, job="j" if stands == "own" else "other")
 
         await ingest(store, SECOND)
-        late = Unsteady(store)
+        late = UnreliableStore(store)
         if when == "before":
             await stand()
         else:
@@ -361,7 +361,7 @@ def test_a_checkpoint_is_replaced_only_by_who_may(
         kept = b"torch's" if stands == "foreign" else FIRST.name.encode()
         assert await store.read(METADATA) == kept
         if when != "before":
-            # Decided, and nobody installs it later.
+            # Decided, and never installed later.
             left = [info.key for info in await store.list(object_names.attempt_prefix(SECOND.name))]
             assert left == []
 

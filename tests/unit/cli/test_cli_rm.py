@@ -16,7 +16,7 @@ from pannier.wire.errors import SaveAbortedError
 from support.processes.cli import pannier
 from support.processes.cli import pannier_here as here
 from support.storage.checkpoints import write, write_attempt, write_decision
-from support.storage.unreliable_store import Unsteady
+from support.storage.unreliable_store import UnreliableStore
 
 FIRST, SECOND, THIRD = (f"i1-inc-g0000000a-s{number}" for number in (1, 2, 3))
 
@@ -152,7 +152,7 @@ def test_a_coordinator_that_was_stopped_before_its_last_write_brings_nothing_bac
 def test_a_write_that_arrives_while_it_is_removed_is_taken_back(place: Path) -> None:
     content = (place / ".metadata").read_bytes()
 
-    class Late(Unsteady):
+    class Late(UnreliableStore):
         async def delete(self, key: str, *, generation: str | None = None) -> None:
             await super().delete(key, generation=generation)
             if key == object_names.decision(THIRD):

@@ -1,4 +1,4 @@
-"""The text that says whom a save waits for."""
+"""The text that names the ranks a save waits for."""
 
 from pannier.common.wait_text import Awaited, waiting_on, waiting_text
 

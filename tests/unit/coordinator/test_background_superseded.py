@@ -11,12 +11,12 @@ from pannier.coordinator.stores import Stores
 from pannier.storage import ObjectInfo, StorageError, Store, open_store
 from pannier.wire import object_names
 from support.storage.checkpoints import write_attempt
-from support.storage.unreliable_store import Unsteady
+from support.storage.unreliable_store import UnreliableStore
 
 FIRST, SECOND, THIRD = (f"i1-inc-g0000000a-s{number}" for number in (1, 2, 3))
 
 
-class Watched(Unsteady):
+class Watched(UnreliableStore):
     """Notes when the decision of an attempt is deleted; fails some listings."""
 
     def __init__(self, inner: Store) -> None:

@@ -17,7 +17,7 @@ from pannier.storage import StorageError, Store, open_store
 from pannier.wire import object_names
 from pannier.wire.object_names import Attempt
 from support.storage.checkpoints import write, write_attempt
-from support.storage.unreliable_store import Unsteady
+from support.storage.unreliable_store import UnreliableStore
 
 GROUP = "g0000000a"
 NEWEST = Policy(newest=1)
@@ -53,7 +53,7 @@ def at(root: Path, key: str, then: Callable[[], object]) -> Callable[[str], Stor
         await asyncio.to_thread(then)
 
     def opener(url: str) -> Store:
-        store = Unsteady(open_store(url))
+        store = UnreliableStore(open_store(url))
         if url.endswith("step-1") and not seen:
             store.before[key] = come_between
         return store
@@ -61,7 +61,7 @@ def at(root: Path, key: str, then: Callable[[], object]) -> Callable[[str], Stor
     return opener
 
 
-class Deleting(Unsteady):
+class Deleting(UnreliableStore):
     """Something comes between right before ``.metadata`` is deleted."""
 
     def __init__(self, inner: Store, then: Callable[[], object]) -> None:
@@ -83,7 +83,7 @@ def test_a_lease_that_is_taken_after_the_first_look_spares_the_checkpoint(root: 
     assert "is being read by process" in outcome.why
     reader.release()
     assert names(root / "step-1") == before, "no mark is left"
-    # The record doesn't say that it was removed.
+    # The record doesn't list it as removed.
     with pytest.raises(MissingError, match="step-3 is no checkpoint: it doesn't exist"):
         StorageReader(root / "step-3").resolve()
     record = asyncio.run(read(root))

@@ -34,14 +34,14 @@ from support.actors.nodes import (
     raw_connection,
 )
 from support.actors.scripted import TIMEOUT_S, ScriptedCoordinator, attempt_of
-from support.storage.unreliable_store import Unsteady
+from support.storage.unreliable_store import UnreliableStore
 
 COMMITTED = save_pb2.SAVE_STATE_COMMITTED
 MIB = 1 << 20
 OTHERS = "job b has this"
 
 
-class Held(Unsteady):
+class Held(UnreliableStore):
     """Uploads nothing before the gate is open."""
 
     def __init__(self, inner: Store, gate: threading.Event) -> None:

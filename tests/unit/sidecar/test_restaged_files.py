@@ -19,14 +19,14 @@ from pannier.wire.file_layout import STAMP_BYTES
 from support.actors.hosts import Host, running_host
 from support.actors.lease_holder import LeasedFile, LeaseHolder, Mapped, hand_over, staged
 from support.actors.scripted import TIMEOUT_S, Trainer
-from support.storage.unreliable_store import Unsteady
+from support.storage.unreliable_store import UnreliableStore
 
 MIB = 1 << 20
 FAILED, INGESTED = save_pb2.RANK_PHASE_FAILED, save_pb2.RANK_PHASE_INGESTED
 DURABLE = save_pb2.RANK_PHASE_DURABLE
 
 
-class Held(Unsteady):
+class Held(UnreliableStore):
     """Ends no upload before the gate is open."""
 
     def __init__(self, inner: Store, gate: threading.Event) -> None:

@@ -61,7 +61,7 @@ Body = Callable[[GcsStore], Coroutine[Any, Any, None]]
 
 @pytest.fixture
 def run(server: GcsServer, request: pytest.FixtureRequest) -> Callable[..., None]:
-    """Runs a coroutine with a store of its own in the bucket."""
+    """Runs a coroutine with a new store in the bucket."""
 
     def runner(body: Body, *, deadline_s: float = 20, bucket: str = "bucket") -> None:
         async def main() -> None:
@@ -85,7 +85,7 @@ def sending(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 class Upload:
-    """An upload of ``size`` bytes, and what it said."""
+    """An upload of ``size`` bytes, and its reports."""
 
     def __init__(self, directory: Path, size: int = BIG) -> None:
         self.data = some_bytes(size)

@@ -147,7 +147,7 @@ def test_the_kernel_sends_plain_bytes_to_other_hosts(
 def test_a_slow_receiver_gets_what_the_file_held(
     spool: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encrypted: bool
 ) -> None:
-    """The buffer is filled again only when all of it has gone."""
+    """The buffer is filled again only after all of it was sent."""
     monkeypatch.setattr(http_body, "_SLICE", 64 << 10)
     tls = Authority(tmp_path / "ca").issue("receiver") if encrypted else None
     with spool.open("rb", buffering=0) as file:

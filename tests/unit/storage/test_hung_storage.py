@@ -1,4 +1,4 @@
-"""File systems that don't answer: their calls are abandoned by name, and everything else goes on."""
+"""File systems that don't answer: their calls are abandoned by name, and everything else continues."""
 
 import asyncio
 import os

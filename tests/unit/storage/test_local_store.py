@@ -374,7 +374,7 @@ def test_a_create_that_lost_to_a_file_which_was_removed_since_is_tried_again(
 
     def link(source: str, target: Path, **more: int) -> None:
         if len(lost) < 2:
-            # The second time, its directory is gone, too.
+            # The second time, its directory doesn't exist, either.
             if lost:
                 target.parent.rmdir()
             lost.append(target)

@@ -104,7 +104,7 @@ def faulty(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Serv
 
 
 def run(server: S3Server, body: Callable[[S3Store], Awaitable[None]], **options: object) -> None:
-    """Runs a coroutine with a store of its own."""
+    """Runs a coroutine with a new store."""
 
     async def main() -> None:
         store = store_in(server, f"bucket/{uuid.uuid4().hex}", **options)

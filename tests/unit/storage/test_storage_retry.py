@@ -1,4 +1,4 @@
-"""How long a store tries, what it tries again, and how it is told to stop sooner."""
+"""Retries of a store: which errors, for how long, and an earlier end set by the caller."""
 
 import asyncio
 import itertools
@@ -50,15 +50,15 @@ def timed(work: Coroutine[Any, Any, Any]) -> float:
 
 
 def test_what_is_transient_is_tried_again_and_each_time_is_told() -> None:
-    flaky, told, heard = Flaky(3), list[str](), list[str]()
+    flaky, counted, notified = Flaky(3), list[str](), list[str]()
 
     async def body() -> None:
-        with limited(retried=heard.append):
-            assert await retry(flaky, what="o", deadline_s=20, retried=told.append) == "done"
+        with limited(retried=notified.append):
+            assert await retry(flaky, what="o", deadline_s=20, retried=counted.append) == "done"
 
     timed(body())
     assert len(flaky.tries) == 4
-    assert told == heard == ["gs://b/o: 503 busy"] * 3
+    assert counted == notified == ["gs://b/o: 503 busy"] * 3
 
 
 def test_what_can_not_succeed_is_tried_once() -> None:

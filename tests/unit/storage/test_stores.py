@@ -82,7 +82,7 @@ def run(
 
 
 class Notes:
-    """What an upload said on its way."""
+    """Progress and retries of an upload."""
 
     def __init__(self) -> None:
         self.progress: list[int] = []

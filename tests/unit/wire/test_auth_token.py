@@ -1,4 +1,4 @@
-"""A job's token in a file: who may write there, how it is replaced, and that it is told to nobody."""
+"""A job's token in a file: its permissions, its replacement, and that no output has it."""
 
 import os
 import secrets

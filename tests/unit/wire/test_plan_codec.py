@@ -103,7 +103,7 @@ def item(
 
 
 @pytest.mark.parametrize(
-    ("bad", "said"),
+    ("bad", "message"),
     [
         (item(index_offset=None), "at no offset"),
         (item(index_offset=(1, 0)), "at offset (1, 0), its chunk at (0, 0)"),
@@ -116,11 +116,11 @@ def item(
         (WriteItem(MetadataIndex("layer.weight", (0,)), WriteItemType.BYTE_IO), "has no offset"),
     ],
 )
-def test_items_that_dcp_cannot_load_are_refused_by_name(bad: WriteItem, said: str) -> None:
+def test_items_that_dcp_cannot_load_are_refused_by_name(bad: WriteItem, message: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         plan_codec.encode_items([item(), bad])
     assert "'layer.weight" in str(caught.value)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def _spoil_fqn(message: plan_pb2.Items) -> None:

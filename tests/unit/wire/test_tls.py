@@ -1,4 +1,4 @@
-"""Certificate files: what is wrong with them is said at once, and replaced ones are used."""
+"""Certificate files: errors are reported at start, and replaced files are used."""
 
 import os
 from collections.abc import Iterator
