@@ -104,7 +104,9 @@ def test_the_end_is_foreseen(tmp_path: Path, left: str, abort: bool, end: End) -
         try:
             (found,) = await recover.find_interrupted(store)
             assert recover.predict_outcome(found, abort=abort).end is end
-            outcome = await recover.end(store, found, build=build, host="here", abort=abort)
+            outcome = await recover.finish_attempt(
+                store, found, build=build, host="here", abort=abort
+            )
             assert outcome.end is end
         finally:
             await store.close()
