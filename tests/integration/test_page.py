@@ -128,7 +128,7 @@ def test_an_old_answer_is_told_when_the_daemon_is_gone(browser: Browser) -> None
         expect(browser.page.locator("#saves")).to_have_text("none so far")
         assert not browser.page.is_visible("#lost")
     expect(browser.page.locator("#lost")).to_be_visible()
-    assert "hasn't answered for" in str(browser.page.text_content("#lost"))
+    assert "has not responded for" in str(browser.page.text_content("#lost"))
     browser.page.goto("about:blank")
     browser.complaints.clear()
 

@@ -27,7 +27,7 @@ class CoordinatorDiagnosis(diagnosis_pb2_grpc.DiagnosisServicer):
             request,
             daemon="coordinator",
             host=self._config.host,
-            looks=self._looks,
+            own_checks=self._looks,
             allow=self._config.allow,
             storage_options=self._config.storage_options,
         )

@@ -1,5 +1,4 @@
-"""What both daemons share: how they listen, stop, log, fail and tell operators how they are.
+"""What both daemons share: settings, listeners, errors, status, health, metrics, logs and signals.
 
-Each piece comes for a synchronous gRPC server and, with ``aio`` in its name,
-for one on an event loop.
+Where synchronous and asyncio servers differ, ``Aio`` in a name marks the asyncio one.
 """

@@ -1,8 +1,8 @@
-"""What ``pannier doctor`` asks a daemon: each thing that a save needs, tried by itself.
+"""The checks of ``pannier doctor`` that a daemon runs: its state, its spool, and storage.
 
-In: what the daemon can say at once of its own parts, and how it opens storage. Out: checks, each
-with what was found and what to do about it. Nothing here raises for a thing that is out of order:
-that is an answer. The coroutine runs on the daemon's event loop.
+In: the daemon's own state and its storage options. Out: checks, each with what was found and what
+to do about it. A failed check is a result, never an exception. Coroutines run on the daemon's event
+loop.
 """
 
 import asyncio
@@ -34,17 +34,17 @@ _MEMORY: Final = frozenset({"tmpfs", "ramfs", "hugetlbfs"})
 
 
 def ok(name: str, found: str) -> Check:
-    """A check of something that is in order."""
+    """A check that passed."""
     return Check(name=name, result=diagnosis_pb2.CHECK_RESULT_OK, found=found)
 
 
 def warning(name: str, found: str, hint: str) -> Check:
-    """A check of something that works, but not as well or not for long."""
+    """A check of something that works, but slowly or not for long."""
     return Check(name=name, result=diagnosis_pb2.CHECK_RESULT_WARNING, found=found, hint=hint)
 
 
 def failed(name: str, found: str, hint: str) -> Check:
-    """A check of something without which no save ends well."""
+    """A check of something without which every save fails."""
     return Check(name=name, result=diagnosis_pb2.CHECK_RESULT_FAILED, found=found, hint=hint)
 
 
@@ -53,23 +53,23 @@ async def diagnose(
     *,
     daemon: str,
     host: str,
-    looks: Callable[[], Iterable[Check]],
+    own_checks: Callable[[], Iterable[Check]],
     allow: Sequence[str],
     storage_options: Mapping[str, Any],
 ) -> diagnosis_pb2.DiagnoseResponse:
-    """A daemon's whole answer.
+    """Runs all checks of a daemon.
 
     Args:
         daemon: ``sidecar`` or ``coordinator``.
-        looks: the daemon's own checks, answered at once.
-        allow, storage_options: as the daemon was told.
+        own_checks: the daemon's own ones, without I/O.
+        allow, storage_options: the daemon's settings.
     """
     response = diagnosis_pb2.DiagnoseResponse(
         daemon=daemon,
         host=host,
         version=package_version(),
         wire_version=WIRE_VERSION,
-        checks=looks(),
+        checks=own_checks(),
     )
     if request.root:
         timeout_s = min(request.timeout_s or _TIMEOUT_S, _LONGEST_S)
@@ -80,7 +80,7 @@ async def diagnose(
 async def check_target(
     root: str, allow: Sequence[str], storage_options: Mapping[str, Any], timeout_s: float
 ) -> Check:
-    """Whether a checkpoint can be written below ``root``: an object is created, listed, replaced, read and removed."""
+    """Creates, lists, replaces, reads and removes an object below ``root``."""
     begun = time.monotonic()
     try:
         _check_root(root, allow)
@@ -92,8 +92,8 @@ async def check_target(
     except asyncio.TimeoutError:
         return failed(
             "target",
-            f"{root}: no answer from storage for {timeout_s:.0f} s",
-            "can this host reach it? Look at STORAGE_EMULATOR_HOST, endpoint_url, proxies, "
+            f"{root}: storage did not answer within {timeout_s:.0f} s",
+            "can this host reach it? Check STORAGE_EMULATOR_HOST, endpoint_url, proxies and "
             "NetworkPolicies",
         )
     except InvalidRequestError as error:
@@ -104,8 +104,8 @@ async def check_target(
         return failed(
             "target",
             f"{error}",
-            f"user {os.geteuid()} of this daemon needs the right to create, read, list and delete "
-            "objects there; its credentials are those of its own environment and of --storage-options",
+            f"this daemon (user {os.geteuid()}) needs the rights to create, read, list and delete "
+            "objects there; its credentials come from its environment and --storage-options",
         )
     except NotFoundError as error:
         return failed("target", str(error), "create the bucket, or correct its name")
@@ -125,11 +125,9 @@ def is_allowed(root: str, allow: Sequence[str]) -> bool:
 
 
 def check_spool(directory: Path, *, budget: int | None, reserved: int, gone: bool) -> Check:
-    """What is there for the bytes of saves in flight."""
+    """Whether the spool can be used and has space for saves; sizes in bytes."""
     if gone:
-        return failed(
-            "spool", f"{directory} was removed", "the sidecar leaves and is to be restarted"
-        )
+        return failed("spool", f"{directory} was removed", "restart the sidecar, which is exiting")
     try:
         space = os.statvfs(directory)
         mode = directory.stat().st_mode & 0o777
@@ -145,12 +143,12 @@ def check_spool(directory: Path, *, budget: int | None, reserved: int, gone: boo
         + (f", at most {_gib(budget)} GiB (--spool-budget)" if budget is not None else "")
     )
     if mode & 0o022:
-        return failed("spool", found, "others may write to it: chmod 0700")
+        return failed("spool", found, "other users may write to it: chmod 0700")
     if room + reserved < 1 << 30:
         return warning(
             "spool",
             found,
-            "it needs the bytes of this host's ranks, twice for two saves in flight",
+            "it needs the bytes of this host's ranks, and twice those for two saves in flight",
         )
     return ok("spool", found)
 
@@ -158,7 +156,7 @@ def check_spool(directory: Path, *, budget: int | None, reserved: int, gone: boo
 def check_state(*, draining: bool) -> Check:
     """Whether new saves are taken."""
     if draining:
-        return warning("state", "draining: takes no new saves", "wait for its successor")
+        return warning("state", "draining: takes no new saves", "wait until it is restarted")
     return ok("state", f"serving, process {os.getpid()} of user {os.geteuid()}")
 
 

@@ -1,11 +1,11 @@
-"""Health alone, in plaintext, for probes that know neither unix sockets nor TLS.
+"""The listener of ``--health``: gRPC health checks in plaintext, for Kubernetes' probes.
 
-In: an address, what tells whether the daemon is ready, and its event loop. Out: ``grpc.health.v1.Health/Check``, and no
-other service: whoever can connect learns whether the daemon lives and takes saves, nothing of
-what it does. Kubernetes' gRPC probes, which the kubelet sends from the node, are the users.
+In: an address, a readiness function, and the daemon's event loop. Out: ``grpc.health.v1.Health/Check``
+and no other service, since the kubelet's probes support neither unix sockets nor TLS: all that a
+caller learns is whether the daemon lives and takes saves. Runs in threads of its own server.
 
-``liveness``: its event loop turns. ``readiness``, or no service: it has recovered what an earlier
-one left, and takes new saves.
+``liveness``: the event loop runs callbacks. ``readiness``, or no service name: recovery is complete
+and new saves are taken.
 """
 
 import asyncio
@@ -29,9 +29,9 @@ LIVENESS: Final = "liveness"
 READINESS: Final = "readiness"
 _THREADS: Final = 4
 _CALLS: Final = 16
-"""At a time; a probe that comes on top is refused, as probes are repeated."""
-_TURN_S: Final = 10.0
-"""For a turn of the event loop; a probe's own deadline is mostly shorter."""
+"""At a time; further ones are refused, since probes are repeated."""
+_LOOP_TIMEOUT_S: Final = 10.0
+"""For the event loop to run a callback; a probe's own deadline is mostly shorter."""
 
 _Status = health_pb2.HealthCheckResponse
 
@@ -48,27 +48,27 @@ class _Health(health_pb2_grpc.HealthServicer):
     ) -> health_pb2.HealthCheckResponse:
         """See grpc.health.v1."""
         if request.service == LIVENESS:
-            well = self._turns(context)
+            serving = self._is_loop_responsive(context)
         elif request.service in ("", READINESS):
-            well = self._ready()
+            serving = self._ready()
         else:
             context.abort(
                 grpc.StatusCode.NOT_FOUND,
-                f"{request.service!r} is unknown here: ask for {LIVENESS!r} or {READINESS!r}",
+                f"no service {request.service!r}; there are {LIVENESS!r} and {READINESS!r}",
             )
-        return _Status(status=_Status.SERVING if well else _Status.NOT_SERVING)
+        return _Status(status=_Status.SERVING if serving else _Status.NOT_SERVING)
 
-    def _turns(self, context: grpc.ServicerContext) -> bool:
+    def _is_loop_responsive(self, context: grpc.ServicerContext) -> bool:
         left = context.time_remaining()
-        turn = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop)
+        callback = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop)
 
-        def give_up() -> None:
-            turn.cancel()
+        def cancel() -> None:
+            callback.cancel()
 
-        # A loop that is ending, and waits for this server's end, turns no more.
-        context.add_callback(give_up)
+        # When the call ends: a loop that waits for this server to stop runs no callbacks.
+        context.add_callback(cancel)
         try:
-            turn.result(_TURN_S if left is None else min(left, _TURN_S))
+            callback.result(_LOOP_TIMEOUT_S if left is None else min(left, _LOOP_TIMEOUT_S))
         except (LateError, CancelledError):
             return False
         return True
@@ -78,10 +78,10 @@ class _Health(health_pb2_grpc.HealthServicer):
 def serve_health(
     address: str | None, *, ready: Callable[[], bool], loop: asyncio.AbstractEventLoop
 ) -> Iterator[None]:
-    """Answers probes at ``address``, ``host:port``, as long as the context lasts; None: nowhere.
+    """Serves health checks at ``address``, ``host:port``, while the context lasts; None: nowhere.
 
     Args:
-        ready: whether new saves are taken; asked by any thread.
+        ready: whether new saves are taken; called by any thread.
         loop: runs, or will run, in a thread.
 
     Raises ConfigurationError when it can't listen there.
@@ -97,7 +97,7 @@ def serve_health(
     except RuntimeError as error:
         raise ConfigurationError(f"can't listen on {address} (--health): {error}") from error
     server.start()
-    _log.info("probes are answered at %s", address)
+    _log.info("health checks are served at %s", address)
     try:
         yield
     finally:

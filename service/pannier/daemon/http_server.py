@@ -1,9 +1,9 @@
-"""A small read-only HTTP server: what a daemon shows to browsers and to Prometheus.
+"""A small read-only HTTP server for browsers and Prometheus, on the standard library's.
 
-In: an address and what answers each path. Out: GET and HEAD there, in a few threads of its own, as
-long as the context lasts. There is no TLS and nobody is asked who they are, so it listens on
-loopback unless somebody says otherwise. There, only requests that name this host are answered: a
-web page elsewhere whose name was made to lead here (DNS rebinding) reads nothing.
+In: an address and a function per path. Out: GET and HEAD there, in a few threads of its own, while
+the context lasts. It has neither TLS nor authentication, so it listens on loopback by default, and
+there only answers requests whose Host header names this host: a web page elsewhere whose name
+resolves to this host (DNS rebinding) reads nothing.
 """
 
 import ipaddress
@@ -27,27 +27,27 @@ from pannier.wire.errors import ConfigurationError, PannierError
 _log = logging.getLogger(__name__)
 
 _CONNECTIONS: Final = 16
-"""At a time; what comes on top is closed at once."""
-_PATIENCE_S: Final = 10.0
-"""For the next line of a request, or for an answer to be taken."""
+"""At a time; further ones are closed at once."""
+_TIMEOUT_S: Final = 10.0
+"""For the next line of a request, or for the client to read the response."""
 _POLL_S: Final = 0.25
-"""How long its end may take."""
+"""How long stopping may take."""
 _MAX_QUERY: Final = 8192
 _HOST: Final = "127.0.0.1"
 
 
 @dataclass(frozen=True)
 class Request:
-    """What an answer may depend on."""
+    """The parts of a request that a route uses."""
 
     query: Mapping[str, str]
     accept: str
-    """The header of that name."""
+    """The Accept header."""
 
 
 @dataclass(frozen=True)
 class Response:
-    """An HTTP response."""
+    """A successful response."""
 
     body: bytes
     content_type: str
@@ -66,14 +66,14 @@ def http_address(text: str, *, setting: str) -> str:
     address = f"{_HOST}:{text}" if text.isascii() and text.isdecimal() else text
     if address.startswith("unix:"):
         raise ConfigurationError(
-            f"{setting}={text} is no host:port: browsers and Prometheus know no unix sockets"
+            f"{setting}={text} is not host:port: browsers and Prometheus do not support unix sockets"
         )
     return parse_address(address, setting=setting)
 
 
 @contextmanager
 def serve_http(address: str | None, routes: Mapping[str, Route], *, setting: str) -> Iterator[None]:
-    """Answers ``routes``, by path, at ``address``, ``host:port``; None: nowhere.
+    """Serves ``routes``, by path, at ``address``, ``host:port``; None: nowhere.
 
     Raises ConfigurationError naming ``setting`` when it can't listen there.
     """
@@ -99,7 +99,7 @@ def serve_http(address: str | None, routes: Mapping[str, Route], *, setting: str
 
 class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
     daemon_threads = True
-    # Whoever is still answered doesn't keep the daemon from leaving.
+    # A request in progress doesn't delay the daemon's exit.
     block_on_close = False
     allow_reuse_address = True
     request_queue_size = 64
@@ -108,7 +108,7 @@ class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
         host, _, port = address.rpartition(":")
         plain = host.strip("[]")
         if plain == "::" and not _has_ipv6():
-            # As gRPC does with its own.
+            # As gRPC does.
             plain = "0.0.0.0"
         found = socket.getaddrinfo(
             plain, int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -119,7 +119,7 @@ class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
         where = str(found[0][4][0])
         super().__init__((where, int(port)), _Handler)
         self.own_names: frozenset[str] | None = None
-        """What a request may call this host by; None: anything."""
+        """Values of the Host header that are answered; None: any."""
         if ipaddress.ip_address(where).is_loopback:
             self.own_names = frozenset({"localhost", "127.0.0.1", "[::1]", host})
 
@@ -140,64 +140,70 @@ class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
             self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        # Mostly somebody who went away before the answer.
+        # Mostly a client that disconnected before the response.
         _log.debug("a request of %s ended early", client_address, exc_info=True)
 
 
 class _Handler(BaseHTTPRequestHandler):
     server: _Server
-    timeout = _PATIENCE_S
+    timeout = _TIMEOUT_S
     server_version = "pannier"
     sys_version = ""
 
     def do_GET(self) -> None:
-        """Answers by path."""
-        self._answer(with_body=True)
+        """Responds by path."""
+        self._respond(with_body=True)
 
     def do_HEAD(self) -> None:
-        """The same without a body."""
-        self._answer(with_body=False)
+        """Responds without a body."""
+        self._respond(with_body=False)
 
-    def _answer(self, *, with_body: bool) -> None:
+    def _respond(self, *, with_body: bool) -> None:
         target = urlsplit(self.path)
         names = self.server.own_names
         host = self.headers.get("Host", "")
         name = host if host.endswith("]") else host.rpartition(":")[0] or host
         route = self.server.routes.get(target.path)
         if names is not None and name.lower() not in names:
-            self._send(_text(f"{host!r} isn't served here"), HTTPStatus.FORBIDDEN, with_body)
+            self._send(
+                _text(f"{host!r} is not a name of this host"), HTTPStatus.FORBIDDEN, with_body
+            )
         elif route is None:
             known = ", ".join(sorted(self.server.routes))
-            answer = _text(f"{target.path!r} isn't here; there are {known}")
-            self._send(answer, HTTPStatus.NOT_FOUND, with_body)
+            response = _text(f"no {target.path!r}; there are {known}")
+            self._send(response, HTTPStatus.NOT_FOUND, with_body)
         elif len(target.query) > _MAX_QUERY:
-            self._send(_text("too long a query"), HTTPStatus.REQUEST_URI_TOO_LONG, with_body)
+            self._send(
+                _text(f"the query is longer than {_MAX_QUERY} characters"),
+                HTTPStatus.REQUEST_URI_TOO_LONG,
+                with_body,
+            )
         else:
             query = dict(parse_qsl(target.query))
             request = Request(query, self.headers.get("Accept", ""))
             self._send(*_outcome(route, request, target.path), with_body)
 
-    def _send(self, answer: Response, status: HTTPStatus, with_body: bool) -> None:
+    def _send(self, response: Response, status: HTTPStatus, with_body: bool) -> None:
         self.send_response(status)
-        self.send_header("Content-Type", answer.content_type)
-        self.send_header("Content-Length", str(len(answer.body)))
+        self.send_header("Content-Type", response.content_type)
+        self.send_header("Content-Length", str(len(response.body)))
         self.send_header("Cache-Control", "no-store")
         self.send_header("X-Content-Type-Options", "nosniff")
         self.send_header("Referrer-Policy", "no-referrer")
         self.send_header("Cross-Origin-Resource-Policy", "same-origin")
-        for name, value in answer.headers.items():
+        for name, value in response.headers.items():
             self.send_header(name, value)
         self.end_headers()
         if with_body:
-            self.wfile.write(answer.body)
+            self.wfile.write(response.body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Every request is no event."""
+        """Requests are logged at debug level only."""
         _log.debug(format, *args)
 
 
 def _has_ipv6() -> bool:
-    """Whether the kernel knows IPv6 at all; clusters often don't."""
+    """Whether the kernel supports IPv6; on many clusters it doesn't."""
     try:
         with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as probe:
             probe.bind(("::", 0))

@@ -1,8 +1,8 @@
-"""Logging of a daemon: one line per event on standard error, for people or as JSON for a log store.
+"""Logging of a daemon: one line per event on standard error, as text or as JSON for a log store.
 
-A record about a save says which: ``job``, ``save``, ``checkpoint``, ``attempt``, ``rank``. Whoever logs
-gives them as ``extra``, or a task binds them once (:func:`bind`) for all that is logged within it,
-by storage as well. Text leaves them out, as its messages name them.
+A record about a save has the fields ``job``, ``save``, ``checkpoint``, ``attempt`` and ``rank``. The
+caller passes them as ``extra``, or a task binds them once (:func:`bind`) for all records logged within
+it, those of storage included. Text omits them, since its messages name them.
 """
 
 import logging
@@ -23,19 +23,19 @@ _bound: ContextVar[Callable[[], Fields]] = ContextVar("pannier-log-fields", defa
 
 
 def bind(fields: Callable[[], Fields]) -> None:
-    """All that this task logs from now on is about ``fields()``, as they are then.
+    """Adds ``fields()``, evaluated per record, to all that this task logs from now on.
 
-    In a task of an event loop only: those it starts inherit it, others don't see it.
+    For tasks of an event loop: tasks that it starts inherit them, others don't.
     """
     _bound.set(fields)
 
 
 def set_up_logging(format: str = TEXT, level: int = logging.INFO, **fields: str) -> None:
-    """Sends our own records from ``level`` on, and everyone else's warnings, to standard error.
+    """Sends Pannier's records from ``level`` on, and warnings of all others, to standard error.
 
     Args:
         format: one of FORMATS.
-        fields: what every line of JSON has.
+        fields: added to every line of JSON.
     """
     handler = logging.StreamHandler()
     if format == JSON:
@@ -59,7 +59,7 @@ def _add_fields(record: logging.LogRecord) -> bool:
     known: dict[str, Any] = record.__dict__
     for name, value in _bound.get()().items():
         known.setdefault(name, value)
-    # What isn't known yet isn't said.
+    # Not known yet.
     for name in ("attempt", "rank"):
         if known.get(name) == "":
             del known[name]

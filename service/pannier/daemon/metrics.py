@@ -1,9 +1,9 @@
-"""What Prometheus is told: the figures of both daemons as metric families with stable names.
+"""Prometheus metrics of both daemons: families with stable names.
 
-In: functions that give the figures of this moment, asked at each scrape, and counts of what has
-ended (:class:`SaveCounts`). Out: an answer for ``/metrics``. The training job is the label
-``training_job``: ``job`` is Prometheus' own. Names and labels are a contract; deploy/alerts and
-deploy/grafana are written to it.
+In: functions that return current values, called at each scrape, and counts of ended saves
+(:class:`SaveCounts`). Out: the response of ``/metrics``. The training job is the label
+``training_job``, since ``job`` is Prometheus' own. Names and labels are a contract: the alerts and the
+dashboard in deploy/ use them. Called by any thread.
 """
 
 import threading
@@ -44,17 +44,17 @@ _ENDED: Final = (
 )
 _JOBS_KEPT: Final = 256
 _SECONDS: Final = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 3600)
-"""Upper bounds of what a save's phases take."""
+"""Upper bounds of the buckets for a save's phases."""
 
 
 @dataclass(frozen=True)
 class ActiveSaves:
-    """Saves under way, at one moment."""
+    """Undecided saves at the time of a scrape."""
 
     states: Mapping[int, int]
-    """How many there are, by ``SaveState``."""
+    """Their number by ``SaveState``."""
     oldest_s: float = 0.0
-    """Since the oldest began."""
+    """Seconds since the oldest began."""
 
 
 @dataclass
@@ -68,7 +68,7 @@ class _Job:
 
 
 class SaveCounts:
-    """What has happened so far, in this life of the daemon. Thread-safe.
+    """Counts of ended saves since the daemon started. Thread-safe.
 
     Args:
         registry: gets the histogram of phases.
@@ -81,19 +81,19 @@ class SaveCounts:
         self._jobs: OrderedDict[str, _Job] = OrderedDict()
         self._phases = Histogram(
             "pannier_save_phase_seconds",
-            "Seconds from a committed save's first message until all its ranks had come so far.",
+            "Seconds from a committed save's first message until all its ranks had completed the phase.",
             ["phase"],
             buckets=_SECONDS,
             registry=registry,
         )
 
     def began(self, job: str, created_at: float) -> None:
-        """A save was heard of for the first time; ``created_at`` is Unix time."""
+        """Records a new save; ``created_at`` is Unix time."""
         with self._lock:
             self._job(job, created_at)
 
     def ended(self, save: save_pb2.SaveStatus) -> None:
-        """A save has ended, as its status without ranks tells; once each."""
+        """Records the status, without ranks, of an ended save; called once each."""
         with self._lock:
             self._ended[save.state] += 1
             self._failures.update(failure.kind for failure in save.failures)
@@ -114,7 +114,7 @@ class SaveCounts:
                 self._phases.labels(phase).observe(seconds)
 
     def collect(self) -> Iterable[Metric]:
-        """The families."""
+        """The metric families."""
         now = time.time()
         with self._lock:
             ended, failures = self._ended.copy(), self._failures.copy()
@@ -125,22 +125,22 @@ class SaveCounts:
         yield failures_total(failures)
         step = GaugeMetricFamily(
             "pannier_last_committed_step",
-            "Number at the end of the checkpoint id that was committed last.",
+            "Number at the end of the last committed checkpoint id.",
             labels=[_JOB],
         )
         at = GaugeMetricFamily(
             "pannier_last_commit_timestamp_seconds",
-            "Unix time of the last commit, in this life of the coordinator.",
+            "Unix time of the last commit since the coordinator started.",
             labels=[_JOB],
         )
         age = GaugeMetricFamily(
             "pannier_last_commit_age_seconds",
-            "Seconds since the last commit; before the first one here, since the job's first save.",
+            "Seconds since the last commit; before the first one since the coordinator started, since the job's first save.",
             labels=[_JOB],
         )
         sizes = CounterMetricFamily(
             "pannier_committed_bytes",
-            "Bytes of the checkpoints that were committed.",
+            "Bytes of committed checkpoints.",
             labels=[_JOB],
         )
         for name, job in jobs.items():
@@ -167,14 +167,14 @@ def step_of(checkpoint_id: str) -> int | None:
     """1000 of ``gs://bucket/run/step-1000``; None without a number at the end."""
     name = checkpoint_id.rstrip("/")
     digits = name[len(name.rstrip("0123456789")) :]
-    # Longer ones are dates or hashes, which a metric's float couldn't tell apart.
+    # Longer numbers are dates or hashes, which a metric's float can't represent exactly.
     return int(digits) if 0 < len(digits) <= 15 else None
 
 
 def saves_ended(ended: Mapping[int, int]) -> Metric:
-    """By outcome; ``ended`` is by ``SaveState``."""
+    """Ended saves by outcome; ``ended`` is by ``SaveState``."""
     family = CounterMetricFamily(
-        "pannier_saves_ended", "Saves that have ended, by outcome.", labels=["outcome"]
+        "pannier_saves_ended", "Ended saves, by outcome.", labels=["outcome"]
     )
     for state in _ENDED:
         family.add_metric([state_word(state)], ended.get(state, 0))
@@ -182,10 +182,10 @@ def saves_ended(ended: Mapping[int, int]) -> Metric:
 
 
 def failures_total(failures: Mapping[int, int]) -> Metric:
-    """By cause; ``failures`` is by ``FailureKind``."""
+    """Failures by cause; ``failures`` is by ``FailureKind``."""
     family = CounterMetricFamily(
         "pannier_failures",
-        "Ranks that failed in a save, by cause; one for the whole save where no rank is to blame.",
+        "Ranks that failed in a save, by cause; one per save that failed as a whole.",
         labels=["cause"],
     )
     for kind in save_pb2.FailureKind.values():
@@ -195,14 +195,14 @@ def failures_total(failures: Mapping[int, int]) -> Metric:
 
 
 def saves_under_way(under: ActiveSaves) -> Iterable[Metric]:
-    """By state, and how old the oldest is."""
-    family = GaugeMetricFamily("pannier_saves", "Saves under way, by state.", labels=["state"])
+    """Undecided saves by state, and the age of the oldest."""
+    family = GaugeMetricFamily("pannier_saves", "Undecided saves, by state.", labels=["state"])
     for state in UNDER_WAY:
         family.add_metric([state_word(state)], under.states.get(state, 0))
     yield family
     yield GaugeMetricFamily(
         "pannier_oldest_save_age_seconds",
-        "Seconds since the oldest save under way began; 0 without one.",
+        "Seconds since the oldest undecided save began; 0 without one.",
         under.oldest_s,
     )
 
@@ -213,46 +213,46 @@ def state_word(state: int) -> str:
 
 
 def backlog_families(backlog: Backlog) -> Iterable[Metric]:
-    """Of a sidecar: what waits for storage, and its spool."""
+    """A sidecar's uploads and its spool."""
     for name, help, value in (
         (
             "pannier_queue_bytes",
-            "Bytes in the spool of undecided saves that storage doesn't hold yet.",
+            "Bytes of undecided saves that are in the spool and not yet durable.",
             backlog.bytes_queued,
         ),
         (
             "pannier_oldest_upload_age_seconds",
-            "Seconds since the oldest data file that isn't durable began to fill; 0 without one.",
+            "Seconds since the first byte of the oldest data file that isn't durable; 0 without one.",
             backlog.oldest_s,
         ),
         (
             "pannier_spool_reserved_bytes",
-            "Reserved space of the spool: all that Pannier holds on this host.",
+            "Reserved space of the spool, in bytes: all that Pannier holds on this host.",
             backlog.spool_bytes,
         ),
         (
             "pannier_spool_lent_bytes",
-            "Of the reserved space: lent to trainers, which stage into it.",
+            "Reserved bytes that trainers have mapped and stage into.",
             backlog.lent_bytes,
         ),
         (
             "pannier_spool_held_bytes",
-            "Of the reserved space: given up, but held by a process that is stopped.",
+            "Reserved bytes that were released, but are still mapped by a stopped process.",
             backlog.held_bytes,
         ),
         (
             "pannier_spool_saves_bytes",
-            "Of the reserved space: holds data files of saves.",
+            "Reserved bytes that hold data files of saves.",
             backlog.saves_bytes,
         ),
         (
             "pannier_spool_capacity_bytes",
-            "Most bytes the spool can have: its budget, or what its file system has.",
+            "Most bytes the spool can hold: its budget, or the space of its file system.",
             backlog.capacity_bytes,
         ),
         (
             "pannier_spool_free_bytes",
-            "Bytes of the spool that saves could still take.",
+            "Bytes of the spool that are free for saves.",
             backlog.free_bytes,
         ),
     ):
@@ -267,16 +267,16 @@ class _Families(Collector):
         return self._collect()
 
     def describe(self) -> Iterable[Metric]:
-        """Without: nothing is asked before the first scrape."""
+        """None, so that registering collects nothing."""
         return ()
 
 
 class Metrics:
-    """All that one daemon tells."""
+    """The metrics of one daemon."""
 
     def __init__(self, daemon: str, daemon_info: DaemonInfo) -> None:
         """``daemon`` is ``sidecar`` or ``coordinator``."""
-        # Of this process: they tell nothing that Prometheus doesn't know.
+        # Their creation times add nothing to what Prometheus records.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         self._daemon = daemon
@@ -285,18 +285,18 @@ class Metrics:
         self.add(self._own)
 
     def add(self, collect: Callable[[], Iterable[Metric]]) -> None:
-        """Asks ``collect`` at each scrape, in any thread."""
+        """Calls ``collect`` at each scrape, in any thread."""
         self.registry.register(_Families(collect))
 
-    def answer(self, request: Request) -> Response:
-        """The route of ``/metrics``, in the format that the scraper accepts."""
+    def respond(self, request: Request) -> Response:
+        """The route ``/metrics``, in the format that the scraper accepts."""
         encode, content_type = choose_encoder(request.accept)
         return Response(encode(self.registry), content_type)
 
     def _own(self) -> Iterable[Metric]:
         build = GaugeMetricFamily(
             "pannier_build_info",
-            "1; the labels say which daemon this is.",
+            "1; the labels are the daemon, its version and its host.",
             labels=["daemon", "version", "host"],
         )
         build.add_metric([self._daemon, package_version(), self._daemon_info.host], 1)
@@ -308,6 +308,6 @@ class Metrics:
         )
         yield GaugeMetricFamily(
             "pannier_storage_abandoned_threads",
-            "Blocking calls to storage that were abandoned and have not returned.",
+            "Blocking storage calls that were abandoned and have not returned.",
             io_threads.abandoned(),
         )

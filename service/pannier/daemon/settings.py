@@ -1,4 +1,4 @@
-"""Who may reach a daemon and what it may reach, as settings: checked when they are made, the same for both daemons."""
+"""Settings that both daemons have: addresses, TLS, users and roots; validated on construction."""
 
 import socket
 from dataclasses import dataclass, field
@@ -19,34 +19,34 @@ _LARGEST_UID: Final = (1 << 32) - 2
 
 @dataclass(frozen=True, kw_only=True)
 class DaemonSettings:
-    """Part of a daemon's settings. Raises ConfigurationError naming the setting."""
+    """Settings of either daemon. Raises ConfigurationError naming the setting."""
 
     address: str
     """Where its callers reach it: ``unix:///path`` or ``host:port``."""
     listen: str | None = None
     """Another address to listen on, ``host:port``."""
     health: str | None = None
-    """Where probes are answered, ``host:port``: health alone, in plaintext."""
+    """Where only health checks are served, ``host:port``, in plaintext."""
     metrics: str | None = None
     """Where metrics and the status page are served over HTTP, ``[host:]port``, in plaintext."""
     log_format: str = TEXT
-    """``text`` for people, or ``json``: an object a line."""
+    """``text``, or ``json``: one object per line."""
     tls_cert: Path | None = None
-    """Own certificate, PEM: shown on TCP to whoever connects, and to whom it connects."""
+    """Own certificate, PEM: presented on TCP to clients and to servers."""
     tls_key: Path | None = None
     """Its private key."""
     tls_ca: Path | None = None
-    """CAs that must have signed what a peer shows."""
+    """CAs that must have signed the peer's certificate."""
     insecure_listen: bool = False
-    """Listen in plaintext where other hosts can connect, too."""
+    """Listen in plaintext where other hosts can connect as well."""
     allow_uid: tuple[int, ...] = ()
-    """Users besides this one and root who may connect to the unix socket."""
+    """Users besides this one and root that may connect to the unix socket."""
     allow: tuple[str, ...] = ()
     """Roots that checkpoints must lie below; none: anywhere."""
     host: str = field(default_factory=socket.gethostname)
     """This host in status, errors and decisions."""
     tls: Tls | None = field(init=False, default=None, compare=False)
-    """Of the three files; None: plaintext."""
+    """Built from the three files; None: plaintext."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tls", tls_of(self.tls_cert, self.tls_key, self.tls_ca))
@@ -56,18 +56,18 @@ class DaemonSettings:
                 check_exposure(address, self.tls, self.insecure_listen, setting=setting)
         if self.health is not None and is_unix(parse_address(self.health, setting="--health")):
             raise ConfigurationError(
-                f"--health={self.health} is no host:port: the unix socket at --address answers health "
-                "checks, too"
+                f"--health={self.health} is not host:port: the unix socket at --address serves "
+                "health checks as well"
             )
         if self.metrics is not None:
             object.__setattr__(self, "metrics", http_address(self.metrics, setting="--metrics"))
         if self.log_format not in FORMATS:
             raise ConfigurationError(
-                f"--log-format {self.log_format!r} is none of {', '.join(FORMATS)}"
+                f"--log-format {self.log_format!r} is not one of {', '.join(FORMATS)}"
             )
         for uid in self.allow_uid:
             if not 0 <= uid <= _LARGEST_UID:
-                raise ConfigurationError(f"--allow-uid {uid} is not the number of a user")
+                raise ConfigurationError(f"--allow-uid {uid} is not a user id")
         for root in self.allow:
             try:
                 parse(root)

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT as something that a daemon's main thread, or its event loop, waits for."""
+"""SIGTERM and SIGINT as requests that a daemon's main thread, or its event loop, waits for."""
 
 import asyncio
 import queue
@@ -19,7 +19,7 @@ class StopSignals:
 
     def __init__(self) -> None:
         self._previous: dict[signal.Signals, Any] = {}
-        # Its put is reentrant, as a signal handler needs it; an Event's set may deadlock.
+        # Its put is reentrant, as signal handlers need; an Event's set may deadlock.
         self._requests: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def __enter__(self) -> "StopSignals":
@@ -38,13 +38,13 @@ class StopSignals:
             signal.signal(number, handler)
 
     def request(self) -> None:
-        """Asks to stop, as a signal does. Any thread."""
+        """Requests a stop, as a signal does. Any thread."""
         self._requests.put(None)
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Waits for the next request; False when none came within ``timeout_s`` seconds.
 
-        The second request means that the first one's patience is over.
+        The second request ends the grace period of the first.
         """
         try:
             self._requests.get(timeout=timeout_s)
@@ -57,7 +57,7 @@ class StopSignals:
 
 
 class AioStopSignals:
-    """The same for a daemon whose main thread runs an event loop; entered on that loop."""
+    """Asynchronous context manager for a daemon whose main thread runs an event loop; entered on it."""
 
     def __init__(self) -> None:
         self._requests: asyncio.Queue[None] = asyncio.Queue()
@@ -81,7 +81,7 @@ class AioStopSignals:
             self._loop.remove_signal_handler(number)
 
     def request(self) -> None:
-        """Asks to stop, as a signal does. Any thread."""
+        """Requests a stop, as a signal does. Any thread."""
         self._loop.call_soon_threadsafe(self._requests.put_nowait, None)
 
     async def wait(self, timeout_s: float | None = None) -> bool:

@@ -1,9 +1,9 @@
-"""The status page and what it reads: the Status service's data as JSON, over HTTP.
+"""The status page and the JSON that it reads: the Status service's data, over HTTP.
 
-In: a status_registry and what a daemon says of itself. Out: routes for :mod:`pannier.daemon.http_server`.
+In: a status registry and the daemon's own state. Out: routes for :mod:`pannier.daemon.http_server`.
 ``/status.json`` is ListSavesResponse without ranks, ``/save.json?id=`` is GetSaveResponse with all of
-them, in the form of ``pannier status --json``. Many viewers cost a daemon no more than one: what
-doesn't change is kept, and what does is rendered again no sooner than a while after it last was.
+them, in the form of ``pannier status --json``. Statuses are cached, those of ended saves for good, so
+that many viewers cost a daemon no more than one. Called by any thread.
 """
 
 import asyncio
@@ -24,50 +24,50 @@ from google.protobuf import json_format, message
 from pannier.daemon.http_server import Request, Response, Route
 from pannier.daemon.metrics import Metrics
 from pannier.daemon.status_registry import TERMINAL, StatusRegistry, UnknownSaveError
-from pannier.daemon.status_service import DaemonInfo, about
+from pannier.daemon.status_service import DaemonInfo, describe_daemon
 from pannier.v1 import save_pb2, status_pb2
 from pannier.wire.errors import InvalidRequestError, UnavailableError
 
-_LIMIT: Final = 50
-_MOST: Final = 500
-_FRESH_S: Final = 0.5
-"""A status is good for so long, or for ten times what it took to make."""
-_KEPT: Final = 1024
-_TURN_S: Final = 10.0
-"""For the event loop to answer."""
+_DEFAULT_LIMIT: Final = 50
+_MAX_LIMIT: Final = 500
+_CACHE_S: Final = 0.5
+"""How long a status is cached; at least ten times as long as rendering it took."""
+_MAX_ENDED: Final = 1024
+_LOOP_TIMEOUT_S: Final = 10.0
+"""For the event loop to render a status."""
 
-_Answer = TypeVar("_Answer")
+_Result = TypeVar("_Result")
 
 StateReader = Callable[[Callable[[], Any]], Any]
-"""Runs a function where saves may be looked at, and returns what it returned."""
+"""Calls a function where the state of saves may be read, and returns its result."""
 
 
-def read_directly(function: Callable[[], _Answer]) -> _Answer:
-    """An :data:`StateReader` for a daemon whose saves any thread may look at."""
+def read_directly(function: Callable[[], _Result]) -> _Result:
+    """A :data:`StateReader` for a daemon whose saves any thread may read."""
     return function()
 
 
 def read_on_loop(loop: asyncio.AbstractEventLoop) -> StateReader:
-    """An :data:`StateReader` for one whose saves belong to an event loop."""
+    """A :data:`StateReader` for a daemon whose saves belong to an event loop."""
 
-    def read_state(function: Callable[[], _Answer]) -> _Answer:
-        async def run() -> _Answer:
+    def read_state(function: Callable[[], _Result]) -> _Result:
+        async def run() -> _Result:
             return function()
 
         turn = asyncio.run_coroutine_threadsafe(run(), loop)
         try:
-            return turn.result(_TURN_S)
+            return turn.result(_LOOP_TIMEOUT_S)
         except LateError as error:
             turn.cancel()
             raise UnavailableError(
-                f"the daemon hasn't answered for {_TURN_S:.0f} s: it is busy, or it hangs"
+                f"the daemon's event loop did not respond within {_LOOP_TIMEOUT_S:.0f} s"
             ) from error
 
     return read_state
 
 
 class StatusPage:
-    """Answers of one daemon. Called by any thread."""
+    """The status page of one daemon. Called by any thread."""
 
     def __init__(
         self,
@@ -79,29 +79,29 @@ class StatusPage:
         self._daemon_info = daemon_info
         self._read_state = read_state
         self._lock = threading.Lock()
-        """Held while something is rendered: others wait for that instead of asking, too."""
+        """Held while a status is rendered, so that other threads use the result."""
         self._ended: OrderedDict[str, save_pb2.SaveStatus] = OrderedDict()
-        """Those that don't change any more, without ranks."""
-        self._fresh: dict[str, tuple[float, save_pb2.SaveStatus]] = {}
-        """By key, and good until when, on the monotonic clock."""
+        """Final statuses by key, without ranks."""
+        self._cached: dict[str, tuple[float, save_pb2.SaveStatus]] = {}
+        """Cached statuses by key, each with its expiry on the monotonic clock."""
 
     def routes(self, metrics: Metrics) -> dict[str, Route]:
-        """All paths that are served."""
+        """The functions of all paths."""
         return {
             "/": self._page,
             "/status.json": self._status,
             "/save.json": self._save,
-            "/metrics": metrics.answer,
+            "/metrics": metrics.respond,
         }
 
     def _page(self, request: Request) -> Response:
         return _PAGE
 
     def _status(self, request: Request) -> Response:
-        text = request.query.get("limit", str(_LIMIT))
-        if not text.isascii() or not text.isdecimal() or not 0 < int(text[:9]) <= _MOST:
-            raise InvalidRequestError(f"limit={text!r} is not a number from 1 to {_MOST}")
-        response = about(self._daemon_info)
+        text = request.query.get("limit", str(_DEFAULT_LIMIT))
+        if not text.isascii() or not text.isdecimal() or not 0 < int(text[:9]) <= _MAX_LIMIT:
+            raise InvalidRequestError(f"limit={text!r} is not a number from 1 to {_MAX_LIMIT}")
+        response = describe_daemon(self._daemon_info)
         for key in self._status_registry.newest(int(text)):
             brief = self._brief(key)
             if brief is not None:
@@ -114,7 +114,7 @@ class StatusPage:
             return _json(status_pb2.GetSaveResponse(save=self._rendered(key)))
 
     def _brief(self, key: str) -> save_pb2.SaveStatus | None:
-        """Without ranks; None when it was just forgotten."""
+        """The status without ranks; None when the save was just removed."""
         with self._lock:
             ended = self._ended.get(key)
             if ended is not None:
@@ -127,20 +127,20 @@ class StatusPage:
             del brief.ranks[:]
             if brief.state in TERMINAL:
                 self._ended[key] = brief
-                while len(self._ended) > _KEPT:
+                while len(self._ended) > _MAX_ENDED:
                     self._ended.popitem(last=False)
             return brief
 
     def _rendered(self, key: str) -> save_pb2.SaveStatus:
-        """The status, not older than a moment; with the lock held."""
+        """The status, cached for a short time; called with the lock held."""
         now = time.monotonic()
-        until, status = self._fresh.get(key, (0.0, None))
+        until, status = self._cached.get(key, (0.0, None))
         if status is not None and now < until:
             return status
         made: save_pb2.SaveStatus = self._read_state(lambda: self._status_registry.get(key))
         took = time.monotonic() - now
-        self._fresh = {k: v for k, v in self._fresh.items() if v[0] > now}
-        self._fresh[key] = (time.monotonic() + max(_FRESH_S, 10 * took), made)
+        self._cached = {k: v for k, v in self._cached.items() if v[0] > now}
+        self._cached[key] = (time.monotonic() + max(_CACHE_S, 10 * took), made)
         return made
 
 
@@ -152,7 +152,7 @@ def _json(value: message.Message) -> Response:
 
 
 def _hash(html: str, tag: str) -> str:
-    """What the browser is told of the one element of this kind: no other runs."""
+    """Source of the one element with this tag, for the Content-Security-Policy."""
     (content,) = re.findall(rf"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
     digest = hashlib.sha256(content.encode()).digest()
     return f"'sha256-{base64.b64encode(digest).decode()}'"

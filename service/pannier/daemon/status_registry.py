@@ -1,7 +1,7 @@
-"""The saves that a daemon tells about, and a bell for those who watch them.
+"""The saves that a daemon reports, and notifications for those that watch them.
 
-The owner of a save puts a function there that renders its status whenever
-someone asks, and rings when something changed: nothing is rendered for nobody.
+In: per save a function that renders its status, and a notification by the save's owner at each
+change. Out: statuses, rendered on request only. Thread-safe; each watch is for one waiter.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ class UnknownSaveError(PannierError):
 
 
 Render = Callable[[], save_pb2.SaveStatus]
-"""Makes a fresh message each time; called by any thread that asks (with an aio server, on its loop)."""
+"""Makes a new message each time; called by any thread (with an aio server, on its loop)."""
 
 TERMINAL = (
     save_pb2.SAVE_STATE_COMMITTED,
@@ -45,7 +45,7 @@ class _Entry:
 
 
 class StatusRegistry:
-    """Thread-safe. Entries stay until their owner removes them."""
+    """Saves by id, the newest last, until their owners remove them. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -53,24 +53,24 @@ class StatusRegistry:
         self._watches: set[_Watch] = set()
 
     def put(self, save: save_pb2.SaveId, checkpoint_id: str, render: Render) -> None:
-        """Adds a save (the newest, from now on) and rings."""
+        """Adds a save, the newest from now on, and notifies watches."""
         key = save_text(save)
         with self._lock:
             self._entries[key] = _Entry(save.job, checkpoint_id, render)
         self.notify(key)
 
     def remove(self, key: str) -> None:
-        """Forgets a save; no error when it isn't there."""
+        """Removes a save, if present, and notifies watches."""
         with self._lock:
             self._entries.pop(key, None)
         self.notify(key)
 
     def notify(self, key: str) -> None:
-        """Says that the status of ``key`` (:func:`save_text`) changed."""
+        """Notifies watches that the status of ``key`` (:func:`save_text`) changed."""
         with self._lock:
             watches = [watch for watch in self._watches if watch.key in (None, key)]
         for watch in watches:
-            watch.wake()
+            watch.notify()
 
     def find(self, name: str) -> str:
         """Key of a save by its id, or of the newest save to a checkpoint id.
@@ -83,7 +83,7 @@ class StatusRegistry:
             for key, entry in reversed(self._entries.items()):
                 if entry.checkpoint_id == name:
                     return key
-        raise UnknownSaveError(f"no save {name!r} is known here; `pannier status` lists them")
+        raise UnknownSaveError(f"this daemon knows no save {name!r}; `pannier status` lists them")
 
     def get(self, name: str) -> save_pb2.SaveStatus:
         """Status by id, or of the newest save to a checkpoint id. Raises UnknownSaveError."""
@@ -91,7 +91,7 @@ class StatusRegistry:
         with self._lock:
             entry = self._entries.get(key)
         if entry is None:
-            raise UnknownSaveError(f"save {key} was just forgotten")
+            raise UnknownSaveError(f"save {key} was just removed")
         return entry.render()
 
     def newest(self, limit: int) -> "builtins.list[str]":
@@ -115,11 +115,11 @@ class StatusRegistry:
         return found
 
     def watch(self, key: str | None = None) -> "Watch":
-        """A bell for one save, or for all; a context manager, for a thread."""
+        """Notifications for one save, or for all; a context manager, for a thread."""
         return Watch(self, key)
 
     def watch_aio(self, key: str | None = None) -> "AioWatch":
-        """A bell for one save, or for all; a context manager, for a coroutine."""
+        """Notifications for one save, or for all; a context manager, for a coroutine."""
         return AioWatch(self, key)
 
     def _add(self, watch: "_Watch") -> None:
@@ -140,55 +140,55 @@ class _Watch(ABC):
         self._status_registry._discard(self)
 
     @abstractmethod
-    def wake(self) -> None:
-        """As a ring does. Any thread."""
+    def notify(self) -> None:
+        """Ends the current or next wait. Any thread."""
 
 
 class Watch(_Watch):
-    """Remembers one ring until it is waited for; for one thread."""
+    """Keeps one notification until the next wait; for one thread."""
 
     def __init__(self, status_registry: StatusRegistry, key: str | None) -> None:
         super().__init__(status_registry, key)
-        self._rung = threading.Event()
+        self._notified = threading.Event()
 
     def __enter__(self) -> "Watch":
         self._status_registry._add(self)
         return self
 
-    def wake(self) -> None:
-        """As a ring does. Any thread."""
-        self._rung.set()
+    def notify(self) -> None:
+        """Ends the current or next wait. Any thread."""
+        self._notified.set()
 
     def wait(self, timeout_s: float) -> bool:
-        """Waits for the next ring; False when none came in time."""
-        rung = self._rung.wait(timeout_s)
-        self._rung.clear()
-        return rung
+        """Waits for the next notification; False when none came in time."""
+        notified = self._notified.wait(timeout_s)
+        self._notified.clear()
+        return notified
 
 
 class AioWatch(_Watch):
-    """Remembers one ring until it is waited for; for one coroutine of the loop it is made on."""
+    """Keeps one notification until the next wait; for one coroutine of the loop it is created on."""
 
     def __init__(self, status_registry: StatusRegistry, key: str | None) -> None:
         super().__init__(status_registry, key)
         self._loop = asyncio.get_running_loop()
-        self._rung = asyncio.Event()
+        self._notified = asyncio.Event()
 
     def __enter__(self) -> "AioWatch":
         self._status_registry._add(self)
         return self
 
-    def wake(self) -> None:
-        """As a ring does. Any thread."""
-        # The loop may have ended while a thread rings.
+    def notify(self) -> None:
+        """Ends the current or next wait. Any thread."""
+        # The loop may have ended meanwhile.
         with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._rung.set)
+            self._loop.call_soon_threadsafe(self._notified.set)
 
     async def wait(self, timeout_s: float) -> bool:
-        """Waits for the next ring; False when none came in time."""
+        """Waits for the next notification; False when none came in time."""
         try:
-            await asyncio.wait_for(self._rung.wait(), timeout_s)
+            await asyncio.wait_for(self._notified.wait(), timeout_s)
         except asyncio.TimeoutError:
             return False
-        self._rung.clear()
+        self._notified.clear()
         return True

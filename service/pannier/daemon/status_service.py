@@ -1,7 +1,7 @@
-"""What an operator asks either daemon: status of saves, health, and which services there are.
+"""The gRPC services that every daemon has: Status, health and reflection.
 
-In: a :class:`StatusRegistry` and a server that hasn't started. Health says NOT_SERVING
-and status says ``draining`` once the daemon takes no new saves.
+In: a :class:`StatusRegistry` and a server that hasn't started. Out: the services added to it; once
+the daemon takes no new saves, health is NOT_SERVING and the daemon's state is ``draining``.
 """
 
 import asyncio
@@ -22,36 +22,36 @@ _STATUS: Final = "pannier.v1.Status"
 _INTERVAL_S: Final = 0.1
 """Shortest time between two messages of WatchSave."""
 _REFRESH_S: Final = 1.0
-"""How often WatchSave looks for what changes with time alone ("last seen 12 s ago")."""
+"""How often WatchSave renders the status again for what changes with time alone ("last seen 12 s ago")."""
 
 
 @dataclass(frozen=True)
 class Backlog:
-    """What a daemon has taken over and not yet brought to storage."""
+    """What a sidecar still has to upload, and its spool; sizes in bytes."""
 
     bytes_queued: int = 0
     oldest_s: float = 0.0
     """Age of the oldest upload, seconds."""
     spool_bytes: int = 0
-    """Reserved in the spool; of these, lent to trainers, and held by processes that may wake up."""
+    """Reserved in the spool; of these, mapped by trainers, and released but mapped by stopped processes."""
     lent_bytes: int = 0
     held_bytes: int = 0
     saves_bytes: int = 0
-    """Of the spool's: hold data files of saves."""
+    """Of the reserved ones: hold data files of saves."""
     capacity_bytes: int = 0
-    """Most that the spool can have."""
+    """Most that the spool can hold."""
     free_bytes: int = 0
-    """What saves could still take of it."""
+    """Of the capacity: free for saves."""
 
 
 @dataclass
 class DaemonInfo:
-    """What a daemon says of itself."""
+    """A daemon's own part of its status."""
 
     host: str
     draining: bool = False
     backlog: Callable[[], Backlog] = Backlog
-    """Asked by any thread."""
+    """Called by any thread."""
 
     @property
     def state(self) -> str:
@@ -82,7 +82,7 @@ class StatusServices:
         reflection.enable_server_reflection(_reflected(services), server)
 
     def drain(self) -> None:
-        """Says everywhere that no new saves are taken. Any thread."""
+        """Sets health to NOT_SERVING and the state to draining. Any thread."""
         self._daemon_info.draining = True
         self._health.enter_graceful_shutdown()
 
@@ -108,12 +108,12 @@ class AioStatusServices:
         reflection.enable_server_reflection(_reflected(services), server)
 
     async def serve(self) -> None:
-        """Health says SERVING for every service by name; the server as a whole does so at once."""
+        """Sets the health of every service to SERVING; the server as a whole is from the start."""
         for name in self._services:
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
 
     async def drain(self) -> None:
-        """Says everywhere that no new saves are taken."""
+        """Sets health to NOT_SERVING and the state to draining."""
         self._daemon_info.draining = True
         await self._health.enter_graceful_shutdown()
 
@@ -125,15 +125,15 @@ def _reflected(services: Sequence[str]) -> tuple[str, ...]:
 def _list(
     status_registry: StatusRegistry, daemon_info: DaemonInfo, request: status_pb2.ListSavesRequest
 ) -> status_pb2.ListSavesResponse:
-    response = about(daemon_info)
+    response = describe_daemon(daemon_info)
     response.saves.extend(
         status_registry.list(job=request.job, states=request.states, limit=request.limit)
     )
     return response
 
 
-def about(daemon_info: DaemonInfo) -> status_pb2.ListSavesResponse:
-    """What a daemon says of itself, without saves. Any thread."""
+def describe_daemon(daemon_info: DaemonInfo) -> status_pb2.ListSavesResponse:
+    """A ListSavesResponse without saves. Any thread."""
     backlog = daemon_info.backlog()
     return status_pb2.ListSavesResponse(
         daemon_state=daemon_info.state,
@@ -176,8 +176,8 @@ class _StatusServicer(status_pb2_grpc.StatusServicer):
         key = self._status_registry.find(request.id)
         sent: save_pb2.SaveStatus | None = None
         with self._status_registry.watch(key) as watch:
-            # Also rings when the caller goes away.
-            context.add_callback(watch.wake)
+            # Notified as well when the caller disconnects.
+            context.add_callback(watch.notify)
             while context.is_active():
                 status = self._status_registry.get(key)
                 if status != sent:

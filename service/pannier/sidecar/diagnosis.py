@@ -66,7 +66,7 @@ class SidecarDiagnosis(diagnosis_pb2_grpc.DiagnosisServicer):
                 request,
                 daemon="sidecar",
                 host=self._config.host,
-                looks=self._looks,
+                own_checks=self._looks,
                 allow=self._config.allow,
                 storage_options=self._config.storage_options,
             ),

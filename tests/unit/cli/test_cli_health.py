@@ -133,7 +133,7 @@ def test_it_asks_where_the_daemon_of_its_container_was_told_to_listen(
 
 
 def test_settings_are_checked() -> None:
-    with pytest.raises(ConfigurationError, match=r"--health=unix:///x is no host:port"):
+    with pytest.raises(ConfigurationError, match=r"--health=unix:///x is not host:port"):
         CoordinatorConfig(health="unix:///x")
     with pytest.raises(ConfigurationError, match="--health"):
         CoordinatorConfig(health="7071")

@@ -103,5 +103,5 @@ def test_text_is_as_it_was(capsys: Capture) -> None:
 
 
 def test_settings_are_checked() -> None:
-    with pytest.raises(ConfigurationError, match=r"--log-format 'xml' is none of text, json"):
+    with pytest.raises(ConfigurationError, match=r"--log-format 'xml' is not one of text, json"):
         CoordinatorConfig(log_format="xml")

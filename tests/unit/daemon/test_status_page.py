@@ -57,7 +57,7 @@ def test_lists_are_without_ranks_and_a_save_has_them() -> None:
 
 
 def test_many_viewers_cost_no_more_than_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(status_page, "_FRESH_S", 60.0)
+    monkeypatch.setattr(status_page, "_CACHE_S", 60.0)
     site = Site()
     for number in range(5):
         site.put(number, save_pb2.SAVE_STATE_COMMITTED)
@@ -67,7 +67,7 @@ def test_many_viewers_cost_no_more_than_one(monkeypatch: pytest.MonkeyPatch) -> 
         site.get("/save.json", id=live)
     assert site.rendered == 6
     # One that has ended is never asked for again, what is under way is.
-    monkeypatch.setattr(status_page, "_FRESH_S", 0.0)
+    monkeypatch.setattr(status_page, "_CACHE_S", 0.0)
     site.put(6, save_pb2.SAVE_STATE_STAGING)
     before = site.rendered
     site.get("/status.json")
@@ -80,7 +80,7 @@ def test_what_was_forgotten_is_left_out() -> None:
     site.put(2, save_pb2.SAVE_STATE_STAGING)
     site.status_registry.remove(key)
     assert site.get("/status.json").count(b'"attempt"') == 1
-    with pytest.raises(PannierError, match="no save 'job/i/g/1' is known here"):
+    with pytest.raises(PannierError, match="knows no save 'job/i/g/1'"):
         site.get("/save.json", id=key)
 
 
@@ -106,7 +106,7 @@ def turning(loop: asyncio.AbstractEventLoop) -> Iterator[None]:
         loop.close()
 
 
-def test_saves_of_a_loop_are_looked_at_there_and_one_that_hangs_is_told(
+def test_statuses_are_rendered_on_the_event_loop_and_a_loop_that_hangs_is_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     loop = asyncio.new_event_loop()
@@ -116,10 +116,10 @@ def test_saves_of_a_loop_are_looked_at_there_and_one_that_hangs_is_told(
         assert read_state(lambda: asyncio.get_running_loop() is loop)
         with pytest.raises(ZeroDivisionError):
             read_state(lambda: 1 // 0)
-        monkeypatch.setattr(status_page, "_TURN_S", 0.1)
-        loop.call_soon_threadsafe(go.wait)
-        with pytest.raises(UnavailableError, match="busy, or it hangs"):
+        monkeypatch.setattr(status_page, "_LOOP_TIMEOUT_S", 0.1)
+        loop.call_soon_threadsafe(go.wait, 60)
+        with pytest.raises(UnavailableError, match="did not respond within"):
             read_state(lambda: True)
         go.set()
-        monkeypatch.setattr(status_page, "_TURN_S", 10.0)
+        monkeypatch.setattr(status_page, "_LOOP_TIMEOUT_S", 10.0)
         assert read_state(lambda: True)

@@ -71,7 +71,7 @@ class MultiJobDiagnosis(diagnosis_pb2_grpc.DiagnosisServicer):
                 request,
                 daemon="sidecar",
                 host=self._config.host,
-                looks=lambda: [
+                own_checks=lambda: [
                     doctor_checks.check_state(draining=self._daemon_info.draining),
                     self._check_jobs(),
                 ],
