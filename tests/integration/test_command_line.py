@@ -141,7 +141,7 @@ def test_up_shows_both_daemons_to_browsers(embedded: Path, tmp_path: Path) -> No
             assert about["daemon"] == daemon
         assert process.stop(30) == 0
     last = pannier("up", "--metrics", "65535")
-    assert (last.code, "needs the port after that" in last.err) == (2, True)
+    assert (last.code, "needs the next port" in last.err) == (2, True)
 
 
 def free_pair() -> int:
@@ -191,14 +191,14 @@ def test_up_for_several_hosts_leaves_when_all_are_idle_and_takes_its_keys_along(
             assert first.returncode is None
             status = pannier("status")
             assert status.code == 0
-            assert "hint: another sidecar of yours" in status.err
+            assert "hint: this user has another sidecar" in status.err
         assert first.wait(60) == 0
         assert second.wait(60) == 0
     assert [list(command[0].iterdir()) for command in commands] == [[], []]
     assert list(spool.iterdir()) == []
     with up(embedded, tmp_path, "--listen", address, "--coordinator", address) as both:
         assert both.wait(30) == 2
-        assert "give one of them" in both.log()
+        assert "give only one of them" in both.log()
 
 
 def _child(parent: int, command: str) -> psutil.Process:

@@ -8,20 +8,20 @@ import click
 
 OK = 0
 NEGATIVE = 1
-"""The answer is no: aborted, damaged, not there."""
+"""A negative result: aborted, damaged, not found."""
 USAGE = 2
 UNREACHABLE = 3
 
 EXIT_STATUSES = (
-    "Exit status: 0 well; 1 the answer is no (aborted, damaged, not found); 2 wrong usage or "
+    "Exit status: 0 success; 1 negative result (aborted, damaged, not found); 2 wrong usage or "
     "configuration; 3 a daemon or the storage can't be reached."
 )
 
 
 @contextmanager
 def report_errors() -> Iterator[None]:
-    """Turns what users can act on into a message and an exit status; bugs keep their traceback."""
-    # Imported late: most commands don't fail, and errors bring gRPC along.
+    """Turns errors that users can act on into a message and an exit status; bugs keep their traceback."""
+    # wire.errors is imported on failure only: it imports gRPC.
     try:
         yield
     except click.exceptions.Exit as stop:
@@ -32,11 +32,11 @@ def report_errors() -> Iterator[None]:
         error.show()
         sys.exit(error.exit_code)
     except BrokenPipeError:
-        # The reader of our output has seen enough (`pannier ls … | head`).
+        # The reader of the output has exited (`pannier ls … | head`).
         sys.stderr.close()
         sys.exit(OK)
     except Exception as error:
-        status, hint = _judge(error)
+        status, hint = _classify(error)
         if status is None:
             raise
         click.echo(f"error: {error}", err=True)
@@ -45,11 +45,11 @@ def report_errors() -> Iterator[None]:
         sys.exit(status)
 
 
-def _judge(error: Exception) -> tuple[int | None, str]:
+def _classify(error: Exception) -> tuple[int | None, str]:
     from pannier.wire import errors
 
     if isinstance(error, (errors.ConfigurationError, errors.InvalidRequestError)):
-        return USAGE, "run the command with --help to see what it takes"
+        return USAGE, "--help lists the command's arguments and options"
     if isinstance(error, (errors.UnavailableError, errors.DeadlineError)):
         return UNREACHABLE, (
             "is the daemon running, and is this its address? Give it with --address or "

@@ -1,7 +1,7 @@
-"""The command line's root: in comes ``sys.argv``, out go a subcommand's output and an exit status.
+"""The root of the command line. In: ``sys.argv``. Out: a subcommand's output and an exit status.
 
-Subcommands are imported when they are used: ``pannier up`` is the parent of long-lived
-processes and stays small, and ``--help`` is quick.
+Subcommands are imported on use, so that ``--help`` is quick and ``pannier up``, the parent of
+long-lived processes, stays small.
 """
 
 import importlib
@@ -16,13 +16,13 @@ _SUMMARIES = {
     "sidecar": "Run the daemon that carries this host's checkpoints to storage.",
     "coordinator": "Run the daemon that plans and commits a job's checkpoints.",
     "up": "Run one sidecar and one coordinator on this host, supervised.",
-    "status": "Show saves and how far they are.",
-    "health": "Ask whether a daemon lives and takes saves.",
-    "doctor": "Look for what would keep saves from ending well.",
+    "status": "Show saves and their progress.",
+    "health": "Check whether a daemon lives and takes saves.",
+    "doctor": "Check everything that a save from this host needs.",
     "watch": "Follow one save until it is committed or aborted.",
     "ls": "List the checkpoints below a root in storage.",
-    "recover": "Finish or judge interrupted saves from storage alone.",
-    "retain": "Remove the checkpoints of a job that no rule keeps.",
+    "recover": "Commit or clean up interrupted saves from storage alone.",
+    "retain": "Remove the checkpoints of a job that no retention rule keeps.",
     "rm": "Remove one checkpoint.",
     "gc": "Remove what crashed, aborted and overwritten saves left behind.",
     "verify": "Re-read a checkpoint and compare it with its receipts.",
@@ -30,7 +30,7 @@ _SUMMARIES = {
 
 
 class _Commands(click.Group):
-    """Subcommand ``x`` is the attribute ``command`` of module ``pannier.cli.x``."""
+    """Subcommand ``x`` is ``command`` in module ``pannier.cli.commands.x``."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_SUMMARIES)
@@ -55,8 +55,8 @@ class _Commands(click.Group):
 def cli() -> None:
     """Pannier carries PyTorch distributed checkpoints to storage while training goes on.
 
-    Every option can also be given as an environment variable; --help of a
-    command names it.
+    Most options can also be given as environment variables; --help of a
+    command names them.
     """
 
 

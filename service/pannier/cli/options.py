@@ -1,4 +1,4 @@
-"""What an option's text means: sizes, durations, addresses; and options that commands share."""
+"""Types of options (sizes, durations, addresses) and options that commands share."""
 
 import json
 import os
@@ -123,7 +123,7 @@ class Location(_Type):
 
 
 def option(flag: str, *declarations: str, **attributes: Any) -> Callable[[_Command], _Command]:
-    """``click.option`` that also reads ``PANNIER_<FLAG>`` and says so in the help."""
+    """``click.option`` that also reads ``PANNIER_<FLAG>`` and shows it in the help."""
     variable = "PANNIER_" + flag.removeprefix("--").replace("-", "_").upper()
     attributes.setdefault("envvar", variable)
     attributes.setdefault("show_envvar", True)
@@ -143,12 +143,12 @@ def combined(*parts: Callable[[_Command], _Command]) -> Callable[[_Command], _Co
 
 log_format_option = option(
     "--log-format",
-    # Spelled out: this module imports no daemon.
+    # Literals, so that this module imports nothing of pannier.daemon.
     type=click.Choice(["text", "json"]),
     default="text",
     show_default=True,
-    help="Lines for people, or an object a line with timestamp, level, logger, message, daemon and host, "
-    "and job, save, checkpoint, attempt and rank where it is about a save.",
+    help="Text, or one JSON object per line with timestamp, level, logger, message, daemon and host; about "
+    "a save also job, save, checkpoint, attempt and rank.",
 )
 
 storage_options = option(
@@ -184,7 +184,7 @@ retention_options = combined(
         "--keep",
         multiple=True,
         metavar="NAME",
-        help="Always keep those of this name, which may have the wildcards of a shell; may be given "
+        help="Always keep those of this name, which may have shell wildcards; may be given "
         "several times (separated by spaces in the variable).",
     ),
 )
@@ -192,7 +192,7 @@ retention_options = combined(
 
 
 def policy_of(settings: dict[str, Any]) -> Any:
-    """Takes the values of :data:`retention_options` out; returns a ``records.retention.Policy``."""
+    """Takes the values of :data:`retention_options` out; returns a retention Policy."""
     from pannier.maintenance.retention_policy import Best, Policy
 
     return Policy(
@@ -212,9 +212,9 @@ tls_options = combined(
             help=help,
         )
         for name, help in (
-            ("cert", "For TCP: own certificate, PEM, shown to servers and clients alike."),
+            ("cert", "For TCP: own certificate, PEM, presented to servers and clients."),
             ("key", "Its private key, PEM."),
-            ("ca", "CAs that must have signed what the other side shows, PEM."),
+            ("ca", "CAs that must have signed the peer's certificate, PEM."),
         )
     )
 )
@@ -224,13 +224,13 @@ daemon_options = combined(
         "--listen",
         type=Address(),
         metavar="HOST:PORT",
-        help="Also listen here; other than on loopback that takes TLS.",
+        help="Also listen here; TLS is required except on loopback.",
     ),
     option(
         "--health",
         type=Address(),
         metavar="HOST:PORT",
-        help="Answer gRPC health checks here, in plaintext, and nothing else: services liveness and "
+        help="Serve gRPC health checks here, in plaintext, and nothing else: services liveness and "
         "readiness, for Kubernetes' probes.",
     ),
     option(
@@ -238,7 +238,7 @@ daemon_options = combined(
         type=HttpAddress(),
         metavar="[HOST:]PORT",
         help="Serve Prometheus metrics (/metrics) and a status page (/) here over HTTP, read-only and "
-        "without TLS: whoever can connect sees names of jobs, hosts and checkpoints. A port alone "
+        "without TLS: anyone who can connect sees names of jobs, hosts and checkpoints. A port alone "
         "is on loopback.",
     ),
     log_format_option,
@@ -246,16 +246,16 @@ daemon_options = combined(
     option(
         "--insecure-listen",
         is_flag=True,
-        help="Listen on TCP without TLS, where anybody who can connect may save, abort and read "
-        "along.",
+        help="Listen on TCP without TLS, where anyone who can connect may save, abort and read "
+        "checkpoints.",
     ),
     option(
         "--allow-uid",
         type=click.IntRange(0),
         multiple=True,
         metavar="UID",
-        help="Users besides this one and root who may connect to the unix socket, as entries of its "
-        "access control list; may be given several times (separated by spaces in the variable).",
+        help="Users besides this one and root that may connect to the unix socket, by its access "
+        "control list; may be given several times (separated by spaces in the variable).",
     ),
     option(
         "--allow",

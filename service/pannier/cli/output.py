@@ -107,7 +107,7 @@ def saves_table(saves: Iterable[save_pb2.SaveStatus]) -> Table:
 
 
 def save_details(save: save_pb2.SaveStatus) -> RenderableType:
-    """One save with its ranks, whom it waits for, and why it failed."""
+    """One save with its ranks, the ranks that it waits for, and its failures."""
     head = Text.assemble(
         (save.id, "bold"), "  ", word(state_name(save.state)), f"  {save.checkpoint_id}"
     )
@@ -124,8 +124,8 @@ def save_details(save: save_pb2.SaveStatus) -> RenderableType:
     if save.note:
         parts.append(Text(save.note, style="dim"))
     for failure in save.failures:
-        who = f"rank {failure.rank} ({failure.host})" if failure.rank >= 0 else "save"
-        parts.append(Text(f"{who}: {kind_name(failure.kind)}: {failure.message}", style="red"))
+        subject = f"rank {failure.rank} ({failure.host})" if failure.rank >= 0 else "save"
+        parts.append(Text(f"{subject}: {kind_name(failure.kind)}: {failure.message}", style="red"))
     return Group(*parts)
 
 
@@ -140,10 +140,10 @@ def _times(save: save_pb2.SaveStatus) -> str:
 
 
 def _ranks_table(save: save_pb2.SaveStatus) -> Table:
-    numbers = ["rank", "staged", "ingested", "uploaded", "durable", "retries", "heard"]
+    numbers = ["rank", "staged", "ingested", "uploaded", "durable", "retries", "last seen"]
     made = table(
         *("rank", "host", "phase", "staged", "ingested", "uploaded", "durable", "retries"),
-        *("heard", "problem"),
+        *("last seen", "problem"),
         right=numbers,
     )
     for rank in sorted(save.ranks, key=lambda rank: rank.rank):

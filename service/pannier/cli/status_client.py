@@ -1,4 +1,4 @@
-"""A channel to a daemon's Status service: calls in, messages or PannierErrors out. Blocking."""
+"""A client of a daemon's Status service. In: calls. Out: messages or PannierErrors. Blocking."""
 
 import socket
 from collections.abc import Iterator
@@ -17,9 +17,9 @@ from pannier.wire.auth_token import Metadata, TokenFile
 from pannier.wire.tls import open_channel, tls_of
 
 CALL_S = 10.0
-"""Deadline of a call that is answered at once."""
+"""Deadline of a call without a wait."""
 RECONNECT_S = 10.0
-"""How long a daemon may be away while a save is watched: a restart."""
+"""How long a daemon may be unreachable while a save is watched, for a restart."""
 
 TERMINAL = (
     save_pb2.SAVE_STATE_COMMITTED,
@@ -40,25 +40,25 @@ daemon_option = combined(
         "--token-file",
         type=click.Path(path_type=Path),
         metavar="FILE",
-        help="With the job's token, for a sidecar that serves several jobs, at the job's own socket.",
+        help="Contains the job's token, for the job's socket of a sidecar that serves several jobs.",
     ),
 )
-"""Which daemon to ask, and how: arguments of :class:`StatusClient`."""
+"""Arguments of :class:`StatusClient`."""
 
 
 def token_metadata(token_file: Path | None) -> Metadata:
-    """What calls carry. Raises ConfigurationError when there is no token in the file."""
+    """Metadata of each call. Raises ConfigurationError when the file contains no token."""
     return () if token_file is None else TokenFile(token_file, setting="--token-file").metadata()
 
 
 def embedded_sidecars() -> list[str]:
-    """Addresses of this user's embedded sidecars on this host; at least the usual one's.
+    """Addresses of this user's embedded sidecars on this host that listen, else of the default one.
 
-    Those that answer go first, the usual one before those of jobs on several hosts.
+    The default one comes before those of jobs on several hosts.
     """
-    usual = addresses.embedded_sidecar(addresses.runtime_dir())
+    default = addresses.embedded_sidecar(addresses.runtime_dir())
     known = addresses.embedded_sidecars(addresses.runtime_dir())
-    return [each for each in known if _listens(each)] or [usual]
+    return [each for each in known if _listens(each)] or [default]
 
 
 def _listens(address: str) -> bool:
@@ -73,7 +73,7 @@ def _listens(address: str) -> bool:
 
 @contextmanager
 def translate_rpc_errors(address: str) -> Iterator[None]:
-    """What a failed call to the daemon at ``address`` raises inside becomes a PannierError."""
+    """Turns an RpcError of a call to the daemon at ``address`` into a PannierError."""
     try:
         yield
     except grpc.RpcError as error:
@@ -122,23 +122,23 @@ class StatusClient:
             return response
 
     def watch_save(self, save: str) -> Iterator[status_pb2.WatchSaveResponse]:
-        """Every change until the terminal state; goes on when the daemon is restarted meanwhile."""
-        heard = False
+        """Every change until the terminal state; reconnects when the daemon is restarted meanwhile."""
+        connected = False
         while True:
             try:
                 with self._translated():
                     request = status_pb2.WatchSaveRequest(id=save)
                     for response in self._stub.WatchSave(request, metadata=self._metadata):
-                        heard = True
+                        connected = True
                         yield response
                         if response.save.state in TERMINAL:
                             return
                 raise errors.UnavailableError(
-                    f"the daemon at {self.address} stopped telling about {save}"
+                    f"the daemon at {self.address} ended the stream of {save}"
                 )
             except errors.UnavailableError:
-                # A daemon that never answered isn't waited for.
-                if not heard or not self._ready_again():
+                # Waits for a daemon only if it has responded before.
+                if not connected or not self._ready_again():
                     raise
 
     def _ready_again(self) -> bool:

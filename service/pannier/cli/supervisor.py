@@ -1,9 +1,8 @@
-"""Keeps one sidecar, and mostly a coordinator, running for the jobs of one user.
+"""Keeps one sidecar, and usually a coordinator, running for the jobs of one user.
 
-In: their command lines and a runtime directory. Out: an exit status, when one left for
-idleness, when a signal said so, or when a daemon can't run.
-Single-threaded; it waits for signals only. Imports nothing big, since it lives
-as long as the daemons do.
+In: their command lines and a runtime directory. Out: an exit status, after the idle exit of a
+daemon, after a signal, or when a daemon can't run. Single-threaded: waits for signals only. Imports
+little, since it runs as long as the daemons do.
 """
 
 import ctypes
@@ -28,7 +27,7 @@ PID = "up.pid"
 _FIRST_BACKOFF_S = 0.2
 _LAST_BACKOFF_S = 10.0
 _STEADY_S = 30.0
-"""A daemon that ran this long begins again with the first back-off and a clean slate."""
+"""After running this long, a daemon's back-off and count of crashes are reset."""
 _MAX_CRASHES = 12
 """Crashes in a row before the supervisor gives up: after about a minute."""
 _OK, _GAVE_UP, _MISCONFIGURED = 0, 1, 2
@@ -40,11 +39,11 @@ class AlreadyRunningError(Exception):
 
 
 class UnsafeDirectoryError(Exception):
-    """The runtime directory belongs to someone else, or isn't a directory."""
+    """The runtime directory belongs to another user, or isn't a directory."""
 
 
 class _Daemon:
-    """One child: its process, and when it is to be started again."""
+    """A child process, and when to start it again."""
 
     def __init__(self, name: str, command: Sequence[str], environment: dict[str, str]) -> None:
         self.name = name
@@ -61,7 +60,7 @@ class _Daemon:
             self._command,
             env=self._environment,
             stdin=subprocess.DEVNULL,
-            # A terminal's Ctrl-C is for the supervisor, which tells the daemons in order.
+            # Ctrl-C goes to the supervisor only, which stops the daemons in order.
             start_new_session=True,
             preexec_fn=_child_setup(os.getpid()),
         )
@@ -70,20 +69,20 @@ class _Daemon:
         _log.info("%s started, process %d", self.name, self._process.pid)
 
     def poll(self) -> int | None:
-        """Exit status when it has just ended."""
+        """Exit status when the process has just ended."""
         if self.due is not None or self._process is None:
             return None
         return self._process.poll()
 
     def crashed(self, code: int) -> None:
-        """Plans the next start."""
+        """Schedules the next start."""
         now = time.monotonic()
         if now - self._started >= _STEADY_S:
             self.crashes = 0
         delay = min(_FIRST_BACKOFF_S * 2**self.crashes, _LAST_BACKOFF_S)
         self.crashes += 1
         self.due = now + delay
-        _log.warning("%s ended with %s; starts again in %.1f s", self.name, _ending(code), delay)
+        _log.warning("%s ended with %s; restart in %.1f s", self.name, _ending(code), delay)
 
     def running(self) -> bool:
         return self._process is not None and self._process.poll() is None
@@ -93,7 +92,7 @@ class _Daemon:
             self._process.terminate()
 
     def kill(self) -> None:
-        """Returns when it is gone."""
+        """Returns when the process has ended."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -106,9 +105,9 @@ class Supervisor:
         directory: holds the lock and the pid file; created with mode 0700.
         sidecar: command line.
         coordinator: command line; None when the sidecar uses one elsewhere.
-        shared: the coordinator serves other hosts, too: it says when all are idle, not the sidecar.
-        decisive: what trainers compare their environment with.
-        grace_s: what the sidecar was given to finish its uploads after SIGTERM.
+        shared: the coordinator serves other hosts as well: its idle exit counts, not the sidecar's.
+        decisive: the environment record that trainers compare theirs with.
+        grace_s: the sidecar's time to finish uploads after SIGTERM.
         margin_s: a daemon's time to exit on top of that, before SIGKILL.
     """
 
@@ -134,8 +133,8 @@ class Supervisor:
             self._daemons.insert(0, _Daemon("coordinator", coordinator, environment))
         self._lasting = self._daemons[0] if shared else self._sidecar
         self.idle = False
-        """Whether :meth:`run` returned because there was nothing left to do."""
-        # Whoever started us with these ignored (nohup, a shell's background job) means it.
+        """Whether :meth:`run` returned after an idle exit."""
+        # Signals that the parent ignores (nohup, a shell's background job) stay ignored.
         self._stops = {
             number
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -143,11 +142,11 @@ class Supervisor:
         }
 
     def run(self) -> int:
-        """Exit status: 0 idle or told to stop, 1 a daemon keeps crashing, 2 one refuses its configuration.
+        """Exit status: 0 idle or stopped by a signal, 1 a daemon keeps crashing, 2 one refuses its configuration.
 
         Raises:
-            AlreadyRunningError: there is a supervisor for this directory.
-            UnsafeDirectoryError: someone else could have put sockets there.
+            AlreadyRunningError: another supervisor holds this directory.
+            UnsafeDirectoryError: another user could have put sockets there.
         """
         _own_directory(self._directory)
         lock = self._lock()
@@ -158,7 +157,7 @@ class Supervisor:
             pid_file.write_text(f"{os.getpid()}\n")
             return self._supervise()
         finally:
-            # Gone before the daemons end: a successor then waits for the lock.
+            # Removed before the daemons end, so that the next supervisor waits for the lock.
             pid_file.unlink(missing_ok=True)
             hurried = False
             for daemon in reversed(self._daemons):
@@ -168,7 +167,7 @@ class Supervisor:
             lock.release()
 
     def _leave_record(self) -> None:
-        """Before a daemon answers; in one piece, since trainers may be reading it."""
+        """Written before a daemon serves, and atomically, since trainers may be reading it."""
         path = self._directory / env_fingerprint.FILE
         new = path.with_suffix(".new")
         new.write_text(env_fingerprint.encode(self._decisive))
@@ -186,7 +185,7 @@ class Supervisor:
                     raise AlreadyRunningError(
                         f"process {pid} already supervises {self._directory}"
                     ) from None
-                # Its holder is just leaving, within its grace period.
+                # Its holder is stopping, within its grace period.
             else:
                 return lock
 
@@ -196,14 +195,14 @@ class Supervisor:
                 if daemon.due is not None and daemon.due <= time.monotonic():
                     daemon.start()
             if self._wait_for_signal(self._next_start()) in self._stops:
-                _log.info("told to stop")
+                _log.info("stopping: received a signal")
                 return _OK
             for daemon in self._daemons:
                 code = daemon.poll()
                 if code is None:
                     continue
                 if daemon is self._lasting and code == _OK:
-                    _log.info("the %s was idle and left", daemon.name)
+                    _log.info("the %s was idle and exited", daemon.name)
                     self.idle = True
                     return _OK
                 if code == _MISCONFIGURED:
@@ -215,7 +214,7 @@ class Supervisor:
                     return _GAVE_UP
 
     def _next_start(self) -> float | None:
-        """Seconds until a daemon is to be started; None when both run."""
+        """Seconds until the next start of a daemon; None when all run."""
         due = [daemon.due for daemon in self._daemons if daemon.due is not None]
         return max(0.0, min(due) - time.monotonic()) if due else None
 
@@ -226,16 +225,16 @@ class Supervisor:
         info = signal.sigtimedwait(waited, timeout)
         return info.si_signo if info is not None else None
 
-    def _end(self, daemon: _Daemon, patience_s: float) -> bool:
-        """SIGTERM; SIGKILL when it is still there at the deadline or we are told to stop again.
+    def _end(self, daemon: _Daemon, grace_s: float) -> bool:
+        """Sends SIGTERM, and SIGKILL at the deadline or after a second stop signal.
 
-        Returns whether there is no patience left for the next one either.
+        Returns whether the next daemon gets no grace period either.
         """
-        hurried = patience_s <= 0
+        hurried = grace_s <= 0
         if not daemon.running():
             return hurried
         daemon.terminate()
-        deadline = time.monotonic() + patience_s
+        deadline = time.monotonic() + grace_s
         while daemon.running():
             left = deadline - time.monotonic()
             hurried = hurried or (left > 0 and self._wait_for_signal(left) in self._stops)
@@ -253,11 +252,11 @@ _OF_OTHER_DAEMONS = frozenset(
         *("HEALTH", "METRICS"),
     )
 )
-"""Variables that may describe a trainer's configured daemons; ours get flags, and never listen on TCP."""
+"""Variables that may configure a trainer's other daemons; embedded ones get flags."""
 
 
 def _child_setup(parent: int) -> Callable[[], None]:
-    """What a child does before exec: unblock signals, and end when the supervisor does."""
+    """Returns what a child runs before exec: it unblocks signals, and asks to die with the supervisor."""
     prctl = ctypes.CDLL(None).prctl
 
     def setup() -> None:
@@ -270,7 +269,7 @@ def _child_setup(parent: int) -> Callable[[], None]:
 
 
 def _own_directory(directory: Path) -> None:
-    """Creates the runtime directory with mode 0700, or checks that it is ours and makes it so."""
+    """Creates the runtime directory with mode 0700, or checks its owner and sets its mode."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     try:
         directory.mkdir(mode=0o700)

@@ -248,4 +248,4 @@ def test_watch_without_a_save_takes_the_newest_under_way(serve: Serve) -> None:
 def test_watch_without_any_save_is_a_negative_answer(serve: Serve) -> None:
     result = pannier("watch", "--address", serve(Scripted()))
     assert result.code == 1
-    assert "knows of no save" in result.err
+    assert "has no saves" in result.err

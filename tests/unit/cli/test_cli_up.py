@@ -148,7 +148,7 @@ def test_a_killed_daemon_is_started_again(up: Up) -> None:
     os.kill(up.pids("sidecar")[0], signal.SIGKILL)
     up.both_started(times=2)
     assert up.pids("coordinator") == coordinator
-    assert "sidecar ended with SIGKILL; starts again in 0.2 s" in process.log()
+    assert "sidecar ended with SIGKILL; restart in 0.2 s" in process.log()
     assert process.stop() == 0
 
 

@@ -41,7 +41,7 @@ DEFAULT_ADDRESS = "unix:///run/pannier/coordinator.sock"
     default=5,
     show_default=True,
     metavar="SECONDS",
-    help="Silence after which a rank is shown as suspect.",
+    help="Time without heartbeats after which a rank is shown as suspect.",
 )
 @option(
     "--grace-superseded",
@@ -64,12 +64,12 @@ def command(**settings: Any) -> None:
     """Run the daemon that plans and commits a job's checkpoints.
 
     One per job. It keeps nothing on disk: killed and started again anywhere, it
-    goes on from what the sidecars report and what is in storage.
+    resumes from the sidecars' reports and the objects in storage.
 
-    With --keep-newest, --keep-every or --keep-best, each commit is followed by
-    the removal of the job's checkpoints beside it that no rule keeps. `pannier
-    retain --dry-run` shows which these are. The newest, those whose names have
-    no number, and what is being read or written always stay.
+    With --keep-newest, --keep-every or --keep-best, it removes after each commit
+    the job's checkpoints in the same directory that no rule keeps. `pannier
+    retain --dry-run` lists them. The newest checkpoint, those without a number in
+    their names, and those being read or written always stay.
     """
     try:
         from pannier.coordinator.config import CoordinatorConfig

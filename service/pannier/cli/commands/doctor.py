@@ -1,4 +1,4 @@
-"""``pannier doctor``: whether a save from here would end well, and by which way; each part tried."""
+"""``pannier doctor``: checks everything that a save from this host needs, each part by trying it."""
 
 import asyncio
 import os
@@ -30,7 +30,7 @@ from pannier.wire.tls import open_channel, tls_of
 from pannier.wire.version import WIRE_VERSION, package_version
 
 _SLACK_S = 30.0
-"""For both daemons to gather their answers, on top of what storage may take."""
+"""For both daemons to respond, in addition to the time that storage may take."""
 _SHOWN = ("pannier", "torch", "torch_xla", "grpcio", "protobuf", "fsspec", "gcsfs", "s3fs")
 
 
@@ -44,7 +44,7 @@ _SHOWN = ("pannier", "torch", "torch_xla", "grpcio", "protobuf", "fsspec", "gcsf
     default=20.0,
     show_default=True,
     metavar="SECONDS",
-    help="For storage to answer.",
+    help="Longest wait for storage.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 def command(
@@ -57,15 +57,15 @@ def command(
     token_file: Path | None,
     **tls: Path | None,
 ) -> None:
-    """Look for what would keep saves from ending well. Run it where the trainer runs, as its user.
+    """Check everything that a save from this host needs. Run it where the trainer runs, as its user.
 
     With ROOT, the directory or URL that checkpoints go to, each daemon writes,
     replaces, reads, lists and removes a small object there with its own rights. Where
-    no embedded daemon runs yet, this process tries it: a trainer would start
-    them with the same rights.
+    no embedded daemon runs yet, this process does so: a trainer would start
+    the daemons with the same rights.
 
-    Exit status: 0 nothing stands in the way; 1 something does; 3 a configured
-    daemon doesn't answer.
+    Exit status: 0 no check failed; 1 a check failed; 3 a configured
+    daemon doesn't respond.
 
     The JSON is a stable contract: "checks", each with "of" (here, sidecar,
     coordinator), "name", "result" (ok, warning, failed), "found" and "hint".
@@ -84,7 +84,7 @@ def command(
         try:
             answer = _ask(address, tls, metadata, root, timeout)
         except errors.PannierError as error:
-            # A refusal is an answer.
+            # A daemon that rejects the token is reachable.
             refused = isinstance(error, errors.UnauthenticatedError)
             code = NEGATIVE if refused else UNREACHABLE
             checks.append(("here", _unreachable(error)))
@@ -99,7 +99,7 @@ def command(
 
 
 def _here(address: str, *, embedded: bool) -> Iterator[diagnosis_pb2.Check]:
-    """What this process sees by itself."""
+    """Checks that need no daemon."""
     found = {}
     for name in _SHOWN:
         with suppress(metadata.PackageNotFoundError):
@@ -115,7 +115,7 @@ def _here(address: str, *, embedded: bool) -> Iterator[diagnosis_pb2.Check]:
         if embedded:
             yield doctor_checks.ok(
                 "address",
-                f"{address}: not there yet; the first trainer starts the embedded daemons",
+                f"{address}: doesn't exist yet; the first trainer starts the embedded daemons",
             )
         else:
             yield doctor_checks.failed(
@@ -126,19 +126,21 @@ def _here(address: str, *, embedded: bool) -> Iterator[diagnosis_pb2.Check]:
         return
     except OSError as error:
         yield doctor_checks.failed(
-            "address", f"{address}: {error}", "see the rights of its directory"
+            "address", f"{address}: {error}", "check the permissions of its directory"
         )
         return
     mode = stat.S_IMODE(status.st_mode)
     described = f"{address}, mode {mode:04o} of user {status.st_uid}"
     if not stat.S_ISSOCK(status.st_mode):
-        yield doctor_checks.failed("address", f"{described}: no socket", "correct PANNIER_SIDECAR")
+        yield doctor_checks.failed(
+            "address", f"{described}: not a socket", "correct PANNIER_SIDECAR"
+        )
     elif status.st_uid not in (0, os.geteuid()) and str(status.st_uid) not in (
         os.environ.get("PANNIER_ALLOW_UID", "").split()
     ):
         yield doctor_checks.failed(
             "address",
-            f"{described}, not of this user ({os.geteuid()}) nor root's: trainers refuse it",
+            f"{described}, neither this user's ({os.geteuid()}) nor root's: trainers refuse it",
             f"PANNIER_ALLOW_UID={status.st_uid} trusts that user",
         )
     else:
@@ -148,7 +150,7 @@ def _here(address: str, *, embedded: bool) -> Iterator[diagnosis_pb2.Check]:
 def _of_answer(
     address: str, answer: diagnosis_pb2.DiagnoseResponse
 ) -> Iterator[diagnosis_pb2.Check]:
-    """What the sidecar's answer means for a trainer here."""
+    """Checks of the sidecar's version and of the transport to it."""
     of = f"{answer.daemon} {answer.version} on {answer.host}, protocol {answer.wire_version}"
     if answer.wire_version != WIRE_VERSION:
         yield doctor_checks.failed(
@@ -158,13 +160,13 @@ def _of_answer(
         )
     else:
         yield doctor_checks.ok("protocol", of)
-    # Over the socket of one that serves several jobs no trainer goes.
+    # With --jobs, trainers use the sockets of their jobs, not this one.
     if answer.daemon == "sidecar" and all(check.name != "jobs" for check in answer.checks):
         yield _transport(address, answer.descriptors)
 
 
 def _transport(address: str, descriptors: str) -> diagnosis_pb2.Check:
-    """Which way a trainer's bytes would take. The rules of the client: see README, "Deploy"."""
+    """The transport that a trainer would use, by the client's rules (README, "Deploy")."""
     wanted = os.environ.get("PANNIER_TRANSPORT", "auto")
     reason = ""
     if wanted == "streamed":
@@ -179,7 +181,7 @@ def _transport(address: str, descriptors: str) -> diagnosis_pb2.Check:
             try:
                 probe.connect(str(path))
             except OSError as error:
-                reason = f"{path} can't be connected to: {error}"
+                reason = f"can't connect to {path}: {error}"
     if not reason:
         return doctor_checks.ok("transport", "mapped: trainer and sidecar share the spool's memory")
     hint = "bytes go through a gRPC stream, which takes a core while a save is handed over"
@@ -218,7 +220,7 @@ def _unreachable(error: errors.PannierError) -> diagnosis_pb2.Check:
     return doctor_checks.failed(
         "daemon",
         str(error),
-        "does it run (its log says more), and is this its address and, on TCP, its CA?",
+        "is it running (see its log), and are its address and, on TCP, its CA right?",
     )
 
 

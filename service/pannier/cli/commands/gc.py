@@ -1,4 +1,4 @@
-"""``pannier gc``: what crashes, aborts and overwrites left behind below a root, removed."""
+"""``pannier gc``: removes what crashes, aborts and overwrites left below a root."""
 
 import asyncio
 import posixpath
@@ -31,18 +31,18 @@ from pannier.storage import open_store
 
 @dataclass
 class _Found:
-    """Of all checkpoint ids, by id."""
+    """Results, each with its checkpoint id."""
 
     removed: list[tuple[str, Removed]] = field(default_factory=list)
     kept: list[tuple[str, Kept]] = field(default_factory=list)
     complete: bool = True
-    """Nothing failed on the way."""
+    """No error ended the run early."""
 
 
 @click.command("gc")
 @click.argument("root", type=Location())
 @storage_options
-@click.option("--dry-run", is_flag=True, help="Only tell what would be removed; writes nothing.")
+@click.option("--dry-run", is_flag=True, help="Only list what would be removed; writes nothing.")
 @option(
     "--grace",
     type=Seconds(zero=True),
@@ -50,7 +50,7 @@ class _Found:
     show_default=True,
     metavar="SECONDS",
     help="How long the files of an overwritten checkpoint stay for readers without a lease, from "
-    "when a coordinator or this command first saw that it was overwritten.",
+    "the time when a coordinator or this command first found it overwritten.",
     envvar="PANNIER_GRACE_SUPERSEDED",
 )
 @option(
@@ -59,8 +59,8 @@ class _Found:
     default=ABANDONED_AFTER_S,
     show_default=True,
     metavar="SECONDS",
-    help="Silence after which an undecided save, an upload or a temporary file is given up, and the "
-    "decision of an aborted save removed. Longer than any save takes.",
+    help="Time without a write after which an undecided save, an upload or a temporary file is removed, "
+    "and so is the decision of an aborted save. Must be longer than any save takes.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per object instead.")
 def command(
@@ -74,17 +74,17 @@ def command(
 ) -> None:
     """Remove what crashed, aborted and overwritten saves left below ROOT.
 
-    Never anything that a committed checkpoint refers to, nothing where .metadata
-    wasn't committed by Pannier, and no overwritten checkpoint that a reader holds
-    a lease of. A save whose ranks are all durable is left for `pannier recover`.
-    Of an aborted save its decision stays for --abandoned-after, so that a process
-    that is late obeys it.
-    Ages are by the store's clock, except in a dry run, which has only this host's.
+    It keeps all that a committed checkpoint refers to, all files where .metadata
+    wasn't committed by Pannier, and overwritten checkpoints that a reader has
+    leased. A save whose ranks are all durable is left for `pannier recover`.
+    The decision of an aborted save stays for --abandoned-after, so that a late
+    process still finds it.
+    Ages are by the store's clock; in a dry run, which writes nothing, by this host's.
 
     The JSON is a stable contract: per object that was or would be removed
     "action" (removed, would-remove), "checkpoint" (its id), "name", "attempt" (or
     null), "reason" (superseded, aborted, abandoned, removed, lease, upload,
-    temporary) and "bytes"; per attempt that was left alone "action" (kept),
+    temporary) and "bytes"; per attempt that was kept "action" (kept),
     "checkpoint", "attempt" (null: the whole checkpoint), "reason" (text) and
     "bytes".
     """
@@ -93,11 +93,11 @@ def command(
     try:
         asyncio.run(_collect(root, storage_options, rules, dry_run, found))
     finally:
-        # Also what was removed before an error.
-        _tell(root, found, dry_run, as_json)
+        # After an error as well.
+        _report(root, found, dry_run, as_json)
 
 
-def _tell(root: str, found: _Found, dry_run: bool, as_json: bool) -> None:
+def _report(root: str, found: _Found, dry_run: bool, as_json: bool) -> None:
     if as_json:
         for checkpoint, removed in found.removed:
             output.print_json(_fields(checkpoint, removed, dry_run))
@@ -177,10 +177,10 @@ def _print(root: str, found: _Found, dry_run: bool) -> None:
         out.print("would be removed:" if dry_run else "removed:")
         out.print(table)
     if found.kept:
-        table = output.table("attempt", "bytes", "checkpoint", "left because", right=["bytes"])
+        table = output.table("attempt", "bytes", "checkpoint", "reason", right=["bytes"])
         for checkpoint, kept in found.kept:
             table.add_row(kept.attempt, output.size(kept.size), Text(checkpoint), Text(kept.why))
-        out.print("left alone:")
+        out.print("kept:")
         out.print(table)
 
 

@@ -1,4 +1,4 @@
-"""``pannier health``: one health check, its answer as an exit status. For probes that run a command."""
+"""``pannier health``: one health check, its result as an exit status. For probes that run a command."""
 
 import os
 from pathlib import Path
@@ -14,7 +14,7 @@ from pannier.cli.status_client import CALL_S, embedded_sidecars, translate_rpc_e
 @click.command("health")
 @click.option(
     "--address",
-    # What the daemons of this container were told to listen on, and what its clients use.
+    # The settings of this container's daemon, and then of its clients.
     envvar=["PANNIER_HEALTH", "PANNIER_ADDRESS", "PANNIER_SIDECAR"],
     type=Address(),
     show_envvar=True,
@@ -26,7 +26,7 @@ from pannier.cli.status_client import CALL_S, embedded_sidecars, translate_rpc_e
     "--service",
     default="",
     metavar="NAME",
-    help="A service of the daemon, like pannier.v1.Sidecar; where it was told --health: liveness "
+    help="A service of the daemon, like pannier.v1.Sidecar; at the address of --health: liveness "
     "or readiness.  [default: the daemon as a whole]",
 )
 @click.option(
@@ -35,13 +35,13 @@ from pannier.cli.status_client import CALL_S, embedded_sidecars, translate_rpc_e
     default=CALL_S,
     show_default=True,
     metavar="SECONDS",
-    help="For the answer.",
+    help="Longest wait for the response.",
 )
 def command(*, address: str | None, service: str, timeout: float, **tls: Path | None) -> None:
-    """Ask whether a daemon lives and takes saves.
+    """Check whether a daemon lives and takes saves.
 
-    Exit status 0: it does; 1: it drains, or recovers what an earlier one left;
-    3: it doesn't answer.
+    Exit status 0: it does; 1: it is draining, or recovering its spool;
+    3: it doesn't respond.
     """
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -50,7 +50,7 @@ def command(*, address: str | None, service: str, timeout: float, **tls: Path | 
     from pannier.wire.tls import open_channel, tls_of
 
     address = address or embedded_sidecars()[0]
-    # There it is always in plaintext, whatever else this container's daemon has certificates for.
+    # The listener of --health is in plaintext, also where TLS is configured.
     plain = address == os.environ.get("PANNIER_HEALTH")
     secured = None if plain else tls_of(tls["tls_cert"], tls["tls_key"], tls["tls_ca"])
     with open_channel(address, addresses.channel_options(), secured) as channel:
@@ -61,7 +61,7 @@ def command(*, address: str | None, service: str, timeout: float, **tls: Path | 
             except grpc.RpcError as error:
                 if error.code() is grpc.StatusCode.NOT_FOUND:
                     raise errors.ConfigurationError(
-                        f"--service {service!r} is no service of the daemon at {address}"
+                        f"--service {service!r} is not a service of the daemon at {address}"
                     ) from error
                 raise
     status = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)

@@ -25,12 +25,12 @@ def command(*, root: str, storage_options: dict[str, Any], as_json: bool) -> Non
     committed   it is whole and can be loaded
     foreign     it has a .metadata that Pannier didn't write
     aborted     every attempt ended without a checkpoint
-    undecided   an attempt is under way, or waits for its daemons' return
+    undecided   an attempt is running, or waits for its daemons to restart
 
     The JSON is a stable contract: per line "checkpoint" (its id), "state" (as
     above), "attempt" (or null), "bytes" (of its data files), "time" (when it
     was committed, else last written; Unix time in seconds), "job" and "metrics"
-    (of a committed one), and "kept_for" (what the last retention said of it).
+    (of a committed one), and "kept_for" (the rules by which the last retention kept it).
     """
     found, kept = asyncio.run(_list(root, storage_options))
     if as_json:

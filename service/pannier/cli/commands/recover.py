@@ -1,4 +1,4 @@
-"""``pannier recover``: interrupted checkpoints, finished or judged from the bucket alone."""
+"""``pannier recover``: commits or cleans up interrupted saves from storage alone."""
 
 import asyncio
 import socket
@@ -31,30 +31,30 @@ from pannier.wire.errors import ConfigurationError
 @click.option(
     "--abort",
     is_flag=True,
-    help="Also end attempts whose receipts are not complete: what these ranks' hosts hold is "
-    "given up, and the attempt's objects are removed.",
+    help="Also abort attempts with missing receipts: the data that only their hosts' spools hold is "
+    "lost, and the attempt's objects are removed.",
 )
-@click.option("--dry-run", is_flag=True, help="Only say what would be done.")
+@click.option("--dry-run", is_flag=True, help="Only list what would be done.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per attempt.")
 def command(
     *, place: str, storage_options: dict[str, Any], abort: bool, dry_run: bool, as_json: bool
 ) -> None:
     """Finish interrupted saves at PLACE, a checkpoint id or a root.
 
-    An attempt whose ranks are all durable is committed, one whose commit was
-    decided is installed, and of an aborted one what is left is removed. Needs
-    no daemon; one that is at the same attempt does no harm. Of any other
-    attempt it is said which ranks' receipts are missing: start the sidecars of
-    their hosts again on the same spools, or give the attempt up with --abort.
+    An attempt whose ranks are all durable is committed; one whose COMMIT is
+    decided gets its .metadata; the remains of an aborted one are removed. Needs
+    no daemon, and is safe beside a daemon that works on the same attempt. For any
+    other attempt it lists the ranks whose receipts are missing: start the sidecars
+    of their hosts again on the same spools, or abort the attempt with --abort.
 
-    --dry-run changes nothing, and tells the end that each attempt would come to.
+    --dry-run changes nothing, and lists how each attempt would end.
 
-    Exit status 1 when an attempt is left undecided. Committing needs torch,
-    unless a coordinator had come that far.
+    Exit status 1 when an attempt remains undecided. Committing needs torch,
+    unless a coordinator has already built the metadata.
 
     The JSON is a stable contract: per line "checkpoint" (its id), "attempt",
     "found" (complete, commit, abort, undecided, damaged), "end" (committed, aborted,
-    removed, undecided), "dry_run" (true when that end is only foreseen), "missing" (a
+    removed, undecided), "dry_run" (true when nothing was changed), "missing" (a
     list of objects with "rank" and "host"), "reason" (text, may be empty) and "time"
     (when the attempt was last written to; Unix time in seconds).
     """
@@ -100,8 +100,8 @@ async def _build(manifest: bytes, receipts: Sequence[records_pb2.Receipt]) -> by
     except ModuleNotFoundError as error:
         raise ConfigurationError(
             f"all ranks are durable, but the commit needs torch, which isn't installed here "
-            f"({error}): run it where `pip install pannier[torch]` was done, or start a "
-            "coordinator and the job's sidecars"
+            f"({error}): run `pip install 'pannier[torch]'`, or start a coordinator and the job's "
+            "sidecars"
         ) from error
     return await asyncio.to_thread(build_checked, manifest, receipts)
 
@@ -109,7 +109,7 @@ async def _build(manifest: bytes, receipts: Sequence[records_pb2.Receipt]) -> by
 def _print(place: str, outcomes: list[tuple[str, Outcome]], when: str) -> None:
     out = output.console()
     if not outcomes:
-        out.print(f"nothing is interrupted at {place}")
+        out.print(f"no interrupted saves at {place}")
         return
     colours = {End.COMMITTED: "green", End.ABORTED: "red", End.UNDECIDED: "yellow"}
     table = output.table("attempt", "found", when, "last written", "checkpoint", "problem")
@@ -130,8 +130,8 @@ def _print(place: str, outcomes: list[tuple[str, Outcome]], when: str) -> None:
     ]
     if waiting:
         out.print(
-            "A save may be under way, or its sidecars hold the rest: start them again on the same "
-            "spools. If they are gone for good, give the attempt up with --abort."
+            "A save may be running, or its sidecars' spools hold the rest: start the sidecars again on "
+            "the same spools. If the spools are lost, abort the attempt with --abort."
         )
 
 

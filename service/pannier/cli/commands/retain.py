@@ -1,4 +1,4 @@
-"""``pannier retain``: what the coordinator does after each commit, by hand; or what it would do."""
+"""``pannier retain``: applies retention rules by hand, as the coordinator does after each commit."""
 
 import asyncio
 import socket
@@ -15,10 +15,10 @@ from pannier.storage import open_store
 
 @click.command("retain")
 @click.argument("root", type=Location())
-@option("--job", required=True, help="Whose checkpoints: the trainers' PANNIER_JOB.")
+@option("--job", required=True, help="The job whose checkpoints: the trainers' PANNIER_JOB.")
 @retention_options
 @storage_options
-@click.option("--dry-run", is_flag=True, help="Only tell what would be done.")
+@click.option("--dry-run", is_flag=True, help="Only list what would be done.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per checkpoint.")
 def command(
     *,
@@ -31,13 +31,13 @@ def command(
 ) -> None:
     """Remove the checkpoints of a job directly below ROOT that no rule keeps.
 
-    The newest, those whose names have no number, and what is being read or
-    written always stay; without --keep-newest, --keep-every or --keep-best all
-    do. Other jobs' checkpoints are never touched.
+    The newest checkpoint, those without a number in their names, and those being
+    read or written always stay; without --keep-newest, --keep-every or --keep-best
+    all do. Other jobs' checkpoints are never removed.
 
     The JSON is a stable contract: per line "checkpoint" (its id), "time" (Unix
-    time of the commit), "metrics", "kept_for" (why it stays; empty: it was
-    removed, or would be) and "bytes" (removed).
+    time of the commit), "metrics", "kept_for" (the rules that keep it; empty:
+    it was removed, or would be) and "bytes" (removed).
     """
     policy = policy_of(settings)
     outcomes = asyncio.run(

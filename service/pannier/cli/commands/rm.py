@@ -1,4 +1,4 @@
-"""``pannier rm``: one checkpoint, removed so that nobody brings it back."""
+"""``pannier rm``: removes one checkpoint so that no late process can restore it."""
 
 import asyncio
 import socket
@@ -23,23 +23,23 @@ from pannier.storage import open_store
 @click.command("rm")
 @click.argument("checkpoint_id", type=Location())
 @storage_options
-@click.option("--yes", is_flag=True, help="Don't ask.")
+@click.option("--yes", is_flag=True, help="Don't ask for confirmation.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object; needs --yes.")
 def command(
     *, checkpoint_id: str, storage_options: dict[str, Any], yes: bool, as_json: bool
 ) -> None:
     """Remove the checkpoint CHECKPOINT_ID with all its ended saves.
 
-    First .metadata goes, then the data files, then the records. Interrupted, it
-    is run again. A save to that id that is under way stays, and may commit. Who
-    reads the checkpoint fails; with a lease, it is named before. Exit status 1
-    when there is no checkpoint of Pannier's.
+    It removes .metadata first, then the data files, then the records; when
+    interrupted, run it again. A running save to that id stays, and may commit.
+    Processes that are reading the checkpoint fail; the confirmation names those with
+    a lease. Exit status 1 when there is no checkpoint of Pannier's.
 
     The JSON is a stable contract: "checkpoint", "attempts" (removed ones),
     "objects" (their number), "bytes", and "undecided" (attempts that stay).
     """
     if as_json and not yes:
-        raise click.UsageError("--json doesn't ask: give --yes, too")
+        raise click.UsageError("--json can't ask for confirmation: give --yes as well")
     plan, gone = asyncio.run(_remove(checkpoint_id, storage_options, yes))
     size = sum(info.size for info in gone.objects)
     if as_json:
@@ -57,7 +57,7 @@ def command(
     out.print(f"removed {checkpoint_id}: {len(gone.objects)} objects, {output.size(size)}")
     if plan.undecided:
         out.print(
-            f"left: {', '.join(plan.undecided)}, undecided: a save may be under way; see "
+            f"kept: {', '.join(plan.undecided)}, undecided: a save may be running; see "
             "`pannier recover` and `pannier gc`"
         )
 
@@ -80,7 +80,7 @@ async def _remove(
 def _question(checkpoint_id: str, plan: RemovalPlan) -> str:
     standing = plan.seen.standing
     what = f"committed by {standing.name}" if standing is not None else "not committed"
-    # A lease is shown by this host's clock: it is only a hint.
+    # By this host's clock, which may differ from the store's: a hint only.
     readers = plan.readers(time.time())
     reading = f" It is being read by {name_readers(readers)}." if readers else ""
     return (

@@ -16,20 +16,20 @@ DEFAULT_ADDRESS = "unix:///run/pannier/sidecar.sock"
     type=Address(),
     default=DEFAULT_ADDRESS,
     show_default=True,
-    help="Where trainers reach it: unix:///path or host:port. With --jobs, operators alone.",
+    help="Where trainers reach it: unix:///path or host:port. With --jobs, for operators only.",
 )
 @option(
     "--coordinator",
     type=Address(),
-    help="Where the job's coordinator listens: unix:///path or host:port. With --jobs, that of jobs whose file "
-    "names none.",
+    help="Where the job's coordinator listens: unix:///path or host:port. With --jobs, the default for jobs "
+    "whose files name none.",
 )
 @option(
     "--jobs",
     type=click.Path(file_okay=False, path_type=Path),
     metavar="DIRECTORY",
-    help="Serve several jobs, each by a token of its own: those that have a file <job>.json here, as told "
-    "below. Looked at every second.",
+    help="Serve several jobs, each with its own token: those with a file <job>.json here, as described "
+    "below. Read again every second.",
 )
 @option(
     "--spool",
@@ -58,7 +58,7 @@ DEFAULT_ADDRESS = "unix:///run/pannier/sidecar.sock"
     default=10,
     show_default=True,
     metavar="NUMBER",
-    help="How much it lets the trainers on its host go first where cores are short (nice(1)).",
+    help="Its niceness (nice(1)), so that trainers have priority where cores are short.",
 )
 @option(
     "--grace",
@@ -82,19 +82,19 @@ def command(**settings: Any) -> None:
     """Run the daemon that carries this host's checkpoints to storage.
 
     Trainers on this host hand it their data files; it uploads them, confirms
-    their checksums and reports to the coordinator. A journal in the spool says
-    what is there: however it ended, the next sidecar that is started on the
-    same --spool goes on with it. Storage credentials and endpoints come from the
-    environment, as gcsfs and s3fs know them.
+    their checksums and reports to the coordinator. A journal in the spool records
+    its contents: however the sidecar ended, the next one that is started on the
+    same --spool resumes the uploads. Storage credentials and endpoints come from the
+    environment, as gcsfs and s3fs read them.
 
     With --jobs, a job's trainers connect to jobs/<job>/sidecar.sock beside the
-    sidecar's own socket and show the job's token (PANNIER_TOKEN_FILE). The job's
-    file is a JSON object, which nobody but its owner may write:
+    sidecar's own socket and send the job's token (PANNIER_TOKEN_FILE). The job's
+    file is a JSON object that only its owner may write:
 
     \b
-      "tokens"        those that are good: several while one takes another's place
+      "tokens"        the valid ones: several while one replaces another
       "allow"         roots that the job's checkpoints must lie below
-      "coordinator"   the job's own, unless it is --coordinator's
+      "coordinator"   the job's own; default: that of --coordinator
       "spool_budget"  most bytes of the job's spool, like "64GiB"
     """
     from pannier.sidecar.config import SidecarConfig
@@ -114,7 +114,7 @@ def _spool_beside(address: str) -> Path:
     path = socket_path(address)
     if path is None:
         raise click.UsageError(
-            f"--address={address} has no socket, and so no place for a spool beside it: give --spool "
+            f"--address={address} is not a socket with a directory for the spool: give --spool "
             "(PANNIER_SPOOL)"
         )
     return default_spool(path.parent, runtime_dir())

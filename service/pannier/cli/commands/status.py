@@ -1,4 +1,4 @@
-"""``pannier status``: what a daemon knows of its saves, as a table or as JSON."""
+"""``pannier status``: a daemon's saves, as a table or as JSON."""
 
 from pathlib import Path
 
@@ -40,7 +40,7 @@ def command(
     as_json: bool,
     **tls: Path | None,
 ) -> None:
-    """Show saves and how far they are; with SAVE, one of them with its ranks.
+    """Show saves and their progress; with SAVE, one of them with its ranks.
 
     SAVE is an id from the list, or a checkpoint id, which means its newest save.
 
@@ -52,7 +52,7 @@ def command(
         address, *others = embedded_sidecars()
         for other in others:
             click.echo(
-                f"hint: another sidecar of yours: pannier status --address {other}", err=True
+                f"hint: this user has another sidecar: pannier status --address {other}", err=True
             )
     with StatusClient(address, **tls) as client:
         if save is not None:
@@ -78,10 +78,10 @@ def command(
         waiting = f"{output.size(listed.bytes_queued)} to upload"
         out.print(f"{waiting}, the oldest for {listed.oldest_upload_s:.0f} s")
     if listed.spool_bytes:
-        held = f", {output.size(listed.spool_held_bytes)} held by processes that are stopped"
+        held = f", {output.size(listed.spool_held_bytes)} held by stopped processes"
         out.print(
             f"spool: {output.size(listed.spool_bytes)}, of these "
-            f"{output.size(listed.spool_lent_bytes)} lent to trainers"
+            f"{output.size(listed.spool_lent_bytes)} mapped by trainers"
             f"{held if listed.spool_held_bytes else ''}"
             f"; {output.size(listed.spool_free_bytes)} free"
         )

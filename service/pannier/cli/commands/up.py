@@ -1,4 +1,4 @@
-"""``pannier up``: flags in, the command lines of a sidecar and its coordinator out to the supervisor."""
+"""``pannier up``: runs the supervisor with the command lines of a sidecar and its coordinator."""
 
 import json
 import logging
@@ -26,7 +26,7 @@ from pannier.cli.options import (
 from pannier.cli.supervisor import AlreadyRunningError, Supervisor, UnsafeDirectoryError
 
 _ROOM = 4 << 30
-"""Bytes free in /dev/shm that let it hold the spool, however big the host is."""
+"""Free bytes in /dev/shm that suffice for the spool on a host of any size."""
 
 
 @click.command("up")
@@ -54,13 +54,13 @@ _ROOM = 4 << 30
     "--listen",
     type=Address(),
     metavar="HOST:PORT",
-    help="Have the coordinator listen here, too, for the sidecars of other hosts; other than on "
-    "loopback that takes TLS.",
+    help="Have the coordinator also listen here, for the sidecars of other hosts; TLS is required "
+    "except on loopback.",
 )
 @option(
     "--insecure-listen",
     is_flag=True,
-    help="Let it listen without TLS, where anybody who can connect may save, abort and read along.",
+    help="Let it listen without TLS, where anyone who can connect may save, abort and read checkpoints.",
 )
 @tls_options
 @option("--spool-budget", type=Size(), metavar="SIZE", help="Most bytes the spool may hold.")
@@ -85,7 +85,7 @@ _ROOM = 4 << 30
 @storage_options
 @option("--host", help="Name of this host in status and errors.  [default: the hostname]")
 @log_format_option
-# Not from the environment: trainers would hand it to every pair that they start, on the same ports.
+# Not from the environment: all embedded daemons that trainers start would use the same ports.
 @click.option(
     "--metrics",
     type=HttpAddress(),
@@ -109,11 +109,11 @@ def command(
 ) -> None:
     """Run one sidecar and one coordinator on this host, supervised.
 
-    Clients start it by themselves when no sidecar is configured. The daemons
-    listen on unix sockets that only this user can open, the coordinator with
-    --listen on TCP as well. One that crashes is started again; when nothing is
-    left to do, all leave (--idle-exit). A trainer whose
-    environment has storage elsewhere is refused; what flags say here holds for all.
+    Clients start it themselves when no sidecar is configured. The daemons
+    listen on unix sockets of this user, the coordinator with --listen on TCP as
+    well. A daemon that crashes is started again; when idle, all exit
+    (--idle-exit). A trainer whose environment configures other storage is
+    refused; flags given here hold for all trainers.
     """
     from pannier.common import env_fingerprint
     from pannier.wire import addresses
@@ -128,12 +128,12 @@ def command(
     if coordinator is not None and planner:
         raise click.UsageError(
             "--planner (PANNIER_PLANNER) is for the coordinator, and --coordinator "
-            f"(PANNIER_COORDINATOR) says that it runs at {coordinator}: start that one with it"
+            f"(PANNIER_COORDINATOR) names one at {coordinator}: give it to that one"
         )
     if coordinator is not None and listen is not None:
         raise click.UsageError(
-            f"--listen={listen} is for the coordinator, and --coordinator says that it runs at "
-            f"{coordinator}: give one of them"
+            f"--listen={listen} is for the coordinator, and --coordinator names one at "
+            f"{coordinator}: give only one of them"
         )
     spool = spool or default_spool(directory, addresses.runtime_dir())
     common = ["--embedded", "--log-format", log_format]
@@ -184,7 +184,7 @@ def command(
 
 
 def _discard(directory: Path, spool: Path) -> None:
-    """Of daemons that nobody will start again, their log alone stays."""
+    """Removes all files of daemons that won't be started again, except their log."""
     from pannier.wire import addresses
 
     shutil.rmtree(spool, ignore_errors=True)
@@ -210,12 +210,14 @@ _TLS = ("tls_cert", "tls_key", "tls_ca")
 def _next_port(address: str) -> str:
     host, _, port = address.rpartition(":")
     if int(port) == _LAST_PORT:
-        raise click.UsageError(f"--metrics={address}: the sidecar needs the port after that")
+        raise click.UsageError(
+            f"--metrics={address}: the sidecar needs the next port, and there is none"
+        )
     return f"{host}:{int(port) + 1}"
 
 
 def _flags(settings: dict[str, Any], *names: str) -> list[str]:
-    """Command-line words for these settings; none for those that are not set."""
+    """Command-line arguments for these settings; none for those that are not set."""
     words = []
     for name in names:
         value = settings[name]
@@ -228,10 +230,10 @@ def _flags(settings: dict[str, Any], *names: str) -> list[str]:
 
 
 def default_spool(directory: Path, usual: Path) -> Path:
-    """Where the embedded sidecar of the runtime directory ``directory`` spools.
+    """Default spool of the embedded sidecar of the runtime directory ``directory``.
 
-    On tmpfs when that has room, one per user; a runtime directory other than the
-    ``usual`` one has a spool of its own.
+    On tmpfs when that has space, one per user; each runtime directory other than the
+    ``usual`` one has its own.
     """
     from pannier.wire.version import WIRE_VERSION
 

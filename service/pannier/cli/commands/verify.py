@@ -1,4 +1,4 @@
-"""``pannier verify``: is every byte of a checkpoint as it was committed?"""
+"""``pannier verify``: compares a checkpoint's data files with what was committed."""
 
 import asyncio
 from typing import Any
@@ -22,10 +22,9 @@ from pannier.storage import open_store
 def command(*, checkpoint_id: str, storage_options: dict[str, Any], as_json: bool) -> None:
     """Re-read all data files of CHECKPOINT_ID and compare them with its receipts.
 
-    Sizes and crc32c checksums are compared with what each rank's sidecar had
-    confirmed, and .metadata with the decision that committed it. Exit status 1
-    when anything differs or is missing, or when it isn't a committed checkpoint
-    of Pannier's.
+    Sizes and crc32c checksums are compared with those that each rank's sidecar
+    confirmed, and .metadata with the COMMIT decision. Exit status 1 when anything
+    differs or is missing, or when it isn't a checkpoint that Pannier committed.
 
     The JSON is a stable contract: "checkpoint", "attempt", "ok", and per object
     in "files": "name", "rank" (or null), "status" (ok, missing, size, checksum,

@@ -1,4 +1,4 @@
-"""``pannier watch``: follows one save; the exit status says how it ended."""
+"""``pannier watch``: follows one save; the exit status is its outcome."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ def command(*, save: str | None, address: str | None, as_json: bool, **tls: Path
     """Follow one save until it is committed (exit status 0) or aborted (1).
 
     SAVE is an id from `pannier status` or a checkpoint id, which means its
-    newest save; without it, the newest save that is under way, else the newest.
+    newest save; without it, the newest undecided save, else the newest.
 
     The JSON is a stable contract: one pannier.v1.SaveStatus per line, in the
     form that `pannier status --json` has.
@@ -53,13 +53,13 @@ def command(*, save: str | None, address: str | None, as_json: bool, **tls: Path
 def _newest(client: StatusClient) -> str:
     saves = client.list_saves(status_pb2.ListSavesRequest()).saves
     if not saves:
-        raise PannierError(f"the daemon at {client.address} knows of no save")
+        raise PannierError(f"the daemon at {client.address} has no saves")
     under_way = [save for save in saves if save.state not in TERMINAL]
     return (under_way or saves)[0].id
 
 
 def _line(save: save_pb2.SaveStatus) -> str:
-    """What a log file shows of one change."""
+    """One change as a line of a log file."""
     done = sum(rank.phase == save_pb2.RANK_PHASE_DURABLE for rank in save.ranks)
     line = f"{save.id} {output.state_name(save.state)}: {done} of {len(save.ranks)} ranks durable"
     if save.waiting_on.text:
