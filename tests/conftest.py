@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from support.processes import processes
+from support.processes import fork_server, processes
 from support.processes.daemons import Daemons, memory_directory, short_directory
 
 # Tests don't see the settings of whoever runs them, but for what stretches their deadlines and the
@@ -36,7 +36,10 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 def _left_processes() -> dict[int, psutil.Process]:
     found = {}
+    servers = fork_server.server_pids()
     for process in processes.marked():
+        if process.pid in servers:
+            continue
         try:
             command = " ".join(process.cmdline())
         except psutil.Error:

@@ -2,12 +2,15 @@
 
 import io
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
 from contextlib import redirect_stderr, redirect_stdout
+from tempfile import TemporaryFile
 from typing import Any
 
+from support.processes import fork_server
 from support.processes.daemons import clean_environment
 from support.processes.processes import MARKER, SESSION, python
 
@@ -51,14 +54,29 @@ def pannier_here(*arguments: str) -> Result:
 
 
 def pannier(*arguments: str, env: Mapping[str, str] = {}, timeout: float = 30) -> Result:
-    """Runs ``pannier`` with these arguments to its end."""
-    done = subprocess.run(
-        python("-m", "pannier.cli", *arguments),
-        env={**clean_environment(env), MARKER: SESSION, "COLUMNS": "200"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
-    return Result(done.returncode, done.stdout, done.stderr)
+    """Runs ``pannier`` with these arguments to its end, in a process of its own."""
+    environment = {**clean_environment(env), MARKER: SESSION, "COLUMNS": "200"}
+    command = ["-m", "pannier.cli", *arguments]
+    server = fork_server.server_for(fork_server.modules_of("".join(arguments[:1])), environment)
+    if server is None:
+        done = subprocess.run(
+            python(*command),
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+        return Result(done.returncode, done.stdout, done.stderr)
+    with TemporaryFile("w+") as out, TemporaryFile("w+") as err:
+        process = server.start(command, environment=environment, out=out.fileno(), err=err.fileno())
+        try:
+            code = process.wait(timeout)
+        finally:
+            process.send_signal(signal.SIGKILL)
+        texts = []
+        for file in (out, err):
+            file.seek(0)
+            texts.append(file.read())
+    return Result(code, *texts)

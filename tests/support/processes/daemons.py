@@ -13,6 +13,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pannier.wire import addresses
+from support.processes import fork_server
 from support.processes.processes import SESSION, Process, python
 
 READY_S = 60.0
@@ -91,6 +92,8 @@ class Daemon:
         """Of ``python -m pannier.cli``; may be changed before :meth:`start`."""
         self.environment = dict(env)
         """May be changed before :meth:`start`."""
+        self.forked = True
+        """Whether it may come from a fork server; may be changed before :meth:`start`."""
         self.prefix: Sequence[str] = ()
         """Of the command: where it runs (:mod:`support.network.netns`)."""
         self._logs = logs
@@ -114,9 +117,15 @@ class Daemon:
             [*self.prefix, *python("-m", "pannier.cli", *self.arguments)],
             environment=self.environment,
             log=self._logs / f"{self.name.replace(' ', '-')}.log",
+            imported=self._imported(),
         )
         if ready:
             await_serving(self.address, process=self._process)
+
+    def _imported(self) -> tuple[str, ...]:
+        if not self.forked:
+            return ()
+        return fork_server.modules_of(self.arguments[0])
 
     def stop(self, timeout: float = 15) -> int:
         """SIGTERM; returns the exit status."""

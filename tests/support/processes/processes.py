@@ -12,6 +12,8 @@ from pathlib import Path
 
 import psutil
 
+from support.processes.fork_server import Forked, server_for
+
 SESSION = uuid.uuid4().hex[:8]
 """Id of this pytest process; part of the names of all it creates in /tmp and /dev/shm."""
 MARKER = "PANNIER_TEST_SESSION"
@@ -33,6 +35,8 @@ class Process:
         environment: the whole environment; the session's marker is added.
         log: file that takes standard output and error.
         pass_fds: descriptors that stay open in the child.
+        imported: modules of the fork server that saves the seconds of their imports
+            (:mod:`support.processes.fork_server`); empty: a new interpreter.
     """
 
     def __init__(
@@ -44,20 +48,34 @@ class Process:
         log: Path,
         cwd: Path | None = None,
         pass_fds: Sequence[int] = (),
+        imported: tuple[str, ...] = (),
     ) -> None:
         self.name = name
         self._log = log
+        environment = {**environment, MARKER: SESSION, "PYTHONUNBUFFERED": "1"}
+        own = command[0] == sys.executable and not pass_fds
+        server = server_for(imported, environment) if imported and own else None
+        self._process: subprocess.Popen[bytes] | Forked
         with log.open("ab") as sink:
-            self._process = subprocess.Popen(
-                command,
-                env={**environment, MARKER: SESSION, "PYTHONUNBUFFERED": "1"},
-                stdin=subprocess.DEVNULL,
-                stdout=sink,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                cwd=cwd,
-                pass_fds=pass_fds,
-            )
+            if server is not None:
+                self._process = server.start(
+                    command[1:],
+                    environment=environment,
+                    out=sink.fileno(),
+                    err=sink.fileno(),
+                    cwd=cwd,
+                )
+            else:
+                self._process = subprocess.Popen(
+                    command,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=sink,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    cwd=cwd,
+                    pass_fds=pass_fds,
+                )
         _running.add(self)
 
     @property

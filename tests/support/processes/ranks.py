@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+from support.processes import fork_server
 from support.processes.daemons import clean_environment, short_directory
 from support.processes.processes import Process, python
 
@@ -131,6 +132,7 @@ def start_ranks(
     *,
     torchrun: bool = True,
     rank_env: Callable[[int], Mapping[str, str]] | None = None,
+    forked: bool = True,
 ) -> Ranks:
     """Starts ``nproc`` ranks.
 
@@ -141,6 +143,7 @@ def start_ranks(
         torchrun: through ``torch.distributed.run``; else as plain processes with
             the variables that ``init_process_group`` reads.
         rank_env: more variables by rank; only without torchrun.
+        forked: from a fork server; else each from an interpreter of its own.
     """
     directory = short_directory()
     path = directory / "ranks.py"
@@ -174,7 +177,14 @@ def start_ranks(
             **(rank_env(rank) if rank_env else {}),
         }
         log = directory / f"rank-{rank}.log"
-        processes.append(Process(f"rank {rank}", python(str(path)), environment=own, log=log))
+        process = Process(
+            f"rank {rank}",
+            python(str(path)),
+            environment=own,
+            log=log,
+            imported=fork_server.TORCH if forked else (),
+        )
+        processes.append(process)
     return Ranks(processes, [directory / f"rank-{rank}.log" for rank in range(nproc)], directory)
 
 

@@ -1,0 +1,327 @@
+"""Python processes without the seconds that their imports take: a server has imported, and forks.
+
+In: an order per process on a socket, with descriptors of its outputs and of a socket of its own. Out:
+on the latter, its process id, then its exit status. What is forked is a process like one that was
+started by a command: it has its own session, environment, signals and ``__main__``. What tells them
+apart: it has its server's command line and first environment in /proc, and its server's seed of
+hashes. Tests about these, or about starting, use :class:`support.processes.processes.Process`
+without a server.
+
+A server is single-threaded, and ends with all that it has started when its test process ends.
+"""
+
+import atexit
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import selectors
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+import types
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+
+TESTS: Final = str(Path(__file__).parents[2])
+
+COMMANDS: Final = (
+    "pannier.cli.main",
+    *(
+        f"pannier.cli.commands.{name}"
+        for name in (
+            *("coordinator", "doctor", "gc", "health", "ls", "recover", "retain", "rm", "sidecar"),
+            *("status", "up", "verify", "watch"),
+        )
+    ),
+    "pannier.sidecar.main",
+    "gcsfs",
+)
+"""Modules of a sidecar and of most commands, which import no torch."""
+TORCH: Final = (
+    *COMMANDS,
+    # Before numpy: it sets what numpy reads.
+    "pannier.coordinator.server",
+    "torch._dynamo",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "pannier.client",
+    "support.states.sharded_states",
+    "support.states.states",
+)
+"""Modules of a coordinator, of ``pannier recover`` and of ranks."""
+
+_START_S: Final = 60.0
+_ORDER_BYTES: Final = 1 << 18
+_INTEGER: Final = struct.Struct("q")
+_READ_AT_START: Final = (
+    *("CUDA", "GLIBC_", "GRPC_", "LANG", "LC_", "LD_", "MALLOC_", "MKL_", "NUMPY_", "OMP_"),
+    *("OPENBLAS_", "PYTHON", "TORCH_", "TZ"),
+)
+"""First letters of variables that an interpreter or a library reads when it is loaded."""
+
+
+class Forked:
+    """One process of a server; like ``subprocess.Popen``, whose place it takes."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel = channel
+        self.returncode: int | None = None
+        channel.settimeout(_START_S)
+        self.pid = self._read()
+        channel.setblocking(False)
+
+    def _read(self) -> int:
+        data = self._channel.recv(_INTEGER.size)
+        if not data:
+            raise RuntimeError("the fork server ended")
+        number: int = _INTEGER.unpack(data)[0]
+        return number
+
+    def poll(self) -> int | None:
+        """Exit status as of ``Popen``; None while it runs."""
+        if self.returncode is None:
+            try:
+                self.returncode = self._read()
+            except BlockingIOError:
+                return None
+            self._channel.close()
+        return self.returncode
+
+    def wait(self, timeout: float) -> int:
+        """Raises subprocess.TimeoutExpired when it still runs."""
+        deadline = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
+            select.select([self._channel], [], [], left)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+class ForkServer:
+    """A process that has imported ``modules``. Thread-safe. Use :func:`server_for`."""
+
+    def __init__(self, modules: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        for end in (self._orders, theirs):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _ORDER_BYTES)
+        # -c, as what is forked must not find this module as its __main__.
+        code = "from support.processes import fork_server; fork_server.main()"
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", code, str(theirs.fileno()), *modules],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+            pass_fds=[theirs.fileno()],
+        )
+        theirs.close()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def start(
+        self,
+        arguments: Sequence[str],
+        *,
+        environment: Mapping[str, str],
+        out: int,
+        err: int,
+        cwd: Path | None = None,
+    ) -> Forked:
+        """Runs what ``python`` with these arguments would: a file or ``-m module``, and its own.
+
+        Args:
+            arguments: without the interpreter.
+            environment: the whole.
+            out: descriptor that takes standard output.
+            err: descriptor that takes standard error.
+        """
+        order = {
+            "arguments": list(arguments),
+            "environment": dict(environment),
+            "cwd": str(cwd or Path.cwd()),
+        }
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            socket.send_fds(self._orders, [json.dumps(order).encode()], [theirs.fileno(), out, err])
+        return Forked(ours)
+
+    def close(self) -> None:
+        """Ends it and all that it has started."""
+        self._orders.close()
+        self._process.wait(30)
+
+
+_servers: dict[tuple[str, ...], ForkServer] = {}
+_lock = threading.Lock()
+
+
+def server_for(modules: tuple[str, ...], environment: Mapping[str, str]) -> ForkServer | None:
+    """This test process's server with ``modules``.
+
+    None when an interpreter with that environment would start in another way than the server did.
+    """
+    mine = _server_environment()
+    names = {name for name in (*mine, *environment) if name.startswith(_READ_AT_START)}
+    for name in names - {"PYTHONPATH", "PYTHONUNBUFFERED", *_SINGLE_THREADED}:
+        if mine.get(name) != environment.get(name):
+            return None
+    if any(environment.get(name, "1") != "1" for name in _SINGLE_THREADED):
+        return None
+    path = environment.get("PYTHONPATH", "").split(os.pathsep)
+    if not {*path} <= {*mine["PYTHONPATH"].split(os.pathsep), ""}:
+        return None
+    with _lock:
+        if modules not in _servers:
+            _servers[modules] = ForkServer(modules, mine)
+        return _servers[modules]
+
+
+def modules_of(command: str) -> tuple[str, ...]:
+    """What a server for that command of ``pannier`` has imported."""
+    return TORCH if command in ("coordinator", "recover") else COMMANDS
+
+
+def server_pids() -> set[int]:
+    """Process ids of this test process's servers."""
+    return {server.pid for server in _servers.values()}
+
+
+_SINGLE_THREADED: Final = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+
+
+def _server_environment() -> dict[str, str]:
+    path = [TESTS, os.environ.get("PYTHONPATH", "")]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, path)),
+        "PYTHONUNBUFFERED": "1",
+        # A process with several threads can't be forked.
+        **dict.fromkeys(_SINGLE_THREADED, "1"),
+    }
+
+
+@atexit.register
+def _close_all() -> None:
+    for server in _servers.values():
+        server.close()
+    _servers.clear()
+
+
+# The server's side.
+
+
+def main() -> None:
+    """Serves until the test process closes its end; in what is forked, runs the order."""
+    orders = socket.socket(fileno=int(sys.argv[1]))
+    for module in sys.argv[2:]:
+        importlib.import_module(module)
+    threads = os.listdir("/proc/self/task")
+    assert len(threads) == 1, f"an import started threads: {threads}"
+    # What is shared isn't copied by the first collection in each child.
+    gc.collect()
+    gc.freeze()
+    order = _serve(orders)
+    if order is not None:
+        _run(order)
+
+
+def _serve(orders: socket.socket) -> Mapping[str, Any] | None:
+    """None at the end; in a child, its order."""
+    wake, woken = socket.socketpair()
+    wake.setblocking(False)
+    woken.setblocking(False)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    signal.set_wakeup_fd(woken.fileno(), warn_on_full_buffer=False)
+    selector = selectors.DefaultSelector()
+    selector.register(orders, selectors.EVENT_READ)
+    selector.register(wake, selectors.EVENT_READ)
+    running: dict[int, socket.socket] = {}
+    while True:
+        for key, _ in selector.select():
+            if key.fileobj is wake:
+                wake.recv(4096)
+                continue
+            data, descriptors, _, _ = socket.recv_fds(orders, _ORDER_BYTES, 3)
+            if not data:
+                _end(running)
+                return None
+            channel, outputs = socket.socket(fileno=descriptors[0]), descriptors[1:]
+            pid = os.fork()
+            if not pid:
+                signal.set_wakeup_fd(-1)
+                for thing in (selector, orders, wake, woken, channel, *running.values()):
+                    thing.close()
+                order: dict[str, Any] = json.loads(data)
+                _detach(outputs, order["cwd"])
+                return order
+            for output in outputs:
+                os.close(output)
+            channel.send(_INTEGER.pack(pid))
+            running[pid] = channel
+        _reap(running)
+
+
+def _reap(running: dict[int, socket.socket]) -> None:
+    while running:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if not pid:
+            return
+        with running.pop(pid) as channel, suppress(BrokenPipeError):
+            # Closed already when nobody waits for it.
+            channel.send(_INTEGER.pack(os.waitstatus_to_exitcode(status)))
+
+
+def _end(running: dict[int, socket.socket]) -> None:
+    for pid in running:
+        os.kill(pid, signal.SIGKILL)
+    for pid in running:
+        os.waitpid(pid, 0)
+
+
+def _detach(outputs: Sequence[int], cwd: str) -> None:
+    os.setsid()
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number, output in enumerate(outputs, 1):
+        os.dup2(output, number)
+        os.close(output)
+    os.chdir(cwd)
+
+
+def _run(order: Mapping[str, Any]) -> None:
+    os.environ.clear()
+    os.environ.update(order["environment"])
+    # The only module of ours that reads the environment when it is imported.
+    importlib.reload(importlib.import_module("pannier.common.fault_points"))
+    first, *rest = order["arguments"]
+    if first == "-m":
+        sys.path[0] = os.getcwd()
+        sys.argv = rest
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+        return
+    sys.path[0] = str(Path(first).parent.resolve())
+    sys.argv = [first, *rest]
+    # For good, unlike runpy's: threads may outlive the script's last line.
+    script = types.ModuleType("__main__")
+    script.__file__ = first
+    sys.modules["__main__"] = script
+    code = compile(Path(first).read_bytes(), first, "exec")
+    exec(code, script.__dict__)
