@@ -133,7 +133,7 @@ class Scene:
         for child in self.cluster.current.children:
             child.signal(signal.SIGKILL)
         for child in self.cluster.current.children:
-            child.ended.wait(stretched(10))
+            child.wait(stretched(10))
 
     def start_ranks(self, **options: float) -> None:
         self.cluster.start_ranks(4, **options)

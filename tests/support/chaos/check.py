@@ -8,6 +8,7 @@ import asyncio
 import json
 import os
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -237,3 +238,7 @@ async def _verify(id: str, problems: list[str]) -> None:
     bad = [finding for finding in verdict.findings if finding.status != "ok"]
     if bad:
         problems.append(f"{id} is damaged: {bad[:3]}")
+
+
+if __name__ == "__main__":
+    sys.exit(check(json.loads(sys.argv[1])))

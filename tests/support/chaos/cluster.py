@@ -18,10 +18,9 @@ from pannier.v1 import save_pb2, status_pb2, status_pb2_grpc
 from pannier.wire import addresses
 from support.chaos import schedule as chaos_schedule
 from support.chaos import trainer as chaos_trainer
-from support.chaos.fork_server import Child, Nursery
 from support.chaos.links import Links
 from support.chaos.schedule import HOSTS, LINKS
-from support.processes import clocks
+from support.processes import clocks, fork_server
 from support.processes.daemons import (
     Daemon,
     await_serving,
@@ -29,7 +28,8 @@ from support.processes.daemons import (
     memory_directory,
     short_directory,
 )
-from support.processes.ranks import free_port
+from support.processes.processes import Process, python
+from support.processes.ranks import free_port, rank_environment
 from support.processes.stretch import FACTOR, stretched
 from support.storage.gcs_server import GcsServer
 
@@ -49,7 +49,7 @@ class Incarnation:
     """
 
     def __init__(
-        self, number: int, world: int, children: list[Child], stop: Path, hurry: Path
+        self, number: int, world: int, children: list[Process], stop: Path, hurry: Path
     ) -> None:
         self.number = number
         self.world = world
@@ -59,7 +59,7 @@ class Incarnation:
 
     @property
     def ended(self) -> bool:
-        return all(child.ended.is_set() for child in self.children)
+        return all(child.returncode is not None for child in self.children)
 
     def host(self, rank: int) -> int:
         return host_of(rank, self.world)
@@ -85,17 +85,14 @@ class Cluster:
         name: of the place in the bucket; of this cluster alone.
     """
 
-    def __init__(
-        self, directory: Path, seed: int, name: str, nursery: Nursery, server: GcsServer
-    ) -> None:
+    def __init__(self, directory: Path, seed: int, name: str, server: GcsServer) -> None:
         self.directory = directory
         self.seed = seed
         self.root = f"gs://{BUCKET}/{name}"
         self.server = server
         self.clocks = chaos_schedule.clocks(seed)
         self.incarnations: list[Incarnation] = []
-        self._jobs: list[Child] = []
-        self._nursery = nursery
+        self._jobs: list[Process] = []
         self._stack = ExitStack()
 
     def __enter__(self) -> "Cluster":
@@ -246,10 +243,14 @@ class Cluster:
             clock_s=self.clocks[host],
         )
 
-    def _begin(self, name: str, trainer: chaos_trainer.Trainer, log: str) -> Child:
-        arguments = chaos_trainer.encoded(trainer)
-        path = self.directory / f"{log}.log"
-        return self._nursery.start(name, "support.chaos.fork_server:run_rank", arguments, path)
+    def _begin(self, name: str, trainer: chaos_trainer.Trainer, log: str) -> Process:
+        return Process(
+            name,
+            python(*chaos_trainer.command(trainer)),
+            environment=rank_environment(),
+            log=self.directory / f"{log}.log",
+            imported=fork_server.TORCH,
+        )
 
     def _events(self, incarnation: int, rank: int) -> Path:
         return self.directory / f"events-{incarnation}-{rank}.jsonl"
@@ -259,11 +260,8 @@ class Cluster:
         return sorted(self.directory.glob("events-*.jsonl"))
 
     def _kill_ranks(self) -> None:
-        import signal
-
         for child in (*self._jobs, *(c for each in self.incarnations for c in each.children)):
-            child.signal(signal.SIGKILL)
-            child.ended.wait(10)
+            child.close()
 
     # What an operator would see.
 

@@ -29,9 +29,11 @@ from support.chaos.acts import ChaosError, Scene, stop_after
 from support.chaos.check import read_events
 from support.chaos.cluster import BUCKET, END_S, Cluster, undecided
 from support.chaos.events import Events
-from support.chaos.fork_server import Nursery
 from support.chaos.schedule import ACTS, Event, act, schedule
+from support.processes import fork_server
 from support.processes.cli import pannier
+from support.processes.processes import Process, python
+from support.processes.ranks import rank_environment
 from support.processes.stretch import FACTOR, stretched
 from support.storage.gcs_server import GcsServer
 
@@ -72,7 +74,6 @@ class Chaos:
         with ExitStack() as stack:
             self.directory.mkdir(parents=True, exist_ok=True)
             self._server = stack.enter_context(GcsServer(self.directory / "gcs", [BUCKET]))
-            self._nursery = stack.enter_context(Nursery(self.directory))
             self._stack = stack.pop_all()
         return self
 
@@ -95,7 +96,7 @@ class Chaos:
         directory = self.directory / f"seed-{seed}-{self._runs}"
         name = f"seed-{seed}-{self._runs}"
         try:
-            with Cluster(directory, seed, name, self._nursery, self._server) as cluster:
+            with Cluster(directory, seed, name, self._server) as cluster:
                 try:
                     self._run(cluster, events, last, outcome)
                 except AssertionError as error:
@@ -136,11 +137,16 @@ class Chaos:
             "report": str(report),
         }
         log = cluster.directory / "check.log"
-        child = self._nursery.start("check", "support.chaos.check:check", arguments, log)
-        if not child.ended.wait(stretched(_CHECK_S)):
-            raise ChaosError(f"the check hangs:\n{log.read_text()}")
-        if child.status:
-            raise ChaosError(f"the check failed with {child.status}:\n{log.read_text()}")
+        command = python("-m", "support.chaos.check", json.dumps(arguments))
+        child = Process(
+            "check", command, environment=rank_environment(), log=log, imported=fork_server.TORCH
+        )
+        try:
+            code = child.wait(stretched(_CHECK_S))
+        finally:
+            child.close()
+        if code:
+            raise ChaosError(f"the check failed with {code}:\n{log.read_text()}")
         found = json.loads(report.read_text())
         outcome.problems += found.pop("problems")
         outcome.counts = found
@@ -176,8 +182,8 @@ def _watch(cluster: Cluster, busy: set[str]) -> None:
     if "trainers" in busy:
         return
     for child in cluster.current.children:
-        if child.ended.is_set():
-            raise ChaosError(f"{child.name} ended by itself with {child.status}")
+        if child.returncode is not None:
+            raise ChaosError(f"{child.name} ended by itself with {child.returncode}")
 
 
 def _end_ranks(cluster: Cluster) -> int:
@@ -206,8 +212,8 @@ def _await_end(cluster: Cluster) -> None:
 
     def ended() -> bool:
         for child in current.children:
-            if child.status:
-                raise ChaosError(f"{child.name} ended with {child.status}")
+            if child.returncode:
+                raise ChaosError(f"{child.name} ended with {child.returncode}")
         return current.ended
 
     _await("the ranks end", ended, 3 * END_S)

@@ -168,6 +168,10 @@ def handle_attempt(handle: Any) -> str:
     return str(handle.status().attempt)
 
 
-def encoded(trainer: Trainer) -> dict[str, Any]:
-    """As it goes to the process."""
-    return asdict(trainer)
+def command(trainer: Trainer) -> list[str]:
+    """Arguments of a Python process that is this rank."""
+    return ["-m", "support.chaos.trainer", json.dumps(asdict(trainer))]
+
+
+if __name__ == "__main__":
+    sys.exit(train(Trainer(**json.loads(sys.argv[1]))))

@@ -71,10 +71,11 @@ _READ_AT_START: Final = (
 
 
 class Forked:
-    """One process of a server; like ``subprocess.Popen``, whose place it takes."""
+    """One process of a server; like ``subprocess.Popen``, whose place it takes. Thread-safe."""
 
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
+        self._lock = threading.Lock()
         self.returncode: int | None = None
         channel.settimeout(_START_S)
         self.pid = self._read()
@@ -89,13 +90,14 @@ class Forked:
 
     def poll(self) -> int | None:
         """Exit status as of ``Popen``; None while it runs."""
-        if self.returncode is None:
-            try:
-                self.returncode = self._read()
-            except BlockingIOError:
-                return None
-            self._channel.close()
-        return self.returncode
+        with self._lock:
+            if self.returncode is None:
+                try:
+                    self.returncode = self._read()
+                except BlockingIOError:
+                    return None
+                self._channel.close()
+            return self.returncode
 
     def wait(self, timeout: float) -> int:
         """Raises subprocess.TimeoutExpired when it still runs."""
@@ -104,7 +106,9 @@ class Forked:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
-            select.select([self._channel], [], [], left)
+            # In short turns: another thread may take the status, and close the channel.
+            with suppress(OSError, ValueError):
+                select.select([self._channel], [], [], min(left, 0.5))
         return code
 
     def send_signal(self, number: int) -> None:

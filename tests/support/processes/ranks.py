@@ -1,7 +1,6 @@
 """Training ranks for tests: a script run by several processes with a process group's environment."""
 
 import inspect
-import os
 import shutil
 import socket
 import textwrap
@@ -125,6 +124,17 @@ def free_port() -> int:
         return port
 
 
+def rank_environment(extra: Mapping[str, str] = {}) -> dict[str, str]:
+    """What all ranks have in their environment."""
+    return {
+        **clean_environment(),
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+        **extra,
+    }
+
+
 def start_ranks(
     script: Script,
     nproc: int,
@@ -148,13 +158,7 @@ def start_ranks(
     directory = short_directory()
     path = directory / "ranks.py"
     path.write_text(_source(script))
-    environment = {
-        **clean_environment(),
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2])]),
-        **env,
-    }
+    environment = rank_environment(env)
     if torchrun:
         assert rank_env is None, "rank_env needs torchrun=False"
         logs = directory / "logs"

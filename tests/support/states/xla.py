@@ -61,7 +61,10 @@ def start_program(
         rank_env: more variables by rank.
     """
     own = {**environment(devices), "TF_CPP_MIN_LOG_LEVEL": "2"}  # XLA's errors only.
-    return start_ranks(script, processes, {**own, **env}, torchrun=False, rank_env=rank_env)
+    # torch_xla reads its environment when torch is imported.
+    return start_ranks(
+        script, processes, {**own, **env}, torchrun=False, rank_env=rank_env, forked=False
+    )
 
 
 def run_program(
