@@ -11,6 +11,7 @@ import pytest
 
 from support.processes import fork_server, processes
 from support.processes.daemons import Daemons, memory_directory, short_directory
+from support.storage.gcs_server import GcsServer
 
 # Tests don't see the settings of whoever runs them, but for what stretches their deadlines and the
 # transport of tests that have no opinion on it; what they set themselves is inherited.
@@ -94,6 +95,13 @@ def leaves_nothing_behind() -> Iterator[None]:
 def daemons(tmp_path: Path) -> Iterator[Daemons]:
     """One coordinator and one sidecar, ready."""
     with Daemons(tmp_path) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GcsServer]:
+    """A bucket, ``gs://bucket``; a test that makes it fail clears that again."""
+    with GcsServer(tmp_path_factory.mktemp("gcs")) as running:
         yield running
 
 

@@ -12,9 +12,8 @@ import torch.distributed.checkpoint as dcp
 
 from pannier.wire.version import WIRE_VERSION
 from support.kubernetes.manifests import DEPLOY
-from support.network import netns
 from support.network.certificates import Authority
-from support.network.netns import Network
+from support.network.netns import Network, network_or_skip
 from support.network.slurm import Allocation
 from support.processes import processes
 from support.processes.processes import Process
@@ -45,9 +44,7 @@ dist.destroy_process_group()
 
 @pytest.fixture(scope="module")
 def network() -> Iterator[Network]:
-    if why := netns.unavailable():
-        pytest.skip(f"no hosts on this machine: {why}")
-    with Network(*NAMES) as made:
+    with network_or_skip(*NAMES) as made:
         yield made
 
 

@@ -37,12 +37,6 @@ LIVES = ["manifest.after", "decision.after"]
 """Where one coordinator after the other dies; one place at a time: :mod:`test_crash_points`."""
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GcsServer]:
-    with GcsServer(tmp_path_factory.mktemp("gcs")) as running:
-        yield running
-
-
 @pytest.fixture
 def daemons(server: GcsServer, tmp_path: Path) -> Iterator[Daemons]:
     """Two hosts, of which nothing is started yet."""

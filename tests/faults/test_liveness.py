@@ -22,12 +22,6 @@ from support.storage.gcs_server import GcsServer
 STATE = {"w": torch.arange(5.0 * 2**20)}
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GcsServer]:
-    with GcsServer(tmp_path_factory.mktemp("gcs")) as running:
-        yield running
-
-
 @pytest.fixture
 def daemons(server: GcsServer, tmp_path: Path) -> Iterator[Daemons]:
     with Daemons(tmp_path, environment=server.env) as running:

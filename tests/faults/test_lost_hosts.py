@@ -26,12 +26,6 @@ LARGE = 2 << 20
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GcsServer]:
-    with GcsServer(tmp_path_factory.mktemp("gcs")) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
 def coordinator(server: GcsServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
     directory = tmp_path_factory.mktemp("coordinator")
     with Daemons(directory, sidecars=0, environment=server.env) as made:

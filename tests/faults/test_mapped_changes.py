@@ -30,12 +30,6 @@ def mapped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PANNIER_TRANSPORT", raising=False)
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GcsServer]:
-    with GcsServer(tmp_path_factory.mktemp("gcs")) as running:
-        yield running
-
-
 @pytest.fixture
 def storage(server: GcsServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[GcsServer]:
     """Without faults; this process reads from it, too."""

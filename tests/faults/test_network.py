@@ -16,8 +16,7 @@ from pannier.client.transport import save_status
 from pannier.v1 import save_pb2
 from support.actors.scripted_sidecar import wait_until
 from support.chaos.links import Links
-from support.network import netns
-from support.network.netns import HERE, Network
+from support.network.netns import HERE, Network, network_or_skip
 from support.processes.daemons import Daemons
 from support.processes.ranks import free_port
 from support.processes.watching import all_in, await_save
@@ -33,9 +32,7 @@ PORT = 7777
 
 @pytest.fixture(scope="module")
 def network() -> Iterator[Network]:
-    if why := netns.unavailable():
-        pytest.skip(f"no real cuts on this machine: {why}")
-    with Network("node", "coordinator") as made:
+    with network_or_skip("node", "coordinator") as made:
         yield made
 
 

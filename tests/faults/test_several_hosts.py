@@ -16,8 +16,7 @@ from pannier.client.embedded import network as addresses_of_hosts
 from pannier.v1 import save_pb2
 from pannier.wire import addresses
 from support.actors.scripted_sidecar import wait_until
-from support.network import netns
-from support.network.netns import HERE, Network
+from support.network.netns import HERE, Network, network_or_skip
 from support.network.several_hosts import Hosts, Job, listeners
 from support.processes.cli import pannier
 from support.processes.ranks import free_port
@@ -111,9 +110,7 @@ dist.destroy_process_group()
 
 @pytest.fixture(scope="module")
 def network() -> Iterator[Network]:
-    if why := netns.unavailable():
-        pytest.skip(f"no hosts on this machine: {why}")
-    with Network(*NAMES) as made:
+    with network_or_skip(*NAMES) as made:
         yield made
 
 

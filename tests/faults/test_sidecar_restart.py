@@ -151,12 +151,6 @@ def test_what_sigterm_finds_pending_is_carried_on_by_the_next_sidecar(host: Host
 # With the real coordinator, client and store.
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GcsServer]:
-    with GcsServer(tmp_path_factory.mktemp("gcs")) as running:
-        yield running
-
-
 @pytest.fixture
 def daemons(server: GcsServer, tmp_path: Path) -> Iterator[Daemons]:
     flags = ("--grace", "1")

@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import random
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import fsspec
@@ -42,12 +42,6 @@ def messy(place: Path) -> set[str]:
     write(place / object_names.data_file("i1-inc-g0000000a-s4", 0, 0), b"never planned")
     write(place / object_names.lease(THIRD, "old"), b'{"renewS": 1e-9}')
     return kept | {object_names.decision(SECOND), object_names.decision("i1-inc-g0000000a-s4")}
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GcsServer]:
-    with GcsServer(tmp_path_factory.mktemp("gcs")) as running:
-        yield running
 
 
 def test_a_bucket_is_cleaned_up(

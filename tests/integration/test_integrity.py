@@ -1,7 +1,7 @@
 """Damage in storage is found: by ``pannier verify``, and while a checkpoint is loaded."""
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,6 @@ from support.processes.daemons import Daemons
 from support.storage.gcs_server import GcsServer
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GcsServer]:
-    with GcsServer(tmp_path_factory.mktemp("gcs")) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

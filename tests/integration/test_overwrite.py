@@ -30,12 +30,6 @@ SIZE = 1000
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GcsServer]:
-    with GcsServer(tmp_path_factory.mktemp("gcs")) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
 def daemons(server: GcsServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemons]:
     with Daemons(
         tmp_path_factory.mktemp("overwrite"),

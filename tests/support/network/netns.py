@@ -7,11 +7,12 @@ also the interface that it puts into the test's own namespace.
 import os
 import shutil
 import subprocess
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 
 import psutil
+import pytest
 
 HERE = "here"
 """The host that the test itself runs on."""
@@ -38,6 +39,15 @@ def unavailable() -> str:
     finally:
         _ip("netns", "del", name)
     return ""
+
+
+@contextmanager
+def network_or_skip(*hosts: str) -> Iterator["Network"]:
+    """A network of these hosts; skips the test where there can be none."""
+    if why := unavailable():
+        pytest.skip(f"no hosts on this machine: {why}")
+    with Network(*hosts) as made:
+        yield made
 
 
 class Network:

@@ -1,6 +1,5 @@
 """DCP's ``CheckpointableTensor``: a plain tensor that says which part of a global one it is."""
 
-import shutil
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -21,7 +20,6 @@ from pannier.wire.errors import PannierError
 from support.actors.scripted import attempt_of
 from support.actors.scripted_sidecar import ScriptedSidecar
 from support.actors.staged import plan, stage_all, write_checkpoint
-from support.processes.daemons import short_directory
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 torch_2_14 = pytest.mark.skipif(
@@ -51,16 +49,12 @@ def padded(values: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.fixture
-def sidecar() -> Iterator[ScriptedSidecar]:
-    directory = short_directory()
-    with ScriptedSidecar(directory) as scripted:
+def sidecar(sidecar: ScriptedSidecar) -> ScriptedSidecar:
+    def name_attempt(request: sidecar_pb2.PlanRequest) -> None:
+        sidecar.attempt = attempt_of(request.context.save)
 
-        def name_attempt(request: sidecar_pb2.PlanRequest) -> None:
-            scripted.attempt = attempt_of(request.context.save)
-
-        scripted.on["Plan"] = name_attempt
-        yield scripted
-    shutil.rmtree(directory)
+    sidecar.on["Plan"] = name_attempt
+    return sidecar
 
 
 @pytest.fixture

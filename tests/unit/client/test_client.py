@@ -4,7 +4,6 @@ import importlib
 import inspect
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -41,15 +40,7 @@ from pannier.wire.errors import (
     UnavailableError,
 )
 from support.actors.scripted_sidecar import ScriptedSidecar, wait_until
-from support.processes.daemons import clean_environment, short_directory
-
-
-@pytest.fixture
-def sidecar() -> Iterator[ScriptedSidecar]:
-    directory: Path = short_directory()
-    with ScriptedSidecar(directory) as scripted:
-        yield scripted
-    shutil.rmtree(directory)
+from support.processes.daemons import clean_environment
 
 
 @pytest.fixture

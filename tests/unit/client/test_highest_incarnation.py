@@ -1,7 +1,5 @@
 """What a trainer finds of other incarnations before it saves, and carries to the coordinator."""
 
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +14,12 @@ from pannier.client.loading import highest_incarnation
 from pannier.v1 import sidecar_pb2
 from pannier.wire import object_names
 from support.actors.scripted_sidecar import ScriptedSidecar
-from support.processes.daemons import short_directory
 from support.storage.checkpoints import write
 
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(highest_incarnation, "_seen", {})
-
-
-@pytest.fixture
-def sidecar() -> Iterator[ScriptedSidecar]:
-    directory: Path = short_directory()
-    with ScriptedSidecar(directory) as scripted:
-        yield scripted
-    shutil.rmtree(directory)
 
 
 def numbered(root: Path, *numbers: int) -> Path:

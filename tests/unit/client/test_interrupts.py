@@ -2,14 +2,12 @@
 
 import queue
 import random
-import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,19 +20,11 @@ from pannier.client.staging.host_copy import HostCopies
 from pannier.client.staging.in_flight import InFlightSaves
 from pannier.v1 import sidecar_pb2
 from support.actors.scripted_sidecar import ScriptedSidecar
-from support.processes.daemons import clean_environment, short_directory
+from support.processes.daemons import clean_environment
 from support.processes.interrupted import InterruptedByTestError, interrupted, moments
 
 BOUND_S = 60.0
 """By far enough for what takes milliseconds, beside busy neighbours."""
-
-
-@pytest.fixture
-def sidecar() -> Iterator[ScriptedSidecar]:
-    directory: Path = short_directory()
-    with ScriptedSidecar(directory) as scripted:
-        yield scripted
-    shutil.rmtree(directory)
 
 
 @pytest.fixture(autouse=True)

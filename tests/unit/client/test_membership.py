@@ -1,9 +1,5 @@
 """Which coordinator a session's sidecar speaks to, against a scripted sidecar."""
 
-import shutil
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from pannier.client.config import Settings
@@ -11,15 +7,6 @@ from pannier.client.identity import World
 from pannier.client.transport.membership import Membership
 from pannier.wire.errors import ConfigurationError
 from support.actors.scripted_sidecar import ScriptedSidecar
-from support.processes.daemons import short_directory
-
-
-@pytest.fixture
-def sidecar() -> Iterator[ScriptedSidecar]:
-    directory: Path = short_directory()
-    with ScriptedSidecar(directory) as scripted:
-        yield scripted
-    shutil.rmtree(directory)
 
 
 @pytest.mark.parametrize("coordinator", [None, "unix:///nowhere"])

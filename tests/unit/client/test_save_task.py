@@ -5,7 +5,6 @@ import gc
 import itertools
 import os
 import re
-import shutil
 import subprocess
 import sys
 import threading
@@ -14,7 +13,6 @@ import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,7 +45,6 @@ from pannier.wire.errors import (
     UnavailableError,
 )
 from support.actors.scripted_sidecar import ScriptedSidecar, wait_until
-from support.processes.daemons import short_directory
 
 CONTEXT = sidecar_pb2.SaveContext(
     save=save_pb2.SaveId(job="job", incarnation="abc", group="g1", number=1),
@@ -79,14 +76,6 @@ class Staged:
     @property
     def bytes(self) -> int:
         return sum(file.size for file in self.files)
-
-
-@pytest.fixture
-def sidecar() -> Iterator[ScriptedSidecar]:
-    directory: Path = short_directory()
-    with ScriptedSidecar(directory) as scripted:
-        yield scripted
-    shutil.rmtree(directory)
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """When a save goes by the plan of an earlier one, against a scripted sidecar: what is asked, and when."""
 
-import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
@@ -18,19 +17,15 @@ from pannier.client.transport.sidecar_client import SidecarClient
 from pannier.v1 import plan_pb2, save_pb2, sidecar_pb2
 from pannier.wire.errors import InvalidRequestError, PannierError, SaveAbortedError
 from support.actors.scripted_sidecar import ScriptedSidecar
-from support.processes.daemons import short_directory
 
 State = dict[str, Any]
 
 
 @pytest.fixture
-def sidecar() -> Iterator[ScriptedSidecar]:
-    directory = short_directory()
-    with ScriptedSidecar(directory) as scripted:
-        # Each save is an attempt of its own.
-        scripted.on["Plan"] = lambda request: name_attempt(scripted, request)
-        yield scripted
-    shutil.rmtree(directory)
+def sidecar(sidecar: ScriptedSidecar) -> ScriptedSidecar:
+    # Each save is an attempt of its own.
+    sidecar.on["Plan"] = lambda request: name_attempt(sidecar, request)
+    return sidecar
 
 
 @pytest.fixture
