@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
-from pannier.client import client
-from pannier.client.client import Client, close, configure, default_client
+from pannier.client.client import Client, close, default_client
 from pannier.client.dcp.storage_writer import StorageWriter
 from pannier.client.handle import SaveHandle, SaveResult, SaveStatus
 from pannier.client.loading import catalog
@@ -27,6 +26,7 @@ from pannier.client.loading.catalog import CheckpointInfo
 from pannier.client.loading.load import load as load_checkpoint
 from pannier.client.loading.load_error import LoadError
 from pannier.client.loading.storage_reader import StorageReader
+from pannier.client.save_factory import configure, raise_unretrieved
 from pannier.client.staging.optimizer_guard import Guard
 from pannier.wire.errors import (
     BusyError,
@@ -98,7 +98,7 @@ def prepare(
 def guard(optimizer: torch.optim.Optimizer, *, wait: bool = True) -> Guard:
     """Makes an optimizer's steps wait for overlapped staging. See :meth:`Client.guard`.
 
-    After :func:`close` it is to be called anew.
+    It must be called again after :func:`close`.
     """
     return default_client().guard(optimizer, wait=wait)
 
@@ -138,7 +138,7 @@ def wait_all(timeout: float | None = None) -> None:
     default_client().wait_all(timeout)
 
 
-# Reading needs no sidecar, and makes no client. What nobody asked for is raised here, too.
+# Reading needs no sidecar, and makes no client. Unretrieved errors are raised here, too.
 
 
 def load(
@@ -171,7 +171,7 @@ def load(
             data files are read for that. Only for what Pannier wrote.
 
     Raises:
-        PannierError: an earlier save failed and nobody asked for its result; on all ranks.
+        PannierError: an earlier save failed and its error was not retrieved; on all ranks.
         IntegrityError: with ``verify``, bytes are not those that were saved, naming the file; a
             part of ``state_dict`` is filled then.
         InvalidRequestError: an argument can't be accepted.
@@ -186,7 +186,7 @@ def load(
         process_group=process_group,
         no_dist=no_dist,
         verify=verify,
-        before=client.raise_unretrieved,
+        before=raise_unretrieved,
     )
 
 
@@ -212,15 +212,15 @@ def latest(
     Args:
         root: a path or a URL; need not exist, but its bucket must.
         process_group: the ranks that ask together. Default: all.
-        no_dist: this process asks by itself.
+        no_dist: this process looks by itself.
         timeout: seconds to wait for the first rank's answer.
         storage_options: of the fsspec file system. Default: from the environment.
 
     Raises:
-        PannierError: an earlier save failed and nobody asked for its result.
+        PannierError: an earlier save failed and its error was not retrieved.
         StorageError: the root can't be read; on all ranks.
         DeadlineError: the first rank hasn't answered in time.
-        InvalidRequestError: ranks asked for different roots.
+        InvalidRequestError: ranks gave different roots.
         IntegrityError: the decision of the newest save is damaged, so that its order isn't known.
     """
     return catalog.latest(
@@ -229,7 +229,7 @@ def latest(
         no_dist=no_dist,
         timeout=timeout,
         storage_options=storage_options,
-        before=client.raise_unretrieved,
+        before=raise_unretrieved,
     )
 
 
@@ -245,12 +245,12 @@ def list(
         storage_options: of the fsspec file system. Default: from the environment.
 
     Raises:
-        PannierError: an earlier save failed and nobody asked for its result.
+        PannierError: an earlier save failed and its error was not retrieved.
         InvalidRequestError: the root is no path.
         StorageError: it can't be read.
         IntegrityError: a decision is damaged, so that the order isn't known.
     """
-    client.raise_unretrieved()
+    raise_unretrieved()
     return catalog.list_checkpoints(root, storage_options=storage_options)
 
 

@@ -1,85 +1,36 @@
 """The client: what a trainer calls.
 
-In: state dicts. Out: handles of saves under way. It numbers the saves of each
-group, plans and stages them on the caller's thread, and leaves the rest to
-:mod:`pannier.client.transport.save_task`. Thread-safe; one per process is enough.
+In: state dicts. Out: handles of saves in progress. Checks arguments; the work is for
+:mod:`pannier.client.save_factory` and :mod:`pannier.client.loading`. Thread-safe; one per process
+is enough.
 """
 
-import atexit
 import builtins
-import functools
 import logging
 import os
-import sys
 import threading
-import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.planner import SavePlanner
 
-from pannier.client import wait_log
+from pannier.client import options, save_factory, wait_log
 from pannier.client.config import Settings, check_metrics, check_timeout, load_settings
 from pannier.client.dcp.storage_writer import StorageWriter
-from pannier.client.embedded import launcher
-from pannier.client.handle import SaveHandle, SaveResult, UnretrievedErrors, skipped
-from pannier.client.identity import World, check_single_process, is_alone
-from pannier.client.interrupts import Condition, aside, clean_up_after, shielded
+from pannier.client.handle import SaveHandle, SaveResult
 from pannier.client.loading import catalog
+from pannier.client.loading.filesystem import refuse_path
 from pannier.client.loading.load import load as load_checkpoint
 from pannier.client.loading.storage_reader import StorageReader
-from pannier.client.options import (
-    check_on_busy,
-    check_overwrite,
-    check_staging,
-    check_torch_only,
-    checkpoint_path,
-    prepared_path,
-    told_path,
-)
-from pannier.client.planning import stage_plan
-from pannier.client.planning.local_plan import PlannerRun
-from pannier.client.planning.plan_cache import PlanCache
-from pannier.client.planning.plan_confirmation import PlanConfirmation
-from pannier.client.staging.arena import ArenaPool
-from pannier.client.staging.deferred_copies import DeferredCopies
-from pannier.client.staging.device_copy import DeviceCopies
-from pannier.client.staging.in_flight import InFlightSaves
+from pannier.client.save_call import SaveCall
+from pannier.client.save_factory import SaveFactory
 from pannier.client.staging.optimizer_guard import Guard, Guards
-from pannier.client.transport.channel import keep_in_children
-from pannier.client.transport.membership import Entry, Membership
-from pannier.client.transport.save_errors import fail_request
-from pannier.client.transport.save_status import StatusFollower
-from pannier.client.transport.save_task import SaveTask
-from pannier.client.transport.sidecar_client import SidecarClient
-from pannier.client.user_errors import name_save
 from pannier.common.deadline import Deadline
-from pannier.v1 import plan_pb2, sidecar_pb2
-from pannier.wire import object_names
-from pannier.wire.errors import (
-    ConfigurationError,
-    DeadlineError,
-    InvalidRequestError,
-    PannierError,
-    SaveAbortedError,
-    SaveSkippedError,
-)
+from pannier.wire.errors import InvalidRequestError, PannierError, SaveSkippedError
 
 _log = logging.getLogger(__name__)
-
-
-def _sidecar() -> str:
-    return "the sidecar on this host"
-
-
-def _plan() -> str:
-    return "the plan that all ranks agree on"
-
-
-class _Call:
-    """One call of async_save: gone when its frame is."""
 
 
 class Client:
@@ -95,21 +46,28 @@ class Client:
     """
 
     def __init__(self, settings: Settings | None = None) -> None:
-        self.settings = settings or load_settings()
-        self._lock = Condition()
-        self._memberships: dict[bool, Membership] = {}
-        self._old_memberships: list[Membership] = []
-        self._slots = InFlightSaves(self.settings.max_in_flight, self._under_way)
-        self._plans = PlanCache()
-        self._pending: dict[StatusFollower, SaveTask] = {}
-        self._unretrieved = UnretrievedErrors()
+        self._factory = SaveFactory(settings or load_settings())
         self._guards = Guards()
-        self._closed = False
-        self._pid = os.getpid()
-        keep_in_children(self)
-        _clients.add(self)
 
-    # SaveTask.
+    @classmethod
+    def of(cls, factory: SaveFactory) -> "Client":
+        """A client of the saves of ``factory``."""
+        client = cls.__new__(cls)
+        client._factory = factory
+        client._guards = Guards()
+        return client
+
+    @property
+    def settings(self) -> Settings:
+        """As given, or from the environment."""
+        return self._factory.settings
+
+    @property
+    def save_factory(self) -> SaveFactory:
+        """Makes this client's saves; for :class:`pannier.client.StorageWriter`."""
+        return self._factory
+
+    # Saving.
 
     def async_save(
         self,
@@ -156,9 +114,9 @@ class Client:
                 ``staging_completion`` itself before it steps. All else is staged when it
                 returns: buffers, tensors of the host, objects. Where nothing is on a device with
                 streams (CUDA, XPU) it is the same as ``"blocking"``: so for torch_xla, whose pending
-                work is run first; ``SaveStatus.staging`` says so.
-            metrics: numbers that tell how good the state is, by name, for the coordinator's
-                retention (``--keep-best``) and for whoever reads the decision. One rank may
+                work is run first; see ``SaveStatus.staging``.
+            metrics: numbers that rate the state, by name, for the coordinator's
+                retention (``--keep-best``) and for readers of the decision. One rank may
                 give them alone; where several do, the lowest rank's counts.
             overwrite: what may be replaced where ``checkpoint_id`` holds a checkpoint: None, one
                 of this job (``PANNIER_JOB``); True, also another job's, and one that Pannier
@@ -171,7 +129,7 @@ class Client:
             InvalidRequestError: an argument or the state dict can't be accepted (a ValueError).
             SaveAbortedError: another rank can't take part; with failures by rank.
             UnavailableError: the sidecar can't be reached.
-            PannierError: an earlier save failed and nobody asked for its result.
+            PannierError: an earlier save failed and its error was not retrieved.
             Exception: whatever the planner, a ``state_dict()``, pickling or a copy from a device
                 raised on this rank, itself, with a note of the save; the other ranks get a
                 SaveAbortedError with this rank and the cause.
@@ -184,41 +142,43 @@ class Client:
             timeout = storage_writer.timeout if timeout is None else timeout
             metrics = storage_writer.metrics if metrics is None else metrics
             overwrite = storage_writer.overwrite if overwrite is None else overwrite
-        member = self._membership(no_dist)
-        member.check_process()
-        group = member.world.group(process_group)
         deadline: Deadline | None = None
-        while True:
-            number = member.world.next_number(group)
-            entry = Entry(group, number, told_path(checkpoint_id, storage_writer))
-            try:
-                self._check_open()
-                self._unretrieved.raise_all()
-                check_on_busy(on_busy)
-                check_staging(staging)
-                entry.metrics = check_metrics(metrics)
-                entry.overwrite = check_overwrite(overwrite)
-                check_torch_only(async_checkpointer_type, async_stager, use_collectives)
-                entry.checkpoint_id = checkpoint_path(checkpoint_id, storage_writer)
-                seconds = self.settings.save_timeout if timeout is None else check_timeout(timeout)
-                deadline = deadline or Deadline(seconds)
-                entry.checked = True
-                devices = self._guards.copies(staging)
-                return self._save(member, entry, state_dict, planner, on_busy, deadline, devices)
-            except BaseException as error:
-                if isinstance(error, SaveAbortedError) and error.resume_at > number:
-                    # This rank didn't call saves that the others did: it joins them again.
-                    _log.warning("%s", error)
-                    member.world.resume(group, error.resume_at)
-                    continue
-                self._report(member, entry, error)
-                name_save(error, entry.text, entry.checkpoint_id)
-                if isinstance(error, SaveSkippedError) and on_busy == "skip" and entry.checked:
-                    context = entry.context(member, member.session(self.settings))
-                    return skipped(
-                        object_names.save_text(context.save), context.checkpoint_id, error
-                    )
+        current: SaveCall | None = None
+
+        def run(call: SaveCall) -> SaveHandle:
+            nonlocal deadline, current
+            current = call
+            self._check_ready()
+            options.check_on_busy(on_busy)
+            options.check_staging(staging)
+            numbers = check_metrics(metrics)
+            replace = options.check_overwrite(overwrite)
+            options.check_torch_only(async_checkpointer_type, async_stager, use_collectives)
+            path = options.checkpoint_path(_target(checkpoint_id, storage_writer))
+            seconds = self.settings.save_timeout if timeout is None else check_timeout(timeout)
+            deadline = deadline or Deadline(seconds)
+            call.accept(path, replace)
+            return self._factory.save(
+                call,
+                state_dict,
+                planner,
+                on_busy=on_busy,
+                metrics=numbers,
+                deadline=deadline,
+                devices=self._guards.copies(staging),
+                on_deferred=self._guards.add_copies,
+            )
+
+        reported = _reported_target(checkpoint_id, storage_writer)
+        try:
+            return self._factory.run(process_group, no_dist, reported, run)
+        except SaveSkippedError as error:
+            handle = None
+            if on_busy == "skip" and current is not None:
+                handle = current.skipped_handle(error)
+            if handle is None:
                 raise
+            return handle
 
     def save(
         self, state_dict: Mapping[str, Any], storage_writer: Any = None, **arguments: Any
@@ -243,7 +203,7 @@ class Client:
 
         All ranks of the group call it, in order with their saves. Nothing is saved, and nothing
         need be called: without it the first save does the same. An optimizer has its state only
-        after its first step; with another structure than here, saves are planned anew.
+        after its first step; states with another structure are planned again.
 
         Args:
             state_dict, planner, process_group, no_dist: as those of the saves to come.
@@ -251,44 +211,17 @@ class Client:
 
         Raises: what :meth:`async_save` raises.
         """
-        member = self._membership(no_dist)
-        member.check_process()
-        group = member.world.group(process_group)
-        while True:
-            number = member.world.next_number(group)
-            entry = Entry(group, number, told_path(checkpoint_root, None))
-            try:
-                self._check_open()
-                self._unretrieved.raise_all()
-                entry.checkpoint_id = prepared_path(checkpoint_root)
-                with wait_log.logged(f"prepare for {entry.checkpoint_id}", _sidecar) as wait:
-                    session = member.session(self.settings)
-                    wait.reason = _plan
-                    context = entry.context(member, session)
-                    entry.text = object_names.save_text(context.save)
-                    spec = stage_plan.save_spec(context, state_dict, planner)
-                    entry.planned = True
-                    pool = self._slots.pool
-                    stage_plan.prepare(
-                        self._plans,
-                        spec,
-                        functools.partial(self._request_preparation, session, context),
-                        functools.partial(session.arena, pool),
-                        pool.release,
-                        self._slots.idle,
-                    )
-                return
-            except BaseException as error:
-                if isinstance(error, SaveAbortedError) and error.resume_at > number:
-                    _log.warning("%s", error)
-                    member.world.resume(group, error.resume_at)
-                    continue
-                self._report(member, entry, error)
-                name_save(error, entry.text, entry.checkpoint_id)
-                raise
+
+        def run(call: SaveCall) -> None:
+            self._check_ready()
+            call.accept(options.prepared_path(checkpoint_root))
+            self._factory.prepare(call, state_dict, planner)
+
+        reported = _reported_target(checkpoint_root, None)
+        self._factory.run(process_group, no_dist, reported, run)
 
     def guard(self, optimizer: torch.optim.Optimizer, *, wait: bool = True) -> Guard:
-        """Tells what nothing but ``optimizer`` changes, and makes its steps wait for the copy.
+        """Declares what only ``optimizer`` changes, and makes its steps wait for the copy.
 
         For ``staging="overlapped"``: its parameters and its state may be copied from their
         device while the next forward and backward pass run. Before each step
@@ -317,15 +250,15 @@ class Client:
 
         Raises:
             DeadlineError: some have not after ``timeout`` seconds; names them.
-            PannierError: one failed and nobody asked for its result.
+            PannierError: one failed and its error was not retrieved.
         """
-        with wait_log.logged("wait_all", self._under_way):
-            self._await_ended(timeout)
-        self._unretrieved.raise_all()
+        with wait_log.logged("wait_all", self._factory.saves.__str__):
+            self._factory.saves.wait(timeout)
+        self._factory.saves.errors.raise_all()
 
     # Reading.
 
-    # They raise what nobody asked for, too, in step with the other ranks.
+    # Reading raises unretrieved errors, too, in step with the other ranks.
 
     def load(
         self,
@@ -334,71 +267,25 @@ class Client:
         **arguments: Any,
     ) -> None:
         """Loads a checkpoint into ``state_dict``. See :func:`pannier.client.load`."""
-        load_checkpoint(state_dict, storage_reader, before=self._unretrieved.raise_all, **arguments)
+        load_checkpoint(
+            state_dict, storage_reader, before=self._factory.saves.errors.raise_all, **arguments
+        )
 
     def latest(self, root: str | os.PathLike[str], **arguments: Any) -> str | None:
         """The newest checkpoint directly below ``root``. See :func:`pannier.client.latest`."""
-        return catalog.latest(root, before=self._unretrieved.raise_all, **arguments)
+        return catalog.latest(root, before=self._factory.saves.errors.raise_all, **arguments)
 
     def list(
         self, root: str | os.PathLike[str], **arguments: Any
     ) -> builtins.list[catalog.CheckpointInfo]:
         """The checkpoints directly below ``root``. See :func:`pannier.client.list`."""
-        self._unretrieved.raise_all()
+        self._factory.saves.errors.raise_all()
         return catalog.list_checkpoints(root, **arguments)
-
-    # For StorageWriter.
-
-    @property
-    def pool(self) -> ArenaPool:
-        """The client's staging memory."""
-        return self._slots.pool
-
-    @property
-    def slots(self) -> InFlightSaves:
-        """Room to stage into, shared with :meth:`async_save`."""
-        return self._slots
-
-    @property
-    def session(self) -> SidecarClient:
-        """The session of all ranks' world, opened when there is none."""
-        return self._membership(no_dist=False).session(self.settings)
-
-    def session_for(
-        self, process_group: Any = None, no_dist: bool = False
-    ) -> tuple[SidecarClient, Callable[[str], sidecar_pb2.SaveContext]]:
-        """The session of a group, and what makes a context for its next save."""
-        session = self._membership(no_dist).session(self.settings)
-        return session, lambda checkpoint_id: self.open_save(checkpoint_id, process_group, no_dist)
-
-    def open_save(
-        self,
-        checkpoint_id: str,
-        process_group: Any = None,
-        no_dist: bool = False,
-        overwrite: bool | None = None,
-    ) -> sidecar_pb2.SaveContext:
-        """Takes the next number of a group, for a save whose calls the caller makes.
-
-        Raises:
-            InvalidRequestError: this rank is not in the group, or the id isn't one.
-        """
-        member = self._membership(no_dist)
-        group = member.world.group(process_group)
-        entry = Entry(group, member.world.next_number(group), told_path(checkpoint_id, None))
-        entry.overwrite = overwrite
-        try:
-            self._check_open()
-            entry.checkpoint_id = checkpoint_path(checkpoint_id, None)
-            return entry.context(member, member.session(self.settings))
-        except BaseException as error:
-            self._report(member, entry, error)
-            raise
 
     # Ending.
 
     def close(self, timeout: float | None = None) -> None:
-        """Waits until the saves under way are ingested, then disconnects; handles still resolve.
+        """Waits until the saves in progress are ingested, then disconnects; handles still resolve.
 
         When it returns the process may die, and what it saved is committed all the same.
 
@@ -407,7 +294,7 @@ class Client:
         coordinator, until theirs are.
 
         A trainer that ends without it does the same, but the exit status of a process
-        can't be changed that late: an error that nobody asked for is handed to
+        can't be changed that late: an error that was not retrieved is passed to
         ``sys.excepthook``, which prints it. Call ``close()``, or leave the client's
         context, to fail by it.
 
@@ -415,23 +302,11 @@ class Client:
             timeout: seconds to wait at most. Default: until the saves' own deadlines.
 
         Raises:
-            PannierError: a save failed and nobody asked for its result.
-            DeadlineError: some are not ingested after ``timeout`` seconds; names them. They go on
+            PannierError: a save failed and its error was not retrieved.
+            DeadlineError: some are not ingested after ``timeout`` seconds; names them. They continue
                 as long as the process does.
         """
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-        deadline = None if timeout is None else Deadline(timeout)
-        with wait_log.logged("close", lambda: self._under_way() or "saves of other hosts"):
-            if not self._slots.close(timeout):
-                raise DeadlineError(f"after {timeout:g} s not ingested: {self._under_way()}")
-            if self._must_wait():
-                self._await_ended(None if deadline is None else deadline.remaining(), timeout)
-                self._await_others(None if deadline is None else deadline.remaining(), timeout)
-        self._hang_up(announce=True)
-        self._unretrieved.raise_all()
+        self._factory.close(timeout)
 
     def __enter__(self) -> "Client":
         return self
@@ -448,296 +323,53 @@ class Client:
         try:
             self.close()
         except PannierError as later:
-            # The block's own error goes first; this one is not lost.
+            # The block's own error is raised; this one is logged.
             _log.error("while leaving after %s: %s", type(error).__name__, later)
 
-    # Inside.
+    def _check_ready(self) -> None:
+        self._factory.check_open()
+        self._factory.saves.errors.raise_all()
 
-    def _save(
-        self,
-        member: Membership,
-        entry: Entry,
-        state_dict: Mapping[str, Any],
-        planner: SavePlanner | None,
-        on_busy: str,
-        deadline: Deadline,
-        devices: DeviceCopies,
-    ) -> SaveHandle:
-        with wait_log.logged(f"async_save to {entry.checkpoint_id}", _sidecar) as wait:
-            session = member.session(self.settings)
-            context = entry.context(member, session)
-            entry.text = object_names.save_text(context.save)
-            wait.reason = lambda: f"staging memory, held by {self._under_way()}"
-            slot = self._slots.admit(on_busy, deadline.remaining())
-        rest: DeferredCopies | None = None
 
-        def begin() -> SaveTask:
-            begun = entry.saving = SaveTask(
-                session,
-                context,
-                on_busy=on_busy,
-                metrics=entry.metrics,
-                deadline=deadline,
-                on_ended=self._ended,
-            )
-            with self._lock:
-                self._pending[begun.status] = begun
-            if entry.dropped:
-                begun.status.forget()
-            return begun
-
-        def drop() -> None:
-            if not entry.drop():
-                return  # The save was handed to its thread: that ends it, and frees the slot.
-            if rest is not None:
-                # The arena must not be used again before.
-                rest.finish(stop=lambda: True)
-            if entry.saving is not None:
-                entry.saving.status.forget()
-            slot.free()
-
-        # Also where a second exception of a handler ends the clean-up below.
-        call = _Call()
-        clean_up_after(call, drop)
-        wait = wait_log.Wait(f"async_save to {entry.checkpoint_id}", _plan)
-        try:
-            saving = aside(begin)
-            handle = saving.handle
-            wait.reason = lambda: handle.status().waiting_on or _plan()
-            spec = stage_plan.save_spec(context, state_dict, planner)
-            plan = stage_plan.resolve_plan(
-                self._plans, spec, lambda run: self._request_plan(saving, entry, run)
-            )
-            confirmation, group = None, entry.group
-            if plan.unconfirmed is not None:
-                confirmation = PlanConfirmation(
-                    self._plans,
-                    plan.unconfirmed,
-                    session.plan,
-                    deadline=deadline,
-                    wait_s=self.settings.plan_timeout,
-                    resume_after=lambda number: member.world.resume(group, number + 1),
-                )
-            saving.planned(plan.attempt, plan.plan_id, confirmation)
-            arena = aside(lambda: slot.hold(session.arena(self._slots.pool, plan.sizes)))
-            wait.end()
-            staged = plan.stage(arena, devices)
-            rest = staged.deferred
-            saving.staged(staged)
-            if rest is not None:
-                self._guards.add_copies(rest)
-            # No daemon: a normal exit waits until the rank is ingested.
-            carrier = threading.Thread(
-                target=saving.send, args=(slot,), name=f"pannier-save-{entry.number}"
-            )
-            aside(lambda: entry.carry(carrier.start))
-        except BaseException:
-            aside(drop)
-            raise
-        finally:
-            wait.end()
-        return saving.handle
-
-    def _request_preparation(
-        self, session: SidecarClient, context: sidecar_pb2.SaveContext, run: PlannerRun
-    ) -> plan_pb2.FinalPlan:
-        timeout_s = self.settings.plan_timeout
-        request = sidecar_pb2.PlanRequest(
-            context=context,
-            plan=run.message,
-            digest=run.digest,
-            timeout_s=timeout_s,
-            save_timeout_s=timeout_s,
-            prepare=True,
+def _target(checkpoint_id: Any, writer: Any) -> Any:
+    """The checkpoint id, the storage writer's if it isn't given. Raises InvalidRequestError."""
+    if writer is None:
+        return checkpoint_id
+    refuse_path("storage_writer", writer)
+    if not isinstance(writer, StorageWriter):
+        raise InvalidRequestError(
+            f"storage_writer={type(writer).__name__}: Pannier's own writes the checkpoint; give "
+            "checkpoint_id, or pannier.client.StorageWriter"
         )
-        return session.plan(request, timeout_s).plan
-
-    def _request_plan(self, saving: SaveTask, entry: Entry, run: PlannerRun) -> plan_pb2.FinalPlan:
-        """The final plan for a local plan, once every rank's has arrived."""
-        deadline = saving.status.deadline
-        wait_s = min(self.settings.plan_timeout, deadline.remaining())
-        if deadline.passed:
-            raise DeadlineError(f"save {saving.status.text} was not planned before its timeout")
-        request = sidecar_pb2.PlanRequest(
-            context=saving.status.context,
-            plan=run.message,
-            digest=run.digest,
-            timeout_s=wait_s,
-            save_timeout_s=deadline.remaining(),
-        )
-        entry.planned = True
-        return saving.sidecar.plan(request, wait_s).plan
-
-    def _ended(self, status: StatusFollower) -> None:
-        self._unretrieved.add(status.resolver.outcome)
-        with self._lock:
-            self._pending.pop(status, None)
-            self._lock.notify_all()
-            hang_up = self._closed and not self._pending
-        if hang_up:
-            self._hang_up(announce=True)
-
-    @shielded
-    def _report(self, member: Membership, entry: Entry, error: BaseException) -> None:
-        """Ends the save on the other ranks, unless it has ended there or there are none."""
-        if isinstance(error, SaveAbortedError) and entry.planned:
-            return
-        others = len(entry.group.ranks) > 1
-        if not others and not entry.planned:
-            return
-        try:
-            session = member.session(self.settings)
-            session.fail(fail_request(entry.context(member, session), error))
-        except PannierError as problem:
-            if others:
-                _log.warning("the other ranks could not be told of %r: %s", error, problem)
-
-    def _membership(self, no_dist: bool) -> Membership:
-        check_single_process(no_dist)
-        alone = is_alone(no_dist)
-        with self._lock:
-            member = self._memberships.get(alone)
-            if member is None or not member.world.is_current():
-                if member is not None:
-                    # torch.distributed was set up anew; saves under way still end.
-                    self._plans.clear()
-                    self._old_memberships.append(member)
-                member = self._memberships[alone] = Membership(World(alone=alone))
-            return member
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise InvalidRequestError("the client is closed: make a new one")
-
-    def _await_ended(self, timeout: float | None, given: float | None = None) -> None:
-        with self._lock:
-            # None is no endless wait: each save ends, well or not, soon after its own deadline.
-            if not self._lock.wait_for(lambda: not self._pending, timeout):
-                seconds = timeout if given is None else given
-                raise DeadlineError(f"after {seconds:g} s not ended: {self._under_way()}")
-
-    def _under_way(self) -> str:
-        with self._lock:
-            return "; ".join(str(status.handle.status()) for status in self._pending)
-
-    def _must_wait(self) -> bool:
-        return self.settings.embedded and not launcher.outlives_trainer()
-
-    @shielded
-    def _await_others(self, timeout: float | None, given: float | None = None) -> None:
-        for member in self._members():
-            if left := member.await_others(timeout):
-                raise DeadlineError(f"after {given:g} s not ended on other hosts: {left}")
-
-    def _members(self) -> builtins.list[Membership]:
-        with self._lock:
-            return [*self._old_memberships, *self._memberships.values()]
-
-    @shielded
-    def _hang_up(self, *, announce: bool = False) -> None:
-        members = self._members()
-        with self._lock:
-            busy = {id(saving.sidecar) for saving in self._pending.values()}
-        for member in members:
-            member.close(lambda session: id(session) not in busy, announce=announce)
-
-    def _at_exit(self) -> None:
-        # Threads of saves that are not ingested have been waited for: they are no daemons.
-        if self._pid != os.getpid():
-            return
-        with self._lock:
-            # Of a call that was interrupted nothing is left but what a thread carries.
-            self._pending = {
-                status: saving for status, saving in self._pending.items() if saving.is_detached
-            }
-            carrying = [saving for saving in self._pending.values() if not saving.is_sent]
-        if carrying:
-            # What waits for those threads before this runs was interrupted.
-            self._say_given_up(carrying, "not handed over to the sidecar")
-        elif self._must_wait():
-            if self._pending:
-                _log.info("waiting for %d saves to be committed", len(self._pending))
-            try:
-                self._await_ended(None)
-                if not self._closed:
-                    self._await_others(None)
-            except (KeyboardInterrupt, SystemExit):
-                with self._lock:
-                    pending = builtins.list(self._pending.values())
-                self._say_given_up(pending, "not committed, and the embedded daemons end with it")
-        with self._lock:
-            self._pending.clear()
-        self._hang_up()
-        try:
-            self._unretrieved.raise_all()
-        except PannierError as error:
-            _log.error("a save failed and nobody asked for its result: %s", error)
-            # Logs may not be read.
-            sys.excepthook(type(error), error, error.__traceback__)
-
-    @staticmethod
-    def _say_given_up(saves: builtins.list[SaveTask], what: str) -> None:
-        # Logs may not be read.
-        for saving in saves:
-            sys.stderr.write(
-                f"pannier: the process ends before {saving.handle.status()} has ended: its wait was "
-                f"interrupted; {what}\n"
-            )
+    return writer.checkpoint_id if checkpoint_id is None else checkpoint_id
 
 
-# The process's own client.
+def _reported_target(checkpoint_id: Any, writer: Any) -> str:
+    try:
+        return options.reported_path(_target(checkpoint_id, writer))
+    except InvalidRequestError:
+        return str(checkpoint_id)
 
-_clients: "weakref.WeakSet[Client]" = weakref.WeakSet()
+
+# The process's default client.
+
 _default: Client | None = None
 _default_lock = threading.Lock()
-_overrides: dict[str, Any] = {}
 
 
 def default_client() -> Client:
-    """The client that the module's functions use; made when it is first asked for."""
+    """The client that the module's functions use; made when it is first needed."""
     global _default
+    factory = save_factory.default_factory()
     with _default_lock:
-        if _default is None:
-            _default = Client(load_settings(**_overrides))
+        if _default is None or _default.save_factory is not factory:
+            _default = Client.of(factory)
         return _default
-
-
-def raise_unretrieved() -> None:
-    """Raises the default client's errors that nobody asked for; makes no client."""
-    client = _default
-    if client is not None and client._pid == os.getpid():
-        client._unretrieved.raise_all()
-
-
-def configure(**settings: Any) -> None:
-    """Sets what the environment doesn't say, for the default client; before its first use.
-
-    Args:
-        settings: fields of :class:`pannier.client.config.Settings`.
-
-    Raises:
-        ConfigurationError: a value is not valid, or the client is in use.
-    """
-    with _default_lock:
-        if _default is not None:
-            raise ConfigurationError(
-                "configure() comes before the first use of the client; close() it first"
-            )
-        together = {**_overrides, **settings}
-        load_settings(**together)
-        _overrides.update(settings)
 
 
 def close(timeout: float | None = None) -> None:
     """Closes the default client; the next use makes a new one. See :meth:`Client.close`."""
     global _default
     with _default_lock:
-        client, _default = _default, None
-    if client is not None:
-        client.close(timeout)
-
-
-@atexit.register
-def _at_exit() -> None:
-    for client in list(_clients):
-        client._at_exit()
+        _default = None
+    save_factory.close_default(timeout)

@@ -1,6 +1,7 @@
-"""What a user may set: environment variables in, one validated record out.
+"""The client's settings.
 
-Owned by the client; read once, when it is first used.
+In: environment variables and overrides. Out: one validated, immutable record. Read once, when the
+client is first used.
 """
 
 import math
@@ -36,7 +37,7 @@ class Settings(BaseSettings):
     """Address of the host's sidecar, ``unix:///path`` or ``host:port``. None: the embedded one."""
     coordinator: str | None = None
     """Address of the job's coordinator: an embedded sidecar is started with it, a configured
-    one must speak to it. None: the embedded one, or whichever the sidecar has."""
+    one must be connected to it. None: the embedded one, or the sidecar's."""
     job: str | None = None
     """Name of the job. None: a unique one."""
     listen: str | None = None
@@ -63,7 +64,7 @@ class Settings(BaseSettings):
     """Users besides this one and root whose sidecar is trusted on a unix socket, as numbers with
     spaces between."""
     token_file: Path | None = None
-    """File with the job's token, for a sidecar that serves several jobs. None: it wants none."""
+    """File with the job's token, for a sidecar that serves several jobs. None: no token."""
     max_in_flight: int = Field(default=2, ge=1, le=16)
     """Saves that may be staged but not yet ingested; each holds one arena."""
 
@@ -82,7 +83,7 @@ class Settings(BaseSettings):
         return tls_of(self.tls_cert, self.tls_key, self.tls_ca, settings=VARIABLES)
 
     def token(self) -> TokenFile | None:
-        """The job's token; None: there is none. Raises ConfigurationError for a sidecar on TCP."""
+        """The job's token; None: not set. Raises ConfigurationError for a sidecar on TCP."""
         if self.token_file is None or self.sidecar is None:
             return None
         if not is_unix(self.sidecar):
@@ -159,7 +160,7 @@ def check_timeout(timeout: float) -> float:
 
 
 def check_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
-    """Numbers by name, as ``float`` takes them; a NaN tells nothing and is left out.
+    """Numbers by name, as ``float`` takes them; a NaN has no meaning and is left out.
 
     Raises InvalidRequestError naming the metric.
     """

@@ -1,13 +1,12 @@
-"""Who saves: the incarnation, the group and the number of a save.
+"""The identity of a save: job, incarnation, group and number.
 
-In: torch.distributed as the trainer set it up. Out: words that are the same on
-all ranks of a save. No collective; the process group's store is asked once per
-incarnation. Owned by the client.
+In: torch.distributed as the trainer set it up. Out: values that are the same on
+all ranks of a save. No collective; the process group's store is read once per
+incarnation. Owned by a membership.
 """
 
 import functools
 import json
-import os
 import secrets
 import socket
 import threading
@@ -24,6 +23,7 @@ from pannier.client.embedded.former_daemons import recover_former_daemons
 from pannier.client.embedded.pg_store import RankStore
 from pannier.client.embedded.rendezvous import HostInfo, Rendezvous, agree, host_info, job_key, join
 from pannier.client.loading import highest_incarnation
+from pannier.client.process_group import is_alone, launched_as
 from pannier.wire.errors import ConfigurationError, InvalidRequestError
 from pannier.wire.object_names import group_name, split_checkpoint_id
 
@@ -38,7 +38,7 @@ class Identity:
     world_size: int
     host: str
     client: str
-    """Random; one client's connections carry the same."""
+    """Random; the same for all connections of one client."""
 
 
 @dataclass(frozen=True)
@@ -58,39 +58,6 @@ class Group:
     def is_coordinator(self) -> bool:
         """Whether this is DCP's coordinator rank, the first of the group."""
         return self.rank == self.ranks[0]
-
-
-def is_alone(no_dist: bool) -> bool:
-    """Whether this process saves by itself."""
-    return no_dist or not dist.is_available() or not dist.is_initialized()
-
-
-def check_single_process(no_dist: bool) -> None:
-    """Refuses a save of this process alone where a launcher started several without a group.
-
-    Each of them would be the one rank of a job of its own, and all would save to one checkpoint id.
-    ``RANK`` and ``WORLD_SIZE`` are what torchrun sets, and what ``init_process_group`` reads.
-
-    Raises:
-        InvalidRequestError: ``torch.distributed`` is not initialised, and ``no_dist`` not given.
-    """
-    launched = _launched()
-    if no_dist or not is_alone(no_dist) or launched is None:
-        return
-    rank, size = launched
-    raise InvalidRequestError(
-        f"this process is rank {rank} of {size} (RANK and WORLD_SIZE, as torchrun sets them), but "
-        "torch.distributed is not initialised, so that each rank would save alone to the same "
-        "checkpoint: call torch.distributed.init_process_group() before the first save, or, where "
-        "each process saves by itself, give no_dist=True and a checkpoint_id per process"
-    )
-
-
-def _launched() -> tuple[str, str] | None:
-    """This process's rank and how many there are, where a launcher started several."""
-    size, rank = os.environ.get("WORLD_SIZE", ""), os.environ.get("RANK", "")
-    several = size.isdecimal() and rank.isdecimal() and int(size) > 1
-    return (rank, size) if several else None
 
 
 class World:
@@ -147,19 +114,19 @@ class World:
         return Group(tuple(ranks), self.rank)
 
     def next_number(self, group: Group) -> int:
-        """Takes the number of the group's next save."""
+        """Consumes the number of the group's next save."""
         with self._lock:
             number = self._numbers.get(group.ranks, 0) + 1
             self._numbers[group.ranks] = number
             return number
 
     def resume(self, group: Group, number: int) -> None:
-        """Makes ``number`` the group's next, when this rank has missed some; never goes back."""
+        """Makes ``number`` the group's next, when this rank missed saves; never a lower one."""
         with self._lock:
             self._numbers[group.ranks] = max(self._numbers.get(group.ranks, 0), number - 1)
 
     def identity(self, settings: Settings) -> Identity:
-        """This rank's identity; the first rank to ask mints the incarnation for all.
+        """This rank's identity; the first rank to call this creates the incarnation for all.
 
         Raises:
             ConfigurationError: ranks contradict each other.
@@ -167,13 +134,13 @@ class World:
         """
         with self._lock:
             if self._identity is None:
-                self._identity = self._mint(settings)
+                self._identity = self._create_identity(settings)
             return self._identity
 
     @property
     def apart(self) -> bool:
         """Whether this is one of several processes of the job, and saves by itself."""
-        return self.alone and (not is_alone(no_dist=False) or _launched() is not None)
+        return self.alone and (not is_alone(no_dist=False) or launched_as() is not None)
 
     def seen_incarnation(self, checkpoint_id: str) -> int | None:
         """The highest number below the root when this process first read there; None: it didn't."""
@@ -182,7 +149,7 @@ class World:
         try:
             root, _ = split_checkpoint_id(checkpoint_id)
         except InvalidRequestError:
-            return None  # of a save that is refused for it
+            return None  # the save is refused for this id
         with self._lock:
             if root not in self._seen:
                 self._seen[root] = highest_incarnation.take(root)
@@ -205,7 +172,7 @@ class World:
                 self.known_pair = join(settings, meeting, self._spot)
         return self.known_pair
 
-    def _mint(self, settings: Settings) -> Identity:
+    def _create_identity(self, settings: Settings) -> Identity:
         host = socket.gethostname()
         own: dict[str, Any] = {
             "job": settings.job or f"job-{secrets.token_hex(4)}",

@@ -1,12 +1,12 @@
-"""What keeps an exception of a signal handler from leaving a lock held for ever.
+"""Locks and waits that an exception of a signal handler can't leave locked for ever.
 
 Python runs signal handlers on the main thread, between any two bytecodes. What a handler raises
 (KeyboardInterrupt, or ``sys.exit`` in a handler of SIGTERM) may therefore leave ``threading.Condition``,
-``Event``, ``Future``, ``Thread.start`` or gRPC with a lock that is never released again, and every
-other thread that needs it waits for ever. So on the main thread the client takes only locks whose
+``Event``, ``Future``, ``Thread.start`` or gRPC with a lock that is never released, and every other
+thread that needs it waits for ever. So on the main thread the client takes only locks whose
 ``with`` runs no bytecode in between: plain ones, and :class:`Condition` and :class:`Event` of this
-module. All else runs in a thread aside (:func:`aside`), for which the main thread waits without a
-lock; an exception ends that wait alone.
+module. All else runs in another thread (:func:`aside`), for which the main thread waits without a
+lock; an exception ends only that wait.
 """
 
 import _thread
@@ -55,7 +55,7 @@ class Condition(_RLock):
         return notified
 
     def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> bool:
-        """Waits until ``predicate()``; False when it isn't so after ``timeout`` seconds."""
+        """Waits until ``predicate()`` is true; False after ``timeout`` seconds."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while not predicate():
             left = None if deadline is None else deadline - time.monotonic()
@@ -65,13 +65,13 @@ class Condition(_RLock):
         return True
 
     def notify(self, count: int = 1) -> None:
-        """Wakes so many of those that wait. The lock is held."""
+        """Wakes up to ``count`` waiting threads. The lock is held."""
         while count > 0 and self._waiters:
             self._waiters.popleft().release()
             count -= 1
 
     def notify_all(self) -> None:
-        """Wakes all that wait. The lock is held."""
+        """Wakes all waiting threads. The lock is held."""
         self.notify(len(self._waiters))
 
 
@@ -87,7 +87,7 @@ class Event:
         return self._is_set
 
     def set(self) -> None:
-        """Wakes all that wait, now and later."""
+        """Wakes all waiting threads; later waits return at once."""
         with self._changed:
             self._is_set = True
             self._changed.notify_all()
@@ -110,14 +110,14 @@ _Answer = queue.SimpleQueue[tuple[Any, BaseException | None]]
 _Job = tuple[Callable[[], Any], contextvars.Context, _Answer]
 _Inbox = queue.SimpleQueue[_Job]
 _idle: queue.SimpleQueue[_Inbox] = queue.SimpleQueue()
-"""Of threads that wait for a job. What is done here on the main thread is in C."""
+"""Inboxes of idle threads. Operations on it are in C, and so safe on the main thread."""
 
 
 def aside(function: Callable[[], _T]) -> _T:
     """``function()``, in another thread when this is the main thread.
 
-    It goes on when a signal handler's exception ends the wait: what it takes must have an owner
-    that was made before. The wait lasts until the function's own deadlines.
+    It continues when a signal handler's exception ends the wait: what it acquires must have an
+    owner that was made before. The wait lasts until the function's own deadlines.
     """
     if threading.get_ident() != threading.main_thread().ident:
         return function()
@@ -159,7 +159,7 @@ def _work(inbox: _Inbox) -> None:
         # First, so that the next call finds this thread.
         _idle.put(inbox)
         answer.put(outcome)
-        # Nothing of the call outlives it here.
+        # An idle thread must not reference objects of the last call.
         del function, context, answer, outcome
 
 

@@ -1,7 +1,7 @@
-"""What ``async_save`` is given beside the state dict: what can be honoured, and what is refused.
+"""Checks the arguments of ``async_save``: what can be honoured, and what is refused.
 
 In: arguments with torch's names. Out: checked ones, or an InvalidRequestError
-(a ValueError) that says what to use instead.
+(a ValueError) that names what to use instead.
 """
 
 import os
@@ -10,8 +10,7 @@ from typing import Any, Final
 
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-from pannier.client.dcp.storage_writer import StorageWriter
-from pannier.client.loading.filesystem import absolute, refuse_path
+from pannier.client.loading.filesystem import absolute
 from pannier.wire import object_names
 from pannier.wire.errors import InvalidRequestError
 
@@ -19,17 +18,8 @@ ON_BUSY: Final = ("wait", "skip", "raise")
 STAGING: Final = ("blocking", "overlapped")
 
 
-def checkpoint_path(checkpoint_id: str | os.PathLike[str] | None, writer: Any) -> str:
+def checkpoint_path(checkpoint_id: str | os.PathLike[str] | None) -> str:
     """An absolute path or a URL. Raises InvalidRequestError."""
-    if writer is not None:
-        refuse_path("storage_writer", writer)
-        if not isinstance(writer, StorageWriter):
-            raise InvalidRequestError(
-                f"storage_writer={type(writer).__name__}: Pannier's own writes the checkpoint; give "
-                "checkpoint_id, or pannier.client.StorageWriter"
-            )
-        if checkpoint_id is None:
-            checkpoint_id = writer.checkpoint_id
     if checkpoint_id is None:
         raise InvalidRequestError("checkpoint_id is missing: give a path or a URL")
     url = absolute(checkpoint_id)
@@ -39,13 +29,13 @@ def checkpoint_path(checkpoint_id: str | os.PathLike[str] | None, writer: Any) -
 
 def prepared_path(checkpoint_root: str | os.PathLike[str]) -> str:
     """A checkpoint id in the root, under which nothing is saved. Raises InvalidRequestError."""
-    return checkpoint_path(posixpath.join(absolute(checkpoint_root), "prepared"), None)
+    return checkpoint_path(posixpath.join(absolute(checkpoint_root), "prepared"))
 
 
-def told_path(checkpoint_id: Any, writer: Any) -> str:
-    """What to tell the other ranks of a save whose arguments may not be valid."""
+def reported_path(checkpoint_id: Any) -> str:
+    """What the other ranks are sent of a checkpoint id that may not be valid."""
     try:
-        return checkpoint_path(checkpoint_id, writer)
+        return checkpoint_path(checkpoint_id)
     except (InvalidRequestError, TypeError):
         return str(checkpoint_id)
 

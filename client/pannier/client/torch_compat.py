@@ -53,7 +53,7 @@ def group_store(process_group: dist.ProcessGroup | None) -> Store:
 
 
 def own_connection(store: Store) -> Store:
-    """The same store by a connection of its own, which waits for none of the first's calls.
+    """A separate connection to the same store, which doesn't wait for calls of the first.
 
     One that can't be cloned is returned itself.
     """
@@ -77,7 +77,7 @@ def has_size(dtype: torch.dtype) -> bool:
 def local_tensors(value: torch.Tensor) -> list[torch.Tensor]:
     """This rank's parts of a tensor; ``[value]`` for one that isn't distributed.
 
-    Unlike ``to_local()`` it adds nothing to the autograd graph.
+    Unlike ``to_local()`` it doesn't extend the autograd graph.
     """
     if isinstance(value, DTensor):
         # torch_xla's XLAShardedTensor is a DTensor by name, but without a local one.
@@ -121,16 +121,16 @@ def wrapper(cls: type[torch.Tensor], tensor: torch.Tensor, *, requires_grad: boo
 
 
 plain_torch_function: Final = torch._C._disabled_torch_function_impl
-"""``__torch_function__`` of subclasses that don't want to be asked."""
+"""``__torch_function__`` of subclasses that don't override torch functions."""
 
 
-def flattens_as_of_old() -> bool:
+def uses_old_flattening() -> bool:
     """Whether DCP flattens as torch 2.3 did, which it does while it loads such a checkpoint."""
     return getattr(_version, "_derived_version", None) is not None
 
 
 def without_torch_functions() -> AbstractContextManager[None]:
-    """Attributes of tensors without the detour through modes (``torch.set_default_device``)."""
+    """Reads attributes of tensors without modes such as ``torch.set_default_device``."""
     return torch._C.DisableTorchFunction()
 
 
@@ -163,15 +163,15 @@ def flattened(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def version(tensor: torch.Tensor) -> int:
-    """Counts changes in place, of a tensor and its views; 0 where nobody counts.
+    """Counts changes in place, of a tensor and its views; 0 where torch doesn't count.
 
-    Fused optimizers don't count theirs.
+    Fused optimizers don't count their changes.
     """
     return 0 if tensor.is_inference() else tensor._version
 
 
 def steps_in_backward(parameter: torch.Tensor) -> bool:
-    """Whether ``_apply_optimizer_in_backward`` gave the parameter an optimizer of its own."""
+    """Whether ``_apply_optimizer_in_backward`` gave the parameter a separate optimizer."""
     return bool(getattr(parameter, "_in_backward_optimizers", None))
 
 
@@ -215,7 +215,6 @@ __all__ = [
     "copy_all",
     "flatten_state_dict",
     "flattened",
-    "flattens_as_of_old",
     "group_store",
     "has_size",
     "in_mesh",
@@ -225,6 +224,7 @@ __all__ = [
     "set_element",
     "sharded_facts",
     "steps_in_backward",
+    "uses_old_flattening",
     "version",
     "without_plan_cache",
     "without_torch_functions",

@@ -1,8 +1,8 @@
-"""Exceptions of the caller's own code and devices: they reach the caller as they were raised.
+"""Exceptions of the user's code and devices, which reach the caller as they were raised.
 
-In: whatever a planner, a ``state_dict()``, a pickled object or a copy from a device raised. Out: the
-same exception, with notes that say where it happened and which save it ended; its description for
-the other ranks; and, for a handle, a copy that keeps no frame alive.
+In: what a planner, a ``state_dict()``, a pickled object or a copy from a device raised. Out: the
+same exception, with notes where it happened and which save it ended; its description for the
+other ranks; and, for a handle, a copy that references no frame. Pure functions.
 """
 
 import copy
@@ -33,13 +33,13 @@ def located(where: str) -> Iterator[None]:
 
 
 def name_save(error: BaseException, save: str, checkpoint_id: str) -> None:
-    """Adds the note which save an exception ended; Pannier's own errors say it themselves."""
+    """Adds a note with the save that an exception ended; Pannier's own errors contain it."""
     if isinstance(error, Exception) and not isinstance(error, PannierError):
         add_note(error, f"raised in save {save} to {checkpoint_id}, which it ended on all ranks")
 
 
 def description(error: BaseException) -> str:
-    """Type, message and notes, for the other ranks; of a PannierError its message."""
+    """Type, message and notes, for the other ranks; for a PannierError its message."""
     if isinstance(error, PannierError):
         return str(error)
     notes = "; ".join(map(str, getattr(error, "__notes__", ())))

@@ -1,7 +1,7 @@
-"""Long waits in the user's own thread, in the log: what waits, how long, and for what.
+"""Logs long waits in the caller's thread: which call, how long, and what it waits for.
 
-In: a call, and a function that says what it waits for now. Out: a warning after 5 s, and more and
-more rarely after that. One thread for all, started with the first wait. Thread-safe.
+In: a call, and a function that returns what it waits for. Out: a warning after 5 s, repeated at
+growing intervals. One thread for all, started with the first wait. Thread-safe.
 """
 
 import logging
@@ -19,17 +19,17 @@ _log = logging.getLogger(__name__)
 FIRST_S: Final = 5.0
 """Until the first warning."""
 _FACTOR: Final = 4.0
-"""The next one comes when the wait is so many times as long."""
+"""Growth of the interval between warnings."""
 
 _timers = Timers("pannier-wait-log")
 
 
 class Wait:
-    """One wait under way.
+    """One wait in progress.
 
     Args:
-        call: what the user has called, with its target.
-        reason: what it waits for now; empty: not known.
+        call: the user's call, with its target.
+        reason: returns what it waits for; empty: not known.
     """
 
     def __init__(self, call: str, reason: Callable[[], str]) -> None:
@@ -37,12 +37,12 @@ class Wait:
         self.reason = reason
         self._began = time.monotonic()
         self._over = False
-        # A call that was interrupted before it could end its wait doesn't log for ever.
+        # Weakly, so that an interrupted call, which never ends its wait, doesn't log for ever.
         self._warn_if_alive = _weakly(self._warn)
         self._timer = _timers.start(FIRST_S, self._warn_if_alive)
 
     def end(self) -> None:
-        """Nothing is logged any more."""
+        """Stops logging."""
         self._over = True
         self._timer.cancel()
 
@@ -70,7 +70,7 @@ def _weakly(method: Callable[[], None]) -> Callable[[], None]:
 
 @contextmanager
 def logged(call: str, reason: Callable[[], str]) -> Iterator[Wait]:
-    """Logs the wait in this block; its reason may be replaced on the way."""
+    """Logs the wait in this block, which may replace its reason."""
     wait = Wait(call, reason)
     try:
         yield wait
@@ -78,10 +78,10 @@ def logged(call: str, reason: Callable[[], str]) -> Iterator[Wait]:
         wait.end()
 
 
-def _forget() -> None:
+def _reset_in_child() -> None:
     # The thread is the parent's.
     global _timers
     _timers = Timers("pannier-wait-log")
 
 
-os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=_reset_in_child)

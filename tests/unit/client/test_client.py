@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import pannier.client as client_package
 from pannier.client import client as api
+from pannier.client import save_factory
 from pannier.client.client import Client
 from pannier.client.config import Settings
 from pannier.client.dcp.storage_writer import StorageWriter
@@ -123,8 +124,8 @@ def test_arenas_are_used_again(client: Client) -> None:
     kept = []
     for step in range(3):
         client.save(state(), checkpoint_id=f"/x/step-{step}")
-        wait_until(lambda: not client._slots._taken)
-        kept.append({mapping.address for mapping in client.pool._free})
+        wait_until(lambda: not client.save_factory.slots._taken)
+        kept.append({mapping.address for mapping in client.save_factory.slots.pool._free})
     assert kept[0] == kept[1] == kept[2] != set()
 
 
@@ -213,7 +214,7 @@ def test_what_cannot_be_honoured_is_refused(
 def test_a_writer_may_be_given_by_position(
     client: Client, monkeypatch: pytest.MonkeyPatch, call: str, default: bool
 ) -> None:
-    monkeypatch.setattr(api, "_default", client)
+    monkeypatch.setattr(save_factory, "_default", client.save_factory)
     save = getattr(client_package if default else client, call)
     ended = save(state(), StorageWriter("/x/step-1", client=client))
     result = ended if call == "save" else ended.result(10)
@@ -470,7 +471,7 @@ def fail_one(client: Client, sidecar: ScriptedSidecar) -> Any:
     (request,) = sidecar.asked(sidecar_pb2.PlanRequest)[-1:]
     sidecar.abort(request.context, save_pb2.Failure(rank=1, host="b", message="disk full"))
     assert handle.wait(10)
-    wait_until(lambda: not client._pending)
+    wait_until(lambda: not client.save_factory.saves)
     sidecar.commit = True
     return handle
 
@@ -504,7 +505,7 @@ def test_an_unasked_error_is_raised_by_wait_all_and_close(
     for request in sorted(asked, key=lambda request: request.context.save.number):
         sidecar.abort(request.context, save_pb2.Failure(rank=1, message="disk full"))
     assert all(handle.wait(10) for handle in handles)
-    wait_until(lambda: not client._pending)
+    wait_until(lambda: not client.save_factory.saves)
     with pytest.raises(SaveAbortedError, match=r"/x/a .*; and .*/x/b "):
         client.close()
     client.close()
@@ -526,7 +527,7 @@ def test_an_unasked_error_is_raised_by_reading_before_it_reads(
     if call == "load":
         arguments = {"state_dict": values, "checkpoint_id": tmp_path / "step-1"}
     if default:
-        monkeypatch.setattr(api, "_default", client)
+        monkeypatch.setattr(save_factory, "_default", client.save_factory)
     read = getattr(client_package if default else client, call)
     fail_one(client, sidecar)
     with pytest.raises(SaveAbortedError, match="disk full"):
@@ -537,14 +538,14 @@ def test_an_unasked_error_is_raised_by_reading_before_it_reads(
 
 
 def test_reading_makes_no_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "_default", None)
+    monkeypatch.setattr(save_factory, "_default", None)
     dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "step-1", no_dist=True)
     (found,) = client_package.list(tmp_path)
     assert client_package.latest(tmp_path) == found.checkpoint_id
     values = {"w": torch.zeros(3)}
     client_package.load(values, checkpoint_id=found.checkpoint_id)
     assert values["w"].all()
-    assert api._default is None
+    assert save_factory._default is None
 
 
 def test_an_error_that_was_asked_for_is_not_raised_again(
@@ -651,7 +652,7 @@ def test_close_waits_until_ingested_and_handles_still_resolve(
     assert not handle.done()
     sidecar.tell(request.context.save, save_pb2.SAVE_STATE_COMMITTED)
     handle.result(10)
-    session = client._memberships[True]._session
+    session = client.save_factory._memberships[True]._sidecar
     assert session is not None
     wait_until(session._connection.closed.is_set)
     with pytest.raises(InvalidRequestError, match="closed"):
@@ -669,15 +670,15 @@ def test_the_blocks_own_error_goes_first(client: Client, sidecar: ScriptedSideca
 
 
 def test_configure_comes_first(monkeypatch: pytest.MonkeyPatch, sidecar: ScriptedSidecar) -> None:
-    monkeypatch.setattr(api, "_overrides", {})
-    api.configure(sidecar=sidecar.address, job="mine")
+    monkeypatch.setattr(save_factory, "_overrides", {})
+    save_factory.configure(sidecar=sidecar.address, job="mine")
     with pytest.raises(ConfigurationError, match="max_in_flight"):
-        api.configure(max_in_flight=-1)
+        save_factory.configure(max_in_flight=-1)
     made = api.default_client()
     assert made.settings.job == "mine"
     assert made.settings.max_in_flight == 2
     with pytest.raises(ConfigurationError, match="before the first use"):
-        api.configure(job="other")
+        save_factory.configure(job="other")
     api.close()
     assert api.default_client() is not made
     api.close()

@@ -13,8 +13,8 @@ from support.actors.scripted_sidecar import ScriptedSidecar
 def test_a_sidecar_of_the_named_coordinator_is_taken(
     sidecar: ScriptedSidecar, coordinator: str | None
 ) -> None:
-    member = Membership(World(alone=True))
-    session = member.session(Settings(sidecar=sidecar.address, coordinator=coordinator))
+    settings = Settings(sidecar=sidecar.address, coordinator=coordinator)
+    session = Membership(World(alone=True), settings).sidecar()
     assert session.welcome.coordinator == "unix:///nowhere"
     session.close()
 
@@ -22,8 +22,8 @@ def test_a_sidecar_of_the_named_coordinator_is_taken(
 def test_a_sidecar_of_another_coordinator_is_refused_with_both_addresses(
     sidecar: ScriptedSidecar,
 ) -> None:
-    member = Membership(World(alone=True))
+    settings = Settings(sidecar=sidecar.address, coordinator="10.0.0.2:7070")
     with pytest.raises(
         ConfigurationError, match=r"PANNIER_COORDINATOR=10\.0\.0\.2:7070.*unix:///nowhere"
     ):
-        member.session(Settings(sidecar=sidecar.address, coordinator="10.0.0.2:7070"))
+        Membership(World(alone=True), settings).sidecar()

@@ -14,7 +14,8 @@ from torch.multiprocessing import get_context  # type: ignore[attr-defined]
 
 from pannier.client import latest, load
 from pannier.client.config import Settings
-from pannier.client.identity import Group, Identity, World, is_alone
+from pannier.client.identity import Group, Identity, World
+from pannier.client.process_group import is_alone
 from pannier.wire.errors import ConfigurationError, InvalidRequestError
 from pannier.wire.object_names import group_name, incarnation_record
 from support.storage.checkpoints import write

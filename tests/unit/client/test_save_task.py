@@ -19,8 +19,8 @@ import pytest
 from torch.distributed.checkpoint.metadata import Metadata
 
 from pannier.client.config import Settings
-from pannier.client.dcp import storage_writer as writer_module
 from pannier.client.dcp.storage_writer import StorageWriter
+from pannier.client.dcp.writer_save import WriterSave
 from pannier.client.handle import Outcome, UnretrievedErrors
 from pannier.client.identity import Identity
 from pannier.client.staging.arena import Arena, ArenaPool
@@ -426,7 +426,7 @@ def test_a_commit_by_torch_that_is_not_answered_is_in_doubt(
 
     monkeypatch.setattr(session, "finish", finish)
     writer = StorageWriter("/x/y")
-    writer._save = writer_module._Save(session, CONTEXT, 60)
+    writer._save = WriterSave(session, CONTEXT, 60, InFlightSaves(1))
     with pytest.raises(InDoubtError, match=f"{error}.*may still be committed"):
         writer.finish(Metadata({}), [])
 

@@ -344,7 +344,7 @@ def test_a_prepared_save_costs_what_every_save_costs(
     (prepared,) = sidecar.asked(sidecar_pb2.PlanRequest)
     assert prepared.prepare
     assert not sidecar.files
-    assert not client._pending
+    assert not client.save_factory.saves
     with monkeypatch.context() as patched:
         patched.setattr("pannier.client.planning.stage_plan.PlannerRun", None)
         patched.setattr("pannier.client.staging.copy_plan._write_headers", None)

@@ -18,10 +18,10 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlanner
 
 from pannier.client import wait_log
-from pannier.client.identity import is_alone
 from pannier.client.loading import filesystem, highest_incarnation
 from pannier.client.loading.load_error import LoadError
 from pannier.client.loading.storage_reader import StorageReader
+from pannier.client.process_group import is_alone
 from pannier.client.xla import planners, runtime
 from pannier.v1 import save_pb2
 from pannier.wire.errors import InvalidRequestError, PannierError

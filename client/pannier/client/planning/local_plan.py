@@ -45,7 +45,7 @@ class PlannerRun:
 
     Raises:
         InvalidRequestError: the state dict holds what DCP can't store (the
-            message names the key), or the planner asks for what Pannier can't
+            message names the key), or the planner needs what Pannier can't
             honour.
         Exception: whatever the planner raises, with a note of the method.
     """
@@ -288,7 +288,7 @@ def _is_plain(value: Any) -> bool:
     return all(
         type(tensor) in _PLAIN_TYPES
         or isinstance(tensor, torch_compat.AsyncCollectiveTensor)
-        # It resolves to shards of its own.
+        # It resolves to its shards.
         or hasattr(tensor, "__get_tensor_shard__")
         or type(tensor.detach()) is torch.Tensor
         for tensor in torch_compat.local_tensors(value)

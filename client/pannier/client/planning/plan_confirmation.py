@@ -1,7 +1,7 @@
 """Confirms, after staging, that all ranks go by the cached plan that a save was staged by.
 
 In: the cached plan of a save. Out: the plan id that all ranks confirmed, or an error. Owned by one
-save task, whose own thread blocks here while the trainer goes on.
+save task, whose thread blocks here while training continues.
 """
 
 from collections.abc import Callable

@@ -65,7 +65,7 @@ class StateFingerprint:
         paths: list[tuple[str, ...]] = []
         self._root = _Node(state, (), paths)
         leaves: list[Any] = []
-        if torch_compat.flattens_as_of_old() or not self._root.collect(state, leaves):
+        if torch_compat.uses_old_flattening() or not self._root.collect(state, leaves):
             raise _NotUnderstoodError
         kinds = [_leaf_kind(leaf) for leaf in leaves]
         self._objects = _positions(kinds, _Kind.OBJECT)
@@ -93,7 +93,7 @@ class StateFingerprint:
 
     def _values(self, state: Mapping[str, Any]) -> list[Any] | None:
         leaves: list[Any] = []
-        if torch_compat.flattens_as_of_old() or not self._root.collect(state, leaves):
+        if torch_compat.uses_old_flattening() or not self._root.collect(state, leaves):
             return None
         if not all(map(_is_object, (leaves[i] for i in self._objects))):
             return None

@@ -248,7 +248,7 @@ def _hook_forks(channel: SidecarChannel) -> None:
             _running = grpc.local_server_credentials()
             keep_in_children(_running)
             # Handlers before a fork run last-registered first. gRPC has registered its own
-            # with its first object, so that ours come before them.
+            # with its first object, so that these come before them.
             os.register_at_fork(
                 before=_before_fork,
                 after_in_parent=_after_fork_in_parent,

@@ -72,7 +72,7 @@ class FollowedSaves:
     ) -> None:
         """Calls ``on_status`` with every status of a save until :meth:`unfollow`.
 
-        Until then a sidecar that was restarted is asked for the save's outcome.
+        Until then a restarted sidecar is asked for the save's outcome.
 
         Args:
             deadline: of the save; None: not known.

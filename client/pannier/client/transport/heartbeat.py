@@ -95,7 +95,7 @@ class Heartbeat:
         except (DeadlineError, UnavailableError):
             return False
         except (PannierError, InterruptedCallError):
-            pass  # an error is an answer, and this process's own fork says nothing of the sidecar
+            pass  # an error is an answer, too; a fork here doesn't concern the sidecar
         self.mark_seen()
         return True
 

@@ -177,7 +177,7 @@ class StatusFollower:
         sidecar: reports the status of the save.
         context: of the save.
         deadline: of the save.
-        expects_skip: a skip is what the user asked for, so that its error needn't be retrieved.
+        expects_skip: the caller chose ``on_busy="skip"``, so that its error needn't be retrieved.
         on_ended: called once, with this, when the handle has its outcome.
     """
 
@@ -205,7 +205,7 @@ class StatusFollower:
         self._on_failure: Callable[[], None] = lambda: None
         self._lock = threading.Lock()
         self._handed_over = False
-        """The sidecar was asked to ingest this rank's part, and may have done so."""
+        """The sidecar received the request to ingest this rank's part, or may have."""
         self._local_error: Exception | None = None
         """What failed the save on this rank, where it isn't a PannierError."""
         self._follow()
@@ -322,26 +322,26 @@ class StatusFollower:
             return error
         return not_handed_over(self._context, error)
 
-    def _on_status(self, news: save_pb2.SaveStatus) -> None:
-        self.waiting.status_arrived(news.waiting_on.text)
+    def _on_status(self, update: save_pb2.SaveStatus) -> None:
+        self.waiting.status_arrived(update.waiting_on.text)
         self.resolver.update(
             lambda status: dataclasses.replace(
                 status,
-                attempt=news.attempt or status.attempt,
-                save_state=news.state,
-                total_bytes=news.bytes_total or status.total_bytes,
+                attempt=update.attempt or status.attempt,
+                save_state=update.state,
+                total_bytes=update.bytes_total or status.total_bytes,
                 waiting_on=self.waiting.text,
-                failures={failure.rank: failure for failure in news.failures},
+                failures={failure.rank: failure for failure in update.failures},
             )
         )
-        if news.state == save_pb2.SAVE_STATE_COMMITTED:
-            self._commit(news)
-        elif news.state == save_pb2.SAVE_STATE_ABORTED:
+        if update.state == save_pb2.SAVE_STATE_COMMITTED:
+            self._commit(update)
+        elif update.state == save_pb2.SAVE_STATE_ABORTED:
             self.stop.set()
             waiting = self.waiting.text if self.waiting.room else ""
-            self._fail(self._local_error or aborted(news, waiting), ArenaUse.UNUSED)
+            self._fail(self._local_error or aborted(update, waiting), ArenaUse.UNUSED)
 
-    def _commit(self, news: save_pb2.SaveStatus) -> None:
+    def _commit(self, update: save_pb2.SaveStatus) -> None:
         if "ingest" not in self.times.seconds():
             # The status arrived before the response to the hand-over.
             self.times.end("ingest")
@@ -349,9 +349,9 @@ class StatusFollower:
         own = self.handle.status().bytes
         result = SaveResult(
             checkpoint_id=self._context.checkpoint_id,
-            attempt=news.attempt,
+            attempt=update.attempt,
             bytes=own,
-            total_bytes=news.bytes_total or own,
+            total_bytes=update.bytes_total or own,
             seconds=self.times.seconds(),
         )
         self._end(ArenaUse.UNUSED)

@@ -1,7 +1,7 @@
 """Sends one save of this rank to the sidecar: confirms its plan, streams its files, hands over.
 
 In: a plan, and what was staged by it. Out: an ingested rank, or a failure that ends the save. A
-:class:`SaveTask` lives as long as its save is in progress. Sending runs in a thread of its own;
+:class:`SaveTask` lives as long as its save is in progress. Sending runs in a separate thread;
 the outcome is for :class:`pannier.client.transport.save_status.StatusFollower`.
 """
 
@@ -85,7 +85,7 @@ class _State(enum.Enum):
     IN_CALL = enum.auto()
     """The save ends with the call that stages it."""
     DETACHED = enum.auto()
-    """A thread of the task's own sends, independent of the call."""
+    """A separate thread sends, independent of the call."""
     SENT = enum.auto()
     """The sidecar has all of it, or the save has ended."""
 
@@ -341,7 +341,7 @@ class SaveTask:
         ]
 
     def _send_file(self, file: StagedFile, progress: Callable[[int], None]) -> int:
-        """Its crc32c. Waits for room in the spool if ``on_busy`` says so."""
+        """Its crc32c. Waits for room in the spool if ``on_busy`` is ``"wait"``."""
         waiting, deadline = self.status.waiting, self.status.deadline
 
         def accepted(committed: int) -> None:

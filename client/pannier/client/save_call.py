@@ -1,0 +1,163 @@
+"""One numbered call of this rank for a save of its group, until it returns a handle or raises.
+
+In: a group's next number, and arguments as they are checked. Out: the save's context, or a report
+to the other ranks that the save failed here. Whatever the call raises, its number is consumed on
+all ranks, so that their numbers stay in step. Used by the caller's thread, except where noted.
+"""
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Final
+
+from pannier.client.handle import SaveHandle, skipped
+from pannier.client.identity import Group
+from pannier.client.interrupts import shielded
+from pannier.client.transport.membership import Membership
+from pannier.client.transport.save_errors import fail_request
+from pannier.client.transport.save_task import SaveTask
+from pannier.client.transport.sidecar_client import SidecarClient
+from pannier.client.user_errors import name_save
+from pannier.v1 import save_pb2, sidecar_pb2
+from pannier.wire import object_names
+from pannier.wire.errors import PannierError, SaveAbortedError, SaveSkippedError
+
+_log = logging.getLogger(__name__)
+
+_OVERWRITE: Final = {
+    None: save_pb2.OVERWRITE_UNSPECIFIED,
+    False: save_pb2.OVERWRITE_NEVER,
+    True: save_pb2.OVERWRITE_ANY,
+}
+
+
+class SaveCall:
+    """See the module. Takes the group's next number.
+
+    Args:
+        member: connects to the sidecar.
+        group: the ranks that save together.
+        checkpoint_id: as the caller gave it, not checked yet.
+    """
+
+    def __init__(self, member: Membership, group: Group, checkpoint_id: str) -> None:
+        self.member = member
+        self.group = group
+        self.number = member.world.next_number(group)
+        self._checkpoint_id = checkpoint_id
+        self._overwrite: bool | None = None
+        self._is_accepted = False
+        self._is_planned = False
+        self._text = ""
+        self._lock = threading.Lock()
+        self._task: SaveTask | None = None
+        self._is_dropped = False
+
+    @property
+    def checkpoint_id(self) -> str:
+        """An absolute path or a URL, once it is accepted."""
+        return self._checkpoint_id
+
+    def accept(self, checkpoint_id: str, overwrite: bool | None = None) -> None:
+        """The arguments are valid: what is raised from now on concerns this save."""
+        self._checkpoint_id = checkpoint_id
+        self._overwrite = overwrite
+        self._is_accepted = True
+
+    def context(self, sidecar: SidecarClient) -> sidecar_pb2.SaveContext:
+        """What every message of this save carries."""
+        who, world = sidecar.identity, self.member.world
+        context = sidecar_pb2.SaveContext(
+            save=save_pb2.SaveId(
+                job=who.job,
+                incarnation=who.incarnation,
+                group=self.group.name,
+                number=self.number,
+            ),
+            checkpoint_id=self._checkpoint_id,
+            ranks=self.group.ranks,
+            world_size=world.size,
+            rank=self.group.rank,
+            host=sidecar.welcome.host or who.host,
+            overwrite=_OVERWRITE[self._overwrite],
+            apart=world.apart,
+        )
+        seen = world.seen_incarnation(self._checkpoint_id)
+        if seen is not None:
+            context.seen_incarnation = seen
+        self._text = object_names.save_text(context.save)
+        return context
+
+    def mark_planned(self) -> None:
+        """The coordinator may know of the save, and reports its end to the other ranks."""
+        self._is_planned = True
+
+    # The task may be made and detached by another thread, while an interrupt ends the call.
+
+    def begin(self, task: SaveTask) -> None:
+        """``task`` belongs to this call. Any thread."""
+        with self._lock:
+            self._task = task
+            is_dropped = self._is_dropped
+        if is_dropped:
+            task.status.forget()
+
+    def detach(self, start: Callable[[], None]) -> None:
+        """Runs ``start``, after which the task is independent of the call. Any thread.
+
+        No effect after :meth:`drop`.
+        """
+        with self._lock:
+            if self._is_dropped:
+                return
+            assert self._task is not None
+            self._task.detach()
+            start()
+
+    def drop(self) -> bool:
+        """The call ends without a handle; False: the task is independent of it. Any thread."""
+        with self._lock:
+            self._is_dropped = True
+            return self._task is None or not self._task.is_detached
+
+    def forget(self) -> None:
+        """Ends the task, if there is one."""
+        if self._task is not None:
+            self._task.status.forget()
+
+    # Errors.
+
+    def resumes_after(self, error: BaseException) -> bool:
+        """Whether this rank missed saves of the others; then their next number is the group's next."""
+        if not isinstance(error, SaveAbortedError) or error.resume_at <= self.number:
+            return False
+        _log.warning("%s", error)
+        self.member.world.resume(self.group, error.resume_at)
+        return True
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the save on the other ranks, unless it has ended there; names it in ``error``."""
+        self._report(error)
+        # Afterwards: the report names the save anyway.
+        name_save(error, self._text, self._checkpoint_id)
+
+    def skipped_handle(self, error: SaveSkippedError) -> SaveHandle | None:
+        """A handle that raises ``error``; None: the arguments were not accepted."""
+        if not self._is_accepted:
+            return None
+        context = self.context(self.member.sidecar())
+        return skipped(object_names.save_text(context.save), context.checkpoint_id, error)
+
+    @shielded
+    def _report(self, error: BaseException) -> None:
+        if isinstance(error, SaveAbortedError) and self._is_planned:
+            return
+        others = len(self.group.ranks) > 1
+        if not others and not self._is_planned:
+            return
+        try:
+            sidecar = self.member.sidecar()
+            sidecar.fail(fail_request(self.context(sidecar), error))
+        except PannierError as problem:
+            if others:
+                _log.warning("%r could not be reported to the other ranks: %s", error, problem)

@@ -1,0 +1,426 @@
+"""Makes the saves of this process: what the client and DCP's storage writer share.
+
+In: checked arguments and state dicts. Out: handles, or contexts of saves that the storage writer
+drives itself. Owns the memberships, the staging memory, the cached plans and the
+saves in progress; closes them at the process's end. Thread-safe.
+"""
+
+import atexit
+import functools
+import logging
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from torch.distributed.checkpoint.planner import SavePlanner
+
+from pannier.client import wait_log
+from pannier.client.config import Settings, load_settings
+from pannier.client.embedded import launcher
+from pannier.client.handle import SaveHandle
+from pannier.client.identity import World
+from pannier.client.interrupts import aside, shielded
+from pannier.client.options import checkpoint_path, reported_path
+from pannier.client.planning import stage_plan
+from pannier.client.planning.local_plan import PlannerRun
+from pannier.client.planning.plan_cache import PlanCache
+from pannier.client.planning.plan_confirmation import PlanConfirmation
+from pannier.client.process_group import check_single_process, is_alone
+from pannier.client.save_call import SaveCall
+from pannier.client.saves_in_progress import SavesInProgress
+from pannier.client.staging.deferred_copies import DeferredCopies
+from pannier.client.staging.device_copy import DeviceCopies
+from pannier.client.staging.in_flight import InFlightSaves
+from pannier.client.transport.channel import keep_in_children
+from pannier.client.transport.membership import Membership
+from pannier.client.transport.save_task import SaveTask
+from pannier.client.transport.sidecar_client import SidecarClient
+from pannier.common.deadline import Deadline
+from pannier.v1 import plan_pb2, sidecar_pb2
+from pannier.wire.errors import (
+    ConfigurationError,
+    DeadlineError,
+    InvalidRequestError,
+    PannierError,
+)
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+
+def _sidecar() -> str:
+    return "the sidecar on this host"
+
+
+def _plan() -> str:
+    return "the plans of all ranks"
+
+
+class SaveFactory:
+    """See the module. The sidecar is looked for (or started) by the first save, not here."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.saves = SavesInProgress(self._disconnect_if_done)
+        self.slots = InFlightSaves(settings.max_in_flight, self.saves.__str__)
+        """Staging memory of the saves in flight."""
+        self._lock = threading.Lock()
+        self._memberships: dict[bool, Membership] = {}
+        self._old_memberships: list[Membership] = []
+        self._plans = PlanCache()
+        self._closed = False
+        self._pid = os.getpid()
+        keep_in_children(self)
+        _factories.add(self)
+
+    @property
+    def is_own_process(self) -> bool:
+        """False in a process forked from the one that made this."""
+        return self._pid == os.getpid()
+
+    def check_open(self) -> None:
+        """Raises InvalidRequestError after :meth:`close`."""
+        if self._closed:
+            raise InvalidRequestError("the client is closed: make a new one")
+
+    def run(
+        self,
+        process_group: Any,
+        no_dist: bool,
+        checkpoint_id: str,
+        body: Callable[[SaveCall], _T],
+    ) -> _T:
+        """Runs ``body`` under the next number of a group.
+
+        A rank that missed saves of the others runs it again, as their next save. What ``body``
+        raises ends the save on all ranks.
+        """
+        member = self.membership(no_dist)
+        member.check_process()
+        group = member.world.group(process_group)
+        while True:
+            call = SaveCall(member, group, checkpoint_id)
+            try:
+                return body(call)
+            except BaseException as error:
+                if call.resumes_after(error):
+                    continue
+                call.fail(error)
+                raise
+
+    def open_save(
+        self,
+        checkpoint_id: str,
+        process_group: Any = None,
+        no_dist: bool = False,
+        overwrite: bool | None = None,
+    ) -> tuple[SidecarClient, sidecar_pb2.SaveContext]:
+        """Takes the next number of a group, for a save whose calls the caller makes.
+
+        Raises:
+            InvalidRequestError: this rank is not in the group, or the id is not valid.
+        """
+
+        def open_(call: SaveCall) -> tuple[SidecarClient, sidecar_pb2.SaveContext]:
+            self.check_open()
+            call.accept(checkpoint_path(checkpoint_id), overwrite)
+            sidecar = call.member.sidecar()
+            return sidecar, call.context(sidecar)
+
+        return self.run(process_group, no_dist, reported_path(checkpoint_id), open_)
+
+    def save(
+        self,
+        call: SaveCall,
+        state_dict: Mapping[str, Any],
+        planner: SavePlanner | None,
+        *,
+        on_busy: str,
+        metrics: Mapping[str, float],
+        deadline: Deadline,
+        devices: DeviceCopies,
+        on_deferred: Callable[[DeferredCopies], None],
+    ) -> SaveHandle:
+        """Plans and stages a save on the caller's thread; a separate thread sends it.
+
+        Args:
+            devices: makes the copies from devices.
+            on_deferred: called with copies that outlast this call.
+        """
+        with wait_log.logged(f"async_save to {call.checkpoint_id}", _sidecar) as wait:
+            sidecar = call.member.sidecar()
+            context = call.context(sidecar)
+            wait.reason = lambda: f"staging memory, held by {self.saves}"
+            slot = self.slots.admit(on_busy, deadline.remaining())
+        rest: DeferredCopies | None = None
+
+        def begin() -> SaveTask:
+            task = SaveTask(
+                sidecar,
+                context,
+                on_busy=on_busy,
+                metrics=metrics,
+                deadline=deadline,
+                on_ended=self.saves.end,
+            )
+            self.saves.add(task)
+            call.begin(task)
+            return task
+
+        def drop() -> None:
+            if not call.drop():
+                return  # The task's thread ends the save, and releases the slot.
+            if rest is not None:
+                # The arena must not be used again before.
+                rest.finish(stop=lambda: True)
+            call.forget()
+            slot.free()
+
+        wait = wait_log.Wait(f"async_save to {call.checkpoint_id}", _plan)
+        try:
+            task = aside(begin)
+            handle = task.handle
+            wait.reason = lambda: handle.status().waiting_on or _plan()
+            spec = stage_plan.save_spec(context, state_dict, planner)
+
+            def request_plan(run: PlannerRun) -> plan_pb2.FinalPlan:
+                if deadline.passed:
+                    raise DeadlineError(f"save {task.status.text} was not planned in time")
+                call.mark_planned()
+                wait_s = min(self.settings.plan_timeout, deadline.remaining())
+                return _request_plan(sidecar, context, run, wait_s, deadline.remaining())
+
+            plan = stage_plan.resolve_plan(self._plans, spec, request_plan)
+            confirmation = self._confirmation(call, sidecar, plan, deadline)
+            task.planned(plan.attempt, plan.plan_id, confirmation)
+            arena = aside(lambda: slot.hold(sidecar.arena(self.slots.pool, plan.sizes)))
+            wait.end()
+            staged = plan.stage(arena, devices)
+            rest = staged.deferred
+            task.staged(staged)
+            if rest is not None:
+                on_deferred(rest)
+            # No daemon: a normal exit waits until the rank is ingested.
+            sender = threading.Thread(
+                target=task.send, args=(slot,), name=f"pannier-save-{call.number}"
+            )
+            aside(lambda: call.detach(sender.start))
+        except BaseException:
+            aside(drop)
+            raise
+        finally:
+            wait.end()
+        return task.handle
+
+    def prepare(
+        self, call: SaveCall, state_dict: Mapping[str, Any], planner: SavePlanner | None
+    ) -> None:
+        """Plans and reserves memory for saves to come."""
+        timeout_s = self.settings.plan_timeout
+        pool = self.slots.pool
+        with wait_log.logged(f"prepare for {call.checkpoint_id}", _sidecar) as wait:
+            sidecar = call.member.sidecar()
+            wait.reason = _plan
+            context = call.context(sidecar)
+
+            spec = stage_plan.save_spec(context, state_dict, planner)
+            call.mark_planned()
+            stage_plan.prepare(
+                self._plans,
+                spec,
+                lambda run: _request_plan(
+                    sidecar, context, run, timeout_s, timeout_s, prepare=True
+                ),
+                functools.partial(sidecar.arena, pool),
+                pool.release,
+                self.slots.idle,
+            )
+
+    def membership(self, no_dist: bool) -> Membership:
+        """This process's, or that of all ranks' world."""
+        check_single_process(no_dist)
+        alone = is_alone(no_dist)
+        with self._lock:
+            member = self._memberships.get(alone)
+            if member is None or not member.world.is_current():
+                if member is not None:
+                    # torch.distributed was set up again; saves in progress still end.
+                    self._plans.clear()
+                    self._old_memberships.append(member)
+                member = Membership(World(alone=alone), self.settings)
+                self._memberships[alone] = member
+            return member
+
+    def close(self, timeout: float | None) -> None:
+        """Waits until the saves in progress are ingested, then disconnects.
+
+        Raises:
+            PannierError: a save failed and its error was not retrieved.
+            DeadlineError: some are not ingested after ``timeout`` seconds; names them.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        deadline = None if timeout is None else Deadline(timeout)
+        with wait_log.logged("close", lambda: str(self.saves) or "saves of other hosts"):
+            if not self.slots.close(timeout):
+                raise DeadlineError(f"after {timeout:g} s not ingested: {self.saves}")
+            if self._must_wait():
+                self.saves.wait(None if deadline is None else deadline.remaining(), timeout)
+                self._wait_for_others(None if deadline is None else deadline.remaining(), timeout)
+        self._disconnect(announce=True)
+        self.saves.errors.raise_all()
+
+    def close_at_exit(self) -> None:
+        """The interpreter is ending: waits as :meth:`close` does, and writes errors to stderr."""
+        # Threads that send have been waited for: they are no daemons.
+        if not self.is_own_process:
+            return
+        self.saves.drop_interrupted()
+        # Unless it was interrupted, the interpreter has waited until all are sent.
+        if (
+            not self.saves.abandon("not handed over to the sidecar", unsent_only=True)
+            and self._must_wait()
+        ):
+            self._wait_at_exit()
+        self.saves.abandon()
+        self._disconnect()
+        try:
+            self.saves.errors.raise_all()
+        except PannierError as error:
+            _log.error("a save failed and its error was not retrieved: %s", error)
+            # The log may have no reader.
+            sys.excepthook(type(error), error, error.__traceback__)
+
+    def _confirmation(
+        self,
+        call: SaveCall,
+        sidecar: SidecarClient,
+        plan: stage_plan.StagePlan,
+        deadline: Deadline,
+    ) -> PlanConfirmation | None:
+        if plan.unconfirmed is None:
+            return None
+        world, group = call.member.world, call.group
+        return PlanConfirmation(
+            self._plans,
+            plan.unconfirmed,
+            sidecar.plan,
+            deadline=deadline,
+            wait_s=self.settings.plan_timeout,
+            resume_after=lambda number: world.resume(group, number + 1),
+        )
+
+    def _disconnect_if_done(self) -> None:
+        if self._closed and not self.saves:
+            self._disconnect(announce=True)
+
+    def _must_wait(self) -> bool:
+        return self.settings.embedded and not launcher.outlives_trainer()
+
+    @shielded
+    def _wait_for_others(self, timeout: float | None, given: float | None = None) -> None:
+        for member in self._members():
+            if left := member.await_others(timeout):
+                raise DeadlineError(f"after {given:g} s not ended on other hosts: {left}")
+
+    def _wait_at_exit(self) -> None:
+        if self.saves:
+            _log.info("waiting for %d saves to be committed", len(self.saves))
+        try:
+            self.saves.wait(None)
+            if not self._closed:
+                self._wait_for_others(None)
+        except (KeyboardInterrupt, SystemExit):
+            self.saves.abandon("not committed, and the embedded daemons end with it")
+
+    def _members(self) -> list[Membership]:
+        with self._lock:
+            return [*self._old_memberships, *self._memberships.values()]
+
+    @shielded
+    def _disconnect(self, *, announce: bool = False) -> None:
+        for member in self._members():
+            member.close(lambda sidecar: not self.saves.need(sidecar), announce=announce)
+
+
+def _request_plan(
+    sidecar: SidecarClient,
+    context: sidecar_pb2.SaveContext,
+    run: PlannerRun,
+    wait_s: float,
+    save_timeout_s: float,
+    *,
+    prepare: bool = False,
+) -> plan_pb2.FinalPlan:
+    """The final plan for a local plan, once every rank's has arrived."""
+    request = sidecar_pb2.PlanRequest(
+        context=context,
+        plan=run.message,
+        digest=run.digest,
+        timeout_s=wait_s,
+        save_timeout_s=save_timeout_s,
+        prepare=prepare,
+    )
+    return sidecar.plan(request, wait_s).plan
+
+
+# The process's default factory.
+
+_factories: "weakref.WeakSet[SaveFactory]" = weakref.WeakSet()
+_default: SaveFactory | None = None
+_default_lock = threading.Lock()
+_overrides: dict[str, Any] = {}
+
+
+def default_factory() -> SaveFactory:
+    """The one that ``pannier.client``'s functions use; made when it is first needed."""
+    global _default
+    with _default_lock:
+        if _default is None:
+            _default = SaveFactory(load_settings(**_overrides))
+        return _default
+
+
+def raise_unretrieved() -> None:
+    """Raises the default factory's unretrieved errors; makes no factory."""
+    factory = _default
+    if factory is not None and factory.is_own_process:
+        factory.saves.errors.raise_all()
+
+
+def configure(**settings: Any) -> None:
+    """Sets what the environment doesn't set, for the default client; before its first use.
+
+    Args:
+        settings: fields of :class:`pannier.client.config.Settings`.
+
+    Raises:
+        ConfigurationError: a value is not valid, or the client is in use.
+    """
+    with _default_lock:
+        if _default is not None:
+            raise ConfigurationError(
+                "configure() comes before the first use of the client; close() it first"
+            )
+        load_settings(**{**_overrides, **settings})
+        _overrides.update(settings)
+
+
+def close_default(timeout: float | None) -> None:
+    """Closes the default factory; the next use makes a new one."""
+    global _default
+    with _default_lock:
+        factory, _default = _default, None
+    if factory is not None:
+        factory.close(timeout)
+
+
+@atexit.register
+def _at_exit() -> None:
+    for factory in list(_factories):
+        factory.close_at_exit()

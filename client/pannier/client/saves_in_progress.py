@@ -1,0 +1,86 @@
+"""The saves of this process that have not ended, and the errors of those that have.
+
+In: save tasks. Out: waits for their ends, and what is still in progress, human-readable. Owned by a
+save factory. Thread-safe: tasks end on threads of their sidecar clients.
+"""
+
+import sys
+from collections.abc import Callable
+
+from pannier.client.handle import UnretrievedErrors
+from pannier.client.interrupts import Condition
+from pannier.client.transport.save_status import StatusFollower
+from pannier.client.transport.save_task import SaveTask
+from pannier.client.transport.sidecar_client import SidecarClient
+from pannier.wire.errors import DeadlineError
+
+
+class SavesInProgress:
+    """See the module.
+
+    Args:
+        on_ended: called after each end.
+    """
+
+    def __init__(self, on_ended: Callable[[], None]) -> None:
+        self.errors = UnretrievedErrors()
+        self._on_ended = on_ended
+        self._changed = Condition()
+        self._tasks: dict[StatusFollower, SaveTask] = {}
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def __str__(self) -> str:
+        with self._changed:
+            return "; ".join(str(status.handle.status()) for status in self._tasks)
+
+    def add(self, task: SaveTask) -> None:
+        """A save has begun."""
+        with self._changed:
+            self._tasks[task.status] = task
+
+    def end(self, status: StatusFollower) -> None:
+        """The save with this status has ended."""
+        self.errors.add(status.resolver.outcome)
+        with self._changed:
+            self._tasks.pop(status, None)
+            self._changed.notify_all()
+        self._on_ended()
+
+    def wait(self, timeout: float | None, given: float | None = None) -> None:
+        """Waits until every save has ended.
+
+        Raises DeadlineError: not within ``timeout`` seconds; names ``given`` as the time-out.
+        """
+        with self._changed:
+            # None is no endless wait: each save ends soon after its own deadline.
+            if not self._changed.wait_for(lambda: not self._tasks, timeout):
+                seconds = timeout if given is None else given
+                raise DeadlineError(f"after {seconds:g} s not ended: {self}")
+
+    def need(self, sidecar: SidecarClient) -> bool:
+        """Whether one of them is sent by this client."""
+        with self._changed:
+            return any(task.sidecar is sidecar for task in self._tasks.values())
+
+    def drop_interrupted(self) -> None:
+        """At the interpreter's end: of an interrupted call only a detached task continues."""
+        with self._changed:
+            self._tasks = {s: task for s, task in self._tasks.items() if task.is_detached}
+
+    def abandon(self, reason: str = "", *, unsent_only: bool = False) -> bool:
+        """Drops all, or those that the sidecar doesn't have yet; whether there were any.
+
+        With a ``reason``, names each on stderr: the log may have no reader.
+        """
+        with self._changed:
+            dropped = [s for s, t in self._tasks.items() if not (unsent_only and t.is_sent)]
+            for status in dropped:
+                del self._tasks[status]
+        for status in dropped if reason else ():
+            sys.stderr.write(
+                f"pannier: the process ends before {status.handle.status()} has ended: its wait "
+                f"was interrupted; {reason}\n"
+            )
+        return bool(dropped)
