@@ -305,7 +305,7 @@ def test_what_an_earlier_sidecar_lent_is_refused_and_can_be_streamed(tmp_path: P
             host.sidecar.kill()
             host.sidecar.start()
             trainer.connect()
-            with pytest.raises(InvalidRequestError, match="to the rank since it was started"):
+            with pytest.raises(InvalidRequestError, match="leased since this sidecar started"):
                 hand_over(trainer, context, [file])
             # Names of the new one's loans differ, and what we still hold is nobody else's.
             with LeaseHolder(trainer, host.address) as anew:
