@@ -46,7 +46,7 @@ WITHOUT_TORCH := $(addprefix unit/, test_bench.py test_packaging.py cli/* common
 		$(addprefix attempts/test_, damaged_records.py fuzz_records.py late_commits.py requests_per_save.py) \
 		$(addprefix client/test_, certificates.py host_network.py stream_slots.py) \
 		$(addprefix coordinator/test_, background_superseded.py coordinator_*.py idle_exit.py l*_sidecars.py \
-			model_coordinator.py resume.py varints.py) \
+			model_coordinator.py resume.py) \
 		maintenance/test_retention_policy.py $(addprefix wire/test_, auth_token.py fuzz_names.py object_names.py tls.py)) \
 	$(addprefix integration/test_, command_line.py dashboard.py doctor.py good_neighbour.py jobs_of_a_sidecar.py json_logs.py \
 		metrics.py operating.py page.py security.py)

@@ -189,10 +189,12 @@ def run_peer(ranks: int, tensors: int, replicas: int) -> dict[str, float]:
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.planner import SavePlan
 
-    from pannier.wire.plan_codec import decode_items, decode_mappings
+    from pannier.wire.plan_codec import decode_items, decode_mappings, parse_mappings
 
     local = [
-        SavePlan(decode_items(plan.items), planner_data=decode_mappings(plan.mappings))
+        SavePlan(
+            decode_items(plan.items), planner_data=decode_mappings(parse_mappings(plan.mappings))
+        )
         for plan in local_plans(ranks, tensors, replicas)
     ]
     planner = DefaultSavePlanner()

@@ -24,7 +24,10 @@ from pannier.v1 import (
     sidecar_pb2,
 )
 from pannier.wire import addresses, object_names
+from pannier.wire.plan_codec import encode_mappings
+from pannier.wire.plan_columns import decode_column, encode_column
 from pannier.wire.version import WIRE_VERSION
+from support.plan_messages import FLOAT32, columns, make_items
 
 RANKS_OF_ONE: Final = 8
 """Of each sidecar."""
@@ -40,16 +43,11 @@ def local_plans(ranks: int, tensors: int, replicas: int) -> list[plan_pb2.LocalP
     names = [f"model.layers.{number // 10}.block.{number % 10}.weight" for number in range(tensors)]
     count = tensors + 1
     body = _ROWS * _COLUMNS * 4
-    items = plan_pb2.Items(
-        fqns=[*names, "epoch"],
-        properties=[
-            plan_pb2.TensorProperties(
-                dtype="float32", layout="strided", memory_format="contiguous_format"
-            )
-        ],
+    items = make_items(
+        [*names, "epoch"],
+        [FLOAT32],
         fqn=range(count),
         kind=[plan_pb2.ITEM_KIND_SHARD] * tensors + [plan_pb2.ITEM_KIND_BYTE_IO],
-        hint=[-1] * count,
         ndim=[2] * tensors + [0],
         property=[0] * count,
         size=[_ROWS * shards, _COLUMNS] * tensors,
@@ -60,25 +58,22 @@ def local_plans(ranks: int, tensors: int, replicas: int) -> list[plan_pb2.LocalP
         flatten_state_dict=True,
         flatten_sharded_tensors=True,
     )
+    mappings = encode_mappings({name: name.split(".") for name in [*names, "epoch"]})
     template = plan_pb2.LocalPlan(
         items=items,
-        head=[_HEAD] * tensors + [0],
-        body=[body] * tensors + [0],
-        tail=[_TAIL] * tensors + [0],
-        mappings=[
-            plan_pb2.FlattenMapping(
-                fqn=name, path=[plan_pb2.PathElement(key=part) for part in name.split(".")]
-            )
-            for name in items.fqns
-        ],
+        mappings=mappings.SerializeToString(deterministic=True),
         options=options,
+        **columns(
+            head=[_HEAD] * tensors + [0], body=[body] * tensors + [0], tail=[_TAIL] * tensors + [0]
+        ),
     )
     plans = []
     for rank in range(ranks):
         plan = plan_pb2.LocalPlan()
         plan.CopyFrom(template)
-        plan.items.hint[:tensors] = [rank // replicas] * tensors
-        plan.items.chunk_offset.extend([_ROWS * (rank // replicas), 0] * tensors)
+        shard = rank // replicas
+        plan.items.hint = encode_column([shard + 1] * tensors + [0])
+        plan.items.chunk_offset = encode_column([_ROWS * shard, 0] * tensors)
         plans.append(plan)
     return plans
 
@@ -285,7 +280,8 @@ class Cast:
             name = prefix + file.name.removeprefix(old)
             receipt.files.add(name=name, size=file.size or 4096, crc32c=played.rank)
         place = given.placement
-        for position, index, length in zip(given.positions, place.file, place.length, strict=True):
+        own = map(decode_column, (given.positions, place.file, place.length))
+        for position, index, length in zip(*own, strict=True):
             if not length:
                 name = prefix + given.files[index].name.removeprefix(old)
                 receipt.varying.add(

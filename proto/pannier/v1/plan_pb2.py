@@ -24,33 +24,37 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15pannier/v1/plan.proto\x12\npannier.v1\"s\n\x10TensorProperties\x12\r\n\x05\x64type\x18\x01 \x01(\t\x12\x0e\n\x06layout\x18\x02 \x01(\t\x12\x15\n\rrequires_grad\x18\x03 \x01(\x08\x12\x15\n\rmemory_format\x18\x04 \x01(\t\x12\x12\n\npin_memory\x18\x05 \x01(\x08\"8\n\x0bPathElement\x12\r\n\x03key\x18\x01 \x01(\tH\x00\x12\x0f\n\x05index\x18\x02 \x01(\x12H\x00\x42\t\n\x07\x65lement\"D\n\x0e\x46lattenMapping\x12\x0b\n\x03\x66qn\x18\x01 \x01(\t\x12%\n\x04path\x18\x02 \x03(\x0b\x32\x17.pannier.v1.PathElement\"\xde\x01\n\x05Items\x12\x0c\n\x04\x66qns\x18\x01 \x03(\t\x12\x30\n\nproperties\x18\x02 \x03(\x0b\x32\x1c.pannier.v1.TensorProperties\x12\x0b\n\x03\x66qn\x18\x03 \x03(\r\x12\"\n\x04kind\x18\x04 \x03(\x0e\x32\x14.pannier.v1.ItemKind\x12\x0c\n\x04hint\x18\x05 \x03(\x12\x12\x0c\n\x04ndim\x18\x06 \x03(\r\x12\x10\n\x08property\x18\x07 \x03(\r\x12\x0c\n\x04size\x18\x08 \x03(\x04\x12\x14\n\x0c\x63hunk_offset\x18\t \x03(\x04\x12\x12\n\nchunk_size\x18\n \x03(\x04\"\x9d\x01\n\x0ePlannerOptions\x12\x0f\n\x07planner\x18\x01 \x01(\t\x12\x1a\n\x12\x66latten_state_dict\x18\x02 \x01(\x08\x12\x1f\n\x17\x66latten_sharded_tensors\x18\x03 \x01(\x08\x12!\n\x19\x64\x65\x64up_save_to_lowest_rank\x18\x04 \x01(\x08\x12\x1a\n\x12\x63ustom_global_plan\x18\x05 \x01(\x08\"\xb2\x01\n\tLocalPlan\x12 \n\x05items\x18\x01 \x01(\x0b\x32\x11.pannier.v1.Items\x12\x0c\n\x04head\x18\x02 \x03(\r\x12\x0c\n\x04\x62ody\x18\x03 \x03(\x04\x12\x0c\n\x04tail\x18\x04 \x03(\r\x12,\n\x08mappings\x18\x05 \x03(\x0b\x32\x1a.pannier.v1.FlattenMapping\x12+\n\x07options\x18\x06 \x01(\x0b\x32\x1a.pannier.v1.PlannerOptions\"9\n\tPlacement\x12\x0c\n\x04\x66ile\x18\x01 \x03(\r\x12\x0e\n\x06offset\x18\x02 \x03(\x04\x12\x0e\n\x06length\x18\x03 \x03(\x04\")\n\x0bPlannedFile\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04size\x18\x02 \x01(\x04\"\x92\x01\n\tFinalPlan\x12\x0f\n\x07plan_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\t\x12\x11\n\tpositions\x18\x03 \x03(\r\x12&\n\x05\x66iles\x18\x04 \x03(\x0b\x32\x17.pannier.v1.PlannedFile\x12(\n\tplacement\x18\x05 \x01(\x0b\x32\x15.pannier.v1.Placement\"\xaf\x01\n\x0eGlobalMetadata\x12 \n\x05items\x18\x01 \x01(\x0b\x32\x11.pannier.v1.Items\x12\r\n\x05\x66iles\x18\x02 \x03(\t\x12(\n\tplacement\x18\x03 \x01(\x0b\x32\x15.pannier.v1.Placement\x12,\n\x08mappings\x18\x04 \x03(\x0b\x32\x1a.pannier.v1.FlattenMapping\x12\x14\n\x0chas_mappings\x18\x05 \x01(\x08*g\n\x08ItemKind\x12\x19\n\x15ITEM_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11ITEM_KIND_BYTE_IO\x10\x01\x12\x14\n\x10ITEM_KIND_TENSOR\x10\x02\x12\x13\n\x0fITEM_KIND_SHARD\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15pannier/v1/plan.proto\x12\npannier.v1\"s\n\x10TensorProperties\x12\r\n\x05\x64type\x18\x01 \x01(\t\x12\x0e\n\x06layout\x18\x02 \x01(\t\x12\x15\n\rrequires_grad\x18\x03 \x01(\x08\x12\x15\n\rmemory_format\x18\x04 \x01(\t\x12\x12\n\npin_memory\x18\x05 \x01(\x08\"8\n\x0bPathElement\x12\r\n\x03key\x18\x01 \x01(\tH\x00\x12\x0f\n\x05index\x18\x02 \x01(\x12H\x00\x42\t\n\x07\x65lement\"D\n\x0e\x46lattenMapping\x12\x0b\n\x03\x66qn\x18\x01 \x01(\t\x12%\n\x04path\x18\x02 \x03(\x0b\x32\x17.pannier.v1.PathElement\"?\n\x0f\x46lattenMappings\x12,\n\x08mappings\x18\x01 \x03(\x0b\x32\x1a.pannier.v1.FlattenMapping\"L\n\nItemTables\x12\x0c\n\x04\x66qns\x18\x01 \x03(\t\x12\x30\n\nproperties\x18\x02 \x03(\x0b\x32\x1c.pannier.v1.TensorProperties\"\x98\x01\n\x05Items\x12\x0e\n\x06tables\x18\x01 \x01(\x0c\x12\x0b\n\x03\x66qn\x18\x02 \x01(\x0c\x12\x0c\n\x04kind\x18\x03 \x01(\x0c\x12\x0c\n\x04hint\x18\x04 \x01(\x0c\x12\x0c\n\x04ndim\x18\x05 \x01(\x0c\x12\x10\n\x08property\x18\x06 \x01(\x0c\x12\x0c\n\x04size\x18\x07 \x01(\x0c\x12\x14\n\x0c\x63hunk_offset\x18\x08 \x01(\x0c\x12\x12\n\nchunk_size\x18\t \x01(\x0c\"\x9d\x01\n\x0ePlannerOptions\x12\x0f\n\x07planner\x18\x01 \x01(\t\x12\x1a\n\x12\x66latten_state_dict\x18\x02 \x01(\x08\x12\x1f\n\x17\x66latten_sharded_tensors\x18\x03 \x01(\x08\x12!\n\x19\x64\x65\x64up_save_to_lowest_rank\x18\x04 \x01(\x08\x12\x1a\n\x12\x63ustom_global_plan\x18\x05 \x01(\x08\"\x96\x01\n\tLocalPlan\x12 \n\x05items\x18\x01 \x01(\x0b\x32\x11.pannier.v1.Items\x12\x0c\n\x04head\x18\x02 \x01(\x0c\x12\x0c\n\x04\x62ody\x18\x03 \x01(\x0c\x12\x0c\n\x04tail\x18\x04 \x01(\x0c\x12\x10\n\x08mappings\x18\x05 \x01(\x0c\x12+\n\x07options\x18\x06 \x01(\x0b\x32\x1a.pannier.v1.PlannerOptions\"9\n\tPlacement\x12\x0c\n\x04\x66ile\x18\x01 \x01(\x0c\x12\x0e\n\x06offset\x18\x02 \x01(\x0c\x12\x0e\n\x06length\x18\x03 \x01(\x0c\")\n\x0bPlannedFile\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04size\x18\x02 \x01(\x04\"\x92\x01\n\tFinalPlan\x12\x0f\n\x07plan_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\t\x12\x11\n\tpositions\x18\x03 \x01(\x0c\x12&\n\x05\x66iles\x18\x04 \x03(\x0b\x32\x17.pannier.v1.PlannedFile\x12(\n\tplacement\x18\x05 \x01(\x0b\x32\x15.pannier.v1.Placement\"\x9a\x01\n\x0eGlobalMetadata\x12 \n\x05items\x18\x01 \x01(\x0b\x32\x11.pannier.v1.Items\x12\r\n\x05\x66iles\x18\x02 \x03(\t\x12(\n\tplacement\x18\x03 \x01(\x0b\x32\x15.pannier.v1.Placement\x12-\n\x08mappings\x18\x04 \x01(\x0b\x32\x1b.pannier.v1.FlattenMappings*g\n\x08ItemKind\x12\x19\n\x15ITEM_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11ITEM_KIND_BYTE_IO\x10\x01\x12\x14\n\x10ITEM_KIND_TENSOR\x10\x02\x12\x13\n\x0fITEM_KIND_SHARD\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pannier.v1.plan_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ITEMKIND']._serialized_start=1277
-  _globals['_ITEMKIND']._serialized_end=1380
+  _globals['_ITEMKIND']._serialized_start=1301
+  _globals['_ITEMKIND']._serialized_end=1404
   _globals['_TENSORPROPERTIES']._serialized_start=37
   _globals['_TENSORPROPERTIES']._serialized_end=152
   _globals['_PATHELEMENT']._serialized_start=154
   _globals['_PATHELEMENT']._serialized_end=210
   _globals['_FLATTENMAPPING']._serialized_start=212
   _globals['_FLATTENMAPPING']._serialized_end=280
-  _globals['_ITEMS']._serialized_start=283
-  _globals['_ITEMS']._serialized_end=505
-  _globals['_PLANNEROPTIONS']._serialized_start=508
-  _globals['_PLANNEROPTIONS']._serialized_end=665
-  _globals['_LOCALPLAN']._serialized_start=668
-  _globals['_LOCALPLAN']._serialized_end=846
-  _globals['_PLACEMENT']._serialized_start=848
-  _globals['_PLACEMENT']._serialized_end=905
-  _globals['_PLANNEDFILE']._serialized_start=907
-  _globals['_PLANNEDFILE']._serialized_end=948
-  _globals['_FINALPLAN']._serialized_start=951
-  _globals['_FINALPLAN']._serialized_end=1097
-  _globals['_GLOBALMETADATA']._serialized_start=1100
-  _globals['_GLOBALMETADATA']._serialized_end=1275
+  _globals['_FLATTENMAPPINGS']._serialized_start=282
+  _globals['_FLATTENMAPPINGS']._serialized_end=345
+  _globals['_ITEMTABLES']._serialized_start=347
+  _globals['_ITEMTABLES']._serialized_end=423
+  _globals['_ITEMS']._serialized_start=426
+  _globals['_ITEMS']._serialized_end=578
+  _globals['_PLANNEROPTIONS']._serialized_start=581
+  _globals['_PLANNEROPTIONS']._serialized_end=738
+  _globals['_LOCALPLAN']._serialized_start=741
+  _globals['_LOCALPLAN']._serialized_end=891
+  _globals['_PLACEMENT']._serialized_start=893
+  _globals['_PLACEMENT']._serialized_end=950
+  _globals['_PLANNEDFILE']._serialized_start=952
+  _globals['_PLANNEDFILE']._serialized_end=993
+  _globals['_FINALPLAN']._serialized_start=996
+  _globals['_FINALPLAN']._serialized_end=1142
+  _globals['_GLOBALMETADATA']._serialized_start=1145
+  _globals['_GLOBALMETADATA']._serialized_end=1299
 # @@protoc_insertion_point(module_scope)

@@ -48,10 +48,23 @@ class FlattenMapping(_message.Message):
     path: _containers.RepeatedCompositeFieldContainer[PathElement]
     def __init__(self, fqn: _Optional[str] = ..., path: _Optional[_Iterable[_Union[PathElement, _Mapping]]] = ...) -> None: ...
 
-class Items(_message.Message):
-    __slots__ = ("fqns", "properties", "fqn", "kind", "hint", "ndim", "property", "size", "chunk_offset", "chunk_size")
+class FlattenMappings(_message.Message):
+    __slots__ = ("mappings",)
+    MAPPINGS_FIELD_NUMBER: _ClassVar[int]
+    mappings: _containers.RepeatedCompositeFieldContainer[FlattenMapping]
+    def __init__(self, mappings: _Optional[_Iterable[_Union[FlattenMapping, _Mapping]]] = ...) -> None: ...
+
+class ItemTables(_message.Message):
+    __slots__ = ("fqns", "properties")
     FQNS_FIELD_NUMBER: _ClassVar[int]
     PROPERTIES_FIELD_NUMBER: _ClassVar[int]
+    fqns: _containers.RepeatedScalarFieldContainer[str]
+    properties: _containers.RepeatedCompositeFieldContainer[TensorProperties]
+    def __init__(self, fqns: _Optional[_Iterable[str]] = ..., properties: _Optional[_Iterable[_Union[TensorProperties, _Mapping]]] = ...) -> None: ...
+
+class Items(_message.Message):
+    __slots__ = ("tables", "fqn", "kind", "hint", "ndim", "property", "size", "chunk_offset", "chunk_size")
+    TABLES_FIELD_NUMBER: _ClassVar[int]
     FQN_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     HINT_FIELD_NUMBER: _ClassVar[int]
@@ -60,17 +73,16 @@ class Items(_message.Message):
     SIZE_FIELD_NUMBER: _ClassVar[int]
     CHUNK_OFFSET_FIELD_NUMBER: _ClassVar[int]
     CHUNK_SIZE_FIELD_NUMBER: _ClassVar[int]
-    fqns: _containers.RepeatedScalarFieldContainer[str]
-    properties: _containers.RepeatedCompositeFieldContainer[TensorProperties]
-    fqn: _containers.RepeatedScalarFieldContainer[int]
-    kind: _containers.RepeatedScalarFieldContainer[ItemKind]
-    hint: _containers.RepeatedScalarFieldContainer[int]
-    ndim: _containers.RepeatedScalarFieldContainer[int]
-    property: _containers.RepeatedScalarFieldContainer[int]
-    size: _containers.RepeatedScalarFieldContainer[int]
-    chunk_offset: _containers.RepeatedScalarFieldContainer[int]
-    chunk_size: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, fqns: _Optional[_Iterable[str]] = ..., properties: _Optional[_Iterable[_Union[TensorProperties, _Mapping]]] = ..., fqn: _Optional[_Iterable[int]] = ..., kind: _Optional[_Iterable[_Union[ItemKind, str]]] = ..., hint: _Optional[_Iterable[int]] = ..., ndim: _Optional[_Iterable[int]] = ..., property: _Optional[_Iterable[int]] = ..., size: _Optional[_Iterable[int]] = ..., chunk_offset: _Optional[_Iterable[int]] = ..., chunk_size: _Optional[_Iterable[int]] = ...) -> None: ...
+    tables: bytes
+    fqn: bytes
+    kind: bytes
+    hint: bytes
+    ndim: bytes
+    property: bytes
+    size: bytes
+    chunk_offset: bytes
+    chunk_size: bytes
+    def __init__(self, tables: _Optional[bytes] = ..., fqn: _Optional[bytes] = ..., kind: _Optional[bytes] = ..., hint: _Optional[bytes] = ..., ndim: _Optional[bytes] = ..., property: _Optional[bytes] = ..., size: _Optional[bytes] = ..., chunk_offset: _Optional[bytes] = ..., chunk_size: _Optional[bytes] = ...) -> None: ...
 
 class PlannerOptions(_message.Message):
     __slots__ = ("planner", "flatten_state_dict", "flatten_sharded_tensors", "dedup_save_to_lowest_rank", "custom_global_plan")
@@ -95,22 +107,22 @@ class LocalPlan(_message.Message):
     MAPPINGS_FIELD_NUMBER: _ClassVar[int]
     OPTIONS_FIELD_NUMBER: _ClassVar[int]
     items: Items
-    head: _containers.RepeatedScalarFieldContainer[int]
-    body: _containers.RepeatedScalarFieldContainer[int]
-    tail: _containers.RepeatedScalarFieldContainer[int]
-    mappings: _containers.RepeatedCompositeFieldContainer[FlattenMapping]
+    head: bytes
+    body: bytes
+    tail: bytes
+    mappings: bytes
     options: PlannerOptions
-    def __init__(self, items: _Optional[_Union[Items, _Mapping]] = ..., head: _Optional[_Iterable[int]] = ..., body: _Optional[_Iterable[int]] = ..., tail: _Optional[_Iterable[int]] = ..., mappings: _Optional[_Iterable[_Union[FlattenMapping, _Mapping]]] = ..., options: _Optional[_Union[PlannerOptions, _Mapping]] = ...) -> None: ...
+    def __init__(self, items: _Optional[_Union[Items, _Mapping]] = ..., head: _Optional[bytes] = ..., body: _Optional[bytes] = ..., tail: _Optional[bytes] = ..., mappings: _Optional[bytes] = ..., options: _Optional[_Union[PlannerOptions, _Mapping]] = ...) -> None: ...
 
 class Placement(_message.Message):
     __slots__ = ("file", "offset", "length")
     FILE_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     LENGTH_FIELD_NUMBER: _ClassVar[int]
-    file: _containers.RepeatedScalarFieldContainer[int]
-    offset: _containers.RepeatedScalarFieldContainer[int]
-    length: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, file: _Optional[_Iterable[int]] = ..., offset: _Optional[_Iterable[int]] = ..., length: _Optional[_Iterable[int]] = ...) -> None: ...
+    file: bytes
+    offset: bytes
+    length: bytes
+    def __init__(self, file: _Optional[bytes] = ..., offset: _Optional[bytes] = ..., length: _Optional[bytes] = ...) -> None: ...
 
 class PlannedFile(_message.Message):
     __slots__ = ("name", "size")
@@ -129,21 +141,19 @@ class FinalPlan(_message.Message):
     PLACEMENT_FIELD_NUMBER: _ClassVar[int]
     plan_id: str
     attempt: str
-    positions: _containers.RepeatedScalarFieldContainer[int]
+    positions: bytes
     files: _containers.RepeatedCompositeFieldContainer[PlannedFile]
     placement: Placement
-    def __init__(self, plan_id: _Optional[str] = ..., attempt: _Optional[str] = ..., positions: _Optional[_Iterable[int]] = ..., files: _Optional[_Iterable[_Union[PlannedFile, _Mapping]]] = ..., placement: _Optional[_Union[Placement, _Mapping]] = ...) -> None: ...
+    def __init__(self, plan_id: _Optional[str] = ..., attempt: _Optional[str] = ..., positions: _Optional[bytes] = ..., files: _Optional[_Iterable[_Union[PlannedFile, _Mapping]]] = ..., placement: _Optional[_Union[Placement, _Mapping]] = ...) -> None: ...
 
 class GlobalMetadata(_message.Message):
-    __slots__ = ("items", "files", "placement", "mappings", "has_mappings")
+    __slots__ = ("items", "files", "placement", "mappings")
     ITEMS_FIELD_NUMBER: _ClassVar[int]
     FILES_FIELD_NUMBER: _ClassVar[int]
     PLACEMENT_FIELD_NUMBER: _ClassVar[int]
     MAPPINGS_FIELD_NUMBER: _ClassVar[int]
-    HAS_MAPPINGS_FIELD_NUMBER: _ClassVar[int]
     items: Items
     files: _containers.RepeatedScalarFieldContainer[str]
     placement: Placement
-    mappings: _containers.RepeatedCompositeFieldContainer[FlattenMapping]
-    has_mappings: bool
-    def __init__(self, items: _Optional[_Union[Items, _Mapping]] = ..., files: _Optional[_Iterable[str]] = ..., placement: _Optional[_Union[Placement, _Mapping]] = ..., mappings: _Optional[_Iterable[_Union[FlattenMapping, _Mapping]]] = ..., has_mappings: bool = ...) -> None: ...
+    mappings: FlattenMappings
+    def __init__(self, items: _Optional[_Union[Items, _Mapping]] = ..., files: _Optional[_Iterable[str]] = ..., placement: _Optional[_Union[Placement, _Mapping]] = ..., mappings: _Optional[_Union[FlattenMappings, _Mapping]] = ...) -> None: ...

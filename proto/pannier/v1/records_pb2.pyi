@@ -64,13 +64,13 @@ class PlanManifest(_message.Message):
     incarnation_number: int
     members: _containers.RepeatedCompositeFieldContainer[Member]
     metadata: _plan_pb2.GlobalMetadata
-    owner: _containers.RepeatedScalarFieldContainer[int]
-    position: _containers.RepeatedScalarFieldContainer[int]
+    owner: bytes
+    position: bytes
     external: bool
     body_size: int
     crc32c: int
     overwrite: _save_pb2.Overwrite
-    def __init__(self, save: _Optional[_Union[_save_pb2.SaveId, _Mapping]] = ..., attempt: _Optional[str] = ..., checkpoint_id: _Optional[str] = ..., incarnation_number: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., metadata: _Optional[_Union[_plan_pb2.GlobalMetadata, _Mapping]] = ..., owner: _Optional[_Iterable[int]] = ..., position: _Optional[_Iterable[int]] = ..., external: bool = ..., body_size: _Optional[int] = ..., crc32c: _Optional[int] = ..., overwrite: _Optional[_Union[_save_pb2.Overwrite, str]] = ...) -> None: ...
+    def __init__(self, save: _Optional[_Union[_save_pb2.SaveId, _Mapping]] = ..., attempt: _Optional[str] = ..., checkpoint_id: _Optional[str] = ..., incarnation_number: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., metadata: _Optional[_Union[_plan_pb2.GlobalMetadata, _Mapping]] = ..., owner: _Optional[bytes] = ..., position: _Optional[bytes] = ..., external: bool = ..., body_size: _Optional[int] = ..., crc32c: _Optional[int] = ..., overwrite: _Optional[_Union[_save_pb2.Overwrite, str]] = ...) -> None: ...
 
 class DataFile(_message.Message):
     __slots__ = ("name", "size", "crc32c")

@@ -12,6 +12,7 @@ from pannier.v1 import plan_pb2, save_pb2, sidecar_pb2
 from pannier.wire import object_names
 from pannier.wire.errors import InvalidRequestError, OverloadedError
 from pannier.wire.failures import cut_text, rank_list
+from pannier.wire.plan_columns import column_length
 
 MAX_CHECKPOINT_ID: Final = 1024
 """Bytes of a checkpoint id: object stores limit names to that length, data files' names included."""
@@ -120,8 +121,8 @@ def check_plan(request: sidecar_pb2.PlanRequest) -> None:
     """The sizes in a local plan, its digest and its deadlines."""
     plan = request.plan
     _check_items(plan.items, MAX_ITEMS, "items of a rank's plan")
-    for column in (plan.head, plan.body, plan.tail, plan.mappings):
-        _at_most(len(column), MAX_ITEMS, "items of a rank's plan")
+    for column in (plan.head, plan.body, plan.tail):
+        _at_most(column_length(column), MAX_ITEMS, "items of a rank's plan")
     check_words(
         digest=request.digest, cached_plan_id=request.cached_plan_id, attempt=request.attempt
     )
@@ -131,6 +132,9 @@ def check_plan(request: sidecar_pb2.PlanRequest) -> None:
 def check_metadata(metadata: plan_pb2.GlobalMetadata) -> None:
     """The sizes in a global plan that torch made."""
     _check_items(metadata.items, MAX_ALL_ITEMS, "items of a global plan")
+    place = metadata.placement
+    for column in (place.file, place.offset, place.length):
+        _at_most(column_length(column), MAX_ALL_ITEMS, "items of a global plan")
     _at_most(len(metadata.files), MAX_ALL_ITEMS, "files of a global plan")
 
 
@@ -214,8 +218,8 @@ def age(seconds: float) -> float:
 
 
 def _check_items(items: plan_pb2.Items, most: int, what: str) -> None:
-    for column in (items.fqns, items.properties, items.fqn, items.kind, items.hint, items.ndim):
-        _at_most(len(column), most, what)
+    for column in (items.fqn, items.kind, items.hint, items.ndim, items.property):
+        _at_most(column_length(column), most, what)
 
 
 def _at_most(count: int, most: int, what: str) -> None:

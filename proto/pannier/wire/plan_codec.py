@@ -1,4 +1,4 @@
-"""DCP's plans and metadata <-> the typed columns of ``plan.proto``.
+"""DCP's plans and metadata <-> the columns of ``plan.proto``.
 
 In: torch's ``WriteItem``s, flatten mappings and ``Metadata``. Out: messages, and the
 same objects back again. Pure functions; any thread. The sidecar never imports this
@@ -7,10 +7,11 @@ module (it needs torch).
 
 import dataclasses
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, TypeVar
 
 import torch
+from google.protobuf.message import DecodeError
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.metadata import (
@@ -26,6 +27,9 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from pannier.v1 import plan_pb2
 from pannier.wire.errors import InvalidRequestError
+from pannier.wire.plan_columns import decode_column, encode_column
+
+_Message = TypeVar("_Message", plan_pb2.ItemTables, plan_pb2.FlattenMappings)
 
 # All private names of torch that are used here; checked in torch 2.9, 2.13 and 2.15. FileSystemReader and
 # dcp_to_torch_save read nothing else from `storage_data`.
@@ -42,6 +46,10 @@ _KINDS: Final = {
     WriteItemType.SHARD: plan_pb2.ITEM_KIND_SHARD,
 }
 _TYPES: Final = {kind: type_ for type_, kind in _KINDS.items()}
+ITEM_COLUMNS: Final = tuple(
+    field.name for field in plan_pb2.Items.DESCRIPTOR.fields if field.name != "tables"
+)
+"""Names of the columns of ``Items``."""
 _LARGEST: Final = (1 << 63) - 1
 _PICKLED_FORMATS: Final = (
     torch.contiguous_format,
@@ -70,66 +78,71 @@ def encode_items(items: Sequence[WriteItem]) -> plan_pb2.Items:
     """
     encoder = _Encoder()
     for item in items:
-        try:
-            encoder.add(item)
-        except (TypeError, ValueError) as error:
-            if isinstance(error, InvalidRequestError):
-                raise
-            # protobuf refuses negative sizes, lone surrogates and the like.
-            raise InvalidRequestError(
-                f"{item.index.fqn!r}: this item can't be encoded: {error}"
-            ) from error
-    return encoder.out
+        encoder.add(item)
+    try:
+        return encoder.finish()
+    except (OverflowError, TypeError, ValueError) as error:
+        # Negative sizes, lone surrogates and the like. Encoded alone, the item that has them raises.
+        if len(items) > 1:
+            for item in items:
+                encode_items([item])
+        raise InvalidRequestError(
+            f"{items[0].index.fqn!r}: this item can't be sent: {error}"
+        ) from error
 
 
 class _Encoder:
     def __init__(self) -> None:
-        self.out = plan_pb2.Items()
-        self._names: dict[str, int] = {}
-        self._properties: dict[tuple[Any, ...], int] = {}
+        self._numbers: dict[str, int] = {}
+        """Of names, in order of first use."""
+        self._property_numbers: dict[tuple[Any, ...], int] = {}
+        self._properties: list[plan_pb2.TensorProperties] = []
+        self._columns: dict[str, list[int]] = {name: [] for name in ITEM_COLUMNS}
 
     def add(self, item: WriteItem) -> None:
-        fqn, hint, out = item.index.fqn, item.index.index, self.out
+        fqn, hint, columns = item.index.fqn, item.index.index, self._columns
         if hint is not None and hint < 0:
             raise InvalidRequestError(f"{fqn!r}: its index hint is negative: {hint}")
-        name = self._names.get(fqn)
-        if name is None:
-            out.fqns.append(fqn)
-            name = self._names[fqn] = len(self._names)
+        number = self._numbers.setdefault(fqn, len(self._numbers))
         data = item.tensor_data
+        ndim = property_ = 0
         if item.type is WriteItemType.BYTE_IO:
             if item.index.offset is not None:
                 raise InvalidRequestError(
                     f"{fqn!r}: an object has no offset, but its index is at {item.index.offset}"
                 )
-            out.ndim.append(0)
-            out.property.append(0)
         else:
             if data is None or data.chunk is None:
                 raise InvalidRequestError(
                     f"{fqn!r}: the planner made a tensor item without bounds, which DCP can't load"
                 )
             _check_chunk(fqn, item.index.offset, data)
-            out.property.append(self._property(fqn, data.properties))
-            out.ndim.append(len(data.size))
-            out.size.extend(data.size)
-            out.chunk_offset.extend(data.chunk.offsets)
-            out.chunk_size.extend(data.chunk.sizes)
-        out.fqn.append(name)
-        out.kind.append(_KINDS[item.type])
-        out.hint.append(-1 if hint is None else hint)
+            ndim, property_ = len(data.size), self._property(fqn, data.properties)
+            columns["size"].extend(data.size)
+            columns["chunk_offset"].extend(data.chunk.offsets)
+            columns["chunk_size"].extend(data.chunk.sizes)
+        columns["fqn"].append(number)
+        columns["kind"].append(_KINDS[item.type])
+        columns["hint"].append(0 if hint is None else hint + 1)
+        columns["ndim"].append(ndim)
+        columns["property"].append(property_)
 
     def _property(self, fqn: str, p: TensorProperties) -> int:
         key = (p.dtype, p.layout, p.requires_grad, p.memory_format, p.pin_memory)
-        number = self._properties.get(key)
+        number = self._property_numbers.get(key)
         if number is None:
             if p.memory_format not in _PICKLED_FORMATS:
                 raise InvalidRequestError(
                     f"{fqn!r}: DCP's metadata has no {p.memory_format}; save it contiguous"
                 )
-            self.out.properties.append(_encode_properties(p))
-            number = self._properties[key] = len(self._properties)
+            self._properties.append(_encode_properties(p))
+            number = self._property_numbers[key] = len(self._property_numbers)
         return number
+
+    def finish(self) -> plan_pb2.Items:
+        tables = plan_pb2.ItemTables(fqns=self._numbers, properties=self._properties)
+        columns = {name: encode_column(values) for name, values in self._columns.items()}
+        return plan_pb2.Items(tables=tables.SerializeToString(deterministic=True), **columns)
 
 
 def _check_chunk(fqn: str, offset: Sequence[int] | None, data: TensorWriteData) -> None:
@@ -158,17 +171,19 @@ def decode_items(message: plan_pb2.Items) -> list[WriteItem]:
 
 
 def _decode_items(message: plan_pb2.Items) -> list[WriteItem]:
-    properties = [decode_properties(p) for p in message.properties]
-    fqns = list(message.fqns)
-    size, offset, extent = message.size[:], message.chunk_offset[:], message.chunk_size[:]
+    tables = parse_tables(message.tables)
+    properties = [decode_properties(p) for p in tables.properties]
+    fqns = list(tables.fqns)
+    size, offset, extent = (
+        decode_column(column) for column in (message.size, message.chunk_offset, message.chunk_size)
+    )
     if (largest := max((*size, *offset, *extent), default=0)) > _LARGEST:
         raise InvalidRequestError(f"a shape with {largest} in it exceeds torch's range")
+    columns = (message.fqn, message.kind, message.hint, message.ndim, message.property)
     items = []
     at = 0
-    for fqn, kind, hint, ndim, prop in zip(
-        message.fqn, message.kind, message.hint, message.ndim, message.property, strict=True
-    ):
-        name, index = fqns[fqn], None if hint < 0 else hint
+    for fqn, kind, hint, ndim, prop in zip(*map(decode_column, columns), strict=True):
+        name, index = fqns[fqn], hint - 1 if hint else None
         type_ = _TYPES[kind]
         if type_ is WriteItemType.BYTE_IO:
             items.append(WriteItem(MetadataIndex(name, index=index), type_))
@@ -185,6 +200,23 @@ def _decode_items(message: plan_pb2.Items) -> list[WriteItem]:
         items.append(WriteItem(MetadataIndex(name, offsets, index), type_, tensor_data=data))
         at = end
     return items
+
+
+def parse_tables(data: bytes) -> plan_pb2.ItemTables:
+    """What ``Items.tables`` holds. Raises InvalidRequestError."""
+    return _parse(plan_pb2.ItemTables, data, "the keys and properties of a plan")
+
+
+def parse_mappings(data: bytes) -> plan_pb2.FlattenMappings:
+    """What ``LocalPlan.mappings`` holds. Raises InvalidRequestError."""
+    return _parse(plan_pb2.FlattenMappings, data, "the flatten mappings of a plan")
+
+
+def _parse(kind: type[_Message], data: bytes, what: str) -> _Message:
+    try:
+        return kind.FromString(data)
+    except DecodeError as error:
+        raise InvalidRequestError(f"{what} are malformed: {error}") from error
 
 
 def _encode_properties(properties: TensorProperties) -> plan_pb2.TensorProperties:
@@ -227,15 +259,17 @@ def _torch_attribute(name: str, kind: type) -> Any:
 # Flatten mappings.
 
 
-def encode_mappings(mappings: Mapping[str, Sequence[str | int]]) -> list[plan_pb2.FlattenMapping]:
-    """``DefaultSavePlanner.mappings`` as messages, in order.
+def encode_mappings(mappings: Mapping[str, Sequence[str | int]]) -> plan_pb2.FlattenMappings:
+    """``DefaultSavePlanner.mappings`` as a message, in order.
 
     Raises InvalidRequestError when a path has other parts than strings and integers.
     """
-    return [
-        plan_pb2.FlattenMapping(fqn=fqn, path=[_encode_part(fqn, part) for part in path])
-        for fqn, path in mappings.items()
-    ]
+    return plan_pb2.FlattenMappings(
+        mappings=[
+            plan_pb2.FlattenMapping(fqn=fqn, path=[_encode_part(fqn, part) for part in path])
+            for fqn, path in mappings.items()
+        ]
+    )
 
 
 def _encode_part(fqn: str, part: object) -> plan_pb2.PathElement:
@@ -251,16 +285,14 @@ def _encode_part(fqn: str, part: object) -> plan_pb2.PathElement:
     )
 
 
-def decode_mappings(
-    messages: Iterable[plan_pb2.FlattenMapping],
-) -> dict[str, tuple[str | int, ...]]:
+def decode_mappings(message: plan_pb2.FlattenMappings) -> dict[str, tuple[str | int, ...]]:
     """Inverse of :func:`encode_mappings`."""
     return {
-        message.fqn: tuple(
+        mapping.fqn: tuple(
             part.index if part.WhichOneof("element") == "index" else part.key
-            for part in message.path
+            for part in mapping.path
         )
-        for message in messages
+        for mapping in message.mappings
     }
 
 
@@ -275,6 +307,7 @@ def encode_metadata(metadata: Metadata) -> plan_pb2.GlobalMetadata:
     """
     out = metadata_columns(metadata)
     files: dict[str, int] = {}
+    file, offset, length = [], [], []
     places = metadata.storage_data or {}
     for item in _items_of(metadata):
         info = places.get(item.index)
@@ -287,21 +320,26 @@ def encode_metadata(metadata: Metadata) -> plan_pb2.GlobalMetadata:
                 f"{item.index.fqn!r}: its bytes are transformed by {info.transform_descriptors}, "
                 "which Pannier's metadata doesn't hold; save without extensions"
             )
-        out.placement.file.append(files.setdefault(info.relative_path, len(files)))
-        out.placement.offset.append(info.offset)
-        out.placement.length.append(info.length)
+        file.append(files.setdefault(info.relative_path, len(files)))
+        offset.append(info.offset)
+        length.append(info.length)
     out.files.extend(files)
+    try:
+        out.placement.file = encode_column(file)
+        out.placement.offset = encode_column(offset)
+        out.placement.length = encode_column(length)
+    except (OverflowError, TypeError) as error:
+        raise InvalidRequestError(f"the metadata places a chunk nowhere: {error}") from error
     return out
 
 
 def metadata_columns(metadata: Metadata) -> plan_pb2.GlobalMetadata:
     """As :func:`encode_metadata`, without placements: one item per chunk, in order."""
     planner_data = metadata.planner_data
-    out = plan_pb2.GlobalMetadata(has_mappings=planner_data is not None)
+    mappings = None
     if planner_data is not None:
-        out.mappings.extend(encode_mappings(check_planner_data(planner_data)))
-    out.items.CopyFrom(encode_items(_items_of(metadata)))
-    return out
+        mappings = encode_mappings(check_planner_data(planner_data))
+    return plan_pb2.GlobalMetadata(items=encode_items(_items_of(metadata)), mappings=mappings)
 
 
 def check_planner_data(planner_data: Any) -> Mapping[str, Sequence[str | int]]:
@@ -343,15 +381,16 @@ def build_metadata(
     """
     state: dict[str, Any] = {}
     storage: dict[MetadataIndex, Any] = {}
-    place, files = message.placement, list(message.files)
+    placement, names = message.placement, list(message.files)
     items = decode_items(message.items)
-    if not len(items) == len(place.file) == len(place.offset) == len(place.length):
-        raise InvalidRequestError(f"{len(items)} items have {len(place.file)} places")
-    if place.file and max(place.file) >= len(files):
-        raise InvalidRequestError(f"a place is in file {max(place.file)} of {len(files)}")
-    for item, file, offset, length in zip(
-        items, place.file, place.offset, place.length, strict=True
-    ):
+    files, offsets, lengths = (
+        decode_column(column) for column in (placement.file, placement.offset, placement.length)
+    )
+    if not len(items) == len(files) == len(offsets) == len(lengths):
+        raise InvalidRequestError(f"{len(items)} items have {len(files)} places")
+    if max(files, default=-1) >= len(names):
+        raise InvalidRequestError(f"a place is in file {max(files)} of {len(names)}")
+    for item, file, offset, length in zip(items, files, offsets, lengths, strict=True):
         data, fqn = item.tensor_data, item.index.fqn
         entry = state.get(fqn)
         if data is None:
@@ -364,10 +403,10 @@ def build_metadata(
             elif isinstance(entry, BytesStorageMetadata):
                 raise InvalidRequestError(f"{fqn!r} is both an object and a tensor")
             entry.chunks.append(data.chunk)
-        storage[item.index] = StorageInfo(files[file], offset, length)
+        storage[item.index] = StorageInfo(names[file], offset, length)
     metadata = Metadata(
         state_dict_metadata=state,
-        planner_data=decode_mappings(message.mappings) if message.has_mappings else None,
+        planner_data=decode_mappings(message.mappings) if message.HasField("mappings") else None,
         storage_data=storage,
         storage_meta=storage_meta,
     )

@@ -13,10 +13,8 @@ from typing import Any, Final
 
 import grpc
 
-from pannier.coordinator.planning import varints
 from pannier.coordinator.planning.columns import RankPlan
 from pannier.coordinator.planning.custom_planners import Planners
-from pannier.coordinator.planning.encoded_plans import PlanCall, UnreadPlan, parse_call, unread
 from pannier.coordinator.planning.plan_cache import AgreedPlan, PlanCache
 from pannier.coordinator.saves import save_view
 from pannier.coordinator.saves.admission import admit, check_destination
@@ -46,9 +44,24 @@ from pannier.wire.errors import (
 NAME: Final = "pannier.v1.Coordinator"
 LOST_AFTER_S: Final = 1.0
 """A rank whose Plan call broke off is lost unless its sidecar calls again within this time."""
-_PLAN: Final = sidecar_pb2.PlanResponse.DESCRIPTOR.fields_by_name["plan"].number
 _BEGIN_S: Final = 60.0
 """For storage to answer when a save is opened with Begin."""
+
+
+class PlanCall:
+    """A request of ``Plan``, which is released before the call waits.
+
+    The server keeps what it passes to a handler until the call ends, and local plans are large.
+    """
+
+    def __init__(self, data: bytes) -> None:
+        self._request: sidecar_pb2.PlanRequest | None = sidecar_pb2.PlanRequest.FromString(data)
+
+    def take(self) -> sidecar_pb2.PlanRequest:
+        """The request; to be called once."""
+        request, self._request = self._request, None
+        assert request is not None
+        return request
 
 
 class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
@@ -70,38 +83,35 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         self._callers: Counter[tuple[str, int]] = Counter()
         """Waiting Plan calls, by save and rank."""
 
-    async def Plan(self, call: PlanCall, context: Any) -> bytes:
-        """See the proto. Returns a serialised PlanResponse (:func:`add_to_server`).
+    async def Plan(self, call: PlanCall, context: Any) -> sidecar_pb2.PlanResponse:
+        """See the proto.
 
         Raises:
             SaveAbortedError: the save is aborted, whichever rank has failed.
             InvalidRequestError: this call can't be part of any save.
             VersionMismatchError: its sidecar could not attach.
         """
-        request = call.request
-        if call.error is not None:
-            raise call.error
+        request = call.take()
         check_version(request.wire_version, request.context.host)
         limits.check_plan(request)
         rank = request.context.rank
         await self._keep_in_step(request)
         save = self._enter(request.context)
-        claimed = self._admit(save, request, call.plan)
+        claimed = self._admit(save, request)
         attempt = request.attempt
         del request
-        call.forget()
         await self._wait_planned(save, rank, claimed=claimed)
         if save.failing:
             raise save.error()
         if claimed and save.state is State.PLANNING:
-            return sidecar_pb2.PlanResponse(wanted=True).SerializeToString()
+            return sidecar_pb2.PlanResponse(wanted=True)
         plan = self._agreed_plan(save)
         save.ranks[rank].advance(save_pb2.RANK_PHASE_PLANNED)
         if claimed:
             agreed = plan_pb2.FinalPlan(plan_id=plan.plan_id, attempt=attempt)
-            return sidecar_pb2.PlanResponse(plan=agreed).SerializeToString()
+            return sidecar_pb2.PlanResponse(plan=agreed)
         assert save.attempt is not None
-        return varints.field(_PLAN, plan.packed_plan(rank, save.attempt.name))
+        return sidecar_pb2.PlanResponse(plan=plan.final_plan(rank, save.attempt.name))
 
     async def Begin(
         self, request: sidecar_pb2.BeginRequest, context: Any
@@ -207,7 +217,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         check_destination(save, self._stores, context.rank)
         return save
 
-    def _admit(self, save: Save, request: sidecar_pb2.PlanRequest, plan: UnreadPlan | None) -> bool:
+    def _admit(self, save: Save, request: sidecar_pb2.PlanRequest) -> bool:
         """Records the rank's plan, or its claim to go by a cached one; whether it is a claim.
 
         Raises SaveAbortedError, InvalidRequestError.
@@ -215,17 +225,16 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         rank, host = request.context.rank, request.context.host
         save.participants.note_call(rank)
         given: RankPlan | CachedPlanClaim
-        claimed = bool(request.cached_plan_id) and plan is None
+        claimed = bool(request.cached_plan_id) and not request.HasField("plan")
         if claimed:
             object_names.Attempt.parse(request.attempt)
             given = CachedPlanClaim(
                 rank, host, request.digest, request.cached_plan_id, request.attempt
             )
         else:
-            plan = plan or unread(plan_pb2.LocalPlan())
-            given = RankPlan(rank, host, request.digest, plan)
+            given = RankPlan(rank, host, request.digest, request.plan)
             try:
-                self._planners.check(plan.options)
+                self._planners.check(request.plan.options)
             except InvalidRequestError as error:
                 save.fail(save_pb2.FAILURE_KIND_INVALID_PLAN, str(error), rank)
                 raise
@@ -291,11 +300,13 @@ class _Registrar:
 
     def add_registered_method_handlers(self, name: str, handlers: dict[str, Any]) -> None:
         """Called by the generated code."""
-        # Their responses are serialised already.
         own: dict[str, Any] = {
             "Plan": grpc.unary_unary_rpc_method_handler(
-                self._service.Plan, request_deserializer=parse_call
+                self._service.Plan,
+                request_deserializer=PlanCall,
+                response_serializer=sidecar_pb2.PlanResponse.SerializeToString,
             ),
+            # Its responses are serialised already.
             "Attach": grpc.stream_stream_rpc_method_handler(
                 self._service.Attach,
                 request_deserializer=coordinator_pb2.AttachRequest.FromString,

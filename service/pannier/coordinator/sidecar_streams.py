@@ -15,7 +15,6 @@ from typing import Final
 
 from pannier.common import observer_clock
 from pannier.coordinator.liveness import SidecarPeers, apply_trainer_reports
-from pannier.coordinator.planning import varints
 from pannier.coordinator.saves import save_view
 from pannier.coordinator.saves.admission import admit, check_destination
 from pannier.coordinator.saves.participants import CachedPlanClaim, SidecarPeer
@@ -47,7 +46,6 @@ _DUE_S: Final = 0.9
 _ALIVE_S: Final = 5.0
 """A sidecar whose last message is younger than this keeps its ranks."""
 _RENDERED_KEPT: Final = 64
-_SAVES: Final = coordinator_pb2.AttachResponse.DESCRIPTOR.fields_by_name["saves"].number
 
 Requests = AsyncIterator[coordinator_pb2.AttachRequest]
 Summary = tuple[object, ...]
@@ -318,8 +316,9 @@ class SidecarStreams:
         known = self._rendered.get(save.key)
         if known is not None and known[1] == summary and (now - known[0] < _DUE_S or save.ended):
             return known[2]
-        message = save_view.status(save, ranks=save.ended)
-        status = varints.field(_SAVES, message.SerializeToString())
+        # Responses that are serialised one after another merge into one.
+        response = coordinator_pb2.AttachResponse(saves=[save_view.status(save, ranks=save.ended)])
+        status = response.SerializeToString()
         self._rendered[save.key] = (now, summary, status)
         while len(self._rendered) > _RENDERED_KEPT:
             del self._rendered[next(iter(self._rendered))]

@@ -31,7 +31,9 @@ from pannier.v1 import (
     status_pb2_grpc,
 )
 from pannier.wire import addresses, errors, object_names, plan_codec
+from pannier.wire.plan_columns import decode_column
 from pannier.wire.version import WIRE_VERSION
+from support.plan_messages import columns
 
 HEAD, TAIL = 704, 873
 
@@ -67,16 +69,18 @@ def local_plan(
     **options: Any,
 ) -> plan_pb2.LocalPlan:
     """A rank's plan; ``mappings`` None: without flattening."""
-    message = plan_pb2.LocalPlan(items=plan_codec.encode_items(items))
+    lengths = []
     for item in items:
         body = 0
         if item.tensor_data is not None:
             body = item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
-        slot = slots(item)
-        message.head.append(HEAD if slot else 0)
-        message.body.append(body if slot else 0)
-        message.tail.append(TAIL if slot else 0)
-    message.mappings.extend(plan_codec.encode_mappings(mappings or {}))
+        lengths.append((HEAD, body, TAIL) if slots(item) else (0, 0, 0))
+    head, body, tail = zip(*lengths, strict=True) if lengths else ((), (), ())
+    message = plan_pb2.LocalPlan(
+        items=plan_codec.encode_items(items),
+        mappings=plan_codec.encode_mappings(mappings or {}).SerializeToString(deterministic=True),
+        **columns(head=head, body=body, tail=tail),
+    )
     message.options.CopyFrom(
         plan_pb2.PlannerOptions(
             planner="torch.distributed.checkpoint.default_planner:DefaultSavePlanner",
@@ -127,7 +131,8 @@ def receipt_of(plan: plan_pb2.FinalPlan, rank: int) -> records_pb2.Receipt:
     )
     objects = 0
     place = plan.placement
-    for position, file, length in zip(plan.positions, place.file, place.length, strict=True):
+    own = map(decode_column, (plan.positions, place.file, place.length))
+    for position, file, length in zip(*own, strict=True):
         if not length:
             receipt.varying.add(
                 position=position, file=plan.files[file].name, offset=objects, length=100

@@ -16,6 +16,7 @@ from pannier.v1 import plan_pb2, save_pb2, sidecar_pb2, sidecar_pb2_grpc
 from pannier.wire import addresses, chunk_codec, errors, object_names
 from pannier.wire.errors import PannierError
 from pannier.wire.file_layout import lay_out
+from pannier.wire.plan_columns import decode_column, encode_column
 from pannier.wire.version import WIRE_VERSION
 
 Hook = Callable[[Any], None]
@@ -184,27 +185,24 @@ class ScriptedSidecar(sidecar_pb2_grpc.SidecarServicer):
             agreed = plan_pb2.FinalPlan(plan_id=request.cached_plan_id, attempt=request.attempt)
             return sidecar_pb2.PlanResponse(plan=agreed, wanted=self.forgetful)
         local = request.plan
-        slotted = [i for i, head in enumerate(local.head) if head]
-        layout = lay_out(
-            [local.head[i] for i in slotted],
-            [local.body[i] for i in slotted],
-            [local.tail[i] for i in slotted],
-        )
+        lengths = [decode_column(column) for column in (local.head, local.body, local.tail)]
+        slotted = [i for i, head in enumerate(lengths[0]) if head]
+        layout = lay_out(*([column[i] for i in slotted] for column in lengths))
         placed = zip(layout.file, layout.offset, layout.length, strict=True)
         places = dict(zip(slotted, placed, strict=True))
-        rank, count = request.context.rank, len(local.head)
-        final = plan_pb2.FinalPlan(plan_id="p1", attempt=self.attempt, positions=list(range(count)))
+        rank, count = request.context.rank, len(lengths[0])
+        final = plan_pb2.FinalPlan(
+            plan_id="p1", attempt=self.attempt, positions=encode_column(range(count))
+        )
         for index, size in enumerate(layout.sizes):
             name = object_names.data_file(self.attempt, rank, index)
             final.files.add(name=name, size=size)
         objects = len(layout.sizes)
         if len(slotted) < count:
             final.files.add(name=object_names.objects_file(self.attempt, rank))
-        for position in range(count):
-            file, offset, length = places.get(position, (objects, 0, 0))
-            final.placement.file.append(file)
-            final.placement.offset.append(offset)
-            final.placement.length.append(length)
+        own = [places.get(position, (objects, 0, 0)) for position in range(count)]
+        for index, name in enumerate(("file", "offset", "length")):
+            setattr(final.placement, name, encode_column([place[index] for place in own]))
         return sidecar_pb2.PlanResponse(plan=final)
 
     def HandOver(

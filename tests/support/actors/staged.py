@@ -16,6 +16,8 @@ from pannier.client.staging.arena import Arena, ArenaPool
 from pannier.client.staging.stager import Staged, stage
 from pannier.v1 import plan_pb2
 from pannier.wire import file_layout, object_names, plan_codec
+from pannier.wire.plan_columns import decode_column, encode_column
+from support.plan_messages import columns
 
 ATTEMPT = "i1-a1-g00000000-s1"
 
@@ -30,25 +32,27 @@ def final_plan(
     message: plan_pb2.LocalPlan, positions: Sequence[int] | None = None, rank: int = 0
 ) -> plan_pb2.FinalPlan:
     """The answer to a local plan, of which this rank is to write ``positions`` (None: all)."""
-    chosen = range(len(message.head)) if positions is None else positions
-    slots = [p for p in chosen if message.head[p]]
-    laid = file_layout.lay_out(
-        *([column[p] for p in slots] for column in (message.head, message.body, message.tail))
-    )
+    lengths = [decode_column(column) for column in (message.head, message.body, message.tail)]
+    head = lengths[0]
+    chosen = range(len(head)) if positions is None else positions
+    slots = [p for p in chosen if head[p]]
+    laid = file_layout.lay_out(*([column[p] for p in slots] for column in lengths))
     files = [
         plan_pb2.PlannedFile(name=object_names.data_file(ATTEMPT, rank, n), size=size)
         for n, size in enumerate(laid.sizes)
     ]
     if len(slots) < len(chosen):
         files.append(plan_pb2.PlannedFile(name=object_names.objects_file(ATTEMPT, rank)))
-    final = plan_pb2.FinalPlan(plan_id="plan", attempt=ATTEMPT, positions=chosen, files=files)
-    places = iter(zip(laid.file, laid.offset, laid.length, strict=True))
-    for position in chosen:
-        place = next(places) if message.head[position] else (len(files) - 1, 0, 0)
-        final.placement.file.append(place[0])
-        final.placement.offset.append(place[1])
-        final.placement.length.append(place[2])
-    return final
+    slotted = iter(zip(laid.file, laid.offset, laid.length, strict=True))
+    places = [next(slotted) if head[p] else (len(files) - 1, 0, 0) for p in chosen]
+    file, offset, length = zip(*places, strict=True) if places else ((), (), ())
+    return plan_pb2.FinalPlan(
+        plan_id="plan",
+        attempt=ATTEMPT,
+        positions=encode_column(chosen),
+        files=files,
+        placement=plan_pb2.Placement(**columns(file=file, offset=offset, length=length)),
+    )
 
 
 def stage_all(planning: PlannerRun, pool: ArenaPool) -> tuple[Staged, Arena]:
@@ -74,6 +78,8 @@ def write_checkpoint(
         for item, placed in zip(items, staged.locations, strict=True)
     }
     metadata = dataclasses.replace(
-        metadata, planner_data=plan_codec.decode_mappings(message.mappings), storage_data=storage
+        metadata,
+        planner_data=plan_codec.decode_mappings(plan_codec.parse_mappings(message.mappings)),
+        storage_data=storage,
     )
     (directory / ".metadata").write_bytes(pickle.dumps(metadata))

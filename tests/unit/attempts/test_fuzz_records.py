@@ -25,6 +25,7 @@ from pannier.v1 import plan_pb2, records_pb2
 from pannier.wire import object_names
 from pannier.wire.errors import PannierError
 from support.fuzzing import FUZZ, accepted, messages
+from support.plan_messages import FLOAT32, columns, make_items
 
 ATTEMPT = "i1-a1-g00000000-s1"
 
@@ -161,16 +162,12 @@ def test_what_is_no_manifest(data: bytes) -> None:
 
 def sound() -> tuple[bytes, list[records_pb2.Receipt]]:
     """A manifest and the receipts of its ranks, as they should be."""
-    items = plan_pb2.Items(
-        fqns=["w", "n"],
-        properties=[
-            plan_pb2.TensorProperties(
-                dtype="float32", layout="strided", memory_format="contiguous_format"
-            )
-        ],
+    items = make_items(
+        ["w", "n"],
+        [FLOAT32],
         fqn=[0, 0, 1],
         kind=[plan_pb2.ITEM_KIND_SHARD, plan_pb2.ITEM_KIND_SHARD, plan_pb2.ITEM_KIND_BYTE_IO],
-        hint=[0, 1, -1],
+        hint=[1, 2, 0],
         ndim=[1, 1, 0],
         property=[0, 0, 0],
         size=[8, 8],
@@ -189,10 +186,11 @@ def sound() -> tuple[bytes, list[records_pb2.Receipt]]:
         metadata=plan_pb2.GlobalMetadata(
             items=items,
             files=names,
-            placement=plan_pb2.Placement(file=[0, 1, 2], offset=[0, 0, 0], length=[100, 100, 0]),
+            placement=plan_pb2.Placement(
+                **columns(file=[0, 1, 2], offset=[0, 0, 0], length=[100, 100, 0])
+            ),
         ),
-        owner=[0, 1, 1],
-        position=[0, 0, 1],
+        **columns(owner=[0, 1, 1], position=[0, 0, 1]),
     )
     parsed = Manifest.parse(manifest.SerializeToString())
     receipts = [

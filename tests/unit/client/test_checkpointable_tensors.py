@@ -17,6 +17,7 @@ from pannier.client.planning.state_fingerprint import fingerprint
 from pannier.client.staging.arena import ArenaPool
 from pannier.v1 import sidecar_pb2
 from pannier.wire.errors import PannierError
+from pannier.wire.plan_columns import decode_column
 from support.actors.scripted import attempt_of
 from support.actors.scripted_sidecar import ScriptedSidecar
 from support.actors.staged import plan, stage_all, write_checkpoint
@@ -124,8 +125,8 @@ def test_other_offsets_are_planned_again(client: Client, sidecar: ScriptedSideca
         client.save({"w": part(at)}, checkpoint_id=f"/x/{number}")
     requests = sidecar.asked(sidecar_pb2.PlanRequest)
     first, second = (request for request in requests if request.HasField("plan"))
-    assert list(first.plan.items.chunk_offset) == [0, 0]
-    assert list(second.plan.items.chunk_offset) == [4, 0]
+    assert decode_column(first.plan.items.chunk_offset) == [0, 0]
+    assert decode_column(second.plan.items.chunk_offset) == [4, 0]
     assert [request.digest for request in requests if request.cached_plan_id] == [
         first.digest,
         second.digest,
@@ -140,7 +141,7 @@ def test_the_same_offsets_need_no_planner(
     monkeypatch.setattr("pannier.client.planning.stage_plan.PlannerRun", None)
     client.save({"w": part(2, 5.0)}, checkpoint_id="/x/2")
     (given,) = (r for r in sidecar.asked(sidecar_pb2.PlanRequest) if r.HasField("plan"))
-    assert list(given.plan.items.size) == [8, 3]
+    assert decode_column(given.plan.items.size) == [8, 3]
 
 
 @torch_2_14

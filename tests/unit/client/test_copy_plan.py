@@ -23,6 +23,7 @@ from pannier.client.staging import archives, header_cache
 from pannier.client.staging.arena import ArenaPool
 from pannier.client.staging.stager import ArchiveLocation, Staged, stage
 from pannier.wire.errors import InvalidRequestError
+from pannier.wire.plan_columns import decode_column
 from support.actors.staged import ATTEMPT, final_plan, plan, stage_all, write_checkpoint
 from support.states import nested
 from support.states.bits import bits
@@ -252,14 +253,13 @@ def placed(kept: CachedPlan, staged: Staged) -> Staged:
     """With the place of each item, which its own files tell."""
     final = kept.final_plan(NUMBER)
     varying = {item.position: (item.file, item.offset, item.length) for item in staged.varying}
-    columns = final.placement
+    place = final.placement
+    columns = (final.positions, place.file, place.offset, place.length)
     places = [
         ArchiveLocation(*varying[position])
         if position in varying
         else ArchiveLocation(final.files[file].name, offset, length)
-        for position, file, offset, length in zip(
-            final.positions, columns.file, columns.offset, columns.length, strict=True
-        )
+        for position, file, offset, length in zip(*map(decode_column, columns), strict=True)
     ]
     return dataclasses.replace(staged, locations=places)
 

@@ -24,7 +24,9 @@ from pannier.client.staging import archives
 from pannier.v1 import plan_pb2
 from pannier.wire import plan_codec
 from pannier.wire.errors import InvalidRequestError
+from pannier.wire.plan_columns import decode_column
 from support.actors.staged import final_plan, plan
+from support.plan_messages import tables_of
 from support.states.contents import without_strides
 
 CACHES = (
@@ -76,7 +78,10 @@ def test_the_plan_is_dcps_own() -> None:
         if item.tensor_data is not None:
             without_strides(item.tensor_data.properties)
     assert plan_codec.decode_items(planning.message.items) == theirs.items
-    assert plan_codec.decode_mappings(planning.message.mappings) == theirs.planner_data
+    assert (
+        plan_codec.decode_mappings(plan_codec.parse_mappings(planning.message.mappings))
+        == theirs.planner_data
+    )
     options = planning.message.options
     assert options.planner == "torch.distributed.checkpoint.default_planner:DefaultSavePlanner"
     assert (options.flatten_state_dict, options.flatten_sharded_tensors) == (True, True)
@@ -89,7 +94,11 @@ def test_slots_have_the_lengths_of_archives_and_objects_have_none() -> None:
     message = planning.message
     names = [item.index.fqn for item in planning.items]
     slots = dict(
-        zip(names, zip(message.head, message.body, message.tail, strict=True), strict=True)
+        zip(
+            names,
+            zip(*map(decode_column, (message.head, message.body, message.tail)), strict=True),
+            strict=True,
+        )
     )
     archive = archives.archive(torch.bfloat16, (3, 5))
     assert slots["w"] == (len(archive.head), 30, len(archive.tail))
@@ -113,7 +122,7 @@ def test_planner_options_reach_the_message() -> None:
         flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=True
     )
     message = plan({"a": {"b": torch.ones(2)}}, planner).message
-    assert list(message.items.fqns) == ["a"]
+    assert tables_of(message.items).fqns == ["a"]
     assert not message.mappings
     assert not message.options.flatten_state_dict
     assert not message.options.flatten_sharded_tensors
@@ -226,13 +235,13 @@ class _Resolves(DefaultSavePlanner):
 
 @pytest.mark.parametrize("planner", [_Transforms(), _LooksUp(), _Resolves()])
 def test_only_values_that_reach_storage_as_planned_get_a_slot(planner: SavePlanner) -> None:
-    assert list(plan({"w": torch.ones(3)}, planner).message.head) == [0]
+    assert decode_column(plan({"w": torch.ones(3)}, planner).message.head) == [0]
 
 
 def test_a_transform_set_on_the_planner_itself_counts_too() -> None:
     planner = DefaultSavePlanner()
     planner.transform_object = lambda item, value: value  # type: ignore[method-assign]
-    assert list(plan({"w": torch.ones(3)}, planner).message.head) == [0]
+    assert decode_column(plan({"w": torch.ones(3)}, planner).message.head) == [0]
 
 
 @pytest.mark.filterwarnings("ignore:.*quantize_per_tensor")
@@ -249,7 +258,9 @@ def test_values_that_are_more_than_raw_bytes_get_no_slot() -> None:
         }
     )
     names = [item.index.fqn for item in planning.items]
-    slots = dict(zip(names, (bool(head) for head in planning.message.head), strict=True))
+    slots = dict(
+        zip(names, (bool(head) for head in decode_column(planning.message.head)), strict=True)
+    )
     assert slots == {
         "plain": True,
         "quantized": False,
@@ -387,8 +398,8 @@ def test_shards_are_planned_with_slots_of_their_own_size(two_ranks: None) -> Non
     replicated = DTensor.from_local(torch.ones(5), mesh, [Replicate()])
     wrapper = DTensor.from_local(TwoTensor(torch.ones(4), torch.ones(4)), mesh, [ShardOf(0)])
     planning = plan({"s": sharded, "r": replicated, "w": wrapper})
-    assert list(planning.message.body) == [3 * 2 * 4, 5 * 4, 0]
-    assert [bool(head) for head in planning.message.head] == [True, True, False]
+    assert decode_column(planning.message.body) == [3 * 2 * 4, 5 * 4, 0]
+    assert [bool(head) for head in decode_column(planning.message.head)] == [True, True, False]
     assert planning.items[0].tensor_data is not None
     assert planning.items[0].tensor_data.size == torch.Size([6, 2])
 
@@ -410,7 +421,7 @@ def test_sharded_tensors_are_planned_shard_by_shard(two_ranks: None) -> None:
         [Shard(torch.arange(4.0), shard(0, 0))], metadata
     )
     planning = plan({"flat": tensor})
-    assert list(planning.message.body) == [16]
+    assert decode_column(planning.message.body) == [16]
     (item,) = planning.finish(final_plan(planning.message))
     assert torch.equal(planning.resolve(item), torch.arange(4.0))  # type: ignore[arg-type]
 

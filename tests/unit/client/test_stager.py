@@ -30,6 +30,7 @@ from pannier.client.staging.arena import Arena, ArenaPool
 from pannier.client.staging.stager import Staged, stage, stage_external
 from pannier.client.torch_compat import AsyncCollectiveTensor
 from pannier.wire.errors import InvalidRequestError, PannierError
+from pannier.wire.plan_columns import decode_column
 from support.actors.staged import (
     ATTEMPT,
     final_plan,
@@ -38,6 +39,7 @@ from support.actors.staged import (
     write_checkpoint,
     write_files,
 )
+from support.plan_messages import changed_column
 
 DTYPES = sorted(archives.DTYPES, key=str)
 pytestmark = pytest.mark.filterwarnings(
@@ -370,9 +372,8 @@ def test_a_slot_whose_value_turns_out_otherwise_stays_empty(
     assert varying.file == f"__{ATTEMPT}_0_objects.distcp"
     assert (varying.file, varying.offset, varying.length) == staged.locations[1]
     write_files(tmp_path, staged)
-    hole = (tmp_path / final.files[0].name).read_bytes()[
-        final.placement.offset[1] : final.placement.offset[1] + final.placement.length[1]
-    ]
+    offset, length = map(decode_column, (final.placement.offset, final.placement.length))
+    hole = (tmp_path / final.files[0].name).read_bytes()[offset[1] :][: length[1]]
     assert not any(hole)
     blob = (tmp_path / varying.file).read_bytes()[varying.offset :][: varying.length]
     with torch.serialization.safe_globals([TwoTensor]):
@@ -645,12 +646,16 @@ def test_a_freed_storage_is_refused_instead_of_read(pool: ArenaPool) -> None:
 def test_a_wrong_final_plan_writes_nowhere(change: str, pool: ArenaPool) -> None:
     planning = plan({"a": torch.ones(4), "b": torch.ones(4)})
     final = final_plan(planning.message)
-    if change == "overlap":
-        final.placement.offset[1] = final.placement.offset[0] + 64
-    elif change == "beyond":
-        final.placement.offset[1] += 1 << 30
-    else:
-        final.placement.length[0] -= 8
+    with (
+        changed_column(final.placement, "offset") as offset,
+        changed_column(final.placement, "length") as length,
+    ):
+        if change == "overlap":
+            offset[1] = offset[0] + 64
+        elif change == "beyond":
+            offset[1] += 1 << 30
+        else:
+            length[0] -= 8
     arena = pool.acquire([file.size for file in final.files])
     with pytest.raises(PannierError, match="final plan"):
         stage(planning, planning.items, final, arena)

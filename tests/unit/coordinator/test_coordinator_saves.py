@@ -25,6 +25,7 @@ from pannier.wire.errors import (
     SaveAbortedError,
     SaveSkippedError,
 )
+from pannier.wire.plan_columns import decode_column
 from pannier.wire.version import WIRE_VERSION
 from support.actors.ranks_by_hand import (
     CoordinatorClient,
@@ -40,6 +41,7 @@ from support.actors.ranks_by_hand import (
     tensor,
     thing,
 )
+from support.plan_messages import columns, keys_of
 from support.processes.daemons import Daemons, short_directory
 
 COMMITTED, ABORTED = save_pb2.SAVE_STATE_COMMITTED, save_pb2.SAVE_STATE_ABORTED
@@ -107,7 +109,7 @@ def test_plans_and_receipts_of_all_ranks_become_a_checkpoint(sockets: Path, tmp_
             written = [
                 name
                 for final, local in zip(finals, (halves(0), halves(1)), strict=True)
-                for name in _names(local, final)
+                for name in keys_of(local, final)
             ]
             assert sorted(written) == ["b", "epoch", "w", "w"]
             assert not (place / ".metadata").exists()
@@ -130,10 +132,6 @@ def test_plans_and_receipts_of_all_ranks_become_a_checkpoint(sockets: Path, tmp_
     decision = decision_of(place, attempt)
     assert decision.outcome == records_pb2.OUTCOME_COMMIT
     assert decision.metadata_size == (place / ".metadata").stat().st_size
-
-
-def _names(local: plan_pb2.LocalPlan, final: plan_pb2.FinalPlan) -> list[str]:
-    return [local.items.fqns[local.items.fqn[position]] for position in final.positions]
 
 
 def test_second_save_to_one_id_replaces_the_first(sockets: Path, tmp_path: Path) -> None:
@@ -510,7 +508,7 @@ def test_receipt_that_does_not_fit_the_plan_aborts_by_rank(
         async with coordinator(sockets) as client:
             sidecar = await client.attach()
             finals = await plan_both(client, place)
-            rank = next(r for r in (0, 1) if 0 in finals[r].placement.length)
+            rank = next(r for r in (0, 1) if 0 in decode_column(finals[r].placement.length))
             receipt = receipt_of(finals[rank], rank)
             assert callable(spoil)
             spoil(receipt)
@@ -583,7 +581,9 @@ def test_save_that_torch_plans_is_begun_and_finished(sockets: Path, tmp_path: Pa
                     [shard("w", [2 * r], [2], [4], hint=r) for r in (0, 1)]
                 ),
                 files=names,
-                placement=plan_pb2.Placement(file=[0, 1], offset=[0, 0], length=[50, 60]),
+                placement=plan_pb2.Placement(
+                    **columns(file=[0, 1], offset=[0, 0], length=[50, 60])
+                ),
             )
             request = sidecar_pb2.FinishRequest(
                 context=who[0], attempt=begun.attempt, metadata=metadata, timeout_s=10
@@ -619,7 +619,7 @@ def test_metadata_of_torch_that_no_file_covers_is_refused(sockets: Path, tmp_pat
             metadata = plan_pb2.GlobalMetadata(
                 items=plan_codec.encode_items([tensor("w", 4)]),
                 files=[name],
-                placement=plan_pb2.Placement(file=[0], offset=[20], length=[50]),
+                placement=plan_pb2.Placement(**columns(file=[0], offset=[20], length=[50])),
             )
             receipt = records_pb2.Receipt(attempt=begun.attempt, rank=0)
             receipt.files.add(name=name, size=60)

@@ -13,15 +13,15 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from pannier.coordinator.commit.manifest import Manifest
-from pannier.coordinator.planning import varints
 from pannier.coordinator.planning.columns import InvalidPlanError, RankPlan
-from pannier.coordinator.planning.encoded_plans import UnreadPlan
 from pannier.coordinator.planning.global_plan import GlobalPlan, make_global_plan
 from pannier.v1 import plan_pb2, save_pb2, sidecar_pb2
 from pannier.wire import object_names
 from pannier.wire.file_layout import lay_out
 from pannier.wire.plan_codec import build_metadata, decode_items, decode_mappings
+from pannier.wire.plan_columns import decode_column
 from support.actors.ranks_by_hand import local_plan, rank_plans, shard, tensor, thing
+from support.plan_messages import changed_column
 
 ATTEMPT = "i1-a1-g00000000-s1"
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.float8_e4m3fn, torch.complex64]
@@ -163,24 +163,20 @@ def test_final_plans_place_items_as_the_layout_does(ranks: list[list[WriteItem]]
     assert Manifest.make(context, attempt, plans, plan).data == manifest.data
     for rank, items in enumerate(ranks):
         final = Manifest.parse(manifest.data).final_plan(rank)
-        assert list(final.positions) == sorted(set(final.positions))
+        places = final.placement
+        columns = (final.positions, places.file, places.offset, places.length)
+        positions, *placement = map(decode_column, columns)
+        assert positions == sorted(set(positions))
         local = plans[rank].plan
-        slotted = [p for p in final.positions if local.head[p]]
-        layout = lay_out(
-            *([column[p] for p in slotted] for column in (local.head, local.body, local.tail))
-        )
+        head, body, tail = map(decode_column, (local.head, local.body, local.tail))
+        slotted = [p for p in positions if head[p]]
+        layout = lay_out(*([column[p] for p in slotted] for column in (head, body, tail)))
         sizes = [file.size for file in final.files if not file.name.endswith("_objects.distcp")]
         assert sizes == layout.sizes
         at = iter(zip(layout.file, layout.offset, layout.length, strict=True))
-        for position, *place in zip(
-            final.positions,
-            final.placement.file,
-            final.placement.offset,
-            final.placement.length,
-            strict=True,
-        ):
+        for position, *place in zip(positions, *placement, strict=True):
             name = final.files[place[0]].name
-            if local.head[position]:
+            if head[position]:
                 number, *expected = next(at)
                 assert name == object_names.data_file(ATTEMPT, rank, number)
                 assert place[1:] == expected
@@ -197,7 +193,7 @@ def test_copies_are_balanced_by_bytes() -> None:
     plan, plans, _ = ours([items] * 3, lowest=False)
     loads = [0, 0, 0]
     for owner, position in zip(plan.owner, plan.position, strict=True):
-        loads[owner] += plans[owner].plan.body[position]
+        loads[owner] += decode_column(plans[owner].plan.body)[position]
     assert max(loads) - min(loads) <= 0.1 * max(loads)
 
 
@@ -345,35 +341,53 @@ def test_grid_of_many_chunks_is_checked_quickly() -> None:
 
 
 def _hint_missing(plan: plan_pb2.LocalPlan) -> None:
-    plan.items.hint.pop()
+    with changed_column(plan.items, "hint") as hints:
+        hints.pop()
 
 
 def _fqn_outside(plan: plan_pb2.LocalPlan) -> None:
-    plan.items.fqn[0] = 77
+    with changed_column(plan.items, "fqn") as fqns:
+        fqns[0] = 77
 
 
 def _huge(plan: plan_pb2.LocalPlan) -> None:
-    plan.items.size[0] = 2**63
+    with changed_column(plan.items, "size") as sizes:
+        sizes[0] = 2**63
 
 
 def _head_of_object(plan: plan_pb2.LocalPlan) -> None:
-    plan.head[1] = 5
+    with changed_column(plan, "head") as heads:
+        heads[1] = 5
 
 
 def _shape_missing(plan: plan_pb2.LocalPlan) -> None:
-    plan.items.chunk_size.pop()
+    with changed_column(plan.items, "chunk_size") as sizes:
+        sizes.pop()
 
 
 def _overflow(plan: plan_pb2.LocalPlan) -> None:
-    plan.items.size[:] = [2**40, 2**40]
+    with changed_column(plan.items, "size") as sizes:
+        sizes[:] = [2**40, 2**40]
+
+
+def _tables_cut_off(plan: plan_pb2.LocalPlan) -> None:
+    plan.items.tables = plan.items.tables[:-1]
+
+
+def _mappings_cut_off(plan: plan_pb2.LocalPlan) -> None:
+    plan.mappings = b"\x0a\x05a"
 
 
 @pytest.mark.parametrize(
-    "spoil", [_hint_missing, _fqn_outside, _huge, _head_of_object, _shape_missing, _overflow]
+    "spoil",
+    [
+        *(_hint_missing, _fqn_outside, _huge, _head_of_object, _shape_missing, _overflow),
+        *(_tables_cut_off, _mappings_cut_off),
+    ],
 )
 def test_malformed_plan_names_its_rank(spoil: object) -> None:
     good = [tensor("x", 2, 2), thing("o")]
-    plans = rank_plans(local_plan(good), local_plan(good))
+    plans = rank_plans(*(local_plan(good, mappings={"x": ("x",)}) for _ in range(2)))
     assert callable(spoil)
     spoil(plans[1].plan)
     with pytest.raises(InvalidPlanError) as caught:
@@ -384,21 +398,13 @@ def test_malformed_plan_names_its_rank(spoil: object) -> None:
 @pytest.mark.parametrize("field", ["fqn", "size", "chunk_offset", "hint"])
 @pytest.mark.parametrize("culprit", [0, 2])
 def test_a_column_that_ends_within_a_number_names_its_rank(field: str, culprit: int) -> None:
-    good = local_plan([tensor("x", 2, 2), thing("o")])
-    plans = [
-        RankPlan(rank, f"node-{rank}", "digest", UnreadPlan(good.SerializeToString()))
-        for rank in range(3)
-    ]
-    content = good.SerializeToString()
-    number = plan_pb2.Items.DESCRIPTOR.fields_by_name[field].number
-    inner = good.items.SerializeToString()
-    _, at = varints.leading(inner, upto=2)
-    spans, _ = varints.spans(inner, at, len(inner))
-    _, end = spans[number]
-    broken = inner[: end - 1] + bytes([inner[end - 1] | 128]) + inner[end:]
-    content = varints.field(1, broken) + content[len(varints.field(1, inner)) :]
-    plans[culprit] = RankPlan(culprit, f"node-{culprit}", "digest", UnreadPlan(content))
-    with pytest.raises(InvalidPlanError, match=f"rank {culprit} .* within a number") as caught:
+    good = [tensor("x", 2, 300), thing("o")]
+    plans = rank_plans(*(local_plan(good) for _ in range(3)))
+    items = plans[culprit].plan.items
+    with changed_column(items, field) as values:
+        values[0] = 300
+    setattr(items, field, getattr(items, field)[:-1])
+    with pytest.raises(InvalidPlanError, match=f"rank {culprit} .* is cut off") as caught:
         make_global_plan(plans, ATTEMPT)
     assert caught.value.failures.keys() == {culprit}
 

@@ -7,10 +7,11 @@ import pytest
 
 from pannier.coordinator.commit.manifest import Manifest
 from pannier.coordinator.planning.global_plan import make_global_plan
-from pannier.v1 import records_pb2
+from pannier.v1 import plan_pb2, records_pb2
 from pannier.wire import object_names
 from pannier.wire.errors import IntegrityError
 from support.actors.ranks_by_hand import context, local_plan, rank_plans, shard, tensor, thing
+from support.plan_messages import columns
 
 FIRST, SECOND = (
     object_names.Attempt(1, number, object_names.group_name((0, 1)), "aa") for number in (1, 2)
@@ -92,11 +93,10 @@ def test_a_body_that_is_cut_off_is_found() -> None:
 
 
 def test_one_message_is_a_manifest_too() -> None:
-    message = records_pb2.PlanManifest(attempt=FIRST.name, owner=[0], position=[0])
+    message = records_pb2.PlanManifest(attempt=FIRST.name, **columns(owner=[0], position=[0]))
     message.members.add(rank=3, digest="d")
     message.metadata.files.append(object_names.data_file(FIRST.name, 3, 0))
-    message.metadata.placement.file.append(0)
-    message.metadata.placement.offset.append(64)
-    message.metadata.placement.length.append(100)
+    place = plan_pb2.Placement(**columns(file=[0], offset=[64], length=[100]))
+    message.metadata.placement.CopyFrom(place)
     read = Manifest.parse(message.SerializeToString())
     assert read.share(3).files == {"3_0.distcp": 164}

@@ -31,6 +31,7 @@ from support.actors.ranks_by_hand import (
     tensor,
     thing,
 )
+from support.plan_messages import keys_of
 from support.processes.daemons import short_directory
 
 COMMITTED, ABORTED = save_pb2.SAVE_STATE_COMMITTED, save_pb2.SAVE_STATE_ABORTED
@@ -294,11 +295,7 @@ def test_what_a_changed_rank_no_longer_writes_ends_the_save_by_name(
 ) -> None:
     async def scenario(job: Job) -> None:
         local = [plan_of(rank) for rank in (0, 1)]
-        written = {
-            local[rank].items.fqns[local[rank].items.fqn[position]]: rank
-            for rank in (0, 1)
-            for position in job.given[rank].positions
-        }
+        written = {key: rank for rank in (0, 1) for key in keys_of(local[rank], job.given[rank])}
         # Both hold `b`; the one that wrote it has it no more.
         changed = written["b"]
         await job.claim(1 - changed, 2)

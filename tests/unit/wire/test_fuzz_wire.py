@@ -1,5 +1,6 @@
 """Messages of peers, fuzzed: plans, metadata and streams are taken as they are, or refused."""
 
+import itertools
 import os
 import threading
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from typing import Any, Final
 import grpc
 import pytest
 import torch
+from google.protobuf.message import DecodeError
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
@@ -17,9 +19,12 @@ from pannier.coordinator.planning.global_plan import make_global_plan
 from pannier.v1 import plan_pb2, save_pb2, sidecar_pb2
 from pannier.wire import chunk_codec, limits, plan_codec
 from pannier.wire.chunk_codec import ReceivedChunk
+from pannier.wire.errors import InvalidRequestError
+from pannier.wire.plan_columns import column_length, decode_column, encode_column
 from support.actors.hosts import Host, running_host
 from support.actors.scripted import Trainer
 from support.fuzzing import FUZZ, accepted, messages
+from support.plan_messages import FLOAT32, columns, make_items, tables_of
 
 ATTEMPT = "i1-a1-g00000000-s1"
 MIB = 1 << 20
@@ -30,24 +35,42 @@ MIB = 1 << 20
 
 def _fit(items: plan_pb2.Items) -> plan_pb2.Items:
     """Columns of equal length that refer to what is there, so that the values count."""
-    out = plan_pb2.Items(fqns=items.fqns or ["w"])
-    for properties in items.properties or [plan_pb2.TensorProperties()]:
-        kept = out.properties.add()
-        kept.CopyFrom(properties)
-        kept.dtype, kept.layout = "float32", "strided"
-        kept.memory_format = "contiguous_format"
-    sizes = iter([*items.size, *items.chunk_offset, *items.chunk_size])
-    for number, kind in enumerate(items.kind):
-        kind = kind if kind in (1, 2, 3) else 2
-        ndim = 0 if kind == plan_pb2.ITEM_KIND_BYTE_IO else number % 3
-        out.kind.append(kind)
-        out.fqn.append(number % len(out.fqns))
-        out.hint.append(-1)
-        out.ndim.append(ndim)
-        out.property.append(number % len(out.properties))
-        for column in (out.size, out.chunk_offset, out.chunk_size):
-            column.extend(next(sizes, 0) for _ in range(ndim))
-    return out
+    tables = plan_pb2.ItemTables()
+    with suppress(DecodeError):
+        tables = tables_of(items)
+    fqns = list(tables.fqns) or ["w"]
+    properties = list(tables.properties) or [plan_pb2.TensorProperties()]
+    for each in properties:
+        each.MergeFrom(FLOAT32)
+    kinds = [kind if kind in (1, 2, 3) else 2 for kind in _numbers(items.kind)]
+    count = len(kinds)
+    ndim = [
+        0 if kind == plan_pb2.ITEM_KIND_BYTE_IO else number % 3 for number, kind in enumerate(kinds)
+    ]
+    entries = sum(ndim)
+    sizes = itertools.chain(
+        *map(_numbers, (items.size, items.chunk_offset, items.chunk_size)), itertools.repeat(0)
+    )
+    return make_items(
+        fqns,
+        properties,
+        kind=kinds,
+        fqn=[number % len(fqns) for number in range(count)],
+        hint=[0] * count,
+        ndim=ndim,
+        property=[number % len(properties) for number in range(count)],
+        size=list(itertools.islice(sizes, entries)),
+        chunk_offset=list(itertools.islice(sizes, entries)),
+        chunk_size=list(itertools.islice(sizes, entries)),
+    )
+
+
+def _numbers(column: bytes) -> list[int]:
+    """Of a column; of a malformed one, its bytes."""
+    try:
+        return decode_column(column)
+    except InvalidRequestError:
+        return list(column)
 
 
 @st.composite
@@ -55,60 +78,44 @@ def local_plans(draw: st.DrawFn) -> plan_pb2.LocalPlan:
     plan = draw(messages(plan_pb2.LocalPlan))
     if draw(st.booleans()):
         plan.items.CopyFrom(_fit(plan.items))
-        for column in (plan.head, plan.body, plan.tail):
-            values = [*column, *([0] * len(plan.items.kind))][: len(plan.items.kind)]
-            del column[:]
-            column.extend(values)
-        for number, kind in enumerate(plan.items.kind):
-            if kind == plan_pb2.ITEM_KIND_BYTE_IO:
-                plan.head[number] = 0
+        kinds = decode_column(plan.items.kind)
+        for name in ("head", "body", "tail"):
+            values = [*_numbers(getattr(plan, name)), *([0] * len(kinds))][: len(kinds)]
+            if name == "head":
+                values = [
+                    0 if kind == plan_pb2.ITEM_KIND_BYTE_IO else value
+                    for kind, value in zip(kinds, values, strict=True)
+                ]
+            setattr(plan, name, encode_column(values))
     return plan
 
 
-def whole(size: int, head: int = 704, body: int = 0, tail: int = 873) -> plan_pb2.LocalPlan:
-    """One tensor of one dimension."""
+def whole(
+    size: int, head: int = 704, body: int = 0, tail: int = 873, count: int = 1
+) -> plan_pb2.LocalPlan:
+    """Tensors of one dimension."""
     return plan_pb2.LocalPlan(
-        items=plan_pb2.Items(
-            fqns=["w"],
-            properties=[
-                plan_pb2.TensorProperties(
-                    dtype="float32", layout="strided", memory_format="contiguous_format"
-                )
-            ],
-            fqn=[0],
-            kind=[plan_pb2.ITEM_KIND_TENSOR],
-            hint=[-1],
-            ndim=[1],
-            property=[0],
-            size=[size],
-            chunk_offset=[0],
-            chunk_size=[size],
+        items=make_items(
+            [f"w{number}" for number in range(count)],
+            [FLOAT32],
+            fqn=range(count),
+            kind=[plan_pb2.ITEM_KIND_TENSOR] * count,
+            hint=[0] * count,
+            ndim=[1] * count,
+            property=[0] * count,
+            size=[size] * count,
+            chunk_offset=[0] * count,
+            chunk_size=[size] * count,
         ),
-        head=[head],
-        body=[body],
-        tail=[tail],
+        **columns(head=[head] * count, body=[body] * count, tail=[tail] * count),
     )
-
-
-def many(plan: plan_pb2.LocalPlan, count: int) -> plan_pb2.LocalPlan:
-    """The plan's one item, many times."""
-    items = plan.items
-    for column in (items.kind, items.hint, items.ndim, items.property):
-        column.extend(list(column) * (count - 1))
-    for column in (items.size, items.chunk_offset, items.chunk_size):
-        column.extend(list(column) * (count - 1))
-    for column in (plan.head, plan.body, plan.tail):
-        column.extend(list(column) * (count - 1))
-    items.fqns[:] = [f"w{number}" for number in range(count)]
-    items.fqn[:] = range(count)
-    return plan
 
 
 @FUZZ
 @given(local=st.lists(local_plans(), min_size=1, max_size=3))
 @example(local=[whole(8, body=(1 << 62) - 1, head=(1 << 32) - 1)])
 @example(local=[whole(8, body=(1 << 63))])
-@example(local=[many(whole(8, body=(1 << 62) - 1), 24)])
+@example(local=[whole(8, body=(1 << 62) - 1, count=24)])
 @example(local=[whole((1 << 62) - 1, body=1)])
 @example(local=[whole((1 << 64) - 1, body=1)])
 def test_local_plans_make_a_global_one_or_are_refused(local: list[plan_pb2.LocalPlan]) -> None:
@@ -118,8 +125,9 @@ def test_local_plans_make_a_global_one_or_are_refused(local: list[plan_pb2.Local
     ]
     for made in accepted(make_global_plan, ranks, ATTEMPT):
         place = made.metadata.placement
-        assert len(made.owner) == len(made.position) == len(place.file) == len(place.length)
-        assert all(file < len(made.metadata.files) for file in place.file)
+        files, lengths = decode_column(place.file), decode_column(place.length)
+        assert len(made.owner) == len(made.position) == len(files) == len(lengths)
+        assert all(file < len(made.metadata.files) for file in files)
         again = plan_pb2.GlobalMetadata.FromString(made.metadata.SerializeToString())
         assert again == made.metadata
 
@@ -132,7 +140,7 @@ def test_items_are_decoded_and_encoded_again(items: plan_pb2.Items, fit: bool) -
     if fit:
         items = _fit(items)
     for decoded in accepted(plan_codec.decode_items, items):
-        assert len(decoded) == len(items.kind)
+        assert len(decoded) == column_length(items.kind)
         assert repr(decoded)
         for encoded in accepted(plan_codec.encode_items, decoded):
             assert plan_codec.decode_items(encoded) == decoded
@@ -146,7 +154,7 @@ def test_metadata_of_torch_is_built_or_refused(
     if fit:
         metadata.items.CopyFrom(_fit(metadata.items))
     for built in accepted(plan_codec.build_metadata, metadata, storage_meta=None):
-        assert len(built.storage_data) <= len(metadata.placement.file)
+        assert len(built.storage_data) <= column_length(metadata.placement.file)
 
 
 @FUZZ

@@ -28,6 +28,8 @@ from pannier.coordinator.commit.metadata_pickler import dump_metadata
 from pannier.v1 import plan_pb2
 from pannier.wire import plan_codec
 from pannier.wire.errors import InvalidRequestError
+from pannier.wire.plan_columns import encode_column
+from support.plan_messages import changed_tables
 from support.states.contents import without_strides
 
 DTYPES = sorted(
@@ -124,32 +126,44 @@ def test_items_that_dcp_cannot_load_are_refused_by_name(bad: WriteItem, message:
 
 
 def _spoil_fqn(message: plan_pb2.Items) -> None:
-    message.fqn[0] = 9
+    message.fqn = encode_column([9])
 
 
 def _spoil_kind(message: plan_pb2.Items) -> None:
-    message.kind[0] = plan_pb2.ITEM_KIND_UNSPECIFIED
+    message.kind = encode_column([plan_pb2.ITEM_KIND_UNSPECIFIED])
 
 
 def _spoil_property(message: plan_pb2.Items) -> None:
-    message.property[0] = 9
+    message.property = encode_column([9])
 
 
 def _spoil_shape(message: plan_pb2.Items) -> None:
-    message.chunk_size.pop()
+    message.chunk_size = encode_column([1])
 
 
 def _spoil_dtype(message: plan_pb2.Items) -> None:
-    message.properties[0].dtype = "float99"
+    with changed_tables(message) as tables:
+        tables.properties[0].dtype = "float99"
 
 
 def _spoil_length(message: plan_pb2.Items) -> None:
-    message.hint.append(1)
+    message.hint = encode_column([0, 1])
+
+
+def _spoil_width(message: plan_pb2.Items) -> None:
+    message.size = b"\x03" + message.size[1:]
+
+
+def _spoil_tables(message: plan_pb2.Items) -> None:
+    message.tables = message.tables[:-1]
 
 
 @pytest.mark.parametrize(
     "spoil",
-    [_spoil_fqn, _spoil_kind, _spoil_property, _spoil_shape, _spoil_dtype, _spoil_length],
+    [
+        *(_spoil_fqn, _spoil_kind, _spoil_property, _spoil_shape, _spoil_dtype, _spoil_length),
+        *(_spoil_width, _spoil_tables),
+    ],
 )
 def test_columns_that_do_not_fit_are_refused(spoil: Any) -> None:
     message = plan_codec.encode_items([item()])
@@ -281,9 +295,9 @@ def test_placements_that_do_not_fit_are_refused() -> None:
         storage_data={MetadataIndex("w", (0,)): plan_codec.StorageInfo("f", 0, math.prod((4, 4)))},
     )
     message = plan_codec.encode_metadata(metadata)
-    message.placement.file[0] = 1
+    message.placement.file = encode_column([1])
     with pytest.raises(InvalidRequestError, match="file 1 of 1"):
         plan_codec.build_metadata(message, storage_meta=None)
-    message.placement.file.pop()
+    message.placement.file = b""
     with pytest.raises(InvalidRequestError, match="0 places"):
         plan_codec.build_metadata(message, storage_meta=None)

@@ -25,6 +25,7 @@ from pannier.client.xla import planners, runtime
 from pannier.v1 import plan_pb2
 from pannier.wire import plan_codec
 from pannier.wire.errors import InvalidRequestError
+from pannier.wire.plan_columns import decode_column, encode_column
 
 _RESOLUTION: Final = ("resolve_data", "lookup_object", "transform_object")
 _PLAIN_TYPES: Final = frozenset({torch.Tensor, torch.nn.Parameter})
@@ -90,7 +91,7 @@ class PlannerRun:
 
         Raises InvalidRequestError when the planner changes them; and whatever it raises.
         """
-        own = [self.items[position] for position in final.positions]
+        own = [self.items[position] for position in decode_column(final.positions)]
         plan = dataclasses.replace(self._plan, items=list(own))
         with torch_compat.without_plan_cache(self._planner):
             finished = self._call("finish_plan", lambda: self._runner.finish_plan(plan))
@@ -183,7 +184,8 @@ class PlannerRun:
             ),
         )
         if flattens:
-            message.mappings.extend(plan_codec.encode_mappings(self._plan.planner_data or {}))
+            mappings = plan_codec.encode_mappings(self._plan.planner_data or {})
+            message.mappings = mappings.SerializeToString(deterministic=True)
         slots = resolves_as_planned(planner)
         planned = [
             archives.planned_archive(item)
@@ -191,9 +193,9 @@ class PlannerRun:
             else None
             for item in self.items
         ]
-        message.head.extend(len(archive.head) if archive else 0 for archive in planned)
-        message.body.extend(archive.body if archive else 0 for archive in planned)
-        message.tail.extend(len(archive.tail) if archive else 0 for archive in planned)
+        message.head = encode_column([len(each.head) if each else 0 for each in planned])
+        message.body = encode_column([each.body if each else 0 for each in planned])
+        message.tail = encode_column([len(each.tail) if each else 0 for each in planned])
         return message
 
 

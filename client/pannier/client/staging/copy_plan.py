@@ -29,6 +29,7 @@ from pannier.client.xla.copy_plan import FetchPlan, ShardTarget
 from pannier.client.xla.shard_tensors import ShardView
 from pannier.v1 import plan_pb2, records_pb2
 from pannier.wire.errors import PannierError
+from pannier.wire.plan_columns import decode_column
 
 _LOWEST_ADDRESS: Final = 1 << 40
 """The address of a tensor whose storage was freed is its offset. Few others lie below this."""
@@ -227,9 +228,8 @@ def make_copy_plan(
     targets: list[ShardTarget] = []
     ends = [0] * len(files)
     planned = final.placement
-    for position, number, start, length in zip(
-        final.positions, planned.file, planned.offset, planned.length, strict=True
-    ):
+    columns = (final.positions, planned.file, planned.offset, planned.length)
+    for position, number, start, length in zip(*map(decode_column, columns), strict=True):
         item, value = items[position], values[position]
         if item.type is WriteItemType.BYTE_IO:
             if length or isinstance(value, torch.Tensor | ShardView) or number != len(files) - 1:

@@ -25,6 +25,7 @@ from pannier.client.user_errors import located
 from pannier.v1 import plan_pb2, records_pb2
 from pannier.wire import file_layout, object_names
 from pannier.wire.errors import InvalidRequestError, PannierError
+from pannier.wire.plan_columns import decode_column
 
 Resolve = Callable[[WriteItem], torch.Tensor | io.BytesIO]
 
@@ -132,7 +133,8 @@ def stage(
     """
     names = [file.name for file in final.files]
     placement = final.placement
-    planned = list(map(_PlannedLocation, placement.file, placement.offset, placement.length))
+    columns = (placement.file, placement.offset, placement.length)
+    planned = list(map(_PlannedLocation, *map(decode_column, columns)))
     try:
         with _Writer(names, _objects_name(names), arena, devices) as writer:
             locations = [
@@ -146,7 +148,9 @@ def stage(
         records_pb2.VaryingItem(
             position=position, file=location.file, offset=location.offset, length=location.length
         )
-        for position, target, location in zip(final.positions, planned, locations, strict=True)
+        for position, target, location in zip(
+            decode_column(final.positions), planned, locations, strict=True
+        )
         if location != (names[target.file], target.offset, target.length)
     ]
     copy_description = writer.copy_description or planner.how

@@ -88,7 +88,7 @@ class Manifest(ManifestRecord):
                         records_pb2.PlanManifest() if message.external else message
                     ),
                 )
-            except (IndexError, ValueError, OverflowError) as error:
+            except (IndexError, ValueError) as error:
                 raise IntegrityError(
                     f"the plan manifest of attempt {message.attempt} contradicts itself: {error}"
                 ) from error
@@ -114,7 +114,7 @@ def agree(members: Sequence[RankPlan], plan: GlobalPlan) -> AgreedPlan:
         assignment=plan.assignment,
     )
     # Its ranks are answered next.
-    agreed.pack()
+    agreed.write_columns()
     return agreed
 
 

@@ -24,12 +24,15 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from pannier.coordinator.commit.metadata_pickler import PROTOCOL, MetadataPickler
-from pannier.coordinator.planning import varints
+from pannier.coordinator.planning.arrays import Bools, Ints, number_rows, read_column
 from pannier.coordinator.planning.plan_cache import AgreedPlan
-from pannier.coordinator.planning.row_order import number_rows
-from pannier.coordinator.planning.varints import Ints
-from pannier.v1 import plan_pb2
-from pannier.wire.plan_codec import StorageInfo, build_metadata, decode_properties
+from pannier.v1 import plan_pb2, records_pb2
+from pannier.wire.plan_codec import (
+    StorageInfo,
+    build_metadata,
+    decode_properties,
+    parse_tables,
+)
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -152,10 +155,10 @@ class MetadataTemplate:
         memo.parts = []
         memo.count += len(plan.names)
         first_fqn = memo.count
-        for fqn in items.lists.fqns:
+        for fqn in items.tables.fqns:
             memo.add(_pickled(fqn))
         properties = [
-            memo.add(_pickled(decode_properties(each))) for each in items.lists.properties
+            memo.add(_pickled(decode_properties(each))) for each in items.tables.properties
         ]
         # Sizes are referred to by number; many chunks share theirs.
         tensors = np.flatnonzero(items.kind != plan_pb2.ITEM_KIND_BYTE_IO)
@@ -176,7 +179,7 @@ class MetadataTemplate:
         whole = dict(zip(heads[items.tensor(heads)].tolist(), wholes.tolist(), strict=True))
         by_key = np.argsort(items.fqn[tensors], kind="stable")
         chunks = chunk.fill(offsets[by_key], extents[by_key])
-        edges = np.searchsorted(items.fqn[tensors][by_key], np.arange(len(items.lists.fqns) + 1))
+        edges = np.searchsorted(items.fqn[tensors][by_key], np.arange(len(items.tables.fqns) + 1))
         state: list[bytes | memoryview] = [_DICT]
         for row in heads.tolist():
             key = int(items.fqn[row])
@@ -237,7 +240,7 @@ class MetadataTemplate:
             *(varying, items.fqn[varying] + first_fqn, items.hint[varying]),
             *(offsets[~planned], told.file[varying]),
         )
-        planner_data, version = _around(items.rest)
+        planner_data, version = _around(items.mappings)
         self._body = b"".join(
             (
                 *memo.parts,
@@ -286,9 +289,9 @@ def _columns(places: Mapping[int, tuple[int, int]], rows: Ints) -> tuple[Ints, I
     return told[:, 0], told[:, 1]
 
 
-def _around(rest: plan_pb2.GlobalMetadata) -> tuple[Any, dict[str, Any]]:
+def _around(mappings: plan_pb2.FlattenMappings | None) -> tuple[Any, dict[str, Any]]:
     """``planner_data``, and the fields that this torch has after ``storage_meta``."""
-    metadata = build_metadata(rest, storage_meta=None)
+    metadata = build_metadata(plan_pb2.GlobalMetadata(mappings=mappings), storage_meta=None)
     fields = vars(metadata)
     known = {"state_dict_metadata", "planner_data", "storage_data", "storage_meta"}
     return metadata.planner_data, {name: fields[name] for name in fields if name not in known}
@@ -297,10 +300,8 @@ def _around(rest: plan_pb2.GlobalMetadata) -> tuple[Any, dict[str, Any]]:
 class _Items(NamedTuple):
     """Columns of a plan's items."""
 
-    lists: plan_pb2.Items
-    """Keys and properties alone."""
-    rest: plan_pb2.GlobalMetadata
-    """Flatten mappings alone."""
+    tables: plan_pb2.ItemTables
+    mappings: plan_pb2.FlattenMappings | None
     fqn: Ints
     kind: Ints
     hint: Ints
@@ -315,30 +316,31 @@ class _Items(NamedTuple):
         """The first row of each key, in order of first use."""
         return np.sort(np.unique(self.fqn, return_index=True)[1])
 
-    def tensor(self, rows: Ints) -> npt.NDArray[np.bool_]:
-        found: npt.NDArray[np.bool_] = self.kind[rows] != plan_pb2.ITEM_KIND_BYTE_IO
+    def tensor(self, rows: Ints) -> Bools:
+        found: Bools = self.kind[rows] != plan_pb2.ITEM_KIND_BYTE_IO
         return found
 
 
 def _read_items(body: bytes) -> _Items:
-    fields, _ = varints.cut(body)
-    metadata = fields[6]
-    parts, rest = varints.cut(metadata, before=4)
-    lists, at = varints.leading(parts.get(1, b""), upto=2)
-    columns, _ = varints.cut(parts.get(1, b""), at)
-    values = {number: varints.decode([columns.get(number, b"")])[0] for number in range(3, 11)}
-    hint = (values[5] >> 1) ^ -(values[5] & 1)
+    metadata = records_pb2.PlanManifest.FromString(body).metadata
+    message = metadata.items
+    ndim = read_column(message.ndim)
     items = _Items(
-        plan_pb2.Items.FromString(lists),
-        plan_pb2.GlobalMetadata.FromString(metadata[rest:]),
-        *(values[3], values[4], hint, values[6], values[7]),
-        np.cumsum(values[6]) - values[6],
-        *(values[8], values[9], values[10]),
+        tables=parse_tables(message.tables),
+        mappings=metadata.mappings if metadata.HasField("mappings") else None,
+        fqn=read_column(message.fqn),
+        kind=read_column(message.kind),
+        hint=read_column(message.hint) - 1,
+        ndim=ndim,
+        property=read_column(message.property),
+        start=np.cumsum(ndim) - ndim,
+        size=read_column(message.size),
+        offset=read_column(message.chunk_offset),
+        extent=read_column(message.chunk_size),
     )
-    count = len(items.fqn)
-    same = all(len(each) == count for each in (items.kind, hint, items.ndim, items.property))
-    total = int(items.ndim.sum())
-    if not same or {len(values[number]) for number in (8, 9, 10)} != {total}:
+    rows = {len(column) for column in (items.kind, items.hint, items.ndim, items.property)}
+    entries = {len(column) for column in (items.size, items.offset, items.extent)}
+    if rows != {len(items.fqn)} or entries != {int(ndim.sum())}:
         raise ValueError("the columns of a plan don't fit together")
     return items
 

@@ -10,6 +10,7 @@ from pannier.coordinator.commit.manifest import Manifest
 from pannier.v1 import plan_pb2, records_pb2
 from pannier.wire import object_names
 from pannier.wire.errors import IntegrityError
+from pannier.wire.plan_columns import column_length, decode_column, encode_column
 
 
 def check_receipt(manifest: Manifest, receipt: records_pb2.Receipt) -> None:
@@ -72,10 +73,11 @@ def check_external_metadata(
             raise IntegrityError(f"the metadata names {name}, which no rank has written")
         limits.append(sizes[name])
     place = metadata.placement
-    count = len(metadata.items.fqn)
-    if not count == len(place.file) == len(place.offset) == len(place.length):
-        raise IntegrityError(f"the metadata has {count} items and {len(place.file)} places")
-    for file, offset, length in zip(place.file, place.offset, place.length, strict=True):
+    count = column_length(metadata.items.fqn)
+    columns = [decode_column(column) for column in (place.file, place.offset, place.length)]
+    if {len(column) for column in columns} != {count}:
+        raise IntegrityError(f"the metadata has {count} items and {len(columns[0])} places")
+    for file, offset, length in zip(*columns, strict=True):
         if file >= len(limits) or offset + length > limits[file]:
             name = metadata.files[file] if file < len(limits) else f"file {file}"
             raise IntegrityError(
@@ -91,9 +93,11 @@ def complete_metadata(
     out.CopyFrom(manifest.message.metadata)
     if manifest.header.external:
         return out
+    offsets = decode_column(out.placement.offset)
+    lengths = decode_column(out.placement.length)
     for row, (offset, length) in receipt_places(manifest, receipts).items():
-        out.placement.offset[row] = offset
-        out.placement.length[row] = length
+        offsets[row], lengths[row] = offset, length
+    out.placement.offset, out.placement.length = encode_column(offsets), encode_column(lengths)
     return out
 
 

@@ -12,8 +12,8 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from pannier.coordinator.planning.columns import Columns, Ints
-from pannier.coordinator.planning.row_order import number_rows
+from pannier.coordinator.planning.arrays import Ints, number_rows
+from pannier.coordinator.planning.columns import Columns
 
 _FEW: Final = 8
 """So many sets are gone through one by one."""

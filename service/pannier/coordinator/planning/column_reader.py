@@ -1,28 +1,31 @@
 """From the local plans of a save's ranks to columns.
 
 In: messages, in the order of ranks. Out: :class:`Columns`, checked for what a row alone
-can tell: columns that fit together, chunks within their tensor. Most ranks hold the same keys in
+shows: columns that fit together, chunks within their tensor. Most ranks hold the same keys in
 chunks of the same sizes: such plans are of one *kind*, which is read and checked once. Pure; any
 thread.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import Final
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final, NamedTuple
 
 import numpy as np
-from google.protobuf.message import DecodeError
 
-from pannier.coordinator.planning import varints
-from pannier.coordinator.planning.columns import Bools, Columns, Ints, InvalidPlanError, RankPlan
-from pannier.coordinator.planning.encoded_plans import UnreadPlan, unread
+from pannier.coordinator.planning import arrays
+from pannier.coordinator.planning.arrays import LARGEST, Bools, Ints
+from pannier.coordinator.planning.columns import Columns, RankPlan, malformed
 from pannier.v1 import plan_pb2
-from pannier.wire.plan_codec import dtype_named
+from pannier.wire.errors import InvalidRequestError
+from pannier.wire.plan_codec import dtype_named, parse_tables
+from pannier.wire.plan_columns import column_length
 
-_LARGEST: Final = 1 << 62
-"""Elements, bytes and coordinates stay below it, so that sums fit an int64."""
-_PER_ITEM: Final = ("fqn", "kind", "hint", "ndim", "property", "head", "body", "tail")
+_ARCHIVES: Final = ("head", "body", "tail")
+_PER_ITEM: Final = ("fqn", "kind", "ndim", "property", *_ARCHIVES)
 _SHAPES: Final = ("size", "chunk_offset", "chunk_size")
-_OF_KIND: Final = (*(name for name in _PER_ITEM if name != "hint"), "size", "chunk_size")
+_OF_KIND: Final = (*_PER_ITEM, "size", "chunk_size", "tables")
+"""What plans of a kind have in common."""
+_LENGTHS_DIFFER: Final = "its columns differ in length"
+_SHAPES_DIFFER: Final = "its shapes don't have as many entries as its items say"
 
 
 def read_columns(plans: Sequence[RankPlan]) -> Columns:
@@ -31,55 +34,55 @@ def read_columns(plans: Sequence[RankPlan]) -> Columns:
     Raises InvalidPlanError naming the rank whose columns don't fit together or whose
     chunk lies outside its tensor.
     """
-    own = [_unread(plan) for plan in plans]
-    kinds: dict[tuple[bytes, ...], int] = {}
-    kind = np.array([kinds.setdefault(_content(plan), len(kinds)) for plan in own], np.int64)
+    kind = _number_kinds(tuple(_field(plan, name) for name in _OF_KIND) for plan in plans)
     firsts = np.unique(kind, return_index=True)[1].tolist()
-    alike = _read([plans[index] for index in firsts], [own[index] for index in firsts])
-    return alike if len(firsts) == len(plans) else _spread(alike, kind, plans, own)
+    mappings = _number_kinds(plan.plan.mappings for plan in plans).tolist()
+    if len(firsts) == len(plans):
+        return _read(plans, mappings)
+    alike = _read([plans[index] for index in firsts], [mappings[index] for index in firsts])
+    return _spread(alike, kind, plans, mappings)
 
 
-def _unread(plan: RankPlan) -> UnreadPlan:
-    try:
-        return unread(plan.plan)
-    except (DecodeError, IndexError, ValueError) as error:
-        raise _malformed(plan, error) from error
+def _number_kinds(contents: Iterator[object]) -> Ints:
+    """By plan: a number that plans with the same content share."""
+    known: dict[object, int] = {}
+    numbers: list[int] = []
+    last: object = None
+    for content in contents:
+        # Neighbours mostly are the same; to compare them is faster than to hash.
+        if not numbers or content != last:
+            number, last = known.setdefault(content, len(known)), content
+        numbers.append(number)
+    return np.array(numbers, np.int64)
 
 
-def _content(plan: UnreadPlan) -> tuple[bytes, ...]:
-    """What plans of a kind have in common."""
-    return (plan.lists, *(plan.columns.get(name, b"") for name in _OF_KIND))
+def _field(plan: RankPlan, name: str) -> bytes:
+    found: bytes = getattr(plan.plan if name in _ARCHIVES else plan.plan.items, name)
+    return found
 
 
-def _read(plans: Sequence[RankPlan], own: Sequence[UnreadPlan]) -> Columns:
+def _read(plans: Sequence[RankPlan], mappings: list[int]) -> Columns:
     """Columns of plans that have little in common."""
-    reader = _Reader()
-    for plan, content in zip(plans, own, strict=True):
-        try:
-            reader.add(content)
-        except DecodeError as error:
-            raise _malformed(plan, error) from error
-    found = {name: _decoded(name, plans, own) for name in (*_PER_ITEM, *_SHAPES)}
-    # Hints are DCP's to make anew: only how many there are is of interest.
-    found["hint"] = (np.zeros(0, np.int64), found["hint"][1])
+    tables = _Tables(plans)
+    found = {name: _read_column(name, plans) for name in (*_PER_ITEM, *_SHAPES)}
     counts = found["kind"][1]
     columns = {name: values for name, (values, _) in found.items()}
     of = np.repeat(np.arange(len(plans)), counts)
     is_object = columns["kind"] == plan_pb2.ITEM_KIND_BYTE_IO
-    for problem, wrong in _problems(found, of, is_object, reader):
-        if wrong.any():
-            raise _malformed(plans[int(np.argmax(wrong))], ValueError(problem))
+    _refuse(_count_hints(plans) != counts, plans, _LENGTHS_DIFFER)
+    for problem, wrong in _problems(found, of, is_object, tables):
+        _refuse(wrong, plans, problem)
     ends = np.cumsum(counts)
     out = Columns(
         plans=plans,
-        fqns=list(reader.names),
-        properties=list(reader.messages.values()),
-        dtypes=[dtype_named(each.dtype) for each in reader.messages.values()],
+        fqns=list(tables.names),
+        properties=tables.messages,
+        dtypes=[dtype_named(each.dtype) for each in tables.messages],
         plan=of,
         position=np.arange(len(of)) - np.repeat(ends - counts, counts),
-        fqn=reader.fqns(columns.pop("fqn"), of),
+        fqn=_resolve(columns["fqn"], of, [each.fqns for each in tables.plans]),
         kind=columns["kind"],
-        prop=reader.properties(columns.pop("property"), of),
+        prop=_resolve(columns["property"], of, [each.properties for each in tables.plans]),
         ndim=columns["ndim"],
         start=np.cumsum(columns["ndim"]) - columns["ndim"],
         size=columns["size"],
@@ -91,15 +94,13 @@ def _read(plans: Sequence[RankPlan], own: Sequence[UnreadPlan]) -> Columns:
         place=np.zeros(len(of), np.int64),
         reach=np.zeros(len(of), np.int64),
         volume=(~is_object).astype(np.int64),
-        mappings=_mappings(own),
+        mappings=mappings,
     )
     _measure(out)
     return out
 
 
-def _spread(
-    alike: Columns, kind: Ints, plans: Sequence[RankPlan], own: Sequence[UnreadPlan]
-) -> Columns:
+def _spread(alike: Columns, kind: Ints, plans: Sequence[RankPlan], mappings: list[int]) -> Columns:
     """Columns of all plans, from those of the first of each kind.
 
     Args:
@@ -108,12 +109,9 @@ def _spread(
     count = len(alike.plans)
     rows = np.bincount(alike.plan, minlength=count)
     entries = np.bincount(np.repeat(alike.plan, alike.ndim), minlength=count)
-    hints = _counted("hint", plans, own)
-    _refuse(hints != rows[kind], plans, "its columns differ in length")
-    offset, told = _decoded("chunk_offset", plans, own)
-    wrong = np.repeat(np.arange(len(plans)), told)[(offset < 0) | (offset >= _LARGEST)]
-    _refuse(np.bincount(wrong, minlength=len(plans)) > 0, plans, "a value is out of range")
-    _refuse(told != entries[kind], plans, "its shapes don't have as many entries as its items say")
+    _refuse(_count_hints(plans) != rows[kind], plans, _LENGTHS_DIFFER)
+    offset, own_entries = _read_column("chunk_offset", plans)
+    _refuse(own_entries != entries[kind], plans, _SHAPES_DIFFER)
     by_row, by_entry = _Spreading(rows, kind), _Spreading(entries, kind)
     counts = rows[kind]
     ndim = by_row(alike.ndim)
@@ -139,7 +137,7 @@ def _spread(
         place=np.zeros(len(ndim), np.int64),
         reach=by_row(alike.reach),
         volume=by_row(alike.volume),
-        mappings=_mappings(own),
+        mappings=mappings,
         alike=alike,
         like=by_row(np.arange(len(alike.fqn))),
     )
@@ -172,44 +170,34 @@ class _Spreading:
         return np.concatenate([parts[kind] for kind in self._kind])
 
 
-def _decoded(name: str, plans: Sequence[RankPlan], own: Sequence[UnreadPlan]) -> tuple[Ints, Ints]:
+def _read_column(name: str, plans: Sequence[RankPlan]) -> tuple[Ints, Ints]:
     """A column of these plans, and how many entries each of them has."""
-    parts = [plan.columns.get(name, b"") for plan in own]
+    columns = [_field(plan, name) for plan in plans]
     try:
-        return varints.decode(parts)
-    except ValueError:
-        for plan, part in zip(plans, parts, strict=True):
+        return arrays.read_columns(columns)
+    except InvalidRequestError:
+        for plan, column in zip(plans, columns, strict=True):
             try:
-                varints.decode([part])
-            except ValueError as error:
-                raise _malformed(plan, error) from error
+                arrays.read_column(column)
+            except InvalidRequestError as error:
+                raise malformed(plan, error) from error
         raise
 
 
-def _counted(name: str, plans: Sequence[RankPlan], own: Sequence[UnreadPlan]) -> Ints:
-    """How many entries of a column each of these plans has, whatever they are."""
-    parts = [plan.columns.get(name, b"") for plan in own]
-    for plan, part in zip(plans, parts, strict=True):
-        if part and part[-1] > 127:
-            raise _malformed(plan, ValueError("a column ends within a number"))
-    return np.array([varints.count(part) for part in parts], np.int64)
-
-
-def _mappings(own: Sequence[UnreadPlan]) -> list[int]:
-    """By plan: a number that plans with the same mappings share."""
-    numbers: dict[int, int] = {}
-    return [numbers.setdefault(id(plan.around), len(numbers)) for plan in own]
+def _count_hints(plans: Sequence[RankPlan]) -> Ints:
+    """How many hints each of these plans has. DCP makes them again, so their values are unused."""
+    counts = []
+    for plan in plans:
+        try:
+            counts.append(column_length(plan.plan.items.hint))
+        except InvalidRequestError as error:
+            raise malformed(plan, error) from error
+    return np.array(counts, np.int64)
 
 
 def _refuse(wrong: Bools, plans: Sequence[RankPlan], problem: str) -> None:
     if wrong.any():
-        raise _malformed(plans[int(np.argmax(wrong))], ValueError(problem))
-
-
-def _malformed(plan: RankPlan, error: Exception) -> InvalidPlanError:
-    return InvalidPlanError(
-        f"the plan of rank {plan.rank} (host {plan.host}) is malformed: {error}", [plan]
-    )
+        raise malformed(plans[int(np.argmax(wrong))], ValueError(problem))
 
 
 def _raise_outside(columns: Columns, row: int) -> None:
@@ -220,62 +208,61 @@ def _raise_outside(columns: Columns, row: int) -> None:
     )
 
 
-class _Reader:
-    """Columns as bytes, plan after plan; keys and properties become numbers.
+class _OwnTables(NamedTuple):
+    """Numbers of one plan's keys and properties among those of all plans."""
 
-    Most ranks have the same keys and properties, in the same order: such lists are looked at once.
+    fqns: Ints
+    properties: Ints
+
+
+class _Tables:
+    """Keys and properties of all plans, numbered in order of first use.
+
+    Raises InvalidPlanError naming the rank whose tables can't be parsed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, plans: Sequence[RankPlan]) -> None:
         self.names: dict[str, int] = {}
-        """Keys, in order of first use, and their numbers."""
-        self.messages: dict[bytes, plan_pb2.TensorProperties] = {}
-        self.counts: list[tuple[int, int]] = []
-        """By plan: how many keys and properties it has."""
-        self._shifts: list[tuple[int, int]] = []
-        self._fqns: list[int] = []
-        self._properties: list[int] = []
+        """Keys and their numbers."""
+        self.messages: list[plan_pb2.TensorProperties] = []
+        """Properties, by number."""
         self._numbers: dict[bytes, int] = {}
-        self._known: dict[bytes, tuple[tuple[int, int], tuple[int, int]]] = {}
+        known: dict[bytes, _OwnTables] = {}
+        self.plans: list[_OwnTables] = []
+        for plan in plans:
+            data = plan.plan.items.tables
+            if data not in known:
+                try:
+                    known[data] = self._add(parse_tables(data))
+                except InvalidRequestError as error:
+                    raise malformed(plan, error) from error
+            self.plans.append(known[data])
 
-    def add(self, plan: UnreadPlan) -> None:
-        """Raises DecodeError when its keys can't be read."""
-        known = self._known.get(plan.lists)
-        if known is None:
-            items = plan_pb2.Items.FromString(plan.lists)
-            shifts = (len(self._fqns), len(self._properties))
-            names = self.names
-            self._fqns += [names.setdefault(fqn, len(names)) for fqn in items.fqns]
-            self._properties += [self._property(each) for each in items.properties]
-            known = self._known[plan.lists] = (shifts, (len(items.fqns), len(items.properties)))
-        self._shifts.append(known[0])
-        self.counts.append(known[1])
+    def _add(self, tables: plan_pb2.ItemTables) -> _OwnTables:
+        names = self.names
+        fqns = [names.setdefault(fqn, len(names)) for fqn in tables.fqns]
+        properties = [self._number(message) for message in tables.properties]
+        return _OwnTables(np.array(fqns, np.int64), np.array(properties, np.int64))
 
-    def _property(self, message: plan_pb2.TensorProperties) -> int:
+    def _number(self, message: plan_pb2.TensorProperties) -> int:
         text = message.SerializeToString(deterministic=True)
         if text not in self._numbers:
             self._numbers[text] = len(self._numbers)
-            self.messages[text] = plan_pb2.TensorProperties.FromString(text)
+            self.messages.append(message)
         return self._numbers[text]
 
-    def fqns(self, column: Ints, plan: Ints) -> Ints:
-        """Numbers of keys, from indices into each plan's own list."""
-        return self._resolved(self._fqns, 0, column, plan)
 
-    def properties(self, column: Ints, plan: Ints) -> Ints:
-        """The same of properties. Objects have none: what their number is doesn't matter."""
-        return self._resolved(self._properties, 1, column, plan)
-
-    def _resolved(self, numbers: list[int], which: int, column: Ints, plan: Ints) -> Ints:
-        shifts = np.array(self._shifts, np.int64).reshape(-1, 2)[:, which]
-        index = column + shifts[plan]
-        # A list without any, of a plan that has objects alone, is at the end of all.
-        found: Ints = np.array([*numbers, 0], np.int64)[np.minimum(index, len(numbers))]
-        return found
+def _resolve(index: Ints, plan: Ints, tables: Sequence[Ints]) -> Ints:
+    """Numbers among those of all plans, from indices into each plan's own table."""
+    counts = np.array([len(table) for table in tables], np.int64)
+    # Objects have index 0 also where a plan has no properties: what their number is doesn't matter.
+    flat = np.concatenate([*tables, np.zeros(1, np.int64)])
+    found: Ints = flat[(np.cumsum(counts) - counts)[plan] + index]
+    return found
 
 
 def _problems(
-    found: dict[str, tuple[Ints, Ints]], plan: Ints, is_object: Bools, reader: _Reader
+    found: Mapping[str, tuple[Ints, Ints]], plan: Ints, is_object: Bools, tables: _Tables
 ) -> Iterator[tuple[str, Bools]]:
     """What makes a plan malformed, and whether it is so, by plan; each rests on those before."""
     counts = found["kind"][1]
@@ -286,27 +273,21 @@ def _problems(
         return hit
 
     for name in _PER_ITEM:
-        yield "its columns differ in length", found[name][1] != counts
-    for name in (*_PER_ITEM, *_SHAPES):
-        if name == "hint":
-            continue
-        values, own = found[name]
-        bad = (values < 0) | (values >= _LARGEST)
-        hits = np.repeat(np.arange(count), own)[bad]
-        yield "a value is out of range", np.bincount(hits, minlength=count) > 0
-    slots = sum(found[name][0].astype(float) for name in ("head", "body", "tail"))
+        yield _LENGTHS_DIFFER, found[name][1] != counts
+    slots = sum(found[name][0].astype(float) for name in _ARCHIVES)
     total = np.bincount(plan, weights=slots, minlength=count)
-    yield "its slots have more bytes than a file can", total >= _LARGEST
+    yield "its slots have more bytes than a file can", total >= LARGEST
     ndim = found["ndim"][0]
     shapes = np.bincount(plan, weights=ndim, minlength=count)
     for name in _SHAPES:
-        yield "its shapes don't have as many entries as its items say", found[name][1] != shapes
+        yield _SHAPES_DIFFER, found[name][1] != shapes
     kind = found["kind"][0]
     known = is_object | (kind == plan_pb2.ITEM_KIND_TENSOR) | (kind == plan_pb2.ITEM_KIND_SHARD)
     yield "an item is of unknown kind", any_of(~known)
     slotted = (ndim != 0) | (found["head"][0] != 0)
     yield "an object has a shape or a planned slot", any_of(is_object & slotted)
-    fqns, properties = np.array(reader.counts, np.int64).T
+    fqns = np.array([len(each.fqns) for each in tables.plans])
+    properties = np.array([len(each.properties) for each in tables.plans])
     yield "its tensors have no properties", (properties == 0) & any_of(~is_object)
     yield "an item's key isn't there", any_of(found["fqn"][0] >= fqns[plan])
     # Of an object without properties the number is 0.
@@ -321,7 +302,7 @@ def _measure(columns: Columns) -> None:
         if outside.any():
             _raise_outside(columns, int(rows[int(np.argmax(outside))]))
         # Offsets reach up to the size itself (DTensor puts empty shards there).
-        if len(rows) and float(np.prod(size.astype(float) + 1, axis=1).max()) * 16 >= _LARGEST:
+        if len(rows) and float(np.prod(size.astype(float) + 1, axis=1).max()) * 16 >= LARGEST:
             row = int(rows[int(np.argmax(np.prod(size.astype(float) + 1, axis=1)))])
             raise columns.error(f"{columns.key(row)} is too large: {columns.shape(row)}", row)
         place, reach = np.zeros((2, len(rows)), np.int64)

@@ -1,6 +1,7 @@
 """The local plans of a save's ranks as numpy columns: one row per write item of any rank.
 
-What planning works on; :mod:`pannier.coordinator.planning.column_reader` makes them of messages. Pure; any thread.
+In: what :mod:`pannier.coordinator.planning.column_reader` reads from messages. Out: arrays that
+planning works on, and errors that name keys and ranks. Immutable; any thread.
 """
 
 from collections.abc import Iterator, Sequence
@@ -8,19 +9,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from pannier.coordinator.planning import varints
-from pannier.coordinator.planning.encoded_plans import LocalPlan
+from pannier.coordinator.planning.arrays import Bools, Ints
 from pannier.v1 import plan_pb2, save_pb2
 from pannier.wire.errors import InvalidRequestError
 from pannier.wire.failures import rank_text, ranks_text
-
-Ints = varints.Ints
-Bools = npt.NDArray[np.bool_]
-
-"""Ranks spelled out in an error."""
 
 
 class InvalidPlanError(InvalidRequestError):
@@ -41,12 +35,19 @@ class InvalidPlanError(InvalidRequestError):
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What one rank holds, and who said so."""
+    """What one rank holds."""
 
     rank: int
     host: str
     digest: str
-    plan: LocalPlan
+    plan: plan_pb2.LocalPlan
+
+
+def malformed(plan: RankPlan, error: Exception) -> InvalidPlanError:
+    """An error that names the rank whose plan can't be read."""
+    return InvalidPlanError(
+        f"the plan of rank {plan.rank} (host {plan.host}) is malformed: {error}", [plan]
+    )
 
 
 @dataclass(frozen=True)

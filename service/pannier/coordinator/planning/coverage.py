@@ -9,8 +9,8 @@ from typing import Final
 
 import numpy as np
 
-from pannier.coordinator.planning.columns import Columns, Ints
-from pannier.coordinator.planning.row_order import order_by
+from pannier.coordinator.planning.arrays import Ints, order_by
+from pannier.coordinator.planning.columns import Columns
 
 _BLOCK: Final = 512
 """Chunks compared with all others at once."""

@@ -15,8 +15,8 @@ import numpy as np
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
-from pannier.coordinator.planning.columns import Ints, InvalidPlanError, RankPlan
-from pannier.coordinator.planning.encoded_plans import unread
+from pannier.coordinator.planning.arrays import Ints, read_column
+from pannier.coordinator.planning.columns import InvalidPlanError, RankPlan
 from pannier.coordinator.planning.global_plan import (
     GlobalPlan,
     Slots,
@@ -25,9 +25,14 @@ from pannier.coordinator.planning.global_plan import (
     place_items,
 )
 from pannier.coordinator.planning.plan_cache import Share
-from pannier.v1 import plan_pb2
+from pannier.v1 import plan_pb2, records_pb2
 from pannier.wire.errors import ConfigurationError, InvalidRequestError
-from pannier.wire.plan_codec import decode_items, decode_mappings, metadata_columns
+from pannier.wire.plan_codec import (
+    decode_items,
+    decode_mappings,
+    metadata_columns,
+    parse_mappings,
+)
 
 
 class Planners:
@@ -103,14 +108,7 @@ def _run(planner: Any, plans: Sequence[RankPlan], attempt: str) -> GlobalPlan:
     planner.dedup_save_to_lowest_rank = options.dedup_save_to_lowest_rank
     # Its cache is class-wide and would mix saves up.
     planner._enable_plan_caching = False
-    messages = [unread(plan.plan).read() for plan in plans]
-    local = [
-        SavePlan(
-            decode_items(message.items),
-            planner_data=decode_mappings(message.mappings) if options.flatten_state_dict else None,
-        )
-        for message in messages
-    ]
+    local = [_decode(plan.plan, flattens=options.flatten_state_dict) for plan in plans]
     # A user's code: whatever it raises is the save's failure.
     try:
         global_plans, metadata = planner.create_global_plan(local)
@@ -120,6 +118,11 @@ def _run(planner: Any, plans: Sequence[RankPlan], attempt: str) -> GlobalPlan:
         ) from error
     assigned = _assign(options.planner, plans, local, global_plans)
     return _encode(options.planner, plans, metadata, assigned, attempt)
+
+
+def _decode(plan: plan_pb2.LocalPlan, *, flattens: bool) -> SavePlan:
+    mappings = decode_mappings(parse_mappings(plan.mappings)) if flattens else None
+    return SavePlan(decode_items(plan.items), planner_data=mappings)
 
 
 def _assign(
@@ -183,15 +186,14 @@ def _encode(
     names, assignment = place_items(
         [plan.rank for plan in plans], owner, position, _slots(plans, owner, position)
     )
-    items = message.items.SerializeToString(deterministic=True)
-    mappings = message.mappings if message.has_mappings else None
-    return GlobalPlan(attempt, names, assignment, make_body(items, assignment, mappings))
+    body = make_body(records_pb2.PlanManifest(metadata=message), assignment)
+    return GlobalPlan(attempt, names, assignment, body)
 
 
 def _slots(plans: Sequence[RankPlan], owner: Ints, position: Ints) -> Slots:
     columns = np.zeros((3, len(owner)), np.int64)
     for index in np.unique(owner).tolist():
-        own, rows = unread(plans[index].plan).read(), owner == index
+        own, rows = plans[index].plan, owner == index
         for column, lengths in zip(columns, (own.head, own.body, own.tail), strict=True):
-            column[rows] = np.array(lengths, np.int64)[position[rows]]
+            column[rows] = read_column(lengths)[position[rows]]
     return Slots(*columns)

@@ -9,12 +9,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from pannier.coordinator.planning.arrays import Bools, Ints, first_of_each
 from pannier.coordinator.planning.balance import balance, weights
-from pannier.coordinator.planning.columns import Bools, Columns, Ints, InvalidPlanError
-from pannier.coordinator.planning.row_order import first_of_each
+from pannier.coordinator.planning.columns import Columns, InvalidPlanError
 from pannier.wire.failures import ranks_text
-
-"""Ranks spelled out in an error."""
 
 
 class Kept(NamedTuple):

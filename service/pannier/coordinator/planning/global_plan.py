@@ -15,16 +15,23 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pannier.coordinator.planning import varints
+from pannier.coordinator.planning.arrays import (
+    Ints,
+    edges_of,
+    first_of_each,
+    order_by,
+    write_column,
+)
 from pannier.coordinator.planning.column_reader import read_columns
-from pannier.coordinator.planning.columns import Columns, Ints, RankPlan
+from pannier.coordinator.planning.columns import Columns, RankPlan, malformed
 from pannier.coordinator.planning.coverage import check_coverage
 from pannier.coordinator.planning.dedup import Kept, choose_rows
 from pannier.coordinator.planning.plan_cache import Assignment, Share
-from pannier.coordinator.planning.row_order import first_of_each, order_by
 from pannier.v1 import plan_pb2, records_pb2
 from pannier.wire import object_names
+from pannier.wire.errors import InvalidRequestError
 from pannier.wire.file_layout import lay_out
+from pannier.wire.plan_codec import parse_mappings
 
 
 @dataclass(frozen=True)
@@ -80,36 +87,26 @@ def make_global_plan(
     names, assignment = place_items(
         [plan.rank for plan in plans], columns.plan[chosen], columns.position[chosen], slots
     )
-    mappings = merge_mappings(plans, columns.mappings) if options.flatten_state_dict else None
-    body = make_body(_items(columns, chosen), assignment, mappings)
-    return GlobalPlan(attempt, names, assignment, body)
+    manifest = records_pb2.PlanManifest()
+    _write_items(columns, chosen, manifest.metadata.items)
+    if options.flatten_state_dict:
+        manifest.metadata.mappings.CopyFrom(merge_mappings(plans, columns.mappings))
+    return GlobalPlan(attempt, names, assignment, make_body(manifest, assignment))
 
 
-def make_body(
-    items: bytes, told: Assignment, mappings: Sequence[plan_pb2.FlattenMapping] | None
-) -> bytes:
-    """What the manifests of a plan have in common: fields 6 to 8 of PlanManifest.
+def make_body(manifest: records_pb2.PlanManifest, assignment: Assignment) -> bytes:
+    """What the manifests of a plan have in common: fields 6 to 8 of PlanManifest, serialised.
 
     Args:
-        items: a serialised message.
-        mappings: None: the planner doesn't flatten.
+        manifest: items and mappings alone; it is completed in place, since columns are large.
     """
-    field, runs = varints.field, varints.encode_runs
-    edges = varints.edges_of(told.owner)
-
-    def packed(values: Ints) -> bytes:
-        # Most owners write the same number of items, as large as each other's.
-        return b"".join(varints.encode_parts(values, edges))
-
-    places = field(1, runs(told.file)) + field(2, packed(told.offset))
-    places += field(3, packed(told.length))
-    rest = plan_pb2.GlobalMetadata(mappings=mappings, has_mappings=mappings is not None)
-    metadata = b"".join(
-        (field(1, items), field(3, places), rest.SerializeToString(deterministic=True))
-    )
-    return b"".join(
-        (field(6, metadata), field(7, runs(told.owner)), field(8, packed(told.position)))
-    )
+    placement = manifest.metadata.placement
+    placement.file = write_column(assignment.file)
+    placement.offset = write_column(assignment.offset)
+    placement.length = write_column(assignment.length)
+    manifest.owner = write_column(assignment.owner)
+    manifest.position = write_column(assignment.position)
+    return manifest.SerializeToString(deterministic=True)
 
 
 def _rows_of(columns: Columns, kept: Mapping[int, Share]) -> Kept:
@@ -147,7 +144,7 @@ def place_items(
     names: list[str] = []
     known: dict[bytes, _Places] = {}
     owners = owner[order]
-    edges = varints.edges_of(owners).tolist()
+    edges = edges_of(owners).tolist()
     for begin, end in pairwise(edges):
         rank = ranks[owners[begin]]
         lengths = own[:, begin:end]
@@ -186,8 +183,8 @@ class _Places(NamedTuple):
         return cls(file, offset, length, len(layout.sizes), not slotted.all())
 
 
-def _items(columns: Columns, chosen: Ints) -> bytes:
-    """The chosen rows as a serialised message; index hints are the chunks' numbers within their key."""
+def _write_items(columns: Columns, chosen: Ints, out: plan_pb2.Items) -> None:
+    """Writes the chosen rows; index hints are the chunks' numbers within their key."""
     fqn = columns.fqn[chosen]
     # Keys in order of first use, as DCP's dict of metadata has them.
     first = first_of_each(fqn, len(columns.fqns))
@@ -195,7 +192,7 @@ def _items(columns: Columns, chosen: Ints) -> bytes:
     number = np.zeros(len(columns.fqns), np.int64)
     number[keys] = np.arange(len(keys))
     is_object = columns.is_object[chosen]
-    hint = np.where(is_object, -1, _count_within(columns, chosen))
+    hint = np.where(is_object, 0, _count_within(columns, chosen) + 1)
     uses = np.bincount(columns.prop[chosen][~is_object], minlength=len(columns.properties))
     used = np.flatnonzero(uses)
     property_ = np.zeros(len(uses) + 1, np.int64)
@@ -206,28 +203,19 @@ def _items(columns: Columns, chosen: Ints) -> bytes:
     if int(ndim.sum()) < len(columns.size):
         at = np.repeat(columns.start[chosen] - ends + ndim, ndim) + np.arange(int(ndim.sum()))
         shapes = [column[at] for column in shapes]
-    lists = plan_pb2.Items(
+    tables = plan_pb2.ItemTables(
         fqns=[columns.fqns[key] for key in keys.tolist()],
         properties=[columns.properties[index] for index in used.tolist()],
     )
-    by_item = varints.edges_of(columns.plan[chosen])
-    by_entry = np.concatenate([np.zeros(1, np.int64), ends])[by_item]
-
-    def parts(values: Ints, edges: Ints) -> bytes:
-        return b"".join(varints.encode_parts(values, edges))
-
-    packed = [
-        parts(number[fqn], by_item),
-        parts(columns.kind[chosen], by_item),
-        varints.encode(varints.zigzag(hint))[0],
-        parts(ndim, by_item),
-        parts(np.where(is_object, 0, property_[columns.prop[chosen]]), by_item),
-        parts(shapes[0], by_entry),
-        varints.encode(shapes[1])[0],
-        parts(shapes[2], by_entry),
-    ]
-    fields = (varints.field(index, content) for index, content in enumerate(packed, 3))
-    return b"".join((lists.SerializeToString(deterministic=True), *fields))
+    out.tables = tables.SerializeToString(deterministic=True)
+    out.fqn = write_column(number[fqn])
+    out.kind = write_column(columns.kind[chosen])
+    out.hint = write_column(hint)
+    out.ndim = write_column(ndim)
+    out.property = write_column(np.where(is_object, 0, property_[columns.prop[chosen]]))
+    out.size = write_column(shapes[0])
+    out.chunk_offset = write_column(shapes[1])
+    out.chunk_size = write_column(shapes[2])
 
 
 def _count_within(columns: Columns, chosen: Ints) -> Ints:
@@ -236,30 +224,38 @@ def _count_within(columns: Columns, chosen: Ints) -> Ints:
     wanted = np.zeros(len(order), np.bool_)
     wanted[chosen] = True
     upto = np.cumsum(wanted[order])
-    edges = varints.edges_of(columns.fqn[order])
+    edges = edges_of(columns.fqn[order])
     before = np.concatenate([np.zeros(1, np.int64), upto])[edges[:-1]]
     count = np.empty(len(order), np.int64)
     count[order] = upto - np.repeat(before + 1, np.diff(edges))
     return count[chosen]
 
 
-def merge_mappings(
-    plans: Sequence[RankPlan], alike: Sequence[int]
-) -> list[plan_pb2.FlattenMapping]:
+def merge_mappings(plans: Sequence[RankPlan], alike: Sequence[int]) -> plan_pb2.FlattenMappings:
     """DCP's ``dict(ChainMap(*mappings))``: the first rank's path wins; its order, too.
 
     Args:
         alike: by plan, a number that plans with the same mappings share.
+
+    Raises InvalidPlanError naming a rank whose mappings can't be parsed.
     """
     numbers = list(alike)
     lowest = {number: index for index, number in reversed(list(enumerate(numbers)))}
     highest = {number: index for index, number in enumerate(numbers)}
+    parsed = {number: _parse_mappings(plans[index]) for number, index in lowest.items()}
     merged: dict[str, plan_pb2.FlattenMapping] = {}
     # ChainMap iterates from the last map to the first: so the keys come in this order …
     for index in sorted(highest.values(), reverse=True):
-        for mapping in plans[index].plan.mappings:
+        for mapping in parsed[numbers[index]].mappings:
             merged.setdefault(mapping.fqn, mapping)
     # … and the first map's paths stay.
     for index in sorted(lowest.values(), reverse=True):
-        merged.update((mapping.fqn, mapping) for mapping in plans[index].plan.mappings)
-    return list(merged.values())
+        merged.update((mapping.fqn, mapping) for mapping in parsed[numbers[index]].mappings)
+    return plan_pb2.FlattenMappings(mappings=merged.values())
+
+
+def _parse_mappings(plan: RankPlan) -> plan_pb2.FlattenMappings:
+    try:
+        return parse_mappings(plan.plan.mappings)
+    except InvalidRequestError as error:
+        raise malformed(plan, error) from error

@@ -11,9 +11,13 @@ from typing import Any, Final, NamedTuple, TypeVar, cast
 
 import numpy as np
 
-from pannier.coordinator.planning import varints
-from pannier.coordinator.planning.row_order import order_by
-from pannier.coordinator.planning.varints import Ints
+from pannier.coordinator.planning.arrays import (
+    Ints,
+    edges_of,
+    order_by,
+    read_column,
+    write_column,
+)
 from pannier.v1 import plan_pb2, records_pb2, sidecar_pb2
 from pannier.wire import object_names
 
@@ -89,7 +93,7 @@ class AgreedPlan:
         file = assignment.file[order]
         by_file = order_by(owner, file)
         pair = owner[by_file] * max(1, len(names)) + file[by_file]
-        heads = varints.edges_of(pair)[:-1]
+        heads = edges_of(pair)[:-1]
         self._file = np.empty(len(order), np.int64)
         self._file[by_file] = np.repeat(np.arange(len(heads)), np.diff(heads, append=len(order)))
         self._files = file[by_file][heads]
@@ -109,9 +113,7 @@ class AgreedPlan:
         }
         """By rank: indices into the order of ranks of what has no planned place."""
         self._shares: dict[int, Share] = {}
-        self._columns: list[tuple[bytes, bytes]] | None = None
-        self._header: tuple[str, bytes] | None = None
-        """Attempt, and how the final plans of it begin."""
+        self._columns: list[plan_pb2.FinalPlan] | None = None
 
     def derive(self, make: Callable[["AgreedPlan"], _Derived]) -> _Derived:
         """What ``make`` returns for this plan: made once, and kept with the plan."""
@@ -154,64 +156,58 @@ class AgreedPlan:
 
     def final_plan(self, rank: int, attempt: str) -> plan_pb2.FinalPlan:
         """The answer to ``rank``'s local plan, in this attempt."""
-        return plan_pb2.FinalPlan.FromString(self.packed_plan(rank, attempt))
-
-    def packed_plan(self, rank: int, attempt: str) -> bytes:
-        """The same, serialised: its columns are written as they are kept."""
-        if (known := self._header) is None or known[0] != attempt:
-            header = plan_pb2.FinalPlan(plan_id=self.plan_id, attempt=attempt)
-            # One object: the event loop answers all ranks of an attempt, a thread may do other ones.
-            known = self._header = (attempt, header.SerializeToString())
         prefix = object_names.data_prefix(attempt)
-        files = plan_pb2.FinalPlan(
+        final = plan_pb2.FinalPlan(
+            plan_id=self.plan_id,
+            attempt=attempt,
             files=[
                 plan_pb2.PlannedFile(name=prefix + name, size=size)
                 for name, size in self.share(rank).files.items()
-            ]
+            ],
         )
         index = self._index.get(rank)
-        positions, places = (b"", b"") if index is None else self.pack()[index]
-        return b"".join((known[1], positions, files.SerializeToString(), places))
+        if index is not None:
+            final.MergeFrom(self.write_columns()[index])
+        return final
 
-    def pack(self) -> list[tuple[bytes, bytes]]:
-        """Positions and placement of all final plans, by member: serialised fields. CPU-bound at first."""
+    def write_columns(self) -> list[plan_pb2.FinalPlan]:
+        """Positions and placement of all final plans, by member. CPU-bound at first."""
         if self._columns is None:
-            told, order = self.assignment, self._order
+            assignment, order = self.assignment, self._order
             starts = np.array([start for start, _ in self._file_spans.values()], np.int64)
-            edges = np.array([0, *(end for _, end in self._spans.values())], np.int64)
-            file = self._file - starts[told.owner[order]]
-            columns = (self._positions, file, told.offset[order], told.length[order])
+            file = self._file - starts[assignment.owner[order]]
+            columns = np.stack(
+                (self._positions, file, assignment.offset[order], assignment.length[order])
+            )
             # Most members write the same.
-            known: dict[tuple[bytes, ...], tuple[bytes, bytes]] = {}
+            known: dict[bytes, plan_pb2.FinalPlan] = {}
             self._columns = []
-            for parts in zip(*(varints.encode_parts(c, edges) for c in columns), strict=True):
-                if parts not in known:
-                    place = (
-                        varints.field(number, part) for number, part in enumerate(parts[1:], 1)
+            for start, end in self._spans.values():
+                own = columns[:, start:end]
+                if (key := own.tobytes()) not in known:
+                    positions, *placement = map(write_column, own)
+                    known[key] = plan_pb2.FinalPlan(
+                        positions=positions,
+                        placement=plan_pb2.Placement(
+                            **dict(zip(("file", "offset", "length"), placement, strict=True))
+                        ),
                     )
-                    known[parts] = (
-                        varints.field(3, parts[0]),
-                        varints.field(5, b"".join(place)),
-                    )
-                self._columns.append(known[parts])
+                self._columns.append(known[key])
         return self._columns
 
 
 def read_assignment(message: records_pb2.PlanManifest) -> Assignment:
-    """What a manifest says of it. Raises OverflowError for numbers that no plan has."""
+    """The assignment in a manifest. Raises InvalidRequestError for malformed columns."""
     place = message.metadata.placement
     columns = (message.owner, message.position, place.file, place.offset, place.length)
-    found = Assignment(*(np.array(column, np.int64) for column in columns))
-    if len(found.offset) and int(max(found.offset.max(), found.length.max())) >= 1 << 62:
-        raise OverflowError("a place is out of range")
-    return found
+    return Assignment(*map(read_column, columns))
 
 
-def _check(told: Assignment, members: int, names: int) -> None:
-    lengths = {len(each) for each in (told.owner, told.position, told.file, told.offset)}
-    if lengths != {len(told.length)}:
+def _check(assignment: Assignment, members: int, names: int) -> None:
+    owner, position, file, offset, length = vars(assignment).values()
+    if {len(each) for each in (owner, position, file, offset)} != {len(length)}:
         raise ValueError("its columns differ in length")
-    if len(told.owner) and (told.owner.max() >= members or told.file.max() >= names):
+    if len(owner) and (owner.max() >= members or file.max() >= names):
         raise IndexError("it names a member or a file that isn't there")
 
 
