@@ -7,6 +7,7 @@ A plan that was agreed is kept, and later saves go by it. Immutable; any thread.
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Final, NamedTuple, TypeVar, cast
 
 import numpy as np
@@ -52,6 +53,37 @@ class Share:
     """By position: row and file of the items whose place the receipt tells."""
 
 
+class _Files(NamedTuple):
+    """The data files of all members, by member and number; a member's objects file is its last."""
+
+    names: Ints
+    """Index into the names of the data files."""
+    sizes: Ints
+    """Bytes of the planned slots."""
+    spans: dict[int, tuple[int, int]]
+    """By rank: which of these files are its own."""
+    of_item: Ints
+    """Which of these files each item is in; items by member and position."""
+
+
+def _number_files(assignment: Assignment, order: Ints, ranks: Sequence[int], names: int) -> _Files:
+    owner, file = assignment.owner[order], assignment.file[order]
+    by_file = order_by(owner, file)
+    pair = owner[by_file] * max(1, names) + file[by_file]
+    heads = edges_of(pair)[:-1]
+    of_item = np.empty(len(order), np.int64)
+    of_item[by_file] = np.repeat(np.arange(len(heads)), np.diff(heads, append=len(order)))
+    first = np.searchsorted(pair[heads], np.arange(len(ranks) + 1) * max(1, names)).tolist()
+    length = assignment.length[order]
+    end = np.where(length > 0, assignment.offset[order] + length, 0)[by_file]
+    return _Files(
+        names=file[by_file][heads],
+        sizes=np.maximum.reduceat(end, heads) if len(heads) else end,
+        spans=dict(zip(ranks, pairwise(first), strict=True)),
+        of_item=of_item,
+    )
+
+
 class AgreedPlan:
     """A global plan and its id.
 
@@ -89,22 +121,8 @@ class AgreedPlan:
             rank: (int(edges[index]), int(edges[index + 1]))
             for index, (rank, _) in enumerate(members)
         }
-        # The files of each member, in the order of their numbers: the objects file is the last.
-        file = assignment.file[order]
-        by_file = order_by(owner, file)
-        pair = owner[by_file] * max(1, len(names)) + file[by_file]
-        heads = edges_of(pair)[:-1]
-        self._file = np.empty(len(order), np.int64)
-        self._file[by_file] = np.repeat(np.arange(len(heads)), np.diff(heads, append=len(order)))
-        self._files = file[by_file][heads]
-        first = np.searchsorted(pair[heads], np.arange(len(members) + 1) * max(1, len(names)))
-        self._file_spans = {
-            rank: (int(first[index]), int(first[index + 1]))
-            for index, (rank, _) in enumerate(members)
-        }
         length = assignment.length[order]
-        end = np.where(length > 0, assignment.offset[order] + length, 0)[by_file]
-        self._sizes = np.maximum.reduceat(end, heads) if len(heads) else end
+        self._files = _number_files(assignment, order, [rank for rank, _ in members], len(names))
         self._positions = assignment.position[order]
         varying = np.flatnonzero(length == 0)
         cuts = np.searchsorted(varying, edges).tolist()
@@ -131,12 +149,13 @@ class AgreedPlan:
     def _cut(self, rank: int) -> Share:
         start, end = self._spans.get(rank, (0, 0))
         share = Share(self._order[start:end], self._positions[start:end])
-        for number in range(*self._file_spans.get(rank, (0, 0))):
-            share.files[self.names[self._files[number]]] = int(self._sizes[number])
+        files = self._files
+        for number in range(*files.spans.get(rank, (0, 0))):
+            share.files[self.names[files.names[number]]] = int(files.sizes[number])
         for index in self._varying[rank].tolist() if rank in self._varying else ():
             share.varying[int(self._positions[index])] = (
                 int(self._order[index]),
-                self.names[self._files[self._file[index]]],
+                self.names[files.names[files.of_item[index]]],
             )
         return share
 
@@ -174,8 +193,8 @@ class AgreedPlan:
         """Positions and placement of all final plans, by member. CPU-bound at first."""
         if self._columns is None:
             assignment, order = self.assignment, self._order
-            starts = np.array([start for start, _ in self._file_spans.values()], np.int64)
-            file = self._file - starts[assignment.owner[order]]
+            starts = np.array([start for start, _ in self._files.spans.values()], np.int64)
+            file = self._files.of_item - starts[assignment.owner[order]]
             columns = np.stack(
                 (self._positions, file, assignment.offset[order], assignment.length[order])
             )
