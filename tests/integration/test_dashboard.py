@@ -21,7 +21,7 @@ PHASES = ("staged", "ingested", "uploaded", "durable")
 SPOOL = {
     "saves": "spool_saves_bytes",
     "held by stopped processes": "spool_held_bytes",
-    "lent to trainers": "spool_lent_bytes",
+    "mapped by trainers": "spool_lent_bytes",
     "reserved": "spool_bytes",
     "free": "spool_free_bytes",
     "capacity": "spool_capacity_bytes",

@@ -1,1 +1,1 @@
-"""Hosts, links and whoever else is on the network."""
+"""Hosts, links and other peers on the network."""

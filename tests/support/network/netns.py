@@ -69,7 +69,7 @@ class Network:
         return () if host == HERE else ("ip", "netns", "exec", self._space(host))
 
     def cut(self, host: str) -> None:
-        """Nothing reaches the host or leaves it, and nobody is told."""
+        """Drops all packets from and to the host, without errors."""
         _ip("-n", self._switch, "link", "set", self._port(host), "down")
 
     def mend(self, host: str) -> None:

@@ -47,7 +47,7 @@ class Allocation:
         hosts = directory / "hosts"
         lines = [f"{network.address(name)} {name}" for name in names]
         hosts.write_text("\n".join(["127.0.0.1 localhost", *lines]) + "\n")
-        told = {}
+        allocation = {}
         for name in names:
             mounts = [str(hosts), "/etc/hosts"]
             for path in own:
@@ -56,8 +56,8 @@ class Allocation:
                 private.mkdir(parents=True, mode=0o700)
                 mounts += [str(private), str(path)]
             prefix = [*network.prefix(name), "unshare", "--uts", "--mount", "sh", "-c", _SH, "sh"]
-            told[name] = [*prefix, name, *mounts, "--"]
-        (directory / "allocation.json").write_text(json.dumps(told))
+            allocation[name] = [*prefix, name, *mounts, "--"]
+        (directory / "allocation.json").write_text(json.dumps(allocation))
         for command in ("srun", "scontrol"):
             path = self._bin / command
             path.write_text(
@@ -83,7 +83,7 @@ class Allocation:
         }
 
 
-def srun(told: dict[str, list[str]], words: Sequence[str]) -> int:
+def srun(allocation: dict[str, list[str]], words: Sequence[str]) -> int:
     """Exit status: the first that isn't 0."""
     options = argparse.ArgumentParser(prog="srun", allow_abbrev=False)
     options.add_argument("--overlap", action="store_true")
@@ -92,11 +92,13 @@ def srun(told: dict[str, list[str]], words: Sequence[str]) -> int:
     options.add_argument("--nodelist")
     options.add_argument("command", nargs=argparse.REMAINDER)
     given = options.parse_args(words)
-    names = given.nodelist.split(",") if given.nodelist else list(told)[: given.nodes]
+    names = given.nodelist.split(",") if given.nodelist else list(allocation)[: given.nodes]
     step = f"{os.getpid()}"
     environment = {**os.environ, _STEP: step}
     tasks = [
-        subprocess.Popen([*told[name], *given.command], env=environment, start_new_session=True)
+        subprocess.Popen(
+            [*allocation[name], *given.command], env=environment, start_new_session=True
+        )
         for name in names
     ]
 
@@ -115,9 +117,9 @@ def srun(told: dict[str, list[str]], words: Sequence[str]) -> int:
 
 
 def main() -> int:
-    told = json.loads(Path(sys.argv[1]).read_text())
+    allocation = json.loads(Path(sys.argv[1]).read_text())
     if sys.argv[2] == "srun":
-        return srun(told, sys.argv[3:])
+        return srun(allocation, sys.argv[3:])
     show, hostnames, names = sys.argv[3:]
     assert (show, hostnames) == ("show", "hostnames")
     print("\n".join(names.split(",")))
