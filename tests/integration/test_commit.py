@@ -31,12 +31,6 @@ READERS = (3, 2, 1)
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GcsServer]:
-    with GcsServer(tmp_path_factory.mktemp("gcs")) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
 def bucket(server: GcsServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemons]:
     """Daemons whose storage is the GCS server."""
     with Daemons(tmp_path_factory.mktemp("bucket"), environment=server.env) as running:
@@ -64,7 +58,8 @@ def saved(server: GcsServer, bucket: Daemons, tmp_path_factory: pytest.TempPathF
     """Root of several kinds of state that four ranks have saved to the bucket."""
     directory = tmp_path_factory.mktemp("written")
     env = {"ROOT": "gs://bucket/saved", "KINDS": json.dumps(KINDS), "SEED": str(SEED)}
-    run_ranks(SCRIPTS / "write_states.py", 4, {**bucket.env(), **env, "REPORT": str(directory)})
+    env |= {**bucket.env(), "REPORT": str(directory)}
+    run_ranks(SCRIPTS / "write_states.py", 4, env, torchrun=False)
     for report in reports(directory, 4):
         assert report == {name: [] for name in KINDS}
     return env["ROOT"]
@@ -143,7 +138,7 @@ def test_a_reader_sees_one_whole_checkpoint_or_the_other(
     env = {"TARGETS": json.dumps(targets), "VERSIONS": str(versions), **bucket.env()}
     env["READER"] = str(tmp_path / "reading")
     watching = {**env, **server.env, "STOP": str(stop), "REPORT": str(report)}
-    with start_ranks(SCRIPTS / "save_versions.py", 2, env) as saving:
+    with start_ranks(SCRIPTS / "save_versions.py", 2, env, torchrun=False) as saving:
         saving.wait_for("saved 1")
         with start_ranks(
             SCRIPTS / "watch_versions.py", 1, watching, torchrun=False

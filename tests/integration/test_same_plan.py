@@ -28,7 +28,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
             REPORT=str(directory),
             PANNIER_PLAN_TIMEOUT="60",
         )
-        run_ranks(SCRIPT, 2, env, timeout=150)
+        run_ranks(SCRIPT, 2, env, timeout=150, torchrun=False)
     return directory
 
 
