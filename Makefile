@@ -35,9 +35,11 @@ demo-xla: $(XLA_INSTALLED)  ## The same as an SPMD program of torch_xla, on virt
 
 test: lint pytest  ## Everything that must pass: lint, then the tests
 
-# Most of a test's time is waiting: two files at a time take little more than half of it on two cores.
+# Most of a test's time is waiting: more files run at a time than a small machine has cores.
 # Slow files go first (deploy, faults, integration); by default those with the most tests would.
-WORKERS ?= 2
+WORKERS ?= 4
+# Compiling for XLA isn't waiting.
+XLA_WORKERS ?= 2
 pytest: $(INSTALLED)  ## The tests alone; choose some with ARGS="tests/unit -k cli"
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
@@ -52,7 +54,7 @@ WITHOUT_TORCH := $(addprefix unit/, test_bench.py test_packaging.py cli/* common
 		metrics.py operating.py page.py security.py)
 WITH_TORCH = tests/integration tests/unit $(foreach path,$(WITHOUT_TORCH),--ignore-glob='tests/$(path)')
 test-xla: $(XLA_INSTALLED)  ## The tests of torch_xla, and the client's with torch 2.9; takes 7 GB
-	$(XLA_BIN)/python -m pytest -o cache_dir=.pytest_cache/xla --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder \
+	$(XLA_BIN)/python -m pytest -o cache_dir=.pytest_cache/xla --numprocesses $(XLA_WORKERS) --dist loadfile --no-loadscope-reorder \
 		$(or $(ARGS),tests/xla $(WITH_TORCH))
 
 # A CUDA build doesn't load without the libraries that it depends on: they are what takes the room.
