@@ -36,11 +36,11 @@ class Result:
 
 def pannier_here(*arguments: str) -> Result:
     """The same within this process: quick, but deaf to what is set in the environment."""
-    from pannier.cli.errors import reported
+    from pannier.cli.errors import report_errors
     from pannier.cli.main import cli
 
     def main() -> None:
-        with reported():
+        with report_errors():
             code = cli.main(list(arguments), prog_name="pannier", standalone_mode=False)
         sys.exit(code if isinstance(code, int) else 0)
 
