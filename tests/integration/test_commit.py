@@ -72,7 +72,8 @@ def survivor(server: GcsServer, bucket: Daemons, tmp_path_factory: pytest.TempPa
     target = f"{root}/{KILLED}"
     gate = tmp_path_factory.mktemp("gate") / "open"
     env = {"ROOT": root, "KIND": KILLED, "SEED": str(SEED), "GATE": str(gate)}
-    with start_ranks(SCRIPTS / "save_and_wait.py", 4, {**bucket.env(), **env}) as ranks:
+    env |= bucket.env()
+    with start_ranks(SCRIPTS / "save_and_wait.py", 4, env, torchrun=False) as ranks:
         for rank in range(4):
             ranks.wait_for("planned", rank=rank)
         slow_down(server, 5)
