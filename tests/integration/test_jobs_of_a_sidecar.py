@@ -34,7 +34,12 @@ class Scene:
             directory,
             environment=server.env,
             sidecar_arguments=["--jobs", str(self.files.directory), "--metrics", self.metrics],
+            start=False,
         )
+        # What others see of it in /proc is its own, not the fork server's.
+        self.daemons.sidecar.forked = False
+        for daemon in (self.daemons.coordinator, self.daemons.sidecar):
+            daemon.start()
 
     def show(self, job: str, token: str) -> None:
         """The job's trainers have this token from now on."""
@@ -60,7 +65,7 @@ class Scene:
     def train(self, job: str, transport: str = "auto") -> Ranks:
         steered = {"GO": str(self.directory / job), "ROOT": f"gs://bucket/{job}"}
         told = {**self.environment(job), **steered, "PANNIER_TRANSPORT": transport}
-        return start_ranks(TRAINER, 1, told, torchrun=False)
+        return start_ranks(TRAINER, 1, told, torchrun=False, forked=False)
 
     def save(self, job: str, step: int, **arguments: float) -> None:
         order(self.directory / job, step, 0, **arguments)

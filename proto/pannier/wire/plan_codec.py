@@ -87,7 +87,7 @@ def encode_items(items: Sequence[WriteItem]) -> plan_pb2.Items:
             for item in items:
                 encode_items([item])
         raise InvalidRequestError(
-            f"{items[0].index.fqn!r}: this item can't be sent: {error}"
+            f"{items[0].index.fqn!r}: this item can't be encoded: {error}"
         ) from error
 
 

@@ -131,7 +131,7 @@ def test_lost_answer_of_our_own_decision_is_ours() -> None:
         unsteady = UnreliableStore(store)
         unsteady.lose.add(object_names.decision(FIRST.name))
         ours = proposal(FIRST)
-        with pytest.raises(StorageError, match="got lost"):
+        with pytest.raises(StorageError, match="was lost"):
             await decisions.decide(unsteady, ours)
         assert await decisions.decide(unsteady, ours) == ours
         assert (await decisions.decide(unsteady, proposal(FIRST))).decided_by == ours.decided_by

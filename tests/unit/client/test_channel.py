@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pannier.client.transport.channel import Line
+from pannier.client.transport.channel import SidecarChannel
 from pannier.wire.errors import ConfigurationError
 from support.network.other_user import needs_root
 from support.processes.daemons import short_directory
@@ -29,8 +29,8 @@ def test_a_client_refuses_a_socket_of_another_user(directory: Path) -> None:
         impostor.listen()
         os.chown(path, 4711, 4711)
         for line in (
-            Line(f"unix://{path}", trusted_uids={os.geteuid(), 0}),
-            Line(f"unix://{path}", trusted_uids={os.geteuid(), 4712}),
+            SidecarChannel(f"unix://{path}", trusted_uids={os.geteuid(), 0}),
+            SidecarChannel(f"unix://{path}", trusted_uids={os.geteuid(), 4712}),
         ):
             with (
                 pytest.raises(ConfigurationError, match=r"belongs to user 4711.*PANNIER_ALLOW_UID"),
@@ -42,9 +42,9 @@ def test_a_client_refuses_a_socket_of_another_user(directory: Path) -> None:
         impostor.setblocking(False)
         with pytest.raises(BlockingIOError):
             impostor.accept()
-        trusting = Line(f"unix://{path}", trusted_uids={os.geteuid(), 0, 4711})
+        trusting = SidecarChannel(f"unix://{path}", trusted_uids={os.geteuid(), 0, 4711})
         trusting.renew()
 
 
 def test_an_unreachable_path_is_not_an_impostors(directory: Path) -> None:
-    Line(f"unix://{directory}/none.sock", trusted_uids={os.geteuid(), 0}).renew()
+    SidecarChannel(f"unix://{directory}/none.sock", trusted_uids={os.geteuid(), 0}).renew()

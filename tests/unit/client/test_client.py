@@ -124,7 +124,7 @@ def test_arenas_are_used_again(client: Client) -> None:
     kept = []
     for step in range(3):
         client.save(state(), checkpoint_id=f"/x/step-{step}")
-        wait_until(lambda: not client.save_factory.slots._taken)
+        wait_until(lambda: not client.save_factory.slots._saves)
         kept.append({mapping.address for mapping in client.save_factory.slots.pool._free})
     assert kept[0] == kept[1] == kept[2] != set()
 

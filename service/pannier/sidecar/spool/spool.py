@@ -301,7 +301,7 @@ class Spool:
         if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise ConfigurationError(
                 f"the spool {self.directory} belongs to user {found.st_uid} with mode "
-                f"{stat.S_IMODE(found.st_mode):o}: others could write there; name a directory "
+                f"{stat.S_IMODE(found.st_mode):o}: others can write it; name a directory "
                 "below it that doesn't exist yet, or chmod go-w one of your own"
             )
 
