@@ -113,7 +113,7 @@ def test_a_new_incarnation_of_another_size_ends_the_older_ones_saves(hosts: Host
     status = hosts.ended(half)
     assert status.state == ABORTED
     assert [(failure.rank, failure.host) for failure in status.failures] == [(1, "node-1")]
-    assert "started again (incarnation number 2)" in status.failures[0].message
+    assert "restarted (incarnation number 2)" in status.failures[0].message
     wait_until(lambda: decisions_alone(hosts.server, "elastic/step-2"))
     hosts.server.clear()
     assert hosts.ended(ingested).state == COMMITTED

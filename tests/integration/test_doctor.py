@@ -97,8 +97,8 @@ def test_a_sidecar_without_its_coordinator(daemons: Daemons, tmp_path: Path) -> 
     ("wanted", "result", "says"),
     [
         ("streamed", "ok", "PANNIER_TRANSPORT=streamed"),
-        ("auto", "warning", "can't be connected to"),
-        ("mapped", "failed", "can't be connected to"),
+        ("auto", "warning", "can't connect to"),
+        ("mapped", "failed", "can't connect to"),
     ],
 )
 def test_which_way_the_bytes_would_take(

@@ -157,12 +157,12 @@ async def _not_newest(root: str, newest: str) -> list[str]:
     """What takes another checkpoint than ``newest`` for the newest one of the root."""
     from pannier import client
     from pannier.attempts.listing import list_checkpoints
-    from pannier.maintenance.retention_policy import Policy, judge
+    from pannier.maintenance.retention_policy import Policy, apply_policy
     from pannier.storage import open_store
 
     store = open_store(root)
     try:
-        verdicts = judge(Policy(newest=1), await list_checkpoints(store), job="chaos")
+        verdicts = apply_policy(Policy(newest=1), await list_checkpoints(store), job="chaos")
     finally:
         await store.close()
     kept = [f"{root}/{each.checkpoint.name}" for each in verdicts if "newest" in each.reasons]
