@@ -255,7 +255,7 @@ def test_what_is_staged_when_the_sidecar_dies_is_streamed_to_the_next(
         handle.result(stretched(40))
         said = handle.status().transport
         assert said.startswith("streamed: it was mapped, but ")
-        assert "lent to the rank since it was started" in said
+        assert "is no spool file that the rank has leased" in said
         assert transport(daemons, target) == said
         check(target, 2)
         # It borrows from the new one.

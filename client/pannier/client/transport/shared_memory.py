@@ -64,7 +64,7 @@ class SpoolMapping(MemoryMapping):
         Raises PannierError: there is no memory for it.
         """
         super().__init__()
-        self.lender = self._leases = leases
+        self.source = self._leases = leases
         self.file = file
         """Name of the leased file."""
         self.stamp = b""
