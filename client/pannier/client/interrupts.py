@@ -205,9 +205,11 @@ def _clean_up() -> None:
 
 
 def _after_fork() -> None:
-    global _idle, _gone, _watched
-    _idle, _gone, _watched = queue.SimpleQueue(), queue.SimpleQueue(), False
+    global _gone, _watched
+    _gone, _watched = queue.SimpleQueue(), False
     _clean_ups.clear()
+    global _idle
+    _idle = queue.SimpleQueue()
 
 
 os.register_at_fork(after_in_child=_after_fork)

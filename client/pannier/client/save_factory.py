@@ -22,7 +22,7 @@ from pannier.client.config import Settings, load_settings
 from pannier.client.embedded import launcher
 from pannier.client.handle import SaveHandle
 from pannier.client.identity import World
-from pannier.client.interrupts import aside, shielded
+from pannier.client.interrupts import aside, clean_up_after, shielded
 from pannier.client.options import checkpoint_path, reported_path
 from pannier.client.planning import stage_plan
 from pannier.client.planning.local_plan import PlannerRun
@@ -57,6 +57,10 @@ def _sidecar() -> str:
 
 def _plan() -> str:
     return "the plans of all ranks"
+
+
+class _Frame:
+    """One call of async_save: gone when its frame is."""
 
 
 class SaveFactory:
@@ -179,6 +183,9 @@ class SaveFactory:
             call.forget()
             slot.free()
 
+        # Also where a second exception of a handler ends the clean-up below.
+        frame = _Frame()
+        clean_up_after(frame, drop)
         wait = wait_log.Wait(f"async_save to {call.checkpoint_id}", _plan)
         try:
             task = aside(begin)

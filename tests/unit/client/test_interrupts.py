@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,13 +25,6 @@ from support.processes.interrupted import InterruptedByTestError, interrupted, m
 
 BOUND_S = 60.0
 """By far enough for what takes milliseconds, beside busy neighbours."""
-
-
-@pytest.fixture(autouse=True)
-def grad() -> Iterator[None]:
-    """An interruption in the exit of ``torch.no_grad`` leaves gradients off in this process."""
-    yield
-    torch.set_grad_enabled(True)
 
 
 def in_another_thread(call: Callable[[], Any]) -> Any:
@@ -205,8 +198,8 @@ def test_a_second_interruption_that_ends_the_clean_up_leaves_no_save_behind(
 
     client = Client(Settings(sidecar=sidecar.address, transport="streamed"))
     with monkeypatch.context() as patch:
-        patch.setattr("pannier.client.client.agree", interrupted_call)
-        patch.setattr("pannier.client.client.aside", interrupted_clean_up)
+        patch.setattr("pannier.client.save_factory.stage_plan.resolve_plan", interrupted_call)
+        patch.setattr("pannier.client.save_factory.aside", interrupted_clean_up)
         ended = False
         try:
             client.async_save(state, checkpoint_id="/x/y")
