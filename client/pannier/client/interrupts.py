@@ -205,11 +205,9 @@ def _clean_up() -> None:
 
 
 def _after_fork() -> None:
-    global _gone, _watched
-    _gone, _watched = queue.SimpleQueue(), False
+    global _idle, _gone, _watched
+    _idle, _gone, _watched = queue.SimpleQueue(), queue.SimpleQueue(), False
     _clean_ups.clear()
-    global _idle
-    _idle = queue.SimpleQueue()
 
 
 os.register_at_fork(after_in_child=_after_fork)

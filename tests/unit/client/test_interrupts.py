@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -25,6 +25,13 @@ from support.processes.interrupted import InterruptedByTestError, interrupted, m
 
 BOUND_S = 60.0
 """By far enough for what takes milliseconds, beside busy neighbours."""
+
+
+@pytest.fixture(autouse=True)
+def grad() -> Iterator[None]:
+    """An interruption in the exit of ``torch.no_grad`` leaves gradients off in this process."""
+    yield
+    torch.set_grad_enabled(True)
 
 
 def in_another_thread(call: Callable[[], Any]) -> Any:
