@@ -28,6 +28,8 @@ class _Shared(Generic[_Answer]):
 
     def __init__(self, ask: Callable[[], Awaitable[_Answer]]) -> None:
         self.listeners: list[Retried] = []
+        self.waiting = 0
+        """Saves that wait for the answer."""
         self._last = ""
         with limited(retried=self._notify):  # without the deadline of the first save that asks
             self.task = asyncio.get_running_loop().create_task(self._run(ask))
@@ -44,15 +46,17 @@ class _Shared(Generic[_Answer]):
     async def answer(self) -> _Answer:
         """The answer; a save that is aborted meanwhile doesn't cancel it for the others."""
         notify = retry_callback()
-        if notify is None:
-            return await asyncio.shield(self.task)
-        self.listeners.append(notify)
-        if self._last and not self.task.done():
-            notify(self._last)
+        self.waiting += 1
+        if notify is not None:
+            self.listeners.append(notify)
+            if self._last and not self.task.done():
+                notify(self._last)
         try:
             return await asyncio.shield(self.task)
         finally:
-            self.listeners.remove(notify)
+            self.waiting -= 1
+            if notify is not None:
+                self.listeners.remove(notify)
 
 
 class Stores:
@@ -100,7 +104,10 @@ class Stores:
             return await known.number_of(store, claim)
 
         key = (root, save.job, save.incarnation)
-        number = await _once(self._numbers, key, lambda: self._ask(root, number_of))
+        # A number taken after its only save was aborted would make a dead incarnation the newest.
+        number = await _once(
+            self._numbers, key, lambda: self._ask(root, number_of), cancel_unawaited=True
+        )
         return object_names.Attempt(number, save.number, save.group, save.incarnation)
 
     async def find_attempt(self, context: sidecar_pb2.SaveContext) -> object_names.Attempt | None:
@@ -166,8 +173,14 @@ async def _once(
     known: "OrderedDict[Any, _Shared[_Answer]]",
     key: object,
     ask: Callable[[], Awaitable[_Answer]],
+    *,
+    cancel_unawaited: bool = False,
 ) -> _Answer:
-    """The answer for ``key``, asked for once; a failure isn't kept, so the next save tries again."""
+    """The answer for ``key``, asked for once; a failure isn't kept, so the next save tries again.
+
+    Args:
+        cancel_unawaited: no answer is needed once all saves that waited for it were aborted.
+    """
     shared = known.get(key)
     if shared is None:
         shared = known[key] = _Shared(ask)
@@ -177,7 +190,11 @@ async def _once(
         return await shared.answer()
     except BaseException:
         task = shared.task
-        failed = task.done() and (task.cancelled() or task.exception() is not None)
+        if cancel_unawaited and not shared.waiting and not task.done():
+            task.cancel()
+            failed = True
+        else:
+            failed = task.done() and (task.cancelled() or task.exception() is not None)
         if failed and known.get(key) is shared:
             del known[key]
         raise

@@ -2,7 +2,6 @@
 
 import ctypes
 import gc
-import itertools
 import os
 import re
 import subprocess
@@ -299,18 +298,18 @@ def test_a_full_spool_shows_in_the_status_while_it_is_waited_for(
 def test_a_save_that_is_aborted_while_the_spool_is_full_says_so(
     session: SidecarClient, sidecar: ScriptedSidecar
 ) -> None:
-    calls = itertools.count()
-
     def full(_: Any) -> None:
-        if next(calls) == 1:
-            sidecar.abort(CONTEXT)
         raise BusyError("the spool /s is full")
 
     sidecar.on["Write"] = full
     saving = begin(session)
-    carry(saving)
+    carrier = threading.Thread(target=saving.send, args=(InFlightSaves(1).admit("raise", 0),))
+    carrier.start()
+    wait_until(lambda: "the spool /s is full" in str(saving.handle.status()))
+    sidecar.abort(CONTEXT)
     with pytest.raises(SaveAbortedError, match=r"was waiting for room \(the spool /s is full\)"):
-        saving.handle.result(5)
+        saving.handle.result(30)
+    carrier.join(30)
 
 
 def test_a_spool_that_stays_full_is_the_reason_at_the_deadline(

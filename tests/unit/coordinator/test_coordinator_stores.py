@@ -92,3 +92,44 @@ def test_a_root_that_denies_is_judged_by_the_probe(tmp_path: Path) -> None:
 
     with GcsServer(tmp_path) as server:
         asyncio.run(asyncio.wait_for(scenario(server), 60))
+
+
+def test_an_incarnation_whose_save_was_aborted_takes_no_number_later(tmp_path: Path) -> None:
+    """Else it would be newer than the one that has begun meanwhile, whose saves would all fail."""
+
+    async def scenario(server: GcsServer) -> None:
+        found = of(server.url)
+        await found.contact(context(0, ID))
+        server.fault(kind="status", status=503, times=-1)
+        asked = asyncio.ensure_future(found.attempt(context(0, ID, incarnation="aa")))
+        await asyncio.sleep(0.5)
+        asked.cancel()
+        await asyncio.wait([asked])
+        server.clear()
+        newer = context(0, ID, incarnation="bb")
+        attempt = await found.attempt(newer)
+        for _ in range(20):  # The first one's requests would be tried again by now.
+            await asyncio.sleep(0.1)
+            await found.check_newest(newer, attempt)
+        assert attempt.incarnation_number == 1
+
+    with GcsServer(tmp_path) as server:
+        asyncio.run(asyncio.wait_for(scenario(server), 60))
+
+
+def test_a_number_that_another_save_waits_for_is_taken(tmp_path: Path) -> None:
+    async def scenario(server: GcsServer) -> None:
+        found = of(server.url)
+        await found.contact(context(0, ID))
+        server.fault(kind="status", status=503, times=-1)
+        asked = [
+            asyncio.ensure_future(found.attempt(context(0, ID, number=number))) for number in (1, 2)
+        ]
+        await asyncio.sleep(0.5)
+        asked[0].cancel()
+        await asyncio.wait(asked[:1])
+        server.clear()
+        assert (await asked[1]).incarnation_number == 1
+
+    with GcsServer(tmp_path) as server:
+        asyncio.run(asyncio.wait_for(scenario(server), 60))
