@@ -30,7 +30,7 @@ from pannier.client.planning.plan_cache import PlanCache
 from pannier.client.planning.plan_confirmation import PlanConfirmation
 from pannier.client.process_group import check_single_process, is_alone
 from pannier.client.save_call import SaveCall
-from pannier.client.saves_in_progress import SavesInProgress
+from pannier.client.transport.saves_in_progress import SavesInProgress
 from pannier.client.staging.deferred_copies import DeferredCopies
 from pannier.client.staging.device_copy import DeviceCopies
 from pannier.client.staging.in_flight import InFlightSaves

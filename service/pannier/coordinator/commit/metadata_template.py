@@ -197,7 +197,7 @@ class MetadataTemplate:
             )
         state.append(_ITEMS)
         objects = np.flatnonzero(items.kind == plan_pb2.ITEM_KIND_BYTE_IO)
-        told = plan.assignment
+        assigned = plan.assignment
         place_of = classes[StorageInfo] + _NEWOBJ + _DICT + keys["relative_path"]
         index_of = classes[MetadataIndex] + _NEWOBJ + _DICT + keys["fqn"]
         fixed = _record(
@@ -210,22 +210,22 @@ class MetadataTemplate:
             _STATE + place_of,
             *_REFERENCE,
             keys["offset"],
-            *_number(int(told.offset.max(initial=0))),
+            *_number(int(assigned.offset.max(initial=0))),
             keys["length"],
-            *_number(int(told.length.max(initial=0))),
+            *_number(int(assigned.length.max(initial=0))),
             _STATE,
         )
         # Objects, and tensors whose place the receipt tells.
-        varying = tensors[told.length[tensors] == 0]
-        planned = told.length[tensors] > 0
+        varying = tensors[assigned.length[tensors] == 0]
+        planned = assigned.length[tensors] > 0
         rows = tensors[planned]
         pairs = fixed.fill(
             items.fqn[rows] + first_fqn,
             items.hint[rows],
             offsets[planned],
-            told.file[rows] + self._first_name,
-            told.offset[rows],
-            told.length[rows],
+            assigned.file[rows] + self._first_name,
+            assigned.offset[rows],
+            assigned.length[rows],
         )
         place = (_STATE + place_of, *_REFERENCE, keys["offset"], b"\x8a\x08", 8)
         length = (keys["length"], b"\x8a\x08", 8, _STATE)
@@ -235,10 +235,10 @@ class MetadataTemplate:
             *place,
             *length,
         )
-        self._objects = (objects, items.fqn[objects] + first_fqn, told.file[objects])
+        self._objects = (objects, items.fqn[objects] + first_fqn, assigned.file[objects])
         self._varying = (
             *(varying, items.fqn[varying] + first_fqn, items.hint[varying]),
-            *(offsets[~planned], told.file[varying]),
+            *(offsets[~planned], assigned.file[varying]),
         )
         planner_data, version = _around(items.mappings)
         self._body = b"".join(
@@ -285,8 +285,8 @@ class MetadataTemplate:
 
 
 def _columns(places: Mapping[int, tuple[int, int]], rows: Ints) -> tuple[Ints, Ints]:
-    told = np.array([places[row] for row in rows.tolist()], np.int64).reshape(-1, 2)
-    return told[:, 0], told[:, 1]
+    pairs = np.array([places[row] for row in rows.tolist()], np.int64).reshape(-1, 2)
+    return pairs[:, 0], pairs[:, 1]
 
 
 def _around(mappings: plan_pb2.FlattenMappings | None) -> tuple[Any, dict[str, Any]]:

@@ -124,7 +124,7 @@ class Columns:
 
     @property
     def nbytes(self) -> Ints:
-        """Raw bytes of the chunk; 0 for objects, whose size nobody knows yet."""
+        """Raw bytes of the chunk; 0 for objects, whose size is not known yet."""
         width = np.array([dtype.itemsize for dtype in self.dtypes] or [0], np.int64)
         return np.where(self.is_object, 0, self.volume * width[self.prop])
 

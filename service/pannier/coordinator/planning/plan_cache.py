@@ -37,7 +37,7 @@ class Assignment:
     """Index into the names of the data files."""
     offset: Ints
     length: Ints
-    """0: told by the receipt."""
+    """0: the receipt contains it."""
 
 
 @dataclass(frozen=True)

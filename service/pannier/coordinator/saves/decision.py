@@ -134,7 +134,7 @@ class AttemptEnd:
         return manifest
 
     async def apply(self, store: Store, decision: records_pb2.Decision) -> None:
-        """Ends the save as the decision says, whoever wrote it."""
+        """Ends the save as the decision says; any coordinator may have written it."""
         save = self._save
         save.move_attempt(AttemptState.DECIDING)
         self._note_decider(decision)
