@@ -119,7 +119,7 @@ class Sidecar:
     async def tell(self, reports: list[coordinator_pb2.RankReport]) -> None:
         trainers = [
             coordinator_pb2.TrainerStatus(
-                job="job", incarnation="aa", rank=played.rank, seconds_since_heard=0.1
+                job="job", incarnation="aa", rank=played.rank, seconds_since_seen=0.1
             )
             for played in self.ranks
         ]
@@ -262,7 +262,7 @@ class Cast:
             bytes_ingested=ingested,
             bytes_uploaded=durable,
             bytes_durable=durable,
-            seconds_since_heard=0.1,
+            seconds_since_seen=0.1,
         )
 
     def receipt(self, sidecar: Sidecar, played: Played, number: int) -> records_pb2.Receipt:

@@ -189,7 +189,7 @@ SILENT: dict[str, list[dict[str, str]]] = {
     "PannierSpoolNearlyFull": [
         series("pannier_spool_saves_bytes", "10x120", **AT),
         series("pannier_spool_held_bytes", "0x120", **AT),
-        series("pannier_spool_lent_bytes", "90x120", **AT),
+        series("pannier_spool_leased_bytes", "90x120", **AT),
         series("pannier_spool_capacity_bytes", "100x120", **AT),
     ],
     "PannierSavesAborted": [

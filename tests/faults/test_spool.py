@@ -173,19 +173,19 @@ def test_what_lies_in_the_spool_and_isnt_ours_is_never_used(tmp_path: Path) -> N
 def test_no_spool_file_passes_from_one_job_to_another(running: Daemons, tmp_path: Path) -> None:
     spool = running.spool / "0"
 
-    def slabs() -> set[int]:
+    def spool_files() -> set[int]:
         return {path.stat().st_ino for path in spool.glob("*.data")}
 
     with saving(running, "one") as one, saving(running, "two") as two:
         one.save(state(2), checkpoint_id=tmp_path / "1")
-        ours = slabs()
+        ours = spool_files()
         assert ours
         two.save(state(2, 2), checkpoint_id=tmp_path / "2")
         # The first job's are as they were, although they would have fitted.
-        both = slabs()
+        both = spool_files()
         assert ours < both
         one.save(state(2, 3), checkpoint_id=tmp_path / "3")
         two.save(state(2, 4), checkpoint_id=tmp_path / "4")
-        assert slabs() == both
+        assert spool_files() == both
     for step, value in ((1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0)):
         check(str(tmp_path / str(step)), 2, value)

@@ -21,7 +21,7 @@ PHASES = ("staged", "ingested", "uploaded", "durable")
 SPOOL = {
     "saves": "spool_saves_bytes",
     "held by stopped processes": "spool_held_bytes",
-    "mapped by trainers": "spool_lent_bytes",
+    "mapped by trainers": "spool_leased_bytes",
     "reserved": "spool_bytes",
     "free": "spool_free_bytes",
     "capacity": "spool_capacity_bytes",
@@ -59,7 +59,7 @@ def test_the_dashboard_shows_what_page_and_watch_show(tmp_path: Path) -> None:
         )
         assert first_line_of_watch(checkpoint, daemons.coordinator.address)["ranks"][0] == {
             **save["ranks"][0],
-            "seconds_since_heard": pytest.approx(save["ranks"][0]["seconds_since_heard"], abs=30),
+            "seconds_since_seen": pytest.approx(save["ranks"][0]["seconds_since_seen"], abs=30),
         }
         page = get(sidecar, "/status.json").json()
         listed = pannier("status", "--address", daemons.sidecar.address, "--json").json()

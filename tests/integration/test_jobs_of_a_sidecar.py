@@ -103,7 +103,7 @@ def test_two_jobs_save_and_operators_see_both(scene: Scene) -> None:
         assert {save["save"]["job"] for save in everything["saves"]} == set(JOBS)
         # Each has its own; to the host's they add up.
         own = [scene.run(job, "status", "--json").json() for job in JOBS]
-        for name in ("spool_bytes", "spool_lent_bytes"):
+        for name in ("spool_bytes", "spool_leased_bytes"):
             assert int(everything[name]) == sum(int(each[name]) for each in own) > 0
         samples = Scrape(scene.metrics).samples
         for job in JOBS:

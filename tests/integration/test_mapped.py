@@ -136,8 +136,8 @@ def test_the_status_tells_what_the_spool_takes(
     with Client(settings) as client:
         client.save({"w": torch.ones(MIB)}, checkpoint_id=tmp_path / "root" / "1")
         told = listed(daemons.sidecar_address)
-        assert 4 * MIB < told.spool_lent_bytes <= told.spool_bytes
-    wait_until(lambda: listed(daemons.sidecar_address).spool_lent_bytes == 0)
+        assert 4 * MIB < told.spool_leased_bytes <= told.spool_bytes
+    wait_until(lambda: listed(daemons.sidecar_address).spool_leased_bytes == 0)
     assert listed(daemons.sidecar_address).spool_held_bytes == 0
 
 

@@ -25,7 +25,7 @@ from support.processes.processes import MARKER, SESSION, python
 from support.processes.ranks import free_port
 
 PHASES = ("staged", "ingested", "uploaded", "durable")
-VARYING = ("seconds_since_heard", "deadline_s")
+VARYING = ("seconds_since_seen", "deadline_s")
 MARKUP = "<img src=x onerror=document.title=1>"
 
 
@@ -219,7 +219,7 @@ def test_page_status_watch_and_metrics_say_the_same_during_a_save(
         for name, field in (
             ("pannier_queue_bytes", "bytes_queued"),
             ("pannier_spool_reserved_bytes", "spool_bytes"),
-            ("pannier_spool_lent_bytes", "spool_lent_bytes"),
+            ("pannier_spool_leased_bytes", "spool_leased_bytes"),
             ("pannier_spool_saves_bytes", "spool_saves_bytes"),
             ("pannier_spool_capacity_bytes", "spool_capacity_bytes"),
         ):

@@ -30,13 +30,13 @@ from pannier.client.planning.plan_cache import PlanCache
 from pannier.client.planning.plan_confirmation import PlanConfirmation
 from pannier.client.process_group import check_single_process, is_alone
 from pannier.client.save_call import SaveCall
-from pannier.client.transport.saves_in_progress import SavesInProgress
 from pannier.client.staging.deferred_copies import DeferredCopies
 from pannier.client.staging.device_copy import DeviceCopies
 from pannier.client.staging.in_flight import InFlightSaves
 from pannier.client.transport.channel import keep_in_children
 from pannier.client.transport.membership import Membership
 from pannier.client.transport.save_task import SaveTask
+from pannier.client.transport.saves_in_progress import SavesInProgress
 from pannier.client.transport.sidecar_client import SidecarClient
 from pannier.common.deadline import Deadline
 from pannier.v1 import plan_pb2, sidecar_pb2

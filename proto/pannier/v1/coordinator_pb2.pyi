@@ -48,18 +48,18 @@ class AttachRequest(_message.Message):
     def __init__(self, wire_version: _Optional[int] = ..., host: _Optional[str] = ..., sidecar: _Optional[str] = ..., reports: _Optional[_Iterable[_Union[RankReport, _Mapping]]] = ..., watched: _Optional[_Iterable[_Union[_sidecar_pb2.PendingSave, _Mapping]]] = ..., trainers: _Optional[_Iterable[_Union[TrainerStatus, _Mapping]]] = ...) -> None: ...
 
 class TrainerStatus(_message.Message):
-    __slots__ = ("job", "incarnation", "rank", "seconds_since_heard", "gone")
+    __slots__ = ("job", "incarnation", "rank", "seconds_since_seen", "death")
     JOB_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
-    SECONDS_SINCE_HEARD_FIELD_NUMBER: _ClassVar[int]
-    GONE_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_SINCE_SEEN_FIELD_NUMBER: _ClassVar[int]
+    DEATH_FIELD_NUMBER: _ClassVar[int]
     job: str
     incarnation: str
     rank: int
-    seconds_since_heard: float
-    gone: str
-    def __init__(self, job: _Optional[str] = ..., incarnation: _Optional[str] = ..., rank: _Optional[int] = ..., seconds_since_heard: _Optional[float] = ..., gone: _Optional[str] = ...) -> None: ...
+    seconds_since_seen: float
+    death: str
+    def __init__(self, job: _Optional[str] = ..., incarnation: _Optional[str] = ..., rank: _Optional[int] = ..., seconds_since_seen: _Optional[float] = ..., death: _Optional[str] = ...) -> None: ...
 
 class AttachResponse(_message.Message):
     __slots__ = ("saves",)

@@ -57,16 +57,16 @@ class PartBegun(_message.Message):
     def __init__(self, context: _Optional[_Union[_sidecar_pb2.SaveContext, _Mapping]] = ..., attempt: _Optional[str] = ..., plan_id: _Optional[str] = ..., planned: bool = ..., files: _Optional[_Iterable[_Union[_plan_pb2.PlannedFile, _Mapping]]] = ..., created_at: _Optional[float] = ..., save_timeout_s: _Optional[float] = ..., boot_id: _Optional[str] = ..., boot_time_s: _Optional[float] = ...) -> None: ...
 
 class FileOpened(_message.Message):
-    __slots__ = ("name", "size", "slab", "stamp")
+    __slots__ = ("name", "size", "spool_file", "stamp")
     NAME_FIELD_NUMBER: _ClassVar[int]
     SIZE_FIELD_NUMBER: _ClassVar[int]
-    SLAB_FIELD_NUMBER: _ClassVar[int]
+    SPOOL_FILE_FIELD_NUMBER: _ClassVar[int]
     STAMP_FIELD_NUMBER: _ClassVar[int]
     name: str
     size: int
-    slab: str
+    spool_file: str
     stamp: bytes
-    def __init__(self, name: _Optional[str] = ..., size: _Optional[int] = ..., slab: _Optional[str] = ..., stamp: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., size: _Optional[int] = ..., spool_file: _Optional[str] = ..., stamp: _Optional[bytes] = ...) -> None: ...
 
 class FileHeld(_message.Message):
     __slots__ = ("name", "held", "crc32c")

@@ -106,7 +106,7 @@ class Failure(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., host: _Optional[str] = ..., kind: _Optional[_Union[FailureKind, str]] = ..., message: _Optional[str] = ...) -> None: ...
 
 class RankStatus(_message.Message):
-    __slots__ = ("rank", "host", "phase", "bytes_staged", "bytes_ingested", "bytes_uploaded", "bytes_durable", "retries", "last_error", "seconds_since_heard", "transport", "stalled_s", "planned_s", "staged_s", "ingested_s", "durable_s")
+    __slots__ = ("rank", "host", "phase", "bytes_staged", "bytes_ingested", "bytes_uploaded", "bytes_durable", "retries", "last_error", "seconds_since_seen", "transport", "stalled_s", "planned_s", "staged_s", "ingested_s", "durable_s")
     RANK_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
@@ -116,7 +116,7 @@ class RankStatus(_message.Message):
     BYTES_DURABLE_FIELD_NUMBER: _ClassVar[int]
     RETRIES_FIELD_NUMBER: _ClassVar[int]
     LAST_ERROR_FIELD_NUMBER: _ClassVar[int]
-    SECONDS_SINCE_HEARD_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_SINCE_SEEN_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     STALLED_S_FIELD_NUMBER: _ClassVar[int]
     PLANNED_S_FIELD_NUMBER: _ClassVar[int]
@@ -132,14 +132,14 @@ class RankStatus(_message.Message):
     bytes_durable: int
     retries: int
     last_error: str
-    seconds_since_heard: float
+    seconds_since_seen: float
     transport: str
     stalled_s: float
     planned_s: float
     staged_s: float
     ingested_s: float
     durable_s: float
-    def __init__(self, rank: _Optional[int] = ..., host: _Optional[str] = ..., phase: _Optional[_Union[RankPhase, str]] = ..., bytes_staged: _Optional[int] = ..., bytes_ingested: _Optional[int] = ..., bytes_uploaded: _Optional[int] = ..., bytes_durable: _Optional[int] = ..., retries: _Optional[int] = ..., last_error: _Optional[str] = ..., seconds_since_heard: _Optional[float] = ..., transport: _Optional[str] = ..., stalled_s: _Optional[float] = ..., planned_s: _Optional[float] = ..., staged_s: _Optional[float] = ..., ingested_s: _Optional[float] = ..., durable_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, rank: _Optional[int] = ..., host: _Optional[str] = ..., phase: _Optional[_Union[RankPhase, str]] = ..., bytes_staged: _Optional[int] = ..., bytes_ingested: _Optional[int] = ..., bytes_uploaded: _Optional[int] = ..., bytes_durable: _Optional[int] = ..., retries: _Optional[int] = ..., last_error: _Optional[str] = ..., seconds_since_seen: _Optional[float] = ..., transport: _Optional[str] = ..., stalled_s: _Optional[float] = ..., planned_s: _Optional[float] = ..., staged_s: _Optional[float] = ..., ingested_s: _Optional[float] = ..., durable_s: _Optional[float] = ...) -> None: ...
 
 class WaitingOn(_message.Message):
     __slots__ = ("ranks", "text", "deadline_s")
@@ -152,7 +152,7 @@ class WaitingOn(_message.Message):
     def __init__(self, ranks: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., deadline_s: _Optional[float] = ...) -> None: ...
 
 class SaveStatus(_message.Message):
-    __slots__ = ("save", "id", "checkpoint_id", "attempt", "state", "ranks", "failures", "waiting_on", "created_at", "planned_s", "ingested_s", "durable_s", "committed_s", "bytes_total", "note", "plan_id", "plan_wanted")
+    __slots__ = ("save", "id", "checkpoint_id", "attempt", "state", "ranks", "failures", "waiting_on", "created_at", "planned_s", "ingested_s", "durable_s", "committed_s", "bytes_total", "note", "plan_id", "full_plan_requested")
     SAVE_FIELD_NUMBER: _ClassVar[int]
     ID_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_ID_FIELD_NUMBER: _ClassVar[int]
@@ -169,7 +169,7 @@ class SaveStatus(_message.Message):
     BYTES_TOTAL_FIELD_NUMBER: _ClassVar[int]
     NOTE_FIELD_NUMBER: _ClassVar[int]
     PLAN_ID_FIELD_NUMBER: _ClassVar[int]
-    PLAN_WANTED_FIELD_NUMBER: _ClassVar[int]
+    FULL_PLAN_REQUESTED_FIELD_NUMBER: _ClassVar[int]
     save: SaveId
     id: str
     checkpoint_id: str
@@ -186,8 +186,8 @@ class SaveStatus(_message.Message):
     bytes_total: int
     note: str
     plan_id: str
-    plan_wanted: bool
-    def __init__(self, save: _Optional[_Union[SaveId, _Mapping]] = ..., id: _Optional[str] = ..., checkpoint_id: _Optional[str] = ..., attempt: _Optional[str] = ..., state: _Optional[_Union[SaveState, str]] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[Failure, _Mapping]]] = ..., waiting_on: _Optional[_Union[WaitingOn, _Mapping]] = ..., created_at: _Optional[float] = ..., planned_s: _Optional[float] = ..., ingested_s: _Optional[float] = ..., durable_s: _Optional[float] = ..., committed_s: _Optional[float] = ..., bytes_total: _Optional[int] = ..., note: _Optional[str] = ..., plan_id: _Optional[str] = ..., plan_wanted: bool = ...) -> None: ...
+    full_plan_requested: bool
+    def __init__(self, save: _Optional[_Union[SaveId, _Mapping]] = ..., id: _Optional[str] = ..., checkpoint_id: _Optional[str] = ..., attempt: _Optional[str] = ..., state: _Optional[_Union[SaveState, str]] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[Failure, _Mapping]]] = ..., waiting_on: _Optional[_Union[WaitingOn, _Mapping]] = ..., created_at: _Optional[float] = ..., planned_s: _Optional[float] = ..., ingested_s: _Optional[float] = ..., durable_s: _Optional[float] = ..., committed_s: _Optional[float] = ..., bytes_total: _Optional[int] = ..., note: _Optional[str] = ..., plan_id: _Optional[str] = ..., full_plan_requested: bool = ...) -> None: ...
 
 class ErrorDetail(_message.Message):
     __slots__ = ("type", "message", "failures", "resume_at")

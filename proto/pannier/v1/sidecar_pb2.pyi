@@ -124,12 +124,12 @@ class PlanRequest(_message.Message):
     def __init__(self, context: _Optional[_Union[SaveContext, _Mapping]] = ..., plan: _Optional[_Union[_plan_pb2.LocalPlan, _Mapping]] = ..., digest: _Optional[str] = ..., timeout_s: _Optional[float] = ..., save_timeout_s: _Optional[float] = ..., wire_version: _Optional[int] = ..., cached_plan_id: _Optional[str] = ..., attempt: _Optional[str] = ..., prepare: bool = ...) -> None: ...
 
 class PlanResponse(_message.Message):
-    __slots__ = ("plan", "wanted")
+    __slots__ = ("plan", "full_plan_requested")
     PLAN_FIELD_NUMBER: _ClassVar[int]
-    WANTED_FIELD_NUMBER: _ClassVar[int]
+    FULL_PLAN_REQUESTED_FIELD_NUMBER: _ClassVar[int]
     plan: _plan_pb2.FinalPlan
-    wanted: bool
-    def __init__(self, plan: _Optional[_Union[_plan_pb2.FinalPlan, _Mapping]] = ..., wanted: bool = ...) -> None: ...
+    full_plan_requested: bool
+    def __init__(self, plan: _Optional[_Union[_plan_pb2.FinalPlan, _Mapping]] = ..., full_plan_requested: bool = ...) -> None: ...
 
 class BeginRequest(_message.Message):
     __slots__ = ("context", "save_timeout_s", "wire_version")
@@ -195,49 +195,49 @@ class ReserveRequest(_message.Message):
     sizes: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, job: _Optional[str] = ..., incarnation: _Optional[str] = ..., rank: _Optional[int] = ..., client: _Optional[str] = ..., sizes: _Optional[_Iterable[int]] = ...) -> None: ...
 
-class LentFile(_message.Message):
-    __slots__ = ("slab", "capacity")
-    SLAB_FIELD_NUMBER: _ClassVar[int]
+class LeasedFile(_message.Message):
+    __slots__ = ("spool_file", "capacity")
+    SPOOL_FILE_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_FIELD_NUMBER: _ClassVar[int]
-    slab: str
+    spool_file: str
     capacity: int
-    def __init__(self, slab: _Optional[str] = ..., capacity: _Optional[int] = ...) -> None: ...
+    def __init__(self, spool_file: _Optional[str] = ..., capacity: _Optional[int] = ...) -> None: ...
 
 class ReserveResponse(_message.Message):
     __slots__ = ("files", "token")
     FILES_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
-    files: _containers.RepeatedCompositeFieldContainer[LentFile]
+    files: _containers.RepeatedCompositeFieldContainer[LeasedFile]
     token: bytes
-    def __init__(self, files: _Optional[_Iterable[_Union[LentFile, _Mapping]]] = ..., token: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, files: _Optional[_Iterable[_Union[LeasedFile, _Mapping]]] = ..., token: _Optional[bytes] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
-    __slots__ = ("job", "incarnation", "rank", "client", "slabs")
+    __slots__ = ("job", "incarnation", "rank", "client", "spool_files")
     JOB_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     CLIENT_FIELD_NUMBER: _ClassVar[int]
-    SLABS_FIELD_NUMBER: _ClassVar[int]
+    SPOOL_FILES_FIELD_NUMBER: _ClassVar[int]
     job: str
     incarnation: str
     rank: int
     client: str
-    slabs: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, job: _Optional[str] = ..., incarnation: _Optional[str] = ..., rank: _Optional[int] = ..., client: _Optional[str] = ..., slabs: _Optional[_Iterable[str]] = ...) -> None: ...
+    spool_files: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, job: _Optional[str] = ..., incarnation: _Optional[str] = ..., rank: _Optional[int] = ..., client: _Optional[str] = ..., spool_files: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ReleaseResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class MappedFile(_message.Message):
-    __slots__ = ("name", "slab", "stamp")
+    __slots__ = ("name", "spool_file", "stamp")
     NAME_FIELD_NUMBER: _ClassVar[int]
-    SLAB_FIELD_NUMBER: _ClassVar[int]
+    SPOOL_FILE_FIELD_NUMBER: _ClassVar[int]
     STAMP_FIELD_NUMBER: _ClassVar[int]
     name: str
-    slab: str
+    spool_file: str
     stamp: bytes
-    def __init__(self, name: _Optional[str] = ..., slab: _Optional[str] = ..., stamp: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., spool_file: _Optional[str] = ..., stamp: _Optional[bytes] = ...) -> None: ...
 
 class HandOverRequest(_message.Message):
     __slots__ = ("context", "attempt", "plan_id", "files", "varying", "mapped", "stalled_s", "metrics", "save_timeout_s")

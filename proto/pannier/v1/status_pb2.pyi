@@ -18,7 +18,7 @@ class ListSavesRequest(_message.Message):
     def __init__(self, job: _Optional[str] = ..., states: _Optional[_Iterable[_Union[_save_pb2.SaveState, str]]] = ..., limit: _Optional[int] = ...) -> None: ...
 
 class ListSavesResponse(_message.Message):
-    __slots__ = ("saves", "daemon_state", "host", "version", "bytes_queued", "oldest_upload_s", "spool_bytes", "spool_lent_bytes", "spool_held_bytes", "spool_saves_bytes", "spool_capacity_bytes", "spool_free_bytes")
+    __slots__ = ("saves", "daemon_state", "host", "version", "bytes_queued", "oldest_upload_s", "spool_bytes", "spool_leased_bytes", "spool_held_bytes", "spool_saves_bytes", "spool_capacity_bytes", "spool_free_bytes")
     SAVES_FIELD_NUMBER: _ClassVar[int]
     DAEMON_STATE_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
@@ -26,7 +26,7 @@ class ListSavesResponse(_message.Message):
     BYTES_QUEUED_FIELD_NUMBER: _ClassVar[int]
     OLDEST_UPLOAD_S_FIELD_NUMBER: _ClassVar[int]
     SPOOL_BYTES_FIELD_NUMBER: _ClassVar[int]
-    SPOOL_LENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SPOOL_LEASED_BYTES_FIELD_NUMBER: _ClassVar[int]
     SPOOL_HELD_BYTES_FIELD_NUMBER: _ClassVar[int]
     SPOOL_SAVES_BYTES_FIELD_NUMBER: _ClassVar[int]
     SPOOL_CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -38,12 +38,12 @@ class ListSavesResponse(_message.Message):
     bytes_queued: int
     oldest_upload_s: float
     spool_bytes: int
-    spool_lent_bytes: int
+    spool_leased_bytes: int
     spool_held_bytes: int
     spool_saves_bytes: int
     spool_capacity_bytes: int
     spool_free_bytes: int
-    def __init__(self, saves: _Optional[_Iterable[_Union[_save_pb2.SaveStatus, _Mapping]]] = ..., daemon_state: _Optional[str] = ..., host: _Optional[str] = ..., version: _Optional[str] = ..., bytes_queued: _Optional[int] = ..., oldest_upload_s: _Optional[float] = ..., spool_bytes: _Optional[int] = ..., spool_lent_bytes: _Optional[int] = ..., spool_held_bytes: _Optional[int] = ..., spool_saves_bytes: _Optional[int] = ..., spool_capacity_bytes: _Optional[int] = ..., spool_free_bytes: _Optional[int] = ...) -> None: ...
+    def __init__(self, saves: _Optional[_Iterable[_Union[_save_pb2.SaveStatus, _Mapping]]] = ..., daemon_state: _Optional[str] = ..., host: _Optional[str] = ..., version: _Optional[str] = ..., bytes_queued: _Optional[int] = ..., oldest_upload_s: _Optional[float] = ..., spool_bytes: _Optional[int] = ..., spool_leased_bytes: _Optional[int] = ..., spool_held_bytes: _Optional[int] = ..., spool_saves_bytes: _Optional[int] = ..., spool_capacity_bytes: _Optional[int] = ..., spool_free_bytes: _Optional[int] = ...) -> None: ...
 
 class GetSaveRequest(_message.Message):
     __slots__ = ("id",)

@@ -161,7 +161,7 @@ def check_reserve(request: sidecar_pb2.ReserveRequest) -> None:
 def check_release(request: sidecar_pb2.ReleaseRequest) -> None:
     """The sizes in a return of spool files."""
     check_words(client=request.client)
-    _at_most(len(request.slabs), MAX_SPOOL_FILES, "returned spool files in one request")
+    _at_most(len(request.spool_files), MAX_SPOOL_FILES, "returned spool files in one request")
 
 
 def check_connect(request: sidecar_pb2.ConnectRequest) -> None:
@@ -198,7 +198,7 @@ def shortened_status(status: save_pb2.RankStatus) -> save_pb2.RankStatus:
     short.CopyFrom(status)
     short.host = status.host[:MAX_HOST]
     short.last_error = status.last_error[:MAX_TEXT]
-    short.seconds_since_heard = age(status.seconds_since_heard)
+    short.seconds_since_seen = age(status.seconds_since_seen)
     short.stalled_s = age(status.stalled_s)
     return short
 
@@ -208,7 +208,7 @@ def is_short(status: save_pb2.RankStatus) -> bool:
     return (
         len(status.host) <= MAX_HOST
         and len(status.last_error) <= MAX_TEXT
-        and 0 <= status.seconds_since_heard < math.inf
+        and 0 <= status.seconds_since_seen < math.inf
     )
 
 

@@ -156,7 +156,7 @@ def _ranks_table(save: save_pb2.SaveStatus) -> Table:
             size(rank.bytes_uploaded),
             size(rank.bytes_durable),
             str(rank.retries),
-            f"{rank.seconds_since_heard:.0f} s ago",
+            f"{rank.seconds_since_seen:.0f} s ago",
             Text(rank.last_error),
         )
     return made

@@ -175,17 +175,17 @@ def _apply_trainer_report(
 ) -> None:
     if state.has_live_sidecar and state.sidecar is not None and state.sidecar.host != sidecar.host:
         return  # the rank runs on another host
-    if trainer.gone:
+    if trainer.death:
         # For a rank that has handed in a plan or data, its sidecar reports what became of that.
         missing = state.phase <= save_pb2.RANK_PHASE_MISSING and state.receipt is None
         if missing and not save.resumed and save.state in (State.PLANNING, State.STAGING):
             save.fail(
                 save_pb2.FAILURE_KIND_LOST,
-                f"{trainer.gone[: limits.MAX_NAME]} is gone: it ended before it took part in this save",
+                f"{trainer.death[: limits.MAX_NAME]} is gone: it ended before it took part in this save",
                 state.rank,
             )
         return
-    state.note_trainer(sidecar, limits.age(trainer.seconds_since_heard))
+    state.note_trainer(sidecar, limits.age(trainer.seconds_since_seen))
 
 
 class IncarnationWatch:

@@ -104,7 +104,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         if save.failing:
             raise save.error()
         if claimed and save.state is State.PLANNING:
-            return sidecar_pb2.PlanResponse(wanted=True)
+            return sidecar_pb2.PlanResponse(full_plan_requested=True)
         plan = self._agreed_plan(save)
         save.ranks[rank].advance(save_pb2.RANK_PHASE_PLANNED)
         if claimed:

@@ -139,7 +139,7 @@ class SidecarStreams:
 
     def _apply_request(self, stream: _Stream, request: coordinator_pb2.AttachRequest) -> None:
         peer = stream.peer
-        trainer = any(not trainer.gone for trainer in request.trainers)
+        trainer = any(not trainer.death for trainer in request.trainers)
         peer.note_message(trainer=trainer)
         if trainer:
             self.trainer_seen = peer.trainer_seen

@@ -231,9 +231,9 @@ def backlog_families(backlog: Backlog) -> Iterable[Metric]:
             backlog.spool_bytes,
         ),
         (
-            "pannier_spool_lent_bytes",
+            "pannier_spool_leased_bytes",
             "Reserved bytes that trainers have mapped and stage into.",
-            backlog.lent_bytes,
+            backlog.leased_bytes,
         ),
         (
             "pannier_spool_held_bytes",

@@ -34,7 +34,7 @@ class Backlog:
     """Age of the oldest upload, seconds."""
     spool_bytes: int = 0
     """Reserved in the spool; of these, mapped by trainers, and released but mapped by stopped processes."""
-    lent_bytes: int = 0
+    leased_bytes: int = 0
     held_bytes: int = 0
     saves_bytes: int = 0
     """Of the reserved ones: hold data files of saves."""
@@ -142,7 +142,7 @@ def describe_daemon(daemon_info: DaemonInfo) -> status_pb2.ListSavesResponse:
         bytes_queued=backlog.bytes_queued,
         oldest_upload_s=backlog.oldest_s,
         spool_bytes=backlog.spool_bytes,
-        spool_lent_bytes=backlog.lent_bytes,
+        spool_leased_bytes=backlog.leased_bytes,
         spool_held_bytes=backlog.held_bytes,
         spool_saves_bytes=backlog.saves_bytes,
         spool_capacity_bytes=backlog.capacity_bytes,

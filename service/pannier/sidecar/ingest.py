@@ -138,7 +138,7 @@ class Ingest:
     def release(self, request: sidecar_pb2.ReleaseRequest) -> None:
         """Ends the leases of files that a client has unmapped."""
         limits.check_release(request)
-        self._mapped.release((request.job, request.incarnation, request.rank), request.slabs)
+        self._mapped.release((request.job, request.incarnation, request.rank), request.spool_files)
 
     def record_progress(self, rank: RankSave, file: DataFile) -> None:
         """Records how much of ``file`` is here: a restarted sidecar resumes there.
@@ -252,7 +252,7 @@ class Ingest:
                 )
             if file is None:
                 _check_file_count(rank, label)
-                spool_file = self._mapped.claim(rank, mapped.slab, header.size)
+                spool_file = self._mapped.claim(rank, mapped.spool_file, header.size)
                 file = self._add_file(rank, header, spool_file, mapped.stamp)
             files.append(file)
         if files:

@@ -71,8 +71,8 @@ class TrainerLiveness:
                 job=job,
                 incarnation=incarnation,
                 rank=rank,
-                seconds_since_heard=now - at,
-                gone=description,
+                seconds_since_seen=now - at,
+                death=description,
             )
             for (job, incarnation, rank), at, description in (*seen, *dead)
             if not description or now - at < _DEAD_KEPT_S

@@ -225,7 +225,7 @@ class RankSave:
     def withdraw_claim(self) -> bool:
         """Withdraws the claim when the coordinator requests the full plan; returns whether it does."""
         status = self.save.coordinator_status
-        if self.phase is not Phase.PLANNING or status is None or not status.plan_wanted:
+        if self.phase is not Phase.PLANNING or status is None or not status.full_plan_requested:
             return False
         self.claim = None
         return True
@@ -310,7 +310,7 @@ class Save:
         return (
             before is None
             or before.state != status.state
-            or before.plan_wanted != status.plan_wanted
+            or before.full_plan_requested != status.full_plan_requested
             or len(before.failures) != len(status.failures)
         )
 

@@ -48,7 +48,7 @@ def rank_status(rank: RankSave) -> save_pb2.RankStatus:
         bytes_durable=sum(file.size for file in files if file.upload.durable),
         retries=transfer.retries,
         last_error=rank.failure.message if rank.failure else transfer.last_error,
-        seconds_since_heard=observer_clock.now() - rank.last_seen,
+        seconds_since_seen=observer_clock.now() - rank.last_seen,
         transport=transfer.transport,
         stalled_s=transfer.stalled_s,
     )
@@ -101,7 +101,7 @@ def backlog(pending: Iterable[RankSave], spool: Spool, mapped: MappedFiles) -> B
         bytes_queued=sum(max(0, file.held - file.upload.uploaded) for file in files),
         oldest_s=max((now - file.upload.opened_at for file in files), default=0.0),
         spool_bytes=spool.reserved,
-        lent_bytes=leased,
+        leased_bytes=leased,
         held_bytes=held,
         saves_bytes=max(0, spool.reserved - spool.spare - held - mapped.unused()),
         capacity_bytes=capacity,

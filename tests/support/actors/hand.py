@@ -72,7 +72,7 @@ class Hand(Trainer):
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.1)
-        if answer.wanted:
+        if answer.full_plan_requested:
             return self.agree(context, timeout_s=timeout_s, save_timeout_s=save_timeout_s)
         assert answer.plan == plan_pb2.FinalPlan(plan_id=answer.plan.plan_id, attempt=final.attempt)
         final.plan_id = answer.plan.plan_id

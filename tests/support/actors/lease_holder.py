@@ -25,7 +25,7 @@ PATIENCE_S = 3.0
 class LeasedFile:
     """One leased file."""
 
-    slab: str
+    spool_file: str
     capacity: int
     fd: int
 
@@ -101,7 +101,7 @@ class LeaseHolder:
                 time.sleep(0.05)
         fds = self.fetch(answer.token, len(answer.files))
         new = [
-            LeasedFile(file.slab, file.capacity, fd)
+            LeasedFile(file.spool_file, file.capacity, fd)
             for file, fd in zip(answer.files, fds, strict=True)
         ]
         self.leased += new
@@ -109,12 +109,16 @@ class LeaseHolder:
 
     def release(self, *leased: LeasedFile) -> None:
         who = self.trainer
-        slabs = [each.slab for each in leased]
+        spool_files = [each.spool_file for each in leased]
         for each in leased:
             os.close(each.fd)
             self.leased.remove(each)
         request = sidecar_pb2.ReleaseRequest(
-            job=who.job, incarnation=who.incarnation, rank=who.rank, client=who.client, slabs=slabs
+            job=who.job,
+            incarnation=who.incarnation,
+            rank=who.rank,
+            client=who.client,
+            spool_files=spool_files,
         )
         who.call("Release", request)
 
@@ -124,7 +128,7 @@ def staged(lent: LeasedFile, name: str, data: bytes) -> "Mapped":
     stamp = os.urandom(STAMP_BYTES)
     assert os.pwrite(lent.fd, stamp, lent.capacity) == STAMP_BYTES
     assert os.pwrite(lent.fd, data, 0) == len(data)
-    return Mapped(name, len(data), lent.slab, stamp)
+    return Mapped(name, len(data), lent.spool_file, stamp)
 
 
 @dataclass
@@ -133,7 +137,7 @@ class Mapped:
 
     name: str
     size: int
-    slab: str
+    spool_file: str
     stamp: bytes = bytes(STAMP_BYTES)
     """That of a fresh file."""
 
@@ -155,7 +159,7 @@ def hand_over(
         files=[records_pb2.DataFile(name=each.name, size=each.size) for each in files],
         varying=varying,
         mapped=[
-            sidecar_pb2.MappedFile(name=each.name, slab=each.slab, stamp=each.stamp)
+            sidecar_pb2.MappedFile(name=each.name, spool_file=each.spool_file, stamp=each.stamp)
             for each in files
         ],
     )

@@ -183,7 +183,7 @@ class ScriptedSidecar(sidecar_pb2_grpc.SidecarServicer):
         self._take("Plan", request, context)
         if request.cached_plan_id and not request.HasField("plan"):
             agreed = plan_pb2.FinalPlan(plan_id=request.cached_plan_id, attempt=request.attempt)
-            return sidecar_pb2.PlanResponse(plan=agreed, wanted=self.forgetful)
+            return sidecar_pb2.PlanResponse(plan=agreed, full_plan_requested=self.forgetful)
         local = request.plan
         lengths = [decode_column(column) for column in (local.head, local.body, local.tail)]
         slotted = [i for i, head in enumerate(lengths[0]) if head]

@@ -97,7 +97,7 @@ def test_a_sidecar_that_speaks_for_ranks_of_another_host_harms_nobody(
                 report(who[0], "../../elsewhere", INGESTED),
                 trainers=[
                     coordinator_pb2.TrainerStatus(
-                        job="job", incarnation="aa", rank=rank, gone="x" * 10**6
+                        job="job", incarnation="aa", rank=rank, death="x" * 10**6
                     )
                     for rank in (0, 1)
                 ],
@@ -206,11 +206,11 @@ def test_nonsense_in_a_report_is_left_out_and_the_rest_counts(
                     final.attempt,
                     DURABLE,
                     receipt=receipt_of(final, rank),
-                    seconds_since_heard=math.nan if rank else -1e300,
+                    seconds_since_seen=math.nan if rank else -1e300,
                 )
                 await sidecar.send(made)
             status = await sidecar.await_state(context(0, place).save, COMMITTED)
-            assert all(rank.seconds_since_heard >= 0 for rank in status.ranks)
+            assert all(rank.seconds_since_seen >= 0 for rank in status.ranks)
 
     asyncio.run(scenario())
 

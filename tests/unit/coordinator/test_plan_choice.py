@@ -104,7 +104,7 @@ class Job:
     async def wanted(self, number: int, *ranks: int) -> None:
         save = self.context(0, number).save
         for rank in ranks or (0, 1):
-            await self.sidecars[rank].await_status(save, lambda status: status.plan_wanted)
+            await self.sidecars[rank].await_status(save, lambda status: status.full_plan_requested)
 
     async def commit(self, number: int, finals: list[plan_pb2.FinalPlan]) -> None:
         for rank, final in enumerate(finals):
@@ -431,7 +431,7 @@ def test_a_call_may_claim_a_plan_too(sockets: Path, tmp_path: Path) -> None:
             (job.given[0].plan_id, attempt_name(2))
         ] * 2
         answers = await asyncio.gather(*(_call(job, rank, 3, "f" * 64) for rank in (0, 1)))
-        assert [answer.wanted for answer in answers] == [True, True]
+        assert [answer.full_plan_requested for answer in answers] == [True, True]
 
     play(scenario, sockets, tmp_path)
 

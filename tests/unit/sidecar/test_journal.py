@@ -34,8 +34,12 @@ def begun(part: int, rank: int = 0) -> Record:
     )
 
 
-def opened(part: int, name: str = "f", *, size: int = 10, slab: str = "00000001.data") -> Record:
-    return Record(part=part, opened=journal_pb2.FileOpened(name=name, size=size, slab=slab))
+def opened(
+    part: int, name: str = "f", *, size: int = 10, spool_file: str = "00000001.data"
+) -> Record:
+    return Record(
+        part=part, opened=journal_pb2.FileOpened(name=name, size=size, spool_file=spool_file)
+    )
 
 
 def held(part: int, count: int, crc: int, name: str = "f") -> Record:
@@ -53,7 +57,7 @@ STORY = [
     held(1, 4, 44),
     ingested(1),
     begun(2, 1),
-    opened(2, slab="00000002.data"),
+    opened(2, spool_file="00000002.data"),
     held(2, 10, 22),
 ]
 
@@ -323,7 +327,12 @@ def test_a_spool_file_belongs_to_the_last_data_file_in_it() -> None:
 
 def test_nonsense_changes_nothing() -> None:
     expected = parts(begun(1), opened(1), held(1, 4, 44))
-    late = [opened(1, slab="00000009.data"), held(1, 3, 3), held(1, 11, 3), held(1, 5, 5, "g")]
+    late = [
+        opened(1, spool_file="00000009.data"),
+        held(1, 3, 3),
+        held(1, 11, 3),
+        held(1, 5, 5, "g"),
+    ]
     assert parts(begun(1), opened(1), held(1, 4, 44), *late, opened(7), begun(1, 5)) == expected
 
 

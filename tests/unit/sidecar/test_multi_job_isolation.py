@@ -127,12 +127,12 @@ def test_a_lease_of_one_job_is_no_other_jobs(two: NodeHost) -> None:
         a.plan(context)
         name = f"__{attempt_of(context.save)}_0_0.distcp"
         with pytest.raises(InvalidRequestError, match="is no spool file"):
-            hand_over(a, context, [Mapped(name, len(OTHERS), leased.slab)])
+            hand_over(a, context, [Mapped(name, len(OTHERS), leased.spool_file)])
         # Given back by the wrong one, it stays leased.
         a.call(
             "Release",
             sidecar_pb2.ReleaseRequest(
-                job="a", incarnation="inc1", rank=0, client="c-b", slabs=[leased.slab]
+                job="a", incarnation="inc1", rank=0, client="c-b", spool_files=[leased.spool_file]
             ),
         )
         context = b.context(two.id("b"))

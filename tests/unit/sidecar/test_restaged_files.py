@@ -126,7 +126,9 @@ def test_a_mapped_file_without_a_stamp_is_refused(host: Host, stamp: bytes) -> N
     with LeaseHolder(trainer, host.address) as holder:
         (leased,) = holder.lease(MIB)
         with pytest.raises(InvalidRequestError, match="is mapped with the stamp"):
-            hand_over(trainer, context, [Mapped(name(trainer, context), MIB, leased.slab, stamp)])
+            hand_over(
+                trainer, context, [Mapped(name(trainer, context), MIB, leased.spool_file, stamp)]
+            )
 
 
 def test_a_streamed_file_cannot_be_handed_over_as_mapped(host: Host) -> None:

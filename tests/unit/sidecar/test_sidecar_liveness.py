@@ -36,10 +36,10 @@ def test_a_trainer_without_a_save_is_reported_with_when_it_was_last_seen(host: H
     trainer = host.trainer()
     await_true(lambda: bool(reported(host)), "a report of the trainer")
     await_true(
-        lambda: reported(host)[0].seconds_since_heard > 1.5, "the missing pings in the report"
+        lambda: reported(host)[0].seconds_since_seen > 1.5, "the missing pings in the report"
     )
     ping(trainer)
-    await_true(lambda: reported(host)[0].seconds_since_heard < 1.4, "the ping in the report")
+    await_true(lambda: reported(host)[0].seconds_since_seen < 1.4, "the ping in the report")
     # Only the one that is connected speaks for it.
     trainers = host.sidecar.trainers
     before = trainers._last_seen[("job", "inc1", 0)]
@@ -51,12 +51,12 @@ def test_a_trainer_whose_connection_ends_is_dead_until_it_is_back(host: Host) ->
     host.trainer().die()
     await_true(
         lambda: (
-            [each.gone for each in reported(host)] == ["the process 4242 of rank 0 on host node-0"]
+            [each.death for each in reported(host)] == ["the process 4242 of rank 0 on host node-0"]
         ),
         "the trainer is dead",
     )
     host.trainer()
-    await_true(lambda: [each.gone for each in reported(host)] == [""], "the trainer is back")
+    await_true(lambda: [each.death for each in reported(host)] == [""], "the trainer is back")
 
 
 def test_a_client_that_said_goodbye_is_not_dead(host: Host) -> None:

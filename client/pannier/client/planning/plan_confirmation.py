@@ -61,7 +61,7 @@ class PlanConfirmation:
             attempt=attempt,
         )
         answer = self._send(request)
-        if answer.wanted:
+        if answer.full_plan_requested:
             # The coordinator doesn't know the plan id: it needs the full local plan.
             request.plan.CopyFrom(plan.message)
             request.ClearField("cached_plan_id")

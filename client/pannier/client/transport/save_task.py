@@ -396,7 +396,7 @@ class SaveTask:
             files=files,
             varying=self._staged.varying,
             mapped=[
-                sidecar_pb2.MappedFile(name=name, slab=mapping.file, stamp=mapping.stamp)
+                sidecar_pb2.MappedFile(name=name, spool_file=mapping.file, stamp=mapping.stamp)
                 for name, mapping in mapped.items()
             ],
             stalled_s=self.status.times.stalled_s,

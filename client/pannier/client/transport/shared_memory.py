@@ -185,7 +185,7 @@ class FileLeases:
             try:
                 descriptors = self._fetch(reserved.token, len(reserved.files))
                 return [
-                    SpoolMapping(self, file.slab, file.capacity, fd)
+                    SpoolMapping(self, file.spool_file, file.capacity, fd)
                     for file, fd in zip(reserved.files, descriptors, strict=True)
                 ]
             except OSError as error:

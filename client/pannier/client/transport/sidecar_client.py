@@ -312,7 +312,11 @@ class SidecarClient:
     def _release(self, files: Sequence[str]) -> None:
         who = self.identity
         request = sidecar_pb2.ReleaseRequest(
-            job=who.job, incarnation=who.incarnation, rank=who.rank, client=who.client, slabs=files
+            job=who.job,
+            incarnation=who.incarnation,
+            rank=who.rank,
+            client=who.client,
+            spool_files=files,
         )
         try:
             self._call("Release", request, DISCONNECT_S)

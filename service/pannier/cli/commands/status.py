@@ -81,7 +81,7 @@ def command(
         held = f", {output.size(listed.spool_held_bytes)} held by stopped processes"
         out.print(
             f"spool: {output.size(listed.spool_bytes)}, of these "
-            f"{output.size(listed.spool_lent_bytes)} mapped by trainers"
+            f"{output.size(listed.spool_leased_bytes)} mapped by trainers"
             f"{held if listed.spool_held_bytes else ''}"
             f"; {output.size(listed.spool_free_bytes)} free"
         )

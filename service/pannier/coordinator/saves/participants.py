@@ -79,7 +79,7 @@ class RankState:
         self.host = self.host or sidecar.host
         seen = observer_clock.now() - age_s
         self.last_seen = seen if self.last_seen is None else max(self.last_seen, seen)
-        self.reported.seconds_since_heard = age_s
+        self.reported.seconds_since_seen = age_s
 
     def seconds_since_seen(self, suspect_after_s: float) -> float | None:
         """Seconds since the last heartbeat; None: none yet.
@@ -93,7 +93,7 @@ class RankState:
         if self.last_seen is None:
             return None
         own = now - self.last_seen
-        if self.sidecar is not None and self.reported.seconds_since_heard < suspect_after_s:
+        if self.sidecar is not None and self.reported.seconds_since_seen < suspect_after_s:
             return min(own, now - self.sidecar.last_seen)
         return own
 
@@ -131,7 +131,7 @@ class Participants:
         """Applies what the rank's sidecar reports, except for its phase."""
         state = self.by_rank[rank]
         state.sidecar, state.reported = sidecar, status
-        state.last_seen = observer_clock.now() - status.seconds_since_heard
+        state.last_seen = observer_clock.now() - status.seconds_since_seen
         self.upload_begun = self.upload_begun or status.bytes_uploaded > 0
 
     def add_receipt(self, receipt: records_pb2.Receipt) -> None:

@@ -57,7 +57,7 @@ def status(save: Save, *, ranks: bool = True) -> save_pb2.SaveStatus:
         committed_s=save.durations.get(State.COMMITTED, 0),
         note=save.note,
         plan_id=save.records.plan_id,
-        plan_wanted=save.plans.full_requested and save.state is State.PLANNING,
+        full_plan_requested=save.plans.full_requested and save.state is State.PLANNING,
         bytes_total=sum(
             max(
                 each.reported.bytes_staged,
@@ -76,7 +76,7 @@ def _rank_status(save: Save, state: RankState) -> save_pb2.RankStatus:
     seen = save.participants.seen(state.rank)
     out.host = state.host or seen.host
     if seen.last_seen_s is not None:
-        out.seconds_since_heard = seen.last_seen_s
+        out.seconds_since_seen = seen.last_seen_s
     set_times(out, state.reached, save.deadlines.start)
     failure = save.outcome.failures.get(state.rank)
     if failure is not None:

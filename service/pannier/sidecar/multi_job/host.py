@@ -297,7 +297,7 @@ class MultiJobSidecar:
             bytes_queued=sum(one.bytes_queued for one in each),
             oldest_s=max((one.oldest_s for one in each), default=0.0),
             spool_bytes=sum(one.spool_bytes for one in each),
-            lent_bytes=sum(one.lent_bytes for one in each),
+            leased_bytes=sum(one.leased_bytes for one in each),
             held_bytes=sum(one.held_bytes for one in each),
             saves_bytes=sum(one.saves_bytes for one in each),
             capacity_bytes=capacity,

@@ -299,7 +299,7 @@ class SidecarServicer(sidecar_pb2_grpc.SidecarServicer):
 
         def decided() -> bool:
             status = rank.save.coordinator_status
-            plan_requested = status is not None and status.plan_wanted
+            plan_requested = status is not None and status.full_plan_requested
             ended = rank.save.outcome is not None or rank.phase is not Phase.PLANNING
             return cancelled or plan_requested or ended or bool(_storage_failures(rank))
 
@@ -313,7 +313,7 @@ class SidecarServicer(sidecar_pb2_grpc.SidecarServicer):
             confirmed = plan_pb2.FinalPlan(plan_id=rank.plan.id, attempt=rank.attempt)
             return sidecar_pb2.PlanResponse(plan=confirmed)
         if in_time and not cancelled and self._saves.withdraw_claim(rank):
-            return sidecar_pb2.PlanResponse(wanted=True)
+            return sidecar_pb2.PlanResponse(full_plan_requested=True)
         if failures := _storage_failures(rank):
             error = aborted_error(rank.save.key, rank.save.checkpoint_id, failures)
             self._saves.reject(rank, error)

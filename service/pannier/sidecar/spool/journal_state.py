@@ -76,7 +76,7 @@ class RankState:
         yield Record(part=self.number, begun=self.begun)
         for file in self.files.values():
             opened = journal_pb2.FileOpened(
-                name=file.name, size=file.size, slab=file.spool_file, stamp=file.stamp
+                name=file.name, size=file.size, spool_file=file.spool_file, stamp=file.stamp
             )
             yield Record(part=self.number, opened=opened)
             if file.held:
@@ -164,7 +164,7 @@ class RankStates:
     def _open(self, state: RankState, opened: journal_pb2.FileOpened) -> None:
         if opened.name in state.files:
             return
-        file = FileState(opened.name, opened.size, opened.slab, opened.stamp)
+        file = FileState(opened.name, opened.size, opened.spool_file, opened.stamp)
         state.files[file.name] = file
         if file.spool_file:
             previous = self._by_spool_file.get(file.spool_file)
@@ -231,7 +231,7 @@ class JournalState:
     def record_opened(self, rank: RankSave, file: DataFile) -> None:
         """The spool file of ``file`` belongs to it from now on; before its first byte."""
         opened = journal_pb2.FileOpened(
-            name=file.name, size=file.size, slab=file.spool_file.path.name, stamp=file.stamp
+            name=file.name, size=file.size, spool_file=file.spool_file.path.name, stamp=file.stamp
         )
         self._record(rank, "opened", Record(opened=opened), begin=True)
 

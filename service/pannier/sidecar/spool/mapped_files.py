@@ -125,7 +125,7 @@ class MappedFiles:
                 self._by_file[file] = (lease, name)
         return sidecar_pb2.ReserveResponse(
             files=[
-                sidecar_pb2.LentFile(slab=name, capacity=file.stageable)
+                sidecar_pb2.LeasedFile(spool_file=name, capacity=file.stageable)
                 for name, file in lease.files.items()
             ],
             token=lease.token,

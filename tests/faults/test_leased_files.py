@@ -131,26 +131,28 @@ def test_a_file_of_another_rank_is_refused(
     ):
         with Trainer(host.address, **who) as other:  # type: ignore[arg-type]
             context = host.context(other)
-            with pytest.raises(InvalidRequestError, match=f"'{ours.slab}' is no spool file that"):
-                hand_over(other, context, [Mapped(name(context), MIB, ours.slab)])
+            with pytest.raises(
+                InvalidRequestError, match=f"'{ours.spool_file}' is no spool file that"
+            ):
+                hand_over(other, context, [Mapped(name(context), MIB, ours.spool_file)])
             # Nor can it be given back by others.
             with LeaseHolder(other, host.address) as thief:
-                thief.leased = [LeasedFile(ours.slab, MIB, os.dup(ours.fd))]
+                thief.leased = [LeasedFile(ours.spool_file, MIB, os.dup(ours.fd))]
                 thief.release(thief.leased[0])
     assert os.pread(ours.fd, MIB, 0) == data
     host.save(trainer, ours, data)
 
 
 @pytest.mark.parametrize(
-    "slab", ["", "00000001.data", "../journal", "/etc/passwd", "x" * 128, "\0", "ä-1-0"]
+    "spool_file", ["", "00000001.data", "../journal", "/etc/passwd", "x" * 128, "\0", "ä-1-0"]
 )
 def test_a_name_that_was_never_lent_is_refused(
-    host: Host, trainer: Trainer, borrower: LeaseHolder, slab: str
+    host: Host, trainer: Trainer, borrower: LeaseHolder, spool_file: str
 ) -> None:
     (lent,) = borrower.lease(MIB)
     context = host.context(trainer)
     with pytest.raises(InvalidRequestError, match="is no spool file that the rank has leased"):
-        hand_over(trainer, context, [Mapped(name(context), MIB, slab)])
+        hand_over(trainer, context, [Mapped(name(context), MIB, spool_file)])
     host.save(trainer, lent, os.urandom(MIB))
 
 
@@ -161,15 +163,15 @@ def test_a_file_that_holds_a_save_under_way_is_refused_a_second_time(
     lent, other = borrower.lease(MIB, MIB)
     data = os.urandom(MIB)
     context = host.context(trainer)
-    twice = [staged(lent, name(context), data), Mapped(name(context, "1"), MIB, lent.slab)]
-    with pytest.raises(InvalidRequestError, match=f"{lent.slab} already holds a data file"):
+    twice = [staged(lent, name(context), data), Mapped(name(context, "1"), MIB, lent.spool_file)]
+    with pytest.raises(InvalidRequestError, match=f"{lent.spool_file} already holds a data file"):
         hand_over(trainer, context, twice)
     # It says so better.
     right = [twice[0], staged(other, name(context, "1"), data)]
     hand_over(trainer, context, right)
     following = host.context(trainer)
-    with pytest.raises(InvalidRequestError, match=f"{lent.slab} already holds a data file"):
-        hand_over(trainer, following, [Mapped(name(following), MIB, lent.slab)])
+    with pytest.raises(InvalidRequestError, match=f"{lent.spool_file} already holds a data file"):
+        hand_over(trainer, following, [Mapped(name(following), MIB, lent.spool_file)])
     host.end_well(trainer, context, data)
     hand_over(trainer, following, [staged(lent, name(following), data)])
     host.end_well(trainer, following, data)
@@ -182,7 +184,7 @@ def test_more_bytes_than_were_lent_are_refused(
     for size in (lent.capacity + 1, 1 << 62):
         context = host.context(trainer)
         with pytest.raises(InvalidRequestError, match=rf"{size} bytes .* has {lent.capacity}"):
-            hand_over(trainer, context, [Mapped(name(context), size, lent.slab)])
+            hand_over(trainer, context, [Mapped(name(context), size, lent.spool_file)])
     host.save(trainer, lent, os.urandom(MIB))
 
 
@@ -193,12 +195,12 @@ def test_a_file_that_is_given_back_or_whose_borrower_is_gone_is_refused(
     borrower.release(lent)
     with LeaseHolder(trainer, host.address) as late:
         (gone,) = late.lease(MIB)
-    for slab in (lent.slab, gone.slab):
+    for spool_file in (lent.spool_file, gone.spool_file):
 
-        def refused(slab: str = slab) -> bool:
+        def refused(spool_file: str = spool_file) -> bool:
             context = host.context(trainer)
             try:
-                hand_over(trainer, context, [Mapped(name(context), MIB, slab)])
+                hand_over(trainer, context, [Mapped(name(context), MIB, spool_file)])
             except InvalidRequestError as error:
                 return "is no spool file that" in str(error)
             return False
@@ -310,7 +312,7 @@ def test_what_an_earlier_sidecar_lent_is_refused_and_can_be_streamed(tmp_path: P
             # Names of the new one's loans differ, and what we still hold is nobody else's.
             with LeaseHolder(trainer, host.address) as anew:
                 (other,) = anew.lease(MIB)
-                assert other.slab != lent.slab
+                assert other.spool_file != lent.spool_file
                 assert other.inode != lent.inode
         trainer.hand_over(context, trainer.write(context, "0", data))
         host.end_well(trainer, context, data)
