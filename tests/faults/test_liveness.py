@@ -114,7 +114,7 @@ def test_a_stopped_daemon_is_named_and_the_save_goes_on_when_it_does(
         wait_until(lambda: len(warned()) > 0)
         assert len(warned()) == 1
         assert re.match(r"the sidecar at .* does not respond, last seen", warned()[0])
-        wait_until(lambda: "node-0 is attached, but was last seen" in daemons.coordinator.log())
+        wait_until(lambda: "node-0 is attached but unresponsive" in daemons.coordinator.log())
         daemons.sidecar.resume()
         server.clear()
         handle.result(30)

@@ -26,10 +26,10 @@ def await_save(
         save: its id, or a checkpoint id (its newest save).
 
     Raises AssertionError with the last status when the save ends, or the deadline passes,
-    without it.
+    without it. A daemon that doesn't accept connections yet is waited for.
     """
     deadline = time.monotonic() + timeout
-    last = None
+    last, problem = None, ""
     with grpc.insecure_channel(address, options=addresses.channel_options()) as channel:
         stub = status_pb2_grpc.StatusStub(channel)
         while time.monotonic() < deadline:
@@ -41,11 +41,13 @@ def await_save(
                         return last
                 break
             except grpc.RpcError as error:
-                if error.code() is not grpc.StatusCode.NOT_FOUND:
+                not_yet = (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.UNAVAILABLE)
+                if last is not None or error.code() not in not_yet:
                     raise AssertionError(f"{save}: {error.details()}; last: {last}") from error
+                problem = error.details()
             # It has not begun yet.
             time.sleep(0.02)
-    raise AssertionError(f"{save} did not come to that within {timeout} s: {last}")
+    raise AssertionError(f"{save} did not come to that within {timeout} s: {last or problem}")
 
 
 def all_in(phase: "save_pb2.RankPhase") -> Callable[[save_pb2.SaveStatus], bool]:

@@ -154,9 +154,9 @@ def test_a_killed_daemon_is_started_again(up: Up) -> None:
 
 def test_restarts_wait_longer_each_time(up: Up) -> None:
     process = up.start(sidecar=OBEDIENT + "sys.exit(1)")
-    up.wait_for(lambda: "again in 0.8 s" in process.log(), "third crash")
-    assert "again in 0.2 s" in process.log()
-    assert "again in 0.4 s" in process.log()
+    up.wait_for(lambda: "restart in 0.8 s" in process.log(), "third crash")
+    assert "restart in 0.2 s" in process.log()
+    assert "restart in 0.4 s" in process.log()
     assert process.stop() == 0
 
 

@@ -75,6 +75,7 @@ def test_a_hand_over_that_arrives_after_the_next_save_was_staged_fails_by_name(h
             hand_over(trainer, context, [late])
         assert_failed(host, context, "staged another save into the spool file")
         host.coordinator.decide(context, save_pb2.SAVE_STATE_ABORTED)
+        trainer.await_state(context, save_pb2.SAVE_STATE_ABORTED)
         hand_over(trainer, following, [file])
         host.coordinator.await_phase(following, DURABLE)
     assert Path(host.id(2), name(trainer, following)).read_bytes() == data
