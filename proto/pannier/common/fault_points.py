@@ -89,7 +89,8 @@ class _Armed:
             self._left -= 1
             now = self._left == 0
         if now:
-            os.kill(os.getpid(), self._number)
+            # To this thread, which a stop of the process would not reach before its main thread runs.
+            signal.pthread_kill(threading.get_ident(), self._number)
 
 
 _armed: Final = (
