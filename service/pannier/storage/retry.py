@@ -24,6 +24,7 @@ from pannier.storage.base import (
     notify_retry,
     unlimited,
 )
+from pannier.wire.errors import IntegrityError
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -149,6 +150,15 @@ async def settle(write: Callable[[], Coroutine[Any, Any, T]], *, retried: Retrie
         except UnsettledError as error:
             problem = error
     raise StorageError(f"{problem} (given up after {_SETTLE_TRIES} tries)") from problem
+
+
+async def settle_upload(upload: Callable[[], Coroutine[Any, Any, T]], *, retried: Retried) -> T:
+    """As :func:`settle`; what arrived damaged is sent once more. Raises IntegrityError, StorageError."""
+    try:
+        return await settle(upload, retried=retried)
+    except IntegrityError as error:
+        retried(str(error))
+        return await settle(upload, retried=retried)
 
 
 def in_time(operation: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Coroutine[Any, Any, T]]:

@@ -39,7 +39,14 @@ from pannier.storage.gcs.http import (
 from pannier.storage.gcs.resumable_upload import ResumableUpload, encode_crc
 from pannier.storage.http_body import Slices
 from pannier.storage.io_threads import BUFFER, buffers
-from pannier.storage.retry import TransientError, UnsettledError, retry, settle, uncounted
+from pannier.storage.retry import (
+    TransientError,
+    UnsettledError,
+    retry,
+    settle,
+    settle_upload,
+    uncounted,
+)
 from pannier.storage.source_reader import SourceReader
 from pannier.storage.url import Location, check_key
 
@@ -88,11 +95,7 @@ class GcsStore(Store):
     ) -> ObjectInfo:
         """See :meth:`Store.upload`. The deadline restarts with each chunk."""
         once = functools.partial(self._upload, key, source, progress, retried)
-        try:
-            return await settle(once, retried=retried)
-        except IntegrityError as error:
-            retried(str(error))
-            return await settle(once, retried=retried)
+        return await settle_upload(once, retried=retried)
 
     async def _upload(
         self, key: str, source: Source, progress: Progress, retried: Retried

@@ -26,7 +26,15 @@ from pannier.storage.base import (
 )
 from pannier.storage.http_body import Part
 from pannier.storage.io_threads import BUFFER
-from pannier.storage.retry import TransientError, UnsettledError, clean_up, retry, settle, uncounted
+from pannier.storage.retry import (
+    TransientError,
+    UnsettledError,
+    clean_up,
+    retry,
+    settle,
+    settle_upload,
+    uncounted,
+)
 from pannier.storage.s3.client import (
     BeyondEndError,
     ChecksumRefusedError,
@@ -84,11 +92,7 @@ class S3Store(Store):
     ) -> ObjectInfo:
         """See :meth:`Store.upload`. The deadline restarts with each part."""
         once = functools.partial(self._upload, key, source, progress, retried)
-        try:
-            return await settle(once, retried=retried)
-        except IntegrityError as error:
-            retried(str(error))
-            return await settle(once, retried=retried)
+        return await settle_upload(once, retried=retried)
 
     async def _upload(
         self, key: str, source: Source, progress: Progress, retried: Retried
