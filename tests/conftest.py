@@ -92,6 +92,14 @@ def leaves_nothing_behind() -> Iterator[None]:
 
 
 @pytest.fixture
+def sockets() -> Iterator[Path]:
+    """A directory whose path leaves room for a Unix socket's name."""
+    directory = short_directory()
+    yield directory
+    shutil.rmtree(directory)
+
+
+@pytest.fixture
 def daemons(tmp_path: Path) -> Iterator[Daemons]:
     """One coordinator and one sidecar, ready."""
     with Daemons(tmp_path) as running:

@@ -3,14 +3,12 @@
 import logging
 import re
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from pannier.client import Client
-from pannier.client.config import load_settings
 from pannier.v1 import save_pb2
 from support.actors.scripted_sidecar import wait_until
 from support.processes.daemons import Daemons
@@ -20,23 +18,6 @@ from support.processes.watching import all_in, await_save
 from support.storage.gcs_server import GcsServer
 
 STATE = {"w": torch.arange(5.0 * 2**20)}
-
-
-@pytest.fixture
-def daemons(server: GcsServer, tmp_path: Path) -> Iterator[Daemons]:
-    with Daemons(tmp_path, environment=server.env) as running:
-        yield running
-    server.clear()
-
-
-@pytest.fixture
-def client(
-    daemons: Daemons, server: GcsServer, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Client]:
-    for name, value in {**daemons.env(), **server.env}.items():
-        monkeypatch.setenv(name, value)
-    with Client(load_settings()) as made:
-        yield made
 
 
 @pytest.mark.slow

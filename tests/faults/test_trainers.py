@@ -5,7 +5,6 @@ import re
 import shutil
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -29,12 +28,6 @@ from support.processes.watching import ABORTED, COMMITTED, await_save
 
 MIB = 256
 """So many take the sidecar a moment."""
-
-
-@pytest.fixture
-def daemons(tmp_path: Path) -> Iterator[Daemons]:
-    with Daemons(tmp_path) as running:
-        yield running
 
 
 def streaming(status: save_pb2.SaveStatus) -> bool:

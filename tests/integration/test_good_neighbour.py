@@ -2,12 +2,10 @@
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +13,8 @@ import pytest
 
 from support.actors.scripted_sidecar import ScriptedSidecar
 from support.processes import forking_trainer
-from support.processes.daemons import clean_environment, short_directory
+from support.processes.daemons import clean_environment
 from support.processes.ranks import free_port
-
-
-@pytest.fixture
-def directory() -> Iterator[Path]:
-    path = short_directory()
-    yield path
-    shutil.rmtree(path)
 
 
 def trainers_environment(fork_support: str | None) -> dict[str, str]:
@@ -34,9 +25,9 @@ def trainers_environment(fork_support: str | None) -> dict[str, str]:
     return environment
 
 
-def train(directory: Path, fork_support: str | None) -> dict[str, Any]:
+def train(sockets: Path, fork_support: str | None) -> dict[str, Any]:
     environment = trainers_environment(fork_support)
-    with ScriptedSidecar(directory) as sidecar:
+    with ScriptedSidecar(sockets) as sidecar:
         done = subprocess.run(
             [sys.executable, forking_trainer.__file__, sidecar.address],
             env=environment,
@@ -55,9 +46,9 @@ def train(directory: Path, fork_support: str | None) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("fork_support", [None, "0", "1"])
 def test_forked_and_spawned_workers_work_and_end_while_a_file_is_streamed(
-    directory: Path, fork_support: str | None
+    sockets: Path, fork_support: str | None
 ) -> None:
-    found = train(directory, fork_support)
+    found = train(sockets, fork_support)
     # gRPC's own way around a fork takes 5 s when a stream is idle.
     assert max(found["forks_s"]) < 4.5
     assert found["exits"] == [7] * forking_trainer.ROUNDS
@@ -87,9 +78,9 @@ time.sleep(100)
 @pytest.mark.parametrize("fork_support", [None, "0", "1"])
 @pytest.mark.parametrize("network", [False, True])
 def test_a_trainers_death_is_seen_while_its_children_live(
-    directory: Path, fork_support: str | None, network: bool
+    sockets: Path, fork_support: str | None, network: bool
 ) -> None:
-    sidecar = ScriptedSidecar(directory)
+    sidecar = ScriptedSidecar(sockets)
     if network:
         sidecar.address = f"localhost:{free_port()}"
     with (

@@ -1,9 +1,7 @@
 """The client's channel to its sidecar: an impostor's socket is refused."""
 
 import os
-import shutil
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,19 +9,11 @@ import pytest
 from pannier.client.transport.channel import SidecarChannel
 from pannier.wire.errors import ConfigurationError
 from support.network.other_user import needs_root
-from support.processes.daemons import short_directory
-
-
-@pytest.fixture
-def directory() -> Iterator[Path]:
-    made = short_directory()
-    yield made
-    shutil.rmtree(made)
 
 
 @needs_root
-def test_a_client_refuses_a_socket_of_another_user(directory: Path) -> None:
-    path = directory / "d.sock"
+def test_a_client_refuses_a_socket_of_another_user(sockets: Path) -> None:
+    path = sockets / "d.sock"
     with socket.socket(socket.AF_UNIX) as impostor:
         impostor.bind(str(path))
         impostor.listen()
@@ -46,5 +36,5 @@ def test_a_client_refuses_a_socket_of_another_user(directory: Path) -> None:
         trusting.renew()
 
 
-def test_an_unreachable_path_is_not_an_impostors(directory: Path) -> None:
-    SidecarChannel(f"unix://{directory}/none.sock", trusted_uids={os.geteuid(), 0}).renew()
+def test_an_unreachable_path_is_not_an_impostors(sockets: Path) -> None:
+    SidecarChannel(f"unix://{sockets}/none.sock", trusted_uids={os.geteuid(), 0}).renew()

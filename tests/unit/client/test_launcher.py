@@ -224,27 +224,18 @@ class Status(status_pb2_grpc.StatusServicer):
 
 
 @pytest.fixture
-def runtime_dir() -> Iterator[Path]:
-    made = short_directory()
-    yield made
-    shutil.rmtree(made)
-
-
-@pytest.fixture
-def status(runtime_dir: Path) -> Iterator[Status]:
+def status(sockets: Path) -> Iterator[Status]:
     servicer = Status()
     server = grpc.server(ThreadPoolExecutor(2))
     status_pb2_grpc.add_StatusServicer_to_server(servicer, server)
-    server.add_insecure_port(addresses.embedded_coordinator(runtime_dir))
+    server.add_insecure_port(addresses.embedded_coordinator(sockets))
     server.start()
     yield servicer
     server.stop(0).wait()
 
 
-def test_exit_waits_until_nothing_of_the_job_is_under_way(
-    runtime_dir: Path, status: Status
-) -> None:
-    assert await_others(DaemonSpec(runtime_dir, None, flags=SERVING), "llama", None) == ""
+def test_exit_waits_until_nothing_of_the_job_is_under_way(sockets: Path, status: Status) -> None:
+    assert await_others(DaemonSpec(sockets, None, flags=SERVING), "llama", None) == ""
     assert len(status.asked) == 3
     request = status.asked[0]
     assert request.job == "llama"
@@ -253,20 +244,18 @@ def test_exit_waits_until_nothing_of_the_job_is_under_way(
     assert save_pb2.SAVE_STATE_UPLOADING in request.states
 
 
-def test_exit_names_saves_still_under_way_at_its_deadline(
-    runtime_dir: Path, status: Status
-) -> None:
+def test_exit_names_saves_still_under_way_at_its_deadline(sockets: Path, status: Status) -> None:
     status.left = 1 << 30
-    left = await_others(DaemonSpec(runtime_dir, None, flags=SERVING), "llama", 0.3)
+    left = await_others(DaemonSpec(sockets, None, flags=SERVING), "llama", 0.3)
     assert left == "gs://bucket/run/step-1"
 
 
 def test_exit_does_not_ask_a_coordinator_that_serves_this_host_alone(
-    runtime_dir: Path, status: Status
+    sockets: Path, status: Status
 ) -> None:
-    assert await_others(DaemonSpec(runtime_dir, None), "llama", None) == ""
+    assert await_others(DaemonSpec(sockets, None), "llama", None) == ""
     assert status.asked == []
 
 
-def test_exit_does_not_wait_for_a_coordinator_that_is_gone(runtime_dir: Path) -> None:
-    assert await_others(DaemonSpec(runtime_dir, None, flags=SERVING), "llama", None) == ""
+def test_exit_does_not_wait_for_a_coordinator_that_is_gone(sockets: Path) -> None:
+    assert await_others(DaemonSpec(sockets, None, flags=SERVING), "llama", None) == ""

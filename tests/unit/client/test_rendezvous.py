@@ -1,8 +1,6 @@
 """How ranks settle which host has the coordinator: threads play them, on a store of this process."""
 
-import shutil
 import socket
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,6 @@ from pannier.client.embedded.rendezvous import HostInfo, Rendezvous, agree
 from pannier.common import env_fingerprint
 from pannier.wire import addresses
 from pannier.wire.errors import ConfigurationError, DeadlineError, UnavailableError
-from support.processes.daemons import short_directory
 from support.processes.ranks import free_port
 
 SETTINGS = Settings(plan_timeout=20.0)
@@ -198,20 +195,13 @@ def test_a_job_is_known_again(
     assert rendezvous.job_key(Settings()) == words
 
 
-@pytest.fixture
-def short_path() -> Iterator[Path]:
-    path = short_directory()
-    yield path
-    shutil.rmtree(path)
-
-
 def test_daemons_of_an_earlier_start_are_used_again(
-    short_path: Path, monkeypatch: pytest.MonkeyPatch
+    sockets: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where they were killed, unless their port is taken or they store elsewhere."""
-    settings = Settings(runtime_dir=short_path)
+    settings = Settings(runtime_dir=sockets)
     own, address = HostInfo(0, "node-a", "a", None), f"127.0.0.1:{free_port()}"
-    directory = addresses.job_dir(short_path, "job j", "w", own.host)
+    directory = addresses.job_dir(sockets, "job j", "w", own.host)
     directory.mkdir()
     pair = job_daemons(settings, directory, listen=address)
     standing = Rendezvous("w", "job j", address, HostInfo(3, "node-a", "a", None), TLS)
@@ -231,8 +221,8 @@ def test_daemons_of_an_earlier_start_are_used_again(
     assert again is not None
     assert (again[0].start_id, again[0].coordinator, again[0].leader) == ("w", address, own)
     assert (again[0].tls.key, again[1].key) == ("key", "its key")
-    assert found(Settings(runtime_dir=short_path, listen=address)) is not None
-    assert found(Settings(runtime_dir=short_path, listen="127.0.0.1:1")) is None
+    assert found(Settings(runtime_dir=sockets, listen=address)) is not None
+    assert found(Settings(runtime_dir=sockets, listen="127.0.0.1:1")) is None
     assert found(job="job k") is None
     with socket.create_server(network.split_address(address)):
         assert found() is None

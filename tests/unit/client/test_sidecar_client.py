@@ -2,7 +2,6 @@
 
 import ctypes
 import random
-import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -27,7 +26,6 @@ from pannier.wire.errors import (
 )
 from pannier.wire.version import WIRE_VERSION
 from support.actors.scripted_sidecar import ScriptedSidecar, wait_until
-from support.processes.daemons import short_directory
 
 SAVE = save_pb2.SaveId(job="job", incarnation="abc", group="g1", number=1)
 CONTEXT = sidecar_pb2.SaveContext(
@@ -50,15 +48,8 @@ class InMemory:
 
 
 @pytest.fixture
-def directory() -> Iterator[Path]:
-    path = short_directory()
-    yield path
-    shutil.rmtree(path)
-
-
-@pytest.fixture
-def sidecar(directory: Path) -> Iterator[ScriptedSidecar]:
-    with ScriptedSidecar(directory) as scripted:
+def sidecar(sockets: Path) -> Iterator[ScriptedSidecar]:
+    with ScriptedSidecar(sockets) as scripted:
         yield scripted
 
 
@@ -179,8 +170,8 @@ def test_a_refused_file_is_an_error_at_once(
     assert len(sidecar.asked(sidecar_pb2.FileHeader)) == 1
 
 
-def test_no_sidecar_is_an_error_within_seconds_that_names_the_address(directory: Path) -> None:
-    address = f"unix://{directory}/none.sock"
+def test_no_sidecar_is_an_error_within_seconds_that_names_the_address(sockets: Path) -> None:
+    address = f"unix://{sockets}/none.sock"
     began = time.monotonic()
     with pytest.raises(UnavailableError, match=r"none\.sock.*PANNIER_SIDECAR"):
         SidecarClient.connect(Settings(sidecar=address), WHO)

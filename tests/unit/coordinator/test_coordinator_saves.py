@@ -5,7 +5,6 @@ import dataclasses
 import re
 import shutil
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +41,7 @@ from support.actors.ranks_by_hand import (
     thing,
 )
 from support.plan_messages import columns, keys_of
-from support.processes.daemons import Daemons, short_directory
+from support.processes.daemons import Daemons
 
 COMMITTED, ABORTED = save_pb2.SAVE_STATE_COMMITTED, save_pb2.SAVE_STATE_ABORTED
 PLANNED, INGESTED, DURABLE = (
@@ -50,13 +49,6 @@ PLANNED, INGESTED, DURABLE = (
     save_pb2.RANK_PHASE_INGESTED,
     save_pb2.RANK_PHASE_DURABLE,
 )
-
-
-@pytest.fixture
-def sockets() -> Iterator[Path]:
-    directory = short_directory()
-    yield directory
-    shutil.rmtree(directory)
 
 
 def halves(rank: int, *, extra: str | None = None) -> plan_pb2.LocalPlan:

@@ -2,8 +2,7 @@
 
 import asyncio
 import math
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import grpc
@@ -28,7 +27,6 @@ from support.actors.ranks_by_hand import (
     report,
     tensor,
 )
-from support.processes.daemons import short_directory
 
 COMMITTED, ABORTED = save_pb2.SAVE_STATE_COMMITTED, save_pb2.SAVE_STATE_ABORTED
 INGESTED, DURABLE, FAILED = (
@@ -36,13 +34,6 @@ INGESTED, DURABLE, FAILED = (
     save_pb2.RANK_PHASE_DURABLE,
     save_pb2.RANK_PHASE_FAILED,
 )
-
-
-@pytest.fixture
-def sockets() -> Iterator[Path]:
-    directory = short_directory()
-    yield directory
-    shutil.rmtree(directory)
 
 
 async def planned(

@@ -1,8 +1,6 @@
 """Saves whose ranks go by a plan of an earlier save: all of them, some of them, or in vain."""
 
 import asyncio
-import shutil
-from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +30,6 @@ from support.actors.ranks_by_hand import (
     thing,
 )
 from support.plan_messages import keys_of
-from support.processes.daemons import short_directory
 
 COMMITTED, ABORTED = save_pb2.SAVE_STATE_COMMITTED, save_pb2.SAVE_STATE_ABORTED
 DURABLE = save_pb2.RANK_PHASE_DURABLE
@@ -131,13 +128,6 @@ class Job:
     def manifest(self, number: int) -> Manifest:
         path = Path(self.place(number), object_names.manifest(attempt_name(number)))
         return Manifest.parse(path.read_bytes())
-
-
-@pytest.fixture
-def sockets() -> Iterator[Path]:
-    directory = short_directory()
-    yield directory
-    shutil.rmtree(directory)
 
 
 def play(scenario: Any, sockets: Path, root: Path, **settings: Any) -> None:

@@ -1,9 +1,7 @@
 """Errors of handlers as callers see them, from both kinds of server."""
 
 import re
-import shutil
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,28 +11,6 @@ import pytest
 
 from pannier.v1 import plan_pb2, sidecar_pb2, sidecar_pb2_grpc
 from pannier.wire import errors
-from pannier.wire.addresses import channel_options
-from support.network.in_process_server import Served
-from support.processes.daemons import short_directory
-
-
-@pytest.fixture
-def directory() -> Iterator[Path]:
-    made = short_directory()
-    yield made
-    shutil.rmtree(made)
-
-
-@pytest.fixture(params=["sync", "aio"])
-def served(request: pytest.FixtureRequest, directory: Path) -> Iterator[Served]:
-    with Served(request.param, directory) as running:
-        yield running
-
-
-@pytest.fixture
-def channel(served: Served) -> Iterator[grpc.Channel]:
-    with grpc.insecure_channel(served.address, options=channel_options()) as opened:
-        yield opened
 
 
 def call(channel: grpc.Channel, method: str, request: Any) -> errors.PannierError:
@@ -66,7 +42,7 @@ def test_a_bug_is_an_internal_error_with_its_message(channel: grpc.Channel) -> N
 @pytest.mark.parametrize("end", ["send", "receive"])
 @pytest.mark.parametrize("server_limit", [True, False])
 def test_a_message_above_the_limit_is_told_as_such(
-    directory: Path, end: str, server_limit: bool
+    sockets: Path, end: str, server_limit: bool
 ) -> None:
     limit = [(f"grpc.max_{end}_message_length", 1000)]
     ours, theirs = ([], limit) if server_limit else (limit, [])
@@ -80,7 +56,7 @@ def test_a_message_above_the_limit_is_told_as_such(
         if answers
         else ("HandOver", sidecar_pb2.HandOverRequest(plan_id="p" * 2000))
     )
-    address = f"unix://{directory}/limit.sock"
+    address = f"unix://{sockets}/limit.sock"
     server = grpc.server(ThreadPoolExecutor(1), options=theirs)
     sidecar_pb2_grpc.add_SidecarServicer_to_server(servicer, server)
     assert server.add_insecure_port(address)
@@ -94,7 +70,7 @@ def test_a_message_above_the_limit_is_told_as_such(
     assert re.search(r"a message to sidecar is above its limit: .*20\d\d vs. 1000", str(error))
 
 
-def test_too_many_calls_at_a_time_are_no_fault_of_the_message(directory: Path) -> None:
+def test_too_many_calls_at_a_time_are_no_fault_of_the_message(sockets: Path) -> None:
     began, done = threading.Event(), threading.Event()
 
     def wait(*_: Any) -> sidecar_pb2.HandOverResponse:
@@ -104,7 +80,7 @@ def test_too_many_calls_at_a_time_are_no_fault_of_the_message(directory: Path) -
 
     servicer = sidecar_pb2_grpc.SidecarServicer()
     servicer.HandOver = wait
-    address = f"unix://{directory}/busy.sock"
+    address = f"unix://{sockets}/busy.sock"
     server = grpc.server(ThreadPoolExecutor(2), maximum_concurrent_rpcs=1)
     sidecar_pb2_grpc.add_SidecarServicer_to_server(servicer, server)
     assert server.add_insecure_port(address)

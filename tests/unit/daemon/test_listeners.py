@@ -1,7 +1,6 @@
 """Where a daemon listens: whom the kernel lets in, one daemon per socket, and clean starts and ends."""
 
 import os
-import shutil
 import stat
 import subprocess
 import sys
@@ -16,20 +15,12 @@ import pytest
 from pannier.daemon.listeners import bind_listeners, server_options
 from pannier.wire.errors import ConfigurationError
 from support.network.other_user import NOBODY, may_connect, needs_root
-from support.processes.daemons import short_directory
-
-
-@pytest.fixture
-def directory() -> Iterator[Path]:
-    made = short_directory()
-    yield made
-    shutil.rmtree(made)
 
 
 @contextmanager
-def serving(directory: Path, allow_uid: Collection[int] = ()) -> Iterator[Path]:
+def serving(sockets: Path, allow_uid: Collection[int] = ()) -> Iterator[Path]:
     """A server without services; gives its socket's path."""
-    path = directory / "d.sock"
+    path = sockets / "d.sock"
     server = grpc.server(ThreadPoolExecutor(1), options=server_options())
     with bind_listeners(server, f"unix://{path}", allow_uid=allow_uid):
         server.start()
@@ -54,9 +45,9 @@ def is_served(path: Path) -> bool:
 
 @pytest.mark.parametrize("umask", [0o000, 0o022, 0o777])
 def test_socket_and_directory_are_for_one_user_and_the_socket_is_removed_at_the_end(
-    directory: Path, umask: int
+    sockets: Path, umask: int
 ) -> None:
-    made = directory / "made"
+    made = sockets / "made"
     previous = os.umask(umask)
     try:
         with serving(made) as path:
@@ -69,53 +60,53 @@ def test_socket_and_directory_are_for_one_user_and_the_socket_is_removed_at_the_
 
 
 @needs_root
-def test_another_user_is_refused_by_the_modes_of_socket_and_of_directory(directory: Path) -> None:
-    with serving(directory) as path:
+def test_another_user_is_refused_by_the_modes_of_socket_and_of_directory(sockets: Path) -> None:
+    with serving(sockets) as path:
         assert may_connect(path, os.geteuid())
         assert not may_connect(path)
         # Each of the two is enough.
-        directory.chmod(0o711)
+        sockets.chmod(0o711)
         assert not may_connect(path)
-        directory.chmod(0o700)
+        sockets.chmod(0o700)
         path.chmod(0o666)
         assert not may_connect(path)
 
 
 @needs_root
-def test_allowed_users_may_connect_and_no_others(directory: Path) -> None:
+def test_allowed_users_may_connect_and_no_others(sockets: Path) -> None:
     one, two = 4711, 4712
-    with serving(directory, allow_uid=(one, two)) as path:
+    with serving(sockets, allow_uid=(one, two)) as path:
         assert may_connect(path, one)
         assert may_connect(path, two)
         assert not may_connect(path, two + 1)
         assert not may_connect(path)
         assert is_served(path)
-    with serving(directory, allow_uid=(two,)) as path:
+    with serving(sockets, allow_uid=(two,)) as path:
         assert may_connect(path, two)
         assert not may_connect(path, one)
     # Without allowed users the access control lists are removed.
-    with serving(directory) as path:
-        assert mode(directory) == 0o700
+    with serving(sockets) as path:
+        assert mode(sockets) == 0o700
         assert mode(path) == 0o600
         assert not may_connect(path, two)
 
 
 @pytest.mark.parametrize("bits", [0o750, 0o705, 0o711, 0o755, 0o770, 0o777, 0o1777])
-def test_a_directory_that_others_may_enter_or_write_is_refused(directory: Path, bits: int) -> None:
-    directory.chmod(bits)
+def test_a_directory_that_others_may_enter_or_write_is_refused(sockets: Path, bits: int) -> None:
+    sockets.chmod(bits)
     with (
         pytest.raises(ConfigurationError, match=rf"other users may .* \(mode {bits:o}\).*chmod"),
-        serving(directory),
+        serving(sockets),
     ):
         pass
 
 
 @needs_root
-def test_a_directory_of_another_user_is_refused(directory: Path) -> None:
-    os.chown(directory, NOBODY, NOBODY)
+def test_a_directory_of_another_user_is_refused(sockets: Path) -> None:
+    os.chown(sockets, NOBODY, NOBODY)
     with (
         pytest.raises(ConfigurationError, match=f"belongs to user {NOBODY}"),
-        serving(directory),
+        serving(sockets),
     ):
         pass
 
@@ -123,32 +114,32 @@ def test_a_directory_of_another_user_is_refused(directory: Path) -> None:
 # What is there already.
 
 
-def test_a_second_daemon_is_refused_and_the_first_unharmed(directory: Path) -> None:
-    with serving(directory) as path:
+def test_a_second_daemon_is_refused_and_the_first_unharmed(sockets: Path) -> None:
+    with serving(sockets) as path:
         with (
             pytest.raises(ConfigurationError, match="another daemon listens"),
-            serving(directory),
+            serving(sockets),
         ):
             pass
         assert is_served(path)
 
 
-def test_a_dead_daemons_socket_is_removed(directory: Path) -> None:
+def test_a_dead_daemons_socket_is_removed(sockets: Path) -> None:
     code = (
         "import os, socket; s = socket.socket(socket.AF_UNIX); "
-        f"s.bind('{directory}/d.sock'); s.listen(); os._exit(0)"
+        f"s.bind('{sockets}/d.sock'); s.listen(); os._exit(0)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-    assert (directory / "d.sock").is_socket()
-    with serving(directory) as path:
+    assert (sockets / "d.sock").is_socket()
+    with serving(sockets) as path:
         assert is_served(path)
 
 
-def test_what_is_no_socket_is_left_alone(directory: Path) -> None:
-    (directory / "d.sock").write_text("precious")
-    with pytest.raises(ConfigurationError, match="is not a socket"), serving(directory):
+def test_what_is_no_socket_is_left_alone(sockets: Path) -> None:
+    (sockets / "d.sock").write_text("precious")
+    with pytest.raises(ConfigurationError, match="is not a socket"), serving(sockets):
         pass
-    assert (directory / "d.sock").read_text() == "precious"
+    assert (sockets / "d.sock").read_text() == "precious"
 
 
 def test_a_port_in_use_is_a_configuration_error() -> None:

@@ -1,9 +1,5 @@
 """Status, health and reflection of both kinds of server."""
 
-import shutil
-from collections.abc import Iterator
-from pathlib import Path
-
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -12,28 +8,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
 )
 
 from pannier.v1 import save_pb2, status_pb2, status_pb2_grpc
-from pannier.wire.addresses import channel_options
 from support.network.in_process_server import KEY, SAVE, Served
-from support.processes.daemons import short_directory
-
-
-@pytest.fixture
-def directory() -> Iterator[Path]:
-    made = short_directory()
-    yield made
-    shutil.rmtree(made)
-
-
-@pytest.fixture(params=["sync", "aio"])
-def served(request: pytest.FixtureRequest, directory: Path) -> Iterator[Served]:
-    with Served(request.param, directory) as running:
-        yield running
-
-
-@pytest.fixture
-def channel(served: Served) -> Iterator[grpc.Channel]:
-    with grpc.insecure_channel(served.address, options=channel_options()) as opened:
-        yield opened
 
 
 def test_status_lists_gets_and_watches(served: Served, channel: grpc.Channel) -> None:
