@@ -1,6 +1,6 @@
 """Host memory while two saves are in flight, and whether anything leaks over 200 saves.
 
-Memory is told in Pss, so that a page that trainer and sidecar share counts once: what the trainer
+Memory is measured as Pss, so that a page that trainer and sidecar share counts once: what the trainer
 has more than before its first big save, and the spool's files whether they are mapped or not.
 The checkpoints go to a disk; its page cache isn't counted.
 """
@@ -169,7 +169,7 @@ def row_of_leaks(found: dict[str, Any], marks: tuple[int, int], transport: str) 
     }
     worst = max(values["pss_bytes"] for values in grown.values())
     more = max(v["descriptors"] for v in grown.values() if "descriptors" in v)
-    told = ", ".join(
+    growth = ", ".join(
         f"{name} {values['pss_bytes'] / MIB:+.1f} MiB of {late[name]['pss_bytes'] / MIB:.0f}"
         for name, values in grown.items()
     )
@@ -178,7 +178,7 @@ def row_of_leaks(found: dict[str, Any], marks: tuple[int, int], transport: str) 
         f"no leak: ≤ {sized(ALLOWED_GROWTH)} of any process, no descriptors",
         f"at most {worst / MIB:+.1f} MiB, {more:+d} descriptors",
         worst <= ALLOWED_GROWTH and more <= 0,
-        told,
+        growth,
     )
 
 

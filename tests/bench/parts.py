@@ -29,7 +29,7 @@ class Row:
 
     what: str
     target: str
-    """Empty: it is told for comparison only."""
+    """Empty: for comparison only."""
     result: str
     met: bool | None = None
     """None: there is no target, or it could not be measured; ``result`` says why."""
@@ -101,8 +101,8 @@ def finish(options: Any, rows: Sequence[Row], figures: dict[str, Any]) -> None:
         figures: everything else that is worth keeping; goes to ``bench.json``.
     """
     if options.json:
-        told = {"rows": [dataclasses.asdict(row) for row in rows], "figures": figures}
-        print(json.dumps(told), flush=True)
+        answer = {"rows": [dataclasses.asdict(row) for row in rows], "figures": figures}
+        print(json.dumps(answer), flush=True)
     else:
         console = Console(width=150)
         console.print(table(rows))
@@ -116,11 +116,11 @@ def table(rows: Sequence[Row], title: str | None = None) -> Table:
         out.add_column(column)
     for row in rows:
         result = f"{row.result}\n[dim]{row.detail}[/dim]" if row.detail else row.result
-        out.add_row(row.what, row.target, result, verdict(row), end_section=True)
+        out.add_row(row.what, row.target, result, met_text(row), end_section=True)
     return out
 
 
-def verdict(row: Row) -> str:
+def met_text(row: Row) -> str:
     """``met``, ``not met`` or nothing."""
     return {True: "met", False: "not met", None: ""}[row.met]
 

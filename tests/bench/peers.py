@@ -1,10 +1,10 @@
 """``async_save`` against other asynchronous saves: stall, and slow-down of the training steps.
 
-The slow-down is told as the time that the steps of one save lose while it is in flight: a ratio alone
+The slow-down is given as the time that the steps of one save lose while it is in flight: a ratio alone
 says little where one method is done in a fifth of another's time.
 
 Every method saves the same state to the same place in a process of its own, one after another. So
-that a drifting machine doesn't favour one, each stall is also told in copies of the same
+that a drifting machine doesn't favour one, each stall is also given in copies of the same
 tensors that its own process made in turns with the saves.
 """
 
@@ -94,7 +94,7 @@ def summary(found: dict[str, Any]) -> dict[str, float]:
     }
 
 
-def told(found: dict[str, Any]) -> str:
+def figures_text(found: dict[str, Any]) -> str:
     """One method's figures for people."""
     return (
         f"stall {milliseconds(found['stall_s'])} ({found['stall_per_memcpy']:.1f} × memcpy), "
@@ -110,7 +110,7 @@ def rows(results: dict[str, dict[str, Any]], options: Any) -> list[Row]:
     of = f"{options.transport}, {sized(options.bytes)} to {options.to}"
     if "failed" in own:
         return [Row(f"`async_save`, {of}", "", f"failed: {own['failed']}", False)]
-    out = [Row(f"`async_save`, {of}", "", told(own))]
+    out = [Row(f"`async_save`, {of}", "", figures_text(own))]
     for method, found in results.items():
         if method == "pannier":
             continue
@@ -127,7 +127,7 @@ def rows(results: dict[str, dict[str, Any]], options: Any) -> list[Row]:
                 f"stall {faster:.1f} × shorter; steps lose {milliseconds(own['lost_s'])} a save "
                 f"against {milliseconds(found['lost_s'])}",
                 met if options.transport == "mapped" else None,
-                told(found),
+                figures_text(found),
             )
         )
     return out

@@ -1,7 +1,7 @@
 """Planning at scale: what a coordinator needs for a job's plan, its metadata, and a save that goes by it.
 
 A simulation: a real coordinator process gets the messages that the sidecars of so many ranks send,
-over a unix socket; there are no trainers, and nobody writes data files. Each rank holds a shard of
+over a unix socket; there are no trainers, and no data files are written. Each rank holds a shard of
 every tensor, sharded over all ranks or over a quarter of them (4 replicas). Beside it, in the same
 run, torch's ``DefaultSavePlanner.create_global_plan`` for the same state, in a process of its own.
 
@@ -120,15 +120,15 @@ async def play(daemon: Daemon, root: Path, figures: Figures, saves: int) -> None
         figures.metadata_bytes = (cast.place(1) / ".metadata").stat().st_size
         manifest = cast.place(1) / ".pannier" / cast.attempt(1) / "manifest"
         figures.manifest_bytes = manifest.stat().st_size
-        told = []
+        measured = []
         for number in range(2, 2 + saves):
             shutil.rmtree(cast.place(number - 1))
             begun = cpu_s(pid)
             agreed_s = await cast.propose(number)
             await reach_last(cast, number)
             steady = cpu_s(pid) - begun
-            told.append((agreed_s, steady, *await finish_last(cast, pid, number)))
-        middle = [sorted(each)[len(told) // 2] for each in zip(*told, strict=True)]
+            measured.append((agreed_s, steady, *await finish_last(cast, pid, number)))
+        middle = [sorted(each)[len(measured) // 2] for each in zip(*measured, strict=True)]
         figures.steady_s, figures.steady_cpu_s = middle[0], middle[1]
         figures.metadata_s, figures.metadata_cpu_s = middle[2], middle[3]
     figures.peak_bytes = peak_bytes(pid)
@@ -136,19 +136,19 @@ async def play(daemon: Daemon, root: Path, figures: Figures, saves: int) -> None
 
 async def reach_last(cast: Cast, number: int) -> None:
     """All that the sidecars of a save tell, but the last one's receipts."""
-    await cast.tell(number, save_pb2.RANK_PHASE_INGESTED)
+    await cast.send(number, save_pb2.RANK_PHASE_INGESTED)
     late = cast.sidecars[-1]
-    await cast.tell(number, save_pb2.RANK_PHASE_DURABLE, sidecars=cast.sidecars[:-1])
+    await cast.send(number, save_pb2.RANK_PHASE_DURABLE, sidecars=cast.sidecars[:-1])
     wanted = {played.rank for played in late.ranks}
-    await late.hear(number, lambda status: set(status.waiting_on.ranks) == wanted)
+    await late.await_status(number, lambda status: set(status.waiting_on.ranks) == wanted)
 
 
 async def finish_last(cast: Cast, pid: int, number: int) -> tuple[float, float]:
     """The last receipts; seconds and CPU seconds until the save is committed."""
     late = cast.sidecars[-1]
     begun, begin = cpu_s(pid), time.monotonic()
-    await cast.tell(number, save_pb2.RANK_PHASE_DURABLE, sidecars=[late])
-    await late.hear(number, lambda status: status.state == save_pb2.SAVE_STATE_COMMITTED)
+    await cast.send(number, save_pb2.RANK_PHASE_DURABLE, sidecars=[late])
+    await late.await_status(number, lambda status: status.state == save_pb2.SAVE_STATE_COMMITTED)
     return time.monotonic() - begin, cpu_s(pid) - begun
 
 
@@ -174,8 +174,8 @@ def measure(ranks: int, tensors: int, replicas: int, *, saves: int, peer: bool) 
     if peer:
         words = [sys.executable, "-W", "ignore", "-m", "tests.bench.planning", "--peer"]
         words += ["--ranks", str(ranks), "--replicas", str(replicas), "--tensors", str(tensors)]
-        told = subprocess.run(words, check=True, capture_output=True, text=True, timeout=1200)
-        answer = json.loads(told.stdout.splitlines()[-1])
+        process = subprocess.run(words, check=True, capture_output=True, text=True, timeout=1200)
+        answer = json.loads(process.stdout.splitlines()[-1])
         figures.peer_s, figures.peer_metadata_s = answer["plan_s"], answer["metadata_s"]
         figures.peer_peak_bytes = answer["peak_bytes"]
     return figures
@@ -228,50 +228,52 @@ def rows(
     return [row for figures in found for row in _rows(figures)], found
 
 
-def _rows(told: Figures) -> list[Row]:
-    kind = f"{told.replicas} replicas" if told.replicas > 1 else "sharded"
-    name = f"planning {told.ranks} ranks × {told.tensors} tensors, {kind}"
-    large = told.ranks >= PEER_RANKS
+def _rows(figures: Figures) -> list[Row]:
+    kind = f"{figures.replicas} replicas" if figures.replicas > 1 else "sharded"
+    name = f"planning {figures.ranks} ranks × {figures.tensors} tensors, {kind}"
+    large = figures.ranks >= PEER_RANKS
     out = []
-    if told.peer_s is not None and told.peer_metadata_s is not None:
-        ratio = told.peer_s / told.cold_s
-        whole = told.peer_s / (told.cold_s + told.first_metadata_s)
+    if figures.peer_s is not None and figures.peer_metadata_s is not None:
+        ratio = figures.peer_s / figures.cold_s
+        whole = figures.peer_s / (figures.cold_s + figures.first_metadata_s)
         out += [
             Row(
                 f"{name}: cold, until every rank is answered",
                 f"at least {COLD_RATIO:g} × faster than create_global_plan" if large else "",
                 f"{ratio:.1f} ×",
                 ratio >= COLD_RATIO if large else None,
-                f"{told.cold_s:.2f} s against {told.peer_s:.2f} s",
+                f"{figures.cold_s:.2f} s against {figures.peer_s:.2f} s",
             ),
             Row(
                 f"{name}: cold, with .metadata",
                 f"at least {WHOLE_RATIO:g} × faster" if large else "",
                 f"{whole:.1f} ×",
                 whole >= WHOLE_RATIO if large else None,
-                f"{told.cold_s + told.first_metadata_s:.2f} s; torch's pickle takes "
-                f"{told.peer_metadata_s:.2f} s more",
+                f"{figures.cold_s + figures.first_metadata_s:.2f} s; torch's pickle takes "
+                f"{figures.peer_metadata_s:.2f} s more",
             ),
         ]
-    limited = told.ranks == 1024
+    limited = figures.ranks == 1024
     out.append(
         Row(
             f"{name}: steady-state save, coordinator's CPU up to the last receipt",
             f"under {STEADY_CPU_S * 1000:.0f} ms" if limited else "",
-            f"{told.steady_cpu_s * 1000:.0f} ms",
-            told.steady_cpu_s < STEADY_CPU_S if limited else None,
-            f".metadata ({told.metadata_bytes / 1e6:.0f} MB) from its template and the commit: "
-            f"{told.metadata_cpu_s * 1000:.0f} ms CPU, {told.metadata_s * 1000:.0f} ms",
+            f"{figures.steady_cpu_s * 1000:.0f} ms",
+            figures.steady_cpu_s < STEADY_CPU_S if limited else None,
+            f".metadata ({figures.metadata_bytes / 1e6:.0f} MB) from its template and the commit: "
+            f"{figures.metadata_cpu_s * 1000:.0f} ms CPU, {figures.metadata_s * 1000:.0f} ms",
         )
     )
-    largest = told.ranks == 4096
+    largest = figures.ranks == 4096
     out.append(
         Row(
             f"{name}: coordinator's memory",
             f"under {MEMORY / 1e9:g} GB" if largest else "",
-            f"{told.peak_bytes / 1e9:.2f} GB",
-            told.peak_bytes < MEMORY if largest else None,
-            f"torch's planner: {told.peer_peak_bytes / 1e9:.2f} GB" if told.peer_peak_bytes else "",
+            f"{figures.peak_bytes / 1e9:.2f} GB",
+            figures.peak_bytes < MEMORY if largest else None,
+            f"torch's planner: {figures.peer_peak_bytes / 1e9:.2f} GB"
+            if figures.peer_peak_bytes
+            else "",
         )
     )
     return out
@@ -284,21 +286,25 @@ def markdown(found: Sequence[Figures]) -> str:
         "`.metadata` CPU | its size | memory |"
     )
     lines = [head, "|---" * 10 + "|"]
-    for told in found:
-        kind = f", {told.replicas} replicas" if told.replicas > 1 else ""
-        both = told.cold_s + told.first_metadata_s
-        peer = [f"{told.peer_s:.2f} s", f"{told.peer_s / told.cold_s:.1f}"] if told.peer_s else "––"
-        whole = f"{told.peer_s / both:.1f}" if told.peer_s else "–"
+    for figures in found:
+        kind = f", {figures.replicas} replicas" if figures.replicas > 1 else ""
+        both = figures.cold_s + figures.first_metadata_s
+        peer = (
+            [f"{figures.peer_s:.2f} s", f"{figures.peer_s / figures.cold_s:.1f}"]
+            if figures.peer_s
+            else "––"
+        )
+        whole = f"{figures.peer_s / both:.1f}" if figures.peer_s else "–"
         cells = [
-            f"{told.ranks} × {told.tensors}{kind}",
-            f"{told.cold_s:.2f} s",
+            f"{figures.ranks} × {figures.tensors}{kind}",
+            f"{figures.cold_s:.2f} s",
             *peer,
-            f"{told.first_metadata_s:.2f} s",
+            f"{figures.first_metadata_s:.2f} s",
             whole,
-            f"{told.steady_cpu_s * 1000:.0f} ms",
-            f"{told.metadata_cpu_s * 1000:.0f} ms",
-            f"{told.metadata_bytes / 1e6:.1f} MB",
-            f"{told.peak_bytes / 1e9:.2f} GB",
+            f"{figures.steady_cpu_s * 1000:.0f} ms",
+            f"{figures.metadata_cpu_s * 1000:.0f} ms",
+            f"{figures.metadata_bytes / 1e6:.1f} MB",
+            f"{figures.peak_bytes / 1e9:.2f} GB",
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -324,7 +330,7 @@ def main(words: Sequence[str] | None = None) -> None:
     if options.peer:
         print(json.dumps(run_peer(sizes[0], options.tensors, options.replicas[0])))
         return
-    told, found = rows(
+    table_rows, found = rows(
         sizes,
         tensors=options.tensors,
         replicas=options.replicas,
@@ -333,7 +339,7 @@ def main(words: Sequence[str] | None = None) -> None:
     )
     if not options.json:
         print(markdown(found))
-    finish(options, told, {"planning": [asdict(each) for each in found]})
+    finish(options, table_rows, {"planning": [asdict(each) for each in found]})
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Sidecars and ranks that are played against one coordinator, with the messages that real ones send.
 
-In: a number of ranks. Out: saves whose data files nobody writes. One thread, one event loop: of what
+In: a number of ranks. Out: saves without data files. One thread, one event loop: of what
 it measures only the coordinator's CPU time is independent of it.
 """
 
@@ -98,9 +98,9 @@ class Sidecar:
         """Takes and gives serialised messages."""
         self.status = save_pb2.SaveStatus()
         self._call = coordinator_pb2_grpc.CoordinatorStub(channel).Attach()  # type: ignore[no-untyped-call]
-        self._told: set[int] = set()
+        self._reported: set[int] = set()
         """Numbers of saves."""
-        self._news = asyncio.Event()
+        self._updated = asyncio.Event()
         self._reading: asyncio.Task[None] | None = None
 
     async def attach(self) -> None:
@@ -114,9 +114,9 @@ class Sidecar:
         async for response in self._call:
             for status in response.saves:
                 self.status = status
-            self._news.set()
+            self._updated.set()
 
-    async def tell(self, reports: list[coordinator_pb2.RankReport]) -> None:
+    async def send(self, reports: list[coordinator_pb2.RankReport]) -> None:
         trainers = [
             coordinator_pb2.TrainerStatus(
                 job="job", incarnation="aa", rank=played.rank, seconds_since_seen=0.1
@@ -125,18 +125,20 @@ class Sidecar:
         ]
         for report in reports:
             save = report.context.save.number
-            if save in self._told:
+            if save in self._reported:
                 del report.context.ranks[:]
-            self._told.add(save)
+            self._reported.add(save)
         request = coordinator_pb2.AttachRequest(reports=reports, trainers=trainers)
         await self._call.write(request)
 
-    async def hear(self, number: int, wanted: Callable[[save_pb2.SaveStatus], bool]) -> None:
+    async def await_status(
+        self, number: int, wanted: Callable[[save_pb2.SaveStatus], bool]
+    ) -> None:
         while not (self.status.save.number == number and wanted(self.status)):
             if self.status.state == save_pb2.SAVE_STATE_ABORTED:
                 raise RuntimeError(f"aborted: {self.status.failures[:1]}")
-            self._news.clear()
-            await asyncio.wait_for(self._news.wait(), _TIMEOUT_S)
+            self._updated.clear()
+            await asyncio.wait_for(self._updated.wait(), _TIMEOUT_S)
 
     async def close(self) -> None:
         self._call.cancel()
@@ -227,7 +229,7 @@ class Cast:
 
     async def propose(self, number: int) -> float:
         """All ranks go by the plan that they have; seconds until all sidecars know it agreed."""
-        told = []
+        to_send = []
         for sidecar in self.sidecars:
             reports = [
                 coordinator_pb2.RankReport(
@@ -241,11 +243,11 @@ class Cast:
                 )
                 for played in sidecar.ranks
             ]
-            told.append((sidecar, reports))
+            to_send.append((sidecar, reports))
         begin = time.monotonic()
-        await asyncio.gather(*(sidecar.tell(reports) for sidecar, reports in told))
+        await asyncio.gather(*(sidecar.send(reports) for sidecar, reports in to_send))
         for sidecar in self.sidecars:
-            await sidecar.hear(number, lambda status: bool(status.plan_id))
+            await sidecar.await_status(number, lambda status: bool(status.plan_id))
         return time.monotonic() - begin
 
     def _status(
@@ -289,7 +291,7 @@ class Cast:
                 )
         return receipt
 
-    async def tell(
+    async def send(
         self,
         number: int,
         phase: "save_pb2.RankPhase",
@@ -297,7 +299,7 @@ class Cast:
         sidecars: Sequence[Sidecar] | None = None,
     ) -> None:
         """All ranks of these sidecars, or of all, have come so far; receipts are in storage then."""
-        told = []
+        to_send = []
         for sidecar in self.sidecars if sidecars is None else sidecars:
             reports = []
             for played in sidecar.ranks:
@@ -313,5 +315,5 @@ class Cast:
                     path.parent.mkdir(parents=True, exist_ok=True)
                     path.write_bytes(report.receipt.SerializeToString())
                 reports.append(report)
-            told.append((sidecar, reports))
-        await asyncio.gather(*(sidecar.tell(reports) for sidecar, reports in told))
+            to_send.append((sidecar, reports))
+        await asyncio.gather(*(sidecar.send(reports) for sidecar, reports in to_send))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from tests.bench.parts import Row, verdict
+from tests.bench.parts import Row, met_text
 
 BEGIN = "<!-- bench: begin (written by `make bench ARGS=--write`) -->"
 END = "<!-- bench: end -->"
@@ -60,7 +60,7 @@ def markdown(found: dict[str, Any], rows: Sequence[Row]) -> str:
     lines = [about(found), "", "| what | target | result | |", "|---|---|---|---|"]
     for row in rows:
         result = f"{row.result}<br>{row.detail}" if row.detail else row.result
-        cells = [cell.replace("|", "\\|") for cell in (row.what, row.target, result, verdict(row))]
+        cells = [cell.replace("|", "\\|") for cell in (row.what, row.target, result, met_text(row))]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 

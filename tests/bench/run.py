@@ -90,7 +90,7 @@ def measured(part: Part, options: argparse.Namespace) -> tuple[list[Row], dict[s
         command += ["--json", *(["--quick"] if options.quick else [])]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         try:
-            told, _ = process.communicate(timeout=TIMEOUT_S)
+            output, _ = process.communicate(timeout=TIMEOUT_S)
         except BaseException as error:
             # It ends its own daemons then.
             process.send_signal(signal.SIGINT)
@@ -101,7 +101,7 @@ def measured(part: Part, options: argparse.Namespace) -> tuple[list[Row], dict[s
             if isinstance(error, subprocess.TimeoutExpired):
                 raise RuntimeError(f"not done after {TIMEOUT_S} s") from error
             raise
-    lines = told.splitlines()
+    lines = output.splitlines()
     if process.returncode or not lines:
         raise RuntimeError(f"exit status {process.returncode}; see above")
     answer = json.loads(lines[-1])
@@ -143,7 +143,7 @@ def recovery_rows(found: dict[str, Any]) -> list[Row]:
 ROWS = {"streaming": streaming_rows, "recovery": recovery_rows}
 
 
-def told(answers: dict[str, dict[str, Any]], *, briefly: bool = False) -> list[Row]:
+def all_rows(answers: dict[str, dict[str, Any]], *, briefly: bool = False) -> list[Row]:
     """All rows, by part; ``briefly`` without those of ``planning`` that have no target."""
     return [
         row
@@ -198,7 +198,7 @@ def save(output: Path, found: dict[str, Any]) -> None:
     """Writes ``bench.json`` and ``bench.md``."""
     output.mkdir(exist_ok=True)
     (output / "bench.json").write_text(json.dumps(found, indent=2) + "\n")
-    (output / "bench.md").write_text(report.markdown(found["machine"], told(found["parts"])))
+    (output / "bench.md").write_text(report.markdown(found["machine"], all_rows(found["parts"])))
 
 
 def main() -> int:
@@ -221,10 +221,10 @@ def main() -> int:
         return 0
     begun = time.monotonic()
     found = load(options.output) if options.show else measure_all(options, chosen)
-    Console(width=150).print(table(told(found["parts"]), report.about(found["machine"])))
+    Console(width=150).print(table(all_rows(found["parts"]), report.about(found["machine"])))
     say(f"{time.monotonic() - begun:.0f} s in all")
     if options.write:
-        text = report.markdown(found["machine"], told(found["parts"], briefly=True))
+        text = report.markdown(found["machine"], all_rows(found["parts"], briefly=True))
         report.put_in(ROOT / "README.md", text)
     return 1 if any("failed" in each["figures"] for each in found["parts"].values()) else 0
 

@@ -3,7 +3,7 @@
 Part of ``make bench``; ``streaming.py [--bytes N]`` alone prints JSON. One rank hands saves to
 the embedded sidecar, without a training loop. The yardsticks are two processes with a
 Unix socket between them: plain bytes, and gRPC streams of messages of the same size with nothing
-done to them. CPU time is told by process and kind of thread, in seconds per GiB.
+done to them. CPU time is given by process and kind of thread, in seconds per GiB.
 """
 
 import argparse

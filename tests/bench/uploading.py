@@ -3,7 +3,7 @@
 Both write to the GCS server of the tests, on the same cores. Torch saves synchronously, by one
 rank, with the number of threads that is best here (tried first); both take turns. A third one
 only sends as many bytes through bare sockets, without a checksum and without reading them from
-anywhere: less than that nobody can take from this server.
+anywhere: no client can take less than that from this server.
 """
 
 import json

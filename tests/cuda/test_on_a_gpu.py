@@ -214,7 +214,7 @@ def test_arenas_are_pinned_and_unpinned(pool: ArenaPool) -> None:
     del arena, mapping
     pool.close()
     gc.collect()
-    # It can be registered again by whoever gets the address.
+    # The next owner of the address can register it again.
     other = ArenaPool(1).acquire([64 << 20])
     assert other.files[0].mapping is not None
     assert pinned_memory.pin(other.files[0].mapping, "cuda") == "", hex(address)

@@ -101,7 +101,7 @@ def test_a_host_fetches_only_what_it_writes(run: Run) -> None:
 
     tiled = [each["tiled"] for each in run.transferred]
     assert tiled == [whole("tiled") / HOSTS] * HOSTS
-    # Each host has all of it, and one of them is told to write it.
+    # Each host has all of it; the plan has one of them write it.
     assert sum(each["replicated"] for each in run.transferred) == whole("replicated")
     assert all(each["replicated"] for each in run.transferred)
 

@@ -51,7 +51,7 @@ print("sharding", torch_xla._XLAC._get_xla_sharding_spec(model[0].weight), flush
 """
 
 
-def told(output: str, what: str) -> list[str]:
+def printed(output: str, what: str) -> list[str]:
     return re.findall(rf"^{what} (.*)", output, re.MULTILINE)
 
 
@@ -76,9 +76,9 @@ def test_training_is_preempted_and_goes_on(tmp_path: Path, embedded: Path) -> No
     )
     after = xla.run_program(telling, 8, settings).outputs[0]
     assert f"goes on after {step}\n" in after
-    assert told(before, "digest") == told(after, "digest")
-    assert told(before, "sharding") == ["{devices=[4,1]0,1,2,3}"]
-    assert told(after, "sharding") == ["{devices=[8,1]0,1,2,3,4,5,6,7}"]
+    assert printed(before, "digest") == printed(after, "digest")
+    assert printed(before, "sharding") == ["{devices=[4,1]0,1,2,3}"]
+    assert printed(after, "sharding") == ["{devices=[8,1]0,1,2,3,4,5,6,7}"]
     # Of the four that were saved.
     kept = {"step-10", "step-20", "step-30"}
     until(lambda: {path.parent.name for path in root.glob("*/.metadata")}, kept.__eq__, 60)

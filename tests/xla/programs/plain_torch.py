@@ -29,7 +29,7 @@ SEED, OTHER = 3, 987
 
 
 def distributed(value: Any, mesh: Any) -> Any:
-    """A state with its matrices sharded by columns over the ranks, whoever saved them."""
+    """A state with its matrices sharded by columns over the ranks, whichever rank saved them."""
     if isinstance(value, dict):
         return {key: distributed(inner, mesh) for key, inner in value.items()}
     if isinstance(value, list):
