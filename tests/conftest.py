@@ -13,7 +13,7 @@ from support.processes import fork_server, processes
 from support.processes.daemons import Daemons, memory_directory, short_directory
 from support.storage.gcs_server import GcsServer
 
-# Tests don't see the settings of whoever runs them, but for what stretches their deadlines and the
+# The environment's settings don't reach the tests, but for what stretches their deadlines and the
 # transport of tests that have no opinion on it; what they set themselves is inherited.
 _KEPT = ("PANNIER_TEST_STRETCH", "PANNIER_TRANSPORT")
 for _name in [name for name in os.environ if name.startswith("PANNIER_")]:
@@ -75,7 +75,7 @@ def leaves_nothing_behind() -> Iterator[None]:
         left = [p for pid, p in _left_processes().items() if pid not in known]
         if not left or time.monotonic() > deadline:
             break
-        # Processes that were just told to end may need a moment.
+        # Processes that were just signalled to end may need a moment.
         psutil.wait_procs(left, timeout=0.05)
     complaints = [_describe(process) for process in left]
     for process in left:

@@ -117,7 +117,7 @@ def test_all_is_in_one_namespace_and_nothing_is_named_that_is_not_there(
 
 
 @with_daemons
-def test_the_real_command_line_takes_what_the_daemons_are_told(
+def test_the_real_command_line_takes_the_daemons_arguments(
     objects: list[Object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = set()
@@ -127,7 +127,7 @@ def test_the_real_command_line_takes_what_the_daemons_are_told(
         found = cli.get_command(click.Context(cli), command)
         assert found is not None
         known = {str(each.envvar) for each in found.params if each.envvar}
-        # That one is for whoever runs `pannier status` in the container.
+        # That one is for a `pannier status` in the container.
         unknown = {name for name in variables if name.startswith("PANNIER_")} - known
         assert unknown <= {"PANNIER_SIDECAR"}, f"{where}: {unknown}"
         assert "PANNIER_INSECURE_LISTEN" not in variables, where
@@ -150,18 +150,18 @@ def test_addresses_ports_and_paths_agree(objects: list[Object]) -> None:
     labels = coordinator["metadata"]["labels"]
     assert service["selector"].items() <= labels.items()
     (port,) = service["ports"]
-    heard = environment(container(coordinator, "coordinator"), objects)["PANNIER_LISTEN"]
+    listen = environment(container(coordinator, "coordinator"), objects)["PANNIER_LISTEN"]
     ports = {p["name"]: p["containerPort"] for p in container(coordinator, "coordinator")["ports"]}
-    assert heard.rpartition(":")[2] == str(ports[port["targetPort"]]) == str(port["port"])
+    assert listen.rpartition(":")[2] == str(ports[port["targetPort"]]) == str(port["port"])
     certificate = named(objects, "Certificate", "pannier-coordinator")["spec"]
     policy = named(objects, "NetworkPolicy", "pannier-coordinator")["spec"]
     (entry,) = policy["ingress"]
     assert [each["port"] for each in entry["ports"]] == [port["port"]]
     for where, template, daemon in daemons(objects):
-        told = environment(daemon, objects, DOWNWARD)
+        variables = environment(daemon, objects, DOWNWARD)
         # Where it may be called and what shows it is what it is called.
         if daemon["args"][0] == "sidecar":
-            host, _, number = told["PANNIER_COORDINATOR"].rpartition(":")
+            host, _, number = variables["PANNIER_COORDINATOR"].rpartition(":")
             assert (host, number) == ("pannier-coordinator", str(port["port"])), where
             assert host in certificate["dnsNames"], where
         probes = [
@@ -173,22 +173,22 @@ def test_addresses_ports_and_paths_agree(objects: list[Object]) -> None:
             health_server.LIVENESS,
             health_server.READINESS,
         ], where
-        health = int(told["PANNIER_HEALTH"].rpartition(":")[2])
+        health = int(variables["PANNIER_HEALTH"].rpartition(":")[2])
         assert {probe["port"] for probe in probes} == {health}, where
         assert health in [p["containerPort"] for p in daemon["ports"]], where
-        assert told["PANNIER_SIDECAR"] == told["PANNIER_ADDRESS"], where
+        assert variables["PANNIER_SIDECAR"] == variables["PANNIER_ADDRESS"], where
         mounts = {m["mountPath"]: m for m in daemon["volumeMounts"]}
         volumes = {v["name"]: v for v in template["spec"]["volumes"]}
         for variable in ("PANNIER_ADDRESS", "PANNIER_SPOOL"):
-            if variable in told:
+            if variable in variables:
                 # The mount itself belongs to root, or to everybody, unless a container sees to that.
-                path = Path(told[variable].removeprefix("unix://"))
+                path = Path(variables[variable].removeprefix("unix://"))
                 directory = path if variable == "PANNIER_SPOOL" else path.parent
                 made = [each for one in containers(template) for each in one.get("args", [])]
                 if str(directory) not in made:
                     assert str(directory.parent) in mounts, f"{where}: {variable}"
         secret = volumes[mounts["/etc/pannier/tls"]["name"]]["secret"]
-        # Readable for its own group, which fsGroup makes it, and for nobody else.
+        # Readable for its own group, which fsGroup makes it, and for no other user.
         assert secret["defaultMode"] == 0o440, where
 
 
@@ -207,11 +207,11 @@ def test_trainers_find_their_sidecar(objects: list[Object]) -> None:
         (where, each) for where, each in pod_templates(objects).items() if where.endswith("/train")
     )
     trainer = container(template, "trainer")
-    told = environment(trainer, objects, DOWNWARD)
-    assert [told["PANNIER_SIDECAR"]] == sidecars, where
-    assert parse_address(told["PANNIER_SIDECAR"], setting="PANNIER_SIDECAR")
-    assert told["PANNIER_JOB"] == settings(objects)["PANNIER_JOB"]
-    assert told["HOSTS"] == settings(objects)["HOSTS"]
+    variables = environment(trainer, objects, DOWNWARD)
+    assert [variables["PANNIER_SIDECAR"]] == sidecars, where
+    assert parse_address(variables["PANNIER_SIDECAR"], setting="PANNIER_SIDECAR")
+    assert variables["PANNIER_JOB"] == settings(objects)["PANNIER_JOB"]
+    assert variables["HOSTS"] == settings(objects)["HOSTS"]
     (mount,) = (m for m in trainer["volumeMounts"] if m["mountPath"] == "/run/pannier")
     assert mount["readOnly"], where
     # The spool itself isn't shared: descriptors come over the socket.
@@ -307,7 +307,7 @@ def test_a_sidecar_starts_before_its_trainer_and_ends_after_it(objects: list[Obj
 
 @with_daemons
 def test_times_and_sizes_follow_the_formulas(objects: list[Object]) -> None:
-    told = settings(objects)
+    chosen = settings(objects)
     for where, template, daemon in daemons(objects):
         if daemon["args"][0] != "sidecar":
             continue
@@ -315,19 +315,19 @@ def test_times_and_sizes_follow_the_formulas(objects: list[Object]) -> None:
         whole = template["spec"]["terminationGracePeriodSeconds"]
         # A trainer that shares the pod ends first; then the daemon, 10 s for its way out.
         assert whole >= float(variables["PANNIER_GRACE"]) + 10, where
-        assert str(whole) == told["TERMINATION_GRACE"], where
+        assert str(whole) == chosen["TERMINATION_GRACE"], where
         limit = quantity(daemon["resources"]["limits"]["memory"])
         assert limit == quantity(daemon["resources"]["requests"]["memory"]), where
         volumes = {v["name"]: v for v in template["spec"]["volumes"]}
         spool = volumes["pannier-spool"]
-        size = quantity(told["SPOOL_SIZE"])
+        size = quantity(chosen["SPOOL_SIZE"])
         in_memory = spool.get("emptyDir", {}).get("medium") == "Memory"
         assert limit >= OWN_MEMORY + (size if in_memory else 0), where
         if "emptyDir" in spool:
             assert quantity(spool["emptyDir"]["sizeLimit"]) == size, where
         else:
             assert spool["hostPath"]["path"] == "/var/pannier", where
-            assert variables["PANNIER_SPOOL_BUDGET"] == f"{told['SPOOL_SIZE']}B", where
+            assert variables["PANNIER_SPOOL_BUDGET"] == f"{chosen['SPOOL_SIZE']}B", where
         # Twice the ranks' bytes, and a twentieth, is what two saves in flight take.
         said = re.search(
             r"that have (\d+) GiB together",
@@ -347,10 +347,10 @@ def test_components_go_together(workload: str, place: str, tmp_path: Path) -> No
         folder = tmp_path / "deploy/overlays" / f"own-{device}"
         shutil.copytree(DEPLOY / "overlays/gke-gpu", folder)
         path = folder / "kustomization.yaml"
-        told = yaml.safe_load(path.read_text())
+        kustomization = yaml.safe_load(path.read_text())
         chosen = ["cert-manager", *place.split(), *device.split(), workload]
-        told["components"] = [f"../../components/{name}" for name in chosen]
-        path.write_text(yaml.safe_dump(told))
+        kustomization["components"] = [f"../../components/{name}" for name in chosen]
+        path.write_text(yaml.safe_dump(kustomization))
         objects = built(folder)
         assert [problem for each in objects for problem in problems(each, release)] == []
         template = next(

@@ -81,7 +81,7 @@ def test_the_list_of_metrics_is_what_is_served(scrapes: dict[str, Scrape]) -> No
             entry[3] = daemon if entry[3] == daemon else "both"
     text = (DEPLOY / "metrics.md").read_text()
     listed = re.findall(r"^\| `(\w+)` \| (.*?) \| (.*?) ?\| (\w+) \| (.*) \|$", text, re.MULTILINE)
-    assert {name: [kind, labels, told, of] for name, kind, labels, of, told in listed} == found
+    assert {name: [kind, labels, text, of] for name, kind, labels, of, text in listed} == found
 
 
 def test_every_metric_that_is_asked_for_is_served(served: set[str]) -> None:
@@ -169,14 +169,17 @@ FIRING: dict[str, tuple[list[dict[str, str]], dict[str, str]]] = {
         [series("pannier_saves", "1x120", state="in_doubt", **AT)],
         {"namespace": "training"},
     ),
-    "PannierCoordinatorSilent": ([series("pannier_coordinator_connected", "0x120", **AT)], AT),
+    "PannierCoordinatorUnresponsive": (
+        [series("pannier_coordinator_connected", "0x120", **AT)],
+        AT,
+    ),
     "PannierUploadsRetried": (
         [series("pannier_upload_retries_total", "0+60x120", **JOB)],
         JOB,
     ),
 }
-SILENT: dict[str, list[dict[str, str]]] = {
-    # Nobody trains any more; or the coordinator was started anew and the commit is of before.
+NOT_FIRING: dict[str, list[dict[str, str]]] = {
+    # No trainer any more; or the coordinator was restarted and the commit is older.
     "PannierNoCommit": [
         series("pannier_last_commit_age_seconds", "0+60x120", **JOB),
         series("pannier_trainers", "8x30 0x90", **JOB),
@@ -185,7 +188,7 @@ SILENT: dict[str, list[dict[str, str]]] = {
     "PannierOldestUploadGrowing": [
         series("pannier_oldest_upload_age_seconds", "0 300 700 0 300 700 0 300 700 0x110", **AT)
     ],
-    # Lent to trainers, for the next save.
+    # Leased by trainers, for the next save.
     "PannierSpoolNearlyFull": [
         series("pannier_spool_saves_bytes", "10x120", **AT),
         series("pannier_spool_held_bytes", "0x120", **AT),
@@ -196,20 +199,22 @@ SILENT: dict[str, list[dict[str, str]]] = {
         series("pannier_saves_ended_total", "0x100 1x20", outcome="aborted", **AT)
     ],
     "PannierSaveInDoubt": [series("pannier_saves", "0x100 1 0x20", state="in_doubt", **AT)],
-    "PannierCoordinatorSilent": [series("pannier_coordinator_connected", "1x100 0 1x20", **AT)],
+    "PannierCoordinatorUnresponsive": [
+        series("pannier_coordinator_connected", "1x100 0 1x20", **AT)
+    ],
     "PannierUploadsRetried": [series("pannier_upload_retries_total", "0+1x120", **JOB)],
 }
 
 
 def test_alerts_fire_when_they_should_and_not_else(tmp_path: Path) -> None:
-    assert set(FIRING) == set(SILENT) == {rule["alert"] for rule in RULES}
+    assert set(FIRING) == set(NOT_FIRING) == {rule["alert"] for rule in RULES}
     tests: list[dict[str, Any]] = []
     # Without annotations: their numbers aren't the point.
     bare = [{name: rule[name] for name in rule if name != "annotations"} for rule in RULES]
     for rule in bare:
         input_series, labels = FIRING[rule["alert"]]
         expected = {"exp_labels": {**rule["labels"], **labels}}
-        for given, alerts in ((input_series, [expected]), (SILENT[rule["alert"]], [])):
+        for given, alerts in ((input_series, [expected]), (NOT_FIRING[rule["alert"]], [])):
             asked = {"eval_time": "110m", "alertname": rule["alert"], "exp_alerts": alerts}
             tests.append({"interval": "1m", "input_series": given, "alert_rule_test": [asked]})
     (tmp_path / "alerts.yaml").write_text(
@@ -243,10 +248,12 @@ def test_with_the_component_all_daemons_are_scraped(overlay: str, tmp_path: Path
     for where, template, daemon in daemons(objects):
         assert wanted.items() <= template["metadata"]["labels"].items(), where
         ports = {each["name"]: each["containerPort"] for each in daemon["ports"]}
-        told = environment(daemon, objects, {"spec.nodeName": "node-0"})
-        assert told["PANNIER_METRICS"].rpartition(":")[2] == str(ports[endpoint["port"]]), where
+        variables = environment(daemon, objects, {"spec.nodeName": "node-0"})
+        assert variables["PANNIER_METRICS"].rpartition(":")[2] == str(ports[endpoint["port"]]), (
+            where
+        )
         assert opened["port"] == ports[endpoint["port"]]
-        assert arguments(daemon, told)
+        assert arguments(daemon, variables)
         seen += 1
     assert seen == 2
     dashboard = named(objects, "ConfigMap", "pannier-dashboard")

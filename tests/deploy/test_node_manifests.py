@@ -27,13 +27,13 @@ def test_a_jobs_trainers_find_the_sidecar_of_their_node() -> None:
     daemon = pod_templates(node)["DaemonSet/pannier-sidecar"]
     theirs = environment(container(daemon, "pannier"), node, DOWNWARD)
     trainer = container(template, "trainer")
-    told = environment(trainer, job, DOWNWARD)
+    variables = environment(trainer, job, DOWNWARD)
     name = named(job, "ConfigMap", "pannier")["data"]["PANNIER_JOB"]
-    assert told["PANNIER_JOB"] == name
+    assert variables["PANNIER_JOB"] == name
     # What the daemon makes for the job below its own hostPath is what the pod mounts, not to be written.
     socket = job_address(jobs_directory(theirs["PANNIER_ADDRESS"]), name).removeprefix("unix://")
     assert on_node(daemon, "pannier", socket) == on_node(
-        template, "trainer", told["PANNIER_SIDECAR"].removeprefix("unix://")
+        template, "trainer", variables["PANNIER_SIDECAR"].removeprefix("unix://")
     )
     for each in containers(template):
         (mount,) = (m for m in each["volumeMounts"] if m["name"] == "pannier-socket")
@@ -43,7 +43,7 @@ def test_a_jobs_trainers_find_the_sidecar_of_their_node() -> None:
     assert volumes["pannier-socket"]["hostPath"]["type"] == "Directory"
     assert all("/var" not in str(volume) for volume in volumes.values()), "no pod sees the spool"
     # The token is a file, readable for the pod's group, and in no variable.
-    path = Path(told["PANNIER_TOKEN_FILE"])
+    path = Path(variables["PANNIER_TOKEN_FILE"])
     (mount,) = (m for m in trainer["volumeMounts"] if m["mountPath"] == str(path.parent))
     assert volumes[mount["name"]]["secret"] == {
         "secretName": "pannier-token",
@@ -64,7 +64,7 @@ def on_node(template: Object, name: str, path: str) -> str:
     raise AssertionError(f"{path} is in no mount of {name}")
 
 
-def test_a_nodes_sidecar_is_told_what_a_pods_is() -> None:
+def test_a_nodes_sidecar_has_the_settings_of_a_pods() -> None:
     pods, node = (built(DEPLOY / "overlays" / name) for name in ("indexed-job", NODE))
     one = container(pod_templates(pods)["Job/train"], "pannier")
     other = container(pod_templates(node)["DaemonSet/pannier-sidecar"], "pannier")

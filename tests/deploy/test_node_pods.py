@@ -135,7 +135,7 @@ def is_refused_what_is_the_others(one: Job, trainer: Container) -> None:
 
 
 def lies_apart(top: Path) -> None:
-    """On the node: nobody else may enter, and of the jobs nothing is in common."""
+    """On the node: no other user may enter, and the jobs have nothing in common."""
     for path, mode in (
         ("run/pannier", 0o700),
         ("run/pannier/jobs", 0o700),
@@ -159,7 +159,7 @@ def tells_no_token(containers: list[Container], jobs: list[Job]) -> None:
         for each in ("cmdline", "environ"):
             seen.append(Path(f"/proc/{container.pid}/{each}").read_text())
         seen.append(
-            str(environment(container.told, container._pod.objects, container._pod.downward))
+            str(environment(container.spec, container._pod.objects, container._pod.downward))
         )
         for job in jobs:
             assert job.token not in "".join(seen), container.name

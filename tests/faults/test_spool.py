@@ -13,7 +13,7 @@ import torch
 from pannier.client import BusyError, Client, SaveAbortedError, SaveSkippedError
 from pannier.client.config import load_settings
 from pannier.v1 import save_pb2
-from support.network.other_user import NOBODY, needs_root
+from support.network.other_user import OTHER_UID, needs_root
 from support.processes.cli import pannier
 from support.processes.daemons import Daemons
 from support.processes.watching import all_in, await_save
@@ -150,7 +150,7 @@ def test_what_lies_in_the_spool_and_isnt_ours_is_never_used(tmp_path: Path) -> N
         spool = daemons.spool / "0"
         spool.mkdir(mode=0o700)
         (spool / "00000001.data").write_bytes(b"theirs" * MIB)
-        os.chown(spool / "00000001.data", NOBODY, NOBODY)
+        os.chown(spool / "00000001.data", OTHER_UID, OTHER_UID)
         (spool / "00000002.data").symlink_to(precious)
         linked = daemons.spool / "linked"
         linked.write_bytes(b"linked")

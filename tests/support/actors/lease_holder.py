@@ -123,12 +123,12 @@ class LeaseHolder:
         who.call("Release", request)
 
 
-def staged(lent: LeasedFile, name: str, data: bytes) -> "Mapped":
+def staged(leased: LeasedFile, name: str, data: bytes) -> "Mapped":
     """Writes ``data`` there, behind a new stamp."""
     stamp = os.urandom(STAMP_BYTES)
-    assert os.pwrite(lent.fd, stamp, lent.capacity) == STAMP_BYTES
-    assert os.pwrite(lent.fd, data, 0) == len(data)
-    return Mapped(name, len(data), lent.spool_file, stamp)
+    assert os.pwrite(leased.fd, stamp, leased.capacity) == STAMP_BYTES
+    assert os.pwrite(leased.fd, data, 0) == len(data)
+    return Mapped(name, len(data), leased.spool_file, stamp)
 
 
 @dataclass
@@ -178,10 +178,10 @@ def ingest_mapped(hand: Hand, context: sidecar_pb2.SaveContext, plan: plan_pb2.F
     receipt = receipt_of(plan, hand.rank)
     try:
         with LeaseHolder(hand, hand.address) as holder:
-            lent = holder.lease(*[file.size for file in receipt.files])
+            leased = holder.lease(*[file.size for file in receipt.files])
             files = [
                 staged(each, file.name, bytes(file.size))
-                for each, file in zip(lent, receipt.files, strict=True)
+                for each, file in zip(leased, receipt.files, strict=True)
             ]
             hand_over(
                 hand,

@@ -1,4 +1,4 @@
-"""Saves over the mapped transport: clients of one job, and who else is lent their files."""
+"""Saves over the mapped transport: clients of one job, and the processes that lease their files next."""
 
 import os
 from collections.abc import Iterator
@@ -56,11 +56,11 @@ def another(daemons: Daemons, job: str = "test") -> Iterator[LeaseHolder]:
 
 
 def await_reuse(daemons: Daemons, inodes: set[int], size: int) -> None:
-    """Until another process of the job is lent one of these files."""
+    """Waits until another process of the job gets a lease of one of these files."""
 
-    def lent() -> bool:
+    def leased() -> bool:
         with another(daemons) as holder, suppress(BusyError):
             return any(each.inode in inodes for each in holder.lease(*[size] * 4))
         return False
 
-    wait_until(lent, stretched(20))
+    wait_until(leased, stretched(20))

@@ -34,7 +34,7 @@ class Spool:
 
 
 class ScriptedSidecar(sidecar_pb2_grpc.SidecarServicer):
-    """Takes every file, agrees to every plan and commits every save, unless told otherwise.
+    """Takes every file, agrees to every plan and commits every save, unless set otherwise.
 
     ``with ScriptedSidecar(directory) as sidecar`` serves at ``sidecar.address``.
     """
@@ -44,9 +44,9 @@ class ScriptedSidecar(sidecar_pb2_grpc.SidecarServicer):
         self.wire_version = WIRE_VERSION
         self.coordinator = "unix:///nowhere"
         self.commit = True
-        """Whether a hand-over is followed by the news that the save is committed."""
-        self.silent = False
-        """Accept connections, say nothing."""
+        """Whether a hand-over is followed by the status update COMMITTED."""
+        self.unresponsive = False
+        """Accept connections, send nothing."""
         self.on: dict[str, Hook] = {}
         """By method: called with each request; what it raises is the answer."""
         self.cut_at: list[int] = []
@@ -55,7 +55,7 @@ class ScriptedSidecar(sidecar_pb2_grpc.SidecarServicer):
         """Write streams stop reading when a file has so many bytes; one entry a stream."""
         self.attempt = "i1-a1-g00000000-s1"
         self.forgetful = False
-        """Whether it wants the local plan of whoever goes by a kept one."""
+        """Whether it asks ranks that claim a cached plan for their local plan."""
         self.files: dict[str, Spool] = {}
         self.connects: list[sidecar_pb2.ConnectRequest] = []
         self.ended: list[str] = []
@@ -63,7 +63,7 @@ class ScriptedSidecar(sidecar_pb2_grpc.SidecarServicer):
         self.requests: list[Any] = []
         self.pings: list[sidecar_pb2.PingRequest] = []
         self.changed = threading.Condition()
-        self._news: list[save_pb2.SaveStatus] = []
+        self._updates: list[save_pb2.SaveStatus] = []
         self._server: grpc.Server | None = None
         self._stopped = threading.Event()
 
@@ -110,7 +110,7 @@ class ScriptedSidecar(sidecar_pb2_grpc.SidecarServicer):
         with self.changed:
             assert self.changed.wait_for(condition, timeout), "what the test waits for didn't come"
 
-    def tell(
+    def send_status(
         self,
         save: save_pb2.SaveId,
         state: save_pb2.SaveState,
@@ -118,7 +118,7 @@ class ScriptedSidecar(sidecar_pb2_grpc.SidecarServicer):
         checkpoint_id: str = "",
     ) -> None:
         """Pushes a status to everyone connected, now and later."""
-        news = save_pb2.SaveStatus(
+        update = save_pb2.SaveStatus(
             save=save,
             id=object_names.save_text(save),
             checkpoint_id=checkpoint_id,
@@ -127,11 +127,11 @@ class ScriptedSidecar(sidecar_pb2_grpc.SidecarServicer):
             failures=failures,
         )
         with self.changed:
-            self._news.append(news)
+            self._updates.append(update)
             self.changed.notify_all()
 
     def abort(self, context: sidecar_pb2.SaveContext, *failures: save_pb2.Failure) -> None:
-        self.tell(
+        self.send_status(
             context.save,
             save_pb2.SAVE_STATE_ABORTED,
             *failures,
@@ -150,7 +150,7 @@ class ScriptedSidecar(sidecar_pb2_grpc.SidecarServicer):
             self.connects.append(request)
             self.changed.notify_all()
         context.add_callback(lambda: self._end(request.client))
-        if self.silent:
+        if self.unresponsive:
             self._stopped.wait()
             return
         yield sidecar_pb2.ConnectResponse(
@@ -161,21 +161,21 @@ class ScriptedSidecar(sidecar_pb2_grpc.SidecarServicer):
                 coordinator=self.coordinator,
             )
         )
-        told = 0
+        sent = 0
 
         def over() -> bool:
             return self._stopped.is_set() or not context.is_active()
 
         while True:
             with self.changed:
-                while len(self._news) <= told and not over():
+                while len(self._updates) <= sent and not over():
                     self.changed.wait()
                 if over():
                     return
-                news = self._news[told:]
-            for status in news:
+                updates = self._updates[sent:]
+            for status in updates:
                 yield sidecar_pb2.ConnectResponse(save=status)
-            told += len(news)
+            sent += len(updates)
 
     def Plan(
         self, request: sidecar_pb2.PlanRequest, context: grpc.ServicerContext
@@ -213,7 +213,7 @@ class ScriptedSidecar(sidecar_pb2_grpc.SidecarServicer):
             held = bytes(self.files[file.name].data)
             assert (len(held), crc32c.crc32c(held)) == (file.size, file.crc32c), file.name
         if self.commit:
-            self.tell(
+            self.send_status(
                 request.context.save,
                 save_pb2.SAVE_STATE_COMMITTED,
                 checkpoint_id=request.context.checkpoint_id,

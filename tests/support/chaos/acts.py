@@ -296,7 +296,7 @@ def stop_after(cluster: Cluster, number: int, stop: Path | None = None) -> None:
 
 
 def _release(records: Path) -> None:
-    """Whoever reads these FIFOs, or is about to, comes to an end."""
+    """Ends every process that reads one of these FIFOs, or is about to."""
     for path in records.iterdir():
         fd = os.open(path, os.O_RDWR | os.O_NONBLOCK)
         path.unlink()

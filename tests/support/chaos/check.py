@@ -20,8 +20,8 @@ SaveKey = tuple[int, int]
 
 
 @dataclass
-class Told:
-    """One save, as its ranks tell of it."""
+class RecordedSave:
+    """One save, as its ranks recorded it."""
 
     id: str = ""
     world: int = 0
@@ -49,7 +49,7 @@ class Report:
     committed: int = 0
     failed: int = 0
     unknown: int = 0
-    """Saves of killed ranks, or whose end was not heard of."""
+    """Saves of killed ranks, or whose outcome no rank recorded."""
     visible: int = 0
 
 
@@ -61,9 +61,11 @@ def read_events(paths: Iterable[Path]) -> list[dict[str, Any]]:
     return sorted(lines, key=lambda line: float(line["at"]))
 
 
-def told(events: Iterable[Mapping[str, Any]], problems: list[str]) -> dict[SaveKey, Told]:
+def recorded_saves(
+    events: Iterable[Mapping[str, Any]], problems: list[str]
+) -> dict[SaveKey, RecordedSave]:
     """The saves by incarnation and number."""
-    saves: dict[SaveKey, Told] = defaultdict(Told)
+    saves: dict[SaveKey, RecordedSave] = defaultdict(RecordedSave)
     for event in events:
         if "number" not in event:
             continue
@@ -98,7 +100,7 @@ def check(arguments: Mapping[str, Any]) -> int:
     """
     os.environ["STORAGE_EMULATOR_HOST"] = arguments["endpoint"]
     report = Report()
-    saves = told(read_events(Path(path) for path in arguments["events"]), report.problems)
+    saves = recorded_saves(read_events(Path(path) for path in arguments["events"]), report.problems)
     report.saves = len(saves)
     report.committed = sum(save.committed for save in saves.values())
     report.failed = sum(save.failed for save in saves.values())
@@ -138,7 +140,7 @@ def check(arguments: Mapping[str, Any]) -> int:
     return 0
 
 
-def _name(key: SaveKey, save: Told) -> str:
+def _name(key: SaveKey, save: RecordedSave) -> str:
     return f"save {key[1]} of incarnation {key[0]} to {save.id} ({', '.join(save.attempts)})"
 
 
@@ -193,7 +195,7 @@ def leftovers(names: Iterable[str], root: str, standing: Mapping[str, str]) -> l
 
 
 def _check_visible(
-    id: str, saves: Mapping[SaveKey, Told], problems: list[str]
+    id: str, saves: Mapping[SaveKey, RecordedSave], problems: list[str]
 ) -> tuple[SaveKey, str]:
     """Whose it is, and its attempt; adds what is wrong with it."""
     import torch
@@ -210,7 +212,7 @@ def _check_visible(
     key = (int(incarnation), int(number))
     save = saves.get(key)
     if save is None or save.id != id:
-        problems.append(f"{id} is of {key}, which nobody has saved there")
+        problems.append(f"{id} is of {key}, which no rank has saved there")
         return key, attempt
     want = chaos_states.whole(*key, world)
     got = chaos_states.blank(want)
@@ -232,10 +234,10 @@ async def _verify(id: str, problems: list[str]) -> None:
 
     store = open_store(id)
     try:
-        verdict = await verify(store, progress=lambda count, total: None)
+        result = await verify(store, progress=lambda count, total: None)
     finally:
         await store.close()
-    bad = [finding for finding in verdict.findings if finding.status != "ok"]
+    bad = [finding for finding in result.findings if finding.status != "ok"]
     if bad:
         problems.append(f"{id} is damaged: {bad[:3]}")
 

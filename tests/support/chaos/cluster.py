@@ -267,17 +267,17 @@ class Cluster:
 
     def statuses(self) -> str:
         """What each daemon says of its undecided saves, for people."""
-        told = []
+        lines = []
         for daemon in self.daemons:
             try:
                 saves = undecided(daemon.address)
             except grpc.RpcError as error:
-                told.append(f"{daemon.name}: {error}")
+                lines.append(f"{daemon.name}: {error}")
                 continue
-            told += [f"{daemon.name}: {_line(save)}" for save in saves] or [
+            lines += [f"{daemon.name}: {_line(save)}" for save in saves] or [
                 f"{daemon.name}: nothing undecided"
             ]
-        return "\n".join(told)
+        return "\n".join(lines)
 
 
 _UNDECIDED = (

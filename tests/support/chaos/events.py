@@ -80,7 +80,7 @@ class Events:
     # Trainers.
 
     def kill_trainer(self, lasts_s: float, rank: int, world: int) -> bool:
-        """One dies; a moment later the launcher ends the others and starts all anew."""
+        """One dies; a moment later the launcher ends the others and starts all of them again."""
         if not self._take("trainers"):
             return False
         current = self._cluster.current

@@ -1,4 +1,4 @@
-"""A rank of the chaos test: saves in turn, and writes down what it handed over and what it was told.
+"""A rank of the chaos test: saves in turn, and records what it handed over and each outcome.
 
 In: where it belongs, and a file that says after which save to stop. Out: a line of JSON per event
 in its log, written before the next thing happens, so that a SIGKILL loses nothing. It judges
@@ -20,7 +20,7 @@ from support.processes import clocks
 
 @dataclass(frozen=True)
 class Trainer:
-    """What one rank is told."""
+    """The settings of one rank."""
 
     root: str
     """Checkpoints go below it."""

@@ -199,13 +199,13 @@ class Cluster:
 
     def serve(self, node: Pod, *jobs: Job) -> None:
         """The Secret pannier-jobs has these, and the kubelet brings them to the sidecar."""
-        (told,) = (
+        (source,) = (
             volume["secret"]
             for volume in node.template["spec"]["volumes"]
             if volume["name"] == "pannier-jobs"
         )
         self._secrets["pannier-jobs"] = {job.file.name: job.file for job in jobs}
-        node.volumes.replace("pannier-jobs", told, self._secrets["pannier-jobs"])
+        node.volumes.replace("pannier-jobs", source, self._secrets["pannier-jobs"])
 
     def save(self, step: int, mib: int = 8) -> None:
         """Lets the trainer save."""
@@ -231,7 +231,7 @@ def said(pod: Pod, container: str, *lines: str, timeout: float = 40) -> None:
 
 
 def confined(container: pods.Container) -> None:
-    """It is PID 1, nobody's root, without capabilities, and its file system can't be written."""
+    """It is PID 1, not root, without capabilities, and its file system can't be written."""
     status = dict(
         line.split(":\t", 1)
         for line in Path(f"/proc/{container.pid}/status").read_text().splitlines()

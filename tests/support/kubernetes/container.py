@@ -1,7 +1,7 @@
 """A container of :mod:`support.kubernetes.pods`, from within: a process of its own namespaces becomes the program.
 
 ``unshare --mount --pid --fork python -m support.kubernetes.container CONFIG``, as root. CONFIG is a JSON
-file with what a runtime would be told: ``arguments``, ``environment``, ``user``, ``group``,
+file with what a container runtime would get: ``arguments``, ``environment``, ``user``, ``group``,
 ``groups``, ``capabilities``, ``mounts`` (source, target, read-only), ``read_only`` for the root, ``visible``
 (directories of this machine that stand for the image's), ``hosts`` (the text of /etc/hosts),
 ``root``, an empty directory. The program is PID 1 there, as it is in a container.
@@ -22,47 +22,47 @@ _OF_ETC = ("passwd", "group", "ssl", "nsswitch.conf", "localtime", "ld.so.cache"
 
 
 def main() -> None:
-    told = json.loads(Path(sys.argv[1]).read_text())
-    root = Path(told["root"])
+    config = json.loads(Path(sys.argv[1]).read_text())
+    root = Path(config["root"])
     _mount("--make-rprivate", "/")
     _mount("-t", "tmpfs", "-o", "mode=0755", "tmpfs", str(root))
     # A checkout in /tmp, say, lies below a volume: it is shown there once that is mounted.
-    targets = tuple(f"{target.rstrip('/')}/" for _, target, _ in told["mounts"])
-    for name in told["visible"]:
+    targets = tuple(f"{target.rstrip('/')}/" for _, target, _ in config["mounts"])
+    for name in config["visible"]:
         if not name.startswith(targets):
             _show(name, root)
     for name in _OF_ETC:
         if Path("/etc", name).exists():
             _bind(f"/etc/{name}", root, f"/etc/{name}", read_only=True)
-    (root / "etc/hosts").write_text(told["hosts"])
+    (root / "etc/hosts").write_text(config["hosts"])
     for name in ("null", "zero", "urandom", "random"):
         _bind(f"/dev/{name}", root, f"/dev/{name}", read_only=False)
     for name, mode in (("tmp", 0o1777), ("run", 0o755), ("dev/shm", 0o1777), ("proc", 0o555)):
         (root / name).mkdir(parents=True, exist_ok=True)
         (root / name).chmod(mode)
     _mount("-t", "proc", "proc", str(root / "proc"))
-    for source, target, read_only in told["mounts"]:
+    for source, target, read_only in config["mounts"]:
         _bind(source, root, target, read_only=read_only)
-    for name in told["visible"]:
+    for name in config["visible"]:
         if name.startswith(targets):
             _show(name, root)
-    if told["read_only"]:
+    if config["read_only"]:
         _mount("-o", "remount,ro", str(root))
     os.chroot(root)
     os.chdir("/tmp")
-    _become(told)
-    os.execvpe(told["arguments"][0], told["arguments"], told["environment"])
+    _become(config)
+    os.execvpe(config["arguments"][0], config["arguments"], config["environment"])
 
 
-def _become(told: dict[str, Any]) -> None:
+def _become(config: dict[str, Any]) -> None:
     prctl = ctypes.CDLL(None, use_errno=True).prctl
-    kept = {_NUMBERS[name] for name in told["capabilities"]}
+    kept = {_NUMBERS[name] for name in config["capabilities"]}
     for number in range(_LAST_CAPABILITY + 1):
         if number not in kept and prctl(_PR_CAPBSET_DROP, number, 0, 0, 0):
             raise OSError(ctypes.get_errno(), f"dropping capability {number}")
-    os.setgroups(told["groups"])
-    os.setresgid(*3 * (told["group"],))
-    os.setresuid(*3 * (told["user"],))
+    os.setgroups(config["groups"])
+    os.setresgid(*3 * (config["group"],))
+    os.setresuid(*3 * (config["user"],))
     if prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "giving up new privileges")
 

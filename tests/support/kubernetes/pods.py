@@ -77,28 +77,28 @@ class Volumes:
             subprocess.run(["umount", "--lazy", path], check=True)
         self._mounted.clear()
 
-    def _empty(self, path: Path, told: Object) -> None:
+    def _empty(self, path: Path, volume: Object) -> None:
         path.mkdir(parents=True)
-        if told.get("medium") == "Memory":
-            size = int(quantity(told["sizeLimit"]))
+        if volume.get("medium") == "Memory":
+            size = int(quantity(volume["sizeLimit"]))
             options = f"size={size}"
             subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", path], check=True)
             self._mounted.append(path)
         os.chown(path, 0, self._group)
         path.chmod(0o2777)
 
-    def replace(self, name: str, told: Object, files: Mapping[str, Path]) -> None:
+    def replace(self, name: str, volume: Object, files: Mapping[str, Path]) -> None:
         """The Secret behind a volume has other files now; the kubelet brings them in."""
-        self._secret(self.paths[name], told, files)
+        self._secret(self.paths[name], volume, files)
 
-    def _secret(self, path: Path, told: Object, files: Mapping[str, Path]) -> None:
+    def _secret(self, path: Path, volume: Object, files: Mapping[str, Path]) -> None:
         path.mkdir(parents=True, exist_ok=True)
         version = path / f"..2026_11_{len(list(path.glob('..2026*'))) + 1:02}"
         version.mkdir()
         for name, source in files.items():
             shutil.copy(source, version / name)
             os.chown(version / name, 0, self._group)
-            (version / name).chmod(told["defaultMode"])
+            (version / name).chmod(volume["defaultMode"])
             if not (path / name).is_symlink():
                 (path / name).symlink_to(Path("..data", name))
         (path / "..data_tmp").symlink_to(version.name)
@@ -114,14 +114,14 @@ class Volumes:
 class Container:
     """One container of a pod; may be started again after it has ended."""
 
-    def __init__(self, pod: "Pod", told: Object) -> None:
-        self.told = told
-        self.name: str = told["name"]
+    def __init__(self, pod: "Pod", spec: Object) -> None:
+        self.spec = spec
+        self.name: str = spec["name"]
         self._pod = pod
         self._process: Process | None = None
         self.extra: dict[str, str] = {}
         """Variables that the manifest doesn't have; may be changed before :meth:`start`."""
-        image = told["image"].rpartition("/")[2].partition(":")[0].removeprefix("pannier-")
+        image = spec["image"].rpartition("/")[2].partition(":")[0].removeprefix("pannier-")
         self._stage = STAGES.get(image)
         self.memory: MemoryLimit | None = None
         """What its limit allows, while it runs; None: it has none, or this machine can't."""
@@ -131,7 +131,7 @@ class Container:
     @property
     def environment(self) -> dict[str, str]:
         image = self._stage.environment if self._stage is not None else {}
-        own = environment(self.told, self._pod.objects, self._pod.downward)
+        own = environment(self.spec, self._pod.objects, self._pod.downward)
         path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
         return {**image, **own, **self.extra, "PATH": path, MARKER: SESSION}
 
@@ -153,11 +153,11 @@ class Container:
     def start(self) -> None:
         self.close()
         spec = self._pod.template["spec"]
-        own = {**spec["securityContext"], **self.told["securityContext"]}
-        words = arguments(self.told, environment(self.told, self._pod.objects, self._pod.downward))
-        if self._stage is not None and "command" not in self.told:
+        own = {**spec["securityContext"], **self.spec["securityContext"]}
+        words = arguments(self.spec, environment(self.spec, self._pod.objects, self._pod.downward))
+        if self._stage is not None and "command" not in self.spec:
             words = [*self._stage.entrypoint, *words]
-        limit = self.told.get("resources", {}).get("limits", {}).get("memory")
+        limit = self.spec.get("resources", {}).get("limits", {}).get("memory")
         if limit is not None:
             self.memory = limited(f"{self._pod.name}-{self.name}", int(quantity(limit)))
         config = {
@@ -169,7 +169,7 @@ class Container:
             "capabilities": own["capabilities"].get("add", []),
             "mounts": [
                 (str(self._pod.volumes.paths[m["name"]]), m["mountPath"], m.get("readOnly", False))
-                for m in self.told.get("volumeMounts", [])
+                for m in self.spec.get("volumeMounts", [])
             ]
             + self._pod.more_mounts,
             "read_only": own.get("readOnlyRootFilesystem", False),
@@ -181,7 +181,7 @@ class Container:
         path = self._pod.directory / f"{self.name}.json"
         path.write_text(json.dumps(config))
         runtime = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--"]
-        # Whoever writes 0 means itself. Before the network's namespace, which hides these files.
+        # A process that writes 0 moves itself. Before the network's namespace, which hides these files.
         join: list[str] = []
         if self.memory is not None:
             join = ["sh", "-c", 'echo 0 > "$0"; exec "$@"', str(self.memory.members)]
@@ -197,13 +197,13 @@ class Container:
 
     def probe(self, name: str) -> str:
         """Answer to one of its gRPC probes: a status' name, or a code's."""
-        told = self.told[name]
-        target = f"{self._pod.address}:{told['grpc']['port']}"
+        probe = self.spec[name]
+        target = f"{self._pod.address}:{probe['grpc']['port']}"
         with grpc.insecure_channel(target) as channel:
             stub: Any = health_pb2_grpc.HealthStub(channel)
-            request = health_pb2.HealthCheckRequest(service=told["grpc"]["service"])
+            request = health_pb2.HealthCheckRequest(service=probe["grpc"]["service"])
             try:
-                answer = stub.Check(request, timeout=told.get("timeoutSeconds", 1))
+                answer = stub.Check(request, timeout=probe.get("timeoutSeconds", 1))
             except grpc.RpcError as error:
                 return str(error.code().name)
         return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
@@ -211,9 +211,9 @@ class Container:
     def await_probe(self, name: str, answer: str = "SERVING", timeout: float = READY_S) -> None:
         """Returns when the probe says so. Raises AssertionError with the log when it doesn't."""
         deadline = time.monotonic() + timeout
-        while (heard := self.probe(name)) != answer:
+        while (answered := self.probe(name)) != answer:
             assert self.process.returncode is None, self.process.log()
-            assert time.monotonic() < deadline, f"{name}: {heard}\n{self.process.log()}"
+            assert time.monotonic() < deadline, f"{name}: {answered}\n{self.process.log()}"
             time.sleep(0.05)
 
     def run(self, *words: str) -> Result:
@@ -284,8 +284,8 @@ class Pod:
         self.directory.mkdir(parents=True)
         self.volumes = Volumes(template, self.directory / "volumes", secrets, host)
         spec = template["spec"]
-        self.first = [Container(self, told) for told in spec.get("initContainers", [])]
-        self.main = [Container(self, told) for told in spec["containers"]]
+        self.first = [Container(self, each) for each in spec.get("initContainers", [])]
+        self.main = [Container(self, each) for each in spec["containers"]]
 
     def __getitem__(self, name: str) -> Container:
         (found,) = (each for each in (*self.first, *self.main) if each.name == name)
@@ -295,7 +295,7 @@ class Pod:
         """Everything that comes before the main containers, then those."""
         for each in self.first:
             each.start()
-            if each.told.get("restartPolicy") == "Always":
+            if each.spec.get("restartPolicy") == "Always":
                 each.await_probe("startupProbe")
             else:
                 assert each.wait(READY_S) == 0, each.process.log()
@@ -303,9 +303,9 @@ class Pod:
             each.start()
 
     def terminate(self) -> dict[str, int]:
-        """As a deleted pod ends; exit statuses by container. SIGKILL is told as 137."""
+        """As a deleted pod ends; exit statuses by container. SIGKILL is reported as 137."""
         deadline = time.monotonic() + self.template["spec"]["terminationGracePeriodSeconds"]
-        native = [c for c in self.first if c.told.get("restartPolicy") == "Always"]
+        native = [c for c in self.first if c.spec.get("restartPolicy") == "Always"]
         ended = {}
         for each in (*self.main, *reversed(native)):
             if each.process.returncode is None:

@@ -36,11 +36,11 @@ class Browser:
         self.page = page
         self.complaints: list[str] = []
         """Errors and warnings of the console, and requests to elsewhere."""
-        page.on("console", self._heard)
+        page.on("console", self._log_message)
         page.on("pageerror", lambda error: self.complaints.append(str(error)))
         page.on("request", lambda request: self._asked(request.url))
 
-    def _heard(self, message: object) -> None:
+    def _log_message(self, message: object) -> None:
         if getattr(message, "type", "") in ("error", "warning"):
             self.complaints.append(str(getattr(message, "text", message)))
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-NOBODY = 65534
+OTHER_UID = 65534
 
 needs_root = pytest.mark.skipif(
     os.geteuid() != 0, reason="only root can become another user to be refused as one"
@@ -28,7 +28,7 @@ else:
 """
 
 
-def may_connect(path: Path, user: int = NOBODY) -> bool:
+def may_connect(path: Path, user: int = OTHER_UID) -> bool:
     """Whether the kernel lets ``user`` connect to the unix socket; False: EACCES."""
     # Not with subprocess' own `user`, who may have no right to execute our interpreter.
     done = subprocess.run(

@@ -1,6 +1,6 @@
 """Memory limits as a container has them: control groups of version 1 or 2, where this machine lets us.
 
-What a process reserves in a memory-backed spool counts to its group, whoever writes there later.
+What a process reserves in a memory-backed spool counts to its group, whichever process writes there later.
 """
 
 import os

@@ -288,7 +288,7 @@ def _reap(running: dict[int, socket.socket]) -> None:
         if not pid:
             return
         with running.pop(pid) as channel, suppress(BrokenPipeError):
-            # Closed already when nobody waits for it.
+            # Closed already when no process waits for it.
             channel.send(_INTEGER.pack(os.waitstatus_to_exitcode(status)))
 
 

@@ -28,7 +28,7 @@ class FakeEvent:
 
 
 class FakeStream(SideStream):
-    """A side stream that stands still until somebody waits for it.
+    """A side stream that stands still until a thread waits for it.
 
     What the test does to tensors itself is the training stream, which runs at once; so to hold it
     back is to let this one run.
@@ -41,12 +41,12 @@ class FakeStream(SideStream):
         self.done = 0
         self.queued = 0
         self.followed_at: list[int] = []
-        """How much was queued when it was told to wait for the training stream."""
+        """How much was queued when ``wait_for_caller`` was called."""
         self.copied: list[int] = []
         """Bytes of each copy to the host."""
         self.stream_waits = 0
         self.runs = threading.Event()
-        """Cleared: the device stands still, and whoever waits for it waits."""
+        """Cleared: the device stands still, and every wait for it lasts."""
         self.runs.set()
         self.failure: Exception | None = None
 

@@ -133,7 +133,7 @@ def _objects(layout: Layout, seed: int) -> State:
 
 
 def _per_rank(layout: Layout, seed: int) -> State:
-    # Each rank saves its own; whoever loads gets all of them.
+    # Each rank saves its own; a load gets all of them.
     ranks = range(layout.writers) if layout.writers else [layout.rank]
     return {
         f"rng.{rank}": {

@@ -1,6 +1,6 @@
 """Kinds of state for SPMD programs: what they hold, and how it is laid over the devices.
 
-Values are made on the host from a seed, so that whoever restores them elsewhere knows them; nothing
+Values are made on the host from a seed, so that a process that restores them elsewhere can compute them; nothing
 here imports torch_xla but :meth:`Layout.place` and what follows it.
 """
 

@@ -650,7 +650,7 @@ def test_close_waits_until_ingested_and_handles_still_resolve(
         handle = client.async_save(state(size=5_000_000), checkpoint_id="/x/y")
     (request,) = sidecar.asked(sidecar_pb2.HandOverRequest)
     assert not handle.done()
-    sidecar.tell(request.context.save, save_pb2.SAVE_STATE_COMMITTED)
+    sidecar.send_status(request.context.save, save_pb2.SAVE_STATE_COMMITTED)
     handle.result(10)
     session = client.save_factory._memberships[True]._sidecar
     assert session is not None

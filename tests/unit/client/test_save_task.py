@@ -463,7 +463,7 @@ def test_status_follows_the_news(session: SidecarClient, sidecar: ScriptedSideca
         waiting_on=save_pb2.WaitingOn(ranks=[1], text="ranks [1] (host node-1)"),
     )
     with sidecar.changed:
-        sidecar._news.append(news)
+        sidecar._updates.append(news)
         sidecar.changed.notify_all()
     wait_until(lambda: saving.handle.status().state == "UPLOADING")
     status = saving.handle.status()

@@ -179,7 +179,7 @@ def test_no_sidecar_is_an_error_within_seconds_that_names_the_address(sockets: P
 
 
 def test_a_sidecar_that_says_nothing_is_no_sidecar(sidecar: ScriptedSidecar) -> None:
-    sidecar.silent = True
+    sidecar.unresponsive = True
     began = time.monotonic()
     with pytest.raises(UnavailableError, match=r"s\.sock"):
         SidecarClient.connect(Settings(sidecar=sidecar.address), WHO)
@@ -202,13 +202,13 @@ def test_news_reach_their_save_only_and_also_after_a_restart(
     other = save_pb2.SaveId(job="job", incarnation="abc", group="g1", number=2)
     heard: list[save_pb2.SaveStatus] = []
     session.followed.follow(CONTEXT, heard.append)
-    sidecar.tell(other, save_pb2.SAVE_STATE_COMMITTED)
-    sidecar.tell(SAVE, save_pb2.SAVE_STATE_UPLOADING)
+    sidecar.send_status(other, save_pb2.SAVE_STATE_COMMITTED)
+    sidecar.send_status(SAVE, save_pb2.SAVE_STATE_UPLOADING)
     wait_until(lambda: len(heard) == 1)
     sidecar.stop()
-    sidecar._news.clear()
+    sidecar._updates.clear()
     sidecar.start()
-    sidecar.tell(SAVE, save_pb2.SAVE_STATE_COMMITTED)
+    sidecar.send_status(SAVE, save_pb2.SAVE_STATE_COMMITTED)
     wait_until(lambda: len(heard) == 2)
     assert [status.state for status in heard] == [
         save_pb2.SAVE_STATE_UPLOADING,
@@ -257,12 +257,12 @@ def test_a_hand_over_that_is_not_answered_is_made_again(
     monkeypatch.setattr(session_module, "_ANSWER_S", 0.2)
     asked: list[float] = []
 
-    def be_silent_once(_: object) -> None:
+    def answer_late_once(_: object) -> None:
         asked.append(time.monotonic())
         if len(asked) == 1:
             time.sleep(0.5)
 
-    sidecar.on["HandOver"] = be_silent_once
+    sidecar.on["HandOver"] = answer_late_once
     session.hand_over(sidecar_pb2.HandOverRequest(context=CONTEXT))
     assert len(asked) == 2
 

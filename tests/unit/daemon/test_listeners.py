@@ -14,7 +14,7 @@ import pytest
 
 from pannier.daemon.listeners import bind_listeners, server_options
 from pannier.wire.errors import ConfigurationError
-from support.network.other_user import NOBODY, may_connect, needs_root
+from support.network.other_user import OTHER_UID, may_connect, needs_root
 
 
 @contextmanager
@@ -103,9 +103,9 @@ def test_a_directory_that_others_may_enter_or_write_is_refused(sockets: Path, bi
 
 @needs_root
 def test_a_directory_of_another_user_is_refused(sockets: Path) -> None:
-    os.chown(sockets, NOBODY, NOBODY)
+    os.chown(sockets, OTHER_UID, OTHER_UID)
     with (
-        pytest.raises(ConfigurationError, match=f"belongs to user {NOBODY}"),
+        pytest.raises(ConfigurationError, match=f"belongs to user {OTHER_UID}"),
         serving(sockets),
     ):
         pass

@@ -12,7 +12,7 @@ from pannier.v1 import records_pb2, save_pb2, sidecar_pb2
 from pannier.wire import errors, object_names
 from support.actors.hosts import Host, await_true, running_host
 from support.actors.scripted import PLAN_ID, Trainer, attempt_of, data_file
-from support.network.other_user import NOBODY, needs_root
+from support.network.other_user import OTHER_UID, needs_root
 
 MIB = 1 << 20
 FAILED, DURABLE = save_pb2.RANK_PHASE_FAILED, save_pb2.RANK_PHASE_DURABLE
@@ -248,7 +248,9 @@ def test_modes_do_not_depend_on_the_umask(host: Host, mask: int) -> None:
 @needs_root
 def test_a_spool_of_another_user_is_refused(host: Host) -> None:
     host.spool.mkdir(mode=0o700, parents=True)
-    os.chown(host.spool, NOBODY, NOBODY)
-    with pytest.raises(errors.ConfigurationError, match=f"belongs to user {NOBODY} with mode 700"):
+    os.chown(host.spool, OTHER_UID, OTHER_UID)
+    with pytest.raises(
+        errors.ConfigurationError, match=f"belongs to user {OTHER_UID} with mode 700"
+    ):
         host.start()
     del host.sidecar
