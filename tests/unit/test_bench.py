@@ -21,13 +21,13 @@ def run(module: str, *arguments: str) -> str:
 
 
 def test_every_part_is_planned() -> None:
-    told = {line.split()[0] for line in run("run", "--list").splitlines()}
-    assert told >= {"blocking", "durable", "memory", "peers", "recovery", "steps", "uploading"}
+    parts = {line.split()[0] for line in run("run", "--list").splitlines()}
+    assert parts >= {"blocking", "durable", "memory", "peers", "recovery", "steps", "uploading"}
 
 
-def test_a_part_tells_its_rows() -> None:
-    told = run("blocking", "--json", "--bytes", "1M", "--tensors", "10", "--saves", "1")
-    answer = json.loads(told.splitlines()[-1])
+def test_a_part_prints_its_rows() -> None:
+    output = run("blocking", "--json", "--bytes", "1M", "--tensors", "10", "--saves", "1")
+    answer = json.loads(output.splitlines()[-1])
     assert "blocking time of `async_save`" in answer["rows"][0]["what"]
     assert len(answer["figures"]["called_s"]) == 1
 

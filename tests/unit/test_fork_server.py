@@ -88,9 +88,9 @@ def test_a_signal_ends_it_and_is_its_status(tmp_path: Path, number: signal.Signa
 
 
 def test_an_uncaught_error_is_status_1_with_its_traceback(tmp_path: Path) -> None:
-    started = process(tmp_path, "raise ValueError('told')\n")
+    started = process(tmp_path, "raise ValueError('reported')\n")
     assert started.wait(60) == 1
-    assert "ValueError: told" in started.log()
+    assert "ValueError: reported" in started.log()
     started.close()
 
 

@@ -77,7 +77,7 @@ async def ingest(store: Store, attempt: Attempt) -> None:
 
 
 async def commit_all(store: Store, attempt: Attempt, metadata: bytes) -> records_pb2.Decision:
-    """The three steps in order, as the conductor takes them."""
+    """The three steps in order, as the save task takes them."""
     await ingest(store, attempt)
     data = await metadata_swap.publish_candidate(store, attempt.name, metadata)
     decision = await decisions.decide(store, proposal(attempt, metadata=data))

@@ -47,9 +47,11 @@ def lines(result: Result, action: str) -> list[dict[str, Any]]:
 
 
 def lease(directory: Path, attempt: str, *, renew_s: float = 30, token: str = "abc") -> Path:
-    told = records_pb2.Lease(attempt=attempt, host="node-1", pid=7, holder=token, renew_s=renew_s)
+    message = records_pb2.Lease(
+        attempt=attempt, host="node-1", pid=7, holder=token, renew_s=renew_s
+    )
     path = directory / object_names.lease(attempt, token)
-    write(path, json_format.MessageToJson(told).encode())
+    write(path, json_format.MessageToJson(message).encode())
     return path
 
 
@@ -268,7 +270,7 @@ def test_ages_must_not_be_negative(place: Path) -> None:
 
 
 def test_a_superseded_file_that_is_still_needed_stays(place: Path) -> None:
-    """Whoever wrote a .metadata that refers to an older attempt's files."""
+    """A .metadata from elsewhere may refer to an older attempt's files."""
     write_attempt(place, FIRST)
     content = (place / ".metadata").read_bytes()
     write_attempt(place, SECOND)
@@ -282,7 +284,7 @@ def test_a_superseded_file_that_is_still_needed_stays(place: Path) -> None:
         assert data <= names(place)
 
 
-def test_what_was_removed_before_an_error_is_told(
+def test_what_was_removed_before_an_error_is_reported(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = place.parent / "step-2"

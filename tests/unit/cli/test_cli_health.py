@@ -22,8 +22,8 @@ from support.processes.daemons import short_directory
 from support.processes.ranks import free_port
 
 
-class Told:
-    """A daemon's word of itself."""
+class FakeDaemon:
+    """A daemon's readiness, and the event loop that its liveness is about."""
 
     def __init__(self) -> None:
         self.ready = False
@@ -41,39 +41,39 @@ class Told:
 
 
 @pytest.fixture
-def told() -> Iterator[Told]:
-    made = Told()
+def daemon() -> Iterator[FakeDaemon]:
+    made = FakeDaemon()
     with made.turning():
         yield made
     made.loop.close()
 
 
 @pytest.fixture
-def address(told: Told) -> Iterator[str]:
+def address(daemon: FakeDaemon) -> Iterator[str]:
     where = f"127.0.0.1:{free_port()}"
-    with serve_health(where, ready=lambda: told.ready, loop=told.loop):
+    with serve_health(where, ready=lambda: daemon.ready, loop=daemon.loop):
         yield where
 
 
-def test_before_and_after_it_is_ready(told: Told, address: str) -> None:
+def test_before_and_after_it_is_ready(daemon: FakeDaemon, address: str) -> None:
     asked = ("health", "--address", address, "--service")
     assert [pannier(*asked, name).code for name in ("", "readiness", "liveness")] == [1, 1, 0]
-    told.ready = True
+    daemon.ready = True
     answers = [pannier(*asked, name) for name in ("", "readiness", "liveness")]
     assert [(each.code, each.out) for each in answers] == [(0, "serving\n")] * 3
-    told.ready = False
+    daemon.ready = False
     not_ready = pannier(*asked, "readiness")
     assert (not_ready.code, not_ready.out) == (1, "not_serving\n")
 
 
-def test_a_loop_that_hangs_is_not_alive(told: Told, address: str) -> None:
+def test_a_loop_that_hangs_is_not_alive(daemon: FakeDaemon, address: str) -> None:
     held, go = threading.Event(), threading.Event()
 
     def hang() -> None:
         held.set()
         go.wait(30)
 
-    told.loop.call_soon_threadsafe(hang)
+    daemon.loop.call_soon_threadsafe(hang)
     assert held.wait(10)
     try:
         assert ask(address, "liveness", timeout=0.5) in ("NOT_SERVING", "DEADLINE_EXCEEDED")
@@ -82,7 +82,7 @@ def test_a_loop_that_hangs_is_not_alive(told: Told, address: str) -> None:
     assert ask(address, "liveness") == "SERVING"
 
 
-def test_it_ends_while_a_probe_waits_for_a_loop_that_hangs(told: Told) -> None:
+def test_it_ends_while_a_probe_waits_for_a_loop_that_hangs(daemon: FakeDaemon) -> None:
     held, go = threading.Event(), threading.Event()
 
     def hang() -> None:
@@ -90,8 +90,8 @@ def test_it_ends_while_a_probe_waits_for_a_loop_that_hangs(told: Told) -> None:
         go.wait(30)
 
     address = f"127.0.0.1:{free_port()}"
-    with serve_health(address, ready=lambda: True, loop=told.loop):
-        told.loop.call_soon_threadsafe(hang)
+    with serve_health(address, ready=lambda: True, loop=daemon.loop):
+        daemon.loop.call_soon_threadsafe(hang)
         assert held.wait(10)
         answers: list[str] = []
         asking = threading.Thread(target=lambda: answers.append(ask(address, "liveness")))
@@ -104,7 +104,7 @@ def test_it_ends_while_a_probe_waits_for_a_loop_that_hangs(told: Told) -> None:
     assert answers == ["UNAVAILABLE"] or answers == ["CANCELLED"]
 
 
-def test_nothing_but_health_is_served_there(told: Told, address: str) -> None:
+def test_nothing_but_health_is_served_there(daemon: FakeDaemon, address: str) -> None:
     with grpc.insecure_channel(address) as channel:
         for method in ("pannier.v1.Status/ListSaves", "grpc.health.v1.Health/Watch"):
             with pytest.raises(grpc.RpcError) as caught:
@@ -115,16 +115,16 @@ def test_nothing_but_health_is_served_there(told: Told, address: str) -> None:
     assert "'nonsense'" in unknown.err
 
 
-def test_nobody_there_and_no_such_address() -> None:
+def test_no_daemon_there_and_no_such_address() -> None:
     gone = pannier("health", "--address", f"127.0.0.1:{free_port()}", "--timeout", "5")
     assert gone.code == 3
     assert pannier("health", "--address", "nowhere").code == 2
 
 
-def test_it_asks_where_the_daemon_of_its_container_was_told_to_listen(
-    told: Told, address: str
+def test_it_asks_where_the_daemon_of_its_container_listens(
+    daemon: FakeDaemon, address: str
 ) -> None:
-    told.ready = True
+    daemon.ready = True
     environment = {"PANNIER_HEALTH": address, "PANNIER_SIDECAR": "unix:///nowhere.sock"}
     assert pannier("health", env=environment).code == 0
     # There it is plaintext, whatever certificates the daemon has.

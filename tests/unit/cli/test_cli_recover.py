@@ -135,8 +135,8 @@ def test_a_candidate_is_committed_as_it_is(tmp_path: Path) -> None:
 def test_a_damaged_candidate_is_not_committed(tmp_path: Path, damage: str) -> None:
     place = tmp_path / "step-1"
     metadata = write_attempt(place, FIRST, commit=False)
-    told = metadata.replace(b"s1_1_0", b"s2_1_0") if damage != "cut" else metadata[:-40]
-    (place / object_names.metadata_candidate(FIRST)).write_bytes(told)
+    damaged = metadata.replace(b"s1_1_0", b"s2_1_0") if damage != "cut" else metadata[:-40]
+    (place / object_names.metadata_candidate(FIRST)).write_bytes(damaged)
     result = pannier("recover", str(place), "--json")
     assert result.code == 1
     (line,) = result.json_lines()
@@ -186,7 +186,7 @@ def test_what_an_aborted_attempt_left_is_removed(tmp_path: Path) -> None:
     assert pannier("recover", str(place), "--json").out == ""
 
 
-def test_an_undecided_attempt_is_told_with_its_ranks_and_given_up_only_on_request(
+def test_an_undecided_attempt_is_shown_with_its_ranks_and_given_up_only_on_request(
     tmp_path: Path,
 ) -> None:
     root, place = tmp_path, tmp_path / "runs" / "step-2"
@@ -242,7 +242,7 @@ def test_a_receipt_of_another_plan_is_no_receipt(tmp_path: Path) -> None:
     assert not (place / ".metadata").exists()
 
 
-def test_a_damaged_decision_is_told_and_the_rest_is_done(tmp_path: Path) -> None:
+def test_a_damaged_decision_is_reported_and_the_rest_is_done(tmp_path: Path) -> None:
     damaged, other = tmp_path / "step-1", tmp_path / "step-2"
     write_attempt(damaged, FIRST)
     write(damaged / object_names.decision(FIRST), b"{")

@@ -109,7 +109,7 @@ def test_killed_on_the_way_it_is_whole_or_gone_and_ends_when_run_again(
     if (place / ".metadata").exists():
         assert here("verify", str(place)).code == 0
     else:
-        # Nobody takes it for a commit that is to be finished.
+        # `recover` doesn't finish it as a commit.
         assert here("recover", str(place)).code == 0
         assert not (place / ".metadata").exists()
     left = names(place)

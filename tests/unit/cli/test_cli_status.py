@@ -1,4 +1,4 @@
-"""``pannier status`` and ``watch`` against a daemon that says what it was told to."""
+"""``pannier status`` and ``watch`` against a daemon with scripted answers."""
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -272,7 +272,7 @@ def test_the_default_spool_is_on_tmpfs_and_not_shared_between_runtime_directorie
     assert spool.parent == Path("/dev/shm")
     assert spool.name == f"pannier-{os.getuid()}-v3"
     assert default_spool(Path("/tmp/other"), usual) != spool
-    # A runtime directory from the environment is nobody's usual one.
+    # A runtime directory from the environment isn't any user's usual one.
     monkeypatch.setenv("PANNIER_RUNTIME_DIR", str(usual))
     assert default_spool(usual, usual) != spool
 

@@ -84,7 +84,7 @@ def test_sizes_that_change_a_little_are_recycled_too() -> None:
     pool.release(second)
 
 
-def test_two_lent_arenas_never_share_memory() -> None:
+def test_two_acquired_arenas_never_share_memory() -> None:
     pool = ArenaPool(2)
     arenas = [pool.acquire([2 * MIB, 5000]) for _ in range(2)]
     spans = sorted((r.address, r.address + r.size) for a in arenas for r in a.files)
@@ -105,28 +105,28 @@ def test_changing_sizes_do_not_pile_up() -> None:
     assert kept <= 2 * 12 * 4 * MIB
 
 
-def test_a_closed_pool_keeps_nothing_and_lent_memory_stays_valid() -> None:
+def test_a_closed_pool_keeps_nothing_and_acquired_memory_stays_valid() -> None:
     pool = ArenaPool(2)
     pool.release(pool.acquire([MIB]))
-    lent = pool.acquire([2 * MIB])
-    address = lent.files[0].address
+    arena = pool.acquire([2 * MIB])
+    address = arena.files[0].address
     pool.close()
-    lent.files[0].view[:5] = b"alive"
+    arena.files[0].view[:5] = b"alive"
     assert ctypes.string_at(address, 5) == b"alive"
     assert not pool._free
-    pool.release(lent)
-    del lent
+    pool.release(arena)
+    del arena
     gc.collect()
     assert not _flags(address)
 
 
 def test_memory_is_freed_with_its_last_view() -> None:
     pool = ArenaPool(1)
-    lent = pool.acquire([8 * MIB])
-    address, view = lent.files[0].address, lent.files[0].view
+    arena = pool.acquire([8 * MIB])
+    address, view = arena.files[0].address, arena.files[0].view
     pool.close()
-    pool.release(lent)
-    del lent
+    pool.release(arena)
+    del arena
     gc.collect()
     view[:4] = b"here"
     assert ctypes.string_at(address, 4) == b"here"

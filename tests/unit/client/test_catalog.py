@@ -265,7 +265,7 @@ def ranks_learn_it_from_the_first() -> None:
             latest(root, process_group=pair)
 
 
-def a_failure_of_the_first_rank_is_everybodys() -> None:
+def a_failure_of_the_first_rank_is_raised_on_all() -> None:
     import os
 
     import pytest
@@ -289,7 +289,7 @@ def a_failure_of_the_first_rank_is_everybodys() -> None:
     def unasked() -> None:
         raise PannierError("an earlier save failed")
 
-    # One rank's own trouble: the first one's is told, another's is its own.
+    # One rank's own failure: the first one's reaches all ranks, another's stays its own.
     for culprit in (0, 1):
         if rank == culprit or culprit == 0:
             with pytest.raises(PannierError, match="an earlier save failed"):
@@ -304,7 +304,7 @@ def a_failure_of_the_first_rank_is_everybodys() -> None:
             latest(f"{root}/other")
 
 
-def nobody_waits_longer_than_told() -> None:
+def no_rank_waits_longer_than_its_time_out() -> None:
     """The first rank not at all: what only it calls can't hang."""
 
     import os
@@ -329,8 +329,8 @@ def nobody_waits_longer_than_told() -> None:
 
 SCENARIOS = (
     (3, ranks_learn_it_from_the_first),
-    (2, a_failure_of_the_first_rank_is_everybodys),
-    (2, nobody_waits_longer_than_told),
+    (2, a_failure_of_the_first_rank_is_raised_on_all),
+    (2, no_rank_waits_longer_than_its_time_out),
 )
 
 

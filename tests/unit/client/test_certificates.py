@@ -1,4 +1,4 @@
-"""Certificates of a job on several hosts, with real connections: who holds them is let in, nobody else."""
+"""Certificates of a job on several hosts, with real connections: only their holders are let in."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -251,7 +251,7 @@ def test_a_planner_that_raises_ends_the_save_on_all_ranks(
     (failure,) = failures(sidecar)
     assert failure.kind == save_pb2.FAILURE_KIND_CLIENT
     assert "today" in failure.message
-    # Nobody got a handle, so nothing is left to be raised.
+    # No handle was returned, so nothing is left to be raised.
     client.wait_all(1)
     client.save(state(), checkpoint_id="/x/z")
     assert numbers(sidecar, sidecar_pb2.HandOverRequest) == [2]
@@ -329,7 +329,7 @@ def test_what_the_callers_own_code_raises_reaches_it_as_it_is(
         client.async_save(checkpoint_id="/x/y", **make(error))  # type: ignore[no-untyped-call]
     assert raised.value is error
     assert any("/x/y, which it ended on all ranks" in note for note in error.__notes__)
-    # The other ranks are told what it was.
+    # The other ranks get the error's text.
     (failure,) = failures(sidecar)
     assert f"{type(error).__name__}: {error}" in failure.message
     assert re.search(says, failure.message)
@@ -345,7 +345,7 @@ def test_it_does_when_the_plan_is_known(client: Client, sidecar: ScriptedSidecar
     assert raised.value is error
 
 
-def test_alone_nobody_else_has_to_be_told(
+def test_a_single_rank_has_no_other_to_notify(
     client: Client, sidecar: ScriptedSidecar, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(_: Any) -> None:
@@ -358,7 +358,7 @@ def test_alone_nobody_else_has_to_be_told(
 
 
 @pytest.mark.usefixtures("two_ranks")
-def test_a_wrong_argument_on_one_rank_is_told_to_the_others(
+def test_a_wrong_argument_on_one_rank_is_reported_to_the_others(
     client: Client, sidecar: ScriptedSidecar
 ) -> None:
     with pytest.raises(InvalidRequestError):
@@ -375,12 +375,12 @@ def test_an_abort_while_planning_is_raised_from_the_call(
     def abort(_: Any) -> None:
         raise SaveAbortedError("save was aborted", [save_pb2.Failure(rank=1, message="left")])
 
-    def abort_with_news_first(request: Any) -> None:
+    def abort_with_status_first(request: Any) -> None:
         sidecar.abort(request.context, save_pb2.Failure(rank=1, message="left"))
         time.sleep(0.2)
         abort(request)
 
-    for root, hook in (("/x", abort), ("/y", abort_with_news_first)):
+    for root, hook in (("/x", abort), ("/y", abort_with_status_first)):
         sidecar.on["Plan"] = hook
         with pytest.raises(SaveAbortedError) as raised:
             client.async_save(state(), checkpoint_id=f"{root}/y")
@@ -462,7 +462,7 @@ def test_ranks_of_a_launcher_without_a_group_may_each_read(
     assert torch.equal(loaded["w"], torch.ones(3))
 
 
-# Errors that nobody asked for.
+# Unretrieved errors.
 
 
 def fail_one(client: Client, sidecar: ScriptedSidecar) -> Any:
@@ -720,7 +720,7 @@ def test_an_error_at_exit_is_seen(sidecar: ScriptedSidecar) -> None:
         "h = client.async_save(state, checkpoint_id='/x/y'); h.wait(10)",
     )
     assert "rank 1 died" in done.stderr
-    # Also where logs go nowhere, and to whoever reports errors.
+    # Also where logs go nowhere, and to the process' error reporting.
     quiet = run(
         sidecar,
         "import logging; logging.disable()\n"

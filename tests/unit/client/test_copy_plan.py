@@ -1,4 +1,4 @@
-"""What is staged by a kept plan is, bit for bit, what planning and staging anew would give."""
+"""What is staged by a cached plan is, bit for bit, what a new plan and its staging would give."""
 
 import ctypes
 import dataclasses
@@ -73,7 +73,7 @@ def by_copy_plan(kept: CachedPlan, state: dict[str, Any], pool: ArenaPool) -> di
         pool.release(arena)
 
 
-def anew(
+def replanned(
     state: dict[str, Any], pool: ArenaPool, positions: list[int] | None = None
 ) -> dict[str, bytes]:
     planning = plan(state)
@@ -107,10 +107,10 @@ def test_any_state_of_the_same_structure(state: dict[str, Any], seed: int, chanc
     dirty(pool, 1 << 20)
     for again in (first, second, third, first):
         if kept.match(DEFAULT, again) is None:
-            # An object became a list of what is none: planned anew, that's all.
+            # An object became a list of tensors: it is planned again.
             assert plan(again).digest != plan(first).digest
             continue
-        assert by_copy_plan(kept, again, pool) == anew(again, ArenaPool(1), positions)
+        assert by_copy_plan(kept, again, pool) == replanned(again, ArenaPool(1), positions)
     pool.close()
 
 
@@ -124,7 +124,7 @@ def test_every_dtype(dtype: torch.dtype, elements: int, pool: ArenaPool) -> None
     kept = learned(state())
     for _ in range(2):
         again = state()
-        assert by_copy_plan(kept, again, pool) == anew(again, ArenaPool(1))
+        assert by_copy_plan(kept, again, pool) == replanned(again, ArenaPool(1))
 
 
 @pytest.mark.parametrize("elements", [40, 400_000], ids=["small", "large"])
@@ -145,7 +145,7 @@ def test_strides_and_bits_may_change(elements: int, change: Any, pool: ArenaPool
     kept = learned(first)
     by_copy_plan(kept, first, pool)
     again = {"t": change(torch.randn(elements, 2, dtype=torch.complex64))}
-    assert by_copy_plan(kept, again, pool) == anew(again, ArenaPool(1))
+    assert by_copy_plan(kept, again, pool) == replanned(again, ArenaPool(1))
 
 
 def test_heads_and_tails_are_written_once(pool: ArenaPool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,10 +154,10 @@ def test_heads_and_tails_are_written_once(pool: ArenaPool, monkeypatch: pytest.M
     by_copy_plan(kept, state, pool)
     monkeypatch.setattr("pannier.client.staging.copy_plan._write_headers", None)
     state["a"].fill_(3)
-    assert by_copy_plan(kept, state, pool) == anew(state, ArenaPool(1))
+    assert by_copy_plan(kept, state, pool) == replanned(state, ArenaPool(1))
 
 
-def test_another_save_in_between_takes_the_imprint_away(pool: ArenaPool) -> None:
+def test_another_save_in_between_drops_the_cached_headers(pool: ArenaPool) -> None:
     state = {"a": torch.randn(100), "o": "x"}
     kept = learned(state)
     wanted = by_copy_plan(kept, state, pool)
@@ -166,17 +166,17 @@ def test_another_save_in_between_takes_the_imprint_away(pool: ArenaPool) -> None
     assert by_copy_plan(kept, state, pool) == wanted
 
 
-def test_another_plan_in_between_takes_the_imprint_away(pool: ArenaPool) -> None:
+def test_another_plan_in_between_drops_the_cached_headers(pool: ArenaPool) -> None:
     state = {"a": torch.randn(100), "o": "x"}
     other = {"b": torch.full((30,), 7.0), "c": torch.ones(60), "o": "y"}
     kept, between = learned(state), learned(other)
     for _ in range(2):
-        assert by_copy_plan(kept, state, pool) == anew(state, ArenaPool(1))
-        assert by_copy_plan(between, other, pool) == anew(other, ArenaPool(1))
+        assert by_copy_plan(kept, state, pool) == replanned(state, ArenaPool(1))
+        assert by_copy_plan(between, other, pool) == replanned(other, ArenaPool(1))
 
 
 @pytest.mark.parametrize("big", [False, True])
-def test_a_failure_in_between_takes_the_imprint_away(big: bool, pool: ArenaPool) -> None:
+def test_a_failure_in_between_drops_the_cached_headers(big: bool, pool: ArenaPool) -> None:
     state = {"a": torch.randn(1 << 20 if big else 100), "o": "x"}
     kept = learned(state)
     wanted = by_copy_plan(kept, state, pool)
@@ -199,9 +199,9 @@ def test_tied_and_empty_tensors_and_gradients(pool: ArenaPool) -> None:
     weight = torch.nn.Parameter(torch.randn(50, 3))
     state = {"a": weight, "b": weight, "none": torch.empty(0, 3), "g": weight * 2}
     kept = learned(state)
-    assert by_copy_plan(kept, state, pool) == anew(state, ArenaPool(1))
+    assert by_copy_plan(kept, state, pool) == replanned(state, ArenaPool(1))
     with torch.inference_mode():
-        assert by_copy_plan(kept, state, ArenaPool(1)) == anew(state, ArenaPool(1))
+        assert by_copy_plan(kept, state, ArenaPool(1)) == replanned(state, ArenaPool(1))
 
 
 def test_memory_first_used_in_inference_mode_serves_outside_it(pool: ArenaPool) -> None:
@@ -210,7 +210,7 @@ def test_memory_first_used_in_inference_mode_serves_outside_it(pool: ArenaPool) 
     with torch.inference_mode():
         by_copy_plan(kept, state, pool)
     state["a"].fill_(1)
-    assert by_copy_plan(kept, state, pool) == anew(state, ArenaPool(1))
+    assert by_copy_plan(kept, state, pool) == replanned(state, ArenaPool(1))
 
 
 def test_a_default_device_and_recorded_gradients_change_nothing(pool: ArenaPool) -> None:
@@ -221,7 +221,7 @@ def test_a_default_device_and_recorded_gradients_change_nothing(pool: ArenaPool)
         staged = by_copy_plan(kept, state, pool)
     finally:
         torch.set_default_device(None)
-    assert staged == anew(state, ArenaPool(1))
+    assert staged == replanned(state, ArenaPool(1))
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -316,7 +316,7 @@ def test_dtensors(pool: ArenaPool, tmp_path: Path) -> None:
         kept = learned(state())
         for _ in range(2):
             again = state()
-            assert by_copy_plan(kept, again, pool) == anew(again, ArenaPool(1))
+            assert by_copy_plan(kept, again, pool) == replanned(again, ArenaPool(1))
         with torch.no_grad():
             # The local part requires no gradient then: another plan, as dcp.save's would be.
             assert kept.match(DEFAULT, again) is None

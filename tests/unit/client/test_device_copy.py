@@ -1,6 +1,6 @@
-"""Copies from devices: complete and in order, whatever is queued when and whoever waits.
+"""Copies from devices: complete and in order, whatever is queued when and whichever thread waits.
 
-The device is a fake one (``support.states.host_streams``), whose copies happen when somebody waits for them.
+The device is a fake one (``support.states.host_streams``), whose copies happen when a thread waits for them.
 """
 
 import ctypes
@@ -128,7 +128,7 @@ def test_every_copy_is_queued_behind_the_training_stream(
     monkeypatch.setattr(device_copy, "_BATCH", 1 * MIB)
     state = {f"w{i}": torch.full((300_000,), float(i)) for i in range(6)}
     staged, arena = staged_by(DeviceCopies(backend=fake_backend(stream)), state, pool)
-    # A planner's tensors are made one after the other: each batch waits anew.
+    # A planner's tensors are made one after the other: each batch waits again.
     assert stream.followed_at == [0, 1, 2, 3, 4, 5]
     assert_same(staged, state)
     pool.release(arena)
@@ -263,7 +263,7 @@ def test_what_has_to_be_pinned_can_be_pinned_ahead(stream: FakeStream, pool: Are
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_one_file_that_cannot_be_pinned_is_told_and_the_others_are(
+def test_one_file_that_cannot_be_pinned_is_reported_and_the_others_are_pinned(
     first: int, stream: FakeStream, pool: ArenaPool
 ) -> None:
     arena = pool.acquire([4 * MIB, 4 * MIB])
@@ -422,7 +422,7 @@ def test_a_device_that_fails_fails_the_save_and_gives_all_back(
         RuntimeError, match=r"illegal memory access.*\ncopying from cpu failed after"
     ):
         staged.deferred.finish()
-    # Nobody waits for it any more.
+    # Nothing waits for it any more.
     staged.deferred.make_stream_wait()
     stream.failure = None
     slots = [found.pool.acquire(wait=False) for _ in range(3)]
@@ -431,9 +431,7 @@ def test_a_device_that_fails_fails_the_save_and_gives_all_back(
     pool.release(arena)
 
 
-def test_a_save_that_nobody_wants_any_more_copies_no_more(
-    stream: FakeStream, pool: ArenaPool
-) -> None:
+def test_a_cancelled_save_copies_no_more(stream: FakeStream, pool: ArenaPool) -> None:
     found = fake_backend(stream, refusal="it is on a disk", buffers=2)
     state = {f"w{i}": torch.randn(300_000) for i in range(10)}
     staged, arena = staged_by(DeviceCopies(everything, found), state, pool)

@@ -1,4 +1,4 @@
-"""What is done for the daemons of a job's earlier starts, with nobody really started."""
+"""What is done for the daemons of a job's earlier starts, without real processes."""
 
 import json
 import os
@@ -61,12 +61,12 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Starts]:
     shutil.rmtree(directory)
 
 
-def told(pair: DaemonSpec) -> object:
+def successor_record(pair: DaemonSpec) -> object:
     path = pair.directory / addresses.SUCCESSOR
     return json.loads(path.read_text()) if path.exists() else None
 
 
-def test_all_of_the_job_are_told_and_those_that_were_killed_are_started_again(
+def test_all_of_the_job_are_notified_and_those_that_were_killed_are_started_again(
     starts: Starts,
 ) -> None:
     running, killed, other = starts.add("one"), starts.add("two"), starts.add("one", OTHER)
@@ -76,10 +76,10 @@ def test_all_of_the_job_are_told_and_those_that_were_killed_are_started_again(
     newest = starts.add("new")
     starts.tend(newest)
     assert starts.on_start == [killed.directory]
-    assert told(running) == told(killed) == SUCCESSOR
-    assert told(other) is None
-    assert told(elsewhere) is None
-    assert told(newest) is None
+    assert successor_record(running) == successor_record(killed) == SUCCESSOR
+    assert successor_record(other) is None
+    assert successor_record(elsewhere) is None
+    assert successor_record(newest) is None
 
 
 def test_a_later_start_on_one_host_has_its_usual_coordinator_end_them(starts: Starts) -> None:
@@ -92,7 +92,7 @@ def test_a_later_start_on_one_host_has_its_usual_coordinator_end_them(starts: St
             thread.join(10)
     assert starts.on_start == [killed.directory]
     usual = addresses.embedded_coordinator(starts.settings.runtime_dir)
-    assert told(killed) == {"coordinator": usual}
+    assert successor_record(killed) == {"coordinator": usual}
 
 
 def test_those_with_other_storage_are_left_alone(
@@ -101,11 +101,11 @@ def test_those_with_other_storage_are_left_alone(
     elsewhere = starts.add("one", STORAGE_EMULATOR_HOST="http://10.0.0.9:1")
     starts.tend(starts.add("new"))
     assert starts.on_start == []
-    assert told(elsewhere) is None
+    assert successor_record(elsewhere) is None
     assert "STORAGE_EMULATOR_HOST" in caplog.text
 
 
-def test_a_record_that_cannot_be_read_keeps_nobody_from_the_others(
+def test_a_record_that_cannot_be_read_hides_none_of_the_others(
     starts: Starts, caplog: pytest.LogCaptureFixture
 ) -> None:
     broken, killed = starts.add("a"), starts.add("b")

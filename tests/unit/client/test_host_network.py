@@ -63,8 +63,11 @@ def test_why_nothing_answers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "here"), [("", False), ("2", False), ("3", True), ("8", True), ("x", False)]
+    ("local_world_size", "here"),
+    [("", False), ("2", False), ("3", True), ("8", True), ("x", False)],
 )
-def test_what_the_launcher_says(told: str, here: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", told)
+def test_what_the_launcher_says(
+    local_world_size: str, here: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", local_world_size)
     assert network.all_ranks_here(3) is here

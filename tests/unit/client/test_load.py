@@ -114,7 +114,7 @@ def test_a_path_by_position_is_refused_with_the_name_it_needs(
 
 
 @pytest.mark.filterwarnings("ignore:Detected an existing checkpoint")
-def test_a_reader_reads_anew_each_time(checkpoint: Path) -> None:
+def test_a_reader_reads_again_each_time(checkpoint: Path) -> None:
     reader = StorageReader(checkpoint)
     load({"w": torch.zeros(6)}, storage_reader=reader)
     dcp.save({"w": torch.full((6,), 5.0)}, checkpoint_id=checkpoint, no_dist=True)

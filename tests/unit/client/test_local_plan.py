@@ -145,7 +145,7 @@ def test_stateful_objects_are_asked_once_at_the_top_level() -> None:
     assert (counter.asked, nested.asked) == (1, 0)
 
 
-def test_planners_are_set_up_by_their_signature_and_told_where() -> None:
+def test_planners_are_set_up_by_their_signature_with_the_storage_meta() -> None:
     class Old(DefaultSavePlanner):
         def set_up_planner(self, state_dict: Any, is_coordinator: bool) -> None:  # type: ignore[override]
             self.seen = is_coordinator
@@ -318,7 +318,7 @@ class _Own(SavePlanner):
         return self.inner.resolve_data(write_item)
 
 
-def test_any_save_planner_is_taken_whose_plan_can_be_told() -> None:
+def test_any_save_planner_is_taken_whose_plan_can_be_sent() -> None:
     planning = plan({"w": torch.arange(3)}, _Own())
     assert planning.message.options.custom_global_plan
     assert not planning.message.options.flatten_state_dict

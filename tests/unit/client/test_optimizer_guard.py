@@ -118,7 +118,7 @@ def test_only_what_the_optimizer_changes_is_late(loop: Loop) -> None:
     }
 
 
-def test_a_state_that_is_loaded_anew_is_the_optimizers_too(loop: Loop) -> None:
+def test_a_state_that_is_loaded_again_is_the_optimizers_too(loop: Loop) -> None:
     guards = Guards()
     guards.add(loop.optimizer, wait=True)
     loop.optimizer.load_state_dict(loop.optimizer.state_dict())

@@ -80,7 +80,7 @@ def test_clocks_of_two_machines_are_not_compared(
     assert ranks.begin(3, "c", size=4, since=since) == (2, "word of 3")
     for rank, machine in enumerate("aba"):
         assert ranks.begin(rank, machine, size=4) == (2, "word of 3")
-    # All have asked: nobody polls the store any more.
+    # All have asked: no thread polls the store any more.
     for thread in set(threading.enumerate()) - before:
         thread.join(10)
         assert not thread.is_alive()

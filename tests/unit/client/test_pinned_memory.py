@@ -75,7 +75,7 @@ def test_what_cannot_be_registered_says_why_and_is_not_tried_again(runtime: Runt
     reason = "cudaHostRegister refuses 1048576 bytes of the arena: operation not supported"
     assert pin(found, "cuda") == reason
     assert pin(found, "cuda") == reason
-    # Nobody else is to find the error.
+    # No later call may find the error.
     assert [what for what, _ in runtime.calls] == ["register", "forget"]
     pool.close()
     del found

@@ -53,9 +53,9 @@ def leased(place: Path) -> list[Path]:
 def test_it_says_who_reads_what(place: Path) -> None:
     lease = Lease(filesystem.open_dir(place), FIRST, renew_s=30, idle_s=None)
     (path,) = leased(place)
-    told = json_format.Parse(path.read_bytes(), records_pb2.Lease())
-    assert (told.attempt, told.pid, told.renew_s) == (FIRST, os.getpid(), 30)
-    assert told.holder.startswith(path.name.rpartition("-")[2])
+    message = json_format.Parse(path.read_bytes(), records_pb2.Lease())
+    assert (message.attempt, message.pid, message.renew_s) == (FIRST, os.getpid(), 30)
+    assert message.holder.startswith(path.name.rpartition("-")[2])
     lease.release()
     assert not (place / ".pannier" / "leases").exists()
     lease.release()
@@ -107,10 +107,10 @@ def test_what_pannier_did_not_write_gets_none(tmp_path: Path) -> None:
     assert sorted((tmp_path / "plain").iterdir()) == before
 
 
-def test_a_checkpoint_that_is_replaced_before_the_lease_is_there_is_read_anew(
+def test_a_checkpoint_that_is_replaced_before_the_lease_is_there_is_read_again(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever removes the first looks for leases only after the second stands there."""
+    """The removal of the first looks for leases only once the second is there."""
 
     def overwrite(*arguments: Any, **named: Any) -> Lease | None:
         if not (place / object_names.decision(SECOND)).exists():

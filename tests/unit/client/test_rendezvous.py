@@ -60,7 +60,7 @@ class Ranks:
         return agree(rank_store, 1, own, self.first, size=len(self.spots), settings=self._settings)
 
     def run(self) -> list[Rendezvous | Exception | None]:
-        """What each rank that comes is told."""
+        """The result of each rank that comes."""
 
         def caught(rank: int) -> Rendezvous | Exception | None:
             try:
@@ -90,9 +90,9 @@ def test_rank_0s_host_has_the_coordinator_of_several(
     assert towards in {
         each.address for each in ranks.spots if each and each.runtime_dir_id != own.runtime_dir_id
     }
-    told = found[0]
-    assert isinstance(told, Rendezvous)
-    assert (told.leader, told.coordinator) == (own, "10.0.0.1:7070")
+    first = found[0]
+    assert isinstance(first, Rendezvous)
+    assert (first.leader, first.coordinator) == (own, "10.0.0.1:7070")
     for each in found:
         assert isinstance(each, Rendezvous)
         assert (each.start_id, each.leader, each.tls.key) == ("w", own, "key")
@@ -110,7 +110,7 @@ def test_the_first_rank_decides_when_rank_0_does_not_save(
 def test_a_rank_that_may_be_elsewhere_is_expected_there(
     convened: list[tuple[HostInfo, str | None]],
 ) -> None:
-    # Rank 2 hasn't come: nobody has said that it is on this host.
+    # Rank 2 hasn't come: it isn't known to be on this host.
     found = Ranks("aa.").run()
     assert [towards for _, towards in convened] == [None]
     assert all(isinstance(each, Rendezvous) for each in found)
@@ -143,7 +143,9 @@ def test_the_launcher_is_believed_and_nothing_is_asked(
         assert word in str(other)
 
 
-def test_all_are_told_at_once_why_there_is_no_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_ranks_learn_at_once_why_there_is_no_coordinator(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def fail(*_: object) -> Rendezvous:
         raise UnavailableError("port 7070 is taken")
 

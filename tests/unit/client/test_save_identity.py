@@ -172,7 +172,7 @@ def test_every_client_of_the_process_group_is_an_incarnation_of_its_own(tmp_path
     assert len({who.incarnation for who in one}) == 3
 
 
-def test_ranks_with_different_jobs_are_told(tmp_path: Path) -> None:
+def test_ranks_with_different_jobs_are_named(tmp_path: Path) -> None:
     found = run("jobs", 2, tmp_path)
     errors = [answer for answer in found if isinstance(answer, tuple)]
     assert len(errors) == 1
@@ -186,7 +186,7 @@ def test_ranks_of_one_host_have_its_usual_daemons(tmp_path: Path) -> None:
     assert run("one host", 3, tmp_path) == [(usual, False)] * 3
 
 
-def test_ranks_with_and_without_a_coordinator_are_told(tmp_path: Path) -> None:
+def test_ranks_with_and_without_a_coordinator_are_named(tmp_path: Path) -> None:
     found = run("coordinators", 2, tmp_path)
     assert found[0] is None
     name, message = found[1]

@@ -180,7 +180,7 @@ def test_at_most_two_files_are_on_their_way(
     assert max(most) <= 2
 
 
-def test_the_news_of_an_abort_stop_the_streams_and_fail_the_handle(
+def test_an_abort_stops_the_streams_and_fails_the_handle(
     session: SidecarClient, sidecar: ScriptedSidecar
 ) -> None:
     sidecar.stall_at = [0, 0]
@@ -284,10 +284,10 @@ def test_a_full_spool_shows_in_the_status_while_it_is_waited_for(
     carrier.start()
     text = "waiting for room (the spool /s is full: 5 bytes needed, 3 free)"
     wait_until(lambda: text in str(saving.handle.status()))
-    # News of the save don't hide it.
-    news = save_pb2.SaveStatus(save=CONTEXT.save, state=save_pb2.SAVE_STATE_STAGING)
-    news.waiting_on.text = "rank 0"
-    saving.status._on_status(news)
+    # A status update of the save doesn't hide it.
+    update = save_pb2.SaveStatus(save=CONTEXT.save, state=save_pb2.SAVE_STATE_STAGING)
+    update.waiting_on.text = "rank 0"
+    saving.status._on_status(update)
     assert text in str(saving.handle.status())
     room.set()
     carrier.join(30)
@@ -379,7 +379,7 @@ def test_a_full_spool_skips_or_fails_the_save(
     assert sidecar.asked(sidecar_pb2.FailRequest)[0].failure.kind == kind
 
 
-def test_a_save_nobody_hears_of_ends_after_its_deadline(
+def test_a_save_without_a_status_update_ends_after_its_deadline(
     session: SidecarClient, sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(save_status, "_GRACE_S", 0.1)
@@ -430,7 +430,7 @@ def test_a_commit_by_torch_that_is_not_answered_is_in_doubt(
         writer.finish(Metadata({}), [])
 
 
-def test_errors_nobody_asked_for_are_in_doubt_together_when_one_is() -> None:
+def test_unretrieved_errors_are_in_doubt_together_when_one_is() -> None:
     unretrieved = UnretrievedErrors()
     for error in (SaveAbortedError("first"), InDoubtError("second")):
         outcome = Outcome()
@@ -451,11 +451,11 @@ def test_a_timer_far_away_does_not_delay_the_others(session: SidecarClient) -> N
     assert rung.wait(5)
 
 
-def test_status_follows_the_news(session: SidecarClient, sidecar: ScriptedSidecar) -> None:
+def test_status_follows_the_updates(session: SidecarClient, sidecar: ScriptedSidecar) -> None:
     sidecar.commit = False
     saving = begin(session)
     carry(saving)
-    news = save_pb2.SaveStatus(
+    update = save_pb2.SaveStatus(
         save=CONTEXT.save,
         state=save_pb2.SAVE_STATE_UPLOADING,
         attempt="i1-a1-g1-s1",
@@ -463,7 +463,7 @@ def test_status_follows_the_news(session: SidecarClient, sidecar: ScriptedSideca
         waiting_on=save_pb2.WaitingOn(ranks=[1], text="ranks [1] (host node-1)"),
     )
     with sidecar.changed:
-        sidecar._updates.append(news)
+        sidecar._updates.append(update)
         sidecar.changed.notify_all()
     wait_until(lambda: saving.handle.status().state == "UPLOADING")
     status = saving.handle.status()

@@ -120,7 +120,7 @@ def test_a_sidecar_that_restarts_gets_the_rest(
     assert {connect.client for connect in sidecar.connects} == {"c1"}
 
 
-def test_a_silent_stream_is_begun_again(
+def test_an_unresponsive_stream_is_begun_again(
     session: SidecarClient, sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(session._sender, "_stall_s", 0.3)
@@ -131,9 +131,9 @@ def test_a_silent_stream_is_begun_again(
 
 
 def test_progress_is_what_the_sidecar_holds(session: SidecarClient) -> None:
-    heard: list[int] = []
-    session.send(CONTEXT, "a", InMemory("f", data(3 * CHUNK_BYTES)), progress=heard.append)
-    assert heard == [0, CHUNK_BYTES, 2 * CHUNK_BYTES, 3 * CHUNK_BYTES]
+    reported: list[int] = []
+    session.send(CONTEXT, "a", InMemory("f", data(3 * CHUNK_BYTES)), progress=reported.append)
+    assert reported == [0, CHUNK_BYTES, 2 * CHUNK_BYTES, 3 * CHUNK_BYTES]
 
 
 def test_stop_ends_a_stream_at_once(session: SidecarClient, sidecar: ScriptedSidecar) -> None:
@@ -196,21 +196,21 @@ def test_a_sidecar_of_another_version_is_refused_with_both_versions(
         SidecarClient.connect(Settings(sidecar=sidecar.address), WHO)
 
 
-def test_news_reach_their_save_only_and_also_after_a_restart(
+def test_updates_reach_their_save_only_and_also_after_a_restart(
     session: SidecarClient, sidecar: ScriptedSidecar
 ) -> None:
     other = save_pb2.SaveId(job="job", incarnation="abc", group="g1", number=2)
-    heard: list[save_pb2.SaveStatus] = []
-    session.followed.follow(CONTEXT, heard.append)
+    updates: list[save_pb2.SaveStatus] = []
+    session.followed.follow(CONTEXT, updates.append)
     sidecar.send_status(other, save_pb2.SAVE_STATE_COMMITTED)
     sidecar.send_status(SAVE, save_pb2.SAVE_STATE_UPLOADING)
-    wait_until(lambda: len(heard) == 1)
+    wait_until(lambda: len(updates) == 1)
     sidecar.stop()
     sidecar._updates.clear()
     sidecar.start()
     sidecar.send_status(SAVE, save_pb2.SAVE_STATE_COMMITTED)
-    wait_until(lambda: len(heard) == 2)
-    assert [status.state for status in heard] == [
+    wait_until(lambda: len(updates) == 2)
+    assert [status.state for status in updates] == [
         save_pb2.SAVE_STATE_UPLOADING,
         save_pb2.SAVE_STATE_COMMITTED,
     ]

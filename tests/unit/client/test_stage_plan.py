@@ -79,7 +79,7 @@ class Model:
 
 
 class Subclass(DefaultSavePlanner):
-    """A planner that does nothing of its own, which nobody can know."""
+    """A planner that changes nothing, which the client can't know."""
 
     runs = 0
 
@@ -294,12 +294,12 @@ def test_another_answer_than_what_was_staged_ends_the_save(
     assert "i2-a1-g00000000-s2" in failure.message
     sidecar.forgetful = False
     client.save(state(), checkpoint_id="/x/3")
-    # Planned anew in the call.
+    # Planned again in the call.
     assert full_plans(sidecar)[-1].context.save.number == 3
     assert not full_plans(sidecar)[-1].attempt
 
 
-def test_after_an_abort_the_next_save_is_planned_anew(
+def test_after_an_abort_the_next_save_is_planned_again(
     client: Client, sidecar: ScriptedSidecar
 ) -> None:
     client.save(state(), checkpoint_id="/x/1")

@@ -732,7 +732,7 @@ def test_an_external_plan_that_fails_leaves_its_arena_to_the_caller(pool: ArenaP
 
 
 def test_dcp_and_we_store_the_same_values(tmp_path: Path, pool: ArenaPool) -> None:
-    """Where DCP itself is right, plain dcp.save and staging can't be told apart by loading."""
+    """Where DCP itself is right, plain dcp.save and staging give the same loaded values."""
     state = {"w": torch.randn(5, 3).t(), "n": [torch.tensor(1), "x"], "h": torch.randn(3).half()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -91,7 +91,7 @@ class Sidecar:
         self.machine.seconds += pause
 
 
-def test_a_trainer_that_keeps_the_interpreter_calls_no_sidecar_silent(
+def test_a_trainer_that_keeps_the_interpreter_calls_no_sidecar_unresponsive(
     machine: Machine, caplog: pytest.LogCaptureFixture
 ) -> None:
     sidecar = Sidecar(machine)
@@ -107,20 +107,20 @@ def test_a_trainer_that_keeps_the_interpreter_calls_no_sidecar_silent(
     assert not any(sidecar.said)
 
 
-def test_a_stopped_or_suspended_trainer_calls_no_sidecar_silent(machine: Machine) -> None:
+def test_a_stopped_or_suspended_trainer_calls_no_sidecar_unresponsive(machine: Machine) -> None:
     sidecar = Sidecar(machine)
     sidecar.beat(0)
     machine.seconds += 3600
     sidecar.answers = False
     sidecar.beat(heartbeat.TIMEOUT_S)
     assert not sidecar.said
-    # It really is silent, which shows as soon as without that.
+    # It is unresponsive, and is reported as soon as without the pause.
     for _ in range(3):
         sidecar.beat(heartbeat.TIMEOUT_S)
     assert sidecar.said
 
 
-def test_a_sidecar_that_answers_no_ping_is_silent(
+def test_a_sidecar_that_answers_no_ping_is_unresponsive(
     machine: Machine, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
@@ -133,7 +133,7 @@ def test_a_sidecar_that_answers_no_ping_is_silent(
     assert "does not respond" in caplog.text
 
 
-def test_a_thread_that_keeps_the_interpreter_delays_no_verdict_but_its_own(
+def test_a_thread_that_keeps_the_interpreter_delays_no_time_out_but_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A real one: a call of C that doesn't let go of the interpreter's lock."""
@@ -166,7 +166,7 @@ def registry_of() -> Registry:
     return Registry(StatusRegistry(), begin=lambda save: None, suspect_after_s=5.0)
 
 
-def test_a_blocked_coordinator_calls_nothing_silent_that_it_has_not_read(
+def test_a_blocked_coordinator_calls_nothing_unresponsive_that_it_has_not_read(
     machine: Machine, caplog: pytest.LogCaptureFixture
 ) -> None:
     registry = registry_of()
@@ -197,7 +197,9 @@ def test_a_blocked_coordinator_calls_nothing_silent_that_it_has_not_read(
     assert "no heartbeat for more than 5 s" in text
 
 
-def test_a_stopped_sidecar_calls_no_trainer_silent_when_it_goes_on(machine: Machine) -> None:
+def test_a_stopped_sidecar_calls_no_trainer_unresponsive_when_it_continues(
+    machine: Machine,
+) -> None:
     saves = SaveRegistry()
     trainers = TrainerLiveness(saves)
     rank = saves.enter(context(0, "/root/step"))

@@ -12,7 +12,7 @@ def test_ranks_are_named_by_host() -> None:
     )
 
 
-def test_who_was_never_heard_is_said_so() -> None:
+def test_a_rank_that_was_never_seen_is_named_as_such() -> None:
     assert waiting_text([Awaited(1)]) == "rank 1 (not seen yet)"
     assert waiting_text([Awaited(1, "node-0")]) == "rank 1 (host node-0, not seen yet)"
 
@@ -22,6 +22,6 @@ def test_many_ranks_are_cut() -> None:
     assert "15] and 984 more (host node-0" in text
 
 
-def test_nobody_is_waited_for() -> None:
+def test_no_rank_is_waited_for() -> None:
     message = waiting_on([], deadline_s=10)
     assert (message.text, list(message.ranks), message.deadline_s) == ("", [], 0)

@@ -252,7 +252,7 @@ def test_failing_rank_ends_the_save_for_all_and_the_next_one_works(
     asyncio.run(scenario())
 
 
-def test_failure_after_planning_is_told_to_sidecars_once_it_is_durable(
+def test_failure_after_planning_is_sent_to_sidecars_once_it_is_durable(
     sockets: Path, tmp_path: Path
 ) -> None:
     place = tmp_path / "root" / "step-1"
@@ -356,7 +356,7 @@ def _other_place(who: sidecar_pb2.SaveContext) -> None:
         (_other_group, r"rank 0 .* has a world size of 2, rank 1 .* of 3"),
     ],
 )
-def test_ranks_that_disagree_are_told_who_said_what(
+def test_ranks_that_disagree_are_named_with_their_values(
     sockets: Path, tmp_path: Path, change: object, text: str
 ) -> None:
     place = str(tmp_path / "root" / "step-1")
@@ -380,7 +380,7 @@ def test_ranks_that_disagree_are_told_who_said_what(
     assert not Path(place).exists()
 
 
-def test_ranks_with_different_process_groups_are_told(sockets: Path, tmp_path: Path) -> None:
+def test_ranks_with_different_process_groups_are_named(sockets: Path, tmp_path: Path) -> None:
     place = str(tmp_path / "root" / "step-1")
 
     async def scenario() -> None:
@@ -397,7 +397,7 @@ def test_ranks_with_different_process_groups_are_told(sockets: Path, tmp_path: P
     asyncio.run(scenario())
 
 
-def test_ranks_with_different_planner_options_are_told(sockets: Path, tmp_path: Path) -> None:
+def test_ranks_with_different_planner_options_are_named(sockets: Path, tmp_path: Path) -> None:
     place = str(tmp_path / "root" / "step-1")
 
     async def scenario() -> None:
@@ -458,7 +458,7 @@ def test_checkpoint_id_that_is_not_allowed_is_refused_at_once(
     asyncio.run(scenario())
 
 
-def test_storage_that_refuses_is_told_before_all_ranks_are_there(
+def test_storage_that_refuses_is_reported_before_all_ranks_are_there(
     sockets: Path, tmp_path: Path
 ) -> None:
     blocked = tmp_path / "file"
@@ -721,7 +721,7 @@ def test_killed_coordinator_goes_on_from_storage_and_reports(tmp_path: Path) -> 
         assert daemons.coordinator.stop() == 0
 
 
-def test_a_job_that_was_started_again_saves_anew_where_the_records_were_lost(
+def test_a_restarted_job_saves_again_where_the_records_were_lost(
     sockets: Path, tmp_path: Path
 ) -> None:
     root = tmp_path / "root"

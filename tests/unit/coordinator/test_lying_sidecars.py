@@ -60,7 +60,7 @@ async def settled(sidecar: Sidecar, client: CoordinatorClient, place: str) -> No
     await sidecar.await_state(who.save, ABORTED)
 
 
-def test_a_sidecar_that_speaks_for_ranks_of_another_host_harms_nobody(
+def test_a_sidecar_that_reports_for_ranks_of_another_host_harms_no_save(
     sockets: Path, tmp_path: Path
 ) -> None:
     place = tmp_path / "root" / "step-1"

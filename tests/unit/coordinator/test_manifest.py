@@ -45,7 +45,7 @@ def test_plan_id_is_the_same_for_every_attempt_by_the_plan() -> None:
     assert read.message.checkpoint_id == "/run/step-2"
 
 
-def test_a_later_manifest_is_what_planning_anew_would_make() -> None:
+def test_a_later_manifest_is_what_a_new_plan_would_make() -> None:
     plan = make_global_plan(PLANS, SECOND.name)
     members = [*PLANS]
     made = Manifest.make(context(0, "/run/step-2", number=2), SECOND, members, plan)

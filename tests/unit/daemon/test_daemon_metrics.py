@@ -42,7 +42,7 @@ def test_a_jobs_age_counts_from_its_first_save_until_it_has_a_commit() -> None:
                 bytes_total=10,
             )
         )
-    told = {family.name: family.samples for family in counts.collect()}
-    assert told["pannier_last_commit_timestamp_seconds"][0].value == 5002
-    assert told["pannier_committed_bytes"][0].value == 20
-    assert told["pannier_last_committed_step"][0].value == 2
+    families = {family.name: family.samples for family in counts.collect()}
+    assert families["pannier_last_commit_timestamp_seconds"][0].value == 5002
+    assert families["pannier_committed_bytes"][0].value == 20
+    assert families["pannier_last_committed_step"][0].value == 2

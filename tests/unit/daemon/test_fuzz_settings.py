@@ -55,8 +55,8 @@ def test_an_address_is_refused_by_name_or_one_that_a_socket_takes(text: str) -> 
         assert 0 < int(text.rpartition(":")[2]) < 65536
     else:
         with socket.socket(socket.AF_UNIX) as probe, pytest.raises(OSError):  # noqa: PT011
-            # Nobody is there, but it is a path.
-            probe.connect(text.removeprefix("unix://") + ".nobody"[: 107 - len(text)])
+            # Nothing listens there, but it is a path.
+            probe.connect(text.removeprefix("unix://") + ".absent"[: 107 - len(text)])
 
 
 @FUZZ

@@ -1,4 +1,4 @@
-"""The HTTP listener: who is answered, with what, and that nobody keeps it from ending."""
+"""The HTTP listener: which requests are answered, with what, and that no client keeps it from ending."""
 
 import socket
 import threading
@@ -46,16 +46,16 @@ def test_paths_are_answered_and_errors_have_their_message(address: str) -> None:
     assert (found.status, found.text) == (200, "hello x y")
     assert found.headers["X-Content-Type-Options"] == "nosniff"
     assert found.headers["Cache-Control"] == "no-store"
-    told = {path: get(address, path) for path in ("/refuse", "/busy", "/bug", "/other")}
-    assert {path: each.status for path, each in told.items()} == {
+    responses = {path: get(address, path) for path in ("/refuse", "/busy", "/bug", "/other")}
+    assert {path: each.status for path, each in responses.items()} == {
         "/refuse": 400,
         "/busy": 503,
         "/bug": 500,
         "/other": 404,
     }
-    assert "no such save" in told["/refuse"].text
-    assert "RuntimeError: a bug" in told["/bug"].text
-    assert told["/other"].headers["Content-Type"].startswith("text/plain")
+    assert "no such save" in responses["/refuse"].text
+    assert "RuntimeError: a bug" in responses["/bug"].text
+    assert responses["/other"].headers["Content-Type"].startswith("text/plain")
     head = get(address, "/", method="HEAD")
     assert (head.status, head.body, head.headers["Content-Length"]) == (200, b"", "6")
 
@@ -88,12 +88,10 @@ def test_elsewhere_any_name_leads_here(
 def test_connections_that_say_nothing_keep_others_out_only_up_to_a_number(address: str) -> None:
     host, _, port = address.rpartition(":")
     with ExitStack() as stack:
-        silent = [
-            stack.enter_context(socket.create_connection((host, int(port)))) for _ in range(40)
-        ]
+        idle = [stack.enter_context(socket.create_connection((host, int(port)))) for _ in range(40)]
         # Those on top of the limit are closed; the others would be, after their patience.
-        silent[-1].settimeout(10)
-        assert silent[-1].recv(1) == b""
+        idle[-1].settimeout(10)
+        assert idle[-1].recv(1) == b""
     # They have gone away.
     for _ in range(100):
         try:
@@ -101,7 +99,7 @@ def test_connections_that_say_nothing_keep_others_out_only_up_to_a_number(addres
             return
         except OSError:
             threading.Event().wait(0.1)
-    pytest.fail("nobody is answered any more")
+    pytest.fail("no client is answered any more")
 
 
 def test_it_ends_while_somebody_is_being_answered() -> None:

@@ -41,7 +41,7 @@ def test_a_bug_is_an_internal_error_with_its_message(channel: grpc.Channel) -> N
 
 @pytest.mark.parametrize("end", ["send", "receive"])
 @pytest.mark.parametrize("server_limit", [True, False])
-def test_a_message_above_the_limit_is_told_as_such(
+def test_a_message_above_the_limit_is_reported_as_such(
     sockets: Path, end: str, server_limit: bool
 ) -> None:
     limit = [(f"grpc.max_{end}_message_length", 1000)]

@@ -42,8 +42,8 @@ def parsed(capsys: Capture) -> list[dict[str, Any]]:
 def test_a_line_says_what_it_is_about(capsys: Capture) -> None:
     set_up("json", daemon="sidecar", host="node-0")
     _log.info("it is %s\nand more ü", "durable", extra={"job": "llama", "rank": 3, "attempt": ""})
-    _log.debug("not told")
-    logging.getLogger("other").info("not told either")
+    _log.debug("not logged")
+    logging.getLogger("other").info("not logged either")
     (line,) = parsed(capsys)
     assert line.pop("timestamp").endswith("+00:00")
     assert line == {
@@ -68,7 +68,7 @@ def test_a_traceback_stays_in_its_line(capsys: Capture) -> None:
     assert line["traceback"].endswith("ValueError: a bug")
 
 
-def test_what_a_task_binds_holds_for_all_that_it_calls_and_for_nobody_else(
+def test_what_a_task_binds_holds_for_all_that_it_calls_and_for_no_other_task(
     capsys: Capture,
 ) -> None:
     set_up("json")
@@ -90,10 +90,10 @@ def test_what_a_task_binds_holds_for_all_that_it_calls_and_for_nobody_else(
         _log.warning("outside")
 
     asyncio.run(run())
-    told = parsed(capsys)
-    assert [line.get("rank") for line in told] == [1, 2, 9, 9, None]
-    assert {line.get("attempt") for line in told[:4]} == {"i1-s1"}
-    assert "save" not in told[-1]
+    lines = parsed(capsys)
+    assert [line.get("rank") for line in lines] == [1, 2, 9, 9, None]
+    assert {line.get("attempt") for line in lines[:4]} == {"i1-s1"}
+    assert "save" not in lines[-1]
 
 
 def test_text_is_as_it_was(capsys: Capture) -> None:

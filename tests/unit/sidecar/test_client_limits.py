@@ -205,7 +205,7 @@ def _settings() -> bytes:
     return struct.pack(">I", 0)[1:] + bytes([4, 0]) + struct.pack(">I", 0)
 
 
-def test_a_flood_of_pings_keeps_nobody_out(host: Host) -> None:
+def test_a_flood_of_pings_keeps_no_client_out(host: Host) -> None:
     host.start()
     trainer = host.trainer()
     request = sidecar_pb2.PingRequest(job="job", incarnation="inc1", rank=0, client="c1")

@@ -100,7 +100,7 @@ def answered(call: Any, request: Any, metadata: Any) -> str:
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda each: each.name)
 @pytest.mark.parametrize("shown", ["none", "another's", "wrong"])
-def test_nobody_is_heard_without_the_jobs_token(two: NodeHost, method: Any, shown: str) -> None:
+def test_no_call_is_accepted_without_the_jobs_token(two: NodeHost, method: Any, shown: str) -> None:
     token = {"none": None, "another's": two.files.tokens["b"], "wrong": "0" * 32}[shown]
     trainer = two.trainer("a", token=token, connect=False)
     error = outcome(trainer, method, "a")
@@ -297,7 +297,7 @@ def test_records_name_no_token(two: NodeHost) -> None:
     ).files
 
 
-def test_what_a_dead_sidecar_left_is_cleared_or_told(
+def test_what_a_dead_sidecar_left_is_cleared_or_reported(
     host: NodeHost, caplog: pytest.LogCaptureFixture
 ) -> None:
     host.job("a")

@@ -294,7 +294,7 @@ def test_what_a_removed_job_has_handed_over_is_brought_to_storage(host: NodeHost
     two.coordinator.await_phase(context, save_pb2.RANK_PHASE_DURABLE)
 
 
-def test_another_setting_serves_the_job_anew_and_loses_nothing(two: NodeHost) -> None:
+def test_another_setting_restarts_the_jobs_sidecar_and_loses_nothing(two: NodeHost) -> None:
     a = two.trainer("a")
     own = ScriptedCoordinator(f"unix://{two.sockets}/own.sock")
     b_before = two.node.sidecars["b"]
@@ -383,7 +383,7 @@ def test_all_links_of_a_node_are_one_sidecars(two: NodeHost) -> None:
     assert len(lives) == 1
 
 
-def test_a_spool_that_is_removed_under_one_job_is_made_anew(two: NodeHost) -> None:
+def test_a_spool_that_is_removed_under_one_job_is_made_again(two: NodeHost) -> None:
     b_before = two.node.sidecars["b"]
     shutil.rmtree(two.spool / "a")
     two.node.tick()
@@ -394,7 +394,7 @@ def test_a_spool_that_is_removed_under_one_job_is_made_anew(two: NodeHost) -> No
     assert not two.node.problems
 
 
-def test_a_fault_in_one_job_is_told_and_leaves_the_others(
+def test_a_fault_in_one_job_is_reported_and_leaves_the_others(
     two: NodeHost, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fault() -> None:

@@ -195,7 +195,7 @@ def test_a_reported_abort_is_cleaned_up_after_a_restart(host: Host) -> None:
     host.start()
     await_true(lambda: not host.objects(), "its objects are removed")
     await_true(lambda: not host.sidecar._journal.states(), "nothing is left to do")
-    # Nobody had to be asked.
+    # The coordinator didn't have to be asked.
     assert len(host.coordinator.reports) == before
 
 

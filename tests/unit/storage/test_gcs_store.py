@@ -210,7 +210,7 @@ def test_corruption_twice_fails_with_both_checksums_and_leaves_nothing(
 
 
 @pytest.mark.usefixtures("sending")
-def test_a_refusal_in_the_middle_of_a_chunk_is_heard(
+def test_a_refusal_in_the_middle_of_a_chunk_is_seen(
     server: GcsServer, run: Callable[..., None], tmp_path: Path
 ) -> None:
     async def body(store: GcsStore) -> None:
@@ -582,7 +582,7 @@ def test_trouble_ends_at_the_deadline_with_its_reason(
 
 
 @pytest.mark.usefixtures("sending")
-def test_a_silent_server_is_given_up(
+def test_an_unresponsive_server_is_given_up(
     server: GcsServer,
     run: Callable[..., None],
     monkeypatch: pytest.MonkeyPatch,

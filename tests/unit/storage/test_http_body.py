@@ -97,7 +97,7 @@ def test_a_spool_file_that_is_cut_meanwhile_ends_the_request(spool: Path) -> Non
 
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("kind", ["spool", "memory"])
-def test_an_answer_before_the_end_is_heard(spool: Path, kind: str) -> None:
+def test_a_response_before_the_end_is_read(spool: Path, kind: str) -> None:
     with spool.open("rb", buffering=0) as file:
         body = FromSpool(file, 0, SIZE) if kind == "spool" else Slices(some_bytes(SIZE))
         status, _ = put(body, respond=1 << 20)

@@ -199,7 +199,7 @@ async def main():
 
 asyncio.run(main())
 """
-    asyncio.run(store_at(tmp_path).create("count", b"0 nobody"))
+    asyncio.run(store_at(tmp_path).create("count", b"0 none"))
     racers = [
         subprocess.Popen([sys.executable, "-c", script, str(tmp_path), str(i)]) for i in range(3)
     ]

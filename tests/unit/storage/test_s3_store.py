@@ -66,7 +66,7 @@ def test_an_object_without_a_stored_checksum_is_read_back(server: S3Server, tmp_
     asyncio.run(main())
 
 
-def test_a_missing_bucket_and_a_wrong_endpoint_are_told(server: S3Server) -> None:
+def test_a_missing_bucket_and_a_wrong_endpoint_are_errors(server: S3Server) -> None:
     async def main() -> None:
         store = store_in(server, "no-such-bucket/a")
         with pytest.raises(NotFoundError, match=r"NoSuchBucket.*check the bucket's name"):
@@ -81,7 +81,7 @@ def test_a_missing_bucket_and_a_wrong_endpoint_are_told(server: S3Server) -> Non
     asyncio.run(main())
 
 
-def test_missing_credentials_are_told(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_credentials_are_errors(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")

@@ -49,7 +49,7 @@ def timed(work: Coroutine[Any, Any, Any]) -> float:
     return time.monotonic() - began
 
 
-def test_what_is_transient_is_tried_again_and_each_time_is_told() -> None:
+def test_what_is_transient_is_tried_again_and_each_retry_is_reported() -> None:
     flaky, counted, notified = Flaky(3), list[str](), list[str]()
 
     async def body() -> None:

@@ -23,7 +23,7 @@ def written(path: Path, text: str, mode: int = 0o400) -> Path:
 
 @pytest.mark.parametrize("mode", [0o400, 0o440, 0o600, 0o640, 0o644, 0o444])
 @pytest.mark.parametrize("end", ["", "\n", "\r\n"])
-def test_a_file_that_nobody_else_can_write_is_read(tmp_path: Path, mode: int, end: str) -> None:
+def test_a_file_that_no_other_user_can_write_is_read(tmp_path: Path, mode: int, end: str) -> None:
     file = TokenFile(written(tmp_path / "token", TOKEN + end, mode))
     assert auth_token.find_token(file.metadata()) == TOKEN
     assert file.digest() == auth_token.digest(TOKEN)
@@ -49,7 +49,9 @@ def test_one_that_others_can_write_is_refused(tmp_path: Path, mode: int) -> None
         (TOKEN + "\0", "one line"),
     ],
 )
-def test_what_is_no_token_is_refused_and_not_told(tmp_path: Path, text: str, problem: str) -> None:
+def test_what_is_no_token_is_refused_and_not_printed(
+    tmp_path: Path, text: str, problem: str
+) -> None:
     with pytest.raises(ConfigurationError, match=problem) as refused:
         TokenFile(written(tmp_path / "token", text)).metadata()
     for word in filter(None, text.split()):

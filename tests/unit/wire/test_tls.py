@@ -50,13 +50,13 @@ def test_an_unreadable_file_is_named(authority: Authority) -> None:
         tls(files)
 
 
-def test_anothers_key_is_told(authority: Authority) -> None:
+def test_anothers_key_is_an_error(authority: Authority) -> None:
     one, two = authority.issue("one"), authority.issue("two")
     with pytest.raises(ConfigurationError, match=r"two\.key is not the key of .*one\.pem"):
         Tls(one.cert, two.key, one.ca)
 
 
-def test_an_expired_certificate_is_told(authority: Authority) -> None:
+def test_an_expired_certificate_is_an_error(authority: Authority) -> None:
     with pytest.raises(ConfigurationError, match=r"old\.pem has expired"):
         tls(authority.issue("old", valid_s=-60))
 
@@ -66,7 +66,7 @@ def test_a_key_with_a_passphrase_is_refused_without_asking(authority: Authority)
         tls(authority.issue("one", passphrase=b"secret"))
 
 
-def test_what_is_no_certificate_is_told(authority: Authority, tmp_path: Path) -> None:
+def test_what_is_no_certificate_is_an_error(authority: Authority, tmp_path: Path) -> None:
     files = authority.issue("one")
     garbage = tmp_path / "garbage"
     garbage.write_bytes(os.urandom(100))
@@ -156,9 +156,11 @@ def test_only_what_the_ca_signed_is_let_in(authority: Authority, tmp_path: Path)
         assert asked(address, None) == "UNAVAILABLE"
         with grpc.secure_channel(
             address, grpc.ssl_channel_credentials(client.ca.read_bytes())
-        ) as nobody:
+        ) as anonymous:
             with pytest.raises(grpc.RpcError) as raised:
-                health_pb2_grpc.HealthStub(nobody).Check(health_pb2.HealthCheckRequest(), timeout=5)
+                health_pb2_grpc.HealthStub(anonymous).Check(
+                    health_pb2.HealthCheckRequest(), timeout=5
+                )
             assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
         assert asked(address, client) == "SERVING"
 
