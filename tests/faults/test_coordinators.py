@@ -70,7 +70,7 @@ def test_a_save_is_committed_though_one_coordinator_after_the_other_is_killed(
             assert coordinator.process.wait(20) == -signal.SIGKILL, point
             live(LIVES[number] if number < len(LIVES) else "")
             if number == 1:
-                # Whoever was not answered is, by the plan that stands.
+                # The ranks that got no answer get one, by the plan that stands.
                 ranks.ingest(target, 1, agreed.result(20))
         assert await_save(coordinator.address, target, lambda s: s.state == COMMITTED)
     check_whole(server, target)
@@ -166,7 +166,7 @@ class Split:
         return old
 
     def lead_to(self, coordinator: Daemon) -> None:
-        """As a network does that was mended: nobody reaches the other one any more."""
+        """As a network does that was repaired: no process reaches the other one any more."""
         for link in self.links:
             link.lead_to(coordinator.address)
 

@@ -56,7 +56,7 @@ ROWS = {
         "faults/test_slow_storage.py::test_a_refusal_in_the_middle_reaches_the_handle_with_rank_host_object_and_cause",
     ],
     "checksum mismatch": [
-        "faults/test_failure_table.py::test_a_checksum_mismatch_is_mended_once_and_told_twice",
+        "faults/test_failure_table.py::test_a_checksum_mismatch_is_repaired_once_and_reported_the_second_time",
     ],
     "spool or disk full": [
         "integration/test_bad_input.py::test_a_full_spool_is_waited_for_skipped_or_raised",
@@ -64,8 +64,8 @@ ROWS = {
         "faults/test_spool.py::test_a_disk_that_others_have_filled",
     ],
     "ranks disagree (world size, checkpoint id, group, plan)": [
-        "faults/test_failure_table.py::test_ranks_that_disagree_are_told_who_said_what",
-        "integration/test_client_in_step.py::test_ranks_of_different_worlds_are_told_who_said_what",
+        "faults/test_failure_table.py::test_ranks_that_disagree_are_named_with_their_values",
+        "integration/test_client_in_step.py::test_ranks_of_different_worlds_are_named_with_their_values",
     ],
     "a rank never calls save": [
         "faults/test_failure_table.py::test_a_rank_that_never_calls_save_is_named_at_the_deadline",
@@ -231,7 +231,7 @@ def test_storage_that_refuses_ends_the_save_at_once(
 
 
 @pytest.mark.parametrize("times", [1, -1])
-def test_a_checksum_mismatch_is_mended_once_and_told_twice(
+def test_a_checksum_mismatch_is_repaired_once_and_reported_the_second_time(
     daemons: Daemons, server: GcsServer, ranks: Party, times: int
 ) -> None:
     target = f"gs://bucket/flipped/{times}"
@@ -249,7 +249,7 @@ def test_a_checksum_mismatch_is_mended_once_and_told_twice(
     assert len(set(re.findall(r"\b[0-9a-f]{8}\b", failure.message))) == 2, failure
 
 
-def test_ranks_that_disagree_are_told_who_said_what(daemons: Daemons, ranks: Party) -> None:
+def test_ranks_that_disagree_are_named_with_their_values(daemons: Daemons, ranks: Party) -> None:
     ids = [f"gs://bucket/disagree/step-{rank}" for rank in (1, 2)]
     with ThreadPoolExecutor(2) as threads:
         calls = [

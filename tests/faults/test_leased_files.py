@@ -57,10 +57,10 @@ class Host:
         self._saves += 1
         return trainer.context(f"{self.root}/step-{self._saves}", self._saves)
 
-    def save(self, trainer: Trainer, lent: LeasedFile, data: bytes) -> None:
+    def save(self, trainer: Trainer, leased: LeasedFile, data: bytes) -> None:
         """One that is honest, and ends well."""
         context = self.context(trainer)
-        file = staged(lent, name(context), data)
+        file = staged(leased, name(context), data)
         hand_over(trainer, context, [file])
         self.end_well(trainer, context, data)
 
@@ -105,23 +105,23 @@ def trainer(host: Host) -> Iterator[Trainer]:
 
 
 @pytest.fixture
-def borrower(host: Host, trainer: Trainer) -> Iterator[LeaseHolder]:
+def holder(host: Host, trainer: Trainer) -> Iterator[LeaseHolder]:
     with LeaseHolder(trainer, host.address) as made:
         yield made
 
 
 def test_what_is_staged_into_the_spool_is_stored_and_the_file_is_used_again(
-    host: Host, trainer: Trainer, borrower: LeaseHolder
+    host: Host, trainer: Trainer, holder: LeaseHolder
 ) -> None:
-    (lent,) = borrower.lease(4 * MIB)
+    (leased,) = holder.lease(4 * MIB)
     for _ in range(3):
-        host.save(trainer, lent, os.urandom(4 * MIB - 7))
+        host.save(trainer, leased, os.urandom(4 * MIB - 7))
 
 
 def test_a_file_of_another_rank_is_refused(
-    host: Host, trainer: Trainer, borrower: LeaseHolder
+    host: Host, trainer: Trainer, holder: LeaseHolder
 ) -> None:
-    (ours,) = borrower.lease(MIB)
+    (ours,) = holder.lease(MIB)
     data = os.urandom(MIB)
     os.pwrite(ours.fd, data, 0)
     for who in (
@@ -146,56 +146,59 @@ def test_a_file_of_another_rank_is_refused(
 @pytest.mark.parametrize(
     "spool_file", ["", "00000001.data", "../journal", "/etc/passwd", "x" * 128, "\0", "ä-1-0"]
 )
-def test_a_name_that_was_never_lent_is_refused(
-    host: Host, trainer: Trainer, borrower: LeaseHolder, spool_file: str
+def test_a_name_that_was_never_leased_is_refused(
+    host: Host, trainer: Trainer, holder: LeaseHolder, spool_file: str
 ) -> None:
-    (lent,) = borrower.lease(MIB)
+    (leased,) = holder.lease(MIB)
     context = host.context(trainer)
     with pytest.raises(InvalidRequestError, match="is no spool file that the rank has leased"):
         hand_over(trainer, context, [Mapped(name(context), MIB, spool_file)])
-    host.save(trainer, lent, os.urandom(MIB))
+    host.save(trainer, leased, os.urandom(MIB))
 
 
 def test_a_file_that_holds_a_save_under_way_is_refused_a_second_time(
-    host: Host, trainer: Trainer, borrower: LeaseHolder
+    host: Host, trainer: Trainer, holder: LeaseHolder
 ) -> None:
     """Twice in one hand-over, or in the next while the first save isn't decided."""
-    lent, other = borrower.lease(MIB, MIB)
+    leased, other = holder.lease(MIB, MIB)
     data = os.urandom(MIB)
     context = host.context(trainer)
-    twice = [staged(lent, name(context), data), Mapped(name(context, "1"), MIB, lent.spool_file)]
-    with pytest.raises(InvalidRequestError, match=f"{lent.spool_file} already holds a data file"):
+    twice = [
+        staged(leased, name(context), data),
+        Mapped(name(context, "1"), MIB, leased.spool_file),
+    ]
+    with pytest.raises(InvalidRequestError, match=f"{leased.spool_file} already holds a data file"):
         hand_over(trainer, context, twice)
     # It says so better.
     right = [twice[0], staged(other, name(context, "1"), data)]
     hand_over(trainer, context, right)
     following = host.context(trainer)
-    with pytest.raises(InvalidRequestError, match=f"{lent.spool_file} already holds a data file"):
-        hand_over(trainer, following, [Mapped(name(following), MIB, lent.spool_file)])
+    with pytest.raises(InvalidRequestError, match=f"{leased.spool_file} already holds a data file"):
+        hand_over(trainer, following, [Mapped(name(following), MIB, leased.spool_file)])
     host.end_well(trainer, context, data)
-    hand_over(trainer, following, [staged(lent, name(following), data)])
+    hand_over(trainer, following, [staged(leased, name(following), data)])
     host.end_well(trainer, following, data)
 
 
-def test_more_bytes_than_were_lent_are_refused(
-    host: Host, trainer: Trainer, borrower: LeaseHolder
+def test_more_bytes_than_were_leased_are_refused(
+    host: Host, trainer: Trainer, holder: LeaseHolder
 ) -> None:
-    (lent,) = borrower.lease(MIB)
-    for size in (lent.capacity + 1, 1 << 62):
+    (leased,) = holder.lease(MIB)
+    for size in (leased.capacity + 1, 1 << 62):
         context = host.context(trainer)
-        with pytest.raises(InvalidRequestError, match=rf"{size} bytes .* has {lent.capacity}"):
-            hand_over(trainer, context, [Mapped(name(context), size, lent.spool_file)])
-    host.save(trainer, lent, os.urandom(MIB))
+        with pytest.raises(InvalidRequestError, match=rf"{size} bytes .* has {leased.capacity}"):
+            hand_over(trainer, context, [Mapped(name(context), size, leased.spool_file)])
+    host.save(trainer, leased, os.urandom(MIB))
 
 
-def test_a_file_that_is_given_back_or_whose_borrower_is_gone_is_refused(
-    host: Host, trainer: Trainer, borrower: LeaseHolder
+def test_a_file_that_is_released_or_whose_holder_has_disconnected_is_refused(
+    host: Host, trainer: Trainer, holder: LeaseHolder
 ) -> None:
-    (lent,) = borrower.lease(MIB)
-    borrower.release(lent)
+    (leased,) = holder.lease(MIB)
+    holder.release(leased)
     with LeaseHolder(trainer, host.address) as late:
         (gone,) = late.lease(MIB)
-    for spool_file in (lent.spool_file, gone.spool_file):
+    for spool_file in (leased.spool_file, gone.spool_file):
 
         def refused(spool_file: str = spool_file) -> bool:
             context = host.context(trainer)
@@ -209,42 +212,42 @@ def test_a_file_that_is_given_back_or_whose_borrower_is_gone_is_refused(
 
 
 def test_a_token_that_isnt_one_or_was_used_gets_nothing(
-    host: Host, trainer: Trainer, borrower: LeaseHolder
+    host: Host, trainer: Trainer, holder: LeaseHolder
 ) -> None:
-    answer = borrower.reserve(MIB, MIB)
+    answer = holder.reserve(MIB, MIB)
     with LeaseHolder(trainer, host.address) as other:
         for token in (bytes(16), b"\xff" * 16, answer.token[:15] + b"\0", os.urandom(16)):
             assert other.fetch(token, 1) == []
-    fds = borrower.fetch(answer.token, 2)
+    fds = holder.fetch(answer.token, 2)
     assert len({os.fstat(fd).st_ino for fd in fds}) == 2
     for fd in fds:
         os.close(fd)
-    assert borrower.fetch(answer.token, 1) == []
+    assert holder.fetch(answer.token, 1) == []
     with LeaseHolder(trainer, host.address) as other:
         assert other.fetch(answer.token, 1) == []
     # In pieces, and with a half one at the end.
-    more = borrower.reserve(MIB)
-    borrower.connection.sendall(more.token[:5])
-    (fd,) = borrower.fetch(more.token[5:], 1)
+    more = holder.reserve(MIB)
+    holder.connection.sendall(more.token[:5])
+    (fd,) = holder.fetch(more.token[5:], 1)
     os.close(fd)
-    borrower.connection.sendall(b"half")
+    holder.connection.sendall(b"half")
 
 
 @pytest.mark.parametrize("sizes", [[], [0], [MIB] * ((1 << 14) + 1), [BUDGET + 1], [1 << 63]])
 def test_a_reservation_that_makes_no_sense_is_refused(
-    host: Host, trainer: Trainer, borrower: LeaseHolder, sizes: list[int]
+    host: Host, trainer: Trainer, holder: LeaseHolder, sizes: list[int]
 ) -> None:
     before = spool_files(host.spool)
     with pytest.raises(InvalidRequestError):
-        borrower.reserve(*sizes)
+        holder.reserve(*sizes)
     assert spool_files(host.spool) == before
 
 
 def test_a_reservation_for_which_there_is_no_room_takes_none(
-    host: Host, trainer: Trainer, borrower: LeaseHolder
+    host: Host, trainer: Trainer, holder: LeaseHolder
 ) -> None:
     """A part of it isn't kept, and idle files of others are asked for."""
-    held = borrower.lease(BUDGET // 2)
+    held = holder.lease(BUDGET // 2)
     with (
         Trainer(host.address, job=trainer.job, incarnation="inc2", client="c2") as other,
         LeaseHolder(other, host.address) as needy,
@@ -253,33 +256,33 @@ def test_a_reservation_for_which_there_is_no_room_takes_none(
             needy.reserve(BUDGET // 4, BUDGET // 4, BUDGET // 4)
         while not trainer.events.get(timeout=20).HasField("room"):
             pass
-        borrower.release(*held)
+        holder.release(*held)
 
-        def borrowed() -> bool:
-            # The loans of the tests before us may be ending.
+        def reserved() -> bool:
+            # The leases of the tests before us may be ending.
             with suppress(BusyError):
                 return len(needy.lease(BUDGET // 4, BUDGET // 4, BUDGET // 4)) == 3
             return False
 
-        wait_until(borrowed)
+        wait_until(reserved)
 
 
-def test_a_file_that_its_trainer_cuts_fails_that_save_and_is_lent_to_nobody_else(
-    host: Host, trainer: Trainer, borrower: LeaseHolder
+def test_a_file_that_its_trainer_cuts_fails_that_save_and_is_leased_to_no_other(
+    host: Host, trainer: Trainer, holder: LeaseHolder
 ) -> None:
-    (lent,) = borrower.lease(8 * MIB)
-    inode = lent.inode
+    (leased,) = holder.lease(8 * MIB)
+    inode = leased.inode
     context = host.context(trainer)
-    file = staged(lent, name(context), os.urandom(8 * MIB))
-    os.ftruncate(lent.fd, 3 * MIB)
+    file = staged(leased, name(context), os.urandom(8 * MIB))
+    os.ftruncate(leased.fd, 3 * MIB)
     with pytest.raises(PannierError, match="the trainer has truncated it"):
         hand_over(trainer, context, [file])
     failed = host.coordinator.await_phase(context, FAILED)
     assert "the trainer has truncated it" in failed.failure.message
     host.coordinator.decide(context, ABORTED)
     trainer.await_state(context, ABORTED)
-    borrower.close()
-    # The job's next files: whoever maps the cut one would die of it.
+    holder.close()
+    # The job's next files: a process that maps the cut one would get SIGBUS.
     with LeaseHolder(trainer, host.address) as other:
         for each in other.lease(8 * MIB, 8 * MIB):
             assert each.inode != inode
@@ -288,31 +291,31 @@ def test_a_file_that_its_trainer_cuts_fails_that_save_and_is_lent_to_nobody_else
 
 
 def test_a_file_that_its_trainer_enlarges_takes_no_room_once_it_is_given_back(
-    host: Host, trainer: Trainer, borrower: LeaseHolder
+    host: Host, trainer: Trainer, holder: LeaseHolder
 ) -> None:
-    (lent,) = borrower.lease(MIB)
-    inode = lent.inode
-    os.ftruncate(lent.fd, 64 * MIB)
-    borrower.release(lent)
+    (leased,) = holder.lease(MIB)
+    inode = leased.inode
+    os.ftruncate(leased.fd, 64 * MIB)
+    holder.release(leased)
     wait_until(lambda: inode not in spool_files(host.spool))
 
 
-def test_what_an_earlier_sidecar_lent_is_refused_and_can_be_streamed(tmp_path: Path) -> None:
+def test_what_an_earlier_sidecar_leased_is_refused_and_can_be_streamed(tmp_path: Path) -> None:
     data = os.urandom(MIB)
     with running(tmp_path) as host, Trainer(host.address) as trainer:
         context = host.context(trainer)
-        with LeaseHolder(trainer, host.address) as borrower:
-            (lent,) = borrower.lease(MIB)
-            file = staged(lent, name(context), data)
+        with LeaseHolder(trainer, host.address) as holder:
+            (leased,) = holder.lease(MIB)
+            file = staged(leased, name(context), data)
             host.sidecar.kill()
             host.sidecar.start()
             trainer.connect()
             with pytest.raises(InvalidRequestError, match="leased since this sidecar started"):
                 hand_over(trainer, context, [file])
-            # Names of the new one's loans differ, and what we still hold is nobody else's.
-            with LeaseHolder(trainer, host.address) as anew:
-                (other,) = anew.lease(MIB)
-                assert other.spool_file != lent.spool_file
-                assert other.inode != lent.inode
+            # Names of the new one's leases differ, and what we still hold belongs to no other process.
+            with LeaseHolder(trainer, host.address) as later:
+                (other,) = later.lease(MIB)
+                assert other.spool_file != leased.spool_file
+                assert other.inode != leased.inode
         trainer.hand_over(context, trainer.write(context, "0", data))
         host.end_well(trainer, context, data)

@@ -76,8 +76,8 @@ def test_a_stopped_daemon_is_named_and_the_save_goes_on_when_it_does(
     await_save(daemons.coordinator_address, target, ingested)
 
     daemons.coordinator.pause()
-    silent = re.compile(r"the coordinator at .* \(last seen ([5-9]|1\d) s ago\)")
-    wait_until(lambda: silent.match(handle.status().waiting_on) is not None, 15)
+    unresponsive = re.compile(r"the coordinator at .* \(last seen ([5-9]|1\d) s ago\)")
+    wait_until(lambda: unresponsive.match(handle.status().waiting_on) is not None, 15)
     wait_until(
         lambda: re.search(r"WARNING .*the coordinator .* is unresponsive", daemons.sidecar.log())
     )
@@ -86,8 +86,8 @@ def test_a_stopped_daemon_is_named_and_the_save_goes_on_when_it_does(
 
     with caplog.at_level(logging.INFO, "pannier"):
         daemons.sidecar.pause()
-        silent = re.compile(r"the sidecar at .* \(last seen ([5-9]|1\d) s ago\)")
-        wait_until(lambda: silent.match(handle.status().waiting_on) is not None, 15)
+        unresponsive = re.compile(r"the sidecar at .* \(last seen ([5-9]|1\d) s ago\)")
+        wait_until(lambda: unresponsive.match(handle.status().waiting_on) is not None, 15)
 
         def warned() -> list[str]:
             return [each.message for each in caplog.records if each.levelname == "WARNING"]

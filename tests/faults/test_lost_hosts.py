@@ -80,7 +80,7 @@ def test_a_host_that_had_uploaded_everything_and_died_for_good_does_not_block_th
     hosts: Hosts,
 ) -> None:
     target = "gs://bucket/uploaded/step-1"
-    # Its receipt is in storage, but it told nobody.
+    # Its receipt is in storage, but it sent no report.
     hosts.sidecars[1].environment["PANNIER_CRASH_AT"] = "sidecar.stored.before"
     hosts.start()
     with hosts.party(incarnation="uploaded") as ranks:
@@ -192,14 +192,14 @@ def test_a_host_that_is_lost_before_it_is_durable_is_named_at_the_deadline(hosts
         hosts.sidecars[1].kill()
         ranks.hands[1].die()
         # Visible before it is given up.
-        silent = await_save(
+        unresponsive = await_save(
             hosts.coordinator.address,
             target,
             lambda s: (
                 re.search(r"rank 1 \(host node-1, last seen [5-9] s", s.waiting_on.text) is not None
             ),
         )
-        assert silent.state not in (COMMITTED, ABORTED)
+        assert unresponsive.state not in (COMMITTED, ABORTED)
         status = hosts.ended(target)
     assert status.state == ABORTED
     (failure,) = status.failures

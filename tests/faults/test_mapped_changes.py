@@ -26,7 +26,7 @@ _libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 @pytest.fixture(autouse=True)
 def mapped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever way the other tests are told to go."""
+    """Whatever the transport of the other tests."""
     monkeypatch.delenv("PANNIER_TRANSPORT", raising=False)
 
 

@@ -1,4 +1,4 @@
-"""Trainers that stage into the sidecar's own files: whoever dies, stops or misbehaves, every promise holds."""
+"""Trainers that stage into the sidecar's own files: whichever process dies, stops or misbehaves, every promise holds."""
 
 import fcntl
 import signal
@@ -29,7 +29,7 @@ INGESTED = all_in(save_pb2.RANK_PHASE_INGESTED)
 
 @pytest.fixture(autouse=True)
 def mapped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever way the other tests are told to go."""
+    """Whatever the transport of the other tests."""
     monkeypatch.delenv("PANNIER_TRANSPORT", raising=False)
 
 
@@ -53,7 +53,7 @@ client.async_save({"w": torch.full((8 << 18,), 1.0)}, checkpoint_id=os.environ["
 """
 
 
-def test_a_trainer_killed_after_staging_is_named_and_its_files_go_to_nobody_while_they_are_held(
+def test_a_trainer_killed_after_staging_is_named_and_its_files_are_not_leased_while_they_are_held(
     daemons: Daemons, tmp_path: Path
 ) -> None:
     target, go = str(tmp_path / "root" / "1"), tmp_path / "go"
@@ -169,7 +169,7 @@ def test_a_trainer_that_stops_while_it_stages_and_wakes_up_late_writes_into_nobo
                     await_save(daemons.sidecar_address, f"{root}/{step}", INGESTED)
                 ours = {path.stat().st_ino for path in mapped_files(daemons.spool / "0")}
                 assert not ours & stopped
-                # What the stopped one has been lent is all that is left.
+                # What the stopped one has leased is all that is left.
                 handles.append(client.async_save(state(13, 12), checkpoint_id=f"{root}/13"))
                 wait_until(lambda: handles[2].status().waiting_on.startswith("room ("))
                 trainer.resume()
@@ -323,5 +323,5 @@ def test_idle_files_are_given_back_when_others_need_the_room(tmp_path: Path) -> 
         streamed = [each for each in said if each != "mapped"]
         assert streamed
         assert all("streamed: the spool" in each and "full" in each for each in streamed)
-        # What was given back is lent anew.
+        # What was released is leased again.
         assert said[-1] == "mapped" or said[-2] == "mapped"

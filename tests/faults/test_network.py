@@ -1,6 +1,6 @@
 """Cuts between hosts, which are network namespaces here: nothing that was handed over is lost.
 
-A cut is silent: packets vanish, nobody is told.
+A cut drops packets: no end sees an error.
 """
 
 import time

@@ -57,7 +57,7 @@ def test_a_sidecar_that_lost_its_spool_fails_what_it_held_soon_and_by_name(
     daemons.sidecar.kill()
     shutil.rmtree(daemons.spool / "0")
     if coordinator_too:
-        # Nobody knows any more that the rank was ingested, but for its client.
+        # Only the rank's client still knows that it was ingested.
         daemons.coordinator.restart()
     server.clear()
     began = time.monotonic()
@@ -79,7 +79,7 @@ def test_a_receipt_in_the_bucket_counts_though_its_sidecar_was_killed(
     hold_up(server)
     handle = client.async_save(STATE, checkpoint_id=target)
     await_save(daemons.coordinator_address, target, INGESTED)
-    # Nobody hears of the rank's receipt.
+    # No coordinator gets the report of the rank's receipt.
     daemons.coordinator.kill()
     server.clear()
     wait_until(lambda: any("/receipts/0" in name for name in listed(server, "durable")))

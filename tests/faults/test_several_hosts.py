@@ -29,7 +29,7 @@ pytestmark = pytest.mark.timeout(400)
 NAMES = ("a", "b", "c")
 FULL = torch.arange(12_000.0).reshape(120, 100)
 HELD = r"uploadType=resumable.*step-1%2F__i[^_]*_{}_"
-"""Uploads of a rank's large file, by which those of the first save can be told from others."""
+"""Uploads of a rank's large file, by which those of the first save are recognised."""
 INGESTED = all_in(save_pb2.RANK_PHASE_INGESTED)
 
 TRAIN = """
@@ -146,7 +146,7 @@ class Place:
         environment = {**self._environment, **options.pop("environment", {})}  # type: ignore[dict-item]
         return hosts.run(Job(among, script, logs, environment=environment, **options))  # type: ignore[arg-type]
 
-    def tell(self, what: str) -> None:
+    def order(self, what: str) -> None:
         (self._flags / what).touch()
 
 
@@ -183,13 +183,13 @@ def test_torchrun_on_three_hosts_needs_nothing_else(hosts: Hosts, tmp_path: Path
                 assert path.stat().st_mode & 0o777 == 0o600
         assert "PRIVATE" not in "".join(p.read_text() for p in host.runtime_dir.glob("**/*.log"))
     assert "PRIVATE" not in job.output()
-    # Whoever has no certificate of this job is a stranger.
+    # A client without a certificate of this job is refused.
     assert addresses_of_hosts.probe_port(address, 2) == ""
     with pytest.raises(AssertionError, match=r"handshake|Socket closed|reset|UNAVAILABLE"):
         await_save(address, f"{place.root}/step-1", lambda save: True, timeout=3)
     # The coordinator is killed, and started again where the others look for it.
     coordinator.kill()
-    place.tell("go on")
+    place.order("go on")
     job.wait()
     assert listeners(a.daemon("coordinator")) == [address]
     check(place.root, 1, 2)
@@ -216,7 +216,7 @@ def test_restarted_workers_save_while_the_former_daemons_still_upload(
     (former,) = hosts.all[0].daemons()
     coordinator = addresses.embedded_coordinator(hosts.all[0].runtime_dir / former)
     await_save(coordinator, f"{place.root}/step-1", INGESTED)
-    place.tell("die")
+    place.order("die")
     job.wait()
     assert listeners(hosts.all[0].daemon("coordinator")) == [address]
     check(place.root, 2)
@@ -259,7 +259,7 @@ def test_what_a_lost_coordinator_left_undecided_is_committed_by_the_next_ones(
     directory = b.runtime_dir if count == 1 else b.runtime_dir / second
     coordinator = addresses.embedded_coordinator(directory)
     await_save(coordinator, save, lambda s: s.state == COMMITTED, timeout=60)
-    place.tell("go on")
+    place.order("go on")
     again.wait()
     check(place.root, 1, 2)
 
@@ -276,7 +276,7 @@ def test_where_daemons_end_with_the_trainer_the_coordinators_host_waits_for_the_
     coordinator = addresses.embedded_coordinator(hosts.all[0].runtime_dir / name)
     save = f"{place.root}/step-1"
     await_save(coordinator, save, INGESTED)
-    place.tell("close")
+    place.order("close")
     job.wait_for("<closing ", 3)
     # Rank 0 has no part in that save, but its host has the coordinator.
     time.sleep(2)

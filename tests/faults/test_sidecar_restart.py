@@ -1,4 +1,4 @@
-"""A sidecar that is killed, or told to stop, goes on where it was when it is started on its spool."""
+"""A sidecar that is killed or stopped resumes where it was when it is started on its spool."""
 
 import os
 import shutil
@@ -104,7 +104,7 @@ def test_a_stream_goes_on_at_the_offset_that_the_killed_sidecar_held(host: Host)
     assert host.left() == []
 
 
-def test_an_abort_that_nobody_heard_of_is_cleaned_up_after_the_restart(host: Host) -> None:
+def test_an_abort_that_no_sidecar_received_is_cleaned_up_after_the_restart(host: Host) -> None:
     host.sidecar.start()
     with Trainer(host.sidecar.address) as trainer:
         context = trainer.context(host.id())
@@ -140,7 +140,7 @@ def test_what_sigterm_finds_pending_is_carried_on_by_the_next_sidecar(host: Host
         assert host.left() == ["00000002.data", "journal"]
         host.sidecar.start()
         trainer.connect()
-        # Its client may not have heard that it arrived.
+        # Its client may not know that it arrived.
         assert trainer.write(context, "0", data[0]) == first
         trainer.hand_over(context, first, trainer.write(context, "1", data[1]))
         host.coordinator.await_phase(context, DURABLE)
@@ -249,7 +249,7 @@ def test_embedded_daemons_that_end_with_their_trainer_leave_it_to_the_next(
     if ending == signal.SIGTERM:
         supervisor.terminate()
     else:
-        # In the order in which nobody can start the others again.
+        # In the order in which none can start the others again.
         for process in (supervisor, *daemons):
             process.kill()
     _, alive = psutil.wait_procs([supervisor, *daemons], timeout=20)

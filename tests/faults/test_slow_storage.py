@@ -108,7 +108,7 @@ def test_a_cut_upload_goes_on_at_what_the_store_holds_and_nothing_is_sent_twice(
     client.save(state(), checkpoint_id=target)
     sent = pieces(server, before)
     size = int(sent[0].rpartition("/")[2])
-    # One request more to ask how far it is: nobody below us tries again by itself.
+    # One request more to ask how far it is: no layer below us retries.
     assert sent == [
         f"bytes 0-{8 * MIB - 1}/{size}",
         f"bytes {8 * MIB}-{16 * MIB - 1}/{size}",
@@ -176,7 +176,7 @@ def test_a_commit_whose_answer_is_lost_and_can_not_be_read_is_in_doubt_and_then_
     server.fault(kind="status", status=403, method="GET", path="decision", times=-1)
     doubt = save_pb2.SAVE_STATE_IN_DOUBT
     await_save(daemons.coordinator_address, target, lambda save: save.state == doubt)
-    # It was decided, and nobody can know: nothing is reported, nothing is deleted.
+    # It was decided, but no process can read that: nothing is reported, nothing is deleted.
     names = generations(server, "doubt/step-1")
     assert [name for name in names if name.endswith("/decision")]
     assert "doubt/step-1/.metadata" not in names

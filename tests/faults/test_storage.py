@@ -104,7 +104,7 @@ def test_a_part_that_s3_did_not_take_is_sent_once_more(
         if method == "PUT" and path in found and "partNumber=1&" in found
     ]
     assert len(first) == 2, first
-    # Nobody below us tries again by itself, but for aiohttp on a connection that was kept open.
+    # No layer below us retries, but for aiohttp on a connection that was kept open.
     counted = [0, 1] if trouble in ("reset", "lost") else [1]
     assert [each.retries in counted for each in status.ranks] == [True]
     assert s3.sessions() == []

@@ -1,4 +1,4 @@
-"""Trainers that are told to go, that wake up late, or whose sidecar is gone."""
+"""Trainers that get SIGTERM, that wake up late, or whose sidecar has exited."""
 
 import logging
 import re

@@ -1,4 +1,4 @@
-"""Storage that nothing answers for: the training loop is told soon, by the cause, at every save."""
+"""Storage that nothing answers for: every save fails soon, with the cause."""
 
 import logging
 import socket
@@ -23,12 +23,12 @@ pytestmark = pytest.mark.slow
 STATE = {"w": torch.ones(8)}
 
 
-@pytest.fixture(params=["refuses", "silent"])
+@pytest.fixture(params=["refuses", "unresponsive"])
 def endpoint(request: pytest.FixtureRequest) -> Iterator[str]:
     """One that refuses connections, or accepts them and never answers."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
-        if request.param == "silent":
+        if request.param == "unresponsive":
             taken.listen()
         yield f"http://127.0.0.1:{taken.getsockname()[1]}"
 

@@ -184,7 +184,7 @@ def test_daemons_of_another_version_are_named(tmp_path: Path, old: str) -> None:
 def test_a_malformed_id_is_refused_before_anything_is_sent(
     tmp_path: Path, checkpoint_id: str, says: str
 ) -> None:
-    # Nobody is there to be asked.
+    # No sidecar is there to be asked.
     with Client(load_settings(sidecar=f"unix://{tmp_path}/no.sock", job="test")) as client:
         with pytest.raises(InvalidRequestError) as caught:
             client.async_save({"w": torch.ones(2)}, checkpoint_id=checkpoint_id)

@@ -89,7 +89,7 @@ def test_a_rank_that_leaves_calls_out_is_named_and_joins_again(run: Run) -> None
         assert (run.root / name / ".metadata").exists()
 
 
-def test_ranks_of_different_worlds_are_told_who_said_what(run: Run) -> None:
+def test_ranks_of_different_worlds_are_named_with_their_values(run: Run) -> None:
     for found in run.said("two worlds"):
         assert found["type"] == "SaveAbortedError"
         assert "has a world size of" in found["message"]

@@ -185,7 +185,7 @@ def test_a_rank_that_dies_before_it_is_ingested_fails_the_others_by_name(
         assert lost["type"] == SaveAbortedError.__name__
         assert re.search(rf"\brank {victim}\b", lost["message"])
         assert lost["kinds"] == {str(victim): save_pb2.FAILURE_KIND_LOST}
-        # Nobody can know whether a rank that isn't there will come: the deadline decides.
+        # No process knows whether a missing rank will come: the deadline decides.
         assert re.search(rf"rank {victim}\b|ranks \[{victim}\]", missing["message"])
         assert missing["seconds"] < plan_timeout + 5
     assert (root / "first" / ".metadata").exists()

@@ -78,8 +78,8 @@ def test_what_the_daemons_may_not_do(tmp_path: Path) -> None:
         server.clear()
 
         server.fault(kind="delay", method="POST", seconds=60, times=100)
-        silent = failed(doctor("gs://bucket/run", *address))
-        assert silent["coordinator", "target"]["found"]
+        unresponsive = failed(doctor("gs://bucket/run", *address))
+        assert unresponsive["coordinator", "target"]["found"]
         server.clear()
         assert doctor("gs://bucket/run", *address).code == 0
 
@@ -120,7 +120,7 @@ def test_over_tcp_bytes_are_streamed(tmp_path: Path) -> None:
         assert "TCP" in check["found"]
 
 
-def test_nobody_is_there(tmp_path: Path) -> None:
+def test_no_daemon_is_there(tmp_path: Path) -> None:
     directory = short_directory()
     try:
         missing = doctor("--address", f"unix://{directory}/none.sock")

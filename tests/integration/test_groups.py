@@ -70,9 +70,9 @@ def test_saves_of_several_groups_are_under_way_at_once(run: Run) -> None:
     attempts = set()
     for name, ranks in members.items():
         assert keys(run.root / "at-once" / name) == {"shared", *(f"weight.{r}" for r in ranks)}
-        told = {run.ranks[rank]["at once"][name] for rank in ranks}
-        assert len(told) == 1
-        attempts |= told
+        names = {run.ranks[rank]["at once"][name] for rank in ranks}
+        assert len(names) == 1
+        attempts |= names
     assert len(attempts) == len(members), "attempts of different groups have the same name"
     state = {"weight.3": torch.zeros(50)}
     dcp.load(state, checkpoint_id=run.root / "at-once" / "cross-1", no_dist=True)
@@ -114,7 +114,7 @@ def test_what_goes_wrong_on_one_rank_ends_the_save_on_all_by_name(run: Run, drif
 
 
 @pytest.mark.slow
-def test_a_skip_is_told_as_a_skip_and_the_save_in_its_way_goes_on(run: Run) -> None:
+def test_a_skip_is_reported_as_a_skip_and_the_save_in_its_way_continues(run: Run) -> None:
     assert run.ranks[0]["skip"]["failures"] == {CULPRIT: save_pb2.FAILURE_KIND_SKIPPED}
     for drift in ("skip", "busy"):
         assert [each["type"] for each in run.ranks[1][drift]["others"]] == ["", ""]
@@ -122,7 +122,7 @@ def test_a_skip_is_told_as_a_skip_and_the_save_in_its_way_goes_on(run: Run) -> N
 
 
 @pytest.mark.slow
-def test_ranks_that_save_to_different_ids_are_told_who_said_what(run: Run) -> None:
+def test_ranks_that_save_to_different_ids_are_named_with_their_values(run: Run) -> None:
     for rank in (0, 1):
         found = run.ranks[rank]["other id"]
         assert found["type"] == "SaveAbortedError"

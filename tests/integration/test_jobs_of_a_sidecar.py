@@ -20,7 +20,7 @@ JOBS = ("one", "two")
 
 
 class Scene:
-    """A sidecar of two jobs, a coordinator of both, a bucket, and what trainers of a job are told."""
+    """A sidecar of two jobs, a coordinator of both, a bucket, and the settings of a job's trainers."""
 
     def __init__(self, directory: Path, server: GcsServer) -> None:
         self.directory = directory
@@ -64,8 +64,8 @@ class Scene:
 
     def train(self, job: str, transport: str = "auto") -> Ranks:
         steered = {"GO": str(self.directory / job), "ROOT": f"gs://bucket/{job}"}
-        told = {**self.environment(job), **steered, "PANNIER_TRANSPORT": transport}
-        return start_ranks(TRAINER, 1, told, torchrun=False, forked=False)
+        variables = {**self.environment(job), **steered, "PANNIER_TRANSPORT": transport}
+        return start_ranks(TRAINER, 1, variables, torchrun=False, forked=False)
 
     def save(self, job: str, step: int, **arguments: float) -> None:
         order(self.directory / job, step, 0, **arguments)
@@ -121,11 +121,11 @@ def test_two_jobs_save_and_operators_see_both(scene: Scene) -> None:
 
 
 def test_commands_say_what_is_wrong_with_the_token(scene: Scene) -> None:
-    told = scene.environment("one")
+    variables = scene.environment("one")
     other = scene.run("one", "status", "--token-file", str(scene.token("two")))
     assert other.code == 2
     assert "not one of that job's" in other.err
-    nothing = pannier("status", env={"PANNIER_SIDECAR": told["PANNIER_SIDECAR"]})
+    nothing = pannier("status", env={"PANNIER_SIDECAR": variables["PANNIER_SIDECAR"]})
     assert nothing.code == 2
     assert "carries no token" in nothing.err
     assert "--token-file" in nothing.err
@@ -168,13 +168,13 @@ def test_a_token_is_replaced_under_a_trainer_that_goes_on(scene: Scene) -> None:
         scene.save("one", 1)
         assert outcome(ranks, 1, 0) == "committed"
         old = scene.files.tokens["one"]
-        told = {"allow": ["gs://bucket/one"]}
-        new = scene.files.add("one", tokens=["n" * 40, old], **told)
+        settings = {"allow": ["gs://bucket/one"]}
+        new = scene.files.add("one", tokens=["n" * 40, old], **settings)
         wait_until(lambda: "job one has other tokens" in scene.log(), 20)
         scene.show("one", new)
         scene.save("one", 2)
         assert outcome(ranks, 2, 0) == "committed"
-        scene.files.add("one", tokens=[new], **told)
+        scene.files.add("one", tokens=[new], **settings)
         wait_until(lambda: scene.log().count("job one has other tokens") == 2, 20)
         scene.save("one", 3)
         assert outcome(ranks, 3, 0) == "committed"
@@ -187,11 +187,11 @@ def test_a_token_is_replaced_under_a_trainer_that_goes_on(scene: Scene) -> None:
         assert outcome(ranks, 5, 0) == "committed"
         ended = outcome(ranks, 4, 0, timeout=60)
         assert ended == "committed" or "not one of that job's" in ended
-        assert "served anew" not in scene.log()
+        assert "job one is restarted" not in scene.log()
         assert old not in ranks.output(0)
 
 
-def test_a_sidecar_that_is_told_to_stop_leaves_what_each_job_has(scene: Scene) -> None:
+def test_a_stopped_sidecar_leaves_what_each_job_has(scene: Scene) -> None:
     scene.daemons.sidecar.arguments += ["--grace", "1"]
     scene.daemons.sidecar.stop()
     scene.daemons.sidecar.start()

@@ -23,18 +23,18 @@ def test_a_save_can_be_followed_by_its_fields(tmp_path: Path) -> None:
         daemons.sidecar.stop()
         daemons.coordinator.stop()
         logs = {name: daemon.log() for name, daemon in _named(daemons).items()}
-    told = {name: [json.loads(line) for line in log.splitlines()] for name, log in logs.items()}
-    for name, lines in told.items():
+    logged = {name: [json.loads(line) for line in log.splitlines()] for name, log in logs.items()}
+    for name, lines in logged.items():
         assert {line["daemon"] for line in lines} == {name}
         assert all(line.keys() >= {"timestamp", "level", "logger", "host"} for line in lines)
         about = [line for line in lines if save.id in line["message"]]
         assert about
         for line in about:
             assert (line["job"], line["save"], line["checkpoint"]) == ("job", save.id, checkpoint)
-    durable = [line for line in told["sidecar"] if line["message"].endswith("is durable")]
+    durable = [line for line in logged["sidecar"] if line["message"].endswith("is durable")]
     assert _of(durable, "rank") == {0, 1}
     assert _of(durable, "attempt") == {save.attempt}
-    committed = [line for line in told["coordinator"] if "COMMITTED" in line["message"]]
+    committed = [line for line in logged["coordinator"] if "COMMITTED" in line["message"]]
     assert _of(committed, "attempt") == {save.attempt}
 
 

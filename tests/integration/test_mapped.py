@@ -1,4 +1,4 @@
-"""What is staged lies in the sidecar's spool already: mapped files, lent once and used again."""
+"""What is staged lies in the sidecar's spool already: mapped files, leased once and used again."""
 
 import os
 import re
@@ -135,8 +135,8 @@ def test_the_status_tells_what_the_spool_takes(
 ) -> None:
     with Client(settings) as client:
         client.save({"w": torch.ones(MIB)}, checkpoint_id=tmp_path / "root" / "1")
-        told = listed(daemons.sidecar_address)
-        assert 4 * MIB < told.spool_leased_bytes <= told.spool_bytes
+        usage = listed(daemons.sidecar_address)
+        assert 4 * MIB < usage.spool_leased_bytes <= usage.spool_bytes
     wait_until(lambda: listed(daemons.sidecar_address).spool_leased_bytes == 0)
     assert listed(daemons.sidecar_address).spool_held_bytes == 0
 

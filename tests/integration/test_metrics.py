@@ -22,8 +22,8 @@ for step in (7, 8):
 """
 
 
-class Told:
-    """Running daemons, and where they tell of themselves."""
+class Scraped:
+    """Running daemons, and the metrics that they serve."""
 
     def __init__(self, directory: Path) -> None:
         self.sidecar_web, self.coordinator_web = (f"127.0.0.1:{free_port()}" for _ in range(2))
@@ -43,24 +43,24 @@ class Told:
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Told]:
+def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scraped]:
     with ExitStack() as stack:
-        made = Told(tmp_path_factory.mktemp("metrics"))
+        made = Scraped(tmp_path_factory.mktemp("metrics"))
         stack.enter_context(made.daemons)
         yield made
 
 
-def test_a_save_of_a_trainer_is_told_by_both(told: Told, tmp_path: Path) -> None:
-    environment = told.daemons.env(ROOT=str(tmp_path), PANNIER_JOB="llama")
+def test_a_save_of_a_trainer_is_counted_by_both(scraped: Scraped, tmp_path: Path) -> None:
+    environment = scraped.daemons.env(ROOT=str(tmp_path), PANNIER_JOB="llama")
     with start_ranks(TRAINER, 1, environment, torchrun=False) as ranks:
         ranks.wait(60).check()
-    coordinator = told.coordinator
+    coordinator = scraped.coordinator
     assert coordinator.value("pannier_saves_ended_total", outcome="committed") == 2
     assert coordinator.value("pannier_last_committed_step", training_job="llama") == 8
     assert 0 <= coordinator.value("pannier_last_commit_age_seconds", training_job="llama") < 60
     assert coordinator.value("pannier_save_phase_seconds_count", phase="committed") == 2
     assert coordinator.value("pannier_sidecars") == 1
-    sidecar = until(lambda: told.sidecar, lambda s: _committed(s) == 2)
+    sidecar = until(lambda: scraped.sidecar, lambda s: _committed(s) == 2)
     moved = {
         phase: sidecar.value("pannier_bytes_total", training_job="llama", phase=phase)
         for phase in ("staged", "ingested", "uploaded", "durable")
@@ -77,15 +77,15 @@ def test_a_save_of_a_trainer_is_told_by_both(told: Told, tmp_path: Path) -> None
     assert 0 < sidecar.value("pannier_spool_reserved_bytes") <= 64 << 20
 
 
-def test_what_waits_and_what_fails_is_told(told: Told, tmp_path: Path) -> None:
-    before = told.coordinator.value("pannier_failures_total", cause="client")
+def test_what_waits_and_what_fails_is_counted(scraped: Scraped, tmp_path: Path) -> None:
+    before = scraped.coordinator.value("pannier_failures_total", cause="client")
     with Party(
-        [told.daemons.sidecar.address] * 2, incarnation="inc2", words=[1 << 18] * 2
+        [scraped.daemons.sidecar.address] * 2, incarnation="inc2", words=[1 << 18] * 2
     ) as party:
         agreed = party.agree(f"{tmp_path}/step-9", 1)
-        assert told.coordinator.value("pannier_saves", state="staging") == 1
+        assert scraped.coordinator.value("pannier_saves", state="staging") == 1
         party.ingest(f"{tmp_path}/step-9", 1, {0: agreed[0]})
-        sidecar = told.sidecar
+        sidecar = scraped.sidecar
         assert sidecar.value("pannier_saves", state="staging") == 1
         assert sidecar.value("pannier_trainers", training_job="job") == 2
         assert sidecar.value("pannier_spool_saves_bytes") >= 1 << 20
@@ -94,7 +94,7 @@ def test_what_waits_and_what_fails_is_told(told: Told, tmp_path: Path) -> None:
         assert free <= (64 << 20) - sidecar.value("pannier_spool_saves_bytes")
         party.hands[1].fail(party.hands[1].context(f"{tmp_path}/step-9", 1), "it can't")
         coordinator = until(
-            lambda: told.coordinator,
+            lambda: scraped.coordinator,
             lambda s: s.value("pannier_saves_ended_total", outcome="aborted") == 1,
         )
         assert coordinator.value("pannier_failures_total", cause="client") == before + 1
@@ -103,9 +103,9 @@ def test_what_waits_and_what_fails_is_told(told: Told, tmp_path: Path) -> None:
         assert {"training_job": "job"} not in coordinator.labels("pannier_last_committed_step")
 
 
-def test_counters_begin_anew_with_a_sidecar_and_count_nothing_twice(tmp_path: Path) -> None:
-    told = Told(tmp_path)
-    with told.daemons, Party([told.daemons.sidecar.address], words=[1 << 19]) as party:
+def test_counters_restart_with_a_sidecar_and_count_nothing_twice(tmp_path: Path) -> None:
+    scraped = Scraped(tmp_path)
+    with scraped.daemons, Party([scraped.daemons.sidecar.address], words=[1 << 19]) as party:
         plan = party.agree(f"{tmp_path}/step-1", 1)[0]
         hand = party.hands[0]
         # Half of it: a whole file might be in storage already.
@@ -119,16 +119,16 @@ def test_counters_begin_anew_with_a_sidecar_and_count_nothing_twice(tmp_path: Pa
         with hand.stream(header) as stream:
             assert stream.committed() == 0
             stream.send(bytes(1 << 20), 0)
-            until(lambda: told.sidecar, lambda s: _ingested(s) == 1 << 20)
-        told.daemons.sidecar.restart()
-        # What a former life took in is no news of this one.
-        after = told.sidecar
+            until(lambda: scraped.sidecar, lambda s: _ingested(s) == 1 << 20)
+        scraped.daemons.sidecar.restart()
+        # What the sidecar ingested before its restart isn't counted again.
+        after = scraped.sidecar
         assert _ingested(after) == 0
         assert after.value("pannier_spool_saves_bytes") >= 1 << 20
 
 
-def test_every_family_has_help_and_a_unit_in_its_name(told: Told) -> None:
-    for scrape in (told.sidecar, told.coordinator):
+def test_every_family_has_help_and_a_unit_in_its_name(scraped: Scraped) -> None:
+    for scrape in (scraped.sidecar, scraped.coordinator):
         own = {name: each for name, each in scrape.families.items() if name.startswith("pannier_")}
         assert own
         for name, family in own.items():

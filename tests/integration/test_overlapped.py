@@ -1,4 +1,4 @@
-"""Overlapped staging, with real daemons; where a device is needed, one that copies when told to."""
+"""Overlapped staging, with real daemons; where a device is needed, one that copies on demand."""
 
 import os
 import threading

@@ -1,4 +1,4 @@
-"""A second save to the same id: the first is whole until then, and goes when nobody reads it."""
+"""A second save to the same id: the first is whole until then, and is removed once no process reads it."""
 
 import signal
 import threading
@@ -72,7 +72,7 @@ def of(place: str, attempt: str) -> list[str]:
 
 
 def until(reached: Callable[[], bool], what: str, timeout: float = 20) -> None:
-    """Looks at storage, which tells nobody of changes, until ``reached``."""
+    """Polls storage, which sends no notification of changes, until ``reached``."""
     end = time.monotonic() + timeout
     while not reached():
         assert time.monotonic() < end, f"not within {timeout} s: {what}"
@@ -102,7 +102,7 @@ def test_a_job_without_its_incarnation_records_saves_the_new_bytes(
 
 
 class Halting(DefaultLoadPlanner):
-    """Stops in the middle of a load until it is told to go on."""
+    """Stops in the middle of a load until its event is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ def test_an_overwritten_checkpoint_stays_under_its_reader_and_goes_afterwards(
             # In small pieces: what comes after the halt is not read ahead.
             reader = StorageReader(place, memory_bytes=1)
             client.load(loaded, storage_reader=reader, planner=planner)
-        except BaseException as error:  # noqa: BLE001 - told by the test's own thread
+        except BaseException as error:  # noqa: BLE001 - raised by the test's own thread
             problems.append(error)
 
     loading = threading.Thread(target=load)
@@ -285,7 +285,7 @@ def test_a_coordinator_killed_while_it_sweeps_leaves_one_whole_checkpoint(
             daemons.coordinator.start()
             second = handle.result(30)
             assert whole.json()["attempt"] == second.attempt
-            # It takes the commit up, and the sweep with it, or was told of it before.
+            # It resumes the commit, and the removal with it, or got the report of it before.
             assert pannier("gc", str(tmp_path / "run"), "--grace", "0").code == 0
     assert of(place, first.attempt) == []
     assert pannier("verify", place, "--json").json()["attempt"] == second.attempt

@@ -95,9 +95,9 @@ def test_a_failure_has_its_rank_cause_and_hint_and_no_text_becomes_markup(
         page.goto(f"http://{site.coordinator}/")
         expect(page.locator("#state")).to_have_text("ABORTED")
         expect(page.locator(".failure")).to_have_count(1)
-        told = str(page.text_content(".failure"))
-        assert f"rank 1 (node-1): CLIENT: it can't: {MARKUP}" in told
-        assert "its log has the traceback" in told
+        text = str(page.text_content(".failure"))
+        assert f"rank 1 (node-1): CLIENT: it can't: {MARKUP}" in text
+        assert "its log has the traceback" in text
         assert page.text_content("#place") == checkpoint
         page.click("#saves button:first-child")
         page.hover("#timeline")
@@ -119,7 +119,7 @@ def test_the_page_needs_nothing_from_elsewhere_and_runs_nothing_else(site: Site)
     assert page.headers["Content-Type"] == "text/html; charset=utf-8"
 
 
-def test_an_old_answer_is_told_when_the_daemon_is_gone(browser: Browser) -> None:
+def test_an_old_answer_is_marked_when_the_daemon_has_exited(browser: Browser) -> None:
     status_registry, daemon_info = StatusRegistry(), DaemonInfo("node-9")
     where = f"127.0.0.1:{free_port()}"
     routes = StatusPage(status_registry, daemon_info).routes(Metrics("coordinator", daemon_info))
@@ -230,12 +230,12 @@ def test_page_status_watch_and_metrics_say_the_same_during_a_save(
         cells = browser.page.locator("#ranks tr").last.locator("td").all_text_contents()
         assert cells[:7] == ["0", "node-0", "DURABLE", "4.0 MiB", "4.0 MiB", "4.0 MiB", "4.0 MiB"]
         party.ingest(checkpoint, 1, {1: agreed[1]})
-        told, _ = watching.communicate(timeout=60)
+        output, _ = watching.communicate(timeout=60)
         assert watching.returncode == 0
     ended = until(
         lambda: site.save(checkpoint), lambda save: save["state"] == "SAVE_STATE_COMMITTED"
     )
-    assert _steady(json.loads(told.splitlines()[-1])) == _steady(ended)
+    assert _steady(json.loads(output.splitlines()[-1])) == _steady(ended)
     coordinator = Scrape(site.coordinator)
     assert coordinator.value("pannier_last_committed_step", training_job="job") == 31
     committed = coordinator.value("pannier_last_commit_timestamp_seconds", training_job="job")

@@ -1,4 +1,4 @@
-"""Retention after each commit, by a real coordinator: what goes, what stays, and what is told of it."""
+"""Retention after each commit, by a real coordinator: what is removed, what stays, and what is reported."""
 
 import json
 import os
@@ -120,7 +120,7 @@ def test_metrics_of_several_ranks(tmp_path: Path) -> None:
         environment = {**daemons.env(), "ROOT": root}
         run_ranks(TWO_RANKS, 2, environment, torchrun=False)
         (line,) = pannier("ls", "--json", root).json_lines()
-        # Of the lowest rank that told of each.
+        # Of the lowest rank that reported each.
         assert line["metrics"] == {"loss": 0.5, "of-1": 1.0}
 
 
@@ -176,9 +176,9 @@ def test_by_hand_and_without_doing_it(tmp_path: Path) -> None:
         for step in (1, 2, 3):
             client.save(state(step), checkpoint_id=f"{root}/step-{step}")
     asked = ("retain", root, "--job", "job", "--keep-newest", "2")
-    told = pannier(*asked, "--dry-run")
-    assert told.code == 0
-    assert "would be removed" in told.out
+    result = pannier(*asked, "--dry-run")
+    assert result.code == 0
+    assert "would be removed" in result.out
     assert names(root) == ["step-1", "step-2", "step-3"]
     lines = pannier(*asked, "--json").json_lines()
     assert [bool(line["kept_for"]) for line in lines] == [False, True, True]

@@ -1,4 +1,4 @@
-"""Ranks that save by earlier plans write what ``dcp.save`` writes, and ask nobody in the call."""
+"""Ranks that save by earlier plans write what ``dcp.save`` writes, and ask no process in the call."""
 
 import json
 from pathlib import Path
@@ -40,7 +40,7 @@ def test_the_checkpoint_is_what_torch_writes(runs: Path, step: int) -> None:
     assert not differences(values(ours), values(torchs))
 
 
-def test_nobody_is_asked_in_the_call_unless_something_changed(runs: Path) -> None:
+def test_no_process_is_asked_in_the_call_unless_something_changed(runs: Path) -> None:
     reports = [json.loads((runs / f"{rank}.json").read_text()) for rank in range(2)]
     for step in STEPS:
         if step == THROUGH_TORCH:

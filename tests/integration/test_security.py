@@ -80,16 +80,18 @@ def test_no_certificate_plaintext_and_another_ca_are_refused(
         with (
             grpc.secure_channel(
                 address, grpc.ssl_channel_credentials(secured.client.ca.read_bytes())
-            ) as nobody,
+            ) as anonymous,
             pytest.raises(grpc.RpcError, match="UNAVAILABLE"),
         ):
-            status_pb2_grpc.StatusStub(nobody).ListSaves(status_pb2.ListSavesRequest(), timeout=5)
+            status_pb2_grpc.StatusStub(anonymous).ListSaves(
+                status_pb2.ListSavesRequest(), timeout=5
+            )
     assert not (tmp_path / "never").exists()
     # They have done no harm.
     secured.save(secured.client, tmp_path / "after")
 
 
-def test_bad_files_are_told_at_start(tmp_path: Path) -> None:
+def test_bad_files_are_errors_at_start(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     one, two = authority.issue("one"), authority.issue("two")
     address = f"unix://{tmp_path}/d.sock"

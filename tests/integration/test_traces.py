@@ -1,4 +1,4 @@
-"""Traces of saves over trainer, sidecar and coordinator; and that they cost nothing when nobody asks."""
+"""Traces of saves over trainer, sidecar and coordinator; and that they cost nothing when they are off."""
 
 import subprocess
 import sys
@@ -173,10 +173,10 @@ def all_of(collector: Collector, save: save_pb2.SaveId, services: set[str]) -> l
     """The save's, once they have come from all these."""
 
     def complete(found: list[Span]) -> bool:
-        told = {each.service for each in found if each.trace_id == tracing.trace_id(save)}
+        reported = {each.service for each in found if each.trace_id == tracing.trace_id(save)}
         known = {each.span_id for each in found}
         parents = {each.parent for each in found if each.parent}
-        return told >= services and parents <= known
+        return reported >= services and parents <= known
 
     found = until(collector.spans, complete)
     return [each for each in found if each.trace_id == tracing.trace_id(save)]

@@ -57,7 +57,7 @@ class Failing(DefaultSavePlanner):
 
 
 class Gated(DefaultSavePlanner):
-    """Stages when it is told to."""
+    """Stages once its event is set."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -153,7 +153,7 @@ def be_in_different_worlds() -> None:
         store = dist.FileStore(f"{os.environ['REPORT']}/{name}.store", 2)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)
         report[name] = attempt(name)
-        # A fake group's own barrier waits for nobody.
+        # A fake group's own barrier waits for no rank.
         store.set(f"done-{rank}", "")
         store.wait(["done-0", "done-1"])
 
