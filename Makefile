@@ -46,8 +46,8 @@ pytest: $(INSTALLED)  ## The tests alone; choose some with ARGS="tests/unit -k c
 # Of these, none has to do with torch's version: they run with the newest alone.
 WITHOUT_TORCH := $(addprefix unit/, test_bench.py test_packaging.py cli/* common/* daemon/* sidecar/* storage/* \
 		$(addprefix attempts/test_, damaged_records.py fuzz_records.py late_commits.py requests_per_save.py) \
-		$(addprefix client/test_, certificates.py host_network.py stream_slots.py) \
-		$(addprefix coordinator/test_, background_superseded.py coordinator_*.py idle_exit.py l*_sidecars.py \
+		$(addprefix client/test_, certificates.py host_network.py stream_limit.py) \
+		$(addprefix coordinator/test_, background_superseded.py coordinator_*.py l*_sidecars.py \
 			model_coordinator.py resume.py) \
 		maintenance/test_retention_policy.py $(addprefix wire/test_, auth_token.py fuzz_names.py object_names.py tls.py)) \
 	$(addprefix integration/test_, command_line.py dashboard.py doctor.py good_neighbour.py jobs_of_a_sidecar.py json_logs.py \
@@ -112,7 +112,7 @@ tools:  ## Install Debian's packages that some tests want: chromium, promtool
 	@command -v chromium > /dev/null && command -v promtool > /dev/null || \
 		{ apt-get update --quiet=2 && apt-get install --yes --quiet=2 --no-install-recommends $(TOOLS); }
 
-lock:  ## Resolve pyproject.toml anew and rewrite requirements.lock and requirements-xla.lock
+lock:  ## Resolve pyproject.toml again and rewrite requirements.lock and requirements-xla.lock
 	rm -rf .venv-lock
 	$(PYTHON) -m venv .venv-lock
 	.venv-lock/bin/$(PIP) install --quiet -e '.[dev]' hatchling==1.33.0
