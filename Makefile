@@ -22,7 +22,7 @@ generate = cd proto && ../$(STUBS_VENV)/bin/python -m grpc_tools.protoc -I. \
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test pytest lint format stubs check-stubs demo-xla test-xla test-torch chaos bench tools lock clean distclean
+.PHONY: help demo test pytest lint format stubs check-stubs check-words demo-xla test-xla test-torch chaos bench tools lock clean distclean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -62,13 +62,19 @@ test-torch: $(TORCH_VENV)/.installed  ## The client's tests with another torch, 
 	$(TORCH_VENV)/bin/python -m pytest -o cache_dir=.pytest_cache/torch --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder \
 		$(or $(ARGS),$(WITH_TORCH))
 
-lint: $(INSTALLED) check-stubs  ## Style, types, import layers, protos, freshness of the stubs
+lint: $(INSTALLED) check-stubs check-words  ## Style, types, import layers, protos, freshness of the stubs, words
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	cd proto && ../$(BIN)/buf lint
 	cd proto && ../$(BIN)/buf format --diff --exit-code
+
+# In comments, texts and parts of identifiers; a line of .old-words is a regular expression.
+check-words:
+	@sed 's/.*/(^|[^[:alpha:]])(&)([^[:alpha:]]|$$)/' .old-words | LC_ALL=C grep -rniEI -f - --exclude='*_pb2*' \
+		--exclude-dir=__pycache__ client service proto tests deploy docs README.md pyproject.toml Makefile; \
+		test $$? -eq 1 || { echo 'these words of .old-words have others: see "Words" in CONTRIBUTING.md' >&2; exit 1; }
 
 format: $(INSTALLED)  ## Rewrite sources and protos in the project's style
 	$(BIN)/ruff check --fix-only

@@ -73,7 +73,7 @@ class SidecarChannel:
         trusted_uids: Collection[int] | None = None,
         token: TokenFile | None = None,
     ) -> None:
-        if _orphaned:
+        if _forked_with_channels:
             raise InvalidRequestError(_FORKED.format(pid=os.getpid()))
         self.address = address
         self._tls = tls
@@ -224,7 +224,7 @@ def _close_in_background(channel: grpc.Channel, address: str) -> None:
 
 _channels: "weakref.WeakSet[SidecarChannel]" = weakref.WeakSet()
 _kept_in_children: "weakref.WeakSet[Any]" = weakref.WeakSet()
-_orphaned = False
+_forked_with_channels = False
 """This process was forked from one that had channels, without gRPC's fork support."""
 _hooked = False
 _running: object = None
@@ -268,8 +268,8 @@ def _after_fork_in_parent() -> None:
 
 
 def _after_fork_in_child() -> None:
-    global _orphaned
-    _orphaned = _orphaned or (len(_channels) > 0 and not cygrpc.is_fork_support_enabled())
+    global _forked_with_channels
+    _forked_with_channels = _forked_with_channels or (len(_channels) > 0 and not cygrpc.is_fork_support_enabled())
     peers: set[Peer] = set()
     for channel in list(_channels):
         peers |= channel._peers
