@@ -50,8 +50,8 @@ WITHOUT_TORCH := $(addprefix unit/, test_bench.py test_packaging.py cli/* common
 		$(addprefix coordinator/test_, background_superseded.py coordinator_*.py l*_sidecars.py \
 			model_coordinator.py resume.py) \
 		maintenance/test_retention_policy.py $(addprefix wire/test_, auth_token.py fuzz_names.py object_names.py tls.py)) \
-	$(addprefix integration/test_, command_line.py dashboard.py doctor.py good_neighbour.py jobs_of_a_sidecar.py json_logs.py \
-		metrics.py operating.py page.py security.py)
+	$(addprefix integration/test_, command_line.py coexistence.py dashboard.py doctor.py jobs_of_a_sidecar.py json_logs.py \
+		metrics.py page.py reflection.py security.py)
 WITH_TORCH = tests/integration tests/unit $(foreach path,$(WITHOUT_TORCH),--ignore-glob='tests/$(path)')
 test-xla: $(XLA_INSTALLED)  ## The tests of torch_xla, and the client's with torch 2.9; takes 7 GB
 	$(XLA_BIN)/python -m pytest -o cache_dir=.pytest_cache/xla --numprocesses $(XLA_WORKERS) --dist loadfile --no-loadscope-reorder \

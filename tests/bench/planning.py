@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tests.bench.parts import Row, finish, say
-from tests.bench.played import Cast, local_plans
+from tests.bench.simulated_ranks import Cast, local_plans
 
 from pannier.v1 import save_pb2
 from support.processes.daemons import Daemon, clean_environment, memory_directory, short_directory

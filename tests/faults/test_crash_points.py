@@ -11,7 +11,7 @@ import pytest
 from pannier.common.fault_points import POINTS, VARIABLE
 from pannier.v1 import records_pb2
 from pannier.wire import object_names
-from support.actors.walking import Saver
+from support.actors.crash_walk import Saver
 from support.chaos.check import leftovers
 from support.processes.cli import Result, pannier, pannier_here
 from support.processes.daemons import Daemon, Daemons, memory_directory

@@ -13,7 +13,7 @@ from pannier.client.transport.sidecar_client import SidecarClient
 from pannier.v1 import sidecar_pb2
 from pannier.wire.errors import UnavailableError
 from support.actors.lease_holder import mapped_files
-from support.actors.mapping import check, saving, state
+from support.actors.mapped_clients import check, saving, state
 from support.processes.daemons import Daemons
 from support.processes.stretch import stretched
 from support.processes.watching import ABORTED, COMMITTED, await_save

@@ -11,7 +11,7 @@ import pytest
 from pannier.client import SaveAbortedError
 from pannier.v1 import save_pb2
 from support.actors.lease_holder import mapped_files
-from support.actors.mapping import MIB, check, saving, state
+from support.actors.mapped_clients import MIB, check, saving, state
 from support.actors.scripted_sidecar import wait_until
 from support.processes.daemons import Daemons
 from support.processes.stretch import stretched

@@ -14,7 +14,7 @@ from pannier.client.staging.host_copy import TensorCopies
 from pannier.common.fault_points import VARIABLE
 from pannier.v1 import save_pb2
 from support.actors.lease_holder import mapped_files, spool_files
-from support.actors.mapping import MIB, await_reuse, check, saving, state, transport
+from support.actors.mapped_clients import MIB, await_reuse, check, saving, state, transport
 from support.actors.scripted_sidecar import wait_until
 from support.processes.daemons import Daemons
 from support.processes.ranks import start_ranks

@@ -269,7 +269,9 @@ def _after_fork_in_parent() -> None:
 
 def _after_fork_in_child() -> None:
     global _forked_with_channels
-    _forked_with_channels = _forked_with_channels or (len(_channels) > 0 and not cygrpc.is_fork_support_enabled())
+    _forked_with_channels = _forked_with_channels or (
+        len(_channels) > 0 and not cygrpc.is_fork_support_enabled()
+    )
     peers: set[Peer] = set()
     for channel in list(_channels):
         peers |= channel._peers

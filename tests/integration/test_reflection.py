@@ -43,7 +43,7 @@ def curl(address: str, method: str, **request: Any) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Daemons, str]]:
     """Daemons that have carried one checkpoint."""
-    directory = tmp_path_factory.mktemp("operating")
+    directory = tmp_path_factory.mktemp("reflection")
     checkpoint = str(directory / "step-7")
     with Daemons(directory) as running:
         environment = running.env(CHECKPOINT=checkpoint)
