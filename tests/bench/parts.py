@@ -1,4 +1,4 @@
-"""What every part has in common: its arguments, its rows, and how it tells them.
+"""What every part has in common: its arguments, its rows, and how it prints them.
 
 A part is a module with a ``main()``. Run by hand it prints a table; ``run.py`` starts it with
 ``--json`` and reads the last line of its output. Progress goes to standard error.
@@ -93,7 +93,7 @@ def sized(count: float) -> str:
 
 
 def finish(options: Any, rows: Sequence[Row], figures: dict[str, Any]) -> None:
-    """Tells what was measured.
+    """Prints what was measured.
 
     Args:
         options: of :func:`parsed`.

@@ -71,7 +71,7 @@ def run(method: str, options: Any) -> dict[str, Any]:
 
 
 def reason(log: str) -> str:
-    """The last error that a log tells, else its end."""
+    """The last error in a log, else its end."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     errors = [line for line in lines if re.match(r"(\[rank0\]: *)?[\w.]*(Error|Exception)\b", line)]
     return (errors or lines or ["no message"])[-1][:300]

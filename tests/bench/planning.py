@@ -135,7 +135,7 @@ async def play(daemon: Daemon, root: Path, figures: Figures, saves: int) -> None
 
 
 async def reach_last(cast: Cast, number: int) -> None:
-    """All that the sidecars of a save tell, but the last one's receipts."""
+    """All reports of a save's sidecars, but the last one's receipts."""
     await cast.send(number, save_pb2.RANK_PHASE_INGESTED)
     late = cast.sidecars[-1]
     await cast.send(number, save_pb2.RANK_PHASE_DURABLE, sidecars=cast.sidecars[:-1])

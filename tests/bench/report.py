@@ -36,7 +36,7 @@ def machine() -> dict[str, Any]:
 
 
 def processor() -> str:
-    """The model, as the kernel tells it."""
+    """The model, as the kernel reports it."""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith(("model name", "Model")):
             return line.partition(":")[2].strip()

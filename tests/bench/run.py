@@ -202,7 +202,7 @@ def save(output: Path, found: dict[str, Any]) -> None:
 
 
 def main() -> int:
-    """Runs the parts and tells what they found; the exit status."""
+    """Runs the parts and prints their results; the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="two minutes, small sizes: a trial")
     parser.add_argument("--full", action="store_true", help="large sizes and buckets everywhere")
@@ -211,7 +211,7 @@ def main() -> int:
     parser.add_argument("--without", nargs="+", metavar="PART", default=[])
     parser.add_argument("--add", action="store_true", help="keep the other parts' last results")
     parser.add_argument("--show", action="store_true", help="the last results; measure nothing")
-    parser.add_argument("--list", action="store_true", help="tell the parts and leave")
+    parser.add_argument("--list", action="store_true", help="list the parts and exit")
     parser.add_argument("--write", action="store_true", help="the README's table")
     parser.add_argument("--output", type=Path, default=ROOT / "bench-results")
     options = parser.parse_args()

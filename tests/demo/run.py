@@ -91,7 +91,7 @@ class Trainer:
         self._timer.start()
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """What rank 0 tells, until its end."""
+        """What rank 0 prints, until its end."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if line.startswith("{"):

@@ -120,13 +120,13 @@ def main() -> None:
     training = Training(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
     text = corpus()
 
-    def tell(**fields: Any) -> None:
+    def report(**fields: Any) -> None:
         if rank == 0:
             print(json.dumps(fields), flush=True)
 
     if options.restore:
         client.load({"training": training}, checkpoint_id=options.restore)
-        tell(event="restored", step=training.step, world=world)
+        report(event="restored", step=training.step, world=world)
 
     save = None
     while training.step < options.steps:
@@ -139,7 +139,7 @@ def main() -> None:
         training.optimizer.zero_grad()
         total = loss.detach().clone()
         dist.all_reduce(total)
-        tell(
+        report(
             event="step",
             step=training.step,
             loss=total.item() / world,
@@ -151,7 +151,7 @@ def main() -> None:
             begun = time.perf_counter()
             save = client.async_save({"training": training}, checkpoint_id=checkpoint_id)
             stall = time.perf_counter() - begun
-            tell(event="save", step=training.step, checkpoint_id=checkpoint_id, stall=stall)
+            report(event="save", step=training.step, checkpoint_id=checkpoint_id, stall=stall)
 
     client.wait_all()
     dist.destroy_process_group()

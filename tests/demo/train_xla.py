@@ -66,13 +66,13 @@ def main() -> None:
     training = Training(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
     text = corpus()
 
-    def tell(**fields: Any) -> None:
+    def report(**fields: Any) -> None:
         print(json.dumps(fields), flush=True)
 
     if options.restore:
         prime_optimizer(training.optimizer)
         client.load({"training": training}, checkpoint_id=options.restore)
-        tell(event="restored", step=training.step)
+        report(event="restored", step=training.step)
 
     save = None
     while training.step < options.steps:
@@ -86,7 +86,7 @@ def main() -> None:
         training.optimizer.step()
         training.optimizer.zero_grad()
         torch_xla.sync()
-        tell(
+        report(
             event="step",
             step=training.step,
             loss=loss.item(),
@@ -98,7 +98,7 @@ def main() -> None:
             begun = time.perf_counter()
             save = client.async_save({"training": training}, checkpoint_id=checkpoint_id)
             stall = time.perf_counter() - begun
-            tell(event="save", step=training.step, checkpoint_id=checkpoint_id, stall=stall)
+            report(event="save", step=training.step, checkpoint_id=checkpoint_id, stall=stall)
 
     client.wait_all()
 

@@ -181,7 +181,7 @@ def test_addresses_ports_and_paths_agree(objects: list[Object]) -> None:
         volumes = {v["name"]: v for v in template["spec"]["volumes"]}
         for variable in ("PANNIER_ADDRESS", "PANNIER_SPOOL"):
             if variable in variables:
-                # The mount itself belongs to root, or to everybody, unless a container sees to that.
+                # The mount itself belongs to root, or to every user, unless a container changes that.
                 path = Path(variables[variable].removeprefix("unix://"))
                 directory = path if variable == "PANNIER_SPOOL" else path.parent
                 made = [each for one in containers(template) for each in one.get("args", [])]
@@ -264,7 +264,7 @@ def test_as_many_pods_as_hosts_which_none_is_taken_from(objects: list[Object]) -
 
 
 @with_daemons
-def test_one_coordinator_that_anybody_may_evict(objects: list[Object]) -> None:
+def test_one_coordinator_that_may_be_evicted(objects: list[Object]) -> None:
     spec = named(objects, "Deployment", "pannier-coordinator")["spec"]
     assert (spec["replicas"], spec["strategy"]) == (1, {"type": "Recreate"})
     budget = named(objects, "PodDisruptionBudget", "pannier-coordinator")["spec"]

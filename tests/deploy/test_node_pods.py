@@ -64,7 +64,7 @@ def test_one_sidecar_for_all_pods_of_a_node(network: Network, bucket: GcsServer)
         is_refused_what_is_the_others(one, first["trainer"])
         lies_apart(top)
         confined(sidecar)
-        tells_no_token([sidecar, first["trainer"], second["trainer"]], [one, two])
+        shows_no_token([sidecar, first["trainer"], second["trainer"]], [one, two])
 
         # It is updated while trainers go on; they save with the next one.
         assert node.terminate() == {"pannier": 0}
@@ -152,7 +152,7 @@ def lies_apart(top: Path) -> None:
         assert list((top / "var/pannier" / job).glob("*.data"))
 
 
-def tells_no_token(containers: list[Container], jobs: list[Job]) -> None:
+def shows_no_token(containers: list[Container], jobs: list[Job]) -> None:
     """Neither in logs nor in what others may see of a process."""
     for container in containers:
         seen = [container.process.log()]

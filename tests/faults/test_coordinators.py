@@ -83,17 +83,17 @@ def test_a_save_outlives_its_plan_and_is_committed_by_daemons_that_were_killed_s
 ) -> None:
     place = f"after-plan-{killed.replace(' ', '-')}/step-1"
     target = f"gs://bucket/{place}"
-    everybody = [daemons.coordinator, *daemons.sidecars]
-    for daemon in everybody:
+    all_daemons = [daemons.coordinator, *daemons.sidecars]
+    for daemon in all_daemons:
         daemon.start(ready=False)
-    for daemon in everybody:
+    for daemon in all_daemons:
         await_serving(daemon.address, process=daemon.process)
     hold_up(server)
     plan_s = stretched(3)
     began = time.monotonic()
     with party(daemons, words=[LARGE, 4]) as ranks:
         ranks.save(target, 1, timeout_s=plan_s, save_timeout_s=stretched(60))
-    again = everybody if killed == "all daemons" else [daemons.coordinator]
+    again = all_daemons if killed == "all daemons" else [daemons.coordinator]
     for daemon in again:
         daemon.kill()
     wait_until(lambda: time.monotonic() > began + plan_s, 2 * plan_s)
@@ -188,10 +188,10 @@ def splittable(server: GcsServer, tmp_path_factory: pytest.TempPathFactory) -> I
     with Daemons(logs, sidecars=2, environment=server.env, start=False) as daemons:
         made = Split(daemons, server, logs)
         try:
-            everybody = (made.new, *daemons.sidecars)
-            for daemon in everybody:
+            all_daemons = (made.new, *daemons.sidecars)
+            for daemon in all_daemons:
                 daemon.start(ready=False)
-            for daemon in everybody:
+            for daemon in all_daemons:
                 await_serving(daemon.address, process=daemon.process)
             yield made
         finally:
@@ -212,7 +212,7 @@ def await_stopped(daemon: Daemon) -> None:
 
 
 def say_failed(coordinator: Daemon, ranks: Party, checkpoint_id: str) -> None:
-    """Rank 1 tells this coordinator, and it alone, that its part can't be."""
+    """Rank 1 reports to this coordinator alone that its part failed."""
     context = ranks.hands[1].context(checkpoint_id)
     failure = save_pb2.Failure(rank=1, kind=save_pb2.FAILURE_KIND_CLIENT, message="boom")
     request = sidecar_pb2.FailRequest(context=context, failure=failure)

@@ -71,7 +71,7 @@ ROWS = {
         "faults/test_failure_table.py::test_a_rank_that_never_calls_save_is_named_at_the_deadline",
     ],
     "a trainer or daemon is stopped (SIGSTOP) and goes on later": [
-        "faults/test_trainers.py::test_a_trainer_that_wakes_up_late_changes_nothing_and_hears_of_it",
+        "faults/test_trainers.py::test_a_trainer_that_wakes_up_late_changes_nothing_and_gets_an_error",
         "faults/test_lost_hosts.py::test_a_stopped_sidecar_that_wakes_up_after_the_abort_leaves_nothing",
         "faults/test_coordinators.py::test_a_stopped_coordinator_does_not_commit_what_another_has_aborted",
     ],

@@ -42,7 +42,7 @@ def test_a_stopped_rank_is_named_and_a_dead_one_ends_the_save_at_once(
         assert ranks.processes[0].returncode is None
         assert "step 2 failed" not in ranks.output(0)
         assert named.search(outcome(ranks, 2, 0))
-        # It wakes up, and comes too late: it hears so by name, and is in step again.
+        # It wakes up, and comes too late: its error names that, and it is in step again.
         order(tmp_path, 2, 1)
         ranks.processes[1].resume()
         assert re.match(r"failed: .*rank 1 .*when its deadline", outcome(ranks, 2, 1))

@@ -127,7 +127,7 @@ def server(network: Network, tmp_path: Path) -> Iterator[GcsServer]:
 
 
 class Place:
-    """Where a job's script lies, where its checkpoints go, and what tells it to go on."""
+    """Where a job's script lies, where its checkpoints go, and what lets it continue."""
 
     def __init__(self, directory: Path, root: str, **environment: str) -> None:
         self._directory = directory

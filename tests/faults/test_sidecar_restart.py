@@ -90,7 +90,7 @@ def test_a_stream_goes_on_at_the_offset_that_the_killed_sidecar_held(host: Host)
         before = len(host.coordinator.reports)
         host.sidecar.start()
         trainer.connect()
-        # The coordinator hears of it before it could take it for lost.
+        # The report reaches the coordinator before it would count the rank as lost.
         report = host.coordinator.await_phase(context, STREAMING, after=before)
         assert report.status.bytes_ingested == 32 * MIB
         with trainer.stream(header) as stream:

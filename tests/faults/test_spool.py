@@ -96,7 +96,7 @@ def test_a_spool_that_is_removed_under_a_running_sidecar(tmp_path: Path) -> None
         assert daemons.sidecar.process.wait(20) == 1
         assert "was removed" in daemons.sidecar.log()
         daemons.sidecar.start()
-        # The client hears of it from the next one.
+        # The client learns it from the next one.
         assert handle.result(30).checkpoint_id == "gs://bucket/run/1"
         client.save(state(1, 3), checkpoint_id="gs://bucket/run/2")
         assert (daemons.spool / "0").stat().st_mode & 0o777 == 0o700

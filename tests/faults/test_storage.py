@@ -152,7 +152,7 @@ def test_a_store_that_does_not_take_the_plan_is_named_at_the_deadline(
         hand.agree(hand.context(target, 2), timeout_s=2)
     assert time.monotonic() - began < 2 + stretched(6)
     gcs.clear()
-    # Whether the plan was taken was in doubt: the decision tells.
+    # Whether the plan was taken was in doubt: the decision shows it.
     assert ended(daemons, target).state == ABORTED
     assert not [name for name in generations(gcs, "unplanned/step-1") if "decision" not in name]
 

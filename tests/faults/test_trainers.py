@@ -64,7 +64,7 @@ def test_a_trainer_that_gets_sigterm_goes_when_its_save_is_ingested(
 
 
 @pytest.mark.slow
-def test_a_trainer_that_wakes_up_late_changes_nothing_and_hears_of_it(
+def test_a_trainer_that_wakes_up_late_changes_nothing_and_gets_an_error(
     daemons: Daemons, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = str(tmp_path / "root" / "step-1")

@@ -23,7 +23,7 @@ from support.processes.processes import Process, python
 from support.processes.ranks import free_port, run_ranks
 
 
-def test_both_daemons_tell_their_status_and_end_on_sigterm(daemons: Daemons) -> None:
+def test_both_daemons_serve_their_status_and_end_on_sigterm(daemons: Daemons) -> None:
     for daemon in (daemons.coordinator, daemons.sidecar):
         answer = pannier("status", "--json", "--address", daemon.address).json()
         assert answer["saves"] == []
@@ -62,7 +62,7 @@ TWO_RANKS = """
 """
 
 
-def test_every_command_tells_of_a_real_save(daemons: Daemons, tmp_path: Path) -> None:
+def test_every_command_shows_a_real_save(daemons: Daemons, tmp_path: Path) -> None:
     checkpoint = str(tmp_path / "run" / "step-7")
     run_ranks(TWO_RANKS, 2, {**daemons.env(), "CHECKPOINT": checkpoint}, torchrun=False)
     for address in (daemons.sidecar_address, daemons.coordinator_address):

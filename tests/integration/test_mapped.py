@@ -130,7 +130,7 @@ def test_closing_waits_for_the_sidecar_and_not_for_storage(
         wait_until(lambda: mapped_files() == {})
 
 
-def test_the_status_tells_what_the_spool_takes(
+def test_the_status_shows_what_the_spool_takes(
     settings: Settings, daemons: Daemons, tmp_path: Path
 ) -> None:
     with Client(settings) as client:

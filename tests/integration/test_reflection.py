@@ -26,7 +26,7 @@ client.save(state, checkpoint_id=os.environ["CHECKPOINT"])
 
 
 def curl(address: str, method: str, **request: Any) -> list[dict[str, Any]]:
-    """Calls ``method`` knowing only what the server's reflection tells."""
+    """Calls ``method`` knowing only what the server's reflection returns."""
     command = [BUF, "curl", "--protocol", "grpc", "--http2-prior-knowledge", "--emit-defaults"]
     command += ["--unix-socket", address.removeprefix("unix://"), "--data", json.dumps(request)]
     command += [f"http://localhost/{method}"]

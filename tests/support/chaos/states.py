@@ -1,6 +1,6 @@
 """What a rank saves in the chaos test: a function of incarnation, number, world size and rank.
 
-So a reader can tell from a checkpoint alone whose save it is, and knows every bit of it.
+So a reader knows from a checkpoint alone whose save it is, and knows every bit of it.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""Links between processes on unix sockets that can be cut, and led to somebody else."""
+"""Links between processes on unix sockets that can be cut, and led to another address."""
 
 import socket
 import threading

@@ -1,7 +1,7 @@
 """Stand-ins for Slurm's commands: steps run on network namespaces, and end as Slurm ends them.
 
 ``srun`` runs a command on each host at once, with the host's name, /etc/hosts and directories of its
-own; whatever the command leaves behind is killed. ``scontrol show hostnames`` tells the names.
+own; whatever the command leaves behind is killed. ``scontrol show hostnames`` prints the names.
 """
 
 import argparse

@@ -43,7 +43,7 @@ def get(address: str, path: str, headers: Mapping[str, str] = {}, method: str = 
 
 
 class Scrape:
-    """What one scrape of ``host:port`` tells."""
+    """The result of one scrape of ``host:port``."""
 
     def __init__(self, address: str) -> None:
         answer = get(address, "/metrics")

@@ -1,4 +1,4 @@
-"""``pannier health`` and the listener that only tells health."""
+"""``pannier health`` and the listener that only serves health."""
 
 import asyncio
 import shutil

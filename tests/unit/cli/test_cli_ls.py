@@ -1,4 +1,4 @@
-"""``pannier ls`` tells from storage alone which checkpoints there are."""
+"""``pannier ls`` lists the checkpoints from storage alone."""
 
 from pathlib import Path
 

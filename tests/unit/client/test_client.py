@@ -576,7 +576,7 @@ def busy(sidecar: ScriptedSidecar) -> Iterator[Client]:
 
 
 @pytest.mark.usefixtures("two_ranks")
-def test_skip_gives_a_handle_that_says_so_and_tells_the_others(
+def test_skip_gives_a_handle_that_says_so_and_notifies_the_others(
     busy: Client, sidecar: ScriptedSidecar
 ) -> None:
     handle = busy.async_save(state(), checkpoint_id="/x/second", on_busy="skip")

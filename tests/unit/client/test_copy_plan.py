@@ -250,7 +250,7 @@ def test_what_is_staged_loads_as_what_torch_saves(state: dict[str, Any], seed: i
 
 
 def placed(kept: CachedPlan, staged: Staged) -> Staged:
-    """With the place of each item, which its own files tell."""
+    """With the place of each item, by its own files."""
     final = kept.final_plan(NUMBER)
     varying = {item.position: (item.file, item.offset, item.length) for item in staged.varying}
     place = final.placement

@@ -107,7 +107,7 @@ def test_slots_have_the_lengths_of_archives_and_objects_have_none() -> None:
     assert slots["e"][1] == 0
 
 
-def test_the_digest_tells_structure_and_options_but_not_values() -> None:
+def test_the_digest_covers_structure_and_options_but_not_values() -> None:
     digest = plan({"w": torch.zeros(3)}).digest
     assert plan({"w": torch.ones(3)}).digest == digest
     assert plan({"w": torch.ones(4)}).digest != digest

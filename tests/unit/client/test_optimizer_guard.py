@@ -167,7 +167,7 @@ def test_a_guard_that_is_removed_guards_no_more(loop: Loop) -> None:
     assert not any(map(guards._may_defer(), loop.state().values()))
 
 
-def test_a_guard_that_does_not_wait_only_tells_whose_they_are(loop: Loop) -> None:
+def test_a_guard_that_does_not_wait_only_names_the_owner(loop: Loop) -> None:
     guards = Guards()
     guards.add(loop.optimizer, wait=False)
     before = {key: value.clone() for key, value in loop.state().items()}

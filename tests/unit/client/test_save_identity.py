@@ -110,7 +110,7 @@ def _groups(rank: int) -> tuple[Any, ...]:
 
 
 def _seen(rank: int) -> Any:
-    """Only the first rank looks; and loads tell the others, too."""
+    """Only the first rank looks; and loads send it to the others, too."""
     found = []
     for number, read in enumerate((latest, load), start=1):
         root = Path(os.environ["TEST_STORE"] + f".{number}")
@@ -181,7 +181,7 @@ def test_ranks_with_different_jobs_are_named(tmp_path: Path) -> None:
 
 
 def test_ranks_of_one_host_have_its_usual_daemons(tmp_path: Path) -> None:
-    # No launcher said so: they tell each other.
+    # No launcher set it: they exchange it.
     usual = tmp_path / "store.d"
     assert run("one host", 3, tmp_path) == [(usual, False)] * 3
 

@@ -102,7 +102,7 @@ def carry(saving: SaveTask) -> list[str]:
     return ["arena"] * slots.idle
 
 
-def test_a_committed_save_tells_what_it_was(
+def test_a_committed_save_returns_its_description(
     session: SidecarClient, sidecar: ScriptedSidecar
 ) -> None:
     saving = begin(session)

@@ -100,7 +100,7 @@ def test_shards_objects_and_mappings(mappings: dict[str, tuple[str | int, ...]] 
     )
 
 
-def test_tensors_whose_place_the_receipt_tells() -> None:
+def test_tensors_whose_place_the_receipt_has() -> None:
     items = [tensor("a", 4), tensor("b", 2, 2), thing("c")]
     check([local_plan(items, slots=lambda item: item.index.fqn == "b")])
 

@@ -102,7 +102,7 @@ def test_connections_that_say_nothing_keep_others_out_only_up_to_a_number(addres
     pytest.fail("no client is answered any more")
 
 
-def test_it_ends_while_somebody_is_being_answered() -> None:
+def test_it_ends_while_a_client_is_being_answered() -> None:
     began, done = threading.Event(), threading.Event()
 
     def wait(request: Request) -> Response:

@@ -56,7 +56,7 @@ def test_draining_shows_in_health_and_status(served: Served, channel: grpc.Chann
     assert listed.daemon_state == "draining"
 
 
-def test_reflection_tells_every_service(channel: grpc.Channel) -> None:
+def test_reflection_lists_every_service(channel: grpc.Channel) -> None:
     database = ProtoReflectionDescriptorDatabase(channel)
     assert {"pannier.v1.Sidecar", "pannier.v1.Status", "grpc.health.v1.Health"} <= set(
         database.get_services()

@@ -100,7 +100,7 @@ def test_descriptors_are_passed_to_who_shows_the_jobs_token(two: NodeHost) -> No
         os.close(fd)
 
 
-def test_a_stranger_gets_no_descriptor_by_a_loans_token(two: NodeHost) -> None:
+def test_another_job_gets_no_descriptor_by_a_leases_token(two: NodeHost) -> None:
     a = two.trainer("a")
     with TokenLeaseHolder(a, two.socket("a")) as own:
         lease = own.reserve(MIB)
@@ -197,7 +197,7 @@ def test_room_that_one_job_does_not_use_is_the_others(host: NodeHost) -> None:
             host.node.tick()
             assert a.events.get(timeout=TIMEOUT_S).HasField("room")
             own.release(leased)
-        # What a has given back is kept for it, until somebody needs the room.
+        # What a has given back is kept for it, until another job needs the room.
         assert inodes(host.spool / "a")
         (got,) = others.lease(8 * MIB - STAMP_BYTES)
         assert os.pread(got.fd, got.capacity, 0) == bytes(got.capacity)
@@ -313,7 +313,7 @@ def test_a_job_that_cannot_be_served_harms_no_other(
 ) -> None:
     two.files.write("bad", "{")
     two.job("nowhere", coordinator="unix:///" + "x" * 120)
-    # Somebody put something else where the job's directory should be.
+    # Something else lies where the job's directory should be.
     (Path(two.socket("c").removeprefix("unix://")).parent).write_text("")
     two.job("c")
     two.node.tick()

@@ -99,7 +99,7 @@ def ingested(
 def test_a_file_that_is_staged_into_during_its_upload_is_never_durable(host: Host) -> None:
     gate = threading.Event()
     with ingested(host, gate) as (context, leased):
-        # The content is the same, so that no checksum tells.
+        # The content is the same, so that no checksum differs.
         write_new_stamp(leased)
         gate.set()
         assert_failed(host, context, "staged another save into the spool file")

@@ -852,7 +852,7 @@ def test_the_welcome_says_who_is_there(host: Host) -> None:
     assert (welcome.embedded, welcome.draining) == (True, False)
 
 
-def test_status_tells_how_far_a_rank_is(host: Host) -> None:
+def test_status_shows_how_far_a_rank_is(host: Host) -> None:
     host.start()
     trainer = host.trainer()
     context = trainer.context(host.id())

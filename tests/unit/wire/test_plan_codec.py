@@ -178,7 +178,7 @@ def test_paths_of_other_parts_are_refused(path: Any) -> None:
         plan_codec.encode_mappings({"a.b": path})
 
 
-def test_digest_tells_plans_apart() -> None:
+def test_digest_differs_between_plans() -> None:
     one = plan_pb2.LocalPlan(items=plan_codec.encode_items([item()]))
     two = plan_pb2.LocalPlan(items=plan_codec.encode_items([item(fqn="other")]))
     again = plan_pb2.LocalPlan.FromString(one.SerializeToString())
