@@ -11,6 +11,7 @@ import pytest
 
 from support.processes import fork_server, processes
 from support.processes.daemons import Daemons, memory_directory, short_directory
+from support.processes.stretch import BOUND_S
 from support.storage.gcs_server import GcsServer
 
 # The environment's settings don't reach the tests, but for what stretches their deadlines and the
@@ -70,7 +71,7 @@ def leaves_nothing_behind() -> Iterator[None]:
     known = {*_left_processes(), *(each.pid for each in psutil.Process().children(recursive=True))}
     files = _left_files()
     yield
-    deadline = time.monotonic() + 3
+    deadline = time.monotonic() + BOUND_S
     while True:
         left = [p for pid, p in _left_processes().items() if pid not in known]
         if not left or time.monotonic() > deadline:

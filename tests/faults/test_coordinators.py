@@ -18,7 +18,7 @@ from support.actors.scripted_sidecar import wait_until
 from support.network.relay import Relay
 from support.processes.cli import pannier
 from support.processes.daemons import Daemon, Daemons, await_serving
-from support.processes.stretch import stretched
+from support.processes.stretch import BOUND_S, stretched
 from support.processes.watching import ABORTED, COMMITTED, all_in, await_save
 from support.storage.bucket import (
     check_whole,
@@ -67,11 +67,11 @@ def test_a_save_is_committed_though_one_coordinator_after_the_other_is_killed(
     with party(daemons) as ranks, ThreadPoolExecutor(1) as threads:
         agreed = threads.submit(ranks.agree, target, 1)
         for number, point in enumerate(LIVES, 1):
-            assert coordinator.process.wait(20) == -signal.SIGKILL, point
+            assert coordinator.process.wait(BOUND_S) == -signal.SIGKILL, point
             live(LIVES[number] if number < len(LIVES) else "")
             if number == 1:
                 # The ranks that got no answer get one, by the plan that stands.
-                ranks.ingest(target, 1, agreed.result(20))
+                ranks.ingest(target, 1, agreed.result(BOUND_S))
         assert await_save(coordinator.address, target, lambda s: s.state == COMMITTED)
     check_whole(server, target)
 
@@ -122,7 +122,7 @@ def test_recover_ends_what_daemons_that_are_gone_for_good_have_left(
         ranks.ingest(half, 1, {0: ranks.agree(half, 1)[0]})
         wait_until(lambda: any("/receipts/0" in name for name in listed(server, "gone/step-1")))
         ranks.save(whole, 2)
-        assert daemons.coordinator.process.wait(20) == -signal.SIGKILL
+        assert daemons.coordinator.process.wait(BOUND_S) == -signal.SIGKILL
         for sidecar in daemons.sidecars:
             sidecar.kill()
     result = pannier("recover", "gs://bucket/gone", "--json", env=server.env)
@@ -238,7 +238,7 @@ def test_a_coordinator_that_was_stopped_while_it_planned_follows_the_one_that_pl
         agreed = threads.submit(ranks.agree, target, 1)
         await_stopped(old)
         split.lead_to(split.new)
-        plans = agreed.result(20)
+        plans = agreed.result(BOUND_S)
         old.resume()
         await_save(old.address, target, lambda s: s.state == save_pb2.SAVE_STATE_STAGING)
         # Long enough for the old one to miss those that don't call it any more.

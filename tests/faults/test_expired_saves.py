@@ -15,7 +15,7 @@ from pannier.wire.errors import UnavailableError
 from support.actors.lease_holder import mapped_files
 from support.actors.mapped_clients import check, saving, state
 from support.processes.daemons import Daemons
-from support.processes.stretch import stretched
+from support.processes.stretch import BOUND_S, stretched
 from support.processes.watching import ABORTED, COMMITTED, await_save
 
 IN_TIME_S = 3.0
@@ -86,11 +86,11 @@ def test_a_late_hand_over_does_not_commit_what_the_next_save_has_staged(
         assert mapped_files(daemons.spool / "0")
         late.checkpoint_id = targets[2]
         expired = client.async_save(state(2), checkpoint_id=targets[2], timeout=IN_TIME_S)
-        assert late.made.wait(stretched(20))
+        assert late.made.wait(BOUND_S)
         # Else it would abort the save in time.
         daemons.coordinator.kill()
         with pytest.raises(InDoubtError, match="may still be committed"):
-            expired.result(stretched(30))
+            expired.result(BOUND_S)
         late.give_up.set()
         daemons.coordinator.start()
         following = client.async_save(state(3), checkpoint_id=targets[3])
@@ -99,7 +99,7 @@ def test_a_late_hand_over_does_not_commit_what_the_next_save_has_staged(
             late.arrive()
         except PannierError as error:
             refused = str(error)
-        following.result(stretched(60))
+        following.result(BOUND_S)
         if not refused:
             ended = await_save(
                 daemons.coordinator_address, targets[2], lambda s: s.state in (ABORTED, COMMITTED)

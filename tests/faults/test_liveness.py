@@ -14,6 +14,7 @@ from support.actors.scripted_sidecar import wait_until
 from support.processes.daemons import Daemons
 from support.processes.ranks import start_ranks
 from support.processes.steering import TRAINER, order, outcome
+from support.processes.stretch import BOUND_S
 from support.processes.watching import all_in, await_save
 from support.storage.gcs_server import GcsServer
 
@@ -98,5 +99,5 @@ def test_a_stopped_daemon_is_named_and_the_save_goes_on_when_it_does(
         wait_until(lambda: "node-0 is attached but unresponsive" in daemons.coordinator.log())
         daemons.sidecar.resume()
         server.clear()
-        handle.result(30)
+        handle.result(BOUND_S)
         wait_until(lambda: "responds again" in caplog.text)

@@ -15,7 +15,7 @@ from pannier.v1 import save_pb2
 from support.actors.hand import Party
 from support.actors.scripted_sidecar import wait_until
 from support.processes.daemons import Daemon, Daemons, await_serving
-from support.processes.stretch import stretched
+from support.processes.stretch import BOUND_S, stretched
 from support.processes.watching import ABORTED, COMMITTED, all_in, await_save
 from support.storage.bucket import check_whole, decisions_alone, hold_up, listed
 from support.storage.gcs_server import GcsServer
@@ -86,7 +86,7 @@ def test_a_host_that_had_uploaded_everything_and_died_for_good_does_not_block_th
     with hosts.party(incarnation="uploaded") as ranks:
         agreed = ranks.agree(target, 1)
         ranks.hands[1].ingest(ranks.hands[1].context(target), agreed[1])
-        hosts.sidecars[1].process.wait(20)
+        hosts.sidecars[1].process.wait(BOUND_S)
         hosts.await_receipt("uploaded/step-1", 1)
         ranks.hands[1].die()
         ranks.hands[0].ingest(ranks.hands[0].context(target), agreed[0])

@@ -14,7 +14,7 @@ from support.actors.lease_holder import mapped_files
 from support.actors.mapped_clients import MIB, check, saving, state
 from support.actors.scripted_sidecar import wait_until
 from support.processes.daemons import Daemons
-from support.processes.stretch import stretched
+from support.processes.stretch import BOUND_S
 from support.processes.watching import all_in, await_save
 from support.storage.bucket import hold_up
 from support.storage.gcs_server import GcsServer
@@ -83,11 +83,11 @@ def test_what_a_trainer_changes_after_the_hand_over_fails_its_own_save_alone(
                 os.truncate(path, mmap.PAGESIZE)
         storage.clear()
         with pytest.raises(SaveAbortedError) as caught:
-            second.result(stretched(40))
+            second.result(BOUND_S)
         said = str(caught.value)
         assert "rank 0 " in said
         assert ("crc32c" in said.lower()) if how == "written" else ("ends at byte 4096" in said)
-        first.result(stretched(40))
+        first.result(BOUND_S)
         check(f"gs://bucket/{place}-{how}/first", 1)
         check(f"{root}/0", 0)
         if how == "cut":

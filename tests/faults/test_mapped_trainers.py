@@ -18,7 +18,7 @@ from support.actors.mapped_clients import MIB, await_reuse, check, saving, state
 from support.actors.scripted_sidecar import wait_until
 from support.processes.daemons import Daemons
 from support.processes.ranks import start_ranks
-from support.processes.stretch import stretched
+from support.processes.stretch import BOUND_S
 from support.processes.watching import ABORTED, all_in, await_save
 from support.states.dcp_readers import plain_load
 from support.storage.bucket import hold_up
@@ -70,7 +70,7 @@ def test_a_trainer_killed_after_staging_is_named_and_its_files_are_not_leased_wh
             fds.append(file)
         before = [file.read() for file in fds]
         go.touch()
-        assert ranks.processes[0].wait(20) == -signal.SIGKILL
+        assert ranks.processes[0].wait(BOUND_S) == -signal.SIGKILL
         ended = await_save(daemons.coordinator_address, target, lambda s: s.state == ABORTED)
         (failure,) = ended.failures
         assert failure.rank == 0
@@ -179,10 +179,10 @@ def test_a_trainer_that_stops_while_it_stages_and_wakes_up_late_writes_into_nobo
                 await_save(daemons.sidecar_address, f"{root}/13", INGESTED)
                 storage.clear()
                 for handle in handles:
-                    handle.result(stretched(30))
+                    handle.result(BOUND_S)
             go.touch()
             ranks.wait_for("save 3 committed")
-            ranks.wait(30).check()
+            ranks.wait(BOUND_S).check()
     for step in (11, 12, 13):
         check(f"{root}/{step}", step, 12)
     loaded = {name: torch.zeros(1 << 20) for name in "abc"}
@@ -229,7 +229,7 @@ def test_children_of_a_dead_trainer_hold_none_of_its_files(
         files = set(spool_files(daemons.spool / "0"))
         assert files
         ranks.processes[0].signal(signal.SIGKILL)
-        ranks.processes[0].wait(20)
+        ranks.processes[0].wait(BOUND_S)
         await_reuse(daemons, files, 8 * MIB)
         assert [child.status() for child in children] == [psutil.STATUS_STOPPED] * 2
 
@@ -252,7 +252,7 @@ def test_what_is_staged_when_the_sidecar_dies_is_streamed_to_the_next(
         with monkeypatch.context() as patch:
             patch.setattr(TensorCopies, "run", run)
             handle = client.async_save(state(2), checkpoint_id=target)
-        handle.result(stretched(40))
+        handle.result(BOUND_S)
         said = handle.status().transport
         assert said.startswith("streamed: it was mapped, but ")
         assert "is no spool file that the rank has leased" in said
@@ -262,7 +262,7 @@ def test_what_is_staged_when_the_sidecar_dies_is_streamed_to_the_next(
         for step in (3, 4):
             target = str(tmp_path / str(step))
             handle = client.async_save(state(step), checkpoint_id=target)
-            handle.result(stretched(40))
+            handle.result(BOUND_S)
             assert handle.status().transport == transport(daemons, target) == "mapped"
             check(target, step)
 
@@ -287,10 +287,10 @@ def test_a_sidecar_that_dies_while_it_takes_the_files_over_goes_on_with_them(
             daemons.sidecar.start()
             target = str(tmp_path / str(step))
             handle = client.async_save(state(step), checkpoint_id=target)
-            assert daemons.sidecar.process.wait(30) == -signal.SIGKILL, point
+            assert daemons.sidecar.process.wait(BOUND_S) == -signal.SIGKILL, point
             daemons.sidecar.environment[VARIABLE] = ""
             daemons.sidecar.start()
-            handle.result(stretched(40))
+            handle.result(BOUND_S)
             check(target, step)
     assert daemons.sidecar.stop() == 0
     assert not list((daemons.spool / "0").iterdir())
@@ -315,7 +315,7 @@ def test_idle_files_are_given_back_when_others_need_the_room(tmp_path: Path) -> 
                     client.async_save(state(turn), checkpoint_id=target) for target in targets
                 ]
                 for handle, target in zip(handles, targets, strict=True):
-                    handle.result(stretched(40))
+                    handle.result(BOUND_S)
                     check(target, turn)
                     said.append(handle.status().transport)
                     assert transport(daemons, target) == said[-1]

@@ -19,6 +19,7 @@ from support.chaos.links import Links
 from support.network.netns import HERE, Network, network_or_skip
 from support.processes.daemons import Daemons
 from support.processes.ranks import free_port
+from support.processes.stretch import BOUND_S
 from support.processes.watching import all_in, await_save
 from support.storage.gcs_server import GcsServer
 
@@ -107,14 +108,14 @@ def test_a_cut_from_the_coordinator_ends_only_saves_whose_deadline_passes_meanwh
             client.async_save(other, checkpoint_id="gs://bucket/cut/step-4", timeout=2)
         assert time.monotonic() - began < 9
         with pytest.raises(PannierError, match=r"coordinator at .*:7777"):
-            third.result(30)
+            third.result(BOUND_S)
         with pytest.raises(InDoubtError, match=r"waiting for the coordinator at .*last seen"):
-            hasty.result(30)
+            hasty.result(BOUND_S)
         assert not patient.done()
         assert "coordinator at" in patient.status().waiting_on
         network.mend("coordinator")
         server.clear()
-        patient.result(20)
+        patient.result(BOUND_S)
         check(client, STATE, "gs://bucket/cut/step-1")
         client.save(STATE, checkpoint_id="gs://bucket/cut/step-5", timeout=30)
 
@@ -136,7 +137,7 @@ def test_a_cut_from_storage_for_seconds_holds_an_upload_up(
         time.sleep(3)
         assert not handle.done()
         network.mend(HERE)
-        handle.result(40)
+        handle.result(BOUND_S)
         check(client, LARGE, target)
 
 
@@ -156,7 +157,7 @@ def test_a_trainer_cut_from_its_sidecar_goes_on_where_it_was(
         wait_until(lambda: address in handle.status().waiting_on)
         assert not handle.done()
         network.mend(HERE)
-        handle.result(30)
+        handle.result(BOUND_S)
         check(client, LARGE, target)
 
 
@@ -191,5 +192,5 @@ def test_a_far_and_lossy_link_slows_saves_down_and_ends_none(
             for link in addresses.values():
                 link.mend()
                 link.slow(0.1)
-            second.result(40)
+            second.result(BOUND_S)
             check(client, SMALL, first)

@@ -13,6 +13,7 @@ from pannier.client import Client, SaveAbortedError
 from pannier.v1 import save_pb2
 from support.actors.scripted_sidecar import wait_until
 from support.processes.daemons import Daemons
+from support.processes.stretch import BOUND_S
 from support.processes.watching import all_in, await_save
 from support.storage.gcs_server import GcsServer
 
@@ -63,7 +64,7 @@ def test_a_sidecar_that_lost_its_spool_fails_what_it_held_soon_and_by_name(
     began = time.monotonic()
     daemons.sidecar.start()
     with pytest.raises(SaveAbortedError, match=r"rank 0 .*no longer holds") as caught:
-        handle.result(30)
+        handle.result(BOUND_S)
     assert time.monotonic() - began < 10
     assert {r: f.kind for r, f in caught.value.failures.items()} == {0: save_pb2.FAILURE_KIND_LOST}
     wait_until(lambda: decisions_alone(server, f"{name}/step-1"))
@@ -86,7 +87,7 @@ def test_a_receipt_in_the_bucket_counts_though_its_sidecar_was_killed(
     daemons.sidecar.kill()
     daemons.coordinator.start()
     daemons.sidecar.start()
-    assert handle.result(30).checkpoint_id == target
+    assert handle.result(BOUND_S).checkpoint_id == target
     assert "durable/step-1/.metadata" in listed(server, "durable")
 
 
@@ -102,7 +103,7 @@ def test_a_killed_coordinator_commits_what_was_ingested(
     await_save(daemons.coordinator_address, target, INGESTED)
     assert not handle.done()
     server.clear()
-    assert handle.result(30).checkpoint_id == target
+    assert handle.result(BOUND_S).checkpoint_id == target
     loaded = {"w": torch.zeros(5 * 2**20), "step": 0}
     client.load(loaded, checkpoint_id=target)
     assert torch.equal(loaded["w"], STATE["w"])

@@ -24,6 +24,7 @@ from support.processes.daemons import (
     short_directory,
 )
 from support.processes.ranks import start_ranks
+from support.processes.stretch import BOUND_S
 from support.processes.watching import all_in, await_save
 from support.states.dcp_readers import plain_load
 from support.storage.gcs_server import GcsServer
@@ -220,7 +221,7 @@ def test_the_client_goes_on_by_itself_when_both_daemons_are_killed(
         daemons.sidecar.start()
         daemons.coordinator.start()
         ranks.wait_for("result", timeout=30)
-        ranks.wait(20).check()
+        ranks.wait(BOUND_S).check()
     check(target, server, monkeypatch)
 
 

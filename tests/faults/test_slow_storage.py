@@ -16,7 +16,7 @@ from pannier.client.config import load_settings
 from pannier.v1 import save_pb2
 from support.processes.daemons import Daemons, await_serving
 from support.processes.processes import Process, python
-from support.processes.stretch import stretched
+from support.processes.stretch import BOUND_S, stretched
 from support.processes.watching import ABORTED, all_in, await_save, listed
 from support.storage.bucket import check_whole, decisions_alone, generations
 from support.storage.gcs_server import GcsServer
@@ -135,7 +135,7 @@ def test_a_refusal_in_the_middle_reaches_the_handle_with_rank_host_object_and_ca
     )
     handle = client.async_save(state(), checkpoint_id=target)
     with pytest.raises(SaveAbortedError) as caught:
-        handle.result(stretched(20))
+        handle.result(BOUND_S)
     for word in ("rank 0", "node-0", ".distcp", "401", says, "check which credentials"):
         assert word in str(caught.value), word
     assert caught.value.failures[0].kind == save_pb2.FAILURE_KIND_STORAGE
@@ -182,7 +182,7 @@ def test_a_commit_whose_answer_is_lost_and_can_not_be_read_is_in_doubt_and_then_
     assert "doubt/step-1/.metadata" not in names
     assert not handle.done()
     server.clear()
-    handle.result(stretched(30))
+    handle.result(BOUND_S)
     assert generations(server, "doubt/step-1").keys() >= names.keys()
     check_whole(server, target)
 
@@ -218,7 +218,7 @@ def test_saves_that_pile_up_take_no_more_than_the_spool_and_are_seen(
         queued.append(listed(daemons.sidecar_address).bytes_queued)
     assert max(queued) <= BUDGET
     for handle in handles:
-        handle.result(stretched(30))
+        handle.result(BOUND_S)
     assert peak(daemons.sidecar.pid) - memory < 3 * 3 * 8 * MIB, "buffers of the uploads"
     done = listed(daemons.sidecar_address)
     assert (done.bytes_queued, done.oldest_upload_s) == (0, 0)

@@ -16,6 +16,7 @@ from pannier.v1 import save_pb2
 from support.network.other_user import OTHER_UID, needs_root
 from support.processes.cli import pannier
 from support.processes.daemons import Daemons
+from support.processes.stretch import BOUND_S
 from support.processes.watching import all_in, await_save
 from support.states.dcp_readers import plain_load
 from support.storage.gcs_server import GcsServer
@@ -64,14 +65,14 @@ def test_a_disk_that_others_have_filled(tmp_path: Path) -> None:
         root = f"{tmp_path}/run"
         raising = client.async_save(state(20), checkpoint_id=f"{root}/1", on_busy="raise")
         with pytest.raises((BusyError, SaveAbortedError)) as caught:
-            raising.result(30)
+            raising.result(BOUND_S)
         said = str(caught.value)
         assert f"the spool {small}/0 is " in said
         assert "bytes needed" in said
         assert "on its file system" in said
         skipping = client.async_save(state(20), checkpoint_id=f"{root}/2", on_busy="skip")
         with pytest.raises((SaveSkippedError, SaveAbortedError), match="bytes needed"):
-            skipping.result(30)
+            skipping.result(BOUND_S)
         # What fits isn't kept out, and goes on being whole.
         client.save(state(4), checkpoint_id=f"{root}/3")
         filler.unlink()
@@ -93,11 +94,11 @@ def test_a_spool_that_is_removed_under_a_running_sidecar(tmp_path: Path) -> None
         handle = client.async_save(state(4, 2), checkpoint_id="gs://bucket/run/1")
         await_save(daemons.coordinator_address, "gs://bucket/run/1", INGESTED)
         shutil.rmtree(daemons.spool / "0")
-        assert daemons.sidecar.process.wait(20) == 1
+        assert daemons.sidecar.process.wait(BOUND_S) == 1
         assert "was removed" in daemons.sidecar.log()
         daemons.sidecar.start()
         # The client learns it from the next one.
-        assert handle.result(30).checkpoint_id == "gs://bucket/run/1"
+        assert handle.result(BOUND_S).checkpoint_id == "gs://bucket/run/1"
         client.save(state(1, 3), checkpoint_id="gs://bucket/run/2")
         assert (daemons.spool / "0").stat().st_mode & 0o777 == 0o700
 

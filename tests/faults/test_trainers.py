@@ -24,6 +24,7 @@ from support.actors.scripted_sidecar import wait_until
 from support.processes.daemons import Daemons
 from support.processes.ranks import start_ranks
 from support.processes.steering import TRAINER, order, outcome
+from support.processes.stretch import BOUND_S
 from support.processes.watching import ABORTED, COMMITTED, await_save
 
 MIB = 256
@@ -57,7 +58,7 @@ def test_a_trainer_that_gets_sigterm_goes_when_its_save_is_ingested(
         time.sleep(1)
         assert trainer.returncode is None
         sidecar.resume()
-        assert trainer.wait(20) == 143
+        assert trainer.wait(BOUND_S) == 143
         await_save(daemons.coordinator_address, target, lambda s: s.state == COMMITTED)
     with Client(load_settings()) as client:
         check(client, target, "w0", 1.0)
@@ -109,7 +110,7 @@ def test_a_sidecar_that_is_gone_for_good_is_named_at_the_deadline(
     # In doubt, when it was killed while it was asked to ingest the rank.
     ended = (SaveAbortedError, InDoubtError)
     with pytest.raises(ended, match=r"sidecar at unix:.*can't be reached"):
-        handle.result(30)
+        handle.result(BOUND_S)
     assert 8 < time.monotonic() - began < 20
     client.close()
 
@@ -134,7 +135,7 @@ def test_a_sidecar_that_is_killed_and_loses_its_spool_gets_everything_again(
         shutil.rmtree(daemons.spool / "0")
         time.sleep(1)
         daemons.sidecar.start()
-        handle.result(40)
+        handle.result(BOUND_S)
         check(client, target, "w0", 3.0)
         lost = [each for each in caplog.records if "lost the sidecar" in each.message]
         assert len(lost) == 1

@@ -24,6 +24,7 @@ from pannier.v1 import save_pb2
 from support.processes.daemons import Daemons, await_serving, clean_environment
 from support.processes.processes import Process, python
 from support.processes.ranks import run_ranks
+from support.processes.stretch import BOUND_S
 from support.storage.gcs_server import GcsServer
 
 SCRIPT = Path(__file__).parent / "ranks" / "bad_input.py"
@@ -228,17 +229,17 @@ def test_a_full_spool_is_waited_for_skipped_or_raised(
         assert not first.wait(0.01)
     raising = client.async_save(state, checkpoint_id="gs://bucket/run/step-2", on_busy="raise")
     with pytest.raises((BusyError, SaveAbortedError), match="spool") as caught:
-        raising.result(30)
+        raising.result(BOUND_S)
     assert "free" in str(caught.value)
     skipped = client.async_save(state, checkpoint_id="gs://bucket/run/step-3", on_busy="skip")
     with pytest.raises(SaveSkippedError, match="spool"):
-        skipped.result(30)
+        skipped.result(BOUND_S)
     assert not first.done()
     waiting = client.async_save(state, checkpoint_id="gs://bucket/run/step-4")
     server.clear()
-    assert first.result(30).attempt.endswith("-s2")
-    assert waiting.result(30).attempt.endswith("-s5")
-    client.wait_all(10)
+    assert first.result(BOUND_S).attempt.endswith("-s2")
+    assert waiting.result(BOUND_S).attempt.endswith("-s5")
+    client.wait_all(BOUND_S)
 
 
 def test_what_never_fits_into_the_spool_is_refused_with_both_sizes(

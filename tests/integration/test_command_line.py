@@ -21,6 +21,7 @@ from support.processes.cli import pannier
 from support.processes.daemons import Daemons, await_serving, clean_environment
 from support.processes.processes import Process, python
 from support.processes.ranks import free_port, run_ranks
+from support.processes.stretch import BOUND_S
 
 
 def test_both_daemons_serve_their_status_and_end_on_sigterm(daemons: Daemons) -> None:
@@ -124,7 +125,7 @@ def test_up_runs_both_daemons_for_this_user_alone(embedded: Path, tmp_path: Path
             assert not listening, "an embedded daemon listens on TCP"
         sidecar = _child(process.pid, "sidecar")
         sidecar.kill()
-        sidecar.wait(5)
+        sidecar.wait(BOUND_S)
         await_serving(address, process=process)
         assert _child(process.pid, "sidecar").pid != sidecar.pid
         assert process.stop(30) == 0
@@ -155,7 +156,7 @@ def free_pair() -> int:
 
 def test_up_leaves_when_the_sidecar_is_idle(embedded: Path, tmp_path: Path) -> None:
     with up(embedded, tmp_path, "--idle-exit", "0.5") as process:
-        assert process.wait(60) == 0
+        assert process.wait(BOUND_S) == 0
         assert not (embedded / "up.pid").exists()
 
 
@@ -192,12 +193,12 @@ def test_up_for_several_hosts_leaves_when_all_are_idle_and_takes_its_keys_along(
             status = pannier("status")
             assert status.code == 0
             assert "hint: this user has another sidecar" in status.err
-        assert first.wait(60) == 0
-        assert second.wait(60) == 0
+        assert first.wait(BOUND_S) == 0
+        assert second.wait(BOUND_S) == 0
     assert [list(command[0].iterdir()) for command in commands] == [[], []]
     assert list(spool.iterdir()) == []
     with up(embedded, tmp_path, "--listen", address, "--coordinator", address) as both:
-        assert both.wait(30) == 2
+        assert both.wait(BOUND_S) == 2
         assert "give only one of them" in both.log()
 
 

@@ -20,6 +20,7 @@ from pannier.client.config import load_settings
 from pannier.v1 import save_pb2
 from support.processes.daemons import Daemons
 from support.processes.ranks import run_ranks, start_ranks
+from support.processes.stretch import BOUND_S
 from support.processes.watching import COMMITTED, all_in, await_save
 from support.storage.gcs_server import GcsServer
 
@@ -146,7 +147,7 @@ def test_a_reader_sees_one_whole_checkpoint_or_the_other(
         ) as watching_ranks:
             saving.wait(90).check()
             stop.touch()
-            watching_ranks.wait(60).check()
+            watching_ranks.wait(BOUND_S).check()
     for reader, seen in json.loads(report.read_text()).items():
         if reader.startswith("dcp gs://"):
             # gcsfs asks for the size first, then for the content, of whichever generation.
@@ -177,7 +178,7 @@ def test_a_rank_that_dies_before_it_is_ingested_fails_the_others_by_name(
         for rank in (0, 2):
             ranks.wait_for("ended lost", rank=rank, timeout=15)
         assert time.monotonic() - began < 10
-        finished = ranks.wait(40)
+        finished = ranks.wait(BOUND_S)
     assert finished.returncodes == [0, -signal.SIGKILL, 0], finished
     for rank in (0, 2):
         report = json.loads((tmp_path / f"{rank}.json").read_text())
@@ -209,7 +210,7 @@ def test_a_single_process_needs_no_torch_distributed(client: Client, tmp_path: P
     handle = client.async_save({"w": weights, "opt": values}, checkpoint_id=tmp_path / "step-1")
     weights.zero_()
     values["history"].append(3)  # type: ignore[attr-defined]
-    handle.result(30)
+    handle.result(BOUND_S)
     for load in (dcp.load, client.load):
         found = {"w": torch.zeros(64, 3), "opt": {"lr": 0.0, "history": [0, 0]}}
         load(found, checkpoint_id=str(tmp_path / "step-1"))

@@ -16,6 +16,7 @@ from pannier.wire.errors import ConfigurationError
 from support.network.several_hosts import listeners
 from support.processes.daemons import Daemons
 from support.processes.ranks import start_ranks
+from support.processes.stretch import BOUND_S
 
 
 def load(path: Path, **like: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -38,7 +39,7 @@ def test_a_first_save_needs_nothing_but_the_call(tmp_path: Path) -> None:
         handle = client.async_save({"w": weights}, checkpoint_id=tmp_path / "step-1")
         expected = weights.clone()
         weights.zero_()
-        result = handle.result(60)
+        result = handle.result(BOUND_S)
         assert client.latest(tmp_path) == str(tmp_path / "step-1")
     assert torch.equal(load(tmp_path / "step-1", w=expected)["w"], expected)
     assert result.metadata().state_dict_metadata["w"].size == expected.shape
@@ -134,7 +135,7 @@ def test_the_daemons_outlive_ctrl_c_and_a_launcher_that_ends_its_workers(
         assert not {os.getsid(p.pid) for p in before} & {os.getsid(trainer.pid)}
         os.killpg(os.getpgid(trainer.pid), signal.SIGINT)
         os.killpg(os.getpgid(trainer.pid), signal.SIGKILL)
-        ranks.wait(10)
+        ranks.wait(BOUND_S)
     deadline = time.monotonic() + 30
     while not (tmp_path / "step-1" / ".metadata").exists():
         assert time.monotonic() < deadline, "the save was not committed"

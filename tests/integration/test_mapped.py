@@ -16,6 +16,7 @@ from pannier.client.config import Settings, load_settings
 from support.actors.scripted_sidecar import wait_until
 from support.processes.daemons import Daemons
 from support.processes.ranks import free_port
+from support.processes.stretch import BOUND_S
 from support.processes.watching import listed
 from support.storage.gcs_server import GcsServer
 
@@ -77,7 +78,7 @@ def test_the_same_files_are_mapped_save_after_save(settings: Settings, tmp_path:
                 for part in (0, 1)
             ]
             for handle in handles:
-                handle.result(30)
+                handle.result(BOUND_S)
                 assert handle.status().transport == "mapped"
                 assert handle.status().bytes_ingested == handle.status().bytes
             seen |= mapped_files().keys()
@@ -112,7 +113,7 @@ def test_what_is_handed_over_is_read_only_until_it_is_committed(
         wait_until(lambda: handle.status().bytes_ingested == handle.status().bytes)
         assert set(mapped_files().values()) == {"r--s"}
         server.clear()
-        handle.result(60)
+        handle.result(BOUND_S)
         assert set(mapped_files().values()) == {"rw-s"}
 
 
@@ -126,7 +127,7 @@ def test_closing_waits_for_the_sidecar_and_not_for_storage(
         assert handle.status().transport == "mapped"
         assert not handle.done()
         server.clear()
-        handle.result(60)
+        handle.result(BOUND_S)
         wait_until(lambda: mapped_files() == {})
 
 
@@ -167,7 +168,7 @@ def test_what_cant_be_mapped_is_streamed_and_says_why(
         monkeypatch.setenv(name, tcp if value == "tcp" else value)
     with Client(load_settings()) as client:
         handle = client.async_save(state(3.0), checkpoint_id=tmp_path / "root" / "1")
-        handle.result(30)
+        handle.result(BOUND_S)
         assert handle.status().transport.startswith("streamed: ")
         assert reason in handle.status().transport
     check(str(tmp_path / "root" / "1"), 3.0)

@@ -11,6 +11,7 @@ from support.actors.hand import Party
 from support.network.status_pages import Scrape, until
 from support.processes.daemons import Daemons
 from support.processes.ranks import free_port, start_ranks
+from support.processes.stretch import BOUND_S
 
 TRAINER = """
 import os
@@ -53,7 +54,7 @@ def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scraped]:
 def test_a_save_of_a_trainer_is_counted_by_both(scraped: Scraped, tmp_path: Path) -> None:
     environment = scraped.daemons.env(ROOT=str(tmp_path), PANNIER_JOB="llama")
     with start_ranks(TRAINER, 1, environment, torchrun=False) as ranks:
-        ranks.wait(60).check()
+        ranks.wait(BOUND_S).check()
     coordinator = scraped.coordinator
     assert coordinator.value("pannier_saves_ended_total", outcome="committed") == 2
     assert coordinator.value("pannier_last_committed_step", training_job="llama") == 8

@@ -16,6 +16,7 @@ from pannier.client import Client
 from pannier.client.config import load_settings
 from pannier.wire.errors import InvalidRequestError, SaveAbortedError
 from support.processes.daemons import Daemons
+from support.processes.stretch import BOUND_S
 from support.states.host_streams import FakeStream, fake_backend, host_as_device
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
@@ -133,7 +134,7 @@ def test_training_goes_on_while_the_device_copies(
             threading.Timer(0.1, stream.runs.set).start()
             training.optimizer.step()
             training.optimizer.zero_grad()
-            assert handle.staging_completion.result(30) is None
+            assert handle.staging_completion.result(BOUND_S) is None
             assert handle.result().seconds["copy"] > 0
     for number, state in enumerate(expected):
         assert_saved(tmp_path / str(number), state)
@@ -158,7 +159,7 @@ def test_a_device_that_fails_fails_that_save_alone(
         with pytest.raises(
             RuntimeError, match=r"illegal memory.*\ncopying from cpu(.|\n)*raised in save .*broken"
         ):
-            handle.result(60)
+            handle.result(BOUND_S)
         with pytest.raises(RuntimeError, match="illegal memory"):
             handle.staging_completion.result(0)
         training.step()
@@ -181,7 +182,7 @@ def test_a_step_that_waits_for_nothing_fails_the_save_by_name(
         training.step()
         stream.runs.set()
         with pytest.raises(SaveAbortedError, match=r"'model\.0\.weight' was changed before"):
-            handle.result(60)
+            handle.result(BOUND_S)
     assert not (tmp_path / "torn" / ".metadata").exists()
 
 

@@ -21,6 +21,7 @@ from pannier.common.fault_points import VARIABLE
 from support.processes.cli import pannier_here as pannier
 from support.processes.daemons import Daemons
 from support.processes.ranks import run_ranks
+from support.processes.stretch import BOUND_S
 from support.storage.gcs_server import GcsServer
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -111,7 +112,7 @@ class Halting(DefaultLoadPlanner):
 
     def resolve_tensor(self, read_item: Any) -> torch.Tensor:
         self.reading.set()
-        assert self.go_on.wait(30)
+        assert self.go_on.wait(BOUND_S)
         return super().resolve_tensor(read_item)
 
 
@@ -182,7 +183,7 @@ def test_an_overwritten_checkpoint_stays_under_its_reader_and_goes_afterwards(
     loading = threading.Thread(target=load)
     loading.start()
     try:
-        assert planner.reading.wait(20)
+        assert planner.reading.wait(BOUND_S)
         (held,) = [name for name in objects(place) if "/leases/" in name]
         assert first.attempt in held
         second = client.save(version(2), checkpoint_id=place)
@@ -194,7 +195,7 @@ def test_an_overwritten_checkpoint_stays_under_its_reader_and_goes_afterwards(
             time.sleep(0.1)
     finally:
         planner.go_on.set()
-        loading.join(30)
+        loading.join(BOUND_S)
     assert problems == []
     assert torch.equal(loaded["w"], version(1)["w"])
     until(lambda: of(place, first.attempt) == [], "the superseded attempt is removed")
@@ -258,7 +259,7 @@ def test_the_first_is_read_until_the_second_is_committed(
             seen.append(loaded["w"].unique().tolist())
     finally:
         server.clear()
-    handle.result(20)
+    handle.result(BOUND_S)
     assert seen[0] == [1.0]
     assert all(one in ([1.0], [2.0]) for one in seen), seen
     assert seen == sorted(seen)
@@ -278,12 +279,12 @@ def test_a_coordinator_killed_while_it_sweeps_leaves_one_whole_checkpoint(
         with Client(load_settings()) as client:
             first = client.save(version(1), checkpoint_id=place)
             handle = client.async_save(version(2), checkpoint_id=place)
-            assert daemons.coordinator.process.wait(30) == -signal.SIGKILL
+            assert daemons.coordinator.process.wait(BOUND_S) == -signal.SIGKILL
             whole = pannier("verify", place, "--json")
             assert whole.code == 0, whole
             del daemons.coordinator.environment[VARIABLE]
             daemons.coordinator.start()
-            second = handle.result(30)
+            second = handle.result(BOUND_S)
             assert whole.json()["attempt"] == second.attempt
             # It resumes the commit, and the removal with it, or got the report of it before.
             assert pannier("gc", str(tmp_path / "run"), "--grace", "0").code == 0

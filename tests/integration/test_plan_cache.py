@@ -15,6 +15,7 @@ from pannier.wire.errors import SaveAbortedError
 from support.actors.hand import Party, plan_for_save
 from support.processes.cli import pannier
 from support.processes.daemons import Daemons
+from support.processes.stretch import BOUND_S
 from support.processes.watching import ABORTED, COMMITTED, await_save
 
 
@@ -65,10 +66,10 @@ def test_a_coordinator_that_dies_while_a_plan_is_agreed_again(
     daemons.coordinator.start()
     with ThreadPoolExecutor(1) as threads:
         going = threads.submit(party.reuse_plan, second, 2, given)
-        assert daemons.coordinator.process.wait(20) == -signal.SIGKILL
+        assert daemons.coordinator.process.wait(BOUND_S) == -signal.SIGKILL
         daemons.coordinator.environment["PANNIER_CRASH_AT"] = ""
         daemons.coordinator.start()
-        agreed = going.result(30)
+        agreed = going.result(BOUND_S)
     assert agreed == {rank: plan_for_save(given[rank], 2) for rank in given}
     party.ingest(second, 2, agreed)
     await_save(daemons.coordinator_address, second, lambda s: s.state == COMMITTED)
@@ -89,7 +90,7 @@ def test_a_sidecar_that_dies_while_a_plan_is_agreed_again(
         await_save(daemons.coordinator_address, second, lambda s: list(s.waiting_on.ranks) == [1])
         daemons.sidecar.restart()
         one.connect()
-        agreed = {1: other.reuse_plan(other.context(second, 2), given[1]), 0: going.result(30)}
+        agreed = {1: other.reuse_plan(other.context(second, 2), given[1]), 0: going.result(BOUND_S)}
     party.ingest(second, 2, agreed)
     await_save(daemons.coordinator_address, second, lambda s: s.state == COMMITTED)
     check(second)

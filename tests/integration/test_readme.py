@@ -9,6 +9,7 @@ from pathlib import Path
 from support.processes.daemons import clean_environment
 from support.processes.processes import Process
 from support.processes.ranks import start_ranks
+from support.processes.stretch import BOUND_S
 
 README = Path(__file__).parents[2] / "README.md"
 
@@ -34,5 +35,5 @@ def test_the_first_checkpoint_of_the_readme(tmp_path: Path, embedded: Path) -> N
             environment=clean_environment(environment),
             log=tmp_path / f"command-{number}.log",
         )
-        assert process.wait(30) == 0, process.log()
+        assert process.wait(BOUND_S) == 0, process.log()
         assert "step-30" in process.log()

@@ -12,6 +12,7 @@ import pytest
 
 from support.processes.daemons import Daemons
 from support.processes.ranks import start_ranks
+from support.processes.stretch import BOUND_S
 
 BUF = shutil.which("buf", path=str(Path(sys.executable).parent)) or "buf"
 
@@ -48,7 +49,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Daemons, s
     with Daemons(directory) as running:
         environment = running.env(CHECKPOINT=checkpoint)
         with start_ranks(TRAINER, 1, environment, torchrun=False) as ranks:
-            ranks.wait(60).check()
+            ranks.wait(BOUND_S).check()
         yield running, checkpoint
 
 

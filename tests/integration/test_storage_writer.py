@@ -21,6 +21,7 @@ from pannier.client.loading.filesystem import MissingError
 from pannier.wire.errors import InvalidRequestError, PannierError, UnavailableError
 from support.processes.daemons import Daemons
 from support.processes.ranks import run_in_turn, run_ranks
+from support.processes.stretch import BOUND_S
 from support.states.bits import differences
 from support.states.contents import without_strides
 from support.storage.gcs_server import GcsServer
@@ -141,7 +142,7 @@ def test_torchs_async_save_works(client: Client, tmp_path: Path) -> None:
     try:
         response = dcp.async_save(state, storage_writer=StorageWriter(path, client=client))
         future = response.upload_completion if isinstance(response, AsyncSaveResponse) else response
-        future.result(timeout=60)
+        future.result(BOUND_S)
     finally:
         torch.distributed.destroy_process_group()
     assert differences(read(path), make_state(1)) == []

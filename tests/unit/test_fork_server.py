@@ -15,6 +15,7 @@ from support.actors.scripted_sidecar import wait_until
 from support.processes import fork_server
 from support.processes.fork_server import server_for
 from support.processes.processes import Process, python
+from support.processes.stretch import BOUND_S
 
 MODULES = ("json",)
 """Of a server that starts quickly."""
@@ -65,7 +66,7 @@ def test_it_finds_what_a_new_interpreter_would(tmp_path: Path) -> None:
         own = tmp_path / str(len(imported))
         own.mkdir()
         started = process(own, WHO, imported=imported, NAME="value")
-        assert started.wait(60) == 7
+        assert started.wait(BOUND_S) == 7
         found.append(json.loads(started.log()))
         started.close()
     forked, started_alone = found
@@ -82,14 +83,14 @@ def test_a_signal_ends_it_and_is_its_status(tmp_path: Path, number: signal.Signa
     started = process(tmp_path, "import time\nprint('ready')\ntime.sleep(100)\n")
     wait_until(lambda: "ready" in started.log(), 60)
     started.signal(number)
-    assert started.wait(60) == -number
+    assert started.wait(BOUND_S) == -number
     assert ("KeyboardInterrupt" in started.log()) == (number == signal.SIGINT)
     started.close()
 
 
 def test_an_uncaught_error_is_status_1_with_its_traceback(tmp_path: Path) -> None:
     started = process(tmp_path, "raise ValueError('reported')\n")
-    assert started.wait(60) == 1
+    assert started.wait(BOUND_S) == 1
     assert "ValueError: reported" in started.log()
     started.close()
 

@@ -11,6 +11,7 @@ from pannier.sidecar.server import Sidecar
 from pannier.storage import Store
 from support.actors.scripted import ScriptedCoordinator, Trainer
 from support.processes.daemons import memory_directory, short_directory
+from support.processes.stretch import BOUND_S
 
 
 class Host:
@@ -73,7 +74,7 @@ def running_host() -> Iterator[Host]:
         shutil.rmtree(memory)
 
 
-def await_true(condition: Callable[[], bool], what: str, timeout_s: float = 10) -> None:
+def await_true(condition: Callable[[], bool], what: str, timeout_s: float = BOUND_S) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"never: {what}"

@@ -15,7 +15,6 @@ from support.actors.lease_holder import LeaseHolder
 from support.actors.scripted import Trainer
 from support.actors.scripted_sidecar import wait_until
 from support.processes.daemons import Daemons
-from support.processes.stretch import stretched
 from support.processes.watching import all_in, await_save
 from support.states.dcp_readers import plain_load
 
@@ -63,4 +62,4 @@ def await_reuse(daemons: Daemons, inodes: set[int], size: int) -> None:
             return any(each.inode in inodes for each in holder.lease(*[size] * 4))
         return False
 
-    wait_until(leased, stretched(20))
+    wait_until(leased)

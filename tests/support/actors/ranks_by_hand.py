@@ -34,6 +34,7 @@ from pannier.wire import addresses, errors, object_names, plan_codec
 from pannier.wire.plan_columns import decode_column
 from pannier.wire.version import WIRE_VERSION
 from support.plan_messages import columns
+from support.processes.stretch import BOUND_S
 
 HEAD, TAIL = 704, 873
 
@@ -168,8 +169,8 @@ def claim_report(
     digest: str,
     attempt: str,
     *,
-    timeout_s: float = 10,
-    save_timeout_s: float = 30,
+    timeout_s: float = BOUND_S,
+    save_timeout_s: float = BOUND_S,
 ) -> coordinator_pb2.RankReport:
     """A report that the rank goes by the plan of an earlier save."""
     made = report(who, attempt, save_pb2.RANK_PHASE_MISSING)
@@ -231,7 +232,7 @@ class Sidecar:
             self._changed.set()
 
     async def await_state(
-        self, save: save_pb2.SaveId, *states: "save_pb2.SaveState", timeout: float = 10
+        self, save: save_pb2.SaveId, *states: "save_pb2.SaveState", timeout: float = BOUND_S
     ) -> save_pb2.SaveStatus:
         """Waits until the save is in one of these states."""
         return await self.await_status(save, lambda status: status.state in states, timeout=timeout)
@@ -241,7 +242,7 @@ class Sidecar:
         save: save_pb2.SaveId,
         ready: Callable[[save_pb2.SaveStatus], bool],
         *,
-        timeout: float = 10,
+        timeout: float = BOUND_S,
     ) -> save_pb2.SaveStatus:
         """The first status of the save for which ``ready`` is true."""
         key = object_names.save_text(save)
@@ -275,8 +276,8 @@ class CoordinatorClient:
         who: sidecar_pb2.SaveContext,
         plan: plan_pb2.LocalPlan,
         *,
-        timeout_s: float = 10,
-        save_timeout_s: float = 30,
+        timeout_s: float = BOUND_S,
+        save_timeout_s: float = BOUND_S,
     ) -> plan_pb2.FinalPlan:
         request = sidecar_pb2.PlanRequest(
             context=who,
@@ -291,7 +292,7 @@ class CoordinatorClient:
 
     async def call(self, method: str, request: Any) -> Any:
         try:
-            return await getattr(self.stub, method)(request, timeout=20)
+            return await getattr(self.stub, method)(request, timeout=2 * BOUND_S)
         except grpc.aio.AioRpcError as error:
             raise errors.from_rpc_error(error, peer="coordinator") from None
 
@@ -316,7 +317,7 @@ class CoordinatorClient:
         self,
         place: str,
         ready: Callable[[save_pb2.SaveStatus], bool],
-        timeout_s: float = 10,
+        timeout_s: float = BOUND_S,
     ) -> save_pb2.SaveStatus:
         """The first status of the newest save to ``place`` for which ``ready`` is true."""
         stub = status_pb2_grpc.StatusStub(self.channel)

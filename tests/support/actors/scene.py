@@ -17,6 +17,7 @@ from pannier.storage import DeniedError, ObjectInfo, StorageError, Store, open_s
 from pannier.v1 import sidecar_pb2
 from pannier.wire import object_names
 from support.actors.ranks_by_hand import context, local_plan, rank_plans, receipt_of, tensor
+from support.processes.stretch import BOUND_S
 from support.storage.unreliable_store import UnreliableStore
 
 _places = itertools.count()
@@ -115,7 +116,7 @@ class Scene:
         save.progress()
 
     async def reach(self, save: Save, ready: Callable[[], bool]) -> None:
-        await asyncio.wait_for(save.wait_until(ready), 10)
+        await asyncio.wait_for(save.wait_until(ready), BOUND_S)
 
 
 def attempt_of(save: Save) -> str:

@@ -23,8 +23,9 @@ from pannier.v1 import (
 from pannier.wire import chunk_codec, errors, object_names
 from pannier.wire.addresses import channel_options
 from pannier.wire.version import WIRE_VERSION
+from support.processes.stretch import BOUND_S
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = BOUND_S
 PLAN_ID = "0123456789abcdef"
 
 
@@ -296,7 +297,9 @@ class Trainer:
         except grpc.RpcError as error:
             raise errors.from_rpc_error(error, peer="sidecar") from error
 
-    def plan(self, context: sidecar_pb2.SaveContext, timeout_s: float = 10) -> plan_pb2.FinalPlan:
+    def plan(
+        self, context: sidecar_pb2.SaveContext, timeout_s: float = TIMEOUT_S
+    ) -> plan_pb2.FinalPlan:
         request = sidecar_pb2.PlanRequest(context=context, digest="d", timeout_s=timeout_s)
         return self.call("Plan", request, timeout_s + 5).plan
 

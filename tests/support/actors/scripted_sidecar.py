@@ -18,6 +18,7 @@ from pannier.wire.errors import PannierError
 from pannier.wire.file_layout import lay_out
 from pannier.wire.plan_columns import decode_column, encode_column
 from pannier.wire.version import WIRE_VERSION
+from support.processes.stretch import BOUND_S
 
 Hook = Callable[[Any], None]
 
@@ -106,7 +107,7 @@ class ScriptedSidecar(sidecar_pb2_grpc.SidecarServicer):
 
     # What tests ask.
 
-    def wait_for(self, condition: Callable[[], bool], timeout: float = 10) -> None:
+    def wait_for(self, condition: Callable[[], bool], timeout: float = BOUND_S) -> None:
         with self.changed:
             assert self.changed.wait_for(condition, timeout), "what the test waits for didn't come"
 
@@ -282,7 +283,7 @@ class ScriptedSidecar(sidecar_pb2_grpc.SidecarServicer):
             self.changed.notify_all()
 
 
-def wait_until(condition: Callable[[], bool], timeout: float = 10) -> None:
+def wait_until(condition: Callable[[], bool], timeout: float = BOUND_S) -> None:
     """For what has no event of its own."""
     deadline = time.monotonic() + timeout
     while not condition():

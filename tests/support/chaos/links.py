@@ -14,6 +14,8 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
+from support.processes.stretch import BOUND_S
+
 _PIECE = 1 << 18
 
 
@@ -155,7 +157,7 @@ class Links:
         return link
 
     def call(self, work: Coroutine[Any, Any, None]) -> None:
-        asyncio.run_coroutine_threadsafe(work, self._loop).result(10)
+        asyncio.run_coroutine_threadsafe(work, self._loop).result(BOUND_S)
 
     def __exit__(
         self,
@@ -174,5 +176,5 @@ class Links:
 
         self.call(end())
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
+        self._thread.join(BOUND_S)
         self._loop.close()

@@ -17,6 +17,7 @@ from pannier.daemon.status_registry import StatusRegistry
 from pannier.daemon.status_service import AioStatusServices, DaemonInfo, StatusServices
 from pannier.v1 import save_pb2, sidecar_pb2, sidecar_pb2_grpc
 from pannier.wire import errors
+from support.processes.stretch import BOUND_S
 
 SAVE = save_pb2.SaveId(job="job", incarnation="abc", group="g12345678", number=1)
 KEY = "job/abc/g12345678/1"
@@ -100,7 +101,7 @@ class Served:
                 loop = asyncio.get_running_loop()
                 self.drain = lambda: asyncio.run_coroutine_threadsafe(
                     status_services.drain(), loop
-                ).result(5)
+                ).result(BOUND_S)
                 async with AioStopSignals() as stop:
                     self.stop = stop
                     ready.set()
@@ -109,7 +110,7 @@ class Served:
 
         thread = threading.Thread(target=lambda: asyncio.run(serve()))
         thread.start()
-        assert ready.wait(10)
+        assert ready.wait(BOUND_S)
         self._stack.callback(thread.join)
         self._stack.callback(lambda: self.stop.request())
 

@@ -6,6 +6,8 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
+from support.processes.stretch import BOUND_S
+
 _PIECE = 1 << 16
 
 
@@ -38,7 +40,7 @@ class Relay:
         self._listening.close()
         self.cut()
         for thread in self._threads:
-            thread.join(10)
+            thread.join(BOUND_S)
         self._path.unlink(missing_ok=True)
 
     def cut(self) -> None:

@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from support.processes.stretch import BOUND_S
+
 _T = TypeVar("_T")
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
@@ -35,7 +37,7 @@ def get(address: str, path: str, headers: Mapping[str, str] = {}, method: str = 
         f"http://{address}{path}", headers=dict(headers), method=method
     )
     try:
-        with urllib.request.urlopen(request, timeout=20) as answer:
+        with urllib.request.urlopen(request, timeout=BOUND_S) as answer:
             return Response(answer.status, answer.headers, answer.read())
     except urllib.error.HTTPError as error:
         with error:
@@ -69,7 +71,7 @@ class Scrape:
         return [dict(labels) for each, labels in self.samples if each == name]
 
 
-def until(get: Callable[[], _T], condition: Callable[[_T], bool], timeout: float = 30) -> _T:
+def until(get: Callable[[], _T], condition: Callable[[_T], bool], timeout: float = BOUND_S) -> _T:
     """The first that meets the condition; raises AssertionError when none has at the deadline."""
     deadline = time.monotonic() + timeout
     while not condition(last := get()):

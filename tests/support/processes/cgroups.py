@@ -7,6 +7,8 @@ import os
 import time
 from pathlib import Path
 
+from support.processes.stretch import BOUND_S
+
 _ROOT = Path("/sys/fs/cgroup")
 _V1 = _ROOT / "memory"
 
@@ -40,7 +42,7 @@ class MemoryLimit:
 
     def close(self) -> None:
         """Its processes have ended, or are just about to."""
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + BOUND_S
         while True:
             try:
                 self._path.rmdir()

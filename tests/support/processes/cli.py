@@ -13,6 +13,7 @@ from typing import Any
 from support.processes import fork_server
 from support.processes.daemons import clean_environment
 from support.processes.processes import MARKER, SESSION, python
+from support.processes.stretch import BOUND_S
 
 
 class Result:
@@ -53,7 +54,7 @@ def pannier_here(*arguments: str) -> Result:
     return Result(status, out.getvalue(), err.getvalue())
 
 
-def pannier(*arguments: str, env: Mapping[str, str] = {}, timeout: float = 30) -> Result:
+def pannier(*arguments: str, env: Mapping[str, str] = {}, timeout: float = BOUND_S) -> Result:
     """Runs ``pannier`` with these arguments to its end, in a process of its own."""
     environment = {**clean_environment(env), MARKER: SESSION, "COLUMNS": "200"}
     command = ["-m", "pannier.cli", *arguments]

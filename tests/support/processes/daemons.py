@@ -15,8 +15,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pannier.wire import addresses
 from support.processes import fork_server
 from support.processes.processes import SESSION, Process, python
+from support.processes.stretch import BOUND_S
 
-READY_S = 60.0
+READY_S = BOUND_S
 """Deadline until a daemon says that it is serving."""
 
 
@@ -127,7 +128,7 @@ class Daemon:
             return ()
         return fork_server.modules_of(self.arguments[0])
 
-    def stop(self, timeout: float = 15) -> int:
+    def stop(self, timeout: float = BOUND_S) -> int:
         """SIGTERM; returns the exit status."""
         return self.process.stop(timeout)
 

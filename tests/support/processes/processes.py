@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 
 from support.processes.fork_server import Forked, server_for
+from support.processes.stretch import BOUND_S
 
 SESSION = uuid.uuid4().hex[:8]
 """Id of this pytest process; part of the names of all it creates in /tmp and /dev/shm."""
@@ -114,7 +115,7 @@ class Process:
                 f"{self.name} still runs after {timeout} s:\n{self.log()}"
             ) from None
 
-    def stop(self, timeout: float = 15) -> int:
+    def stop(self, timeout: float = BOUND_S) -> int:
         """SIGTERM, then the exit status."""
         if self.returncode is None:
             self.signal(signal.SIGTERM)
@@ -130,7 +131,7 @@ class Process:
             for process in (*root.children(recursive=True), root):
                 with suppress(psutil.NoSuchProcess):
                     process.kill()
-        self._process.wait(10)
+        self._process.wait(BOUND_S)
 
     def close(self) -> None:
         """Kills what is left and keeps the log for the report of a failed test."""
@@ -164,7 +165,7 @@ def end(found: Iterable[psutil.Process]) -> None:
         for process in listed:
             with suppress(psutil.NoSuchProcess):
                 process.send_signal(number)
-    psutil.wait_procs(listed, timeout=5)
+    psutil.wait_procs(listed, timeout=BOUND_S)
 
 
 def marked() -> Iterator[psutil.Process]:

@@ -13,6 +13,7 @@ from types import TracebackType
 from support.processes import fork_server
 from support.processes.daemons import clean_environment, short_directory
 from support.processes.processes import Process, python
+from support.processes.stretch import BOUND_S
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Ranks:
             return "".join(part.read_text(errors="replace") for part in parts)
         return path.read_text(errors="replace")
 
-    def wait_for(self, text: str, *, rank: int = 0, timeout: float = 60) -> None:
+    def wait_for(self, text: str, *, rank: int = 0, timeout: float = BOUND_S) -> None:
         """Returns when the rank has written ``text``."""
         deadline = time.monotonic() + timeout
         while text not in self.output(rank):

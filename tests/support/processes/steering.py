@@ -7,6 +7,7 @@ from typing import Final
 
 from support.actors.scripted_sidecar import wait_until
 from support.processes.ranks import Ranks
+from support.processes.stretch import BOUND_S
 
 TRAINER: Final = Path(__file__).parent / "steered_trainer.py"
 
@@ -18,7 +19,7 @@ def order(directory: Path, step: int, rank: int, **arguments: float) -> None:
     new.rename(directory / f"{step}-{rank}")
 
 
-def outcome(ranks: Ranks, step: int, rank: int, *, timeout: float = 30) -> str:
+def outcome(ranks: Ranks, step: int, rank: int, *, timeout: float = BOUND_S) -> str:
     """``committed``, or why not."""
     line = re.compile(rf"^step {step} (committed|failed: .*)\n", re.MULTILINE)
     wait_until(lambda: line.search(ranks.output(rank)) is not None, timeout)

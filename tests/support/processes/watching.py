@@ -7,6 +7,7 @@ import grpc
 
 from pannier.v1 import save_pb2, status_pb2, status_pb2_grpc
 from pannier.wire import addresses
+from support.processes.stretch import BOUND_S
 
 COMMITTED = save_pb2.SAVE_STATE_COMMITTED
 ABORTED = save_pb2.SAVE_STATE_ABORTED
@@ -17,7 +18,7 @@ def await_save(
     save: str,
     condition: Callable[[save_pb2.SaveStatus], bool],
     *,
-    timeout: float = 30,
+    timeout: float = BOUND_S,
 ) -> save_pb2.SaveStatus:
     """The first status of a save that meets a condition.
 
@@ -59,6 +60,6 @@ def listed(address: str) -> status_pb2.ListSavesResponse:
     """What a daemon says of itself and its saves."""
     with grpc.insecure_channel(address, options=addresses.channel_options()) as channel:
         answer: status_pb2.ListSavesResponse = status_pb2_grpc.StatusStub(channel).ListSaves(
-            status_pb2.ListSavesRequest(), timeout=10
+            status_pb2.ListSavesRequest(), timeout=BOUND_S
         )
         return answer

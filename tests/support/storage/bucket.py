@@ -9,6 +9,7 @@ from urllib.parse import quote
 
 from pannier.maintenance.verify import verify
 from pannier.storage import open_store
+from support.processes.stretch import BOUND_S
 from support.storage.gcs_server import GcsServer
 
 
@@ -57,5 +58,5 @@ def check_whole(server: GcsServer, checkpoint_id: str) -> None:
 
 def _ask(server: GcsServer, path: str, method: str = "GET") -> Any:
     request = urllib.request.Request(f"{server.url}/storage/v1/b/bucket/o{path}", method=method)
-    with urllib.request.urlopen(request, timeout=10) as answer:
+    with urllib.request.urlopen(request, timeout=BOUND_S) as answer:
         return json.loads(answer.read() or b"null")

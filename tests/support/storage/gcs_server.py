@@ -26,6 +26,7 @@ from aiohttp import web
 
 from support.processes.daemons import clean_environment
 from support.processes.processes import Process, python
+from support.processes.stretch import BOUND_S
 from support.storage.gcs_api import Service
 
 
@@ -106,7 +107,7 @@ class GcsServer:
     def _admin(self, method: str, what: str, body: Any = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(f"{self.url}/_admin/{what}", data=data, method=method)
-        with urllib.request.urlopen(request, timeout=20) as response:
+        with urllib.request.urlopen(request, timeout=BOUND_S) as response:
             return json.loads(response.read())
 
 

@@ -16,6 +16,7 @@ import crc32c
 from moto.server import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import WSGIRequestHandler, make_server
 
+from support.processes.stretch import BOUND_S
 from support.storage.gcs_faults import Fault, Faults
 
 _KEYS = {"aws_access_key_id": "test", "aws_secret_access_key": "test"}
@@ -140,7 +141,7 @@ class S3Server:
         self.client = boto3.client("s3", endpoint_url=self.url, region_name="us-east-1", **_KEYS)
         # moto keeps what it has in this process, for whichever server comes next.
         request = urllib.request.Request(f"{self.url}/moto-api/reset", method="POST")
-        urllib.request.urlopen(request, timeout=10).close()
+        urllib.request.urlopen(request, timeout=BOUND_S).close()
         self.client.create_bucket(Bucket="bucket")
         return self
 

@@ -20,6 +20,7 @@ from pannier.wire.errors import ConfigurationError
 from support.processes.cli import pannier
 from support.processes.daemons import short_directory
 from support.processes.ranks import free_port
+from support.processes.stretch import BOUND_S
 
 
 class FakeDaemon:
@@ -71,10 +72,10 @@ def test_a_loop_that_hangs_is_not_alive(daemon: FakeDaemon, address: str) -> Non
 
     def hang() -> None:
         held.set()
-        go.wait(30)
+        go.wait(BOUND_S)
 
     daemon.loop.call_soon_threadsafe(hang)
-    assert held.wait(10)
+    assert held.wait(BOUND_S)
     try:
         assert ask(address, "liveness", timeout=0.5) in ("NOT_SERVING", "DEADLINE_EXCEEDED")
     finally:
@@ -87,19 +88,19 @@ def test_it_ends_while_a_probe_waits_for_a_loop_that_hangs(daemon: FakeDaemon) -
 
     def hang() -> None:
         held.set()
-        go.wait(30)
+        go.wait(BOUND_S)
 
     address = f"127.0.0.1:{free_port()}"
     with serve_health(address, ready=lambda: True, loop=daemon.loop):
         daemon.loop.call_soon_threadsafe(hang)
-        assert held.wait(10)
+        assert held.wait(BOUND_S)
         answers: list[str] = []
         asking = threading.Thread(target=lambda: answers.append(ask(address, "liveness")))
         asking.start()
         # It has come in when another is answered.
         assert ask(address, "readiness") == "SERVING"
     # Only then: the end doesn't wait for the loop.
-    asking.join(10)
+    asking.join(BOUND_S)
     go.set()
     assert answers == ["UNAVAILABLE"] or answers == ["CANCELLED"]
 
@@ -153,7 +154,7 @@ def test_a_sidecar_that_recovers_is_alive_and_not_ready(monkeypatch: pytest.Monk
 
     def slow(*details: object) -> list[object]:
         begun.set()
-        assert go.wait(60)
+        assert go.wait(BOUND_S)
         return []
 
     monkeypatch.setattr(server, "recover", slow)
@@ -168,10 +169,10 @@ def test_a_sidecar_that_recovers_is_alive_and_not_ready(monkeypatch: pytest.Monk
     sidecar = server.Sidecar(config)
     with ThreadPoolExecutor(1) as starting:
         started = starting.submit(sidecar.__enter__)
-        assert begun.wait(60)
+        assert begun.wait(BOUND_S)
         answers = [ask(address, name) for name in ("readiness", "liveness")]
         go.set()
-        started.result(60)
+        started.result(BOUND_S)
     try:
         assert answers == ["NOT_SERVING", "SERVING"]
         assert ask(address, "readiness") == "SERVING"

@@ -42,6 +42,7 @@ from pannier.wire.errors import (
 )
 from support.actors.scripted_sidecar import ScriptedSidecar, wait_until
 from support.processes.daemons import clean_environment
+from support.processes.stretch import BOUND_S
 
 
 @pytest.fixture
@@ -102,7 +103,7 @@ def test_the_loop_may_change_everything_when_the_call_has_returned(
     values["w"].fill_(7)
     values["note"]["a"].append("later")
     assert handle.staging_completion.done()
-    result = handle.result(10)
+    result = handle.result(BOUND_S)
     assert torch.full((1000,), 1.25).numpy().tobytes() in held(sidecar)
     assert b"later" not in held(sidecar)
     assert result.checkpoint_id == "/x/step-1"
@@ -217,7 +218,7 @@ def test_a_writer_may_be_given_by_position(
     monkeypatch.setattr(save_factory, "_default", client.save_factory)
     save = getattr(client_package if default else client, call)
     ended = save(state(), StorageWriter("/x/step-1", client=client))
-    result = ended if call == "save" else ended.result(10)
+    result = ended if call == "save" else ended.result(BOUND_S)
     assert result.checkpoint_id == "/x/step-1"
     for path in ("/x/step-2", Path("/x/step-2")):
         with pytest.raises(InvalidRequestError, match="is a path: give checkpoint_id='/x/step-2'"):
@@ -238,7 +239,7 @@ def test_torchs_defaults_are_fine(client: Client) -> None:
         async_stager=None,
         use_collectives=True,
         storage_writer=None,
-    ).result(10)
+    ).result(BOUND_S)
 
 
 @pytest.mark.usefixtures("two_ranks")
@@ -470,7 +471,7 @@ def fail_one(client: Client, sidecar: ScriptedSidecar) -> Any:
     handle = client.async_save(state(), checkpoint_id="/x/y")
     (request,) = sidecar.asked(sidecar_pb2.PlanRequest)[-1:]
     sidecar.abort(request.context, save_pb2.Failure(rank=1, host="b", message="disk full"))
-    assert handle.wait(10)
+    assert handle.wait(BOUND_S)
     wait_until(lambda: not client.save_factory.saves)
     sidecar.commit = True
     return handle
@@ -493,9 +494,9 @@ def test_an_unasked_error_is_raised_by_wait_all_and_close(
 ) -> None:
     fail_one(client, sidecar)
     with pytest.raises(SaveAbortedError, match="disk full") as raised:
-        client.wait_all(5)
+        client.wait_all(BOUND_S)
     assert raised.value.failures[1].host == "b"
-    client.wait_all(5)
+    client.wait_all(BOUND_S)
 
     sidecar.commit = False
     handles = [client.async_save(state(), checkpoint_id=f"/x/{name}") for name in "ab"]
@@ -504,7 +505,7 @@ def test_an_unasked_error_is_raised_by_wait_all_and_close(
     asked = sidecar.asked(sidecar_pb2.PlanRequest)[-2:]
     for request in sorted(asked, key=lambda request: request.context.save.number):
         sidecar.abort(request.context, save_pb2.Failure(rank=1, message="disk full"))
-    assert all(handle.wait(10) for handle in handles)
+    assert all(handle.wait(BOUND_S) for handle in handles)
     wait_until(lambda: not client.save_factory.saves)
     with pytest.raises(SaveAbortedError, match=r"/x/a .*; and .*/x/b "):
         client.close()
@@ -555,7 +556,7 @@ def test_an_error_that_was_asked_for_is_not_raised_again(
     for _ in range(2):
         with pytest.raises(SaveAbortedError, match="disk full"):
             handle.result()
-    client.wait_all(5)
+    client.wait_all(BOUND_S)
 
 
 # Busy.
@@ -566,7 +567,7 @@ def busy(sidecar: ScriptedSidecar) -> Iterator[Client]:
     """A client whose only arena is not ingested until the sidecar goes on."""
     made = Client(Settings(sidecar=sidecar.address, max_in_flight=1))
     hold = threading.Event()
-    sidecar.on["HandOver"] = lambda _: hold.wait(20)
+    sidecar.on["HandOver"] = lambda _: hold.wait(BOUND_S)
     made.hold = hold  # type: ignore[attr-defined]
     made.async_save(state(), checkpoint_id="/x/first")
     yield made
@@ -587,7 +588,7 @@ def test_skip_gives_a_handle_that_says_so_and_notifies_the_others(
     assert [failure.kind for failure in failures(sidecar)] == [save_pb2.FAILURE_KIND_SKIPPED]
     assert sidecar.asked(sidecar_pb2.FailRequest)[0].context.save.number == 2
     busy.hold.set()  # type: ignore[attr-defined]
-    busy.wait_all(10)
+    busy.wait_all(BOUND_S)
     busy.save(state(), checkpoint_id="/x/third")
 
 
@@ -599,13 +600,13 @@ def test_raise_raises(busy: Client) -> None:
 def test_wait_waits(busy: Client) -> None:
     threading.Timer(0.3, busy.hold.set).start()  # type: ignore[attr-defined]
     began = time.monotonic()
-    busy.async_save(state(), checkpoint_id="/x/second").result(10)
+    busy.async_save(state(), checkpoint_id="/x/second").result(BOUND_S)
     assert time.monotonic() - began > 0.25
 
 
 def test_what_a_save_waited_for_room_counts(busy: Client, sidecar: ScriptedSidecar) -> None:
     threading.Timer(1.5, busy.hold.set).start()  # type: ignore[attr-defined]
-    busy.async_save(state(), checkpoint_id="/x/second", timeout=20).result(10)
+    busy.async_save(state(), checkpoint_id="/x/second", timeout=20).result(BOUND_S)
     request = sidecar.asked(sidecar_pb2.PlanRequest)[-1]
     assert request.timeout_s < 18.6
     assert request.save_timeout_s < 18.6
@@ -651,7 +652,7 @@ def test_close_waits_until_ingested_and_handles_still_resolve(
     (request,) = sidecar.asked(sidecar_pb2.HandOverRequest)
     assert not handle.done()
     sidecar.send_status(request.context.save, save_pb2.SAVE_STATE_COMMITTED)
-    handle.result(10)
+    handle.result(BOUND_S)
     session = client.save_factory._memberships[True]._sidecar
     assert session is not None
     wait_until(session._connection.closed.is_set)

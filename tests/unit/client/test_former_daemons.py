@@ -17,6 +17,7 @@ from pannier.client.embedded.daemon_spec import DaemonSpec, job_daemons, write_r
 from pannier.common import env_fingerprint
 from pannier.wire import addresses
 from support.processes.daemons import short_directory
+from support.processes.stretch import BOUND_S
 
 JOB, OTHER = "run 7", "run 8"
 HERE = socket.gethostname()
@@ -89,7 +90,7 @@ def test_a_later_start_on_one_host_has_its_usual_coordinator_end_them(starts: St
     former_daemons.recover_former_daemons(starts.settings, JOB)
     for thread in threading.enumerate():
         if thread.name == "pannier-former":
-            thread.join(10)
+            thread.join(BOUND_S)
     assert starts.on_start == [killed.directory]
     usual = addresses.embedded_coordinator(starts.settings.runtime_dir)
     assert successor_record(killed) == {"coordinator": usual}

@@ -27,6 +27,7 @@ from pannier.v1 import save_pb2, status_pb2, status_pb2_grpc
 from pannier.wire import addresses
 from pannier.wire.errors import ConfigurationError, UnavailableError
 from support.processes.daemons import short_directory
+from support.processes.stretch import BOUND_S
 
 FAKE = """#!{python}
 import json, os, socket, sys
@@ -76,7 +77,7 @@ def test_daemons_are_started_once_by_many_and_found_by_all(directory: Path) -> N
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(BOUND_S)
     assert found == [f"unix://{directory}/sidecar.sock"] * 4
     assert len(started(directory)) == 1
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
@@ -125,7 +126,7 @@ def test_they_outlive_ctrl_c_and_the_end_of_the_trainers_group(directory: Path) 
         assert trainer.stdout.readline() == b"up\n"
         os.killpg(trainer.pid, signal.SIGINT)
         os.killpg(trainer.pid, signal.SIGKILL)
-        trainer.wait(10)
+        trainer.wait(BOUND_S)
     (one,) = started(directory)
     os.kill(one["pid"], 0)
     assert launcher.ensure(Settings(runtime_dir=directory)).endswith("sidecar.sock")

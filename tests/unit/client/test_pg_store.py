@@ -14,6 +14,7 @@ import torch.distributed as dist
 from pannier.client.embedded import pg_store
 from pannier.client.embedded.pg_store import RankStore, process_start_s
 from pannier.wire.errors import DeadlineError
+from support.processes.stretch import BOUND_S
 
 
 def begin(
@@ -82,7 +83,7 @@ def test_clocks_of_two_machines_are_not_compared(
         assert ranks.begin(rank, machine, size=4) == (2, "word of 3")
     # All have asked: no thread polls the store any more.
     for thread in set(threading.enumerate()) - before:
-        thread.join(10)
+        thread.join(BOUND_S)
         assert not thread.is_alive()
 
 
@@ -121,7 +122,7 @@ def test_an_answer_is_given_while_torch_waits_in_the_store() -> None:
         patch.setattr(pg_store, "boot_id", lambda: "b")
         assert begin(other, 1, "other", size=2) == (1, "word")
         other.set("set by rank 1", "")
-        waiting.join(10)
+        waiting.join(BOUND_S)
         assert not waiting.is_alive()
 
 

@@ -11,6 +11,7 @@ import torch
 from pannier.client.staging import pinned_memory
 from pannier.client.staging.arena import ArenaPool, MemoryMapping
 from pannier.client.staging.pinned_memory import PinnedBufferPool, pin
+from support.processes.stretch import BOUND_S
 
 
 class Runtime:
@@ -109,7 +110,7 @@ def test_the_ring_makes_its_buffers_when_they_are_needed_and_waits_for_one() -> 
     waiting = threading.Thread(target=lambda: taken.append(pool.acquire(wait=True)))
     waiting.start()
     pool.release(first)
-    waiting.join(10)
+    waiting.join(BOUND_S)
     assert taken == [first]
     assert made == [64, 64]
 

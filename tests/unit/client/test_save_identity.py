@@ -18,6 +18,7 @@ from pannier.client.identity import Group, Identity, World
 from pannier.client.process_group import is_alone
 from pannier.wire.errors import ConfigurationError, InvalidRequestError
 from pannier.wire.object_names import group_name, incarnation_record
+from support.processes.stretch import BOUND_S
 from support.storage.checkpoints import write
 
 SIDECAR = "unix:///run/pannier/sidecar.sock"
@@ -151,7 +152,7 @@ def run(scenario: str, size: int, tmp_path: Path) -> list[Any]:
             process.start()
         found = dict(answers.get(timeout=60) for _ in ranks)
         for process in ranks:
-            process.join(30)
+            process.join(BOUND_S)
     finally:
         for process in ranks:
             if process.is_alive():

@@ -44,6 +44,7 @@ from pannier.wire.errors import (
     UnavailableError,
 )
 from support.actors.scripted_sidecar import ScriptedSidecar, wait_until
+from support.processes.stretch import BOUND_S
 
 CONTEXT = sidecar_pb2.SaveContext(
     save=save_pb2.SaveId(job="job", incarnation="abc", group="g1", number=1),
@@ -97,7 +98,7 @@ def carry(saving: SaveTask) -> list[str]:
     slots = InFlightSaves(1)
     carrier = threading.Thread(target=saving.send, args=(slots.admit("raise", 0),))
     carrier.start()
-    carrier.join(30)
+    carrier.join(BOUND_S)
     assert not carrier.is_alive()
     return ["arena"] * slots.idle
 
@@ -108,7 +109,7 @@ def test_a_committed_save_returns_its_description(
     saving = begin(session)
     assert saving.handle.status().state == "STAGING"
     assert carry(saving) == ["arena"]
-    result = saving.handle.result(10)
+    result = saving.handle.result(BOUND_S)
     assert (result.checkpoint_id, result.bytes) == ("/x/y", 5 * (3 << 20))
     assert set(result.seconds) == {"plan", "stage", "ingest", "commit"}
     (request,) = sidecar.asked(sidecar_pb2.HandOverRequest)
@@ -124,7 +125,7 @@ def test_a_rank_without_files_hands_over_too(
     saving.planned("i1-a1-g1-s1", "p1")
     saving.staged(Staged([]))
     carry(saving)
-    assert saving.handle.result(10).bytes == 0
+    assert saving.handle.result(BOUND_S).bytes == 0
     assert len(sidecar.asked(sidecar_pb2.HandOverRequest)) == 1
 
 
@@ -142,7 +143,7 @@ def test_a_sidecar_that_has_forgotten_everything_gets_it_again(
     sidecar.on["HandOver"] = forget
     saving = begin(session)
     assert carry(saving) == ["arena"]
-    assert saving.handle.result(10).bytes == 5 * (3 << 20)
+    assert saving.handle.result(BOUND_S).bytes == 5 * (3 << 20)
     assert asked == [5, 5]
     assert all(spool.offsets == [0] for spool in sidecar.files.values())
 
@@ -157,7 +158,7 @@ def test_a_hand_over_that_is_refused_though_all_is_held_fails(
     saving = begin(session)
     carry(saving)
     with pytest.raises(SaveAbortedError, match="under another plan"):
-        saving.handle.result(10)
+        saving.handle.result(BOUND_S)
     assert all(spool.offsets == [0, spool.size] for spool in sidecar.files.values())
 
 
@@ -175,7 +176,7 @@ def test_at_most_two_files_are_on_their_way(
     sidecar.on["Write"] = note
     saving = begin(session)
     carry(saving)
-    saving.handle.result(10)
+    saving.handle.result(BOUND_S)
     assert running == {f"f{index}" for index in range(5)}
     assert max(most) <= 2
 
@@ -195,7 +196,7 @@ def test_an_abort_stops_the_streams_and_fails_the_handle(
     with pytest.raises(
         SaveAbortedError, match=r"rank 1 \(host node-1\): the process is gone"
     ) as raised:
-        saving.handle.result(5)
+        saving.handle.result(BOUND_S)
     assert raised.value.failures[1].kind == save_pb2.FAILURE_KIND_LOST
     assert not sidecar.asked(sidecar_pb2.FailRequest)
 
@@ -210,7 +211,7 @@ def test_a_file_that_cannot_be_sent_ends_the_save_on_all_ranks(
     saving = begin(session)
     carry(saving)
     with pytest.raises(SaveAbortedError, match="bytes changed"):
-        saving.handle.result(5)
+        saving.handle.result(BOUND_S)
     failures = {request.failure.kind for request in sidecar.asked(sidecar_pb2.FailRequest)}
     assert failures == {save_pb2.FAILURE_KIND_INTEGRITY}
 
@@ -228,7 +229,7 @@ def test_what_may_be_ingested_is_in_doubt_without_a_decision(
     saving = begin(session)
     carry(saving)
     with pytest.raises(InDoubtError, match="bytes changed") as raised:
-        saving.handle.result(5)
+        saving.handle.result(BOUND_S)
     # Whether the others have given up, too, is not known here.
     assert "may still be committed" in str(raised.value)
     assert "don't use or delete this checkpoint id" in str(raised.value)
@@ -249,7 +250,7 @@ def test_what_was_not_handed_over_is_aborted_without_a_decision(
     saving = begin(session)
     carry(saving)
     with pytest.raises(SaveAbortedError, match=r"can't be committed.*bytes changed") as raised:
-        saving.handle.result(5)
+        saving.handle.result(BOUND_S)
     assert raised.value.failures[0].kind == save_pb2.FAILURE_KIND_INTEGRITY
     assert not sidecar.asked(sidecar_pb2.HandOverRequest)
 
@@ -265,7 +266,7 @@ def test_a_full_spool_is_waited_for(session: SidecarClient, sidecar: ScriptedSid
     sidecar.on["Write"] = full
     saving = begin(session)
     carry(saving)
-    assert saving.handle.result(10).total_bytes == 5 * (3 << 20)
+    assert saving.handle.result(BOUND_S).total_bytes == 5 * (3 << 20)
 
 
 def test_a_full_spool_shows_in_the_status_while_it_is_waited_for(
@@ -290,7 +291,7 @@ def test_a_full_spool_shows_in_the_status_while_it_is_waited_for(
     saving.status._on_status(update)
     assert text in str(saving.handle.status())
     room.set()
-    carrier.join(30)
+    carrier.join(BOUND_S)
     assert saving.handle.status().waiting_on == "rank 0"
     saving.status.forget()
 
@@ -308,8 +309,8 @@ def test_a_save_that_is_aborted_while_the_spool_is_full_says_so(
     wait_until(lambda: "the spool /s is full" in str(saving.handle.status()))
     sidecar.abort(CONTEXT)
     with pytest.raises(SaveAbortedError, match=r"was waiting for room \(the spool /s is full\)"):
-        saving.handle.result(30)
-    carrier.join(30)
+        saving.handle.result(BOUND_S)
+    carrier.join(BOUND_S)
 
 
 def test_a_spool_that_stays_full_is_the_reason_at_the_deadline(
@@ -322,7 +323,7 @@ def test_a_spool_that_stays_full_is_the_reason_at_the_deadline(
     saving = begin(session, timeout_s=1.5)
     carry(saving)
     with pytest.raises(SaveAbortedError, match="the spool /s is full"):
-        saving.handle.result(5)
+        saving.handle.result(BOUND_S)
     (failure,) = [request.failure for request in sidecar.asked(sidecar_pb2.FailRequest)]
     assert failure.kind == save_pb2.FAILURE_KIND_SPOOL
 
@@ -375,7 +376,7 @@ def test_a_full_spool_skips_or_fails_the_save(
     wait_until(saving.handle.done)
     assert saving.status.resolver.outcome.retrieved is asked
     with pytest.raises(error, match="5 needed, 3 free"):
-        saving.handle.result(5)
+        saving.handle.result(BOUND_S)
     assert sidecar.asked(sidecar_pb2.FailRequest)[0].failure.kind == kind
 
 
@@ -389,7 +390,7 @@ def test_a_save_without_a_status_update_ends_after_its_deadline(
     with pytest.raises(
         InDoubtError, match=r"job/abc/g1/1 to /x/y.*may still be committed.*pannier ls /x`"
     ):
-        saving.handle.result(5)
+        saving.handle.result(BOUND_S)
 
 
 def test_a_save_whose_deadline_passes_before_it_is_handed_over_is_aborted(
@@ -397,17 +398,17 @@ def test_a_save_whose_deadline_passes_before_it_is_handed_over_is_aborted(
 ) -> None:
     monkeypatch.setattr(save_status, "_GRACE_S", 0.1)
     ended = threading.Event()
-    sidecar.on["Write"] = lambda _: ended.wait(30)
+    sidecar.on["Write"] = lambda _: ended.wait(BOUND_S)
     saving = begin(session, timeout_s=0.5)
     carrier = threading.Thread(target=saving.send, args=(InFlightSaves(1).admit("raise", 0),))
     carrier.start()
     try:
         with pytest.raises(SaveAbortedError, match="was not handed over") as raised:
-            saving.handle.result(10)
+            saving.handle.result(BOUND_S)
         assert raised.value.failures[0].kind == save_pb2.FAILURE_KIND_DEADLINE
     finally:
         ended.set()
-        carrier.join(30)
+        carrier.join(BOUND_S)
     assert not sidecar.asked(sidecar_pb2.HandOverRequest)
 
 
@@ -444,11 +445,11 @@ def test_a_timer_far_away_does_not_delay_the_others(session: SidecarClient) -> N
     rung = threading.Event()
     session.timer(float("inf"), lambda: None)
     session.timer(0.05, rung.set)
-    assert rung.wait(5)
+    assert rung.wait(BOUND_S)
     rung.clear()
     # Nothing but the far one is left when the thread looks again.
     session.timer(0.05, rung.set)
-    assert rung.wait(5)
+    assert rung.wait(BOUND_S)
 
 
 def test_status_follows_the_updates(session: SidecarClient, sidecar: ScriptedSidecar) -> None:
@@ -479,7 +480,7 @@ def test_an_ended_save_leaves_nothing_behind(session: SidecarClient) -> None:
     try:
         saving = begin(session)
         carry(saving)
-        saving.handle.result(10)
+        saving.handle.result(BOUND_S)
         gone, handle_gone = weakref.ref(saving), weakref.ref(saving.handle)
         wait_until(lambda: not session.followed)
         del saving

@@ -26,6 +26,7 @@ from pannier.wire.errors import (
 )
 from pannier.wire.version import WIRE_VERSION
 from support.actors.scripted_sidecar import ScriptedSidecar, wait_until
+from support.processes.stretch import BOUND_S
 
 SAVE = save_pb2.SaveId(job="job", incarnation="abc", group="g1", number=1)
 CONTEXT = sidecar_pb2.SaveContext(
@@ -113,7 +114,7 @@ def test_a_sidecar_that_restarts_gets_the_rest(
     wait_until(lambda: len(sidecar.files["f"].data) >= 3 * CHUNK_BYTES)
     sidecar.stop()
     sidecar.start()
-    sender.join(20)
+    sender.join(BOUND_S)
     assert sent == [crc32c.crc32c(content)]
     assert bytes(sidecar.files["f"].data) == content
     sidecar.wait_for(lambda: len(sidecar.connects) >= 2)
@@ -151,7 +152,7 @@ def test_stop_ends_a_stream_at_once(session: SidecarClient, sidecar: ScriptedSid
     sender.start()
     sidecar.wait_for(lambda: "f" in sidecar.files)
     stop.set()
-    sender.join(5)
+    sender.join(BOUND_S)
     assert len(ended) == 1
 
 
@@ -225,7 +226,7 @@ def test_a_call_is_made_again_when_the_sidecar_restarts(
     asking = threading.Thread(target=lambda: answers.append(session.plan(request, 10)))
     asking.start()
     sidecar.start()
-    asking.join(10)
+    asking.join(BOUND_S)
     assert answers[0].plan.plan_id == "p1"
 
 

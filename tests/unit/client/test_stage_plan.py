@@ -17,6 +17,7 @@ from pannier.client.transport.sidecar_client import SidecarClient
 from pannier.v1 import plan_pb2, save_pb2, sidecar_pb2
 from pannier.wire.errors import InvalidRequestError, PannierError, SaveAbortedError
 from support.actors.scripted_sidecar import ScriptedSidecar
+from support.processes.stretch import BOUND_S
 
 State = dict[str, Any]
 
@@ -105,7 +106,7 @@ def test_the_second_save_is_neither_planned_nor_asked_for_in_the_call(
     monkeypatch.setattr("pannier.client.planning.stage_plan.PlannerRun", None)
     handle = client.async_save(state(2.0), checkpoint_id="/x/2")
     assert not calls
-    assert handle.result(10).attempt
+    assert handle.result(BOUND_S).attempt
     assert len(full_plans(sidecar)) == 1
     (proposal,) = proposals(sidecar)
     assert proposal.cached_plan_id == "p1"
@@ -288,7 +289,7 @@ def test_another_answer_than_what_was_staged_ends_the_save(
     sidecar.on["Plan"] = lambda request: name_attempt(sidecar, request, 2)
     handle = client.async_save(state(), checkpoint_id="/x/2")
     with pytest.raises(PannierError, match="i2-a1-g00000000-s2"):
-        handle.result(10)
+        handle.result(BOUND_S)
     (failure,) = [r.failure for r in sidecar.asked(sidecar_pb2.FailRequest)]
     assert "i1-a1-g00000000-s2" in failure.message
     assert "i2-a1-g00000000-s2" in failure.message
@@ -308,7 +309,7 @@ def test_after_an_abort_the_next_save_is_planned_again(
     sidecar.wait_for(lambda: len(sidecar.asked(sidecar_pb2.HandOverRequest)) == 2)
     sidecar.abort(proposals(sidecar)[0].context, save_pb2.Failure(rank=1, message="disk full"))
     with pytest.raises(SaveAbortedError, match="disk full"):
-        handle.result(10)
+        handle.result(BOUND_S)
     sidecar.commit = True
     client.save(state(), checkpoint_id="/x/3")
     assert [r.context.save.number for r in full_plans(sidecar)] == [1, 3]
@@ -326,7 +327,7 @@ def test_an_answer_whose_names_are_not_its_attempts_is_not_kept(
 
     monkeypatch.setattr(SidecarClient, "plan", odd)
     for n in range(2):
-        client.async_save(state(), checkpoint_id=f"/x/{n}").result(10)
+        client.async_save(state(), checkpoint_id=f"/x/{n}").result(BOUND_S)
     assert len(full_plans(sidecar)) == 2
 
 
@@ -376,7 +377,7 @@ def test_a_rank_that_left_calls_out_goes_on_as_the_save_that_the_others_are_at(
 
     sidecar.on["Plan"] = behind
     handle = client.async_save(state(), checkpoint_id="/x/7")
-    assert handle.result(10).checkpoint_id == "/x/7"
+    assert handle.result(BOUND_S).checkpoint_id == "/x/7"
     assert handle.status().attempt == "i1-a1-g00000000-s7"
     assert [p.context.save.number for p in proposals(sidecar)] == [2, 7]
     hand_over = sidecar.asked(sidecar_pb2.HandOverRequest)[-1]

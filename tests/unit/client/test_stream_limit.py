@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from pannier.client.transport.stream_limit import StreamLimit
+from support.processes.stretch import BOUND_S
 
 MIB = 1 << 20
 
@@ -69,5 +70,5 @@ def test_a_stream_waits_for_permission() -> None:
     waiting = threading.Thread(target=wait)
     waiting.start()
     streams.release()
-    assert taken.wait(30)
+    assert taken.wait(BOUND_S)
     waiting.join()

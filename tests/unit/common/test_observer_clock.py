@@ -25,6 +25,7 @@ from pannier.v1 import save_pb2
 from pannier.wire import object_names
 from pannier.wire.errors import DeadlineError
 from support.actors.ranks_by_hand import context
+from support.processes.stretch import BOUND_S
 
 
 class Machine:
@@ -157,7 +158,7 @@ def test_a_thread_that_keeps_the_interpreter_delays_no_time_out_but_its_own(
 
     made = Heartbeat("sidecar", ping, connected=lambda: True, notify=said.append)
     made.start()
-    assert enough.wait(60)
+    assert enough.wait(BOUND_S)
     made.close()
     assert not any(said)
 

@@ -10,6 +10,7 @@ from pannier.coordinator.background.superseded import Sweeper
 from pannier.coordinator.stores import Stores
 from pannier.storage import ObjectInfo, StorageError, Store, open_store
 from pannier.wire import object_names
+from support.processes.stretch import BOUND_S
 from support.storage.checkpoints import write_attempt
 from support.storage.unreliable_store import UnreliableStore
 
@@ -38,7 +39,7 @@ class Watched(UnreliableStore):
             self.gone[key].set()
 
     async def until_gone(self, attempt: str) -> None:
-        await asyncio.wait_for(self.gone[object_names.decision(attempt)].wait(), 10)
+        await asyncio.wait_for(self.gone[object_names.decision(attempt)].wait(), BOUND_S)
 
 
 class OnePlace(Stores):
@@ -117,8 +118,8 @@ def test_what_is_waited_for_does_not_hold_a_coordinator_that_ends(tmp_path: Path
 
         store.before[object_names.superseded_mark(FIRST)] = note
         sweeper.committed(str(place))
-        await asyncio.wait_for(marking.wait(), 10)
-        await asyncio.wait_for(sweeper.stop(), 5)
+        await asyncio.wait_for(marking.wait(), BOUND_S)
+        await asyncio.wait_for(sweeper.stop(), BOUND_S)
 
     asyncio.run(run())
     assert (place / object_names.data_file(FIRST, 0, 0)).exists()

@@ -18,6 +18,7 @@ from pannier.daemon.status_registry import StatusRegistry
 from pannier.v1 import records_pb2, save_pb2
 from pannier.wire import object_names
 from support.actors.ranks_by_hand import context
+from support.processes.stretch import until
 
 STREAMING = save_pb2.RANK_PHASE_STREAMING
 INGESTED = save_pb2.RANK_PHASE_INGESTED
@@ -107,13 +108,21 @@ def test_an_unresponsive_sidecar_is_logged(caplog: pytest.LogCaptureFixture) -> 
     assert logged(caplog) == ["the sidecar on host node-7 responds again"]
 
 
-def later(happen: Callable[[], Save], monkeypatch: pytest.MonkeyPatch) -> Save:
+def later(
+    happen: Callable[[], Save],
+    monkeypatch: pytest.MonkeyPatch,
+    reached: Callable[[Save], object] | None = None,
+) -> Save:
+    """The save once it is as expected; None: as it is after a while, when nothing is."""
     monkeypatch.setattr(liveness, "SUPERSEDED_RETURN_S", 0.02)
     monkeypatch.setattr(liveness, "RETURN_S", 0.02)
 
     async def main() -> Save:
         save = happen()
-        await asyncio.sleep(0.1)
+        if reached is None:
+            await asyncio.sleep(0.1)
+        else:
+            await until(lambda: reached(save))
         return save
 
     return asyncio.run(main())
@@ -135,7 +144,7 @@ def test_a_newer_incarnation_ends_what_has_no_live_sidecar(
         assert not made[2].outcome.possible_losses
         return made[1]
 
-    save = later(happen, monkeypatch)
+    save = later(happen, monkeypatch, lambda save: save.outcome.possible_losses)
     assert save.outcome.possible_losses.keys() == {1}
     assert "incarnation number 2" in save.outcome.possible_losses[1].message
 
@@ -177,8 +186,7 @@ def test_storage_is_checked_when_a_sidecar_is_gone_for_good(
         gone.close_stream(sidecar)
         return save
 
-    save = later(happen, monkeypatch)
-    assert save.records.check_requested
+    save = later(happen, monkeypatch, lambda save: save.records.check_requested)
     assert not save.outcome.possible_losses
 
 
@@ -216,12 +224,17 @@ class Host:
         part.advance(phase)
 
 
-def losses_after(monkeypatch: pytest.MonkeyPatch, happen: Callable[[Host], None]) -> dict[int, str]:
+def losses_after(
+    monkeypatch: pytest.MonkeyPatch, happen: Callable[[Host], None], count: int = 0
+) -> dict[int, str]:
+    """The possible losses by rank once there are ``count``; 0: after a while."""
     monkeypatch.setattr(liveness, "RETURN_S", WAIT_S)
 
     async def main() -> dict[int, str]:
         host = Host()
         happen(host)
+        if count:
+            await until(lambda: len(host.save.outcome.possible_losses) >= count)
         await asyncio.sleep(3 * WAIT_S)
         return {
             rank: failure.message for rank, failure in host.save.outcome.possible_losses.items()
@@ -238,7 +251,7 @@ def test_what_a_replaced_sidecar_held_may_be_lost(monkeypatch: pytest.MonkeyPatc
         host.peers.close_stream(old)
         host.start("new")
 
-    found = losses_after(monkeypatch, happen)
+    found = losses_after(monkeypatch, happen, 1)
     assert found == {
         0: "the sidecar on host node was restarted and no longer holds this rank's data"
     }
@@ -290,7 +303,7 @@ def test_a_rank_that_its_client_asks_after_may_be_lost(monkeypatch: pytest.Monke
             host.peers.check_handed_over(host.save, rank)
 
     # Rank 1 was reported meanwhile.
-    assert losses_after(monkeypatch, happen).keys() == {0}
+    assert losses_after(monkeypatch, happen, 1).keys() == {0}
 
 
 def test_hosts_whose_sidecars_are_replaced_at_once_are_all_checked(
@@ -307,4 +320,4 @@ def test_hosts_whose_sidecars_are_replaced_at_once_are_all_checked(
         for name in hosts:
             host.peers.open_stream(name, f"new-{name}")
 
-    assert losses_after(monkeypatch, happen).keys() == {0, 1}
+    assert losses_after(monkeypatch, happen, 2).keys() == {0, 1}

@@ -42,6 +42,7 @@ from support.actors.ranks_by_hand import (
 )
 from support.plan_messages import columns, keys_of
 from support.processes.daemons import Daemons
+from support.processes.stretch import BOUND_S
 
 COMMITTED, ABORTED = save_pb2.SAVE_STATE_COMMITTED, save_pb2.SAVE_STATE_ABORTED
 PLANNED, INGESTED, DURABLE = (
@@ -198,7 +199,7 @@ def test_unfinished_rank_is_named_at_the_deadline(sockets: Path, tmp_path: Path)
             sidecar = await client.attach("node-1")
             finals = await asyncio.gather(
                 *(
-                    client.plan(context(rank, str(place)), halves(rank), save_timeout_s=2)
+                    client.plan(context(rank, str(place)), halves(rank), save_timeout_s=4)
                     for rank in (0, 1)
                 )
             )
@@ -211,7 +212,7 @@ def test_unfinished_rank_is_named_at_the_deadline(sockets: Path, tmp_path: Path)
             assert status.failures[0].kind == save_pb2.FAILURE_KIND_DEADLINE
             assert "rank 0 (host node-0, last seen" in status.failures[0].message
             # The decision stays; the attempt's other records go, and the checkpoint never was.
-            end = time.monotonic() + 5
+            end = time.monotonic() + BOUND_S
             while (place / object_names.manifest(finals[0].attempt)).exists():
                 assert time.monotonic() < end
                 await asyncio.sleep(0.01)
@@ -466,10 +467,9 @@ def test_storage_that_refuses_is_reported_before_all_ranks_are_there(
 
     async def scenario() -> None:
         async with coordinator(sockets) as client:
-            begin = time.monotonic()
+            # Not by the deadline for plans, which has a failure of another kind.
             with pytest.raises(SaveAbortedError, match=str(blocked)) as caught:
                 await client.plan(context(0, str(blocked / "root" / "step-1")), halves(0))
-            assert time.monotonic() - begin < 5
             assert {f.kind for f in caught.value.failures.values()} == {
                 save_pb2.FAILURE_KIND_STORAGE
             }
@@ -578,7 +578,7 @@ def test_save_that_torch_plans_is_begun_and_finished(sockets: Path, tmp_path: Pa
                 ),
             )
             request = sidecar_pb2.FinishRequest(
-                context=who[0], attempt=begun.attempt, metadata=metadata, timeout_s=10
+                context=who[0], attempt=begun.attempt, metadata=metadata, timeout_s=BOUND_S
             )
             finishing = asyncio.create_task(client.call("Finish", request))
             place.mkdir(parents=True, exist_ok=True)
@@ -620,7 +620,7 @@ def test_metadata_of_torch_that_no_file_covers_is_refused(sockets: Path, tmp_pat
                 await client.call(
                     "Finish",
                     sidecar_pb2.FinishRequest(
-                        context=who, attempt=begun.attempt, metadata=metadata, timeout_s=10
+                        context=who, attempt=begun.attempt, metadata=metadata, timeout_s=BOUND_S
                     ),
                 )
             assert (place / object_names.decision(begun.attempt)).exists()
@@ -654,7 +654,7 @@ def test_status_names_whom_a_save_waits_for(sockets: Path, tmp_path: Path) -> No
             (save,) = (await status.ListSaves(status_pb2.ListSavesRequest())).saves
             assert save.state == save_pb2.SAVE_STATE_PLANNING
             assert list(save.waiting_on.ranks) == [1]
-            assert 0 < save.waiting_on.deadline_s <= 10
+            assert 0 < save.waiting_on.deadline_s <= BOUND_S
             assert save.attempt == ""
             finals = [await client.plan(context(1, place), halves(1)), await planning][::-1]
             sidecar = await client.attach()

@@ -12,6 +12,7 @@ from pannier.coordinator.stores import Stores
 from pannier.storage import StorageError
 from pannier.storage.base import UnreachableError, limited
 from support.actors.ranks_by_hand import context
+from support.processes.stretch import BOUND_S, until
 from support.storage.gcs_server import GcsServer
 
 ID = "gs://bucket/run/step-1"
@@ -37,7 +38,8 @@ def url(taken: socket.socket) -> str:
 def test_a_root_that_does_not_answer_is_an_error_soon_for_all_its_saves(
     listens: bool, closed: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stores, "CONTACT_S", 1.0)
+    # Where there is a reason, long enough for it to be known.
+    monkeypatch.setattr(stores, "CONTACT_S", 0.5 if listens else 2.5)
     if listens:
         closed.listen()
 
@@ -58,10 +60,11 @@ def test_a_root_that_does_not_answer_is_an_error_soon_for_all_its_saves(
             # Each save gets the reason, also one that came later.
             assert all("Cannot connect" in lines[-1] for lines in reasons)
         # It is asked again for the next save.
+        monkeypatch.setattr(stores, "CONTACT_S", 0.2)
         with pytest.raises(UnreachableError):
             await found.attempt(context(0, ID))
 
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+    asyncio.run(asyncio.wait_for(scenario(), 2 * BOUND_S))
 
 
 def test_a_root_that_answers_is_given_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +84,7 @@ def test_a_root_that_answers_is_given_time(tmp_path: Path, monkeypatch: pytest.M
         assert (await asked).name == (await also).name
 
     with GcsServer(tmp_path) as server:
-        asyncio.run(asyncio.wait_for(scenario(server), 60))
+        asyncio.run(asyncio.wait_for(scenario(server), 2 * BOUND_S))
 
 
 def test_a_root_that_denies_is_judged_by_the_probe(tmp_path: Path) -> None:
@@ -91,30 +94,33 @@ def test_a_root_that_denies_is_judged_by_the_probe(tmp_path: Path) -> None:
             await of(server.url).attempt(context(0, ID))
 
     with GcsServer(tmp_path) as server:
-        asyncio.run(asyncio.wait_for(scenario(server), 60))
+        asyncio.run(asyncio.wait_for(scenario(server), 2 * BOUND_S))
 
 
-def test_an_incarnation_whose_save_was_aborted_takes_no_number_later(tmp_path: Path) -> None:
+def test_an_incarnation_whose_save_was_aborted_takes_no_number_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Else it would be newer than the one that has begun meanwhile, whose saves would all fail."""
+    monkeypatch.setattr("pannier.storage.retry.FIRST_WAIT_S", 0.01)
 
     async def scenario(server: GcsServer) -> None:
         found = of(server.url)
         await found.contact(context(0, ID))
         server.fault(kind="status", status=503, times=-1)
         asked = asyncio.ensure_future(found.attempt(context(0, ID, incarnation="aa")))
-        await asyncio.sleep(0.5)
+        await until(lambda: server.faults()[0]["hits"])
         asked.cancel()
         await asyncio.wait([asked])
         server.clear()
         newer = context(0, ID, incarnation="bb")
         attempt = await found.attempt(newer)
         for _ in range(20):  # The first one's requests would be tried again by now.
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.02)
             await found.check_newest(newer, attempt)
         assert attempt.incarnation_number == 1
 
     with GcsServer(tmp_path) as server:
-        asyncio.run(asyncio.wait_for(scenario(server), 60))
+        asyncio.run(asyncio.wait_for(scenario(server), 2 * BOUND_S))
 
 
 def test_a_number_that_another_save_waits_for_is_taken(tmp_path: Path) -> None:
@@ -125,11 +131,11 @@ def test_a_number_that_another_save_waits_for_is_taken(tmp_path: Path) -> None:
         asked = [
             asyncio.ensure_future(found.attempt(context(0, ID, number=number))) for number in (1, 2)
         ]
-        await asyncio.sleep(0.5)
+        await until(lambda: server.faults()[0]["hits"])
         asked[0].cancel()
         await asyncio.wait(asked[:1])
         server.clear()
         assert (await asked[1]).incarnation_number == 1
 
     with GcsServer(tmp_path) as server:
-        asyncio.run(asyncio.wait_for(scenario(server), 60))
+        asyncio.run(asyncio.wait_for(scenario(server), 2 * BOUND_S))

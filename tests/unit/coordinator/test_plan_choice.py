@@ -30,6 +30,7 @@ from support.actors.ranks_by_hand import (
     thing,
 )
 from support.plan_messages import keys_of
+from support.processes.stretch import BOUND_S
 
 COMMITTED, ABORTED = save_pb2.SAVE_STATE_COMMITTED, save_pb2.SAVE_STATE_ABORTED
 DURABLE = save_pb2.RANK_PHASE_DURABLE
@@ -375,9 +376,9 @@ def test_a_save_known_from_reports_has_the_deadline_that_ranks_report(
     sockets: Path, tmp_path: Path
 ) -> None:
     async def scenario(job: Job) -> None:
-        await job.claim_all(2, save_timeout_s=1.0)
+        await job.claim_all(2, save_timeout_s=3.0)
         status = await job.agreed(2)
-        assert status.waiting_on.deadline_s <= 1
+        assert status.waiting_on.deadline_s <= 3
         assert "not durable in time" in str(causes(await job.await_state(2, ABORTED)))
 
     play(scenario, sockets, tmp_path)
@@ -432,7 +433,7 @@ async def _call(job: Job, rank: int, number: int, plan_id: str = "") -> sidecar_
         digest=plan_codec.plan_digest(plan_of(rank)),
         cached_plan_id=plan_id or job.given[rank].plan_id,
         attempt=attempt_name(number),
-        timeout_s=10,
+        timeout_s=BOUND_S,
         wire_version=WIRE_VERSION,
     )
     answer: sidecar_pb2.PlanResponse = await job.client.call("Plan", request)
@@ -444,7 +445,7 @@ async def _prepare(job: Job, rank: int, number: int) -> sidecar_pb2.PlanResponse
         context=job.context(rank, number),
         plan=plan_of(rank),
         digest=plan_codec.plan_digest(plan_of(rank)),
-        timeout_s=10,
+        timeout_s=BOUND_S,
         wire_version=WIRE_VERSION,
         prepare=True,
     )
@@ -473,7 +474,7 @@ def test_a_prepared_plan_leaves_nothing_and_is_known_later(sockets: Path, tmp_pa
 def test_one_rank_prepares_what_another_saves(sockets: Path, tmp_path: Path) -> None:
     async def scenario(job: Job) -> None:
         saving = asyncio.create_task(job.plan(0, 2))
-        await asyncio.sleep(0.1)
+        await job.client.await_plans(job.place(2), 0)
         with pytest.raises(SaveAbortedError, match="prepares its plan only"):
             await _prepare(job, 1, 2)
         with pytest.raises(SaveAbortedError):

@@ -13,6 +13,7 @@ from pannier.daemon.http_server import Request, Response, http_address, serve_ht
 from pannier.wire.errors import ConfigurationError, InvalidRequestError, UnavailableError
 from support.network.status_pages import get
 from support.processes.ranks import free_port
+from support.processes.stretch import BOUND_S
 
 
 def hello(request: Request) -> Response:
@@ -107,7 +108,7 @@ def test_it_ends_while_a_client_is_being_answered() -> None:
 
     def wait(request: Request) -> Response:
         began.set()
-        done.wait(30)
+        done.wait(BOUND_S)
         return Response(b"", "text/plain")
 
     where = f"127.0.0.1:{free_port()}"
@@ -115,7 +116,7 @@ def test_it_ends_while_a_client_is_being_answered() -> None:
         with serve_http(where, {"/": wait}, setting="--metrics"):
             client.connect(("127.0.0.1", int(where.rpartition(":")[2])))
             client.sendall(b"GET / HTTP/1.0\r\nHost: localhost\r\n\r\n")
-            assert began.wait(10)
+            assert began.wait(BOUND_S)
         done.set()
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from pannier.v1 import plan_pb2, sidecar_pb2, sidecar_pb2_grpc
 from pannier.wire import errors
+from support.processes.stretch import BOUND_S
 
 
 def call(channel: grpc.Channel, method: str, request: Any) -> errors.PannierError:
@@ -75,7 +76,7 @@ def test_too_many_calls_at_a_time_are_no_fault_of_the_message(sockets: Path) -> 
 
     def wait(*_: Any) -> sidecar_pb2.HandOverResponse:
         began.set()
-        done.wait(10)
+        done.wait(BOUND_S)
         return sidecar_pb2.HandOverResponse()
 
     servicer = sidecar_pb2_grpc.SidecarServicer()
@@ -89,10 +90,10 @@ def test_too_many_calls_at_a_time_are_no_fault_of_the_message(sockets: Path) -> 
         with grpc.insecure_channel(address) as channel:
             stub = sidecar_pb2_grpc.SidecarStub(channel)
             first = stub.HandOver.future(sidecar_pb2.HandOverRequest())
-            assert began.wait(10)
+            assert began.wait(BOUND_S)
             error = call(channel, "HandOver", sidecar_pb2.HandOverRequest())
             done.set()
-            first.result(10)
+            first.result(BOUND_S)
     finally:
         done.set()
         server.stop(None).wait()

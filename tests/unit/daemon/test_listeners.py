@@ -15,6 +15,7 @@ import pytest
 from pannier.daemon.listeners import bind_listeners, server_options
 from pannier.wire.errors import ConfigurationError
 from support.network.other_user import OTHER_UID, may_connect, needs_root
+from support.processes.stretch import BOUND_S
 
 
 @contextmanager
@@ -36,7 +37,7 @@ def mode(path: Path) -> int:
 
 def is_served(path: Path) -> bool:
     with grpc.insecure_channel(f"unix://{path}") as channel:
-        grpc.channel_ready_future(channel).result(10)
+        grpc.channel_ready_future(channel).result(BOUND_S)
     return True
 
 

@@ -14,6 +14,7 @@ from pannier.sidecar.spool.spool import Spool
 from pannier.wire import chunk_codec, errors
 from pannier.wire.chunk_codec import ReceivedChunk
 from support.processes.daemons import memory_directory
+from support.processes.stretch import BOUND_S
 
 MIB = 1 << 20
 
@@ -42,11 +43,11 @@ def test_readers_wait_for_exactly_what_they_need(memory: Path) -> None:
             file.append(writer, chunk)
 
         await asyncio.to_thread(append, 0, b"abcd")
-        assert await asyncio.wait_for(early, 5) == b"abcd"
+        assert await asyncio.wait_for(early, BOUND_S) == b"abcd"
         assert not late.done()
         await asyncio.to_thread(append, 4, b"efghij")
-        assert await asyncio.wait_for(late, 5) == b"cdefghij"
-        assert await asyncio.wait_for(whole, 5) == crc32c.crc32c(b"abcdefghij")
+        assert await asyncio.wait_for(late, BOUND_S) == b"cdefghij"
+        assert await asyncio.wait_for(whole, BOUND_S) == crc32c.crc32c(b"abcdefghij")
         spool.close()
 
     asyncio.run(read_while_it_fills())
@@ -66,7 +67,7 @@ def test_readers_of_a_released_file_get_an_error(memory: Path) -> None:
         assert file.release() is None
         assert cut == [1]
         with pytest.raises(errors.UnavailableError, match="file f isn't needed any more"):
-            await asyncio.wait_for(reading, 5)
+            await asyncio.wait_for(reading, BOUND_S)
         spool.close()
 
     asyncio.run(release_while_it_is_read())

@@ -15,6 +15,7 @@ from pannier.sidecar.spool.journal_state import JournalState, RankState, RankSta
 from pannier.v1 import journal_pb2, plan_pb2, records_pb2, save_pb2
 from pannier.wire import errors
 from support.actors.ranks_by_hand import context
+from support.processes.stretch import BOUND_S
 
 Record = journal_pb2.JournalRecord
 PATH = Path("/spool/journal")
@@ -269,7 +270,7 @@ def test_threads_may_add_and_sync_at_once(tmp_path: Path) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(BOUND_S)
     contents = written.read()
     assert (len(contents.records), contents.torn) == (400, 0)
     pairs = zip(contents.records[::2], contents.records[1::2], strict=True)

@@ -14,6 +14,7 @@ from pannier.v1 import save_pb2
 from pannier.wire import errors
 from support.actors.scripted import PLAN_ID, ScriptedCoordinator, Trainer, data_file
 from support.processes.daemons import Daemon, clean_environment, memory_directory, short_directory
+from support.processes.stretch import BOUND_S
 
 MIB = 1 << 20
 
@@ -68,7 +69,7 @@ def test_a_second_signal_ends_the_grace_period(host: Host) -> None:
         time.sleep(0.5)
         assert host.sidecar.process.returncode is None
         host.sidecar.process.signal(signal.SIGTERM)
-        assert host.sidecar.process.wait(5) == 0
+        assert host.sidecar.process.wait(BOUND_S) == 0
     assert "left behind, planned" in host.sidecar.log()
 
 
@@ -81,7 +82,7 @@ def test_an_idle_sidecar_leaves(host: Host) -> None:
         host.coordinator.await_phase(context, save_pb2.RANK_PHASE_DURABLE)
         host.coordinator.decide(context, save_pb2.SAVE_STATE_COMMITTED)
         trainer.await_state(context, save_pb2.SAVE_STATE_COMMITTED)
-    assert host.sidecar.process.wait(10) == 0
+    assert host.sidecar.process.wait(BOUND_S) == 0
 
 
 def test_after_sigkill_it_starts_again_on_the_same_spool_and_socket(host: Host) -> None:
@@ -117,7 +118,7 @@ def test_a_sidecar_whose_spool_is_removed_leaves_to_be_started_again(host: Host)
         report = host.coordinator.await_report(lambda report: report.HasField("failure"))
         assert report.failure.kind == save_pb2.FAILURE_KIND_SPOOL
         host.coordinator.decide(context, save_pb2.SAVE_STATE_ABORTED, report.failure)
-    assert host.sidecar.process.wait(15) == 1
+    assert host.sidecar.process.wait(BOUND_S) == 1
     assert f"the spool {host.spool} was removed" in host.sidecar.log()
     host.sidecar.start()
 

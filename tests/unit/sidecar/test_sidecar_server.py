@@ -29,6 +29,7 @@ from support.actors.scripted import (
     data_file,
     status_of,
 )
+from support.processes.stretch import BOUND_S
 
 MIB = 1 << 20
 
@@ -553,7 +554,7 @@ def test_a_trainer_that_dies_while_planning_gives_its_call_up(host: Host) -> Non
     planning.start()
     await_true(lambda: bool(host.coordinator.plans), "the plan arrived")
     trainer.die()
-    planning.join(10)
+    planning.join(BOUND_S)
     host.coordinator.await_phase(context, save_pb2.RANK_PHASE_FAILED)
     await_true(lambda: host.coordinator.cancelled_plans == 1, "the forwarded call is cancelled")
 
@@ -898,7 +899,7 @@ def test_draining_takes_no_new_saves_and_finishes_the_old(host: Host) -> None:
         assert listed.daemon_state == "draining"
     assert draining.is_alive()
     trainer.hand_over(old, trainer.write(old, "0", data))
-    draining.join(10)
+    draining.join(BOUND_S)
     assert not draining.is_alive()
     host.coordinator.await_phase(old, save_pb2.RANK_PHASE_DURABLE)
 
@@ -924,5 +925,5 @@ def test_idle_exit_waits_for_clients_and_outcomes(host: Host) -> None:
     waiting.join(2.5)
     assert waiting.is_alive()
     host.coordinator.send(status_of(context, COMMITTED))
-    waiting.join(5)
+    waiting.join(BOUND_S)
     assert not waiting.is_alive()

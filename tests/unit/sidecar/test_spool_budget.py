@@ -10,6 +10,7 @@ from pannier.sidecar.spool.budget import SharedBudget
 from pannier.sidecar.spool.spool import Spool, SpoolFile
 from pannier.wire.errors import BusyError
 from support.processes.daemons import memory_directory
+from support.processes.stretch import BOUND_S
 
 MIB = 1 << 20
 
@@ -116,7 +117,7 @@ def test_two_that_need_room_at_once_never_wait_for_each_other(scene: Scene) -> N
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(BOUND_S)
     assert not any(thread.is_alive() for thread in threads)
     assert sum(spool.reserved for spool in spools.values()) <= 8 * MIB
     assert sum(_sizes(spool) for spool in spools.values()) <= 8 * MIB

@@ -20,6 +20,7 @@ import torch.distributed.checkpoint as dcp
 from gcsfs.core import GCSFileSystem
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
+from support.processes.stretch import BOUND_S
 from support.storage.gcs_server import GcsServer
 
 GRANULE = 256 << 10
@@ -335,4 +336,4 @@ def test_it_runs_by_hand_and_ends_on_sigterm(tmp_path: Path) -> None:
         assert address.startswith("http://127.0.0.1:")
         assert call("GET", f"{address}/storage/v1/b/mine").status == 200
         process.terminate()
-        assert process.wait(10) == 0
+        assert process.wait(BOUND_S) == 0

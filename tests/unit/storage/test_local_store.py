@@ -15,6 +15,7 @@ import pytest
 from pannier.storage import ConflictError, DeniedError, NotFoundError, StorageError, open_store
 from pannier.storage.base import ObjectInfo, Store
 from pannier.storage.local import atomic_file, lock
+from support.processes.stretch import BOUND_S
 from support.storage.sources import FileSource, some_bytes
 
 
@@ -203,7 +204,7 @@ asyncio.run(main())
     racers = [
         subprocess.Popen([sys.executable, "-c", script, str(tmp_path), str(i)]) for i in range(3)
     ]
-    assert [racer.wait(60) for racer in racers] == [0, 0, 0]
+    assert [racer.wait(BOUND_S) for racer in racers] == [0, 0, 0]
     assert (tmp_path / "count").read_bytes().split()[0] == b"75"
     assert files(tmp_path) == ["count"]
 
@@ -290,7 +291,7 @@ def test_a_cancelled_wait_for_the_lock_leaves_it_free(
 
     def late(path: Path) -> int | None:
         began.set()
-        assert go_on.wait(10)
+        assert go_on.wait(BOUND_S)
         return take(path)
 
     async def scenario() -> None:

@@ -13,6 +13,7 @@ from pannier.common.deadline import within
 from pannier.storage import StorageError
 from pannier.storage.base import DeniedError, end_of, limited, unlimited
 from pannier.storage.retry import TransientError, clean_up, retry
+from support.processes.stretch import BOUND_S
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +46,7 @@ class Flaky:
 
 def timed(work: Coroutine[Any, Any, Any]) -> float:
     began = time.monotonic()
-    asyncio.run(asyncio.wait_for(work, 20))
+    asyncio.run(asyncio.wait_for(work, BOUND_S))
     return time.monotonic() - began
 
 

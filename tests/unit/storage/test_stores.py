@@ -22,6 +22,7 @@ from pannier.storage.base import limited
 from pannier.storage.gcs.http import GcsConnection
 from pannier.storage.s3.client import S3Connection
 from pannier.wire.errors import InvalidRequestError, SaveAbortedError
+from support.processes.stretch import BOUND_S
 from support.storage.gcs_server import GcsServer
 from support.storage.s3_server import S3Server
 from support.storage.sources import FileSource, some_bytes
@@ -204,7 +205,7 @@ def test_upload_goes_on_while_the_file_grows(run: Callable[[Body], None], tmp_pa
         data, held = some_bytes(BIG), 9 << 20
         source, notes = FileSource(tmp_path / "spool", data, held=held), Notes()
         upload = asyncio.create_task(notes.upload(store, "file", source))
-        await asyncio.wait_for(notes.begun.wait(), 10)
+        await asyncio.wait_for(notes.begun.wait(), BOUND_S)
         assert not upload.done()
         assert await store.stat("file") is None, "seen before it is whole"
         for end in (10 << 20, 13 << 20, BIG - 1, BIG):
@@ -229,7 +230,7 @@ def test_an_upload_that_ends_early_leaves_nothing(
         source = FileSource(tmp_path / "spool", some_bytes(BIG), held=BIG - 1)
         notes = Notes()
         upload = asyncio.create_task(notes.upload(store, "sub/file", source))
-        await asyncio.wait_for(notes.begun.wait(), 10)
+        await asyncio.wait_for(notes.begun.wait(), BOUND_S)
         if how == "cancelled":
             upload.cancel()
             with pytest.raises(asyncio.CancelledError):
