@@ -89,14 +89,14 @@ def test_a_save_outlives_its_plan_and_is_committed_by_daemons_that_were_killed_s
     for daemon in all_daemons:
         await_serving(daemon.address, process=daemon.process)
     hold_up(server)
-    plan_s = stretched(3)
+    plan_s = stretched(5)
     began = time.monotonic()
     with party(daemons, words=[LARGE, 4]) as ranks:
         ranks.save(target, 1, timeout_s=plan_s, save_timeout_s=stretched(60))
     again = all_daemons if killed == "all daemons" else [daemons.coordinator]
     for daemon in again:
         daemon.kill()
-    wait_until(lambda: time.monotonic() > began + plan_s, 2 * plan_s)
+    wait_until(lambda: time.monotonic() > began + plan_s)
     for daemon in again:
         daemon.start()
     # Nothing but the uploads is waited for, by a coordinator that came after the plan's deadline.
@@ -208,7 +208,7 @@ def split(splittable: Split) -> Iterator[Split]:
 def await_stopped(daemon: Daemon) -> None:
     """Returns when it has stopped itself."""
     process = psutil.Process(daemon.pid)
-    wait_until(lambda: process.status() == psutil.STATUS_STOPPED, 20)
+    wait_until(lambda: process.status() == psutil.STATUS_STOPPED)
 
 
 def say_failed(coordinator: Daemon, ranks: Party, checkpoint_id: str) -> None:
@@ -217,7 +217,7 @@ def say_failed(coordinator: Daemon, ranks: Party, checkpoint_id: str) -> None:
     failure = save_pb2.Failure(rank=1, kind=save_pb2.FAILURE_KIND_CLIENT, message="boom")
     request = sidecar_pb2.FailRequest(context=context, failure=failure)
     with grpc.insecure_channel(coordinator.address) as channel:
-        coordinator_pb2_grpc.CoordinatorStub(channel).Fail(request, timeout=10)
+        coordinator_pb2_grpc.CoordinatorStub(channel).Fail(request, timeout=BOUND_S)
 
 
 def ended(daemon: Daemon, checkpoint_id: str) -> save_pb2.SaveStatus:

@@ -15,7 +15,7 @@ from support.actors.crash_walk import Saver
 from support.chaos.check import leftovers
 from support.processes.cli import Result, pannier, pannier_here
 from support.processes.daemons import Daemon, Daemons, memory_directory
-from support.processes.stretch import FACTOR, stretched
+from support.processes.stretch import BOUND_S, FACTOR
 
 
 def _points(*begins: str) -> list[str]:
@@ -55,7 +55,7 @@ def run(daemon: Daemon, point: str) -> None:
 
 
 def await_death(daemon: Daemon, point: str, saver: Saver) -> None:
-    deadline = time.monotonic() + stretched(25)
+    deadline = time.monotonic() + BOUND_S
     while daemon.process.returncode is None:
         saver.check()
         assert time.monotonic() < deadline, f"{point} is not passed"
@@ -70,7 +70,7 @@ def check_all(root: Path, saver: Saver, daemons: Daemons) -> None:
         last = saver.save()
     assert last.outcome == records_pb2.OUTCOME_COMMIT
     for daemon in (daemons.coordinator, *daemons.sidecars):
-        assert daemon.stop(stretched(15)) == 0
+        assert daemon.stop() == 0
     assert not [
         path for path in daemons.spool.rglob("*") if path.name.endswith((".data", "journal"))
     ]

@@ -15,10 +15,10 @@ from pannier.wire.errors import UnavailableError
 from support.actors.lease_holder import mapped_files
 from support.actors.mapped_clients import check, saving, state
 from support.processes.daemons import Daemons
-from support.processes.stretch import BOUND_S, stretched
+from support.processes.stretch import BOUND_S
 from support.processes.watching import ABORTED, COMMITTED, await_save
 
-IN_TIME_S = 3.0
+IN_TIME_S = 5.0
 
 
 class LateHandOver:
@@ -62,7 +62,7 @@ class LateHandOver:
         assert self._request is not None
         session, request = self._request
         try:
-            self._send(session, request, stretched(20))
+            self._send(session, request, BOUND_S)
         finally:
             self.arrived.set()
 

@@ -15,7 +15,7 @@ from pannier.v1 import save_pb2
 from support.actors.hand import Party
 from support.actors.scripted_sidecar import wait_until
 from support.processes.daemons import Daemon, Daemons, await_serving
-from support.processes.stretch import BOUND_S, stretched
+from support.processes.stretch import BOUND_S
 from support.processes.watching import ABORTED, COMMITTED, all_in, await_save
 from support.storage.bucket import check_whole, decisions_alone, hold_up, listed
 from support.storage.gcs_server import GcsServer
@@ -55,7 +55,7 @@ class Hosts:
         text = f"/receipts/{rank}"
         wait_until(lambda: any(text in name for name in listed(self.server, place)))
 
-    def ended(self, checkpoint_id: str, timeout: float = 30) -> save_pb2.SaveStatus:
+    def ended(self, checkpoint_id: str, timeout: float = BOUND_S) -> save_pb2.SaveStatus:
         """How the coordinator says that the save has ended."""
         return await_save(
             self.coordinator.address,
@@ -90,9 +90,7 @@ def test_a_host_that_had_uploaded_everything_and_died_for_good_does_not_block_th
         hosts.await_receipt("uploaded/step-1", 1)
         ranks.hands[1].die()
         ranks.hands[0].ingest(ranks.hands[0].context(target), agreed[0])
-        began = time.monotonic()
         assert hosts.ended(target).state == COMMITTED
-        assert time.monotonic() - began < stretched(10)
     check_whole(hosts.server, target)
 
 
@@ -129,7 +127,7 @@ def test_a_stopped_sidecar_that_wakes_up_after_the_abort_leaves_nothing(hosts: H
     with hosts.party(incarnation="late") as ranks:
         agreed = ranks.agree(target, 1)
         # The server has the request of rank 1's data file, and takes its time.
-        hosts.server.fault(kind="delay", method="POST", path="uploadType", seconds=4)
+        hosts.server.fault(kind="delay", method="POST", path="uploadType", seconds=BOUND_S)
         ranks.hands[1].ingest(ranks.hands[1].context(target), agreed[1])
         wait_until(lambda: hosts.server.faults()[0]["hits"] == 1)
         hosts.sidecars[1].pause()
@@ -137,6 +135,7 @@ def test_a_stopped_sidecar_that_wakes_up_after_the_abort_leaves_nothing(hosts: H
         assert hosts.ended(target).state == ABORTED
         wait_until(lambda: decisions_alone(hosts.server, place))
         # What was on its way arrives after everything was removed.
+        hosts.server.release()
         wait_until(lambda: any(name.endswith(".distcp") for name in listed(hosts.server, place)))
         hosts.sidecars[1].resume()
         wait_until(lambda: decisions_alone(hosts.server, place))
@@ -151,10 +150,10 @@ def test_trainers_that_die_before_they_are_ingested_end_the_save_at_once_and_by_
     with hosts.party(incarnation="dead") as ranks:
         ranks.ingest(target, 1, {0: ranks.agree(target, 1)[0]})
         ranks.hands[1].die()
-        began = time.monotonic()
         status = hosts.ended(target)
-    assert time.monotonic() - began < stretched(5)
     assert status.state == ABORTED
+    # Not by the deadline, which has a failure of another kind.
+    assert status.failures[0].kind == save_pb2.FAILURE_KIND_LOST
     assert [(failure.rank, failure.host) for failure in status.failures] == [(1, "node-1")]
     wait_until(lambda: decisions_alone(hosts.server, "dead/step-1"))
 
@@ -187,7 +186,7 @@ def test_a_host_that_is_lost_before_it_is_durable_is_named_at_the_deadline(hosts
     hosts.start()
     hold_up(hosts.server)
     with hosts.party(incarnation="losthost", words=[4, LARGE]) as ranks:
-        ranks.save(target, 1, save_timeout_s=8)
+        ranks.save(target, 1, save_timeout_s=11)
         await_save(hosts.coordinator.address, target, INGESTED)
         hosts.sidecars[1].kill()
         ranks.hands[1].die()
@@ -196,7 +195,8 @@ def test_a_host_that_is_lost_before_it_is_durable_is_named_at_the_deadline(hosts
             hosts.coordinator.address,
             target,
             lambda s: (
-                re.search(r"rank 1 \(host node-1, last seen [5-9] s", s.waiting_on.text) is not None
+                re.search(r"rank 1 \(host node-1, last seen ([5-9]|1\d) s", s.waiting_on.text)
+                is not None
             ),
         )
         assert unresponsive.state not in (COMMITTED, ABORTED)

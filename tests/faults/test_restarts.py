@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import time
 import urllib.request
 
 import pytest
@@ -23,7 +22,7 @@ INGESTED = all_in(save_pb2.RANK_PHASE_INGESTED)
 def listed(server: GcsServer, prefix: str) -> list[str]:
     """Names of the bucket's objects, by the documented API."""
     url = f"{server.url}/storage/v1/b/bucket/o?prefix={prefix}"
-    with urllib.request.urlopen(url, timeout=10) as answer:
+    with urllib.request.urlopen(url, timeout=BOUND_S) as answer:
         return [item["name"] for item in json.load(answer).get("items", [])]
 
 
@@ -61,14 +60,12 @@ def test_a_sidecar_that_lost_its_spool_fails_what_it_held_soon_and_by_name(
         # Only the rank's client still knows that it was ingested.
         daemons.coordinator.restart()
     server.clear()
-    began = time.monotonic()
     daemons.sidecar.start()
     with pytest.raises(SaveAbortedError, match=r"rank 0 .*no longer holds") as caught:
         handle.result(BOUND_S)
-    assert time.monotonic() - began < 10
     assert {r: f.kind for r, f in caught.value.failures.items()} == {0: save_pb2.FAILURE_KIND_LOST}
     wait_until(lambda: decisions_alone(server, f"{name}/step-1"))
-    client.save(STATE, checkpoint_id=f"gs://bucket/{name}/step-2", timeout=30)
+    client.save(STATE, checkpoint_id=f"gs://bucket/{name}/step-2", timeout=BOUND_S)
     assert f"{name}/step-2/.metadata" in listed(server, name)
 
 

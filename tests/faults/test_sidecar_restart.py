@@ -220,7 +220,7 @@ def test_the_client_goes_on_by_itself_when_both_daemons_are_killed(
         server.clear()
         daemons.sidecar.start()
         daemons.coordinator.start()
-        ranks.wait_for("result", timeout=30)
+        ranks.wait_for("result")
         ranks.wait(BOUND_S).check()
     check(target, server, monkeypatch)
 
@@ -242,8 +242,8 @@ def test_embedded_daemons_that_end_with_their_trainer_leave_it_to_the_next(
     }
     with start_ranks(TRAINER, 1, environment, torchrun=False) as ranks:
         sidecar = addresses.embedded_sidecar(embedded)
-        wait_until(Path(sidecar.removeprefix("unix://")).exists, timeout=60)
-        await_save(sidecar, target, INGESTED, timeout=60)
+        wait_until(Path(sidecar.removeprefix("unix://")).exists)
+        await_save(sidecar, target, INGESTED)
         ranks.kill()
     supervisor = psutil.Process(int((embedded / "up.pid").read_text()))
     daemons = supervisor.children(recursive=True)
@@ -253,13 +253,13 @@ def test_embedded_daemons_that_end_with_their_trainer_leave_it_to_the_next(
         # In the order in which none can start the others again.
         for process in (supervisor, *daemons):
             process.kill()
-    _, alive = psutil.wait_procs([supervisor, *daemons], timeout=20)
+    _, alive = psutil.wait_procs([supervisor, *daemons], timeout=BOUND_S)
     assert not alive
     server.clear()
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with Client(load_settings()) as client:
-        client.save({"w": torch.ones(10)}, checkpoint_id=target + "-next", timeout=60)
+        client.save({"w": torch.ones(10)}, checkpoint_id=target + "-next", timeout=BOUND_S)
         root = target.rpartition("/")[0]
-        wait_until(lambda: target in [i.checkpoint_id for i in client.list(root)], timeout=30)
+        wait_until(lambda: target in [i.checkpoint_id for i in client.list(root)])
     check(target, server, monkeypatch)

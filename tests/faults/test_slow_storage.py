@@ -56,7 +56,7 @@ def daemons(shared: GcsServer, tmp_path_factory: pytest.TempPathFactory) -> Iter
 def impatient(daemons: Daemons, tmp_path: Path) -> Iterator[str]:
     """Address of a second sidecar, which takes a store for stalled much sooner."""
     sidecar = daemons.sidecars[1]
-    main = "import pannier.storage.gcs.http as http; http.IDLE_TIMEOUT_S = http.CONNECT_S = 0.5; "
+    main = "import pannier.storage.gcs.http as http; http.IDLE_TIMEOUT_S = http.CONNECT_S = 2.0; "
     main += "from pannier.cli.main import main; main()"
     process = Process(
         "impatient sidecar",
@@ -140,7 +140,7 @@ def test_a_refusal_in_the_middle_reaches_the_handle_with_rank_host_object_and_ca
         assert word in str(caught.value), word
     assert caught.value.failures[0].kind == save_pb2.FAILURE_KIND_STORAGE
     assert server.faults()[0]["hits"] == 1
-    deadline = time.monotonic() + stretched(10)
+    deadline = time.monotonic() + BOUND_S
     while server.sessions() or not decisions_alone(server, "refused/step-1"):
         assert time.monotonic() < deadline, (server.sessions(), generations(server, "refused"))
         time.sleep(0.05)
@@ -167,13 +167,14 @@ def test_a_commit_whose_answer_is_lost_and_can_not_be_read_is_in_doubt_and_then_
     server: GcsServer, daemons: Daemons, client: Client
 ) -> None:
     target = "gs://bucket/doubt/step-1"
-    server.fault(kind="delay", seconds=stretched(1.5), **PIECES)
+    server.fault(kind="delay", seconds=BOUND_S, **PIECES)
     handle = client.async_save(state(7.0), checkpoint_id=target)
     ingested = all_in(save_pb2.RANK_PHASE_INGESTED)
     await_save(daemons.coordinator_address, target, ingested)
     # After the receipt and the metadata that is to be: the decision.
     server.fault(kind="lost", method="POST", path="uploadType=multipart", skip=2)
     server.fault(kind="status", status=403, method="GET", path="decision", times=-1)
+    server.release()
     doubt = save_pb2.SAVE_STATE_IN_DOUBT
     await_save(daemons.coordinator_address, target, lambda save: save.state == doubt)
     # It was decided, but no process can read that: nothing is reported, nothing is deleted.

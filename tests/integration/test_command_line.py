@@ -128,7 +128,7 @@ def test_up_runs_both_daemons_for_this_user_alone(embedded: Path, tmp_path: Path
         sidecar.wait(BOUND_S)
         await_serving(address, process=process)
         assert _child(process.pid, "sidecar").pid != sidecar.pid
-        assert process.stop(30) == 0
+        assert process.stop() == 0
         assert pannier("status").code == 3
 
 
@@ -140,7 +140,7 @@ def test_up_shows_both_daemons_to_browsers(embedded: Path, tmp_path: Path) -> No
         for number, daemon in enumerate(("coordinator", "sidecar")):
             (about,) = Scrape(f"127.0.0.1:{port + number}").labels("pannier_build_info")
             assert about["daemon"] == daemon
-        assert process.stop(30) == 0
+        assert process.stop() == 0
     last = pannier("up", "--metrics", "65535")
     assert (last.code, "needs the next port" in last.err) == (2, True)
 

@@ -72,11 +72,11 @@ def of(place: str, attempt: str) -> list[str]:
     return [name for name in objects(place) if attempt in name]
 
 
-def until(reached: Callable[[], bool], what: str, timeout: float = 20) -> None:
+def until(reached: Callable[[], bool], what: str) -> None:
     """Polls storage, which sends no notification of changes, until ``reached``."""
-    end = time.monotonic() + timeout
+    end = time.monotonic() + BOUND_S
     while not reached():
-        assert time.monotonic() < end, f"not within {timeout} s: {what}"
+        assert time.monotonic() < end, f"not within {BOUND_S} s: {what}"
         time.sleep(0.05)
 
 
@@ -167,7 +167,7 @@ def load_version(place: str) -> torch.Tensor:
 def test_an_overwritten_checkpoint_stays_under_its_reader_and_goes_afterwards(
     client: Client, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(read_lease, "RENEW_S", 0.5)
+    monkeypatch.setattr(read_lease, "RENEW_S", 1.0)
     first = client.save(version(1), checkpoint_id=place)
     loaded, planner = version(0), Halting()
     problems: list[BaseException] = []
@@ -249,7 +249,7 @@ def test_the_first_is_read_until_the_second_is_committed(
 ) -> None:
     place = f"gs://bucket/{tmp_path.name}/step-1"
     client.save(version(1), checkpoint_id=place)
-    server.fault(kind="delay", method="POST", path="uploadType", seconds=0.3, times=-1)
+    server.fault(kind="delay", method="POST", path="uploadType", seconds=BOUND_S, times=-1)
     seen = []
     try:
         handle = client.async_save(version(2), checkpoint_id=place)
@@ -257,6 +257,7 @@ def test_the_first_is_read_until_the_second_is_committed(
             loaded = version(0)
             dcp.load(loaded, storage_reader=StorageReader(place), no_dist=True)
             seen.append(loaded["w"].unique().tolist())
+            server.release()
     finally:
         server.clear()
     handle.result(BOUND_S)

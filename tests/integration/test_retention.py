@@ -17,6 +17,7 @@ from pannier.client.config import load_settings
 from support.processes.cli import pannier
 from support.processes.daemons import Daemons
 from support.processes.ranks import run_ranks
+from support.processes.stretch import BOUND_S
 from support.states.dcp_readers import plain_load
 from support.storage.gcs_server import GcsServer
 
@@ -50,7 +51,7 @@ def names(root: str, **environment: str) -> list[str]:
 
 
 def until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + BOUND_S
     while not condition():
         assert time.monotonic() < deadline, f"{what} did not come about"
         time.sleep(0.1)

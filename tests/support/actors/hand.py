@@ -13,6 +13,7 @@ from pannier.wire import object_names, plan_codec
 from pannier.wire.errors import UnavailableError
 from support.actors.ranks_by_hand import local_plan, receipt_of, tensor
 from support.actors.scripted import TIMEOUT_S, Trainer, data_file
+from support.processes.stretch import BOUND_S
 
 
 class Hand(Trainer):
@@ -39,7 +40,7 @@ class Hand(Trainer):
             timeout_s=timeout_s,
             save_timeout_s=save_timeout_s,
         )
-        answer: sidecar_pb2.PlanResponse = self.call("Plan", request, timeout_s + 5)
+        answer: sidecar_pb2.PlanResponse = self.call("Plan", request, timeout_s + BOUND_S)
         return answer.plan
 
     def reuse_plan(
@@ -66,7 +67,7 @@ class Hand(Trainer):
         deadline = time.monotonic() + timeout_s
         while True:
             try:
-                answer: sidecar_pb2.PlanResponse = self.call("Plan", request, timeout_s + 5)
+                answer: sidecar_pb2.PlanResponse = self.call("Plan", request, timeout_s + BOUND_S)
                 break
             except UnavailableError:
                 if time.monotonic() > deadline:

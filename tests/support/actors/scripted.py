@@ -301,7 +301,7 @@ class Trainer:
         self, context: sidecar_pb2.SaveContext, timeout_s: float = TIMEOUT_S
     ) -> plan_pb2.FinalPlan:
         request = sidecar_pb2.PlanRequest(context=context, digest="d", timeout_s=timeout_s)
-        return self.call("Plan", request, timeout_s + 5).plan
+        return self.call("Plan", request, timeout_s + BOUND_S).plan
 
     def header(
         self, context: sidecar_pb2.SaveContext, middle: str, size: int

@@ -8,6 +8,7 @@ import json
 import re
 import uuid
 from collections.abc import AsyncIterator, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,8 @@ class Service:
     def __init__(self, directory: Path, buckets: Iterable[str] = ()) -> None:
         self.objects = Objects(directory)
         self.faults = Faults()
+        self.released = asyncio.Event()
+        """Ends the delays of requests that wait."""
         self.sessions: dict[str, Session] = {}
         self.requests: list[list[Any]] = []
         for name in buckets:
@@ -139,7 +142,8 @@ class Service:
             del self.requests[:-_KEPT_REQUESTS]
         try:
             if fault and fault.kind == "delay":
-                await asyncio.sleep(fault.seconds)
+                with suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(self.released.wait(), fault.seconds)
             if fault and fault.kind == "reset":
                 raise Cut
             if fault and fault.kind == "status":
@@ -467,6 +471,10 @@ class Service:
             self.faults.add(**await call.json())
         elif what == "faults" and method == "DELETE":
             self.faults.clear()
+        elif what == "faults" and method == "PUT":
+            self.faults.end_delays()
+            self.released.set()
+            self.released = asyncio.Event()
         elif what == "options" and method == "PUT":
             for name, value in (await call.json()).items():
                 if name not in OPTIONS:

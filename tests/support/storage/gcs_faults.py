@@ -14,7 +14,7 @@ class Fault:
 
     ``status``: answers with ``status`` instead of doing anything.
     ``reset``: closes the connection instead of answering, with nothing done.
-    ``delay``: waits ``seconds``, then continues.
+    ``delay``: waits ``seconds``, at most until delays are released, then continues.
     ``partial``: keeps the first ``bytes`` of the body, then resets the connection.
     ``lost``: does everything, then resets the connection instead of answering.
     ``corrupt``: flips a bit of the body before it is kept, or of the content that is sent.
@@ -84,6 +84,12 @@ class Faults:
 
     def clear(self) -> None:
         self.rules.clear()
+
+    def end_delays(self) -> None:
+        """Delays no request any more."""
+        for rule in self.rules:
+            if rule.kind == "delay":
+                rule.times = 0
 
     def find(self, method: str, path: str, **headers: str) -> Fault | None:
         """The first rule that befalls this request.

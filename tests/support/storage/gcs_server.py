@@ -88,6 +88,10 @@ class GcsServer:
         """Removes all rules."""
         self._admin("DELETE", "faults")
 
+    def release(self) -> None:
+        """Ends the delays; the other rules stay."""
+        self._admin("PUT", "faults")
+
     def options(self, **options: bool) -> None:
         """``ignore_preconditions`` (of writes and deletes), ``ignore_delete_preconditions``,
         ``ignore_checksums``.

@@ -16,8 +16,7 @@ import pytest
 from pannier.cli.commands.up import default_spool
 from support.processes.daemons import clean_environment, short_directory
 from support.processes.processes import Process, python
-
-READY_S = 10.0
+from support.processes.stretch import BOUND_S
 
 # Appends "<name> <pid>" to a file; on SIGTERM appends "<name> stopped" and exits with 0.
 OBEDIENT = """
@@ -58,7 +57,10 @@ class Up:
         self.processes: list[Process] = []
 
     def start(
-        self, sidecar: str = FOREVER, coordinator: str | None = FOREVER, margin: float = 20.0
+        self,
+        sidecar: str = FOREVER,
+        coordinator: str | None = FOREVER,
+        margin: float = 10 * BOUND_S,
     ) -> Process:
         commands = [
             python("-c", program, name, str(self.diary)) if program is not None else None
@@ -83,7 +85,7 @@ class Up:
         return [int(line.split()[1]) for line in self.notes() if _is_start(line, name)]
 
     def wait_for(self, condition: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + READY_S
+        deadline = time.monotonic() + BOUND_S
         while not condition():
             logs = "\n".join(process.log() for process in self.processes)
             assert time.monotonic() < deadline, f"{what} did not happen:\n{self.notes()}\n{logs}"
@@ -136,7 +138,7 @@ def test_a_symbolic_link_in_its_place_is_refused(up: Up, tmp_path: Path) -> None
     up.directory.rmdir()
     up.directory.symlink_to(tmp_path)
     process = up.start()
-    assert process.wait(READY_S) == 1
+    assert process.wait(BOUND_S) == 1
     assert "UnsafeDirectoryError" in process.log()
     up.directory.unlink()
 
@@ -176,13 +178,13 @@ def test_a_sidecar_of_a_coordinator_elsewhere_runs_alone(up: Up) -> None:
 def test_an_idle_sidecar_takes_the_coordinator_along(up: Up) -> None:
     idle = OBEDIENT + "import time\nwhile open(diary).read().count('\\n') < 2: time.sleep(0.01)\n"
     process = up.start(sidecar=idle)
-    assert process.wait(READY_S) == 0
+    assert process.wait(BOUND_S) == 0
     assert up.notes()[-1] == "coordinator stopped"
 
 
 def test_a_refused_configuration_is_not_tried_again(up: Up) -> None:
     process = up.start(sidecar=OBEDIENT + "sys.exit(2)")
-    assert process.wait(READY_S) == 2
+    assert process.wait(BOUND_S) == 2
     assert len(up.pids("sidecar")) == 1
     assert "refuses its configuration" in process.log()
 
@@ -205,8 +207,8 @@ def test_a_second_sigterm_hurries(up: Up, stubborn: str) -> None:
     else:
         up.wait_for(lambda: not (up.directory / "up.pid").exists(), "the beginning of the end")
     process.signal(signal.SIGTERM)
-    # Whichever was waited for at that moment: nothing of the 20 s is waited out.
-    assert process.wait(READY_S) == 0
+    # Whichever was waited for at that moment: nothing of the margin is waited out.
+    assert process.wait(BOUND_S) == 0
     assert not psutil.pid_exists(up.pids("coordinator")[0])
     assert not psutil.pid_exists(up.pids("sidecar")[0])
 
@@ -215,7 +217,7 @@ def test_only_one_supervisor_per_directory(up: Up) -> None:
     first = up.start()
     up.both_started()
     second = up.start()
-    assert second.wait(READY_S) == 17
+    assert second.wait(BOUND_S) == 17
     assert f"process {first.pid} already supervises {up.directory}" in second.log()
     assert first.returncode is None
     first.stop()
@@ -227,7 +229,7 @@ def test_a_successor_waits_for_one_that_is_just_leaving(up: Up) -> None:
     first.signal(signal.SIGTERM)
     up.wait_for(lambda: not (up.directory / "up.pid").exists(), "the beginning of the end")
     second = up.start()
-    first.wait(READY_S)
+    first.wait(BOUND_S)
     up.both_started(times=2)
     assert second.stop() == 0
 
@@ -239,7 +241,7 @@ def test_daemons_end_with_a_killed_supervisor_and_a_new_one_can_start(up: Up) ->
     up.wait_for(
         lambda: {"sidecar stopped", "coordinator stopped"} <= set(up.notes()), "both daemons' end"
     )
-    first.wait(READY_S)
+    first.wait(BOUND_S)
     second = up.start()
     up.both_started(times=2)
     assert second.stop() == 0

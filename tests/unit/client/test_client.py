@@ -253,7 +253,7 @@ def test_a_planner_that_raises_ends_the_save_on_all_ranks(
     assert failure.kind == save_pb2.FAILURE_KIND_CLIENT
     assert "today" in failure.message
     # No handle was returned, so nothing is left to be raised.
-    client.wait_all(1)
+    client.wait_all(BOUND_S)
     client.save(state(), checkpoint_id="/x/z")
     assert numbers(sidecar, sidecar_pb2.HandOverRequest) == [2]
 
@@ -598,8 +598,8 @@ def test_raise_raises(busy: Client) -> None:
 
 
 def test_wait_waits(busy: Client) -> None:
-    threading.Timer(0.3, busy.hold.set).start()  # type: ignore[attr-defined]
     began = time.monotonic()
+    threading.Timer(0.3, busy.hold.set).start()  # type: ignore[attr-defined]
     busy.async_save(state(), checkpoint_id="/x/second").result(BOUND_S)
     assert time.monotonic() - began > 0.25
 
@@ -628,7 +628,7 @@ def test_a_skip_elsewhere_skips_here(client: Client, sidecar: ScriptedSidecar) -
         handle.result(0)
     with pytest.raises(SaveSkippedError):
         client.async_save(state(), checkpoint_id="/x/y")
-    client.wait_all(1)
+    client.wait_all(BOUND_S)
 
 
 # Ending.
@@ -697,7 +697,7 @@ def run(sidecar: ScriptedSidecar, code: str) -> subprocess.CompletedProcess[str]
         env=clean_environment({"PANNIER_SIDECAR": sidecar.address}),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=2 * BOUND_S,
         check=False,
     )
 
@@ -718,7 +718,7 @@ def test_an_error_at_exit_is_seen(sidecar: ScriptedSidecar) -> None:
     done = run(
         sidecar,
         "import pannier.client.transport.save_status as s; s._ABORT_S = 0.1\n"
-        "h = client.async_save(state, checkpoint_id='/x/y'); h.wait(10)",
+        "h = client.async_save(state, checkpoint_id='/x/y'); h.wait(60)",
     )
     assert "rank 1 died" in done.stderr
     # Also where logs go nowhere, and to the process' error reporting.
@@ -727,7 +727,7 @@ def test_an_error_at_exit_is_seen(sidecar: ScriptedSidecar) -> None:
         "import logging; logging.disable()\n"
         "sys.excepthook = lambda kind, error, _: print('HOOK', kind.__name__, error)\n"
         "import pannier.client.transport.save_status as s; s._ABORT_S = 0.1\n"
-        "h = client.async_save(state, checkpoint_id='/x/y'); h.wait(10)",
+        "h = client.async_save(state, checkpoint_id='/x/y'); h.wait(60)",
     )
     assert "HOOK SaveAbortedError rank 1 died" in quiet.stdout
 

@@ -15,6 +15,7 @@ from pannier.v1 import records_pb2, save_pb2, sidecar_pb2
 from pannier.wire import addresses, chunk_codec, errors, limits
 from support.actors.hosts import Host, await_true, running_host
 from support.actors.scripted import PLAN_ID, Trainer, WriteStream, attempt_of
+from support.processes.stretch import BOUND_S
 
 MIB = 1 << 20
 
@@ -43,7 +44,7 @@ def test_a_message_above_the_limit_is_refused_by_size(host: Host) -> None:
     with grpc.insecure_channel(host.address, options=options) as channel:
         call = channel.unary_unary("/pannier.v1.Sidecar/HandOver")
         with pytest.raises(grpc.RpcError) as caught:
-            call(bytes(too_big), timeout=30)
+            call(bytes(too_big), timeout=BOUND_S)
     error = errors.from_rpc_error(caught.value, peer="the sidecar")
     assert isinstance(error, errors.InvalidRequestError)
     for word in ("above its limit", str(too_big), str(chunk_codec.MAX_MESSAGE_BYTES)):
@@ -83,24 +84,26 @@ def test_streams_that_say_nothing_are_cut(host: Host, monkeypatch: pytest.Monkey
     host.start()
     trainer = host.trainer()
     mute = trainer.channel.stream_stream("/pannier.v1.Sidecar/Write")(
-        iter(threading.Event().wait, True), timeout=20
+        iter(threading.Event().wait, True), timeout=BOUND_S
     )
     context = trainer.context(host.id())
     with trainer.stream(trainer.header(context, "0", MIB)) as begun:
         assert begun.committed() == 0
         streams = host.sidecar._servicer.open_streams
-        cut = [0]
 
         def both_cut() -> bool:
-            cut[0] += streams.cancel_idle()
-            return cut[0] >= 2
+            streams.cancel_idle()
+            return mute.done() and begun._call.done()
 
         await_true(both_cut, "both were idle for too long")
+        assert mute.code() is not grpc.StatusCode.DEADLINE_EXCEEDED
         with pytest.raises((errors.PannierError, AssertionError)):
             begun.committed()
         with pytest.raises(grpc.RpcError):
             next(mute)
     # An honest one that was stopped meanwhile goes on with another stream.
+    monkeypatch.setattr(idle_streams, "NO_HEADER_S", BOUND_S)
+    monkeypatch.setattr(idle_streams, "IDLE_S", BOUND_S)
     trainer.hand_over(context, trainer.write(context, "0", b"x" * MIB))
 
 
@@ -183,7 +186,7 @@ def test_connections_have_a_limit_and_those_within_it_are_served(
 
         def knock() -> socket.socket:
             connection = stack.enter_context(socket.socket(socket.AF_UNIX))
-            connection.settimeout(10)
+            connection.settimeout(BOUND_S)
             connection.connect(path)
             connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _settings())
             return connection
@@ -209,7 +212,7 @@ def test_a_flood_of_pings_keeps_no_client_out(host: Host) -> None:
     host.start()
     trainer = host.trainer()
     request = sidecar_pb2.PingRequest(job="job", incarnation="inc1", rank=0, client="c1")
-    answers = [trainer.stub.Ping.future(request, timeout=20) for _ in range(2000)]
+    answers = [trainer.stub.Ping.future(request, timeout=BOUND_S) for _ in range(2000)]
     serves(host)
     codes = {answer.code() for answer in answers}
     # The last one: more calls on a connection than it takes, before it could say so.
