@@ -11,6 +11,7 @@ from pannier.client import Client, SaveAbortedError
 from pannier.client.config import load_settings
 from support.processes.daemons import Daemons, clean_environment
 from support.processes.processes import MARKER, SESSION, python
+from support.processes.stretch import BOUND_S
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -76,7 +77,7 @@ def test_a_life_that_began_before_another_saved_does_not_follow_it(
         assert late.stdout.readline() == "None\n"
         with life(daemons, 0, monkeypatch) as newer:
             save(newer, tmp_path / "step-1")
-            out, _ = late.communicate("go on\n", timeout=60)
+            out, _ = late.communicate("go on\n", timeout=2 * BOUND_S)
             assert "is not its newest" in out
             save(newer, tmp_path / "step-2")
     assert not (tmp_path / "late" / ".metadata").exists()

@@ -23,6 +23,7 @@ from support.processes.cli import pannier
 from support.processes.daemons import Daemons, clean_environment
 from support.processes.processes import MARKER, SESSION, python
 from support.processes.ranks import free_port
+from support.processes.stretch import BOUND_S
 
 PHASES = ("staged", "ingested", "uploaded", "durable")
 VARYING = ("seconds_since_seen", "deadline_s")
@@ -230,7 +231,7 @@ def test_page_status_watch_and_metrics_say_the_same_during_a_save(
         cells = browser.page.locator("#ranks tr").last.locator("td").all_text_contents()
         assert cells[:7] == ["0", "node-0", "DURABLE", "4.0 MiB", "4.0 MiB", "4.0 MiB", "4.0 MiB"]
         party.ingest(checkpoint, 1, {1: agreed[1]})
-        output, _ = watching.communicate(timeout=60)
+        output, _ = watching.communicate(timeout=2 * BOUND_S)
         assert watching.returncode == 0
     ended = until(
         lambda: site.save(checkpoint), lambda save: save["state"] == "SAVE_STATE_COMMITTED"

@@ -18,6 +18,7 @@ from support.network.other_user import may_connect, needs_root
 from support.processes.cli import pannier
 from support.processes.daemons import Daemons
 from support.processes.ranks import free_port
+from support.processes.stretch import BOUND_S
 
 
 class Secured:
@@ -84,7 +85,7 @@ def test_no_certificate_plaintext_and_another_ca_are_refused(
             pytest.raises(grpc.RpcError, match="UNAVAILABLE"),
         ):
             status_pb2_grpc.StatusStub(anonymous).ListSaves(
-                status_pb2.ListSavesRequest(), timeout=5
+                status_pb2.ListSavesRequest(), timeout=BOUND_S
             )
     assert not (tmp_path / "never").exists()
     # They have done no harm.

@@ -14,6 +14,7 @@ from support.network.otel_collector import Collector, Span, collecting
 from support.network.status_pages import until
 from support.processes.daemons import Daemons, clean_environment
 from support.processes.ranks import start_ranks
+from support.processes.stretch import BOUND_S
 from support.processes.watching import ABORTED, await_save
 
 TRAINER = """
@@ -145,7 +146,7 @@ def quiet(*arguments: str, **environment: str) -> str:
         env=clean_environment(environment),
         capture_output=True,
         text=True,
-        timeout=25,
+        timeout=BOUND_S,
         check=True,
     )
     return done.stdout.strip()

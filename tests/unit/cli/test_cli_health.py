@@ -109,7 +109,7 @@ def test_nothing_but_health_is_served_there(daemon: FakeDaemon, address: str) ->
     with grpc.insecure_channel(address) as channel:
         for method in ("pannier.v1.Status/ListSaves", "grpc.health.v1.Health/Watch"):
             with pytest.raises(grpc.RpcError) as caught:
-                channel.unary_unary(f"/{method}")(b"", timeout=10)
+                channel.unary_unary(f"/{method}")(b"", timeout=BOUND_S)
             assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
     unknown = pannier("health", "--address", address, "--service", "nonsense")
     assert unknown.code == 2
@@ -183,7 +183,7 @@ def test_a_sidecar_that_recovers_is_alive_and_not_ready(monkeypatch: pytest.Monk
         shutil.rmtree(directory)
 
 
-def ask(address: str, service: str, timeout: float = 10) -> str:
+def ask(address: str, service: str, timeout: float = BOUND_S) -> str:
     """A status' name, or a code's."""
     with grpc.insecure_channel(address) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)

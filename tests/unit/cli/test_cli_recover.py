@@ -21,6 +21,7 @@ from support.actors.ranks_by_hand import context, local_plan, rank_plans, receip
 from support.processes.cli import pannier
 from support.processes.daemons import clean_environment
 from support.processes.processes import MARKER, SESSION, python
+from support.processes.stretch import BOUND_S
 from support.storage.checkpoints import write, write_attempt, write_decision
 
 FIRST, SECOND = "i1-aa-g83b97b85-s1", "i1-aa-g83b97b85-s2"
@@ -158,7 +159,7 @@ def test_without_torch_what_needs_none_is_done(tmp_path: Path, candidate: bool) 
         env={**clean_environment(), MARKER: SESSION},
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=BOUND_S,
         check=False,
     )
     assert done.returncode == (0 if candidate else 1), done

@@ -324,7 +324,7 @@ def no_rank_waits_longer_than_its_time_out() -> None:
     dist.barrier()
     if dist.get_rank() == 0:
         assert latest(os.environ["ROOT"] + "/waiting") is None
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 60
 
 
 SCENARIOS = (

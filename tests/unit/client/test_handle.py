@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 from pannier.client.handle import Resolver, SaveHandle, SaveResult, UnretrievedErrors
 from pannier.v1 import save_pb2
 from pannier.wire.errors import SaveAbortedError
+from support.processes.stretch import BOUND_S
 
 RESULT = SaveResult("/x/y", "i1-a1-g00000000-s1", 10, 20, {"plan": 0.1})
 
@@ -57,7 +58,7 @@ def test_it_cannot_be_cancelled() -> None:
 def test_concurrent_futures_and_asyncio_take_it() -> None:
     handle, resolver = make()
     threading.Timer(0.05, lambda: resolver.resolve(RESULT)).start()
-    done, pending = concurrent.futures.wait([handle], timeout=5)
+    done, pending = concurrent.futures.wait([handle], timeout=BOUND_S)
     assert (done, pending) == ({handle}, set())
     assert list(concurrent.futures.as_completed([handle])) == [handle]
 

@@ -26,6 +26,7 @@ from pannier.common import env_fingerprint
 from pannier.v1 import save_pb2, status_pb2, status_pb2_grpc
 from pannier.wire import addresses
 from pannier.wire.errors import ConfigurationError, UnavailableError
+from support.actors.scripted_sidecar import wait_until
 from support.processes.daemons import short_directory
 from support.processes.stretch import BOUND_S
 
@@ -144,9 +145,15 @@ def test_daemons_that_end_while_starting_are_an_error_with_their_last_words(
 def test_daemons_that_do_not_come_up_are_an_error_with_their_last_words(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launcher, "START_S", 0.5)
-    monkeypatch.setattr(launcher, "_accepts", lambda _: False)
-    with pytest.raises(UnavailableError, match=r"(?s)did not start within 0.5 s.*starting up"):
+    def never_accepts(_: object) -> bool:
+        log = directory / launcher.LOG
+        if log.exists():
+            wait_until(lambda: "starting up" in log.read_text())
+        return False
+
+    monkeypatch.setattr(launcher, "START_S", 0.2)
+    monkeypatch.setattr(launcher, "_accepts", never_accepts)
+    with pytest.raises(UnavailableError, match=r"(?s)did not start within 0.2 s.*starting up"):
         launcher.ensure(Settings(runtime_dir=directory))
 
 

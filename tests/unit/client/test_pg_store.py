@@ -20,7 +20,7 @@ from support.processes.stretch import BOUND_S
 def begin(
     store: Any, rank: int, text: str, *, size: int = 4, who: str = "", since: float | None = None
 ) -> tuple[int, str]:
-    return RankStore(rank, timeout_s=5, store=store, since=since).begin_incarnation(
+    return RankStore(rank, timeout_s=BOUND_S, store=store, since=since).begin_incarnation(
         text, size=size, who=who
     )
 
@@ -127,13 +127,13 @@ def test_an_answer_is_given_while_torch_waits_in_the_store() -> None:
 
 
 def test_claims_counts_and_what_is_not_there() -> None:
-    here = RankStore(0, timeout_s=5, store=dist.HashStore())
+    here = RankStore(0, timeout_s=BOUND_S, store=dist.HashStore())
     assert here.read("key") is None
     assert here.claim("key", "one") == "one"
     assert here.claim("key", "other") == "one"
     assert here.read("key") == "one"
     assert [here.count("n", more) for more in (0, 1, 2, 0)] == [0, 1, 3, 3]
-    assert here.poll(lambda: here.read("key"), 5) == "one"
+    assert here.poll(lambda: here.read("key"), BOUND_S) == "one"
     assert here.poll(lambda: here.read("none"), 0.05) is None
 
 

@@ -8,6 +8,7 @@ import pytest
 from pannier.client.loading.filesystem import StorageDir, open_dir
 from pannier.client.loading.range_reader import GAP_BYTES, PIECE_BYTES, Range, read_ranges
 from pannier.wire.errors import StorageError
+from support.processes.stretch import BOUND_S
 
 
 @pytest.fixture
@@ -79,7 +80,7 @@ def test_long_ranges_are_read_in_pieces_side_by_side(
     tmp_path: Path, place: StorageDir, reads: Reads
 ) -> None:
     content = fill(tmp_path, "a", 2 * PIECE_BYTES + 5)
-    both = threading.Barrier(3, timeout=20)
+    both = threading.Barrier(3, timeout=BOUND_S)
     reads.before = lambda: both.wait() and None
     ((_, view),) = read_ranges(place, [Range("a", 0, len(content))], threads=3, memory_bytes=1)
     assert view == content

@@ -18,8 +18,9 @@ from pannier.common import env_fingerprint
 from pannier.wire import addresses
 from pannier.wire.errors import ConfigurationError, DeadlineError, UnavailableError
 from support.processes.ranks import free_port
+from support.processes.stretch import BOUND_S
 
-SETTINGS = Settings(plan_timeout=20.0)
+SETTINGS = Settings(plan_timeout=BOUND_S)
 TLS = TlsBundle(cert="cert", key="key", ca="ca")
 
 
@@ -37,7 +38,7 @@ def convened(monkeypatch: pytest.MonkeyPatch) -> list[tuple[HostInfo, str | None
         return Rendezvous("w", "job j", "10.0.0.1:7070", own, TLS)
 
     monkeypatch.setattr(rendezvous, "_start_coordinator", convene)
-    monkeypatch.setattr(rendezvous, "PATIENCE_S", 1.0)
+    monkeypatch.setattr(rendezvous, "PATIENCE_S", 2.5)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
     return found
@@ -56,7 +57,7 @@ class Ranks:
         own = self.spots[rank]
         assert own is not None
         assert self.first is not None
-        rank_store = RankStore(rank, timeout_s=20, store=self.store)
+        rank_store = RankStore(rank, timeout_s=BOUND_S, store=self.store)
         return agree(rank_store, 1, own, self.first, size=len(self.spots), settings=self._settings)
 
     def run(self) -> list[Rendezvous | Exception | None]:

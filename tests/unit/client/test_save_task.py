@@ -346,7 +346,7 @@ def test_a_full_spool_does_not_keep_a_process_from_ending(sidecar: ScriptedSidec
         env={**os.environ, "PANNIER_SIDECAR": sidecar.address, "PANNIER_JOB": "ending"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=2 * BOUND_S,
         check=False,
     )
     assert re.search(r"save ending/\S+ to /x/y is given up, .*: the spool /s is full", ended.stderr)

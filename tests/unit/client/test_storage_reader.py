@@ -32,6 +32,7 @@ from pannier.wire.errors import (
     PannierError,
     StorageError,
 )
+from support.processes.stretch import BOUND_S
 from support.states.bits import differences
 from support.storage import checkpoints
 from support.storage.gcs_server import GcsServer
@@ -498,7 +499,7 @@ def test_gcsfs_layout_lookup_is_off_unless_the_user_wants_it(setting: str | None
         env=env,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=2 * BOUND_S,
         check=True,
     )
     expected = "true ExtendedGcsFileSystem" if setting else "false GCSFileSystem"

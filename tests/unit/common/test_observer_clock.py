@@ -25,7 +25,7 @@ from pannier.v1 import save_pb2
 from pannier.wire import object_names
 from pannier.wire.errors import DeadlineError
 from support.actors.ranks_by_hand import context
-from support.processes.stretch import BOUND_S
+from support.processes.stretch import BOUND_S, until
 
 
 class Machine:
@@ -245,6 +245,8 @@ def test_a_coordinator_that_was_blocked_waits_for_sidecars_to_come_back(
                 watch.open_stream("node-0", "old")
             observer_clock.clock.tick(60.0)
             machine.seconds += 1
+            if not back:
+                await until(lambda: save.outcome.possible_losses)
             await asyncio.sleep(0.1)
         assert bool(save.outcome.possible_losses) is not back
 

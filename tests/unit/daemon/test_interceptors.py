@@ -17,7 +17,7 @@ from support.processes.stretch import BOUND_S
 def call(channel: grpc.Channel, method: str, request: Any) -> errors.PannierError:
     stub = sidecar_pb2_grpc.SidecarStub(channel)
     with pytest.raises(grpc.RpcError) as raised:
-        getattr(stub, method)(request, timeout=10)
+        getattr(stub, method)(request, timeout=BOUND_S)
     return errors.from_rpc_error(raised.value, peer="sidecar")
 
 
@@ -101,7 +101,9 @@ def test_too_many_calls_at_a_time_are_no_fault_of_the_message(sockets: Path) -> 
 
 
 def test_a_stream_ends_with_its_error(channel: grpc.Channel) -> None:
-    stream = sidecar_pb2_grpc.SidecarStub(channel).Connect(sidecar_pb2.ConnectRequest(), timeout=10)
+    stream = sidecar_pb2_grpc.SidecarStub(channel).Connect(
+        sidecar_pb2.ConnectRequest(), timeout=BOUND_S
+    )
     assert next(stream).welcome.host == "here"
     with pytest.raises(grpc.RpcError) as raised:
         next(stream)

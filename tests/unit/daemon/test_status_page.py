@@ -15,6 +15,7 @@ from pannier.daemon.status_registry import StatusRegistry
 from pannier.daemon.status_service import Backlog, DaemonInfo
 from pannier.v1 import save_pb2
 from pannier.wire.errors import InvalidRequestError, PannierError, UnavailableError
+from support.processes.stretch import BOUND_S
 
 
 class Site:
@@ -117,9 +118,9 @@ def test_statuses_are_rendered_on_the_event_loop_and_a_loop_that_hangs_is_an_err
         with pytest.raises(ZeroDivisionError):
             read_state(lambda: 1 // 0)
         monkeypatch.setattr(status_page, "_LOOP_TIMEOUT_S", 0.1)
-        loop.call_soon_threadsafe(go.wait, 60)
+        loop.call_soon_threadsafe(go.wait, BOUND_S)
         with pytest.raises(UnavailableError, match="did not respond within"):
             read_state(lambda: True)
         go.set()
-        monkeypatch.setattr(status_page, "_LOOP_TIMEOUT_S", 10.0)
+        monkeypatch.setattr(status_page, "_LOOP_TIMEOUT_S", BOUND_S)
         assert read_state(lambda: True)

@@ -9,22 +9,23 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
 
 from pannier.v1 import save_pb2, status_pb2, status_pb2_grpc
 from support.network.in_process_server import KEY, SAVE, Served
+from support.processes.stretch import BOUND_S
 
 
 def test_status_lists_gets_and_watches(served: Served, channel: grpc.Channel) -> None:
     stub = status_pb2_grpc.StatusStub(channel)
     served.status_registry.put(SAVE, "/c/step-1", served.render)
-    listed = stub.ListSaves(status_pb2.ListSavesRequest(job="job"), timeout=10)
+    listed = stub.ListSaves(status_pb2.ListSavesRequest(job="job"), timeout=BOUND_S)
     assert [save.id for save in listed.saves] == [KEY]
     assert (listed.host, listed.daemon_state) == ("node-0", "serving")
-    assert not stub.ListSaves(status_pb2.ListSavesRequest(job="other"), timeout=10).saves
+    assert not stub.ListSaves(status_pb2.ListSavesRequest(job="other"), timeout=BOUND_S).saves
     aborted = status_pb2.ListSavesRequest(states=[save_pb2.SAVE_STATE_ABORTED])
-    assert not stub.ListSaves(aborted, timeout=10).saves
+    assert not stub.ListSaves(aborted, timeout=BOUND_S).saves
     for name in (KEY, "/c/step-1"):
-        found = stub.GetSave(status_pb2.GetSaveRequest(id=name), timeout=10)
+        found = stub.GetSave(status_pb2.GetSaveRequest(id=name), timeout=BOUND_S)
         assert found.save.checkpoint_id == "/c/step-1"
 
-    watched = stub.WatchSave(status_pb2.WatchSaveRequest(id="/c/step-1"), timeout=10)
+    watched = stub.WatchSave(status_pb2.WatchSaveRequest(id="/c/step-1"), timeout=BOUND_S)
     assert next(watched).save.state == save_pb2.SAVE_STATE_PLANNING
     for state in (save_pb2.SAVE_STATE_UPLOADING, save_pb2.SAVE_STATE_COMMITTED):
         served.state = state
@@ -34,7 +35,7 @@ def test_status_lists_gets_and_watches(served: Served, channel: grpc.Channel) ->
 
     served.status_registry.remove(KEY)
     with pytest.raises(grpc.RpcError) as raised:
-        stub.GetSave(status_pb2.GetSaveRequest(id=KEY), timeout=10)
+        stub.GetSave(status_pb2.GetSaveRequest(id=KEY), timeout=BOUND_S)
     assert raised.value.code() is grpc.StatusCode.NOT_FOUND
     assert KEY in raised.value.details()
 
@@ -44,14 +45,14 @@ def test_draining_shows_in_health_and_status(served: Served, channel: grpc.Chann
 
     def health(service: str) -> int:
         request = health_pb2.HealthCheckRequest(service=service)
-        return stub.Check(request, timeout=10).status
+        return stub.Check(request, timeout=BOUND_S).status
 
     services = ("", "pannier.v1.Sidecar", "pannier.v1.Status")
     assert {health(service) for service in services} == {health_pb2.HealthCheckResponse.SERVING}
     served.drain()
     assert {health(service) for service in services} == {health_pb2.HealthCheckResponse.NOT_SERVING}
     listed = status_pb2_grpc.StatusStub(channel).ListSaves(
-        status_pb2.ListSavesRequest(), timeout=10
+        status_pb2.ListSavesRequest(), timeout=BOUND_S
     )
     assert listed.daemon_state == "draining"
 

@@ -57,7 +57,7 @@ def call(
 ) -> Answer:
     request = urllib.request.Request(url, data=data, method=method, headers=headers or {})
     try:
-        with urllib.request.build_opener(_NoRedirects).open(request, timeout=20) as response:
+        with urllib.request.build_opener(_NoRedirects).open(request, timeout=BOUND_S) as response:
             return Answer(response.status, response.headers, response.read())
     except urllib.error.HTTPError as error:
         with error:

@@ -22,6 +22,7 @@ from pannier.storage.local import atomic_file
 from pannier.storage.local import store as local
 from support.actors.scripted_sidecar import wait_until
 from support.processes.cli import pannier
+from support.processes.stretch import BOUND_S
 from support.storage.sources import FileSource, some_bytes
 
 
@@ -263,14 +264,22 @@ def test_a_process_ends_though_calls_hang() -> None:
         "from pannier.storage import io_threads\n"
         "io_threads.PATIENCE_S = 0.05\n"
         "pool = io_threads.Threads('/dead', patience_s=0.05)\n"
+        "begun = threading.Event()\n"
+        "def hang():\n"
+        "    begun.set()\n"
+        "    threading.Event().wait()\n"
         "async def main():\n"
-        "    task = asyncio.create_task(pool.run(threading.Event().wait))\n"
-        "    await asyncio.sleep(0.1)\n"
+        "    task = asyncio.create_task(pool.run(hang))\n"
+        "    await asyncio.to_thread(begun.wait)\n"
         "asyncio.run(main())\n"
         "print('ended', pool.hung)\n"
     )
     ended = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=2 * BOUND_S,
+        check=True,
     )
     assert ended.stdout == "ended 1\n"
 
@@ -351,7 +360,7 @@ def test_reading_functions_and_commands_name_a_pipe(pipes: Path) -> None:
         [sys.executable, "-c", READING, str(pipes)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=2 * BOUND_S,
         check=True,
     )
     assert "is not a regular file" in ended.stdout.splitlines()[0]

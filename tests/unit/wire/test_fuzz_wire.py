@@ -25,6 +25,7 @@ from support.actors.hosts import Host, running_host
 from support.actors.scripted import Trainer
 from support.fuzzing import FUZZ, accepted, messages
 from support.plan_messages import FLOAT32, columns, make_items, tables_of
+from support.processes.stretch import BOUND_S
 
 ATTEMPT = "i1-a1-g00000000-s1"
 MIB = 1 << 20
@@ -236,7 +237,7 @@ def test_a_stream_of_anything_ends_by_name_and_leaves_nothing(
             # Longer than any answer takes.
             ended.wait(0.2)
 
-        call = trainer.channel.stream_stream("/pannier.v1.Sidecar/Write")(speak(), timeout=20)
+        call = trainer.channel.stream_stream("/pannier.v1.Sidecar/Write")(speak(), timeout=BOUND_S)
         assert len(list(_answers(call))) <= 1
         ended.set()
         assert call.code() in _REFUSALS, call.details()
@@ -276,7 +277,7 @@ def test_a_call_of_anything_is_answered_or_refused(
             request.context.CopyFrom(trainer.context(host.id()))
         elif hasattr(request, "context"):
             assume(request.context.ByteSize() or method != "Fail")
-        call = getattr(trainer.stub, method).future(request, timeout=20)
+        call = getattr(trainer.stub, method).future(request, timeout=BOUND_S)
         assert call.code() in _REFUSALS, call.details()
     known = host.sidecar.saves.undecided()
     assert all(os.path.commonpath([save.checkpoint_id, str(host.root)]) for save in known)

@@ -18,6 +18,7 @@ from pannier.wire.errors import ConfigurationError
 from pannier.wire.tls import Tls, open_channel, tls_of
 from support.network.certificates import Authority, Files
 from support.processes.ranks import free_port
+from support.processes.stretch import BOUND_S
 
 
 @pytest.fixture
@@ -138,7 +139,7 @@ def asked(address: str, files: Files | None) -> str:
     with open_channel(address, channel_options(), tls(files) if files else None) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         try:
-            answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=5)
+            answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=BOUND_S)
         except grpc.RpcError as error:
             return str(error.code().name)
     return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
@@ -159,7 +160,7 @@ def test_only_what_the_ca_signed_is_let_in(authority: Authority, tmp_path: Path)
         ) as anonymous:
             with pytest.raises(grpc.RpcError) as raised:
                 health_pb2_grpc.HealthStub(anonymous).Check(
-                    health_pb2.HealthCheckRequest(), timeout=5
+                    health_pb2.HealthCheckRequest(), timeout=BOUND_S
                 )
             assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
         assert asked(address, client) == "SERVING"
