@@ -45,9 +45,8 @@ def check(client: Client, target: str, name: str, value: float) -> None:
     assert bool((loaded[name] == value).all())
 
 
-def await_stopped(daemons: Daemons) -> None:
-    """Returns when the sidecar has come to the point at which it stops itself."""
-    pid = daemons.sidecar.pid
+def await_stopped(pid: int) -> None:
+    """Returns when the process has come to the point at which it stops itself."""
     wait_until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
 
 
@@ -62,7 +61,7 @@ def test_a_trainer_that_gets_sigterm_goes_when_its_save_is_ingested(
     sidecar.restart()
     with start_ranks(TRAINER, 1, environment, torchrun=False) as ranks:
         order(tmp_path, 1, 0, mib=MIB)
-        await_stopped(daemons)
+        await_stopped(daemons.sidecar.pid)
         trainer = ranks.processes[0]
         trainer.signal(signal.SIGTERM)
         time.sleep(1)
@@ -83,9 +82,9 @@ def test_a_trainer_that_wakes_up_late_changes_nothing_and_gets_an_error(
         GO=str(tmp_path), ROOT=str(tmp_path / "root"), PANNIER_TRANSPORT="streamed"
     )
     with start_ranks(TRAINER, 1, environment, torchrun=False) as ranks:
-        order(tmp_path, 1, 0, mib=MIB, timeout=9)
+        order(tmp_path, 1, 0, mib=MIB, timeout=9, stop_at=40)
         await_save(daemons.sidecar_address, target, streaming)
-        ranks.processes[0].pause()
+        await_stopped(ranks.processes[0].pid)
         await_save(daemons.coordinator_address, target, lambda s: s.state == ABORTED)
         for name, value in daemons.env().items():
             monkeypatch.setenv(name, value)
@@ -111,7 +110,7 @@ def test_a_sidecar_that_is_gone_for_good_is_named_at_the_deadline(
     state = {"w": torch.ones(MIB << 18)}
     began = time.monotonic()
     handle = client.async_save(state, checkpoint_id=str(tmp_path / "root" / "1"), timeout=9)
-    await_stopped(daemons)
+    await_stopped(daemons.sidecar.pid)
     daemons.sidecar.kill()
     assert handle.status().bytes_ingested < handle.status().bytes
     with pytest.raises(SaveSkippedError):
@@ -142,7 +141,7 @@ def test_a_sidecar_that_is_killed_and_loses_its_spool_gets_everything_again(
 
     def stop_halfway(source: FileSource, start: int) -> Iterator[Any]:
         for index, chunk in enumerate(chunks(source, start)):
-            assert index < 8 or killed.wait(BOUND_S)
+            assert index < 40 or killed.wait(BOUND_S)
             yield chunk
 
     monkeypatch.setattr(FileSource, "chunks", stop_halfway)
