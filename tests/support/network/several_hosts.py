@@ -131,7 +131,7 @@ class Job:
                 *("-m", "torch.distributed.run", f"--nnodes={len(hosts)}"),
                 *(f"--nproc-per-node={count}", "--rdzv-backend=c10d", "--rdzv-id=job"),
                 f"--rdzv-endpoint={store.address}:{RENDEZVOUS}",
-                f"--rdzv-conf=is_host={int(host is store)},join_timeout=60",
+                f"--rdzv-conf=is_host={int(host is store)},join_timeout=120",
                 *(f"--local-addr={host.address}", "--redirects=3", f"--log-dir={own}"),
                 *(*arguments, str(script)),
             ]

@@ -5,9 +5,9 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
-from tempfile import TemporaryFile
+from tempfile import NamedTemporaryFile, TemporaryFile
 from typing import Any
 
 from support.processes import fork_server
@@ -58,7 +58,16 @@ def pannier(*arguments: str, env: Mapping[str, str] = {}, timeout: float = BOUND
     """Runs ``pannier`` with these arguments to its end, in a process of its own."""
     environment = {**clean_environment(env), MARKER: SESSION, "COLUMNS": "200"}
     command = ["-m", "pannier.cli", *arguments]
-    server = fork_server.server_for(fork_server.modules_of("".join(arguments[:1])), environment)
+    return _run(command, fork_server.modules_of("".join(arguments[:1])), environment, timeout)
+
+
+def _run(
+    command: Sequence[str],
+    imported: tuple[str, ...],
+    environment: Mapping[str, str],
+    timeout: float,
+) -> Result:
+    server = fork_server.server_for(imported, environment)
     if server is None:
         done = subprocess.run(
             python(*command),
@@ -81,3 +90,19 @@ def pannier(*arguments: str, env: Mapping[str, str] = {}, timeout: float = BOUND
             file.seek(0)
             texts.append(file.read())
     return Result(code, *texts)
+
+
+def run_python(
+    code: str, *arguments: str, env: Mapping[str, str], timeout: float = 2 * BOUND_S
+) -> Result:
+    """Runs a program of torch and the client, to its end, in a process of its own.
+
+    Args:
+        code: ``sys.argv[1:]`` are ``arguments``.
+        env: the whole environment, as of :func:`clean_environment`.
+    """
+    environment = {**env, MARKER: SESSION}
+    with NamedTemporaryFile("w", suffix=".py") as script:
+        script.write(code)
+        script.flush()
+        return _run([script.name, *arguments], fork_server.TORCH, environment, timeout)

@@ -5,8 +5,6 @@ import inspect
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -41,6 +39,7 @@ from pannier.wire.errors import (
     UnavailableError,
 )
 from support.actors.scripted_sidecar import ScriptedSidecar, wait_until
+from support.processes.cli import Result, run_python
 from support.processes.daemons import clean_environment
 from support.processes.stretch import BOUND_S
 
@@ -685,27 +684,20 @@ def test_configure_comes_first(monkeypatch: pytest.MonkeyPatch, sidecar: Scripte
     api.close()
 
 
-def run(sidecar: ScriptedSidecar, code: str) -> subprocess.CompletedProcess[str]:
+def run(sidecar: ScriptedSidecar, code: str) -> Result:
     head = (
         "import os, sys, torch\n"
         "from pannier.client.client import default_client\n"
         "client = default_client()\n"
         "state = {'w': torch.ones(20_000_000)}\n"
     )
-    return subprocess.run(
-        [sys.executable, "-c", head + code],
-        env=clean_environment({"PANNIER_SIDECAR": sidecar.address}),
-        capture_output=True,
-        text=True,
-        timeout=2 * BOUND_S,
-        check=False,
-    )
+    return run_python(head + code, env=clean_environment({"PANNIER_SIDECAR": sidecar.address}))
 
 
 def test_a_normal_exit_waits_until_ingested(sidecar: ScriptedSidecar) -> None:
     done = run(sidecar, "client.async_save(state, checkpoint_id='/x/y')")
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
+    assert done.code == 0, done.err
+    assert done.err == ""
     assert len(sidecar.asked(sidecar_pb2.HandOverRequest)) == 1
     assert sum(len(spool.data) for spool in sidecar.files.values()) > 80_000_000
 
@@ -720,8 +712,8 @@ def test_an_error_at_exit_is_seen(sidecar: ScriptedSidecar) -> None:
         "import pannier.client.transport.save_status as s; s._ABORT_S = 0.1\n"
         "h = client.async_save(state, checkpoint_id='/x/y'); h.wait(60)",
     )
-    assert "rank 1 died" in done.stderr
-    # Also where logs go nowhere, and to the process' error reporting.
+    assert "rank 1 died" in done.err
+    # Also where logs go nowhere, and to whoever reports errors.
     quiet = run(
         sidecar,
         "import logging; logging.disable()\n"
@@ -729,7 +721,7 @@ def test_an_error_at_exit_is_seen(sidecar: ScriptedSidecar) -> None:
         "import pannier.client.transport.save_status as s; s._ABORT_S = 0.1\n"
         "h = client.async_save(state, checkpoint_id='/x/y'); h.wait(60)",
     )
-    assert "HOOK SaveAbortedError rank 1 died" in quiet.stdout
+    assert "HOOK SaveAbortedError rank 1 died" in quiet.out
 
 
 def test_a_forked_child_may_not_save_and_ends_at_once(sidecar: ScriptedSidecar) -> None:
@@ -743,9 +735,9 @@ def test_a_forked_child_may_not_save_and_ends_at_once(sidecar: ScriptedSidecar) 
         "    except ValueError as error: print(error); sys.exit(5)\n"
         "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n",
     )
-    assert done.returncode == 0, done.stderr
-    assert "spawn" in done.stdout
-    assert done.stdout.splitlines()[-1] == "5"
+    assert done.code == 0, done.err
+    assert "spawn" in done.out
+    assert done.out.splitlines()[-1] == "5"
 
 
 def test_descriptors_are_close_on_exec(sidecar: ScriptedSidecar) -> None:
@@ -758,5 +750,5 @@ def test_descriptors_are_close_on_exec(sidecar: ScriptedSidecar) -> None:
         "    except OSError: continue\n"
         "    if inherited: print(os.readlink(f'/proc/self/fd/{name}'))\n",
     )
-    assert done.returncode == 0, done.stderr
-    assert not [line for line in done.stdout.splitlines() if line.startswith(("socket", "anon"))]
+    assert done.code == 0, done.err
+    assert not [line for line in done.out.splitlines() if line.startswith(("socket", "anon"))]

@@ -20,6 +20,7 @@ from pannier.client.staging.host_copy import HostCopies
 from pannier.client.staging.in_flight import InFlightSaves
 from pannier.v1 import sidecar_pb2
 from support.actors.scripted_sidecar import ScriptedSidecar
+from support.processes.cli import Result, run_python
 from support.processes.daemons import clean_environment
 from support.processes.interrupted import InterruptedByTestError, interrupted, moments
 
@@ -237,7 +238,7 @@ def handler(number, frame):
         raise Preempted
     sys.exit(143)
 
-faulthandler.dump_traceback_later(80, exit=True)
+faulthandler.dump_traceback_later(100, exit=True)
 signal.signal(signal.SIGALRM, handler)
 client = default_client()
 state = {"w": torch.ones(200_000), "note": {"a": [1, 2]}, "step": 3}
@@ -266,17 +267,9 @@ print("raised", raised)
 """
 
 
-def run(
-    sidecar: ScriptedSidecar, how: str, seed: int, saves: int
-) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", TRAINER, how, str(seed), str(saves)],
-        env=clean_environment({"PANNIER_SIDECAR": sidecar.address}),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+def run(sidecar: ScriptedSidecar, how: str, seed: int, saves: int) -> Result:
+    environment = clean_environment({"PANNIER_SIDECAR": sidecar.address})
+    return run_python(TRAINER, how, str(seed), str(saves), env=environment)
 
 
 @pytest.mark.slow
@@ -285,15 +278,15 @@ def test_a_trainer_goes_on_after_any_number_of_interruptions(
     sidecar: ScriptedSidecar, seed: int
 ) -> None:
     done = run(sidecar, "go on", seed, 150)
-    assert done.returncode == 0, done.stderr[-6000:]
-    assert int(done.stdout.split()[-1]) > 20
+    assert done.code == 0, done.err[-6000:]
+    assert int(done.out.split()[-1]) > 20
 
 
 @pytest.mark.slow
 def test_a_trainer_always_ends_by_a_handler_that_raises(sidecar: ScriptedSidecar) -> None:
     for seed in range(8):
         done = run(sidecar, "exit", seed, 10_000)
-        assert done.returncode == 143, done.stderr[-6000:]
+        assert done.code == 143, done.err[-6000:]
 
 
 IMPATIENT = """

@@ -2,10 +2,7 @@
 
 import ctypes
 import gc
-import os
 import re
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -44,6 +41,8 @@ from pannier.wire.errors import (
     UnavailableError,
 )
 from support.actors.scripted_sidecar import ScriptedSidecar, wait_until
+from support.processes.cli import run_python
+from support.processes.daemons import clean_environment
 from support.processes.stretch import BOUND_S
 
 CONTEXT = sidecar_pb2.SaveContext(
@@ -341,15 +340,9 @@ def test_a_full_spool_does_not_keep_a_process_from_ending(sidecar: ScriptedSidec
         "save = pannier.client.async_save({'w': torch.ones(9)}, checkpoint_id='/x/y')\n"
         "while 'waiting for room' not in str(save.status()): time.sleep(0.01)\n"
     )
-    ended = subprocess.run(
-        [sys.executable, "-c", trainer],
-        env={**os.environ, "PANNIER_SIDECAR": sidecar.address, "PANNIER_JOB": "ending"},
-        capture_output=True,
-        text=True,
-        timeout=2 * BOUND_S,
-        check=False,
-    )
-    assert re.search(r"save ending/\S+ to /x/y is given up, .*: the spool /s is full", ended.stderr)
+    environment = {"PANNIER_SIDECAR": sidecar.address, "PANNIER_JOB": "ending"}
+    ended = run_python(trainer, env=clean_environment(environment))
+    assert re.search(r"save ending/\S+ to /x/y is given up, .*: the spool /s is full", ended.err)
     (failure,) = [request.failure for request in sidecar.asked(sidecar_pb2.FailRequest)]
     assert failure.kind == save_pb2.FAILURE_KIND_SPOOL
 

@@ -229,7 +229,7 @@ def test_a_call_is_made_again_when_the_sidecar_restarts(
 def test_a_plan_gives_up_on_a_sidecar_that_stays_away(
     session: SidecarClient, sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(session_module, "RECONNECT_S", 0.5)
+    monkeypatch.setattr(session, "_patience_s", 0.5)
     sidecar.stop()
     with pytest.raises(UnavailableError, match=r"s\.sock"):
         session.plan(sidecar_pb2.PlanRequest(context=CONTEXT), 60)

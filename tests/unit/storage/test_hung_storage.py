@@ -53,6 +53,7 @@ def dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DeadMount]
     mount = DeadMount(tmp_path / "dead")
     Path(mount.directory).mkdir()
     monkeypatch.setattr(io_threads, "PATIENCE_S", 0.05)
+    monkeypatch.setitem(io_threads.Threads.__init__.__kwdefaults__, "patience_s", 0.05)
     monkeypatch.setattr(local, "PATIENCE_S", 0.05)
     monkeypatch.setattr(atomic_file, "PATIENCE_S", 0.05)
     monkeypatch.setattr(local, "_read", mount.wrap(local._read))
