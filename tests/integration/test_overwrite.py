@@ -248,13 +248,20 @@ def test_the_first_is_read_until_the_second_is_committed(
     client: Client, server: GcsServer, tmp_path: Path
 ) -> None:
     place = f"gs://bucket/{tmp_path.name}/step-1"
-    client.save(version(1), checkpoint_id=place)
-    server.fault(kind="delay", method="POST", path="uploadType", seconds=BOUND_S, times=-1)
+
+    def large(number: int) -> dict[str, torch.Tensor]:
+        return {"w": torch.full((3 << 20,), float(number))}
+
+    client.save(large(1), checkpoint_id=place)
+    # Its data file, unlike a reader's lease.
+    server.fault(
+        kind="delay", method="POST", path="uploadType=resumable", seconds=BOUND_S, times=-1
+    )
     seen = []
     try:
-        handle = client.async_save(version(2), checkpoint_id=place)
+        handle = client.async_save(large(2), checkpoint_id=place)
         while not handle.done():
-            loaded = version(0)
+            loaded = large(0)
             dcp.load(loaded, storage_reader=StorageReader(place), no_dist=True)
             seen.append(loaded["w"].unique().tolist())
             server.release()
