@@ -95,6 +95,8 @@ class Daemon:
         """May be changed before :meth:`start`."""
         self.forked = True
         """Whether it may come from a fork server; may be changed before :meth:`start`."""
+        self.constants: dict[str, float] = {}
+        """Of the product, by module and name, where it is to wait less; before :meth:`start`."""
         self.prefix: Sequence[str] = ()
         """Of the command: where it runs (:mod:`support.network.netns`)."""
         self._logs = logs
@@ -115,7 +117,7 @@ class Daemon:
         self.close()
         self._process = Process(
             self.name,
-            [*self.prefix, *python("-m", "pannier.cli", *self.arguments)],
+            [*self.prefix, *self._command()],
             environment=self.environment,
             log=self._logs / f"{self.name.replace(' ', '-')}.log",
             imported=self._imported(),
@@ -123,8 +125,18 @@ class Daemon:
         if ready:
             await_serving(self.address, process=self._process)
 
+    def _command(self) -> list[str]:
+        if not self.constants:
+            return python("-m", "pannier.cli", *self.arguments)
+        code = ""
+        for name, value in self.constants.items():
+            module, _, constant = name.rpartition(".")
+            code += f"import {module} as module; module.{constant} = {value}; "
+        code += "from pannier.cli.main import main; main()"
+        return python("-c", code, *self.arguments)
+
     def _imported(self) -> tuple[str, ...]:
-        if not self.forked:
+        if not self.forked or self.constants:
             return ()
         return fork_server.modules_of(self.arguments[0])
 
