@@ -92,7 +92,7 @@ def main(address: str) -> None:
     over = threading.Event()
     sender = threading.Thread(target=send)
     sender.start()
-    streaming.wait(10)
+    streaming.wait(60)
 
     try:
         for method in ["fork"] * ROUNDS + ["spawn"]:
