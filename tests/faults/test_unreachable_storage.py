@@ -54,7 +54,7 @@ def client(
 
 @pytest.mark.parametrize(
     ("endpoint", "client"),
-    [("refuses", "configured"), ("silent", "configured"), ("refuses", "embedded")],
+    [("refuses", "configured"), ("unresponsive", "configured"), ("refuses", "embedded")],
     indirect=True,
 )
 def test_a_first_save_says_soon_that_storage_can_not_be_reached(

@@ -713,7 +713,7 @@ def test_an_error_at_exit_is_seen(sidecar: ScriptedSidecar) -> None:
         "h = client.async_save(state, checkpoint_id='/x/y'); h.wait(60)",
     )
     assert "rank 1 died" in done.err
-    # Also where logs go nowhere, and to whoever reports errors.
+    # Also where logs go nowhere, and to the process' error reporting.
     quiet = run(
         sidecar,
         "import logging; logging.disable()\n"
