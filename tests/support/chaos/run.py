@@ -43,7 +43,7 @@ _FIRST_S = 40.0
 """Until a save is committed, while nothing goes wrong."""
 _SETTLE_S = 20.0
 """Until the daemons have nothing left to do, once the ranks have ended."""
-_CHECK_S = 60.0
+_CHECK_S = 300.0
 
 
 @dataclass
