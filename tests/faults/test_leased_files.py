@@ -23,6 +23,7 @@ from support.actors.lease_holder import (
 from support.actors.scripted import ScriptedCoordinator, Trainer, attempt_of
 from support.actors.scripted_sidecar import wait_until
 from support.processes.daemons import Daemon, clean_environment, memory_directory, short_directory
+from support.processes.stretch import BOUND_S
 
 MIB = 1 << 20
 BUDGET = 32 * MIB
@@ -254,7 +255,7 @@ def test_a_reservation_for_which_there_is_no_room_takes_none(
     ):
         with pytest.raises(BusyError, match="is full"):
             needy.reserve(BUDGET // 4, BUDGET // 4, BUDGET // 4)
-        while not trainer.events.get(timeout=20).HasField("room"):
+        while not trainer.events.get(timeout=BOUND_S).HasField("room"):
             pass
         holder.release(*held)
 

@@ -123,7 +123,7 @@ def test_closing_waits_for_the_sidecar_and_not_for_storage(
     with slow_bucket(tmp_path, monkeypatch) as server:
         client = Client(load_settings())
         handle = client.async_save(state(1.0), checkpoint_id="gs://bucket/run/1")
-        client.close(timeout=30)
+        client.close(timeout=BOUND_S)
         assert handle.status().transport == "mapped"
         assert not handle.done()
         server.clear()

@@ -129,5 +129,5 @@ os.kill(os.getpid(), 9)
             left.append(psutil.Process(pid))
         except psutil.NoSuchProcess:
             continue
-    _, alive = psutil.wait_procs(left, timeout=30)
+    _, alive = psutil.wait_procs(left, timeout=BOUND_S)
     assert not alive

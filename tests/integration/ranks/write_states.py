@@ -42,7 +42,7 @@ def save(kind: Kind, state: dict[str, Any], directory: str, layout: Layout) -> l
         for text in differences(state, kind.build(layout, int(os.environ["SEED"])))
     ]
     overwrite(state)
-    result = handle.result(30)
+    result = handle.result(60)
     if result.checkpoint_id != directory:
         found.append(f"the result is of {result.checkpoint_id}")
     return found

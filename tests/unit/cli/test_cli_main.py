@@ -9,6 +9,7 @@ from pannier.cli.main import cli
 from pannier.cli.options import Address, JsonObject, Location, Seconds, Size
 from support.processes.cli import pannier
 from support.processes.processes import python
+from support.processes.stretch import BOUND_S
 
 COMMANDS = list(cli.list_commands(click.Context(cli)))
 
@@ -139,7 +140,7 @@ def test_unknown_commands_and_options_exit_with_2() -> None:
 )
 def test_importing_it_leaves_torch_out(module: str) -> None:
     code = f"import sys, {module}; sys.exit(bool({{'torch', 'numpy'}} & set(sys.modules)))"
-    subprocess.run(python("-c", code), check=True, timeout=30)
+    subprocess.run(python("-c", code), check=True, timeout=2 * BOUND_S)
 
 
 def test_running_the_sidecars_code_leaves_torch_out() -> None:
@@ -147,12 +148,12 @@ def test_running_the_sidecars_code_leaves_torch_out() -> None:
         "import sys, pannier.sidecar.server, pannier.sidecar.config; "
         "sys.exit(bool({'torch', 'numpy'} & set(sys.modules)))"
     )
-    subprocess.run(python("-c", code), check=True, timeout=30)
+    subprocess.run(python("-c", code), check=True, timeout=2 * BOUND_S)
 
 
 def test_the_supervisor_stays_small() -> None:
     code = "import sys, pannier.cli.supervisor; sys.exit('grpc' in sys.modules)"
-    subprocess.run(python("-c", code), check=True, timeout=30)
+    subprocess.run(python("-c", code), check=True, timeout=2 * BOUND_S)
 
 
 def test_a_sidecar_without_a_socket_is_asked_for_its_spool() -> None:
