@@ -78,7 +78,7 @@ def test_make_help_lists_every_public_target() -> None:
     ).stdout
     makefile = (REPOSITORY / "Makefile").read_text()
     (phony,) = re.findall(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)
-    for target in set(phony.split()) - {"check-stubs"}:
+    for target in {each for each in phony.split() if not each.startswith("check-")}:
         assert re.search(rf"^  make {target} +\S", out, re.MULTILINE), target
 
 
