@@ -5,6 +5,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 import pytest
@@ -13,6 +14,9 @@ from support.processes import fork_server, processes
 from support.processes.daemons import Daemons, memory_directory, short_directory
 from support.processes.stretch import BOUND_S
 from support.storage.gcs_server import GcsServer
+
+if TYPE_CHECKING:
+    from pannier.client import Client
 
 # The environment's settings don't reach the tests, but for what stretches their deadlines and the
 # transport of tests that have no opinion on it; what they set themselves is inherited.
@@ -105,6 +109,19 @@ def daemons(tmp_path: Path) -> Iterator[Daemons]:
     """One coordinator and one sidecar, ready."""
     with Daemons(tmp_path) as running:
         yield running
+
+
+@pytest.fixture
+def client(daemons: Daemons, monkeypatch: pytest.MonkeyPatch) -> "Iterator[Client]":
+    """One beside the test's daemons, of a single process without torch.distributed."""
+    # Not above: it imports torch, and the environment is cleaned first.
+    from pannier.client import Client
+    from pannier.client.config import load_settings
+
+    for name, value in {**daemons.env(), **daemons.environment}.items():
+        monkeypatch.setenv(name, value)
+    with Client(load_settings()) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")

@@ -193,15 +193,6 @@ def test_a_rank_that_dies_before_it_is_ingested_fails_the_others_by_name(
         assert not list((root / name).glob("*.distcp"))
 
 
-@pytest.fixture
-def client(daemons: Daemons, monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
-    """Of a single process without torch.distributed."""
-    for name, value in daemons.env().items():
-        monkeypatch.setenv(name, value)
-    with Client(load_settings()) as made:
-        yield made
-
-
 def test_a_single_process_needs_no_torch_distributed(client: Client, tmp_path: Path) -> None:
     weights, values = torch.randn(64, 3), {"lr": 0.1, "history": [1, 2]}
     wanted = weights.clone()

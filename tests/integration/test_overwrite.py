@@ -40,16 +40,6 @@ def daemons(server: GcsServer, tmp_path_factory: pytest.TempPathFactory) -> Iter
         yield running
 
 
-@pytest.fixture
-def client(
-    daemons: Daemons, server: GcsServer, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Client]:
-    for name, value in {**daemons.env(), **server.env}.items():
-        monkeypatch.setenv(name, value)
-    with Client(load_settings()) as made:
-        yield made
-
-
 @pytest.fixture(params=["file", "gs"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     if request.param == "file":

@@ -64,14 +64,6 @@ def daemons(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemons]:
         yield running
 
 
-@pytest.fixture
-def client(daemons: Daemons, monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
-    for name, value in daemons.env().items():
-        monkeypatch.setenv(name, value)
-    with Client(load_settings()) as client:
-        yield client
-
-
 def test_a_checkpoint_is_committed_when_save_returns(client: Client, tmp_path: Path) -> None:
     path = tmp_path / "step-1"
     writer = StorageWriter(path, client=client)

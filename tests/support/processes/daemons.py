@@ -205,6 +205,7 @@ class Daemons:
         self.spool = spool
         logs = directory / "logs"
         logs.mkdir(parents=True, exist_ok=True)
+        self.environment = dict(environment)
         env = clean_environment(environment)
         allowed = [word for root in allow for word in ("--allow", root)]
 
