@@ -19,9 +19,14 @@ def hold_up(server: GcsServer) -> None:
 
 
 def generations(server: GcsServer, prefix: str) -> dict[str, str]:
-    """The objects below ``prefix``, by name."""
+    """The objects below ``prefix``, by name.
+
+    Without those of a moment, which a daemon makes and removes to learn storage's time.
+    """
     found = _ask(server, f"?prefix={prefix}/").get("items", [])
-    return {item["name"]: item["generation"] for item in found}
+    return {
+        item["name"]: item["generation"] for item in found if "/.pannier/clock-" not in item["name"]
+    }
 
 
 def listed(server: GcsServer, prefix: str) -> list[str]:
