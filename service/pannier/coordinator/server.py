@@ -33,14 +33,14 @@ from pannier.coordinator.stores import Stores
 from pannier.daemon import doctor_checks
 from pannier.daemon.health_server import serve_health
 from pannier.daemon.http_server import serve_http
-from pannier.daemon.interceptors import AioErrorInterceptor
+from pannier.daemon.interceptors import ErrorInterceptor
 from pannier.daemon.listeners import bind_listeners, raise_descriptor_limit, server_options
 from pannier.daemon.logging import set_up_logging
 from pannier.daemon.metrics import Metrics, SaveCounts
-from pannier.daemon.signals import AioStopSignals
+from pannier.daemon.signals import StopSignals
 from pannier.daemon.status_page import StatusPage, read_on_loop
 from pannier.daemon.status_registry import StatusRegistry
-from pannier.daemon.status_service import AioStatusServices, DaemonInfo
+from pannier.daemon.status_service import DaemonInfo, StatusServices
 from pannier.v1 import diagnosis_pb2_grpc
 from pannier.wire.version import package_version
 
@@ -94,7 +94,7 @@ def run(config: CoordinatorConfig) -> int:
 
 
 async def _run(config: CoordinatorConfig) -> None:
-    async with AioStopSignals() as stop, serving(config, leave=stop.request) as coordinator:
+    async with StopSignals() as stop, serving(config, leave=stop.request) as coordinator:
         await stop.wait()
         _log.info("stopping")
         await coordinator.drain()
@@ -113,7 +113,7 @@ class Coordinator:
     """A running coordinator, on its event loop."""
 
     registry: Registry
-    status_services: AioStatusServices
+    status_services: StatusServices
 
     async def drain(self) -> None:
         """Takes no new saves, and reports that in health and status."""
@@ -159,7 +159,7 @@ async def serving(
             registry, streams.attached, suspect_after_s=config.suspect_after_s
         )
         server = grpc.aio.server(
-            interceptors=[AioErrorInterceptor()],
+            interceptors=[ErrorInterceptor()],
             options=[
                 *server_options(),
                 ("grpc.max_concurrent_streams", _CONNECTION_CALLS),
@@ -169,7 +169,7 @@ async def serving(
         add_to_server(service, server)
         diagnosis = CoordinatorDiagnosis(config, lambda: registry.draining)
         diagnosis_pb2_grpc.add_DiagnosisServicer_to_server(diagnosis, server)
-        status_services = AioStatusServices(
+        status_services = StatusServices(
             server, status_registry, daemon_info, [NAME, doctor_checks.NAME]
         )
         with (

@@ -3,16 +3,15 @@
 In: handlers. Out: handlers that a server calls in their place. Handlers only raise: a PannierError
 reaches the caller with its class, message and failures (:mod:`pannier.wire.errors`); any other
 exception is a bug, logged with its traceback and reported to the caller as an internal error.
-Thread-safe.
+On the event loop.
 """
 
-import functools
 import inspect
 import logging
-import threading
+from abc import abstractmethod
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from typing import Any, Final, NoReturn
 
 import grpc
@@ -34,6 +33,7 @@ DEFAULT_LIMIT: Final = 64
 """Calls at a time of a method without a limit of its own."""
 
 _PANNIER: Final = "/pannier.v1."
+_HEALTH: Final = "/grpc.health.v1."
 _MAX_DETAILS: Final = 2000
 """Characters of a status message; the whole text is in the trailing metadata."""
 _MAX_FAILURES_BYTES: Final = 16 << 10
@@ -41,7 +41,6 @@ _MAX_FAILURES_BYTES: Final = 16 << 10
 
 Handler = Any
 """gRPC's method handler: a function of one of four kinds, and its serializers."""
-Continuation = Callable[[grpc.HandlerCallDetails], "Handler | None"]
 
 _HANDLER_KINDS: Final = {
     (False, False): ("unary_unary", grpc.unary_unary_rpc_method_handler),
@@ -49,19 +48,6 @@ _HANDLER_KINDS: Final = {
     (True, False): ("stream_unary", grpc.stream_unary_rpc_method_handler),
     (True, True): ("stream_stream", grpc.stream_stream_rpc_method_handler),
 }
-
-
-def wrap_handler(handler: Handler, wrap: Callable[[Any], Any]) -> Handler:
-    """A copy of the handler whose function is ``wrap(function)``."""
-    name, make = _HANDLER_KINDS[(handler.request_streaming, handler.response_streaming)]
-    return make(
-        wrap(getattr(handler, name)),
-        request_deserializer=handler.request_deserializer,
-        response_serializer=handler.response_serializer,
-    )
-
-
-# Errors.
 
 
 def rpc_status(error: Exception, method: str) -> tuple[grpc.StatusCode, str, Any]:
@@ -78,11 +64,10 @@ def rpc_status(error: Exception, method: str) -> tuple[grpc.StatusCode, str, Any
     return grpc.StatusCode.INTERNAL, details, trailing_metadata(_fit_metadata(known))
 
 
-def abort_call(context: grpc.ServicerContext, error: Exception, method: str) -> NoReturn:
-    """Ends a call of a synchronous server with the status of ``error``."""
+async def abort_call(context: Any, error: Exception, method: str) -> NoReturn:
+    """Ends a call with the status of ``error``."""
     code, details, metadata = rpc_status(error, method)
-    context.set_trailing_metadata(metadata)
-    context.abort(code, details)
+    await context.abort(code, details, metadata)
     raise AssertionError("abort returned")
 
 
@@ -104,25 +89,8 @@ def _fit_metadata(error: PannierError) -> PannierError:
     return fitting
 
 
-class ErrorInterceptor(grpc.ServerInterceptor):  # type: ignore[misc, unused-ignore]
-    """For a synchronous server: ``grpc.server(..., interceptors=[ErrorInterceptor()])``."""
-
-    def intercept_service(
-        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
-    ) -> Handler | None:
-        """Wraps the handlers of Pannier's services."""
-        handler = continuation(handler_call_details)
-        method = handler_call_details.method
-        if handler is None or not method.startswith(_PANNIER):
-            return handler
-        return wrap_handler(handler, lambda function: _report_errors(function, handler, method))
-
-
-class AioErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
-    """For an aio server: ``grpc.aio.server(interceptors=[AioErrorInterceptor()])``.
-
-    Takes coroutines and asynchronous generators as handlers.
-    """
+class WrappingInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
+    """Puts :meth:`around` around handlers, which are coroutines or asynchronous generators."""
 
     def __init__(self) -> None:
         self._wrapped: dict[str, tuple[Handler, Handler]] = {}
@@ -133,75 +101,73 @@ class AioErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc, unu
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler | None:
-        """Wraps the handlers of Pannier's services."""
+        """Wraps the handler, once."""
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
-        if handler is None or not method.startswith(_PANNIER):
+        if handler is None or not self.applies(method):
             return handler
         known = self._wrapped.get(method)
         if known is None or known[0] is not handler:
-            wrapped = wrap_handler(handler, lambda function: _report_errors_aio(function, method))
+            kind, make = _HANDLER_KINDS[(handler.request_streaming, handler.response_streaming)]
+            function = getattr(handler, kind)
+            wrapped = make(
+                self.wrap(function, method),
+                request_deserializer=handler.request_deserializer,
+                response_serializer=handler.response_serializer,
+            )
             known = self._wrapped[method] = (handler, wrapped)
         return known[1]
 
+    def wrap(self, function: Callable[..., Any], method: str) -> Callable[..., Any]:
+        """The function that is called in place of ``function``, of the same kind."""
+        if inspect.isasyncgenfunction(function):
 
-def _report_errors(
-    function: Callable[..., Any], handler: Handler, method: str
-) -> Callable[..., Any]:
-    def unary(request: Any, context: grpc.ServicerContext) -> Any:
+            async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
+                async with (
+                    self.around(context, method),
+                    aclosing(function(request, context)) as responses,
+                ):
+                    async for response in responses:
+                        yield response
+
+            return stream
+
+        async def unary(request: Any, context: Any) -> Any:
+            async with self.around(context, method):
+                return await function(request, context)
+
+        return unary
+
+    @abstractmethod
+    def applies(self, method: str) -> bool:
+        """Whether handlers of this method are wrapped."""
+
+    @abstractmethod
+    def around(self, context: Any, method: str) -> AbstractAsyncContextManager[None]:
+        """Entered before each call, exited after it."""
+
+
+class ErrorInterceptor(WrappingInterceptor):
+    """Ends calls of Pannier's services with the status of what their handlers raise."""
+
+    def applies(self, method: str) -> bool:
+        """Those of Pannier's services."""
+        return method.startswith(_PANNIER)
+
+    @asynccontextmanager
+    async def around(self, context: Any, method: str) -> AsyncIterator[None]:
+        """Aborts the call when it raises."""
         try:
-            return function(request, context)
+            yield
         except Exception as error:  # noqa: BLE001 - top of the call: becomes its status
-            abort_call(context, error, method)
-
-    def stream(request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
-        try:
-            yield from function(request, context)
-        except Exception as error:  # noqa: BLE001 - top of the call: becomes its status
-            if not context.is_active():
-                # The caller has disconnected: the handler failed because of that.
-                _log.debug("%s ended with its caller: %s", method, error)
-                return
-            abort_call(context, error, method)
-
-    return stream if handler.response_streaming else unary
+            await abort_call(context, error, method)
 
 
-def _report_errors_aio(function: Callable[..., Any], method: str) -> Callable[..., Any]:
-    async def abort(context: Any, error: Exception) -> NoReturn:
-        code, details, metadata = rpc_status(error, method)
-        await context.abort(code, details, metadata)
-        raise AssertionError("abort returned")
-
-    if inspect.isasyncgenfunction(function):
-
-        async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
-            try:
-                async for response in function(request, context):
-                    yield response
-            except Exception as error:  # noqa: BLE001 - top of the call: becomes its status
-                await abort(context, error)
-
-        return stream
-
-    async def unary(request: Any, context: Any) -> Any:
-        try:
-            return await function(request, context)
-        except Exception as error:  # noqa: BLE001 - top of the call: becomes its status
-            await abort(context, error)
-
-    return unary
-
-
-# Limits.
-
-
-class AdmissionInterceptor(grpc.ServerInterceptor):  # type: ignore[misc, unused-ignore]
-    """Limits the calls of each method that run at a time on a synchronous server.
+class AdmissionInterceptor(WrappingInterceptor):
+    """Limits the calls of each method that run at a time.
 
     Calls above the limit fail at once with RESOURCE_EXHAUSTED, which our clients treat as a busy
-    daemon. All methods share the server's threads: without limits, one method's long calls would
-    occupy them all.
+    daemon: each call takes memory, and without limits one method's calls would delay the others.
 
     Args:
         limits: calls at a time by full name of the method, ``/package.Service/Method``; others
@@ -209,52 +175,25 @@ class AdmissionInterceptor(grpc.ServerInterceptor):  # type: ignore[misc, unused
     """
 
     def __init__(self, limits: Mapping[str, int]) -> None:
+        super().__init__()
         self._limits = limits
-        self._lock = threading.Lock()
         self._running: Counter[str] = Counter()
 
-    def intercept_service(
-        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
-    ) -> Handler | None:
-        """Wraps the handlers of all services."""
-        handler = continuation(handler_call_details)
-        if handler is None:
-            return None
-        method = handler_call_details.method
-        return wrap_handler(handler, lambda function: self._limit_calls(function, handler, method))
+    def applies(self, method: str) -> bool:
+        """All but probes."""
+        return not method.startswith(_HEALTH)
 
-    def _limit_calls(
-        self, function: Callable[..., Any], handler: Handler, method: str
-    ) -> Callable[..., Any]:
-        if getattr(function, "experimental_non_blocking", False):
-            return function  # takes no thread
-
-        @functools.wraps(function)
-        def unary(request: Any, context: grpc.ServicerContext) -> Any:
-            with self._admitted(context, method):
-                return function(request, context)
-
-        @functools.wraps(function)
-        def stream(request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
-            with self._admitted(context, method):
-                yield from function(request, context)
-
-        return stream if handler.response_streaming else unary
-
-    @contextmanager
-    def _admitted(self, context: grpc.ServicerContext, method: str) -> Iterator[None]:
-        """Counts the call until the context ends; aborts it above the limit."""
+    @asynccontextmanager
+    async def around(self, context: Any, method: str) -> AsyncIterator[None]:
+        """Counts the call; aborts it above the limit."""
         limit = self._limits.get(method, DEFAULT_LIMIT)
-        with self._lock:
-            admitted = self._running[method] < limit
-            self._running[method] += admitted
-        if not admitted:
-            context.abort(
+        if self._running[method] >= limit:
+            await context.abort(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
                 f"{limit} calls of {method} are running, which is the limit: try again later",
             )
+        self._running[method] += 1
         try:
             yield
         finally:
-            with self._lock:
-                self._running[method] -= 1
+            self._running[method] -= 1

@@ -8,7 +8,6 @@ import asyncio
 import builtins
 import itertools
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ class UnknownSaveError(PannierError):
 
 
 Render = Callable[[], save_pb2.SaveStatus]
-"""Makes a new message each time; called by any thread (with an aio server, on its loop)."""
+"""Makes a new message each time; called on the daemon's event loop."""
 
 TERMINAL = (
     save_pb2.SAVE_STATE_COMMITTED,
@@ -50,7 +49,7 @@ class StatusRegistry:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._entries: dict[str, _Entry] = {}
-        self._watches: set[_Watch] = set()
+        self._watches: set[Watch] = set()
 
     def put(self, save: save_pb2.SaveId, checkpoint_id: str, render: Render) -> None:
         """Adds a save, the newest from now on, and notifies watches."""
@@ -115,68 +114,33 @@ class StatusRegistry:
         return found
 
     def watch(self, key: str | None = None) -> "Watch":
-        """Notifications for one save, or for all; a context manager, for a thread."""
+        """Notifications for one save, or for all; a context manager, for a coroutine."""
         return Watch(self, key)
 
-    def watch_aio(self, key: str | None = None) -> "AioWatch":
-        """Notifications for one save, or for all; a context manager, for a coroutine."""
-        return AioWatch(self, key)
-
-    def _add(self, watch: "_Watch") -> None:
+    def _add(self, watch: "Watch") -> None:
         with self._lock:
             self._watches.add(watch)
 
-    def _discard(self, watch: "_Watch") -> None:
+    def _discard(self, watch: "Watch") -> None:
         with self._lock:
             self._watches.discard(watch)
 
 
-class _Watch(ABC):
+class Watch:
+    """Keeps one notification until the next wait; for one coroutine of the loop it is created on."""
+
     def __init__(self, status_registry: StatusRegistry, key: str | None) -> None:
         self._status_registry = status_registry
         self.key = key
-
-    def __exit__(self, *details: object) -> None:
-        self._status_registry._discard(self)
-
-    @abstractmethod
-    def notify(self) -> None:
-        """Ends the current or next wait. Any thread."""
-
-
-class Watch(_Watch):
-    """Keeps one notification until the next wait; for one thread."""
-
-    def __init__(self, status_registry: StatusRegistry, key: str | None) -> None:
-        super().__init__(status_registry, key)
-        self._notified = threading.Event()
+        self._loop = asyncio.get_running_loop()
+        self._notified = asyncio.Event()
 
     def __enter__(self) -> "Watch":
         self._status_registry._add(self)
         return self
 
-    def notify(self) -> None:
-        """Ends the current or next wait. Any thread."""
-        self._notified.set()
-
-    def wait(self, timeout_s: float) -> bool:
-        """Waits for the next notification; False when none came in time."""
-        notified = self._notified.wait(timeout_s)
-        self._notified.clear()
-        return notified
-
-
-class AioWatch(_Watch):
-    """Keeps one notification until the next wait; for one coroutine of the loop it is created on."""
-
-    def __init__(self, status_registry: StatusRegistry, key: str | None) -> None:
-        super().__init__(status_registry, key)
-        self._loop = asyncio.get_running_loop()
-        self._notified = asyncio.Event()
-
-    def __enter__(self) -> "AioWatch":
-        self._status_registry._add(self)
-        return self
+    def __exit__(self, *details: object) -> None:
+        self._status_registry._discard(self)
 
     def notify(self) -> None:
         """Ends the current or next wait. Any thread."""

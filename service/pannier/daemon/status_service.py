@@ -1,12 +1,12 @@
 """The gRPC services that every daemon has: Status, health and reflection.
 
 In: a :class:`StatusRegistry` and a server that hasn't started. Out: the services added to it; once
-the daemon takes no new saves, health is NOT_SERVING and the daemon's state is ``draining``.
+the daemon takes no new saves, health is NOT_SERVING and the daemon's state is ``draining``. On the
+daemon's event loop.
 """
 
 import asyncio
-import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -51,7 +51,7 @@ class DaemonInfo:
     host: str
     draining: bool = False
     backlog: Callable[[], Backlog] = Backlog
-    """Called by any thread."""
+    """Called on the event loop."""
 
     @property
     def state(self) -> str:
@@ -60,35 +60,7 @@ class DaemonInfo:
 
 
 class StatusServices:
-    """Status, health and reflection on a synchronous server."""
-
-    def __init__(
-        self,
-        server: grpc.Server,
-        status_registry: StatusRegistry,
-        daemon_info: DaemonInfo,
-        services: Sequence[str],
-    ) -> None:
-        """Adds them to ``server``, which serves ``services`` (full names) besides."""
-        self._daemon_info = daemon_info
-        self._services = ("", *services, _STATUS)
-        self._health = health.HealthServicer(experimental_non_blocking=True)
-        for name in self._services:
-            self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        status_pb2_grpc.add_StatusServicer_to_server(
-            _StatusServicer(status_registry, daemon_info), server
-        )
-        reflection.enable_server_reflection(_reflected(services), server)
-
-    def drain(self) -> None:
-        """Sets health to NOT_SERVING and the state to draining. Any thread."""
-        self._daemon_info.draining = True
-        self._health.enter_graceful_shutdown()
-
-
-class AioStatusServices:
-    """Status, health and reflection on an aio server."""
+    """Status, health and reflection."""
 
     def __init__(
         self,
@@ -103,7 +75,7 @@ class AioStatusServices:
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         status_pb2_grpc.add_StatusServicer_to_server(
-            _AioStatusServicer(status_registry, daemon_info), server
+            _StatusServicer(status_registry, daemon_info), server
         )
         reflection.enable_server_reflection(_reflected(services), server)
 
@@ -122,18 +94,8 @@ def _reflected(services: Sequence[str]) -> tuple[str, ...]:
     return (*services, _STATUS, health.SERVICE_NAME, reflection.SERVICE_NAME)
 
 
-def _list(
-    status_registry: StatusRegistry, daemon_info: DaemonInfo, request: status_pb2.ListSavesRequest
-) -> status_pb2.ListSavesResponse:
-    response = describe_daemon(daemon_info)
-    response.saves.extend(
-        status_registry.list(job=request.job, states=request.states, limit=request.limit)
-    )
-    return response
-
-
 def describe_daemon(daemon_info: DaemonInfo) -> status_pb2.ListSavesResponse:
-    """A ListSavesResponse without saves. Any thread."""
+    """A ListSavesResponse without saves."""
     backlog = daemon_info.backlog()
     return status_pb2.ListSavesResponse(
         daemon_state=daemon_info.state,
@@ -151,45 +113,6 @@ def describe_daemon(daemon_info: DaemonInfo) -> status_pb2.ListSavesResponse:
 
 
 class _StatusServicer(status_pb2_grpc.StatusServicer):
-    """Handlers run in the server's threads."""
-
-    def __init__(self, status_registry: StatusRegistry, daemon_info: DaemonInfo) -> None:
-        self._status_registry = status_registry
-        self._daemon_info = daemon_info
-
-    def ListSaves(
-        self, request: status_pb2.ListSavesRequest, context: grpc.ServicerContext
-    ) -> status_pb2.ListSavesResponse:
-        """See the proto."""
-        return _list(self._status_registry, self._daemon_info, request)
-
-    def GetSave(
-        self, request: status_pb2.GetSaveRequest, context: grpc.ServicerContext
-    ) -> status_pb2.GetSaveResponse:
-        """See the proto."""
-        return status_pb2.GetSaveResponse(save=self._status_registry.get(request.id))
-
-    def WatchSave(
-        self, request: status_pb2.WatchSaveRequest, context: grpc.ServicerContext
-    ) -> Iterator[status_pb2.WatchSaveResponse]:
-        """See the proto."""
-        key = self._status_registry.find(request.id)
-        sent: save_pb2.SaveStatus | None = None
-        with self._status_registry.watch(key) as watch:
-            # Notified as well when the caller disconnects.
-            context.add_callback(watch.notify)
-            while context.is_active():
-                status = self._status_registry.get(key)
-                if status != sent:
-                    yield status_pb2.WatchSaveResponse(save=status)
-                    sent = status
-                if status.state in TERMINAL:
-                    return
-                time.sleep(_INTERVAL_S)
-                watch.wait(_REFRESH_S)
-
-
-class _AioStatusServicer(status_pb2_grpc.StatusServicer):
     """Handlers run on the server's loop."""
 
     def __init__(self, status_registry: StatusRegistry, daemon_info: DaemonInfo) -> None:
@@ -200,7 +123,11 @@ class _AioStatusServicer(status_pb2_grpc.StatusServicer):
         self, request: status_pb2.ListSavesRequest, context: Any
     ) -> status_pb2.ListSavesResponse:
         """See the proto."""
-        return _list(self._status_registry, self._daemon_info, request)
+        response = describe_daemon(self._daemon_info)
+        response.saves.extend(
+            self._status_registry.list(job=request.job, states=request.states, limit=request.limit)
+        )
+        return response
 
     async def GetSave(
         self, request: status_pb2.GetSaveRequest, context: Any
@@ -214,7 +141,7 @@ class _AioStatusServicer(status_pb2_grpc.StatusServicer):
         """See the proto."""
         key = self._status_registry.find(request.id)
         sent: save_pb2.SaveStatus | None = None
-        with self._status_registry.watch_aio(key) as watch:
+        with self._status_registry.watch(key) as watch:
             while True:
                 status = self._status_registry.get(key)
                 if status != sent:

@@ -1,8 +1,7 @@
 """The sidecar's calls of the coordinator, and where the coordinator is.
 
 In: requests of this host's ranks. Out: the coordinator's responses, retried across its restarts until
-their deadline; whether it is attached and responsive. On the event loop, except for
-:meth:`CoordinatorClient.call_from_thread` and the properties. The stream of reports is in
+their deadline; whether it is attached and responsive. On the event loop. The stream of reports is in
 :mod:`pannier.sidecar.coordinator_stream`.
 """
 
@@ -11,7 +10,6 @@ import json
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
-from concurrent import futures
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -108,18 +106,16 @@ class CoordinatorClient:
     """The coordinator of this sidecar.
 
     Args:
-        on_responsiveness: called on the loop when it becomes unresponsive, or responsive again.
+        on_responsiveness: called when it becomes unresponsive, or responsive again.
     """
 
     def __init__(
         self,
         address: CoordinatorAddress,
         *,
-        loop: asyncio.AbstractEventLoop,
         on_responsiveness: Callable[[], None] = lambda: None,
     ) -> None:
         self._address = address
-        self._loop = loop
         self._on_responsiveness = on_responsiveness
         self._channels: list[grpc.aio.Channel] = []
         """The last one is used; calls may still wait on those of an earlier address or certificate."""
@@ -131,12 +127,12 @@ class CoordinatorClient:
 
     @property
     def peer(self) -> str:
-        """The coordinator, human-readable. Any thread."""
+        """The coordinator, human-readable."""
         return f"coordinator at {self._address.address}"
 
     @property
     def connected(self) -> bool:
-        """Attached and responsive. Any thread."""
+        """Attached and responsive."""
         last_seen = self._last_seen
         return (
             self._attached
@@ -146,7 +142,7 @@ class CoordinatorClient:
 
     @property
     def description(self) -> str:
-        """The coordinator and when it was last seen, human-readable. Any thread."""
+        """The coordinator and when it was last seen, human-readable."""
         if self._last_seen is None:
             return f"{self.peer} (not seen yet)"
         return f"{self.peer} (last seen {observer_clock.now() - self._last_seen:.0f} s ago)"
@@ -156,37 +152,11 @@ class CoordinatorClient:
         """Whether it has ever answered."""
         return self._last_seen is not None
 
-    def call_from_thread(
-        self,
-        method: str,
-        request: Any,
-        timeout_s: float,
-        *,
-        timed: bool = False,
-        on_start: Callable[[Callable[[], Any]], Any] = lambda cancel: None,
-    ) -> Any:
-        """Calls the coordinator from a thread that may block; see :meth:`call`.
-
-        Args:
-            on_start: gets a function that cancels the call, which then raises
-                UnavailableError.
-        """
-        future = asyncio.run_coroutine_threadsafe(
-            self.call(method, request, timeout_s, timed=timed), self._loop
-        )
-        on_start(future.cancel)
-        try:
-            return future.result()
-        except futures.CancelledError as error:
-            raise UnavailableError(f"the call of {method} was cancelled") from error
-
-    # On the loop.
-
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Opens the channel, and pings as long as the context lasts."""
         self._open()
-        ping = self._loop.create_task(self._keep_pinging())
+        ping = asyncio.get_running_loop().create_task(self._keep_pinging())
         try:
             yield
         finally:

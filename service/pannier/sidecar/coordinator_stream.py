@@ -2,14 +2,12 @@
 
 In: changes of saves. Out: reports, heartbeats, and the coordinator's statuses for
 :class:`~pannier.sidecar.save_registry.SaveRegistry`. After a reconnect all undecided ranks are reported
-again. On the event loop, except for :meth:`CoordinatorStream.on_change` and
-:meth:`CoordinatorStream.request_statuses`.
+again. On the event loop.
 """
 
 import asyncio
 import logging
 import random
-import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -81,7 +79,6 @@ class CoordinatorStream:
         watches: Watches,
         host: str,
         sidecar_id: str,
-        loop: asyncio.AbstractEventLoop,
     ) -> None:
         self._client = client
         self._saves = saves
@@ -89,8 +86,6 @@ class CoordinatorStream:
         self._watches = watches
         self._host = host
         self._sidecar_id = sidecar_id
-        self._loop = loop
-        self._lock = threading.Lock()
         self._changed: dict[tuple[str, int], RankSave] = {}
         """Ranks to report, by save and rank."""
         self._statuses_requested = False
@@ -99,26 +94,24 @@ class CoordinatorStream:
         self._flushed = asyncio.Event()
 
     def on_change(self, save: Save, rank: RankSave | None, urgent: bool) -> None:
-        """Listener of the registry: reports the rank, soon or at once. Any thread."""
+        """Listener of the registry: reports the rank, soon or at once."""
         if rank is None or save.outcome is not None or not is_reportable(rank):
             return
-        with self._lock:
-            self._changed[(save.key, rank.rank)] = rank
+        self._changed[(save.key, rank.rank)] = rank
         if urgent:
-            self._loop.call_soon_threadsafe(self._urgent.set)
+            self._urgent.set()
 
     def request_statuses(self) -> None:
-        """Asks the coordinator at once about the saves of :class:`Watches`. Any thread."""
-        with self._lock:
-            self._statuses_requested = True
-        self._loop.call_soon_threadsafe(self._urgent.set)
+        """Asks the coordinator at once about the saves of :class:`Watches`."""
+        self._statuses_requested = True
+        self._urgent.set()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Stays attached as long as the context lasts."""
         tasks = [
-            self._loop.create_task(self._stay_attached()),
-            self._loop.create_task(self._watch_liveness()),
+            asyncio.get_running_loop().create_task(self._stay_attached()),
+            asyncio.get_running_loop().create_task(self._watch_liveness()),
         ]
         try:
             yield
@@ -174,8 +167,8 @@ class CoordinatorStream:
             self._sending = False
             _log.info("attached to the %s", self._client.peer)
             tasks = [
-                self._loop.create_task(self._read(call)),
-                self._loop.create_task(self._keep_writing(call, state)),
+                asyncio.get_running_loop().create_task(self._read(call)),
+                asyncio.get_running_loop().create_task(self._keep_writing(call, state)),
             ]
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -201,10 +194,9 @@ class CoordinatorStream:
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._urgent.wait(), PROGRESS_S if busy else HEARTBEAT_S)
             self._urgent.clear()
-            with self._lock:
-                ranks, self._changed = list(self._changed.values()), {}
-                requested, self._statuses_requested = self._statuses_requested, False
-                self._sending = True
+            ranks, self._changed = list(self._changed.values()), {}
+            requested, self._statuses_requested = self._statuses_requested, False
+            self._sending = True
             if state.heartbeat_due:
                 # Repeated until they are confirmed: a draining coordinator ignores new saves.
                 ranks += [rank for rank in self._claiming() if rank not in ranks]
@@ -217,8 +209,7 @@ class CoordinatorStream:
 
     def _first_request(self, state: _StreamState) -> coordinator_pb2.AttachRequest:
         """Introduces the sidecar and reports all that the coordinator may have missed."""
-        with self._lock:
-            self._changed = {}
+        self._changed = {}
         request = coordinator_pb2.AttachRequest(
             wire_version=WIRE_VERSION, host=self._host, sidecar=self._sidecar_id
         )
@@ -226,7 +217,7 @@ class CoordinatorStream:
         self._add_reports(
             request,
             state,
-            [rank for s in undecided for rank in list(s.ranks.values()) if is_reportable(rank)],
+            [rank for s in undecided for rank in s.ranks.values() if is_reportable(rank)],
         )
         self._add_trainers(request, state)
         request.watched.extend(self._watches.unknown())
@@ -289,7 +280,7 @@ class CoordinatorStream:
         return [
             rank
             for save in self._saves.undecided()
-            for rank in list(save.ranks.values())
+            for rank in save.ranks.values()
             if rank.phase is Phase.PLANNING and is_reportable(rank)
         ]
 

@@ -1,19 +1,18 @@
 """``Diagnosis`` of a sidecar: its own checks, those of storage, and the coordinator's diagnosis.
 
-Handlers run in the server's threads; they await the checks on the sidecar's event loop.
+On the event loop.
 """
 
 import asyncio
-from collections.abc import Callable, Iterator
-from typing import Final
-
-import grpc
+from collections.abc import Callable
+from typing import Any, Final
 
 from pannier.daemon import doctor_checks
 from pannier.sidecar.config import SidecarConfig
 from pannier.sidecar.coordinator_client import CoordinatorClient
 from pannier.sidecar.save_registry import SaveRegistry
 from pannier.sidecar.spool.spool import Spool
+from pannier.storage.io_threads import reservation_threads
 from pannier.v1 import diagnosis_pb2, diagnosis_pb2_grpc
 from pannier.wire.errors import PannierError
 
@@ -35,7 +34,6 @@ class SidecarDiagnosis(diagnosis_pb2_grpc.DiagnosisServicer):
         coordinator: CoordinatorClient,
         descriptors: Callable[[], str],
         confined: bool,
-        loop: asyncio.AbstractEventLoop,
     ) -> None:
         self._config = config
         self._spool = spool
@@ -43,30 +41,25 @@ class SidecarDiagnosis(diagnosis_pb2_grpc.DiagnosisServicer):
         self._coordinator = coordinator
         self._descriptors = descriptors
         self._confined = confined
-        self._loop = loop
 
-    def Diagnose(
-        self, request: diagnosis_pb2.DiagnoseRequest, context: grpc.ServicerContext
+    async def Diagnose(
+        self, request: diagnosis_pb2.DiagnoseRequest, context: Any
     ) -> diagnosis_pb2.DiagnoseResponse:
         """See the proto."""
-        work = asyncio.run_coroutine_threadsafe(self.diagnose(request), self._loop)
-
-        def cancel() -> None:
-            work.cancel()
-
-        context.add_callback(cancel)
-        return work.result()
+        return await self.diagnose(request)
 
     async def diagnose(
         self, request: diagnosis_pb2.DiagnoseRequest
     ) -> diagnosis_pb2.DiagnoseResponse:
-        """The whole diagnosis. On the loop."""
+        """The whole diagnosis."""
+        spool = await reservation_threads.run(self._check_spool)
+        state = doctor_checks.check_state(draining=self._saves.draining)
         own, theirs = await asyncio.gather(
             doctor_checks.diagnose(
                 request,
                 daemon="sidecar",
                 host=self._config.host,
-                own_checks=self._looks,
+                own_checks=lambda: [state, spool],
                 allow=self._config.allow,
                 storage_options=self._config.storage_options,
             ),
@@ -88,11 +81,13 @@ class SidecarDiagnosis(diagnosis_pb2_grpc.DiagnosisServicer):
             )
         return own
 
-    def _looks(self) -> Iterator[diagnosis_pb2.Check]:
-        yield doctor_checks.check_state(draining=self._saves.draining)
+    def _check_spool(self) -> diagnosis_pb2.Check:
         spool = self._spool
-        yield doctor_checks.check_spool(
-            spool.directory, budget=spool.budget, reserved=spool.reserved, gone=spool.removed
+        return doctor_checks.check_spool(
+            spool.directory,
+            budget=spool.budget,
+            reserved=spool.usage.reserved,
+            gone=spool.removed,
         )
 
     async def _ask_coordinator(

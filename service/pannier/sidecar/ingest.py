@@ -1,10 +1,9 @@
 """Takes a rank's data files into the spool, streamed or mapped, and then the hand-over of all of them.
 
-In: checked messages, in threads of the gRPC server. Out: files in the spool, uploads under way, ranks
-that are ingested. Blocking, thread-safe.
+In: checked messages. Out: files in the spool, uploads under way, ranks that are ingested. On the event
+loop. The caller protects coroutines that change more than one file or rank from cancellation.
 """
 
-import asyncio
 import time
 from collections.abc import Sequence
 
@@ -17,6 +16,7 @@ from pannier.sidecar.spool.mapped_files import MappedFiles
 from pannier.sidecar.spool.spool import Spool, SpoolFile
 from pannier.sidecar.upload.uploader import Uploader
 from pannier.storage import check_allowed, check_shared
+from pannier.storage.io_threads import reservation_threads
 from pannier.v1 import records_pb2, save_pb2, sidecar_pb2
 from pannier.wire import limits, object_names
 from pannier.wire.errors import (
@@ -47,7 +47,6 @@ class Ingest:
         mapped: MappedFiles,
         *,
         allow: Sequence[str],
-        loop: asyncio.AbstractEventLoop,
     ) -> None:
         self._saves = saves
         self._spool = spool
@@ -56,7 +55,6 @@ class Ingest:
         self._journal = journal
         self._reservations = Reservations(mapped.leased_to)
         self._allow = allow
-        self._loop = loop
 
     def check(self, context: sidecar_pb2.SaveContext) -> None:
         """Raises InvalidRequestError unless ``context`` is consistent and its checkpoint may be written."""
@@ -65,7 +63,9 @@ class Ingest:
         check_shared(context.checkpoint_id)
         check_allowed(context.checkpoint_id, self._allow)
 
-    def check_room(self, rank: RankSave, header: sidecar_pb2.FileHeader | None = None) -> None:
+    async def check_room(
+        self, rank: RankSave, header: sidecar_pb2.FileHeader | None = None
+    ) -> None:
         """Fails the rank when the save's data files of this host never fit into the spool.
 
         All of them stay there until the save ends, so waiting for room wouldn't help.
@@ -77,20 +77,20 @@ class Ingest:
             SaveAbortedError: the rank has failed.
         """
         sizes: list[int] = []
-        for each in list(rank.save.ranks.values()):
+        for each in rank.save.ranks.values():
             files = dict(each.plan.sizes or {})
-            files.update((file.name, file.size) for file in list(each.files.values()))
+            files.update((file.name, file.size) for file in each.files.values())
             if each is rank and header is not None:
                 files[header.name] = header.size
             sizes += files.values()
         try:
-            self._spool.check_fits(sizes)
+            await reservation_threads.run(self._spool.check_fits, sizes)
         except ConfigurationError as error:
             self._saves.fail(rank, save_pb2.FAILURE_KIND_SPOOL, str(error))
             self._saves.check(rank)
             raise
 
-    def open(self, header: sidecar_pb2.FileHeader, rank: RankSave) -> DataFile:
+    async def open(self, header: sidecar_pb2.FileHeader, rank: RankSave) -> DataFile:
         """The data file that ``header`` announces, with all its space reserved.
 
         Raises:
@@ -102,7 +102,7 @@ class Ingest:
         limits.check_seconds(save_timeout_s=header.save_timeout_s)
         object_names.check_data_file(header.name, header.attempt, rank.rank)
         label = f"{header.name} of {rank.label}"
-        with rank.opening:
+        async with rank.opening:
             self._saves.check(rank)
             file = rank.files.get(header.name)
             self._check_size(header, rank, file, label)
@@ -112,12 +112,12 @@ class Ingest:
             if rank.phase not in BEFORE_INGESTION:
                 raise InvalidRequestError(f"{label}: the rank was already handed over without it")
             _check_file_count(rank, label)
-            self.check_room(rank, header)
+            await self.check_room(rank, header)
             reason = header.reason[: limits.MAX_TEXT]
             self._saves.set_transport(rank, f"streamed: {reason}" if reason else "streamed")
-            return self._add_file(rank, header, self._take(rank, header.size))
+            return await self._add_file(rank, header, await self._take(rank, header.size))
 
-    def reserve(self, request: sidecar_pb2.ReserveRequest) -> sidecar_pb2.ReserveResponse:
+    async def reserve(self, request: sidecar_pb2.ReserveRequest) -> sidecar_pb2.ReserveResponse:
         """Leases files of the spool to a client that will map them.
 
         Raises:
@@ -129,30 +129,33 @@ class Ingest:
             save_pb2.SaveId(job=request.job, incarnation=request.incarnation, group="g", number=1)
         )
         try:
-            self._spool.check_fits([size + STAMP_BYTES for size in request.sizes])
+            sizes = [size + STAMP_BYTES for size in request.sizes]
+            await reservation_threads.run(self._spool.check_fits, sizes)
         except ConfigurationError as error:
             raise InvalidRequestError(str(error)) from error
         owner = (request.job, request.incarnation, request.rank)
-        return self._mapped.reserve(owner, request.client, request.sizes)
+        return await self._mapped.reserve(owner, request.client, request.sizes)
 
-    def release(self, request: sidecar_pb2.ReleaseRequest) -> None:
+    async def release(self, request: sidecar_pb2.ReleaseRequest) -> None:
         """Ends the leases of files that a client has unmapped."""
         limits.check_release(request)
-        self._mapped.release((request.job, request.incarnation, request.rank), request.spool_files)
+        await self._mapped.release(
+            (request.job, request.incarnation, request.rank), request.spool_files
+        )
 
-    def record_progress(self, rank: RankSave, file: DataFile) -> None:
+    async def record_progress(self, rank: RankSave, file: DataFile) -> None:
         """Records how much of ``file`` is here: a restarted sidecar resumes there.
 
         Raises PannierError: it can't be recorded; the rank has failed.
         """
         try:
-            self._journal.record_held(rank, file)
+            await self._journal.record_held(rank, file)
         except PannierError as error:
             self._saves.fail(rank, save_pb2.FAILURE_KIND_SPOOL, str(error))
             raise
         self._saves.record_arrival(rank)
 
-    def hand_over(self, request: sidecar_pb2.HandOverRequest, rank: RankSave) -> None:
+    async def hand_over(self, request: sidecar_pb2.HandOverRequest, rank: RankSave) -> None:
         """Ingests the rank, once all its files are here and match the request; idempotent.
 
         Mapped files are read for their checksums.
@@ -164,7 +167,7 @@ class Ingest:
             PannierError: it can't be recorded; the save has failed.
         """
         limits.check_hand_over(request)
-        with rank.opening:
+        async with rank.opening:
             if rank.receipt is not None and rank.phase not in FAILED:
                 if rank.receipt != _receipt(request, rank):
                     raise InvalidRequestError(f"{rank.label} was handed over differently before")
@@ -174,11 +177,11 @@ class Ingest:
             self._check_in_time(rank)
             self._saves.set_stall(rank, limits.age(request.stalled_s))
             self._saves.limit_time(rank, 0, request.save_timeout_s)
-            self._read_mapped(request, rank)
+            await self._read_mapped(request, rank)
             receipt = _receipt(request, rank)
             self._check_files(rank, receipt)
             try:
-                self._journal.record_ingested(rank, receipt)
+                await self._journal.record_ingested(rank, receipt)
             except PannierError as error:
                 self._saves.fail(rank, save_pb2.FAILURE_KIND_SPOOL, str(error))
                 raise
@@ -186,10 +189,10 @@ class Ingest:
             self._reservations.record_usage(rank)
             self._uploads.finish(rank)
 
-    def _take(self, rank: RankSave, size: int) -> SpoolFile:
+    async def _take(self, rank: RankSave, size: int) -> SpoolFile:
         spare = self._reservations.reserved_before(rank.save, self._saves.undecided())
         try:
-            return self._spool.take(rank.context.save.job, size, spare=spare)
+            return await self._mapped.take(rank.context.save.job, size, spare)
         except BusyError:
             self._mapped.request_room()
             raise
@@ -206,7 +209,7 @@ class Ingest:
         self._saves.fail(rank, save_pb2.FAILURE_KIND_DEADLINE, problem)
         raise DeadlineError(problem)
 
-    def _add_file(
+    async def _add_file(
         self,
         rank: RankSave,
         header: sidecar_pb2.FileHeader,
@@ -215,23 +218,21 @@ class Ingest:
     ) -> DataFile:
         """A new data file of the rank, whose content is or will be in ``spool_file``."""
         label = f"{header.name} of {rank.label}"
-        file = DataFile(
-            header.name, header.size, spool_file, label=label, loop=self._loop, stamp=stamp
-        )
+        file = DataFile(header.name, header.size, spool_file, label=label, stamp=stamp)
         try:
             self._saves.add_file(rank, header.attempt, file)
         except BaseException:
-            self._mapped.give_back(spool_file)
+            await self._mapped.give_back(spool_file)
             raise
         try:
-            self._journal.record_opened(rank, file)
+            await self._journal.record_opened(rank, file)
         except PannierError as error:
             self._saves.fail(rank, save_pb2.FAILURE_KIND_SPOOL, str(error))
             raise
         self._uploads.start(rank, file)
         return file
 
-    def _read_mapped(self, request: sidecar_pb2.HandOverRequest, rank: RankSave) -> None:
+    async def _read_mapped(self, request: sidecar_pb2.HandOverRequest, rank: RankSave) -> None:
         """Adds the files that the trainer has staged into the spool itself, and reads them."""
         sizes = {file.name: file.size for file in request.files}
         files = []
@@ -252,14 +253,14 @@ class Ingest:
                 )
             if file is None:
                 _check_file_count(rank, label)
-                spool_file = self._mapped.claim(rank, mapped.spool_file, header.size)
-                file = self._add_file(rank, header, spool_file, mapped.stamp)
+                spool_file = await self._mapped.claim(rank, mapped.spool_file, header.size)
+                file = await self._add_file(rank, header, spool_file, mapped.stamp)
             files.append(file)
         if files:
             self._saves.set_transport(rank, "mapped")
         for file in files:
             try:
-                file.read_staged()
+                await file.read_staged()
             except UnavailableError:
                 raise
             except PannierError as error:
@@ -267,7 +268,7 @@ class Ingest:
                 kind = save_pb2.FAILURE_KIND_INTEGRITY if damaged else save_pb2.FAILURE_KIND_SPOOL
                 self._saves.fail(rank, kind, str(error))
                 raise
-            self.record_progress(rank, file)
+            await self.record_progress(rank, file)
 
     def _check_size(
         self,

@@ -2,11 +2,10 @@
 
 In: connections, pings and ended connections. Out: a warning when a save waits for an unresponsive
 trainer, and reports to the coordinator, also about trainers that take part in no save yet. A
-stopped process keeps its connection, so only its pings show that it runs. Thread-safe.
+stopped process keeps its connection, so only its pings show that it runs. On the event loop.
 """
 
 import logging
-import threading
 from collections import OrderedDict
 from typing import Final
 
@@ -32,7 +31,6 @@ class TrainerLiveness:
 
     def __init__(self, saves: SaveRegistry) -> None:
         self._saves = saves
-        self._lock = threading.Lock()
         self._last_seen: dict[Key, float] = {}
         self._dead: OrderedDict[Key, tuple[float, str]] = OrderedDict()
         self._unresponsive: set[Key] = set()
@@ -40,32 +38,28 @@ class TrainerLiveness:
     def mark_seen(self, key: Key) -> None:
         """The trainer connected or pinged."""
         now = observer_clock.now()
-        with self._lock:
-            self._last_seen[key] = now
-            self._dead.pop(key, None)
+        self._last_seen[key] = now
+        self._dead.pop(key, None)
         for rank in self._saves.of_rank(*key):
             rank.see()
 
     def remove(self, key: Key) -> None:
         """The trainer has closed its client: it is no longer reported."""
-        with self._lock:
-            self._last_seen.pop(key, None)
+        self._last_seen.pop(key, None)
 
     def mark_dead(self, key: Key, description: str) -> None:
         """The trainer's process has ended; ``description`` names it, human-readable."""
-        with self._lock:
-            self._last_seen.pop(key, None)
-            self._dead[key] = (observer_clock.now(), description)
-            self._dead.move_to_end(key)
-            while len(self._dead) > _DEAD_KEPT:
-                self._dead.popitem(last=False)
+        self._last_seen.pop(key, None)
+        self._dead[key] = (observer_clock.now(), description)
+        self._dead.move_to_end(key)
+        while len(self._dead) > _DEAD_KEPT:
+            self._dead.popitem(last=False)
 
     def report(self) -> list[coordinator_pb2.TrainerStatus]:
         """All trainers, for the coordinator."""
         now = observer_clock.now()
-        with self._lock:
-            dead = [(key, at, description) for key, (at, description) in self._dead.items()]
-            seen = [(key, at, "") for key, at in self._last_seen.items()]
+        dead = [(key, at, description) for key, (at, description) in self._dead.items()]
+        seen = [(key, at, "") for key, at in self._last_seen.items()]
         return [
             coordinator_pb2.TrainerStatus(
                 job=job,
@@ -83,7 +77,7 @@ class TrainerLiveness:
         now = observer_clock.now()
         found: dict[Key, RankSave] = {}
         for save in self._saves.undecided():
-            for rank in list(save.ranks.values()):
+            for rank in save.ranks.values():
                 if rank.phase in BEFORE_INGESTION and now - rank.last_seen > UNRESPONSIVE_S:
                     found[(save.id.job, save.id.incarnation, rank.rank)] = rank
         for key in found.keys() - self._unresponsive:

@@ -1,5 +1,6 @@
-"""The sidecar process: settings in, an exit status out. The main thread waits for signals."""
+"""The sidecar process: settings in, an exit status out. The main thread runs the event loop."""
 
+import asyncio
 import os
 
 from pannier.common import tracing
@@ -25,13 +26,17 @@ def run(config: SidecarConfig) -> int:
     os.nice(config.nice)
     keep_freed_memory()
     tracing.set_up("pannier-sidecar", **{"host.name": config.host})
-    with StopSignals() as stop:
+    return asyncio.run(_run(config))
+
+
+async def _run(config: SidecarConfig) -> int:
+    async with StopSignals() as stop:
         if config.jobs is not None:
-            with MultiJobSidecar(config) as sidecars:
-                sidecars.wait(stop)
-                sidecars.drain(stop)
+            async with MultiJobSidecar(config) as sidecars:
+                await sidecars.wait(stop)
+                await sidecars.drain(stop)
             return 0
-        with Sidecar(config) as sidecar:
-            sidecar.wait(stop)
-            sidecar.drain(stop)
-            return 1 if sidecar.spool.removed else 0
+        async with Sidecar(config) as sidecar:
+            await sidecar.wait(stop)
+            await sidecar.drain(stop)
+            return 1 if sidecar.spool_removed else 0

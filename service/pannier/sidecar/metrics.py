@@ -3,10 +3,10 @@
 In: changes of saves, as a listener of :class:`~pannier.sidecar.save_registry.SaveRegistry`. Out:
 counters that never decrease, and spans of the phases of ended saves (:mod:`pannier.common.tracing`).
 Nothing is counted while bytes move: the ranks' own figures are read when metrics are scraped, and
-added up when their save has ended. Thread-safe.
+added up when their save has ended. On the event loop, to which the HTTP server's threads turn.
 """
 
-import threading
+import asyncio
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -26,7 +26,7 @@ from pannier.daemon.metrics import (
     saves_ended,
     saves_under_way,
 )
-from pannier.daemon.status_page import StatusPage
+from pannier.daemon.status_page import StatusPage, read_on_loop
 from pannier.daemon.status_registry import StatusRegistry
 from pannier.daemon.status_service import Backlog, DaemonInfo
 from pannier.sidecar.save_state import Phase, RankSave, Save
@@ -74,7 +74,6 @@ class SaveMetrics:
     """Counters of all saves."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._under_way: dict[str, Save] = {}
         self._seen: dict[RankSave, _Amounts] = {}
         """The most that was seen of ranks under way."""
@@ -89,26 +88,23 @@ class SaveMetrics:
         """See :data:`pannier.sidecar.save_registry.Listener`."""
         if rank is not None:
             return
-        with self._lock:
-            if save.outcome is None:
-                self._under_way.setdefault(save.key, save)
-            elif self._under_way.pop(save.key, None) is not None:
-                self._add_up(save)
-                self._ended[save.outcome.state] += 1
+        if save.outcome is None:
+            self._under_way.setdefault(save.key, save)
+        elif self._under_way.pop(save.key, None) is not None:
+            self._add_up(save)
+            self._ended[save.outcome.state] += 1
 
     def set_baseline(self, saves: Iterable[Save]) -> None:
         """An earlier process did what these restored saves show; before their trainers are served."""
-        with self._lock:
-            for save in saves:
-                for rank in list(save.ranks.values()):
-                    self._baseline[rank] = _Amounts.of(rank)
+        for save in saves:
+            for rank in save.ranks.values():
+                self._baseline[rank] = _Amounts.of(rank)
 
     def drop(self, saves: Iterable[Save]) -> None:
         """Stops following these saves; what they have moved stays counted."""
-        with self._lock:
-            for save in saves:
-                if self._under_way.pop(save.key, None) is not None:
-                    self._add_up(save)
+        for save in saves:
+            if self._under_way.pop(save.key, None) is not None:
+                self._add_up(save)
 
     def collect(
         self, backlog: Backlog, trainers: Counter[str], *, connected: bool
@@ -120,14 +116,13 @@ class SaveMetrics:
             trainers: connected ranks by job.
             connected: the coordinator is attached and responsive.
         """
-        with self._lock:
-            amounts = dict(self._past)
-            failures, ended = self._failures.copy(), self._ended.copy()
-            saves = list(self._under_way.values())
-            for save in saves:
-                ranks = list(save.ranks.values())
-                failures.update(rank.failure.kind for rank in ranks if rank.failure is not None)
-                amounts[save.id.job] = self._sum(ranks, amounts.get(save.id.job, _Amounts()))
+        amounts = dict(self._past)
+        failures, ended = self._failures.copy(), self._ended.copy()
+        saves = list(self._under_way.values())
+        for save in saves:
+            ranks = list(save.ranks.values())
+            failures.update(rank.failure.kind for rank in ranks if rank.failure is not None)
+            amounts[save.id.job] = self._sum(ranks, amounts.get(save.id.job, _Amounts()))
         states = Counter(int(save_state(save)) for save in saves)
         oldest = min((save.start for save in saves), default=None)
         yield from backlog_families(backlog)
@@ -195,7 +190,7 @@ def trace_save(save: Save, rank: RankSave | None, urgent: bool) -> None:
     """Exports the spans of an ended save; see :data:`pannier.sidecar.save_registry.Listener`."""
     if save.outcome is None or rank is not None or not urgent:
         return
-    for each in list(save.ranks.values()):
+    for each in save.ranks.values():
         tracing.export_parts(save.id, each.rank, _spans(each))
 
 
@@ -216,7 +211,7 @@ def _spans(rank: RankSave) -> list[tracing.Interval]:
             file.upload.stored_at,
             {**fields, "pannier.bytes": file.size},
         )
-        for file in list(rank.files.values())
+        for file in rank.files.values()
         if file.upload.stored_at is not None
     ]
     begin, ingested = (rank.reached.get(each.wire) for each in (Phase.STREAMING, Phase.INGESTED))
@@ -253,17 +248,23 @@ def serving_http(
 
     Args:
         board: the saves of all sidecars of the process.
-        sidecars: those that run now; called by any thread.
+        sidecars: those that run now.
 
     Raises ConfigurationError when it can't listen there.
     """
+    read_state = read_on_loop(asyncio.get_running_loop())
     served = Metrics("sidecar", daemon_info)
-    served.add(
-        lambda: metrics.collect(
-            daemon_info.backlog(),
-            sum((each.ranks_by_job() for each in sidecars()), Counter[str]()),
-            connected=all(each.coordinator_connected for each in sidecars()),
+
+    def collect() -> list[Metric]:
+        return list(
+            metrics.collect(
+                daemon_info.backlog(),
+                sum((each.ranks_by_job() for each in sidecars()), Counter[str]()),
+                connected=all(each.coordinator_connected for each in sidecars()),
+            )
         )
-    )
-    with serve_http(address, StatusPage(board, daemon_info).routes(served), setting="--metrics"):
+
+    served.add(lambda: read_state(collect))
+    page = StatusPage(board, daemon_info, read_state)
+    with serve_http(address, page.routes(served), setting="--metrics"):
         yield

@@ -2,10 +2,9 @@
 
 In: the saves under way, and the bytes that each rank had in its group's previous save. Out: the bytes
 that those before a save still need on this host. Without it two saves that don't fit together
-could each hold a part of the room and wait for the other's. Thread-safe.
+could each hold a part of the room and wait for the other's. On the event loop.
 """
 
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Final
@@ -28,18 +27,16 @@ class Reservations:
 
     def __init__(self, leased: Callable[[tuple[str, str, int]], int] = lambda owner: 0) -> None:
         self._leased = leased
-        self._lock = threading.Lock()
         self._usage: OrderedDict[Group, dict[int, int]] = OrderedDict()
         """Bytes by rank of this host in the last save that the rank handed over."""
 
     def record_usage(self, rank: RankSave) -> None:
         """Notes the bytes of an ingested rank: it has opened all its files."""
         group = _group(rank.save)
-        with self._lock:
-            self._usage.setdefault(group, {})[rank.rank] = rank.opened_bytes
-            self._usage.move_to_end(group)
-            while len(self._usage) > _GROUPS_KEPT:
-                self._usage.popitem(last=False)
+        self._usage.setdefault(group, {})[rank.rank] = rank.opened_bytes
+        self._usage.move_to_end(group)
+        while len(self._usage) > _GROUPS_KEPT:
+            self._usage.popitem(last=False)
 
     def reserved_before(self, save: Save, undecided: Iterable[Save]) -> int:
         """Bytes that the saves before ``save`` still need.
@@ -59,8 +56,7 @@ class Reservations:
         if any(rank.phase in FAILED for rank in ranks.values()):
             # It will be aborted, and its room freed.
             return 0
-        with self._lock:
-            usual = dict(self._usage.get(_group(save), {}))
+        usual = dict(self._usage.get(_group(save), {}))
         missing = {number: size for number, size in usual.items() if number not in ranks}
         for number, rank in ranks.items():
             if rank.phase in BEFORE_INGESTION:

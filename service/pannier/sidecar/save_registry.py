@@ -1,15 +1,15 @@
 """All saves of this host, and every change of them.
 
-In: what trainers hand in (threads), what uploads achieve and what the coordinator decides (event loop).
-Out: notifications to listeners and waiters. Thread-safe; listeners run in the thread that made the
-change, outside the lock.
+In: what trainers hand in, what uploads achieve and what the coordinator decides. Out: notifications to
+listeners and waiters. On the event loop.
 """
 
+import asyncio
 import logging
-import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Final
 
 from pannier.daemon.status_registry import TERMINAL
@@ -44,14 +44,13 @@ class SaveRegistry:
     def __init__(self) -> None:
         self.draining = False
         """New saves are refused."""
-        self._lock = threading.Lock()
         self._undecided: OrderedDict[str, Save] = OrderedDict()
         self._ended: OrderedDict[str, Save] = OrderedDict()
         self._listeners: list[Listener] = []
         self._eviction_listeners: list[Callable[[Save], None]] = []
         self._idle_since = time.monotonic()
-        self._changes = threading.Condition()
-        """Notified after each change; acquired after the lock was released, never before."""
+        self._changed = asyncio.Event()
+        """Set by each change; another one takes its place then."""
         self._sizes: OrderedDict[tuple[str, str, int, str], dict[str, int]] = OrderedDict()
         """Sizes of planned files by rank and plan; names without the attempt's prefix."""
 
@@ -82,30 +81,29 @@ class SaveRegistry:
             InvalidRequestError: the rank's earlier calls contradict ``context``.
         """
         key = save_text(context.save)
-        with self._lock:
-            save = self._undecided.get(key) or self._ended.get(key)
-            if save is None:
-                if self.draining and not failing:
-                    raise UnavailableError(
-                        f"the sidecar on this host is draining and takes no new saves ({key})"
-                    )
-                check_room([each.id for each in self._undecided.values()], context.save)
-                save = self._undecided[key] = Save(context)
-            rank = save.ranks.get(context.rank)
-            fresh = rank is None
-            if rank is None:
-                if save.outcome is not None:
-                    raise save.ended_error()
-                rank = save.add_rank(context)
-            elif (
-                rank.context.checkpoint_id != context.checkpoint_id
-                or rank.context.ranks != context.ranks
-            ):
-                raise InvalidRequestError(
-                    f"{rank.label}: now called to {context.checkpoint_id} with ranks "
-                    f"{list(context.ranks)}, before with ranks {list(rank.context.ranks)}"
+        save = self._undecided.get(key) or self._ended.get(key)
+        if save is None:
+            if self.draining and not failing:
+                raise UnavailableError(
+                    f"the sidecar on this host is draining and takes no new saves ({key})"
                 )
-            rank.see()
+            check_room([each.id for each in self._undecided.values()], context.save)
+            save = self._undecided[key] = Save(context)
+        rank = save.ranks.get(context.rank)
+        fresh = rank is None
+        if rank is None:
+            if save.outcome is not None:
+                raise save.ended_error()
+            rank = save.add_rank(context)
+        elif (
+            rank.context.checkpoint_id != context.checkpoint_id
+            or rank.context.ranks != context.ranks
+        ):
+            raise InvalidRequestError(
+                f"{rank.label}: now called to {context.checkpoint_id} with ranks "
+                f"{list(context.ranks)}, before with ranks {list(rank.context.ranks)}"
+            )
+        rank.see()
         if fresh:
             self._notify(rank.save, None, True)
         return rank
@@ -130,44 +128,40 @@ class SaveRegistry:
             outcome: how the save had ended; the same for all its ranks.
         """
         key = save_text(context.save)
-        with self._lock:
-            save = self._undecided.get(key) or self._ended.get(key)
-            if save is None:
-                save = Save(context, created_at)
-                if outcome is not None:
-                    save.end(outcome)
-                (self._undecided if outcome is None else self._ended)[key] = save
-            rank = save.add_rank(context)
-            rank.restore(
-                phase,
-                attempt,
-                plan,
-                save_timeout_s=save_timeout_s,
-                receipt=receipt,
-                failure=failure,
-            )
+        save = self._undecided.get(key) or self._ended.get(key)
+        if save is None:
+            save = Save(context, created_at)
+            if outcome is not None:
+                save.end(outcome)
+            (self._undecided if outcome is None else self._ended)[key] = save
+        rank = save.add_rank(context)
+        rank.restore(
+            phase,
+            attempt,
+            plan,
+            save_timeout_s=save_timeout_s,
+            receipt=receipt,
+            failure=failure,
+        )
         if outcome is None:
             self._notify(save, None, True)
         return rank
 
     def check(self, rank: RankSave) -> None:
         """Raises SaveAbortedError, InDoubtError or InvalidRequestError when the rank or save has ended."""
-        with self._lock:
-            rank.check()
+        rank.check()
 
     def limit_time(self, rank: RankSave, plan_s: float, save_s: float) -> None:
         """Sets how long the trainer waits for its plan and for the whole save; 0: not known."""
-        with self._lock:
-            rank.deadlines.shorten(plan_s, save_s)
+        rank.deadlines.shorten(plan_s, save_s)
 
     def set_plan(self, rank: RankSave, plan: plan_pb2.FinalPlan) -> None:
         """The coordinator has planned the rank."""
-        with self._lock:
-            rank.join_attempt(plan.attempt)
-            sizes = {file.name: file.size for file in plan.files}
-            rank.set_plan(plan.plan_id, sizes)
-            prefix = data_prefix(plan.attempt)
-            self._remember(rank, {name.removeprefix(prefix): size for name, size in sizes.items()})
+        rank.join_attempt(plan.attempt)
+        sizes = {file.name: file.size for file in plan.files}
+        rank.set_plan(plan.plan_id, sizes)
+        prefix = data_prefix(plan.attempt)
+        self._remember(rank, {name.removeprefix(prefix): size for name, size in sizes.items()})
         self._notify(rank.save, rank, True)
 
     def claim_plan(self, rank: RankSave, claim: CachedPlanClaim) -> None:
@@ -175,38 +169,32 @@ class SaveRegistry:
 
         Raises InvalidRequestError when it claimed another one before.
         """
-        with self._lock:
-            rank.check()
-            rank.claim_plan(claim)
+        rank.check()
+        rank.claim_plan(claim)
         self._notify(rank.save, rank, True)
 
     def withdraw_claim(self, rank: RankSave) -> bool:
         """Withdraws the rank's claim if the coordinator requests its full plan; whether it does."""
-        with self._lock:
-            return rank.withdraw_claim()
+        return rank.withdraw_claim()
 
     def set_attempt(self, rank: RankSave, attempt: str) -> None:
         """The coordinator opened a save that torch plans."""
-        with self._lock:
-            rank.join_attempt(attempt)
-            rank.set_plan(rank.plan.id, rank.plan.sizes)
+        rank.join_attempt(attempt)
+        rank.set_plan(rank.plan.id, rank.plan.sizes)
         self._notify(rank.save, rank, True)
 
     def add_file(self, rank: RankSave, attempt: str, file: DataFile) -> None:
         """The rank opened a data file. Raises when the rank or save has ended."""
-        with self._lock:
-            rank.add_file(attempt, file)
+        rank.add_file(attempt, file)
         self._notify(rank.save, rank, True)
 
     def set_transport(self, rank: RankSave, transport: str) -> None:
         """How the rank's bytes come into the spool, human-readable."""
-        with self._lock:
-            rank.transfer.transport = transport
+        rank.transfer.transport = transport
 
     def set_stall(self, rank: RankSave, stalled_s: float) -> None:
         """How long the save blocked the rank's training loop."""
-        with self._lock:
-            rank.transfer.stalled_s = stalled_s
+        rank.transfer.stalled_s = stalled_s
 
     def record_arrival(self, rank: RankSave) -> None:
         """Some MiB arrived from the trainer."""
@@ -218,8 +206,7 @@ class SaveRegistry:
 
         The caller has recorded that in the journal.
         """
-        with self._lock:
-            rank.ingest(receipt)
+        rank.ingest(receipt)
         size = sum(file.size for file in receipt.files)
         _log.info("%s is ingested: %d bytes", rank.label, size, extra=rank.log_fields)
         self._notify(rank.save, rank, True)
@@ -233,41 +220,37 @@ class SaveRegistry:
     def refresh(self) -> None:
         """Notifies listeners of all undecided ranks: whom they wait for may have changed."""
         for save in self.undecided():
-            for rank in list(save.ranks.values()):
+            for rank in save.ranks.values():
                 self.record_progress(rank)
 
     def record_retry(self, rank: RankSave, reason: str) -> None:
         """A request of one of its uploads is retried."""
-        with self._lock:
-            rank.transfer.retry(reason)
+        rank.transfer.retry(reason)
         self.record_progress(rank)
 
     def mark_durable(self, rank: RankSave) -> None:
         """All data files and the receipt are in storage, confirmed."""
-        with self._lock:
-            if rank.phase is not Phase.INGESTED:
-                return
-            rank.enter(Phase.DURABLE)
+        if rank.phase is not Phase.INGESTED:
+            return
+        rank.enter(Phase.DURABLE)
         _log.info("%s is durable", rank.label, extra=rank.log_fields)
         self._notify(rank.save, rank, True)
 
     def fail(self, rank: RankSave, kind: "save_pb2.FailureKind", message: str) -> bool:
         """Fails the rank; False when it has ended, or is safe from this kind of failure."""
-        with self._lock:
-            if not rank.fail(kind, message):
-                return False
+        if not rank.fail(kind, message):
+            return False
         _log.error("%s failed: %s", rank.label, message, extra=rank.log_fields)
         self._notify(rank.save, rank, True)
         return True
 
     def reject(self, rank: RankSave, error: SaveAbortedError) -> None:
         """The coordinator answered the rank's plan with the save's failure."""
-        with self._lock:
-            if rank.save.outcome is not None or rank.phase is not Phase.PLANNING:
-                return
-            rank.enter(Phase.REJECTED)
-            # Nothing of it can be in storage: this host's other ranks would have been planned.
-            ended = all(each.phase is Phase.REJECTED for each in rank.save.ranks.values())
+        if rank.save.outcome is not None or rank.phase is not Phase.PLANNING:
+            return
+        rank.enter(Phase.REJECTED)
+        # Nothing of it can be in storage: this host's other ranks would have been planned.
+        ended = all(each.phase is Phase.REJECTED for each in rank.save.ranks.values())
         self._notify(rank.save, rank, True)
         if ended:
             status = save_pb2.SaveStatus(
@@ -280,14 +263,13 @@ class SaveRegistry:
     def apply_status(self, status: save_pb2.SaveStatus) -> None:
         """Takes a status update of the coordinator; a terminal state is final."""
         key = save_text(status.save)
-        with self._lock:
-            save = self._undecided.get(key)
-            if save is None:
-                return
-            urgent = save.take_status(status)
-            ended = status.state in TERMINAL
-            confirmed = [] if ended else self._confirm_claims(save, status)
-            evicted = self._end(save, status) if ended else []
+        save = self._undecided.get(key)
+        if save is None:
+            return
+        urgent = save.take_status(status)
+        ended = status.state in TERMINAL
+        confirmed = [] if ended else self._confirm_claims(save, status)
+        evicted = self._end(save, status) if ended else []
         if ended:
             _log.info(
                 "save %s to %s is %s",
@@ -306,38 +288,31 @@ class SaveRegistry:
 
     # Waits.
 
-    def wait_until(self, ready: Callable[[], bool], deadline: float) -> bool:
+    async def wait_until(self, ready: Callable[[], bool], deadline: float) -> bool:
         """Waits for ``ready()``, evaluated after each change; False when it isn't at ``deadline``.
 
         Args:
             deadline: on the monotonic clock.
         """
-        with self._changes:
-            while not ready():
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    return False
-                self._changes.wait(left)
+        while not ready():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), left)
         return True
-
-    def notify_waiters(self) -> None:
-        """Makes all calls of :meth:`wait_until` evaluate their condition."""
-        with self._changes:
-            self._changes.notify_all()
 
     # Queries.
 
     def undecided(self) -> list[Save]:
         """Saves without an outcome, oldest first."""
-        with self._lock:
-            return list(self._undecided.values())
+        return list(self._undecided.values())
 
     def find(self, context: sidecar_pb2.SaveContext) -> RankSave | None:
         """The rank in its save, if it is known."""
         key = save_text(context.save)
-        with self._lock:
-            save = self._undecided.get(key) or self._ended.get(key)
-            return save.ranks.get(context.rank) if save is not None else None
+        save = self._undecided.get(key) or self._ended.get(key)
+        return save.ranks.get(context.rank) if save is not None else None
 
     def holds(self, context: sidecar_pb2.SaveContext) -> bool:
         """Whether the rank has got further than a call that waits for its plan."""
@@ -346,29 +321,27 @@ class SaveRegistry:
 
     def of_rank(self, job: str, incarnation: str, rank: int) -> list[RankSave]:
         """One rank of one incarnation in each of its saves, ended saves first."""
-        with self._lock:
-            return [
-                save.ranks[rank]
-                for save in (*self._ended.values(), *self._undecided.values())
-                if (save.id.job, save.id.incarnation) == (job, incarnation) and rank in save.ranks
-            ]
+        return [
+            save.ranks[rank]
+            for save in (*self._ended.values(), *self._undecided.values())
+            if (save.id.job, save.id.incarnation) == (job, incarnation) and rank in save.ranks
+        ]
 
     def idle_s(self) -> float | None:
         """Seconds since the last save was decided; None while one isn't."""
-        with self._lock:
-            return None if self._undecided else time.monotonic() - self._idle_since
+        return None if self._undecided else time.monotonic() - self._idle_since
 
     def pending(self) -> list[RankSave]:
         """Ranks that aren't durable yet and may still become so."""
         return [
             rank
             for save in self.undecided()
-            for rank in list(save.ranks.values())
+            for rank in save.ranks.values()
             if rank.phase is Phase.INGESTED or rank.phase in BEFORE_INGESTION
         ]
 
     def _confirm_claims(self, save: Save, status: save_pb2.SaveStatus) -> list[RankSave]:
-        """Plans the ranks whose claims ``status`` confirms; with the lock held."""
+        """Plans the ranks whose claims ``status`` confirms."""
         confirmed = []
         for rank in save.ranks.values() if status.plan_id else ():
             claim = rank.claim
@@ -388,7 +361,7 @@ class SaveRegistry:
         return confirmed
 
     def _end(self, save: Save, outcome: save_pb2.SaveStatus) -> list[Save]:
-        """Ends a save; returns those that are remembered no longer. With the lock held."""
+        """Ends a save; returns those that are remembered no longer."""
         save.end(outcome)
         del self._undecided[save.key]
         self._ended[save.key] = save
@@ -409,7 +382,8 @@ class SaveRegistry:
     def _notify(self, save: Save, rank: RankSave | None, urgent: bool) -> None:
         for listener in self._listeners:
             listener(save, rank, urgent)
-        self.notify_waiters()
+        self._changed.set()
+        self._changed = asyncio.Event()
 
 
 def _plan_key(rank: RankSave, plan_id: str) -> tuple[str, str, int, str]:

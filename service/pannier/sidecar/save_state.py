@@ -1,11 +1,11 @@
 """One save on this host: the state of each of its ranks, and how it ended.
 
-In: changes from :class:`pannier.sidecar.save_registry.SaveRegistry`, which holds its lock around each of
-them. Out: fields that any thread may read. Every change is a method here; impossible moves raise.
+In: changes from :class:`pannier.sidecar.save_registry.SaveRegistry`. Out: fields to read. Every change is
+a method here; impossible moves raise. On the event loop.
 """
 
+import asyncio
 import enum
-import threading
 import time
 from dataclasses import dataclass
 from typing import Final
@@ -144,7 +144,7 @@ class RankSave:
         self.last_seen = observer_clock.now()
         """When the trainer last sent something, a ping at least."""
         self.transfer = Transfer()
-        self.opening = threading.Lock()
+        self.opening = asyncio.Lock()
         """Held by :mod:`pannier.sidecar.ingest` while a file is opened: reserving space may take long."""
 
     @property
@@ -170,7 +170,7 @@ class RankSave:
     @property
     def opened_bytes(self) -> int:
         """Bytes of the files that it has opened."""
-        return sum(file.size for file in list(self.files.values()))
+        return sum(file.size for file in self.files.values())
 
     def check(self) -> None:
         """Raises SaveAbortedError, InDoubtError or InvalidRequestError when the rank or save has ended."""

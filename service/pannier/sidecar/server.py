@@ -1,22 +1,20 @@
 """One sidecar: its parts put together, from the start to the last upload.
 
 In: a checked config. Out: what trainers and operators are served. It is alone in its process, or one of
-several there, each for a job (:mod:`pannier.sidecar.multi_job.host`). The gRPC server has its threads;
-uploads and the coordinator's stream share an event loop in a thread of its own.
+several there, each for a job (:mod:`pannier.sidecar.multi_job.host`). One event loop owns all state; calls
+of the file system that may block run in threads (:mod:`pannier.storage.io_threads`).
 """
 
 import asyncio
 import logging
 import os
-import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Coroutine, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Final
 
 import grpc
 
@@ -51,24 +49,21 @@ from pannier.sidecar.status import StatusPublisher, backlog, save_status
 from pannier.sidecar.upload.concurrency import UploadSlots
 from pannier.sidecar.upload.uploader import Opener, Uploader
 from pannier.storage import open_store
+from pannier.storage.io_threads import reservation_threads
 from pannier.v1 import diagnosis_pb2_grpc, save_pb2, sidecar_pb2
 from pannier.wire.chunk_codec import MAX_MESSAGE_BYTES
 from pannier.wire.version import WIRE_VERSION, package_version
 
 _log = logging.getLogger(__name__)
 
-_CALL_THREADS: Final = 4096
-"""More than the limits of all methods together, so that none takes another's threads."""
 _CALLS_PER_CONNECTION: Final = 128
 """Calls at a time on one connection; more of them wait in the client."""
 _TICK_S: Final = 1.0
 _FLUSH_S: Final = 1.0
 
-T = TypeVar("T")
-
 
 class ProcessResources:
-    """What a sidecar process has once, however many jobs it serves. Each part is as thread-safe as it says."""
+    """What a sidecar process has once, however many jobs it serves."""
 
     def __init__(self, config: SidecarConfig) -> None:
         several_jobs = config.jobs is not None
@@ -80,26 +75,10 @@ class ProcessResources:
         self.metrics = SaveMetrics()
         self.status_registry = StatusRegistry()
         """The saves of all jobs."""
-        self.loop: asyncio.AbstractEventLoop
-        """Set while :meth:`running`."""
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Runs the event loop, in a thread of its own."""
-        self.loop = loop = asyncio.new_event_loop()
-        thread = threading.Thread(target=loop.run_forever, name="pannier-loop", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            asyncio.run_coroutine_threadsafe(loop.shutdown_default_executor(), loop).result()
-            loop.call_soon_threadsafe(loop.stop)
-            thread.join()
-            loop.close()
 
 
 class Sidecar:
-    """A running sidecar; a context manager.
+    """A running sidecar; an asynchronous context manager.
 
     Args:
         store: makes the store of a checkpoint id; default :func:`pannier.storage.open_store`.
@@ -123,54 +102,62 @@ class Sidecar:
         self._process = process or ProcessResources(config)
         self.status_registry = self._process.status_registry if self._alone else StatusRegistry()
         self._open_store = store or partial(open_store, storage_options=config.storage_options)
-        self._stack = ExitStack()
+        self._stack = AsyncExitStack()
         self._kept: set[str] = set()
         """Names of spool files that a restarted sidecar needs."""
         self._descriptors = ""
         """Name of the socket that passes descriptors of spool files, beside our own."""
         self._serves = False
+        self.spool_removed = False
+        """As of the last :meth:`tick`."""
 
-    def __enter__(self) -> "Sidecar":
-        with ExitStack() as stack:
-            self._start(stack)
+    async def __aenter__(self) -> "Sidecar":
+        async with AsyncExitStack() as stack:
+            await self._start(stack)
             self._stack = stack.pop_all()
         _log.info("sidecar of host %s serves %s", self.config.host, self.config.address)
         return self
 
-    def __exit__(self, *details: object) -> None:
-        self._stack.close()
+    async def __aexit__(self, *details: object) -> None:
+        await self._stack.aclose()
 
-    def wait(self, stop: StopSignals) -> None:
+    async def wait(self, stop: StopSignals) -> None:
         """Returns when it is asked to stop, was idle for long enough, or lost its spool."""
-        while not stop.wait(_TICK_S):
-            idle = min(self.saves.idle_s() or 0.0, self._connections.idle_s() or 0.0)
-            if self.config.idle_exit_s is not None and idle >= self.config.idle_exit_s:
-                _log.info("idle for %.0f s: exiting", idle)
-                return
-            if self.spool.removed:
-                _log.error("the spool %s was removed: exiting", self.config.spool)
-                return
-            self.tick()
+        ticking = asyncio.get_running_loop().create_task(self._keep_ticking())
+        try:
+            while not await stop.wait(_TICK_S):
+                idle = min(self.saves.idle_s() or 0.0, self._connections.idle_s() or 0.0)
+                if self.config.idle_exit_s is not None and idle >= self.config.idle_exit_s:
+                    _log.info("idle for %.0f s: exiting", idle)
+                    return
+                if self.spool_removed:
+                    _log.error("the spool %s was removed: exiting", self.config.spool)
+                    return
+                if ticking.done():
+                    ticking.result()
+        finally:
+            ticking.cancel()
+            await asyncio.gather(ticking, return_exceptions=True)
 
-    def tick(self) -> None:
+    async def tick(self) -> None:
         """Periodic upkeep; to be called every second or so. May take a moment."""
-        self._mapped.tick()
-        self.spool.trim(self._connections.jobs())
-        self._journal.compact()
-        self._servicer.open_streams.cancel_idle()
+        self.spool_removed = await reservation_threads.run(self._look_at_spool)
+        await self._mapped.tick()
+        await reservation_threads.run(self.spool.trim, self._connections.jobs())
+        await self._journal.compact()
 
-    def drain(self, stop: StopSignals) -> None:
+    async def drain(self, stop: StopSignals) -> None:
         """Takes no new saves and finishes uploads, until the grace period or ``stop`` ends it."""
-        drain([self], stop, self.config.grace_s, self.status_registry)
+        await drain([self], stop, self.config.grace_s, self.status_registry)
 
-    def refuse_new(self) -> None:
+    async def refuse_new(self) -> None:
         """Takes no new saves from now on, and reports that it is draining."""
         self.saves.start_draining()
-        self._status_services.drain()
+        await self._status_services.drain()
 
-    def dismiss(self, why: str) -> None:
+    async def dismiss(self, why: str) -> None:
         """Disconnects all trainers. Ingested ranks are still uploaded; the others fail with ``why``."""
-        self.refuse_new()
+        await self.refuse_new()
         if self.auth is not None:
             self.auth.revoke_all()
         for rank in self.saves.pending():
@@ -178,9 +165,9 @@ class Sidecar:
                 self.saves.fail(rank, save_pb2.FAILURE_KIND_CLIENT, f"{rank.label}: {why}")
         self._connections.dismiss()
 
-    def flush(self) -> None:
+    async def flush(self) -> None:
         """Sends all pending reports to the coordinator, if it is attached."""
-        self._on_loop(self._stream.flush(_FLUSH_S))
+        await self._stream.flush(_FLUSH_S)
 
     def backlog(self) -> Backlog:
         """What waits here for storage."""
@@ -199,24 +186,36 @@ class Sidecar:
         """Connected ranks by job."""
         return self._connections.ranks_by_job()
 
-    def _start(self, stack: ExitStack) -> None:
+    async def _keep_ticking(self) -> None:
+        while True:
+            await self.tick()
+            await asyncio.sleep(_TICK_S)
+
+    def _look_at_spool(self) -> bool:
+        """In a thread: measures the spool; whether it was removed."""
+        if self.spool.removed:
+            return True
+        self.spool.measure()
+        return False
+
+    async def _start(self, stack: AsyncExitStack) -> None:
         config, process = self.config, self._process
-        self.spool = Spool(config.spool, config.spool_budget, process.budget)
-        stack.callback(lambda: self.spool.close(self._kept))
-        self._journal = JournalState(config.spool)
+        self.spool = await asyncio.to_thread(
+            Spool, config.spool, config.spool_budget, process.budget
+        )
+        stack.push_async_callback(self._close_spool)
+        self._journal = await asyncio.to_thread(JournalState, config.spool)
         self.spool.overhead = self._journal.space
-        stack.callback(self._close_journal)
-        if self._alone:
-            stack.enter_context(process.running())
-        self._loop = process.loop
+        stack.push_async_callback(self._close_journal)
         # Before recovery, which may take long: a probe then gets "alive, not ready".
-        stack.enter_context(serve_health(config.health, ready=self._is_ready, loop=self._loop))
+        loop = asyncio.get_running_loop()
+        stack.enter_context(serve_health(config.health, ready=self._is_ready, loop=loop))
         self._make_parts(stack)
         self._add_listeners()
         if not self._alone:
             stack.callback(self._leave_process)
         # Before the coordinator sees this process: it fails ranks that aren't reported then.
-        for rank in recover(self._journal, self.spool, self.saves, self._uploads, self._loop):
+        for rank in await recover(self._journal, self.spool, self.saves, self._uploads):
             self._connections.expect(rank, RECOVERED_S)
         process.metrics.set_baseline(self.saves.undecided())
         if self._alone:
@@ -229,16 +228,14 @@ class Sidecar:
                     lambda: [self],
                 )
             )
-        for part in (self._coordinator.running(), self._stream.running()):
-            self._on_loop(part.__aenter__())
-            stack.callback(lambda part: self._on_loop(part.__aexit__(None, None, None)), part)
-        self._serve(stack)
+        await stack.enter_async_context(self._coordinator.running())
+        await stack.enter_async_context(self._stream.running())
+        await self._serve(stack)
 
-    def _make_parts(self, stack: ExitStack) -> None:
+    def _make_parts(self, stack: AsyncExitStack) -> None:
         config, process = self.config, self._process
         self._coordinator = CoordinatorClient(
             CoordinatorAddress(config.coordinator, config.tls, config.successor),
-            loop=self._loop,
             on_responsiveness=self.saves.refresh,
         )
         self._publisher = StatusPublisher(
@@ -253,7 +250,6 @@ class Sidecar:
             watches=watches,
             host=config.host,
             sidecar_id=process.sidecar_id,
-            loop=self._loop,
         )
         self._mapped = MappedFiles(
             self.spool, lambda clients: self._connections.request_room(clients)
@@ -264,9 +260,8 @@ class Sidecar:
             self._journal,
             slots=process.slots,
             open_store=self._open_store,
-            loop=self._loop,
         )
-        stack.callback(lambda: self._on_loop(self._uploads.close()))
+        stack.push_async_callback(self._uploads.close)
         self._connections = Connections(
             self.saves,
             host=config.host,
@@ -274,7 +269,6 @@ class Sidecar:
             render=lambda save: save_status(save, self._coordinator),
             watches=watches,
             trainers=self.trainers,
-            loop=self._loop,
         )
 
     def _add_listeners(self) -> None:
@@ -291,12 +285,10 @@ class Sidecar:
             self.saves.add_listener(listener)
         self.saves.add_eviction_listener(self._publisher.remove)
 
-    def _serve(self, stack: ExitStack) -> None:
+    async def _serve(self, stack: AsyncExitStack) -> None:
         config = self.config
-        threads = ThreadPoolExecutor(_CALL_THREADS, thread_name_prefix="pannier-call")
         authenticating = [] if self.auth is None else [JobAuthInterceptor(self.auth)]
-        server = grpc.server(
-            threads,
+        server = grpc.aio.server(
             options=[
                 *server_options(),
                 ("grpc.http2.lookahead_bytes", servicer.LOOKAHEAD),
@@ -307,7 +299,6 @@ class Sidecar:
                 AdmissionInterceptor({**servicer.LIMITS, **STATUS_LIMITS, **doctor_checks.LIMITS}),
                 ErrorInterceptor(),
             ],
-            maximum_concurrent_rpcs=_CALL_THREADS,
         )
         self._add_services(server)
         if self.auth is not None:
@@ -326,19 +317,20 @@ class Sidecar:
             )
         descriptors = self._serving_descriptors()
         if descriptors is not None:
-            self._descriptors = stack.enter_context(descriptors)
-        server.start()
+            self._descriptors = await stack.enter_async_context(descriptors)
+        await server.start()
+        await self._status_services.serve()
         self._serves = True
 
-        def end() -> None:
+        async def end() -> None:
             self._serves = False
             self._connections.close()
-            server.stop(0.5).wait()
-            threads.shutdown()
+            await server.stop(0.5)
+            await self._servicer.close()
 
-        stack.callback(end)
+        stack.push_async_callback(end)
 
-    def _add_services(self, server: grpc.Server) -> None:
+    def _add_services(self, server: grpc.aio.Server) -> None:
         config = self.config
         ingest = Ingest(
             self.saves,
@@ -347,7 +339,6 @@ class Sidecar:
             self._journal,
             self._mapped,
             allow=config.allow,
-            loop=self._loop,
         )
         self._servicer = servicer.SidecarServicer(
             self.saves, ingest, self._connections, self._coordinator
@@ -360,14 +351,13 @@ class Sidecar:
             coordinator=self._coordinator,
             descriptors=lambda: self._descriptors,
             confined=self.auth is not None,
-            loop=self._loop,
         )
         diagnosis_pb2_grpc.add_DiagnosisServicer_to_server(self.diagnosis, server)
         self._status_services = StatusServices(
             server, self.status_registry, self.daemon_info, [servicer.NAME, doctor_checks.NAME]
         )
 
-    def _serving_descriptors(self) -> AbstractContextManager[str] | None:
+    def _serving_descriptors(self) -> AbstractAsyncContextManager[str] | None:
         """The socket for descriptors; None where trainers come by TCP alone."""
         path = socket_path(self.config.address)
         if path is None:
@@ -391,8 +381,11 @@ class Sidecar:
         self._process.metrics.drop(self.saves.undecided())
         self._publisher.withdraw(self._process.status_registry)
 
-    def _close_journal(self) -> None:
-        self._kept = self._journal.close()
+    async def _close_journal(self) -> None:
+        self._kept = await self._journal.close()
+
+    async def _close_spool(self) -> None:
+        await asyncio.to_thread(self.spool.close, self._kept)
 
     def _welcome(self) -> sidecar_pb2.Welcome:
         return sidecar_pb2.Welcome(
@@ -407,11 +400,8 @@ class Sidecar:
             token_first=self.auth is not None,
         )
 
-    def _on_loop(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
-
-def drain(
+async def drain(
     sidecars: Sequence[Sidecar], stop: StopSignals, grace_s: float, status_registry: StatusRegistry
 ) -> None:
     """Takes no new saves and finishes uploads, until ``grace_s`` is over or ``stop`` ends it.
@@ -420,16 +410,16 @@ def drain(
         status_registry: has the saves of all ``sidecars``.
     """
     for each in sidecars:
-        each.refuse_new()
+        await each.refuse_new()
     deadline = time.monotonic() + grace_s
     with status_registry.watch() as watch:
         while pending := [rank for each in sidecars for rank in each.saves.pending()]:
             left = deadline - time.monotonic()
-            if left <= 0 or stop.wait(0):
+            if left <= 0 or await stop.wait(0):
                 break
-            watch.wait(min(left, _TICK_S))
+            await watch.wait(min(left, _TICK_S))
     for rank in pending:
         phase = rank.phase.name.lower()
         _log.warning("%s is left behind, %s", rank.label, phase, extra=rank.log_fields)
     for each in sidecars:
-        each.flush()
+        await each.flush()

@@ -1,6 +1,6 @@
 """The status of saves, as operators, clients and the coordinator see it.
 
-In: saves, and whether the coordinator answers. Out: messages. Thread-safe.
+In: saves, and whether the coordinator answers. Out: messages. On the event loop.
 """
 
 import time
@@ -34,7 +34,7 @@ class Coordinator(Protocol):
 
 def rank_status(rank: RankSave) -> save_pb2.RankStatus:
     """How far one rank is."""
-    files = list(rank.files.values())
+    files = rank.files.values()
     staged = dict(rank.plan.sizes or {})
     staged.update({file.name: file.size for file in files})
     transfer = rank.transfer
@@ -90,22 +90,20 @@ def rank_report(rank: RankSave) -> coordinator_pb2.RankReport:
 
 def backlog(pending: Iterable[RankSave], spool: Spool, mapped: MappedFiles) -> Backlog:
     """What these ranks have in the spool and storage hasn't confirmed, and what the spool takes."""
-    files = [
-        file for rank in pending for file in list(rank.files.values()) if not file.upload.durable
-    ]
+    files = [file for rank in pending for file in rank.files.values() if not file.upload.durable]
     now = time.monotonic()
     leased, held = mapped.leased_bytes()
-    capacity, free = spool.room()
+    usage = spool.usage
     return Backlog(
-        # Other threads change the two between the reads.
         bytes_queued=sum(max(0, file.held - file.upload.uploaded) for file in files),
         oldest_s=max((now - file.upload.opened_at for file in files), default=0.0),
-        spool_bytes=spool.reserved,
+        spool_bytes=usage.reserved,
         leased_bytes=leased,
         held_bytes=held,
-        saves_bytes=max(0, spool.reserved - spool.spare - held - mapped.unused()),
-        capacity_bytes=capacity,
-        free_bytes=free,
+        # A thread may be taking files back.
+        saves_bytes=max(0, usage.reserved - usage.spare - held - mapped.unused()),
+        capacity_bytes=usage.capacity,
+        free_bytes=usage.free,
     )
 
 
@@ -144,7 +142,7 @@ def save_state(save: Save) -> "save_pb2.SaveState":
     known = save.outcome or save.coordinator_status
     if known is not None and known.state:
         return known.state
-    phases = {rank.phase for rank in list(save.ranks.values()) if rank.phase not in FAILED}
+    phases = {rank.phase for rank in save.ranks.values() if rank.phase not in FAILED}
     if Phase.PLANNING in phases or not phases:
         return save_pb2.SAVE_STATE_PLANNING
     if phases & {Phase.PLANNED, Phase.STREAMING}:

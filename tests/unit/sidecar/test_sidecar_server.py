@@ -845,7 +845,7 @@ def test_a_second_sidecar_on_the_spool_is_refused(host: Host) -> None:
         address=host.address + "2", coordinator=host.coordinator.address, spool=host.spool
     )
     with pytest.raises(errors.ConfigurationError, match="another sidecar works on the spool"):
-        Sidecar(config).__enter__()
+        host.loop.run(Sidecar(config).__aenter__())
 
 
 # Connections.
@@ -894,6 +894,21 @@ def test_status_shows_how_far_a_rank_is(host: Host) -> None:
 # Stopping.
 
 
+def drain(host: Host) -> None:
+    async def drain_until_the_end() -> None:
+        await host.sidecar.drain(StopSignals())
+
+    host.loop.run(drain_until_the_end())
+
+
+def wait_for_exit(host: Host) -> None:
+    async def wait() -> None:
+        async with StopSignals() as stop:
+            await host.sidecar.wait(stop)
+
+    host.loop.run(wait())
+
+
 def test_draining_takes_no_new_saves_and_finishes_the_old(host: Host) -> None:
     sidecar = host.start(grace_s=BOUND_S)
     host.coordinator.files = {0: {"0": 4 * MIB}}
@@ -901,8 +916,7 @@ def test_draining_takes_no_new_saves_and_finishes_the_old(host: Host) -> None:
     old = trainer.context(host.id())
     data = os.urandom(4 * MIB)
     trainer.plan(old)
-    stop = StopSignals()
-    draining = threading.Thread(target=sidecar.drain, args=(stop,))
+    draining = threading.Thread(target=drain, args=(host,))
     draining.start()
     await_true(lambda: sidecar.saves.draining, "it drains")
     with pytest.raises(errors.UnavailableError, match="draining"):
@@ -922,22 +936,22 @@ def test_draining_takes_no_new_saves_and_finishes_the_old(host: Host) -> None:
 
 
 def test_draining_ends_with_the_grace_period(host: Host) -> None:
-    sidecar = host.start(grace_s=0.5)
+    host.start(grace_s=0.5)
     trainer = host.trainer()
     trainer.plan(trainer.context(host.id()))
     began = time.monotonic()
     # The save would never end: it is left at the end of the grace period.
-    sidecar.drain(StopSignals())
+    drain(host)
     assert time.monotonic() - began > 0.4
 
 
 def test_idle_exit_waits_for_clients_and_outcomes(host: Host) -> None:
-    sidecar = host.start(idle_exit_s=0.5)
+    host.start(idle_exit_s=0.5)
     trainer = host.trainer()
     context = ingest(host, trainer, 1, b"x")
     host.coordinator.await_phase(context, save_pb2.RANK_PHASE_DURABLE)
     trainer.die()
-    waiting = threading.Thread(target=sidecar.wait, args=(StopSignals(),))
+    waiting = threading.Thread(target=wait_for_exit, args=(host,))
     waiting.start()
     waiting.join(2.5)
     assert waiting.is_alive()

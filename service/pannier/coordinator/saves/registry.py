@@ -160,7 +160,7 @@ class Registry:
         cause = past.outcome.failures.get(context.rank)
         missed = cause is not None and cause.kind == save_pb2.FAILURE_KIND_DEADLINE
         deadline = time.monotonic() + (timeout_s if missed else 0)
-        with self._status_registry.watch_aio() as watch:
+        with self._status_registry.watch() as watch:
             while True:
                 newer = self._newer(context)
                 remaining = deadline - time.monotonic()

@@ -2,20 +2,17 @@
 
 In: calls. Out: the same calls, if they carry a token of the job, and name no other job and no checkpoint
 outside of the job's roots. A pod's user is no identity, so any user may connect, and every call
-but health needs a token. Digests of one length are compared, in constant time. Thread-safe.
+but health needs a token. Digests of one length are compared, in constant time. On the event loop.
 """
 
-import functools
 import hmac
 import logging
-import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator
+from contextlib import asynccontextmanager
 from typing import Any, Final, NoReturn
 
-import grpc
-
-from pannier.daemon.interceptors import Continuation, Handler, abort_call, wrap_handler
+from pannier.daemon.interceptors import WrappingInterceptor, abort_call
 from pannier.sidecar.multi_job.job_config import JobConfig
 from pannier.storage import check_allowed
 from pannier.v1 import sidecar_pb2
@@ -37,7 +34,6 @@ class JobAuth:
         self.job = job.name
         self._allow = job.allow
         self._digests = job.digests
-        self._lock = threading.Lock()
         self._logged_at = -_QUIET_S
 
     def replace_tokens(self, digests: Collection[bytes]) -> None:
@@ -89,10 +85,9 @@ class JobAuth:
 
     def log_refusal(self, error: PannierError) -> None:
         """Logs that a call was refused, with a limited rate."""
-        with self._lock:
-            now = time.monotonic()
-            due = now - self._logged_at >= _QUIET_S
-            self._logged_at = now if due else self._logged_at
+        now = time.monotonic()
+        due = now - self._logged_at >= _QUIET_S
+        self._logged_at = now if due else self._logged_at
         if due:
             _log.warning("refused: %s", error, extra={"job": self.job})
 
@@ -131,58 +126,64 @@ _WITH_CONTEXT: Final = (
 )
 
 
-class JobAuthInterceptor(grpc.ServerInterceptor):  # type: ignore[misc, unused-ignore]
-    """For a synchronous server; the first of its interceptors."""
+class JobAuthInterceptor(WrappingInterceptor):
+    """The first of a server's interceptors."""
 
     def __init__(self, auth: JobAuth) -> None:
+        super().__init__()
         self._auth = auth
 
-    def intercept_service(
-        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
-    ) -> Handler | None:
-        """Wraps the handlers of all services but health's."""
-        method = handler_call_details.method
-        handler = continuation(handler_call_details)
-        if handler is None or method.startswith(_OPEN):
-            return handler
-        return wrap_handler(handler, lambda function: self._checked(function, handler, method))
+    def applies(self, method: str) -> bool:
+        """All but health."""
+        return not method.startswith(_OPEN)
 
-    def _checked(
-        self, function: Callable[..., Any], handler: Handler, method: str
-    ) -> Callable[..., Any]:
-        ours = method.startswith(_OURS)
+    @asynccontextmanager
+    async def around(self, context: Any, method: str) -> AsyncIterator[None]:
+        """Checks the token."""
+        try:
+            self._auth.check_caller(context.invocation_metadata() or ())
+        except PannierError as error:
+            await self._refuse(context, error, method)
+        yield
 
-        def check(request: Any, context: grpc.ServicerContext) -> Any:
-            """The request, checked; a stream checks each of its messages."""
+    def wrap(self, function: Callable[..., Any], method: str) -> Callable[..., Any]:
+        """Checks the request as well, if it is the sidecar's; a stream checks each of its headers."""
+        if not method.startswith(_OURS):
+            return super().wrap(function, method)
+
+        async def checked(request: Any, context: Any) -> Any:
+            if method.endswith("/Write"):
+                return await function(request, _CheckedContext(self._auth, context))
             try:
-                self._auth.check_caller(context.invocation_metadata())
-                if not ours:
-                    return request
-                if handler.request_streaming:
-                    return self._headers(request)
                 self._auth.check_request(request)
             except PannierError as error:
-                self._refuse(context, error, method)
-            return request
+                await self._refuse(context, error, method)
+            return await function(request, context)
 
-        @functools.wraps(function)
-        def unary(request: Any, context: grpc.ServicerContext) -> Any:
-            return function(check(request, context), context)
+        return super().wrap(checked, method)
 
-        @functools.wraps(function)
-        def stream(request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
-            yield from function(check(request, context), context)
-
-        return stream if handler.response_streaming else unary
-
-    def _headers(self, messages: Iterator[Any]) -> Iterator[Any]:
-        for message in messages:
-            if isinstance(message, sidecar_pb2.FileHeader):
-                self._auth.check_request(message)
-            yield message
-            # Frees its MiB while the next one arrives.
-            del message
-
-    def _refuse(self, context: grpc.ServicerContext, error: PannierError, method: str) -> NoReturn:
+    async def _refuse(self, context: Any, error: PannierError, method: str) -> NoReturn:
         self._auth.log_refusal(error)
-        abort_call(context, error, method)
+        await abort_call(context, error, method)
+
+
+class _CheckedContext:
+    """The context of a ``Write`` call, whose messages are checked."""
+
+    def __init__(self, auth: JobAuth, context: Any) -> None:
+        self._auth = auth
+        self._context = context
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+    async def read(self) -> Any:
+        """The next message."""
+        message = await self._context.read()
+        if isinstance(message, sidecar_pb2.FileHeader):
+            try:
+                self._auth.check_request(message)
+            except PannierError as error:
+                self._auth.log_refusal(error)
+                raise
+        return message

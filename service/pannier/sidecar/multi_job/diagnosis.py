@@ -1,14 +1,12 @@
 """``Diagnosis`` of a sidecar that serves several jobs: the checks of each, with its name.
 
-Handlers run in the server's threads; they await the checks on the sidecar's event loop.
+On the event loop.
 """
 
 import asyncio
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
-
-import grpc
+from typing import Any, Protocol
 
 from pannier.daemon import doctor_checks
 from pannier.daemon.status_service import DaemonInfo
@@ -39,29 +37,16 @@ class MultiJobDiagnosis(diagnosis_pb2_grpc.DiagnosisServicer):
         daemon_info: DaemonInfo,
         sidecars: Callable[[], Mapping[str, JobSidecar]],
         problems: Callable[[], Sequence[str]],
-        loop: asyncio.AbstractEventLoop,
     ) -> None:
         self._config = config
         self._daemon_info = daemon_info
         self._sidecars = sidecars
         self._problems = problems
-        self._loop = loop
 
-    def Diagnose(
-        self, request: diagnosis_pb2.DiagnoseRequest, context: grpc.ServicerContext
+    async def Diagnose(
+        self, request: diagnosis_pb2.DiagnoseRequest, context: Any
     ) -> diagnosis_pb2.DiagnoseResponse:
         """See the proto."""
-        work = asyncio.run_coroutine_threadsafe(self._diagnose(request), self._loop)
-
-        def cancel() -> None:
-            work.cancel()
-
-        context.add_callback(cancel)
-        return work.result()
-
-    async def _diagnose(
-        self, request: diagnosis_pb2.DiagnoseRequest
-    ) -> diagnosis_pb2.DiagnoseResponse:
         sidecars = self._sidecars()
         roots = [root for each in sidecars.values() for root in each.config.allow]
         # Without the root: all jobs but one would refuse it.

@@ -3,14 +3,14 @@
 In: ``--jobs``. Out: for each job its sockets, spool, journal and coordinator stream, so that no job can name
 anything of another; they share an event loop, upload slots and the budget of the spool. The operators'
 socket shows all jobs. Jobs may be added, removed or changed while others are served; what was
-ingested of a removed job is still uploaded. Used by one thread.
+ingested of a removed job is still uploaded. On the event loop.
 """
 
+import asyncio
 import dataclasses
 import logging
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from typing import Final
 
@@ -40,8 +40,6 @@ from pannier.wire.errors import ConfigurationError, PannierError
 _log = logging.getLogger(__name__)
 
 _TICK_S: Final = 1.0
-_CALL_THREADS: Final = 256
-"""For calls of operators: more than the limits of their methods together."""
 
 
 @dataclass
@@ -59,14 +57,14 @@ class _ServedJob:
         self.sidecar.auth.replace_tokens(config.digests)
         self.config = config
 
-    def leave(self, why: str) -> None:
+    async def leave(self, why: str) -> None:
         """Disconnects the trainers; what was ingested is still uploaded."""
         self.leaving = True
-        self.sidecar.dismiss(why)
+        await self.sidecar.dismiss(why)
 
 
 class MultiJobSidecar:
-    """A running sidecar of several jobs; a context manager.
+    """A running sidecar of several jobs; an asynchronous context manager.
 
     Args:
         store: as for :class:`Sidecar`.
@@ -80,12 +78,12 @@ class MultiJobSidecar:
         self._served: dict[str, _ServedJob] = {}
         self._problems: dict[str, str] = {}
         """Why a job isn't served, by its name."""
-        self._stack = ExitStack()
+        self._stack = AsyncExitStack()
         self._serves = False
 
-    def __enter__(self) -> "MultiJobSidecar":
-        with ExitStack() as stack:
-            self._start(stack)
+    async def __aenter__(self) -> "MultiJobSidecar":
+        async with AsyncExitStack() as stack:
+            await self._start(stack)
             self._stack = stack.pop_all()
         _log.info(
             "sidecar of host %s serves %d jobs below %s",
@@ -93,50 +91,50 @@ class MultiJobSidecar:
         )
         return self
 
-    def __exit__(self, *details: object) -> None:
+    async def __aexit__(self, *details: object) -> None:
         self._serves = False
-        self._stack.close()
+        await self._stack.aclose()
 
     @property
     def sidecars(self) -> Mapping[str, Sidecar]:
-        """The sidecars of all jobs, leaving ones included. Any thread."""
+        """The sidecars of all jobs, leaving ones included."""
         return {name: served.sidecar for name, served in list(self._served.items())}
 
     @property
     def problems(self) -> list[str]:
-        """Why jobs aren't served, or not as they should be. Any thread."""
+        """Why jobs aren't served, or not as they should be."""
         return [*self._jobs.problems.values(), *list(self._problems.values())]
 
-    def wait(self, stop: StopSignals) -> None:
+    async def wait(self, stop: StopSignals) -> None:
         """Returns when it is asked to stop."""
-        while not stop.wait(_TICK_S):
-            self.tick()
+        while not await stop.wait(_TICK_S):
+            await self.tick()
 
-    def tick(self) -> None:
+    async def tick(self) -> None:
         """Applies changes of --jobs, and does each job's periodic upkeep; every second or so."""
-        self._apply_jobs()
+        await self._apply_jobs()
         room_requested = self.process.budget.take_request()
         for name, served in list(self._served.items()):
             try:
-                self._maintain(name, served, room_requested)
+                await self._maintain(name, served, room_requested)
             except Exception as error:  # noqa: BLE001 - one job's error isn't the others'
                 self._fail(name, error)
             else:
                 self._problems.pop(name, None)
 
-    def drain(self, stop: StopSignals) -> None:
+    async def drain(self, stop: StopSignals) -> None:
         """Takes no new saves and finishes uploads, until the grace period or ``stop`` ends it."""
-        self._status_services.drain()
+        await self._status_services.drain()
         sidecars = list(self.sidecars.values())
-        drain(sidecars, stop, self.config.grace_s, self.process.status_registry)
+        await drain(sidecars, stop, self.config.grace_s, self.process.status_registry)
 
-    def _maintain(self, name: str, served: _ServedJob, room_requested: bool) -> None:
-        served.sidecar.tick()
+    async def _maintain(self, name: str, served: _ServedJob, room_requested: bool) -> None:
+        await served.sidecar.tick()
         if room_requested:
             served.sidecar.request_room()
         if served.leaving and not served.sidecar.saves.pending():
-            served.sidecar.flush()
-            self._end(name)
+            await served.sidecar.flush()
+            await self._end(name)
             with suppress(OSError):  # not empty: it stays
                 (self.config.spool / name).rmdir()
             _log.info("job %s is no longer served: nothing of it is left to upload", name)
@@ -149,7 +147,7 @@ class MultiJobSidecar:
             _log.error("%s", problem, exc_info=None if known else error)
         self._problems[name] = problem
 
-    def _start(self, stack: ExitStack) -> None:
+    async def _start(self, stack: AsyncExitStack) -> None:
         config = self.config
         assert config.jobs is not None
         self._jobs = JobDirectory(config.jobs)
@@ -158,16 +156,15 @@ class MultiJobSidecar:
             make_private_directory(config.spool)
         except OSError as error:
             raise ConfigurationError(f"the spool {config.spool} can't be used: {error}") from error
-        stack.enter_context(self.process.running())
         # Before recovery, which may take long: a probe then gets "alive, not ready".
         stack.enter_context(
-            serve_health(config.health, ready=self._is_ready, loop=self.process.loop)
+            serve_health(config.health, ready=self._is_ready, loop=asyncio.get_running_loop())
         )
         # Its lock covers the jobs' sockets, too: two sidecars never serve one directory.
         server = self._bind(stack)
         make_parent(self._parent)
-        stack.callback(self._end_all)
-        self._apply_jobs()
+        stack.push_async_callback(self._end_all)
+        await self._apply_jobs()
         self._report_unserved()
         stack.enter_context(
             serving_http(
@@ -179,21 +176,19 @@ class MultiJobSidecar:
             )
         )
         # Health covers all jobs.
-        server.start()
+        await server.start()
+        await self._status_services.serve()
         self._serves = True
 
-    def _bind(self, stack: ExitStack) -> grpc.Server:
+    def _bind(self, stack: AsyncExitStack) -> grpc.aio.Server:
         """The server for operators, on a socket that is theirs alone; trainers have their jobs'."""
         config = self.config
-        threads = ThreadPoolExecutor(_CALL_THREADS, thread_name_prefix="pannier-call")
-        server = grpc.server(
-            threads,
+        server = grpc.aio.server(
             options=server_options(),
             interceptors=[
                 AdmissionInterceptor({**STATUS_LIMITS, **doctor_checks.LIMITS}),
                 ErrorInterceptor(),
             ],
-            maximum_concurrent_rpcs=_CALL_THREADS,
         )
         diagnosis_pb2_grpc.add_DiagnosisServicer_to_server(
             MultiJobDiagnosis(
@@ -201,7 +196,6 @@ class MultiJobSidecar:
                 daemon_info=self.daemon_info,
                 sidecars=lambda: self.sidecars,
                 problems=lambda: self.problems,
-                loop=self.process.loop,
             ),
             server,
         )
@@ -209,32 +203,27 @@ class MultiJobSidecar:
             server, self.process.status_registry, self.daemon_info, [doctor_checks.NAME]
         )
         stack.enter_context(bind_listeners(server, config.address, allow_uid=config.allow_uid))
-
-        def end() -> None:
-            server.stop(0.5).wait()
-            threads.shutdown()
-
-        stack.callback(end)
+        stack.push_async_callback(server.stop, 0.5)
         return server
 
-    def _apply_jobs(self) -> None:
+    async def _apply_jobs(self) -> None:
         wanted = self._jobs.read()
         for name, served in list(self._served.items()):
             job = wanted.get(name)
             if job is None:
                 if not served.leaving:
                     _log.info("job %s was removed from --jobs: its uploads will be finished", name)
-                    served.leave(f"the job was removed from --jobs on {self.config.host}")
+                    await served.leave(f"the job was removed from --jobs on {self.config.host}")
             elif served.leaving or _is_lost(served) or not job.same_but_tokens(served.config):
                 # It is started again below, and recovers from its journal.
                 _log.info("job %s is restarted", name)
-                self._end(name)
+                await self._end(name)
             elif job != served.config:
                 served.change_tokens(job)
                 _log.info("job %s has other tokens", name)
         for name, job in wanted.items():
             if name not in self._served:
-                self._begin(job)
+                await self._begin(job)
         self._problems = {name: why for name, why in self._problems.items() if name in wanted}
         self.process.slots.share(len(self._served) > 1)
 
@@ -249,7 +238,7 @@ class MultiJobSidecar:
                 *(", ".join(unserved[:4]) + more, self.config.spool),
             )
 
-    def _begin(self, job: JobConfig) -> None:
+    async def _begin(self, job: JobConfig) -> None:
         config = self.config
         try:
             coordinator = job.coordinator or config.coordinator
@@ -269,23 +258,23 @@ class MultiJobSidecar:
                 metrics=None,
             )
             sidecar = Sidecar(own, self._store, job=job, process=self.process)
-            sidecar.__enter__()
+            await sidecar.__aenter__()
         except Exception as error:  # noqa: BLE001 - one job's error isn't the others'
             self._fail(job.name, error)
             return
         self._problems.pop(job.name, None)
         self._served[job.name] = _ServedJob(job, sidecar)
 
-    def _end(self, name: str) -> None:
+    async def _end(self, name: str) -> None:
         served = self._served.pop(name)
         try:
-            served.sidecar.__exit__()
+            await served.sidecar.__aexit__()
         except Exception:  # noqa: BLE001 - one job's error isn't the others'
             _log.exception("ending job %s failed", name)
 
-    def _end_all(self) -> None:
+    async def _end_all(self) -> None:
         for name in list(self._served):
-            self._end(name)
+            await self._end(name)
 
     def _is_ready(self) -> bool:
         return self._serves and not self.daemon_info.draining
@@ -307,7 +296,4 @@ class MultiJobSidecar:
 
 def _is_lost(served: _ServedJob) -> bool:
     """Whether the spool was removed under the job, or can't be used any more."""
-    try:
-        return served.sidecar.spool.removed
-    except PannierError:
-        return True
+    return served.sidecar.spool_removed

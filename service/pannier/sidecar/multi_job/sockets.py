@@ -80,7 +80,7 @@ def make_directory(parent: Path, job: str) -> Path:
 
 
 @contextmanager
-def serving_job(server: grpc.Server, directory: Path) -> Iterator[None]:
+def serving_job(server: grpc.aio.Server, directory: Path) -> Iterator[None]:
     """Binds ``server`` to the job's socket as long as the context lasts.
 
     Raises ConfigurationError when it can't be bound.

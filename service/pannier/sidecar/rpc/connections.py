@@ -1,16 +1,15 @@
 """Connected trainers: status updates to them, and the failure of their ranks when they disconnect.
 
-In: ``Connect`` streams, each in a thread of the gRPC server, and the coordinator's statuses. Out: the
-status of each save that a client's rank takes part in, and the failure of those that were not ingested
-when its process died. Thread-safe.
+In: ``Connect`` streams, and the coordinator's statuses. Out: the status of each save that a client's rank
+takes part in, and the failure of those that were not ingested when its process died. On the event loop.
 """
 
 import asyncio
 import logging
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
 from typing import Final
 
 from pannier.daemon.status_registry import TERMINAL
@@ -41,6 +40,7 @@ _MOST: Final = 16
 """Connections of one rank at a time; a client has one, and a second one while it reconnects."""
 
 Message = Save | save_pb2.SaveStatus | sidecar_pb2.RoomWanted
+Send = Callable[[sidecar_pb2.ConnectResponse], Awaitable[None]]
 
 
 class _Connection:
@@ -53,7 +53,7 @@ class _Connection:
         self.key = (request.job, request.incarnation, request.rank)
         self.client = request.client
         self.pid = request.pid
-        self._condition = threading.Condition()
+        self._notified = asyncio.Event()
         self._changed: dict[str, Save | save_pb2.SaveStatus] = {}
         self._room_requested = False
         self._urgent = False
@@ -61,26 +61,22 @@ class _Connection:
 
     def mark_changed(self, save: Save, urgent: bool) -> None:
         """Queues the save's status."""
-        with self._condition:
-            first = not self._changed
-            self._changed[save.key] = save
-            self._urgent |= urgent
-            # More progress notifies nothing: it goes with the next tick.
-            if first or urgent:
-                self._condition.notify()
+        # More progress notifies nothing: it goes with the next tick.
+        if urgent or not self._changed:
+            self._notified.set()
+        self._changed[save.key] = save
+        self._urgent |= urgent
 
     def push(self, status: save_pb2.SaveStatus) -> None:
         """Queues the status of a save that this sidecar doesn't hold."""
-        with self._condition:
-            self._changed[save_text(status.save)] = status
-            self._urgent = True
-            self._condition.notify()
+        self._changed[save_text(status.save)] = status
+        self._urgent = True
+        self._notified.set()
 
     def request_room(self) -> None:
         """Queues a request to return files that the client has leased and doesn't use."""
-        with self._condition:
-            self._room_requested = self._urgent = True
-            self._condition.notify()
+        self._room_requested = self._urgent = True
+        self._notified.set()
 
     def expect_end(self) -> None:
         """The client is being closed: the end of its stream is no failure."""
@@ -88,25 +84,28 @@ class _Connection:
 
     def close(self) -> None:
         """Ends the stream."""
-        with self._condition:
-            self._closed = True
-            self._condition.notify()
+        self._closed = True
+        self._notified.set()
 
-    def next(self) -> list[Message] | None:
+    async def next(self) -> list[Message] | None:
         """Waits for something to send; None at the end."""
-        with self._condition:
-            while not (self._closed or self._urgent):
-                timed_out = not self._condition.wait(_PROGRESS_S if self._changed else None)
-                if timed_out and self._changed:
-                    break
-            if self._closed:
-                return None
-            messages: list[Message] = list(self._changed.values())
-            if self._room_requested:
-                messages.append(sidecar_pb2.RoomWanted())
-            self._changed = {}
-            self._room_requested = self._urgent = False
-            return messages
+        while not (self._closed or self._urgent):
+            self._notified.clear()
+            if not self._changed:
+                await self._notified.wait()
+                continue
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._notified.wait(), _PROGRESS_S)
+                continue
+            break
+        if self._closed:
+            return None
+        messages: list[Message] = list(self._changed.values())
+        if self._room_requested:
+            messages.append(sidecar_pb2.RoomWanted())
+        self._changed = {}
+        self._room_requested = self._urgent = False
+        return messages
 
 
 class _PendingSave:
@@ -138,7 +137,6 @@ class Watches:
     def __init__(self, saves: SaveRegistry, on_new: Callable[[], None]) -> None:
         self._saves = saves
         self._on_new = on_new
-        self._lock = threading.Lock()
         self._pending: dict[_Connection, dict[str, _PendingSave]] = {}
 
     def add(self, connection: _Connection, pending: Iterable[sidecar_pb2.PendingSave]) -> None:
@@ -146,29 +144,25 @@ class Watches:
         by_key = {save_text(each.context.save): _PendingSave(each) for each in pending}
         if not by_key:
             return
-        with self._lock:
-            self._pending[connection] = by_key
+        self._pending[connection] = by_key
         self._on_new()
 
     def remove(self, connection: _Connection) -> None:
         """The stream has ended."""
-        with self._lock:
-            self._pending.pop(connection, None)
+        self._pending.pop(connection, None)
 
     def unknown(self) -> list[sidecar_pb2.PendingSave]:
         """Those to ask the coordinator about: the sidecar doesn't hold their ranks."""
-        with self._lock:
-            asked = [each for pending in self._pending.values() for each in pending.values()]
+        asked = [each for pending in self._pending.values() for each in pending.values()]
         return [each.message() for each in asked if not self._saves.holds(each.context)]
 
     def apply_status(self, status: save_pb2.SaveStatus) -> None:
         """Forwards a status of the coordinator to the clients that ask about its save."""
         key = save_text(status.save)
-        with self._lock:
-            found = [(to, pending[key]) for to, pending in self._pending.items() if key in pending]
-            if status.state in TERMINAL:
-                for connection, _ in found:
-                    del self._pending[connection][key]
+        found = [(to, pending[key]) for to, pending in self._pending.items() if key in pending]
+        if status.state in TERMINAL:
+            for connection, _ in found:
+                del self._pending[connection][key]
         for connection, each in found:
             # Otherwise it gets the status as of any save that this sidecar holds.
             if not self._saves.holds(each.context):
@@ -181,7 +175,6 @@ class Connections:
     Args:
         welcome: makes the first message of each stream.
         render: makes the status of a save.
-        loop: runs the timers.
     """
 
     def __init__(
@@ -193,7 +186,6 @@ class Connections:
         render: Callable[[Save], save_pb2.SaveStatus],
         watches: Watches,
         trainers: TrainerLiveness,
-        loop: asyncio.AbstractEventLoop,
     ) -> None:
         self._saves = saves
         self._host = host
@@ -201,24 +193,17 @@ class Connections:
         self._render = render
         self._watches = watches
         self._trainers = trainers
-        self._loop = loop
-        self._lock = threading.Lock()
         self._connections: dict[Key, list[_Connection]] = {}
         self._last_pids: dict[Key, int] = {}
         self._idle_since = time.monotonic()
         self._ended = False
 
-    def connect(
-        self,
-        request: sidecar_pb2.ConnectRequest,
-        on_end: Callable[[Callable[[], None]], bool],
-        *,
-        peer: str = "unix:",
-    ) -> Iterator[sidecar_pb2.ConnectResponse]:
-        """The messages of one stream, until it ends.
+    async def connect(
+        self, request: sidecar_pb2.ConnectRequest, send: Send, *, peer: str = "unix:"
+    ) -> None:
+        """Sends the messages of one stream, until it ends.
 
         Args:
-            on_end: takes a function to call when the stream ends; False: it has.
             peer: the client's end of the connection, in gRPC's format.
 
         Raises VersionMismatchError, InvalidRequestError.
@@ -227,20 +212,18 @@ class Connections:
         connection = _Connection(request, GRACE_S if peer.startswith("unix:") else REMOTE_GRACE_S)
         self._add(connection)
         try:
-            if not on_end(connection.close):
-                return
-            yield sidecar_pb2.ConnectResponse(welcome=self._welcome())
+            await send(sidecar_pb2.ConnectResponse(welcome=self._welcome()))
             for rank in self._saves.of_rank(*connection.key):
                 connection.mark_changed(rank.save, True)
             self._check_handed_over(request.pending)
             self._watches.add(connection, request.pending)
-            while (messages := connection.next()) is not None:
+            while (messages := await connection.next()) is not None:
                 for each in messages:
                     if isinstance(each, sidecar_pb2.RoomWanted):
-                        yield sidecar_pb2.ConnectResponse(room=each)
+                        await send(sidecar_pb2.ConnectResponse(room=each))
                         continue
                     status = self._render(each) if isinstance(each, Save) else each
-                    yield sidecar_pb2.ConnectResponse(save=status)
+                    await send(sidecar_pb2.ConnectResponse(save=status))
         finally:
             self._watches.remove(connection)
             self._remove(connection)
@@ -248,8 +231,7 @@ class Connections:
     def ping(self, request: sidecar_pb2.PingRequest) -> None:
         """Notes that a client is alive, or closing; ignores one that isn't connected."""
         key = (request.job, request.incarnation, request.rank)
-        with self._lock:
-            own = [c for c in self._connections.get(key, ()) if c.client == request.client]
+        own = [c for c in self._connections.get(key, ()) if c.client == request.client]
         for connection in own:
             if request.closing:
                 connection.expect_end()
@@ -258,14 +240,11 @@ class Connections:
 
     def on_change(self, save: Save, rank: RankSave | None, urgent: bool) -> None:
         """Listener of the registry: updates the clients of the save's ranks on this host."""
-        with self._lock:
-            connections = [
-                connection
-                for number in list(save.ranks)
-                for connection in self._connections.get(
-                    (save.id.job, save.id.incarnation, number), ()
-                )
-            ]
+        connections = [
+            connection
+            for number in list(save.ranks)
+            for connection in self._connections.get((save.id.job, save.id.incarnation, number), ())
+        ]
         for connection in connections:
             connection.mark_changed(save, urgent)
 
@@ -278,25 +257,21 @@ class Connections:
     def expect(self, rank: RankSave, within_s: float = UNCONNECTED_S) -> None:
         """The rank handed something in: fails it unless its client is connected soon."""
         key = (rank.save.id.job, rank.save.id.incarnation, rank.rank)
-        with self._lock:
-            if key in self._connections:
-                return
+        if key in self._connections:
+            return
         self._check_later(key, within_s)
 
     def jobs(self) -> set[str]:
         """Jobs with a connected client."""
-        with self._lock:
-            return {job for job, _, _ in self._connections}
+        return {job for job, _, _ in self._connections}
 
     def ranks_by_job(self) -> Counter[str]:
         """Connected ranks by job."""
-        with self._lock:
-            return Counter(job for job, _, _ in self._connections)
+        return Counter(job for job, _, _ in self._connections)
 
     def idle_s(self) -> float | None:
         """Seconds since the last client disconnected; None while there is one."""
-        with self._lock:
-            return None if self._connections else time.monotonic() - self._idle_since
+        return None if self._connections else time.monotonic() - self._idle_since
 
     def dismiss(self) -> None:
         """Ends all streams; no trainer counts as dead because of that."""
@@ -306,14 +281,12 @@ class Connections:
 
     def close(self) -> None:
         """Ends all streams, for good."""
-        with self._lock:
-            self._ended = True
+        self._ended = True
         for connection in self._all():
             connection.close()
 
     def _all(self) -> list[_Connection]:
-        with self._lock:
-            return [each for listed in self._connections.values() for each in listed]
+        return [each for listed in self._connections.values() for each in listed]
 
     def _check(self, request: sidecar_pb2.ConnectRequest) -> None:
         if request.wire_version != WIRE_VERSION:
@@ -346,46 +319,41 @@ class Connections:
                 )
 
     def _add(self, connection: _Connection) -> None:
-        with self._lock:
-            listed = self._connections.get(connection.key, [])
-            if len(listed) >= _MOST:
-                raise OverloadedError(
-                    f"rank {connection.key[2]} of job {connection.key[0]} is connected {len(listed)} "
-                    "times, which is the limit: does a process make one client after the other?"
-                )
-            self._connections[connection.key] = listed
-            # The same client again: its previous stream broke, which this end hasn't noticed yet.
-            previous = [each for each in listed if each.client == connection.client]
-            listed.append(connection)
-            self._last_pids[connection.key] = connection.pid
-            self._trainers.mark_seen(connection.key)
+        listed = self._connections.get(connection.key, [])
+        if len(listed) >= _MOST:
+            raise OverloadedError(
+                f"rank {connection.key[2]} of job {connection.key[0]} is connected {len(listed)} "
+                "times, which is the limit: does a process make one client after the other?"
+            )
+        self._connections[connection.key] = listed
+        # The same client again: its previous stream broke, which this end hasn't noticed yet.
+        previous = [each for each in listed if each.client == connection.client]
+        listed.append(connection)
+        self._last_pids[connection.key] = connection.pid
+        self._trainers.mark_seen(connection.key)
         for each in previous:
             each.close()
 
     def _remove(self, connection: _Connection) -> None:
-        with self._lock:
-            listed = self._connections[connection.key]
-            listed.remove(connection)
-            last = not listed
-            if last:
-                del self._connections[connection.key]
-                self._idle_since = time.monotonic()
+        listed = self._connections[connection.key]
+        listed.remove(connection)
+        last = not listed
+        if last:
+            del self._connections[connection.key]
+            self._idle_since = time.monotonic()
         if last and connection.closing:
             self._trainers.remove(connection.key)
         if last:
             self._check_later(connection.key, connection.grace_s, closed=connection.closing)
 
     def _check_later(self, key: Key, delay_s: float, *, closed: bool = False) -> None:
-        self._loop.call_soon_threadsafe(
-            self._loop.call_later, delay_s, self._fail_if_dead, key, closed
-        )
+        asyncio.get_running_loop().call_later(delay_s, self._fail_if_dead, key, closed)
 
     def _fail_if_dead(self, key: Key, closed: bool) -> None:
-        """On the loop: fails the ranks of a disconnected client that still need it."""
-        with self._lock:
-            if key in self._connections or self._ended:
-                return
-            pid = self._last_pids.pop(key, 0)
+        """Fails the ranks of a disconnected client that still need it."""
+        if key in self._connections or self._ended:
+            return
+        pid = self._last_pids.pop(key, 0)
         process = f"process {pid}" if pid else "process"
         if pid and not closed:
             self._trainers.mark_dead(key, f"the {process} of rank {key[2]} on host {self._host}")

@@ -1,21 +1,23 @@
-"""The methods of ``pannier.v1.Sidecar``, each call in a thread of the gRPC server.
+"""The methods of ``pannier.v1.Sidecar``.
 
 In: requests. Out: responses; errors are raised and become statuses in
-:mod:`pannier.daemon.interceptors`. Other modules do the work; here is only the order of steps.
+:mod:`pannier.daemon.interceptors`. Other modules do the work; here is only the order of steps. On the
+event loop. A handler is cancelled when its caller disconnects; what must not end halfway then runs in
+:meth:`SidecarServicer._complete`.
 """
 
-import threading
+import asyncio
+import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Coroutine
 from contextlib import suppress
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import grpc
 
 from pannier.sidecar.coordinator_client import DEADLINE_SLACK_S, CoordinatorClient
 from pannier.sidecar.ingest import Ingest, check_attempt
 from pannier.sidecar.rpc.connections import Connections
-from pannier.sidecar.rpc.idle_streams import Stream, Streams
 from pannier.sidecar.save_registry import SaveRegistry
 from pannier.sidecar.save_state import CachedPlanClaim, Phase, RankSave
 from pannier.sidecar.spool.data_file import DataFile
@@ -51,7 +53,7 @@ LIMITS: Final = {
         "Ping": 256,
     }.items()
 }
-"""Calls at a time; each has a thread."""
+"""Calls at a time."""
 ACKNOWLEDGE: Final = 16 << 20
 """Bytes between two acknowledgements of a stream."""
 LOOKAHEAD: Final = 2 << 20
@@ -64,7 +66,64 @@ _PATIENCE_S: Final = 4.0
 _FAIL_S: Final = 2.0
 _BEGIN_S: Final = 60.0
 
+IDLE_S: Final = 30.0
+"""A ``Write`` stream that sends nothing for so long is ended: it may hold space in the spool. A client that
+was stopped meanwhile resumes with another stream."""
+NO_HEADER_S: Final = 10.0
+"""The same for one that hasn't sent its header."""
+
 Message = sidecar_pb2.FileHeader | ReceivedChunk | PannierError
+T = TypeVar("T")
+
+
+class _WriteStream:
+    """The messages of one call of ``Write``, which is the writer of its file.
+
+    Made by the call's handler, which :meth:`cancel` cancels.
+    """
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+        self._task = asyncio.current_task()
+        self._loop = asyncio.get_running_loop()
+        self._waiting_since = math.inf
+        self._idle_limit_s = NO_HEADER_S
+        self._timer = self._loop.call_later(NO_HEADER_S, self._check_idle)
+        self.problem = ""
+        """Why it was cancelled; empty: it wasn't."""
+
+    async def read(self) -> Message | None:
+        """The next message; None at the end."""
+        self._waiting_since = self._loop.time()
+        message = await self._context.read()
+        self._waiting_since = math.inf
+        return None if message is grpc.aio.EOF else message
+
+    async def acknowledge(self, held: int) -> None:
+        """Reports how many bytes of the file are held."""
+        await self._context.write(sidecar_pb2.WriteResponse(committed=held))
+
+    def take_header(self) -> None:
+        """The header has arrived."""
+        self._idle_limit_s = IDLE_S
+
+    def cancel(self, problem: str = "the file is no longer filled by this stream") -> None:
+        """Ends the call with an error, unless it has ended."""
+        if self._task is not None and not self.problem:
+            self.problem = problem
+            self._task.cancel()
+
+    def close(self) -> None:
+        """The handler ends."""
+        self._timer.cancel()
+        self._task = None
+
+    def _check_idle(self) -> None:
+        left = self._idle_limit_s - max(0.0, self._loop.time() - self._waiting_since)
+        if left <= 0:
+            self.cancel(f"nothing arrived for {self._idle_limit_s:g} s")
+        else:
+            self._timer = self._loop.call_later(left, self._check_idle)
 
 
 class SidecarServicer(sidecar_pb2_grpc.SidecarServicer):
@@ -81,136 +140,146 @@ class SidecarServicer(sidecar_pb2_grpc.SidecarServicer):
         self._ingest = ingest
         self._connections = connections
         self._coordinator = coordinator
-        self._streams = threading.BoundedSemaphore(_STREAMS)
-        self.open_streams = Streams()
-        """Streams of ``Write``."""
+        self._streams = asyncio.BoundedSemaphore(_STREAMS)
+        self._writes: set[asyncio.Task[Any]] = set()
+        self._completing: set[asyncio.Task[Any]] = set()
 
-    def Connect(
-        self, request: sidecar_pb2.ConnectRequest, context: grpc.ServicerContext
-    ) -> Iterator[sidecar_pb2.ConnectResponse]:
+    async def close(self) -> None:
+        """Returns when no call changes anything any more; after the server has stopped."""
+        for task in self._writes:
+            task.cancel()
+        await asyncio.gather(*self._writes, *self._completing, return_exceptions=True)
+
+    async def Connect(self, request: sidecar_pb2.ConnectRequest, context: Any) -> None:
         """Welcomes a client, then sends it the statuses of its saves until it disconnects."""
-        return self._connections.connect(request, context.add_callback, peer=context.peer())
+        await self._connections.connect(request, context.write, peer=context.peer())
 
-    def Plan(
-        self, request: sidecar_pb2.PlanRequest, context: grpc.ServicerContext
+    async def Plan(
+        self, request: sidecar_pb2.PlanRequest, context: Any
     ) -> sidecar_pb2.PlanResponse:
         """Forwards a local plan, or confirms a cached one; returns once the whole group is planned."""
         limits.check_plan(request)
         if request.prepare:
             # It belongs to no save, so nothing is recorded here.
             self._ingest.check(request.context)
-            prepared: sidecar_pb2.PlanResponse = self._call(
-                "Plan", request, request.timeout_s, context
+            prepared: sidecar_pb2.PlanResponse = await self._call(
+                "Plan", request, request.timeout_s
             )
             return prepared
         try:
             rank = self._enter(request.context)
         except SaveAbortedError:
             # It ended without this rank: the coordinator knows which save the rank belongs to now.
-            self._call("Plan", request, request.timeout_s, context)
+            await self._call("Plan", request, request.timeout_s)
             raise
         self._saves.check(rank)
         self._saves.limit_time(rank, request.timeout_s, request.save_timeout_s)
         if request.cached_plan_id and not request.HasField("plan"):
             try:
-                return self._confirm_cached_plan(rank, request, _until_end(context))
+                return await self._confirm_cached_plan(rank, request)
             except SaveAbortedError:
                 if rank.save.outcome is not None:
-                    self._call("Plan", request, request.timeout_s, context)
+                    await self._call("Plan", request, request.timeout_s)
                 raise
-        response: sidecar_pb2.PlanResponse = self._forward(
-            rank, "Plan", request, request.timeout_s, context
+        response: sidecar_pb2.PlanResponse = await self._forward(
+            rank, "Plan", request, request.timeout_s
         )
         self._saves.set_plan(rank, response.plan)
-        self._ingest.check_room(rank)
+        await self._ingest.check_room(rank)
         return response
 
-    def Begin(
-        self, request: sidecar_pb2.BeginRequest, context: grpc.ServicerContext
+    async def Begin(
+        self, request: sidecar_pb2.BeginRequest, context: Any
     ) -> sidecar_pb2.BeginResponse:
         """Forwards the opening of a save that torch plans."""
         limits.check_seconds(save_timeout_s=request.save_timeout_s)
         rank = self._enter(request.context)
         self._saves.check(rank)
         self._saves.limit_time(rank, 0, request.save_timeout_s)
-        response: sidecar_pb2.BeginResponse = self._forward(
-            rank, "Begin", request, _BEGIN_S, context
-        )
+        response: sidecar_pb2.BeginResponse = await self._forward(rank, "Begin", request, _BEGIN_S)
         self._saves.set_attempt(rank, response.attempt)
         return response
 
-    def Write(
-        self, messages: Iterator[Message], context: grpc.ServicerContext
-    ) -> Iterator[sidecar_pb2.WriteResponse]:
+    async def Write(self, messages: object, context: Any) -> None:
         """Receives one data file, from the offset that is held."""
-        stream = self.open_streams.add(context.cancel)
+        stream = _WriteStream(context)
+        task = asyncio.current_task()
+        assert task is not None
+        self._writes.add(task)
         try:
-            yield from self._write(messages, context, stream)
+            await self._write(stream)
+        except asyncio.CancelledError:
+            if not stream.problem:
+                raise
+            raise UnavailableError(f"the stream was ended: {stream.problem}") from None
         finally:
-            self.open_streams.remove(stream)
+            stream.close()
+            self._writes.discard(task)
 
-    def _write(
-        self, messages: Iterator[Message], context: grpc.ServicerContext, stream: Stream
-    ) -> Iterator[sidecar_pb2.WriteResponse]:
-        header = next(messages, None)
+    async def _write(self, stream: _WriteStream) -> None:
+        header = await stream.read()
         stream.take_header()
         if isinstance(header, PannierError):
             raise header
         if not isinstance(header, sidecar_pb2.FileHeader):
             raise InvalidRequestError("a Write stream begins with the file's header")
         rank = self._enter(header.context)
-        file = self._ingest.open(header, rank)
-        patient = self._streams.acquire(timeout=_PATIENCE_S)
+        file = await self._complete(self._ingest.open(header, rank))
+        patient = True
         try:
-            # The stream is the writer: a later one of the same file replaces it.
-            held = file.begin(context, context.cancel)
-            yield sidecar_pb2.WriteResponse(committed=held)
-            yield from self._receive(messages, context, stream, rank, file, held)
+            await asyncio.wait_for(self._streams.acquire(), _PATIENCE_S)
+        except asyncio.TimeoutError:
+            patient = False
+        try:
+            # A later stream of the same file replaces this one.
+            held = await file.begin(stream, stream.cancel)
+            await stream.acknowledge(held)
+            await self._receive(stream, rank, file, held)
         except (InvalidRequestError, IntegrityError) as error:
             # First: failing the rank cancels its streams, and this one must still send the error.
-            file.end(context)
+            file.end(stream)
             self._saves.fail(rank, failure_kind(error), str(error))
             raise
         finally:
-            file.end(context)
+            file.end(stream)
             if patient:
                 self._streams.release()
 
-    def Reserve(
-        self, request: sidecar_pb2.ReserveRequest, context: grpc.ServicerContext
+    async def Reserve(
+        self, request: sidecar_pb2.ReserveRequest, context: Any
     ) -> sidecar_pb2.ReserveResponse:
         """Leases files of the spool."""
-        return self._ingest.reserve(request)
+        return await self._complete(self._ingest.reserve(request))
 
-    def Release(
-        self, request: sidecar_pb2.ReleaseRequest, context: grpc.ServicerContext
+    async def Release(
+        self, request: sidecar_pb2.ReleaseRequest, context: Any
     ) -> sidecar_pb2.ReleaseResponse:
         """Ends leases."""
-        self._ingest.release(request)
+        await self._complete(self._ingest.release(request))
         return sidecar_pb2.ReleaseResponse()
 
-    def HandOver(
-        self, request: sidecar_pb2.HandOverRequest, context: grpc.ServicerContext
+    async def HandOver(
+        self, request: sidecar_pb2.HandOverRequest, context: Any
     ) -> sidecar_pb2.HandOverResponse:
         """Returns once the rank is ingested."""
-        self._ingest.hand_over(request, self._enter(request.context))
+        await self._complete(self._ingest.hand_over(request, self._enter(request.context)))
         return sidecar_pb2.HandOverResponse()
 
-    def Finish(
-        self, request: sidecar_pb2.FinishRequest, context: grpc.ServicerContext
+    async def Finish(
+        self, request: sidecar_pb2.FinishRequest, context: Any
     ) -> sidecar_pb2.FinishResponse:
         """Forwards the metadata that torch made; returns once the save is committed."""
         limits.check_metadata(request.metadata)
         limits.check_words(attempt=request.attempt)
         limits.check_seconds(timeout_s=request.timeout_s)
         self._enter(request.context)
-        response: sidecar_pb2.FinishResponse = self._coordinator.call_from_thread(
-            "Finish", request, request.timeout_s, timed=True, on_start=_until_end(context)
+        response: sidecar_pb2.FinishResponse = await self._coordinator.call(
+            "Finish", request, request.timeout_s, timed=True
         )
         return response
 
-    def Fail(
-        self, request: sidecar_pb2.FailRequest, context: grpc.ServicerContext
+    async def Fail(
+        self, request: sidecar_pb2.FailRequest, context: Any
     ) -> sidecar_pb2.FailResponse:
         """The rank skips the save or fails: forwarded by a call and by the report."""
         # The checkpoint id isn't checked: it may be the very reason of the failure.
@@ -222,13 +291,11 @@ class SidecarServicer(sidecar_pb2_grpc.SidecarServicer):
             self._saves.fail(rank, request.failure.kind, request.failure.message)
         # When the coordinator can't be reached, the report follows once it can.
         with suppress(UnavailableError, DeadlineError):
-            self._coordinator.call_from_thread(
-                "Fail", request, _FAIL_S, on_start=_until_end(context)
-            )
+            await self._coordinator.call("Fail", request, _FAIL_S)
         return sidecar_pb2.FailResponse()
 
-    def Ping(
-        self, request: sidecar_pb2.PingRequest, context: grpc.ServicerContext
+    async def Ping(
+        self, request: sidecar_pb2.PingRequest, context: Any
     ) -> sidecar_pb2.PingResponse:
         """Notes that a client is alive."""
         self._connections.ping(request)
@@ -240,86 +307,66 @@ class SidecarServicer(sidecar_pb2_grpc.SidecarServicer):
         self._connections.expect(rank)
         return rank
 
-    def _call(
-        self, method: str, request: Any, timeout_s: float, context: grpc.ServicerContext
-    ) -> Any:
-        request.wire_version = WIRE_VERSION
-        return self._coordinator.call_from_thread(
-            method, request, timeout_s, timed=method == "Plan", on_start=_until_end(context)
-        )
+    async def _complete(self, work: Coroutine[Any, Any, T]) -> T:
+        """Runs ``work`` to its end, even if the caller disconnects."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._completing.add(task)
+        task.add_done_callback(self._completing.discard)
+        return await asyncio.shield(task)
 
-    def _forward(
-        self,
-        rank: RankSave,
-        method: str,
-        request: Any,
-        timeout_s: float,
-        context: grpc.ServicerContext,
-    ) -> Any:
-        """Calls the coordinator for a rank, and ends the rank here when the call fails."""
+    async def _call(self, method: str, request: Any, timeout_s: float) -> Any:
+        request.wire_version = WIRE_VERSION
+        return await self._coordinator.call(method, request, timeout_s, timed=method == "Plan")
+
+    async def _forward(self, rank: RankSave, method: str, request: Any, timeout_s: float) -> Any:
+        """Calls the coordinator for a rank, and ends the rank here when the call fails.
+
+        It is cancelled when the trainer disconnects. If that doesn't reconnect, its rank fails.
+        """
         try:
-            return self._call(method, request, timeout_s, context)
+            return await self._call(method, request, timeout_s)
         except SaveAbortedError as error:
             self._saves.reject(rank, error)
-            raise
-        except UnavailableError:
-            # The trainer has disconnected. If it doesn't reconnect, its rank fails.
             raise
         except PannierError as error:
             self._saves.fail(rank, failure_kind(error), f"{method}: {error}")
             raise
 
-    def _confirm_cached_plan(
-        self,
-        rank: RankSave,
-        request: sidecar_pb2.PlanRequest,
-        on_end: Callable[[Callable[[], Any]], None],
+    async def _confirm_cached_plan(
+        self, rank: RankSave, request: sidecar_pb2.PlanRequest
     ) -> sidecar_pb2.PlanResponse:
         """Waits until the coordinator confirms the claimed plan, or requests the rank's local plan.
 
         This makes no call to the coordinator: the claim travels with the reports, and the
         confirmation with the save's status.
 
-        Args:
-            on_end: takes a function to call when the trainer cancels its call.
-
         Raises:
             SaveAbortedError: the save, or this rank, has failed.
             InvalidRequestError: the rank claimed another plan before.
             DeadlineError: the coordinator didn't decide in time; the rank has failed.
-            UnavailableError: the call was cancelled.
         """
         check_attempt(request.attempt, rank)
-        cancelled = False
-
-        def cancel() -> None:
-            nonlocal cancelled
-            cancelled = True
-            self._saves.notify_waiters()
 
         def decided() -> bool:
             status = rank.save.coordinator_status
             plan_requested = status is not None and status.full_plan_requested
             ended = rank.save.outcome is not None or rank.phase is not Phase.PLANNING
-            return cancelled or plan_requested or ended or bool(_storage_failures(rank))
+            return plan_requested or ended or bool(_storage_failures(rank))
 
         claim = CachedPlanClaim(request.cached_plan_id, request.digest, request.attempt)
         self._saves.claim_plan(rank, claim)
-        on_end(cancel)
         deadline = time.monotonic() + request.timeout_s + DEADLINE_SLACK_S
-        in_time = self._saves.wait_until(decided, deadline)
+        in_time = await self._saves.wait_until(decided, deadline)
         self._saves.check(rank)
         if rank.phase is not Phase.PLANNING:
             confirmed = plan_pb2.FinalPlan(plan_id=rank.plan.id, attempt=rank.attempt)
             return sidecar_pb2.PlanResponse(plan=confirmed)
-        if in_time and not cancelled and self._saves.withdraw_claim(rank):
+        if in_time and self._saves.withdraw_claim(rank):
             return sidecar_pb2.PlanResponse(full_plan_requested=True)
         if failures := _storage_failures(rank):
             error = aborted_error(rank.save.key, rank.save.checkpoint_id, failures)
             self._saves.reject(rank, error)
             raise error
-        if cancelled:
-            raise UnavailableError(f"{rank.label}: the call of Plan was cancelled")
         problem = (
             f"the {self._coordinator.description} did not confirm the cached plan within "
             f"{request.timeout_s:.0f} s"
@@ -330,24 +377,16 @@ class SidecarServicer(sidecar_pb2_grpc.SidecarServicer):
         self._saves.fail(rank, save_pb2.FAILURE_KIND_DEADLINE, f"Plan: {problem}")
         raise DeadlineError(problem)
 
-    def _receive(
-        self,
-        messages: Iterator[Message],
-        context: grpc.ServicerContext,
-        stream: Stream,
-        rank: RankSave,
-        file: DataFile,
-        held: int,
-    ) -> Iterator[sidecar_pb2.WriteResponse]:
+    async def _receive(
+        self, stream: _WriteStream, rank: RankSave, file: DataFile, held: int
+    ) -> None:
         """The data path: one iteration per MiB."""
-        size, append = file.size, file.append
+        size, append, read = file.size, file.append, stream.read
         next_stop = held + ACKNOWLEDGE
         while held < size:
-            stream.await_message()
-            message = next(messages, None)
-            stream.take_message()
+            message = await read()
             if type(message) is ReceivedChunk:
-                held = append(context, message)
+                held = await append(stream, message)
             elif message is None:
                 # The client stopped early: it resumes with another stream, or fails the save.
                 return
@@ -359,8 +398,8 @@ class SidecarServicer(sidecar_pb2_grpc.SidecarServicer):
             del message
             if held >= next_stop or held == size:
                 next_stop = held + ACKNOWLEDGE
-                self._ingest.record_progress(rank, file)
-                yield sidecar_pb2.WriteResponse(committed=held)
+                await self._ingest.record_progress(rank, file)
+                await stream.acknowledge(held)
 
 
 def _storage_failures(rank: RankSave) -> list[save_pb2.Failure]:
@@ -375,16 +414,6 @@ def _storage_failures(rank: RankSave) -> list[save_pb2.Failure]:
     return failures if storage else []
 
 
-def _until_end(context: grpc.ServicerContext) -> Callable[[Callable[[], Any]], None]:
-    """Registers a function that cancels a forwarded call when the caller disconnects."""
-
-    def register(cancel: Callable[[], Any]) -> None:
-        if not context.add_callback(cancel):
-            cancel()
-
-    return register
-
-
 def _parse(message: bytes) -> Message:
     # An exception here would reach the client without its message.
     try:
@@ -396,7 +425,7 @@ def _parse(message: bytes) -> Message:
 class _Registrar:
     """Registers the generated handlers, but with our own decoder for ``Write``."""
 
-    def __init__(self, server: grpc.Server, servicer: SidecarServicer) -> None:
+    def __init__(self, server: grpc.aio.Server, servicer: SidecarServicer) -> None:
         self._server = server
         self._servicer = servicer
 
@@ -410,9 +439,10 @@ class _Registrar:
             request_deserializer=_parse,
             response_serializer=sidecar_pb2.WriteResponse.SerializeToString,
         )
-        self._server.add_registered_method_handlers(name, {**handlers, "Write": own})
+        handler = grpc.method_handlers_generic_handler(name, {**handlers, "Write": own})
+        self._server.add_generic_rpc_handlers((handler,))
 
 
-def add_to_server(servicer: SidecarServicer, server: grpc.Server) -> None:
+def add_to_server(servicer: SidecarServicer, server: grpc.aio.Server) -> None:
     """Serves ``pannier.v1.Sidecar``."""
     sidecar_pb2_grpc.add_SidecarServicer_to_server(servicer, _Registrar(server, servicer))

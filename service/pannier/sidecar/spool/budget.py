@@ -14,9 +14,8 @@ from typing import Protocol
 class Member(Protocol):
     """A spool, as the others see it."""
 
-    @property
     def reserved(self) -> int:
-        """Bytes of all its files."""
+        """Bytes of all its files; with the lock held."""
 
     def unused(self) -> int:
         """Bytes of the files that no save uses; with the lock held."""
@@ -62,7 +61,7 @@ class SharedBudget:
         """Bytes that may still be reserved; None: as many as the file system has."""
         if self.total is None:
             return None
-        return max(0, self.total - sum(each.reserved for each in self._members))
+        return max(0, self.total - sum(each.reserved() for each in self._members))
 
     def room(self, directory: Path) -> tuple[int, int]:
         """Most bytes that all spools can have, and how many are free. Without the lock."""

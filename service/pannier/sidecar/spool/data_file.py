@@ -1,13 +1,12 @@
 """A data file on its way through the spool: written by one stream, read by one upload.
 
-In: chunks from the threads of ``Write`` streams, or content that a trainer has staged into the spool
-file. Out: bytes for the upload, on the event loop, as soon as they are there. Per chunk it computes
-one checksum and makes one ``pwrite``, both without the GIL.
+In: chunks of ``Write`` streams, or content that a trainer has staged into the spool file. Out: bytes for
+the upload, as soon as they are there. On the event loop; per chunk one call in a thread computes a
+checksum and makes one ``pwrite``, both without the GIL.
 """
 
 import asyncio
 import os
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from typing import Final
 import crc32c
 
 from pannier.sidecar.spool.spool import SpoolFile
+from pannier.storage.io_threads import ingest_threads, spool_threads
 from pannier.wire import chunk_codec
 from pannier.wire.chunk_codec import ReceivedChunk
 from pannier.wire.errors import IntegrityError, InvalidRequestError, PannierError, UnavailableError
@@ -24,6 +24,8 @@ from pannier.wire.errors import IntegrityError, InvalidRequestError, PannierErro
 MAX_CHUNK: Final = 4 << 20
 """Bytes of one message's payload."""
 _READ_BYTES: Final = 1 << 20
+_READ_AT_ONCE: Final = 8 << 20
+"""Bytes of a staged file that are read in one call: then uploads may follow."""
 _USUAL_CHUNK: Final = 1 << 20
 """Length of all chunks but the last, from our own clients."""
 
@@ -54,39 +56,6 @@ class UploadProgress:
         self.stored_at = time.monotonic()
 
 
-class _Waiters:
-    """Readers on the event loop that wait for bytes."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._arrived = asyncio.Event()
-        self._threshold: float = float("inf")
-        """The fewest bytes that a reader waits for."""
-
-    def notify(self, held: int) -> None:
-        """This many bytes are there. Any thread."""
-        if held >= self._threshold:
-            self.notify_all()
-
-    def notify_all(self) -> None:
-        """Makes all readers look again. Any thread."""
-        self._loop.call_soon_threadsafe(self._wake)
-
-    async def wait(self, count: int, is_there: Callable[[], bool]) -> None:
-        """Returns after a notification for ``count`` bytes, at once if they are there. On the loop."""
-        arrived = self._arrived
-        self._threshold = min(self._threshold, count)
-        # Checked after that: a chunk that comes in between notifies.
-        if not is_there():
-            await arrived.wait()
-
-    def _wake(self) -> None:
-        # Readers that still lack bytes set it again.
-        self._threshold = float("inf")
-        arrived, self._arrived = self._arrived, asyncio.Event()
-        arrived.set()
-
-
 @dataclass(frozen=True)
 class _Writer:
     """Who fills the file."""
@@ -96,13 +65,12 @@ class _Writer:
 
 
 class DataFile:
-    """One data file of one rank. Thread-safe.
+    """One data file of one rank.
 
     Args:
         spool_file: None: an earlier sidecar process stored the content, or gave it up.
         stamp: of the spool file, where a trainer has staged the content itself; empty: it is streamed.
         label: names file, save, rank and host in errors.
-        loop: where the upload reads.
     """
 
     def __init__(
@@ -112,7 +80,6 @@ class DataFile:
         spool_file: SpoolFile | None,
         *,
         label: str,
-        loop: asyncio.AbstractEventLoop,
         stamp: bytes = b"",
     ) -> None:
         self.name = name
@@ -124,12 +91,14 @@ class DataFile:
         self.crc = 0
         """crc32c of those."""
         self.upload = UploadProgress()
-        """Changed by the upload, on the loop."""
-        self._lock = threading.Lock()
+        """Changed by the upload."""
+        self._writing = asyncio.Lock()
+        """Held while a thread uses the spool file for the writer."""
         self._writer: _Writer | None = None
         self._spool_file: SpoolFile | None = spool_file
         self._released = False
-        self._waiters = _Waiters(loop)
+        self._changed = asyncio.Event()
+        """Set when more bytes are there or the file is released; another one takes its place then."""
 
     @property
     def spool_file(self) -> SpoolFile:
@@ -144,40 +113,33 @@ class DataFile:
         """Sealed: it isn't written again."""
         return self.held == self.size
 
-    def checkpoint(self) -> tuple[int, int]:
-        """``held`` and ``crc`` of the same moment."""
-        with self._lock:
-            return self.held, self.crc
-
     def restore(self, held: int, crc: int) -> None:
         """Sets what the journal says is there, and was verified; before any use."""
         self.held, self.crc = held, crc
 
-    def begin(self, writer: object, cancel: Callable[[], object]) -> int:
+    async def begin(self, writer: object, cancel: Callable[[], object]) -> int:
         """``writer`` is the stream that fills the file from now on; returns the offset to resume at.
 
         Cancels an earlier stream, whose end may not have been noticed yet. Raises
         UnavailableError after :meth:`release`.
         """
-        with self._lock:
-            if self._released:
-                raise self._released_error()
-            if self._spool_file is None:
-                # Stored by an earlier process: there is nothing to write.
-                return self.held
-            previous, self._writer = self._writer, _Writer(writer, cancel)
-            held = self.held
+        if self._released:
+            raise self._released_error()
+        if self._spool_file is None:
+            # Stored by an earlier process: there is nothing to write.
+            return self.held
+        previous, self._writer = self._writer, _Writer(writer, cancel)
         if previous is not None:
             previous.cancel()
-        return held
+        async with self._writing:
+            return self.held
 
     def end(self, writer: object) -> None:
         """``writer`` has ended."""
-        with self._lock:
-            if self._is_writer(writer):
-                self._writer = None
+        if self._is_writer(writer):
+            self._writer = None
 
-    def append(self, writer: object, chunk: ReceivedChunk) -> int:
+    async def append(self, writer: object, chunk: ReceivedChunk) -> int:
         """Puts the next chunk into the spool; returns how many bytes it holds.
 
         Raises:
@@ -185,33 +147,19 @@ class DataFile:
             InvalidRequestError, IntegrityError: the chunk is not what was announced.
             PannierError: the save has ended, or the spool failed.
         """
-        data = chunk.data
-        length = len(data)
-        with self._lock:
-            if not self._is_writer(writer):
-                if self._spool_file is None:
-                    raise self._released_error()
-                raise UnavailableError(f"another stream fills {self.label} now")
+        length = len(chunk.data)
+        async with self._writing:
+            self._check_writer(writer)
             end = chunk.offset + length
             if chunk.offset != self.held or end > self.size or not 0 < length <= MAX_CHUNK:
                 raise self._misplaced(chunk.offset, length)
-            crc = crc32c.crc32c(data)
-            if crc != chunk.crc32c:
-                raise IntegrityError(
-                    f"{self.label}: bytes {chunk.offset} to {end} arrived with crc32c {crc:08x}, "
-                    f"the sender's is {chunk.crc32c:08x}"
-                )
-            self._write(data, chunk.offset)
-            self.crc = (
-                chunk_codec.combine_crc32c(self.crc, crc, length)
-                if length == _USUAL_CHUNK
-                else crc32c.crc32c(data, self.crc)
-            )
-            self.held = end
-        self._waiters.notify(end)
+            spool_file = self.spool_file
+            crc = await ingest_threads.run(self._store, spool_file, chunk, self.crc)
+            self._check_writer(writer)
+            self._advance(end, crc)
         return end
 
-    def read_staged(self) -> None:
+    async def read_staged(self) -> None:
         """Takes what a trainer has staged into the spool file: reads all of it, for its checksum.
 
         Resumes after what is held. Uploads follow as it advances.
@@ -222,26 +170,25 @@ class DataFile:
             PannierError: the spool file can't be read, or is shorter than the data file.
         """
         reader = object()
-        held = self.begin(reader, lambda: None)
+        held = await self.begin(reader, lambda: None)
         if held < self.size:
-            self.check_stamp()
-        buffer = memoryview(bytearray(min(_READ_BYTES, max(1, self.size))))
+            await self.check_stamp()
         try:
             while held < self.size:
-                piece = buffer[: min(len(buffer), self.size - held)]
-                # Never through a mapping: a trainer that writes or truncates the file harms only it.
-                count = self._read(piece, held)
-                with self._lock:
-                    if not self._is_writer(reader):
-                        raise self._released_error()
-                    self.crc = crc32c.crc32c(piece[:count], self.crc)
-                    self.held = held = held + count
-                self._waiters.notify(held)
-            self.check_stamp()
+                async with self._writing:
+                    self._check_writer(reader)
+                    until = min(self.size, held + _READ_AT_ONCE)
+                    crc = await ingest_threads.run(
+                        self._checksum, self.spool_file, held, until, self.crc
+                    )
+                    self._check_writer(reader)
+                    self._advance(until, crc)
+                held = until
+            await self.check_stamp()
         finally:
             self.end(reader)
 
-    def check_stamp(self) -> None:
+    async def check_stamp(self) -> None:
         """Raises unless all that was read so far of a mapped file belongs to this save.
 
         The trainer writes another stamp before it stages something else there.
@@ -255,65 +202,101 @@ class DataFile:
             return
         spool_file = self.spool_file
         try:
-            found = spool_file.read_stamp()
+            found, end = await ingest_threads.run(_stamp_and_size, spool_file)
         except OSError as error:
             raise self._unreadable(spool_file, error) from error
         if len(found) < len(self.stamp):
-            raise self._truncated(spool_file, os.fstat(spool_file.fd).st_size)
+            raise self._truncated(spool_file, end)
         if found != self.stamp:
             raise IntegrityError(
                 f"{self.label}: the trainer has staged another save into the spool file "
                 f"{spool_file.path} (its stamp is {found.hex()}, {self.stamp.hex()} was handed over)"
             )
 
-    def release(self) -> SpoolFile | None:
+    async def release(self) -> SpoolFile | None:
         """Drops the content: cancels the stream and returns the spool file, now the caller's.
 
         When it returns, no stream writes into the spool file; the upload must have ended
-        before. None when it was released already. Blocks while a chunk is written.
+        before. None when it was released already. Waits for a chunk that is being written.
         """
-        with self._lock:
-            spool_file, self._spool_file = self._spool_file, None
-            self._released = True
-            writer, self._writer = self._writer, None
+        spool_file, self._spool_file = self._spool_file, None
+        self._released = True
+        writer, self._writer = self._writer, None
         if writer is not None:
             writer.cancel()
-        self._waiters.notify_all()
-        return spool_file
+        self._notify()
+        async with self._writing:
+            return spool_file
 
     async def wait_for(self, count: int) -> None:
-        """Returns when the first ``count`` bytes are in the spool. On the loop.
+        """Returns when the first ``count`` bytes are in the spool.
 
         Raises UnavailableError after :meth:`release`.
         """
         while self.held < count and self._spool_file is not None:
-            await self._waiters.wait(count, lambda: self.held >= count)
+            await self._changed.wait()
         if self._spool_file is None:
             raise self._released_error()
+
+    def _advance(self, held: int, crc: int) -> None:
+        self.held, self.crc = held, crc
+        self._notify()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     def _is_writer(self, writer: object) -> bool:
         return self._writer is not None and self._writer.key is writer
 
-    def _write(self, data: memoryview, offset: int) -> None:
-        spool_file = self.spool_file
+    def _check_writer(self, writer: object) -> None:
+        if self._is_writer(writer):
+            return
+        if self._spool_file is None:
+            raise self._released_error()
+        raise UnavailableError(f"another stream fills {self.label} now")
+
+    # In threads.
+
+    def _store(self, spool_file: SpoolFile, chunk: ReceivedChunk, before: int) -> int:
+        """Verifies and writes a chunk; returns the checksum of all bytes up to its end."""
+        data = chunk.data
+        length = len(data)
+        crc = crc32c.crc32c(data)
+        if crc != chunk.crc32c:
+            raise IntegrityError(
+                f"{self.label}: bytes {chunk.offset} to {chunk.offset + length} arrived with crc32c "
+                f"{crc:08x}, the sender's is {chunk.crc32c:08x}"
+            )
         try:
-            done = os.pwrite(spool_file.fd, data, offset)
-            while done < len(data):
-                done += os.pwrite(spool_file.fd, data[done:], offset + done)
+            done = os.pwrite(spool_file.fd, data, chunk.offset)
+            while done < length:
+                done += os.pwrite(spool_file.fd, data[done:], chunk.offset + done)
         except OSError as error:
             raise PannierError(
                 f"{self.label}: the spool file {spool_file.path} can't be written: {error}"
             ) from error
+        if length == _USUAL_CHUNK:
+            return chunk_codec.combine_crc32c(before, crc, length)
+        return crc32c.crc32c(data, before)
 
-    def _read(self, target: memoryview, offset: int) -> int:
-        spool_file = self.spool_file
-        try:
-            count = os.preadv(spool_file.fd, [target], offset)
-        except OSError as error:
-            raise self._unreadable(spool_file, error) from error
-        if not count:
-            raise self._truncated(spool_file, offset)
-        return count
+    def _checksum(self, spool_file: SpoolFile, start: int, end: int, crc: int) -> int:
+        """The checksum of all bytes below ``end``, after that of the bytes below ``start``."""
+        buffer = memoryview(bytearray(min(_READ_BYTES, end - start)))
+        while start < end:
+            piece = buffer[: min(len(buffer), end - start)]
+            try:
+                # Never through a mapping: a trainer that writes or truncates the file harms only it.
+                count = os.preadv(spool_file.fd, [piece], start)
+            except OSError as error:
+                raise self._unreadable(spool_file, error) from error
+            if not count:
+                raise self._truncated(spool_file, start)
+            crc = crc32c.crc32c(piece[:count], crc)
+            start += count
+        return crc
+
+    # Errors.
 
     def _released_error(self) -> UnavailableError:
         # Not final for the caller: its retry gets the save's outcome.
@@ -360,11 +343,11 @@ class SpoolSource:
         """Exactly these bytes; waits until they are there."""
         await self._file.wait_for(offset + length)
         spool_file = self._file.spool_file
-        data = os.pread(spool_file.fd, length, offset)
+        data, end = await spool_threads.run(_read, spool_file.fd, length, offset)
         if len(data) != length:
             raise IntegrityError(
-                f"{self._file.label}: the spool file {spool_file.path} ends at byte "
-                f"{os.fstat(spool_file.fd).st_size} of {self.size}: it was truncated"
+                f"{self._file.label}: the spool file {spool_file.path} ends at byte {end} of "
+                f"{self.size}: it was truncated"
             )
         return data
 
@@ -372,3 +355,12 @@ class SpoolSource:
         """Checksum of the whole file; waits until it is complete."""
         await self._file.wait_for(self._file.size)
         return self._file.crc
+
+
+def _read(fd: int, length: int, offset: int) -> tuple[bytes, int]:
+    """These bytes as far as they are there, and the file's size."""
+    return os.pread(fd, length, offset), os.fstat(fd).st_size
+
+
+def _stamp_and_size(spool_file: SpoolFile) -> tuple[bytes, int]:
+    return spool_file.read_stamp(), os.fstat(spool_file.fd).st_size

@@ -2,21 +2,24 @@
 
 In: changes of ranks and their files. Out: records in the journal, each written before anything relies
 on it, and at start the states that the previous process left. A state is dropped once nothing is left
-to do for its rank. Thread-safe; short writes, but for the methods that say otherwise.
+to do for its rank. Methods are called on the event loop; one thread, which owns the states, writes
+records in the order of the calls.
 """
 
+import asyncio
 import logging
-import threading
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, TypeVar
 
 from pannier.common import fault_points
 from pannier.sidecar.save_state import RankSave, Save
 from pannier.sidecar.spool import boot_clock
 from pannier.sidecar.spool.data_file import DataFile
 from pannier.sidecar.spool.journal import Contents, Journal
+from pannier.storage.io_threads import Threads, ingest_threads
 from pannier.v1 import journal_pb2, plan_pb2, records_pb2, save_pb2
 from pannier.wire.errors import ConfigurationError, PannierError
 from pannier.wire.object_names import save_text
@@ -27,6 +30,7 @@ _GROWTH: Final = 1 << 20
 """Bytes that a journal may grow by at least, before it is compacted."""
 
 Record = journal_pb2.JournalRecord
+T = TypeVar("T")
 
 
 @dataclass
@@ -190,7 +194,7 @@ class RankStates:
 
 
 class JournalState:
-    """The journal of one spool, and the states that it records.
+    """The journal of one spool, and the states that it records. Made in a thread: it reads all of it.
 
     Raises ConfigurationError when the journal that is there can't be read, or none can be written.
     """
@@ -198,7 +202,7 @@ class JournalState:
     def __init__(self, directory: Path) -> None:
         self._journal = Journal(directory)
         self._states = RankStates()
-        self._lock = threading.Lock()
+        self._threads = Threads("the journal", patience_s=math.inf, threads=1)
         self._numbers: dict[RankSave, int] = {}
         self._full = 0
         """Bytes that it had grown by when there was no room to compact it."""
@@ -211,99 +215,108 @@ class JournalState:
             if not contents.end or contents.damaged_at is not None:
                 raise ConfigurationError(f"{error}: name another --spool") from error
             self._journal.reopen(contents)
-
-    @property
-    def space(self) -> int:
-        """Bytes that the journal takes on its file system."""
-        return self._journal.space
+        self.space = self._journal.space
+        """Bytes that the journal takes on its file system at first."""
 
     def states(self) -> list[RankState]:
         """The states that the previous process left, oldest first; before the first change."""
         return list(self._states)
 
     def bind(self, rank: RankSave, state: RankState) -> None:
-        """Records changes of ``rank`` under ``state`` from now on."""
-        with self._lock:
-            self._numbers[rank] = state.number
+        """Records changes of ``rank`` under ``state`` from now on; before the first change."""
+        self._numbers[rank] = state.number
 
     # Changes of ranks. Each raises PannierError when it can't be recorded.
 
-    def record_opened(self, rank: RankSave, file: DataFile) -> None:
+    async def record_opened(self, rank: RankSave, file: DataFile) -> None:
         """The spool file of ``file`` belongs to it from now on; before its first byte."""
         opened = journal_pb2.FileOpened(
-            name=file.name, size=file.size, spool_file=file.spool_file.path.name, stamp=file.stamp
+            name=file.name,
+            size=file.size,
+            spool_file=file.spool_file.path.name,
+            stamp=file.stamp,
         )
-        self._record(rank, "opened", Record(opened=opened), begin=True)
+        await self._run(self._append, rank, "opened", Record(opened=opened), _begun(rank))
 
-    def record_held(self, rank: RankSave, file: DataFile) -> None:
+    async def record_held(self, rank: RankSave, file: DataFile) -> None:
         """More bytes of ``file`` are in the spool."""
-        count, crc = file.checkpoint()
-        held = journal_pb2.FileHeld(name=file.name, held=count, crc32c=crc)
-        self._record(rank, "held", Record(held=held))
+        held = journal_pb2.FileHeld(name=file.name, held=file.held, crc32c=file.crc)
+        await self._run(self._append, rank, "held", Record(held=held))
 
-    def record_ingested(self, rank: RankSave, receipt: records_pb2.Receipt) -> None:
+    async def record_ingested(self, rank: RankSave, receipt: records_pb2.Receipt) -> None:
         """The trainer may die once this returns: the record is on disk. May take long."""
-        self._record(rank, "ingested", Record(ingested=receipt), begin=True)
-        self._journal.sync()
+        await self._run(self._append, rank, "ingested", Record(ingested=receipt), _begun(rank))
+        # Not in the journal's own thread: records of other ranks needn't wait for the disk.
+        await asyncio.shield(asyncio.wrap_future(ingest_threads.submit(self._journal.sync)))
         fault_points.point("sidecar.ingested.synced")
 
     # Errors of these are only logged: a restarted sidecar would repeat work, no more.
 
-    def record_durable(self, rank: RankSave, file: DataFile) -> None:
+    async def record_durable(self, rank: RankSave, file: DataFile) -> None:
         """The store has confirmed ``file``."""
-        self._try(rank, "durable", Record(durable=journal_pb2.FileDurable(name=file.name)))
+        durable = journal_pb2.FileDurable(name=file.name)
+        await self._run(self._try, rank, "durable", Record(durable=durable))
 
-    def record_stored(self, rank: RankSave) -> None:
+    async def record_stored(self, rank: RankSave) -> None:
         """The receipt is in storage."""
-        self._try(rank, "stored", Record(stored=journal_pb2.ReceiptStored()))
+        await self._run(self._try, rank, "stored", Record(stored=journal_pb2.ReceiptStored()))
 
     def on_change(self, save: Save, rank: RankSave | None, urgent: bool) -> None:
-        """Listener of the registry, called before the one that frees spool files."""
+        """Listener of the registry; see :meth:`settle`."""
         if rank is not None and rank.failure is not None:
-            state = self._state(rank)
-            if state is not None and state.failure is None:
-                self._try(rank, "failed", Record(failed=rank.failure))
+            self._threads.submit(self._try, rank, "failed", Record(failed=rank.failure))
         if rank is None and save.outcome is not None:
             outcome = save.outcome
             ended = journal_pb2.PartEnded(state=outcome.state, failures=outcome.failures)
-            for each in list(save.ranks.values()):
-                self._try(each, "ended", Record(ended=ended))
+            for each in save.ranks.values():
+                self._threads.submit(self._try, each, "ended", Record(ended=ended))
 
-    def forget(self, rank: RankSave) -> None:
+    async def settle(self) -> None:
+        """Returns when all changes so far are recorded: before spool files are given away."""
+        await self._run(lambda: None)
+
+    async def forget(self, rank: RankSave) -> None:
         """Nothing is left to do for the rank."""
-        self._try(rank, "forgotten", Record(forgotten=journal_pb2.PartForgotten()))
+        await self._run(self._try, rank, "forgotten", Record(forgotten=journal_pb2.PartForgotten()))
 
     # The file.
 
-    def compact(self) -> None:
+    async def compact(self) -> None:
         """Rewrites the journal if it has grown. To be called now and then; may take long."""
+        await self._run(self._compact)
+
+    async def close(self) -> set[str]:
+        """Closes the journal, and removes it when nothing is pending. Returns the spool files that must stay."""
+        return await self._run(self._close)
+
+    async def _run(self, function: Callable[..., T], *args: Any) -> T:
+        """Calls it in the journal's thread, to the end even if the caller is cancelled."""
+        return await asyncio.shield(asyncio.wrap_future(self._threads.submit(function, *args)))
+
+    # In the journal's thread.
+
+    def _compact(self) -> None:
         if self._journal.growth < max(_GROWTH, self._journal.compact, 2 * self._full):
             return
-        with self._lock:
-            try:
-                self._journal.rewrite(self._records())
-                self._full = 0
-            except PannierError as error:
-                _log.warning("%s", error)
-                self._full = self._journal.growth
+        try:
+            self._journal.rewrite(self._records())
+            self._full = 0
+        except PannierError as error:
+            _log.warning("%s", error)
+            self._full = self._journal.growth
 
-    def close(self) -> set[str]:
-        """Closes the journal, and removes it when nothing is pending. Returns the spool files that must stay."""
-        with self._lock:
-            needed = {
-                file.spool_file
-                for state in self._states
-                for file in state.needed
-                if file.spool_file
-            }
-            pending = bool(self._states.by_number)
-            if pending:
-                try:
-                    self._journal.sync()
-                except PannierError as error:
-                    _log.error("%s", error)
-            self._journal.close(remove=not pending)
-            return needed
+    def _close(self) -> set[str]:
+        needed = {
+            file.spool_file for state in self._states for file in state.needed if file.spool_file
+        }
+        pending = bool(self._states.by_number)
+        if pending:
+            try:
+                self._journal.sync()
+            except PannierError as error:
+                _log.error("%s", error)
+        self._journal.close(remove=not pending)
+        return needed
 
     def _read(self) -> Contents:
         contents = self._journal.read()
@@ -327,48 +340,56 @@ class JournalState:
     def _records(self) -> Iterator[Record]:
         return (record for state in self._states for record in state.records())
 
-    def _state(self, rank: RankSave) -> RankState | None:
-        with self._lock:
-            return self._states.by_number.get(self._numbers.get(rank, 0))
-
     def _try(self, rank: RankSave, what: str, record: Record) -> None:
         try:
-            self._record(rank, what, record)
+            self._append(rank, what, record)
         except PannierError as error:
             _log.error("%s: %s is not recorded: %s", rank.label, what, error, extra=rank.log_fields)
 
-    def _record(self, rank: RankSave, what: str, record: Record, *, begin: bool = False) -> None:
-        """Appends a record; for a rank without a state, only with ``begin``."""
-        with self._lock:
-            number = self._numbers.get(rank)
-            records = [record]
-            if number is None:
-                # The record of its end would have found no state.
-                over = rank.save.outcome is not None or rank.failure is not None
-                if over or not begin:
-                    return
-                number = self._states.highest + 1
-                records.insert(0, Record(begun=_begun(rank)))
-            elif begin and rank.deadlines.save and not self._has_deadline(number):
-                records.insert(0, Record(begun=_begun(rank)))
-            for each in records:
-                each.part = number
-            fault_points.point(f"sidecar.{what}.before")
-            self._journal.append(*records)
-            for each in records:
-                self._states.apply(each)
-            if number in self._states.by_number:
-                self._numbers[rank] = number
-            else:
-                self._numbers.pop(rank, None)
-            fault_points.point(f"sidecar.{what}.after")
+    def _append(
+        self,
+        rank: RankSave,
+        what: str,
+        record: Record,
+        begun: journal_pb2.PartBegun | None = None,
+    ) -> None:
+        """Appends a record; for a rank without a state, only with ``begun``."""
+        number = self._numbers.get(rank)
+        records = [record]
+        if number is None:
+            if begun is None:
+                return
+            number = self._states.highest + 1
+            records.insert(0, Record(begun=begun))
+        elif begun is not None and begun.save_timeout_s and not self._has_deadline(number):
+            records.insert(0, Record(begun=begun))
+        elif what == "failed" and self._has_failure(number):
+            return
+        for each in records:
+            each.part = number
+        fault_points.point(f"sidecar.{what}.before")
+        self._journal.append(*records)
+        for each in records:
+            self._states.apply(each)
+        if number in self._states.by_number:
+            self._numbers[rank] = number
+        else:
+            self._numbers.pop(rank, None)
+        fault_points.point(f"sidecar.{what}.after")
+
+    def _has_failure(self, number: int) -> bool:
+        state = self._states.by_number.get(number)
+        return state is not None and state.failure is not None
 
     def _has_deadline(self, number: int) -> bool:
         state = self._states.by_number.get(number)
         return state is None or bool(state.begun.save_timeout_s)
 
 
-def _begun(rank: RankSave) -> journal_pb2.PartBegun:
+def _begun(rank: RankSave) -> journal_pb2.PartBegun | None:
+    """What the rank's first record says; None when it has ended: the record of that found no state."""
+    if rank.save.outcome is not None or rank.failure is not None:
+        return None
     begun = journal_pb2.PartBegun(
         context=rank.context,
         attempt=rank.attempt,

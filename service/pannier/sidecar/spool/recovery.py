@@ -1,16 +1,16 @@
 """A sidecar's start on a spool that an earlier process left: what was ingested is uploaded without trainers.
 
 In: the states that the journal records. Out: ranks as they were, their files verified against the recorded
-checksums, and uploads under way. A rank that wasn't handed over waits for its trainer. Blocking;
-done before any call is served.
+checksums, and uploads under way. A rank that wasn't handed over waits for its trainer. On the event loop,
+before any call is served; files are opened and read in threads.
 """
 
 import asyncio
 import logging
+import math
 import os
 import time
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 import crc32c
@@ -22,6 +22,7 @@ from pannier.sidecar.spool.data_file import DataFile
 from pannier.sidecar.spool.journal_state import FileState, JournalState, RankState
 from pannier.sidecar.spool.spool import Spool, SpoolFile
 from pannier.sidecar.upload.uploader import Uploader
+from pannier.storage.io_threads import Threads
 from pannier.v1 import save_pb2
 from pannier.wire.errors import IntegrityError, PannierError
 from pannier.wire.object_names import save_text
@@ -33,12 +34,8 @@ _READERS: Final = 4
 _READ_BYTES: Final = 4 << 20
 
 
-def recover(
-    journal: JournalState,
-    spool: Spool,
-    saves: SaveRegistry,
-    uploads: Uploader,
-    loop: asyncio.AbstractEventLoop,
+async def recover(
+    journal: JournalState, spool: Spool, saves: SaveRegistry, uploads: Uploader
 ) -> list[RankSave]:
     """Restores all ranks and resumes their uploads; removes spool files that no rank needs.
 
@@ -47,20 +44,21 @@ def recover(
     """
     states = journal.states()
     start = time.monotonic()
-    spool_files = {
-        (state.number, file.name): _adopt(spool, state, file)
-        for state in states
-        for file in state.needed
-    }
-    spool.sweep()
-    with ThreadPoolExecutor(_READERS, thread_name_prefix="pannier-verify") as readers:
-        checks = {
-            (state.number, file.name): readers.submit(
-                _verify, file, spool_files[state.number, file.name]
-            )
-            for state in states
-            for file in state.needed
-        }
+    threads = Threads("the spool", patience_s=math.inf, threads=_READERS)
+    needed = [(state, file) for state in states for file in state.needed]
+    adopted = await asyncio.gather(
+        *(threads.run(_adopt, spool, state, file) for state, file in needed)
+    )
+    await threads.run(spool.sweep)
+    found = await asyncio.gather(
+        *(
+            threads.run(_verify, file, spool_file)
+            for (_, file), spool_file in zip(needed, adopted, strict=True)
+        )
+    )
+    keys = [(state.number, file.name) for state, file in needed]
+    spool_files = dict(zip(keys, adopted, strict=True))
+    checks = dict(zip(keys, found, strict=True))
     ranks = [_restore(state, saves, journal, _outcome(state, states)) for state in states]
     for state, rank in zip(states, ranks, strict=True):
         problems = []
@@ -68,10 +66,10 @@ def recover(
             key = (state.number, recorded.name)
             spool_file = spool_files.get(key)
             file = _data_file(
-                recorded, spool_file if isinstance(spool_file, SpoolFile) else None, rank, loop
+                recorded, spool_file if isinstance(spool_file, SpoolFile) else None, rank
             )
             rank.restore_file(file)
-            problem = checks[key].result() if key in checks else None
+            problem = checks.get(key)
             if problem is not None:
                 problems.append((file, problem))
         _handle_problems(rank, problems, saves)
@@ -170,14 +168,12 @@ def _data_file(
     recorded: FileState,
     spool_file: SpoolFile | None,
     rank: RankSave,
-    loop: asyncio.AbstractEventLoop,
 ) -> DataFile:
     file = DataFile(
         recorded.name,
         recorded.size,
         spool_file,
         label=f"{recorded.name} of {rank.label}",
-        loop=loop,
         stamp=recorded.stamp,
     )
     file.restore(recorded.held, recorded.crc32c)

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Collection, Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -54,6 +55,20 @@ class SpoolFile:
         return os.pread(self.fd, STAMP_BYTES, self.stageable)
 
 
+@dataclass(frozen=True)
+class SpoolUsage:
+    """How full a spool is, in bytes."""
+
+    reserved: int = 0
+    """All files, taken or free."""
+    spare: int = 0
+    """Files that no save uses."""
+    capacity: int = 0
+    """The most that it can have."""
+    free: int = 0
+    """Free for saves."""
+
+
 class Spool:
     """One sidecar's spool directory, locked against others as long as it is open.
 
@@ -75,6 +90,8 @@ class Spool:
         """
         self.directory = directory
         self.budget = budget
+        self.usage = SpoolUsage()
+        """As of the last change, or of :meth:`measure`."""
         self.overhead = 0
         """Bytes of the file system that the journal takes."""
         self._shared = shared or SharedBudget()
@@ -95,24 +112,15 @@ class Spool:
         except OSError as error:
             raise ConfigurationError(f"the spool {directory} can't be used: {error}") from error
         self._shared.join(self)
+        self.measure()
 
-    @property
-    def reserved(self) -> int:
-        """Bytes of all files, taken or free."""
-        return self._reserved
-
-    @property
-    def spare(self) -> int:
-        """Bytes of the files that no save uses."""
-        with self._lock:
-            return self.unused()
-
-    def room(self) -> tuple[int, int]:
-        """Most bytes that the spool can have, and how many are free for saves."""
+    def measure(self) -> None:
+        """Updates :attr:`usage`, which no lock protects. To be called every second or so."""
         space = os.fstatvfs(self._directory_fd)
         capacity = min(filter(None, [self._total(space), *self._budgets()]), default=0)
         with self._lock:
-            return capacity, max(0, self._room(space))
+            free = max(0, self._room(space))
+            self.usage = SpoolUsage(self._reserved, self.unused(), capacity, free)
 
     def check_fits(self, sizes: Iterable[int]) -> None:
         """Raises ConfigurationError when files of these sizes never fit, even into an empty spool."""
@@ -170,6 +178,7 @@ class Spool:
                     f"the spool {self.directory} can't be written: {error}"
                 ) from error
             raise
+        self.measure()
         return file
 
     @property
@@ -191,9 +200,11 @@ class Spool:
             self._taken -= 1
             if whole:
                 self._free.setdefault(file.job, deque()).append(file)
-                return
-            self._remove(file)
-        _log.warning("%s isn't recycled: a trainer has changed its size", file.path)
+            else:
+                self._remove(file)
+        self.measure()
+        if not whole:
+            _log.warning("%s isn't recycled: a trainer has changed its size", file.path)
 
     def trim(self, active: Collection[str]) -> None:
         """Removes the unused files of jobs that haven't been ``active`` for a while.
@@ -291,6 +302,10 @@ class Spool:
 
     def _budgets(self) -> list[int]:
         return [each for each in (self.budget, self._shared.total) if each is not None]
+
+    def reserved(self) -> int:
+        """Bytes of all files, taken or free; with the lock held."""
+        return self._reserved
 
     def unused(self) -> int:
         """Bytes of the files that no save uses; with the lock held."""

@@ -1,14 +1,14 @@
 """From the spool to storage: data files while they fill, then the rank's receipt.
 
 In: files and ranks as they become ready, outcomes of saves. Out: ranks that are durable or have
-failed, and spool space given back. All on the sidecar's event loop but for the methods that say
-otherwise; the tasks here are the boundary at which an error becomes the failure of its rank.
+failed, and spool space given back. On the event loop; the tasks here are the boundary at which an error
+becomes the failure of its rank.
 """
 
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from pannier.common import fault_points
 from pannier.daemon.logging import bind
@@ -28,6 +28,7 @@ _log = logging.getLogger(__name__)
 _CLOSE_S: Final = 2.0
 """How long closing waits until objects of aborted saves are deleted: storage may not answer."""
 
+T = TypeVar("T")
 Opener = Callable[[str], Store]
 """Makes the store of one checkpoint id."""
 
@@ -37,7 +38,7 @@ class Uploader:
 
     Args:
         slots: limit running uploads, of this and other jobs.
-        open_store: called on the loop.
+        open_store: makes the store of a checkpoint id.
     """
 
     def __init__(
@@ -48,41 +49,42 @@ class Uploader:
         *,
         slots: UploadSlots,
         open_store: Opener,
-        loop: asyncio.AbstractEventLoop,
     ) -> None:
         self._saves = saves
         self._mapped = mapped
         self._journal = journal
         self._slots = slots
         self._open_store = open_store
-        self._loop = loop
         self._stores: dict[str, Store] = {}
         self._uploads: dict[RankSave, dict[str, asyncio.Task[bool]]] = {}
         self._finishing: dict[RankSave, asyncio.Task[None]] = {}
         self._cleanups: dict[RankSave, asyncio.Task[None]] = {}
         self._background: set[asyncio.Task[None]] = set()
 
-    # From any thread.
-
     def start(self, rank: RankSave, file: DataFile) -> None:
         """Starts the upload of a file, which follows the file as it fills."""
-        self._loop.call_soon_threadsafe(self._start, rank, file)
+        if rank.save.outcome is not None or rank.phase in FAILED:
+            # It ended while the file was opened.
+            self._background_task(self._release(file))
+            return
+        self._uploads.setdefault(rank, {})[file.name] = _create_task(self._upload(rank, file))
 
     def finish(self, rank: RankSave) -> None:
         """Writes the receipt of an ingested rank, once its files are in storage."""
-        self._loop.call_soon_threadsafe(self._finish, rank)
+        # Its files are complete now, so more of their uploads may run.
+        self._slots.admit()
+        if rank.phase is Phase.INGESTED and rank not in self._finishing:
+            self._finishing[rank] = _create_task(self._write_receipt(rank))
 
     def clean_up(self, save: Save) -> None:
         """Cleans up after a save that ended before this process started."""
-        self._loop.call_soon_threadsafe(self._clean_up, save, None)
+        self._clean_up(save, None)
 
     def on_change(self, save: Save, rank: RankSave | None, urgent: bool) -> None:
         """Listener of :class:`SaveRegistry`: cleans up after failed ranks and ended saves."""
         over = save.outcome is not None or (rank is not None and rank.phase in FAILED)
         if urgent and over:
-            self._loop.call_soon_threadsafe(self._clean_up, save, rank)
-
-    # On the loop.
+            self._clean_up(save, rank)
 
     async def close(self) -> None:
         """Cancels all uploads, which leaves no half-written object; the journal knows what is left to do."""
@@ -101,20 +103,6 @@ class Uploader:
         for store in self._stores.values():
             await store.close()
         self._stores.clear()
-
-    def _start(self, rank: RankSave, file: DataFile) -> None:
-        if rank.save.outcome is not None or rank.phase in FAILED:
-            # It ended before this callback ran.
-            self._background_task(self._release(file))
-            return
-        task = self._loop.create_task(self._upload(rank, file))
-        self._uploads.setdefault(rank, {})[file.name] = task
-
-    def _finish(self, rank: RankSave) -> None:
-        # Its files are complete now, so more of their uploads may run.
-        self._slots.admit()
-        if rank.phase is Phase.INGESTED and rank not in self._finishing:
-            self._finishing[rank] = self._loop.create_task(self._write_receipt(rank))
 
     async def _upload(self, rank: RankSave, file: DataFile) -> bool:
         """One data file; True when it is durable."""
@@ -141,8 +129,8 @@ class Uploader:
                     f"the store has {info.size} bytes with crc32c {info.crc32c}, the spool "
                     f"{file.size} with {file.crc}"
                 )
-            file.check_stamp()
-            self._journal.record_durable(rank, file)
+            await file.check_stamp()
+            await self._journal.record_durable(rank, file)
             file.upload.complete(file.size)
             self._saves.record_progress(rank)
 
@@ -162,7 +150,7 @@ class Uploader:
             await self._store(rank.save).create(
                 object_names.receipt(receipt.attempt, receipt.rank), encoded(receipt)
             )
-            self._journal.record_stored(rank)
+            await self._journal.record_stored(rank)
             self._saves.mark_durable(rank)
 
         await self._or_fail(rank, write(), "writing its receipt")
@@ -191,9 +179,9 @@ class Uploader:
         return store
 
     def _clean_up(self, save: Save, rank: RankSave | None) -> None:
-        for each in [rank] if rank is not None else list(save.ranks.values()):
+        for each in [rank] if rank is not None else save.ranks.values():
             if each not in self._cleanups:
-                task = self._loop.create_task(self._stop(each))
+                task = _create_task(self._stop(each))
                 self._cleanups[each] = task
         if save.outcome is not None:
             self._background_task(self._settle(save))
@@ -212,10 +200,11 @@ class Uploader:
             await self._release(file)
 
     async def _release(self, file: DataFile) -> None:
-        # Not on the loop: a stream that writes a chunk at this moment holds the lock.
-        spool_file = await self._loop.run_in_executor(None, file.release)
+        spool_file = await file.release()
+        # A failure or outcome is recorded before the spool files are used for something else.
+        await self._journal.settle()
         if spool_file is not None:
-            self._mapped.give_back(spool_file)
+            await self._mapped.give_back(spool_file)
 
     async def _settle(self, save: Save) -> None:
         """Deletes the objects of an aborted save, and closes the save's store."""
@@ -225,7 +214,7 @@ class Uploader:
         if save.outcome.state == save_pb2.SAVE_STATE_ABORTED:
             for rank in ranks:
                 await self._delete_objects(rank)
-                self._journal.forget(rank)
+                await self._journal.forget(rank)
         for rank in ranks:
             self._cleanups.pop(rank, None)
         store = self._stores.pop(save.key, None)
@@ -252,7 +241,7 @@ class Uploader:
             fault_points.point("sidecar.deletion.after")
 
     def _background_task(self, work: Coroutine[Any, Any, None]) -> None:
-        task = self._loop.create_task(work)
+        task = _create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background_done)
 
@@ -265,3 +254,7 @@ class Uploader:
 def encoded(receipt: records_pb2.Receipt) -> bytes:
     """The receipt's object: the same bytes for the same receipt."""
     return receipt.SerializeToString(deterministic=True)
+
+
+def _create_task(work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
+    return asyncio.get_running_loop().create_task(work)
