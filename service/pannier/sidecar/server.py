@@ -109,7 +109,7 @@ class Sidecar:
         """Name of the socket that passes descriptors of spool files, beside our own."""
         self._serves = False
         self.spool_removed = False
-        """As of the last :meth:`tick`."""
+        """As of the last :meth:`check_spool`."""
 
     async def __aenter__(self) -> "Sidecar":
         async with AsyncExitStack() as stack:
@@ -141,10 +141,15 @@ class Sidecar:
 
     async def tick(self) -> None:
         """Periodic upkeep; to be called every second or so. May take a moment."""
-        self.spool_removed = await reservation_threads.run(self._look_at_spool)
+        await self.check_spool()
         await self._mapped.tick()
         await reservation_threads.run(self.spool.trim, self._connections.jobs())
         await self._journal.compact()
+
+    async def check_spool(self) -> bool:
+        """Whether the spool is there. Raises PannierError when it can't be used."""
+        self.spool_removed = await reservation_threads.run(self._look_at_spool)
+        return not self.spool_removed
 
     async def drain(self, stop: StopSignals) -> None:
         """Takes no new saves and finishes uploads, until the grace period or ``stop`` ends it."""

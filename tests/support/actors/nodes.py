@@ -136,6 +136,10 @@ class NodeHost:
         self.loop.run(self.node.__aenter__())
         return self.node
 
+    def tick(self) -> None:
+        """As its process does every second."""
+        self.loop.run(self.node.tick())
+
     def end_trainers(self) -> None:
         for trainer in self._trainers:
             trainer.die()

@@ -1,20 +1,19 @@
-"""A server of either kind (threads, asyncio) with a daemon's status services, in this process."""
+"""A server with a daemon's status services, in this process."""
 
 import asyncio
 import threading
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import grpc
 
-from pannier.daemon.interceptors import AioErrorInterceptor, ErrorInterceptor
+from pannier.daemon.interceptors import ErrorInterceptor
 from pannier.daemon.listeners import bind_listeners, server_options
-from pannier.daemon.signals import AioStopSignals
+from pannier.daemon.signals import StopSignals
 from pannier.daemon.status_registry import StatusRegistry
-from pannier.daemon.status_service import AioStatusServices, DaemonInfo, StatusServices
+from pannier.daemon.status_service import DaemonInfo, StatusServices
 from pannier.v1 import save_pb2, sidecar_pb2, sidecar_pb2_grpc
 from pannier.wire import errors
 from support.processes.stretch import BOUND_S
@@ -33,68 +32,39 @@ def failures(count: int) -> list[save_pb2.Failure]:
 class Failing(sidecar_pb2_grpc.SidecarServicer):
     """Each call fails in its own way."""
 
-    def Plan(self, request: Any, context: Any) -> Any:
+    async def Plan(self, request: Any, context: Any) -> Any:
         raise errors.SaveSkippedError("rank 2 skipped", failures(3))
 
-    def Begin(self, request: Any, context: Any) -> Any:
+    async def Begin(self, request: Any, context: Any) -> Any:
         raise errors.SaveAbortedError("many", failures(5000))
 
-    def Finish(self, request: Any, context: Any) -> Any:
+    async def Finish(self, request: Any, context: Any) -> Any:
         raise RuntimeError("a bug")
 
-    def Connect(self, request: Any, context: Any) -> Iterator[Any]:
+    async def Connect(self, request: Any, context: Any) -> AsyncIterator[Any]:
         yield sidecar_pb2.ConnectResponse(welcome=sidecar_pb2.Welcome(host="here"))
         raise errors.UnavailableError("no more")
 
 
-class AioFailing(sidecar_pb2_grpc.SidecarServicer):
-    async def Plan(self, request: Any, context: Any) -> Any:
-        return Failing().Plan(request, context)
-
-    async def Begin(self, request: Any, context: Any) -> Any:
-        return Failing().Begin(request, context)
-
-    async def Finish(self, request: Any, context: Any) -> Any:
-        return Failing().Finish(request, context)
-
-    async def Connect(self, request: Any, context: Any) -> Any:
-        for response in Failing().Connect(request, context):
-            yield response
-
-
 class Served:
-    """A server of either kind with a status registry."""
+    """A server with a status registry, on an event loop in a thread."""
 
-    def __init__(self, kind: str, directory: Path) -> None:
+    def __init__(self, directory: Path) -> None:
         self.status_registry = StatusRegistry()
         self.address = f"unix://{directory}/d.sock"
         self.state = save_pb2.SAVE_STATE_PLANNING
         self.daemon_info = DaemonInfo("node-0")
         self._stack = ExitStack()
-        self._start = self._start_aio if kind == "aio" else self._start_sync
 
-    def _start_sync(self) -> None:
-        server = grpc.server(
-            ThreadPoolExecutor(8), options=server_options(), interceptors=[ErrorInterceptor()]
-        )
-        status_services = StatusServices(
-            server, self.status_registry, self.daemon_info, ["pannier.v1.Sidecar"]
-        )
-        sidecar_pb2_grpc.add_SidecarServicer_to_server(Failing(), server)
-        self._stack.enter_context(bind_listeners(server, self.address))
-        server.start()
-        self._stack.callback(lambda: server.stop(None).wait())
-        self.drain = status_services.drain
-
-    def _start_aio(self) -> None:
+    def _start(self) -> None:
         ready: threading.Event = threading.Event()
 
         async def serve() -> None:
-            server = grpc.aio.server(options=server_options(), interceptors=[AioErrorInterceptor()])
-            status_services = AioStatusServices(
+            server = grpc.aio.server(options=server_options(), interceptors=[ErrorInterceptor()])
+            status_services = StatusServices(
                 server, self.status_registry, self.daemon_info, ["pannier.v1.Sidecar"]
             )
-            sidecar_pb2_grpc.add_SidecarServicer_to_server(AioFailing(), server)
+            sidecar_pb2_grpc.add_SidecarServicer_to_server(Failing(), server)
             with bind_listeners(server, self.address):
                 await server.start()
                 await status_services.serve()
@@ -102,7 +72,7 @@ class Served:
                 self.drain = lambda: asyncio.run_coroutine_threadsafe(
                     status_services.drain(), loop
                 ).result(BOUND_S)
-                async with AioStopSignals() as stop:
+                async with StopSignals() as stop:
                     self.stop = stop
                     ready.set()
                     await stop.wait()

@@ -4,7 +4,6 @@ import asyncio
 import shutil
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +16,7 @@ from pannier.daemon.health_server import serve_health
 from pannier.sidecar import server
 from pannier.sidecar.config import SidecarConfig
 from pannier.wire.errors import ConfigurationError
+from support.actors.loops import LoopThread
 from support.processes.cli import pannier
 from support.processes.daemons import short_directory
 from support.processes.ranks import free_port
@@ -152,9 +152,9 @@ def test_settings_are_checked() -> None:
 def test_a_sidecar_that_recovers_is_alive_and_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     begun, go = threading.Event(), threading.Event()
 
-    def slow(*details: object) -> list[object]:
+    async def slow(*details: object) -> list[object]:
         begun.set()
-        assert go.wait(BOUND_S)
+        assert await asyncio.to_thread(go.wait, BOUND_S)
         return []
 
     monkeypatch.setattr(server, "recover", slow)
@@ -167,20 +167,21 @@ def test_a_sidecar_that_recovers_is_alive_and_not_ready(monkeypatch: pytest.Monk
         health=address,
     )
     sidecar = server.Sidecar(config)
-    with ThreadPoolExecutor(1) as starting:
-        started = starting.submit(sidecar.__enter__)
+    with LoopThread() as loop:
+        started = asyncio.run_coroutine_threadsafe(sidecar.__aenter__(), loop.loop)
         assert begun.wait(BOUND_S)
         answers = [ask(address, name) for name in ("readiness", "liveness")]
         go.set()
         started.result(BOUND_S)
-    try:
-        assert answers == ["NOT_SERVING", "SERVING"]
-        assert ask(address, "readiness") == "SERVING"
-        sidecar.saves.start_draining()
-        assert [ask(address, n) for n in ("readiness", "liveness")] == ["NOT_SERVING", "SERVING"]
-    finally:
-        sidecar.__exit__(None, None, None)
-        shutil.rmtree(directory)
+        try:
+            assert answers == ["NOT_SERVING", "SERVING"]
+            assert ask(address, "readiness") == "SERVING"
+            sidecar.saves.start_draining()
+            answers = [ask(address, n) for n in ("readiness", "liveness")]
+            assert answers == ["NOT_SERVING", "SERVING"]
+        finally:
+            loop.run(sidecar.__aexit__())
+            shutil.rmtree(directory)
 
 
 def ask(address: str, service: str, timeout: float = BOUND_S) -> str:

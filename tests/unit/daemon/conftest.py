@@ -1,4 +1,4 @@
-"""A server in this process, of both kinds, and a channel to it."""
+"""A server in this process, and a channel to it."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,9 +10,9 @@ from pannier.wire.addresses import channel_options
 from support.network.in_process_server import Served
 
 
-@pytest.fixture(params=["sync", "aio"])
-def served(request: pytest.FixtureRequest, sockets: Path) -> Iterator[Served]:
-    with Served(request.param, sockets) as running:
+@pytest.fixture
+def served(sockets: Path) -> Iterator[Served]:
+    with Served(sockets) as running:
         yield running
 
 

@@ -1,4 +1,4 @@
-"""Errors of handlers as callers see them, from both kinds of server."""
+"""Errors of handlers as callers see them."""
 
 import re
 import threading

@@ -1,4 +1,4 @@
-"""Status, health and reflection of both kinds of server."""
+"""Status, health and reflection of a daemon's server."""
 
 import grpc
 import pytest

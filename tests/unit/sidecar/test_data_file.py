@@ -29,23 +29,22 @@ def memory() -> Iterator[Path]:
 def test_readers_wait_for_exactly_what_they_need(memory: Path) -> None:
     async def read_while_it_fills() -> None:
         spool = Spool(memory / "spool")
-        loop = asyncio.get_running_loop()
-        file = DataFile("f", 10, spool.take("job", 10), label="f", loop=loop)
+        file = DataFile("f", 10, spool.take("job", 10), label="f")
         source = SpoolSource(file)
         writer = object()
-        file.begin(writer, lambda: None)
+        await file.begin(writer, lambda: None)
         early = asyncio.create_task(source.read(0, 4))
         late = asyncio.create_task(source.read(2, 8))
         whole = asyncio.create_task(source.crc32c())
 
-        def append(offset: int, data: bytes) -> None:
+        async def append(offset: int, data: bytes) -> None:
             chunk = ReceivedChunk(offset, crc32c.crc32c(data), memoryview(data))
-            file.append(writer, chunk)
+            await file.append(writer, chunk)
 
-        await asyncio.to_thread(append, 0, b"abcd")
+        await append(0, b"abcd")
         assert await asyncio.wait_for(early, BOUND_S) == b"abcd"
         assert not late.done()
-        await asyncio.to_thread(append, 4, b"efghij")
+        await append(4, b"efghij")
         assert await asyncio.wait_for(late, BOUND_S) == b"cdefghij"
         assert await asyncio.wait_for(whole, BOUND_S) == crc32c.crc32c(b"abcdefghij")
         spool.close()
@@ -56,15 +55,14 @@ def test_readers_wait_for_exactly_what_they_need(memory: Path) -> None:
 def test_readers_of_a_released_file_get_an_error(memory: Path) -> None:
     async def release_while_it_is_read() -> None:
         spool = Spool(memory / "spool")
-        loop = asyncio.get_running_loop()
-        file = DataFile("f", 10, spool.take("job", 10), label="file f", loop=loop)
+        file = DataFile("f", 10, spool.take("job", 10), label="file f")
         cut = []
-        file.begin(object(), lambda: cut.append(1))
+        await file.begin(object(), lambda: cut.append(1))
         reading = asyncio.create_task(SpoolSource(file).read(0, 4))
         await asyncio.sleep(0)
-        spool_file = await asyncio.to_thread(file.release)
+        spool_file = await file.release()
         assert spool_file is not None
-        assert file.release() is None
+        assert await file.release() is None
         assert cut == [1]
         with pytest.raises(errors.UnavailableError, match="file f isn't needed any more"):
             await asyncio.wait_for(reading, BOUND_S)

@@ -1,5 +1,6 @@
 """The journal of a spool: what is read of it whole, torn, damaged, older and newer, and what it says."""
 
+import asyncio
 import os
 import random
 import threading
@@ -373,7 +374,7 @@ def test_a_journal_that_grew_is_compacted(tmp_path: Path, monkeypatch: pytest.Mo
     for _ in range(100):
         kept._journal.append(held(2, 10, 22))
     assert decode(path.read_bytes(), path).end > short + 2000
-    kept.compact()
+    asyncio.run(kept.compact())
     assert decode(path.read_bytes(), path).end == short
     assert len(JournalState(tmp_path).states()) == 2
 
@@ -399,7 +400,7 @@ def test_a_full_spool_keeps_no_sidecar_from_starting_and_noting(
     monkeypatch.setattr(journal.os, "open", full)
     second = JournalState(tmp_path)
     second._journal.append(STORY[-1])
-    second.compact()
+    asyncio.run(second.compact())
     contents = decode(path.read_bytes(), path)
     assert (contents.records, contents.torn, contents.damaged_at) == (STORY, 0, None)
     # The space had been there all the time.
@@ -409,9 +410,9 @@ def test_a_full_spool_keeps_no_sidecar_from_starting_and_noting(
 
 def test_an_empty_journal_leaves_nothing_behind(tmp_path: Path) -> None:
     empty = JournalState(tmp_path)
-    assert empty.close() == set()
+    assert asyncio.run(empty.close()) == set()
     assert not os.listdir(tmp_path)
     write(tmp_path, *STORY)
     full = JournalState(tmp_path)
-    assert full.close() == {"00000001.data", "00000002.data"}
+    assert asyncio.run(full.close()) == {"00000001.data", "00000002.data"}
     assert os.listdir(tmp_path) == ["journal"]

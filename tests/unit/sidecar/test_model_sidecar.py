@@ -3,8 +3,9 @@
 import asyncio
 import os
 import shutil
+from collections.abc import Coroutine
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import crc32c
 from hypothesis import HealthCheck, settings
@@ -23,6 +24,7 @@ from pannier.wire.errors import InDoubtError, InvalidRequestError, SaveAbortedEr
 from support.actors.ranks_by_hand import context
 from support.processes.daemons import memory_directory
 
+T = TypeVar("T")
 SIZE = 100
 FILE = "__i1-a1-g00000000-s1_0_0.distcp"
 COMMITTED, ABORTED = save_pb2.SAVE_STATE_COMMITTED, save_pb2.SAVE_STATE_ABORTED
@@ -68,10 +70,14 @@ class Sidecar(RuleBasedStateMachine):
         self.saves = SaveRegistry()
         self.saves.add_listener(self.journal.on_change)
         uploads: Any = NoUploads()
-        self.waiting = recover(self.journal, self.spool, self.saves, uploads, self.loop)
+        self.waiting = self._run(recover(self.journal, self.spool, self.saves, uploads))
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        return self.loop.run_until_complete(work)
 
     def _kill(self) -> None:
-        """All that the kernel does for a killed process."""
+        """All that the kernel does for a killed process, which has written its records."""
+        self._run(self.journal.settle())
         self.journal._journal.close(remove=False)
         for file in self.spool._files:
             os.close(file.fd)
@@ -108,9 +114,9 @@ class Sidecar(RuleBasedStateMachine):
         if rank in self.ranks:
             return
         spool_file = self.spool.take("job", SIZE)
-        file = DataFile(FILE, SIZE, spool_file, label="it", loop=self.loop)
+        file = DataFile(FILE, SIZE, spool_file, label="it")
         self.saves.add_file(part, "i1-a1-g00000000-s1", file)
-        self.journal.record_opened(part, file)
+        self._run(self.journal.record_opened(part, file))
         self.ranks[rank] = ModelRank()
 
     def _receive(self, rank: int, count: int) -> Any:
@@ -132,7 +138,7 @@ class Sidecar(RuleBasedStateMachine):
             return
         part = self._receive(rank, count)
         if noted:
-            self.journal.record_held(part, part.files[FILE])
+            self._run(self.journal.record_held(part, part.files[FILE]))
             model.held = count
 
     @precondition(lambda self: self._some(Phase.STREAMING))
@@ -147,7 +153,7 @@ class Sidecar(RuleBasedStateMachine):
         model.receipt = records_pb2.Receipt(
             attempt="i1-a1-g00000000-s1", plan_id="p", rank=rank, files=files
         )
-        self.journal.record_ingested(part, model.receipt)
+        self._run(self.journal.record_ingested(part, model.receipt))
         model.phase, model.held = Phase.INGESTED, SIZE
         if recorded_only:
             # It dies before it can say so.
@@ -179,8 +185,8 @@ class Sidecar(RuleBasedStateMachine):
         part = self.saves.find(self._context(rank))
         assert part is not None
         part.files[FILE].upload.restore_durable(SIZE)
-        self.journal.record_durable(part, part.files[FILE])
-        self.journal.record_stored(part)
+        self._run(self.journal.record_durable(part, part.files[FILE]))
+        self._run(self.journal.record_stored(part))
         self.saves.mark_durable(part)
         model.phase = Phase.DURABLE
 
@@ -203,7 +209,7 @@ class Sidecar(RuleBasedStateMachine):
         for rank in self.ranks:
             part = self.saves.find(self._context(rank))
             if part is not None and self.outcome == ABORTED:
-                self.journal.forget(part)
+                self._run(self.journal.forget(part))
         self.number += 1
         self.ranks, self.outcome = {}, None
 

@@ -277,7 +277,7 @@ def test_what_a_pod_puts_into_its_directory_is_not_followed(host: NodeHost) -> N
 
 def test_two_sidecars_never_serve_the_same_jobs(two: NodeHost) -> None:
     with pytest.raises(PannierError, match="another daemon listens"):
-        MultiJobSidecar(two.node.config).__enter__()
+        two.loop.run(MultiJobSidecar(two.node.config).__aenter__())
     two.trainer("a")
 
 

@@ -194,7 +194,7 @@ def test_room_that_one_job_does_not_use_is_the_others(host: NodeHost) -> None:
             (leased,) = own.lease(8 * MIB - STAMP_BYTES)
             with pytest.raises(PannierError, match="is full"):
                 others.reserve(8 * MIB - STAMP_BYTES)
-            host.node.tick()
+            host.tick()
             assert a.events.get(timeout=TIMEOUT_S).HasField("room")
             own.release(leased)
         # What a has given back is kept for it, until another job needs the room.
@@ -216,7 +216,7 @@ def test_a_job_is_added_while_others_save(two: NodeHost) -> None:
         stream.committed()
         stream.send(bytes(MIB), 0)
         two.job("c")
-        two.node.tick()
+        two.tick()
         c = two.trainer("c")
         two.coordinator.files[0] = {"0": 100}
         context = ingested(two, c, b"c" * 100)
@@ -233,12 +233,12 @@ def test_a_token_is_replaced_while_the_job_saves(two: NodeHost) -> None:
     old, new = two.files.tokens["a"], "9" * 32
     context = a.context(two.id("a"))
     two.job("a", tokens=[new, old])
-    two.node.tick()
+    two.tick()
     for token in (old, new):
         a.token = token
         a.call("Ping", sidecar_pb2.PingRequest(job="a", incarnation="inc1", client="c-a"))
     two.job("a", tokens=[new])
-    two.node.tick()
+    two.tick()
     two.coordinator.files[0] = {"0": 3}
     a.plan(context)
     a.token = old
@@ -264,20 +264,20 @@ def test_what_a_removed_job_has_handed_over_is_brought_to_storage(host: NodeHost
     a.plan(begun)
     done = ingested(two, a, b"1" * MIB)
     two.files.remove("a")
-    two.node.tick()
+    two.tick()
     with pytest.raises(UnauthenticatedError, match="no longer served"):
         a.plan(a.context(two.id("a", 3), 3))
     with pytest.raises(PermissionError):
         TokenLeaseHolder(a, two.socket("a")).__enter__()
     failed = two.coordinator.await_phase(begun, save_pb2.RANK_PHASE_FAILED)
     assert "removed from --jobs on node-0" in failed.failure.message
-    two.node.tick()
+    two.tick()
     assert "a" in two.node.sidecars, "it has uploads under way"
     gate.set()
     two.coordinator.await_phase(done, save_pb2.RANK_PHASE_DURABLE)
 
     def ended() -> bool:
-        two.node.tick()
+        two.tick()
         return "a" not in two.node.sidecars
 
     await_true(ended, "the job is let go of")
@@ -288,7 +288,7 @@ def test_what_a_removed_job_has_handed_over_is_brought_to_storage(host: NodeHost
     two.coordinator.await_phase(context, save_pb2.RANK_PHASE_DURABLE)
     # And it may come back, with a new token.
     two.job("a")
-    two.node.tick()
+    two.tick()
     a = two.trainer("a")
     context = ingested(two, a, b"2" * 100, 4)
     two.coordinator.await_phase(context, save_pb2.RANK_PHASE_DURABLE)
@@ -301,7 +301,7 @@ def test_another_setting_restarts_the_jobs_sidecar_and_loses_nothing(two: NodeHo
     context = ingested(two, a, b"kept" * 1000)
     with own:
         two.job("a", tokens=[two.files.tokens["a"]], coordinator=own.address)
-        two.node.tick()
+        two.tick()
         # Its journal recorded what was ingested, which is reported to its own coordinator.
         own.await_phase(context, save_pb2.RANK_PHASE_DURABLE)
         assert two.node.sidecars["b"] is b_before
@@ -316,8 +316,8 @@ def test_a_job_that_cannot_be_served_harms_no_other(
     # Something else lies where the job's directory should be.
     (Path(two.socket("c").removeprefix("unix://")).parent).write_text("")
     two.job("c")
-    two.node.tick()
-    two.node.tick()
+    two.tick()
+    two.tick()
     assert set(two.node.sidecars) == {"a", "b"}
     problems = "\n".join(two.node.problems)
     for name in ("bad.json", "nowhere", "in the way of the job's sockets"):
@@ -335,7 +335,7 @@ def test_a_job_that_cannot_be_served_harms_no_other(
         "job b",
     }
     (Path(two.socket("c").removeprefix("unix://")).parent).unlink()
-    two.node.tick()
+    two.tick()
     two.trainer("c")
 
 
@@ -386,7 +386,7 @@ def test_all_links_of_a_node_are_one_sidecars(two: NodeHost) -> None:
 def test_a_spool_that_is_removed_under_one_job_is_made_again(two: NodeHost) -> None:
     b_before = two.node.sidecars["b"]
     shutil.rmtree(two.spool / "a")
-    two.node.tick()
+    two.tick()
     assert two.node.sidecars["b"] is b_before
     a = two.trainer("a")
     context = ingested(two, a, b"a" * 100)
@@ -397,17 +397,17 @@ def test_a_spool_that_is_removed_under_one_job_is_made_again(two: NodeHost) -> N
 def test_a_fault_in_one_job_is_reported_and_leaves_the_others(
     two: NodeHost, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fault() -> None:
+    async def fault() -> None:
         raise RuntimeError("a fault of ours")
 
     with monkeypatch.context() as patched:
         patched.setattr(two.node.sidecars["a"], "tick", fault)
         for _ in range(3):
-            two.node.tick()
+            two.tick()
     assert any("a fault of ours" in each for each in two.node.problems)
     assert sum(record.exc_info is not None for record in caplog.records) == 1
     b = two.trainer("b")
     context = ingested(two, b, b"b" * 100)
     two.coordinator.await_phase(context, save_pb2.RANK_PHASE_DURABLE)
-    two.node.tick()
+    two.tick()
     assert not two.node.problems

@@ -36,7 +36,7 @@ class Story:
             files = [plan_pb2.PlannedFile(name="f", size=planned)]
             self.saves.set_plan(made, plan_pb2.FinalPlan(attempt="a", files=files))
         if opened:
-            file = DataFile("f", opened, None, label="f", loop=None)  # type: ignore[arg-type]
+            file = DataFile("f", opened, None, label="f")
             self.saves.add_file(made, "a", file)
         return made
 

@@ -65,7 +65,7 @@ def test_the_first_outcome_is_final() -> None:
         saves.check(rank)
 
 
-def test_listeners_are_notified_of_every_change_outside_the_lock() -> None:
+def test_listeners_are_notified_of_every_change() -> None:
     saves = SaveRegistry()
     notified: list[tuple[str, bool]] = []
 

@@ -1,8 +1,6 @@
 """Counters of a sidecar: they never decrease, and count everything once."""
 
-import asyncio
 from collections import Counter
-from collections.abc import Iterator
 
 import pytest
 
@@ -19,11 +17,10 @@ Values = dict[tuple[str, str], float]
 class Scene:
     """Saves of one rank each, and their metrics."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self) -> None:
         self.saves = SaveRegistry()
         self.metrics = SaveMetrics()
         self.saves.add_listener(self.metrics.on_change)
-        self._loop = loop
 
     def enter(self, number: int, size: int = 100) -> tuple[RankSave, DataFile]:
         save = save_pb2.SaveId(job="llama", incarnation="i", group="g", number=number)
@@ -31,7 +28,7 @@ class Scene:
             save=save, checkpoint_id=f"/c/step-{number}", ranks=[0], world_size=1, host="node-0"
         )
         rank = self.saves.enter(context)
-        file = DataFile("f", size, None, label="f", loop=self._loop)
+        file = DataFile("f", size, None, label="f")
         rank.files["f"] = file
         return rank, file
 
@@ -50,10 +47,8 @@ class Scene:
 
 
 @pytest.fixture
-def scene() -> Iterator[Scene]:
-    loop = asyncio.new_event_loop()
-    yield Scene(loop)
-    loop.close()
+def scene() -> Scene:
+    return Scene()
 
 
 def test_an_upload_that_starts_over_takes_nothing_back(scene: Scene) -> None:

@@ -29,7 +29,7 @@ def test_space_is_reserved_and_private(memory: Path) -> None:
     assert status.st_blocks * 512 >= 3 * MIB + 1
     assert stat.S_IMODE(status.st_mode) == 0o600
     assert stat.S_IMODE(spool.directory.stat().st_mode) == 0o700
-    assert spool.reserved == file.capacity == 3 * MIB + 4096
+    assert spool.usage.reserved == file.capacity == 3 * MIB + 4096
     spool.close()
     assert not file.path.exists()
 
@@ -62,9 +62,9 @@ def test_unused_files_make_room_before_the_budget_is_full(memory: Path) -> None:
     spool = Spool(memory / "spool", budget=8 * MIB)
     for job in ("a", "b"):
         spool.give(spool.take(job, 4 * MIB))
-    assert spool.reserved == 8 * MIB
+    assert spool.usage.reserved == 8 * MIB
     held = spool.take("c", 4 * MIB)
-    assert spool.reserved == 8 * MIB
+    assert spool.usage.reserved == 8 * MIB
     with pytest.raises(errors.BusyError, match=f"{6 * MIB} bytes needed"):
         spool.take("c", 6 * MIB)
     assert spool.take("c", 4 * MIB) is not held
@@ -92,13 +92,13 @@ def test_space_of_a_job_that_went_away_is_given_back(
     spool.trim({"job"})
     now[0] += KEPT_S + 1
     spool.trim({"job"})
-    assert spool.reserved == MIB
+    assert spool.usage.reserved == MIB
     now[0] += KEPT_S / 2
     spool.trim(set())
-    assert spool.reserved == MIB
+    assert spool.usage.reserved == MIB
     now[0] += KEPT_S
     spool.trim(set())
-    assert spool.reserved == 0
+    assert spool.usage.reserved == 0
     assert not list(spool.directory.glob("*.data"))
     spool.close()
 

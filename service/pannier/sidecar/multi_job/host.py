@@ -214,7 +214,7 @@ class MultiJobSidecar:
                 if not served.leaving:
                     _log.info("job %s was removed from --jobs: its uploads will be finished", name)
                     await served.leave(f"the job was removed from --jobs on {self.config.host}")
-            elif served.leaving or _is_lost(served) or not job.same_but_tokens(served.config):
+            elif served.leaving or await _is_lost(served) or not job.same_but_tokens(served.config):
                 # It is started again below, and recovers from its journal.
                 _log.info("job %s is restarted", name)
                 await self._end(name)
@@ -294,6 +294,9 @@ class MultiJobSidecar:
         )
 
 
-def _is_lost(served: _ServedJob) -> bool:
+async def _is_lost(served: _ServedJob) -> bool:
     """Whether the spool was removed under the job, or can't be used any more."""
-    return served.sidecar.spool_removed
+    try:
+        return not await served.sidecar.check_spool()
+    except PannierError:
+        return True
