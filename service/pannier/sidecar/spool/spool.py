@@ -220,6 +220,7 @@ class Spool:
                     del self._active[job]
                     for file in self._free.pop(job):
                         self._remove(file)
+        self.measure()
 
     def adopt(self, name: str, job: str, size: int) -> SpoolFile:
         """The file that an earlier sidecar process had taken for that job, with its content.
