@@ -108,6 +108,7 @@ class Sidecar:
         self._descriptors = ""
         """Name of the socket that passes descriptors of spool files, beside our own."""
         self._serves = False
+        self._ticking: asyncio.Task[None] | None = None
         self.spool_removed = False
         """As of the last :meth:`check_spool`."""
 
@@ -123,7 +124,7 @@ class Sidecar:
 
     async def wait(self, stop: StopSignals) -> None:
         """Returns when it is asked to stop, was idle for long enough, or lost its spool."""
-        ticking = asyncio.get_running_loop().create_task(self._keep_ticking())
+        ticking = self._ticking = asyncio.get_running_loop().create_task(self._keep_ticking())
         try:
             while not await stop.wait(_TICK_S):
                 idle = min(self.saves.idle_s() or 0.0, self._connections.idle_s() or 0.0)
@@ -136,8 +137,8 @@ class Sidecar:
                 if ticking.done():
                     ticking.result()
         finally:
+            # Not awaited: a spool that doesn't answer must not keep uploads from being finished.
             ticking.cancel()
-            await asyncio.gather(ticking, return_exceptions=True)
 
     async def tick(self) -> None:
         """Periodic upkeep; to be called every second or so. May take a moment."""
@@ -332,6 +333,8 @@ class Sidecar:
             self._connections.close()
             await server.stop(0.5)
             await self._servicer.close()
+            if self._ticking is not None:
+                await asyncio.gather(self._ticking, return_exceptions=True)
 
         stack.push_async_callback(end)
 
