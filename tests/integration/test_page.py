@@ -123,7 +123,9 @@ def test_the_page_needs_nothing_from_elsewhere_and_runs_nothing_else(site: Site)
 def test_an_old_answer_is_marked_when_the_daemon_has_exited(browser: Browser) -> None:
     status_registry, daemon_info = StatusRegistry(), DaemonInfo("node-9")
     where = f"127.0.0.1:{free_port()}"
-    routes = StatusPage(status_registry, daemon_info).routes(Metrics("coordinator", daemon_info))
+    routes = StatusPage(status_registry, daemon_info, lambda read: read()).routes(
+        Metrics("coordinator", daemon_info)
+    )
     with serve_http(where, routes, setting="--metrics"):
         browser.page.goto(f"http://{where}/")
         expect(browser.page.locator("#saves")).to_have_text("none so far")
@@ -160,7 +162,9 @@ def test_a_thousand_ranks_are_readable(browser: Browser) -> None:
     status_registry, daemon_info = StatusRegistry(), DaemonInfo("node-0")
     status_registry.put(status.save, status.checkpoint_id, lambda: status)
     where = f"127.0.0.1:{free_port()}"
-    routes = StatusPage(status_registry, daemon_info).routes(Metrics("coordinator", daemon_info))
+    routes = StatusPage(status_registry, daemon_info, lambda read: read()).routes(
+        Metrics("coordinator", daemon_info)
+    )
     with serve_http(where, routes, setting="--metrics"):
         page = browser.page
         page.goto(f"http://{where}/")

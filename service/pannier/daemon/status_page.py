@@ -42,13 +42,8 @@ StateReader = Callable[[Callable[[], Any]], Any]
 """Calls a function where the state of saves may be read, and returns its result."""
 
 
-def read_directly(function: Callable[[], _Result]) -> _Result:
-    """A :data:`StateReader` for a daemon whose saves any thread may read."""
-    return function()
-
-
 def read_on_loop(loop: asyncio.AbstractEventLoop) -> StateReader:
-    """A :data:`StateReader` for a daemon whose saves belong to an event loop."""
+    """A :data:`StateReader` for any thread but the loop's own."""
 
     def read_state(function: Callable[[], _Result]) -> _Result:
         async def run() -> _Result:
@@ -73,7 +68,7 @@ class StatusPage:
         self,
         status_registry: StatusRegistry,
         daemon_info: DaemonInfo,
-        read_state: StateReader = read_directly,
+        read_state: StateReader,
     ) -> None:
         self._status_registry = status_registry
         self._daemon_info = daemon_info
@@ -101,7 +96,9 @@ class StatusPage:
         text = request.query.get("limit", str(_DEFAULT_LIMIT))
         if not text.isascii() or not text.isdecimal() or not 0 < int(text[:9]) <= _MAX_LIMIT:
             raise InvalidRequestError(f"limit={text!r} is not a number from 1 to {_MAX_LIMIT}")
-        response = describe_daemon(self._daemon_info)
+        response: status_pb2.ListSavesResponse = self._read_state(
+            lambda: describe_daemon(self._daemon_info)
+        )
         for key in self._status_registry.newest(int(text)):
             brief = self._brief(key)
             if brief is not None:

@@ -27,7 +27,7 @@ class Site:
         daemon_info = DaemonInfo(
             "node-0", backlog=lambda: Backlog(bytes_queued=7, capacity_bytes=9)
         )
-        self.routes = StatusPage(self.status_registry, daemon_info).routes(
+        self.routes = StatusPage(self.status_registry, daemon_info, lambda read: read()).routes(
             Metrics("sidecar", daemon_info)
         )
 
