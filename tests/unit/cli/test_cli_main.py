@@ -134,7 +134,7 @@ def test_unknown_commands_and_options_exit_with_2() -> None:
     [
         "pannier.cli.main",
         *(f"pannier.cli.commands.{command}" for command in COMMANDS),
-        "pannier.cli.supervisor",
+        "pannier.supervisor.up",
         "pannier.storage",
     ],
 )
@@ -152,7 +152,7 @@ def test_running_the_sidecars_code_leaves_torch_out() -> None:
 
 
 def test_the_supervisor_stays_small() -> None:
-    code = "import sys, pannier.cli.supervisor; sys.exit('grpc' in sys.modules)"
+    code = "import sys, pannier.supervisor.up; sys.exit('grpc' in sys.modules)"
     subprocess.run(python("-c", code), check=True, timeout=2 * BOUND_S)
 
 

@@ -37,7 +37,7 @@ STUBBORN = FOREVER.replace("SIGTERM, stop", "SIGTERM, signal.SIG_IGN")
 DRIVER = """
 import json, logging, sys
 from pathlib import Path
-from pannier.cli.supervisor import AlreadyRunningError, Supervisor
+from pannier.supervisor.up import AlreadyRunningError, Supervisor
 logging.basicConfig(level=logging.INFO)
 directory, coordinator, sidecar, grace, margin = json.loads(sys.argv[1])
 try:

@@ -23,7 +23,7 @@ from pannier.cli.options import (
     storage_options,
     tls_options,
 )
-from pannier.cli.supervisor import AlreadyRunningError, Supervisor, UnsafeDirectoryError
+from pannier.supervisor.up import AlreadyRunningError, Supervisor, UnsafeDirectoryError
 
 _ROOM = 4 << 30
 """Free bytes in /dev/shm that suffice for the spool on a host of any size."""

@@ -1,0 +1,250 @@
+"""Child processes: started, started again after a crash, and stopped within a grace period.
+
+In: how to start each. Out: their ends. Single-threaded: waits for signals only. Imports little, since a
+supervisor runs as long as its daemons do.
+"""
+
+import ctypes
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Final, Protocol
+
+_log = logging.getLogger(__name__)
+
+OK, GAVE_UP, MISCONFIGURED = 0, 1, 2
+"""Exit statuses of a daemon and of a supervisor."""
+_FIRST_BACKOFF_S: Final = 0.2
+_LAST_BACKOFF_S: Final = 10.0
+_STEADY_S: Final = 30.0
+"""After running this long, a daemon's back-off and count of crashes are reset."""
+_PR_SET_PDEATHSIG: Final = 1
+
+
+class ChildProcess(Protocol):
+    """What is used of :class:`subprocess.Popen`."""
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+
+    def poll(self) -> int | None:
+        """Exit status, negative for a signal; None while it runs."""
+
+    def send_signal(self, sig: int) -> None:
+        """Does nothing when it has ended."""
+
+    def wait(self) -> int:
+        """Returns the exit status when it has ended."""
+
+
+def start_command(command: Sequence[str], environment: dict[str, str]) -> ChildProcess:
+    """Starts a program that gets SIGTERM when this process dies."""
+    return subprocess.Popen(
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        # Ctrl-C goes to the supervisor only, which stops the daemons in order.
+        start_new_session=True,
+        preexec_fn=_child_setup(os.getpid(), signal.SIGTERM),
+    )
+
+
+class _ForkedProcess:
+    """A copy of this process; see :func:`fork`."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._code: int | None = None
+
+    def poll(self) -> int | None:
+        return self._wait(os.WNOHANG)
+
+    def wait(self) -> int:
+        code = self._wait(0)
+        assert code is not None
+        return code
+
+    def send_signal(self, sig: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, sig)
+
+    def _wait(self, options: int) -> int | None:
+        if self._code is None:
+            pid, status = os.waitpid(self.pid, options)
+            if pid:
+                self._code = os.waitstatus_to_exitcode(status)
+        return self._code
+
+
+def fork(run: Callable[[], int]) -> ChildProcess:
+    """Calls ``run`` in a copy of this process, and exits there with what it returns.
+
+    The copy shares the memory of imported modules with this process, and is killed when this one
+    dies. Call it while this process has one thread, and no gRPC object.
+    """
+    setup = _child_setup(os.getpid(), signal.SIGKILL)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid:
+        return _ForkedProcess(pid)
+    code = GAVE_UP
+    try:
+        os.setsid()
+        setup()
+        code = run()
+    except BaseException:  # noqa: BLE001 - top of the process: becomes its exit status
+        _log.exception("process %d failed", os.getpid())
+    finally:
+        # Not the parent's exit handlers.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+class Daemon:
+    """A child process, and when to start it again.
+
+    Args:
+        launch: starts the process.
+    """
+
+    def __init__(self, name: str, launch: Callable[[], ChildProcess]) -> None:
+        self.name = name
+        self._launch = launch
+        self._process: ChildProcess | None = None
+        self._started = 0.0
+        self.crashes = 0
+        self.starts = 0
+        self.due: float | None = 0.0
+        """When to start it, on the monotonic clock; None while it runs."""
+
+    @property
+    def pid(self) -> int | None:
+        """Of its latest process."""
+        return None if self._process is None else self._process.pid
+
+    def start_if_due(self) -> None:
+        """Starts it unless it runs, or is to be started later."""
+        if self.due is None or self.due > time.monotonic():
+            return
+        self._process = self._launch()
+        self._started = time.monotonic()
+        self.starts += 1
+        self.due = None
+        _log.info("%s started, process %d", self.name, self._process.pid)
+
+    def poll(self) -> int | None:
+        """Exit status when the process has just ended."""
+        if self.due is not None or self._process is None:
+            return None
+        return self._process.poll()
+
+    def crashed(self, code: int) -> None:
+        """Schedules the next start."""
+        now = time.monotonic()
+        if now - self._started >= _STEADY_S:
+            self.crashes = 0
+        delay = min(_FIRST_BACKOFF_S * 2**self.crashes, _LAST_BACKOFF_S)
+        self.crashes += 1
+        self.due = now + delay
+        _log.warning("%s ended with %s; restart in %.1f s", self.name, ending(code), delay)
+
+    def restart(self) -> None:
+        """Its process has ended as it was asked to: the next one is started at once."""
+        self.crashes, self.due = 0, 0.0
+
+    def running(self) -> bool:
+        """Whether it has a process."""
+        return self._process is not None and self._process.poll() is None
+
+    def signal(self, number: int) -> None:
+        """Sends a signal to its process, if it runs."""
+        if self._process is not None:
+            self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """Returns when the process has ended."""
+        if self._process is not None:
+            self._process.send_signal(signal.SIGKILL)
+            self._process.wait()
+
+
+class Signals:
+    """What a supervisor waits for: a stop signal, the end of a child, or time."""
+
+    def __init__(self) -> None:
+        # Signals that the parent ignores (nohup, a shell's background job) stay ignored.
+        self._stops = {
+            number
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+            if signal.getsignal(number) is not signal.SIG_IGN
+        }
+
+    @contextmanager
+    def blocked(self) -> Iterator[None]:
+        """They are only delivered to :meth:`stop_requested` as long as the context lasts."""
+        waited = {signal.SIGCHLD, *self._stops}
+        previous = signal.pthread_sigmask(signal.SIG_BLOCK, waited)
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+
+    def stop_requested(self, timeout_s: float | None) -> bool:
+        """Waits for one of them, at most ``timeout_s`` seconds; whether it was a stop signal."""
+        waited = {signal.SIGCHLD, *self._stops}
+        if timeout_s is None:
+            return signal.sigwaitinfo(waited).si_signo in self._stops
+        info = signal.sigtimedwait(waited, timeout_s)
+        return info is not None and info.si_signo in self._stops
+
+    def end(self, daemons: Collection[Daemon], grace_s: float) -> bool:
+        """Sends SIGTERM to all, and SIGKILL at the deadline or after a second stop signal.
+
+        Returns whether further daemons get no grace period either.
+        """
+        hurried = grace_s <= 0
+        for daemon in daemons:
+            daemon.signal(signal.SIGTERM)
+        deadline = time.monotonic() + grace_s
+        while running := [daemon for daemon in daemons if daemon.running()]:
+            left = deadline - time.monotonic()
+            hurried = hurried or (left > 0 and self.stop_requested(left))
+            if hurried or left <= 0:
+                for daemon in running:
+                    _log.warning("%s did not end in time; killed", daemon.name)
+                    daemon.kill()
+        return hurried
+
+
+def next_start(daemons: Collection[Daemon]) -> float | None:
+    """Seconds until the next start of a daemon; None when all run."""
+    due = [daemon.due for daemon in daemons if daemon.due is not None]
+    return max(0.0, min(due) - time.monotonic()) if due else None
+
+
+def ending(code: int) -> str:
+    """``SIGKILL``, or ``exit status 1``."""
+    if code < 0:
+        return signal.Signals(-code).name
+    return f"exit status {code}"
+
+
+def _child_setup(parent: int, on_death: signal.Signals) -> Callable[[], None]:
+    """Returns what a child runs first: it unblocks signals, and gets ``on_death`` when the supervisor dies."""
+    prctl = ctypes.CDLL(None).prctl
+
+    def setup() -> None:
+        prctl(_PR_SET_PDEATHSIG, on_death)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        if os.getppid() != parent:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return setup

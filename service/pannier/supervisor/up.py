@@ -1,0 +1,187 @@
+"""Keeps one sidecar, and usually a coordinator, running for the jobs of one user.
+
+In: their command lines and a runtime directory. Out: an exit status, after the idle exit of a
+daemon, after a signal, or when a daemon can't run. Single-threaded: waits for signals only. Imports
+little, since it runs as long as the daemons do.
+"""
+
+import logging
+import os
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+
+import filelock
+
+from pannier.common import env_fingerprint
+from pannier.supervisor.processes import (
+    GAVE_UP,
+    MISCONFIGURED,
+    OK,
+    Daemon,
+    Signals,
+    next_start,
+    start_command,
+)
+
+_log = logging.getLogger(__name__)
+
+LOCK = "up.lock"
+PID = "up.pid"
+
+_MAX_CRASHES = 12
+"""Crashes in a row before the supervisor gives up: after about a minute."""
+
+
+class AlreadyRunningError(Exception):
+    """Another supervisor holds this runtime directory."""
+
+
+class UnsafeDirectoryError(Exception):
+    """The runtime directory belongs to another user, or isn't a directory."""
+
+
+class Supervisor:
+    """Owner of the daemons. :meth:`run` is called once, in the main thread.
+
+    Args:
+        directory: holds the lock and the pid file; created with mode 0700.
+        sidecar: command line.
+        coordinator: command line; None when the sidecar uses one elsewhere.
+        shared: the coordinator serves other hosts as well: its idle exit counts, not the sidecar's.
+        decisive: the environment record that trainers compare theirs with.
+        grace_s: the sidecar's time to finish uploads after SIGTERM.
+        margin_s: a daemon's time to exit on top of that, before SIGKILL.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        coordinator: Sequence[str] | None,
+        sidecar: Sequence[str],
+        shared: bool = False,
+        decisive: env_fingerprint.Record,
+        grace_s: float,
+        margin_s: float = 5.0,
+    ) -> None:
+        self._directory = directory
+        self._decisive = decisive
+        self._grace_s = grace_s
+        self._margin_s = margin_s
+        environment = {k: v for k, v in os.environ.items() if k not in _OF_OTHER_DAEMONS}
+        self._sidecar = Daemon("sidecar", lambda: start_command(sidecar, environment))
+        self._daemons = [self._sidecar]
+        if coordinator is not None:
+            self._daemons.insert(
+                0, Daemon("coordinator", lambda: start_command(coordinator, environment))
+            )
+        self._lasting = self._daemons[0] if shared else self._sidecar
+        self.idle = False
+        """Whether :meth:`run` returned after an idle exit."""
+        self._signals = Signals()
+
+    def run(self) -> int:
+        """Exit status: 0 idle or stopped by a signal, 1 a daemon keeps crashing, 2 one refuses its configuration.
+
+        Raises:
+            AlreadyRunningError: another supervisor holds this directory.
+            UnsafeDirectoryError: another user could have put sockets there.
+        """
+        _own_directory(self._directory)
+        lock = self._lock()
+        pid_file = self._directory / PID
+        with self._signals.blocked():
+            try:
+                self._leave_record()
+                pid_file.write_text(f"{os.getpid()}\n")
+                return self._supervise()
+            finally:
+                # Removed before the daemons end, so that the next supervisor waits for the lock.
+                pid_file.unlink(missing_ok=True)
+                hurried = False
+                for daemon in reversed(self._daemons):
+                    grace_s = self._grace_s if daemon is self._sidecar else 0.0
+                    hurried = self._signals.end(
+                        [daemon], 0.0 if hurried else grace_s + self._margin_s
+                    )
+                lock.release()
+
+    def _leave_record(self) -> None:
+        """Written before a daemon serves, and atomically, since trainers may be reading it."""
+        path = self._directory / env_fingerprint.FILE
+        new = path.with_suffix(".new")
+        new.write_text(env_fingerprint.encode(self._decisive))
+        new.chmod(0o600)
+        new.replace(path)
+
+    def _lock(self) -> filelock.BaseFileLock:
+        lock = filelock.FileLock(self._directory / LOCK, mode=0o600)
+        while True:
+            try:
+                lock.acquire(timeout=0.5)
+            except filelock.Timeout:
+                pid = _read(self._directory / PID)
+                if pid:
+                    raise AlreadyRunningError(
+                        f"process {pid} already supervises {self._directory}"
+                    ) from None
+                # Its holder is stopping, within its grace period.
+            else:
+                return lock
+
+    def _supervise(self) -> int:
+        while True:
+            for daemon in self._daemons:
+                daemon.start_if_due()
+            if self._signals.stop_requested(next_start(self._daemons)):
+                _log.info("stopping: received a signal")
+                return OK
+            for daemon in self._daemons:
+                code = daemon.poll()
+                if code is None:
+                    continue
+                if daemon is self._lasting and code == OK:
+                    _log.info("the %s was idle and exited", daemon.name)
+                    self.idle = True
+                    return OK
+                if code == MISCONFIGURED:
+                    _log.error("%s refuses its configuration; see its message above", daemon.name)
+                    return MISCONFIGURED
+                daemon.crashed(code)
+                if daemon.crashes > _MAX_CRASHES:
+                    _log.error("%s crashed %d times in a row; giving up", daemon.name, _MAX_CRASHES)
+                    return GAVE_UP
+
+
+_OF_OTHER_DAEMONS = frozenset(
+    f"PANNIER_{name}"
+    for name in (
+        *("ADDRESS", "LISTEN", "SIDECAR", "COORDINATOR", "IDLE_EXIT"),
+        # Two daemons can't share a port.
+        *("HEALTH", "METRICS"),
+    )
+)
+"""Variables that may configure a trainer's other daemons; embedded ones get flags."""
+
+
+def _own_directory(directory: Path) -> None:
+    """Creates the runtime directory with mode 0700, or checks its owner and sets its mode."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.mkdir(mode=0o700)
+    except FileExistsError:
+        found = directory.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+            raise UnsafeDirectoryError(
+                f"{directory} is not a directory of user {os.getuid()}; name another one with "
+                "--runtime-dir or PANNIER_RUNTIME_DIR"
+            ) from None
+        directory.chmod(0o700)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except FileNotFoundError:
+        return ""
