@@ -110,7 +110,7 @@ def test_two_jobs_save_and_operators_see_both(scene: Scene) -> None:
             labels = frozenset({("training_job", job), ("phase", "durable")})
             assert samples["pannier_bytes_total", labels] > 1 << 20
             assert samples["pannier_trainers", frozenset({("training_job", job)})] == 1
-        assert samples["pannier_coordinator_connected", frozenset()] == 1
+            assert samples["pannier_coordinator_connected", frozenset({("training_job", job)})] == 1
         page = get(scene.metrics, "/status.json").json()
         assert {save["save"]["job"] for save in page["saves"]} == set(JOBS)
         # What others on the host may see of a process.

@@ -78,6 +78,11 @@ def read_private(path: Path, *, what: str, most: int) -> bytes:
         os.close(fd)
 
 
+def token_metadata(token: str) -> Metadata:
+    """Metadata of a call that carries a token."""
+    return ((_KEY, _SCHEME + token),)
+
+
 class TokenFile:
     """A client's token, read again whenever the file was replaced.
 
@@ -98,7 +103,7 @@ class TokenFile:
 
     def metadata(self) -> Metadata:
         """Metadata for a call. Raises ConfigurationError: no token, or others can write its file."""
-        return ((_KEY, _SCHEME + self._read()),)
+        return token_metadata(self._read())
 
     def digest(self) -> bytes:
         """Digest for the descriptor socket. Raises as :meth:`metadata`."""
@@ -106,7 +111,7 @@ class TokenFile:
 
     def _read(self) -> str:
         with self._lock:
-            stamp = _stamp(self._path)
+            stamp = file_stamp(self._path)
             if stamp is None or stamp != self._stamp:
                 # Taken before the read, so that a replacement meanwhile is noticed.
                 self._stamp = None
@@ -126,7 +131,8 @@ def find_token(metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
     return None
 
 
-def _stamp(path: Path) -> tuple[int, ...] | None:
+def file_stamp(path: Path) -> tuple[int, ...] | None:
+    """What changes with the file's content, whether written or replaced; None: it can't be read."""
     try:
         found = path.stat()
     except OSError:

@@ -70,7 +70,7 @@ class SidecarPeers:
         self._return = _DelayedCheck(RETURN_S, self._check_hosts)
         self._plan_return = _DelayedCheck(PLAN_RETURN_S, self._check_planning)
 
-    def open_stream(self, host: str, sidecar: str) -> SidecarPeer:
+    def open_stream(self, host: str, sidecar: str, job: str = "") -> SidecarPeer:
         """Registers a stream; its first request reports all that the sidecar holds."""
         now = observer_clock.now()
         self._peers = {
@@ -79,7 +79,7 @@ class SidecarPeers:
             if peer.streams or now - peer.last_seen < _KEPT_S
         }
         # By host, too: no host may claim another's sidecar by sending its id.
-        peer = self._peers.setdefault((host, sidecar), SidecarPeer(host))
+        peer = self._peers.setdefault((host, sidecar), SidecarPeer(host, job))
         peer.streams += 1
         self._return.add(host)
         return peer
@@ -103,9 +103,11 @@ class SidecarPeers:
 
         What a disconnected sidecar had finished is known only from the receipts in storage.
         """
-        newest: dict[str, float] = {}
+        newest: dict[tuple[str, str], float] = {}
         for peer in self.attached():
-            newest[peer.host] = max(peer.since, newest.get(peer.host, 0.0))
+            # Sidecars of other jobs of the host replace none.
+            place = (peer.host, peer.job)
+            newest[place] = max(peer.since, newest.get(place, 0.0))
         for save in self._registry.undecided():
             if any(state.host in hosts and state.lost_sidecar for state in save.ranks.values()):
                 save.request_storage_check()
@@ -114,7 +116,7 @@ class SidecarPeers:
                 if (
                     old is not None
                     and old.host in hosts
-                    and old.since < newest.get(old.host, 0.0)
+                    and old.since < newest.get((old.host, old.job), 0.0)
                     and state.phase == save_pb2.RANK_PHASE_INGESTED
                 ):
                     self._report_restart(save, state)

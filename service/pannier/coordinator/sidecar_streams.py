@@ -100,8 +100,8 @@ class SidecarStreams:
             return
         check_version(first.wire_version, first.host)
         limits.check_host(first.host)
-        limits.check_words(sidecar=first.sidecar)
-        stream = _Stream(self._peers.open_stream(first.host, first.sidecar))
+        limits.check_words(sidecar=first.sidecar, job=first.job)
+        stream = _Stream(self._peers.open_stream(first.host, first.sidecar, first.job))
         self._streams.add(stream)
         _log.info("sidecar %s on %s is attached", first.sidecar[:8], first.host)
         loop = asyncio.get_running_loop()

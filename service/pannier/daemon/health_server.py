@@ -39,8 +39,14 @@ _Status = health_pb2.HealthCheckResponse
 class _Health(health_pb2_grpc.HealthServicer):
     """Handlers run in the server's threads."""
 
-    def __init__(self, ready: Callable[[], bool], loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self,
+        ready: Callable[[], bool],
+        loop: asyncio.AbstractEventLoop,
+        alive: Callable[[], bool],
+    ) -> None:
         self._ready = ready
+        self._alive = alive
         self._loop = loop
 
     def Check(
@@ -48,7 +54,7 @@ class _Health(health_pb2_grpc.HealthServicer):
     ) -> health_pb2.HealthCheckResponse:
         """See grpc.health.v1."""
         if request.service == LIVENESS:
-            serving = self._is_loop_responsive(context)
+            serving = self._alive() and self._is_loop_responsive(context)
         elif request.service in ("", READINESS):
             serving = self._ready()
         else:
@@ -76,13 +82,18 @@ class _Health(health_pb2_grpc.HealthServicer):
 
 @contextmanager
 def serve_health(
-    address: str | None, *, ready: Callable[[], bool], loop: asyncio.AbstractEventLoop
+    address: str | None,
+    *,
+    ready: Callable[[], bool],
+    loop: asyncio.AbstractEventLoop,
+    alive: Callable[[], bool] = lambda: True,
 ) -> Iterator[None]:
     """Serves health checks at ``address``, ``host:port``, while the context lasts; None: nowhere.
 
     Args:
         ready: whether new saves are taken; called by any thread.
         loop: runs, or will run, in a thread.
+        alive: what else the daemon needs to live; called by any thread.
 
     Raises ConfigurationError when it can't listen there.
     """
@@ -91,7 +102,7 @@ def serve_health(
         return
     threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="pannier-health")
     server = grpc.server(threads, options=server_options(), maximum_concurrent_rpcs=_CALLS)
-    health_pb2_grpc.add_HealthServicer_to_server(_Health(ready, loop), server)
+    health_pb2_grpc.add_HealthServicer_to_server(_Health(ready, loop, alive), server)
     try:
         server.add_insecure_port(parse_address(address, setting="--health"))
     except RuntimeError as error:

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
+from pathlib import Path
 from typing import Any, Final
 from urllib.parse import parse_qsl, urlsplit
 
@@ -34,6 +35,7 @@ _POLL_S: Final = 0.25
 """How long stopping may take."""
 _MAX_QUERY: Final = 8192
 _HOST: Final = "127.0.0.1"
+_UNIX: Final = "unix://"
 
 
 @dataclass(frozen=True)
@@ -75,20 +77,24 @@ def http_address(text: str, *, setting: str) -> str:
 def serve_http(address: str | None, routes: Mapping[str, Route], *, setting: str) -> Iterator[None]:
     """Serves ``routes``, by path, at ``address``, ``host:port``; None: nowhere.
 
+    A ``unix:///path`` is for other processes of this daemon: its socket is this user's alone.
+
     Raises ConfigurationError naming ``setting`` when it can't listen there.
     """
     if address is None:
         yield
         return
     try:
-        server = _Server(address, routes)
+        unix = address.startswith(_UNIX)
+        server = _UnixServer(address, routes) if unix else _Server(address, routes)
     except OSError as error:
         raise ConfigurationError(f"can't listen on {address} ({setting}): {error}") from error
     thread = threading.Thread(
         target=server.serve_forever, args=(_POLL_S,), name="pannier-web", daemon=True
     )
     thread.start()
-    _log.info("metrics and status page are at http://%s", address)
+    if not unix:
+        _log.info("metrics and status page are at http://%s", address)
     try:
         yield
     finally:
@@ -103,6 +109,8 @@ class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
     block_on_close = False
     allow_reuse_address = True
     request_queue_size = 64
+    own_names: frozenset[str] | None = None
+    """Values of the Host header that are answered; None: any."""
 
     def __init__(self, address: str, routes: Mapping[str, Route]) -> None:
         host, _, port = address.rpartition(":")
@@ -114,14 +122,15 @@ class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
             plain, int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
         self.address_family = found[0][0]
-        self.routes = routes
-        self._free = threading.BoundedSemaphore(_CONNECTIONS)
+        self._set_up(routes)
         where = str(found[0][4][0])
         super().__init__((where, int(port)), _Handler)
-        self.own_names: frozenset[str] | None = None
-        """Values of the Host header that are answered; None: any."""
         if ipaddress.ip_address(where).is_loopback:
             self.own_names = frozenset({"localhost", "127.0.0.1", "[::1]", host})
+
+    def _set_up(self, routes: Mapping[str, Route]) -> None:
+        self.routes = routes
+        self._free = threading.BoundedSemaphore(_CONNECTIONS)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if not self._free.acquire(blocking=False):
@@ -142,6 +151,21 @@ class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
         # Mostly a client that disconnected before the response.
         _log.debug("a request of %s ended early", client_address, exc_info=True)
+
+
+class _UnixServer(_Server):
+    address_family = socket.AF_UNIX
+
+    def __init__(self, address: str, routes: Mapping[str, Route]) -> None:
+        self.path = Path(address.removeprefix(_UNIX))
+        self.path.unlink(missing_ok=True)
+        self._set_up(routes)
+        socketserver.TCPServer.__init__(self, str(self.path), _Handler)  # type: ignore[arg-type]
+        self.path.chmod(0o600)
+
+    def server_close(self) -> None:
+        super().server_close()
+        self.path.unlink(missing_ok=True)
 
 
 class _Handler(BaseHTTPRequestHandler):

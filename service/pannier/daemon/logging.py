@@ -35,7 +35,7 @@ def set_up_logging(format: str = TEXT, level: int = logging.INFO, **fields: str)
 
     Args:
         format: one of FORMATS.
-        fields: added to every line of JSON.
+        fields: added to every line of JSON, empty ones excepted; a ``job`` also to every line of text.
     """
     handler = logging.StreamHandler()
     if format == JSON:
@@ -44,13 +44,14 @@ def set_up_logging(format: str = TEXT, level: int = logging.INFO, **fields: str)
                 ["levelname", "name", "message"],
                 timestamp=True,
                 rename_fields={"levelname": "level", "name": "logger", "exc_info": "traceback"},
-                static_fields=dict(fields),
+                static_fields={name: text for name, text in fields.items() if text},
                 json_ensure_ascii=False,
             )
         )
         handler.addFilter(_add_fields)
     else:
-        handler.setFormatter(logging.Formatter(_TEXT_FORMAT))
+        job = f" [{fields['job']}]" if fields.get("job") else ""
+        handler.setFormatter(logging.Formatter(_TEXT_FORMAT.replace("%(name)s", f"%(name)s{job}")))
     logging.basicConfig(handlers=[handler], level=logging.WARNING)
     logging.getLogger("pannier").setLevel(level)
 

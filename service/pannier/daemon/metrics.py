@@ -274,15 +274,16 @@ class _Families(Collector):
 class Metrics:
     """The metrics of one daemon."""
 
-    def __init__(self, daemon: str, daemon_info: DaemonInfo) -> None:
-        """``daemon`` is ``sidecar`` or ``coordinator``."""
+    def __init__(self, daemon: str, daemon_info: DaemonInfo, *, own: bool = True) -> None:
+        """``daemon`` is ``sidecar`` or ``coordinator``; without ``own``, there are only those of :meth:`add`."""
         # Their creation times add nothing to what Prometheus records.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         self._daemon = daemon
         self._daemon_info = daemon_info
-        ProcessCollector(registry=self.registry)
-        self.add(self._own)
+        if own:
+            ProcessCollector(registry=self.registry)
+            self.add(self._own)
 
     def add(self, collect: Callable[[], Iterable[Metric]]) -> None:
         """Calls ``collect`` at each scrape, in any thread."""

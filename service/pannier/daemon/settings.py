@@ -59,7 +59,7 @@ class DaemonSettings:
                 f"--health={self.health} is not host:port: the unix socket at --address serves "
                 "health checks as well"
             )
-        if self.metrics is not None:
+        if self.metrics is not None and not is_unix(self.metrics):
             object.__setattr__(self, "metrics", http_address(self.metrics, setting="--metrics"))
         if self.log_format not in FORMATS:
             raise ConfigurationError(

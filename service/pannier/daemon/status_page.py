@@ -83,32 +83,26 @@ class StatusPage:
     def routes(self, metrics: Metrics) -> dict[str, Route]:
         """The functions of all paths."""
         return {
-            "/": self._page,
+            "/": page,
             "/status.json": self._status,
             "/save.json": self._save,
             "/metrics": metrics.respond,
         }
 
-    def _page(self, request: Request) -> Response:
-        return _PAGE
-
     def _status(self, request: Request) -> Response:
-        text = request.query.get("limit", str(_DEFAULT_LIMIT))
-        if not text.isascii() or not text.isdecimal() or not 0 < int(text[:9]) <= _MAX_LIMIT:
-            raise InvalidRequestError(f"limit={text!r} is not a number from 1 to {_MAX_LIMIT}")
         response: status_pb2.ListSavesResponse = self._read_state(
             lambda: describe_daemon(self._daemon_info)
         )
-        for key in self._status_registry.newest(int(text)):
+        for key in self._status_registry.newest(requested_limit(request)):
             brief = self._brief(key)
             if brief is not None:
                 response.saves.append(brief)
-        return _json(response)
+        return json_response(response)
 
     def _save(self, request: Request) -> Response:
         key = self._status_registry.find(request.query.get("id", ""))
         with self._lock:
-            return _json(status_pb2.GetSaveResponse(save=self._rendered(key)))
+            return json_response(status_pb2.GetSaveResponse(save=self._rendered(key)))
 
     def _brief(self, key: str) -> save_pb2.SaveStatus | None:
         """The status without ranks; None when the save was just removed."""
@@ -141,7 +135,21 @@ class StatusPage:
         return made
 
 
-def _json(value: message.Message) -> Response:
+def page(request: Request) -> Response:
+    """The page itself, the same for each daemon."""
+    return _PAGE
+
+
+def requested_limit(request: Request) -> int:
+    """The most saves that ``/status.json`` is to have. Raises InvalidRequestError."""
+    text = request.query.get("limit", str(_DEFAULT_LIMIT))
+    if not text.isascii() or not text.isdecimal() or not 0 < int(text[:9]) <= _MAX_LIMIT:
+        raise InvalidRequestError(f"limit={text!r} is not a number from 1 to {_MAX_LIMIT}")
+    return int(text)
+
+
+def json_response(value: message.Message) -> Response:
+    """A message in proto3's JSON form, with all of its fields."""
     data = json_format.MessageToDict(
         value, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )

@@ -25,13 +25,14 @@ class SidecarConfig(DaemonSettings):
     """Directory that holds data files until they are in storage; made with mode 0700. Each of ``jobs``
     has its own below it."""
     jobs: Path | None = None
-    """Directory with a file for each job that is served, by token; None: one job, without tokens."""
+    """Directory with a file for each job that is served, by token and in a process of its own; None: one
+    sidecar, without tokens."""
     address: str = "unix:///run/pannier/sidecar.sock"
     """Address for trainers."""
     spool_budget: int | None = None
-    """Most bytes the spool may take; None: what its file system has."""
+    """Most bytes the spool may take; None: what its file system has. Of ``jobs``, the default of each."""
     memory: int = 192 << 20
-    """Most bytes of upload buffers."""
+    """Most bytes of upload buffers. Of ``jobs``, the default of each."""
     storage_options: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the fsspec file systems."""
     nice: int = 10

@@ -68,6 +68,7 @@ class CoordinatorStream:
     Args:
         host: the name of this host.
         sidecar_id: random id of this process, the same for all its streams.
+        job: the only job that the sidecar serves; empty: any.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class CoordinatorStream:
         watches: Watches,
         host: str,
         sidecar_id: str,
+        job: str = "",
     ) -> None:
         self._client = client
         self._saves = saves
@@ -86,6 +88,7 @@ class CoordinatorStream:
         self._watches = watches
         self._host = host
         self._sidecar_id = sidecar_id
+        self._job = job
         self._changed: dict[tuple[str, int], RankSave] = {}
         """Ranks to report, by save and rank."""
         self._statuses_requested = False
@@ -211,7 +214,7 @@ class CoordinatorStream:
         """Introduces the sidecar and reports all that the coordinator may have missed."""
         self._changed = {}
         request = coordinator_pb2.AttachRequest(
-            wire_version=WIRE_VERSION, host=self._host, sidecar=self._sidecar_id
+            wire_version=WIRE_VERSION, host=self._host, sidecar=self._sidecar_id, job=self._job
         )
         undecided = self._saves.undecided()
         self._add_reports(

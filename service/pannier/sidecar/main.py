@@ -1,6 +1,7 @@
 """The sidecar process: settings in, an exit status out. The main thread runs the event loop."""
 
 import asyncio
+import logging
 import os
 
 from pannier.common import tracing
@@ -9,34 +10,43 @@ from pannier.daemon.listeners import raise_descriptor_limit
 from pannier.daemon.logging import set_up_logging
 from pannier.daemon.signals import StopSignals
 from pannier.sidecar.config import SidecarConfig
-from pannier.sidecar.multi_job.host import MultiJobSidecar
+from pannier.sidecar.multi_job.job_config import JobConfig
+from pannier.sidecar.multi_job.supervisor import LEAVE, JobSupervisor
 from pannier.sidecar.server import Sidecar
 
 
 def run(config: SidecarConfig) -> int:
-    """Runs a sidecar until SIGTERM, SIGINT or its idle exit; returns the exit status.
+    """Runs a sidecar, or one for each job, until SIGTERM, SIGINT or its idle exit; returns the exit status.
 
     The status is 1 when it must be restarted because its spool was removed.
 
     Raises ConfigurationError when it can't start.
     """
+    if config.jobs is None:
+        return _serve(config, None)
     set_up_logging(config.log_format, daemon="sidecar", host=config.host)
+    return JobSupervisor(config, _serve).run()
+
+
+def _serve(config: SidecarConfig, job: JobConfig | None) -> int:
+    if job is not None:
+        # The supervisor's, which don't name the job.
+        logging.getLogger().handlers.clear()
+    set_up_logging(
+        config.log_format, daemon="sidecar", host=config.host, job=job.name if job else ""
+    )
     raise_descriptor_limit()
     # Before there are threads: each keeps the niceness it was started with.
     os.nice(config.nice)
     keep_freed_memory()
     tracing.set_up("pannier-sidecar", **{"host.name": config.host})
-    return asyncio.run(_run(config))
+    return asyncio.run(_run(config, job))
 
 
-async def _run(config: SidecarConfig) -> int:
-    async with StopSignals() as stop:
-        if config.jobs is not None:
-            async with MultiJobSidecar(config) as sidecars:
-                await sidecars.wait(stop)
-                await sidecars.drain(stop)
-            return 0
-        async with Sidecar(config) as sidecar:
-            await sidecar.wait(stop)
-            await sidecar.drain(stop)
-            return 1 if sidecar.spool_removed else 0
+async def _run(config: SidecarConfig, job: JobConfig | None) -> int:
+    async with StopSignals() as stop, Sidecar(config, job=job) as sidecar:
+        if sidecar.auth is not None:
+            asyncio.get_running_loop().add_signal_handler(LEAVE, sidecar.auth.leave)
+        await sidecar.wait(stop)
+        await sidecar.drain(stop)
+        return 1 if sidecar.spool_removed else 0

@@ -9,10 +9,10 @@ added up when their save has ended. On the event loop, to which the HTTP server'
 import asyncio
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
-from typing import Final, Protocol
+from typing import Final
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
@@ -99,12 +99,6 @@ class SaveMetrics:
         for save in saves:
             for rank in save.ranks.values():
                 self._baseline[rank] = _Amounts.of(rank)
-
-    def drop(self, saves: Iterable[Save]) -> None:
-        """Stops following these saves; what they have moved stays counted."""
-        for save in saves:
-            if self._under_way.pop(save.key, None) is not None:
-                self._add_up(save)
 
     def collect(
         self, backlog: Backlog, trainers: Counter[str], *, connected: bool
@@ -225,30 +219,21 @@ def _spans(rank: RankSave) -> list[tracing.Interval]:
     return spans
 
 
-class MeasuredSidecar(Protocol):
-    """A sidecar of the process."""
-
-    @property
-    def coordinator_connected(self) -> bool:
-        """Whether its coordinator is attached and responsive."""
-
-    def ranks_by_job(self) -> Counter[str]:
-        """Connected ranks by job."""
-
-
 @contextmanager
 def serving_http(
     address: str | None,
     metrics: SaveMetrics,
     board: StatusRegistry,
     daemon_info: DaemonInfo,
-    sidecars: Callable[[], Collection[MeasuredSidecar]],
+    *,
+    trainers: Callable[[], Counter[str]],
+    connected: Callable[[], bool],
 ) -> Iterator[None]:
     """Serves metrics and the status page at ``address`` (None: nowhere) as long as the context lasts.
 
     Args:
-        board: the saves of all sidecars of the process.
-        sidecars: those that run now.
+        trainers: connected ranks by job.
+        connected: whether the coordinator is attached and responsive.
 
     Raises ConfigurationError when it can't listen there.
     """
@@ -256,13 +241,7 @@ def serving_http(
     served = Metrics("sidecar", daemon_info)
 
     def collect() -> list[Metric]:
-        return list(
-            metrics.collect(
-                daemon_info.backlog(),
-                sum((each.ranks_by_job() for each in sidecars()), Counter[str]()),
-                connected=all(each.coordinator_connected for each in sidecars()),
-            )
-        )
+        return list(metrics.collect(daemon_info.backlog(), trainers(), connected=connected()))
 
     served.add(lambda: read_state(collect))
     page = StatusPage(board, daemon_info, read_state)

@@ -1,7 +1,6 @@
 """One sidecar: its parts put together, from the start to the last upload.
 
-In: a checked config. Out: what trainers and operators are served. It is alone in its process, or one of
-several there, each for a job (:mod:`pannier.sidecar.multi_job.host`). One event loop owns all state; calls
+In: a checked config. Out: what trainers and operators are served. One event loop owns all state; calls
 of the file system that may block run in threads (:mod:`pannier.storage.io_threads`).
 """
 
@@ -10,8 +9,6 @@ import logging
 import os
 import time
 import uuid
-from collections import Counter
-from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from functools import partial
 from typing import Final
@@ -39,7 +36,6 @@ from pannier.sidecar.rpc import servicer
 from pannier.sidecar.rpc.connections import RECOVERED_S, Connections, Watches
 from pannier.sidecar.save_registry import SaveRegistry
 from pannier.sidecar.save_state import BEFORE_INGESTION
-from pannier.sidecar.spool.budget import SharedBudget
 from pannier.sidecar.spool.fd_server import serving_descriptors
 from pannier.sidecar.spool.journal_state import JournalState
 from pannier.sidecar.spool.mapped_files import MappedFiles
@@ -62,28 +58,12 @@ _TICK_S: Final = 1.0
 _FLUSH_S: Final = 1.0
 
 
-class ProcessResources:
-    """What a sidecar process has once, however many jobs it serves."""
-
-    def __init__(self, config: SidecarConfig) -> None:
-        several_jobs = config.jobs is not None
-        self.sidecar_id = uuid.uuid4().hex
-        """Tells the coordinator which streams are those of one process."""
-        # The budget of a sidecar with one job is that of its spool.
-        self.budget = SharedBudget(config.spool_budget if several_jobs else None)
-        self.slots = UploadSlots(config.memory)
-        self.metrics = SaveMetrics()
-        self.status_registry = StatusRegistry()
-        """The saves of all jobs."""
-
-
 class Sidecar:
     """A running sidecar; an asynchronous context manager.
 
     Args:
         store: makes the store of a checkpoint id; default :func:`pannier.storage.open_store`.
         job: the only job that it serves, for clients that have a token of the job.
-        process: shared with the sidecars of other jobs; None: it is alone.
     """
 
     def __init__(
@@ -92,15 +72,15 @@ class Sidecar:
         store: Opener | None = None,
         *,
         job: JobConfig | None = None,
-        process: ProcessResources | None = None,
     ) -> None:
         self.config = config
         self.saves = SaveRegistry()
         self.daemon_info = DaemonInfo(config.host, backlog=self.backlog)
         self.auth = None if job is None else JobAuth(job)
-        self._alone = process is None
-        self._process = process or ProcessResources(config)
-        self.status_registry = self._process.status_registry if self._alone else StatusRegistry()
+        self._job = job
+        self._slots = UploadSlots(config.memory)
+        self._metrics = SaveMetrics()
+        self.status_registry = StatusRegistry()
         self._open_store = store or partial(open_store, storage_options=config.storage_options)
         self._stack = AsyncExitStack()
         self._kept: set[str] = set()
@@ -131,6 +111,8 @@ class Sidecar:
                 if self.config.idle_exit_s is not None and idle >= self.config.idle_exit_s:
                     _log.info("idle for %.0f s: exiting", idle)
                     return
+                if self.auth is not None and self.auth.leaving and not self.saves.undecided():
+                    return
                 if self.spool_removed:
                     _log.error("the spool %s was removed: exiting", self.config.spool)
                     return
@@ -146,6 +128,10 @@ class Sidecar:
         await self._mapped.tick()
         await reservation_threads.run(self.spool.trim, self._connections.jobs())
         await self._journal.compact()
+        if self.auth is not None:
+            await reservation_threads.run(self.auth.refresh)
+            if self.auth.leaving:
+                await self._dismiss(f"the job was removed from --jobs on {self.config.host}")
 
     async def check_spool(self) -> bool:
         """Whether the spool is there. Raises PannierError when it can't be used."""
@@ -154,43 +140,35 @@ class Sidecar:
 
     async def drain(self, stop: StopSignals) -> None:
         """Takes no new saves and finishes uploads, until the grace period or ``stop`` ends it."""
-        await drain([self], stop, self.config.grace_s, self.status_registry)
+        await self._refuse_new()
+        deadline = time.monotonic() + self.config.grace_s
+        with self.status_registry.watch() as watch:
+            while pending := self.saves.pending():
+                left = deadline - time.monotonic()
+                if left <= 0 or await stop.wait(0):
+                    break
+                await watch.wait(min(left, _TICK_S))
+        for rank in pending:
+            phase = rank.phase.name.lower()
+            _log.warning("%s is left behind, %s", rank.label, phase, extra=rank.log_fields)
+        await self._stream.flush(_FLUSH_S)
 
-    async def refuse_new(self) -> None:
+    async def _refuse_new(self) -> None:
         """Takes no new saves from now on, and reports that it is draining."""
         self.saves.start_draining()
         await self._status_services.drain()
 
-    async def dismiss(self, why: str) -> None:
+    async def _dismiss(self, why: str) -> None:
         """Disconnects all trainers. Ingested ranks are still uploaded; the others fail with ``why``."""
-        await self.refuse_new()
-        if self.auth is not None:
-            self.auth.revoke_all()
+        await self._refuse_new()
         for rank in self.saves.pending():
             if rank.phase in BEFORE_INGESTION:
                 self.saves.fail(rank, save_pb2.FAILURE_KIND_CLIENT, f"{rank.label}: {why}")
         self._connections.dismiss()
 
-    async def flush(self) -> None:
-        """Sends all pending reports to the coordinator, if it is attached."""
-        await self._stream.flush(_FLUSH_S)
-
     def backlog(self) -> Backlog:
         """What waits here for storage."""
         return backlog(self.saves.pending(), self.spool, self._mapped)
-
-    def request_room(self) -> None:
-        """Asks the trainers to return files that they have leased and don't use."""
-        self._mapped.request_room()
-
-    @property
-    def coordinator_connected(self) -> bool:
-        """Whether the coordinator is attached and responsive."""
-        return self._coordinator.connected
-
-    def ranks_by_job(self) -> Counter[str]:
-        """Connected ranks by job."""
-        return self._connections.ranks_by_job()
 
     async def _keep_ticking(self) -> None:
         while True:
@@ -205,10 +183,8 @@ class Sidecar:
         return False
 
     async def _start(self, stack: AsyncExitStack) -> None:
-        config, process = self.config, self._process
-        self.spool = await asyncio.to_thread(
-            Spool, config.spool, config.spool_budget, process.budget
-        )
+        config = self.config
+        self.spool = await asyncio.to_thread(Spool, config.spool, config.spool_budget)
         stack.push_async_callback(self._close_spool)
         self._journal = await asyncio.to_thread(JournalState, config.spool)
         self.spool.overhead = self._journal.space
@@ -218,35 +194,31 @@ class Sidecar:
         stack.enter_context(serve_health(config.health, ready=self._is_ready, loop=loop))
         self._make_parts(stack)
         self._add_listeners()
-        if not self._alone:
-            stack.callback(self._leave_process)
         # Before the coordinator sees this process: it fails ranks that aren't reported then.
         for rank in await recover(self._journal, self.spool, self.saves, self._uploads):
             self._connections.expect(rank, RECOVERED_S)
-        process.metrics.set_baseline(self.saves.undecided())
-        if self._alone:
-            stack.enter_context(
-                serving_http(
-                    config.metrics,
-                    process.metrics,
-                    process.status_registry,
-                    self.daemon_info,
-                    lambda: [self],
-                )
+        self._metrics.set_baseline(self.saves.undecided())
+        stack.enter_context(
+            serving_http(
+                config.metrics,
+                self._metrics,
+                self.status_registry,
+                self.daemon_info,
+                trainers=lambda: self._connections.ranks_by_job(),
+                connected=lambda: self._coordinator.connected,
             )
+        )
         await stack.enter_async_context(self._coordinator.running())
         await stack.enter_async_context(self._stream.running())
         await self._serve(stack)
 
     def _make_parts(self, stack: AsyncExitStack) -> None:
-        config, process = self.config, self._process
+        config = self.config
         self._coordinator = CoordinatorClient(
             CoordinatorAddress(config.coordinator, config.tls, config.successor),
             on_responsiveness=self.saves.refresh,
         )
-        self._publisher = StatusPublisher(
-            {self.status_registry, process.status_registry}, self._coordinator
-        )
+        self._publisher = StatusPublisher(self.status_registry, self._coordinator)
         self.trainers = TrainerLiveness(self.saves)
         watches = Watches(self.saves, lambda: self._stream.request_statuses())
         self._stream = CoordinatorStream(
@@ -255,7 +227,8 @@ class Sidecar:
             trainers=self.trainers,
             watches=watches,
             host=config.host,
-            sidecar_id=process.sidecar_id,
+            sidecar_id=uuid.uuid4().hex,
+            job="" if self._job is None else self._job.name,
         )
         self._mapped = MappedFiles(
             self.spool, lambda clients: self._connections.request_room(clients)
@@ -264,7 +237,7 @@ class Sidecar:
             self.saves,
             self._mapped,
             self._journal,
-            slots=process.slots,
+            slots=self._slots,
             open_store=self._open_store,
         )
         stack.push_async_callback(self._uploads.close)
@@ -284,7 +257,7 @@ class Sidecar:
             self._publisher.on_change,
             self._uploads.on_change,
             self._stream.on_change,
-            self._process.metrics.on_change,
+            self._metrics.on_change,
             self._connections.on_change,
             trace_save,
         ):
@@ -385,10 +358,6 @@ class Sidecar:
     def _is_ready(self) -> bool:
         return self._serves and not self.saves.draining
 
-    def _leave_process(self) -> None:
-        self._process.metrics.drop(self.saves.undecided())
-        self._publisher.withdraw(self._process.status_registry)
-
     async def _close_journal(self) -> None:
         self._kept = await self._journal.close()
 
@@ -407,27 +376,3 @@ class Sidecar:
             descriptors=self._descriptors,
             token_first=self.auth is not None,
         )
-
-
-async def drain(
-    sidecars: Sequence[Sidecar], stop: StopSignals, grace_s: float, status_registry: StatusRegistry
-) -> None:
-    """Takes no new saves and finishes uploads, until ``grace_s`` is over or ``stop`` ends it.
-
-    Args:
-        status_registry: has the saves of all ``sidecars``.
-    """
-    for each in sidecars:
-        await each.refuse_new()
-    deadline = time.monotonic() + grace_s
-    with status_registry.watch() as watch:
-        while pending := [rank for each in sidecars for rank in each.saves.pending()]:
-            left = deadline - time.monotonic()
-            if left <= 0 or await stop.wait(0):
-                break
-            await watch.wait(min(left, _TICK_S))
-    for rank in pending:
-        phase = rank.phase.name.lower()
-        _log.warning("%s is left behind, %s", rank.label, phase, extra=rank.log_fields)
-    for each in sidecars:
-        await each.flush()

@@ -4,7 +4,7 @@ In: saves, and whether the coordinator answers. Out: messages. On the event loop
 """
 
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import Final, Protocol
 
 from pannier.common import observer_clock
@@ -161,31 +161,21 @@ def _awaited(ranks: list[RankSave]) -> list[Awaited]:
 
 
 class StatusPublisher:
-    """Keeps boards, which operators read, up to date with the saves of one sidecar."""
+    """Keeps a registry, which operators read, up to date with the saves of this sidecar."""
 
-    def __init__(self, boards: Collection[StatusRegistry], coordinator: Coordinator) -> None:
-        self._boards = boards
+    def __init__(self, status_registry: StatusRegistry, coordinator: Coordinator) -> None:
+        self._status_registry = status_registry
         self._coordinator = coordinator
-        self._published: set[str] = set()
-        """Keys of saves."""
 
     def on_change(self, save: Save, rank: RankSave | None, urgent: bool) -> None:
         """See :data:`pannier.sidecar.save_registry.Listener`."""
         if rank is None:
-            self._published.add(save.key)
-            for board in self._boards:
-                board.put(save.id, save.checkpoint_id, lambda: save_status(save, self._coordinator))
+            self._status_registry.put(
+                save.id, save.checkpoint_id, lambda: save_status(save, self._coordinator)
+            )
         else:
-            for board in self._boards:
-                board.notify(save.key)
+            self._status_registry.notify(save.key)
 
     def remove(self, save: Save) -> None:
         """Removes a save that is no longer remembered."""
-        self._published.discard(save.key)
-        for board in self._boards:
-            board.remove(save.key)
-
-    def withdraw(self, board: StatusRegistry) -> None:
-        """Removes all saves from a board that other sidecars use, too."""
-        for key in self._published:
-            board.remove(key)
+        self._status_registry.remove(save.key)

@@ -156,6 +156,10 @@ class Daemon:
         self.due = now + delay
         _log.warning("%s ended with %s; restart in %.1f s", self.name, ending(code), delay)
 
+    def steady(self) -> bool:
+        """Whether it has run for so long that its crashes no longer count."""
+        return self.due is None and time.monotonic() - self._started >= _STEADY_S
+
     def restart(self) -> None:
         """Its process has ended as it was asked to: the next one is started at once."""
         self.crashes, self.due = 0, 0.0

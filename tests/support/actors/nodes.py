@@ -1,4 +1,4 @@
-"""A sidecar of several jobs in this process, their coordinators played, and trainers with tokens."""
+"""The sidecars of several jobs in this process, their coordinators played, and trainers with tokens."""
 
 import json
 import os
@@ -14,8 +14,14 @@ from typing import Any
 import grpc
 
 from pannier.sidecar.config import SidecarConfig
-from pannier.sidecar.multi_job.host import MultiJobSidecar
-from pannier.sidecar.multi_job.sockets import job_address, jobs_directory
+from pannier.sidecar.multi_job.job_config import read_job
+from pannier.sidecar.multi_job.sockets import (
+    job_address,
+    jobs_directory,
+    make_directory,
+    make_parent,
+)
+from pannier.sidecar.server import Sidecar
 from pannier.storage import Store
 from pannier.v1 import sidecar_pb2, sidecar_pb2_grpc
 from pannier.wire import auth_token
@@ -102,7 +108,7 @@ class TokenLeaseHolder(LeaseHolder):
 
 
 class NodeHost:
-    """One host: a sidecar of jobs, a coordinator for each of them that asks for one, and another one."""
+    """One host: a sidecar for each job, without their supervisor, and a coordinator for all of them."""
 
     def __init__(self, sockets: Path, memory: Path) -> None:
         self.sockets = sockets
@@ -112,8 +118,9 @@ class NodeHost:
         self.files = JobFiles(memory / "jobs")
         self.coordinator = ScriptedCoordinator(f"unix://{sockets}/c.sock")
         self.loop = LoopThread()
-        """The sidecar's."""
-        self.node: MultiJobSidecar
+        """The sidecars'."""
+        self.sidecars: dict[str, Sidecar] = {}
+        """Those that run, by job."""
         self._trainers: list[Trainer] = []
 
     def job(self, name: str, **fields: Any) -> str:
@@ -121,24 +128,35 @@ class NodeHost:
         fields.setdefault("allow", [str(self.root / name)])
         return self.files.add(name, **fields)
 
-    def start(
-        self, *, store: Callable[[str], Store] | None = None, **settings: Any
-    ) -> MultiJobSidecar:
+    def start(self, *, store: Callable[[str], Store] | None = None, **settings: Any) -> None:
+        """Serves all jobs that have a file."""
+        for path in sorted(self.files.directory.glob("*.json")):
+            self.serve(path.stem, store=store, **settings)
+
+    def serve(
+        self, name: str, *, store: Callable[[str], Store] | None = None, **settings: Any
+    ) -> Sidecar:
+        """Serves one job, as its own process does."""
+        job = read_job(self.files.directory / f"{name}.json")
+        parent = jobs_directory(self.address)
+        make_parent(parent)
+        make_directory(parent, name)
         config = SidecarConfig(
-            address=self.address,
-            coordinator=self.coordinator.address,
-            spool=self.spool,
-            jobs=self.files.directory,
+            address=self.socket(name),
+            coordinator=job.coordinator or self.coordinator.address,
+            spool=self.spool / name,
+            spool_budget=job.spool_budget,
+            allow=job.allow,
             host="node-0",
             **settings,
         )
-        self.node = MultiJobSidecar(config, store)
-        self.loop.run(self.node.__aenter__())
-        return self.node
+        self.sidecars[name] = sidecar = Sidecar(config, store, job=job)
+        self.loop.run(sidecar.__aenter__())
+        return sidecar
 
-    def tick(self) -> None:
-        """As its process does every second."""
-        self.loop.run(self.node.tick())
+    def tick(self, name: str) -> None:
+        """As the process of the job's sidecar does every second."""
+        self.loop.run(self.sidecars[name].tick())
 
     def end_trainers(self) -> None:
         for trainer in self._trainers:
@@ -146,10 +164,9 @@ class NodeHost:
         self._trainers.clear()
 
     def stop(self) -> None:
-        """The sidecar ends; its spool stays."""
-        if hasattr(self, "node"):
-            self.loop.run(self.node.__aexit__())
-            del self.node
+        """The sidecars end; their spools stay."""
+        while self.sidecars:
+            self.loop.run(self.sidecars.popitem()[1].__aexit__())
 
     def socket(self, job: str) -> str:
         """Address of a job's socket."""

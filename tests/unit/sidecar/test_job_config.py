@@ -28,6 +28,7 @@ def test_a_job_is_what_its_file_says(files: JobFiles) -> None:
         allow=["gs://bucket/llama", "/nfs/llama"],
         coordinator="coordinator.llama:7070",
         spool_budget="1.5GiB",
+        memory="64MiB",
     )
     files.add("gpt", **GOOD | {"tokens": ["d4" * 16]})
     jobs = JobDirectory(files.directory).read()
@@ -36,6 +37,7 @@ def test_a_job_is_what_its_file_says(files: JobFiles) -> None:
     assert job.digests == {auth_token.digest(TOKEN), auth_token.digest(old)}
     assert job.allow == ("gs://bucket/llama", "/nfs/llama")
     assert (job.coordinator, job.spool_budget) == ("coordinator.llama:7070", 3 << 29)
+    assert (job.memory, jobs["gpt"].memory) == (64 << 20, None)
     assert (jobs["gpt"].coordinator, jobs["gpt"].spool_budget) == (None, None)
     assert TOKEN not in repr(jobs)
     assert str(auth_token.digest(TOKEN)) not in repr(jobs)
@@ -62,6 +64,7 @@ def test_a_job_is_what_its_file_says(files: JobFiles) -> None:
         (GOOD | {"spool_budget": "much"}, '"spool_budget": .much. is not a size'),
         (GOOD | {"spool_budget": 0}, '"spool_budget": .0. is not a positive'),
         (GOOD | {"spool_budget": True}, '"spool_budget" is not a size'),
+        (GOOD | {"memory": "much"}, '"memory": .much. is not a size'),
         ("x" * (65 << 10), "at most 65536"),
     ],
 )

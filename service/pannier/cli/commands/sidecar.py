@@ -28,8 +28,8 @@ DEFAULT_ADDRESS = "unix:///run/pannier/sidecar.sock"
     "--jobs",
     type=click.Path(file_okay=False, path_type=Path),
     metavar="DIRECTORY",
-    help="Serve several jobs, each with its own token: those with a file <job>.json here, as described "
-    "below. Read again every second.",
+    help="Serve several jobs, each with its own token and in a process of its own: those with a file "
+    "<job>.json here, as described below. Read again every second.",
 )
 @option(
     "--spool",
@@ -42,7 +42,8 @@ DEFAULT_ADDRESS = "unix:///run/pannier/sidecar.sock"
     "--spool-budget",
     type=Size(),
     metavar="SIZE",
-    help="Most bytes the spool may hold, like 64GiB.  [default: what its file system has]",
+    help="Most bytes the spool may hold, like 64GiB. With --jobs, of each job whose file names no "
+    "spool_budget.  [default: what its file system has]",
 )
 @option(
     "--memory",
@@ -50,7 +51,7 @@ DEFAULT_ADDRESS = "unix:///run/pannier/sidecar.sock"
     default="192MiB",
     show_default=True,
     metavar="SIZE",
-    help="Most bytes of upload buffers.",
+    help="Most bytes of upload buffers. With --jobs, of each job whose file names no memory.",
 )
 @option(
     "--nice",
@@ -87,15 +88,18 @@ def command(**settings: Any) -> None:
     same --spool resumes the uploads. Storage credentials and endpoints come from the
     environment, as gcsfs and s3fs read them.
 
-    With --jobs, a job's trainers connect to jobs/<job>/sidecar.sock beside the
-    sidecar's own socket and send the job's token (PANNIER_TOKEN_FILE). The job's
-    file is a JSON object that only its owner may write:
+    With --jobs, each job has a sidecar process of its own, which is started again
+    when it ends; --address, --health and --metrics cover all of them. A job's trainers
+    connect to jobs/<job>/sidecar.sock beside the socket at --address and send
+    the job's token (PANNIER_TOKEN_FILE). The job's file is a JSON object that only
+    its owner may write:
 
     \b
       "tokens"        the valid ones: several while one replaces another
       "allow"         roots that the job's checkpoints must lie below
       "coordinator"   the job's own; default: that of --coordinator
-      "spool_budget"  most bytes of the job's spool, like "64GiB"
+      "spool_budget"  most bytes of the job's spool, like "64GiB"; default: --spool-budget
+      "memory"        most bytes of its upload buffers; default: --memory
     """
     from pannier.sidecar.config import SidecarConfig
     from pannier.sidecar.main import run

@@ -22,8 +22,10 @@ LastSeen = Callable[[int], tuple[str, float] | None]
 class SidecarPeer:
     """A sidecar process, as its streams show it; times are of :mod:`pannier.common.observer_clock`."""
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, job: str = "") -> None:
         self.host = host
+        self.job = job
+        """The only job that it serves; empty: any."""
         self.since = time.monotonic()
         self.last_seen = observer_clock.now()
         self.streams = 0

@@ -1,1 +1,1 @@
-"""One sidecar for the pods of several jobs of a node."""
+"""Sidecars for the pods of several jobs of a node: a process for each, supervised."""

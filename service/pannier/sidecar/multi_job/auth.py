@@ -1,4 +1,4 @@
-"""Authentication and authorization on the sockets of one job, where a sidecar serves several.
+"""Authentication and authorization on the sockets of one job, where a node serves several (``--jobs``).
 
 In: calls. Out: the same calls, if they carry a token of the job, and name no other job and no checkpoint
 outside of the job's roots. A pod's user is no identity, so any user may connect, and every call
@@ -13,11 +13,17 @@ from contextlib import asynccontextmanager
 from typing import Any, Final, NoReturn
 
 from pannier.daemon.interceptors import WrappingInterceptor, abort_call
-from pannier.sidecar.multi_job.job_config import JobConfig
+from pannier.sidecar.multi_job.job_config import JobConfig, read_job
 from pannier.storage import check_allowed
 from pannier.v1 import sidecar_pb2
 from pannier.wire import auth_token
-from pannier.wire.errors import ForbiddenError, PannierError, UnauthenticatedError
+from pannier.wire.auth_token import file_stamp
+from pannier.wire.errors import (
+    ConfigurationError,
+    ForbiddenError,
+    PannierError,
+    UnauthenticatedError,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -33,38 +39,65 @@ class JobAuth:
     def __init__(self, job: JobConfig) -> None:
         self.job = job.name
         self._allow = job.allow
+        self._operator = frozenset(() if job.operator is None else (job.operator,))
         self._digests = job.digests
+        self._path = job.path
+        self.leaving = False
+        """The job was removed: its sidecar is to end when its saves have."""
+        if job.leaving:
+            self.leave()
+        self._stamp: tuple[int, ...] | None = None
         self._logged_at = -_QUIET_S
 
     def replace_tokens(self, digests: Collection[bytes]) -> None:
         """Accepts these tokens from now on, and no others."""
         self._digests = frozenset(digests)
 
-    def revoke_all(self) -> None:
-        """Rejects all calls from now on."""
-        self._digests = frozenset()
+    def leave(self) -> None:
+        """Rejects the job's calls from now on. In a signal handler, too."""
+        self.leaving = True
+        self._digests, self._path = frozenset(), None
+
+    def refresh(self) -> None:
+        """Reads the tokens from the job's file, if it has changed.
+
+        One that is missing or invalid changes nothing: the supervisor decides what becomes of the job.
+        """
+        path = self._path
+        stamp = None if path is None else file_stamp(path)
+        if path is None or stamp is None or stamp == self._stamp:
+            return
+        self._stamp = stamp
+        try:
+            digests = read_job(path).digests
+        except ConfigurationError:
+            return
+        if digests != self._digests and not self.leaving:
+            self.replace_tokens(digests)
+            _log.info("job %s has other tokens", self.job)
 
     def accepts(self, digest: bytes) -> bool:
         """Whether ``digest`` is that of a valid token."""
-        known = self._digests
+        known = self._digests | self._operator
         # Compares all of them, so that the time is the same for each.
         return sum(hmac.compare_digest(each, digest) for each in known) > 0
 
     def check_caller(self, metadata: Iterable[tuple[str, str | bytes]]) -> None:
         """Raises UnauthenticatedError unless a call's metadata has a valid token."""
         token = auth_token.find_token(metadata)
-        if not self._digests:
+        if token is not None and self.accepts(auth_token.digest(token)):
+            return
+        if self.leaving:
             raise UnauthenticatedError(f"job {self.job} is no longer served here: see --jobs")
         if token is None:
             raise UnauthenticatedError(
                 f"a call to the socket of job {self.job} carries no token: set {auth_token.VARIABLE} to the "
                 "file with the job's token (pannier: --token-file)"
             )
-        if not self.accepts(auth_token.digest(token)):
-            raise UnauthenticatedError(
-                f"the token of a call to the socket of job {self.job} is not one of that job's: correct "
-                f"the file that {auth_token.VARIABLE} names, or the job's file in --jobs"
-            )
+        raise UnauthenticatedError(
+            f"the token of a call to the socket of job {self.job} is not one of that job's: correct "
+            f"the file that {auth_token.VARIABLE} names, or the job's file in --jobs"
+        )
 
     def check_request(self, request: Any) -> None:
         """Checks the job and checkpoint that a message of ``pannier.v1.Sidecar`` names.

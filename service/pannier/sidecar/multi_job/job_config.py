@@ -1,10 +1,11 @@
-"""The jobs that one sidecar serves: a directory with a file for each, read again when it changes.
+"""The jobs that a node's sidecars serve: a directory with a file for each, read again when it changes.
 
 In: ``--jobs DIRECTORY`` with ``<job>.json`` files, like a Secret that Kubernetes mounts and replaces.
 Out: jobs. An invalid file affects no other job: its last valid content stays in force, and its problem is
 reported until it is corrected. Tokens are not kept, only their digests.
 
-    {"tokens": ["..."], "allow": ["gs://bucket/llama"], "coordinator": "host:port", "spool_budget": "164GiB"}
+    {"tokens": ["..."], "allow": ["gs://bucket/llama"], "coordinator": "host:port", "spool_budget": "164GiB",
+     "memory": "192MiB"}
 """
 
 import json
@@ -28,9 +29,9 @@ _log = logging.getLogger(__name__)
 
 SUFFIX: Final = ".json"
 MOST: Final = 64
-"""Jobs of one sidecar: each has its own sockets, threads and journal."""
+"""Jobs of one node: each has its own process, sockets and journal."""
 _LARGEST: Final = 64 << 10
-KNOWN: Final = ("tokens", "allow", "coordinator", "spool_budget")
+KNOWN: Final = ("tokens", "allow", "coordinator", "spool_budget", "memory")
 """Fields of a job's file."""
 
 
@@ -44,9 +45,17 @@ class JobConfig:
     allow: tuple[str, ...]
     """Roots that its checkpoints must lie below."""
     coordinator: str | None = None
-    """None: that of the sidecar."""
+    """None: that of ``--coordinator``."""
     spool_budget: int | None = None
-    """Most bytes of its spool; None: those of the sidecar."""
+    """Most bytes of its spool; None: ``--spool-budget``."""
+    memory: int | None = None
+    """Most bytes of its upload buffers; None: ``--memory``."""
+    path: Path | None = field(default=None, compare=False)
+    """Its file, whose tokens its sidecar reads again when it changes."""
+    operator: bytes | None = field(default=None, compare=False, repr=False)
+    """Digest of the token that the node's operators use."""
+    leaving: bool = field(default=False, compare=False)
+    """Its file was removed: no token is valid any more, and what was ingested is still uploaded."""
 
     def __post_init__(self) -> None:
         if not self.digests:
@@ -154,6 +163,8 @@ def read_job(path: Path) -> JobConfig:
         allow=tuple(_texts(fields, "allow")),
         coordinator=_text(fields, "coordinator"),
         spool_budget=_size(fields, "spool_budget"),
+        memory=_size(fields, "memory"),
+        path=path,
     )
 
 

@@ -3,7 +3,8 @@
 In: the parent directory, which only this user may enter, so that no other user of the host reaches the
 sockets. Out: ``<job>/sidecar.sock``, and one beside it that passes descriptors. A pod may have the
 job's directory writable, and be root: files there are never followed and never opened. So
-sockets are made in the parent directory and moved, and no lock lies beside them.
+sockets are made in the parent directory and moved, no lock lies beside them, and the node's
+gateway reaches the job's sidecar by names in the parent directory.
 """
 
 import os
@@ -17,7 +18,7 @@ from typing import Final
 
 import grpc
 
-from pannier.daemon.listeners import make_private_directory
+from pannier.daemon.listeners import make_private_directory, socket_path
 from pannier.wire.addresses import parse_address
 from pannier.wire.errors import ConfigurationError
 
@@ -36,11 +37,18 @@ def job_address(parent: Path, job: str) -> str:
     return f"unix://{parent}/{job}/{NAME}"
 
 
-def make_parent(parent: Path) -> None:
-    """Makes the parent directory with mode 0700; removes sockets that a dead sidecar left half-made.
+def operator_address(parent: Path, job: str) -> str:
+    """The sidecar's address for the node's gateway, which no pod can replace."""
+    return f"unix://{parent}/.{job}.grpc"
 
-    Raises ConfigurationError.
-    """
+
+def http_address(parent: Path, job: str) -> str:
+    """Where the sidecar's metrics are for the node's gateway."""
+    return f"unix://{parent}/.{job}.http"
+
+
+def make_parent(parent: Path) -> None:
+    """Makes the parent directory with mode 0700. Raises ConfigurationError."""
     try:
         make_private_directory(parent)
         found = parent.stat()
@@ -53,9 +61,6 @@ def make_parent(parent: Path) -> None:
             f"{parent} belongs to user {found.st_uid}, who could put sockets of their own there: choose "
             f"an --address in a directory of user {os.geteuid()}"
         )
-    for path in parent.glob(".*"):
-        if path.is_socket():
-            path.unlink()
 
 
 def make_directory(parent: Path, job: str) -> Path:
@@ -85,14 +90,22 @@ def serving_job(server: grpc.aio.Server, directory: Path) -> Iterator[None]:
 
     Raises ConfigurationError when it can't be bound.
     """
-    made = _temporary_path(directory)
-    where = parse_address(f"unix://{made}", setting="--address")
+    private = socket_path(operator_address(directory.parent, directory.name))
+    assert private is not None
+    private.unlink(missing_ok=True)
+    where = parse_address(f"unix://{private}", setting="--address")
     try:
         server.add_insecure_port(where)
-    except RuntimeError as error:
+        made = _temporary_path(directory)
+        # A second name of the same socket.
+        made.hardlink_to(private)
+    except (OSError, RuntimeError) as error:
         raise ConfigurationError(f"can't listen on {where}: {error}") from error
-    with _placed(made, directory / NAME):
-        yield
+    try:
+        with _placed(made, directory / NAME):
+            yield
+    finally:
+        private.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import stat
+import threading
 import time
 from collections import deque
 from collections.abc import Collection, Iterable
@@ -20,7 +21,6 @@ from typing import Final
 
 from pannier.common import fault_points
 from pannier.daemon.listeners import make_private_directory
-from pannier.sidecar.spool.budget import SharedBudget
 from pannier.wire.errors import BusyError, ConfigurationError, PannierError
 from pannier.wire.file_layout import STAMP_BYTES
 
@@ -76,15 +76,12 @@ class Spool:
     earlier sidecar process left.
     """
 
-    def __init__(
-        self, directory: Path, budget: int | None = None, shared: SharedBudget | None = None
-    ) -> None:
+    def __init__(self, directory: Path, budget: int | None = None) -> None:
         """Opens the directory, making it if need be.
 
         Args:
             directory: has mode 0700 when it is made here.
             budget: most bytes of all spool files together; None: what the file system has.
-            shared: the budget of all spools of this process.
 
         Raises ConfigurationError: it can't be used, or another sidecar does.
         """
@@ -94,8 +91,7 @@ class Spool:
         """As of the last change, or of :meth:`measure`."""
         self.overhead = 0
         """Bytes of the file system that the journal takes."""
-        self._shared = shared or SharedBudget()
-        self._lock = self._shared.lock
+        self._lock = threading.Lock()
         self._free: dict[str, deque[SpoolFile]] = {}
         """Unused files by job, the most recently used one last; jobs in order of their first use."""
         self._files: set[SpoolFile] = set()
@@ -111,24 +107,22 @@ class Spool:
             self._directory_fd = self._take_lock()
         except OSError as error:
             raise ConfigurationError(f"the spool {directory} can't be used: {error}") from error
-        self._shared.join(self)
         self.measure()
 
     def measure(self) -> None:
         """Updates :attr:`usage`, which no lock protects. To be called every second or so."""
         space = os.fstatvfs(self._directory_fd)
-        capacity = min(filter(None, [self._total(space), *self._budgets()]), default=0)
+        capacity = min(filter(None, [self._total(space), self.budget]), default=0)
         with self._lock:
             free = max(0, self._room(space))
-            self.usage = SpoolUsage(self._reserved, self.unused(), capacity, free)
+            self.usage = SpoolUsage(self._reserved, self._unused(), capacity, free)
 
     def check_fits(self, sizes: Iterable[int]) -> None:
         """Raises ConfigurationError when files of these sizes never fit, even into an empty spool."""
         total = self._total(os.statvfs(self.directory))
         room, of = total or None, "on its file system"
-        for budget in self._budgets():
-            if room is None or budget < room:
-                room, of = budget, "in its budget"
+        if self.budget is not None and (room is None or self.budget < room):
+            room, of = self.budget, "in its budget"
         needed = sum(_whole_pages(size) for size in sizes)
         if room is not None and needed > room:
             raise ConfigurationError(
@@ -266,7 +260,6 @@ class Spool:
 
         No save uses them any more.
         """
-        self._shared.leave(self)
         with self._lock:
             self._free.clear()
             for file in list(self._files):
@@ -294,21 +287,11 @@ class Spool:
 
     def _room(self, space: os.statvfs_result) -> int:
         """Bytes that could still be taken; with the lock held."""
-        own = self.unused()
-        free = own + self._shared.unused(self)
-        room, left = space.f_bavail * space.f_frsize + free, self._shared.left()
-        if self.budget is not None:
-            room = min(room, self.budget - self._reserved + own)
-        return room if left is None else min(room, left + free)
+        unused = self._unused()
+        room: int = space.f_bavail * space.f_frsize + unused
+        return room if self.budget is None else min(room, self.budget - self._reserved + unused)
 
-    def _budgets(self) -> list[int]:
-        return [each for each in (self.budget, self._shared.total) if each is not None]
-
-    def reserved(self) -> int:
-        """Bytes of all files, taken or free; with the lock held."""
-        return self._reserved
-
-    def unused(self) -> int:
+    def _unused(self) -> int:
         """Bytes of the files that no save uses; with the lock held."""
         return sum(file.capacity for files in self._free.values() for file in files)
 
@@ -352,18 +335,13 @@ class Spool:
         return best, max(0, _whole_pages(size) - best.capacity)
 
     def _evict_for(self, missing: int, job: str) -> None:
-        """Removes free files, those of other jobs first, until ``missing`` more bytes are within the budgets."""
+        """Removes free files, those of other jobs first, until ``missing`` more bytes are within the budget."""
         while self.budget is not None and self._reserved + missing > self.budget:
-            if not self.evict_one(job):
+            if not self._evict_one(job):
                 free = max(0, self.budget - self._reserved)
                 raise self._full(missing, f"{free} free of its budget of {self.budget}")
-        while (left := self._shared.left()) is not None and missing > left:
-            if not (self.evict_one(job) or self._shared.evict_one(self)):
-                self._shared.request_room()
-                total = self._shared.total
-                raise self._full(missing, f"{left} free of the {total} for all jobs on this host")
 
-    def evict_one(self, job: str) -> bool:
+    def _evict_one(self, job: str) -> bool:
         """Removes a free file, one of ``job`` last; False: there is none. With the lock held."""
         for owner in sorted(self._free, key=lambda owner: owner == job):
             if self._free[owner]:
@@ -379,9 +357,8 @@ class Spool:
                 if error.errno not in _FULL:
                     raise
                 with self._lock:
-                    evicted = self.evict_one(file.job) or self._shared.evict_one(self)
+                    evicted = self._evict_one(file.job)
                 if not evicted:
-                    self._shared.request_room()
                     free = (space := os.statvfs(self.directory)).f_bavail * space.f_frsize
                     raise self._full(missing, f"{free} free on its file system") from error
             else:

@@ -1,12 +1,10 @@
 """Which uploads run at the same time: as many as the memory for their buffers allows.
 
 On the event loop. A file that is still growing may wait for its trainer for long, so such uploads leave
-room for files that are complete. Where several jobs are served, the job with the fewest uploads goes
-first, and one slot is left for another job.
+room for files that are complete.
 """
 
 import asyncio
-from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Final
@@ -16,10 +14,9 @@ MOST: Final = 8
 
 
 class _Slot:
-    def __init__(self, weight: int, growing: Callable[[], bool], job: str) -> None:
+    def __init__(self, weight: int, growing: Callable[[], bool]) -> None:
         self.weight = weight
         self.growing = growing
-        self.job = job
         self.admitted = asyncio.Event()
 
 
@@ -32,25 +29,17 @@ class UploadSlots:
 
     def __init__(self, memory: int) -> None:
         self._memory = memory
-        self._shared = False
-        """Several jobs are served."""
         self._running: list[_Slot] = []
         self._waiting: list[_Slot] = []
 
-    def share(self, shared: bool) -> None:
-        """Leaves room for uploads of other jobs from now on, or doesn't."""
-        self._shared = shared
-
     @asynccontextmanager
-    async def slot(
-        self, weight: int, growing: Callable[[], bool], job: str = ""
-    ) -> AsyncIterator[None]:
+    async def slot(self, weight: int, growing: Callable[[], bool]) -> AsyncIterator[None]:
         """Waits until an upload with buffers of ``weight`` bytes may run, and counts it meanwhile.
 
         Args:
             growing: whether the file still grows; evaluated whenever a slot may be free.
         """
-        slot = _Slot(weight, growing, job)
+        slot = _Slot(weight, growing)
         self._waiting.append(slot)
         self.admit()
         try:
@@ -62,16 +51,10 @@ class UploadSlots:
 
     def admit(self) -> None:
         """Admits waiting uploads that fit; also to be called when the file of one became complete."""
-        while (slot := self._next()) is not None:
+        while (slot := next(filter(self._fits, self._waiting), None)) is not None:
             self._waiting.remove(slot)
             self._running.append(slot)
             slot.admitted.set()
-
-    def _next(self) -> _Slot | None:
-        running = Counter(slot.job for slot in self._running)
-        # Of one job, in the order of their requests.
-        waiting = sorted(self._waiting, key=lambda slot: running[slot.job])
-        return next((slot for slot in waiting if self._fits(slot)), None)
 
     def _fits(self, slot: _Slot) -> bool:
         if not self._running and not slot.growing():
@@ -84,13 +67,4 @@ class UploadSlots:
             and len(rivals) < most
             and sum(p.weight for p in self._running) + slot.weight <= self._memory
             and (sum(p.weight for p in rivals) + slot.weight) * share <= self._memory
-            and self._leaves_room(slot)
-        )
-
-    def _leaves_room(self, slot: _Slot) -> bool:
-        """Whether an upload of another job still fits."""
-        own = [each for each in self._running if each.job == slot.job]
-        return not (self._shared and own) or (
-            len(own) < MOST - 1
-            and sum(each.weight for each in own) + 2 * slot.weight <= self._memory
         )

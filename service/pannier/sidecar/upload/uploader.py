@@ -118,9 +118,7 @@ class Uploader:
 
         async def upload() -> None:
             store = self._store(rank.save)
-            async with self._slots.slot(
-                store.upload_memory, lambda: not file.complete, rank.save.id.job
-            ):
+            async with self._slots.slot(store.upload_memory, lambda: not file.complete):
                 info = await store.upload(
                     file.name, SpoolSource(file), progress=progress, retried=retried
                 )

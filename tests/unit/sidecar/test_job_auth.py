@@ -1,6 +1,5 @@
-"""One sidecar for several jobs: each by its token, and nothing of one is another's."""
+"""Sidecars of several jobs of a host: each by its token, and nothing of one is another's."""
 
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,8 @@ from google.protobuf import message_factory
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pannier.sidecar.multi_job.auth import JobAuth, named_jobs
-from pannier.sidecar.multi_job.host import MultiJobSidecar
 from pannier.sidecar.multi_job.job_config import JobConfig
+from pannier.sidecar.multi_job.sockets import operator_address
 from pannier.v1 import (
     diagnosis_pb2,
     diagnosis_pb2_grpc,
@@ -171,8 +170,18 @@ def test_tokens_are_compared_whole_and_all() -> None:
     assert all(auth.accepts(each) for each in digests)
     assert not any(auth.accepts(each[:-1] + b"\0") for each in digests)
     assert not auth.accepts(b"")
-    auth.revoke_all()
-    assert not any(auth.accepts(each) for each in digests)
+
+
+def test_a_job_that_leaves_accepts_its_operators_alone() -> None:
+    digests = [auth_token.digest(each * 32) for each in "xy"]
+    job = JobConfig(
+        name="a", digests=frozenset(digests[:1]), allow=("/a",), operator=digests[1], leaving=True
+    )
+    auth = JobAuth(job)
+    assert [auth.accepts(each) for each in digests] == [False, True]
+    with pytest.raises(UnauthenticatedError, match="no longer served"):
+        auth.check_caller([("authorization", f"Bearer {'x' * 32}")])
+    auth.check_caller([("authorization", f"Bearer {'y' * 32}")])
 
 
 def test_a_refusal_is_logged_once_in_a_while_and_without_the_token(
@@ -189,7 +198,7 @@ def test_a_refusal_is_logged_once_in_a_while_and_without_the_token(
 # What is seen.
 
 
-def test_a_jobs_socket_shows_its_own_saves_and_the_operators_all(two: NodeHost) -> None:
+def test_a_jobs_socket_shows_its_own_saves(two: NodeHost) -> None:
     contexts = {}
     for job in "ab":
         trainer = two.trainer(job)
@@ -199,9 +208,9 @@ def test_a_jobs_socket_shows_its_own_saves_and_the_operators_all(two: NodeHost) 
         trainer.await_state(contexts[job], COMMITTED)
     keys = {job: f"{job}/inc1/{each.save.group}/1" for job, each in contexts.items()}
     shown: dict[str, Any] = {}
-    for name, address in (("a", two.socket("a")), ("b", two.socket("b")), ("", two.address)):
-        metadata = [("authorization", f"Bearer {two.files.tokens[name]}")] if name else None
-        with grpc.insecure_channel(address) as channel:
+    for name in "ab":
+        metadata = [("authorization", f"Bearer {two.files.tokens[name]}")]
+        with grpc.insecure_channel(two.socket(name)) as channel:
             status: Any = status_pb2_grpc.StatusStub(channel)
             answer = status.ListSaves(status_pb2.ListSavesRequest(), metadata=metadata)
             shown[name] = {save.id for save in answer.saves}
@@ -211,8 +220,8 @@ def test_a_jobs_socket_shows_its_own_saves_and_the_operators_all(two: NodeHost) 
                     watched = answered(
                         status.WatchSave, status_pb2.WatchSaveRequest(id=id_), metadata
                     )
-                    assert found == watched == (key if name in ("", job) else "NOT_FOUND")
-    assert shown == {"a": {keys["a"]}, "b": {keys["b"]}, "": set(keys.values())}
+                    assert found == watched == (key if name == job else "NOT_FOUND")
+    assert shown == {"a": {keys["a"]}, "b": {keys["b"]}}
 
 
 def test_checkpoints_lie_below_the_jobs_own_roots(two: NodeHost) -> None:
@@ -254,9 +263,11 @@ def test_others_on_the_host_cannot_come_by_and_pods_can_connect(two: NodeHost) -
         for name in ("sidecar.sock", "sidecar.sock.fd"):
             assert (directory / job / name).stat().st_mode & 0o777 == 0o666
         assert (two.spool / job).stat().st_mode & 0o777 == 0o700
-    # Operators' own is theirs alone.
-    assert (two.sockets / "s.sock").stat().st_mode & 0o777 == 0o600
-    assert {path.name for path in directory.iterdir()} == {"a", "b"}, "nothing half-made is left"
+    # Beside them, where no pod comes by, is the same socket for operators.
+    assert {path.name for path in directory.iterdir()} == {"a", "b", ".a.grpc", ".b.grpc"}
+    with grpc.insecure_channel(operator_address(directory, "a")) as channel:
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        assert stub.Check(health_pb2.HealthCheckRequest()).status == 1
 
 
 def test_what_a_pod_puts_into_its_directory_is_not_followed(host: NodeHost) -> None:
@@ -275,12 +286,6 @@ def test_what_a_pod_puts_into_its_directory_is_not_followed(host: NodeHost) -> N
     host.trainer("a")
 
 
-def test_two_sidecars_never_serve_the_same_jobs(two: NodeHost) -> None:
-    with pytest.raises(PannierError, match="another daemon listens"):
-        two.loop.run(MultiJobSidecar(two.node.config).__aenter__())
-    two.trainer("a")
-
-
 def test_records_name_no_token(two: NodeHost) -> None:
     """Neither what goes to the coordinator, nor to the journal, nor into storage."""
     a = two.trainer("a")
@@ -295,22 +300,3 @@ def test_records_name_no_token(two: NodeHost) -> None:
     assert records_pb2.Receipt.FromString(
         next(Path(two.id("a")).rglob("receipts/*")).read_bytes()
     ).files
-
-
-def test_what_a_dead_sidecar_left_is_cleared_or_reported(
-    host: NodeHost, caplog: pytest.LogCaptureFixture
-) -> None:
-    host.job("a")
-    host.start()
-    host.stop()
-    half_made = host.sockets / "jobs/.1234abcd"
-    with socket.socket(socket.AF_UNIX) as left:
-        left.bind(str(half_made))
-    # Of a job that was taken away while no sidecar ran, and of a sidecar without --jobs.
-    (host.spool / "gone").mkdir()
-    (host.spool / "journal").touch()
-    host.start()
-    assert not half_made.exists()
-    (said,) = [each.getMessage() for each in caplog.records if "belongs to no job" in each.message]
-    assert said.startswith(f"gone, journal in the spool {host.spool}")
-    host.trainer("a")
