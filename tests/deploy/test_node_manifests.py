@@ -74,9 +74,10 @@ def test_a_nodes_sidecar_has_the_settings_of_a_pods() -> None:
     assert mine.keys() - {"PANNIER_ALLOW"} == theirs.keys() - of_a_node
     different = {name for name in mine.keys() & theirs.keys() if mine[name] != theirs[name]}
     assert different == {"PANNIER_ADDRESS", "PANNIER_SIDECAR", "PANNIER_SPOOL", "PANNIER_GRACE"}
-    # A native sidecar says of itself that it is one; the rest is the same, but for the jobs' files.
-    assert {k: v for k, v in one.items() if k not in ("env", "restartPolicy")} == {
+    # A native sidecar says of itself that it is one; the rest is the same, but for the jobs' files
+    # and the memory of their processes.
+    assert {k: v for k, v in one.items() if k not in ("env", "resources", "restartPolicy")} == {
         k: [m for m in v if m["name"] != "pannier-jobs"] if k == "volumeMounts" else v
         for k, v in other.items()
-        if k != "env"
+        if k not in ("env", "resources")
     }

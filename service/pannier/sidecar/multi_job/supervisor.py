@@ -9,6 +9,7 @@ one thread and no gRPC object.
 
 import dataclasses
 import gc
+import importlib
 import json
 import logging
 import secrets
@@ -33,6 +34,7 @@ from pannier.sidecar.multi_job.sockets import (
     make_directory,
     make_parent,
 )
+from pannier.storage.url import parse
 from pannier.supervisor.processes import (
     GAVE_UP,
     MISCONFIGURED,
@@ -56,6 +58,9 @@ _MARGIN_S: Final = 5.0
 """A sidecar's time to exit on top of its grace period, before SIGKILL."""
 _RESTART_S: Final = 10.0
 """A sidecar's time to exit when it is to be started again with other settings."""
+
+_STORES: Final = {"gs": "pannier.storage.gcs.store", "s3": "pannier.storage.s3.store"}
+"""Modules of stores that are imported when they are needed, by scheme."""
 
 RunJob = Callable[[SidecarConfig, JobConfig], int]
 """Serves one job until its process is asked to stop; returns the exit status."""
@@ -131,9 +136,6 @@ class JobSupervisor:
         Raises ConfigurationError when the sockets' directory or the spool can't be used.
         """
         lock = self._prepare()
-        # What is shared isn't copied by the first collection of each child.
-        gc.collect()
-        gc.freeze()
         with self._signals.blocked():
             try:
                 self._apply_jobs()
@@ -232,6 +234,7 @@ class JobSupervisor:
                 refused[name] = f"job {name} is not served: {error}"
             else:
                 if name not in self._jobs:
+                    _import_stores(found)
                     self._jobs[name] = _Job(found, self._launch_job)
         for name, problem in refused.items():
             if self._refused.get(name) != problem:
@@ -329,3 +332,14 @@ class JobSupervisor:
             return self._error_file(job).read_text()
         except OSError:
             return ""
+
+
+def _import_stores(job: JobConfig) -> None:
+    """Imports the modules of the job's stores here, so that all processes share them."""
+    for root in job.allow:
+        # A missing one is reported when the store is opened.
+        with suppress(KeyError, ImportError):
+            importlib.import_module(_STORES[parse(root).scheme])
+    # What is shared isn't copied by the first garbage collection of each child.
+    gc.collect()
+    gc.freeze()
