@@ -215,8 +215,8 @@ class Host:
         self.save: Save = registry.enter(context(0, "/root/step"))
         self.peers = SidecarPeers(registry)
 
-    def start(self, sidecar: str) -> SidecarPeer:
-        return self.peers.open_stream("node", sidecar)
+    def start(self, sidecar: str, job: str = "") -> SidecarPeer:
+        return self.peers.open_stream("node", sidecar, job)
 
     def hold(self, rank: int, sidecar: SidecarPeer, phase: "save_pb2.RankPhase" = INGESTED) -> None:
         part = self.save.ranks[rank]
@@ -255,6 +255,19 @@ def test_what_a_replaced_sidecar_held_may_be_lost(monkeypatch: pytest.MonkeyPatc
     assert found == {
         0: "the sidecar on host node was restarted and no longer holds this rank's data"
     }
+
+
+@pytest.mark.parametrize("job", ["mine", "other"])
+def test_the_sidecar_of_another_job_replaces_none(
+    monkeypatch: pytest.MonkeyPatch, job: str
+) -> None:
+    def happen(host: Host) -> None:
+        old = host.start("old", "mine")
+        host.hold(0, old)
+        host.peers.close_stream(old)
+        host.start("new", job)
+
+    assert bool(losses_after(monkeypatch, happen)) == (job == "mine")
 
 
 def test_a_durable_rank_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
