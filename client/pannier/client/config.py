@@ -64,7 +64,7 @@ class Settings(BaseSettings):
     """Users besides this one and root whose sidecar is trusted on a unix socket, as numbers with
     spaces between."""
     token_file: Path | None = None
-    """File with the job's token, for a sidecar that serves several jobs. None: no token."""
+    """File with the job's token, where a node serves several jobs. None: no token."""
     max_in_flight: int = Field(default=2, ge=1, le=16)
     """Saves that may be staged but not yet ingested; each holds one arena."""
 

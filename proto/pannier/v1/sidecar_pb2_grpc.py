@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class SidecarStub(object):
-    """The sidecar. Where it serves several jobs, each call over a job's socket carries
+    """The sidecar. Where a node serves several jobs, each call over a job's socket carries
     the job's token as metadata, "authorization: Bearer TOKEN", and names only that
     job; so do calls of Status and Diagnosis there.
     """
@@ -90,7 +90,7 @@ class SidecarStub(object):
 
 
 class SidecarServicer(object):
-    """The sidecar. Where it serves several jobs, each call over a job's socket carries
+    """The sidecar. Where a node serves several jobs, each call over a job's socket carries
     the job's token as metadata, "authorization: Bearer TOKEN", and names only that
     job; so do calls of Status and Diagnosis there.
     """
@@ -236,7 +236,7 @@ def add_SidecarServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Sidecar(object):
-    """The sidecar. Where it serves several jobs, each call over a job's socket carries
+    """The sidecar. Where a node serves several jobs, each call over a job's socket carries
     the job's token as metadata, "authorization: Bearer TOKEN", and names only that
     job; so do calls of Status and Diagnosis there.
     """

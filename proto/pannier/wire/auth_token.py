@@ -1,4 +1,4 @@
-"""The token that authenticates a job to a sidecar of several jobs: a file in, call metadata out.
+"""The token that authenticates a job to its sidecar, where a node has several jobs: a file in, call metadata out.
 
 A token is a secret of at least MIN_LENGTH characters in a separate file, which may be replaced at any time
 (as Kubernetes does with the files of a Secret): it is checked before each call. A sidecar keeps and

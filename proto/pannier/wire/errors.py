@@ -51,7 +51,7 @@ class ConfigurationError(PannierError, ValueError):
 
 
 class UnauthenticatedError(ConfigurationError):
-    """A call to a sidecar of several jobs came without a token of its job."""
+    """A call to the socket of a job of ``--jobs`` came without a token of the job."""
 
     code = grpc.StatusCode.UNAUTHENTICATED
 

@@ -40,7 +40,7 @@ daemon_option = combined(
         "--token-file",
         type=click.Path(path_type=Path),
         metavar="FILE",
-        help="Contains the job's token, for the job's socket of a sidecar that serves several jobs.",
+        help="Contains the job's token, for the job's socket where a node serves several jobs.",
     ),
 )
 """Arguments of :class:`StatusClient`."""

@@ -56,7 +56,7 @@ class JobAuth:
     def leave(self) -> None:
         """Rejects the job's calls from now on. In a signal handler, too."""
         self.leaving = True
-        self._digests, self._path = frozenset(), None
+        self._path = None
 
     def refresh(self) -> None:
         """Reads the tokens from the job's file, if it has changed.
@@ -72,13 +72,13 @@ class JobAuth:
             digests = read_job(path).digests
         except ConfigurationError:
             return
-        if digests != self._digests and not self.leaving:
+        if digests != self._digests:
             self.replace_tokens(digests)
             _log.info("job %s has other tokens", self.job)
 
     def accepts(self, digest: bytes) -> bool:
         """Whether ``digest`` is that of a valid token."""
-        known = self._digests | self._operator
+        known = self._operator if self.leaving else self._digests | self._operator
         # Compares all of them, so that the time is the same for each.
         return sum(hmac.compare_digest(each, digest) for each in known) > 0
 

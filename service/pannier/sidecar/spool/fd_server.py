@@ -3,7 +3,7 @@
 gRPC can't pass descriptors, so a second unix socket lies beside the sidecar's own. In: connections of
 this host's trainers, which send one token after the other, TOKEN_BYTES each. Out: for each token a message
 per up to PER_MESSAGE descriptors (SCM_RIGHTS), whose one byte is their number: 0 for an unknown
-token. A connection stays open for the client's life. Where a sidecar serves several jobs, the digest
+token. A connection stays open for the client's life. Where a node serves several jobs, the digest
 of a job's token comes first and is answered with one byte, 1 if it is valid. On the event loop.
 """
 
