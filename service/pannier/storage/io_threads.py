@@ -122,7 +122,7 @@ class Threads:
         return await waiter
 
     def submit(self, function: Callable[..., T], *args: Any) -> "Future[T]":
-        """Runs ``function(*args)`` in a thread, whoever waits for it or doesn't. Any thread."""
+        """Runs ``function(*args)`` in a thread, also when its caller no longer waits. Any thread."""
         call = _Call(lambda: function(*args), _name(function, *args), None)
         self._submit(call, closing=True)
         return call.future
