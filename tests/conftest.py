@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 import pytest
+from hypothesis import HealthCheck, settings
 
 from support.processes import fork_server, processes
 from support.processes.daemons import Daemons, memory_directory, short_directory
@@ -18,15 +20,26 @@ from support.storage.gcs_server import GcsServer
 if TYPE_CHECKING:
     from pannier.client import Client
 
-# The environment's settings don't reach the tests, but for what stretches their deadlines and the
+# The environment's settings don't reach the tests, but for the scale of all durations and the
 # transport of tests that have no opinion on it; what they set themselves is inherited.
-_KEPT = ("PANNIER_TEST_STRETCH", "PANNIER_TRANSPORT")
+_KEPT = ("PANNIER_TIME_SCALE", "PANNIER_TRANSPORT")
 for _name in [name for name in os.environ if name.startswith("PANNIER_")]:
     if _name not in _KEPT:
         del os.environ[_name]
 os.environ[processes.MARKER] = processes.SESSION
 # Inherited by everything that is started here; see gcsfs' layout lookup.
 os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
+
+# The same examples each time, however slow the machine is. `--hypothesis-profile=random` tries others.
+settings.register_profile(
+    "same", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile("random", settings.get_profile("same"), derandomize=False)
+settings.load_profile("same")
+
+# A shell's background job ignores it, and so would all that tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Helpers of Python itself that live as long as the interpreter.
 _PYTHONS_OWN = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from support.chaos.run import Chaos
-from support.processes.stretch import FACTOR
+from support.processes.stretch import stretched
 
 SEEDS = [3, 8]
 """One of them streams, with the other all is mapped."""
@@ -20,7 +20,7 @@ def chaos_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300 * FACTOR)
+@pytest.mark.timeout(stretched(300))
 @pytest.mark.parametrize("seed", SEEDS)
 def test_nothing_that_was_handed_over_is_lost_whatever_goes_wrong(
     chaos_directory: Path, seed: int

@@ -15,7 +15,7 @@ from support.actors.crash_walk import Saver
 from support.chaos.check import leftovers
 from support.processes.cli import Result, pannier, pannier_here
 from support.processes.daemons import Daemon, Daemons, memory_directory
-from support.processes.stretch import BOUND_S, FACTOR
+from support.processes.stretch import BOUND_S, stretched
 
 
 def _points(*begins: str) -> list[str]:
@@ -95,7 +95,7 @@ def gc(root: Path) -> Result:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300 * FACTOR)
+@pytest.mark.timeout(stretched(300))
 @pytest.mark.parametrize("who", ["coordinator", "sidecar"])
 def test_a_daemon_that_dies_there_loses_nothing_and_leaves_nothing(
     daemons: Daemons, root: Path, who: str

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from pannier.client import InDoubtError, PannierError
-from pannier.client.transport import save_status
 from pannier.client.transport.sidecar_client import SidecarClient
+from pannier.common import timeouts
 from pannier.v1 import sidecar_pb2
 from pannier.wire.errors import UnavailableError
 from support.actors.lease_holder import mapped_files
@@ -70,7 +70,7 @@ class LateHandOver:
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateHandOver]:
     monkeypatch.delenv("PANNIER_TRANSPORT", raising=False)
-    monkeypatch.setattr(save_status, "_GRACE_S", 0.0)
+    monkeypatch.setattr(timeouts, "DECISION_S", 0.0)
     made = LateHandOver(monkeypatch)
     yield made
     made.give_up.set()

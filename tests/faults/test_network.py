@@ -12,7 +12,7 @@ import torch
 
 from pannier.client import Client, InDoubtError, PannierError
 from pannier.client.config import load_settings
-from pannier.client.transport import save_status
+from pannier.common import timeouts
 from pannier.v1 import save_pb2
 from support.actors.scripted_sidecar import wait_until
 from support.chaos.links import Links
@@ -89,8 +89,8 @@ def check(client: Client, state: dict[str, object], target: str) -> None:
 def test_a_cut_from_the_coordinator_ends_only_saves_whose_deadline_passes_meanwhile(
     network: Network, daemons: Daemons, server: GcsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(save_status, "_GRACE_S", 1.0)
-    monkeypatch.setattr(save_status, "_ABORT_S", 1.0)
+    monkeypatch.setattr(timeouts, "DECISION_S", 1.0)
+    monkeypatch.setattr(timeouts, "ABORT_S", 1.0)
     with new_client(daemons, server, monkeypatch, max_in_flight=4) as client:
         hold_up(server)
         patient = client.async_save(STATE, checkpoint_id="gs://bucket/cut/step-1", timeout=60)

@@ -12,6 +12,7 @@ import torch
 
 from pannier.client import Client, SaveAbortedError, wait_log
 from pannier.client.config import load_settings
+from pannier.common import timeouts
 from pannier.v1 import save_pb2
 from support.processes.daemons import Daemons
 from support.processes.stretch import BOUND_S
@@ -44,7 +45,7 @@ def client(
         else:
             environment = {"STORAGE_EMULATOR_HOST": endpoint}
             daemons = stack.enter_context(Daemons(tmp_path, environment=environment, start=False))
-            daemons.coordinator.constants["pannier.coordinator.stores.CONTACT_S"] = 8.0
+            daemons.coordinator.constants["pannier.common.timeouts.STORAGE_CONTACT_S"] = 8.0
             daemons.coordinator.start()
             daemons.sidecar.start()
             for name, value in daemons.env().items():
@@ -63,7 +64,8 @@ def test_a_first_save_says_soon_that_storage_can_not_be_reached(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(wait_log, "FIRST_S", 3.0)
+    monkeypatch.setattr(timeouts, "WAIT_WARNING_S", 3.0)
+    monkeypatch.setattr(wait_log, "_FACTOR", 1.5)
     began = time.monotonic()
     with (
         caplog.at_level(logging.WARNING, "pannier"),
@@ -75,7 +77,7 @@ def test_a_first_save_says_soon_that_storage_can_not_be_reached(
     (failure,) = raised.value.failures.values()
     assert failure.kind == save_pb2.FAILURE_KIND_STORAGE
     waits = [each.getMessage() for each in caplog.records if each.name == wait_log.__name__]
-    # The first may come before daemons that are just starting have found each other.
+    # The first ones may come before daemons that are just starting have found each other.
     waited = "async_save to gs://bucket/run/step-1 has waited "
     assert all(each.startswith(waited) for each in waits)
     assert "for storage at gs://bucket/run/step-1" in waits[-1]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import fsspec
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pannier.common.fault_points import VARIABLE
@@ -159,12 +159,7 @@ class Interrupted(UnreliableStore):
 _places = itertools.count()
 
 
-@settings(
-    max_examples=150,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow],
-)
+@settings(max_examples=150)
 @given(seed=st.integers(0, 2**32), before=st.integers(0, 25), during=st.integers(0, 12))
 def test_whatever_comes_between_nothing_that_is_needed_goes(
     seed: int, before: int, during: int

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from pannier.client import CheckpointExistsError, Client, StorageReader, StorageWriter
 from pannier.client.config import load_settings
-from pannier.client.loading import read_lease
+from pannier.common import timeouts
 from pannier.common.fault_points import VARIABLE
 from support.processes.cli import pannier_here as pannier
 from support.processes.daemons import Daemons
@@ -157,7 +157,7 @@ def load_version(place: str) -> torch.Tensor:
 def test_an_overwritten_checkpoint_stays_under_its_reader_and_goes_afterwards(
     client: Client, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(read_lease, "RENEW_S", 1.0)
+    monkeypatch.setattr(timeouts, "LEASE_RENEW_S", 1.0)
     first = client.save(version(1), checkpoint_id=place)
     loaded, planner = version(0), Halting()
     problems: list[BaseException] = []
@@ -180,7 +180,7 @@ def test_an_overwritten_checkpoint_stays_under_its_reader_and_goes_afterwards(
         began = time.monotonic()
         until(lambda: f".pannier/{first.attempt}/superseded" in objects(place), "the mark")
         # Longer than the grace period, and than the lease lives without being renewed.
-        while time.monotonic() - began < max(GRACE_S, 3 * read_lease.RENEW_S) + 0.5:
+        while time.monotonic() - began < max(GRACE_S, 3 * timeouts.LEASE_RENEW_S) + 0.5:
             assert [name for name in of(place, first.attempt) if name.endswith(".distcp")]
             time.sleep(0.1)
     finally:

@@ -14,8 +14,6 @@ from pannier.wire.plan_columns import encode_column
 
 FUZZ: Final = settings(
     max_examples=50,
-    deadline=2000,
-    derandomize=True,
     database=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )

@@ -8,13 +8,11 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Final
 
 from pannier.client.interrupts import Condition, aside
+from pannier.common import timeouts
 
 _log = logging.getLogger(__name__)
-_LONGEST_WAIT_S: Final = 3600.0
-"""Far below what a condition can wait for; the timers are checked again after it."""
 
 
 class Timer:
@@ -88,7 +86,9 @@ class Timers:
                 self._pending.difference_update(due)
                 if not due:
                     next_due = min((timer.due for timer in self._pending), default=None)
-                    delay = None if next_due is None else min(_LONGEST_WAIT_S, next_due - now)
+                    delay = (
+                        None if next_due is None else min(timeouts.LONGEST_TIMER_S, next_due - now)
+                    )
                     self._condition.wait(delay)
             while due:
                 due.pop().run()

@@ -13,11 +13,10 @@ from contextlib import contextmanager
 from typing import Final
 
 from pannier.client.timers import Timers
+from pannier.common import timeouts
 
 _log = logging.getLogger(__name__)
 
-FIRST_S: Final = 5.0
-"""Until the first warning."""
 _FACTOR: Final = 4.0
 """Growth of the interval between warnings."""
 
@@ -39,7 +38,7 @@ class Wait:
         self._over = False
         # Weakly, so that an interrupted call, which never ends its wait, doesn't log for ever.
         self._warn_if_alive = _weakly(self._warn)
-        self._timer = _timers.start(FIRST_S, self._warn_if_alive)
+        self._timer = _timers.start(timeouts.WAIT_WARNING_S, self._warn_if_alive)
 
     def end(self) -> None:
         """Stops logging."""

@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
-SLACK_S: Final = 0.5
-"""How late a tick may be and still count as on time."""
+from pannier.common import timeouts
 
 
 class ObserverClock:
@@ -35,7 +34,7 @@ class ObserverClock:
             now = time.monotonic()
             late = max(0.0, now - self._due)
             self._missed += late
-            self._due = now + next_s + SLACK_S
+            self._due = now + next_s + timeouts.OBSERVER_SLACK_S
             return late
 
     def now(self) -> float:

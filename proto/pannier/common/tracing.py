@@ -19,6 +19,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from pannier.common import timeouts
 from pannier.v1 import save_pb2
 from pannier.wire.object_names import save_text
 from pannier.wire.version import package_version
@@ -31,8 +32,6 @@ _ASKING: Final = (
     "OTEL_TRACES_EXPORTER",
 )
 _NS: Final = 1_000_000_000
-_LAST_S: Final = 2.0
-"""Seconds for the last export when the process ends: the collector may be unreachable."""
 
 
 Attributes = Mapping[str, str | int | float]
@@ -187,7 +186,7 @@ class _Tracer:
             # A forked child: the thread exists in the parent only.
             return
         self._ending.set()
-        self._sent.wait(_LAST_S)
+        self._sent.wait(timeouts.TRACES_EXPORT_S)
 
     def _send_last(self) -> None:
         self._ending.wait()

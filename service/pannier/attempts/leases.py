@@ -12,16 +12,13 @@ from typing import Final
 
 from google.protobuf import json_format
 
+from pannier.common import timeouts
 from pannier.storage import NotFoundError, ObjectInfo, Store
 from pannier.v1 import records_pb2
 from pannier.wire import object_names
 
 LIFE: Final = 3
 """A lease lives this many times its renewal period."""
-_UNKNOWN_RENEW_S: Final = 60.0
-"""Renewal period of an unreadable lease: it may be half written."""
-_LONGEST_RENEW_S: Final = 3600.0
-"""Longest renewal period that counts: no lease protects files for ever."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +57,8 @@ async def read_leases(store: Store, objects: Iterable[ObjectInfo]) -> list[Lease
             continue
         except (json_format.ParseError, UnicodeDecodeError):
             lease.Clear()
-        renew_s = lease.renew_s if lease.renew_s > 0 else _UNKNOWN_RENEW_S
-        expires = info.modified + LIFE * min(renew_s, _LONGEST_RENEW_S)
+        renew_s = lease.renew_s if lease.renew_s > 0 else timeouts.LEASE_UNKNOWN_RENEW_S
+        expires = info.modified + LIFE * min(renew_s, timeouts.LEASE_LONGEST_RENEW_S)
         found.append(Lease(info, attempt, lease.host, lease.pid, expires))
     return found
 

@@ -11,15 +11,11 @@ import click
 import grpc
 
 from pannier.cli.options import Address, combined, option, tls_options
+from pannier.common import timeouts
 from pannier.v1 import save_pb2, status_pb2, status_pb2_grpc
 from pannier.wire import addresses, errors
 from pannier.wire.auth_token import Metadata, TokenFile
 from pannier.wire.tls import open_channel, tls_of
-
-CALL_S = 10.0
-"""Deadline of a call without a wait."""
-RECONNECT_S = 10.0
-"""How long a daemon may be unreachable while a save is watched, for a restart."""
 
 TERMINAL = (
     save_pb2.SAVE_STATE_COMMITTED,
@@ -109,7 +105,7 @@ class StatusClient:
         """Newest first."""
         with self._translated():
             response: status_pb2.ListSavesResponse = self._stub.ListSaves(
-                request, timeout=CALL_S, metadata=self._metadata
+                request, timeout=timeouts.STATUS_CALL_S, metadata=self._metadata
             )
             return response
 
@@ -117,7 +113,9 @@ class StatusClient:
         """By id, or the newest of a checkpoint id."""
         with self._translated():
             response: status_pb2.GetSaveResponse = self._stub.GetSave(
-                status_pb2.GetSaveRequest(id=save), timeout=CALL_S, metadata=self._metadata
+                status_pb2.GetSaveRequest(id=save),
+                timeout=timeouts.STATUS_CALL_S,
+                metadata=self._metadata,
             )
             return response
 
@@ -143,7 +141,7 @@ class StatusClient:
 
     def _ready_again(self) -> bool:
         try:
-            grpc.channel_ready_future(self._channel).result(RECONNECT_S)
+            grpc.channel_ready_future(self._channel).result(timeouts.WATCH_RECONNECT_S)
         except grpc.FutureTimeoutError:
             return False
         return True

@@ -11,9 +11,8 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable
-from typing import Final
 
-from pannier.common import observer_clock
+from pannier.common import observer_clock, timeouts
 from pannier.common.wait_text import waiting_text
 from pannier.coordinator.saves import save_view
 from pannier.coordinator.saves.participants import RankState, SidecarPeer
@@ -25,19 +24,6 @@ from pannier.wire import limits, object_names
 from pannier.wire.failures import ranks_text
 
 _log = logging.getLogger(__name__)
-
-CHECK_EVERY_S: Final = 1.0
-"""Between two checks for missed heartbeats, which have no event of their own."""
-RETURN_S: Final = 3.0
-"""A sidecar that is alive attaches again within this time after its stream broke."""
-PLAN_RETURN_S: Final = 10.0
-"""For a sidecar to attach again and a trainer beside it to repeat its Plan call."""
-SUPERSEDED_RETURN_S: Final = 10.0
-"""For a sidecar that was restarted beside a newer incarnation to attach."""
-_BATCH_S: Final = 0.02
-"""Hosts whose sidecars come or go within this time are checked together."""
-_KEPT_S: Final = 3600.0
-"""How long a disconnected sidecar is remembered."""
 
 
 class _DelayedCheck:
@@ -56,8 +42,10 @@ class _DelayedCheck:
         loop = asyncio.get_running_loop()
         if loop.time() >= self._open_until:
             self._hosts = set()
-            self._open_until = loop.time() + _BATCH_S
-            observer_clock.call_later(_BATCH_S + self._delay_s, self._check, self._hosts)
+            self._open_until = loop.time() + timeouts.STREAMS_BATCH_S
+            observer_clock.call_later(
+                timeouts.STREAMS_BATCH_S + self._delay_s, self._check, self._hosts
+            )
         self._hosts.add(host)
 
 
@@ -67,8 +55,8 @@ class SidecarPeers:
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
         self._peers: dict[tuple[str, str], SidecarPeer] = {}
-        self._return = _DelayedCheck(RETURN_S, self._check_hosts)
-        self._plan_return = _DelayedCheck(PLAN_RETURN_S, self._check_planning)
+        self._return = _DelayedCheck(timeouts.SIDECAR_RETURN_S, self._check_hosts)
+        self._plan_return = _DelayedCheck(timeouts.PLAN_RETURN_S, self._check_planning)
 
     def open_stream(self, host: str, sidecar: str, job: str = "") -> SidecarPeer:
         """Registers a stream; its first request reports all that the sidecar holds."""
@@ -76,7 +64,7 @@ class SidecarPeers:
         self._peers = {
             name: peer
             for name, peer in self._peers.items()
-            if peer.streams or now - peer.last_seen < _KEPT_S
+            if peer.streams or now - peer.last_seen < timeouts.SIDECAR_KEPT_S
         }
         # By host, too: no host may claim another's sidecar by sending its id.
         peer = self._peers.setdefault((host, sidecar), SidecarPeer(host, job))
@@ -96,7 +84,9 @@ class SidecarPeers:
 
     def check_handed_over(self, save: Save, rank: int) -> None:
         """Checks a rank that was handed over but that its client's sidecar doesn't hold."""
-        observer_clock.call_later(RETURN_S, self._report_restart, save, save.ranks[rank])
+        observer_clock.call_later(
+            timeouts.SIDECAR_RETURN_S, self._report_restart, save, save.ranks[rank]
+        )
 
     def _check_hosts(self, hosts: Collection[str]) -> None:
         """Finds ranks whose sidecar is disconnected, and those whose sidecar was replaced.
@@ -227,7 +217,7 @@ class IncarnationWatch:
             self._check_later(save, newest)
 
     def _check_later(self, save: Save, newer: int) -> None:
-        observer_clock.call_later(SUPERSEDED_RETURN_S, self._check, save, newer)
+        observer_clock.call_later(timeouts.SUPERSEDED_RETURN_S, self._check, save, newer)
 
     def _check(self, save: Save, newer: int) -> None:
         # While a save is planned its ranks wait in calls, which end with their trainers.
@@ -278,8 +268,8 @@ class HeartbeatMonitor:
         """Checks until it is cancelled."""
         with observer_clock.clock.watched():
             while True:
-                observer_clock.clock.tick(CHECK_EVERY_S)
-                await asyncio.sleep(CHECK_EVERY_S)
+                observer_clock.clock.tick(timeouts.CHECK_S)
+                await asyncio.sleep(timeouts.CHECK_S)
                 self.check()
 
     def check(self) -> None:

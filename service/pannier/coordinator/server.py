@@ -15,7 +15,7 @@ from typing import Final
 
 import grpc
 
-from pannier.common import observer_clock, tracing
+from pannier.common import observer_clock, timeouts, tracing
 from pannier.common.malloc import keep_freed_memory
 from pannier.coordinator.background.retention import Retention
 from pannier.coordinator.background.superseded import Sweeper
@@ -64,14 +64,6 @@ _LARGE: Final = 32 << 20
 """Bytes; the C library's maximum."""
 _GARBAGE: Final = 20_000
 """Objects made between two runs of the garbage collector, 700 by default."""
-_DECIDING_S: Final = 2.0
-"""After SIGTERM: for decisions that are being written."""
-_IDLE_CHECK_S: Final = 1.0
-"""Between two checks whether the coordinator is idle."""
-_REPORTED_S: Final = 5.0
-"""A report about a trainer counts this long; sidecars send one every second or so."""
-FIRST_S: Final = 60.0
-"""Shortest idle time before the first trainer: its host may only be starting its sidecar."""
 
 
 def run(config: CoordinatorConfig) -> int:
@@ -105,7 +97,7 @@ async def _run(config: CoordinatorConfig) -> None:
             for save in deciding
         ]
         if waits:
-            await asyncio.wait(waits, timeout=_DECIDING_S)
+            await asyncio.wait(waits, timeout=timeouts.DECIDING_S)
 
 
 @dataclass(frozen=True)
@@ -211,16 +203,16 @@ async def await_idle(
 ) -> None:
     """Calls ``leave`` after ``after_s`` seconds without an undecided save or a connected trainer.
 
-    Before the first trainer connects, after at least ``FIRST_S`` seconds. For a coordinator that a
+    Before the first trainer connects, after at least ``timeouts.FIRST_TRAINER_S`` seconds. For a coordinator that a
     client started.
     """
     busy = observer_clock.now()
     while True:
-        await asyncio.sleep(_IDLE_CHECK_S)
+        await asyncio.sleep(timeouts.CHECK_S)
         now = observer_clock.now()
         if registry.undecided() or _has_trainer(streams, now):
             busy = now
-        idle_s = max(after_s, FIRST_S) if streams.trainer_seen is None else after_s
+        idle_s = max(after_s, timeouts.FIRST_TRAINER_S) if streams.trainer_seen is None else after_s
         if now - busy >= idle_s:
             leave()
             return
@@ -233,7 +225,8 @@ def _has_trainer(streams: SidecarStreams, now: float) -> bool:
     """
     if streams.trainer_seen is None:
         return False
-    return now - streams.trainer_seen < _REPORTED_S or any(
-        peer.trainer_seen is not None and peer.last_seen - peer.trainer_seen < _REPORTED_S
+    return now - streams.trainer_seen < timeouts.REPORT_COUNTS_S or any(
+        peer.trainer_seen is not None
+        and peer.last_seen - peer.trainer_seen < timeouts.REPORT_COUNTS_S
         for peer in streams.attached()
     )

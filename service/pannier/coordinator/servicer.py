@@ -13,12 +13,12 @@ from typing import Any, Final
 
 import grpc
 
+from pannier.common import timeouts
 from pannier.coordinator.planning.columns import RankPlan
 from pannier.coordinator.planning.custom_planners import Planners
 from pannier.coordinator.planning.plan_cache import AgreedPlan, PlanCache
 from pannier.coordinator.saves import save_view
 from pannier.coordinator.saves.admission import admit, check_destination
-from pannier.coordinator.saves.deadlines import DEFAULT_TIMEOUT_S
 from pannier.coordinator.saves.participants import CachedPlanClaim
 from pannier.coordinator.saves.registry import Registry
 from pannier.coordinator.saves.save import Save
@@ -42,10 +42,6 @@ from pannier.wire.errors import (
 )
 
 NAME: Final = "pannier.v1.Coordinator"
-LOST_AFTER_S: Final = 1.0
-"""A rank whose Plan call broke off is lost unless its sidecar calls again within this time."""
-_BEGIN_S: Final = 60.0
-"""For storage to answer when a save is opened with Begin."""
 
 
 class PlanCall:
@@ -123,7 +119,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         if save.plans.any or save.records.plan_id:
             raise InvalidRequestError(f"{save.label} is planned by Pannier: it can't be begun")
         save.begin_external(request.context)
-        save.deadlines.report(request.context.rank, _BEGIN_S, request.save_timeout_s)
+        save.deadlines.report(request.context.rank, timeouts.BEGIN_S, request.save_timeout_s)
         save.participants.note_call(request.context.rank)
         save.notify()
         await save.wait_until(lambda: save.failing or save.state is not State.PLANNING)
@@ -148,7 +144,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
             save.resume_external()
         if not save.external and not save.ended:
             raise InvalidRequestError(f"{save.label} was not opened with Begin")
-        deadline = time.monotonic() + (request.timeout_s or DEFAULT_TIMEOUT_S)
+        deadline = time.monotonic() + (request.timeout_s or timeouts.DEFAULT_SAVE_S)
         if not save.ended:
             if save.attempt is not None and request.attempt != save.attempt.name:
                 raise InvalidRequestError(
@@ -270,7 +266,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
                 del self._callers[caller]
                 if broken and not save.ended:
                     loop = asyncio.get_running_loop()
-                    loop.call_later(LOST_AFTER_S, self._fail_broken_call, save, rank)
+                    loop.call_later(timeouts.CALL_RETURN_S, self._fail_broken_call, save, rank)
 
     def _fail_broken_call(self, save: Save, rank: int) -> None:
         state = save.ranks[rank]

@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncIterator
 from typing import Final
 
-from pannier.common import observer_clock
+from pannier.common import observer_clock, timeouts
 from pannier.coordinator.liveness import SidecarPeers, apply_trainer_reports
 from pannier.coordinator.saves import save_view
 from pannier.coordinator.saves.admission import admit, check_destination
@@ -37,14 +37,8 @@ from pannier.wire.version import WIRE_VERSION, package_version
 
 _log = logging.getLogger(__name__)
 
-REFRESH_S: Final = 1.0
-"""How often a sidecar gets the status of a save that has not changed."""
 _STREAMS: Final = 128
 """With more sidecars each gets it less often, so that a long save costs no more per second."""
-_DUE_S: Final = 0.9
-"""Age at which a status is due: the timer of ``REFRESH_S`` is no more exact than that."""
-_ALIVE_S: Final = 5.0
-"""A sidecar whose last message is younger than this keeps its ranks."""
 _RENDERED_KEPT: Final = 64
 
 Requests = AsyncIterator[coordinator_pb2.AttachRequest]
@@ -114,7 +108,7 @@ class SidecarStreams:
                 response = self._take_pending(stream)
                 if response is not None:
                     yield response
-                timer = loop.call_later(REFRESH_S, stream.changed.set)
+                timer = loop.call_later(timeouts.STATUS_REFRESH_S, stream.changed.set)
                 try:
                     await stream.changed.wait()
                 finally:
@@ -290,7 +284,7 @@ class SidecarStreams:
 
     def _add_due(self, stream: _Stream) -> None:
         now = time.monotonic()
-        due_s = _DUE_S * max(1.0, len(self._streams) / _STREAMS)
+        due_s = timeouts.STATUS_DUE_S * max(1.0, len(self._streams) / _STREAMS)
         for key, last in list(stream.last_sent.items()):
             if key in stream.pending or not last:
                 continue
@@ -314,7 +308,11 @@ class SidecarStreams:
         """The status as part of a response, shared by all streams for a second."""
         summary, now = _summary(save), time.monotonic()
         known = self._rendered.get(save.key)
-        if known is not None and known[1] == summary and (now - known[0] < _DUE_S or save.ended):
+        if (
+            known is not None
+            and known[1] == summary
+            and (now - known[0] < timeouts.STATUS_DUE_S or save.ended)
+        ):
             return known[2]
         # Responses that are serialised one after another merge into one.
         response = coordinator_pb2.AttachResponse(saves=[save_view.status(save, ranks=save.ended)])
@@ -366,7 +364,7 @@ def check_owner(save: Save, rank: int, peer: SidecarPeer) -> None:
     owner = save.ranks[rank].sidecar
     if owner is None or owner.host == peer.host or not owner.streams:
         return
-    if observer_clock.now() - owner.last_seen < _ALIVE_S:
+    if observer_clock.now() - owner.last_seen < timeouts.UNRESPONSIVE_S:
         raise InvalidRequestError(
             f"{save.label}: rank {rank} is on host {owner.host}, whose sidecar is attached and "
             f"reports it; host {peer.host} can't. Do two processes run as this rank?"

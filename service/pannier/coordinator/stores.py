@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final, Generic, TypeVar
 
+from pannier.common import timeouts
 from pannier.coordinator.incarnations import Claim, Incarnations
 from pannier.storage import Store, check_allowed, check_shared, open_store
 from pannier.storage.base import Retried, limited, retry_callback
@@ -17,8 +18,6 @@ from pannier.wire import object_names
 
 _Answer = TypeVar("_Answer")
 
-CONTACT_S: Final = 20.0
-"""For a root to answer at its first use: the training loop waits for it."""
 _KEPT: Final = 256
 """Answers remembered."""
 
@@ -100,7 +99,7 @@ class Stores:
 
         async def number_of(known: Incarnations, store: Store) -> int:
             # A root that answered an earlier incarnation may be unreachable by now.
-            await store.contact(CONTACT_S)
+            await store.contact(timeouts.STORAGE_CONTACT_S)
             return await known.number_of(store, claim)
 
         key = (root, save.job, save.incarnation)
@@ -129,7 +128,7 @@ class Stores:
     async def _probe(self, root: str) -> None:
         store = self.open_root(root)
         try:
-            await store.contact(CONTACT_S)
+            await store.contact(timeouts.STORAGE_CONTACT_S)
             await store.probe()
         finally:
             await store.close()

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from pannier.common import timeouts
 from pannier.storage import (
     DeniedError,
     NotFoundError,
@@ -28,8 +29,6 @@ LIMITS: Final = {f"/{NAME}/Diagnose": 4}
 """Calls at a time: each writes to storage."""
 
 Check = diagnosis_pb2.Check
-_TIMEOUT_S: Final = 20.0
-_LONGEST_S: Final = 120.0
 _MEMORY: Final = frozenset({"tmpfs", "ramfs", "hugetlbfs"})
 
 
@@ -72,7 +71,7 @@ async def diagnose(
         checks=own_checks(),
     )
     if request.root:
-        timeout_s = min(request.timeout_s or _TIMEOUT_S, _LONGEST_S)
+        timeout_s = min(request.timeout_s or timeouts.DOCTOR_S, timeouts.DOCTOR_LONGEST_S)
         response.checks.append(await check_target(request.root, allow, storage_options, timeout_s))
     return response
 

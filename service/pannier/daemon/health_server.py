@@ -19,6 +19,7 @@ from typing import Final
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from pannier.common import timeouts
 from pannier.daemon.listeners import server_options
 from pannier.wire.addresses import parse_address
 from pannier.wire.errors import ConfigurationError
@@ -30,8 +31,6 @@ READINESS: Final = "readiness"
 _THREADS: Final = 4
 _CALLS: Final = 16
 """At a time; further ones are refused, since probes are repeated."""
-_LOOP_TIMEOUT_S: Final = 10.0
-"""For the event loop to run a callback; a probe's own deadline is mostly shorter."""
 
 _Status = health_pb2.HealthCheckResponse
 
@@ -74,7 +73,7 @@ class _Health(health_pb2_grpc.HealthServicer):
         # When the call ends: a loop that waits for this server to stop runs no callbacks.
         context.add_callback(cancel)
         try:
-            callback.result(_LOOP_TIMEOUT_S if left is None else min(left, _LOOP_TIMEOUT_S))
+            callback.result(timeouts.LOOP_S if left is None else min(left, timeouts.LOOP_S))
         except (LateError, CancelledError):
             return False
         return True

@@ -22,6 +22,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 import grpc
 
+from pannier.common import timeouts
 from pannier.wire.addresses import parse_address
 from pannier.wire.errors import ConfigurationError, PannierError
 
@@ -29,10 +30,6 @@ _log = logging.getLogger(__name__)
 
 _CONNECTIONS: Final = 16
 """At a time; further ones are closed at once."""
-_TIMEOUT_S: Final = 10.0
-"""For the next line of a request, or for the client to read the response."""
-_POLL_S: Final = 0.25
-"""How long stopping may take."""
 _MAX_QUERY: Final = 8192
 _HOST: Final = "127.0.0.1"
 _UNIX: Final = "unix://"
@@ -90,7 +87,7 @@ def serve_http(address: str | None, routes: Mapping[str, Route], *, setting: str
     except OSError as error:
         raise ConfigurationError(f"can't listen on {address} ({setting}): {error}") from error
     thread = threading.Thread(
-        target=server.serve_forever, args=(_POLL_S,), name="pannier-web", daemon=True
+        target=server.serve_forever, args=(timeouts.HTTP_STOP_S,), name="pannier-web", daemon=True
     )
     thread.start()
     if not unix:
@@ -170,7 +167,7 @@ class _UnixServer(_Server):
 
 class _Handler(BaseHTTPRequestHandler):
     server: _Server
-    timeout = _TIMEOUT_S
+    timeout = timeouts.HTTP_S
     server_version = "pannier"
     sys_version = ""
 

@@ -21,6 +21,7 @@ from typing import Any, Final, TypeVar
 
 from google.protobuf import json_format, message
 
+from pannier.common import timeouts
 from pannier.daemon.http_server import Request, Response, Route
 from pannier.daemon.metrics import Metrics
 from pannier.daemon.status_registry import TERMINAL, StatusRegistry, UnknownSaveError
@@ -30,11 +31,7 @@ from pannier.wire.errors import InvalidRequestError, UnavailableError
 
 _DEFAULT_LIMIT: Final = 50
 _MAX_LIMIT: Final = 500
-_CACHE_S: Final = 0.5
-"""How long a status is cached; at least ten times as long as rendering it took."""
 _MAX_ENDED: Final = 1024
-_LOOP_TIMEOUT_S: Final = 10.0
-"""For the event loop to render a status."""
 
 _Result = TypeVar("_Result")
 
@@ -51,11 +48,11 @@ def read_on_loop(loop: asyncio.AbstractEventLoop) -> StateReader:
 
         turn = asyncio.run_coroutine_threadsafe(run(), loop)
         try:
-            return turn.result(_LOOP_TIMEOUT_S)
+            return turn.result(timeouts.LOOP_S)
         except LateError as error:
             turn.cancel()
             raise UnavailableError(
-                f"the daemon's event loop did not respond within {_LOOP_TIMEOUT_S:.0f} s"
+                f"the daemon's event loop did not respond within {timeouts.LOOP_S:.0f} s"
             ) from error
 
     return read_state
@@ -131,7 +128,7 @@ class StatusPage:
         made: save_pb2.SaveStatus = self._read_state(lambda: self._status_registry.get(key))
         took = time.monotonic() - now
         self._cached = {k: v for k, v in self._cached.items() if v[0] > now}
-        self._cached[key] = (time.monotonic() + max(_CACHE_S, 10 * took), made)
+        self._cached[key] = (time.monotonic() + max(timeouts.STATUS_CACHED_S, 10 * took), made)
         return made
 
 

@@ -14,15 +14,12 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from pannier.common import timeouts
 from pannier.daemon.status_registry import TERMINAL, StatusRegistry
 from pannier.v1 import save_pb2, status_pb2, status_pb2_grpc
 from pannier.wire.version import package_version
 
 _STATUS: Final = "pannier.v1.Status"
-_INTERVAL_S: Final = 0.1
-"""Shortest time between two messages of WatchSave."""
-_REFRESH_S: Final = 1.0
-"""How often WatchSave renders the status again for what changes with time alone ("last seen 12 s ago")."""
 
 
 @dataclass(frozen=True)
@@ -149,5 +146,5 @@ class _StatusServicer(status_pb2_grpc.StatusServicer):
                     sent = status
                 if status.state in TERMINAL:
                     return
-                await asyncio.sleep(_INTERVAL_S)
-                await watch.wait(_REFRESH_S)
+                await asyncio.sleep(timeouts.STATUS_INTERVAL_S)
+                await watch.wait(timeouts.STATUS_REFRESH_S)

@@ -11,6 +11,7 @@ from typing import Final
 
 from pannier.attempts.delete_attempt import check_unneeded, remove_ended
 from pannier.attempts.leases import find_leases, store_time
+from pannier.common import timeouts
 from pannier.common.fault_points import point
 from pannier.maintenance.inspect import View, find_needed, view
 from pannier.storage import ConflictError, ObjectInfo, Store
@@ -19,8 +20,6 @@ from pannier.wire.errors import IntegrityError
 
 GRACE_S: Final = 3600.0
 """Seconds for which a superseded attempt is kept, by default."""
-LOOK_S: Final = 30.0
-"""Most seconds until leases are read again."""
 
 
 @dataclass
@@ -88,7 +87,7 @@ async def sweep_superseded(
         if lease is not None:
             swept.kept[attempt] = f"superseded, but {lease.holder} is reading it"
             # The reader may finish sooner.
-            swept.wait(min(lease.expires - now, LOOK_S))
+            swept.wait(min(lease.expires - now, timeouts.LEASE_LOOK_S))
             continue
         objects = list(seen.attempts[attempt])
         try:

@@ -12,12 +12,12 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from pannier.common import observer_clock
+from pannier.common import observer_clock, timeouts
 from pannier.common.retry import RetryPolicy
 from pannier.v1 import coordinator_pb2_grpc, diagnosis_pb2, diagnosis_pb2_grpc
 from pannier.wire.addresses import channel_options, keepalive_options, parse_address
@@ -30,16 +30,6 @@ from pannier.wire.errors import (
 from pannier.wire.tls import Tls, is_unix, open_aio_channel
 
 _log = logging.getLogger(__name__)
-
-UNRESPONSIVE_S: Final = 5.0
-"""A coordinator that was not seen for so long is named as waited for."""
-DEADLINE_SLACK_S: Final = 2.5
-"""The coordinator's time to answer after its own deadline, with the ranks that it waited for."""
-SUCCESSION_S: Final = 10.0
-"""A coordinator that couldn't be attached to for so long is given up, if there is a successor."""
-LONGEST_BACKOFF_S: Final = 2.0
-_PING_INTERVAL_S: Final = 1.0
-_PING_TIMEOUT_S: Final = 3.0
 
 
 class CoordinatorAddress:
@@ -80,7 +70,10 @@ class CoordinatorAddress:
 
     def _follow_successor(self) -> bool:
         assert self._detached_since is not None
-        if self._successor is None or time.monotonic() - self._detached_since < SUCCESSION_S:
+        if (
+            self._successor is None
+            or time.monotonic() - self._detached_since < timeouts.SUCCESSION_S
+        ):
             return False
         try:
             named = json.loads(self._successor.read_text())
@@ -137,7 +130,7 @@ class CoordinatorClient:
         return (
             self._attached
             and last_seen is not None
-            and observer_clock.now() - last_seen < UNRESPONSIVE_S
+            and observer_clock.now() - last_seen < timeouts.UNRESPONSIVE_S
         )
 
     @property
@@ -207,7 +200,9 @@ class CoordinatorClient:
             if timed:
                 request.timeout_s = left
             try:
-                response = await stub(request, timeout=left + (DEADLINE_SLACK_S if timed else 0))
+                response = await stub(
+                    request, timeout=left + (timeouts.COORDINATOR_SLACK_S if timed else 0)
+                )
             except grpc.aio.AioRpcError as error:
                 raise from_rpc_error(error, peer=self.peer) from error
             self.mark_seen()
@@ -216,7 +211,7 @@ class CoordinatorClient:
         policy = RetryPolicy(
             retriable=lambda error: isinstance(error, UnavailableError),
             first_s=0.1,
-            longest_s=LONGEST_BACKOFF_S,
+            longest_s=timeouts.ATTACH_LONGEST_AGAIN_S,
             end=end,
         )
         try:
@@ -243,7 +238,8 @@ class CoordinatorClient:
     def check_responsive(self) -> None:
         """Logs when the coordinator becomes unresponsive, or responsive again; every second or so."""
         unresponsive = (
-            self._last_seen is not None and observer_clock.now() - self._last_seen > UNRESPONSIVE_S
+            self._last_seen is not None
+            and observer_clock.now() - self._last_seen > timeouts.UNRESPONSIVE_S
         )
         if unresponsive is self._unresponsive:
             return
@@ -265,10 +261,12 @@ class CoordinatorClient:
     async def _keep_pinging(self) -> None:
         while True:
             try:
-                await self._health.Check(health_pb2.HealthCheckRequest(), timeout=_PING_TIMEOUT_S)
+                await self._health.Check(
+                    health_pb2.HealthCheckRequest(), timeout=timeouts.TRANSPORT_PING_TIMEOUT_S
+                )
                 self.mark_seen()
             except grpc.aio.AioRpcError as error:
                 # `description` shows when it was last seen; a broken connection ends the stream.
                 if error.code() is grpc.StatusCode.UNIMPLEMENTED:
                     self.mark_seen()
-            await asyncio.sleep(_PING_INTERVAL_S)
+            await asyncio.sleep(timeouts.TRANSPORT_PING_S)

@@ -16,8 +16,8 @@ from typing import Any, Final, Protocol
 
 import grpc
 
-from pannier.common import observer_clock
-from pannier.sidecar.coordinator_client import LONGEST_BACKOFF_S, CoordinatorClient
+from pannier.common import observer_clock, timeouts
+from pannier.sidecar.coordinator_client import CoordinatorClient
 from pannier.sidecar.liveness import TrainerLiveness
 from pannier.sidecar.save_registry import SaveRegistry
 from pannier.sidecar.save_state import Phase, RankSave, Save
@@ -28,9 +28,6 @@ from pannier.wire.version import WIRE_VERSION
 
 _log = logging.getLogger(__name__)
 
-HEARTBEAT_S: Final = 1.0
-PROGRESS_S: Final = 0.2
-"""Reports of progress alone are batched for so long."""
 _REPORTED_KEPT: Final = 256
 """Saves of a stream after which ended ones are forgotten."""
 
@@ -59,7 +56,7 @@ class _StreamState:
 
     @property
     def heartbeat_due(self) -> bool:
-        return time.monotonic() - self.sent_at >= HEARTBEAT_S
+        return time.monotonic() - self.sent_at >= timeouts.HEARTBEAT_S
 
 
 class CoordinatorStream:
@@ -154,8 +151,10 @@ class CoordinatorStream:
                 # At the start the daemons come up in any order.
                 level = logging.WARNING if self._client.was_seen else logging.INFO
                 _log.log(level, "not attached to the %s: %s; retrying", peer, problem)
-            failures = 0 if time.monotonic() - started > LONGEST_BACKOFF_S else failures + 1
-            longest = min(LONGEST_BACKOFF_S, 0.05 * 2 ** min(failures, 8))
+            failures = (
+                0 if time.monotonic() - started > timeouts.ATTACH_LONGEST_AGAIN_S else failures + 1
+            )
+            longest = min(timeouts.ATTACH_LONGEST_AGAIN_S, 0.05 * 2 ** min(failures, 8))
             await asyncio.sleep(random.uniform(0.5, 1) * longest)
 
     async def _attach(self) -> None:
@@ -195,7 +194,9 @@ class CoordinatorStream:
         while True:
             busy = bool(self._changed) or bool(self._saves.undecided())
             with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._urgent.wait(), PROGRESS_S if busy else HEARTBEAT_S)
+                await asyncio.wait_for(
+                    self._urgent.wait(), timeouts.PROGRESS_S if busy else timeouts.HEARTBEAT_S
+                )
             self._urgent.clear()
             ranks, self._changed = list(self._changed.values()), {}
             requested, self._statuses_requested = self._statuses_requested, False
@@ -234,12 +235,12 @@ class CoordinatorStream:
             state.reported.intersection_update(save.key for save in self._saves.undecided())
         request = coordinator_pb2.AttachRequest()
         self._add_reports(request, state, ranks)
-        if ranks or now - state.trainers_at >= HEARTBEAT_S:
+        if ranks or now - state.trainers_at >= timeouts.HEARTBEAT_S:
             # With the ranks that they left, so that the coordinator never sees one without the other.
             self._add_trainers(request, state)
         if requested:
             request.watched.extend(self._watches.unknown())
-        if now - state.planning_at >= HEARTBEAT_S:
+        if now - state.planning_at >= timeouts.HEARTBEAT_S:
             state.planning_at = now
             request.watched.extend(self._planning(state))
         return request
@@ -291,7 +292,7 @@ class CoordinatorStream:
         """Checks for unresponsive peers: no event announces them."""
         with observer_clock.clock.watched():
             while True:
-                observer_clock.clock.tick(HEARTBEAT_S)
-                await asyncio.sleep(HEARTBEAT_S)
+                observer_clock.clock.tick(timeouts.HEARTBEAT_S)
+                await asyncio.sleep(timeouts.HEARTBEAT_S)
                 self._trainers.log_unresponsive()
                 self._client.check_responsive()

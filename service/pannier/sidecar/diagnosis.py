@@ -5,8 +5,9 @@ On the event loop.
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any
 
+from pannier.common import timeouts
 from pannier.daemon import doctor_checks
 from pannier.sidecar.config import SidecarConfig
 from pannier.sidecar.coordinator_client import CoordinatorClient
@@ -15,9 +16,6 @@ from pannier.sidecar.spool.spool import Spool
 from pannier.storage.io_threads import reservation_threads
 from pannier.v1 import diagnosis_pb2, diagnosis_pb2_grpc
 from pannier.wire.errors import PannierError
-
-_SLACK_S: Final = 10.0
-"""For the answers of both daemons to come, on top of what storage may take."""
 
 
 class SidecarDiagnosis(diagnosis_pb2_grpc.DiagnosisServicer):
@@ -98,6 +96,8 @@ class SidecarDiagnosis(diagnosis_pb2_grpc.DiagnosisServicer):
         if not self._confined or doctor_checks.is_allowed(request.root, self._config.allow):
             forwarded.root = request.root
         try:
-            return await self._coordinator.diagnose(forwarded, (request.timeout_s or 20) + _SLACK_S)
+            return await self._coordinator.diagnose(
+                forwarded, (request.timeout_s or 20) + timeouts.DOCTOR_SIDECAR_S
+            )
         except PannierError as error:
             return error

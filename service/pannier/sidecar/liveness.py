@@ -9,18 +9,14 @@ import logging
 from collections import OrderedDict
 from typing import Final
 
-from pannier.common import observer_clock
+from pannier.common import observer_clock, timeouts
 from pannier.sidecar.save_registry import SaveRegistry
 from pannier.sidecar.save_state import BEFORE_INGESTION, RankSave
 from pannier.v1 import coordinator_pb2
 
 _log = logging.getLogger(__name__)
 
-UNRESPONSIVE_S: Final = 5.0
-"""A trainer that was not seen for so long is unresponsive; only a deadline fails its saves."""
 _DEAD_KEPT: Final = 256
-_DEAD_KEPT_S: Final = 600.0
-"""How long a dead trainer is reported to the coordinator: other ranks may wait for it."""
 
 Key = tuple[str, str, int]
 """Job, incarnation, rank."""
@@ -69,7 +65,7 @@ class TrainerLiveness:
                 death=description,
             )
             for (job, incarnation, rank), at, description in (*seen, *dead)
-            if not description or now - at < _DEAD_KEPT_S
+            if not description or now - at < timeouts.DEAD_TRAINER_KEPT_S
         ]
 
     def log_unresponsive(self) -> None:
@@ -78,7 +74,10 @@ class TrainerLiveness:
         found: dict[Key, RankSave] = {}
         for save in self._saves.undecided():
             for rank in save.ranks.values():
-                if rank.phase in BEFORE_INGESTION and now - rank.last_seen > UNRESPONSIVE_S:
+                if (
+                    rank.phase in BEFORE_INGESTION
+                    and now - rank.last_seen > timeouts.UNRESPONSIVE_S
+                ):
                     found[(save.id.job, save.id.incarnation, rank.rank)] = rank
         for key in found.keys() - self._unresponsive:
             rank = found[key]

@@ -15,6 +15,7 @@ from typing import Final
 
 import grpc
 
+from pannier.common import timeouts
 from pannier.daemon import doctor_checks
 from pannier.daemon.health_server import serve_health
 from pannier.daemon.interceptors import STATUS_LIMITS, AdmissionInterceptor, ErrorInterceptor
@@ -33,7 +34,7 @@ from pannier.sidecar.multi_job.auth import JobAuth, JobAuthInterceptor
 from pannier.sidecar.multi_job.job_config import JobConfig
 from pannier.sidecar.multi_job.sockets import job_socket, serving_job
 from pannier.sidecar.rpc import servicer
-from pannier.sidecar.rpc.connections import RECOVERED_S, Connections, Watches
+from pannier.sidecar.rpc.connections import Connections, Watches
 from pannier.sidecar.save_registry import SaveRegistry
 from pannier.sidecar.save_state import BEFORE_INGESTION
 from pannier.sidecar.spool.fd_server import serving_descriptors
@@ -54,8 +55,6 @@ _log = logging.getLogger(__name__)
 
 _CALLS_PER_CONNECTION: Final = 128
 """Calls at a time on one connection; more of them wait in the client."""
-_TICK_S: Final = 1.0
-_FLUSH_S: Final = 1.0
 
 
 class Sidecar:
@@ -106,7 +105,7 @@ class Sidecar:
         """Returns when it is asked to stop, was idle for long enough, or lost its spool."""
         ticking = self._ticking = asyncio.get_running_loop().create_task(self._keep_ticking())
         try:
-            while not await stop.wait(_TICK_S):
+            while not await stop.wait(timeouts.CHECK_S):
                 idle = min(self.saves.idle_s() or 0.0, self._connections.idle_s() or 0.0)
                 if self.config.idle_exit_s is not None and idle >= self.config.idle_exit_s:
                     _log.info("idle for %.0f s: exiting", idle)
@@ -147,11 +146,11 @@ class Sidecar:
                 left = deadline - time.monotonic()
                 if left <= 0 or await stop.wait(0):
                     break
-                await watch.wait(min(left, _TICK_S))
+                await watch.wait(min(left, timeouts.CHECK_S))
         for rank in pending:
             phase = rank.phase.name.lower()
             _log.warning("%s is left behind, %s", rank.label, phase, extra=rank.log_fields)
-        await self._stream.flush(_FLUSH_S)
+        await self._stream.flush(timeouts.FLUSH_S)
 
     async def _refuse_new(self) -> None:
         """Takes no new saves from now on, and reports that it is draining."""
@@ -173,7 +172,7 @@ class Sidecar:
     async def _keep_ticking(self) -> None:
         while True:
             await self.tick()
-            await asyncio.sleep(_TICK_S)
+            await asyncio.sleep(timeouts.CHECK_S)
 
     def _look_at_spool(self) -> bool:
         """In a thread: measures the spool; whether it was removed."""
@@ -196,7 +195,7 @@ class Sidecar:
         self._add_listeners()
         # Before the coordinator sees this process: it fails ranks that aren't reported then.
         for rank in await recover(self._journal, self.spool, self.saves, self._uploads):
-            self._connections.expect(rank, RECOVERED_S)
+            self._connections.expect(rank, timeouts.RECOVERED_TRAINER_CONNECT_S)
         self._metrics.set_baseline(self.saves.undecided())
         stack.enter_context(
             serving_http(

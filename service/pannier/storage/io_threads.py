@@ -18,6 +18,7 @@ from threading import Condition, Lock, Thread
 from typing import Any, Final, Generic, TypeVar
 from weakref import WeakSet, WeakValueDictionary
 
+from pannier.common import timeouts
 from pannier.storage.base import StorageError
 
 T = TypeVar("T")
@@ -29,9 +30,6 @@ _THREADS: Final = 8
 """Threads of one place."""
 MOST_HUNG: Final = 16
 """Hanging calls to one place with which further calls fail at once."""
-_IDLE_S: Final = 10.0
-PATIENCE_S: Final = 5.0
-"""Seconds after which a running call is abandoned when its caller is cancelled."""
 
 
 class HungError(StorageError):
@@ -65,7 +63,7 @@ class Threads:
     """
 
     def __init__(
-        self, place: str, *, patience_s: float = PATIENCE_S, threads: int = _THREADS
+        self, place: str, *, patience_s: float = timeouts.HUNG_CALL_S, threads: int = _THREADS
     ) -> None:
         self.place = place
         self._patience_s = patience_s
@@ -186,7 +184,7 @@ class Threads:
             with self._changed:
                 while not self._queue:
                     self._idle += 1
-                    notified = self._changed.wait(_IDLE_S)
+                    notified = self._changed.wait(timeouts.IO_THREAD_IDLE_S)
                     self._idle -= 1
                     if not notified and not self._queue:
                         self._threads -= 1

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar
 
+from pannier.common import timeouts
 from pannier.common.deadline import within
 from pannier.common.retry import RetryPolicy
 from pannier.storage.base import (
@@ -31,15 +32,7 @@ T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
-FIRST_WAIT_S = 0.25
-LONGEST_WAIT_S = 20.0
-CLEAN_UP_S = 5.0
-"""Seconds for the removal of what a failed upload left."""
-_LONGEST_PAUSE_S = 2.0
-"""Between two tries of a write for which several writers compete."""
 _SETTLE_TRIES = 6
-_LONGEST_REQUEST_S = 60.0
-"""Longest Retry-After that is honoured."""
 
 
 class TransientError(StorageError):
@@ -105,9 +98,9 @@ async def retry(
 
     policy = RetryPolicy(
         retriable=lambda error: isinstance(error, TransientError),
-        first_s=FIRST_WAIT_S,
-        longest_s=LONGEST_WAIT_S,
-        least_s=lambda error: min(getattr(error, "after_s", 0), _LONGEST_REQUEST_S),
+        first_s=timeouts.RETRY_S,
+        longest_s=timeouts.LONGEST_RETRY_S,
+        least_s=lambda error: min(getattr(error, "after_s", 0), timeouts.LONGEST_RETRY_AFTER_S),
         end=end,
         on_retry=notify,
     )
@@ -129,7 +122,7 @@ async def contend(tries: int) -> AsyncIterator[int]:
     """
     for number in range(tries):
         if number:
-            longest_s = min(_LONGEST_PAUSE_S, FIRST_WAIT_S * 2 ** min(number, 16))
+            longest_s = min(timeouts.CONFLICT_AGAIN_S, timeouts.RETRY_S * 2 ** min(number, 16))
             await asyncio.sleep(random.uniform(0, longest_s))
         yield number
 
@@ -186,12 +179,14 @@ async def clean_up(request: Coroutine[Any, Any, object], what: str) -> None:
     with unlimited():
         task = asyncio.ensure_future(request)
     with suppress(asyncio.CancelledError):
-        await asyncio.wait({task}, timeout=CLEAN_UP_S)
+        await asyncio.wait({task}, timeout=timeouts.UPLOAD_CLEAN_UP_S)
     if not task.done():
         task.cancel()
         await asyncio.wait({task}, timeout=1)
     error = task.exception() if task.done() and not task.cancelled() else None
     if isinstance(error, StorageError) or task.cancelled():
-        _log.warning("%s: %s", what, error or f"no answer within {CLEAN_UP_S:.0f} s")
+        _log.warning(
+            "%s: %s", what, error or f"no answer within {timeouts.UPLOAD_CLEAN_UP_S:.0f} s"
+        )
     elif error is not None:
         raise error

@@ -15,14 +15,12 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final, Protocol
 
+from pannier.common import timeouts
+
 _log = logging.getLogger(__name__)
 
 OK, GAVE_UP, MISCONFIGURED = 0, 1, 2
 """Exit statuses of a daemon and of a supervisor."""
-_FIRST_BACKOFF_S: Final = 0.2
-_LAST_BACKOFF_S: Final = 10.0
-_STEADY_S: Final = 30.0
-"""After running this long, a daemon's back-off and count of crashes are reset."""
 _PR_SET_PDEATHSIG: Final = 1
 
 
@@ -149,16 +147,16 @@ class Daemon:
     def crashed(self, code: int) -> None:
         """Schedules the next start."""
         now = time.monotonic()
-        if now - self._started >= _STEADY_S:
+        if now - self._started >= timeouts.DAEMON_STEADY_S:
             self.crashes = 0
-        delay = min(_FIRST_BACKOFF_S * 2**self.crashes, _LAST_BACKOFF_S)
+        delay = min(timeouts.DAEMON_AGAIN_S * 2**self.crashes, timeouts.DAEMON_LONGEST_AGAIN_S)
         self.crashes += 1
         self.due = now + delay
         _log.warning("%s ended with %s; restart in %.1f s", self.name, ending(code), delay)
 
     def steady(self) -> bool:
         """Whether it has run for so long that its crashes no longer count."""
-        return self.due is None and time.monotonic() - self._started >= _STEADY_S
+        return self.due is None and time.monotonic() - self._started >= timeouts.DAEMON_STEADY_S
 
     def restart(self) -> None:
         """Its process has ended as it was asked to: the next one is started at once."""

@@ -30,7 +30,7 @@ from support.processes.daemons import (
 )
 from support.processes.processes import Process, python
 from support.processes.ranks import free_port, rank_environment
-from support.processes.stretch import FACTOR, stretched
+from support.processes.stretch import stretched
 from support.storage.gcs_server import GcsServer
 
 BUCKET = "bucket"
@@ -294,7 +294,7 @@ def undecided(address: str) -> list[save_pb2.SaveStatus]:
     with grpc.insecure_channel(address, options=addresses.channel_options()) as channel:
         stub = status_pb2_grpc.StatusStub(channel)
         request = status_pb2.ListSavesRequest(states=_UNDECIDED, limit=100)
-        return list(stub.ListSaves(request, timeout=5 * FACTOR, wait_for_ready=True).saves)
+        return list(stub.ListSaves(request, timeout=stretched(5), wait_for_ready=True).saves)
 
 
 def _line(save: save_pb2.SaveStatus) -> str:

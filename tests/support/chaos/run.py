@@ -24,6 +24,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from pannier.common import timeouts
 from support.chaos import acts as chaos_acts
 from support.chaos.acts import ChaosError, Scene, stop_after
 from support.chaos.check import read_events
@@ -34,7 +35,7 @@ from support.processes import fork_server
 from support.processes.cli import pannier
 from support.processes.processes import Process, python
 from support.processes.ranks import rank_environment
-from support.processes.stretch import FACTOR, stretched
+from support.processes.stretch import stretched
 from support.storage.gcs_server import GcsServer
 
 SECONDS = 16.0
@@ -319,10 +320,10 @@ def main() -> None:
     if not failed:
         shutil.rmtree(directory, ignore_errors=True)
         return
-    stretch = f"PANNIER_TEST_STRETCH={FACTOR:g} " if FACTOR != 1 else ""
+    scale = f"PANNIER_TIME_SCALE={timeouts.SCALE:g} " if timeouts.SCALE != 1 else ""
     for seed in failed:
         more = f" ACT={options.act}" if options.act else ""
-        console.print(f"again: {stretch}make chaos SEEDS={seed} SECONDS={options.seconds:g}{more}")
+        console.print(f"again: {scale}make chaos SEEDS={seed} SECONDS={options.seconds:g}{more}")
     console.print(f"logs: {directory}")
     sys.exit(1)
 

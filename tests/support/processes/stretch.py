@@ -1,17 +1,15 @@
-"""One factor for all deadlines of tests: a slow machine takes its time, and still finds a hang."""
+"""Deadlines of tests, on the product's scale: a slow machine takes its time, and still finds a hang."""
 
 import asyncio
-import os
 import time
 from collections.abc import Callable
 
-FACTOR = float(os.environ.get("PANNIER_TEST_STRETCH") or "1")
-"""Of ``PANNIER_TEST_STRETCH``, which conftest keeps when it removes the settings of the caller."""
+from pannier.common import timeouts
 
 
 def stretched(seconds: float) -> float:
     """A deadline in seconds, as long as this machine needs it."""
-    return seconds * FACTOR
+    return seconds * timeouts.SCALE
 
 
 BOUND_S = stretched(60.0)

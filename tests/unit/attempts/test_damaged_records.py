@@ -110,7 +110,7 @@ def damaged(data: bytes, how: str, at: int, by: bytes) -> bytes:
 
 
 @given(many=st.lists(damages(), min_size=1, max_size=3), committed=st.sampled_from([0, 1, 2]))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_damaged_records_are_reported_and_nothing_breaks(
     many: list[tuple[str, str, int, bytes]], committed: int
 ) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -93,7 +93,7 @@ def dirty(pool: ArenaPool, size: int) -> None:
     pool.release(arena)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60)
 @given(nested.states, st.integers(0, 1 << 30), st.randoms(use_true_random=False))
 def test_any_state_of_the_same_structure(state: dict[str, Any], seed: int, chance: Any) -> None:
     first, second, third = (nested.build(state, seed + i) for i in range(3))
@@ -224,7 +224,7 @@ def test_a_default_device_and_recorded_gradients_change_nothing(pool: ArenaPool)
     assert staged == replanned(state, ArenaPool(1))
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=15)
 @given(nested.states, st.integers(0, 1 << 30))
 def test_what_is_staged_loads_as_what_torch_saves(state: dict[str, Any], seed: int) -> None:
     first, again = (nested.build(state, seed + i) for i in range(2))

@@ -22,7 +22,7 @@ from pannier.client.config import Settings
 from pannier.client.embedded import launcher
 from pannier.client.embedded.daemon_spec import DaemonSpec
 from pannier.client.embedded.launcher import await_others
-from pannier.common import env_fingerprint
+from pannier.common import env_fingerprint, timeouts
 from pannier.v1 import save_pb2, status_pb2, status_pb2_grpc
 from pannier.wire import addresses
 from pannier.wire.errors import ConfigurationError, UnavailableError
@@ -151,7 +151,7 @@ def test_daemons_that_do_not_come_up_are_an_error_with_their_last_words(
             wait_until(lambda: "starting up" in log.read_text())
         return False
 
-    monkeypatch.setattr(launcher, "START_S", 0.2)
+    monkeypatch.setattr(timeouts, "DAEMONS_START_S", 0.2)
     monkeypatch.setattr(launcher, "_accepts", never_accepts)
     with pytest.raises(UnavailableError, match=r"(?s)did not start within 0.2 s.*starting up"):
         launcher.ensure(Settings(runtime_dir=directory))

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from pannier.client.embedded import pg_store
 from pannier.client.embedded.pg_store import RankStore, process_start_s
+from pannier.common import timeouts
 from pannier.wire.errors import DeadlineError
 from support.processes.stretch import BOUND_S
 
@@ -91,7 +92,7 @@ def test_a_rank_of_another_machine_that_ended_is_not_joined(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     ranks = Elsewhere(monkeypatch)
-    monkeypatch.setattr(pg_store, "ANSWER_S", 0.2)
+    monkeypatch.setattr(timeouts, "RANK_ANSWER_S", 0.2)
     with pytest.MonkeyPatch.context() as patch:
         # A process that was killed: nothing of it answers.
         patch.setattr(pg_store._Responder, "start", lambda self: None)

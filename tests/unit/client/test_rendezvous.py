@@ -14,7 +14,7 @@ from pannier.client.embedded.certificates import TlsBundle
 from pannier.client.embedded.daemon_spec import job_daemons, write_record, write_tls_files
 from pannier.client.embedded.pg_store import RankStore
 from pannier.client.embedded.rendezvous import HostInfo, Rendezvous, agree
-from pannier.common import env_fingerprint
+from pannier.common import env_fingerprint, timeouts
 from pannier.wire import addresses
 from pannier.wire.errors import ConfigurationError, DeadlineError, UnavailableError
 from support.processes.ranks import free_port
@@ -38,7 +38,7 @@ def convened(monkeypatch: pytest.MonkeyPatch) -> list[tuple[HostInfo, str | None
         return Rendezvous("w", "job j", "10.0.0.1:7070", own, TLS)
 
     monkeypatch.setattr(rendezvous, "_start_coordinator", convene)
-    monkeypatch.setattr(rendezvous, "PATIENCE_S", 2.5)
+    monkeypatch.setattr(timeouts, "LEADER_S", 2.5)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
     return found

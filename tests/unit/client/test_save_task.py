@@ -22,11 +22,11 @@ from pannier.client.identity import Identity
 from pannier.client.staging.arena import Arena, ArenaPool
 from pannier.client.staging.deferred_copies import DeferredCopies
 from pannier.client.staging.in_flight import ArenaUse, InFlightSaves
-from pannier.client.transport import save_status, save_task
 from pannier.client.transport.file_stream import MemoryInUseError
 from pannier.client.transport.save_errors import aborted, fail_request
 from pannier.client.transport.save_task import SaveTask
 from pannier.client.transport.sidecar_client import SidecarClient
+from pannier.common import timeouts
 from pannier.common.deadline import Deadline
 from pannier.v1 import records_pb2, save_pb2, sidecar_pb2
 from pannier.wire.errors import (
@@ -216,7 +216,7 @@ def test_a_file_that_cannot_be_sent_ends_the_save_on_all_ranks(
 def test_what_may_be_ingested_is_in_doubt_without_a_decision(
     session: SidecarClient, sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(save_status, "_ABORT_S", 0.2)
+    monkeypatch.setattr(timeouts, "ABORT_S", 0.2)
     monkeypatch.setattr(sidecar, "abort", lambda *_: None)
 
     def refuse(_: Any) -> None:
@@ -237,7 +237,7 @@ def test_what_may_be_ingested_is_in_doubt_without_a_decision(
 def test_what_was_not_handed_over_is_aborted_without_a_decision(
     session: SidecarClient, sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(save_status, "_CAUSES_S", 0.2)
+    monkeypatch.setattr(timeouts, "CAUSES_S", 0.2)
     monkeypatch.setattr(sidecar, "abort", lambda *_: None)
 
     def refuse(_: Any) -> None:
@@ -314,7 +314,7 @@ def test_a_spool_that_stays_full_is_the_reason_at_the_deadline(
     session: SidecarClient, sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The deadline is near enough from the beginning, and far enough for a reason to be known.
-    monkeypatch.setattr(save_task, "_BUSY_PAUSE_S", BOUND_S / 2)
+    monkeypatch.setattr(timeouts, "BUSY_AGAIN_S", BOUND_S / 2)
 
     def full(_: Any) -> None:
         raise BusyError("the spool /s is full")
@@ -389,7 +389,7 @@ def test_a_save_without_a_status_update_ends_after_its_deadline(
     saving = begin(session, timeout_s=60)
     carry(saving)
     ((seconds, expire),) = timers
-    assert 60 < seconds <= 60 + save_status._GRACE_S
+    assert 60 < seconds <= 60 + timeouts.DECISION_S
     expire()
     with pytest.raises(
         InDoubtError, match=r"job/abc/g1/1 to /x/y.*may still be committed.*pannier ls /x`"
@@ -400,7 +400,7 @@ def test_a_save_without_a_status_update_ends_after_its_deadline(
 def test_a_save_whose_deadline_passes_before_it_is_handed_over_is_aborted(
     session: SidecarClient, sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(save_status, "_GRACE_S", 0.1)
+    monkeypatch.setattr(timeouts, "DECISION_S", 0.1)
     ended = threading.Event()
     sidecar.on["Write"] = lambda _: ended.wait(BOUND_S)
     saving = begin(session, timeout_s=0.5)

@@ -12,9 +12,9 @@ import pytest
 
 from pannier.client.config import Settings
 from pannier.client.identity import Identity
-from pannier.client.transport import sidecar_client as session_module
 from pannier.client.transport.file_stream import FileSource, Stop, StoppedError
 from pannier.client.transport.sidecar_client import SidecarClient
+from pannier.common import timeouts
 from pannier.v1 import plan_pb2, records_pb2, save_pb2, sidecar_pb2
 from pannier.wire.chunk_codec import CHUNK_BYTES
 from pannier.wire.errors import (
@@ -251,7 +251,7 @@ def test_errors_of_the_other_side_keep_their_type(
 def test_a_hand_over_that_is_not_answered_is_made_again(
     session: SidecarClient, sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(session_module, "_ANSWER_S", 0.2)
+    monkeypatch.setattr(timeouts, "CALL_S", 0.2)
     asked: list[object] = []
     again = threading.Event()
 

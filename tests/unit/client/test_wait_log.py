@@ -6,13 +6,14 @@ import re
 import pytest
 
 from pannier.client import wait_log
+from pannier.common import timeouts
 from support.actors.scripted_sidecar import wait_until
 
 
 def test_a_long_wait_is_logged_by_its_call_and_what_it_waits_for_now(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(wait_log, "FIRST_S", 0.05)
+    monkeypatch.setattr(timeouts, "WAIT_WARNING_S", 0.05)
     with caplog.at_level(logging.WARNING), wait_log.logged("save to /x", lambda: "") as wait:
         wait_until(lambda: len(caplog.records) > 0)
         wait.reason = lambda: "rank 3"
@@ -24,7 +25,7 @@ def test_a_long_wait_is_logged_by_its_call_and_what_it_waits_for_now(
 def test_a_wait_that_is_over_is_not_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(wait_log, "FIRST_S", 0.2)
+    monkeypatch.setattr(timeouts, "WAIT_WARNING_S", 0.2)
     with caplog.at_level(logging.WARNING):
         with wait_log.logged("save to /x", str):
             pass
@@ -36,7 +37,7 @@ def test_a_wait_that_is_over_is_not_logged(
 def test_a_wait_that_an_interruption_has_lost_is_not_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(wait_log, "FIRST_S", 0.2)
+    monkeypatch.setattr(timeouts, "WAIT_WARNING_S", 0.2)
     with caplog.at_level(logging.WARNING):
         wait_log.Wait("save to /x", str)
         with wait_log.logged("save to /y", str):

@@ -8,18 +8,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from pannier.client.transport import heartbeat
 from pannier.client.transport.heartbeat import Heartbeat
-from pannier.common import observer_clock
-from pannier.common.observer_clock import SLACK_S, ObserverClock
-from pannier.coordinator import liveness
+from pannier.common import observer_clock, timeouts
+from pannier.common.observer_clock import ObserverClock
 from pannier.coordinator.liveness import HeartbeatMonitor, SidecarPeers
 from pannier.coordinator.saves import save_view
 from pannier.coordinator.saves.participants import SidecarPeer
 from pannier.coordinator.saves.registry import Registry
 from pannier.coordinator.saves.save import State
 from pannier.daemon.status_registry import StatusRegistry
-from pannier.sidecar.liveness import UNRESPONSIVE_S, TrainerLiveness
+from pannier.sidecar.liveness import TrainerLiveness
 from pannier.sidecar.save_registry import SaveRegistry
 from pannier.v1 import save_pb2
 from pannier.wire import object_names
@@ -53,14 +51,14 @@ def test_the_clock_leaves_out_what_the_observer_missed(machine: Machine) -> None
     assert clock.now() - start == 100, "nothing watches yet"
     with clock.watched():
         clock.tick(1.0)
-        machine.seconds += 1.0 + SLACK_S
-        assert clock.now() - start == 101 + SLACK_S
+        machine.seconds += 1.0 + timeouts.OBSERVER_SLACK_S
+        assert clock.now() - start == 101 + timeouts.OBSERVER_SLACK_S
         assert clock.tick(1.0) == 0
         machine.seconds += 60
-        assert clock.now() - start == 102 + 2 * SLACK_S
-        assert clock.tick(1.0) == 59 - SLACK_S
+        assert clock.now() - start == 102 + 2 * timeouts.OBSERVER_SLACK_S
+        assert clock.tick(1.0) == 59 - timeouts.OBSERVER_SLACK_S
         machine.seconds += 0.5
-        assert clock.now() - start == 102.5 + 2 * SLACK_S
+        assert clock.now() - start == 102.5 + 2 * timeouts.OBSERVER_SLACK_S
     # It doesn't stand still for ever when what watched has ended.
     before = clock.now()
     machine.seconds += 60
@@ -113,11 +111,11 @@ def test_a_stopped_or_suspended_trainer_calls_no_sidecar_unresponsive(machine: M
     sidecar.beat(0)
     machine.seconds += 3600
     sidecar.answers = False
-    sidecar.beat(heartbeat.TIMEOUT_S)
+    sidecar.beat(timeouts.PING_TIMEOUT_S)
     assert not sidecar.said
     # It is unresponsive, and is reported as soon as without the pause.
     for _ in range(3):
-        sidecar.beat(heartbeat.TIMEOUT_S)
+        sidecar.beat(timeouts.PING_TIMEOUT_S)
     assert sidecar.said
 
 
@@ -129,7 +127,7 @@ def test_a_sidecar_that_answers_no_ping_is_unresponsive(
     sidecar.beat(0)
     sidecar.answers = False
     for _ in range(3):
-        sidecar.beat(heartbeat.TIMEOUT_S)
+        sidecar.beat(timeouts.PING_TIMEOUT_S)
     assert "last seen" in sidecar.said[-1]
     assert "does not respond" in caplog.text
 
@@ -138,10 +136,10 @@ def test_a_thread_that_keeps_the_interpreter_delays_no_time_out_but_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A real one: a call of C that doesn't let go of the interpreter's lock."""
-    monkeypatch.setattr(heartbeat, "EVERY_S", 0.02)
-    monkeypatch.setattr(heartbeat, "TIMEOUT_S", 0.02)
-    monkeypatch.setattr(heartbeat, "AGAIN_S", 0.01)
-    monkeypatch.setattr(heartbeat, "UNRESPONSIVE_S", 1.5)
+    monkeypatch.setattr(timeouts, "PING_S", 0.02)
+    monkeypatch.setattr(timeouts, "PING_TIMEOUT_S", 0.02)
+    monkeypatch.setattr(timeouts, "PING_AGAIN_S", 0.01)
+    monkeypatch.setattr(timeouts, "UNRESPONSIVE_S", 1.5)
     usleep = ctypes.PyDLL(None).usleep
     said: list[str] = []
     beats = 0
@@ -186,8 +184,10 @@ def test_a_blocked_coordinator_calls_nothing_unresponsive_that_it_has_not_read(
         machine.seconds += 30
         monitor.check()
         observer_clock.clock.tick(1.0)
-        assert save.ranks[0].seconds_since_seen(5.0) == 1.0 + SLACK_S
-        assert [one.last_seen_s for one in save_view.awaited(save)] == [1.0 + SLACK_S] * 2
+        assert save.ranks[0].seconds_since_seen(5.0) == 1.0 + timeouts.OBSERVER_SLACK_S
+        assert [one.last_seen_s for one in save_view.awaited(save)] == [
+            1.0 + timeouts.OBSERVER_SLACK_S
+        ] * 2
         assert not [r for r in caplog.records if r.name == "pannier.coordinator.liveness"]
         for _ in range(5):
             machine.seconds += 1
@@ -209,9 +209,9 @@ def test_a_stopped_sidecar_calls_no_trainer_unresponsive_when_it_continues(
         machine.seconds += 600
         trainers.log_unresponsive()
         assert not trainers._unresponsive
-        assert observer_clock.now() - rank.last_seen == 1.0 + SLACK_S
-        observer_clock.clock.tick(UNRESPONSIVE_S)
-        machine.seconds += UNRESPONSIVE_S
+        assert observer_clock.now() - rank.last_seen == 1.0 + timeouts.OBSERVER_SLACK_S
+        observer_clock.clock.tick(timeouts.UNRESPONSIVE_S)
+        machine.seconds += timeouts.UNRESPONSIVE_S
         trainers.log_unresponsive()
         assert trainers._unresponsive
 
@@ -221,8 +221,8 @@ def test_a_coordinator_that_was_blocked_waits_for_sidecars_to_come_back(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, back: bool
 ) -> None:
     """That their streams are there again lies unread when its timers are due."""
-    monkeypatch.setattr(observer_clock, "SLACK_S", 0.0)
-    monkeypatch.setattr(liveness, "RETURN_S", 0.01)
+    monkeypatch.setattr(timeouts, "OBSERVER_SLACK_S", 0.0)
+    monkeypatch.setattr(timeouts, "SIDECAR_RETURN_S", 0.01)
 
     async def scenario() -> None:
         registry = registry_of()

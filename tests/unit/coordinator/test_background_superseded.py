@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pannier.coordinator.background import superseded
+from pannier.common import timeouts
 from pannier.coordinator.background.superseded import Sweeper
 from pannier.coordinator.stores import Stores
 from pannier.storage import ObjectInfo, StorageError, Store, open_store
@@ -87,7 +87,7 @@ def test_a_superseded_attempt_goes_when_its_grace_period_has_passed(tmp_path: Pa
 def test_a_sweep_that_failed_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(superseded, "_AGAIN_S", 0.05)
+    monkeypatch.setattr(timeouts, "SWEEP_AGAIN_S", 0.05)
     place = tmp_path / "step-1"
 
     async def run() -> None:

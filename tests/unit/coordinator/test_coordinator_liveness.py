@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pannier.coordinator import liveness
+from pannier.common import timeouts
 from pannier.coordinator.liveness import HeartbeatMonitor, IncarnationWatch, SidecarPeers
 from pannier.coordinator.saves.participants import SidecarPeer
 from pannier.coordinator.saves.registry import Registry
@@ -114,8 +114,8 @@ def later(
     reached: Callable[[Save], object] | None = None,
 ) -> Save:
     """The save once it is as expected; None: as it is after a while, when nothing is."""
-    monkeypatch.setattr(liveness, "SUPERSEDED_RETURN_S", 0.02)
-    monkeypatch.setattr(liveness, "RETURN_S", 0.02)
+    monkeypatch.setattr(timeouts, "SUPERSEDED_RETURN_S", 0.02)
+    monkeypatch.setattr(timeouts, "SIDECAR_RETURN_S", 0.02)
 
     async def main() -> Save:
         save = happen()
@@ -228,7 +228,7 @@ def losses_after(
     monkeypatch: pytest.MonkeyPatch, happen: Callable[[Host], None], count: int = 0
 ) -> dict[int, str]:
     """The possible losses by rank once there are ``count``; 0: after a while."""
-    monkeypatch.setattr(liveness, "RETURN_S", WAIT_S)
+    monkeypatch.setattr(timeouts, "SIDECAR_RETURN_S", WAIT_S)
 
     async def main() -> dict[int, str]:
         host = Host()

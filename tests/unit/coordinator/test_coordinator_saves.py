@@ -13,7 +13,7 @@ import torch
 from google.protobuf import json_format
 from torch.distributed.checkpoint import FileSystemReader
 
-from pannier.coordinator import servicer
+from pannier.common import timeouts
 from pannier.coordinator.saves import registry
 from pannier.daemon.status_registry import StatusRegistry
 from pannier.v1 import plan_pb2, records_pb2, save_pb2, sidecar_pb2, status_pb2, status_pb2_grpc
@@ -322,7 +322,7 @@ def test_plan_call_that_is_made_again_joins(sockets: Path, tmp_path: Path) -> No
             await client.await_plans(place, 0)
             broken.cancel()
             again = asyncio.create_task(client.plan(context(0, place), halves(0)))
-            await asyncio.sleep(servicer.LOST_AFTER_S + 0.2)
+            await asyncio.sleep(timeouts.CALL_RETURN_S + 0.2)
             final = await client.plan(context(1, place), halves(1))
             assert (await again).plan_id == final.plan_id
             # An answer that got lost is given again.
@@ -850,7 +850,7 @@ def test_ranks_that_take_part_in_two_incarnations_are_named_at_once(
 def test_ranks_that_were_started_again_are_not_taken_for_divided(
     monkeypatch: pytest.MonkeyPatch, complete: bool
 ) -> None:
-    monkeypatch.setattr(registry, "SPLIT_S", 0.0)
+    monkeypatch.setattr(timeouts, "SPLIT_S", 0.0)
 
     async def scenario() -> None:
         known = registry.Registry(StatusRegistry(), begin=lambda save: None, suspect_after_s=5)

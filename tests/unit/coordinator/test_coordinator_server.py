@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from pannier.common import timeouts
 from pannier.coordinator import server
 from pannier.coordinator.saves.participants import SidecarPeer
 
@@ -85,7 +86,7 @@ def test_the_first_trainer_may_take_longer_than_the_idle_time(
 
 
 def test_without_any_trainer_it_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert leaves_at(monkeypatch, lambda scene: None) == server.FIRST_S
+    assert leaves_at(monkeypatch, lambda scene: None) == timeouts.FIRST_TRAINER_S
 
 
 def test_a_sidecar_that_is_late_keeps_its_trainer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pannier.coordinator import stores
+from pannier.common import timeouts
 from pannier.coordinator.stores import Stores
 from pannier.storage import StorageError
 from pannier.storage.base import UnreachableError, limited
@@ -39,7 +39,7 @@ def test_a_root_that_does_not_answer_is_an_error_soon_for_all_its_saves(
     listens: bool, closed: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Where there is a reason, long enough for it to be known.
-    monkeypatch.setattr(stores, "CONTACT_S", 0.5 if listens else 2.5)
+    monkeypatch.setattr(timeouts, "STORAGE_CONTACT_S", 0.5 if listens else 2.5)
     if listens:
         closed.listen()
 
@@ -60,7 +60,7 @@ def test_a_root_that_does_not_answer_is_an_error_soon_for_all_its_saves(
             # Each save gets the reason, also one that came later.
             assert all("Cannot connect" in lines[-1] for lines in reasons)
         # It is asked again for the next save.
-        monkeypatch.setattr(stores, "CONTACT_S", 0.2)
+        monkeypatch.setattr(timeouts, "STORAGE_CONTACT_S", 0.2)
         with pytest.raises(UnreachableError):
             await found.attempt(context(0, ID))
 
@@ -68,7 +68,7 @@ def test_a_root_that_does_not_answer_is_an_error_soon_for_all_its_saves(
 
 
 def test_a_root_that_answers_is_given_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stores, "CONTACT_S", 0.5)
+    monkeypatch.setattr(timeouts, "STORAGE_CONTACT_S", 0.5)
 
     async def scenario(server: GcsServer) -> None:
         found = of(server.url)
@@ -101,7 +101,7 @@ def test_an_incarnation_whose_save_was_aborted_takes_no_number_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else it would be newer than the one that has begun meanwhile, whose saves would all fail."""
-    monkeypatch.setattr("pannier.storage.retry.FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr("pannier.common.timeouts.RETRY_S", 0.01)
 
     async def scenario(server: GcsServer) -> None:
         found = of(server.url)

@@ -114,7 +114,7 @@ def written(plan: GlobalPlan, ranks: Sequence[Sequence[WriteItem]]) -> list[list
     return out
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(meshes(), st.booleans())
 def test_with_lowest_rank_everything_is_as_in_dcp(
     ranks: list[list[WriteItem]], flatten: bool
@@ -132,7 +132,7 @@ def test_with_lowest_rank_everything_is_as_in_dcp(
     assert {index: index.index for index in metadata.storage_data} == hints
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(meshes())
 def test_balanced_it_differs_from_dcp_only_in_who_writes(ranks: list[list[WriteItem]]) -> None:
     """On purpose: DCP balances copies by the size of the whole tensor, we by the shard's."""
@@ -152,7 +152,7 @@ def test_balanced_it_differs_from_dcp_only_in_who_writes(ranks: list[list[WriteI
     assert set(flat) == {item.index for items in ranks for item in items}
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(meshes())
 def test_final_plans_place_items_as_the_layout_does(ranks: list[list[WriteItem]]) -> None:
     plan, plans, metadata = ours(ranks, lowest=False)
@@ -314,7 +314,7 @@ def test_plans_that_are_no_checkpoint_are_refused(
 boxes = st.tuples(st.integers(0, 4), st.integers(0, 4), st.integers(1, 3), st.integers(1, 3))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(boxes, min_size=1, max_size=6, unique_by=lambda box: box[:2]))
 def test_boxes_are_refused_when_dcp_refuses_them(
     where: list[tuple[int, int, int, int]],
@@ -428,7 +428,7 @@ def _balanced_one_by_one(sizes: Sequence[tuple[int, Sequence[int]]], ranks: int)
 
 
 @given(st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_sets_of_holders_are_balanced_as_if_one_by_one(data: st.DataObject) -> None:
     ranks, copies = data.draw(st.sampled_from([(32, 2), (36, 3), (24, 2), (48, 4)]))
     shards = ranks // copies

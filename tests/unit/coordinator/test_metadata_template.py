@@ -159,7 +159,7 @@ def states(draw: st.DrawFn) -> list[list[WriteItem]]:
     return out
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(states())
 def test_any_state(items: list[list[WriteItem]]) -> None:
     check([local_plan(each) for each in items])

@@ -258,6 +258,5 @@ TestCoordinator = Coordinator.TestCase
 TestCoordinator.settings = settings(
     max_examples=12,
     stateful_step_count=20,
-    deadline=None,
     suppress_health_check=list(HealthCheck),
 )

@@ -10,7 +10,7 @@ import pytest
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.planner import WriteItem
 
-from pannier.coordinator import liveness
+from pannier.common import timeouts
 from pannier.coordinator.commit.manifest import Manifest
 from pannier.v1 import plan_pb2, save_pb2, sidecar_pb2
 from pannier.wire import object_names, plan_codec
@@ -387,7 +387,7 @@ def test_a_save_known_from_reports_has_the_deadline_that_ranks_report(
 def test_a_rank_whose_sidecar_is_disconnected_while_the_plan_is_agreed_is_lost(
     sockets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(liveness, "PLAN_RETURN_S", 0.2)
+    monkeypatch.setattr(timeouts, "PLAN_RETURN_S", 0.2)
 
     async def scenario(job: Job) -> None:
         await job.claim(1, 2)

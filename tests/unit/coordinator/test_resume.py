@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from pannier.coordinator.saves import deadlines, decision, resume
+from pannier.common import timeouts
 from pannier.coordinator.saves.save import Save
 from pannier.coordinator.saves.save_view import status
 from pannier.coordinator.saves.states import State
@@ -21,9 +21,9 @@ from support.processes.stretch import BOUND_S
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resume, "CHECK_S", 0.05)
-    monkeypatch.setattr(resume, "LONGEST_CHECK_S", 0.1)
-    monkeypatch.setattr(decision, "REMOVE_AGAIN_S", (0.05, 5.0))
+    monkeypatch.setattr(timeouts, "RESUME_CHECK_S", 0.05)
+    monkeypatch.setattr(timeouts, "RESUME_LONGEST_CHECK_S", 0.1)
+    monkeypatch.setattr(timeouts, "REMOVE_AGAIN_S", (0.05, 5.0))
 
 
 def play(scenario: Callable[[Scene, Scene], Awaitable[None]]) -> None:
@@ -132,8 +132,8 @@ def test_a_rank_that_reports_its_failure_ends_what_another_has_planned() -> None
 
 
 def test_receipts_of_a_host_that_is_gone_count_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resume, "CHECK_S", 100.0)
-    monkeypatch.setattr(resume, "LONGEST_CHECK_S", 100.0)
+    monkeypatch.setattr(timeouts, "RESUME_CHECK_S", 100.0)
+    monkeypatch.setattr(timeouts, "RESUME_LONGEST_CHECK_S", 100.0)
 
     async def scenario(one: Scene, other: Scene) -> None:
         save = await one.planned()
@@ -219,7 +219,7 @@ def test_a_save_that_is_resumed_after_its_deadline_is_finished() -> None:
 def test_a_save_that_is_resumed_after_its_deadline_does_not_wait_for_ever(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(deadlines, "RESUMED_S", 0.2)
+    monkeypatch.setattr(timeouts, "RESUMED_SAVE_S", 0.2)
 
     async def scenario(one: Scene, other: Scene) -> None:
         await one.planned()
@@ -234,7 +234,7 @@ def test_a_save_that_is_resumed_after_its_deadline_does_not_wait_for_ever(
 def test_storage_is_asked_for_a_resumed_save_until_it_answers(
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(deadlines, "RESUMED_S", 0.2)
+    monkeypatch.setattr(timeouts, "RESUMED_SAVE_S", 0.2)
 
     async def scenario(one: Scene, other: Scene) -> None:
         planned = await one.planned()
@@ -246,7 +246,7 @@ def test_storage_is_asked_for_a_resumed_save_until_it_answers(
         again = report_again(other, OVER, OVER)
         await other.reach(again, lambda: "503" in again.storage_wait and len(other.store.asked) > 1)
         await other.reach(
-            again, lambda: time.monotonic() > again.deadlines.start + 2 * deadlines.RESUMED_S
+            again, lambda: time.monotonic() > again.deadlines.start + 2 * timeouts.RESUMED_SAVE_S
         )
         assert not again.ended
         other.stores.unreachable = other.store.unreadable = False

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from pannier.daemon import status_page
+from pannier.common import timeouts
 from pannier.daemon.http_server import Request
 from pannier.daemon.metrics import Metrics
 from pannier.daemon.status_page import StatusPage, read_on_loop
@@ -58,7 +58,7 @@ def test_lists_are_without_ranks_and_a_save_has_them() -> None:
 
 
 def test_many_viewers_cost_no_more_than_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(status_page, "_CACHE_S", 60.0)
+    monkeypatch.setattr(timeouts, "STATUS_CACHED_S", 60.0)
     site = Site()
     for number in range(5):
         site.put(number, save_pb2.SAVE_STATE_COMMITTED)
@@ -68,7 +68,7 @@ def test_many_viewers_cost_no_more_than_one(monkeypatch: pytest.MonkeyPatch) -> 
         site.get("/save.json", id=live)
     assert site.rendered == 6
     # One that has ended is never asked for again, what is under way is.
-    monkeypatch.setattr(status_page, "_CACHE_S", 0.0)
+    monkeypatch.setattr(timeouts, "STATUS_CACHED_S", 0.0)
     site.put(6, save_pb2.SAVE_STATE_STAGING)
     before = site.rendered
     site.get("/status.json")
@@ -117,10 +117,10 @@ def test_statuses_are_rendered_on_the_event_loop_and_a_loop_that_hangs_is_an_err
         assert read_state(lambda: asyncio.get_running_loop() is loop)
         with pytest.raises(ZeroDivisionError):
             read_state(lambda: 1 // 0)
-        monkeypatch.setattr(status_page, "_LOOP_TIMEOUT_S", 0.1)
+        monkeypatch.setattr(timeouts, "LOOP_S", 0.1)
         loop.call_soon_threadsafe(go.wait, BOUND_S)
         with pytest.raises(UnavailableError, match="did not respond within"):
             read_state(lambda: True)
         go.set()
-        monkeypatch.setattr(status_page, "_LOOP_TIMEOUT_S", BOUND_S)
+        monkeypatch.setattr(timeouts, "LOOP_S", BOUND_S)
         assert read_state(lambda: True)

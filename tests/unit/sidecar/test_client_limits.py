@@ -9,6 +9,7 @@ from contextlib import ExitStack, suppress
 import grpc
 import pytest
 
+from pannier.common import timeouts
 from pannier.daemon import listeners
 from pannier.sidecar.rpc import connections, servicer
 from pannier.v1 import records_pb2, save_pb2, sidecar_pb2
@@ -79,8 +80,8 @@ def test_write_streams_have_a_limit_that_leaves_other_calls_alone(
 
 
 def test_streams_that_say_nothing_are_cut(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(servicer, "NO_HEADER_S", 0.3)
-    monkeypatch.setattr(servicer, "IDLE_S", 0.3)
+    monkeypatch.setattr(timeouts, "WRITE_HEADER_S", 0.3)
+    monkeypatch.setattr(timeouts, "WRITE_IDLE_S", 0.3)
     host.start()
     trainer = host.trainer()
     mute = trainer.channel.stream_stream("/pannier.v1.Sidecar/Write")(
@@ -94,8 +95,8 @@ def test_streams_that_say_nothing_are_cut(host: Host, monkeypatch: pytest.Monkey
         with pytest.raises(grpc.RpcError):
             next(mute)
     # An honest one that was stopped meanwhile goes on with another stream.
-    monkeypatch.setattr(servicer, "NO_HEADER_S", BOUND_S)
-    monkeypatch.setattr(servicer, "IDLE_S", BOUND_S)
+    monkeypatch.setattr(timeouts, "WRITE_HEADER_S", BOUND_S)
+    monkeypatch.setattr(timeouts, "WRITE_IDLE_S", BOUND_S)
     trainer.hand_over(context, trainer.write(context, "0", b"x" * MIB))
 
 

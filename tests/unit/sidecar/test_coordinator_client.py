@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from pannier.common import timeouts
 from pannier.sidecar import coordinator_client
-from pannier.sidecar.coordinator_client import SUCCESSION_S, CoordinatorAddress
+from pannier.sidecar.coordinator_client import CoordinatorAddress
 from pannier.wire.tls import Tls
 from support.network.certificates import Authority
 
@@ -36,10 +37,10 @@ def test_the_configured_one_is_tried_for_a_while_before_a_successor(
     file.write_text(json.dumps({"coordinator": NEXT}))
     assert not where.refresh()
     where.mark_attached()
-    clock.now += 2 * SUCCESSION_S
+    clock.now += 2 * timeouts.SUCCESSION_S
     # It has just been lost.
     assert not where.refresh()
-    clock.now += SUCCESSION_S - 1
+    clock.now += timeouts.SUCCESSION_S - 1
     assert not where.refresh()
     assert where.address == OWN
     clock.now += 1
@@ -48,17 +49,17 @@ def test_the_configured_one_is_tried_for_a_while_before_a_successor(
     # That one has its time, too.
     file.write_text(json.dumps({"coordinator": "unix:///run/c.sock"}))
     assert not where.refresh()
-    clock.now += SUCCESSION_S
+    clock.now += timeouts.SUCCESSION_S
     assert where.refresh()
     assert where.address == "unix:///run/c.sock"
-    clock.now += SUCCESSION_S
+    clock.now += timeouts.SUCCESSION_S
     assert not where.refresh()
 
 
 def test_without_a_successor_it_stays(clock: Clock, tmp_path: Path) -> None:
     for file in (None, tmp_path / "none.json"):
         where = CoordinatorAddress(OWN, None, file)
-        clock.now += 10 * SUCCESSION_S
+        clock.now += 10 * timeouts.SUCCESSION_S
         assert not where.refresh()
         assert where.address == OWN
 
@@ -72,7 +73,7 @@ def test_nonsense_is_logged_and_changes_nothing(
     file = tmp_path / "successor.json"
     file.write_bytes(text.encode(errors="surrogateescape"))
     where = CoordinatorAddress(OWN, None, file)
-    clock.now += SUCCESSION_S
+    clock.now += timeouts.SUCCESSION_S
     assert not where.refresh()
     assert str(file) in caplog.text
 
@@ -84,7 +85,7 @@ def test_a_successors_certificate_must_be_one(
     file = tmp_path / "successor.json"
     named = {"coordinator": NEXT, "cert": str(files.cert), "ca": str(files.ca)}
     where = CoordinatorAddress(OWN, Tls(files.cert, files.key, files.ca), file)
-    clock.now += SUCCESSION_S
+    clock.now += timeouts.SUCCESSION_S
     file.write_text(json.dumps({**named, "key": str(tmp_path / "no.key")}))
     assert not where.refresh()
     assert "no.key" in caplog.text

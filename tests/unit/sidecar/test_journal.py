@@ -122,7 +122,7 @@ def test_a_flipped_bit_anywhere_is_found_and_ends_what_is_believed() -> None:
             assert (contents.damaged_at, contents.end) == (None, ends[-2])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.binary(max_size=200), st.integers(0, 400), st.booleans())
 def test_no_bytes_make_the_reader_do_anything_but_refuse_or_read(
     noise: bytes, at: int, replace: bool
@@ -143,7 +143,7 @@ def test_no_bytes_make_the_reader_do_anything_but_refuse_or_read(
     assert contents.records[: len(whole)] == whole
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.binary(max_size=300))
 def test_any_record_leaves_the_parts_usable(noise: bytes) -> None:
     """One of a future version, or random bytes."""

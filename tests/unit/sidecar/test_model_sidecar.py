@@ -261,5 +261,5 @@ class Sidecar(RuleBasedStateMachine):
 
 TestSidecar = Sidecar.TestCase
 TestSidecar.settings = settings(
-    max_examples=20, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=20, stateful_step_count=25, suppress_health_check=list(HealthCheck)
 )

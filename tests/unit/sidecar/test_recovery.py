@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from pannier.common import timeouts
 from pannier.sidecar import server
 from pannier.sidecar.spool import boot_clock
 from pannier.sidecar.spool.journal import FORMAT, header
@@ -83,7 +84,7 @@ def spoil(path: Path) -> None:
 def test_a_rank_whose_trainer_does_not_come_back_is_lost(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "RECOVERED_S", 0.3)
+    monkeypatch.setattr(timeouts, "RECOVERED_TRAINER_CONNECT_S", 0.3)
     host.start()
     trainer, context = begin(host, bytes(20 * MIB))
     host.end()

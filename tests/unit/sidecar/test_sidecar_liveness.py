@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pannier.sidecar.rpc import connections
+from pannier.common import timeouts
 from pannier.v1 import coordinator_pb2, save_pb2, sidecar_pb2
 from support.actors.hosts import Host, await_true, running_host
 from support.actors.scripted import Trainer
@@ -12,7 +12,7 @@ from support.actors.scripted import Trainer
 
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
-    monkeypatch.setattr(connections, "GRACE_S", 0.3)
+    monkeypatch.setattr(timeouts, "TRAINER_RETURN_S", 0.3)
     with running_host() as made:
         made.coordinator.files = {0: {"0": 1 << 20}}
         made.start()

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from pannier.sidecar.spool.spool import KEPT_S, Spool
+from pannier.common import timeouts
+from pannier.sidecar.spool.spool import Spool
 from pannier.wire import errors
 from support.processes.daemons import memory_directory
 
@@ -90,13 +91,13 @@ def test_space_of_a_job_that_went_away_is_given_back(
     spool = Spool(memory / "spool")
     spool.give(spool.take("job", MIB))
     spool.trim({"job"})
-    now[0] += KEPT_S + 1
+    now[0] += timeouts.SPOOL_FILE_KEPT_S + 1
     spool.trim({"job"})
     assert spool.usage.reserved == MIB
-    now[0] += KEPT_S / 2
+    now[0] += timeouts.SPOOL_FILE_KEPT_S / 2
     spool.trim(set())
     assert spool.usage.reserved == MIB
-    now[0] += KEPT_S
+    now[0] += timeouts.SPOOL_FILE_KEPT_S
     spool.trim(set())
     assert spool.usage.reserved == 0
     assert not list(spool.directory.glob("*.data"))

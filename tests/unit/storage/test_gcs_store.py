@@ -49,7 +49,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GcsServer]:
 @pytest.fixture
 def server(shared: GcsServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[GcsServer]:
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", shared.url)
-    monkeypatch.setattr("pannier.storage.retry.FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr("pannier.common.timeouts.RETRY_S", 0.01)
     yield shared
     shared.clear()
     shared.options(
@@ -269,7 +269,7 @@ def test_a_lost_answer_to_a_create_is_a_success(
 def test_a_try_that_failed_before_others_won_is_a_conflict(
     server: GcsServer, run: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pannier.storage.retry.FIRST_WAIT_S", 0.5)
+    monkeypatch.setattr("pannier.common.timeouts.RETRY_S", 0.5)
 
     async def body(store: GcsStore) -> None:
         seen = await store.create("m", b"0")
@@ -588,7 +588,7 @@ def test_an_unresponsive_server_is_given_up(
     run: Callable[..., None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("pannier.storage.gcs.http.IDLE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("pannier.common.timeouts.STORAGE_IDLE_S", 0.2)
 
     async def body(store: GcsStore) -> None:
         server.fault(kind="delay", method="POST", seconds=60)

@@ -13,6 +13,7 @@ import pytest
 from prometheus_client.exposition import generate_latest
 
 from pannier.client.loading import filesystem
+from pannier.common import timeouts
 from pannier.daemon.metrics import Metrics
 from pannier.daemon.status_service import Backlog, DaemonInfo
 from pannier.storage import ConflictError, StorageError, io_threads, open_store
@@ -52,10 +53,8 @@ class DeadMount:
 def dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DeadMount]:
     mount = DeadMount(tmp_path / "dead")
     Path(mount.directory).mkdir()
-    monkeypatch.setattr(io_threads, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(timeouts, "HUNG_CALL_S", 0.05)
     monkeypatch.setitem(io_threads.Threads.__init__.__kwdefaults__, "patience_s", 0.05)
-    monkeypatch.setattr(local, "PATIENCE_S", 0.05)
-    monkeypatch.setattr(atomic_file, "PATIENCE_S", 0.05)
     monkeypatch.setattr(local, "_read", mount.wrap(local._read))
     yield mount
     mount.answers.set()

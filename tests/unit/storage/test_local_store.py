@@ -370,7 +370,7 @@ def test_a_directory_that_is_removed_while_it_is_made_is_made_again(
 def test_a_create_that_lost_to_a_file_which_was_removed_since_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pannier.storage.retry.FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr("pannier.common.timeouts.RETRY_S", 0.01)
     real, lost = os.link, []
 
     def link(source: str, target: Path, **more: int) -> None:

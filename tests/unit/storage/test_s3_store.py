@@ -99,7 +99,7 @@ def test_missing_credentials_are_errors(server: S3Server, monkeypatch: pytest.Mo
 
 @pytest.fixture
 def faulty(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
-    monkeypatch.setattr("pannier.storage.retry.FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr("pannier.common.timeouts.RETRY_S", 0.01)
     yield server
     server.clear()
 

@@ -18,7 +18,7 @@ from support.processes.stretch import BOUND_S
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pannier.storage.retry.FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr("pannier.common.timeouts.RETRY_S", 0.01)
 
 
 class Flaky:

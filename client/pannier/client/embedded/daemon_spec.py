@@ -14,13 +14,11 @@ from typing import Final
 
 from pannier.client.config import Settings
 from pannier.client.embedded.certificates import TlsBundle
+from pannier.common import timeouts
 from pannier.wire import addresses
 
 _RECORD: Final = "daemons.json"
 _FILES: Final = ("cert.pem", "key.pem", "ca.pem")
-_IDLE_EXIT_S: Final = 300.0
-_JOB_IDLE_EXIT_S: Final = 60.0
-"""Shorter, since no later start of the job uses them."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +29,7 @@ class DaemonSpec:
     """Their runtime directory, with their sockets and their log."""
     spool: Path | None
     """None: ``pannier up`` chooses."""
-    idle_exit_s: float = _IDLE_EXIT_S
+    idle_exit_s: float = timeouts.HOST_DAEMONS_IDLE_S
     """Seconds without clients and uploads after which they exit."""
     flags: tuple[str, ...] = ()
     """Further flags of ``pannier up``."""
@@ -73,7 +71,7 @@ def job_daemons(
     return DaemonSpec(
         directory,
         None if settings.spool is None else settings.spool / directory.name,
-        _JOB_IDLE_EXIT_S,
+        timeouts.JOB_DAEMONS_IDLE_S,
         (*address_flags, *tls_flags, "--discard"),
     )
 
@@ -91,7 +89,7 @@ def read_record(directory: Path) -> DaemonSpec | None:
     except FileNotFoundError:
         return None
     spool = None if record["spool"] is None else Path(record["spool"])
-    return DaemonSpec(directory, spool, _JOB_IDLE_EXIT_S, tuple(record["flags"]))
+    return DaemonSpec(directory, spool, timeouts.JOB_DAEMONS_IDLE_S, tuple(record["flags"]))
 
 
 def tls_files(directory: Path) -> tuple[Path, Path, Path]:

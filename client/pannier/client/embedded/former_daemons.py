@@ -13,7 +13,6 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
 
 from pannier.client.config import Settings
 from pannier.client.embedded import launcher
@@ -23,13 +22,11 @@ from pannier.client.embedded.daemon_spec import (
     read_record,
     write_private_file,
 )
+from pannier.common import timeouts
 from pannier.wire import addresses
 from pannier.wire.errors import PannierError
 
 _log = logging.getLogger(__name__)
-
-_LOG_KEPT_S: Final = 86400.0
-"""How long the log of daemons that have exited is kept."""
 
 
 def with_former_daemons(
@@ -100,5 +97,5 @@ def _remove_old_log(directory: Path) -> None:
     log = directory / addresses.LOG
     age_s = time.time() - (log if log.exists() else directory).stat().st_mtime
     left = {path.name for path in directory.iterdir()}
-    if age_s > _LOG_KEPT_S and left <= {addresses.LOG, f"{addresses.LOG}.1"}:
+    if age_s > timeouts.DAEMON_LOG_KEPT_S and left <= {addresses.LOG, f"{addresses.LOG}.1"}:
         shutil.rmtree(directory, ignore_errors=True)

@@ -25,7 +25,7 @@ import grpc
 from pannier.client.config import Settings
 from pannier.client.embedded import network
 from pannier.client.embedded.daemon_spec import DaemonSpec, host_daemons
-from pannier.common import env_fingerprint
+from pannier.common import env_fingerprint, timeouts
 from pannier.v1 import save_pb2, status_pb2, status_pb2_grpc
 from pannier.wire import addresses
 from pannier.wire.errors import ConfigurationError, UnavailableError
@@ -33,12 +33,7 @@ from pannier.wire.errors import ConfigurationError, UnavailableError
 _log = logging.getLogger(__name__)
 
 LOG: Final = addresses.LOG
-START_S: Final = 30.0
-"""How long the daemons may take to start."""
 _LOG_LIMIT: Final = 16 << 20
-_POLL_S: Final = 0.05
-_STATUS_POLL_S: Final = 0.2
-_STATUS_CALL_S: Final = 10.0
 
 _LAUNCHER = {
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
@@ -81,14 +76,16 @@ def ensure(settings: Settings, spec: DaemonSpec | None = None) -> str:
         return address
     make_private_dir(directory)
     try:
-        with filelock.FileLock(directory / "start.lock", timeout=2 * START_S, mode=0o600):
+        with filelock.FileLock(
+            directory / "start.lock", timeout=2 * timeouts.DAEMONS_START_S, mode=0o600
+        ):
             if not _accepts(path):
                 _start(settings, spec, path)
                 if spec.on_start is not None:
                     spec.on_start()
     except filelock.Timeout as error:
         raise UnavailableError(
-            f"another process has been starting the daemons in {directory} for {2 * START_S:g} s; "
+            f"another process has been starting the daemons in {directory} for {2 * timeouts.DAEMONS_START_S:g} s; "
             f"their log ends with:\n{_tail(directory / LOG)}"
         ) from error
     _check_environment(settings, spec)
@@ -106,11 +103,11 @@ def await_listening(spec: DaemonSpec, address: str, timeout_s: float) -> str:
     Fails early when the daemons exit.
     """
     deadline = time.monotonic() + timeout_s
-    while why := network.probe_port(address, _POLL_S):
+    while why := network.probe_port(address, timeouts.DAEMONS_START_POLL_S):
         if not is_up(spec) or time.monotonic() > deadline:
             log = spec.directory / LOG
             return f"{why}; {log} ends with:\n{_tail(log)}"
-        time.sleep(_POLL_S)
+        time.sleep(timeouts.DAEMONS_START_POLL_S)
     return ""
 
 
@@ -218,17 +215,17 @@ def _start(settings: Settings, spec: DaemonSpec, path: str) -> None:
 
 
 def _await_start(path: str, alive: int, log: Path) -> None:
-    deadline = time.monotonic() + START_S
+    deadline = time.monotonic() + timeouts.DAEMONS_START_S
     while not _accepts(path):
         # Readable once the other end is closed: the daemons' supervisor has exited.
-        ended, _, _ = select.select([alive], [], [], _POLL_S)
+        ended, _, _ = select.select([alive], [], [], timeouts.DAEMONS_START_POLL_S)
         if ended:
             raise UnavailableError(
                 f"the embedded daemons exited while starting; {log} ends with:\n{_tail(log)}"
             )
         if time.monotonic() > deadline:
             raise UnavailableError(
-                f"the embedded daemons did not start within {START_S:g} s; {log} ends with:\n"
+                f"the embedded daemons did not start within {timeouts.DAEMONS_START_S:g} s; {log} ends with:\n"
                 f"{_tail(log)}"
             )
 
@@ -290,7 +287,7 @@ def await_others(spec: DaemonSpec, job: str, timeout_s: float | None) -> str:
         stub = status_pb2_grpc.StatusStub(channel)
         while True:
             try:
-                saves = stub.ListSaves(request, timeout=_STATUS_CALL_S).saves
+                saves = stub.ListSaves(request, timeout=timeouts.STATUS_CALL_S).saves
             except grpc.RpcError as error:
                 _log.warning("can't list the saves under way at the coordinator: %s", error)
                 return ""
@@ -301,4 +298,4 @@ def await_others(spec: DaemonSpec, job: str, timeout_s: float | None) -> str:
                 logged = True
             if deadline is not None and time.monotonic() > deadline:
                 return "; ".join(each.checkpoint_id for each in saves)
-            time.sleep(_STATUS_POLL_S)
+            time.sleep(timeouts.DAEMONS_STATUS_POLL_S)

@@ -18,6 +18,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from pannier.client.embedded.network import boot_id
 from pannier.client.torch_compat import Store, group_store, own_connection
+from pannier.common import timeouts
 from pannier.wire.errors import DeadlineError
 
 _log = logging.getLogger(__name__)
@@ -25,14 +26,8 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _PREFIX: Final = "pannier-incarnation"
-_FIRST_POLL_S: Final = 0.02
-_LONGEST_POLL_S: Final = 0.5
 _CLOCK_S: Final = 0.5
 """Rounding of two times on one machine."""
-ANSWER_S: Final = 20.0
-"""How long a rank on another machine may take to confirm that it is alive: it may be busy in Python."""
-_EXIT_S: Final = 2.0
-"""At exit: how long to wait for a confirmation that is being written."""
 
 
 class RankStore:
@@ -104,12 +99,12 @@ class RankStore:
             return self.count(_answered(incarnation)) >= ticket or None
 
         _log.debug("rank %d: waiting for %s to confirm that it is alive", self._rank, writer)
-        if self.poll(look, ANSWER_S):
+        if self.poll(look, timeouts.RANK_ANSWER_S):
             return True
         _log.warning(
             "rank %d: %s did not answer within %g s; assuming that the processes of incarnation %d in "
             "the process group's store have ended",
-            *(self._rank, writer, ANSWER_S, incarnation),
+            *(self._rank, writer, timeouts.RANK_ANSWER_S, incarnation),
         )
         return False
 
@@ -133,13 +128,13 @@ class RankStore:
     def poll(self, look: Callable[[], T | None], timeout_s: float) -> T | None:
         """Calls ``look`` until it returns a value; None after ``timeout_s`` seconds."""
         deadline = time.monotonic() + timeout_s
-        pause = _FIRST_POLL_S
+        pause = timeouts.STORE_POLL_S
         while (found := look()) is None:
             left = deadline - time.monotonic()
             if left <= 0:
                 return None
             time.sleep(min(pause, left))
-            pause = min(2 * pause, _LONGEST_POLL_S)
+            pause = min(2 * pause, timeouts.STORE_LONGEST_POLL_S)
         return found
 
     def _ask(self, call: Callable[[], T]) -> T:
@@ -188,18 +183,18 @@ class _Responder:
 
     def _stop(self) -> None:
         self._ended.set()
-        self._thread.join(_EXIT_S)
+        self._thread.join(timeouts.RANK_ANSWER_EXIT_S)
 
     def _run(self) -> None:
         answered = 0
-        pause = _FIRST_POLL_S
+        pause = timeouts.STORE_POLL_S
         try:
             while answered < self._others and not self._ended.wait(pause):
                 asked = int(self._store.add(_asked(self._incarnation), 0))
                 if asked > answered:
                     self._store.add(_answered(self._incarnation), asked - answered)
-                    answered, pause = asked, _FIRST_POLL_S
-                pause = min(2 * pause, _LONGEST_POLL_S)
+                    answered, pause = asked, timeouts.STORE_POLL_S
+                pause = min(2 * pause, timeouts.STORE_LONGEST_POLL_S)
         except RuntimeError as error:  # torch's DistStoreError: the process group has ended
             _log.debug("incarnation %d: no more confirmations: %s", self._incarnation, error)
         finally:

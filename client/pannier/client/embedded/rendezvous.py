@@ -28,18 +28,13 @@ from pannier.client.embedded.daemon_spec import (
     write_tls_files,
 )
 from pannier.client.embedded.pg_store import RankStore
+from pannier.common import timeouts
 from pannier.wire import addresses
 from pannier.wire.errors import ConfigurationError, DeadlineError, PannierError, UnavailableError
 from pannier.wire.tls import Tls
 
 _log = logging.getLogger(__name__)
 
-PATIENCE_S: Final = 10.0
-"""How long to wait for rank 0 to become the leader, and for a rank on another host to report itself."""
-_START_S: Final = 60.0
-"""How long a coordinator may take to listen after its sidecar: it imports torch."""
-_REACH_S: Final = 5.0
-"""How long a reachable coordinator may take to answer."""
 _RECORD: Final = "rendezvous.json"
 """The rendezvous, with a private key, in the directory of the daemons with the coordinator."""
 _ADVICE: Final = "or run `pannier coordinator` where all hosts reach it and set PANNIER_COORDINATOR"
@@ -161,7 +156,7 @@ def join(settings: Settings, rendezvous: Rendezvous, own: HostInfo) -> DaemonSpe
     launcher.make_private_dir(directory)
     files = write_tls_files(directory, rendezvous.tls)
     write_record(spec)
-    if why := network.probe_daemon(address, Tls(*files), _REACH_S):
+    if why := network.probe_daemon(address, Tls(*files), timeouts.COORDINATOR_REACH_S):
         host = rendezvous.leader.host
         raise UnavailableError(
             f"host {own.host} (rank {own.rank}) can't reach this job's coordinator at {address}, which "
@@ -178,7 +173,7 @@ def _is_leader(store: RankStore, incarnation: int, own: HostInfo, first: HostInf
     if own.rank not in (0, first.rank):
         return False
     key = f"{incarnation}/lead"
-    if own.rank != 0 and store.poll(lambda: store.read(key), PATIENCE_S) is not None:
+    if own.rank != 0 and store.poll(lambda: store.read(key), timeouts.LEADER_S) is not None:
         return False
     return store.claim(key, str(own.rank)) == str(own.rank)
 
@@ -203,7 +198,7 @@ def _decide(
 
     key = f"{incarnation}/rendezvous"
     try:
-        towards = store.poll(look, PATIENCE_S)
+        towards = store.poll(look, timeouts.LEADER_S)
         if towards is None and addresses.is_loopback(os.environ.get("MASTER_ADDR", "")):
             # Some ranks haven't reported; but over loopback they can only be on this host.
             towards = "here"
@@ -240,7 +235,9 @@ def _start_coordinator(own: HostInfo, towards: str | None, settings: Settings) -
         launcher.ensure(
             settings, former_daemons.with_former_daemons(settings, spec, job, successor=beside)
         )
-        if why := launcher.await_listening(spec, rendezvous.coordinator, _START_S):
+        if why := launcher.await_listening(
+            spec, rendezvous.coordinator, timeouts.COORDINATOR_START_S
+        ):
             raise UnavailableError(
                 f"the embedded coordinator does not listen on {rendezvous.coordinator}: {why}; name "
                 f"another address by PANNIER_LISTEN=HOST:PORT, {_ADVICE}"

@@ -20,11 +20,9 @@ from typing import Any, Final
 import fsspec
 
 from pannier.client.interrupts import shielded
+from pannier.common import timeouts
 from pannier.wire.errors import ConfigurationError, InvalidRequestError, StorageError
 
-_CONNECT_S: Final = 15.0
-_READ_TIMEOUT_S: Final = 60.0
-"""A read that receives no byte for so long is retried."""
 _LAYOUT_LOOKUP: Final = "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"
 _EXTRAS: Final = {"gs": "gcs", "gcs": "gcs", "s3": "s3", "s3a": "s3"}
 _LOCAL: Final = ("file", "local")
@@ -318,7 +316,9 @@ def _gcs_class(options: dict[str, Any]) -> Any:
         options.setdefault("token", "anon")
     options.setdefault(
         "requests_timeout",
-        aiohttp.ClientTimeout(sock_connect=_CONNECT_S, sock_read=_READ_TIMEOUT_S),
+        aiohttp.ClientTimeout(
+            sock_connect=timeouts.STORAGE_CONNECT_S, sock_read=timeouts.STORAGE_IDLE_S
+        ),
     )
     if os.environ[_LAYOUT_LOOKUP].lower() in ("true", "1"):
         return gcsfs.GCSFileSystem

@@ -19,18 +19,13 @@ from google.protobuf import json_format
 
 from pannier.client.interrupts import Event, shielded
 from pannier.client.loading.filesystem import StorageDir
+from pannier.common import timeouts
 from pannier.v1 import records_pb2
 from pannier.wire import object_names
 from pannier.wire.errors import StorageError
 
 _log = logging.getLogger(__name__)
 
-RENEW_S: Final = 30.0
-"""Seconds between renewals; without any, the lease expires after three times as many."""
-IDLE_S: Final = 600.0
-"""Seconds without :meth:`Lease.touch` after which a lease ends."""
-_RELEASE_S: Final = 10.0
-"""How long to wait for a released lease to be removed; otherwise it expires."""
 _unwritable: set[str] = set()
 """Directories that can't be written, as logged."""
 
@@ -75,7 +70,7 @@ class Lease:
         self._ended.set()
         # A forked child has no such thread: the lease is the parent's.
         if os.getpid() == self._pid:
-            self._thread.join(_RELEASE_S)
+            self._thread.join(timeouts.LEASE_RELEASE_S)
 
     def _keep(self) -> None:
         while not self._ended.wait(self._renew_s):
@@ -105,7 +100,7 @@ def take(
         idle_s: ends it after so many seconds without :meth:`Lease.touch`; None: never.
     """
     try:
-        lease = Lease(directory, attempt, renew_s=RENEW_S, idle_s=idle_s)
+        lease = Lease(directory, attempt, renew_s=timeouts.LEASE_RENEW_S, idle_s=idle_s)
     except StorageError as error:
         if directory.url not in _unwritable:
             _unwritable.add(directory.url)

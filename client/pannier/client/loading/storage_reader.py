@@ -27,6 +27,7 @@ from pannier.client.loading.item_loader import ItemLoader
 from pannier.client.loading.metadata_reader import Generation, check_generations
 from pannier.client.loading.range_reader import KeyIndex, Range, read_ranges
 from pannier.client.loading.safe_unpickler import unpickle_metadata
+from pannier.common import timeouts
 from pannier.wire import object_names
 from pannier.wire.errors import InvalidRequestError, PannierError
 
@@ -167,7 +168,7 @@ class StorageReader(storage.StorageReader):
         rank = kwargs.get("rank")
         name = object_names.METADATA if rank is None else f"__{rank}{object_names.METADATA}"
         if rank is None and self._shared is None:
-            content, metadata = self._resolve(read_lease.IDLE_S)
+            content, metadata = self._resolve(timeouts.LEASE_IDLE_S)
         else:
             if rank is not None and self._verify_now:
                 raise InvalidRequestError(

@@ -21,6 +21,7 @@ from pannier.client.staging import device_stream
 from pannier.client.staging.arena import FileBuffer, SpillBuffer
 from pannier.client.staging.deferred_copies import DeferredCopies
 from pannier.client.staging.device_copy import DeviceCopies
+from pannier.common import timeouts
 from pannier.wire.errors import InvalidRequestError
 
 LARGE: Final = 256 << 10
@@ -36,8 +37,6 @@ _ROUNDS: Final = 4
 _SINGLE_THREAD: Final = 8 << 20
 """Bytes in total up to which a second thread costs more than it saves."""
 _MOST_THREADS: Final = 4
-_POLL_S: Final = 0.01
-"""How often the caller checks whether helper threads still copy, besides when one has ended."""
 
 
 def threads() -> int:
@@ -98,7 +97,7 @@ class HostCopies:
         while self._helping:
             try:
                 with suppress(queue.Empty):
-                    self._helper_ended.get(timeout=_POLL_S)
+                    self._helper_ended.get(timeout=timeouts.COPY_POLL_S)
             except BaseException as error:  # noqa: BLE001 - raised below
                 interrupt = error
         if interrupt is not None:

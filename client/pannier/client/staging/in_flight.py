@@ -12,11 +12,10 @@ from typing import Final
 
 from pannier.client.interrupts import Condition
 from pannier.client.staging.arena import Arena, ArenaPool
+from pannier.common import timeouts
 from pannier.common.deadline import Deadline
 from pannier.wire.errors import BusyError, DeadlineError, SaveSkippedError
 
-_RECOUNT_S: Final = 1.0
-"""How often a waiter counts the saves in flight again: a save that is lost notifies no waiter."""
 _abandoned: Final[list[Arena]] = []
 """Arenas that a thread of this process may still read: never freed, never used again."""
 
@@ -186,7 +185,9 @@ class InFlightSaves:
     def _await(self, ready: Callable[[], bool], timeout_s: float | None) -> bool:
         """Waits for ``ready()``; False: timed out. The caller holds the lock."""
         deadline = Deadline(float("inf") if timeout_s is None else timeout_s)
-        while not self._changed.wait_for(ready, min(_RECOUNT_S, deadline.remaining())):
+        while not self._changed.wait_for(
+            ready, min(timeouts.IN_FLIGHT_RECOUNT_S, deadline.remaining())
+        ):
             if deadline.passed:
                 return False
         return True

@@ -27,6 +27,7 @@ import grpc
 from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
 from pannier.client.interrupts import Condition
+from pannier.common import timeouts
 from pannier.wire.addresses import channel_options, keepalive_options
 from pannier.wire.auth_token import Metadata, TokenFile
 from pannier.wire.errors import (
@@ -44,8 +45,6 @@ _FORKED = (
     "process {pid} was forked from one whose client was connected, and gRPC doesn't survive a "
     'fork: use the client in the parent, or start this process with "spawn"'
 )
-_PAUSE_S = 2.0
-"""How long a fork waits at most for running calls to end."""
 _DESCRIPTORS = "/proc/self/fd"
 
 Peer = str | tuple[str, int]
@@ -202,7 +201,7 @@ class SidecarChannel:
             for running in self._calls:
                 self._interrupted.add(running)
                 running.cancel()
-            if not self._condition.wait_for(lambda: not self._calls, _PAUSE_S):
+            if not self._condition.wait_for(lambda: not self._calls, timeouts.FORK_S):
                 _log.warning("calls to %s did not end before a fork", self.address)
             channel, self._channel = self._channel, None
         if channel is not None:

@@ -20,6 +20,7 @@ from pannier.client.interrupts import shielded
 from pannier.client.timers import Timers
 from pannier.client.transport.channel import InterruptedCallError, SidecarChannel
 from pannier.client.transport.heartbeat import Heartbeat
+from pannier.common import timeouts
 from pannier.common.deadline import Deadline
 from pannier.v1 import save_pb2, sidecar_pb2, sidecar_pb2_grpc
 from pannier.wire import errors, object_names
@@ -28,12 +29,6 @@ from pannier.wire.version import WIRE_VERSION, package_version
 
 _log = logging.getLogger(__name__)
 
-CONNECT_S: Final = 3.0
-"""How long a sidecar may take to answer before it counts as unreachable."""
-EMBEDDED_S: Final = 15.0
-"""The same for embedded daemons, which may just be starting on a busy machine."""
-DISCONNECT_S: Final = 1.0
-"""Time-out of the calls that announce the end of the connection or of staging memory."""
 _LEAST_S: Final = 0.001
 
 OnStatus = Callable[[save_pb2.SaveStatus], None]
@@ -250,7 +245,7 @@ class SidecarConnection:
 
     def _announce_close(self) -> None:
         try:
-            self._ping(DISCONNECT_S, closing=True)
+            self._ping(timeouts.DISCONNECT_S, closing=True)
         except (PannierError, InterruptedCallError) as error:
             _log.debug(
                 "the end of the connection was not announced to the %s: %s", self.peer, error
@@ -311,7 +306,7 @@ class SidecarConnection:
             )
         ) as call:
             # A stopped daemon's kernel accepts connections that it never answers.
-            first = self.timers.start(CONNECT_S, call.cancel)
+            first = self.timers.start(timeouts.CONNECT_S, call.cancel)
             try:
                 for response in call:
                     first.cancel()

@@ -9,22 +9,18 @@ import ctypes
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 import crc32c
 import grpc
 
 from pannier.client.timers import Timers
 from pannier.client.transport.channel import InterruptedCallError, SidecarChannel
+from pannier.common import timeouts
 from pannier.v1 import sidecar_pb2
 from pannier.wire import chunk_codec
 from pannier.wire.chunk_codec import CHUNK_BYTES, Chunk
 from pannier.wire.errors import PannierError, UnavailableError, from_rpc_error
-
-STALL_S: Final = 30.0
-"""A stream is restarted after this long without an acknowledgement by the sidecar."""
-_CANCEL_S: Final = 30.0
-"""How long a cancelled stream may still read its file's memory."""
 
 Progress = Callable[[int], None]
 """Called with the number of bytes of the file that the sidecar holds."""
@@ -146,7 +142,12 @@ class Sender:
     """Opens ``Write`` streams on a channel. Thread-safe."""
 
     def __init__(
-        self, channel: SidecarChannel, timers: Timers, peer: str, *, stall_s: float = STALL_S
+        self,
+        channel: SidecarChannel,
+        timers: Timers,
+        peer: str,
+        *,
+        stall_s: float = timeouts.STREAM_STALL_S,
     ) -> None:
         self._channel = channel
         self._timers = timers
@@ -259,5 +260,5 @@ class _Messages:
         self._ended = True
         self._start.put(None)
         # If not begun, it will find the None, and never read the source.
-        if self._begun and not self._finished.wait(_CANCEL_S):
+        if self._begun and not self._finished.wait(timeouts.STREAM_CANCEL_S):
             raise MemoryInUseError(f"the stream of {self._header.name} does not end")

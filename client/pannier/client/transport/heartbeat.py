@@ -8,21 +8,13 @@ stopped sidecar keeps its connection, and gRPC's own keepalive doesn't detect th
 import logging
 import threading
 from collections.abc import Callable
-from typing import Final
 
 from pannier.client.transport.channel import InterruptedCallError
+from pannier.common import timeouts
 from pannier.common.observer_clock import ObserverClock
 from pannier.wire.errors import DeadlineError, PannierError, UnavailableError
 
 _log = logging.getLogger(__name__)
-
-EVERY_S: Final = 2.0
-TIMEOUT_S: Final = 2.0
-"""Of one ping."""
-AGAIN_S: Final = 0.5
-"""Pause after a ping that was not answered."""
-UNRESPONSIVE_S: Final = 5.0
-"""After this long without an answer the sidecar counts as unresponsive."""
 
 
 class Heartbeat:
@@ -67,7 +59,7 @@ class Heartbeat:
         self._last_seen = self._clock.now()
 
     def _run(self) -> None:
-        pause = EVERY_S
+        pause = timeouts.PING_S
         self._clock.tick(pause)
         while not self._closed.wait(pause):
             pause = self._beat()
@@ -75,7 +67,7 @@ class Heartbeat:
 
     def _beat(self) -> float:
         """One ping and its evaluation; returns the pause until the next."""
-        late_s = self._clock.tick(TIMEOUT_S)
+        late_s = self._clock.tick(timeouts.PING_TIMEOUT_S)
         answered = self._is_answered()
         late_s += self._clock.tick(0.0)
         if answered:
@@ -85,13 +77,13 @@ class Heartbeat:
             self._missed += 1
         if not self._closed.is_set():
             self._report()
-        return EVERY_S if answered else AGAIN_S
+        return timeouts.PING_S if answered else timeouts.PING_AGAIN_S
 
     def _is_answered(self) -> bool:
         if not self._connected():
             return False
         try:
-            self._ping(TIMEOUT_S)
+            self._ping(timeouts.PING_TIMEOUT_S)
         except (DeadlineError, UnavailableError):
             return False
         except (PannierError, InterruptedCallError):
@@ -102,7 +94,7 @@ class Heartbeat:
     def _report(self) -> None:
         unseen_s = self._clock.now() - self._last_seen
         # A trainer that was stopped itself misses one answer.
-        unresponsive = self._missed > 1 and unseen_s > UNRESPONSIVE_S
+        unresponsive = self._missed > 1 and unseen_s > timeouts.UNRESPONSIVE_S
         if unresponsive:
             state = "" if self._connected() else "not connected, "
             self._notify(f"the {self._peer} ({state}last seen {unseen_s:.0f} s ago)")

@@ -10,7 +10,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Final
 
 from pannier.client.handle import Resolver, SaveHandle, SaveResult
 from pannier.client.staging.in_flight import ArenaUse, InFlightSave
@@ -18,7 +17,7 @@ from pannier.client.transport.file_stream import Stop, StoppedError
 from pannier.client.transport.save_errors import aborted, fail_request, in_doubt, not_handed_over
 from pannier.client.transport.sidecar_client import SidecarClient
 from pannier.client.user_errors import name_save
-from pannier.common import tracing
+from pannier.common import timeouts, tracing
 from pannier.common.deadline import Deadline
 from pannier.v1 import save_pb2, sidecar_pb2
 from pannier.wire import object_names
@@ -32,15 +31,6 @@ from pannier.wire.errors import (
 )
 
 _log = logging.getLogger(__name__)
-
-_ABORT_S: Final = 30.0
-"""How long to wait for the coordinator's ABORT before the handle fails with InDoubtError, once this
-rank has failed and may have been ingested."""
-_CAUSES_S: Final = 2.0
-"""How long to wait for the causes of all ranks before the handle fails with the local error, of a
-save that can't be committed."""
-_GRACE_S: Final = 5.0
-"""How long to wait for the coordinator's decision after the save's deadline."""
 
 
 class PhaseTimes:
@@ -209,7 +199,7 @@ class StatusFollower:
         self._local_error: Exception | None = None
         """What failed the save on this rank, where it isn't a PannierError."""
         self._follow()
-        self._timer = sidecar.timer(deadline.remaining() + _GRACE_S, self._expire)
+        self._timer = sidecar.timer(deadline.remaining() + timeouts.DECISION_S, self._expire)
 
     @property
     def handle(self) -> SaveHandle:
@@ -269,8 +259,8 @@ class StatusFollower:
         self._timer.cancel()
         outcome = self._error_without_decision(error)
         is_in_doubt = isinstance(outcome, InDoubtError)
-        left = self.deadline.remaining() + _GRACE_S
-        patience = min(_ABORT_S, left) if is_in_doubt else _CAUSES_S
+        left = self.deadline.remaining() + timeouts.DECISION_S
+        patience = min(timeouts.ABORT_S, left) if is_in_doubt else timeouts.CAUSES_S
         self._timer = self._sidecar.timer(patience, lambda: self._fail(outcome))
         if not isinstance(error, SaveAbortedError):
             request = fail_request(self._context, error)

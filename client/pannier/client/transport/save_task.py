@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Container, Mapping, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 from pannier.client.handle import SaveHandle
 from pannier.client.staging.arena import Arena
@@ -23,6 +23,7 @@ from pannier.client.transport.file_stream import MemoryInUseError, StagedFile, S
 from pannier.client.transport.save_status import StatusFollower
 from pannier.client.transport.shared_memory import SpoolMapping
 from pannier.client.transport.sidecar_client import SidecarClient
+from pannier.common import timeouts
 from pannier.common.deadline import Deadline
 from pannier.v1 import records_pb2, sidecar_pb2
 from pannier.wire.errors import (
@@ -34,10 +35,6 @@ from pannier.wire.errors import (
 )
 
 _log = logging.getLogger(__name__)
-
-_BUSY_PAUSE_S: Final = 0.5
-_EXIT_S: Final = 60.0
-"""How long an ending interpreter waits for a full spool without any progress."""
 
 
 class Staged(Protocol):
@@ -365,7 +362,7 @@ class SaveTask:
                     self.status.report(skipped)
                     raise skipped from error
                 # Early enough for the other ranks to get this reason, not a passed deadline.
-                if self._on_busy == "raise" or deadline.remaining() <= 2 * _BUSY_PAUSE_S:
+                if self._on_busy == "raise" or deadline.remaining() <= 2 * timeouts.BUSY_AGAIN_S:
                     waiting.clear_no_room(file.name)
                     raise
                 if self._is_stuck_at_exit():
@@ -376,14 +373,14 @@ class SaveTask:
                     waiting.clear_no_room(file.name)
                     raise
                 waiting.set_no_room(file.name, error)
-                if self.status.stop.wait(_BUSY_PAUSE_S):
+                if self.status.stop.wait(timeouts.BUSY_AGAIN_S):
                     raise StoppedError from error
 
     def _is_stuck_at_exit(self) -> bool:
         """Whether the ending interpreter has waited for this thread too long without progress."""
         if threading.main_thread().is_alive():
             self._last_progress = time.monotonic()
-        return time.monotonic() - self._last_progress >= _EXIT_S
+        return time.monotonic() - self._last_progress >= timeouts.EXIT_S
 
     def _hand_over(
         self, files: Sequence[records_pb2.DataFile], mapped: Mapping[str, SpoolMapping]

@@ -27,6 +27,7 @@ from pannier.client.staging.arena import (
     populate,
 )
 from pannier.client.transport.channel import SidecarChannel
+from pannier.common import timeouts
 from pannier.v1 import sidecar_pb2
 from pannier.wire.errors import PannierError, UnavailableError
 from pannier.wire.file_layout import STAMP_BYTES
@@ -34,7 +35,6 @@ from pannier.wire.tls import is_unix
 
 _log = logging.getLogger(__name__)
 
-_SOCKET_S: Final = 10.0
 _MOST_DESCRIPTORS: Final = 64
 """In one message of the sidecar."""
 
@@ -142,7 +142,7 @@ class FileLeases:
         self._lost = False
         self._pools: weakref.WeakSet[ArenaPool] = weakref.WeakSet()
         self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._connection.settimeout(_SOCKET_S)
+        self._connection.settimeout(timeouts.DESCRIPTORS_S)
         try:
             self._connection.connect(path)
             if digest:

@@ -5,7 +5,7 @@ their deadline. Thread-safe; every error is a PannierError.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any
 
 from pannier.client.config import Settings
 from pannier.client.identity import Identity
@@ -14,31 +14,16 @@ from pannier.client.staging.arena import Arena, ArenaPool
 from pannier.client.staging.host_copy import threads
 from pannier.client.timers import Timer
 from pannier.client.transport.channel import InterruptedCallError, SidecarChannel
-from pannier.client.transport.connection import (
-    CONNECT_S,
-    DISCONNECT_S,
-    EMBEDDED_S,
-    FollowedSaves,
-    SidecarConnection,
-    seconds_left,
-)
+from pannier.client.transport.connection import FollowedSaves, SidecarConnection, seconds_left
 from pannier.client.transport.file_stream import FileSource, Progress, Sender, StagedFile, Stop
 from pannier.client.transport.retry import Retry
 from pannier.client.transport.shared_memory import MappedTransport
 from pannier.client.transport.stream_limit import MOST, StreamLimit
+from pannier.common import timeouts
 from pannier.common.deadline import Deadline
 from pannier.v1 import sidecar_pb2
 from pannier.wire import addresses
 from pannier.wire.errors import DeadlineError, UnavailableError
-
-RECONNECT_S: Final = 10.0
-"""How long a call of the trainer's own thread waits for a disconnected sidecar."""
-RESTART_S: Final = 40.0
-"""The same for embedded daemons, which are started again."""
-_ANSWER_S: Final = 30.0
-"""Time-out of one try of a call for which the sidecar waits for no other process."""
-_SLACK_S: Final = 5.0
-"""Left to the daemon to report its own time-out, with the ranks it waited for."""
 
 
 class SidecarClient:
@@ -62,7 +47,9 @@ class SidecarClient:
             on_welcome=self._mapped.update_socket,
             on_room_wanted=self._mapped.release_unused,
         )
-        self._patience_s = RECONNECT_S if restart_daemons is None else RESTART_S
+        self._patience_s = (
+            timeouts.RECONNECT_S if restart_daemons is None else timeouts.EMBEDDED_RESTART_S
+        )
         self._sender = Sender(channel, self._connection.timers, self.peer)
         self._streams = StreamLimit(max(2, min(MOST, threads())))
         self._retry = shielded(
@@ -70,7 +57,7 @@ class SidecarClient:
                 f"{self.peer} can't be reached: {hint}",
                 connected=self._connection.connected,
                 closed=self._connection.closed,
-                at_exit_s=RECONNECT_S,
+                at_exit_s=timeouts.RECONNECT_S,
             ).__call__
         )
 
@@ -118,7 +105,9 @@ class SidecarClient:
             transport=settings.transport,
         )
         try:
-            client._connection.open(EMBEDDED_S if address else CONNECT_S, hint)
+            client._connection.open(
+                timeouts.EMBEDDED_CONNECT_S if address else timeouts.CONNECT_S, hint
+            )
         except BaseException:
             client.close()
             raise
@@ -164,7 +153,7 @@ class SidecarClient:
             request.timeout_s = seconds_left(deadline)
             request.save_timeout_s = seconds_left(save_deadline)
             answer: sidecar_pb2.PlanResponse = self._call(
-                "Plan", request, deadline.remaining() + _SLACK_S
+                "Plan", request, deadline.remaining() + timeouts.ANSWER_SLACK_S
             )
             return answer
 
@@ -179,7 +168,7 @@ class SidecarClient:
         def once() -> sidecar_pb2.BeginResponse:
             request.save_timeout_s = seconds_left(save_deadline)
             answer: sidecar_pb2.BeginResponse = self._call(
-                "Begin", request, deadline.remaining() + _SLACK_S
+                "Begin", request, deadline.remaining() + timeouts.ANSWER_SLACK_S
             )
             return answer
 
@@ -191,7 +180,8 @@ class SidecarClient:
         """Ends a save opened with :meth:`begin`; returns when it is committed."""
         deadline = Deadline(timeout)
         answer: sidecar_pb2.FinishResponse = self._retry(
-            lambda: self._call("Finish", request, deadline.remaining() + _SLACK_S), deadline
+            lambda: self._call("Finish", request, deadline.remaining() + timeouts.ANSWER_SLACK_S),
+            deadline,
         )
         return answer
 
@@ -206,7 +196,7 @@ class SidecarClient:
 
         def once() -> None:
             request.save_timeout_s = seconds_left(deadline)
-            seconds = min(_ANSWER_S, deadline.remaining() + _SLACK_S)
+            seconds = min(timeouts.CALL_S, deadline.remaining() + timeouts.ANSWER_SLACK_S)
             self._call("HandOver", request, seconds, repeatable=True)
 
         self._retry(once, deadline)
@@ -305,7 +295,9 @@ class SidecarClient:
             sizes=sizes,
         )
         answer: sidecar_pb2.ReserveResponse = self._retry(
-            lambda: self._call("Reserve", request, _ANSWER_S), Deadline(_ANSWER_S), RECONNECT_S
+            lambda: self._call("Reserve", request, timeouts.CALL_S),
+            Deadline(timeouts.CALL_S),
+            timeouts.RECONNECT_S,
         )
         return answer
 
@@ -319,7 +311,7 @@ class SidecarClient:
             spool_files=files,
         )
         try:
-            self._call("Release", request, DISCONNECT_S)
+            self._call("Release", request, timeouts.DISCONNECT_S)
         except InterruptedCallError as error:
             raise UnavailableError("a fork interrupted the call") from error
 

@@ -22,6 +22,7 @@ from pannier.cli.status_client import (
     token_metadata,
     translate_rpc_errors,
 )
+from pannier.common import timeouts
 from pannier.daemon import doctor_checks
 from pannier.v1 import diagnosis_pb2, diagnosis_pb2_grpc
 from pannier.wire import addresses, errors
@@ -29,8 +30,6 @@ from pannier.wire.auth_token import Metadata
 from pannier.wire.tls import open_channel, tls_of
 from pannier.wire.version import WIRE_VERSION, package_version
 
-_SLACK_S = 30.0
-"""For both daemons to respond, in addition to the time that storage may take."""
 _SHOWN = ("pannier", "torch", "torch_xla", "grpcio", "protobuf", "fsspec", "gcsfs", "s3fs")
 
 
@@ -207,7 +206,7 @@ def _ask(
         stub: Any = diagnosis_pb2_grpc.DiagnosisStub(channel)
         with translate_rpc_errors(address):
             answer: diagnosis_pb2.DiagnoseResponse = stub.Diagnose(
-                request, timeout=timeout + _SLACK_S, metadata=metadata
+                request, timeout=timeout + timeouts.DOCTOR_ALL_S, metadata=metadata
             )
     return answer
 

@@ -8,7 +8,8 @@ import click
 
 from pannier.cli.errors import NEGATIVE
 from pannier.cli.options import Address, Seconds, tls_options
-from pannier.cli.status_client import CALL_S, embedded_sidecars, translate_rpc_errors
+from pannier.cli.status_client import embedded_sidecars, translate_rpc_errors
+from pannier.common import timeouts
 
 
 @click.command("health")
@@ -32,7 +33,7 @@ from pannier.cli.status_client import CALL_S, embedded_sidecars, translate_rpc_e
 @click.option(
     "--timeout",
     type=Seconds(),
-    default=CALL_S,
+    default=timeouts.STATUS_CALL_S,
     show_default=True,
     metavar="SECONDS",
     help="Longest wait for the response.",

@@ -9,14 +9,13 @@ import asyncio
 import logging
 from typing import Final
 
+from pannier.common import timeouts
 from pannier.coordinator.stores import Stores
 from pannier.maintenance.superseded import GRACE_S, Swept, sweep_checkpoint
 from pannier.wire.errors import PannierError
 
 _log = logging.getLogger(__name__)
 
-_AGAIN_S: Final = 60.0
-"""After a sweep that failed."""
 _TRIES: Final = 10
 _PARALLEL: Final = 4
 """Checkpoint ids that are swept at the same time."""
@@ -67,7 +66,7 @@ class Sweeper:
             except PannierError as error:
                 failed += 1
                 _log.warning("superseded files are left at %s: %s", checkpoint_id, error)
-                await asyncio.sleep(_AGAIN_S)
+                await asyncio.sleep(timeouts.SWEEP_AGAIN_S)
                 continue
             failed = 0
             for attempt, objects in swept.removed.items():

@@ -7,15 +7,8 @@ clock, and waits that end by a change or a deadline. Event loop only; no I/O.
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Final
 
-from pannier.common import observer_clock
-
-DEFAULT_TIMEOUT_S: Final = 3600.0
-"""For a save of which no rank has reported a deadline."""
-RESUMED_S: Final = 60.0
-"""Least time of a resumed save once storage has shown what it holds of it: for sidecars to report
-again and to finish uploads."""
+from pannier.common import observer_clock, timeouts
 
 
 class Deadlines:
@@ -26,9 +19,9 @@ class Deadlines:
         self.start = time.monotonic()
         self.first_seen = observer_clock.now()
         """The start on the clock by which heartbeats are measured."""
-        self.plan = self.start + DEFAULT_TIMEOUT_S
+        self.plan = self.start + timeouts.DEFAULT_SAVE_S
         """For the plan to be agreed by this coordinator; without effect on a resumed save."""
-        self.commit = self.start + DEFAULT_TIMEOUT_S
+        self.commit = self.start + timeouts.DEFAULT_SAVE_S
         self._recovered_at: float | None = None
         self._reported: dict[str, set[int]] = {"plan": set(), "commit": set()}
         """Ranks that have reported their deadlines."""
@@ -65,10 +58,10 @@ class Deadlines:
         """The deadline of a resumed save.
 
         It may be past the deadline of its ranks and durable all the same, as only storage can show:
-        it gets ``RESUMED_S`` from that moment on, and has no deadline before.
+        it gets ``timeouts.RESUMED_SAVE_S`` from that moment on, and has no deadline before.
         """
         since = time.monotonic() if self._recovered_at is None else self._recovered_at
-        return max(self.commit, since + RESUMED_S)
+        return max(self.commit, since + timeouts.RESUMED_SAVE_S)
 
 
 class Changes:

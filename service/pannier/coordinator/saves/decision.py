@@ -17,6 +17,7 @@ from pannier.attempts.decisions import decide, decider, new_decision
 from pannier.attempts.manifests import exists, publish
 from pannier.attempts.metadata_swap import OccupiedError, RemovedError
 from pannier.attempts.receipts import find_lost
+from pannier.common import timeouts
 from pannier.common.retry import RetryPolicy
 from pannier.coordinator.background.retention import Retention
 from pannier.coordinator.background.superseded import Sweeper
@@ -25,7 +26,6 @@ from pannier.coordinator.commit.metadata import build_candidate
 from pannier.coordinator.commit.receipt_check import check_external_metadata
 from pannier.coordinator.planning.custom_planners import Planners
 from pannier.coordinator.planning.plan_cache import PlanCache
-from pannier.coordinator.saves.resume import FIRST_PAUSE_S, LONGEST_PAUSE_S
 from pannier.coordinator.saves.save import Save
 from pannier.coordinator.saves.states import AttemptState, State
 from pannier.coordinator.stores import Stores
@@ -37,12 +37,8 @@ _log = logging.getLogger(__name__)
 
 _Answer = TypeVar("_Answer")
 
-REMOVE_AGAIN_S: Final = (3.0, 30.0)
-"""Pauses after an abort before its objects are removed once more."""
 REFUSED: Final = (DeniedError, NotFoundError)
 """Storage has answered, and has written nothing."""
-_WRITTEN_S: Final = 10.0
-"""For storage to show whether it holds a manifest of a save that is about to be aborted."""
 
 
 @dataclass(frozen=True)
@@ -186,7 +182,7 @@ class AttemptEnd:
     async def _remove_again(self, decision: records_pb2.Decision) -> None:
         """Removes what uploads that were under way at the abort have written since."""
         checkpoint_id = self._save.context.checkpoint_id
-        for pause in REMOVE_AGAIN_S:
+        for pause in timeouts.REMOVE_AGAIN_S:
             await asyncio.sleep(pause)
             store = self._services.stores.open(checkpoint_id)
             try:
@@ -248,7 +244,7 @@ class AttemptEnd:
         if save.written or save.external or save_pb2.FAILURE_KIND_STORAGE in kinds:
             return save.written
         try:
-            await asyncio.wait_for(self._find_manifest(), _WRITTEN_S)
+            await asyncio.wait_for(self._find_manifest(), timeouts.MANIFEST_SHOWN_S)
         except (PannierError, asyncio.TimeoutError) as error:
             _log.warning("%s: whether it was planned can't be read: %s", save.label, error)
         return save.written
@@ -286,8 +282,8 @@ async def retry_until_known(
         retriable=lambda error: (
             isinstance(error, (StorageError, IntegrityError)) and not isinstance(error, final)
         ),
-        first_s=FIRST_PAUSE_S,
-        longest_s=LONGEST_PAUSE_S,
+        first_s=timeouts.STEP_AGAIN_S,
+        longest_s=timeouts.STEP_LONGEST_AGAIN_S,
         on_retry=doubt,
     )
     answer = await policy.run(step)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from pannier.common import timeouts
 from pannier.coordinator.saves import save_view
 from pannier.coordinator.saves.save import Save
 from pannier.coordinator.saves.save_spec import (
@@ -33,10 +34,7 @@ _log = logging.getLogger(__name__)
 
 ENDED_KEPT: Final = 512
 """Ended saves remembered."""
-ENDED_KEPT_S: Final = 3600.0
 _INCARNATIONS_KEPT: Final = 64
-SPLIT_S: Final = 2.0
-"""Until a group whose ranks take part in two incarnations counts as split."""
 
 
 @dataclass
@@ -218,7 +216,7 @@ class Registry:
             if _is_split(save, other):
                 # Not at once: the other restarted ranks may follow.
                 loop = asyncio.get_running_loop()
-                loop.call_later(SPLIT_S, self._fail_split, save, other)
+                loop.call_later(timeouts.SPLIT_S, self._fail_split, save, other)
 
     def _fail_split(self, *halves: Save) -> None:
         if not _is_split(*halves):
@@ -299,7 +297,10 @@ class Registry:
             self._ended[save.key] = (time.monotonic(), save)
         while self._ended:
             since, oldest = next(iter(self._ended.values()))
-            if len(self._ended) <= ENDED_KEPT and time.monotonic() - since < ENDED_KEPT_S:
+            if (
+                len(self._ended) <= ENDED_KEPT
+                and time.monotonic() - since < timeouts.ENDED_SAVE_KEPT_S
+            ):
                 break
             del self._ended[oldest.key]
             self._status_registry.remove(oldest.key)

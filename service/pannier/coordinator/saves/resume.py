@@ -8,11 +8,12 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable
-from typing import Final, TypeVar
+from typing import TypeVar
 
 from pannier.attempts.decisions import read_decision
 from pannier.attempts.manifests import read_manifest
 from pannier.attempts.receipts import find_receipts
+from pannier.common import timeouts
 from pannier.common.retry import RetryPolicy
 from pannier.coordinator.commit.manifest import Manifest
 from pannier.coordinator.planning.columns import RankPlan
@@ -29,18 +30,6 @@ _log = logging.getLogger(__name__)
 
 _Answer = TypeVar("_Answer")
 
-CHECK_S: Final = 3.0
-"""Until storage is first checked for ranks without a live sidecar; then the pause doubles."""
-LONGEST_CHECK_S: Final = 30.0
-"""Longest pause, also when all ranks have live sidecars: another coordinator may have decided."""
-_SIDECARS_S: Final = 0.1
-"""How long it is remembered whether all ranks have live sidecars: it is asked after each change."""
-_ANSWER_S: Final = 10.0
-"""For storage to list receipts."""
-FIRST_PAUSE_S: Final = 0.2
-LONGEST_PAUSE_S: Final = 5.0
-"""Pauses between tries of a step that storage must answer."""
-
 
 class StorageChecks:
     """Reads decision and receipts of a save from storage, ever more rarely."""
@@ -48,20 +37,22 @@ class StorageChecks:
     def __init__(self, save: Save) -> None:
         self._save = save
         self._last = time.monotonic()
-        self._pause = CHECK_S
+        self._pause = timeouts.RESUME_CHECK_S
         self._sidecars_checked = 0.0
         self._sidecars_live = False
 
     def due(self) -> float:
         """When the next check is due, on the monotonic clock."""
         now = time.monotonic()
-        if now >= self._sidecars_checked + _SIDECARS_S:
+        if now >= self._sidecars_checked + timeouts.SIDECARS_CACHED_S:
             self._sidecars_checked = now
             self._sidecars_live = all(
                 state.receipt is not None or state.has_live_sidecar
                 for state in self._save.ranks.values()
             )
-        return self._last + (LONGEST_CHECK_S if self._sidecars_live else self._pause)
+        return self._last + (
+            timeouts.RESUME_LONGEST_CHECK_S if self._sidecars_live else self._pause
+        )
 
     async def check(self, store: Store) -> records_pb2.Decision | None:
         """Adds receipts that no sidecar has reported; returns the decision, if there is one."""
@@ -76,13 +67,13 @@ class StorageChecks:
                     read_decision(store, save.attempt.name, save.context.save),
                     find_receipts(store, save.attempt.name, missing),
                 )
-            decision, found = await asyncio.wait_for(answers, _ANSWER_S)
+            decision, found = await asyncio.wait_for(answers, timeouts.RECEIPTS_S)
         except (StorageError, IntegrityError, asyncio.TimeoutError) as error:
             _log.warning("%s: receipts in storage can't be read: %s", save.label, error)
             return None
         finally:
             self._last = time.monotonic()
-            self._pause = min(2 * self._pause, LONGEST_CHECK_S)
+            self._pause = min(2 * self._pause, timeouts.RESUME_LONGEST_CHECK_S)
         if found:
             ranks = [receipt.rank for receipt in found]
             _log.info("%s: receipts of ranks %s are in storage", save.label, ranks)
@@ -104,8 +95,8 @@ async def read_with_retries(save: Save, step: Callable[[], Awaitable[_Answer]]) 
 
     policy = RetryPolicy(
         retriable=lambda error: isinstance(error, StorageError) and save.resumed,
-        first_s=FIRST_PAUSE_S,
-        longest_s=LONGEST_PAUSE_S,
+        first_s=timeouts.STEP_AGAIN_S,
+        longest_s=timeouts.STEP_LONGEST_AGAIN_S,
         on_retry=note,
     )
     return await policy.run(step)

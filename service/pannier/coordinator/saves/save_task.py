@@ -10,10 +10,11 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Executor
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 from pannier.attempts.manifests import exists
 from pannier.attempts.metadata_swap import check_free
+from pannier.common import timeouts
 from pannier.common.deadline import within
 from pannier.coordinator.background.retention import Retention
 from pannier.coordinator.background.superseded import Sweeper
@@ -52,9 +53,6 @@ from pannier.wire.errors import ConfigurationError, DeadlineError, InvalidReques
 _log = logging.getLogger(__name__)
 
 _Answer = TypeVar("_Answer")
-
-_CANCEL_S: Final = 0.5
-"""Between two cancellations of a task that has not ended."""
 
 
 class SaveTasks:
@@ -378,4 +376,4 @@ async def _cancel(task: "asyncio.Task[Any]") -> None:
     """Cancels until it has ended: before Python 3.12 a wait_for on the way may lose it."""
     while not task.done():
         task.cancel()
-        await asyncio.wait({task}, timeout=_CANCEL_S)
+        await asyncio.wait({task}, timeout=timeouts.TASK_CANCEL_S)

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterable, Itera
 from contextlib import asynccontextmanager
 from typing import Any, Final, NoReturn
 
+from pannier.common import timeouts
 from pannier.daemon.interceptors import WrappingInterceptor, abort_call
 from pannier.sidecar.multi_job.job_config import JobConfig, read_job
 from pannier.storage import check_allowed
@@ -29,8 +30,6 @@ _log = logging.getLogger(__name__)
 
 _OPEN: Final = "/grpc.health.v1.Health/"
 _OURS: Final = "/pannier.v1.Sidecar/"
-_QUIET_S: Final = 10.0
-"""Between two log lines about calls that are refused."""
 
 
 class JobAuth:
@@ -47,7 +46,7 @@ class JobAuth:
         if job.leaving:
             self.leave()
         self._stamp: tuple[int, ...] | None = None
-        self._logged_at = -_QUIET_S
+        self._logged_at = -timeouts.REFUSALS_LOG_S
 
     def replace_tokens(self, digests: Collection[bytes]) -> None:
         """Accepts these tokens from now on, and no others."""
@@ -119,7 +118,7 @@ class JobAuth:
     def log_refusal(self, error: PannierError) -> None:
         """Logs that a call was refused, with a limited rate."""
         now = time.monotonic()
-        due = now - self._logged_at >= _QUIET_S
+        due = now - self._logged_at >= timeouts.REFUSALS_LOG_S
         self._logged_at = now if due else self._logged_at
         if due:
             _log.warning("refused: %s", error, extra={"job": self.job})

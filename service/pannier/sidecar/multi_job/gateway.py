@@ -19,6 +19,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from pannier.common import timeouts
 from pannier.daemon import doctor_checks
 from pannier.daemon.health_server import serve_health
 from pannier.daemon.http_server import Request, Response, serve_http
@@ -29,7 +30,7 @@ from pannier.daemon.signals import StopSignals
 from pannier.daemon.status_page import json_response, page, requested_limit
 from pannier.daemon.status_service import Backlog, DaemonInfo, describe_daemon
 from pannier.sidecar.config import SidecarConfig
-from pannier.sidecar.multi_job.job_sidecars import CALL_S, JobSidecars, job_metrics
+from pannier.sidecar.multi_job.job_sidecars import JobSidecars, job_metrics
 from pannier.v1 import (
     diagnosis_pb2,
     diagnosis_pb2_grpc,
@@ -40,13 +41,6 @@ from pannier.wire.errors import from_rpc_error
 
 _CALLS: Final = 256
 """Of operators at a time."""
-_STORAGE_S: Final = 20.0
-_DIAGNOSE_S: Final = 15.0
-"""For a job's sidecar and its coordinator to answer, on top of what storage may take."""
-_SUPERVISED_S: Final = 20.0
-"""The supervisor reports every second: without a report for so long it is stuck."""
-_START_S: Final = 600.0
-"""A job's sidecar that recovers its spool holds the node's readiness up for so long."""
 _LIMIT: Final = 100
 _REPORT_BYTES: Final = 1 << 20
 _HTTP_THREADS: Final = 8
@@ -129,7 +123,7 @@ class DiagnosisGateway(diagnosis_pb2_grpc.DiagnosisServicer):
         """See the proto."""
         # Without the root: all jobs but one would refuse it.
         plain = diagnosis_pb2.DiagnoseRequest(timeout_s=request.timeout_s)
-        timeout_s = (request.timeout_s or _STORAGE_S) + _DIAGNOSE_S
+        timeout_s = (request.timeout_s or timeouts.DOCTOR_S) + timeouts.DOCTOR_GATEWAY_S
         own: diagnosis_pb2.DiagnoseResponse
         own, theirs = await asyncio.gather(
             doctor_checks.diagnose(
@@ -189,7 +183,7 @@ class _Pages:
         return json_response(self._on_loop(self._status.GetSave(asked, None)))
 
     def _on_loop(self, work: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(2 * CALL_S)
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(2 * timeouts.JOB_CALL_S)
 
 
 def run(config: SidecarConfig, parent: Path, token: str, reports: socket.socket) -> int:
@@ -235,7 +229,7 @@ async def _serve(config: SidecarConfig, jobs: JobSidecars, reports: socket.socke
                 config.health,
                 ready=lambda: ready.latched,
                 loop=loop,
-                alive=lambda: time.monotonic() - jobs.reported_at < _SUPERVISED_S,
+                alive=lambda: time.monotonic() - jobs.reported_at < timeouts.SUPERVISOR_REPORT_S,
             ),
             bind_listeners(server, config.address, allow_uid=config.allow_uid),
         ):
@@ -267,7 +261,7 @@ class _Readiness:
 
     def update(self) -> None:
         """Looks again."""
-        late = time.monotonic() - self._since > _START_S
+        late = time.monotonic() - self._since > timeouts.JOB_START_S
         self._begun = self._begun or all(
             late or state["problem"] or self._jobs.is_serving(job)
             for job, state in self._jobs.states.items()

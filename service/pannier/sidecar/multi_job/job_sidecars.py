@@ -12,12 +12,13 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 import grpc
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from pannier.common import timeouts
 from pannier.daemon.status_registry import UnknownSaveError
 from pannier.sidecar.multi_job.sockets import http_address, operator_address
 from pannier.v1 import save_pb2, status_pb2, status_pb2_grpc
@@ -26,9 +27,6 @@ from pannier.wire.auth_token import token_metadata
 from pannier.wire.errors import from_rpc_error
 from pannier.wire.tls import open_aio_channel
 
-CALL_S: Final = 3.0
-"""For a job's sidecar to answer; the others' answers wait for it."""
-
 _Answer = TypeVar("_Answer")
 
 
@@ -36,7 +34,7 @@ class _Unix(http.client.HTTPConnection):
     """A connection to the HTTP server of a job's sidecar."""
 
     def __init__(self, path: str) -> None:
-        super().__init__("localhost", timeout=CALL_S)
+        super().__init__("localhost", timeout=timeouts.JOB_CALL_S)
         self._path = path
 
     def connect(self) -> None:
@@ -91,7 +89,9 @@ class JobSidecars:
     ) -> dict[str, status_pb2.ListSavesResponse]:
         """The lists of those that answer."""
         answers = await self.ask_all(
-            lambda job: self.call(job, status_pb2_grpc.StatusStub, "ListSaves", request, CALL_S)
+            lambda job: self.call(
+                job, status_pb2_grpc.StatusStub, "ListSaves", request, timeouts.JOB_CALL_S
+            )
         )
         return {
             job: answer
@@ -103,7 +103,9 @@ class JobSidecars:
         """The job of a save, and its status. Raises UnknownSaveError."""
         request = status_pb2.GetSaveRequest(id=id_)
         answers = await self.ask_all(
-            lambda job: self.call(job, status_pb2_grpc.StatusStub, "GetSave", request, CALL_S)
+            lambda job: self.call(
+                job, status_pb2_grpc.StatusStub, "GetSave", request, timeouts.JOB_CALL_S
+            )
         )
         found = [
             (answer.save.created_at, job, answer.save)

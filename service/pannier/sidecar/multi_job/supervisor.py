@@ -23,6 +23,7 @@ from typing import Any, Final
 
 import filelock
 
+from pannier.common import timeouts
 from pannier.daemon.listeners import make_private_directory
 from pannier.sidecar.config import SidecarConfig
 from pannier.sidecar.multi_job import gateway
@@ -53,11 +54,6 @@ _log = logging.getLogger(__name__)
 LOCK: Final = ".lock"
 LEAVE: Final = signal.SIGUSR1
 """Asks a job's sidecar to refuse its trainers, and to exit when its saves have ended."""
-_TICK_S: Final = 1.0
-_MARGIN_S: Final = 5.0
-"""A sidecar's time to exit on top of its grace period, before SIGKILL."""
-_RESTART_S: Final = 10.0
-"""A sidecar's time to exit when it is to be started again with other settings."""
 
 _STORES: Final = {"gs": "pannier.storage.gcs.store", "s3": "pannier.storage.s3.store"}
 """Modules of stores that are imported when they are needed, by scheme."""
@@ -83,7 +79,7 @@ class _Job:
         if not self.daemon.running():
             self.daemon.restart()
             return
-        self.kill_at = time.monotonic() + _RESTART_S
+        self.kill_at = time.monotonic() + timeouts.JOB_RESTART_S
         # The second one ends the grace period of the first.
         self.daemon.signal(signal.SIGTERM)
         self.daemon.signal(signal.SIGINT)
@@ -145,8 +141,8 @@ class JobSupervisor:
                 self._draining = True
                 self._report()
                 daemons = [job.daemon for job in self._jobs.values()]
-                hurried = self._signals.end(daemons, self._config.grace_s + _MARGIN_S)
-                self._signals.end([self._gateway], 0.0 if hurried else _MARGIN_S)
+                hurried = self._signals.end(daemons, self._config.grace_s + timeouts.JOB_KILL_S)
+                self._signals.end([self._gateway], 0.0 if hurried else timeouts.JOB_KILL_S)
                 lock.release()
 
     def _prepare(self) -> filelock.BaseFileLock:
@@ -175,7 +171,9 @@ class JobSupervisor:
                 daemon.start_if_due()
             self._report()
             due = next_start(daemons)
-            if self._signals.stop_requested(_TICK_S if due is None else min(due, _TICK_S)):
+            if self._signals.stop_requested(
+                timeouts.CHECK_S if due is None else min(due, timeouts.CHECK_S)
+            ):
                 _log.info("stopping: received a signal")
                 return OK
             code = self._gateway.poll()

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from typing import Final
 
+from pannier.common import timeouts
 from pannier.daemon.status_registry import TERMINAL
 from pannier.sidecar.liveness import Key, TrainerLiveness
 from pannier.sidecar.save_registry import SaveRegistry
@@ -24,16 +25,6 @@ from pannier.wire.version import WIRE_VERSION, package_version
 
 _log = logging.getLogger(__name__)
 
-GRACE_S: Final = 1.5
-"""A client whose stream broke is dead when it hasn't connected again by then."""
-REMOTE_GRACE_S: Final = 10.0
-"""The same for a client on TCP: an interrupted network looks the same."""
-UNCONNECTED_S: Final = 5.0
-"""A rank that hands something in before its client connects is dead when it doesn't by then."""
-RECOVERED_S: Final = 10.0
-"""The same for a rank that was recovered from the journal."""
-_PROGRESS_S: Final = 0.2
-"""Shortest time between two messages to a client that report progress alone."""
 _EXPIRED_S: Final = 0.001
 """Stands for a remaining time that is over; 0 means that a deadline isn't known."""
 _MOST: Final = 16
@@ -95,7 +86,7 @@ class _Connection:
                 await self._notified.wait()
                 continue
             with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._notified.wait(), _PROGRESS_S)
+                await asyncio.wait_for(self._notified.wait(), timeouts.PROGRESS_S)
                 continue
             break
         if self._closed:
@@ -209,7 +200,12 @@ class Connections:
         Raises VersionMismatchError, InvalidRequestError.
         """
         self._check(request)
-        connection = _Connection(request, GRACE_S if peer.startswith("unix:") else REMOTE_GRACE_S)
+        connection = _Connection(
+            request,
+            timeouts.TRAINER_RETURN_S
+            if peer.startswith("unix:")
+            else timeouts.REMOTE_TRAINER_RETURN_S,
+        )
         self._add(connection)
         try:
             await send(sidecar_pb2.ConnectResponse(welcome=self._welcome()))
@@ -254,7 +250,7 @@ class Connections:
             if connection.client in clients:
                 connection.request_room()
 
-    def expect(self, rank: RankSave, within_s: float = UNCONNECTED_S) -> None:
+    def expect(self, rank: RankSave, within_s: float = timeouts.TRAINER_CONNECT_S) -> None:
         """The rank handed something in: fails it unless its client is connected soon."""
         key = (rank.save.id.job, rank.save.id.incarnation, rank.rank)
         if key in self._connections:

@@ -15,7 +15,8 @@ from typing import Any, Final, TypeVar
 
 import grpc
 
-from pannier.sidecar.coordinator_client import DEADLINE_SLACK_S, CoordinatorClient
+from pannier.common import timeouts
+from pannier.sidecar.coordinator_client import CoordinatorClient
 from pannier.sidecar.ingest import Ingest, check_attempt
 from pannier.sidecar.rpc.connections import Connections
 from pannier.sidecar.save_registry import SaveRegistry
@@ -61,16 +62,7 @@ LOOKAHEAD: Final = 2 << 20
 message."""
 _STREAMS: Final = 16
 """Streams that are read at the same time: each may buffer some MiB of messages (LOOKAHEAD)."""
-_PATIENCE_S: Final = 4.0
-"""After this wait a stream is read all the same: trainers that don't send must not block others."""
-_FAIL_S: Final = 2.0
-_BEGIN_S: Final = 60.0
 
-IDLE_S: Final = 30.0
-"""A ``Write`` stream that sends nothing for so long is ended: it may hold space in the spool. A client that
-was stopped meanwhile resumes with another stream."""
-NO_HEADER_S: Final = 10.0
-"""The same for one that hasn't sent its header."""
 
 Message = sidecar_pb2.FileHeader | ReceivedChunk | PannierError
 T = TypeVar("T")
@@ -87,8 +79,8 @@ class _WriteStream:
         self._task = asyncio.current_task()
         self._loop = asyncio.get_running_loop()
         self._waiting_since = math.inf
-        self._idle_limit_s = NO_HEADER_S
-        self._timer = self._loop.call_later(NO_HEADER_S, self._check_idle)
+        self._idle_limit_s = timeouts.WRITE_HEADER_S
+        self._timer = self._loop.call_later(timeouts.WRITE_HEADER_S, self._check_idle)
         self.problem = ""
         """Why it was cancelled; empty: it wasn't."""
 
@@ -105,7 +97,7 @@ class _WriteStream:
 
     def take_header(self) -> None:
         """The header has arrived."""
-        self._idle_limit_s = IDLE_S
+        self._idle_limit_s = timeouts.WRITE_IDLE_S
 
     def cancel(self, problem: str = "the file is no longer filled by this stream") -> None:
         """Ends the call with an error, unless it has ended."""
@@ -196,7 +188,9 @@ class SidecarServicer(sidecar_pb2_grpc.SidecarServicer):
         rank = self._enter(request.context)
         self._saves.check(rank)
         self._saves.limit_time(rank, 0, request.save_timeout_s)
-        response: sidecar_pb2.BeginResponse = await self._forward(rank, "Begin", request, _BEGIN_S)
+        response: sidecar_pb2.BeginResponse = await self._forward(
+            rank, "Begin", request, timeouts.BEGIN_S
+        )
         self._saves.set_attempt(rank, response.attempt)
         return response
 
@@ -227,7 +221,7 @@ class SidecarServicer(sidecar_pb2_grpc.SidecarServicer):
         file = await self._complete(self._ingest.open(header, rank))
         patient = True
         try:
-            await asyncio.wait_for(self._streams.acquire(), _PATIENCE_S)
+            await asyncio.wait_for(self._streams.acquire(), timeouts.WRITE_TURN_S)
         except asyncio.TimeoutError:
             patient = False
         try:
@@ -291,7 +285,7 @@ class SidecarServicer(sidecar_pb2_grpc.SidecarServicer):
             self._saves.fail(rank, request.failure.kind, request.failure.message)
         # When the coordinator can't be reached, the report follows once it can.
         with suppress(UnavailableError, DeadlineError):
-            await self._coordinator.call("Fail", request, _FAIL_S)
+            await self._coordinator.call("Fail", request, timeouts.FAIL_S)
         return sidecar_pb2.FailResponse()
 
     async def Ping(
@@ -355,7 +349,7 @@ class SidecarServicer(sidecar_pb2_grpc.SidecarServicer):
 
         claim = CachedPlanClaim(request.cached_plan_id, request.digest, request.attempt)
         self._saves.claim_plan(rank, claim)
-        deadline = time.monotonic() + request.timeout_s + DEADLINE_SLACK_S
+        deadline = time.monotonic() + request.timeout_s + timeouts.COORDINATOR_SLACK_S
         in_time = await self._saves.wait_until(decided, deadline)
         self._saves.check(rank)
         if rank.phase is not Phase.PLANNING:

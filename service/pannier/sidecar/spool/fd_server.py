@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Final
 
+from pannier.common import timeouts
 from pannier.daemon.listeners import MAX_CONNECTIONS
 from pannier.sidecar.spool.mapped_files import TOKEN_BYTES, MappedFiles
 from pannier.wire.auth_token import DIGEST_BYTES
@@ -28,9 +29,6 @@ SUFFIX: Final = ".fd"
 PER_MESSAGE: Final = 64
 _LONGEST_PATH: Final = 107
 _CREDENTIALS: Final = struct.Struct("3i")
-_SEND_S: Final = 2.0
-_PAUSE_S: Final = 0.1
-"""After a connection that could not be accepted."""
 
 Listen = Callable[[Path], AbstractContextManager[socket.socket]]
 """Listens on a path as long as the context lasts."""
@@ -63,7 +61,7 @@ class _DescriptorServer:
                 except OSError as error:
                     # No descriptors are left, for example.
                     _log.warning("a connection for descriptors can't be accepted: %s", error)
-                    await asyncio.sleep(_PAUSE_S)
+                    await asyncio.sleep(timeouts.ACCEPT_AGAIN_S)
                     continue
                 self._accept(connection)
         finally:
@@ -124,7 +122,7 @@ class _DescriptorServer:
                 await self._loop.sock_sendall(connection, b"\0")
             for start in range(0, len(descriptors), PER_MESSAGE):
                 batch = descriptors[start : start + PER_MESSAGE]
-                await asyncio.wait_for(self._send(connection, batch), _SEND_S)
+                await asyncio.wait_for(self._send(connection, batch), timeouts.DESCRIPTORS_SEND_S)
         finally:
             for fd in descriptors:
                 os.close(fd)

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
+from pannier.common import timeouts
 from pannier.sidecar.save_state import RankSave
 from pannier.sidecar.spool.spool import Spool, SpoolFile
 from pannier.storage.io_threads import reservation_threads
@@ -29,10 +30,6 @@ from pannier.wire.file_layout import STAMP_BYTES
 _log = logging.getLogger(__name__)
 
 TOKEN_BYTES: Final = 16
-_FETCH_S: Final = 30.0
-"""A lease ends when its descriptors weren't fetched within this time."""
-_CLEANUP_S: Final = 10.0
-"""How long a file may stay in use after its save has ended: uploads are cancelled meanwhile."""
 
 Owner = tuple[str, str, int]
 """Job, incarnation, rank."""
@@ -184,7 +181,7 @@ class MappedFiles:
         too short.
         """
         owner = (rank.save.id.job, rank.save.id.incarnation, rank.rank)
-        deadline = time.monotonic() + _CLEANUP_S
+        deadline = time.monotonic() + timeouts.FILE_RELEASE_S
         while self._is_ending(name) and (left := deadline - time.monotonic()) > 0:
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._returned.wait(), left)
@@ -246,7 +243,7 @@ class MappedFiles:
         """Ends leases that were never fetched, frees files that were released. Call it now and then."""
         now = time.monotonic()
         for lease in list(self._leases):
-            if lease.connection is None and now - lease.made_at > _FETCH_S:
+            if lease.connection is None and now - lease.made_at > timeouts.DESCRIPTORS_FETCH_S:
                 await self._end(lease)
         held, self._held = self._held, []
         for file in held:

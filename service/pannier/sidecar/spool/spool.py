@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from pannier.common import fault_points
+from pannier.common import fault_points, timeouts
 from pannier.daemon.listeners import make_private_directory
 from pannier.wire.errors import BusyError, ConfigurationError, PannierError
 from pannier.wire.file_layout import STAMP_BYTES
@@ -28,8 +28,6 @@ _log = logging.getLogger(__name__)
 
 _NAME: Final = re.compile(r"\d{8,}\.data")
 """Names of spool files; no other file of the directory is touched."""
-KEPT_S: Final = 60.0
-"""Unused files of a job without trainers are kept for so long, in case it starts again."""
 _PAGE: Final = 4096
 _SMALL: Final = 1 << 20
 """Spool files up to this size fit any small data file."""
@@ -210,7 +208,7 @@ class Spool:
             for job in list(self._free):
                 if job in active or job not in self._active:
                     self._active[job] = now
-                elif now - self._active[job] >= KEPT_S:
+                elif now - self._active[job] >= timeouts.SPOOL_FILE_KEPT_S:
                     del self._active[job]
                     for file in self._free.pop(job):
                         self._remove(file)

@@ -8,9 +8,9 @@ becomes the failure of its rank.
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
-from pannier.common import fault_points
+from pannier.common import fault_points, timeouts
 from pannier.daemon.logging import bind
 from pannier.sidecar.save_registry import SaveRegistry
 from pannier.sidecar.save_state import FAILED, Phase, RankSave, Save
@@ -25,8 +25,6 @@ from pannier.wire.errors import PannierError
 
 _log = logging.getLogger(__name__)
 
-_CLOSE_S: Final = 2.0
-"""How long closing waits until objects of aborted saves are deleted: storage may not answer."""
 
 T = TypeVar("T")
 Opener = Callable[[str], Store]
@@ -96,7 +94,7 @@ class Uploader:
             task.cancel()
         await asyncio.gather(*tasks, *self._cleanups.values(), return_exceptions=True)
         if self._background:
-            _, late = await asyncio.wait(self._background, timeout=_CLOSE_S)
+            _, late = await asyncio.wait(self._background, timeout=timeouts.UPLOADS_CLOSE_S)
             for task in late:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)

@@ -15,6 +15,8 @@ from functools import partial
 from typing import Any
 from urllib.parse import quote, urlencode
 
+from pannier.common import timeouts
+
 # Before the import: otherwise gcsfs requests the bucket's layout over gRPC at first use.
 os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
 
@@ -33,8 +35,6 @@ from pannier.storage.io_threads import setup_threads
 from pannier.storage.retry import TransientError
 from pannier.wire.errors import ConfigurationError
 
-CONNECT_S = 15.0
-IDLE_TIMEOUT_S = 60.0
 SLOWEST_BYTES_PER_S = 128 << 10
 """A request with a slower body is cancelled and tried again."""
 _PROVIDER_TEXT = 500
@@ -189,14 +189,18 @@ class GcsConnection:
     ) -> Answer:
         """An answer of any status. Raises TransientError, DeniedError, StorageError."""
         body = data or Slices()
-        limit_s = CONNECT_S + IDLE_TIMEOUT_S + (body.size or 0) / SLOWEST_BYTES_PER_S
+        limit_s = (
+            timeouts.STORAGE_CONNECT_S
+            + timeouts.STORAGE_IDLE_S
+            + (body.size or 0) / SLOWEST_BYTES_PER_S
+        )
         body.moved = began = time.monotonic()
         try:
             return await within(
                 limit_s,
                 self._once(method, url, headers, data),
                 # A peer that accepts no bytes for so long has stalled.
-                sooner=lambda: body.moved + CONNECT_S + IDLE_TIMEOUT_S,
+                sooner=lambda: body.moved + timeouts.STORAGE_CONNECT_S + timeouts.STORAGE_IDLE_S,
             )
         except asyncio.TimeoutError as error:
             raise TransientError(
@@ -227,7 +231,9 @@ class GcsConnection:
             data=data,
             allow_redirects=False,
             timeout=aiohttp.ClientTimeout(
-                total=None, sock_connect=CONNECT_S, sock_read=IDLE_TIMEOUT_S
+                total=None,
+                sock_connect=timeouts.STORAGE_CONNECT_S,
+                sock_read=timeouts.STORAGE_IDLE_S,
             ),
         ) as response:
             return Answer(

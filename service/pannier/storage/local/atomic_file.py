@@ -17,8 +17,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+from pannier.common import timeouts
 from pannier.storage.base import Progress
-from pannier.storage.io_threads import BUFFER, PATIENCE_S, Guarded, HungError, Threads
+from pannier.storage.io_threads import BUFFER, Guarded, HungError, Threads
 from pannier.storage.source_reader import SourceReader
 
 T = TypeVar("T")
@@ -252,7 +253,7 @@ class OpenDraft:
 
     async def close(self) -> bool:
         """Closes it; False while a call still uses it, or when the file system doesn't answer."""
-        until = time.monotonic() + PATIENCE_S
+        until = time.monotonic() + timeouts.HUNG_CALL_S
         try:
             return await self._threads.run(self.guard.close, until=until, closing=True)
         except HungError:

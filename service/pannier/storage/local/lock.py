@@ -15,14 +15,14 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+from pannier.common import timeouts
 from pannier.storage.base import StorageError
-from pannier.storage.io_threads import PATIENCE_S, Guarded, Threads, threads_of
+from pannier.storage.io_threads import Guarded, Threads, threads_of
 from pannier.storage.local.atomic_file import HIDDEN
 
 T = TypeVar("T")
 
 _NAME = f"{HIDDEN}lock"
-_RETRY_S = 0.005
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
@@ -39,7 +39,7 @@ class Locked:
 
     async def release(self) -> None:
         """Releases the lock. Raises HungError when the file system does not answer."""
-        until = time.monotonic() + PATIENCE_S
+        until = time.monotonic() + timeouts.HUNG_CALL_S
         await self._threads.run(self._guard.close, until=until, closing=True)
 
 
@@ -66,7 +66,7 @@ async def locked(
             _release(path, fd)
 
     while True:
-        until = max(end, time.monotonic() + PATIENCE_S)
+        until = max(end, time.monotonic() + timeouts.HUNG_CALL_S)
         fd = await threads.run(_try, path, until=until, undo=undo)
         if fd is not None:
             break
@@ -77,7 +77,7 @@ async def locked(
                 "It is free again when that process ends"
             )
         # The kernel has no wait for a file lock with a deadline.
-        await asyncio.sleep(_RETRY_S * (0.5 + random.random()))
+        await asyncio.sleep(timeouts.LOCK_AGAIN_S * (0.5 + random.random()))
     held = Locked(path, fd, threads)
     try:
         yield held

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 import crc32c
 
+from pannier.common import timeouts
 from pannier.storage.base import (
     ConflictError,
     DeniedError,
@@ -34,12 +35,7 @@ from pannier.storage.base import (
     Unfinished,
     end_of,
 )
-from pannier.storage.io_threads import (
-    BUFFER,
-    PATIENCE_S,
-    buffers,
-    threads_of,
-)
+from pannier.storage.io_threads import BUFFER, buffers, threads_of
 from pannier.storage.local.atomic_file import (
     BLOCK,
     HIDDEN,
@@ -57,7 +53,6 @@ from pannier.wire import object_names
 T = TypeVar("T")
 
 _RECORDS = object_names.attempts_prefix().rstrip("/")
-_WALK_S = 3600.0
 
 
 class LocalStore(Store):
@@ -78,11 +73,11 @@ class LocalStore(Store):
 
     def _until(self) -> float:
         # A call that begins at the deadline still gets its answer if the file system works.
-        return max(end_of(self._deadline_s), time.monotonic() + PATIENCE_S)
+        return max(end_of(self._deadline_s), time.monotonic() + timeouts.HUNG_CALL_S)
 
     async def _walk(self, walk: Callable[..., T], *args: Any) -> T:
         """As :meth:`_call`, for calls that take longer in larger directories."""
-        until = max(self._until(), time.monotonic() + _WALK_S)
+        until = max(self._until(), time.monotonic() + timeouts.WALK_S)
         return await self._threads.run(walk, *args, until=until)
 
     def _locked(self, path: Path) -> AbstractAsyncContextManager[Locked]:

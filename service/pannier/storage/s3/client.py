@@ -14,6 +14,7 @@ import aiohttp
 import botocore.exceptions as boto
 from s3fs import S3FileSystem
 
+from pannier.common import timeouts
 from pannier.common.deadline import within
 from pannier.storage.base import DeniedError, NotFoundError, StorageError, notify_retry
 from pannier.storage.connections import SharedConnection
@@ -21,8 +22,6 @@ from pannier.storage.io_threads import setup_threads
 from pannier.storage.retry import TransientError
 from pannier.wire.errors import ConfigurationError
 
-CONNECT_S = 15
-IDLE_TIMEOUT_S = 60
 SLOWEST_BYTES_PER_S = 128 << 10
 _CREDENTIALS_HINT = (
     "check which credentials the daemon uses (storage options 'key' and 'secret' or 'profile', "
@@ -74,8 +73,8 @@ class S3Connection:
         """Finds credentials as s3fs does. Raises ConfigurationError."""
         settings = {"use_listings_cache": False, **options}
         settings["config_kwargs"] = {
-            "connect_timeout": CONNECT_S,
-            "read_timeout": IDLE_TIMEOUT_S,
+            "connect_timeout": timeouts.STORAGE_CONNECT_S,
+            "read_timeout": timeouts.STORAGE_IDLE_S,
             "max_pool_connections": 64,
             "request_checksum_calculation": "when_required",
             "response_checksum_validation": "when_required",
@@ -135,7 +134,7 @@ class S3Connection:
     async def _call(
         self, operation: str, what: str, size: int, arguments: Mapping[str, Any]
     ) -> dict[str, Any]:
-        limit_s = CONNECT_S + IDLE_TIMEOUT_S + size / SLOWEST_BYTES_PER_S
+        limit_s = timeouts.STORAGE_CONNECT_S + timeouts.STORAGE_IDLE_S + size / SLOWEST_BYTES_PER_S
         try:
             return await within(limit_s, self._once(operation, arguments))
         except boto.ClientError as error:

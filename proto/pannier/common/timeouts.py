@@ -1,0 +1,315 @@
+"""Every duration that Pannier waits, in one table: seconds.
+
+The settings of users are elsewhere (:mod:`pannier.client.config`, the options of the daemons); so are
+limits of what a message may ask for (:mod:`pannier.wire.limits`).
+
+``PANNIER_TIME_SCALE`` multiplies all of them: tests on a slow machine set it.
+"""
+
+import os
+from typing import Final
+
+SCALE: Final = float(os.environ.get("PANNIER_TIME_SCALE") or "1")
+if not 0 < SCALE < float("inf"):
+    raise ValueError(f"PANNIER_TIME_SCALE={SCALE:g} is not a positive number")
+
+
+# How liveness is observed, by all processes
+
+HEARTBEAT_S: Final = 1.0 * SCALE
+"""Between two heartbeats of a sidecar to its coordinator."""
+PING_S: Final = 2.0 * SCALE
+"""Between two pings of a trainer to its sidecar."""
+PING_TIMEOUT_S: Final = 2.0 * SCALE
+"""For the answer to a ping."""
+PING_AGAIN_S: Final = 0.5 * SCALE
+"""Pause after a ping that was not answered."""
+UNRESPONSIVE_S: Final = 5.0 * SCALE
+"""A process that was not seen for so long is unresponsive, and named; only a save's deadline
+gives it up."""
+CHECK_S: Final = 1.0 * SCALE
+"""Between two checks for what has no event of its own: missed heartbeats, idle daemons."""
+OBSERVER_SLACK_S: Final = 0.5 * SCALE
+"""How late a tick may be and still count as on time."""
+TRANSPORT_PING_S: Final = 1.0 * SCALE
+"""Between two pings of HTTP/2 on an idle connection to the coordinator."""
+TRANSPORT_PING_TIMEOUT_S: Final = 3.0 * SCALE
+"""Without an answer to such a ping for so long, the connection is closed."""
+
+# Until a process that went away counts as dead
+
+TRAINER_RETURN_S: Final = 1.5 * SCALE
+"""For a trainer whose stream broke to connect again."""
+REMOTE_TRAINER_RETURN_S: Final = 10.0 * SCALE
+"""The same on TCP, where an interrupted network looks the same."""
+TRAINER_CONNECT_S: Final = 5.0 * SCALE
+"""For the client of a rank that hands something in to connect."""
+RECOVERED_TRAINER_CONNECT_S: Final = 10.0 * SCALE
+"""The same for a rank that was recovered from the journal."""
+CALL_RETURN_S: Final = 1.0 * SCALE
+"""For a sidecar to repeat a Plan call that broke off."""
+SIDECAR_RETURN_S: Final = 3.0 * SCALE
+"""For a sidecar whose stream broke to attach again."""
+PLAN_RETURN_S: Final = 10.0 * SCALE
+"""For a sidecar to attach again and a trainer beside it to repeat its Plan call."""
+SUPERSEDED_RETURN_S: Final = 10.0 * SCALE
+"""For a sidecar that was restarted beside a newer incarnation to attach."""
+SUCCESSION_S: Final = 10.0 * SCALE
+"""For a coordinator to be reached, before its sidecar turns to the successor."""
+SPLIT_S: Final = 2.0 * SCALE
+"""Until a group whose ranks take part in two incarnations counts as split."""
+STREAMS_BATCH_S: Final = 0.02 * SCALE
+"""Hosts whose sidecars come or go within this time are checked together."""
+REPORT_COUNTS_S: Final = 5.0 * SCALE
+"""A report about a trainer counts this long; sidecars send one every second or so."""
+
+# How long what ended is remembered
+
+DEAD_TRAINER_KEPT_S: Final = 600.0 * SCALE
+"""A dead trainer is reported to the coordinator: other ranks may wait for it."""
+SIDECAR_KEPT_S: Final = 3600.0 * SCALE
+"""A disconnected sidecar."""
+ENDED_SAVE_KEPT_S: Final = 3600.0 * SCALE
+"""A save that ended, at the coordinator."""
+SPOOL_FILE_KEPT_S: Final = 60.0 * SCALE
+"""Unused files of a job without trainers, in case it starts again."""
+DAEMON_LOG_KEPT_S: Final = 86400.0 * SCALE
+"""The log of embedded daemons that have exited."""
+
+# The trainer's calls
+
+CONNECT_S: Final = 3.0 * SCALE
+"""For a sidecar to answer before it counts as unreachable."""
+EMBEDDED_CONNECT_S: Final = 15.0 * SCALE
+"""The same for embedded daemons, which may just be starting on a busy machine."""
+DISCONNECT_S: Final = 1.0 * SCALE
+"""For the calls that announce the end of the connection or of staging memory."""
+RECONNECT_S: Final = 10.0 * SCALE
+"""How long a call of the trainer's own thread waits for a disconnected sidecar."""
+EMBEDDED_RESTART_S: Final = 40.0 * SCALE
+"""The same for embedded daemons, which are started again."""
+CALL_S: Final = 30.0 * SCALE
+"""One try of a call for which the sidecar waits for no other process."""
+ANSWER_SLACK_S: Final = 5.0 * SCALE
+"""Left to the daemon to report its own time-out, with the ranks that it waited for."""
+COORDINATOR_SLACK_S: Final = 2.5 * SCALE
+"""The same, left to the coordinator by a sidecar."""
+BEGIN_S: Final = 60.0 * SCALE
+"""For storage to answer when a save that torch plans is opened."""
+FAIL_S: Final = 2.0 * SCALE
+"""For the coordinator to take a failure by a call; otherwise it goes with the reports."""
+WAIT_WARNING_S: Final = 5.0 * SCALE
+"""Until a call that keeps the training loop waiting first logs what it waits for."""
+FORK_S: Final = 2.0 * SCALE
+"""How long a fork waits at most for running calls to end."""
+IN_FLIGHT_RECOUNT_S: Final = 1.0 * SCALE
+"""Between two counts of the saves in flight: a save that is lost notifies no waiter."""
+COPY_POLL_S: Final = 0.01 * SCALE
+"""Between two checks whether helper threads still copy, besides when one has ended."""
+LONGEST_TIMER_S: Final = 3600.0 * SCALE
+"""Far below what a condition can wait for; timers are checked again after it."""
+
+# A save in the trainer's background
+
+ABORT_S: Final = 30.0 * SCALE
+"""For the coordinator's ABORT before the handle fails with InDoubtError, once this rank has
+failed and may have been ingested."""
+CAUSES_S: Final = 2.0 * SCALE
+"""For the causes of all ranks before the handle fails with the local error, of a save that can't
+be committed."""
+DECISION_S: Final = 5.0 * SCALE
+"""For the coordinator's decision after the save's deadline."""
+BUSY_AGAIN_S: Final = 0.5 * SCALE
+"""Between two tries of a hand-over for which the spool has no room."""
+EXIT_S: Final = 60.0 * SCALE
+"""How long an ending interpreter waits for a full spool without any progress."""
+STREAM_STALL_S: Final = 30.0 * SCALE
+"""Without an acknowledgement for so long, a Write stream is started again."""
+STREAM_CANCEL_S: Final = 30.0 * SCALE
+"""How long a cancelled stream may still read its file's memory."""
+DESCRIPTORS_S: Final = 10.0 * SCALE
+"""For the sidecar to send the descriptors of leased files."""
+
+# The sidecar's ingest and spool
+
+WRITE_TURN_S: Final = 4.0 * SCALE
+"""After this wait a stream is read all the same: trainers that don't send must not block
+others."""
+WRITE_IDLE_S: Final = 30.0 * SCALE
+"""A Write stream that sends nothing for so long is ended: it may hold space in the spool. A
+client that was stopped meanwhile goes on with another stream."""
+WRITE_HEADER_S: Final = 10.0 * SCALE
+"""The same for one that hasn't sent its header."""
+DESCRIPTORS_FETCH_S: Final = 30.0 * SCALE
+"""A lease ends when its descriptors weren't fetched within this time."""
+DESCRIPTORS_SEND_S: Final = 2.0 * SCALE
+"""For a client to take the descriptors that it asked for."""
+ACCEPT_AGAIN_S: Final = 0.1 * SCALE
+"""After a connection that could not be accepted."""
+FILE_RELEASE_S: Final = 10.0 * SCALE
+"""How long a file may stay in use after its save has ended: uploads are cancelled meanwhile."""
+FLUSH_S: Final = 1.0 * SCALE
+"""For the last reports to reach the coordinator when a sidecar stops."""
+UPLOADS_CLOSE_S: Final = 2.0 * SCALE
+"""How long closing waits until objects of aborted saves are deleted: storage may not answer."""
+PROGRESS_S: Final = 0.2 * SCALE
+"""Between two messages that report progress alone: to a client, and to the coordinator."""
+
+# The coordinator's saves
+
+DEFAULT_SAVE_S: Final = 3600.0 * SCALE
+"""For a save of which no rank has reported a deadline."""
+RESUMED_SAVE_S: Final = 60.0 * SCALE
+"""Least time of a resumed save once storage has shown what it holds of it: for sidecars to report
+again and to finish uploads."""
+RESUME_CHECK_S: Final = 3.0 * SCALE
+"""Until storage is first checked for ranks without a live sidecar; then the pause doubles."""
+RESUME_LONGEST_CHECK_S: Final = 30.0 * SCALE
+"""Longest pause, also when all ranks have live sidecars: another coordinator may have decided."""
+SIDECARS_CACHED_S: Final = 0.1 * SCALE
+"""How long it is remembered whether all ranks have live sidecars: it is asked after each
+change."""
+RECEIPTS_S: Final = 10.0 * SCALE
+"""For storage to list receipts."""
+STEP_AGAIN_S: Final = 0.2 * SCALE
+"""First pause between tries of a step that storage must answer."""
+STEP_LONGEST_AGAIN_S: Final = 5.0 * SCALE
+"""Longest such pause."""
+MANIFEST_SHOWN_S: Final = 10.0 * SCALE
+"""For storage to show whether it holds a manifest of a save that is about to be aborted."""
+REMOVE_AGAIN_S: Final = (3.0 * SCALE, 30.0 * SCALE)
+"""Pauses after an abort before its objects are removed once more."""
+SWEEP_AGAIN_S: Final = 60.0 * SCALE
+"""After a sweep of superseded attempts that failed."""
+TASK_CANCEL_S: Final = 0.5 * SCALE
+"""Between two cancellations of a task that has not ended."""
+DECIDING_S: Final = 2.0 * SCALE
+"""After SIGTERM: for decisions that are being written."""
+FIRST_TRAINER_S: Final = 60.0 * SCALE
+"""Shortest idle time before the first trainer: its host may only be starting its sidecar."""
+STATUS_REFRESH_S: Final = 1.0 * SCALE
+"""Between two statuses of a save that has not changed, but for what changes with time ("last seen
+12 s ago")."""
+STATUS_DUE_S: Final = 0.9 * SCALE
+"""Age at which a status is due: the timer of STATUS_REFRESH_S is no more exact than that."""
+STORAGE_CONTACT_S: Final = 20.0 * SCALE
+"""For a root to answer at its first use: the training loop waits for it."""
+
+# Storage
+
+STORAGE_CONNECT_S: Final = 15.0 * SCALE
+"""For a connection to storage."""
+STORAGE_IDLE_S: Final = 60.0 * SCALE
+"""A request to storage that moves no byte for so long is tried again."""
+RETRY_S: Final = 0.25 * SCALE
+"""First pause before a request to storage is tried again; then it doubles."""
+LONGEST_RETRY_S: Final = 20.0 * SCALE
+"""Longest such pause."""
+LONGEST_RETRY_AFTER_S: Final = 60.0 * SCALE
+"""Longest Retry-After that is honoured."""
+CONFLICT_AGAIN_S: Final = 2.0 * SCALE
+"""Longest pause between two tries of a write for which several writers compete."""
+UPLOAD_CLEAN_UP_S: Final = 5.0 * SCALE
+"""For the removal of what a failed upload left."""
+LOCK_AGAIN_S: Final = 0.005 * SCALE
+"""Between two tries to lock a file of a local store."""
+WALK_S: Final = 3600.0 * SCALE
+"""At least, for calls of a local store that take longer in larger directories."""
+IO_THREAD_IDLE_S: Final = 10.0 * SCALE
+"""A thread for blocking calls that has had nothing to do for so long ends."""
+HUNG_CALL_S: Final = 5.0 * SCALE
+"""A blocking call whose caller was cancelled is abandoned after this time."""
+
+# Leases of readers
+
+LEASE_RENEW_S: Final = 30.0 * SCALE
+"""Between renewals; without any, the lease expires after three times as long."""
+LEASE_IDLE_S: Final = 600.0 * SCALE
+"""Without a call of Lease.touch for so long, a lease ends."""
+LEASE_RELEASE_S: Final = 10.0 * SCALE
+"""For a released lease to be removed; otherwise it expires."""
+LEASE_UNKNOWN_RENEW_S: Final = 60.0 * SCALE
+"""Renewal period of an unreadable lease: it may be half written."""
+LEASE_LONGEST_RENEW_S: Final = 3600.0 * SCALE
+"""Longest renewal period that counts: no lease protects files for ever."""
+LEASE_LOOK_S: Final = 30.0 * SCALE
+"""Longest time until a sweep reads leases again."""
+
+# Starting and stopping daemons
+
+DAEMONS_START_S: Final = 30.0 * SCALE
+"""For embedded daemons to start."""
+DAEMONS_START_POLL_S: Final = 0.05 * SCALE
+"""Between two looks whether they have."""
+DAEMONS_STATUS_POLL_S: Final = 0.2 * SCALE
+"""Between two looks at what they still do, where they can't outlive the trainer."""
+STATUS_CALL_S: Final = 10.0 * SCALE
+"""For the status call of a daemon."""
+HOST_DAEMONS_IDLE_S: Final = 300.0 * SCALE
+"""The embedded daemons of a host exit after an idle time of this length."""
+JOB_DAEMONS_IDLE_S: Final = 60.0 * SCALE
+"""The same for those of one start of a job on several hosts, which no later start uses."""
+LEADER_S: Final = 10.0 * SCALE
+"""For rank 0 to become the leader, and for a rank on another host to report itself."""
+COORDINATOR_START_S: Final = 60.0 * SCALE
+"""For a coordinator to listen after its sidecar: it imports torch."""
+COORDINATOR_REACH_S: Final = 5.0 * SCALE
+"""For a reachable coordinator to answer."""
+STORE_POLL_S: Final = 0.02 * SCALE
+"""First pause between two looks into the process group's store; then it doubles."""
+STORE_LONGEST_POLL_S: Final = 0.5 * SCALE
+"""Longest such pause."""
+RANK_ANSWER_S: Final = 20.0 * SCALE
+"""For a rank on another machine to confirm that it is alive: it may be busy in Python."""
+RANK_ANSWER_EXIT_S: Final = 2.0 * SCALE
+"""At exit: for a confirmation that is being written."""
+DAEMON_AGAIN_S: Final = 0.2 * SCALE
+"""First pause before a daemon that exited is started again; then it doubles."""
+DAEMON_LONGEST_AGAIN_S: Final = 10.0 * SCALE
+"""Longest such pause."""
+DAEMON_STEADY_S: Final = 30.0 * SCALE
+"""After running this long, a daemon's pause and count of crashes begin again."""
+ATTACH_LONGEST_AGAIN_S: Final = 2.0 * SCALE
+"""Longest pause before a sidecar connects to its coordinator again."""
+TRACES_EXPORT_S: Final = 2.0 * SCALE
+"""For the last export of traces when the process ends: the collector may be unreachable."""
+
+# Several jobs on a node
+
+JOB_CALL_S: Final = 3.0 * SCALE
+"""For a job's sidecar to answer; the others' answers wait for it."""
+JOB_KILL_S: Final = 5.0 * SCALE
+"""A sidecar's time to exit on top of its grace period, before SIGKILL."""
+JOB_RESTART_S: Final = 10.0 * SCALE
+"""A sidecar's time to exit when it is to be started again with other settings."""
+JOB_START_S: Final = 600.0 * SCALE
+"""A job's sidecar that recovers its spool holds the node's readiness up for so long."""
+SUPERVISOR_REPORT_S: Final = 20.0 * SCALE
+"""The supervisor reports every second: without a report for so long it is stuck."""
+REFUSALS_LOG_S: Final = 10.0 * SCALE
+"""Between two log lines about calls that are refused."""
+
+# What operators ask
+
+WATCH_RECONNECT_S: Final = 10.0 * SCALE
+"""How long a daemon may be unreachable while a save is watched, for a restart."""
+STATUS_INTERVAL_S: Final = 0.1 * SCALE
+"""Shortest time between two messages of WatchSave."""
+STATUS_CACHED_S: Final = 0.5 * SCALE
+"""How long a status page's status is cached; at least ten times as long as rendering it took."""
+LOOP_S: Final = 10.0 * SCALE
+"""For an event loop to run a callback of another thread."""
+HTTP_S: Final = 10.0 * SCALE
+"""For the next line of a request, or for the client to read the response."""
+HTTP_STOP_S: Final = 0.25 * SCALE
+"""How long stopping the HTTP server may take."""
+DOCTOR_S: Final = 20.0 * SCALE
+"""For a check of doctor, unless it is given."""
+DOCTOR_LONGEST_S: Final = 120.0 * SCALE
+"""Longest that may be given."""
+DOCTOR_SIDECAR_S: Final = 10.0 * SCALE
+"""For both daemons' answers to a sidecar, on top of what storage may take."""
+DOCTOR_GATEWAY_S: Final = 15.0 * SCALE
+"""The same for those of a job to the gateway."""
+DOCTOR_ALL_S: Final = 30.0 * SCALE
+"""The same for all answers to the command."""
