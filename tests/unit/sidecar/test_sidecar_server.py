@@ -8,15 +8,16 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import crc32c
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from pannier.common import timeouts
 from pannier.daemon.signals import StopSignals
 from pannier.sidecar.config import SidecarConfig
-from pannier.sidecar.rpc import connections
 from pannier.sidecar.server import Sidecar
 from pannier.storage import ObjectInfo, Source, StorageError, Store
 from pannier.storage.base import Progress, Retried
@@ -196,6 +197,38 @@ def test_a_new_stream_takes_over_from_one_that_hangs(host: Host) -> None:
         with pytest.raises(errors.PannierError):
             hanging.committed()
     trainer.hand_over(context, data_file(header.name, b"a" * MIB + b"b" * MIB))
+
+
+def test_a_spool_that_does_not_answer_delays_no_heartbeat_and_no_status(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called, answers, pwrite = threading.Event(), threading.Event(), os.pwrite
+
+    def hangs(*arguments: Any) -> int:
+        called.set()
+        answers.wait()
+        return pwrite(*arguments)
+
+    monkeypatch.setattr(timeouts, "HEARTBEAT_S", 0.05)
+    host.start()
+    monkeypatch.setattr(os, "pwrite", hangs)
+    trainer = host.trainer()
+    context = trainer.context(host.id())
+    header = trainer.header(context, "0", 100)
+    try:
+        with trainer.stream(header) as stream, grpc.insecure_channel(host.address) as channel:
+            stream.send(b"a" * 100, 0)
+            assert called.wait(BOUND_S)
+            before = len(host.coordinator.requests)
+            await_true(lambda: len(host.coordinator.requests) >= before + 3, "heartbeats")
+            status = status_pb2_grpc.StatusStub(channel)
+            answer = status.ListSaves(status_pb2.ListSavesRequest(), timeout=BOUND_S)
+            assert [save.checkpoint_id for save in answer.saves] == [host.id()]
+            answers.set()
+            while stream.committed() < 100:
+                pass
+    finally:
+        answers.set()
 
 
 def test_a_sealed_file_is_not_written_again(host: Host) -> None:
@@ -568,7 +601,7 @@ def test_a_trainer_that_dies_while_planning_gives_its_call_up(host: Host) -> Non
 def test_a_trainer_that_dies_after_ingestion_is_not_needed(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "GRACE_S", 0.2)
+    monkeypatch.setattr(timeouts, "TRAINER_RETURN_S", 0.2)
     host.start()
     trainer = host.trainer()
     context = ingest(host, trainer, 1, os.urandom(3 * MIB))
@@ -583,7 +616,7 @@ def test_a_trainer_that_dies_after_ingestion_is_not_needed(
 def test_a_trainer_that_connects_again_in_time_keeps_its_save(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "GRACE_S", 3.0)
+    monkeypatch.setattr(timeouts, "TRAINER_RETURN_S", 3.0)
     host.start()
     host.coordinator.files = {0: {"0": 10}}
     trainer = host.trainer()
