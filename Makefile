@@ -22,7 +22,7 @@ generate = cd proto && ../$(STUBS_VENV)/bin/python -m grpc_tools.protoc -I. \
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test pytest lint format stubs check-stubs check-words demo-xla test-xla test-torch chaos bench tools lock clean distclean
+.PHONY: help demo test test-all pytest lint format stubs check-stubs check-words demo-xla test-xla test-torch chaos bench tools lock clean distclean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -33,7 +33,10 @@ demo: $(INSTALLED)  ## Train, kill, restore: what Pannier does, in under three m
 demo-xla: $(XLA_INSTALLED)  ## The same as an SPMD program of torch_xla, on virtual devices
 	$(XLA_BIN)/python tests/demo/run.py --xla
 
-test: lint pytest  ## Everything that must pass: lint, then the tests
+test: lint pytest  ## What must pass with every change: lint, then the tests
+
+test-all: lint  ## The same, with pods, Slurm, browser, dashboard and more chaos
+	$(MAKE) pytest ARGS='-m ""'
 
 # Most of a test's time is waiting: more files run at a time than a small machine has cores.
 # Slow files go first (deploy, faults, integration); by default those with the most tests would.

@@ -5,6 +5,7 @@ import stat
 from pathlib import Path
 
 import psutil
+import pytest
 
 from support.actors.scripted_sidecar import wait_until
 from support.kubernetes.cluster import Job, cluster, confined, modes, said
@@ -14,6 +15,7 @@ from support.network.netns import Network
 from support.storage.bucket import check_whole, hold_up
 from support.storage.gcs_server import GcsServer
 
+pytestmark = pytest.mark.extended
 SOCKET = "unix:///run/pannier/sidecar.sock"
 SAVE = """
 import torch

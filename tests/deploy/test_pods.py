@@ -4,6 +4,7 @@ import re
 import signal
 
 import psutil
+import pytest
 
 from support.actors.scripted_sidecar import wait_until
 from support.kubernetes import pods
@@ -13,6 +14,7 @@ from support.network.netns import Network
 from support.storage.bucket import check_whole, hold_up, listed
 from support.storage.gcs_server import GcsServer
 
+pytestmark = pytest.mark.extended
 MIB = 48
 
 

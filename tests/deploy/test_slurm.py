@@ -18,7 +18,7 @@ from support.network.slurm import Allocation
 from support.processes import processes
 from support.processes.processes import Process
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.extended, pytest.mark.timeout(400)]
 """Seven processes import torch."""
 
 NAMES = ("a", "b", "c")

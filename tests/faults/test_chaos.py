@@ -7,7 +7,7 @@ import pytest
 from support.chaos.run import Chaos
 from support.processes.stretch import stretched
 
-SEEDS = [3, 8]
+SEEDS = [8, 3]
 """One of them streams, with the other all is mapped."""
 SECONDS = 14.0
 ACT = "expired_saves"
@@ -21,7 +21,7 @@ def chaos_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.timeout(stretched(300))
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", [SEEDS[0], pytest.param(SEEDS[1], marks=pytest.mark.extended)])
 def test_nothing_that_was_handed_over_is_lost_whatever_goes_wrong(
     chaos_directory: Path, seed: int
 ) -> None:

@@ -17,6 +17,7 @@ from support.processes.processes import MARKER, SESSION, python
 from support.processes.ranks import free_port
 from support.processes.watching import COMMITTED, await_save
 
+pytestmark = pytest.mark.extended
 PHASES = ("staged", "ingested", "uploaded", "durable")
 SPOOL = {
     "saves": "spool_saves_bytes",

@@ -25,6 +25,7 @@ from support.processes.processes import MARKER, SESSION, python
 from support.processes.ranks import free_port
 from support.processes.stretch import BOUND_S
 
+pytestmark = pytest.mark.extended
 PHASES = ("staged", "ingested", "uploaded", "durable")
 VARYING = ("seconds_since_seen", "deadline_s")
 MARKUP = "<img src=x onerror=document.title=1>"
