@@ -16,9 +16,10 @@ TORCH_VENV := .venv-torch-$(VERSION)
 PIP := python -m pip --disable-pip-version-check
 
 PROTOS = $(notdir $(wildcard proto/pannier/v1/*.proto))
-# $(1): where the stubs go, relative to proto/.
+# $(1): where the stubs go, relative to proto/. Without those of files that have no service.
 generate = cd proto && ../$(STUBS_VENV)/bin/python -m grpc_tools.protoc -I. \
-	--python_out=$(1) --pyi_out=$(1) --grpc_python_out=$(1) $(addprefix pannier/v1/,$(PROTOS))
+	--python_out=$(1) --pyi_out=$(1) --grpc_python_out=$(1) $(addprefix pannier/v1/,$(PROTOS)) && \
+	grep --files-without-match 'class .*Stub' $(1)/pannier/v1/*_pb2_grpc.py | xargs rm
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
