@@ -56,7 +56,8 @@ def daemons(shared: GcsServer, tmp_path_factory: pytest.TempPathFactory) -> Iter
 def impatient(daemons: Daemons, tmp_path: Path) -> Iterator[str]:
     """Address of a second sidecar, which takes a store for stalled much sooner."""
     sidecar = daemons.sidecars[1]
-    main = "import pannier.storage.gcs.http as http; http.IDLE_TIMEOUT_S = http.CONNECT_S = 2.0; "
+    main = "from pannier.common import timeouts; "
+    main += "timeouts.STORAGE_IDLE_S = timeouts.STORAGE_CONNECT_S = 2.0; "
     main += "from pannier.cli.main import main; main()"
     process = Process(
         "impatient sidecar",

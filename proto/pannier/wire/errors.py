@@ -198,6 +198,9 @@ def from_rpc_error(error: grpc.RpcError, *, peer: str) -> PannierError:
     details = getattr(error, "details", lambda: "")() or str(error)
     if code is grpc.StatusCode.UNAVAILABLE:
         return UnavailableError(f"{peer} can't be reached: {details}")
+    if code is grpc.StatusCode.CANCELLED:
+        # By a daemon that stops, or by this side, which gave the call up.
+        return UnavailableError(f"the call to {peer} was cancelled: {details}")
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return DeadlineError(f"{peer} did not answer within the deadline: {details}")
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:

@@ -709,7 +709,7 @@ def test_an_error_at_exit_is_seen(sidecar: ScriptedSidecar) -> None:
     sidecar.on["HandOver"] = refuse
     done = run(
         sidecar,
-        "import pannier.client.transport.save_status as s; s._ABORT_S = 0.1\n"
+        "from pannier.common import timeouts; timeouts.ABORT_S = 0.1\n"
         "h = client.async_save(state, checkpoint_id='/x/y'); h.wait(60)",
     )
     assert "rank 1 died" in done.err
@@ -718,7 +718,7 @@ def test_an_error_at_exit_is_seen(sidecar: ScriptedSidecar) -> None:
         sidecar,
         "import logging; logging.disable()\n"
         "sys.excepthook = lambda kind, error, _: print('HOOK', kind.__name__, error)\n"
-        "import pannier.client.transport.save_status as s; s._ABORT_S = 0.1\n"
+        "from pannier.common import timeouts; timeouts.ABORT_S = 0.1\n"
         "h = client.async_save(state, checkpoint_id='/x/y'); h.wait(60)",
     )
     assert "HOOK SaveAbortedError rank 1 died" in quiet.out

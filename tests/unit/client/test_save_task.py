@@ -335,8 +335,8 @@ def test_a_full_spool_does_not_keep_a_process_from_ending(sidecar: ScriptedSidec
     sidecar.on["Write"] = full
     trainer = (
         "import time, torch, pannier.client\n"
-        "from pannier.client.transport import save_task\n"
-        "save_task._EXIT_S = 1.0\n"
+        "from pannier.common import timeouts\n"
+        "timeouts.EXIT_S = 1.0\n"
         "save = pannier.client.async_save({'w': torch.ones(9)}, checkpoint_id='/x/y')\n"
         "while 'waiting for room' not in str(save.status()): time.sleep(0.01)\n"
     )

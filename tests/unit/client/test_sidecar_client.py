@@ -4,6 +4,7 @@ import ctypes
 import random
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -181,6 +182,19 @@ def test_a_sidecar_that_says_nothing_is_no_sidecar(sidecar: ScriptedSidecar) -> 
     sidecar.unresponsive = True
     with pytest.raises(UnavailableError, match=r"s\.sock"):
         SidecarClient.connect(Settings(sidecar=sidecar.address), WHO)
+
+
+def test_a_sidecar_that_answers_late_is_connected_to_again(
+    sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timeouts, "CONNECT_S", 0.2)
+    monkeypatch.setattr(timeouts, "EMBEDDED_CONNECT_S", BOUND_S)
+    sidecar.unresponsive = True
+    with ThreadPoolExecutor(1) as threads:
+        connecting = threads.submit(SidecarClient.connect, Settings(), WHO, address=sidecar.address)
+        wait_until(lambda: len(sidecar.connects) >= 2 or connecting.done())
+        sidecar.unresponsive = False
+        connecting.result(BOUND_S).close()
 
 
 def test_a_sidecar_of_another_version_is_refused_with_both_versions(

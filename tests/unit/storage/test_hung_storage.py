@@ -262,7 +262,6 @@ def test_a_process_ends_though_calls_hang() -> None:
     program = (
         "import asyncio, threading, sys\n"
         "from pannier.storage import io_threads\n"
-        "io_threads.PATIENCE_S = 0.05\n"
         "pool = io_threads.Threads('/dead', patience_s=0.05)\n"
         "begun = threading.Event()\n"
         "def hang():\n"

@@ -306,7 +306,13 @@ class SidecarConnection:
             )
         ) as call:
             # A stopped daemon's kernel accepts connections that it never answers.
-            first = self.timers.start(timeouts.CONNECT_S, call.cancel)
+            unanswered = threading.Event()
+
+            def give_up() -> None:
+                unanswered.set()
+                call.cancel()
+
+            first = self.timers.start(timeouts.CONNECT_S, give_up)
             try:
                 for response in call:
                     first.cancel()
@@ -314,6 +320,10 @@ class SidecarConnection:
             except grpc.RpcError as error:
                 if self._channel.was_interrupted(call):
                     raise InterruptedCallError from error
+                if unanswered.is_set():
+                    raise UnavailableError(
+                        f"{self.peer} did not answer within {timeouts.CONNECT_S:g} s: is it stopped?"
+                    ) from error
                 raise errors.from_rpc_error(error, peer=self.peer) from error
             finally:
                 first.cancel()
