@@ -217,13 +217,10 @@ class Sender:
     def _as_pannier_error(self, error: grpc.RpcError) -> PannierError:
         known = from_rpc_error(error, peer=self._peer)
         code = getattr(error, "code", lambda: None)()
-        if type(known) is PannierError and code in _DISCONNECTED:
+        if type(known) is PannierError and code is grpc.StatusCode.INTERNAL:
+            # The connection ended in the middle of a message.
             return UnavailableError(str(known))
         return known
-
-
-_DISCONNECTED = (grpc.StatusCode.INTERNAL, grpc.StatusCode.CANCELLED)
-"""Codes of a connection that ended in the middle of a message."""
 
 
 class _Messages:
