@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from support.actors.hand import Party
+from support.actors.nodes import JobFiles
 from support.kubernetes.manifests import (
     DEPLOY,
     WITH_DAEMONS,
@@ -44,21 +45,25 @@ def promtool(*arguments: str) -> None:
 
 @pytest.fixture(scope="module")
 def scrapes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Scrape]:
-    """What a sidecar and a coordinator serve after a save."""
+    """What a sidecar and a coordinator serve after a save, and a node's gateway to its jobs."""
     directory = tmp_path_factory.mktemp("monitoring")
-    ports = [f"127.0.0.1:{free_port()}" for _ in range(2)]
+    ports = [f"127.0.0.1:{free_port()}" for _ in range(3)]
     checkpoint = f"{directory}/step-1"
-    with (
-        Daemons(
-            directory,
-            sidecar_arguments=["--metrics", ports[0]],
-            coordinator_arguments=["--metrics", ports[1]],
-        ) as running,
-        Party([running.sidecar.address]) as party,
-    ):
-        party.save(checkpoint, 1)
-        await_save(running.sidecar.address, checkpoint, lambda each: each.state == COMMITTED)
-        return {"sidecar": Scrape(ports[0]), "coordinator": Scrape(ports[1])}
+    files = JobFiles(directory / "jobs")
+    files.add("a", allow=[str(directory)])
+    further = [["--metrics", ports[0]], ["--metrics", ports[2], "--jobs", str(files.directory)]]
+    with Daemons(
+        directory, sidecars=2, coordinator_arguments=["--metrics", ports[1]], start=False
+    ) as running:
+        for sidecar, arguments in zip(running.sidecars, further, strict=True):
+            sidecar.arguments += arguments
+        for daemon in (running.coordinator, *running.sidecars):
+            daemon.start()
+        with Party([running.sidecar.address]) as party:
+            party.save(checkpoint, 1)
+            await_save(running.sidecar.address, checkpoint, lambda each: each.state == COMMITTED)
+            served_by = ("sidecar", "coordinator", "gateway")
+            return {name: Scrape(port) for name, port in zip(served_by, ports, strict=True)}
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +76,7 @@ def test_the_list_of_metrics_is_what_is_served(scrapes: dict[str, Scrape]) -> No
     found: dict[str, list[str]] = {}
     for daemon, scrape in scrapes.items():
         for name, family in scrape.families.items():
-            if not name.startswith("pannier_"):
+            if not name.startswith("pannier_job_" if daemon == "gateway" else "pannier_"):
                 continue
             labels = sorted({label for s in family.samples for label in s.labels} - {"le"})
             full = f"{name}_total" if family.type == "counter" else name
@@ -173,6 +178,13 @@ FIRING: dict[str, tuple[list[dict[str, str]], dict[str, str]]] = {
         [series("pannier_coordinator_connected", "0x120", **AT)],
         AT,
     ),
+    "PannierJobDown": (
+        [
+            series("pannier_job_up", "0x120", **JOB),
+            series("pannier_job_starts_total", "1x120", **JOB),
+        ],
+        JOB,
+    ),
     "PannierUploadsRetried": (
         [series("pannier_upload_retries_total", "0+60x120", **JOB)],
         JOB,
@@ -201,6 +213,11 @@ NOT_FIRING: dict[str, list[dict[str, str]]] = {
     "PannierSaveInDoubt": [series("pannier_saves", "0x100 1 0x20", state="in_doubt", **AT)],
     "PannierCoordinatorUnresponsive": [
         series("pannier_coordinator_connected", "1x100 0 1x20", **AT)
+    ],
+    # Restarted once, with other settings.
+    "PannierJobDown": [
+        series("pannier_job_up", "1x100 0 1x20", **JOB),
+        series("pannier_job_starts_total", "1x100 2x20", **JOB),
     ],
     "PannierUploadsRetried": [series("pannier_upload_retries_total", "0+1x120", **JOB)],
 }
