@@ -47,6 +47,8 @@ class _Call(Generic[T]):
         self.begun = self.ended = False
         self.unwanted = False
         """Its caller was cancelled: the result is undone."""
+        self.closing = False
+        """It releases something: it is made in any case."""
 
     def undo(self, result: T) -> None:
         if self._undo is not None:
@@ -95,13 +97,14 @@ class Threads:
         Args:
             until: time.monotonic() at which the call is abandoned.
             undo: called in any thread with the result of a call whose caller was cancelled.
-            closing: accepted even when too many calls hang.
+            closing: accepted even when too many calls hang, and made though its caller was cancelled.
 
         Raises:
             HungError: it did not return by ``until``, or too many other calls hang.
         """
         began = time.monotonic()
         call = _Call(lambda: function(*args), _name(function, *args), undo)
+        call.closing = closing
         self._submit(call, closing)
         waiter = asyncio.wrap_future(call.future)
         try:
@@ -147,7 +150,8 @@ class Threads:
         """After the caller's cancellation: withdraws the call, waits for its end, or abandons it."""
         with self._changed:
             if not call.begun:
-                self._queue.remove(call)
+                if not call.closing:
+                    self._queue.remove(call)
                 return
             call.unwanted = not call.ended
         end = time.monotonic() + self._patience_s
@@ -168,6 +172,8 @@ class Threads:
         with self._changed:
             if call.ended:
                 return False
+            if not call.begun and call.closing:
+                return True
             call.unwanted = True
             if not call.begun:
                 self._queue.remove(call)

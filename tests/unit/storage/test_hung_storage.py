@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -365,3 +366,23 @@ def test_reading_functions_and_commands_name_a_pipe(pipes: Path) -> None:
     assert "is not a regular file" in ended.stdout.splitlines()[0]
     assert "no checkpoints below" in pannier("ls", str(pipes)).out
     assert "is not a regular file" in pannier("verify", str(pipes / "step-0")).err
+
+
+def test_what_releases_is_done_though_its_caller_is_cancelled_first() -> None:
+    pool = io_threads.Threads("/busy", patience_s=0.05, threads=1)
+    busy, released = threading.Event(), threading.Event()
+
+    async def scenario() -> None:
+        until = time.monotonic() + BOUND_S
+        first = asyncio.create_task(pool.run(busy.wait, until=until))
+        await asyncio.sleep(0)
+        release = asyncio.create_task(pool.run(released.set, until=until, closing=True))
+        await asyncio.sleep(0)
+        release.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await release
+        busy.set()
+        await first
+        assert await asyncio.to_thread(released.wait, BOUND_S)
+
+    asyncio.run(scenario())
