@@ -39,16 +39,23 @@ class HungError(StorageError):
 class _Call(Generic[T]):
     """One call. Changed with its pool's lock held."""
 
-    def __init__(self, function: Callable[[], T], name: str, undo: Callable[[T], object] | None):
+    def __init__(
+        self,
+        function: Callable[[], T],
+        name: str,
+        undo: Callable[[T], object] | None = None,
+        *,
+        closing: bool,
+    ) -> None:
         self.function = function
         self.name = name
+        self.closing = closing
+        """It releases something: it is made in any case."""
         self.future: Future[T] = Future()
         self._undo = undo
         self.begun = self.ended = False
         self.unwanted = False
         """Its caller was cancelled: the result is undone."""
-        self.closing = False
-        """It releases something: it is made in any case."""
 
     def undo(self, result: T) -> None:
         if self._undo is not None:
@@ -103,9 +110,8 @@ class Threads:
             HungError: it did not return by ``until``, or too many other calls hang.
         """
         began = time.monotonic()
-        call = _Call(lambda: function(*args), _name(function, *args), undo)
-        call.closing = closing
-        self._submit(call, closing)
+        call = _Call(lambda: function(*args), _name(function, *args), undo, closing=closing)
+        self._submit(call)
         waiter = asyncio.wrap_future(call.future)
         try:
             if until == math.inf:
@@ -124,13 +130,13 @@ class Threads:
 
     def submit(self, function: Callable[..., T], *args: Any) -> "Future[T]":
         """Runs ``function(*args)`` in a thread, also when its caller no longer waits. Any thread."""
-        call = _Call(lambda: function(*args), _name(function, *args), None)
-        self._submit(call, closing=True)
+        call = _Call(lambda: function(*args), _name(function, *args), closing=True)
+        self._submit(call)
         return call.future
 
-    def _submit(self, call: _Call[Any], closing: bool) -> None:
+    def _submit(self, call: _Call[Any]) -> None:
         with self._changed:
-            if len(self._hung) >= MOST_HUNG and not closing:
+            if len(self._hung) >= MOST_HUNG and not call.closing:
                 raise HungError(
                     f"{len(self._hung)} calls to {self.place} hang: does what is mounted there "
                     "still answer? It is used again once they return"
@@ -150,8 +156,7 @@ class Threads:
         """After the caller's cancellation: withdraws the call, waits for its end, or abandons it."""
         with self._changed:
             if not call.begun:
-                if not call.closing:
-                    self._queue.remove(call)
+                self._withdraw(call)
                 return
             call.unwanted = not call.ended
         end = time.monotonic() + self._patience_s
@@ -167,17 +172,20 @@ class Threads:
             call.undo(waiter.result())
         waiter.exception()  # Retrieved: the cancellation is raised instead.
 
+    def _withdraw(self, call: _Call[Any]) -> None:
+        """Takes a call that has not begun out of the queue, unless it closes; with the lock held."""
+        if not call.closing:
+            self._queue.remove(call)
+
     def _give_up(self, call: _Call[Any]) -> bool:
         """Withdraws or abandons a call; False when it has just ended."""
         with self._changed:
             if call.ended:
                 return False
-            if not call.begun and call.closing:
+            if not call.begun:
+                self._withdraw(call)
                 return True
             call.unwanted = True
-            if not call.begun:
-                self._queue.remove(call)
-                return True
             self._hung.add(call)
             # A new thread may take its place.
             self._threads -= 1
