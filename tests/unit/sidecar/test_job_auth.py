@@ -1,6 +1,5 @@
 """Sidecars of several jobs of a host: each by its token, and nothing of one is another's."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,26 +29,11 @@ from pannier.wire.errors import (
     from_rpc_error,
 )
 from pannier.wire.version import WIRE_VERSION
-from support.actors.nodes import NodeHost, TokenTrainer, ingested, node_host
+from support.actors.nodes import NodeHost, TokenTrainer, ingested
 from support.actors.scripted import TIMEOUT_S
 
 COMMITTED = save_pb2.SAVE_STATE_COMMITTED
 METHODS = list(sidecar_pb2.DESCRIPTOR.services_by_name["Sidecar"].methods)
-
-
-@pytest.fixture
-def host() -> Iterator[NodeHost]:
-    with node_host() as made:
-        yield made
-
-
-@pytest.fixture
-def two(host: NodeHost) -> NodeHost:
-    """Serves jobs ``a`` and ``b``."""
-    host.job("a")
-    host.job("b")
-    host.start()
-    return host
 
 
 def request_of(method: Any, job: str) -> Any:

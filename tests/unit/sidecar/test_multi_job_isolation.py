@@ -2,7 +2,6 @@
 
 import os
 import socket
-from collections.abc import Iterator
 
 import pytest
 
@@ -20,7 +19,6 @@ from support.actors.nodes import (
     TokenLeaseHolder,
     TokenTrainer,
     inodes,
-    node_host,
     raw_connection,
 )
 from support.actors.scripted import attempt_of
@@ -28,21 +26,6 @@ from support.actors.scripted import attempt_of
 COMMITTED = save_pb2.SAVE_STATE_COMMITTED
 MIB = 1 << 20
 OTHERS = "job b has this"
-
-
-@pytest.fixture
-def host() -> Iterator[NodeHost]:
-    with node_host() as made:
-        yield made
-
-
-@pytest.fixture
-def two(host: NodeHost) -> NodeHost:
-    """Serves jobs ``a`` and ``b``."""
-    host.job("a")
-    host.job("b")
-    host.start()
-    return host
 
 
 def mapped(
