@@ -25,10 +25,14 @@ def trainers_environment(fork_support: str | None) -> dict[str, str]:
 
 
 def train(sockets: Path, fork_support: str | None) -> dict[str, Any]:
+    # A spawned worker isn't a fork of the trainer, whatever gRPC does about forks.
+    methods = ["fork"] * forking_trainer.ROUNDS + ["spawn"] * (fork_support is None)
     environment = trainers_environment(fork_support)
     with ScriptedSidecar(sockets) as sidecar:
+        # As on a network: a stream is there all the time, and leaves room for the rest.
+        sidecar.pause_s = 0.02
         done = subprocess.run(
-            [sys.executable, forking_trainer.__file__, sidecar.address],
+            [sys.executable, forking_trainer.__file__, sidecar.address, *methods],
             env=environment,
             capture_output=True,
             text=True,

@@ -1,7 +1,7 @@
 """Loads every kind of state with plain DCP and with the client, and compares bit for bit.
 
 Environment: ROOTS (JSON: directory or URL to number of writers and names of kinds), READERS
-(words: dcp, client), WORLDS (JSON: numbers of ranks, descending), REPORT (directory), SEED.
+(JSON: number of ranks, descending, to what loads: dcp, client or both), REPORT (directory), SEED.
 """
 
 import json
@@ -26,12 +26,14 @@ torch.serialization.add_safe_globals([TwoTensor, Position, Colour])
 OTHER = 987
 
 
-def load(kind: Kind, saved: Kind, directory: str, layout: Layout) -> dict[str, list[str]]:
+def load(
+    kind: Kind, saved: Kind, directory: str, layout: Layout, readers: str
+) -> dict[str, list[str]]:
     """What differs, by way of loading."""
     wanted = kind.expected(layout, int(os.environ["SEED"]))
     planner = saved.load_planner() if saved.load_planner else None
     found = {}
-    for how in os.environ["READERS"].split():
+    for how in readers.split():
         try:
             state = kind.build(layout, OTHER)
             assert differences(state, wanted), "loading would change nothing"
@@ -47,7 +49,7 @@ def load(kind: Kind, saved: Kind, directory: str, layout: Layout) -> dict[str, l
     return found
 
 
-def report_on(rank: int, ranks: int) -> dict[str, list[str]]:
+def report_on(rank: int, ranks: int, readers: str) -> dict[str, list[str]]:
     """What differs, by kind and how it was loaded, for this number of ranks."""
     report = {}
     for root, (writers, names) in json.loads(os.environ["ROOTS"]).items():
@@ -56,12 +58,15 @@ def report_on(rank: int, ranks: int) -> dict[str, list[str]]:
             saved = KINDS[name]
             for kind in (saved, WHOLE.get(name)):
                 if kind is not None and ranks in kind.ranks:
-                    for how, found in load(kind, saved, f"{root}/{name}", layout).items():
+                    for how, found in load(
+                        kind, saved, f"{root}/{name}", layout, readers
+                    ).items():
                         report[f"{name}|{kind.name}|{how}|{root}"] = found
     return report
 
 
-for size in worlds(*json.loads(os.environ["WORLDS"])):
-    report = report_on(dist.get_rank(), size)
+READERS = {int(ranks): how for ranks, how in json.loads(os.environ["READERS"]).items()}
+for size in worlds(*READERS):
+    report = report_on(dist.get_rank(), size, READERS[size])
     path = Path(os.environ["REPORT"]) / f"{size}-{dist.get_rank()}.json"
     path.write_text(json.dumps(report))

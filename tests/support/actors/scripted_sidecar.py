@@ -54,6 +54,8 @@ class ScriptedSidecar(sidecar_pb2_grpc.SidecarServicer):
         """Write streams break when a file has so many bytes; one entry a stream."""
         self.stall_at: list[int] = []
         """Write streams stop reading when a file has so many bytes; one entry a stream."""
+        self.pause_s = 0.0
+        """Between the chunks of a stream."""
         self.attempt = "i1-a1-g00000000-s1"
         self.forgetful = False
         """Whether it asks ranks that claim a cached plan for their local plan."""
@@ -260,6 +262,7 @@ class ScriptedSidecar(sidecar_pb2_grpc.SidecarServicer):
             assert message.offset == len(spool.data)
             assert crc32c.crc32c(message.data) == message.crc32c
             spool.data += message.data
+            time.sleep(self.pause_s)
             if cut is not None and len(spool.data) >= cut:
                 context.abort(grpc.StatusCode.UNAVAILABLE, "cut by the test")
             yield sidecar_pb2.WriteResponse(committed=len(spool.data))

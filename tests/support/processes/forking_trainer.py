@@ -1,6 +1,6 @@
 """A trainer that starts DataLoader workers, and forks, while its session streams a file.
 
-Argument: the sidecar's address. Prints one JSON object. Run as
+Arguments: the sidecar's address, and how the workers of each DataLoader are started. Prints one JSON object. Run as
 a process of its own, since gRPC reads ``GRPC_ENABLE_FORK_SUPPORT`` when imported.
 """
 
@@ -72,7 +72,7 @@ def load_data(method: str) -> None:
     assert os.getpid() not in pids
 
 
-def main(address: str) -> None:
+def main(address: str, *methods: str) -> None:
     who = Identity(job="job", incarnation="a", rank=0, world_size=1, host="h", client="c")
     session = SidecarClient.connect(Settings(sidecar=address), who)
     context = sidecar_pb2.SaveContext(
@@ -95,7 +95,7 @@ def main(address: str) -> None:
     streaming.wait(60)
 
     try:
-        for method in ["fork"] * ROUNDS + ["spawn"]:
+        for method in methods:
             load_data(method)
         children = [fork_and_finalise(session) for _ in range(ROUNDS)]
     finally:
