@@ -60,9 +60,10 @@ async def find_receipts(
     """The receipts of these ranks that are in storage. Raises StorageError.
 
     Args:
-        unlisted: also requests receipts that the listing lacks, which may be stale (NFS).
+        unlisted: requests all by name, without a listing, which may be stale (NFS).
     """
-    there = {info.key for info in await store.list(object_names.receipts_prefix(attempt))}
+    listed = [] if unlisted else await store.list(object_names.receipts_prefix(attempt))
+    there = {info.key for info in listed}
     wanted = [rank for rank in ranks if unlisted or object_names.receipt(attempt, rank) in there]
     limit = asyncio.Semaphore(_PARALLEL)
 

@@ -7,7 +7,7 @@ import asyncio
 import posixpath
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pannier.attempts.decisions import Decisions, read_decisions
 from pannier.attempts.metadata_refs import referenced_files
@@ -130,19 +130,26 @@ async def find_needed(store: Store) -> frozenset[str]:
     )
 
 
-def find_directories(objects: Iterable[ObjectInfo]) -> list[str]:
-    """Directories, relative to a root, that hold objects of Pannier's; "" is the root itself.
+def by_checkpoint(objects: Iterable[ObjectInfo]) -> dict[str, list[ObjectInfo]]:
+    """Objects of Pannier's and ``.metadata``, by directory, "" for the root itself.
 
     Args:
         objects: a listing of the root.
+
+    Returns only directories with objects of Pannier's, in order; keys are relative to them.
     """
-    found = set()
+    found: dict[str, list[ObjectInfo]] = defaultdict(list)
+    own = set()
     for info in objects:
-        directory, separator, _ = f"/{info.key}".rpartition(f"/{object_names.attempts_prefix()}")
+        directory, separator, rest = f"/{info.key}".rpartition(f"/{object_names.attempts_prefix()}")
         if separator:
-            found.add(directory[1:])
-            continue
-        parent, name = posixpath.split(info.key)
-        if object_names.attempt_of(name):
-            found.add(parent)
-    return sorted(found)
+            directory, name = directory[1:], object_names.attempts_prefix() + rest
+            own.add(directory)
+        else:
+            directory, name = posixpath.split(info.key)
+            if object_names.attempt_of(name):
+                own.add(directory)
+            elif name != object_names.METADATA:
+                continue
+        found[directory].append(replace(info, key=name))
+    return {directory: found[directory] for directory in sorted(own)}

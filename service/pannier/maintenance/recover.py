@@ -6,8 +6,8 @@ save in progress looks the same: these steps are idempotent, so finishing it twi
 
 import asyncio
 import enum
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from pannier.attempts.commit import SupersededError, carry_out, prepare_commit
 from pannier.attempts.decisions import (
@@ -21,6 +21,7 @@ from pannier.attempts.manifests import ManifestRecord, read_manifest
 from pannier.attempts.metadata_refs import referenced_files
 from pannier.attempts.metadata_swap import OccupiedError, RemovedError, find_standing
 from pannier.attempts.receipts import find_receipts
+from pannier.maintenance.inspect import by_checkpoint
 from pannier.storage import NotFoundError, ObjectInfo, Store
 from pannier.v1 import records_pb2, save_pb2
 from pannier.wire import object_names
@@ -75,6 +76,9 @@ class Interrupted:
     """Human-readable description of the damage."""
     modified: float = 0
     """Time of its newest object, by the store's clock; Unix time, seconds."""
+    manifest: ManifestRecord | None = field(default=None, compare=False, repr=False)
+    receipts: Sequence[records_pb2.Receipt] = field(default=(), compare=False, repr=False)
+    """Those that are in storage."""
 
 
 @dataclass(frozen=True)
@@ -87,24 +91,63 @@ class Outcome:
     """Human-readable reason why it is undecided or aborted."""
 
 
-async def find_interrupted(store: Store) -> list[Interrupted]:
-    """The interrupted attempts of one checkpoint, oldest first. Raises StorageError."""
+async def find_interrupted(
+    store: Store,
+    objects: Iterable[ObjectInfo] | None = None,
+    *,
+    wanted: Callable[[str], bool] = lambda attempt: True,
+) -> list[Interrupted]:
+    """The interrupted attempts of one checkpoint, oldest first. Raises StorageError.
+
+    Args:
+        objects: a listing of the checkpoint, which may be some minutes old; None: it is listed here.
+        wanted: whether to examine an attempt.
+    """
+    if objects is None:
+        objects = by_checkpoint(await store.list()).get("", [])
     attempts: dict[str, list[ObjectInfo]] = {}
-    for prefix in (object_names.attempts_prefix(), object_names.data_prefix("")[:-1]):
-        for info in await store.list(prefix):
-            attempt = object_names.attempt_of(info.key)
-            if attempt:
-                attempts.setdefault(attempt, []).append(info)
-    decisions = await read_decisions(store, (info for items in attempts.values() for info in items))
+    metadata = None
+    for info in objects:
+        attempt = object_names.attempt_of(info.key)
+        if attempt:
+            attempts.setdefault(attempt, []).append(info)
+        elif info.key == object_names.METADATA:
+            metadata = info
+    finished = _finished(attempts, metadata)
+    unclear = {name: attempts[name] for name in attempts if name not in finished and wanted(name)}
+    decisions = await read_decisions(store, (info for items in unclear.values() for info in items))
     standing = CurrentMetadata(store)
     found = []
-    for name in sorted(attempts, key=object_names.Attempt.parse):
+    for name in sorted(unclear, key=object_names.Attempt.parse):
         try:
-            interrupted = await diagnose_attempt(store, name, attempts[name], decisions, standing)
+            interrupted = await diagnose_attempt(store, name, unclear[name], decisions, standing)
         except IntegrityError as error:
             interrupted = Interrupted(name, Found.DAMAGED, problem=str(error))
         if interrupted is not None:
             found.append(interrupted)
+    return found
+
+
+def _finished(
+    attempts: Mapping[str, Sequence[ObjectInfo]], metadata: ObjectInfo | None
+) -> set[str]:
+    """Attempts that a listing alone shows to be finished."""
+    found = set()
+    for attempt, items in attempts.items():
+        keys = {info.key: info for info in items}
+        if object_names.decision(attempt) not in keys:
+            continue
+        # An attempt has no more than its decision after an abort, and at the end of its removal.
+        over = len(items) == 1 or object_names.superseded_mark(attempt) in keys
+        candidate = keys.get(object_names.metadata_candidate(attempt))
+        stands = (
+            metadata is not None
+            and candidate is not None
+            and metadata.crc32c is not None
+            and (metadata.size, metadata.crc32c) == (candidate.size, candidate.crc32c)
+        )
+        if over or stands:
+            found.add(attempt)
     return found
 
 
@@ -139,10 +182,13 @@ async def diagnose_attempt(
     Raises StorageError, and IntegrityError when a record is damaged.
     """
     key = object_names.decision(attempt)
-    modified = max(info.modified for info in items)
     if key in decisions.damaged:
         raise decisions.damaged[key]
     decision = decisions.known.get(attempt)
+    if decision is None and (info := await store.stat(key)) is not None:
+        # Decided since the listing.
+        decision, items = await read_decision(store, attempt), [*items, info]
+    modified = max(info.modified for info in items)
     if decision is not None and decision.outcome == records_pb2.OUTCOME_ABORT:
         left = any(info.key != key for info in items)
         return Interrupted(attempt, Found.ABORT, modified=modified) if left else None
@@ -172,11 +218,19 @@ async def diagnose_attempt(
         members,
         missing,
         modified=modified,
+        manifest=manifest,
+        receipts=receipts,
     )
 
 
 async def finish_attempt(
-    store: Store, interrupted: Interrupted, *, build: Build, host: str, abort: bool
+    store: Store,
+    interrupted: Interrupted,
+    *,
+    build: Build,
+    host: str,
+    abort: bool,
+    why: str = "given up",
 ) -> Outcome:
     """Commits or aborts an attempt, as far as its state in storage allows.
 
@@ -184,6 +238,7 @@ async def finish_attempt(
         build: makes the candidate of ``.metadata``, if there is none.
         host: recorded in decisions.
         abort: also aborts it when receipts are missing, which gives up these ranks' spools.
+        why: reason of such an abort.
 
     Raises StorageError.
     """
@@ -191,15 +246,15 @@ async def finish_attempt(
     try:
         if interrupted.found is Found.COMPLETE:
             try:
-                decision = await _commit(store, name, build, host)
+                decision = await _commit(store, interrupted, build, host)
             except (SupersededError, OccupiedError) as error:
                 return await _abort(store, interrupted, host, str(error))
         elif interrupted.found is Found.DAMAGED:
             return Outcome(interrupted, End.UNDECIDED, interrupted.problem)
         elif interrupted.found is Found.UNDECIDED:
             if not abort:
-                return Outcome(interrupted, End.UNDECIDED, _lacks(interrupted))
-            return await _abort(store, interrupted, host, f"given up: {_lacks(interrupted)}")
+                return Outcome(interrupted, End.UNDECIDED, lacks(interrupted))
+            return await _abort(store, interrupted, host, f"{why}: {lacks(interrupted)}")
         else:
             standing = await read_decision(store, name)
             if standing is None:
@@ -224,14 +279,14 @@ def predict_outcome(interrupted: Interrupted, *, abort: bool) -> Outcome:
         return Outcome(interrupted, End.ABORTED)
     if interrupted.found is Found.DAMAGED:
         return Outcome(interrupted, End.UNDECIDED, interrupted.problem)
-    return Outcome(interrupted, End.ABORTED if abort else End.UNDECIDED, _lacks(interrupted))
+    return Outcome(interrupted, End.ABORTED if abort else End.UNDECIDED, lacks(interrupted))
 
 
-async def _commit(store: Store, attempt: str, build: Build, host: str) -> records_pb2.Decision:
-    manifest = await read_manifest(store, attempt, ManifestRecord)
-    if manifest is None:
-        raise IntegrityError(f"{store.url}: the manifest of {attempt} does not exist")
-    receipts = await find_receipts(store, attempt, manifest.ranks, unlisted=True)
+async def _commit(
+    store: Store, interrupted: Interrupted, build: Build, host: str
+) -> records_pb2.Decision:
+    attempt, manifest, receipts = interrupted.attempt, interrupted.manifest, interrupted.receipts
+    assert manifest is not None
     try:
         # Written by a coordinator that had checked the receipts.
         metadata = await store.read(object_names.metadata_candidate(attempt))
@@ -256,8 +311,7 @@ async def decide_abort(
     store: Store, interrupted: Interrupted, host: str, why: str
 ) -> records_pb2.Decision:
     """Decides ABORT unless there is a decision; returns the stored one."""
-    manifest = await read_manifest(store, interrupted.attempt, ManifestRecord)
-    attempt = object_names.Attempt.parse(interrupted.attempt)
+    manifest, attempt = interrupted.manifest, object_names.Attempt.parse(interrupted.attempt)
     hosts = dict(interrupted.members)
     failures = [
         save_pb2.Failure(rank=rank, host=hosts[rank], kind=save_pb2.FAILURE_KIND_LOST, message=why)
@@ -298,7 +352,8 @@ def _ended(interrupted: Interrupted, decision: records_pb2.Decision, why: str = 
     return Outcome(interrupted, End.ABORTED, causes or why)
 
 
-def _lacks(interrupted: Interrupted) -> str:
+def lacks(interrupted: Interrupted) -> str:
+    """What an undecided attempt lacks for its commit, human-readable."""
     if not interrupted.planned:
         return "it has no plan manifest, so that it can't be committed"
     by_host: dict[str, list[int]] = {}

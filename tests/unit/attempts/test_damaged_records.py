@@ -14,7 +14,7 @@ from pannier.attempts.listing import list_checkpoints
 from pannier.coordinator.commit.manifest import Manifest
 from pannier.coordinator.commit.metadata import build_checked
 from pannier.coordinator.planning.global_plan import make_global_plan
-from pannier.maintenance.inspect import find_directories
+from pannier.maintenance.inspect import by_checkpoint
 from pannier.maintenance.recover import End, find_interrupted, finish_attempt, predict_outcome
 from pannier.maintenance.verify import verify
 from pannier.storage import open_store
@@ -74,7 +74,7 @@ async def look_and_end(place: Path) -> list[End]:
     store = open_store(str(place))
     try:
         await list_checkpoints(store)
-        find_directories(await store.list())
+        by_checkpoint(await store.list())
         with suppress(PannierError):
             await verify(store, progress=lambda done, total: None)
         ends = []

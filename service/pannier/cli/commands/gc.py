@@ -24,7 +24,7 @@ from pannier.maintenance.gc import (
     sweep,
     sweep_unfinished,
 )
-from pannier.maintenance.inspect import find_directories
+from pannier.maintenance.inspect import by_checkpoint
 from pannier.maintenance.superseded import GRACE_S
 from pannier.storage import open_store
 
@@ -124,13 +124,13 @@ async def _collect(
     host = socket.gethostname()
     store = open_store(root, storage_options=options)
     try:
-        directories = find_directories(await store.list())
+        checkpoints = by_checkpoint(await store.list())
         unfinished = await store.list_unfinished()
-        if not (directories or unfinished):
+        if not (checkpoints or unfinished):
             found.complete = True
             return
         now = time.time() if dry_run else await store_time(store)
-        for directory in directories:
+        for directory in checkpoints:
             checkpoint = f"{root.rstrip('/')}/{directory}".rstrip("/")
             place = open_store(checkpoint, storage_options=options)
             try:

@@ -11,7 +11,7 @@ from rich.text import Text
 from pannier.cli import output
 from pannier.cli.errors import NEGATIVE, OK
 from pannier.cli.options import Location, storage_options
-from pannier.maintenance.inspect import find_directories
+from pannier.maintenance.inspect import by_checkpoint
 from pannier.maintenance.recover import (
     End,
     Found,
@@ -73,15 +73,15 @@ async def _recover(
 ) -> list[tuple[str, Outcome]]:
     store = open_store(place, storage_options=options)
     try:
-        directories = find_directories(await store.list())
+        checkpoints = by_checkpoint(await store.list())
     finally:
         await store.close()
     outcomes = []
-    for directory in directories:
+    for directory, objects in checkpoints.items():
         checkpoint = f"{place.rstrip('/')}/{directory}".rstrip("/")
         store = open_store(checkpoint, storage_options=options)
         try:
-            for interrupted in await find_interrupted(store):
+            for interrupted in await find_interrupted(store, objects):
                 if dry_run:
                     outcome = predict_outcome(interrupted, abort=abort)
                 else:
