@@ -110,6 +110,14 @@ class Incarnations:
         await self._read_new(root)
         self._check(claim, number, root)
 
+    def earlier(self, claim: Claim, number: int) -> frozenset[str]:
+        """Ids of the job's incarnations before ``number``, as far as their records are known."""
+        return frozenset(
+            record.incarnation
+            for other, record in self._records.items()
+            if other < number and claim.concerns(record)
+        )
+
     def _check(self, claim: Claim, number: int, root: Store) -> None:
         newer = [
             record

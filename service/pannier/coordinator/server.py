@@ -7,7 +7,7 @@ time: the sidecars report again to the next coordinator.
 import asyncio
 import gc
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -17,8 +17,10 @@ import grpc
 
 from pannier.common import observer_clock, timeouts, tracing
 from pannier.common.malloc import keep_freed_memory
+from pannier.coordinator.background.earlier_attempts import EarlierAttempts
 from pannier.coordinator.background.retention import Retention
 from pannier.coordinator.background.superseded import Sweeper
+from pannier.coordinator.commit.metadata import build_checked
 from pannier.coordinator.config import CoordinatorConfig
 from pannier.coordinator.diagnosis import CoordinatorDiagnosis
 from pannier.coordinator.liveness import HeartbeatMonitor, IncarnationWatch
@@ -41,7 +43,7 @@ from pannier.daemon.signals import StopSignals
 from pannier.daemon.status_page import StatusPage, read_on_loop
 from pannier.daemon.status_registry import StatusRegistry
 from pannier.daemon.status_service import DaemonInfo, StatusServices
-from pannier.v1 import diagnosis_pb2_grpc
+from pannier.v1 import diagnosis_pb2_grpc, records_pb2
 from pannier.wire.version import package_version
 
 _log = logging.getLogger(__name__)
@@ -126,7 +128,19 @@ async def serving(
     planners = Planners(config.planner)
     stores = Stores(allow=config.allow, storage_options=config.storage_options)
     with ThreadPoolExecutor(_THREADS, "pannier-plan") as threads:
+
+        async def build(manifest: bytes, receipts: Sequence[records_pb2.Receipt]) -> bytes:
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(threads, build_checked, manifest, receipts)
+
         sweeper = Sweeper(stores, grace_s=config.grace_superseded_s)
+        earlier = EarlierAttempts(
+            *(stores, status_registry),
+            build=build,
+            host=config.host,
+            is_known=lambda save: registry.find(save) is not None,
+            sweeper=sweeper,
+        )
         retention = Retention(stores, config.retention, host=config.host)
         cache = PlanCache()
         tasks = SaveTasks(
@@ -136,6 +150,7 @@ async def serving(
             sweeper=sweeper,
             retention=retention,
             cache=cache,
+            on_newest=earlier.begin,
         )
         registry = Registry(
             status_registry, begin=tasks.begin, suspect_after_s=config.suspect_after_s
@@ -184,7 +199,11 @@ async def serving(
             _log.info("coordinator %s serves on %s", package_version(), config.address)
             watches = [asyncio.get_running_loop().create_task(monitor.run())]
             if config.idle_exit_s is not None:
-                idling = await_idle(registry, streams, config.idle_exit_s, leave)
+
+                def busy() -> bool:
+                    return earlier.busy or bool(registry.undecided())
+
+                idling = await_idle(busy, streams, config.idle_exit_s, leave)
                 watches.append(asyncio.get_running_loop().create_task(idling))
             try:
                 yield Coordinator(registry, status_services)
@@ -193,15 +212,16 @@ async def serving(
                     watch.cancel()
                 await asyncio.gather(*watches, return_exceptions=True)
                 await status_services.drain()
+                await earlier.stop()
                 await tasks.stop()
                 # Streams never end by themselves; sidecars attach again to the next coordinator.
                 await server.stop(grace=0.2)
 
 
 async def await_idle(
-    registry: Registry, streams: SidecarStreams, after_s: float, leave: Callable[[], None]
+    is_busy: Callable[[], bool], streams: SidecarStreams, after_s: float, leave: Callable[[], None]
 ) -> None:
-    """Calls ``leave`` after ``after_s`` seconds without an undecided save or a connected trainer.
+    """Calls ``leave`` after ``after_s`` seconds without anything to finish or a connected trainer.
 
     Before the first trainer connects, after at least ``timeouts.FIRST_TRAINER_S`` seconds. For a coordinator that a
     client started.
@@ -210,7 +230,7 @@ async def await_idle(
     while True:
         await asyncio.sleep(timeouts.CHECK_S)
         now = observer_clock.now()
-        if registry.undecided() or _has_trainer(streams, now):
+        if is_busy() or _has_trainer(streams, now):
             busy = now
         idle_s = max(after_s, timeouts.FIRST_TRAINER_S) if streams.trainer_seen is None else after_s
         if now - busy >= idle_s:

@@ -144,6 +144,18 @@ class Stores:
         claim, number = _claim(context), attempt.incarnation_number
         await self._ask(root, lambda known, store: known.check_newest(store, claim, number))
 
+    def earlier_incarnations(
+        self, context: sidecar_pb2.SaveContext, attempt: object_names.Attempt
+    ) -> frozenset[str]:
+        """Ids of the job's earlier incarnations below the root, as of the last :meth:`check_newest`."""
+        root, _ = object_names.split_checkpoint_id(context.checkpoint_id)
+        known = self._incarnations.get(root)
+        return (
+            frozenset()
+            if known is None
+            else known.earlier(_claim(context), attempt.incarnation_number)
+        )
+
     async def _ask(
         self, root: str, ask: Callable[[Incarnations, Store], Awaitable[_Answer]]
     ) -> _Answer:

@@ -62,13 +62,14 @@ def write_attempt(
     size: int = 10_000,
     commit: bool = True,
     decided_at: float = 1000.0,
+    timeout_s: float = 0,
 ) -> bytes:
     """Writes one attempt of ``ranks`` x ``files`` data files; with ``commit`` decided and visible.
 
     Returns the content of its ``.metadata``, installed or not.
     """
     noise = random.Random(attempt)
-    manifest = records_pb2.PlanManifest(save=save_of(attempt), attempt=attempt)
+    manifest = records_pb2.PlanManifest(save=save_of(attempt), attempt=attempt, timeout_s=timeout_s)
     for rank in range(ranks):
         manifest.members.add(rank=rank, host=f"node-{rank}")
     plan_id = hashlib.sha256(manifest.SerializeToString()).hexdigest()

@@ -61,7 +61,7 @@ def leaves_at(
     monkeypatch.setattr(server, "asyncio", SimpleNamespace(sleep=tick))
     attachments: Any = scene
     leaving = server.await_idle(
-        attachments, attachments, AFTER_S, lambda: left.append(scene.second)
+        lambda: bool(scene.undecided()), attachments, AFTER_S, lambda: left.append(scene.second)
     )
     try:
         asyncio.run(leaving)

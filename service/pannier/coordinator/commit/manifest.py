@@ -29,10 +29,12 @@ class Manifest(ManifestRecord):
         attempt: object_names.Attempt,
         members: Sequence[RankPlan],
         plan: GlobalPlan,
+        *,
+        timeout_s: float = 0,
     ) -> "Manifest":
         """The manifest of a plan that Pannier made. CPU-bound; any thread."""
-        agreed = agree(members, plan)
-        return cls.of(agreed, context, attempt, {each.rank: each.host for each in members})
+        hosts = {each.rank: each.host for each in members}
+        return cls.of(agree(members, plan), context, attempt, hosts, timeout_s=timeout_s)
 
     @classmethod
     def of(
@@ -41,9 +43,15 @@ class Manifest(ManifestRecord):
         context: sidecar_pb2.SaveContext,
         attempt: object_names.Attempt,
         hosts: Mapping[int, str],
+        *,
+        timeout_s: float = 0,
     ) -> "Manifest":
-        """The manifest of one more save by a plan that was agreed."""
-        header = _header(context, attempt)
+        """The manifest of one more save by a plan that was agreed.
+
+        Args:
+            timeout_s: seconds that the save has left; 0: not known.
+        """
+        header = _header(context, attempt, timeout_s)
         for rank, digest in plan.members:
             header.members.add(rank=rank, host=hosts.get(rank, ""), digest=digest)
         prefix = object_names.data_prefix(attempt.name)
@@ -59,9 +67,11 @@ class Manifest(ManifestRecord):
         attempt: object_names.Attempt,
         hosts: Mapping[int, str],
         metadata: plan_pb2.GlobalMetadata,
+        *,
+        timeout_s: float = 0,
     ) -> "Manifest":
         """The manifest of a plan that torch made, with complete placements."""
-        message = _header(context, attempt)
+        message = _header(context, attempt, timeout_s)
         message.external = True
         for rank in context.ranks:
             message.members.add(rank=rank, host=hosts.get(rank, ""))
@@ -119,7 +129,7 @@ def agree(members: Sequence[RankPlan], plan: GlobalPlan) -> AgreedPlan:
 
 
 def _header(
-    context: sidecar_pb2.SaveContext, attempt: object_names.Attempt
+    context: sidecar_pb2.SaveContext, attempt: object_names.Attempt, timeout_s: float
 ) -> records_pb2.PlanManifest:
     return records_pb2.PlanManifest(
         save=context.save,
@@ -127,4 +137,5 @@ def _header(
         checkpoint_id=context.checkpoint_id,
         incarnation_number=attempt.incarnation_number,
         overwrite=context.overwrite,
+        timeout_s=timeout_s,
     )

@@ -48,6 +48,11 @@ class Deadlines:
         """Sets a deadline for the commit unless there is an earlier one."""
         self.commit = min(self.commit, commit)
 
+    @property
+    def left_s(self) -> float:
+        """Seconds until the deadline of the commit."""
+        return max(0.0, self.commit - time.monotonic())
+
     def note_recovered(self) -> None:
         """Records that storage has shown what it holds of a resumed save."""
         if self._recovered_at is None:

@@ -30,7 +30,8 @@ from pannier.coordinator.saves.save import Save
 from pannier.coordinator.saves.states import AttemptState, State
 from pannier.coordinator.stores import Stores
 from pannier.storage import DeniedError, NotFoundError, StorageError, Store
-from pannier.v1 import records_pb2, save_pb2
+from pannier.v1 import records_pb2, save_pb2, sidecar_pb2
+from pannier.wire import object_names
 from pannier.wire.errors import IntegrityError, PannierError
 
 _log = logging.getLogger(__name__)
@@ -49,6 +50,7 @@ class Services:
         host: signs decisions.
         threads: for planning and for the metadata.
         spawn: runs a coroutine in a task of its own that ends with the coordinator.
+        on_newest: called with each new save whose incarnation is the job's newest below the root.
     """
 
     stores: Stores
@@ -59,6 +61,7 @@ class Services:
     retention: Retention
     cache: PlanCache
     spawn: Callable[[Coroutine[Any, Any, None], str], None]
+    on_newest: Callable[[sidecar_pb2.SaveContext, object_names.Attempt], None]
 
     async def in_thread(self, function: Callable[[], _Answer]) -> _Answer:
         """Runs CPU-bound work."""
@@ -123,7 +126,9 @@ class AttemptEnd:
                 f"{attempt.name} was given up and removed before it could be committed"
             )
         made = await self._services.in_thread(
-            lambda: Manifest.make_external(save.context, attempt, hosts, metadata)
+            lambda: Manifest.make_external(
+                save.context, attempt, hosts, metadata, timeout_s=save.deadlines.left_s
+            )
         )
         manifest = await self.publish_manifest(store, made)
         save.set_manifest(manifest)

@@ -47,7 +47,8 @@ from pannier.daemon.logging import bind
 from pannier.maintenance.retention_policy import Policy
 from pannier.storage import StorageError, Store
 from pannier.storage.base import limited
-from pannier.v1 import records_pb2
+from pannier.v1 import records_pb2, sidecar_pb2
+from pannier.wire import object_names
 from pannier.wire.errors import ConfigurationError, DeadlineError, InvalidRequestError
 
 _log = logging.getLogger(__name__)
@@ -63,6 +64,7 @@ class SaveTasks:
         threads: for planning and for the metadata.
         sweeper, retention: notified of commits. Default: own ones, which remove nothing early.
         cache: gets the agreed plans, which later saves may go by. Default: an empty one.
+        on_newest: called with each new save whose incarnation is the job's newest below the root.
     """
 
     def __init__(
@@ -75,6 +77,9 @@ class SaveTasks:
         sweeper: Sweeper | None = None,
         retention: Retention | None = None,
         cache: PlanCache | None = None,
+        on_newest: Callable[[sidecar_pb2.SaveContext, object_names.Attempt], None] = (
+            lambda context, attempt: None
+        ),
     ) -> None:
         self._services = Services(
             stores,
@@ -85,6 +90,7 @@ class SaveTasks:
             retention or Retention(stores, Policy(), host=host),
             cache or PlanCache(),
             self._spawn,
+            on_newest,
         )
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -260,6 +266,7 @@ class SaveTask:
         save.wait_for_storage()
         await read_with_retries(save, lambda: stores.check_newest(save.context, attempt))
         save.storage_answered()
+        self._services.on_newest(save.context, attempt)
 
     async def _collect_plans(self) -> None:
         """Returns when all ranks have handed in plans or claims, or the save turns out to be resumed."""
@@ -292,7 +299,9 @@ class SaveTask:
             return True
         hosts, agreed = save.participants.hosts, plan
         made = await self._services.in_thread(
-            lambda: Manifest.of(agreed, save.context, attempt, hosts)
+            lambda: Manifest.of(
+                agreed, save.context, attempt, hosts, timeout_s=save.deadlines.left_s
+            )
         )
         save.wait_for_storage()
         manifest = await self._end.publish_manifest(store, made)
