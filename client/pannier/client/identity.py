@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from pannier.client.config import Settings
 from pannier.client.embedded.daemon_spec import DaemonSpec, host_daemons
-from pannier.client.embedded.former_daemons import recover_former_daemons
+from pannier.client.embedded.left_spools import upload_left_spools
 from pannier.client.embedded.pg_store import RankStore
 from pannier.client.embedded.rendezvous import HostInfo, Rendezvous, agree, host_info, job_key, join
 from pannier.client.loading import highest_incarnation
@@ -167,7 +167,7 @@ class World:
             if meeting is None or self._spot is None:
                 self.known_pair = host_daemons(settings)
                 if settings.coordinator is None:
-                    recover_former_daemons(settings, job_key(settings))
+                    upload_left_spools(settings, job_key(settings))
             else:
                 self.known_pair = join(settings, meeting, self._spot)
         return self.known_pair

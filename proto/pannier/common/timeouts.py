@@ -54,8 +54,6 @@ PLAN_RETURN_S: Final = 10.0 * SCALE
 """For a sidecar to attach again and a trainer beside it to repeat its Plan call."""
 SUPERSEDED_RETURN_S: Final = 10.0 * SCALE
 """For a sidecar that was restarted beside a newer incarnation to attach."""
-SUCCESSION_S: Final = 10.0 * SCALE
-"""For a coordinator to be reached, before its sidecar turns to the successor."""
 SPLIT_S: Final = 2.0 * SCALE
 """Until a group whose ranks take part in two incarnations counts as split."""
 STREAMS_BATCH_S: Final = 0.02 * SCALE

@@ -108,8 +108,6 @@ def runtime_dir() -> Path:
 
 LOG: Final = "up.log"
 """Name of the embedded daemons' log in their runtime directory."""
-SUCCESSOR: Final = "successor.json"
-"""In the same directory: the address of a later coordinator, for a sidecar that lost its own."""
 _JOBS: Final = "job-"
 """Prefix of the runtime directories of jobs on several hosts, below the usual one."""
 

@@ -43,8 +43,6 @@ class SidecarConfig(DaemonSettings):
     """Seconds to finish uploads in after SIGTERM."""
     embedded: bool = False
     """Started by a client (``pannier up``)."""
-    successor: Path | None = None
-    """File that may name another coordinator later, for when this one is dead."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,4 +1,4 @@
-"""The sidecar's calls of the coordinator, and where the coordinator is.
+"""The sidecar's calls of the coordinator.
 
 In: requests of this host's ranks. Out: the coordinator's responses, retried across its restarts until
 their deadline; whether it is attached and responsive. On the event loop. The stream of reports is in
@@ -6,12 +6,10 @@ their deadline; whether it is attached and responsive. On the event loop. The st
 """
 
 import asyncio
-import json
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -20,115 +18,51 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pannier.common import observer_clock, timeouts
 from pannier.common.retry import RetryPolicy
 from pannier.v1 import coordinator_pb2_grpc, diagnosis_pb2, diagnosis_pb2_grpc
-from pannier.wire.addresses import channel_options, keepalive_options, parse_address
-from pannier.wire.errors import (
-    ConfigurationError,
-    DeadlineError,
-    UnavailableError,
-    from_rpc_error,
-)
-from pannier.wire.tls import Tls, is_unix, open_aio_channel
+from pannier.wire.addresses import channel_options, keepalive_options
+from pannier.wire.errors import DeadlineError, UnavailableError, from_rpc_error
+from pannier.wire.tls import Tls, open_aio_channel
 
 _log = logging.getLogger(__name__)
-
-
-class CoordinatorAddress:
-    """The address of the coordinator: the configured one, or its successor's.
-
-    A job on several hosts that was started again has another coordinator. Its earlier sidecars keep
-    theirs as long as that answers; afterwards the new one ends their saves.
-
-    Args:
-        address: of the coordinator.
-        tls: for one on TCP; None: plaintext.
-        successor: JSON file with ``coordinator``, an address, and on TCP the paths ``cert``,
-            ``key`` and ``ca``; None: there never is one.
-    """
-
-    def __init__(self, address: str, tls: Tls | None, successor: Path | None) -> None:
-        self.address = address
-        self._tls = tls
-        self._successor = successor
-        self._detached_since: float | None = time.monotonic()
-
-    def mark_attached(self) -> None:
-        """The sidecar has attached to the coordinator at this address."""
-        self._detached_since = None
-
-    def refresh(self) -> bool:
-        """Whether the next attempt to attach needs a new channel; to be called before each."""
-        if self._detached_since is None:
-            self._detached_since = time.monotonic()
-        # Both are evaluated: certificates may be renewed at the same time.
-        renewed = self._tls is not None and self._tls.changed()
-        return self._follow_successor() or renewed
-
-    def open_channel(self) -> grpc.aio.Channel:
-        """A new channel."""
-        options = [*channel_options(), *keepalive_options()]
-        return open_aio_channel(self.address, options, self._tls)
-
-    def _follow_successor(self) -> bool:
-        assert self._detached_since is not None
-        if (
-            self._successor is None
-            or time.monotonic() - self._detached_since < timeouts.SUCCESSION_S
-        ):
-            return False
-        try:
-            named = json.loads(self._successor.read_text())
-            address = parse_address(str(named["coordinator"]), setting=str(self._successor))
-            if address == self.address:
-                return False
-            files = [Path(named[name]) for name in ("cert", "key", "ca")] if "cert" in named else []
-            tls = None if is_unix(address) or not files else Tls(*files)
-        except FileNotFoundError:
-            return False
-        except (OSError, ValueError, KeyError, TypeError, ConfigurationError) as error:
-            _log.warning("%s names no coordinator that can be used: %s", self._successor, error)
-            return False
-        _log.warning(
-            "the coordinator at %s is dead; the one at %s, of the job's next start, ends its saves",
-            *(self.address, address),
-        )
-        self.address, self._tls, self._detached_since = address, tls, time.monotonic()
-        return True
 
 
 class CoordinatorClient:
     """The coordinator of this sidecar.
 
     Args:
+        tls: for one on TCP; None: plaintext.
         on_responsiveness: called when it becomes unresponsive, or responsive again.
     """
 
     def __init__(
         self,
-        address: CoordinatorAddress,
+        address: str,
+        tls: Tls | None,
         *,
         on_responsiveness: Callable[[], None] = lambda: None,
     ) -> None:
         self._address = address
+        self._tls = tls
         self._on_responsiveness = on_responsiveness
         self._channels: list[grpc.aio.Channel] = []
-        """The last one is used; calls may still wait on those of an earlier address or certificate."""
+        """The last one is used; calls may still wait on those of an earlier certificate."""
         self._stub: Any = None
         self._health: Any = None
-        self._attached = False
+        self._detached_since: float | None = time.monotonic()
+        """None: attached."""
         self._last_seen: float | None = None
         self._unresponsive = False
 
     @property
     def peer(self) -> str:
         """The coordinator, human-readable."""
-        return f"coordinator at {self._address.address}"
+        return f"coordinator at {self._address}"
 
     @property
     def connected(self) -> bool:
         """Attached and responsive."""
         last_seen = self._last_seen
         return (
-            self._attached
+            self._detached_since is None
             and last_seen is not None
             and observer_clock.now() - last_seen < timeouts.UNRESPONSIVE_S
         )
@@ -139,6 +73,11 @@ class CoordinatorClient:
         if self._last_seen is None:
             return f"{self.peer} (not seen yet)"
         return f"{self.peer} (last seen {observer_clock.now() - self._last_seen:.0f} s ago)"
+
+    @property
+    def detached_s(self) -> float:
+        """Seconds since it was attached; 0: it is."""
+        return 0.0 if self._detached_since is None else time.monotonic() - self._detached_since
 
     @property
     def was_seen(self) -> bool:
@@ -159,8 +98,8 @@ class CoordinatorClient:
                 await channel.close()
 
     def refresh_channel(self) -> None:
-        """Opens another channel if the address or certificates have changed; before each attach."""
-        if self._address.refresh():
+        """Opens another channel if certificates have changed; before each attach."""
+        if self._tls is not None and self._tls.changed():
             self._open()
 
     def attach(self) -> Any:
@@ -169,14 +108,15 @@ class CoordinatorClient:
 
     def mark_attached(self) -> None:
         """The stream of reports was opened."""
-        self._attached = True
-        self._address.mark_attached()
+        self._detached_since = None
         self.mark_seen()
 
     def mark_detached(self) -> bool:
         """The stream of reports ended; returns whether it was open."""
-        was, self._attached = self._attached, False
-        return was
+        if self._detached_since is not None:
+            return False
+        self._detached_since = time.monotonic()
+        return True
 
     def mark_seen(self) -> None:
         """The coordinator sent something."""
@@ -253,7 +193,8 @@ class CoordinatorClient:
         self._on_responsiveness()
 
     def _open(self) -> None:
-        channel = self._address.open_channel()
+        options = [*channel_options(), *keepalive_options()]
+        channel = open_aio_channel(self._address, options, self._tls)
         self._channels.append(channel)
         self._stub = coordinator_pb2_grpc.CoordinatorStub(channel)
         self._health = health_pb2_grpc.HealthStub(channel)

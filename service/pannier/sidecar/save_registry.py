@@ -233,6 +233,7 @@ class SaveRegistry:
         if rank.phase is not Phase.INGESTED:
             return
         rank.enter(Phase.DURABLE)
+        self._idle_since = time.monotonic()
         _log.info("%s is durable", rank.label, extra=rank.log_fields)
         self._notify(rank.save, rank, True)
 
@@ -240,6 +241,7 @@ class SaveRegistry:
         """Fails the rank; False when it has ended, or is safe from this kind of failure."""
         if not rank.fail(kind, message):
             return False
+        self._idle_since = time.monotonic()
         _log.error("%s failed: %s", rank.label, message, extra=rank.log_fields)
         self._notify(rank.save, rank, True)
         return True
@@ -327,9 +329,19 @@ class SaveRegistry:
             if (save.id.job, save.id.incarnation) == (job, incarnation) and rank in save.ranks
         ]
 
-    def idle_s(self) -> float | None:
-        """Seconds since the last save was decided; None while one isn't."""
-        return None if self._undecided else time.monotonic() - self._idle_since
+    def idle_s(self, detached_s: float) -> float:
+        """Seconds for which nothing was left to do.
+
+        A save whose ranks are durable or have failed only waits for its outcome.
+
+        Args:
+            detached_s: seconds without a coordinator that could report outcomes: what is durable is
+                finished from storage then.
+        """
+        if self.pending():
+            return 0.0
+        idle_s = time.monotonic() - self._idle_since
+        return min(idle_s, detached_s) if self._undecided else idle_s
 
     def pending(self) -> list[RankSave]:
         """Ranks that aren't durable yet and may still become so."""
@@ -365,8 +377,7 @@ class SaveRegistry:
         save.end(outcome)
         del self._undecided[save.key]
         self._ended[save.key] = save
-        if not self._undecided:
-            self._idle_since = time.monotonic()
+        self._idle_since = time.monotonic()
         evicted = []
         while len(self._ended) > _ENDED_KEPT:
             evicted.append(self._ended.popitem(last=False)[1])

@@ -24,7 +24,7 @@ from pannier.daemon.signals import StopSignals
 from pannier.daemon.status_registry import StatusRegistry
 from pannier.daemon.status_service import Backlog, DaemonInfo, StatusServices
 from pannier.sidecar.config import SidecarConfig
-from pannier.sidecar.coordinator_client import CoordinatorAddress, CoordinatorClient
+from pannier.sidecar.coordinator_client import CoordinatorClient
 from pannier.sidecar.coordinator_stream import CoordinatorStream
 from pannier.sidecar.diagnosis import SidecarDiagnosis
 from pannier.sidecar.ingest import Ingest
@@ -106,9 +106,7 @@ class Sidecar:
         ticking = self._ticking = asyncio.get_running_loop().create_task(self._keep_ticking())
         try:
             while not await stop.wait(timeouts.CHECK_S):
-                idle = min(self.saves.idle_s() or 0.0, self._connections.idle_s() or 0.0)
-                if self.config.idle_exit_s is not None and idle >= self.config.idle_exit_s:
-                    _log.info("idle for %.0f s: exiting", idle)
+                if self._is_idle():
                     return
                 if self.auth is not None and self.auth.leaving and not self.saves.undecided():
                     return
@@ -120,6 +118,20 @@ class Sidecar:
         finally:
             # Not awaited: a spool that doesn't answer must not keep uploads from being finished.
             ticking.cancel()
+
+    def _is_idle(self) -> bool:
+        if self.config.idle_exit_s is None:
+            return False
+        saves_s = self.saves.idle_s(self._coordinator.detached_s)
+        idle_s = min(saves_s, self._connections.idle_s() or 0.0)
+        if idle_s < self.config.idle_exit_s:
+            return False
+        left = "".join(
+            f"; save {save.key} to {save.checkpoint_id} is left to the job's next coordinator or `pannier recover`"
+            for save in self.saves.undecided()
+        )
+        _log.info("idle for %.0f s: exiting%s", idle_s, left)
+        return True
 
     async def tick(self) -> None:
         """Periodic upkeep; to be called every second or so. May take a moment."""
@@ -214,7 +226,8 @@ class Sidecar:
     def _make_parts(self, stack: AsyncExitStack) -> None:
         config = self.config
         self._coordinator = CoordinatorClient(
-            CoordinatorAddress(config.coordinator, config.tls, config.successor),
+            config.coordinator,
+            config.tls,
             on_responsiveness=self.saves.refresh,
         )
         self._publisher = StatusPublisher(self.status_registry, self._coordinator)

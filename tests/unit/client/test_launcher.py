@@ -227,7 +227,11 @@ class Status(status_pb2_grpc.StatusServicer):
     ) -> status_pb2.ListSavesResponse:
         self.asked.append(request)
         self.left -= 1
-        saves = [save_pb2.SaveStatus(checkpoint_id="gs://bucket/run/step-1")]
+        saves = [
+            save_pb2.SaveStatus(
+                checkpoint_id="gs://bucket/run/step-1", save=save_pb2.SaveId(incarnation="aa")
+            )
+        ]
         return status_pb2.ListSavesResponse(saves=saves if self.left > 0 else [])
 
 
@@ -243,7 +247,7 @@ def status(sockets: Path) -> Iterator[Status]:
 
 
 def test_exit_waits_until_nothing_of_the_job_is_under_way(sockets: Path, status: Status) -> None:
-    assert await_others(DaemonSpec(sockets, None, flags=SERVING), "llama", None) == ""
+    assert await_others(DaemonSpec(sockets, None, flags=SERVING), "llama", "aa", None) == ""
     assert len(status.asked) == 3
     request = status.asked[0]
     assert request.job == "llama"
@@ -254,16 +258,26 @@ def test_exit_waits_until_nothing_of_the_job_is_under_way(sockets: Path, status:
 
 def test_exit_names_saves_still_under_way_at_its_deadline(sockets: Path, status: Status) -> None:
     status.left = 1 << 30
-    left = await_others(DaemonSpec(sockets, None, flags=SERVING), "llama", 0.3)
+    left = await_others(DaemonSpec(sockets, None, flags=SERVING), "llama", "aa", 0.3)
     assert left == "gs://bucket/run/step-1"
+
+
+def test_exit_waits_a_while_for_what_earlier_starts_left(
+    sockets: Path, status: Status, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timeouts, "RESUMED_SAVE_S", 0.1)
+    monkeypatch.setattr(timeouts, "DAEMONS_STATUS_POLL_S", 0.15)
+    status.left = 1 << 30
+    assert await_others(DaemonSpec(sockets, None, flags=SERVING), "llama", "bb", None) == ""
+    assert len(status.asked) == 2
 
 
 def test_exit_does_not_ask_a_coordinator_that_serves_this_host_alone(
     sockets: Path, status: Status
 ) -> None:
-    assert await_others(DaemonSpec(sockets, None), "llama", None) == ""
+    assert await_others(DaemonSpec(sockets, None), "llama", "aa", None) == ""
     assert status.asked == []
 
 
 def test_exit_does_not_wait_for_a_coordinator_that_is_gone(sockets: Path) -> None:
-    assert await_others(DaemonSpec(sockets, None, flags=SERVING), "llama", None) == ""
+    assert await_others(DaemonSpec(sockets, None, flags=SERVING), "llama", "aa", None) == ""

@@ -2,6 +2,7 @@
 
 import pytest
 
+from pannier.sidecar import save_registry
 from pannier.sidecar.save_registry import SaveRegistry
 from pannier.sidecar.save_state import Phase, RankSave
 from pannier.v1 import records_pb2, save_pb2, sidecar_pb2
@@ -93,3 +94,39 @@ def test_only_so_many_ended_saves_are_remembered(monkeypatch: pytest.MonkeyPatch
         )
     assert forgotten == [1, 2]
     assert len(saves.of_rank("job", "inc", 0)) == 2
+
+
+def test_what_is_durable_needs_nothing_more_here_without_a_coordinator(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Clock:
+        now = 1000.0
+
+        def monotonic(self) -> float:
+            return self.now
+
+        def time(self) -> float:
+            return self.now
+
+    clock = Clock()
+    monkeypatch.setattr(save_registry, "time", clock)
+    saves = SaveRegistry()
+    rank = rank_save(saves)
+    saves.mark_ingested(rank, records_pb2.Receipt())
+    clock.now += 10
+    assert saves.idle_s(100) == 0
+    saves.mark_durable(rank)
+    clock.now += 10
+    # Attached: the outcome comes. Detached for long: since the rank was durable.
+    assert [saves.idle_s(seconds) for seconds in (0, 4, 100)] == [0, 4, 10]
+    saves.apply_status(save_pb2.SaveStatus(save=rank.save.id, state=save_pb2.SAVE_STATE_COMMITTED))
+    clock.now += 7
+    assert saves.idle_s(0) == 7
+
+
+def test_a_failed_rank_keeps_no_sidecar_without_a_coordinator() -> None:
+    saves = SaveRegistry()
+    rank = rank_save(saves)
+    assert saves.idle_s(100) == 0
+    saves.fail(rank, save_pb2.FAILURE_KIND_LOST, "gone")
+    assert 0 < saves.idle_s(100) < 100

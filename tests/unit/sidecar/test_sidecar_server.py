@@ -991,3 +991,19 @@ def test_idle_exit_waits_for_clients_and_outcomes(host: Host) -> None:
     host.coordinator.send(status_of(context, COMMITTED))
     waiting.join(BOUND_S)
     assert not waiting.is_alive()
+
+
+def test_idle_exit_without_a_coordinator_waits_for_no_outcome(host: Host) -> None:
+    host.start(idle_exit_s=0.5)
+    trainer = host.trainer()
+    context = ingest(host, trainer, 1, b"x")
+    host.coordinator.await_phase(context, save_pb2.RANK_PHASE_DURABLE)
+    trainer.die()
+    host.coordinator.stop()
+    waiting = threading.Thread(target=wait_for_exit, args=(host,))
+    waiting.start()
+    waiting.join(BOUND_S)
+    assert not waiting.is_alive()
+    # The next coordinator finds these.
+    (receipt,) = (path for path in Path(host.id()).glob(".pannier/*/receipts/0"))
+    assert receipt.stat().st_size

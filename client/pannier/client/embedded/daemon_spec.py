@@ -8,7 +8,7 @@ flags, by which it can be started again, and its certificate. Owned by the clien
 import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
@@ -40,6 +40,11 @@ class DaemonSpec:
     def serves_others(self) -> bool:
         """Whether their coordinator also serves other hosts."""
         return "--listen" in self.flags
+
+    def without_coordinator(self) -> "DaemonSpec":
+        """The sidecar alone; a coordinator that ran beside it stays its address, and may be dead."""
+        flags = ("--coordinator" if flag == "--listen" else flag for flag in self.flags)
+        return replace(self, flags=tuple(flags))
 
 
 def host_daemons(settings: Settings) -> DaemonSpec:

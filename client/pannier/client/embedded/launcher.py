@@ -266,10 +266,11 @@ def _tail(log: Path, size: int = 4096) -> str:
         return f"({error})"
 
 
-def await_others(spec: DaemonSpec, job: str, timeout_s: float | None) -> str:
+def await_others(spec: DaemonSpec, job: str, incarnation: str, timeout_s: float | None) -> str:
     """Waits for the saves of other hosts, where this host has their coordinator.
 
-    For daemons that don't outlive the trainer: the coordinator would end with this host.
+    For daemons that don't outlive the trainer: the coordinator would end with this host. What earlier
+    starts left has ``timeouts.RESUMED_SAVE_S``: the job's next start finishes it as well.
 
     Args:
         timeout_s: None: no limit, since each save ends soon after its own deadline.
@@ -278,19 +279,22 @@ def await_others(spec: DaemonSpec, job: str, timeout_s: float | None) -> str:
     """
     if not spec.serves_others:
         return ""
-    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    start = time.monotonic()
+    deadline = None if timeout_s is None else start + timeout_s
     running = [name for name, state in save_pb2.SaveState.items() if state and state not in _ENDED]
-    request = status_pb2.ListSavesRequest(job=job, states=running, limit=16)
+    request = status_pb2.ListSavesRequest(job=job, states=running)
     address = addresses.embedded_coordinator(spec.directory)
     logged = False
     with grpc.insecure_channel(address, options=addresses.channel_options()) as channel:
         stub = status_pb2_grpc.StatusStub(channel)
         while True:
             try:
-                saves = stub.ListSaves(request, timeout=timeouts.STATUS_CALL_S).saves
+                saves = list(stub.ListSaves(request, timeout=timeouts.STATUS_CALL_S).saves)
             except grpc.RpcError as error:
                 _log.warning("can't list the saves under way at the coordinator: %s", error)
                 return ""
+            late = time.monotonic() - start > timeouts.RESUMED_SAVE_S
+            saves = [each for each in saves if each.save.incarnation == incarnation or not late]
             if not saves:
                 return ""
             if not logged:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from pannier.client.config import Settings
-from pannier.client.embedded import former_daemons, launcher, network
+from pannier.client.embedded import launcher, left_spools, network
 from pannier.client.embedded.certificates import TlsBundle, issue
 from pannier.client.embedded.daemon_spec import (
     DaemonSpec,
@@ -164,9 +164,7 @@ def join(settings: Settings, rendezvous: Rendezvous, own: HostInfo) -> DaemonSpe
             f"each other (firewall), name an address and port of {host} that the others can reach by "
             f"PANNIER_LISTEN=HOST:PORT, {_ADVICE}"
         )
-    return former_daemons.with_former_daemons(
-        settings, spec, rendezvous.job, successor=address, files=files
-    )
+    return left_spools.with_left_spools(settings, spec, rendezvous.job)
 
 
 def _is_leader(store: RankStore, incarnation: int, own: HostInfo, first: HostInfo) -> bool:
@@ -231,10 +229,7 @@ def _start_coordinator(own: HostInfo, towards: str | None, settings: Settings) -
         write_tls_files(directory, tls)
         write_private_file(directory / _RECORD, _encode(rendezvous))
         write_record(spec)
-        beside = addresses.embedded_coordinator(directory)
-        launcher.ensure(
-            settings, former_daemons.with_former_daemons(settings, spec, job, successor=beside)
-        )
+        launcher.ensure(settings, left_spools.with_left_spools(settings, spec, job))
         if why := launcher.await_listening(
             spec, rendezvous.coordinator, timeouts.COORDINATOR_START_S
         ):

@@ -38,7 +38,8 @@ class Membership:
         sidecar, pair = self._sidecar, self.world.known_pair
         if sidecar is None or pair is None:
             return ""
-        return await_others(pair, sidecar.identity.job, timeout_s)
+        who = sidecar.identity
+        return await_others(pair, who.job, who.incarnation, timeout_s)
 
     def check_process(self) -> None:
         """Raises InvalidRequestError in a process forked from the one that connected."""

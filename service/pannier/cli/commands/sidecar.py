@@ -73,10 +73,8 @@ DEFAULT_ADDRESS = "unix:///run/pannier/sidecar.sock"
     "--idle-exit",
     type=Seconds(),
     metavar="SECONDS",
-    help="Exit after this long without a client or anything to upload.  [default: never]",
-)
-@click.option(
-    "--successor", type=click.Path(path_type=Path), hidden=True, help="Set by `pannier up`."
+    help="Exit after this long without a client or anything to upload; without a coordinator, also if "
+    "outcomes of saves are unknown.  [default: never]",
 )
 @daemon_options
 def command(**settings: Any) -> None:

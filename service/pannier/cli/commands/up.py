@@ -160,7 +160,6 @@ def command(
             *(*_PANNIER, "sidecar", "--address", sidecar),
             *("--coordinator", coordinator or own_coordinator),
             *("--spool", str(spool), "--grace", str(grace)),
-            *("--successor", str(directory / addresses.SUCCESSOR)),
             *common,
             *_flags(settings, "spool_budget", "memory"),
             *_flags({"metrics": metrics and _next_port(metrics)}, "metrics"),

@@ -1,6 +1,5 @@
-"""What is done for the daemons of a job's earlier starts, without real processes."""
+"""What is done for the spools that a job's earlier starts left, without real processes."""
 
-import json
 import os
 import shutil
 import socket
@@ -12,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from pannier.client.config import Settings
-from pannier.client.embedded import former_daemons, launcher
-from pannier.client.embedded.daemon_spec import DaemonSpec, job_daemons, write_record
+from pannier.client.embedded import launcher, left_spools
+from pannier.client.embedded.daemon_spec import DaemonSpec, job_daemons, read_record, write_record
 from pannier.common import env_fingerprint
 from pannier.wire import addresses
 from support.processes.daemons import short_directory
@@ -21,7 +20,6 @@ from support.processes.stretch import BOUND_S
 
 JOB, OTHER = "run 7", "run 8"
 HERE = socket.gethostname()
-SUCCESSOR = {"coordinator": "10.0.0.2:7070", "cert": "/c", "key": "/k", "ca": "/a"}
 
 
 class Starts:
@@ -29,22 +27,29 @@ class Starts:
 
     def __init__(self, directory: Path) -> None:
         self.settings = Settings(runtime_dir=directory, spool=directory / "spool")
-        self.on_start: list[Path] = []
+        self.started: list[DaemonSpec] = []
         self.up: set[Path] = set()
 
-    def add(self, word: str, job: str = JOB, host: str = HERE, **environment: str) -> DaemonSpec:
+    def add(
+        self,
+        word: str,
+        job: str = JOB,
+        host: str = HERE,
+        listen: str | None = None,
+        **environment: str,
+    ) -> DaemonSpec:
         """One that was started with these variables."""
         directory = addresses.job_dir(self.settings.runtime_dir, job, word, host)
         directory.mkdir()
-        pair = job_daemons(self.settings, directory, coordinator="10.0.0.1:7070")
+        pair = job_daemons(self.settings, directory, listen=listen, coordinator="10.0.0.1:7070")
         write_record(pair)
         own = {**launcher.environment(self.settings, pair), **environment}
         text = env_fingerprint.encode(env_fingerprint.record(own))
         (directory / env_fingerprint.FILE).write_text(text)
         return pair
 
-    def tend(self, newest: DaemonSpec) -> None:
-        former_daemons._recover(self.settings, newest, JOB, SUCCESSOR)
+    def begin(self, newest: DaemonSpec) -> None:
+        left_spools._upload(self.settings, JOB, newest.directory)
 
 
 @pytest.fixture
@@ -53,7 +58,7 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Starts]:
     made = Starts(directory)
 
     def ensure(settings: Settings, pair: DaemonSpec) -> str:
-        made.on_start.append(pair.directory)
+        made.started.append(pair)
         return ""
 
     monkeypatch.setattr(launcher, "ensure", ensure)
@@ -62,47 +67,45 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Starts]:
     shutil.rmtree(directory)
 
 
-def successor_record(pair: DaemonSpec) -> object:
-    path = pair.directory / addresses.SUCCESSOR
-    return json.loads(path.read_text()) if path.exists() else None
-
-
-def test_all_of_the_job_are_notified_and_those_that_were_killed_are_started_again(
+def test_a_sidecar_starts_on_each_spool_of_the_job_whose_daemons_were_killed(
     starts: Starts,
 ) -> None:
     running, killed, other = starts.add("one"), starts.add("two"), starts.add("one", OTHER)
     # As on a file system that hosts have in common.
-    elsewhere = starts.add("three", host="another host")
+    starts.add("three", host="another host")
     starts.up = {running.directory, other.directory}
-    newest = starts.add("new")
-    starts.tend(newest)
-    assert starts.on_start == [killed.directory]
-    assert successor_record(running) == successor_record(killed) == SUCCESSOR
-    assert successor_record(other) is None
-    assert successor_record(elsewhere) is None
-    assert successor_record(newest) is None
+    starts.begin(starts.add("new"))
+    assert starts.started == [killed]
 
 
-def test_a_later_start_on_one_host_has_its_usual_coordinator_end_them(starts: Starts) -> None:
-    former_daemons.recover_former_daemons(starts.settings, JOB)
-    assert starts.on_start == []
+def test_where_the_coordinator_was_the_sidecar_starts_alone(starts: Starts) -> None:
+    killed = starts.add("one", listen="10.0.0.1:7070")
+    starts.begin(starts.add("new"))
+    (alone,) = starts.started
+    assert (alone.directory, alone.spool) == (killed.directory, killed.spool)
+    # Its certificate is for that one's address.
+    assert alone.flags == ("--coordinator", "10.0.0.1:7070", *killed.flags[2:])
+    # A later start with rank 0 here doesn't take it for one with a coordinator.
+    assert read_record(killed.directory) == alone
+    assert not alone.serves_others
+
+
+def test_a_later_start_on_one_host_has_them_uploaded_too(starts: Starts) -> None:
+    left_spools.upload_left_spools(starts.settings, JOB)
     killed = starts.add("one")
-    former_daemons.recover_former_daemons(starts.settings, JOB)
+    left_spools.upload_left_spools(starts.settings, JOB)
     for thread in threading.enumerate():
-        if thread.name == "pannier-former":
+        if thread.name == "pannier-left":
             thread.join(BOUND_S)
-    assert starts.on_start == [killed.directory]
-    usual = addresses.embedded_coordinator(starts.settings.runtime_dir)
-    assert successor_record(killed) == {"coordinator": usual}
+    assert starts.started == [killed]
 
 
 def test_those_with_other_storage_are_left_alone(
     starts: Starts, caplog: pytest.LogCaptureFixture
 ) -> None:
-    elsewhere = starts.add("one", STORAGE_EMULATOR_HOST="http://10.0.0.9:1")
-    starts.tend(starts.add("new"))
-    assert starts.on_start == []
-    assert successor_record(elsewhere) is None
+    starts.add("one", STORAGE_EMULATOR_HOST="http://10.0.0.9:1")
+    starts.begin(starts.add("new"))
+    assert starts.started == []
     assert "STORAGE_EMULATOR_HOST" in caplog.text
 
 
@@ -111,8 +114,8 @@ def test_a_record_that_cannot_be_read_hides_none_of_the_others(
 ) -> None:
     broken, killed = starts.add("a"), starts.add("b")
     (broken.directory / "daemons.json").write_text("{")
-    starts.tend(starts.add("new"))
-    assert starts.on_start == [killed.directory]
+    starts.begin(starts.add("new"))
+    assert starts.started == [killed]
     assert str(broken.directory) in caplog.text
 
 
@@ -126,13 +129,11 @@ def test_logs_of_those_that_left_stay_for_a_day(starts: Starts) -> None:
     yesterday = time.time() - 90000
     for directory in (old, full):
         os.utime(directory / addresses.LOG, (yesterday, yesterday))
-    starts.tend(starts.add("new"))
+    starts.begin(starts.add("new"))
     assert [directory.exists() for directory in (old, young, full)] == [False, True, True]
 
 
 def test_a_pair_is_read_as_it_was_written(starts: Starts) -> None:
-    from pannier.client.embedded.daemon_spec import read_record
-
     pair = starts.add("one")
     assert read_record(pair.directory) == pair
     assert pair.spool == starts.settings.runtime_dir / "spool" / pair.directory.name
