@@ -245,11 +245,11 @@ def test_what_was_ingested_is_committed_when_the_job_is_started_again(
     """Daemons are killed on hosts a and b; host c, if it takes part, keeps a sidecar without coordinator."""
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.url)
     named = {host.name: host for host in hosts.all}
-    a, b, c = hosts.all
+    a, b, _ = hosts.all
     place = Place(tmp_path, "gs://bucket/moved", **server.env)
     # Rank 0 and the coordinator are on a.
     server.fault(kind="status", method="POST", path=HELD.format("[12]"), times=-1)
-    job = place.job(hosts, LEFT, among=[named[name] for name in first], store=c)
+    job = place.job(hosts, LEFT, among=[named[name] for name in first], store=named[first[-1]])
     job.wait_for("<staged 1>", len(first))
     (earlier,) = a.daemons()
     save = f"{place.root}/step-1"

@@ -21,7 +21,15 @@ from pannier.client.config import Settings
 from pannier.client.embedded.daemon_spec import DaemonSpec, host_daemons
 from pannier.client.embedded.left_spools import upload_left_spools
 from pannier.client.embedded.pg_store import RankStore
-from pannier.client.embedded.rendezvous import HostInfo, Rendezvous, agree, host_info, job_key, join
+from pannier.client.embedded.rendezvous import (
+    HostInfo,
+    Rendezvous,
+    agree,
+    host_info,
+    job_key,
+    join,
+    launch_id,
+)
 from pannier.client.loading import highest_incarnation
 from pannier.client.process_group import is_alone, launched_as
 from pannier.wire.errors import ConfigurationError, InvalidRequestError
@@ -39,6 +47,8 @@ class Identity:
     host: str
     client: str
     """Random; the same for all connections of one client."""
+    launch: str = ""
+    """The same for all starts of the job by its launcher; empty: not known."""
 
 
 @dataclass(frozen=True)
@@ -179,6 +189,7 @@ class World:
             "incarnation": secrets.token_hex(8),
             "host": host,
             "rank": self.rank,
+            "launch": "" if self.alone else launch_id(settings),
         }
         shared: dict[str, Any] = own
         if not self.alone:
@@ -202,6 +213,7 @@ class World:
             world_size=self.size,
             host=host,
             client=secrets.token_hex(8),
+            launch=str(shared["launch"]),
         )
 
     def _expect_meeting(

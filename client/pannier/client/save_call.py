@@ -81,6 +81,7 @@ class SaveCall:
             host=sidecar.welcome.host or who.host,
             overwrite=_OVERWRITE[self._overwrite],
             apart=world.apart,
+            launch=who.launch,
         )
         seen = world.seen_incarnation(self._checkpoint_id)
         if seen is not None:

@@ -26,7 +26,7 @@ from pannier.v1 import plan_pb2 as pannier_dot_v1_dot_plan__pb2
 from pannier.v1 import save_pb2 as pannier_dot_v1_dot_save__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18pannier/v1/records.proto\x12\npannier.v1\x1a\x15pannier/v1/plan.proto\x1a\x15pannier/v1/save.proto\"v\n\x11IncarnationRecord\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0b\n\x03job\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x12\n\ncreated_at\x18\x04 \x01(\x01\x12\x0c\n\x04host\x18\x05 \x01(\t\x12\r\n\x05\x61part\x18\x06 \x01(\x08\"4\n\x06Member\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0c\n\x04host\x18\x02 \x01(\t\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\"\xda\x02\n\x0cPlanManifest\x12 \n\x04save\x18\x01 \x01(\x0b\x32\x12.pannier.v1.SaveId\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\t\x12\x15\n\rcheckpoint_id\x18\x03 \x01(\t\x12\x1a\n\x12incarnation_number\x18\x04 \x01(\x04\x12#\n\x07members\x18\x05 \x03(\x0b\x32\x12.pannier.v1.Member\x12,\n\x08metadata\x18\x06 \x01(\x0b\x32\x1a.pannier.v1.GlobalMetadata\x12\r\n\x05owner\x18\x07 \x01(\x0c\x12\x10\n\x08position\x18\x08 \x01(\x0c\x12\x10\n\x08\x65xternal\x18\t \x01(\x08\x12\x11\n\tbody_size\x18\n \x01(\x06\x12\x0e\n\x06\x63rc32c\x18\x0b \x01(\x07\x12(\n\toverwrite\x18\x0c \x01(\x0e\x32\x15.pannier.v1.Overwrite\x12\x11\n\ttimeout_s\x18\r \x01(\x01\"6\n\x08\x44\x61taFile\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04size\x18\x02 \x01(\x04\x12\x0e\n\x06\x63rc32c\x18\x03 \x01(\x07\"M\n\x0bVaryingItem\x12\x10\n\x08position\x18\x01 \x01(\r\x12\x0c\n\x04\x66ile\x18\x02 \x01(\t\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12\x0e\n\x06length\x18\x04 \x01(\x04\"\xf9\x01\n\x07Receipt\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\t\x12\x0f\n\x07plan_id\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x0c\n\x04host\x18\x04 \x01(\t\x12#\n\x05\x66iles\x18\x05 \x03(\x0b\x32\x14.pannier.v1.DataFile\x12(\n\x07varying\x18\x06 \x03(\x0b\x32\x17.pannier.v1.VaryingItem\x12\x31\n\x07metrics\x18\x07 \x03(\x0b\x32 .pannier.v1.Receipt.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x9d\x03\n\x08\x44\x65\x63ision\x12$\n\x07outcome\x18\x01 \x01(\x0e\x32\x13.pannier.v1.Outcome\x12 \n\x04save\x18\x02 \x01(\x0b\x32\x12.pannier.v1.SaveId\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\t\x12\x1a\n\x12incarnation_number\x18\x04 \x01(\x04\x12\x0f\n\x07plan_id\x18\x05 \x01(\t\x12\x15\n\rmetadata_size\x18\x06 \x01(\x04\x12\x17\n\x0fmetadata_crc32c\x18\x07 \x01(\x07\x12%\n\x08\x66\x61ilures\x18\x08 \x03(\x0b\x32\x13.pannier.v1.Failure\x12\x12\n\ndecided_by\x18\t \x01(\t\x12\x12\n\ndecided_at\x18\n \x01(\x01\x12\x32\n\x07metrics\x18\x0b \x03(\x0b\x32!.pannier.v1.Decision.MetricsEntry\x12(\n\toverwrite\x18\x0c \x01(\x0e\x32\x15.pannier.v1.Overwrite\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"T\n\x05Lease\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\t\x12\x0c\n\x04host\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\x0e\n\x06holder\x18\x04 \x01(\t\x12\x0f\n\x07renew_s\x18\x05 \x01(\x01*I\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x12\n\x0eOUTCOME_COMMIT\x10\x01\x12\x11\n\rOUTCOME_ABORT\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18pannier/v1/records.proto\x12\npannier.v1\x1a\x15pannier/v1/plan.proto\x1a\x15pannier/v1/save.proto\"\x86\x01\n\x11IncarnationRecord\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0b\n\x03job\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x12\n\ncreated_at\x18\x04 \x01(\x01\x12\x0c\n\x04host\x18\x05 \x01(\t\x12\r\n\x05\x61part\x18\x06 \x01(\x08\x12\x0e\n\x06launch\x18\x07 \x01(\t\"4\n\x06Member\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0c\n\x04host\x18\x02 \x01(\t\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\"\xda\x02\n\x0cPlanManifest\x12 \n\x04save\x18\x01 \x01(\x0b\x32\x12.pannier.v1.SaveId\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\t\x12\x15\n\rcheckpoint_id\x18\x03 \x01(\t\x12\x1a\n\x12incarnation_number\x18\x04 \x01(\x04\x12#\n\x07members\x18\x05 \x03(\x0b\x32\x12.pannier.v1.Member\x12,\n\x08metadata\x18\x06 \x01(\x0b\x32\x1a.pannier.v1.GlobalMetadata\x12\r\n\x05owner\x18\x07 \x01(\x0c\x12\x10\n\x08position\x18\x08 \x01(\x0c\x12\x10\n\x08\x65xternal\x18\t \x01(\x08\x12\x11\n\tbody_size\x18\n \x01(\x06\x12\x0e\n\x06\x63rc32c\x18\x0b \x01(\x07\x12(\n\toverwrite\x18\x0c \x01(\x0e\x32\x15.pannier.v1.Overwrite\x12\x11\n\ttimeout_s\x18\r \x01(\x01\"6\n\x08\x44\x61taFile\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04size\x18\x02 \x01(\x04\x12\x0e\n\x06\x63rc32c\x18\x03 \x01(\x07\"M\n\x0bVaryingItem\x12\x10\n\x08position\x18\x01 \x01(\r\x12\x0c\n\x04\x66ile\x18\x02 \x01(\t\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12\x0e\n\x06length\x18\x04 \x01(\x04\"\xf9\x01\n\x07Receipt\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\t\x12\x0f\n\x07plan_id\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x0c\n\x04host\x18\x04 \x01(\t\x12#\n\x05\x66iles\x18\x05 \x03(\x0b\x32\x14.pannier.v1.DataFile\x12(\n\x07varying\x18\x06 \x03(\x0b\x32\x17.pannier.v1.VaryingItem\x12\x31\n\x07metrics\x18\x07 \x03(\x0b\x32 .pannier.v1.Receipt.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x9d\x03\n\x08\x44\x65\x63ision\x12$\n\x07outcome\x18\x01 \x01(\x0e\x32\x13.pannier.v1.Outcome\x12 \n\x04save\x18\x02 \x01(\x0b\x32\x12.pannier.v1.SaveId\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\t\x12\x1a\n\x12incarnation_number\x18\x04 \x01(\x04\x12\x0f\n\x07plan_id\x18\x05 \x01(\t\x12\x15\n\rmetadata_size\x18\x06 \x01(\x04\x12\x17\n\x0fmetadata_crc32c\x18\x07 \x01(\x07\x12%\n\x08\x66\x61ilures\x18\x08 \x03(\x0b\x32\x13.pannier.v1.Failure\x12\x12\n\ndecided_by\x18\t \x01(\t\x12\x12\n\ndecided_at\x18\n \x01(\x01\x12\x32\n\x07metrics\x18\x0b \x03(\x0b\x32!.pannier.v1.Decision.MetricsEntry\x12(\n\toverwrite\x18\x0c \x01(\x0e\x32\x15.pannier.v1.Overwrite\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"T\n\x05Lease\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\t\x12\x0c\n\x04host\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\x0e\n\x06holder\x18\x04 \x01(\t\x12\x0f\n\x07renew_s\x18\x05 \x01(\x01*I\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x12\n\x0eOUTCOME_COMMIT\x10\x01\x12\x11\n\rOUTCOME_ABORT\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,26 +37,26 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RECEIPT_METRICSENTRY']._serialized_options = b'8\001'
   _globals['_DECISION_METRICSENTRY']._loaded_options = None
   _globals['_DECISION_METRICSENTRY']._serialized_options = b'8\001'
-  _globals['_OUTCOME']._serialized_start=1498
-  _globals['_OUTCOME']._serialized_end=1571
-  _globals['_INCARNATIONRECORD']._serialized_start=86
-  _globals['_INCARNATIONRECORD']._serialized_end=204
-  _globals['_MEMBER']._serialized_start=206
-  _globals['_MEMBER']._serialized_end=258
-  _globals['_PLANMANIFEST']._serialized_start=261
-  _globals['_PLANMANIFEST']._serialized_end=607
-  _globals['_DATAFILE']._serialized_start=609
-  _globals['_DATAFILE']._serialized_end=663
-  _globals['_VARYINGITEM']._serialized_start=665
-  _globals['_VARYINGITEM']._serialized_end=742
-  _globals['_RECEIPT']._serialized_start=745
-  _globals['_RECEIPT']._serialized_end=994
-  _globals['_RECEIPT_METRICSENTRY']._serialized_start=948
-  _globals['_RECEIPT_METRICSENTRY']._serialized_end=994
-  _globals['_DECISION']._serialized_start=997
-  _globals['_DECISION']._serialized_end=1410
-  _globals['_DECISION_METRICSENTRY']._serialized_start=948
-  _globals['_DECISION_METRICSENTRY']._serialized_end=994
-  _globals['_LEASE']._serialized_start=1412
-  _globals['_LEASE']._serialized_end=1496
+  _globals['_OUTCOME']._serialized_start=1515
+  _globals['_OUTCOME']._serialized_end=1588
+  _globals['_INCARNATIONRECORD']._serialized_start=87
+  _globals['_INCARNATIONRECORD']._serialized_end=221
+  _globals['_MEMBER']._serialized_start=223
+  _globals['_MEMBER']._serialized_end=275
+  _globals['_PLANMANIFEST']._serialized_start=278
+  _globals['_PLANMANIFEST']._serialized_end=624
+  _globals['_DATAFILE']._serialized_start=626
+  _globals['_DATAFILE']._serialized_end=680
+  _globals['_VARYINGITEM']._serialized_start=682
+  _globals['_VARYINGITEM']._serialized_end=759
+  _globals['_RECEIPT']._serialized_start=762
+  _globals['_RECEIPT']._serialized_end=1011
+  _globals['_RECEIPT_METRICSENTRY']._serialized_start=965
+  _globals['_RECEIPT_METRICSENTRY']._serialized_end=1011
+  _globals['_DECISION']._serialized_start=1014
+  _globals['_DECISION']._serialized_end=1427
+  _globals['_DECISION_METRICSENTRY']._serialized_start=965
+  _globals['_DECISION_METRICSENTRY']._serialized_end=1011
+  _globals['_LEASE']._serialized_start=1429
+  _globals['_LEASE']._serialized_end=1513
 # @@protoc_insertion_point(module_scope)

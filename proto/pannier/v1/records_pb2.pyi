@@ -19,20 +19,22 @@ OUTCOME_COMMIT: Outcome
 OUTCOME_ABORT: Outcome
 
 class IncarnationRecord(_message.Message):
-    __slots__ = ("number", "job", "incarnation", "created_at", "host", "apart")
+    __slots__ = ("number", "job", "incarnation", "created_at", "host", "apart", "launch")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     CREATED_AT_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     APART_FIELD_NUMBER: _ClassVar[int]
+    LAUNCH_FIELD_NUMBER: _ClassVar[int]
     number: int
     job: str
     incarnation: str
     created_at: float
     host: str
     apart: bool
-    def __init__(self, number: _Optional[int] = ..., job: _Optional[str] = ..., incarnation: _Optional[str] = ..., created_at: _Optional[float] = ..., host: _Optional[str] = ..., apart: bool = ...) -> None: ...
+    launch: str
+    def __init__(self, number: _Optional[int] = ..., job: _Optional[str] = ..., incarnation: _Optional[str] = ..., created_at: _Optional[float] = ..., host: _Optional[str] = ..., apart: bool = ..., launch: _Optional[str] = ...) -> None: ...
 
 class Member(_message.Message):
     __slots__ = ("rank", "host", "digest")

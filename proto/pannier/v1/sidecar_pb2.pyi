@@ -80,7 +80,7 @@ class RoomWanted(_message.Message):
     def __init__(self) -> None: ...
 
 class SaveContext(_message.Message):
-    __slots__ = ("save", "checkpoint_id", "ranks", "world_size", "rank", "host", "overwrite", "seen_incarnation", "apart")
+    __slots__ = ("save", "checkpoint_id", "ranks", "world_size", "rank", "host", "overwrite", "seen_incarnation", "apart", "launch")
     SAVE_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_ID_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
@@ -90,6 +90,7 @@ class SaveContext(_message.Message):
     OVERWRITE_FIELD_NUMBER: _ClassVar[int]
     SEEN_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     APART_FIELD_NUMBER: _ClassVar[int]
+    LAUNCH_FIELD_NUMBER: _ClassVar[int]
     save: _save_pb2.SaveId
     checkpoint_id: str
     ranks: _containers.RepeatedScalarFieldContainer[int]
@@ -99,7 +100,8 @@ class SaveContext(_message.Message):
     overwrite: _save_pb2.Overwrite
     seen_incarnation: int
     apart: bool
-    def __init__(self, save: _Optional[_Union[_save_pb2.SaveId, _Mapping]] = ..., checkpoint_id: _Optional[str] = ..., ranks: _Optional[_Iterable[int]] = ..., world_size: _Optional[int] = ..., rank: _Optional[int] = ..., host: _Optional[str] = ..., overwrite: _Optional[_Union[_save_pb2.Overwrite, str]] = ..., seen_incarnation: _Optional[int] = ..., apart: bool = ...) -> None: ...
+    launch: str
+    def __init__(self, save: _Optional[_Union[_save_pb2.SaveId, _Mapping]] = ..., checkpoint_id: _Optional[str] = ..., ranks: _Optional[_Iterable[int]] = ..., world_size: _Optional[int] = ..., rank: _Optional[int] = ..., host: _Optional[str] = ..., overwrite: _Optional[_Union[_save_pb2.Overwrite, str]] = ..., seen_incarnation: _Optional[int] = ..., apart: bool = ..., launch: _Optional[str] = ...) -> None: ...
 
 class PlanRequest(_message.Message):
     __slots__ = ("context", "plan", "digest", "timeout_s", "save_timeout_s", "wire_version", "cached_plan_id", "attempt", "prepare")

@@ -53,6 +53,7 @@ def check_context(context: sidecar_pb2.SaveContext) -> None:
     _at_most(len(context.ranks), MAX_RANKS, "ranks of a group")
     _at_most(context.world_size, MAX_WORLD, "processes of a job")
     _at_most(len(context.checkpoint_id.encode()), MAX_CHECKPOINT_ID, "bytes of a checkpoint id")
+    _at_most(len(context.launch), MAX_WORD, "characters of the launch")
     check_host(context.host)
     save, ranks = context.save, list(context.ranks)
     object_names.check_save_id(save)

@@ -40,6 +40,8 @@ class Claim:
     """The highest number below the root when it began; None: not known."""
     apart: bool = False
     """It saves beside the ranks of its job, and is not ordered among its incarnations."""
+    launch: str = ""
+    """The same for all starts of the job by its launcher; empty: not known."""
 
     def holds(self, record: records_pb2.IncarnationRecord) -> bool:
         """Whether the record is this incarnation's."""
@@ -48,6 +50,11 @@ class Claim:
     def concerns(self, record: records_pb2.IncarnationRecord) -> bool:
         """Whether the record is another incarnation's that supersedes this one or is superseded by it."""
         return record.job == self.job and not (self.apart or record.apart or self.holds(record))
+
+    def follows(self, record: records_pb2.IncarnationRecord) -> bool:
+        """Whether the record is of another start of the job, which may have had another name."""
+        same = self.job == record.job or (bool(self.launch) and self.launch == record.launch)
+        return same and not (self.apart or record.apart or self.holds(record))
 
 
 class Incarnations:
@@ -110,13 +117,13 @@ class Incarnations:
         await self._read_new(root)
         self._check(claim, number, root)
 
-    def earlier(self, claim: Claim, number: int) -> frozenset[str]:
-        """Ids of the job's incarnations before ``number``, as far as their records are known."""
-        return frozenset(
-            record.incarnation
+    def earlier(self, claim: Claim, number: int) -> dict[str, str]:
+        """The job's incarnations before ``number``, by id: the job name of each. No I/O."""
+        return {
+            record.incarnation: record.job
             for other, record in self._records.items()
-            if other < number and claim.concerns(record)
-        )
+            if other < number and claim.follows(record)
+        }
 
     def _check(self, claim: Claim, number: int, root: Store) -> None:
         newer = [
@@ -159,6 +166,7 @@ async def _create(root: Store, number: int, claim: Claim) -> records_pb2.Incarna
         created_at=time.time(),
         host=claim.host,
         apart=claim.apart,
+        launch=claim.launch,
     )
     point("coordinator.incarnation.before")
     try:

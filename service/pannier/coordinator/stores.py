@@ -146,15 +146,14 @@ class Stores:
 
     def earlier_incarnations(
         self, context: sidecar_pb2.SaveContext, attempt: object_names.Attempt
-    ) -> frozenset[str]:
-        """Ids of the job's earlier incarnations below the root, as of the last :meth:`check_newest`."""
+    ) -> dict[str, str]:
+        """The job's earlier incarnations below the root, as of the last :meth:`check_newest`.
+
+        Returns the job name of each by its id: each start may have another one.
+        """
         root, _ = object_names.split_checkpoint_id(context.checkpoint_id)
         known = self._incarnations.get(root)
-        return (
-            frozenset()
-            if known is None
-            else known.earlier(_claim(context), attempt.incarnation_number)
-        )
+        return {} if known is None else known.earlier(_claim(context), attempt.incarnation_number)
 
     async def _ask(
         self, root: str, ask: Callable[[Incarnations, Store], Awaitable[_Answer]]
@@ -177,6 +176,7 @@ def _claim(context: sidecar_pb2.SaveContext) -> Claim:
         host=context.host,
         seen=context.seen_incarnation if context.HasField("seen_incarnation") else None,
         apart=context.apart,
+        launch=context.launch,
     )
 
 

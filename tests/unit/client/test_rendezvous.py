@@ -1,5 +1,6 @@
 """How ranks settle which host has the coordinator: threads play them, on a store of this process."""
 
+import hashlib
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -196,6 +197,16 @@ def test_a_job_is_known_again(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert rendezvous.job_key(Settings()) == words
+    assert rendezvous.launch_id(Settings()) == hashlib.sha256(words.encode()).hexdigest()[:16]
+
+
+def test_a_job_on_one_host_is_not_taken_for_another_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PANNIER_JOB", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    assert rendezvous.launch_id(Settings()) == ""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    assert rendezvous.launch_id(Settings()) == ""
 
 
 def test_daemons_of_an_earlier_start_are_used_again(

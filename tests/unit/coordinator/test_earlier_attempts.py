@@ -233,6 +233,33 @@ def test_only_earlier_attempts_of_the_job_are_finished(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob(".metadata"))
 
 
+def test_starts_of_one_launcher_are_one_job_whatever_its_name(tmp_path: Path) -> None:
+    place = tmp_path / "step-3"
+    attempts = {}
+
+    async def main() -> None:
+        scene = Scene(tmp_path)
+        for incarnation, job, launch in (
+            ("aa", "job", "7"),
+            ("bb", "job-2", "8"),
+            ("cc", "job-3", "7"),
+        ):
+            who = context(0, str(tmp_path / "step-1"), incarnation=incarnation)
+            who.save.job, who.launch = job, launch
+            attempts[incarnation] = who, await scene.stores.attempt(who)
+            await scene.stores.check_newest(*attempts[incarnation])
+        write_attempt(place, LEFT, commit=False)
+        scene.earlier.begin(*attempts["bb"])
+        assert not scene.earlier.busy
+        scene.earlier.begin(*attempts["cc"])
+        await scene.done()
+        assert scene.state() == save_pb2.SAVE_STATE_COMMITTED
+        await scene.sweeper.stop()
+
+    asyncio.run(main())
+    assert (place / ".metadata").exists()
+
+
 def test_the_root_is_listed_once_for_an_incarnation_and_never_for_the_first(
     tmp_path: Path,
 ) -> None:

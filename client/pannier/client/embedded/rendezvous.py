@@ -6,6 +6,7 @@ or, if rank 0 doesn't save, of the first rank that does. One rank, the leader, d
 incarnation for all. Blocking.
 """
 
+import hashlib
 import json
 import logging
 import os
@@ -303,6 +304,14 @@ def job_key(settings: Settings) -> str:
         if name:
             return f"{kind} {name}"
     return f"at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+
+
+def launch_id(settings: Settings) -> str:
+    """Hash of :func:`job_key`, by which a coordinator knows earlier starts of the job; empty: not known."""
+    key = job_key(settings)
+    if key.startswith("at ") and addresses.is_loopback(os.environ.get("MASTER_ADDR", "localhost")):
+        return ""  # Each host may have such a job.
+    return hashlib.sha256(key.encode()).hexdigest()[:16]
 
 
 def _directory(settings: Settings, rendezvous: Rendezvous, own: HostInfo) -> Path:

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
@@ -166,7 +166,7 @@ class EarlierAttempts:
         self._begun.add(key)
         incarnations = self._stores.earlier_incarnations(context, attempt)
         if incarnations:
-            self._spawn(self._finish_all(root, context.save.job, incarnations), root)
+            self._spawn(self._finish_all(root, incarnations), root)
 
     async def stop(self) -> None:
         """Leaves all as they are: the job's next start looks again."""
@@ -184,27 +184,31 @@ class EarlierAttempts:
         if not ended.cancelled() and (error := ended.exception()) is not None:
             _log.error("what is left at %s isn't finished", ended.get_name(), exc_info=error)
 
-    async def _finish_all(self, root: str, job: str, incarnations: frozenset[str]) -> None:
-        found = await _retry(f"below {root}", lambda: self._find(root, job, incarnations))
+    async def _finish_all(self, root: str, jobs: Mapping[str, str]) -> None:
+        found = await _retry(f"below {root}", lambda: self._find(root, jobs))
         if found:
             _log.info(
-                "earlier starts of job %s left %d saves below %s undecided; they are finished: %s",
-                *(job, len(found), root, "; ".join(each.label for each in found)),
+                "earlier starts of the job left %d saves below %s undecided; they are finished: %s",
+                *(len(found), root, "; ".join(each.label for each in found)),
             )
         for each in found:
             self._spawn(self._finish(each), each.checkpoint_id)
 
-    async def _find(self, root: str, job: str, incarnations: frozenset[str]) -> list[_Earlier]:
-        """Lists the root once, and examines what doesn't show as finished."""
+    async def _find(self, root: str, jobs: Mapping[str, str]) -> list[_Earlier]:
+        """Lists the root once, and examines what doesn't show as finished.
+
+        Args:
+            jobs: by id of an earlier incarnation.
+        """
 
         def save_of(name: str) -> save_pb2.SaveId:
             save = object_names.Attempt.parse(name).save
-            save.job = job
+            save.job = jobs.get(save.incarnation, "")
             return save
 
         def wanted(name: str) -> bool:
             save = save_of(name)
-            return save.incarnation in incarnations and not self._is_known(save)
+            return save.incarnation in jobs and not self._is_known(save)
 
         store = self._stores.open_root(root)
         try:
