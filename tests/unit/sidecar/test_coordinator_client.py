@@ -1,4 +1,4 @@
-"""When the sidecar connects to its coordinator anew, and for how long it has had none."""
+"""When the sidecar connects to its coordinator again, and for how long it has had none."""
 
 import asyncio
 from pathlib import Path
