@@ -168,7 +168,7 @@ SIDECARS_CACHED_S: Final = 0.1 * SCALE
 """How long it is remembered whether all ranks have live sidecars: it is asked after each
 change."""
 RECEIPTS_S: Final = 10.0 * SCALE
-"""For storage to list receipts."""
+"""For storage to list receipts, or to show decisions."""
 STEP_AGAIN_S: Final = 0.2 * SCALE
 """First pause between tries of a step that storage must answer."""
 STEP_LONGEST_AGAIN_S: Final = 5.0 * SCALE

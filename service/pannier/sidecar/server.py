@@ -107,6 +107,7 @@ class Sidecar:
         try:
             while not await stop.wait(timeouts.CHECK_S):
                 if self._is_idle():
+                    await self._leave_undecided()
                     return
                 if self.auth is not None and self.auth.leaving and not self.saves.undecided():
                     return
@@ -126,12 +127,21 @@ class Sidecar:
         idle_s = min(saves_s, self._connections.idle_s() or 0.0)
         if idle_s < self.config.idle_exit_s:
             return False
-        left = "".join(
-            f"; save {save.key} to {save.checkpoint_id} is left to the job's next coordinator or `pannier recover`"
-            for save in self.saves.undecided()
-        )
-        _log.info("idle for %.0f s: exiting%s", idle_s, left)
+        _log.info("idle for %.0f s: exiting", idle_s)
         return True
+
+    async def _leave_undecided(self) -> None:
+        """Leaves saves whose outcome no coordinator has reported; all of them here is in storage."""
+        try:
+            await asyncio.wait_for(self._uploads.read_outcomes(), timeouts.RECEIPTS_S)
+        except asyncio.TimeoutError:
+            _log.warning("storage doesn't show how saves have ended")
+        for save in self.saves.undecided():
+            _log.info(
+                "save %s to %s is left to the job's next coordinator or `pannier recover`",
+                *(save.key, save.checkpoint_id),
+                extra=save.log_fields,
+            )
 
     async def tick(self) -> None:
         """Periodic upkeep; to be called every second or so. May take a moment."""

@@ -33,6 +33,7 @@ from support.actors.scripted import (
     status_of,
 )
 from support.processes.stretch import BOUND_S
+from support.storage.checkpoints import write_decision
 
 MIB = 1 << 20
 
@@ -993,17 +994,32 @@ def test_idle_exit_waits_for_clients_and_outcomes(host: Host) -> None:
     assert not waiting.is_alive()
 
 
-def test_idle_exit_without_a_coordinator_waits_for_no_outcome(host: Host) -> None:
+@pytest.mark.parametrize("aborted", [False, True])
+def test_idle_exit_without_a_coordinator_waits_for_no_outcome(host: Host, aborted: bool) -> None:
+    """Of an attempt that was aborted meanwhile it leaves nothing but the decision."""
     host.start(idle_exit_s=0.5)
     trainer = host.trainer()
     context = ingest(host, trainer, 1, b"x")
     host.coordinator.await_phase(context, save_pb2.RANK_PHASE_DURABLE)
     trainer.die()
     host.coordinator.stop()
+    (receipt,) = (path for path in Path(host.id()).glob(".pannier/*/receipts/0"))
+    attempt = receipt.parents[1].name
+    if aborted:
+        write_decision(Path(host.id()), attempt, records_pb2.OUTCOME_ABORT)
     waiting = threading.Thread(target=wait_for_exit, args=(host,))
     waiting.start()
     waiting.join(BOUND_S)
     assert not waiting.is_alive()
-    # The next coordinator finds these.
-    (receipt,) = (path for path in Path(host.id()).glob(".pannier/*/receipts/0"))
-    assert receipt.stat().st_size
+
+    def left() -> list[Path]:
+        files = (path for path in Path(host.id()).rglob("*") if path.is_file())
+        return [path for path in files if path.name != ".pannier-lock"]
+
+    if aborted:
+        decision = Path(host.id()) / object_names.decision(attempt)
+        await_true(lambda: left() == [decision], "the decision is all that is left")
+    else:
+        # The next coordinator finds these.
+        assert receipt in left()
+        assert len(left()) == 2

@@ -102,7 +102,7 @@ class _Earlier:
             attempt=self.found.attempt,
             state=save_pb2.SAVE_STATE_UPLOADING,
             created_at=self.created_at,
-            note="left undecided by an earlier start of the job; it is finished from storage",
+            note="left by an earlier start of the job; it is finished from storage",
         )
         durable = self.outcome is not None and self.outcome.end is End.COMMITTED
         for rank, host in self.found.members:
@@ -116,7 +116,7 @@ class _Earlier:
                 out.failures.add(rank=-1, kind=kind, message=self.outcome.reason)
         elif self.found.found is Found.UNDECIDED:
             out.waiting_on.ranks.extend(self.found.missing)
-            out.waiting_on.text = lacks(self.found)
+            out.waiting_on.text = f"an earlier start left it: {lacks(self.found)}"
             out.waiting_on.deadline_s = self.seconds_left
         return out
 

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+from pannier.attempts.decisions import read_decision
 from pannier.common import fault_points, timeouts
 from pannier.daemon.logging import bind
 from pannier.sidecar.save_registry import SaveRegistry
@@ -83,6 +84,36 @@ class Uploader:
         over = save.outcome is not None or (rank is not None and rank.phase in FAILED)
         if urgent and over:
             self._clean_up(save, rank)
+
+    async def read_outcomes(self) -> None:
+        """Ends saves that were decided without this sidecar, before it leaves without a coordinator.
+
+        Whoever aborts one later finds all objects of this sidecar; of one that was aborted before,
+        only this sidecar knows what it has uploaded since.
+        """
+        for save in self._saves.undecided():
+            attempt = next((rank.attempt for rank in save.ranks.values() if rank.attempt), "")
+            if not attempt:
+                continue
+            try:
+                decision = await read_decision(self._store(save), attempt, save.id)
+            except PannierError as error:
+                _log.warning("save %s: its outcome can't be read: %s", save.key, error)
+                continue
+            if decision is not None:
+                committed = decision.outcome == records_pb2.OUTCOME_COMMIT
+                self._saves.apply_status(
+                    save_pb2.SaveStatus(
+                        save=save.id,
+                        id=save.key,
+                        checkpoint_id=save.checkpoint_id,
+                        attempt=attempt,
+                        state=save_pb2.SAVE_STATE_COMMITTED
+                        if committed
+                        else save_pb2.SAVE_STATE_ABORTED,
+                        failures=decision.failures,
+                    )
+                )
 
     async def close(self) -> None:
         """Cancels all uploads, which leaves no half-written object; the journal knows what is left to do."""
