@@ -11,6 +11,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextvars import Context
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
@@ -20,6 +21,7 @@ from pannier.common import timeouts
 from pannier.common.retry import RetryPolicy
 from pannier.coordinator.background.superseded import Sweeper
 from pannier.coordinator.stores import Stores
+from pannier.daemon.logging import bind
 from pannier.daemon.status_registry import StatusRegistry
 from pannier.maintenance.inspect import by_checkpoint
 from pannier.maintenance.recover import (
@@ -68,6 +70,16 @@ class _Earlier:
     @property
     def label(self) -> str:
         return f"save {save_text(self.save)} to {self.checkpoint_id}"
+
+    @property
+    def log_fields(self) -> dict[str, str]:
+        """Fields of its log records (:mod:`pannier.daemon.logging`)."""
+        return {
+            "job": self.save.job,
+            "save": save_text(self.save),
+            "checkpoint": self.checkpoint_id,
+            "attempt": self.found.attempt,
+        }
 
     @property
     def seconds_left(self) -> float:
@@ -175,7 +187,9 @@ class EarlierAttempts:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _spawn(self, work: Coroutine[Any, Any, None], where: str) -> None:
-        task = asyncio.get_running_loop().create_task(work, name=where)
+        loop = asyncio.get_running_loop()
+        # Without the deadline and the log fields of the save that begins it.
+        task = Context().run(lambda: loop.create_task(work, name=where))
         self._tasks.add(task)
         task.add_done_callback(self._forget)
 
@@ -241,6 +255,7 @@ class EarlierAttempts:
         return earlier
 
     async def _finish(self, earlier: _Earlier) -> None:
+        bind(lambda: earlier.log_fields)
         key = save_text(earlier.save)
         self._status_registry.put(earlier.save, earlier.checkpoint_id, earlier.status)
         store = self._stores.open_root(earlier.checkpoint_id)
