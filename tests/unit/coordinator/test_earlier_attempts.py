@@ -12,7 +12,7 @@ from pannier.coordinator.background.earlier_attempts import EarlierAttempts
 from pannier.coordinator.background.superseded import Sweeper
 from pannier.coordinator.stores import Stores
 from pannier.daemon.status_registry import StatusRegistry
-from pannier.storage import ObjectInfo, StorageError, Store
+from pannier.storage import DeniedError, ObjectInfo, StorageError, Store
 from pannier.storage.base import limited
 from pannier.v1 import records_pb2, save_pb2
 from pannier.wire import object_names
@@ -36,9 +36,8 @@ class Counted(UnreliableStore):
     async def list(self, prefix: str = "") -> list[ObjectInfo]:
         if not prefix:
             self._places.listed.append(self.url)
-            if self._places.failing:
-                self._places.failing -= 1
-                raise StorageError("503")
+            if self._places.problems:
+                raise self._places.problems.pop()
         return await super().list(prefix)
 
     async def list_directories(self, prefix: str = "") -> Sequence[str]:
@@ -49,7 +48,7 @@ class Places(Stores):
     def __init__(self) -> None:
         super().__init__()
         self.listed: list[str] = []
-        self.failing = 0
+        self.problems: list[StorageError] = []
 
     def open_root(self, root: str) -> Store:
         return Counted(super().open_root(root), self)
@@ -284,13 +283,28 @@ def test_storage_that_does_not_answer_is_asked_again(
     write_attempt(tmp_path / "step-3", LEFT, commit=False)
 
     async def story(scene: Scene) -> None:
-        scene.stores.failing = 2
+        scene.stores.problems = [StorageError("503"), StorageError("503")]
         await scene.begin()
         await scene.done()
         assert scene.state() == save_pb2.SAVE_STATE_COMMITTED
 
     run(tmp_path, story)
     assert "503" in caplog.text
+
+
+def test_what_may_not_be_listed_is_left_and_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_attempt(tmp_path / "step-3", LEFT, commit=False)
+
+    async def story(scene: Scene) -> None:
+        scene.stores.problems = [DeniedError("403: storage.objects.list")]
+        await scene.begin()
+        await scene.done()
+        assert scene.status.list() == []
+
+    run(tmp_path, story)
+    assert f"left at {tmp_path} is left to the job's next start: 403" in caplog.text
 
 
 def test_what_sidecars_report_here_is_left_to_its_save(tmp_path: Path) -> None:

@@ -34,9 +34,10 @@ from pannier.maintenance.recover import (
     finish_attempt,
     lacks,
 )
-from pannier.storage import ObjectInfo, StorageError, Store
+from pannier.storage import DeniedError, NotFoundError, ObjectInfo, StorageError, Store
 from pannier.v1 import records_pb2, save_pb2, sidecar_pb2
 from pannier.wire import limits, object_names
+from pannier.wire.errors import PannierError
 from pannier.wire.object_names import save_text
 
 _log = logging.getLogger(__name__)
@@ -195,8 +196,13 @@ class EarlierAttempts:
 
     def _forget(self, ended: "asyncio.Task[None]") -> None:
         self._tasks.discard(ended)
-        if not ended.cancelled() and (error := ended.exception()) is not None:
-            _log.error("what is left at %s isn't finished", ended.get_name(), exc_info=error)
+        if ended.cancelled() or (error := ended.exception()) is None:
+            return
+        what = f"what earlier starts left at {ended.get_name()} is left to the job's next start"
+        if isinstance(error, PannierError):
+            _log.warning("%s: %s", what, error)
+        else:
+            _log.error("%s", what, exc_info=error)
 
     async def _finish_all(self, root: str, jobs: Mapping[str, str]) -> None:
         found = await _retry(f"below {root}", lambda: self._find(root, jobs))
@@ -206,7 +212,9 @@ class EarlierAttempts:
                 *(len(found), root, "; ".join(each.label for each in found)),
             )
         for each in found:
-            self._spawn(self._finish(each), each.checkpoint_id)
+            if not self._is_known(each.save):
+                self._status_registry.put(each.save, each.checkpoint_id, each.status)
+                self._spawn(self._finish(each), each.checkpoint_id)
 
     async def _find(self, root: str, jobs: Mapping[str, str]) -> list[_Earlier]:
         """Lists the root once, and examines what doesn't show as finished.
@@ -227,12 +235,11 @@ class EarlierAttempts:
         store = self._stores.open_root(root)
         try:
             checkpoints = await asyncio.to_thread(by_checkpoint, await store.list())
-            # Those in the root itself: deeper ones have other roots.
-            checkpoints = {name: each for name, each in checkpoints.items() if name.count("/") == 0}
             found = []
             for name, objects in checkpoints.items():
                 attempts = {object_names.attempt_of(info.key) for info in objects} - {""}
-                if name and any(map(wanted, attempts)):
+                # Deeper ones have other roots.
+                if name and "/" not in name and any(map(wanted, attempts)):
                     checkpoint_id = f"{root}{'' if root.endswith('/') else '/'}{name}"
                     place = self._stores.open_root(checkpoint_id)
                     try:
@@ -257,10 +264,11 @@ class EarlierAttempts:
     async def _finish(self, earlier: _Earlier) -> None:
         bind(lambda: earlier.log_fields)
         key = save_text(earlier.save)
-        self._status_registry.put(earlier.save, earlier.checkpoint_id, earlier.status)
         store = self._stores.open_root(earlier.checkpoint_id)
         try:
             outcome = await self._await_end(store, earlier)
+        except PannierError as error:
+            outcome = Outcome(earlier.found, End.UNDECIDED, str(error))
         finally:
             await store.close()
         if outcome is None:
@@ -340,14 +348,16 @@ async def _retry(
     step: Callable[[], Awaitable[_Answer]],
     on_error: Callable[[BaseException], None] = lambda error: None,
 ) -> _Answer:
-    """Runs a step until storage answers."""
+    """Runs a step until storage answers. Raises DeniedError and NotFoundError."""
 
     def note(error: BaseException) -> None:
         _log.warning("what earlier starts left %s can't be finished yet: %s", where, error)
         on_error(error)
 
     policy = RetryPolicy(
-        retriable=lambda error: isinstance(error, StorageError),
+        retriable=lambda error: (
+            isinstance(error, StorageError) and not isinstance(error, (DeniedError, NotFoundError))
+        ),
         first_s=timeouts.STEP_AGAIN_S,
         longest_s=timeouts.RESUME_LONGEST_CHECK_S,
         on_retry=note,
