@@ -88,7 +88,7 @@ class Uploader:
     async def read_outcomes(self) -> None:
         """Ends saves that were decided without this sidecar, before it leaves without a coordinator.
 
-        Whoever aborts one later finds all objects of this sidecar; of one that was aborted before,
+        A process that aborts one later finds all objects of this sidecar; of one that was aborted before,
         only this sidecar knows what it has uploaded since.
         """
         for save in self._saves.undecided():
