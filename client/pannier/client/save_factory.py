@@ -27,7 +27,6 @@ from pannier.client.options import checkpoint_path, reported_path
 from pannier.client.planning import stage_plan
 from pannier.client.planning.local_plan import PlannerRun
 from pannier.client.planning.plan_cache import PlanCache
-from pannier.client.planning.plan_confirmation import PlanConfirmation
 from pannier.client.process_group import check_single_process, is_alone
 from pannier.client.save_call import SaveCall
 from pannier.client.staging.deferred_copies import DeferredCopies
@@ -168,6 +167,8 @@ class SaveFactory:
                 on_busy=on_busy,
                 metrics=metrics,
                 deadline=deadline,
+                plan_timeout_s=self.settings.plan_timeout,
+                resume_after=lambda number: call.member.world.resume(call.group, number + 1),
                 on_ended=self.saves.end,
             )
             self.saves.add(task)
@@ -201,8 +202,9 @@ class SaveFactory:
                 return _request_plan(sidecar, context, run, wait_s, deadline.remaining())
 
             plan = stage_plan.resolve_plan(self._plans, spec, request_plan)
-            confirmation = self._confirmation(call, sidecar, plan, deadline)
-            task.planned(plan.attempt, plan.plan_id, confirmation)
+            task.planned(
+                plan.attempt, plan.plan_id, plan.unconfirmed, lambda: self._plans.drop(spec.scope)
+            )
             arena = aside(lambda: slot.hold(sidecar.arena(self.slots.pool, plan.sizes)))
             wait.end()
             staged = plan.stage(arena, devices)
@@ -302,25 +304,6 @@ class SaveFactory:
             _log.error("a save failed and its error was not retrieved: %s", error)
             # The log may have no reader.
             sys.excepthook(type(error), error, error.__traceback__)
-
-    def _confirmation(
-        self,
-        call: SaveCall,
-        sidecar: SidecarClient,
-        plan: stage_plan.StagePlan,
-        deadline: Deadline,
-    ) -> PlanConfirmation | None:
-        if plan.unconfirmed is None:
-            return None
-        world, group = call.member.world, call.group
-        return PlanConfirmation(
-            self._plans,
-            plan.unconfirmed,
-            sidecar.plan,
-            deadline=deadline,
-            wait_s=self.settings.plan_timeout,
-            resume_after=lambda number: world.resume(group, number + 1),
-        )
 
     def _disconnect_if_done(self) -> None:
         if self._closed and not self.saves:

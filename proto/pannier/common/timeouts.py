@@ -50,8 +50,6 @@ CALL_RETURN_S: Final = 1.0 * SCALE
 """For a sidecar to repeat a Plan call that broke off."""
 SIDECAR_RETURN_S: Final = 3.0 * SCALE
 """For a sidecar whose stream broke to attach again."""
-PLAN_RETURN_S: Final = 10.0 * SCALE
-"""For a sidecar to attach again and a trainer beside it to repeat its Plan call."""
 SUPERSEDED_RETURN_S: Final = 10.0 * SCALE
 """For a sidecar that was restarted beside a newer incarnation to attach."""
 SPLIT_S: Final = 2.0 * SCALE

@@ -10,26 +10,24 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class RankReport(_message.Message):
-    __slots__ = ("context", "attempt", "status", "receipt", "failure", "plan_id", "digest", "timeout_s", "save_timeout_s")
+    __slots__ = ("context", "attempt", "status", "receipt", "failure", "timeout_s", "save_timeout_s", "claim")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
     RECEIPT_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
-    PLAN_ID_FIELD_NUMBER: _ClassVar[int]
-    DIGEST_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     SAVE_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    CLAIM_FIELD_NUMBER: _ClassVar[int]
     context: _sidecar_pb2.SaveContext
     attempt: str
     status: _save_pb2.RankStatus
     receipt: _records_pb2.Receipt
     failure: _save_pb2.Failure
-    plan_id: str
-    digest: str
     timeout_s: float
     save_timeout_s: float
-    def __init__(self, context: _Optional[_Union[_sidecar_pb2.SaveContext, _Mapping]] = ..., attempt: _Optional[str] = ..., status: _Optional[_Union[_save_pb2.RankStatus, _Mapping]] = ..., receipt: _Optional[_Union[_records_pb2.Receipt, _Mapping]] = ..., failure: _Optional[_Union[_save_pb2.Failure, _Mapping]] = ..., plan_id: _Optional[str] = ..., digest: _Optional[str] = ..., timeout_s: _Optional[float] = ..., save_timeout_s: _Optional[float] = ...) -> None: ...
+    claim: _sidecar_pb2.CachedPlanClaim
+    def __init__(self, context: _Optional[_Union[_sidecar_pb2.SaveContext, _Mapping]] = ..., attempt: _Optional[str] = ..., status: _Optional[_Union[_save_pb2.RankStatus, _Mapping]] = ..., receipt: _Optional[_Union[_records_pb2.Receipt, _Mapping]] = ..., failure: _Optional[_Union[_save_pb2.Failure, _Mapping]] = ..., timeout_s: _Optional[float] = ..., save_timeout_s: _Optional[float] = ..., claim: _Optional[_Union[_sidecar_pb2.CachedPlanClaim, _Mapping]] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
     __slots__ = ("wire_version", "host", "sidecar", "reports", "watched", "trainers", "job")

@@ -11,7 +11,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class JournalRecord(_message.Message):
-    __slots__ = ("part", "begun", "opened", "held", "ingested", "durable", "stored", "failed", "ended", "forgotten")
+    __slots__ = ("part", "begun", "opened", "held", "ingested", "durable", "stored", "failed", "ended", "forgotten", "confirmed")
     PART_FIELD_NUMBER: _ClassVar[int]
     BEGUN_FIELD_NUMBER: _ClassVar[int]
     OPENED_FIELD_NUMBER: _ClassVar[int]
@@ -22,6 +22,7 @@ class JournalRecord(_message.Message):
     FAILED_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
     FORGOTTEN_FIELD_NUMBER: _ClassVar[int]
+    CONFIRMED_FIELD_NUMBER: _ClassVar[int]
     part: int
     begun: PartBegun
     opened: FileOpened
@@ -32,15 +33,17 @@ class JournalRecord(_message.Message):
     failed: _save_pb2.Failure
     ended: PartEnded
     forgotten: PartForgotten
-    def __init__(self, part: _Optional[int] = ..., begun: _Optional[_Union[PartBegun, _Mapping]] = ..., opened: _Optional[_Union[FileOpened, _Mapping]] = ..., held: _Optional[_Union[FileHeld, _Mapping]] = ..., ingested: _Optional[_Union[_records_pb2.Receipt, _Mapping]] = ..., durable: _Optional[_Union[FileDurable, _Mapping]] = ..., stored: _Optional[_Union[ReceiptStored, _Mapping]] = ..., failed: _Optional[_Union[_save_pb2.Failure, _Mapping]] = ..., ended: _Optional[_Union[PartEnded, _Mapping]] = ..., forgotten: _Optional[_Union[PartForgotten, _Mapping]] = ...) -> None: ...
+    confirmed: PlanConfirmed
+    def __init__(self, part: _Optional[int] = ..., begun: _Optional[_Union[PartBegun, _Mapping]] = ..., opened: _Optional[_Union[FileOpened, _Mapping]] = ..., held: _Optional[_Union[FileHeld, _Mapping]] = ..., ingested: _Optional[_Union[_records_pb2.Receipt, _Mapping]] = ..., durable: _Optional[_Union[FileDurable, _Mapping]] = ..., stored: _Optional[_Union[ReceiptStored, _Mapping]] = ..., failed: _Optional[_Union[_save_pb2.Failure, _Mapping]] = ..., ended: _Optional[_Union[PartEnded, _Mapping]] = ..., forgotten: _Optional[_Union[PartForgotten, _Mapping]] = ..., confirmed: _Optional[_Union[PlanConfirmed, _Mapping]] = ...) -> None: ...
 
 class PartBegun(_message.Message):
-    __slots__ = ("context", "attempt", "plan_id", "planned", "files", "created_at", "save_timeout_s", "boot_id", "boot_time_s")
+    __slots__ = ("context", "attempt", "plan_id", "planned", "files", "claim", "created_at", "save_timeout_s", "boot_id", "boot_time_s")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PLAN_ID_FIELD_NUMBER: _ClassVar[int]
     PLANNED_FIELD_NUMBER: _ClassVar[int]
     FILES_FIELD_NUMBER: _ClassVar[int]
+    CLAIM_FIELD_NUMBER: _ClassVar[int]
     CREATED_AT_FIELD_NUMBER: _ClassVar[int]
     SAVE_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
@@ -50,11 +53,12 @@ class PartBegun(_message.Message):
     plan_id: str
     planned: bool
     files: _containers.RepeatedCompositeFieldContainer[_plan_pb2.PlannedFile]
+    claim: _sidecar_pb2.CachedPlanClaim
     created_at: float
     save_timeout_s: float
     boot_id: str
     boot_time_s: float
-    def __init__(self, context: _Optional[_Union[_sidecar_pb2.SaveContext, _Mapping]] = ..., attempt: _Optional[str] = ..., plan_id: _Optional[str] = ..., planned: bool = ..., files: _Optional[_Iterable[_Union[_plan_pb2.PlannedFile, _Mapping]]] = ..., created_at: _Optional[float] = ..., save_timeout_s: _Optional[float] = ..., boot_id: _Optional[str] = ..., boot_time_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, context: _Optional[_Union[_sidecar_pb2.SaveContext, _Mapping]] = ..., attempt: _Optional[str] = ..., plan_id: _Optional[str] = ..., planned: bool = ..., files: _Optional[_Iterable[_Union[_plan_pb2.PlannedFile, _Mapping]]] = ..., claim: _Optional[_Union[_sidecar_pb2.CachedPlanClaim, _Mapping]] = ..., created_at: _Optional[float] = ..., save_timeout_s: _Optional[float] = ..., boot_id: _Optional[str] = ..., boot_time_s: _Optional[float] = ...) -> None: ...
 
 class FileOpened(_message.Message):
     __slots__ = ("name", "size", "spool_file", "stamp")
@@ -99,3 +103,9 @@ class PartEnded(_message.Message):
 class PartForgotten(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class PlanConfirmed(_message.Message):
+    __slots__ = ("plan_id",)
+    PLAN_ID_FIELD_NUMBER: _ClassVar[int]
+    plan_id: str
+    def __init__(self, plan_id: _Optional[str] = ...) -> None: ...

@@ -25,6 +25,7 @@ class RankPhase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     RANK_PHASE_MISSING: _ClassVar[RankPhase]
     RANK_PHASE_PLANNED: _ClassVar[RankPhase]
     RANK_PHASE_STREAMING: _ClassVar[RankPhase]
+    RANK_PHASE_HANDED_OVER: _ClassVar[RankPhase]
     RANK_PHASE_INGESTED: _ClassVar[RankPhase]
     RANK_PHASE_DURABLE: _ClassVar[RankPhase]
     RANK_PHASE_FAILED: _ClassVar[RankPhase]
@@ -62,6 +63,7 @@ RANK_PHASE_UNSPECIFIED: RankPhase
 RANK_PHASE_MISSING: RankPhase
 RANK_PHASE_PLANNED: RankPhase
 RANK_PHASE_STREAMING: RankPhase
+RANK_PHASE_HANDED_OVER: RankPhase
 RANK_PHASE_INGESTED: RankPhase
 RANK_PHASE_DURABLE: RankPhase
 RANK_PHASE_FAILED: RankPhase
@@ -152,7 +154,7 @@ class WaitingOn(_message.Message):
     def __init__(self, ranks: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., deadline_s: _Optional[float] = ...) -> None: ...
 
 class SaveStatus(_message.Message):
-    __slots__ = ("save", "id", "checkpoint_id", "attempt", "state", "ranks", "failures", "waiting_on", "created_at", "planned_s", "ingested_s", "durable_s", "committed_s", "bytes_total", "note", "plan_id", "full_plan_requested")
+    __slots__ = ("save", "id", "checkpoint_id", "attempt", "state", "ranks", "failures", "waiting_on", "created_at", "planned_s", "ingested_s", "durable_s", "committed_s", "bytes_total", "note", "plan_id", "full_plan_requested", "equal_plan_ids")
     SAVE_FIELD_NUMBER: _ClassVar[int]
     ID_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_ID_FIELD_NUMBER: _ClassVar[int]
@@ -170,6 +172,7 @@ class SaveStatus(_message.Message):
     NOTE_FIELD_NUMBER: _ClassVar[int]
     PLAN_ID_FIELD_NUMBER: _ClassVar[int]
     FULL_PLAN_REQUESTED_FIELD_NUMBER: _ClassVar[int]
+    EQUAL_PLAN_IDS_FIELD_NUMBER: _ClassVar[int]
     save: SaveId
     id: str
     checkpoint_id: str
@@ -187,7 +190,8 @@ class SaveStatus(_message.Message):
     note: str
     plan_id: str
     full_plan_requested: bool
-    def __init__(self, save: _Optional[_Union[SaveId, _Mapping]] = ..., id: _Optional[str] = ..., checkpoint_id: _Optional[str] = ..., attempt: _Optional[str] = ..., state: _Optional[_Union[SaveState, str]] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[Failure, _Mapping]]] = ..., waiting_on: _Optional[_Union[WaitingOn, _Mapping]] = ..., created_at: _Optional[float] = ..., planned_s: _Optional[float] = ..., ingested_s: _Optional[float] = ..., durable_s: _Optional[float] = ..., committed_s: _Optional[float] = ..., bytes_total: _Optional[int] = ..., note: _Optional[str] = ..., plan_id: _Optional[str] = ..., full_plan_requested: bool = ...) -> None: ...
+    equal_plan_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, save: _Optional[_Union[SaveId, _Mapping]] = ..., id: _Optional[str] = ..., checkpoint_id: _Optional[str] = ..., attempt: _Optional[str] = ..., state: _Optional[_Union[SaveState, str]] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[Failure, _Mapping]]] = ..., waiting_on: _Optional[_Union[WaitingOn, _Mapping]] = ..., created_at: _Optional[float] = ..., planned_s: _Optional[float] = ..., ingested_s: _Optional[float] = ..., durable_s: _Optional[float] = ..., committed_s: _Optional[float] = ..., bytes_total: _Optional[int] = ..., note: _Optional[str] = ..., plan_id: _Optional[str] = ..., full_plan_requested: bool = ..., equal_plan_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ErrorDetail(_message.Message):
     __slots__ = ("type", "message", "failures", "resume_at")

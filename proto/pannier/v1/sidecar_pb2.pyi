@@ -104,15 +104,13 @@ class SaveContext(_message.Message):
     def __init__(self, save: _Optional[_Union[_save_pb2.SaveId, _Mapping]] = ..., checkpoint_id: _Optional[str] = ..., ranks: _Optional[_Iterable[int]] = ..., world_size: _Optional[int] = ..., rank: _Optional[int] = ..., host: _Optional[str] = ..., overwrite: _Optional[_Union[_save_pb2.Overwrite, str]] = ..., seen_incarnation: _Optional[int] = ..., apart: bool = ..., launch: _Optional[str] = ...) -> None: ...
 
 class PlanRequest(_message.Message):
-    __slots__ = ("context", "plan", "digest", "timeout_s", "save_timeout_s", "wire_version", "cached_plan_id", "attempt", "prepare")
+    __slots__ = ("context", "plan", "digest", "timeout_s", "save_timeout_s", "wire_version", "prepare")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     SAVE_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     WIRE_VERSION_FIELD_NUMBER: _ClassVar[int]
-    CACHED_PLAN_ID_FIELD_NUMBER: _ClassVar[int]
-    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PREPARE_FIELD_NUMBER: _ClassVar[int]
     context: SaveContext
     plan: _plan_pb2.LocalPlan
@@ -120,18 +118,28 @@ class PlanRequest(_message.Message):
     timeout_s: float
     save_timeout_s: float
     wire_version: int
-    cached_plan_id: str
-    attempt: str
     prepare: bool
-    def __init__(self, context: _Optional[_Union[SaveContext, _Mapping]] = ..., plan: _Optional[_Union[_plan_pb2.LocalPlan, _Mapping]] = ..., digest: _Optional[str] = ..., timeout_s: _Optional[float] = ..., save_timeout_s: _Optional[float] = ..., wire_version: _Optional[int] = ..., cached_plan_id: _Optional[str] = ..., attempt: _Optional[str] = ..., prepare: bool = ...) -> None: ...
+    def __init__(self, context: _Optional[_Union[SaveContext, _Mapping]] = ..., plan: _Optional[_Union[_plan_pb2.LocalPlan, _Mapping]] = ..., digest: _Optional[str] = ..., timeout_s: _Optional[float] = ..., save_timeout_s: _Optional[float] = ..., wire_version: _Optional[int] = ..., prepare: bool = ...) -> None: ...
 
 class PlanResponse(_message.Message):
-    __slots__ = ("plan", "full_plan_requested")
+    __slots__ = ("plan",)
     PLAN_FIELD_NUMBER: _ClassVar[int]
-    FULL_PLAN_REQUESTED_FIELD_NUMBER: _ClassVar[int]
     plan: _plan_pb2.FinalPlan
-    full_plan_requested: bool
-    def __init__(self, plan: _Optional[_Union[_plan_pb2.FinalPlan, _Mapping]] = ..., full_plan_requested: bool = ...) -> None: ...
+    def __init__(self, plan: _Optional[_Union[_plan_pb2.FinalPlan, _Mapping]] = ...) -> None: ...
+
+class CachedPlanClaim(_message.Message):
+    __slots__ = ("plan_id", "digest", "attempt", "checkpoint_id", "timeout_s")
+    PLAN_ID_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_ID_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    plan_id: str
+    digest: str
+    attempt: str
+    checkpoint_id: str
+    timeout_s: float
+    def __init__(self, plan_id: _Optional[str] = ..., digest: _Optional[str] = ..., attempt: _Optional[str] = ..., checkpoint_id: _Optional[str] = ..., timeout_s: _Optional[float] = ...) -> None: ...
 
 class BeginRequest(_message.Message):
     __slots__ = ("context", "save_timeout_s", "wire_version")
@@ -150,20 +158,22 @@ class BeginResponse(_message.Message):
     def __init__(self, attempt: _Optional[str] = ...) -> None: ...
 
 class FileHeader(_message.Message):
-    __slots__ = ("context", "attempt", "name", "size", "reason", "save_timeout_s")
+    __slots__ = ("context", "attempt", "name", "size", "reason", "claim", "save_timeout_s")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     SIZE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    CLAIM_FIELD_NUMBER: _ClassVar[int]
     SAVE_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     context: SaveContext
     attempt: str
     name: str
     size: int
     reason: str
+    claim: CachedPlanClaim
     save_timeout_s: float
-    def __init__(self, context: _Optional[_Union[SaveContext, _Mapping]] = ..., attempt: _Optional[str] = ..., name: _Optional[str] = ..., size: _Optional[int] = ..., reason: _Optional[str] = ..., save_timeout_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, context: _Optional[_Union[SaveContext, _Mapping]] = ..., attempt: _Optional[str] = ..., name: _Optional[str] = ..., size: _Optional[int] = ..., reason: _Optional[str] = ..., claim: _Optional[_Union[CachedPlanClaim, _Mapping]] = ..., save_timeout_s: _Optional[float] = ...) -> None: ...
 
 class WriteRequest(_message.Message):
     __slots__ = ("header", "offset", "crc32c", "data")
@@ -242,7 +252,7 @@ class MappedFile(_message.Message):
     def __init__(self, name: _Optional[str] = ..., spool_file: _Optional[str] = ..., stamp: _Optional[bytes] = ...) -> None: ...
 
 class HandOverRequest(_message.Message):
-    __slots__ = ("context", "attempt", "plan_id", "files", "varying", "mapped", "stalled_s", "metrics", "save_timeout_s")
+    __slots__ = ("context", "attempt", "plan_id", "files", "varying", "mapped", "stalled_s", "metrics", "claim", "save_timeout_s")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -258,6 +268,7 @@ class HandOverRequest(_message.Message):
     MAPPED_FIELD_NUMBER: _ClassVar[int]
     STALLED_S_FIELD_NUMBER: _ClassVar[int]
     METRICS_FIELD_NUMBER: _ClassVar[int]
+    CLAIM_FIELD_NUMBER: _ClassVar[int]
     SAVE_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     context: SaveContext
     attempt: str
@@ -267,8 +278,9 @@ class HandOverRequest(_message.Message):
     mapped: _containers.RepeatedCompositeFieldContainer[MappedFile]
     stalled_s: float
     metrics: _containers.ScalarMap[str, float]
+    claim: CachedPlanClaim
     save_timeout_s: float
-    def __init__(self, context: _Optional[_Union[SaveContext, _Mapping]] = ..., attempt: _Optional[str] = ..., plan_id: _Optional[str] = ..., files: _Optional[_Iterable[_Union[_records_pb2.DataFile, _Mapping]]] = ..., varying: _Optional[_Iterable[_Union[_records_pb2.VaryingItem, _Mapping]]] = ..., mapped: _Optional[_Iterable[_Union[MappedFile, _Mapping]]] = ..., stalled_s: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ..., save_timeout_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, context: _Optional[_Union[SaveContext, _Mapping]] = ..., attempt: _Optional[str] = ..., plan_id: _Optional[str] = ..., files: _Optional[_Iterable[_Union[_records_pb2.DataFile, _Mapping]]] = ..., varying: _Optional[_Iterable[_Union[_records_pb2.VaryingItem, _Mapping]]] = ..., mapped: _Optional[_Iterable[_Union[MappedFile, _Mapping]]] = ..., stalled_s: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ..., claim: _Optional[_Union[CachedPlanClaim, _Mapping]] = ..., save_timeout_s: _Optional[float] = ...) -> None: ...
 
 class HandOverResponse(_message.Message):
     __slots__ = ()

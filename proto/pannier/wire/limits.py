@@ -124,10 +124,17 @@ def check_plan(request: sidecar_pb2.PlanRequest) -> None:
     _check_items(plan.items, MAX_ITEMS, "items of a rank's plan")
     for column in (plan.head, plan.body, plan.tail):
         _at_most(column_length(column), MAX_ITEMS, "items of a rank's plan")
-    check_words(
-        digest=request.digest, cached_plan_id=request.cached_plan_id, attempt=request.attempt
-    )
+    check_words(digest=request.digest)
     check_seconds(timeout_s=request.timeout_s, save_timeout_s=request.save_timeout_s)
+
+
+def check_claim(claim: sidecar_pb2.CachedPlanClaim) -> None:
+    """The sizes in a claim, which names at least a plan and a digest."""
+    if not (claim.plan_id and claim.digest):
+        raise InvalidRequestError("a cached-plan claim has no plan id or no digest")
+    check_words(plan_id=claim.plan_id, digest=claim.digest, attempt=claim.attempt)
+    _at_most(len(claim.checkpoint_id), MAX_TEXT, "characters of a checkpoint id")
+    check_seconds(timeout_s=claim.timeout_s)
 
 
 def check_metadata(metadata: plan_pb2.GlobalMetadata) -> None:
@@ -147,6 +154,8 @@ def check_hand_over(request: sidecar_pb2.HandOverRequest) -> None:
     check_metrics(request.metrics)
     check_words(attempt=request.attempt, plan_id=request.plan_id)
     check_seconds(save_timeout_s=request.save_timeout_s)
+    if request.HasField("claim"):
+        check_claim(request.claim)
 
 
 def check_reserve(request: sidecar_pb2.ReserveRequest) -> None:

@@ -140,6 +140,16 @@ def data_prefix(attempt: str) -> str:
     return f"__{attempt}_"
 
 
+def data_suffixes(attempt: str, names: Sequence[str]) -> list[str]:
+    """The names of an attempt's data files without its prefix. Raises InvalidRequestError for others."""
+    prefix = data_prefix(attempt)
+    if not all(name.startswith(prefix) for name in names):
+        raise InvalidRequestError(
+            f"data files of {attempt} must begin with {prefix}: {list(names[:4])}"
+        )
+    return [name.removeprefix(prefix) for name in names]
+
+
 def data_suffix(rank: int, index: int) -> str:
     """Rest of the name of a rank's ``index``-th data file, without the attempt."""
     return f"{rank}_{index}.distcp"

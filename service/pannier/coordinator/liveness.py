@@ -3,7 +3,7 @@
 In: streams of sidecars as they open and close, their reports about trainers, and saves as they
 change. Out: failures of ranks that are certainly lost; possible losses, which fail a save unless the
 rank's receipt is in storage; log lines about ranks and sidecars that miss heartbeats. A rank that was
-not ingested is no possible loss of its sidecar: its client streams everything again. Owns the
+not handed over is no possible loss of its sidecar: its client streams everything again. Owns the
 :class:`SidecarPeer` objects. Event loop only; no I/O.
 """
 
@@ -11,8 +11,10 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable
+from typing import Final
 
 from pannier.common import observer_clock, timeouts
+from pannier.common.rank_phase import has_reached
 from pannier.common.wait_text import waiting_text
 from pannier.coordinator.saves import save_view
 from pannier.coordinator.saves.participants import RankState, SidecarPeer
@@ -24,6 +26,8 @@ from pannier.wire import limits, object_names
 from pannier.wire.failures import ranks_text
 
 _log = logging.getLogger(__name__)
+
+_HANDED_OVER: Final = save_pb2.RANK_PHASE_HANDED_OVER
 
 
 class _DelayedCheck:
@@ -56,7 +60,6 @@ class SidecarPeers:
         self._registry = registry
         self._peers: dict[tuple[str, str], SidecarPeer] = {}
         self._return = _DelayedCheck(timeouts.SIDECAR_RETURN_S, self._check_hosts)
-        self._plan_return = _DelayedCheck(timeouts.PLAN_RETURN_S, self._check_planning)
 
     def open_stream(self, host: str, sidecar: str, job: str = "") -> SidecarPeer:
         """Registers a stream; its first request reports all that the sidecar holds."""
@@ -76,7 +79,6 @@ class SidecarPeers:
         """Registers the end of a stream."""
         peer.streams -= 1
         self._return.add(peer.host)
-        self._plan_return.add(peer.host)
 
     def attached(self) -> list[SidecarPeer]:
         """Sidecars with an open stream."""
@@ -107,28 +109,9 @@ class SidecarPeers:
                     old is not None
                     and old.host in hosts
                     and old.since < newest.get((old.host, old.job), 0.0)
-                    and state.phase == save_pb2.RANK_PHASE_INGESTED
+                    and state.phase in (_HANDED_OVER, save_pb2.RANK_PHASE_INGESTED)
                 ):
                     self._report_restart(save, state)
-
-    def _check_planning(self, hosts: Collection[str]) -> None:
-        """Fails ranks with a cached-plan claim whose sidecar is still disconnected.
-
-        A rank that waits in a Plan call needs no such check: its call breaks off.
-        """
-        for save in self._registry.undecided():
-            if save.state is not State.PLANNING:
-                continue
-            for claim in save.plans.unconfirmed:
-                state = save.ranks[claim.rank]
-                if state.host in hosts and state.lost_sidecar:
-                    save.fail(
-                        save_pb2.FAILURE_KIND_LOST,
-                        f"the sidecar on host {state.host} is disconnected: it ended while the "
-                        "save was planned",
-                        state.rank,
-                        timed_out=True,
-                    )
 
     def _report_restart(self, save: Save, state: RankState) -> None:
         if state.receipt is not None or state.has_live_sidecar:
@@ -169,7 +152,8 @@ def _apply_trainer_report(
         return  # the rank runs on another host
     if trainer.death:
         # For a rank that has handed in a plan or data, its sidecar reports what became of that.
-        missing = state.phase <= save_pb2.RANK_PHASE_MISSING and state.receipt is None
+        took_part = has_reached(state.phase, save_pb2.RANK_PHASE_PLANNED)
+        missing = not took_part and state.receipt is None
         if missing and not save.resumed and save.state in (State.PLANNING, State.STAGING):
             save.fail(
                 save_pb2.FAILURE_KIND_LOST,
@@ -220,11 +204,11 @@ class IncarnationWatch:
         observer_clock.call_later(timeouts.SUPERSEDED_RETURN_S, self._check, save, newer)
 
     def _check(self, save: Save, newer: int) -> None:
-        # While a save is planned its ranks wait in calls, which end with their trainers.
+        # While a save is planned its ranks are reported or wait in calls, which end with their trainers.
         if save.state is State.PLANNING:
             return
         for state in save.ranks.values():
-            if state.phase < save_pb2.RANK_PHASE_INGESTED and not state.has_live_sidecar:
+            if not (has_reached(state.phase, _HANDED_OVER) or state.has_live_sidecar):
                 save.report_possible_loss(
                     save_pb2.Failure(
                         rank=state.rank,

@@ -14,12 +14,12 @@ from typing import Any, Final
 import grpc
 
 from pannier.common import timeouts
+from pannier.common.rank_phase import has_reached
 from pannier.coordinator.planning.columns import RankPlan
 from pannier.coordinator.planning.custom_planners import Planners
 from pannier.coordinator.planning.plan_cache import AgreedPlan, PlanCache
 from pannier.coordinator.saves import save_view
 from pannier.coordinator.saves.admission import admit, check_destination
-from pannier.coordinator.saves.participants import CachedPlanClaim
 from pannier.coordinator.saves.registry import Registry
 from pannier.coordinator.saves.save import Save
 from pannier.coordinator.saves.save_spec import DisagreementError
@@ -29,11 +29,10 @@ from pannier.coordinator.stores import Stores
 from pannier.v1 import (
     coordinator_pb2,
     coordinator_pb2_grpc,
-    plan_pb2,
     save_pb2,
     sidecar_pb2,
 )
-from pannier.wire import limits, object_names
+from pannier.wire import limits
 from pannier.wire.errors import (
     DeadlineError,
     InvalidRequestError,
@@ -93,19 +92,13 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         rank = request.context.rank
         await self._keep_in_step(request)
         save = self._enter(request.context)
-        claimed = self._admit(save, request)
-        attempt = request.attempt
+        self._admit(save, request)
         del request
-        await self._wait_planned(save, rank, claimed=claimed)
+        await self._wait_planned(save, rank)
         if save.failing:
             raise save.error()
-        if claimed and save.state is State.PLANNING:
-            return sidecar_pb2.PlanResponse(full_plan_requested=True)
         plan = self._agreed_plan(save)
         save.ranks[rank].advance(save_pb2.RANK_PHASE_PLANNED)
-        if claimed:
-            agreed = plan_pb2.FinalPlan(plan_id=plan.plan_id, attempt=attempt)
-            return sidecar_pb2.PlanResponse(plan=agreed)
         assert save.attempt is not None
         return sidecar_pb2.PlanResponse(plan=plan.final_plan(rank, save.attempt.name))
 
@@ -178,7 +171,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         failure = limits.shortened(request.failure)
         failure.rank = rank
         failure.host = failure.host or request.context.host
-        ingested = save.ranks[rank].phase >= save_pb2.RANK_PHASE_INGESTED
+        ingested = has_reached(save.ranks[rank].phase, save_pb2.RANK_PHASE_INGESTED)
         if not (ingested and failure.kind == save_pb2.FAILURE_KIND_LOST):
             save.fail_ranks([failure])
         return sidecar_pb2.FailResponse()
@@ -213,27 +206,16 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         check_destination(save, self._stores, context.rank)
         return save
 
-    def _admit(self, save: Save, request: sidecar_pb2.PlanRequest) -> bool:
-        """Records the rank's plan, or its claim to go by a cached one; whether it is a claim.
-
-        Raises SaveAbortedError, InvalidRequestError.
-        """
+    def _admit(self, save: Save, request: sidecar_pb2.PlanRequest) -> None:
+        """Records the rank's plan. Raises SaveAbortedError, InvalidRequestError."""
         rank, host = request.context.rank, request.context.host
         save.participants.note_call(rank)
-        given: RankPlan | CachedPlanClaim
-        claimed = bool(request.cached_plan_id) and not request.HasField("plan")
-        if claimed:
-            object_names.Attempt.parse(request.attempt)
-            given = CachedPlanClaim(
-                rank, host, request.digest, request.cached_plan_id, request.attempt
-            )
-        else:
-            given = RankPlan(rank, host, request.digest, request.plan)
-            try:
-                self._planners.check(request.plan.options)
-            except InvalidRequestError as error:
-                save.fail(save_pb2.FAILURE_KIND_INVALID_PLAN, str(error), rank)
-                raise
+        given = RankPlan(rank, host, request.digest, request.plan)
+        try:
+            self._planners.check(request.plan.options)
+        except InvalidRequestError as error:
+            save.fail(save_pb2.FAILURE_KIND_INVALID_PLAN, str(error), rank)
+            raise
         if save.ended and not (save.state is State.PREPARED and request.prepare):
             if save.failing:
                 raise save.error()
@@ -241,7 +223,6 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         save.deadlines.report(rank, request.timeout_s, request.save_timeout_s)
         admit(save, given, mode=PlanMode.PREPARE if request.prepare else PlanMode.SAVE)
         save.notify()
-        return claimed
 
     def _agreed_plan(self, save: Save) -> AgreedPlan:
         """The agreed plan of a save. Raises InvalidRequestError when it isn't kept any more."""
@@ -252,13 +233,13 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
             raise InvalidRequestError(f"{save.label} is {save.state.name}: it takes no more plans")
         return plan
 
-    async def _wait_planned(self, save: Save, rank: int, *, claimed: bool) -> None:
+    async def _wait_planned(self, save: Save, rank: int) -> None:
         """See :meth:`Save.wait_planned`. A rank whose call breaks off soon counts as lost."""
         caller = (save.key, rank)
         self._callers[caller] += 1
         broken = True
         try:
-            await save.wait_planned(claimed=claimed)
+            await save.wait_planned()
             broken = False
         finally:
             self._callers[caller] -= 1
@@ -274,7 +255,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
             # The sidecar is disconnected, too: it may have gone to another coordinator, which has
             # adopted this plan. Storage shows that, or the deadline passes.
             return
-        unplanned = state.phase < save_pb2.RANK_PHASE_PLANNED
+        unplanned = not has_reached(state.phase, save_pb2.RANK_PHASE_PLANNED)
         if unplanned and not self._callers[(save.key, rank)] and not save.deciding:
             save.fail(
                 save_pb2.FAILURE_KIND_LOST,

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator
 from typing import Final
 
 from pannier.common import observer_clock, timeouts
+from pannier.common.rank_phase import has_reached
 from pannier.coordinator.liveness import SidecarPeers, apply_trainer_reports
 from pannier.coordinator.saves import save_view
 from pannier.coordinator.saves.admission import admit, check_destination
@@ -143,7 +144,7 @@ class SidecarStreams:
                 stream,
                 report.context,
                 # While draining, a save that a rank would begin by a cached-plan claim is refused.
-                known=not (report.plan_id and _claims_plan(report)),
+                known=not report.HasField("claim"),
                 failing=report.HasField("failure"),
             )
             if save is None:
@@ -218,8 +219,9 @@ class SidecarStreams:
             rank, peer, status if limits.is_short(status) else limits.shortened_status(status)
         )
         save.deadlines.report(rank, *_deadlines(report))
-        if report.plan_id and _claims_plan(report):
-            self._admit_claim(save, report)
+        if report.HasField("claim"):
+            if not report.HasField("failure"):
+                self._admit_claim(save, report)
         elif report.attempt:
             self._check_attempt(save, report)
         if report.HasField("receipt") and state.receipt is None:
@@ -228,23 +230,27 @@ class SidecarStreams:
         # Only a receipt makes a rank durable, not the reported phase.
         if state.receipt is not None:
             state.advance(save_pb2.RANK_PHASE_DURABLE)
-        elif status.phase < save_pb2.RANK_PHASE_DURABLE:
+        elif not has_reached(status.phase, save_pb2.RANK_PHASE_DURABLE):
             state.advance(status.phase)
         if report.HasField("failure"):
             failure = limits.shortened(report.failure)
             failure.rank, failure.host = rank, failure.host or host
-            late = failure.kind == save_pb2.FAILURE_KIND_LOST and (
-                state.phase >= save_pb2.RANK_PHASE_INGESTED
+            late = failure.kind == save_pb2.FAILURE_KIND_LOST and has_reached(
+                state.phase, save_pb2.RANK_PHASE_INGESTED
             )
             if not late:
                 save.fail_ranks([failure])
 
     def _admit_claim(self, save: Save, report: coordinator_pb2.RankReport) -> None:
         rank, host = report.context.rank, report.context.host
-        limits.check_words(plan_id=report.plan_id, digest=report.digest)
         check_destination(save, self._stores, rank)
-        claim = CachedPlanClaim(rank, host, report.digest, report.plan_id, report.attempt)
+        given = report.claim
+        claim = CachedPlanClaim(
+            *(rank, host, given.digest, given.plan_id, report.attempt),
+            *(given.checkpoint_id, given.attempt),
+        )
         try:
+            limits.check_claim(given)
             if save.attempt is None or save.attempt.name != report.attempt:
                 object_names.Attempt.parse(report.attempt)
             admit(save, claim)
@@ -328,7 +334,7 @@ def _summary(save: Save) -> Summary:
     state = State.INGESTED if save.state is State.UPLOADING else save.state
     return (
         *(state, len(save.outcome.failures), save.attempt is not None, bool(save.storage_wait)),
-        *(save.note, save.records.plan_id, save.plans.full_requested),
+        *(save.note, save.records.plan_id, save.plans.full_requested, save.records.equal_plan_ids),
     )
 
 
@@ -336,12 +342,6 @@ def _is_new(save: Save) -> bool:
     """Whether it is being planned, and a status would show nothing else."""
     shown = save.storage_wait or save.note or save.records.plan_id or save.plans.full_requested
     return save.state is State.PLANNING and not save.outcome.failures and not shown
-
-
-def _claims_plan(report: coordinator_pb2.RankReport) -> bool:
-    """Whether the rank goes by a cached plan that has not been agreed for this save yet."""
-    early = report.status.phase < save_pb2.RANK_PHASE_PLANNED
-    return bool(report.plan_id) and early and not report.HasField("failure")
 
 
 def _deadlines(report: coordinator_pb2.RankReport) -> tuple[float, float]:

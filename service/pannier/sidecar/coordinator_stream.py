@@ -20,7 +20,7 @@ from pannier.common import observer_clock, timeouts
 from pannier.sidecar.coordinator_client import CoordinatorClient
 from pannier.sidecar.liveness import TrainerLiveness
 from pannier.sidecar.save_registry import SaveRegistry
-from pannier.sidecar.save_state import Phase, RankSave, Save
+from pannier.sidecar.save_state import FAILED, RankSave, Save
 from pannier.sidecar.status import is_reportable, rank_report
 from pannier.v1 import coordinator_pb2, save_pb2, sidecar_pb2
 from pannier.wire.errors import PannierError, from_rpc_error
@@ -285,7 +285,7 @@ class CoordinatorStream:
             rank
             for save in self._saves.undecided()
             for rank in save.ranks.values()
-            if rank.phase is Phase.PLANNING and is_reportable(rank)
+            if rank.unconfirmed is not None and rank.phase not in FAILED
         ]
 
     async def _watch_liveness(self) -> None:

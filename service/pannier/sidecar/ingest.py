@@ -1,6 +1,6 @@
 """Takes a rank's data files into the spool, streamed or mapped, and then the hand-over of all of them.
 
-In: checked messages. Out: files in the spool, uploads under way, ranks that are ingested. On the event
+In: checked messages. Out: files in the spool, uploads under way, ranks that are handed over. On the event
 loop. The caller protects coroutines that change more than one file or rank from cancellation.
 """
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from pannier.sidecar.reservations import Reservations
 from pannier.sidecar.save_registry import SaveRegistry
-from pannier.sidecar.save_state import BEFORE_INGESTION, FAILED, RankSave
+from pannier.sidecar.save_state import BEFORE_HAND_OVER, FAILED, RankSave
 from pannier.sidecar.spool.data_file import DataFile
 from pannier.sidecar.spool.journal_state import JournalState
 from pannier.sidecar.spool.mapped_files import MappedFiles
@@ -107,9 +107,12 @@ class Ingest:
             file = rank.files.get(header.name)
             self._check_size(header, rank, file, label)
             self._saves.limit_time(rank, 0, header.save_timeout_s)
+            if header.HasField("claim"):
+                limits.check_claim(header.claim)
+                self._saves.claim_plan(rank, header.claim, header.attempt)
             if file is not None:
                 return file
-            if rank.phase not in BEFORE_INGESTION:
+            if rank.phase not in BEFORE_HAND_OVER:
                 raise InvalidRequestError(f"{label}: the rank was already handed over without it")
             _check_file_count(rank, label)
             await self.check_room(rank, header)
@@ -156,9 +159,10 @@ class Ingest:
         self._saves.record_arrival(rank)
 
     async def hand_over(self, request: sidecar_pb2.HandOverRequest, rank: RankSave) -> None:
-        """Ingests the rank, once all its files are here and match the request; idempotent.
+        """Hands the rank over, once all its files are here and match the request; idempotent.
 
-        Mapped files are read for their checksums.
+        Mapped files are read for their checksums. The rank is ingested unless its claim isn't
+        confirmed; a later request with the plan's id confirms it.
 
         Raises:
             InvalidRequestError: files are missing, incomplete or of other sizes.
@@ -168,12 +172,15 @@ class Ingest:
         """
         limits.check_hand_over(request)
         async with rank.opening:
-            if rank.receipt is not None and rank.phase not in FAILED:
+            known = rank.receipt is not None and rank.phase not in FAILED
+            if not known:
+                self._saves.check(rank)
+            check_attempt(request.attempt, rank)
+            await self._take_plan(request, rank)
+            if known:
                 if rank.receipt != _receipt(request, rank):
                     raise InvalidRequestError(f"{rank.label} was handed over differently before")
                 return
-            self._saves.check(rank)
-            check_attempt(request.attempt, rank)
             self._check_in_time(rank)
             self._saves.set_stall(rank, limits.age(request.stalled_s))
             self._saves.limit_time(rank, 0, request.save_timeout_s)
@@ -185,9 +192,16 @@ class Ingest:
             except PannierError as error:
                 self._saves.fail(rank, save_pb2.FAILURE_KIND_SPOOL, str(error))
                 raise
-            self._saves.mark_ingested(rank, receipt)
+            self._saves.hand_over(rank, receipt)
             self._reservations.record_usage(rank)
-            self._uploads.finish(rank)
+
+    async def _take_plan(self, request: sidecar_pb2.HandOverRequest, rank: RankSave) -> None:
+        """Takes the claim, or the plan id that a rank with a claim got for its local plan."""
+        if request.HasField("claim"):
+            self._saves.claim_plan(rank, request.claim, request.attempt)
+        elif request.plan_id and rank.unconfirmed is not None and rank.save.outcome is None:
+            await self._journal.record_confirmed(rank, request.plan_id)
+            self._saves.confirm_plan(rank, request.plan_id)
 
     async def _take(self, rank: RankSave, size: int) -> SpoolFile:
         spare = self._reservations.reserved_before(rank.save, self._saves.undecided())
@@ -347,7 +361,7 @@ def _receipt(request: sidecar_pb2.HandOverRequest, rank: RankSave) -> records_pb
     """The rank's receipt; checksums of mapped files are this sidecar's."""
     receipt = records_pb2.Receipt(
         attempt=request.attempt,
-        plan_id=request.plan_id,
+        plan_id=request.plan_id or rank.plan.id,
         rank=rank.rank,
         host=rank.host,
         files=request.files,

@@ -11,7 +11,7 @@ from typing import Final
 
 from pannier.common import observer_clock, timeouts
 from pannier.sidecar.save_registry import SaveRegistry
-from pannier.sidecar.save_state import BEFORE_INGESTION, RankSave
+from pannier.sidecar.save_state import RankSave
 from pannier.v1 import coordinator_pb2
 
 _log = logging.getLogger(__name__)
@@ -74,10 +74,7 @@ class TrainerLiveness:
         found: dict[Key, RankSave] = {}
         for save in self._saves.undecided():
             for rank in save.ranks.values():
-                if (
-                    rank.phase in BEFORE_INGESTION
-                    and now - rank.last_seen > timeouts.UNRESPONSIVE_S
-                ):
+                if rank.needs_trainer and now - rank.last_seen > timeouts.UNRESPONSIVE_S:
                     found[(save.id.job, save.id.incarnation, rank.rank)] = rank
         for key in found.keys() - self._unresponsive:
             rank = found[key]

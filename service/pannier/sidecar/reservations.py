@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Final
 
-from pannier.sidecar.save_state import BEFORE_INGESTION, FAILED, RankSave, Save
+from pannier.sidecar.save_state import BEFORE_HAND_OVER, FAILED, RankSave, Save
 
 _GROUPS_KEPT: Final = 64
 """Groups whose usage is remembered."""
@@ -31,7 +31,7 @@ class Reservations:
         """Bytes by rank of this host in the last save that the rank handed over."""
 
     def record_usage(self, rank: RankSave) -> None:
-        """Notes the bytes of an ingested rank: it has opened all its files."""
+        """Notes the bytes of a rank that was handed over: it has opened all its files."""
         group = _group(rank.save)
         self._usage.setdefault(group, {})[rank.rank] = rank.opened_bytes
         self._usage.move_to_end(group)
@@ -59,7 +59,7 @@ class Reservations:
         usual = dict(self._usage.get(_group(save), {}))
         missing = {number: size for number, size in usual.items() if number not in ranks}
         for number, rank in ranks.items():
-            if rank.phase in BEFORE_INGESTION:
+            if rank.phase in BEFORE_HAND_OVER:
                 expected = max(sum((rank.plan.sizes or {}).values()), usual.get(number, 0))
                 missing[number] = expected - rank.opened_bytes
         job, incarnation = save.id.job, save.id.incarnation

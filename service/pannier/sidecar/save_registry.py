@@ -4,18 +4,15 @@ In: what trainers hand in, what uploads achieve and what the coordinator decides
 listeners and waiters. On the event loop.
 """
 
-import asyncio
 import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Final
 
 from pannier.daemon.status_registry import TERMINAL
 from pannier.sidecar.save_state import (
-    BEFORE_INGESTION,
-    CachedPlanClaim,
+    FAILED,
     Phase,
     RankPlan,
     RankSave,
@@ -49,8 +46,6 @@ class SaveRegistry:
         self._listeners: list[Listener] = []
         self._eviction_listeners: list[Callable[[Save], None]] = []
         self._idle_since = time.monotonic()
-        self._changed = asyncio.Event()
-        """Set by each change; another one takes its place then."""
         self._sizes: OrderedDict[tuple[str, str, int, str], dict[str, int]] = OrderedDict()
         """Sizes of planned files by rank and plan; names without the attempt's prefix."""
 
@@ -117,6 +112,7 @@ class SaveRegistry:
         save_timeout_s: float = 0.0,
         attempt: str,
         plan: RankPlan,
+        claim: sidecar_pb2.CachedPlanClaim | None = None,
         receipt: records_pb2.Receipt | None = None,
         failure: save_pb2.Failure | None = None,
         outcome: save_pb2.SaveStatus | None = None,
@@ -139,6 +135,7 @@ class SaveRegistry:
             phase,
             attempt,
             plan,
+            claim=claim,
             save_timeout_s=save_timeout_s,
             receipt=receipt,
             failure=failure,
@@ -164,18 +161,28 @@ class SaveRegistry:
         self._remember(rank, {name.removeprefix(prefix): size for name, size in sizes.items()})
         self._notify(rank.save, rank, True)
 
-    def claim_plan(self, rank: RankSave, claim: CachedPlanClaim) -> None:
-        """The trainer uses a cached plan, unconfirmed so far; idempotent.
+    def claim_plan(self, rank: RankSave, claim: sidecar_pb2.CachedPlanClaim, attempt: str) -> None:
+        """The trainer goes by a cached plan, unconfirmed so far; idempotent.
 
-        Raises InvalidRequestError when it claimed another one before.
+        Raises InvalidRequestError when it has another plan, or claimed another one.
         """
-        rank.check()
-        rank.claim_plan(claim)
-        self._notify(rank.save, rank, True)
+        kept = sidecar_pb2.CachedPlanClaim()
+        kept.CopyFrom(claim)
+        kept.ClearField("timeout_s")
+        sizes = self._sizes.get(_plan_key(rank, claim.plan_id))
+        prefix = data_prefix(attempt)
+        named = None if sizes is None else {prefix + name: size for name, size in sizes.items()}
+        if rank.claim_plan(kept, attempt, named):
+            self.limit_time(rank, claim.timeout_s, 0)
+            self._notify(rank.save, rank, True)
 
-    def withdraw_claim(self, rank: RankSave) -> bool:
-        """Withdraws the rank's claim if the coordinator requests its full plan; whether it does."""
-        return rank.withdraw_claim()
+    def confirm_plan(self, rank: RankSave, plan_id: str) -> None:
+        """The rank writes by the save's plan what it writes by the one that it claimed."""
+        sizes = self._sizes.get(_plan_key(rank, rank.claim.plan_id)) if rank.claim else None
+        rank.confirm_plan(plan_id)
+        if sizes is not None:
+            self._remember(rank, sizes)
+        self._notify(rank.save, rank, True)
 
     def set_attempt(self, rank: RankSave, attempt: str) -> None:
         """The coordinator opened a save that torch plans."""
@@ -201,14 +208,15 @@ class SaveRegistry:
         rank.see()
         self.record_progress(rank)
 
-    def mark_ingested(self, rank: RankSave, receipt: records_pb2.Receipt) -> None:
+    def hand_over(self, rank: RankSave, receipt: records_pb2.Receipt) -> None:
         """All bytes of the rank are in the spool and their checksums match: the trainer may die now.
 
         The caller has recorded that in the journal.
         """
-        rank.ingest(receipt)
+        rank.hand_over(receipt)
         size = sum(file.size for file in receipt.files)
-        _log.info("%s is ingested: %d bytes", rank.label, size, extra=rank.log_fields)
+        what = "handed over" if rank.phase is Phase.HANDED_OVER else "ingested"
+        _log.info("%s is %s: %d bytes", rank.label, what, size, extra=rank.log_fields)
         self._notify(rank.save, rank, True)
 
     # Uploads, failures and the coordinator's decisions.
@@ -270,7 +278,8 @@ class SaveRegistry:
             return
         urgent = save.take_status(status)
         ended = status.state in TERMINAL
-        confirmed = [] if ended else self._confirm_claims(save, status)
+        if not ended:
+            self._confirm_claims(save, status)
         evicted = self._end(save, status) if ended else []
         if ended:
             _log.info(
@@ -280,29 +289,10 @@ class SaveRegistry:
                 save_pb2.SaveState.Name(status.state).removeprefix("SAVE_STATE_"),
                 extra=save.log_fields,
             )
-        for rank in confirmed:
-            # Not urgent: the coordinator has just reported it itself.
-            self._notify(save, rank, False)
         self._notify(save, None, urgent)
         for old in evicted:
             for listener in self._eviction_listeners:
                 listener(old)
-
-    # Waits.
-
-    async def wait_until(self, ready: Callable[[], bool], deadline: float) -> bool:
-        """Waits for ``ready()``, evaluated after each change; False when it isn't at ``deadline``.
-
-        Args:
-            deadline: on the monotonic clock.
-        """
-        while not ready():
-            left = deadline - time.monotonic()
-            if left <= 0:
-                return False
-            with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), left)
-        return True
 
     # Queries.
 
@@ -349,28 +339,16 @@ class SaveRegistry:
             rank
             for save in self.undecided()
             for rank in save.ranks.values()
-            if rank.phase is Phase.INGESTED or rank.phase in BEFORE_INGESTION
+            if rank.phase not in (Phase.DURABLE, *FAILED)
         ]
 
-    def _confirm_claims(self, save: Save, status: save_pb2.SaveStatus) -> list[RankSave]:
-        """Plans the ranks whose claims ``status`` confirms."""
-        confirmed = []
+    def _confirm_claims(self, save: Save, status: save_pb2.SaveStatus) -> None:
+        """Confirms the claims of ranks that write the same by the save's plan."""
+        plans = {status.plan_id, *status.equal_plan_ids}
         for rank in save.ranks.values() if status.plan_id else ():
-            claim = rank.claim
-            if claim is None or rank.phase is not Phase.PLANNING:
-                continue
-            rank.join_attempt(claim.attempt)
-            sizes = self._sizes.get(_plan_key(rank, claim.plan_id))
-            prefix = data_prefix(claim.attempt)
-            # The coordinator may have chosen another plan, by which this rank writes the same.
-            rank.set_plan(
-                status.plan_id,
-                None if sizes is None else {prefix + name: size for name, size in sizes.items()},
-            )
-            if sizes is not None:
-                self._remember(rank, sizes)
-            confirmed.append(rank)
-        return confirmed
+            claim = rank.unconfirmed
+            if claim is not None and claim.plan_id in plans and rank.phase not in FAILED:
+                self.confirm_plan(rank, status.plan_id)
 
     def _end(self, save: Save, outcome: save_pb2.SaveStatus) -> list[Save]:
         """Ends a save; returns those that are remembered no longer."""
@@ -393,8 +371,6 @@ class SaveRegistry:
     def _notify(self, save: Save, rank: RankSave | None, urgent: bool) -> None:
         for listener in self._listeners:
             listener(save, rank, urgent)
-        self._changed.set()
-        self._changed = asyncio.Event()
 
 
 def _plan_key(rank: RankSave, plan_id: str) -> tuple[str, str, int, str]:

@@ -28,6 +28,8 @@ class Phase(enum.Enum):
     PLANNING = enum.auto()
     PLANNED = enum.auto()
     STREAMING = enum.auto()
+    HANDED_OVER = enum.auto()
+    """As INGESTED, but its cached-plan claim isn't confirmed yet."""
     INGESTED = enum.auto()
     DURABLE = enum.auto()
     FAILED = enum.auto()
@@ -44,6 +46,7 @@ _WIRE: Final[dict[Phase, "save_pb2.RankPhase"]] = {
     Phase.PLANNING: save_pb2.RANK_PHASE_MISSING,
     Phase.PLANNED: save_pb2.RANK_PHASE_PLANNED,
     Phase.STREAMING: save_pb2.RANK_PHASE_STREAMING,
+    Phase.HANDED_OVER: save_pb2.RANK_PHASE_HANDED_OVER,
     Phase.INGESTED: save_pb2.RANK_PHASE_INGESTED,
     Phase.DURABLE: save_pb2.RANK_PHASE_DURABLE,
     Phase.FAILED: save_pb2.RANK_PHASE_FAILED,
@@ -55,29 +58,21 @@ _MOVES: Final = {
     Phase.PLANNING: {
         Phase.PLANNED,
         Phase.STREAMING,
+        Phase.HANDED_OVER,
         Phase.INGESTED,
         Phase.FAILED,
         Phase.REJECTED,
     },
     Phase.PLANNED: {Phase.STREAMING, Phase.INGESTED, Phase.FAILED},
-    Phase.STREAMING: {Phase.INGESTED, Phase.FAILED},
+    Phase.STREAMING: {Phase.HANDED_OVER, Phase.INGESTED, Phase.FAILED},
+    Phase.HANDED_OVER: {Phase.INGESTED, Phase.FAILED},
     Phase.INGESTED: {Phase.DURABLE, Phase.FAILED},
     Phase.DURABLE: set[Phase](),
     Phase.FAILED: set[Phase](),
     Phase.REJECTED: set[Phase](),
 }
-BEFORE_INGESTION: Final = (Phase.PLANNING, Phase.PLANNED, Phase.STREAMING)
+BEFORE_HAND_OVER: Final = (Phase.PLANNING, Phase.PLANNED, Phase.STREAMING)
 FAILED: Final = (Phase.FAILED, Phase.REJECTED)
-
-
-@dataclass(frozen=True)
-class CachedPlanClaim:
-    """The rank wants to use the plan of an earlier save again, if all ranks do."""
-
-    plan_id: str
-    digest: str
-    """Digest of the rank's local plan."""
-    attempt: str
 
 
 @dataclass(frozen=True)
@@ -134,8 +129,8 @@ class RankSave:
         """When it reached each phase (as in messages), on the monotonic clock, since this start."""
         self.attempt = ""
         self.plan = RankPlan()
-        self.claim: CachedPlanClaim | None = None
-        """Unconfirmed, or confirmed; None again once the coordinator requests the full plan."""
+        self.claim: sidecar_pb2.CachedPlanClaim | None = None
+        """That it goes by a cached plan; confirmed once ``plan`` has an id."""
         self.deadlines = Deadlines()
         self.files: dict[str, DataFile] = {}
         """Names stay after the spool was freed."""
@@ -161,6 +156,20 @@ class RankSave:
     def label(self) -> str:
         """Save, rank and host, for errors and logs."""
         return f"save {self.save.key} to {self.save.checkpoint_id}, rank {self.rank} on {self.host}"
+
+    @property
+    def unconfirmed(self) -> sidecar_pb2.CachedPlanClaim | None:
+        """Its claim, while it isn't confirmed."""
+        return None if self.plan.id else self.claim
+
+    @property
+    def needs_trainer(self) -> bool:
+        """Whether the save fails with the rank's trainer: bytes are missing, or its local plan."""
+        status = self.save.coordinator_status
+        plan_requested = status is not None and status.full_plan_requested
+        return self.phase in BEFORE_HAND_OVER or (
+            self.phase is Phase.HANDED_OVER and plan_requested
+        )
 
     @property
     def log_fields(self) -> dict[str, str | int]:
@@ -207,28 +216,44 @@ class RankSave:
         self.attempt = attempt
 
     def set_plan(self, plan_id: str, sizes: dict[str, int] | None) -> None:
-        """Takes the plan that was made for it, or confirmed."""
+        """Takes the plan that was made for it."""
         self.plan = RankPlan(plan_id, sizes)
         if self.phase is Phase.PLANNING:
             self.enter(Phase.PLANNED)
 
-    def claim_plan(self, claim: CachedPlanClaim) -> None:
-        """Claims a cached plan; idempotent. Raises InvalidRequestError when it claimed another one."""
-        if self.claim not in (None, claim) or self.attempt not in ("", claim.attempt):
-            raise InvalidRequestError(
-                f"{self.label} claims plan {claim.plan_id[:12]} as attempt {claim.attempt}, after it "
-                "claimed another one"
-            )
-        if self.phase is Phase.PLANNING:
-            self.claim = claim
+    def claim_plan(
+        self, claim: sidecar_pb2.CachedPlanClaim, attempt: str, sizes: dict[str, int] | None
+    ) -> bool:
+        """Claims a cached plan, with the sizes of its files if they are known; whether it is new.
 
-    def withdraw_claim(self) -> bool:
-        """Withdraws the claim when the coordinator requests the full plan; returns whether it does."""
-        status = self.save.coordinator_status
-        if self.phase is not Phase.PLANNING or status is None or not status.full_plan_requested:
+        Raises InvalidRequestError when it has another plan, or claimed another one.
+        """
+        self.join_attempt(attempt)
+        if self.claim == claim:
             return False
-        self.claim = None
+        if self.claim is not None or self.phase is not Phase.PLANNING:
+            raise InvalidRequestError(
+                f"{self.label} claims plan {claim.plan_id[:12]}, after it claimed or got another one"
+            )
+        self.claim = claim
+        self.plan = RankPlan(sizes=sizes)
         return True
+
+    def confirm_plan(self, plan_id: str) -> None:
+        """Its claim is confirmed: it writes the same by the save's plan."""
+        self.plan = RankPlan(plan_id, self.plan.sizes)
+        if self.phase is Phase.PLANNING:
+            self.enter(Phase.PLANNED)
+        elif self.phase is Phase.HANDED_OVER:
+            self._set_receipt_plan()
+            self.enter(Phase.INGESTED)
+
+    def _set_receipt_plan(self) -> None:
+        assert self.receipt is not None
+        receipt = records_pb2.Receipt()
+        receipt.CopyFrom(self.receipt)
+        receipt.plan_id = self.plan.id
+        self.receipt = receipt
 
     def add_file(self, attempt: str, file: DataFile) -> None:
         """The rank streams ``file``, or has staged it into the spool."""
@@ -242,19 +267,22 @@ class RankSave:
         """Adds a file that the journal has recorded."""
         self.files[file.name] = file
 
-    def ingest(self, receipt: records_pb2.Receipt) -> None:
-        """All its bytes are in the spool."""
+    def hand_over(self, receipt: records_pb2.Receipt) -> None:
+        """All its bytes are in the spool; ``receipt`` has no plan id while its claim isn't confirmed."""
         self.check()
         self.join_attempt(receipt.attempt)
-        self.enter(Phase.INGESTED)
-        self.plan = RankPlan(receipt.plan_id, self.plan.sizes)
         self.receipt = receipt
+        if self.claim is None:
+            self.plan = RankPlan(receipt.plan_id, self.plan.sizes)
+        elif self.plan.id:
+            # It may have been confirmed while this was journalled.
+            self._set_receipt_plan()
+        self.enter(Phase.INGESTED if self.unconfirmed is None else Phase.HANDED_OVER)
 
     def fail(self, kind: "save_pb2.FailureKind", message: str) -> bool:
         """Fails the rank; False when it has ended, or is safe from this kind of failure."""
         over = self.save.outcome is not None or Phase.FAILED not in _MOVES[self.phase]
-        # A dead trainer isn't needed once its rank is ingested.
-        safe = kind == save_pb2.FAILURE_KIND_LOST and self.phase not in BEFORE_INGESTION
+        safe = kind == save_pb2.FAILURE_KIND_LOST and not self.needs_trainer
         if over or safe:
             return False
         self.enter(Phase.FAILED)
@@ -267,6 +295,7 @@ class RankSave:
         attempt: str,
         plan: RankPlan,
         *,
+        claim: sidecar_pb2.CachedPlanClaim | None = None,
         save_timeout_s: float = 0.0,
         receipt: records_pb2.Receipt | None = None,
         failure: save_pb2.Failure | None = None,
@@ -274,7 +303,7 @@ class RankSave:
         """Sets what the journal says of it, before its first call; files follow by
         :meth:`restore_file`.
         """
-        self.phase, self.attempt, self.plan = phase, attempt, plan
+        self.phase, self.attempt, self.plan, self.claim = phase, attempt, plan, claim
         self.receipt, self.failure = receipt, failure
         self.deadlines.shorten(0, save_timeout_s)
 
@@ -311,6 +340,7 @@ class Save:
             before is None
             or before.state != status.state
             or before.full_plan_requested != status.full_plan_requested
+            or (before.plan_id, before.equal_plan_ids) != (status.plan_id, status.equal_plan_ids)
             or len(before.failures) != len(status.failures)
         )
 

@@ -36,7 +36,6 @@ from pannier.sidecar.multi_job.sockets import job_socket, serving_job
 from pannier.sidecar.rpc import servicer
 from pannier.sidecar.rpc.connections import Connections, Watches
 from pannier.sidecar.save_registry import SaveRegistry
-from pannier.sidecar.save_state import BEFORE_INGESTION
 from pannier.sidecar.spool.fd_server import serving_descriptors
 from pannier.sidecar.spool.journal_state import JournalState
 from pannier.sidecar.spool.mapped_files import MappedFiles
@@ -180,10 +179,10 @@ class Sidecar:
         await self._status_services.drain()
 
     async def _dismiss(self, why: str) -> None:
-        """Disconnects all trainers. Ingested ranks are still uploaded; the others fail with ``why``."""
+        """Disconnects all trainers. Ranks that were handed over are still uploaded; the others fail with ``why``."""
         await self._refuse_new()
         for rank in self.saves.pending():
-            if rank.phase in BEFORE_INGESTION:
+            if rank.needs_trainer:
                 self.saves.fail(rank, save_pb2.FAILURE_KIND_CLIENT, f"{rank.label}: {why}")
         self._connections.dismiss()
 

@@ -59,8 +59,7 @@ def rank_status(rank: RankSave) -> save_pb2.RankStatus:
 def is_reportable(rank: RankSave) -> bool:
     """Whether the coordinator is to get reports of the rank.
 
-    It knows a rank that plans by its call, unless the rank claims a cached plan; and a rejected one by
-    its own answer.
+    It knows a rank that plans by its call; and a rejected one by its own answer.
     """
     planning = rank.phase is Phase.PLANNING and rank.claim is None
     return not planning and rank.phase is not Phase.REJECTED
@@ -72,11 +71,9 @@ def rank_report(rank: RankSave) -> coordinator_pb2.RankReport:
         context=rank.context, attempt=rank.attempt, status=rank_status(rank)
     )
     now = time.monotonic()
-    if rank.claim is not None:
-        report.plan_id, report.digest = rank.claim.plan_id, rank.claim.digest
-        if report.status.phase == Phase.PLANNING.wire:
-            report.attempt = rank.claim.attempt
-    if rank.deadlines.plan and rank.phase is Phase.PLANNING:
+    if rank.unconfirmed is not None:
+        report.claim.CopyFrom(rank.unconfirmed)
+    if rank.deadlines.plan and rank.unconfirmed is not None:
         report.timeout_s = max(_EXPIRED_S, rank.deadlines.plan - now)
     if rank.deadlines.save:
         report.save_timeout_s = max(_EXPIRED_S, rank.deadlines.save - now)
@@ -116,7 +113,8 @@ def save_status(save: Save, coordinator: Coordinator) -> save_pb2.SaveStatus:
         status.CopyFrom(known)
     status.save.CopyFrom(save.id)
     status.id = save.key
-    status.checkpoint_id = save.checkpoint_id
+    # The coordinator's differs for a rank that missed a call, and is behind its group.
+    status.checkpoint_id = status.checkpoint_id or save.checkpoint_id
     status.attempt = status.attempt or next((r.attempt for r in ranks if r.attempt), "")
     status.created_at = status.created_at or save.created_at
     status.state = save_state(save)
@@ -145,7 +143,7 @@ def save_state(save: Save) -> "save_pb2.SaveState":
     phases = {rank.phase for rank in save.ranks.values() if rank.phase not in FAILED}
     if Phase.PLANNING in phases or not phases:
         return save_pb2.SAVE_STATE_PLANNING
-    if phases & {Phase.PLANNED, Phase.STREAMING}:
+    if phases & {Phase.PLANNED, Phase.STREAMING, Phase.HANDED_OVER}:
         return save_pb2.SAVE_STATE_STAGING
     return save_pb2.SAVE_STATE_UPLOADING
 
@@ -153,11 +151,8 @@ def save_state(save: Save) -> "save_pb2.SaveState":
 def _awaited(ranks: list[RankSave]) -> list[Awaited]:
     waiting = [rank for rank in ranks if rank.phase not in (Phase.DURABLE, *FAILED)]
     now = observer_clock.now()
-    # An ingested rank waits for this sidecar only.
-    return [
-        Awaited(r.rank, r.host, 0.0 if r.phase is Phase.INGESTED else now - r.last_seen)
-        for r in waiting
-    ]
+    # A rank that doesn't need its trainer waits for daemons only.
+    return [Awaited(r.rank, r.host, now - r.last_seen if r.needs_trainer else 0.0) for r in waiting]
 
 
 class StatusPublisher:

@@ -4,7 +4,6 @@ Lighter than trainers; each step of a save is a separate call.
 """
 
 import dataclasses
-import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -43,65 +42,54 @@ class Hand(Trainer):
         answer: sidecar_pb2.PlanResponse = self.call("Plan", request, timeout_s + BOUND_S)
         return answer.plan
 
-    def reuse_plan(
+    def claim(self, given: plan_pb2.FinalPlan, *, source: str = "") -> sidecar_pb2.CachedPlanClaim:
+        """The claim of the plan of an earlier save, to the checkpoint id ``source``."""
+        return sidecar_pb2.CachedPlanClaim(
+            plan_id=given.plan_id,
+            digest=plan_codec.plan_digest(self._plan),
+            attempt=given.attempt if source else "",
+            checkpoint_id=source,
+            timeout_s=TIMEOUT_S,
+        )
+
+    def ingest(
         self,
         context: sidecar_pb2.SaveContext,
-        given: plan_pb2.FinalPlan,
-        *,
-        timeout_s: float = TIMEOUT_S,
-        save_timeout_s: float = 60,
-    ) -> plan_pb2.FinalPlan:
-        """Claims the plan of an earlier save; hands in the full plan when that is requested.
-
-        Retries while the sidecar can't be reached.
-        """
-        final = plan_for_save(given, context.save.number)
-        request = sidecar_pb2.PlanRequest(
-            context=context,
-            digest=plan_codec.plan_digest(self._plan),
-            timeout_s=timeout_s,
-            save_timeout_s=save_timeout_s,
-            cached_plan_id=given.plan_id,
-            attempt=final.attempt,
-        )
-        deadline = time.monotonic() + timeout_s
-        while True:
-            try:
-                answer: sidecar_pb2.PlanResponse = self.call("Plan", request, timeout_s + BOUND_S)
-                break
-            except UnavailableError:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.1)
-        if answer.full_plan_requested:
-            return self.agree(context, timeout_s=timeout_s, save_timeout_s=save_timeout_s)
-        assert answer.plan == plan_pb2.FinalPlan(plan_id=answer.plan.plan_id, attempt=final.attempt)
-        final.plan_id = answer.plan.plan_id
-        return final
-
-    def ingest(self, context: sidecar_pb2.SaveContext, plan: plan_pb2.FinalPlan) -> None:
-        """Streams all that is planned and hands it over."""
-        files = self.stream_all(context, plan)
+        plan: plan_pb2.FinalPlan,
+        claim: sidecar_pb2.CachedPlanClaim | None = None,
+    ) -> None:
+        """Streams all that is planned and hands it over, by a claim or a confirmed plan."""
+        files = self.stream_all(context, plan, claim)
         request = sidecar_pb2.HandOverRequest(
-            context=context, attempt=plan.attempt, plan_id=plan.plan_id, files=files
+            context=context,
+            attempt=plan.attempt,
+            plan_id="" if claim is not None else plan.plan_id,
+            claim=claim,
+            files=files,
         )
         request.varying.extend(receipt_of(plan, self.rank).varying)
         self.call("HandOver", request)
 
     def stream_all(
-        self, context: sidecar_pb2.SaveContext, plan: plan_pb2.FinalPlan
+        self,
+        context: sidecar_pb2.SaveContext,
+        plan: plan_pb2.FinalPlan,
+        claim: sidecar_pb2.CachedPlanClaim | None = None,
     ) -> list[records_pb2.DataFile]:
         """Streams all that is planned."""
-        return [self._send(context, plan, file) for file in receipt_of(plan, self.rank).files]
+        return [
+            self._send(context, plan, file, claim) for file in receipt_of(plan, self.rank).files
+        ]
 
     def _send(
         self,
         context: sidecar_pb2.SaveContext,
         plan: plan_pb2.FinalPlan,
         file: records_pb2.DataFile,
+        claim: sidecar_pb2.CachedPlanClaim | None,
     ) -> records_pb2.DataFile:
         header = sidecar_pb2.FileHeader(
-            context=context, attempt=plan.attempt, name=file.name, size=file.size
+            context=context, attempt=plan.attempt, name=file.name, size=file.size, claim=claim
         )
         data = bytes(file.size)
         with self.stream(header) as stream:
@@ -177,19 +165,6 @@ class Party:
             answers = {
                 hand.rank: threads.submit(
                     hand.agree, hand.context(checkpoint_id, number), **timeouts
-                )
-                for hand in self.hands
-            }
-        return {rank: answer.result() for rank, answer in answers.items()}
-
-    def reuse_plan(
-        self, checkpoint_id: str, number: int, given: Mapping[int, plan_pb2.FinalPlan]
-    ) -> dict[int, plan_pb2.FinalPlan]:
-        """All ranks claim their plans of an earlier save."""
-        with ThreadPoolExecutor(len(self.hands)) as threads:
-            answers = {
-                hand.rank: threads.submit(
-                    hand.reuse_plan, hand.context(checkpoint_id, number), given[hand.rank]
                 )
                 for hand in self.hands
             }

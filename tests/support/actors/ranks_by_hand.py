@@ -169,12 +169,19 @@ def claim_report(
     digest: str,
     attempt: str,
     *,
+    phase: "save_pb2.RankPhase" = save_pb2.RANK_PHASE_HANDED_OVER,
+    source: tuple[str, str] = ("", ""),
     timeout_s: float = BOUND_S,
     save_timeout_s: float = BOUND_S,
 ) -> coordinator_pb2.RankReport:
-    """A report that the rank goes by the plan of an earlier save."""
-    made = report(who, attempt, save_pb2.RANK_PHASE_MISSING)
-    made.plan_id, made.digest = plan_id, digest
+    """A report that the rank goes by the plan of an earlier save.
+
+    Args:
+        source: checkpoint id and attempt of that save.
+    """
+    made = report(who, attempt, phase)
+    made.claim.plan_id, made.claim.digest = plan_id, digest
+    made.claim.checkpoint_id, made.claim.attempt = source
     made.timeout_s, made.save_timeout_s = timeout_s, save_timeout_s
     return made
 

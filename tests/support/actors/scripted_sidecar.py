@@ -57,8 +57,10 @@ class ScriptedSidecar(sidecar_pb2_grpc.SidecarServicer):
         self.pause_s = 0.0
         """Between the chunks of a stream."""
         self.attempt = "i1-a1-g00000000-s1"
+        self.confirm = True
+        """Whether it answers claims at all."""
         self.forgetful = False
-        """Whether it asks ranks that claim a cached plan for their local plan."""
+        """Whether it requests the local plans of ranks that claim a cached plan."""
         self.files: dict[str, Spool] = {}
         self.connects: list[sidecar_pb2.ConnectRequest] = []
         self.ended: list[str] = []
@@ -119,8 +121,9 @@ class ScriptedSidecar(sidecar_pb2_grpc.SidecarServicer):
         state: save_pb2.SaveState,
         *failures: save_pb2.Failure,
         checkpoint_id: str = "",
+        **more: Any,
     ) -> None:
-        """Pushes a status to everyone connected, now and later."""
+        """Pushes a status to everyone connected, now and later; ``more``: its other fields."""
         update = save_pb2.SaveStatus(
             save=save,
             id=object_names.save_text(save),
@@ -128,6 +131,7 @@ class ScriptedSidecar(sidecar_pb2_grpc.SidecarServicer):
             attempt=self.attempt,
             state=state,
             failures=failures,
+            **more,
         )
         with self.changed:
             self._updates.append(update)
@@ -184,9 +188,6 @@ class ScriptedSidecar(sidecar_pb2_grpc.SidecarServicer):
         self, request: sidecar_pb2.PlanRequest, context: grpc.ServicerContext
     ) -> sidecar_pb2.PlanResponse:
         self._take("Plan", request, context)
-        if request.cached_plan_id and not request.HasField("plan"):
-            agreed = plan_pb2.FinalPlan(plan_id=request.cached_plan_id, attempt=request.attempt)
-            return sidecar_pb2.PlanResponse(plan=agreed, full_plan_requested=self.forgetful)
         local = request.plan
         lengths = [decode_column(column) for column in (local.head, local.body, local.tail)]
         slotted = [i for i, head in enumerate(lengths[0]) if head]
@@ -215,7 +216,15 @@ class ScriptedSidecar(sidecar_pb2_grpc.SidecarServicer):
         for file in request.files:
             held = bytes(self.files[file.name].data)
             assert (len(held), crc32c.crc32c(held)) == (file.size, file.crc32c), file.name
-        if self.commit:
+        if request.HasField("claim") and self.confirm:
+            self.send_status(
+                request.context.save,
+                save_pb2.SAVE_STATE_PLANNING,
+                checkpoint_id=request.context.checkpoint_id,
+                plan_id="" if self.forgetful else request.claim.plan_id,
+                full_plan_requested=self.forgetful,
+            )
+        if self.commit and not (request.HasField("claim") and self.forgetful):
             self.send_status(
                 request.context.save,
                 save_pb2.SAVE_STATE_COMMITTED,

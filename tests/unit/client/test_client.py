@@ -116,7 +116,7 @@ def test_save_waits_for_the_commit(client: Client) -> None:
 def test_saves_are_numbered_from_one(client: Client, sidecar: ScriptedSidecar) -> None:
     for step in range(3):
         client.save(state(), checkpoint_id=f"/x/step-{step}")
-    assert numbers(sidecar, sidecar_pb2.PlanRequest) == [1, 2, 3]
+    assert numbers(sidecar, sidecar_pb2.PlanRequest) == [1]
     assert numbers(sidecar, sidecar_pb2.HandOverRequest) == [1, 2, 3]
 
 
@@ -499,10 +499,13 @@ def test_an_unasked_error_is_raised_by_wait_all_and_close(
 
     sidecar.commit = False
     handles = [client.async_save(state(), checkpoint_id=f"/x/{name}") for name in "ab"]
-    # Both go by the first save's plan, and ask in the background, in any order.
-    sidecar.wait_for(lambda: len(sidecar.asked(sidecar_pb2.PlanRequest)) == 3)
-    asked = sidecar.asked(sidecar_pb2.PlanRequest)[-2:]
-    for request in sorted(asked, key=lambda request: request.context.save.number):
+
+    # They are handed over in any order.
+    def asked() -> list[sidecar_pb2.HandOverRequest]:
+        return [r for r in sidecar.asked(sidecar_pb2.HandOverRequest) if r.HasField("claim")]
+
+    sidecar.wait_for(lambda: len(asked()) == 2)
+    for request in sorted(asked(), key=lambda request: request.context.save.number):
         sidecar.abort(request.context, save_pb2.Failure(rank=1, message="disk full"))
     assert all(handle.wait(BOUND_S) for handle in handles)
     wait_until(lambda: not client.save_factory.saves)
@@ -606,8 +609,8 @@ def test_wait_waits(busy: Client) -> None:
 def test_what_a_save_waited_for_room_counts(busy: Client, sidecar: ScriptedSidecar) -> None:
     threading.Timer(1.5, busy.hold.set).start()  # type: ignore[attr-defined]
     busy.async_save(state(), checkpoint_id="/x/second", timeout=20).result(BOUND_S)
-    request = sidecar.asked(sidecar_pb2.PlanRequest)[-1]
-    assert request.timeout_s < 18.6
+    request = sidecar.asked(sidecar_pb2.HandOverRequest)[-1]
+    assert request.claim.timeout_s < 18.6
     assert request.save_timeout_s < 18.6
 
 

@@ -68,7 +68,7 @@ def by_copy_plan(kept: CachedPlan, state: dict[str, Any], pool: ArenaPool) -> di
     arena = pool.acquire(kept.sizes)
     try:
         found = match(kept, state)
-        return content(found.copy_plan.stage(found.values, arena, kept.file_names(NUMBER)))
+        return content(found.copy_plan.stage(found.values, arena, kept.suffixes))
     finally:
         pool.release(arena)
 
@@ -238,9 +238,7 @@ def test_what_is_staged_loads_as_what_torch_saves(state: dict[str, Any], seed: i
     pool = ArenaPool(1)
     with tempfile.TemporaryDirectory() as name:
         ours, torchs = Path(name) / "ours", Path(name) / "torch"
-        staged = found.copy_plan.stage(
-            found.values, pool.acquire(kept.sizes), kept.file_names(NUMBER)
-        )
+        staged = found.copy_plan.stage(found.values, pool.acquire(kept.sizes), kept.suffixes)
         planning = plan(again)
         write_checkpoint(ours, planning.message, planning.items, placed(kept, staged))
         dcp.save(again, checkpoint_id=torchs, no_dist=True)
@@ -258,7 +256,7 @@ def placed(kept: CachedPlan, staged: Staged) -> Staged:
     places = [
         ArchiveLocation(*varying[position])
         if position in varying
-        else ArchiveLocation(final.files[file].name, offset, length)
+        else ArchiveLocation(kept.suffixes[file], offset, length)
         for position, file, offset, length in zip(*map(decode_column, columns), strict=True)
     ]
     return dataclasses.replace(staged, locations=places)
@@ -289,12 +287,12 @@ def test_names_follow_the_number() -> None:
     kept = learned(state)
     assert kept.attempt(1) == ATTEMPT
     assert kept.attempt(12) == "i1-a1-g00000000-s12"
-    assert kept.file_names(12) == [
+    assert kept.suffixes == ["0_0.distcp", "0_objects.distcp"]
+    final = kept.final_plan(12)
+    assert [file.name for file in final.files] == [
         "__i1-a1-g00000000-s12_0_0.distcp",
         "__i1-a1-g00000000-s12_0_objects.distcp",
     ]
-    final = kept.final_plan(12)
-    assert [file.name for file in final.files] == kept.file_names(12)
     assert kept.equals(final, 12)
     assert not kept.equals(final, 13)
 

@@ -29,6 +29,7 @@ from pannier.client.transport.sidecar_client import SidecarClient
 from pannier.common import timeouts
 from pannier.common.deadline import Deadline
 from pannier.v1 import records_pb2, save_pb2, sidecar_pb2
+from pannier.wire import object_names
 from pannier.wire.errors import (
     BusyError,
     DeadlineError,
@@ -45,6 +46,8 @@ from support.processes.cli import run_python
 from support.processes.daemons import clean_environment
 from support.processes.stretch import BOUND_S
 
+ATTEMPT = "i1-a1-g1-s1"
+PREFIX = object_names.data_prefix(ATTEMPT)
 CONTEXT = sidecar_pb2.SaveContext(
     save=save_pb2.SaveId(job="job", incarnation="abc", group="g1", number=1),
     checkpoint_id="/x/y",
@@ -87,7 +90,7 @@ def session(sidecar: ScriptedSidecar) -> Iterator[SidecarClient]:
 
 def begin(session: SidecarClient, *, on_busy: str = "wait", timeout_s: float = 60) -> SaveTask:
     saving = SaveTask(session, CONTEXT, on_busy=on_busy, deadline=Deadline(timeout_s))
-    saving.planned("i1-a1-g1-s1", "p1")
+    saving.planned(ATTEMPT, "p1")
     saving.staged(Staged([File(f"f{index}", 3 << 20) for index in range(5)]))
     return saving
 
@@ -112,8 +115,8 @@ def test_a_committed_save_returns_its_description(
     assert (result.checkpoint_id, result.bytes) == ("/x/y", 5 * (3 << 20))
     assert set(result.seconds) == {"plan", "stage", "ingest", "commit"}
     (request,) = sidecar.asked(sidecar_pb2.HandOverRequest)
-    assert [file.name for file in request.files] == [f"f{index}" for index in range(5)]
-    assert (request.attempt, request.plan_id) == ("i1-a1-g1-s1", "p1")
+    assert [file.name for file in request.files] == [f"{PREFIX}f{index}" for index in range(5)]
+    assert (request.attempt, request.plan_id) == (ATTEMPT, "p1")
     assert saving.handle.status().bytes_ingested == 5 * (3 << 20)
 
 
@@ -121,7 +124,7 @@ def test_a_rank_without_files_hands_over_too(
     session: SidecarClient, sidecar: ScriptedSidecar
 ) -> None:
     saving = SaveTask(session, CONTEXT, on_busy="wait", deadline=Deadline(60))
-    saving.planned("i1-a1-g1-s1", "p1")
+    saving.planned(ATTEMPT, "p1")
     saving.staged(Staged([]))
     carry(saving)
     assert saving.handle.result(BOUND_S).bytes == 0
@@ -176,7 +179,7 @@ def test_at_most_two_files_are_on_their_way(
     saving = begin(session)
     carry(saving)
     saving.handle.result(BOUND_S)
-    assert running == {f"f{index}" for index in range(5)}
+    assert running == {f"{PREFIX}f{index}" for index in range(5)}
     assert max(most) <= 2
 
 
@@ -463,7 +466,7 @@ def test_status_follows_the_updates(session: SidecarClient, sidecar: ScriptedSid
     update = save_pb2.SaveStatus(
         save=CONTEXT.save,
         state=save_pb2.SAVE_STATE_UPLOADING,
-        attempt="i1-a1-g1-s1",
+        attempt=ATTEMPT,
         bytes_total=123,
         waiting_on=save_pb2.WaitingOn(ranks=[1], text="ranks [1] (host node-1)"),
     )

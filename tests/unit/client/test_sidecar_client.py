@@ -73,8 +73,8 @@ def test_a_file_arrives_whole_with_its_checksum(
 ) -> None:
     content = data(size)
     file = InMemory("f", content)
-    assert session.send(CONTEXT, "i1-a1-g00000000-s1", file) == crc32c.crc32c(content)
-    assert bytes(sidecar.files["f"].data) == content
+    assert session.send(CONTEXT, "a", file) == crc32c.crc32c(content)
+    assert bytes(sidecar.files["__a_f"].data) == content
 
 
 @pytest.mark.parametrize("start", [0, 17, CHUNK_BYTES, 3 * CHUNK_BYTES + 5])
@@ -95,7 +95,7 @@ def test_a_broken_stream_goes_on_where_it_was(
     content = data(8 * CHUNK_BYTES + 3)
     sidecar.cut_at = [2 * CHUNK_BYTES, 5 * CHUNK_BYTES]
     assert session.send(CONTEXT, "a", InMemory("f", content)) == crc32c.crc32c(content)
-    spool = sidecar.files["f"]
+    spool = sidecar.files["__a_f"]
     assert bytes(spool.data) == content
     assert spool.offsets == [0, 2 * CHUNK_BYTES, 5 * CHUNK_BYTES]
 
@@ -110,13 +110,13 @@ def test_a_sidecar_that_restarts_gets_the_rest(
         target=lambda: sent.append(session.send(CONTEXT, "a", InMemory("f", content)))
     )
     sender.start()
-    sidecar.wait_for(lambda: "f" in sidecar.files)
-    wait_until(lambda: len(sidecar.files["f"].data) >= 3 * CHUNK_BYTES)
+    sidecar.wait_for(lambda: "__a_f" in sidecar.files)
+    wait_until(lambda: len(sidecar.files["__a_f"].data) >= 3 * CHUNK_BYTES)
     sidecar.stop()
     sidecar.start()
     sender.join(BOUND_S)
     assert sent == [crc32c.crc32c(content)]
-    assert bytes(sidecar.files["f"].data) == content
+    assert bytes(sidecar.files["__a_f"].data) == content
     sidecar.wait_for(lambda: len(sidecar.connects) >= 2)
     assert {connect.client for connect in sidecar.connects} == {"c1"}
 
@@ -128,8 +128,8 @@ def test_an_unresponsive_stream_is_begun_again(
     content = data(4 * CHUNK_BYTES)
     sidecar.stall_at = [CHUNK_BYTES]
     assert session.send(CONTEXT, "a", InMemory("f", content)) == crc32c.crc32c(content)
-    assert bytes(sidecar.files["f"].data) == content
-    assert sidecar.files["f"].streams >= 2
+    assert bytes(sidecar.files["__a_f"].data) == content
+    assert sidecar.files["__a_f"].streams >= 2
 
 
 def test_progress_is_what_the_sidecar_holds(session: SidecarClient) -> None:
@@ -151,7 +151,7 @@ def test_stop_ends_a_stream_at_once(session: SidecarClient, sidecar: ScriptedSid
 
     sender = threading.Thread(target=send)
     sender.start()
-    sidecar.wait_for(lambda: "f" in sidecar.files)
+    sidecar.wait_for(lambda: "__a_f" in sidecar.files)
     stop.set()
     sender.join(BOUND_S)
     assert len(ended) == 1
@@ -294,7 +294,7 @@ def test_close_returns_at_once_and_ends_running_calls(
 
     sender = threading.Thread(target=send)
     sender.start()
-    sidecar.wait_for(lambda: "f" in sidecar.files)
+    sidecar.wait_for(lambda: "__a_f" in sidecar.files)
     # The call that runs would never end by itself.
     session.close()
     sender.join()

@@ -58,11 +58,11 @@ def name_attempt(
 
 
 def full_plans(sidecar: ScriptedSidecar) -> list[sidecar_pb2.PlanRequest]:
-    return [r for r in sidecar.asked(sidecar_pb2.PlanRequest) if r.HasField("plan")]
+    return sidecar.asked(sidecar_pb2.PlanRequest)
 
 
-def proposals(sidecar: ScriptedSidecar) -> list[sidecar_pb2.PlanRequest]:
-    return [r for r in sidecar.asked(sidecar_pb2.PlanRequest) if r.cached_plan_id]
+def claims(sidecar: ScriptedSidecar) -> list[sidecar_pb2.HandOverRequest]:
+    return [r for r in sidecar.asked(sidecar_pb2.HandOverRequest) if r.HasField("claim")]
 
 
 class Model:
@@ -108,13 +108,26 @@ def test_the_second_save_is_neither_planned_nor_asked_for_in_the_call(
     assert not calls
     assert handle.result(BOUND_S).attempt
     assert len(full_plans(sidecar)) == 1
-    (proposal,) = proposals(sidecar)
-    assert proposal.cached_plan_id == "p1"
-    assert proposal.digest == full_plans(sidecar)[0].digest
-    assert proposal.attempt == "i1-a1-g00000000-s2"
-    hand_over = sidecar.asked(sidecar_pb2.HandOverRequest)[-1]
-    assert (hand_over.attempt, hand_over.plan_id) == ("i1-a1-g00000000-s2", "p1")
+    (hand_over,) = claims(sidecar)
+    assert 0 < hand_over.claim.timeout_s <= Settings().plan_timeout
+    hand_over.claim.ClearField("timeout_s")
+    assert hand_over.claim == sidecar_pb2.CachedPlanClaim(
+        plan_id="p1",
+        digest=full_plans(sidecar)[0].digest,
+        attempt="i1-a1-g00000000-s1",
+        checkpoint_id="/x/1",
+    )
+    assert (hand_over.attempt, hand_over.plan_id) == ("i1-a1-g00000000-s2", "")
     assert all(file.name.startswith("__i1-a1-g00000000-s2_") for file in hand_over.files)
+    # The claim comes with the first bytes: there is no call before them, and none after.
+    kinds = [type(request) for request in sidecar.requests[len(sidecar.requests) // 2 :]]
+    assert set(kinds) == {sidecar_pb2.FileHeader, sidecar_pb2.HandOverRequest}
+    (first, *_) = (r for r in sidecar.asked(sidecar_pb2.FileHeader) if r.context.save.number == 2)
+    assert first.claim.plan_id == "p1"
+    # The next one names the newest save that has the plan.
+    client.save(state(3.0), checkpoint_id="/x/3")
+    assert claims(sidecar)[-1].claim.attempt == "i1-a1-g00000000-s2"
+    assert claims(sidecar)[-1].claim.checkpoint_id == "/x/2"
 
 
 CHANGES: dict[str, Any] = {
@@ -152,7 +165,7 @@ def test_what_changes_is_planned_again(
     # Both are remembered.
     client.save(change(), checkpoint_id="/x/3")
     client.save(state(), checkpoint_id="/x/4")
-    assert [p.digest for p in proposals(sidecar)] == [second.digest, first.digest]
+    assert [r.claim.digest for r in claims(sidecar)] == [second.digest, first.digest]
 
 
 @pytest.mark.parametrize(
@@ -220,7 +233,7 @@ def test_other_planners_are_run_and_go_by_the_digest(
         client.save(state(n), checkpoint_id=f"/x/{n}")
     assert Subclass.runs == 3
     assert len(full_plans(sidecar)) == 2
-    assert len(proposals(sidecar)) == 4
+    assert len(claims(sidecar)) == 4
 
 
 def test_a_planner_changed_after_its_making_is_run(client: Client) -> None:
@@ -242,7 +255,7 @@ def test_an_unflattened_state_goes_by_the_digest(client: Client, sidecar: Script
     planner = DefaultSavePlanner(flatten_state_dict=False)
     for n in range(2):
         client.save(state(n), planner=planner, checkpoint_id=f"/x/{n}")
-    assert (len(full_plans(sidecar)), len(proposals(sidecar))) == (1, 1)
+    assert (len(full_plans(sidecar)), len(claims(sidecar))) == (1, 1)
 
 
 def test_a_stateful_is_asked_once_and_stays_quick(
@@ -276,8 +289,13 @@ def test_a_coordinator_that_has_forgotten_gets_the_local_plan(
     client.save(state(), checkpoint_id="/x/3")
     first, second = full_plans(sidecar)
     assert first.plan == second.plan
-    assert (second.context.save.number, second.attempt) == (2, "i1-a1-g00000000-s2")
-    assert len(proposals(sidecar)) == 2
+    assert second.context.save.number == 2
+    # Handed over by the claim, and again by the plan.
+    handed_over = sidecar.asked(sidecar_pb2.HandOverRequest)
+    assert [(r.context.save.number, r.plan_id) for r in handed_over] == [
+        *((1, "p1"), (2, ""), (2, "p1"), (3, "")),
+    ]
+    assert len(claims(sidecar)) == 2
 
 
 def test_another_answer_than_what_was_staged_ends_the_save(
@@ -297,7 +315,7 @@ def test_another_answer_than_what_was_staged_ends_the_save(
     client.save(state(), checkpoint_id="/x/3")
     # Planned again in the call.
     assert full_plans(sidecar)[-1].context.save.number == 3
-    assert not full_plans(sidecar)[-1].attempt
+    assert claims(sidecar)[-1].context.save.number == 2
 
 
 def test_after_an_abort_the_next_save_is_planned_again(
@@ -307,7 +325,7 @@ def test_after_an_abort_the_next_save_is_planned_again(
     sidecar.commit = False
     handle = client.async_save(state(), checkpoint_id="/x/2")
     sidecar.wait_for(lambda: len(sidecar.asked(sidecar_pb2.HandOverRequest)) == 2)
-    sidecar.abort(proposals(sidecar)[0].context, save_pb2.Failure(rank=1, message="disk full"))
+    sidecar.abort(claims(sidecar)[0].context, save_pb2.Failure(rank=1, message="disk full"))
     with pytest.raises(SaveAbortedError, match="disk full"):
         handle.result(BOUND_S)
     sidecar.commit = True
@@ -315,7 +333,7 @@ def test_after_an_abort_the_next_save_is_planned_again(
     assert [r.context.save.number for r in full_plans(sidecar)] == [1, 3]
 
 
-def test_an_answer_whose_names_are_not_its_attempts_is_not_kept(
+def test_an_answer_whose_names_are_not_its_attempts_is_refused(
     client: Client, sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = SidecarClient.plan
@@ -326,9 +344,8 @@ def test_an_answer_whose_names_are_not_its_attempts_is_not_kept(
         return answer
 
     monkeypatch.setattr(SidecarClient, "plan", odd)
-    for n in range(2):
-        client.async_save(state(), checkpoint_id=f"/x/{n}").result(BOUND_S)
-    assert len(full_plans(sidecar)) == 2
+    with pytest.raises(InvalidRequestError, match="must begin with __i1-a1-g00000000-s9_"):
+        client.async_save(state(), checkpoint_id="/x/1")
 
 
 def test_a_message_that_is_kept_is_the_planners(client: Client, sidecar: ScriptedSidecar) -> None:
@@ -350,8 +367,10 @@ def test_a_prepared_save_costs_what_every_save_costs(
         patched.setattr("pannier.client.planning.stage_plan.PlannerRun", None)
         patched.setattr("pannier.client.staging.copy_plan._write_headers", None)
         client.save(state(), checkpoint_id="/x/1")
-    (proposal,) = proposals(sidecar)
-    assert proposal.context.save.number == 2
+    (hand_over,) = claims(sidecar)
+    assert hand_over.context.save.number == 2
+    # No manifest in storage has this plan.
+    assert (hand_over.claim.attempt, hand_over.claim.checkpoint_id) == ("", "")
 
 
 def test_preparing_refuses_what_saving_refuses(client: Client, sidecar: ScriptedSidecar) -> None:
@@ -363,27 +382,86 @@ def test_preparing_refuses_what_saving_refuses(client: Client, sidecar: Scripted
     assert [r.context.save.number for r in full_plans(sidecar)] == [3]
 
 
-def test_a_rank_that_left_calls_out_goes_on_as_the_save_that_the_others_are_at(
-    client: Client, sidecar: ScriptedSidecar
+def behind(request: sidecar_pb2.PlanRequest) -> None:
+    error = SaveAbortedError("save number 2 ended without rank 0")
+    error.resume_at = 7
+    raise error
+
+
+def refuse(request: Any) -> None:
+    """What a sidecar answers whose other ranks took part in a save that was aborted."""
+    if request.context.save.number == 2:
+        raise SaveAbortedError("save number 2 was aborted")
+
+
+@pytest.mark.parametrize("known", ["by the first bytes", "by the hand-over", "by its status"])
+def test_a_rank_that_missed_calls_continues_as_the_save_that_the_others_are_at(
+    client: Client, sidecar: ScriptedSidecar, known: str
 ) -> None:
     client.save(state(), checkpoint_id="/x/1")
-
-    def behind(request: sidecar_pb2.PlanRequest) -> None:
-        if request.context.save.number < 7:
-            error = SaveAbortedError("save number 2 ended without rank 0")
-            error.resume_at = 7
-            raise error
-        name_attempt(sidecar, request)
-
     sidecar.on["Plan"] = behind
+    if known == "by its status":
+        sidecar.commit = sidecar.confirm = False
+    else:
+        sidecar.on["Write" if "bytes" in known else "HandOver"] = refuse
     handle = client.async_save(state(), checkpoint_id="/x/7")
+    if known == "by its status":
+        sidecar.wait_for(lambda: len(claims(sidecar)) == 1)
+        sidecar.commit = sidecar.confirm = True
+        failure = save_pb2.Failure(rank=0, message="async_save was not called there")
+        save = claims(sidecar)[0].context.save
+        state_ = save_pb2.SAVE_STATE_ABORTED
+        sidecar.send_status(save, state_, failure, checkpoint_id="/x/2")
     assert handle.result(BOUND_S).checkpoint_id == "/x/7"
-    assert handle.status().attempt == "i1-a1-g00000000-s7"
-    assert [p.context.save.number for p in proposals(sidecar)] == [2, 7]
-    hand_over = sidecar.asked(sidecar_pb2.HandOverRequest)[-1]
+    assert [r.context.save.number for r in full_plans(sidecar)] == [1, 2]
+    hand_over = claims(sidecar)[-1]
     assert (hand_over.context.save.number, hand_over.attempt) == (7, "i1-a1-g00000000-s7")
     names = {file.name for file in hand_over.files}
     assert names == {f"__i1-a1-g00000000-s7_0_{end}.distcp" for end in ("0", "objects")}
     assert {item.file for item in hand_over.varying} == {"__i1-a1-g00000000-s7_0_objects.distcp"}
     client.save(state(), checkpoint_id="/x/8")
-    assert proposals(sidecar)[-1].context.save.number == 8
+    assert claims(sidecar)[-1].context.save.number == 8
+
+
+def test_a_save_that_ended_without_this_rank_and_has_no_successor_fails(
+    client: Client, sidecar: ScriptedSidecar
+) -> None:
+    client.save(state(), checkpoint_id="/x/1")
+    sidecar.commit = sidecar.confirm = False
+
+    def ended(request: sidecar_pb2.PlanRequest) -> None:
+        raise SaveAbortedError("save number 2 was aborted")
+
+    sidecar.on["Plan"] = ended
+    handle = client.async_save(state(), checkpoint_id="/x/7")
+    sidecar.wait_for(lambda: len(claims(sidecar)) == 1)
+    failure = save_pb2.Failure(rank=1, message="disk full")
+    save = claims(sidecar)[0].context.save
+    sidecar.send_status(save, save_pb2.SAVE_STATE_ABORTED, failure, checkpoint_id="/x/2")
+    with pytest.raises(SaveAbortedError, match="disk full"):
+        handle.result(BOUND_S)
+
+
+def test_the_local_plan_is_sent_while_bytes_are_under_way(
+    client: Client, sidecar: ScriptedSidecar
+) -> None:
+    client.save(state(), checkpoint_id="/x/1")
+    planned = threading.Event()
+
+    def request_plan(header: sidecar_pb2.FileHeader) -> None:
+        sidecar.send_status(
+            header.context.save,
+            save_pb2.SAVE_STATE_PLANNING,
+            checkpoint_id=header.context.checkpoint_id,
+            full_plan_requested=True,
+        )
+        assert planned.wait(BOUND_S)
+
+    def answer(request: sidecar_pb2.PlanRequest) -> None:
+        name_attempt(sidecar, request)
+        planned.set()
+
+    sidecar.on.update({"Write": request_plan, "Plan": answer})
+    client.save(state(), checkpoint_id="/x/2")
+    assert [r.context.save.number for r in full_plans(sidecar)] == [1, 2]
+    assert sidecar.asked(sidecar_pb2.HandOverRequest)[-1].plan_id == "p1"

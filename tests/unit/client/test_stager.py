@@ -32,7 +32,6 @@ from pannier.client.torch_compat import AsyncCollectiveTensor
 from pannier.wire.errors import InvalidRequestError, PannierError
 from pannier.wire.plan_columns import decode_column
 from support.actors.staged import (
-    ATTEMPT,
     final_plan,
     plan,
     stage_all,
@@ -369,11 +368,11 @@ def test_a_slot_whose_value_turns_out_otherwise_stays_empty(
 
     (varying,) = staged.varying
     assert varying.position == 1
-    assert varying.file == f"__{ATTEMPT}_0_objects.distcp"
+    assert varying.file == "0_objects.distcp"
     assert (varying.file, varying.offset, varying.length) == staged.locations[1]
     write_files(tmp_path, staged)
     offset, length = map(decode_column, (final.placement.offset, final.placement.length))
-    hole = (tmp_path / final.files[0].name).read_bytes()[offset[1] :][: length[1]]
+    hole = (tmp_path / staged.files[0].name).read_bytes()[offset[1] :][: length[1]]
     assert not any(hole)
     blob = (tmp_path / varying.file).read_bytes()[varying.offset :][: varying.length]
     with torch.serialization.safe_globals([TwoTensor]):
@@ -696,14 +695,13 @@ def test_an_external_plan_is_laid_out_here(
     staged = stage_external(
         planning.items,
         planner.resolve_data,
-        "i2-a1-g00000000-s3",
         4,
         pool.acquire,
         as_planned=resolves_as_planned(planner),
     )
     names = {placed.file for placed in staged.locations}
     assert names == {file.name for file in staged.files}
-    assert all(name.startswith("__i2-a1-g00000000-s3_4_") for name in names)
+    assert all(name.startswith("4_") for name in names)
     assert staged.varying == []
     write_checkpoint(tmp_path, planning.message, planning.items, staged)
     pool.release(staged.arena)
@@ -727,7 +725,7 @@ def test_an_external_plan_that_fails_leaves_its_arena_to_the_caller(pool: ArenaP
         return arenas[-1]
 
     with pytest.raises(ValueError, match=r"no\n'a' can't be saved"):
-        stage_external(planning.items, fails, ATTEMPT, 0, acquire)
+        stage_external(planning.items, fails, 0, acquire)
     assert [region.size > 4 << 20 for region in arenas[0].files] == [True]
 
 

@@ -159,7 +159,7 @@ class Sidecar(RuleBasedStateMachine):
             # It dies before it can say so.
             self._restart(b"")
         else:
-            self.saves.mark_ingested(part, model.receipt)
+            self.saves.hand_over(part, model.receipt)
 
     @rule(rank=RANKS, kind=KINDS)
     def fail(self, rank: int, kind: Any) -> None:

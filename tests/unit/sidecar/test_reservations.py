@@ -41,7 +41,7 @@ class Story:
         return made
 
     def ingest(self, rank: RankSave) -> None:
-        self.saves.mark_ingested(rank, records_pb2.Receipt(attempt="a"))
+        self.saves.hand_over(rank, records_pb2.Receipt(attempt="a"))
         self.reservations.record_usage(rank)
 
     def owed(self, rank: RankSave) -> int:

@@ -27,9 +27,9 @@ def test_a_rank_moves_forward_only() -> None:
     saves.set_attempt(rank, "i1-a1-g00000000-s1")
     assert rank.phase is Phase.PLANNED
     receipt = records_pb2.Receipt(attempt="i1-a1-g00000000-s1")
-    saves.mark_ingested(rank, receipt)
+    saves.hand_over(rank, receipt)
     with pytest.raises(errors.InvalidRequestError, match="INGESTED: it can't become INGESTED"):
-        saves.mark_ingested(rank, receipt)
+        saves.hand_over(rank, receipt)
     saves.mark_durable(rank)
     assert not saves.fail(rank, save_pb2.FAILURE_KIND_STORAGE, "too late")
     assert rank.phase is Phase.DURABLE
@@ -46,7 +46,7 @@ def test_a_rank_stays_in_its_attempt() -> None:
 def test_an_ingested_rank_is_never_lost() -> None:
     saves = SaveRegistry()
     rank = rank_save(saves)
-    saves.mark_ingested(rank, records_pb2.Receipt())
+    saves.hand_over(rank, records_pb2.Receipt())
     assert not saves.fail(rank, save_pb2.FAILURE_KIND_LOST, "gone")
     assert rank.phase is Phase.INGESTED
     assert saves.fail(rank, save_pb2.FAILURE_KIND_STORAGE, "403")

@@ -180,11 +180,14 @@ class WriterSave:
                 )
             self._attempt = ticket.attempt
             staged = self._ingest(plan, planner, metrics)
+        prefix = object_names.data_prefix(self._attempt)
         return [
             WriteResult(
                 index=item.index,
                 size_in_bytes=placed.length,
-                storage_data=torch_compat.StorageInfo(placed.file, placed.offset, placed.length),
+                storage_data=torch_compat.StorageInfo(
+                    prefix + placed.file, placed.offset, placed.length
+                ),
             )
             for item, placed in zip(plan.items, staged.locations, strict=True)
         ]
@@ -253,7 +256,6 @@ class WriterSave:
                 staged = stager.stage_external(
                     plan.items,
                     planner.resolve_data,
-                    self._attempt,
                     self.context.rank,
                     lambda sizes: aside(lambda: slot.hold(self._sidecar.arena(pool, sizes))),
                     as_planned=resolves_as_planned(planner),

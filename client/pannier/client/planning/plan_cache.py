@@ -1,10 +1,10 @@
 """Confirmed plans, and the states they were made for: later saves of the same states reuse them.
 
 In: a save's state dict and planner. Out: the plan of an earlier save of the group to the same
-root, with names for this save, without any call. A ``DefaultSavePlanner`` is not even run when
+root, without any call. A ``DefaultSavePlanner`` is not even run when
 the state's fingerprint is the one that it planned; the plans of other planners are compared by
-digest. The coordinator confirms the reuse later
-(:mod:`pannier.client.planning.plan_confirmation`). Thread-safe.
+digest. The coordinator confirms the reuse once the save's bytes are under way
+(:mod:`pannier.client.transport.plan_claim`). Thread-safe.
 """
 
 import dataclasses
@@ -19,9 +19,8 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
 from pannier.client.planning.state_fingerprint import StateFingerprint, fingerprint
 from pannier.client.staging.copy_plan import CopyPlan, make_copy_plan
-from pannier.v1 import plan_pb2
+from pannier.v1 import plan_pb2, sidecar_pb2
 from pannier.wire import object_names
-from pannier.wire.errors import InvalidRequestError
 
 _MOST_PLANS: Final = 8
 """Of all groups and roots; the least recently used are evicted."""
@@ -78,53 +77,60 @@ class CachedPlan:
         message: the local plan.
         digest: its hash.
         final: the final plan for it, of an earlier save.
+        checkpoint_id: of that save; empty: only the plan was made, so that no manifest has it.
 
     Raises InvalidRequestError: the final plan's file names aren't those of its attempt.
     """
 
     def __init__(
-        self, scope: PlanScope, message: plan_pb2.LocalPlan, digest: str, final: plan_pb2.FinalPlan
+        self,
+        scope: PlanScope,
+        message: plan_pb2.LocalPlan,
+        digest: str,
+        final: plan_pb2.FinalPlan,
+        checkpoint_id: str = "",
     ) -> None:
         self.scope = scope
         self.message = message
         self.digest = digest
-        self._plan_id = final.plan_id
+        self._source = (final.plan_id, checkpoint_id, final.attempt if checkpoint_id else "")
+        """Id of the global plan, and the checkpoint and attempt of a save whose manifest has it."""
         self.sizes = [file.size for file in final.files]
         """Bytes of each data file; 0 for the objects file."""
         self._final = final
         self._attempt = object_names.Attempt.parse(final.attempt)
         self._states: list[tuple[PlannerOptions, StateFingerprint, CopyPlan]] = []
-        prefix = object_names.data_prefix(final.attempt)
-        self._endings = [file.name.removeprefix(prefix) for file in final.files]
-        if any(not file.name.startswith(prefix) for file in final.files):
-            raise InvalidRequestError(f"files of {final.attempt} must begin with {prefix}")
+        self.suffixes = object_names.data_suffixes(final.attempt, [f.name for f in final.files])
+        """Names of the data files, without the attempt's prefix."""
 
     @property
     def plan_id(self) -> str:
         """Of the global plan; may change while this rank's part doesn't."""
-        return self._plan_id
+        return self._source[0]
 
-    def confirm(self, plan_id: str) -> None:
-        """The coordinator confirmed this rank's part as part of the global plan ``plan_id``."""
-        self._plan_id = plan_id
+    def claim(self) -> sidecar_pb2.CachedPlanClaim:
+        """That a save goes by this plan."""
+        plan_id, checkpoint_id, attempt = self._source
+        return sidecar_pb2.CachedPlanClaim(
+            plan_id=plan_id, digest=self.digest, checkpoint_id=checkpoint_id, attempt=attempt
+        )
+
+    def confirm(self, plan_id: str, checkpoint_id: str, attempt: str) -> None:
+        """This rank's part is one of that global plan, which the attempt's manifest has."""
+        self._source = (plan_id, checkpoint_id, attempt)
 
     def attempt(self, number: int) -> str:
         """Name of the attempt that is the group's ``number``-th save."""
         return dataclasses.replace(self._attempt, number=number).name
 
-    def file_names(self, number: int) -> list[str]:
-        """Names of the data files in that save."""
-        prefix = object_names.data_prefix(self.attempt(number))
-        return [prefix + ending for ending in self._endings]
-
     def final_plan(self, number: int) -> plan_pb2.FinalPlan:
         """The final plan for that save."""
         plan = plan_pb2.FinalPlan()
         plan.CopyFrom(self._final)
-        plan.plan_id = self._plan_id
+        plan.plan_id = self.plan_id
         plan.attempt = self.attempt(number)
-        for file, name in zip(plan.files, self.file_names(number), strict=True):
-            file.name = name
+        for file, suffix in zip(plan.files, self.suffixes, strict=True):
+            file.name = object_names.data_prefix(plan.attempt) + suffix
         return plan
 
     def equals(self, final: plan_pb2.FinalPlan, number: int) -> bool:

@@ -25,7 +25,6 @@ from pannier.client.staging.device_copy import DeviceCopies
 from pannier.client.staging.stager import Staged
 from pannier.v1 import plan_pb2, sidecar_pb2
 from pannier.wire import object_names
-from pannier.wire.errors import InvalidRequestError
 
 RequestPlan = Callable[[PlannerRun], plan_pb2.FinalPlan]
 """Sends a local plan to the coordinator; returns once every rank's plan has arrived."""
@@ -102,7 +101,10 @@ def resolve_plan(plans: PlanCache, spec: SaveSpec, request_plan: RequestPlan) ->
     known = plans.find(spec.scope, run.digest)
     final = request_plan(run) if known is None else known.final_plan(spec.number)
     items = run.finish(final)
-    cached = _cache_plan(plans, spec, run, final if known is None else known, options)
+    cached = known or CachedPlan(
+        spec.scope, run.message, run.digest, final, checkpoint_id=spec.checkpoint_id
+    )
+    _cache_plan(plans, spec, run, cached, options)
     match = _match(cached, options, spec)
     if match is not None:
         # Staged by the fast way that all later saves take, though this save ran the planner.
@@ -143,7 +145,9 @@ def prepare(
     final = request_plan(run)
     run.finish(final)
     options = planner_options(spec.planner)
-    match = _match(_cache_plan(plans, spec, run, final, options), options, spec)
+    cached = CachedPlan(spec.scope, run.message, run.digest, final)
+    _cache_plan(plans, spec, run, cached, options)
+    match = _match(cached, options, spec)
     held: list[Arena] = []
     try:
         for _ in range(arenas):
@@ -161,33 +165,27 @@ def _cache_plan(
     plans: PlanCache,
     spec: SaveSpec,
     run: PlannerRun,
-    plan: plan_pb2.FinalPlan | CachedPlan,
+    plan: CachedPlan,
     options: PlannerOptions | None,
-) -> CachedPlan | None:
-    """Caches a plan as the one for the spec's state; None when it can serve no other save."""
-    if isinstance(plan, plan_pb2.FinalPlan):
-        try:
-            plan = CachedPlan(spec.scope, run.message, run.digest, plan)
-        except InvalidRequestError:
-            # Its file names can't be renamed for another save, which must be planned again.
-            return None
+) -> None:
+    """Caches a plan as the one for the spec's state."""
     if options is not None:
         plan.add_state(options, spec.state, run.items)
     plans.add(plan)
-    return plan
 
 
-def _match(plan: CachedPlan | None, options: PlannerOptions | None, spec: SaveSpec) -> Match | None:
-    return None if plan is None or options is None else plan.match(options, spec.state)
+def _match(plan: CachedPlan, options: PlannerOptions | None, spec: SaveSpec) -> Match | None:
+    return None if options is None else plan.match(options, spec.state)
 
 
 def _stage_by_copies(match: Match, spec: SaveSpec) -> StagePlan:
     plan = match.plan
-    names = plan.file_names(spec.number)
     return StagePlan(
         attempt=plan.attempt(spec.number),
         plan_id=plan.plan_id,
         sizes=plan.sizes,
-        stage=lambda arena, devices: match.copy_plan.stage(match.values, arena, names, devices),
+        stage=lambda arena, devices: match.copy_plan.stage(
+            match.values, arena, plan.suffixes, devices
+        ),
         unconfirmed=plan,
     )

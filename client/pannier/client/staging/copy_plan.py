@@ -97,7 +97,7 @@ class CopyPlan:
         Args:
             values: of a state with the structure that the plan was made for.
             arena: acquired with the sizes of the plan's files.
-            names: of the plan's files in this save.
+            names: of the plan's files, without the attempt's prefix.
             devices: as for :func:`pannier.client.staging.stager.stage`.
 
         Raises:

@@ -9,7 +9,7 @@ file. Not thread-safe.
 
 import io
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import IO, Any, NamedTuple, Protocol, cast
 
 import torch
@@ -35,7 +35,7 @@ class StagedFile:
     """A data file in host memory."""
 
     name: str
-    """Relative to the checkpoint id."""
+    """Without the attempt's prefix, which it gets when it is sent."""
     size: int
     """Bytes."""
     address: int
@@ -48,7 +48,7 @@ class ArchiveLocation(NamedTuple):
     """Where the archive of an item is."""
 
     file: str
-    """Name of the data file."""
+    """As :attr:`StagedFile.name`."""
     offset: int
     length: int
     """Bytes."""
@@ -61,7 +61,7 @@ class Staged:
     files: list[StagedFile]
     """Data files, without empty ones."""
     varying: list[records_pb2.VaryingItem]
-    """Items whose archive is not at its planned offset."""
+    """Items whose archive is not at its planned offset; files are named as in ``files``."""
     locations: list[ArchiveLocation]
     """One per item."""
     arena: Arena
@@ -75,25 +75,6 @@ class Staged:
     def bytes(self) -> int:
         """Sum of the files' sizes."""
         return sum(file.size for file in self.files)
-
-    def renamed(self, names: Sequence[str]) -> "Staged":
-        """The same bytes for another attempt.
-
-        Args:
-            names: of all files of that attempt's plan.
-        """
-        by_suffix = {_suffix(name): name for name in names}
-        files = [replace(file, name=by_suffix[_suffix(file.name)]) for file in self.files]
-        varying = [
-            records_pb2.VaryingItem(
-                position=item.position,
-                file=by_suffix[_suffix(item.file)],
-                offset=item.offset,
-                length=item.length,
-            )
-            for item in self.varying
-        ]
-        return replace(self, files=files, varying=varying)
 
 
 class PlannerRun(Protocol):
@@ -131,7 +112,7 @@ def stage(
         PannierError: there is no memory.
         Exception: whatever resolving, copying or pickling an item raised, with a note of its key.
     """
-    names = [file.name for file in final.files]
+    names = object_names.data_suffixes(final.attempt, [file.name for file in final.files])
     placement = final.placement
     columns = (placement.file, placement.offset, placement.length)
     planned = list(map(_PlannedLocation, *map(decode_column, columns)))
@@ -160,7 +141,6 @@ def stage(
 def stage_external(
     items: Sequence[WriteItem],
     resolve: Resolve,
-    attempt: str,
     rank: int,
     acquire: Callable[[Sequence[int]], Arena],
     *,
@@ -171,7 +151,6 @@ def stage_external(
     Args:
         items: what this rank writes.
         resolve: returns an item's value; called once for each.
-        attempt: name of the attempt, for the names of the files.
         rank: global rank, for the names of the files.
         acquire: returns an arena with a buffer of each size, which the caller releases, also on
             failure.
@@ -191,9 +170,9 @@ def stage_external(
         [len(archive.tail) for archive in known],
     )
     targets = map(_PlannedLocation, layout.file, layout.offset, layout.length)
-    names = [object_names.data_file(attempt, rank, index) for index in range(len(layout.sizes))]
+    names = [object_names.data_suffix(rank, index) for index in range(len(layout.sizes))]
     arena = acquire(layout.sizes)
-    with _Writer(names, object_names.objects_file(attempt, rank), arena) as writer:
+    with _Writer(names, object_names.objects_suffix(rank), arena) as writer:
         locations = [
             writer.put(item, resolve, next(targets) if archive is not None else None)
             for item, archive in zip(items, planned, strict=True)
@@ -379,14 +358,8 @@ def cannot_be_saved(fqn: str) -> str:
     return f"{fqn!r} can't be saved"
 
 
-def _suffix(name: str) -> str:
-    """The end of a file's name, which doesn't depend on the attempt and the rank."""
-    return name.rpartition("_")[2]
-
-
 def _objects_name(names: Sequence[str]) -> str:
     """The name of the objects file that belongs to a rank's planned files."""
     if not names:
         return ""
-    stem, _, _ = names[0].rpartition("_")
-    return f"{stem}_objects.distcp"
+    return object_names.objects_suffix(int(names[0].partition("_")[0]))

@@ -82,7 +82,7 @@ class FollowedSaves:
             self._saves.pop(object_names.save_text(save), None)
 
     def mark_handed_over(self, save: save_pb2.SaveId) -> None:
-        """The sidecar has ingested this rank's part of ``save``."""
+        """The sidecar has this rank's part of ``save``, and its plan is confirmed."""
         with self._lock:
             followed = self._saves.get(object_names.save_text(save))
             if followed is not None:

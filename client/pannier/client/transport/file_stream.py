@@ -31,7 +31,7 @@ class StagedFile(Protocol):
 
     @property
     def name(self) -> str:
-        """Relative to the checkpoint id."""
+        """Without the attempt's prefix."""
 
     @property
     def size(self) -> int:

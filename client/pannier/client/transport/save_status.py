@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pannier.client.handle import Resolver, SaveHandle, SaveResult
 from pannier.client.staging.in_flight import ArenaUse, InFlightSave
 from pannier.client.transport.file_stream import Stop, StoppedError
+from pannier.client.transport.plan_claim import PlanClaim
 from pannier.client.transport.save_errors import aborted, fail_request, in_doubt, not_handed_over
 from pannier.client.transport.sidecar_client import SidecarClient
 from pannier.client.user_errors import name_save
@@ -193,6 +194,9 @@ class StatusFollower:
         self._expects_skip = expects_skip
         self._on_ended = on_ended
         self._on_failure: Callable[[], None] = lambda: None
+        self._claim: PlanClaim | None = None
+        self._aborted: save_pb2.SaveStatus | None = None
+        """An ABORT that :meth:`settle_abort` or :meth:`renumber` follows."""
         self._lock = threading.Lock()
         self._handed_over = False
         """The sidecar received the request to ingest this rank's part, or may have."""
@@ -216,12 +220,33 @@ class StatusFollower:
         """The save's id."""
         return object_names.save_text(self._context.save)
 
-    def set_attempt(self, attempt: str, on_failure: Callable[[], None]) -> None:
+    @property
+    def claim(self) -> PlanClaim | None:
+        """That the save goes by a cached plan; None: its plan was confirmed before."""
+        return self._claim
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the group's save with this number was aborted and went to another checkpoint.
+
+        This rank may have missed it, and belong to a later one. The handle waits for
+        :meth:`renumber` or :meth:`settle_abort`.
+        """
+        return self._aborted is not None
+
+    def set_attempt(
+        self,
+        attempt: str,
+        claim: PlanClaim | None = None,
+        on_failure: Callable[[], None] = lambda: None,
+    ) -> None:
         """The plan is known, and staging begins.
 
         Args:
+            claim: of a cached plan; None: the plan is confirmed.
             on_failure: called before the handle fails.
         """
+        self._claim = claim
         self._on_failure = on_failure
         self.times.end("plan")
         self.resolver.update(
@@ -230,17 +255,29 @@ class StatusFollower:
             )
         )
 
-    def renumber(self, number: int, attempt: str) -> None:
-        """Continues as the group's ``number``-th save; no other rank knows of the former number."""
+    def renumber(self, number: int, attempt: str, make_claim: Callable[[], PlanClaim]) -> None:
+        """Continues as the group's ``number``-th save; this rank had no part in the former one."""
         self._sidecar.followed.unfollow(self._context.save)
         context = sidecar_pb2.SaveContext()
         context.CopyFrom(self._context)
         context.save.number = number
-        self._context = context
+        with self._lock:
+            self._context = context
+            self._aborted = None
+            self._handed_over = False
+            self.stop = Stop()
+        self._claim = make_claim()
         self._follow()
         self.resolver.update(
             lambda status: dataclasses.replace(status, id=self.text, attempt=attempt)
         )
+
+    def settle_abort(self) -> None:
+        """This rank continues as no other save: an ABORT is followed from now on."""
+        with self._lock:
+            self._claim, aborted = None, self._aborted
+        if aborted is not None and not self.handle.done():
+            self._abort(aborted)
 
     def begin_hand_over(self) -> None:
         """From now on the sidecar may have ingested this rank. Raises StoppedError: too late."""
@@ -314,6 +351,9 @@ class StatusFollower:
 
     def _on_status(self, update: save_pb2.SaveStatus) -> None:
         self.waiting.status_arrived(update.waiting_on.text)
+        claim = self._claim
+        if claim is not None:
+            claim.on_status(update)
         self.resolver.update(
             lambda status: dataclasses.replace(
                 status,
@@ -327,9 +367,16 @@ class StatusFollower:
         if update.state == save_pb2.SAVE_STATE_COMMITTED:
             self._commit(update)
         elif update.state == save_pb2.SAVE_STATE_ABORTED:
+            with self._lock:
+                if claim is not None and update.checkpoint_id != self._context.checkpoint_id:
+                    self._aborted = update
             self.stop.set()
-            waiting = self.waiting.text if self.waiting.room else ""
-            self._fail(self._local_error or aborted(update, waiting), ArenaUse.UNUSED)
+            if not self.is_behind:
+                self._abort(update)
+
+    def _abort(self, update: save_pb2.SaveStatus) -> None:
+        waiting = self.waiting.text if self.waiting.room else ""
+        self._fail(self._local_error or aborted(update, waiting), ArenaUse.UNUSED)
 
     def _commit(self, update: save_pb2.SaveStatus) -> None:
         if "ingest" not in self.times.seconds():

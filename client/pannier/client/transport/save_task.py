@@ -1,4 +1,4 @@
-"""Sends one save of this rank to the sidecar: confirms its plan, streams its files, hands over.
+"""Sends one save of this rank to the sidecar: streams its files, hands over, waits for its plan.
 
 In: a plan, and what was staged by it. Out: an ingested rank, or a failure that ends the save. A
 :class:`SaveTask` lives as long as its save is in progress. Sending runs in a separate thread;
@@ -13,19 +13,21 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Container, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from pannier.client.handle import SaveHandle
 from pannier.client.staging.arena import Arena
 from pannier.client.staging.deferred_copies import DeferredCopies
 from pannier.client.staging.in_flight import ArenaUse, InFlightSave
 from pannier.client.transport.file_stream import MemoryInUseError, StagedFile, StoppedError
+from pannier.client.transport.plan_claim import CachedPlan, PlanClaim
 from pannier.client.transport.save_status import StatusFollower
 from pannier.client.transport.shared_memory import SpoolMapping
 from pannier.client.transport.sidecar_client import SidecarClient
 from pannier.common import timeouts
 from pannier.common.deadline import Deadline
 from pannier.v1 import records_pb2, sidecar_pb2
+from pannier.wire import object_names
 from pannier.wire.errors import (
     BusyError,
     InvalidRequestError,
@@ -65,19 +67,6 @@ class Staged(Protocol):
         """How bytes came from devices, human-readable."""
 
 
-class PlanConfirmation(Protocol):
-    """See :class:`pannier.client.planning.plan_confirmation.PlanConfirmation`."""
-
-    def confirm(self, context: sidecar_pb2.SaveContext) -> str:
-        """The id of the plan that all ranks go by; blocks until every rank has claimed it."""
-
-    def renumber(self, number: int, staged: Any) -> "tuple[str, Staged]":
-        """Attempt and staged files under the name of the group's ``number``-th save."""
-
-    def save_failed(self) -> None:
-        """Drops the plan that the save was staged by."""
-
-
 class _State(enum.Enum):
     IN_CALL = enum.auto()
     """The save ends with the call that stages it."""
@@ -96,6 +85,8 @@ class SaveTask:
         on_busy: what a full spool does: ``"wait"``, ``"skip"`` or ``"raise"``.
         metrics: numbers that go with the save.
         deadline: of the save.
+        plan_timeout_s: longest wait for the confirmation of a cached plan, seconds.
+        resume_after: makes the number after this one the group's next.
         on_ended: called once, with :attr:`status`, when the handle has its outcome.
     """
 
@@ -107,6 +98,8 @@ class SaveTask:
         on_busy: str,
         metrics: Mapping[str, float] | None = None,
         deadline: Deadline,
+        plan_timeout_s: float = timeouts.DEFAULT_SAVE_S,
+        resume_after: Callable[[int], None] = lambda _: None,
         on_ended: Callable[[StatusFollower], None] = lambda _: None,
     ) -> None:
         self.sidecar = sidecar
@@ -117,7 +110,9 @@ class SaveTask:
         self._metrics = metrics
         self._attempt = ""
         self._plan_id = ""
-        self._confirmation: PlanConfirmation | None = None
+        self._plan_timeout_s = plan_timeout_s
+        self._resume_after = resume_after
+        self._cached: CachedPlan | None = None
         self._staged: Staged | None = None
         self._state = _State.IN_CALL
         self._gave_files = False
@@ -147,13 +142,33 @@ class SaveTask:
         self._state = _State.DETACHED
 
     def planned(
-        self, attempt: str, plan_id: str, confirmation: PlanConfirmation | None = None
+        self,
+        attempt: str,
+        plan_id: str,
+        unconfirmed: CachedPlan | None = None,
+        on_failure: Callable[[], None] = lambda: None,
     ) -> None:
-        """The plan is known; ``confirmation`` confirms a cached one."""
+        """The plan is known.
+
+        Args:
+            unconfirmed: it is this one of an earlier save, which all ranks must go by.
+            on_failure: called before the handle fails, if the plan was unconfirmed.
+        """
         self._attempt, self._plan_id = attempt, plan_id
-        self._confirmation = confirmation
-        self.status.set_attempt(
-            attempt, confirmation.save_failed if confirmation is not None else lambda: None
+        self._cached = unconfirmed
+        if unconfirmed is None:
+            self.status.set_attempt(attempt)
+        else:
+            self.status.set_attempt(attempt, self._make_claim(unconfirmed), on_failure)
+
+    def _make_claim(self, plan: CachedPlan) -> PlanClaim:
+        return PlanClaim(
+            plan,
+            self.sidecar,
+            self.status.context,
+            deadline=self.status.deadline,
+            wait_s=self._plan_timeout_s,
+            stop=self.status.stop,
         )
 
     def staged(self, staged: Staged) -> None:
@@ -197,6 +212,7 @@ class SaveTask:
             fate = ArenaUse.READ_LOCALLY if isinstance(error, MemoryInUseError) else ArenaUse.UNUSED
             self.status.give_up(error)
         finally:
+            self.status.settle_abort()
             self._state = _State.SENT
             self._staged = None
             slot.sent(fate, handed_over=self._gave_files)
@@ -217,31 +233,42 @@ class SaveTask:
         self.status.resolver.staged()
 
     def _send_to_sidecar(self) -> None:
-        try:
-            self._confirm_plan()
-            self._ingest()
-        except (PannierError, StoppedError):
-            raise
-        except Exception as error:
-            raise PannierError(f"{type(error).__name__} while sending: {error}") from error
-
-    def _confirm_plan(self) -> None:
-        """Waits until all ranks go by the plan that this one staged by."""
-        while self._confirmation is not None:
-            context = self.status.context
+        while True:
             try:
-                self._plan_id = self._confirmation.confirm(context)
+                self._ingest()
                 return
-            except SaveAbortedError as error:
-                if error.resume_at <= context.save.number:
-                    raise
-                # This rank missed saves of the others: it continues as their next one.
-                _log.warning("%s", error)
-                self._attempt, self._staged = self._confirmation.renumber(
-                    error.resume_at, self._staged
-                )
-                self._plan_id = ""
-                self.status.renumber(error.resume_at, self._attempt)
+            except (SaveAbortedError, StoppedError) as error:
+                self._come_into_step(error)
+            except PannierError:
+                raise
+            except Exception as error:
+                raise PannierError(f"{type(error).__name__} while sending: {error}") from error
+
+    def _come_into_step(self, error: SaveAbortedError | StoppedError) -> None:
+        """Continues as the save that this rank belongs to, if it missed saves of the others.
+
+        Raises what refused the local plan, else ``error``.
+        """
+        claim, plan = self.status.claim, self._cached
+        if claim is None or plan is None or claim.plan_id:
+            raise error
+        aborted = claim.error or error
+        if isinstance(aborted, StoppedError) and not self.status.is_behind:
+            raise error
+        if not isinstance(aborted, SaveAbortedError | StoppedError):
+            raise aborted
+        number = getattr(aborted, "resume_at", 0) or claim.find_current_save()
+        former = self.status.context.save.number
+        if number <= former:
+            raise aborted
+        _log.warning(
+            "save %s ended without this rank, which missed calls of the others: it continues as "
+            "number %d",
+            *(self.status.text, number),
+        )
+        self._resume_after(number)
+        self._attempt = plan.attempt(number)
+        self.status.renumber(number, self._attempt, lambda: self._make_claim(plan))
 
     def _mapped(self) -> dict[str, SpoolMapping]:
         """By name, the files that were staged into the sidecar's spool."""
@@ -262,6 +289,7 @@ class SaveTask:
         while True:
             try:
                 self._hand_over(files, mapped)
+                self._await_plan(files, mapped)
                 return
             except InvalidRequestError as error:
                 # A restarted sidecar may lack files that it had taken before, and knows no leases.
@@ -277,6 +305,28 @@ class SaveTask:
                     *(self.status.text, self.sidecar.peer, sum(self._lacked)),
                 )
                 _log.debug("its error: %s", error)
+
+    def _await_plan(
+        self, files: Sequence[records_pb2.DataFile], mapped: Mapping[str, SpoolMapping]
+    ) -> None:
+        """Waits, after the hand-over, until all ranks go by the plan that this one staged by.
+
+        The save needs this no more, unless the coordinator requests the local plan.
+        """
+        claim = self.status.claim
+        if claim is None:
+            return
+        if claim.wait():
+            if claim.by_local_plan:
+                # Only this rank knows that the answer to its local plan is what it has staged.
+                self._hand_over(files, mapped)
+            self.sidecar.followed.mark_handed_over(self.status.context.save)
+        elif self.status.stop.is_set:
+            raise StoppedError
+
+    def _open_claim(self) -> sidecar_pb2.CachedPlanClaim | None:
+        claim = self.status.claim
+        return None if claim is None or claim.plan_id else claim.message()
 
     def _stream_instead(self, error: PannierError) -> None:
         """The hand-over of mapped files was refused."""
@@ -333,7 +383,11 @@ class SaveTask:
         if problems:
             raise problems[0]
         return [
-            records_pb2.DataFile(name=file.name, size=file.size, crc32c=crcs.get(file.name, 0))
+            records_pb2.DataFile(
+                name=object_names.data_prefix(self._attempt) + file.name,
+                size=file.size,
+                crc32c=crcs.get(file.name, 0),
+            )
             for file in self._staged.files
         ]
 
@@ -352,6 +406,7 @@ class SaveTask:
                     self._attempt,
                     file,
                     reason=self._staged.arena.streaming_reason if self._staged is not None else "",
+                    claim=self._open_claim(),
                     timeout=deadline.remaining(),
                     progress=accepted,
                     stop=self.status.stop,
@@ -386,14 +441,28 @@ class SaveTask:
         self, files: Sequence[records_pb2.DataFile], mapped: Mapping[str, SpoolMapping]
     ) -> None:
         assert self._staged is not None
+        prefix = object_names.data_prefix(self._attempt)
+        claim = self._open_claim()
+        confirmed = self.status.claim.plan_id if self.status.claim is not None else self._plan_id
         request = sidecar_pb2.HandOverRequest(
             context=self.status.context,
             attempt=self._attempt,
-            plan_id=self._plan_id,
+            plan_id="" if claim is not None else confirmed,
+            claim=claim,
             files=files,
-            varying=self._staged.varying,
+            varying=[
+                records_pb2.VaryingItem(
+                    position=item.position,
+                    file=prefix + item.file,
+                    offset=item.offset,
+                    length=item.length,
+                )
+                for item in self._staged.varying
+            ],
             mapped=[
-                sidecar_pb2.MappedFile(name=name, spool_file=mapping.file, stamp=mapping.stamp)
+                sidecar_pb2.MappedFile(
+                    name=prefix + name, spool_file=mapping.file, stamp=mapping.stamp
+                )
                 for name, mapping in mapped.items()
             ],
             stalled_s=self.status.times.stalled_s,

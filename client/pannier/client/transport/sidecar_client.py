@@ -22,7 +22,7 @@ from pannier.client.transport.stream_limit import MOST, StreamLimit
 from pannier.common import timeouts
 from pannier.common.deadline import Deadline
 from pannier.v1 import sidecar_pb2
-from pannier.wire import addresses
+from pannier.wire import addresses, object_names
 from pannier.wire.errors import DeadlineError, UnavailableError
 
 
@@ -141,7 +141,7 @@ class SidecarClient:
     # Calls.
 
     def plan(self, request: sidecar_pb2.PlanRequest, timeout: float) -> sidecar_pb2.PlanResponse:
-        """Sends a local plan or a cached-plan claim; returns once every rank's has arrived.
+        """Sends a local plan; returns once every rank's has arrived.
 
         Raises:
             SaveAbortedError: the save was aborted on all ranks, with failures by rank.
@@ -191,7 +191,7 @@ class SidecarClient:
         self._retry(lambda: self._call("Fail", request, deadline.remaining()), deadline)
 
     def hand_over(self, request: sidecar_pb2.HandOverRequest, timeout: float = 300.0) -> None:
-        """Hands over the rank's files, all sent; returns when they are ingested."""
+        """Hands over the rank's files, all sent; returns when that is journalled."""
         deadline = Deadline(timeout)
 
         def once() -> None:
@@ -200,7 +200,8 @@ class SidecarClient:
             self._call("HandOver", request, seconds, repeatable=True)
 
         self._retry(once, deadline)
-        self.followed.mark_handed_over(request.context.save)
+        if not request.HasField("claim"):
+            self.followed.mark_handed_over(request.context.save)
 
     def send(
         self,
@@ -209,13 +210,16 @@ class SidecarClient:
         file: StagedFile,
         *,
         reason: str = "",
+        claim: sidecar_pb2.CachedPlanClaim | None = None,
         timeout: float = 3600.0,
         progress: Progress = lambda held: None,
         stop: Stop | None = None,
     ) -> int:
         """Streams one data file, resuming where a stream broke; returns its crc32c.
 
-        ``reason``: why it isn't mapped, human-readable.
+        Args:
+            reason: why it isn't mapped, human-readable.
+            claim: of the save, while its plan isn't confirmed.
 
         Raises:
             SaveAbortedError: the save was aborted on all ranks.
@@ -226,7 +230,12 @@ class SidecarClient:
         deadline = Deadline(timeout)
         source = FileSource(file)
         header = sidecar_pb2.FileHeader(
-            context=context, attempt=attempt, name=file.name, size=file.size, reason=reason
+            context=context,
+            attempt=attempt,
+            name=object_names.data_prefix(attempt) + file.name,
+            size=file.size,
+            reason=reason,
+            claim=claim,
         )
         until = stop or Stop()
         held: int | None = None

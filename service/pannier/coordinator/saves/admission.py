@@ -57,24 +57,24 @@ def admit(save: Save, given: RankPlan | CachedPlanClaim, *, mode: PlanMode = Pla
                 (given.rank, given.host),
             )
         if save.manifest is not None:
-            _check_repeated(save, save.manifest, given)
-        elif isinstance(given, RankPlan):
-            save.plans.add(given)
-        else:
+            _check_late(save.manifest, given)
+        if isinstance(given, CachedPlanClaim):
             save.plans.add_claim(given)
+        elif save.manifest is None:
+            save.plans.add(given)
     except DisagreementError as error:
         save.fail_ranks(error.failures.values())
         raise save.error() from error
 
 
-def _check_repeated(save: Save, manifest: Manifest, given: RankPlan | CachedPlanClaim) -> None:
-    """Checks what a rank sends again because the answer got lost."""
+def _check_late(manifest: Manifest, given: RankPlan | CachedPlanClaim) -> None:
+    """Checks what a rank sends after the plan was agreed, as again when the answer got lost.
+
+    What a claim of another plan means, the save's task finds out.
+    """
     known = manifest.plan.digests.get(given.rank) == given.digest
-    if known and isinstance(given, CachedPlanClaim):
-        # It may go by another plan in which it writes the same, as was found at its first claim.
-        known = given.attempt == manifest.header.attempt and (
-            given.plan_id == manifest.plan_id or given in save.plans.claims
-        )
+    if isinstance(given, CachedPlanClaim):
+        known = known and given.attempt == manifest.header.attempt
     if not known:
         raise DisagreementError(
             f"rank {given.rank} on host {given.host} handed in another plan after the plan was "

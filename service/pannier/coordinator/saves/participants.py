@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pannier.common import observer_clock
+from pannier.common.rank_phase import has_reached
 from pannier.common.wait_text import Awaited
 from pannier.coordinator.planning.columns import RankPlan
 from pannier.coordinator.saves.save_spec import DisagreementError
@@ -72,7 +73,7 @@ class RankState:
 
     def advance(self, phase: "save_pb2.RankPhase") -> None:
         """Moves to a later phase; an earlier one has no effect."""
-        if phase > self.phase:
+        if not has_reached(self.phase, phase):
             self.phase = phase
             self.reached[phase] = time.monotonic()
 
@@ -89,8 +90,8 @@ class RankState:
         A sidecar's messages count for its ranks, unless it reports that the trainer is unresponsive.
         """
         now = observer_clock.now()
-        if self.sidecar is not None and self.phase >= save_pb2.RANK_PHASE_INGESTED:
-            # The sidecar holds everything: the trainer isn't needed any more.
+        if self.sidecar is not None and has_reached(self.phase, save_pb2.RANK_PHASE_HANDED_OVER):
+            # The sidecar holds everything, and watches the trainer if it is needed all the same.
             return now - self.sidecar.last_seen
         if self.last_seen is None:
             return None
@@ -165,7 +166,9 @@ class Participants:
 
     def all_reached(self, phase: "save_pb2.RankPhase") -> bool:
         """Whether all ranks have reached the phase; continues where the last call stopped."""
-        while self._reached < len(self._in_order) and self._in_order[self._reached].phase >= phase:
+        while self._reached < len(self._in_order) and has_reached(
+            self._in_order[self._reached].phase, phase
+        ):
             self._reached += 1
         return self._reached == len(self._in_order)
 
@@ -202,10 +205,11 @@ class Participants:
 
     def late(self) -> list[int]:
         """Ranks that are behind: not ingested, or not durable once all are ingested."""
-        lowest = min(state.phase for state in self._in_order)
-        ingested, durable = save_pb2.RANK_PHASE_INGESTED, save_pb2.RANK_PHASE_DURABLE
-        phase = ingested if lowest < ingested else durable
-        return [state.rank for state in self._in_order if state.phase < phase]
+        for phase in (save_pb2.RANK_PHASE_INGESTED, save_pb2.RANK_PHASE_DURABLE):
+            late = [each.rank for each in self._in_order if not has_reached(each.phase, phase)]
+            if late:
+                return late
+        return []
 
     def seen(self, rank: int) -> Awaited:
         """A rank's host and the seconds since its last heartbeat, as far as they are known."""
@@ -234,6 +238,9 @@ class CachedPlanClaim:
     plan_id: str
     attempt: str
     """Of this save, as the rank derived it for the names of its files."""
+    source_checkpoint: str = ""
+    source_attempt: str = ""
+    """An attempt whose manifest has that plan; empty: none is known."""
 
 
 class LocalPlans:
@@ -243,6 +250,8 @@ class LocalPlans:
         self._ranks = list(ranks)
         self._plans: dict[int, RankPlan] = {}
         self._claims: dict[int, CachedPlanClaim] = {}
+        self.claimed_ids: set[str] = set()
+        """Ids of the plans that ranks claim."""
         self.full_requested = False
         """No cached plan fits all ranks: those with a claim are to hand in their full plans."""
 
@@ -270,6 +279,7 @@ class LocalPlans:
         known = self._claims.setdefault(claim.rank, claim)
         if (known.plan_id, known.attempt) != (claim.plan_id, claim.attempt):
             raise _two_plans(known, claim)
+        self.claimed_ids.add(claim.plan_id)
 
     def _check_digest(self, given: "RankPlan | CachedPlanClaim") -> None:
         for known in (self._plans.get(given.rank), self._claims.get(given.rank)):

@@ -44,6 +44,29 @@ def choose_cached_plan(cache: PlanCache, save: Save) -> AgreedPlan | None:
     return None
 
 
+def equal_plans(
+    cache: PlanCache, save: Save, plan: AgreedPlan, *, complete: bool
+) -> frozenset[str]:
+    """Ids of claimed plans by which ranks write what they write by ``plan``.
+
+    Args:
+        complete: no more claims can come, so that only ranks count that have claimed a plan; else all
+            count whose local plan is the same in both.
+    """
+    claimants: dict[str, list[int]] = {}
+    for claim in save.plans.claims if complete else ():
+        claimants.setdefault(claim.plan_id, []).append(claim.rank)
+    equal = set()
+    for plan_id, own in _claimed_plans(cache, save).items():
+        if own is None:
+            continue
+        same = [rank for rank, digest in own.members if plan.digests.get(rank) == digest]
+        ranks = claimants[plan_id] if complete else same
+        if set(ranks) <= set(same) and all(own.writes_same(plan, rank) for rank in ranks):
+            equal.add(plan_id)
+    return frozenset(equal)
+
+
 def kept_assignments(cache: PlanCache, save: Save) -> Mapping[int, Share]:
     """What ranks write that have staged by a claimed plan, by rank: it can't change any more.
 
@@ -60,5 +83,4 @@ def kept_assignments(cache: PlanCache, save: Save) -> Mapping[int, Share]:
 
 def _claimed_plans(cache: PlanCache, save: Save) -> Mapping[str, AgreedPlan | None]:
     """The claimed plans by id, found once for thousands of ranks that claim the same one."""
-    ids = {claim.plan_id for claim in save.plans.claims}
-    return {plan_id: cache.find(save.context, plan_id) for plan_id in ids}
+    return {id_: cache.find(save.context, id_) for id_ in save.plans.claimed_ids}

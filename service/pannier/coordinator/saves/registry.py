@@ -207,7 +207,8 @@ class Registry:
         incarnation = self._incarnations.get(save.spec.incarnation)
         if incarnation is not None:
             incarnation.hosts[rank] = (host, time.monotonic())
-        if save.note_context(context):
+        # A rank that missed an ended save takes part in a later one: see find_current.
+        if not save.ended and save.note_context(context):
             self._check_split(save)
 
     def _check_split(self, save: Save) -> None:

@@ -1,14 +1,14 @@
 """Resumes a save from storage: what another coordinator, or another process of this one, left there.
 
 In: a :class:`Save` and its store. Out: the save with the manifest and the receipts that are in
-storage, or the decision that has ended it. Writes nothing. Event loop only.
+storage, or the decision that has ended it; and the plans of earlier saves that its ranks claim. Writes nothing. Event loop only.
 """
 
 import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from pannier.attempts.decisions import read_decision
 from pannier.attempts.manifests import read_manifest
@@ -17,18 +17,23 @@ from pannier.common import timeouts
 from pannier.common.retry import RetryPolicy
 from pannier.coordinator.commit.manifest import Manifest
 from pannier.coordinator.planning.columns import RankPlan
+from pannier.coordinator.planning.plan_cache import PlanCache
 from pannier.coordinator.saves.participants import CachedPlanClaim
 from pannier.coordinator.saves.save import Save
 from pannier.coordinator.saves.save_spec import DisagreementError
 from pannier.coordinator.saves.states import PlanMode
 from pannier.storage import StorageError, Store
 from pannier.storage.base import unlimited
-from pannier.v1 import records_pb2
-from pannier.wire.errors import IntegrityError
+from pannier.v1 import records_pb2, save_pb2
+from pannier.wire import object_names
+from pannier.wire.errors import IntegrityError, InvalidRequestError, PannierError
 
 _log = logging.getLogger(__name__)
 
 _Answer = TypeVar("_Answer")
+
+_MOST_CLAIMED: Final = 4
+"""Plans of earlier saves that are read for one save."""
 
 
 class StorageChecks:
@@ -139,7 +144,8 @@ async def resume_save(save: Save, store: Store) -> records_pb2.Decision | None:
 def adopt_manifest(save: Save, manifest: Manifest) -> None:
     """Makes the manifest in storage the save's.
 
-    Raises DisagreementError unless it was made of the plans that ranks have handed in here.
+    Raises DisagreementError unless it was made of the plans that ranks have handed in here. What a claim
+    of another plan means is found out later.
     """
     for plan in save.plans.plans:
         _check_member(manifest, plan)
@@ -157,16 +163,61 @@ def _check_member(manifest: Manifest, given: RankPlan | CachedPlanClaim) -> None
             f"{attempt} was planned before with {digest[:12]}",
             (given.rank, given.host),
         )
-    if isinstance(given, CachedPlanClaim) and (given.plan_id, given.attempt) != (
-        manifest.plan_id,
-        attempt,
-    ):
+    if isinstance(given, CachedPlanClaim) and given.attempt != attempt:
         raise DisagreementError(
             f"rank {given.rank} (host {given.host}) goes by plan {given.plan_id[:12]} as attempt "
-            f"{given.attempt}, but attempt {attempt} was planned before as "
-            f"{manifest.plan_id[:12]}",
+            f"{given.attempt}, but the save was planned before as attempt {attempt}",
             (given.rank, given.host),
         )
+
+
+async def read_claimed_plans(
+    save: Save, cache: PlanCache, open_store: Callable[[str], Store]
+) -> None:
+    """Adds to the cache what ranks claim and another process of a coordinator has planned.
+
+    A plan that can't be read stays unknown: the local plans of its ranks are requested.
+    """
+    for plan_id in sorted(save.plans.claimed_ids)[:_MOST_CLAIMED]:
+        if cache.find(save.context, plan_id) is None:
+            claim = next(each for each in save.plans.claims if each.plan_id == plan_id)
+            try:
+                manifest = await _read_source(save, claim, open_store)
+            except PannierError as error:
+                _log.warning(
+                    "%s: the plan %s that ranks claim can't be read, their local plans are needed: %s",
+                    *(save.label, plan_id[:12], error),
+                    extra=save.log_fields,
+                )
+            else:
+                cache.keep(save.context, manifest.plan)
+                _log.info("%s: read the plan %s of an earlier save", save.label, plan_id[:12])
+
+
+async def _read_source(
+    save: Save, claim: CachedPlanClaim, open_store: Callable[[str], Store]
+) -> Manifest:
+    """The manifest of the attempt that the claim names. Raises PannierError."""
+    own, source = claim.source_checkpoint, claim.source_attempt
+    if not source:
+        raise InvalidRequestError("the claim names no attempt")
+    roots = [
+        object_names.split_checkpoint_id(each)[0] for each in (own, save.context.checkpoint_id)
+    ]
+    if roots[0] != roots[1]:
+        raise InvalidRequestError(f"{own} is not below {roots[1]}")
+    expected = save_pb2.SaveId()
+    expected.CopyFrom(save.context.save)
+    expected.number = object_names.Attempt.parse(source).number
+    store = open_store(own)
+    try:
+        manifest = await read_manifest(store, source, Manifest, expected)
+    finally:
+        await store.close()
+    if manifest is None or manifest.plan_id != claim.plan_id:
+        raise IntegrityError(f"{own} has no such plan as attempt {source}")
+    await asyncio.to_thread(lambda: manifest.plan)
+    return manifest
 
 
 def _add_receipts(save: Save, receipts: Iterable[records_pb2.Receipt]) -> None:

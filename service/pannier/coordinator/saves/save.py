@@ -46,6 +46,10 @@ class AttemptRecords:
     plan_id: str = ""
     """Of the agreed plan; empty for torch's."""
     manifest: Manifest | None = None
+    equal_plan_ids: frozenset[str] = frozenset()
+    """Claimed plans by which ranks write the same as by the agreed one."""
+    checked_plan_ids: frozenset[str] = frozenset()
+    """Claimed plans that were compared with the agreed one."""
     check_requested: bool = False
     """Receipts in storage are to be read at once: no live sidecar reports some rank."""
 
@@ -242,13 +246,34 @@ class Save:
         if not self.written:
             self.move_attempt(AttemptState.WRITTEN)
 
-    def set_manifest(self, manifest: Manifest) -> None:
-        """Records the manifest in storage, which fits what the ranks have handed in."""
+    def set_manifest(
+        self, manifest: Manifest, equal_plan_ids: frozenset[str] | None = None
+    ) -> None:
+        """Records the manifest in storage, which fits what the ranks have handed in.
+
+        Args:
+            equal_plan_ids: see :meth:`confirm_plans`, for all plans that are claimed; None: they
+                weren't compared.
+        """
         external = manifest.header.external
+        self.records.checked_plan_ids = frozenset({manifest.plan_id})
+        if equal_plan_ids is not None:
+            self.confirm_plans(frozenset(self.plans.claimed_ids), equal_plan_ids)
         self.records.plan_id = "" if external else manifest.plan_id
         self.records.manifest = manifest
         # The manifest has the digests; of a large job the plans are large.
         self.plans.drop_plans()
+
+    @property
+    def unchecked_plan_ids(self) -> frozenset[str]:
+        """Claimed plans that weren't compared with the agreed one."""
+        return frozenset(self.plans.claimed_ids) - self.records.checked_plan_ids
+
+    def confirm_plans(self, checked: frozenset[str], equal: frozenset[str]) -> None:
+        """Records which of the claimed plans were compared, and by which of them ranks write the same."""
+        self.records.checked_plan_ids |= checked
+        self.records.equal_plan_ids |= equal
+        self.notify()
 
     def set_prepared(self, plan_id: str) -> None:
         """Ends a save of which only the plan is needed."""
@@ -367,9 +392,8 @@ class Save:
         self.external_plan.metadata = metadata
 
     def request_full_plans(self) -> None:
-        """Requests the full plans of ranks that go by a cached one."""
+        """Requests the full plans of ranks whose claims aren't confirmed."""
         self.plans.request_full()
-        self.changes.planned.set()
         self.notify()
 
     def wait_for_storage(self, error: object = None) -> None:
@@ -391,18 +415,12 @@ class Save:
             self.changes.planned.set()
         self.changes.notify()
 
-    async def wait_planned(self, *, claimed: bool) -> None:
+    async def wait_planned(self) -> None:
         """Waits until the plan is agreed or the save fails.
 
         All ranks wait here, so each one's plan does not wake the others.
-
-        Args:
-            claimed: the rank made a cached-plan claim: the wait also ends when its full plan is
-                requested.
         """
         while self.state is State.PLANNING and not self.failing:
-            if claimed and self.plans.full_requested:
-                return
             self.changes.planned.clear()
             await self.changes.planned.wait()
 

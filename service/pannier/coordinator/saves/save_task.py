@@ -32,11 +32,13 @@ from pannier.coordinator.saves.failures import (
 from pannier.coordinator.saves.plan_choice import (
     check_attempts,
     choose_cached_plan,
+    equal_plans,
     kept_assignments,
 )
 from pannier.coordinator.saves.resume import (
     StorageChecks,
     adopt_manifest,
+    read_claimed_plans,
     read_with_retries,
     resume_save,
 )
@@ -283,6 +285,7 @@ class SaveTask:
         assert save.attempt is not None
         attempt = save.attempt
         check_attempts(save, attempt)
+        await self._read_claimed_plans()
         plan = choose_cached_plan(cache, save)
         if plan is None and save.plans.unconfirmed:
             if await exists(store, attempt.name):
@@ -307,11 +310,26 @@ class SaveTask:
         manifest = await self._end.publish_manifest(store, made)
         save.storage_answered()
         if manifest is made:
-            save.set_manifest(made)
+            save.set_manifest(made, equal_plans(cache, save, plan, complete=True))
             return True
         await self._services.in_thread(lambda: manifest.plan)
         adopt_manifest(save, manifest)
         return False
+
+    async def _read_claimed_plans(self) -> None:
+        services = self._services
+        await read_claimed_plans(self._save, services.cache, services.stores.open)
+
+    async def _check_claims(self) -> None:
+        """Confirms claims of other plans than the agreed one, or requests the ranks' local plans."""
+        save = self._save
+        assert save.manifest is not None
+        claimed = save.unchecked_plan_ids
+        await self._read_claimed_plans()
+        equal = equal_plans(self._services.cache, save, save.manifest.plan, complete=False)
+        if claimed - equal:
+            save.request_full_plans()
+        save.confirm_plans(claimed, equal & claimed)
 
     async def _make_plan(self, attempt: str) -> AgreedPlan:
         services, plans = self._services, self._save.plans.plans
@@ -354,12 +372,18 @@ class SaveTask:
         while True:
             await save.wait_until(
                 lambda: (
-                    complete() or save.records.check_requested or bool(save.outcome.possible_losses)
+                    complete()
+                    or save.records.check_requested
+                    or bool(save.outcome.possible_losses)
+                    or bool(save.unchecked_plan_ids)
                 ),
                 lambda: min(save.deadline, checks.due()),
             )
             if complete():
                 return None
+            if save.manifest is not None and save.unchecked_plan_ids:
+                await self._check_claims()
+                continue
             decision = await checks.check(store)
             save.storage_answered()
             if decision is not None or complete():

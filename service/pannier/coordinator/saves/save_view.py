@@ -57,7 +57,8 @@ def status(save: Save, *, ranks: bool = True) -> save_pb2.SaveStatus:
         committed_s=save.durations.get(State.COMMITTED, 0),
         note=save.note,
         plan_id=save.records.plan_id,
-        full_plan_requested=save.plans.full_requested and save.state is State.PLANNING,
+        full_plan_requested=save.plans.full_requested,
+        equal_plan_ids=sorted(save.records.equal_plan_ids),
         bytes_total=sum(
             max(
                 each.reported.bytes_staged,

@@ -243,6 +243,11 @@ class Connections:
         ]
         for connection in connections:
             connection.mark_changed(save, urgent)
+        if rank is None and urgent and save.outcome is None:
+            # Its full plan may be requested of a rank whose trainer was no longer needed before.
+            for each in save.ranks.values():
+                if each.phase is Phase.HANDED_OVER and each.needs_trainer:
+                    self.expect(each)
 
     def request_room(self, clients: set[str]) -> None:
         """Asks these clients to return files that they have leased and don't use."""

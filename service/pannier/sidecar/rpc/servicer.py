@@ -8,7 +8,6 @@ event loop. A handler is cancelled when its caller disconnects; what must not en
 
 import asyncio
 import math
-import time
 from collections.abc import Coroutine
 from contextlib import suppress
 from typing import Any, Final, TypeVar
@@ -17,12 +16,12 @@ import grpc
 
 from pannier.common import timeouts
 from pannier.sidecar.coordinator_client import CoordinatorClient
-from pannier.sidecar.ingest import Ingest, check_attempt
+from pannier.sidecar.ingest import Ingest
 from pannier.sidecar.rpc.connections import Connections
 from pannier.sidecar.save_registry import SaveRegistry
-from pannier.sidecar.save_state import CachedPlanClaim, Phase, RankSave
+from pannier.sidecar.save_state import RankSave
 from pannier.sidecar.spool.data_file import DataFile
-from pannier.v1 import plan_pb2, save_pb2, sidecar_pb2, sidecar_pb2_grpc
+from pannier.v1 import sidecar_pb2, sidecar_pb2_grpc
 from pannier.wire import chunk_codec, limits
 from pannier.wire.chunk_codec import ReceivedChunk
 from pannier.wire.errors import (
@@ -33,7 +32,7 @@ from pannier.wire.errors import (
     SaveAbortedError,
     UnavailableError,
 )
-from pannier.wire.failures import aborted_error, failure_kind
+from pannier.wire.failures import failure_kind
 from pannier.wire.version import WIRE_VERSION
 
 NAME: Final = "pannier.v1.Sidecar"
@@ -149,7 +148,7 @@ class SidecarServicer(sidecar_pb2_grpc.SidecarServicer):
     async def Plan(
         self, request: sidecar_pb2.PlanRequest, context: Any
     ) -> sidecar_pb2.PlanResponse:
-        """Forwards a local plan, or confirms a cached one; returns once the whole group is planned."""
+        """Forwards a local plan; returns once the whole group is planned."""
         limits.check_plan(request)
         if request.prepare:
             # It belongs to no save, so nothing is recorded here.
@@ -160,24 +159,21 @@ class SidecarServicer(sidecar_pb2_grpc.SidecarServicer):
             return prepared
         try:
             rank = self._enter(request.context)
+            if rank.save.outcome is not None:
+                raise rank.save.ended_error()
         except SaveAbortedError:
             # It ended without this rank: the coordinator knows which save the rank belongs to now.
             await self._call("Plan", request, request.timeout_s)
             raise
         self._saves.check(rank)
         self._saves.limit_time(rank, request.timeout_s, request.save_timeout_s)
-        if request.cached_plan_id and not request.HasField("plan"):
-            try:
-                return await self._confirm_cached_plan(rank, request)
-            except SaveAbortedError:
-                if rank.save.outcome is not None:
-                    await self._call("Plan", request, request.timeout_s)
-                raise
         response: sidecar_pb2.PlanResponse = await self._forward(
             rank, "Plan", request, request.timeout_s
         )
-        self._saves.set_plan(rank, response.plan)
-        await self._ingest.check_room(rank)
+        if rank.claim is None:
+            self._saves.set_plan(rank, response.plan)
+            await self._ingest.check_room(rank)
+        # A rank that has staged by another plan compares, and hands over by this one or fails.
         return response
 
     async def Begin(
@@ -255,7 +251,7 @@ class SidecarServicer(sidecar_pb2_grpc.SidecarServicer):
     async def HandOver(
         self, request: sidecar_pb2.HandOverRequest, context: Any
     ) -> sidecar_pb2.HandOverResponse:
-        """Returns once the rank is ingested."""
+        """Returns once the rank is ingested, or handed over with a claim that isn't confirmed."""
         await self._complete(self._ingest.hand_over(request, self._enter(request.context)))
         return sidecar_pb2.HandOverResponse()
 
@@ -326,51 +322,6 @@ class SidecarServicer(sidecar_pb2_grpc.SidecarServicer):
             self._saves.fail(rank, failure_kind(error), f"{method}: {error}")
             raise
 
-    async def _confirm_cached_plan(
-        self, rank: RankSave, request: sidecar_pb2.PlanRequest
-    ) -> sidecar_pb2.PlanResponse:
-        """Waits until the coordinator confirms the claimed plan, or requests the rank's local plan.
-
-        This makes no call to the coordinator: the claim travels with the reports, and the
-        confirmation with the save's status.
-
-        Raises:
-            SaveAbortedError: the save, or this rank, has failed.
-            InvalidRequestError: the rank claimed another plan before.
-            DeadlineError: the coordinator didn't decide in time; the rank has failed.
-        """
-        check_attempt(request.attempt, rank)
-
-        def decided() -> bool:
-            status = rank.save.coordinator_status
-            plan_requested = status is not None and status.full_plan_requested
-            ended = rank.save.outcome is not None or rank.phase is not Phase.PLANNING
-            return plan_requested or ended or bool(_storage_failures(rank))
-
-        claim = CachedPlanClaim(request.cached_plan_id, request.digest, request.attempt)
-        self._saves.claim_plan(rank, claim)
-        deadline = time.monotonic() + request.timeout_s + timeouts.COORDINATOR_SLACK_S
-        in_time = await self._saves.wait_until(decided, deadline)
-        self._saves.check(rank)
-        if rank.phase is not Phase.PLANNING:
-            confirmed = plan_pb2.FinalPlan(plan_id=rank.plan.id, attempt=rank.attempt)
-            return sidecar_pb2.PlanResponse(plan=confirmed)
-        if in_time and self._saves.withdraw_claim(rank):
-            return sidecar_pb2.PlanResponse(full_plan_requested=True)
-        if failures := _storage_failures(rank):
-            error = aborted_error(rank.save.key, rank.save.checkpoint_id, failures)
-            self._saves.reject(rank, error)
-            raise error
-        problem = (
-            f"the {self._coordinator.description} did not confirm the cached plan within "
-            f"{request.timeout_s:.0f} s"
-        )
-        status = rank.save.coordinator_status
-        if status is not None and status.waiting_on.text:
-            problem += f"; it last waited for {status.waiting_on.text}"
-        self._saves.fail(rank, save_pb2.FAILURE_KIND_DEADLINE, f"Plan: {problem}")
-        raise DeadlineError(problem)
-
     async def _receive(
         self, stream: _WriteStream, rank: RankSave, file: DataFile, held: int
     ) -> None:
@@ -394,18 +345,6 @@ class SidecarServicer(sidecar_pb2_grpc.SidecarServicer):
                 next_stop = held + ACKNOWLEDGE
                 await self._ingest.record_progress(rank, file)
                 await stream.acknowledge(held)
-
-
-def _storage_failures(rank: RankSave) -> list[save_pb2.Failure]:
-    """Why the coordinator fails the save, if storage is among the reasons.
-
-    Its ABORT may then take as long as storage is unavailable. A rank that calls with its local plan
-    isn't kept waiting for it either.
-    """
-    status = rank.save.coordinator_status
-    failures = list(status.failures) if status is not None else []
-    storage = any(each.kind == save_pb2.FAILURE_KIND_STORAGE for each in failures)
-    return failures if storage else []
 
 
 def _parse(message: bytes) -> Message:

@@ -132,6 +132,8 @@ class RankStates:
                 state.files[record.durable.name].durable = True
         elif change == "ingested":
             self._ingest(state, record.ingested)
+        elif change == "confirmed":
+            state.begun.plan_id = record.confirmed.plan_id
         elif change == "stored":
             state.stored = state.receipt is not None
         elif change == "failed":
@@ -246,9 +248,13 @@ class JournalState:
     async def record_ingested(self, rank: RankSave, receipt: records_pb2.Receipt) -> None:
         """The trainer may die once this returns: the record is on disk. May take long."""
         await self._run(self._append, rank, "ingested", Record(ingested=receipt), _begun(rank))
-        # Not in the journal's own thread: records of other ranks needn't wait for the disk.
-        await asyncio.shield(asyncio.wrap_future(ingest_threads.submit(self._journal.sync)))
+        await self._sync()
         fault_points.point("sidecar.ingested.synced")
+
+    async def record_confirmed(self, rank: RankSave, plan_id: str) -> None:
+        """The rank's claim is confirmed; on disk once this returns. May take long."""
+        await self._run(self._append, rank, "confirmed", _confirmed(plan_id))
+        await self._sync()
 
     # Errors of these are only logged: a restarted sidecar would repeat work, no more.
 
@@ -265,6 +271,8 @@ class JournalState:
         """Listener of the registry; see :meth:`settle`."""
         if rank is not None and rank.failure is not None:
             self._threads.submit(self._try, rank, "failed", Record(failed=rank.failure))
+        if rank is not None and urgent and rank.claim is not None and rank.plan.id:
+            self._threads.submit(self._try, rank, "confirmed", _confirmed(rank.plan.id))
         if rank is None and save.outcome is not None:
             outcome = save.outcome
             ended = journal_pb2.PartEnded(state=outcome.state, failures=outcome.failures)
@@ -288,6 +296,10 @@ class JournalState:
     async def close(self) -> set[str]:
         """Closes the journal, and removes it when nothing is pending. Returns the spool files that must stay."""
         return await self._run(self._close)
+
+    async def _sync(self) -> None:
+        # Not in the journal's own thread: records of other ranks needn't wait for the disk.
+        await asyncio.shield(asyncio.wrap_future(ingest_threads.submit(self._journal.sync)))
 
     async def _run(self, function: Callable[..., T], *args: Any) -> T:
         """Calls it in the journal's thread, to the end even if the caller is cancelled."""
@@ -363,7 +375,7 @@ class JournalState:
             records.insert(0, Record(begun=begun))
         elif begun is not None and begun.save_timeout_s and not self._has_deadline(number):
             records.insert(0, Record(begun=begun))
-        elif what == "failed" and self._has_failure(number):
+        elif self._is_recorded(number, what):
             return
         for each in records:
             each.part = number
@@ -377,13 +389,21 @@ class JournalState:
             self._numbers.pop(rank, None)
         fault_points.point(f"sidecar.{what}.after")
 
-    def _has_failure(self, number: int) -> bool:
+    def _is_recorded(self, number: int, what: str) -> bool:
         state = self._states.by_number.get(number)
-        return state is not None and state.failure is not None
+        if state is None:
+            return False
+        return (what == "failed" and state.failure is not None) or (
+            what == "confirmed" and bool(state.begun.plan_id)
+        )
 
     def _has_deadline(self, number: int) -> bool:
         state = self._states.by_number.get(number)
         return state is None or bool(state.begun.save_timeout_s)
+
+
+def _confirmed(plan_id: str) -> Record:
+    return Record(confirmed=journal_pb2.PlanConfirmed(plan_id=plan_id))
 
 
 def _begun(rank: RankSave) -> journal_pb2.PartBegun | None:
@@ -399,5 +419,7 @@ def _begun(rank: RankSave) -> journal_pb2.PartBegun | None:
     )
     for name, size in (rank.plan.sizes or {}).items():
         begun.files.append(plan_pb2.PlannedFile(name=name, size=size))
+    if rank.claim is not None:
+        begun.claim.CopyFrom(rank.claim)
     boot_clock.note(begun, rank.deadlines.save)
     return begun

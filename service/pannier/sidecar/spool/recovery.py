@@ -1,4 +1,4 @@
-"""A sidecar's start on a spool that an earlier process left: what was ingested is uploaded without trainers.
+"""A sidecar's start on a spool that an earlier process left: what was handed over is uploaded without trainers.
 
 In: the states that the journal records. Out: ranks as they were, their files verified against the recorded
 checksums, and uploads under way. A rank that wasn't handed over waits for its trainer. On the event loop,
@@ -16,7 +16,7 @@ from typing import Final
 import crc32c
 
 from pannier.sidecar.save_registry import SaveRegistry
-from pannier.sidecar.save_state import BEFORE_INGESTION, Phase, RankPlan, RankSave
+from pannier.sidecar.save_state import BEFORE_HAND_OVER, FAILED, Phase, RankPlan, RankSave
 from pannier.sidecar.spool import boot_clock
 from pannier.sidecar.spool.data_file import DataFile
 from pannier.sidecar.spool.journal_state import FileState, JournalState, RankState
@@ -82,7 +82,7 @@ async def recover(
             "recovered %d ranks of earlier saves from the journal, in %.1f s: %s",
             *(len(states), time.monotonic() - start, _summary(ranks)),
         )
-    return [rank for rank in ranks if rank.save.outcome is None and rank.phase in BEFORE_INGESTION]
+    return [rank for rank in ranks if rank.save.outcome is None and rank.phase in BEFORE_HAND_OVER]
 
 
 def _adopt(spool: Spool, state: RankState, file: FileState) -> SpoolFile | PannierError:
@@ -138,6 +138,9 @@ def _restore(
     outcome: save_pb2.SaveStatus | None,
 ) -> RankSave:
     begun, receipt = state.begun, state.receipt
+    claim = begun.claim if begun.HasField("claim") else None
+    if receipt is not None and claim is not None:
+        receipt.plan_id = begun.plan_id
     rank = saves.restore(
         begun.context,
         _phase(state),
@@ -148,6 +151,7 @@ def _restore(
             begun.plan_id or (receipt.plan_id if receipt is not None else ""),
             {file.name: file.size for file in begun.files} if begun.planned else None,
         ),
+        claim=claim,
         receipt=receipt,
         failure=state.failure,
         outcome=outcome,
@@ -159,9 +163,11 @@ def _restore(
 def _phase(state: RankState) -> Phase:
     if state.failure is not None:
         return Phase.FAILED
-    if state.stored:
-        return Phase.DURABLE
-    return Phase.INGESTED if state.receipt is not None else Phase.STREAMING
+    if state.receipt is None:
+        return Phase.STREAMING
+    if state.begun.HasField("claim") and not state.begun.plan_id:
+        return Phase.HANDED_OVER
+    return Phase.DURABLE if state.stored else Phase.INGESTED
 
 
 def _data_file(
@@ -188,7 +194,7 @@ def _handle_problems(
     """Before the hand-over the trainer sends damaged files again; afterwards the rank fails."""
     for file, problem in problems:
         damaged = isinstance(problem, IntegrityError)
-        if rank.phase in BEFORE_INGESTION and damaged:
+        if rank.phase in BEFORE_HAND_OVER and damaged:
             _log.warning("%s is sent again: %s", file.label, problem, extra=rank.log_fields)
             file.restore(0, 0)
             continue
@@ -201,13 +207,12 @@ def _handle_problems(
 
 
 def _resume_uploads(rank: RankSave, uploads: Uploader) -> None:
-    if rank.save.outcome is not None or rank.phase not in (Phase.STREAMING, Phase.INGESTED):
+    if rank.save.outcome is not None or rank.phase in (Phase.DURABLE, *FAILED):
         return
     for file in rank.files.values():
         if not file.upload.durable:
             uploads.start(rank, file)
-    if rank.phase is Phase.INGESTED:
-        uploads.finish(rank)
+    uploads.finish(rank)
 
 
 def _summary(ranks: Iterable[RankSave]) -> str:

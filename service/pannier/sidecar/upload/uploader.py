@@ -69,7 +69,7 @@ class Uploader:
         self._uploads.setdefault(rank, {})[file.name] = _create_task(self._upload(rank, file))
 
     def finish(self, rank: RankSave) -> None:
-        """Writes the receipt of an ingested rank, once its files are in storage."""
+        """Writes the receipt of a rank that is ingested, once its files are in storage."""
         # Its files are complete now, so more of their uploads may run.
         self._slots.admit()
         if rank.phase is Phase.INGESTED and rank not in self._finishing:
@@ -80,10 +80,14 @@ class Uploader:
         self._clean_up(save, None)
 
     def on_change(self, save: Save, rank: RankSave | None, urgent: bool) -> None:
-        """Listener of :class:`SaveRegistry`: cleans up after failed ranks and ended saves."""
+        """Listener of :class:`SaveRegistry`: finishes ingested ranks, cleans up after failed ranks and
+        ended saves.
+        """
         over = save.outcome is not None or (rank is not None and rank.phase in FAILED)
         if urgent and over:
             self._clean_up(save, rank)
+        elif urgent and rank is not None and rank.phase in (Phase.HANDED_OVER, Phase.INGESTED):
+            self.finish(rank)
 
     async def read_outcomes(self) -> None:
         """Ends saves that were decided without this sidecar, before it leaves without a coordinator.

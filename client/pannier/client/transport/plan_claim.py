@@ -1,0 +1,166 @@
+"""The claim of one save that it goes by a cached plan, until the coordinator has answered it.
+
+In: a cached plan, and the statuses of the save. Out: the claim, which travels with the save's bytes,
+and the id of the plan that all ranks go by, or an error. Owned by a save's status follower.
+Thread-safe: statuses arrive on threads of the sidecar client, and a local plan is sent by a thread
+made for that, since bytes may be under way for long.
+"""
+
+import threading
+from typing import Protocol
+
+from pannier.client.transport.connection import seconds_left
+from pannier.client.transport.file_stream import Stop
+from pannier.client.transport.sidecar_client import SidecarClient
+from pannier.common.deadline import Deadline
+from pannier.v1 import plan_pb2, save_pb2, sidecar_pb2
+from pannier.wire.errors import PannierError, SaveAbortedError
+
+
+class CachedPlan(Protocol):
+    """See :class:`pannier.client.planning.plan_cache.CachedPlan`."""
+
+    message: plan_pb2.LocalPlan
+    digest: str
+
+    def claim(self) -> sidecar_pb2.CachedPlanClaim:
+        """That a save goes by this plan."""
+
+    def confirm(self, plan_id: str, checkpoint_id: str, attempt: str) -> None:
+        """This rank's part is one of that global plan, which the attempt's manifest has."""
+
+    def attempt(self, number: int) -> str:
+        """Name of the attempt that is the group's ``number``-th save."""
+
+    def equals(self, final: plan_pb2.FinalPlan, number: int) -> bool:
+        """Whether ``final`` is this plan for that save."""
+
+
+class PlanClaim:
+    """See the module.
+
+    Args:
+        plan: what the save was staged by.
+        sidecar: gets the local plan when it is requested.
+        context, deadline: of the save.
+        wait_s: longest wait for the other ranks, seconds.
+        stop: set when the local plan is refused; ends waits.
+    """
+
+    def __init__(
+        self,
+        plan: CachedPlan,
+        sidecar: SidecarClient,
+        context: sidecar_pb2.SaveContext,
+        *,
+        deadline: Deadline,
+        wait_s: float,
+        stop: Stop,
+    ) -> None:
+        self._plan = plan
+        self._claim = plan.claim()
+        self._sidecar = sidecar
+        self._context = context
+        self._save_deadline = deadline
+        self._wait_s = wait_s
+        self._deadline = Deadline(min(wait_s, deadline.remaining()))
+        """For the other ranks' claims or plans."""
+        self._stop = stop
+        self._changed = threading.Condition()
+        self._plan_id = ""
+        self.by_local_plan = False
+        """The plan's id is that of the answer to the local plan."""
+        self._error: Exception | None = None
+        self._is_requested = False
+        self._is_cancelled = False
+        stop.add(self)
+
+    @property
+    def plan_id(self) -> str:
+        """The plan that all ranks go by; empty: not known yet."""
+        return self._plan_id
+
+    @property
+    def error(self) -> Exception | None:
+        """Why the local plan was refused."""
+        return self._error
+
+    def message(self) -> sidecar_pb2.CachedPlanClaim:
+        """The claim with the time that is left."""
+        self._claim.timeout_s = seconds_left(self._deadline)
+        return self._claim
+
+    def on_status(self, status: save_pb2.SaveStatus) -> None:
+        """Takes the coordinator's answer, if ``status`` has it."""
+        known = {status.plan_id, *status.equal_plan_ids}
+        if status.plan_id and self._claim.plan_id in known:
+            self._confirm(status.plan_id)
+        elif status.full_plan_requested and not self._is_requested:
+            self._is_requested = True
+            number = self._context.save.number
+            threading.Thread(target=self._send_local_plan, name=f"pannier-plan-{number}").start()
+
+    def wait(self) -> str:
+        """The plan's id; empty: there was no answer in time, or the save was stopped.
+
+        Raises what refused the local plan.
+        """
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._plan_id or self._error is not None or self._is_cancelled,
+                min(self._wait_s, self._save_deadline.remaining()),
+            )
+        if self._error is not None:
+            raise self._error
+        return self._plan_id
+
+    def find_current_save(self) -> int:
+        """After the save's end: the number of the one that this rank belongs to; 0: there is no other.
+
+        Raises PannierError: the coordinator can't be asked.
+        """
+        try:
+            self._request_plan()
+        except SaveAbortedError as error:
+            return error.resume_at
+        return 0
+
+    def cancel(self) -> None:
+        """The save has ended."""
+        with self._changed:
+            self._is_cancelled = True
+            self._changed.notify_all()
+
+    def _confirm(self, plan_id: str, *, by_local_plan: bool = False) -> None:
+        number = self._context.save.number
+        with self._changed:
+            if not self._plan_id:
+                self._plan_id, self.by_local_plan = plan_id, by_local_plan
+                self._plan.confirm(plan_id, self._context.checkpoint_id, self._plan.attempt(number))
+            self._changed.notify_all()
+
+    def _send_local_plan(self) -> None:
+        number = self._context.save.number
+        try:
+            final = self._request_plan()
+            if not self._plan.equals(final, number):
+                raise PannierError(
+                    f"this save was staged as {self._plan.attempt(number)} by the plan "
+                    f"{self._claim.plan_id[:12]} of an earlier one, but the coordinator's plan is "
+                    f"{final.plan_id[:12]} for {final.attempt}; the next save is planned again"
+                )
+        except Exception as error:  # noqa: BLE001 - a thread's end: raised by the one that waits
+            self._error = error
+            self._stop.set()
+        else:
+            self._confirm(final.plan_id, by_local_plan=True)
+
+    def _request_plan(self) -> plan_pb2.FinalPlan:
+        left = self._save_deadline.remaining()
+        request = sidecar_pb2.PlanRequest(
+            context=self._context,
+            plan=self._plan.message,
+            digest=self._plan.digest,
+            save_timeout_s=seconds_left(self._save_deadline),
+        )
+        return self._sidecar.plan(request, min(self._wait_s, left)).plan
