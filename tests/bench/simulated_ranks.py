@@ -15,6 +15,7 @@ from typing import Final
 
 import grpc
 
+from pannier.common.rank_phase import has_reached
 from pannier.v1 import (
     coordinator_pb2,
     coordinator_pb2_grpc,
@@ -254,8 +255,8 @@ class Cast:
         self, sidecar: Sidecar, played: Played, phase: "save_pb2.RankPhase"
     ) -> save_pb2.RankStatus:
         size = sum(file.size for file in played.given.files)
-        ingested = size if phase >= save_pb2.RANK_PHASE_INGESTED else 0
-        durable = size if phase >= save_pb2.RANK_PHASE_DURABLE else 0
+        ingested = size if has_reached(phase, save_pb2.RANK_PHASE_INGESTED) else 0
+        durable = size if has_reached(phase, save_pb2.RANK_PHASE_DURABLE) else 0
         return save_pb2.RankStatus(
             rank=played.rank,
             host=sidecar.host,

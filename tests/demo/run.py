@@ -25,6 +25,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from pannier.common.rank_phase import has_reached
 from pannier.v1 import save_pb2, status_pb2, status_pb2_grpc
 from pannier.wire.addresses import embedded_sidecar
 
@@ -159,7 +160,7 @@ def planned(save: save_pb2.SaveStatus) -> bool:
 
 def ingested(save: save_pb2.SaveStatus) -> bool:
     """Every rank's bytes are in the spool."""
-    return all(rank.phase >= save_pb2.RANK_PHASE_INGESTED for rank in save.ranks)
+    return all(has_reached(rank.phase, save_pb2.RANK_PHASE_INGESTED) for rank in save.ranks)
 
 
 def committed(save: save_pb2.SaveStatus) -> bool:

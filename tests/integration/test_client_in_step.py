@@ -101,3 +101,32 @@ def test_ranks_of_different_worlds_are_named_with_their_values(run: Run) -> None
     assert not (run.root / "two worlds" / ".metadata").exists()
     assert run.said("one world") == ["", ""]
     assert (run.root / "one world" / ".metadata").exists()
+
+
+@pytest.mark.parametrize("transport", ["mapped", "streamed"])
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_a_rank_with_a_cached_plan_joins_again_after_missed_calls(
+    tmp_path: Path, hosts: int, transport: str
+) -> None:
+    """Its sidecar knows of the missed saves by the other rank, or finds out by the coordinator."""
+    root = tmp_path / "run"
+    with Daemons(tmp_path, sidecars=hosts) as daemons:
+        addresses = [daemons.sidecars[rank % hosts].address for rank in range(2)]
+        env = daemons.env(
+            ROOT=str(root),
+            REPORT=str(tmp_path),
+            SIDECARS=" ".join(addresses),
+            PANNIER_PLAN_TIMEOUT="3",
+            PANNIER_TRANSPORT=transport,
+        )
+        run_ranks(SCRIPT.with_name("missed_calls.py"), 2, env, timeout=150, torchrun=False)
+    one, other = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    assert (one.pop("step-2"), one.pop("step-3")) == ([1], [1])
+    assert one == other
+    for step in (4, 5):
+        assert one[f"step-{step}"].endswith(f"-s{step}")
+        state = {f"weight.{rank}": torch.zeros(1000) for rank in range(2)}
+        notes: dict[str, Any] = {f"note.{rank}": None for rank in range(2)}
+        dcp.load(state | notes, checkpoint_id=root / f"step-{step}", no_dist=True)
+        for value in state.values():
+            assert torch.equal(value, torch.full_like(value, float(step)))

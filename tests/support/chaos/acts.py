@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from pannier.common.rank_phase import has_reached
 from pannier.v1 import save_pb2
 from pannier.wire import object_names
 from support.chaos.check import read_events
@@ -164,7 +165,7 @@ def restart_after_long_uploads(scene: Scene) -> None:
         return any(
             save.checkpoint_id == id
             and len(save.ranks) == scene.cluster.current.world
-            and all(rank.phase >= save_pb2.RANK_PHASE_INGESTED for rank in save.ranks)
+            and all(has_reached(rank.phase, save_pb2.RANK_PHASE_INGESTED) for rank in save.ranks)
             for save in undecided(address)
         )
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import grpc
 
+from pannier.common.rank_phase import has_reached
 from pannier.v1 import save_pb2, status_pb2, status_pb2_grpc
 from pannier.wire import addresses
 from support.processes.stretch import BOUND_S
@@ -53,7 +54,9 @@ def await_save(
 
 def all_in(phase: "save_pb2.RankPhase") -> Callable[[save_pb2.SaveStatus], bool]:
     """Whether all ranks have come to a phase."""
-    return lambda status: bool(status.ranks) and all(r.phase >= phase for r in status.ranks)
+    return lambda status: (
+        bool(status.ranks) and all(has_reached(r.phase, phase) for r in status.ranks)
+    )
 
 
 def listed(address: str) -> status_pb2.ListSavesResponse:
