@@ -107,6 +107,7 @@ def test_a_daemon_that_dies_there_loses_nothing_and_leaves_nothing(
     for daemon in {daemons.coordinator, *daemons.sidecars} - {mortal}:
         daemon.start(ready=False)
     saver = Saver([sidecar.address for sidecar in daemons.sidecars], root)
+    saver.claims = True
     with saver:
         for mapped, point in [
             *((True, each) for each in points),

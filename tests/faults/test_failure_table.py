@@ -28,6 +28,7 @@ ROWS = {
     "a trainer dies after it is ingested": [
         "faults/test_lost_hosts.py::test_one_trainer_that_dies_when_it_is_ingested_is_not_missed",
         "integration/test_commit.py::test_a_commit_survives_sigkill_of_all_trainers",
+        "integration/test_plan_cache.py::test_a_trainer_that_dies_after_its_hand_over_costs_no_save",
     ],
     "the sidecar is killed": [
         "faults/test_sidecar_restart.py::test_a_half_uploaded_save_is_committed_though_its_trainer_is_dead",

@@ -39,6 +39,8 @@ POINTS: Final = frozenset(
         "sidecar.ingested.before",
         "sidecar.ingested.after",
         "sidecar.ingested.synced",
+        "sidecar.confirmed.before",
+        "sidecar.confirmed.after",
         "sidecar.durable.before",
         "sidecar.durable.after",
         "sidecar.stored.before",

@@ -2,7 +2,7 @@
 
 In: two sidecars' addresses and a root. Out: the outcome of each save that began, as storage shows it.
 Every third save is failed by one of its ranks; every second of the others goes to one id, which is
-overwritten. Runs in a separate thread.
+overwritten, and is followed by one that claims its plan, if asked for. Runs in a separate thread.
 """
 
 import threading
@@ -16,7 +16,7 @@ from typing import TypeVar
 import grpc
 from google.protobuf import json_format
 
-from pannier.v1 import plan_pb2, records_pb2
+from pannier.v1 import plan_pb2, records_pb2, sidecar_pb2
 from pannier.wire import object_names
 from pannier.wire.errors import (
     DeadlineError,
@@ -24,7 +24,7 @@ from pannier.wire.errors import (
     SaveAbortedError,
     UnavailableError,
 )
-from support.actors.hand import Hand, Party
+from support.actors.hand import Hand, Party, plan_for_save
 from support.actors.lease_holder import ingest_mapped
 from support.processes.stretch import stretched
 
@@ -65,6 +65,8 @@ class Saver:
         """Whether the first rank's data is more than a few bytes."""
         self.mapped = False
         """Whether data goes into the spool's own files; what fails on purpose is streamed."""
+        self.claims = False
+        """Whether saves are made by the plans of earlier ones."""
         self.made: list[Made] = []
 
     def __enter__(self) -> "Saver":
@@ -96,10 +98,26 @@ class Saver:
         self.made.append(made)
         words = [_LARGE if self.large else 4, 4]
         with Party(self._sidecars, incarnation=f"inc{number}", words=words) as party:
-            self._save(made, party)
+            agreed = self._save(made, party)
+            if self.claims and made.outcome == records_pb2.OUTCOME_COMMIT and number % 3 == 1:
+                self._save_again(made, party, agreed)
         return made
 
-    def _save(self, made: Made, party: Party) -> None:
+    def _save_again(self, first: Made, party: Party, agreed: list[plan_pb2.FinalPlan]) -> None:
+        """One more of the same incarnation, by the first one's plan."""
+        made = Made(first.number, str(self._root / f"step-{first.number}"))
+        self.made.append(made)
+        deadline = time.monotonic() + stretched(_SAVE_S)
+        made.handed_over = True
+        for hand, given in zip(party.hands, agreed, strict=True):
+            plan, claim = plan_for_save(given, 2), hand.claim(given, source=first.id)
+            made.attempt = plan.attempt
+            assert self._hand_over(made, hand, plan, deadline, claim)
+        made.outcome = self._await_decision(made, deadline)
+        assert made.outcome == records_pb2.OUTCOME_COMMIT, f"{made} was aborted"
+
+    def _save(self, made: Made, party: Party) -> list[plan_pb2.FinalPlan]:
+        """The ranks' plans."""
         deadline = time.monotonic() + stretched(_SAVE_S)
         plans = _at_once([_agreeing(deadline, hand, made.id) for hand in party.hands])
         agreed = [plan for plan in plans if plan is not None]
@@ -110,7 +128,7 @@ class Saver:
             if agreed:
                 made.outcome = self._await_decision(made, deadline)
                 assert made.outcome == records_pb2.OUTCOME_ABORT
-            return
+            return agreed
         parts = list(zip(party.hands, agreed, strict=True))
         # The failing rank comes last, so that there are objects to remove.
         ingested = [
@@ -121,10 +139,18 @@ class Saver:
         made.outcome = self._await_decision(made, deadline)
         wanted = records_pb2.OUTCOME_COMMIT if made.handed_over else records_pb2.OUTCOME_ABORT
         assert made.outcome == wanted, f"{made} ended otherwise than it should"
+        return agreed
 
-    def _hand_over(self, made: Made, hand: Hand, plan: plan_pb2.FinalPlan, deadline: float) -> bool:
-        """Whether the rank is ingested."""
-        context = hand.context(made.id)
+    def _hand_over(
+        self,
+        made: Made,
+        hand: Hand,
+        plan: plan_pb2.FinalPlan,
+        deadline: float,
+        claim: sidecar_pb2.CachedPlanClaim | None = None,
+    ) -> bool:
+        """Whether the rank is handed over."""
+        context = hand.context(made.id, object_names.Attempt.parse(plan.attempt).number)
 
         def fail() -> None:
             hand.stream_all(context, plan)
@@ -132,9 +158,9 @@ class Saver:
 
         def ingest() -> bool:
             if self.mapped:
-                made.mapped |= ingest_mapped(hand, context, plan)
+                made.mapped |= ingest_mapped(hand, context, plan, claim)
             else:
-                hand.ingest(context, plan)
+                hand.ingest(context, plan, claim)
             return True
 
         if made.failed and hand.rank == 0:

@@ -149,6 +149,7 @@ def hand_over(
     *,
     attempt: str | None = None,
     plan_id: str = PLAN_ID,
+    claim: sidecar_pb2.CachedPlanClaim | None = None,
     varying: Sequence[records_pb2.VaryingItem] = (),
 ) -> None:
     """All of the rank's files, which lie in the spool."""
@@ -156,6 +157,7 @@ def hand_over(
         context=context,
         attempt=attempt or attempt_of(context.save),
         plan_id=plan_id,
+        claim=claim,
         files=[records_pb2.DataFile(name=each.name, size=each.size) for each in files],
         varying=varying,
         mapped=[
@@ -166,7 +168,12 @@ def hand_over(
     trainer.call("HandOver", request)
 
 
-def ingest_mapped(hand: Hand, context: sidecar_pb2.SaveContext, plan: plan_pb2.FinalPlan) -> bool:
+def ingest_mapped(
+    hand: Hand,
+    context: sidecar_pb2.SaveContext,
+    plan: plan_pb2.FinalPlan,
+    claim: sidecar_pb2.CachedPlanClaim | None = None,
+) -> bool:
     """As :meth:`Hand.ingest`, but what is planned lies in the spool.
 
     False: it had to be streamed.
@@ -188,14 +195,15 @@ def ingest_mapped(hand: Hand, context: sidecar_pb2.SaveContext, plan: plan_pb2.F
                 context,
                 files,
                 attempt=plan.attempt,
-                plan_id=plan.plan_id,
+                plan_id="" if claim is not None else plan.plan_id,
+                claim=claim,
                 varying=receipt.varying,
             )
     except (OSError, EOFError) as error:
         raise UnavailableError(f"no descriptors: {error}") from error
     except InvalidRequestError:
         # A restarted sidecar doesn't know the lease, or not all of it.
-        hand.ingest(context, plan)
+        hand.ingest(context, plan, claim)
         return False
     return True
 

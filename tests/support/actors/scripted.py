@@ -336,11 +336,16 @@ class Trainer:
         context: sidecar_pb2.SaveContext,
         *files: records_pb2.DataFile,
         plan_id: str = PLAN_ID,
+        claim: sidecar_pb2.CachedPlanClaim | None = None,
     ) -> None:
         self.call(
             "HandOver",
             sidecar_pb2.HandOverRequest(
-                context=context, attempt=attempt_of(context.save), plan_id=plan_id, files=files
+                context=context,
+                attempt=attempt_of(context.save),
+                plan_id="" if claim is not None else plan_id,
+                claim=claim,
+                files=files,
             ),
         )
 

@@ -272,7 +272,7 @@ def test_the_default_spool_is_on_tmpfs_and_not_shared_between_runtime_directorie
     usual = Path("/tmp/usual")
     spool = default_spool(usual, usual)
     assert spool.parent == Path("/dev/shm")
-    assert spool.name == f"pannier-{os.getuid()}-v3"
+    assert spool.name == f"pannier-{os.getuid()}-v4"
     assert default_spool(Path("/tmp/other"), usual) != spool
     # A runtime directory from the environment isn't any user's usual one.
     monkeypatch.setenv("PANNIER_RUNTIME_DIR", str(usual))

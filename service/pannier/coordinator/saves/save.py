@@ -267,6 +267,8 @@ class Save:
     @property
     def unchecked_plan_ids(self) -> frozenset[str]:
         """Claimed plans that weren't compared with the agreed one."""
+        if self.records.manifest is None:
+            return frozenset()
         return frozenset(self.plans.claimed_ids) - self.records.checked_plan_ids
 
     def confirm_plans(self, checked: frozenset[str], equal: frozenset[str]) -> None:

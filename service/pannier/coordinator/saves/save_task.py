@@ -381,7 +381,7 @@ class SaveTask:
             )
             if complete():
                 return None
-            if save.manifest is not None and save.unchecked_plan_ids:
+            if save.unchecked_plan_ids:
                 await self._check_claims()
                 continue
             decision = await checks.check(store)

@@ -7,6 +7,7 @@ event loop. A handler is cancelled when its caller disconnects; what must not en
 """
 
 import asyncio
+import logging
 import math
 from collections.abc import Coroutine
 from contextlib import suppress
@@ -34,6 +35,8 @@ from pannier.wire.errors import (
 )
 from pannier.wire.failures import failure_kind
 from pannier.wire.version import WIRE_VERSION
+
+_log = logging.getLogger(__name__)
 
 NAME: Final = "pannier.v1.Sidecar"
 LIMITS: Final = {
@@ -301,8 +304,15 @@ class SidecarServicer(sidecar_pb2_grpc.SidecarServicer):
         """Runs ``work`` to its end, even if the caller disconnects."""
         task = asyncio.get_running_loop().create_task(work)
         self._completing.add(task)
-        task.add_done_callback(self._completing.discard)
+        task.add_done_callback(self._completed)
         return await asyncio.shield(task)
+
+    def _completed(self, task: asyncio.Task[Any]) -> None:
+        self._completing.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            # Its caller raises it, unless it has disconnected.
+            level = logging.DEBUG if isinstance(error, PannierError) else logging.ERROR
+            _log.log(level, "a call ended with %r", error)
 
     async def _call(self, method: str, request: Any, timeout_s: float) -> Any:
         request.wire_version = WIRE_VERSION
