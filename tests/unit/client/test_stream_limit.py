@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from pannier.client.transport.stream_limit import StreamLimit
+from pannier.client.transport.file_stream import StreamLimit
 from support.processes.stretch import BOUND_S
 
 MIB = 1 << 20

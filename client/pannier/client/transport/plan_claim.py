@@ -10,7 +10,7 @@ import threading
 from typing import Protocol
 
 from pannier.client.transport.connection import seconds_left
-from pannier.client.transport.file_stream import Stop
+from pannier.client.transport.file_stream import Stop, StoppedError
 from pannier.client.transport.sidecar_client import SidecarClient
 from pannier.common.deadline import Deadline
 from pannier.v1 import plan_pb2, save_pb2, sidecar_pb2
@@ -71,6 +71,9 @@ class PlanClaim:
         self.by_local_plan = False
         """The plan's id is that of the answer to the local plan."""
         self._error: Exception | None = None
+        self.aborted: save_pb2.SaveStatus | None = None
+        """The group's save with this number was aborted, and went to another checkpoint: this rank may
+        have missed it, and belong to a later one."""
         self._is_requested = False
         self._is_cancelled = False
         stop.add(self)
@@ -79,11 +82,6 @@ class PlanClaim:
     def plan_id(self) -> str:
         """The plan that all ranks go by; empty: not known yet."""
         return self._plan_id
-
-    @property
-    def error(self) -> Exception | None:
-        """Why the local plan was refused."""
-        return self._error
 
     def message(self) -> sidecar_pb2.CachedPlanClaim:
         """The claim with the time that is left."""
@@ -114,16 +112,30 @@ class PlanClaim:
             raise self._error
         return self._plan_id
 
-    def find_current_save(self) -> int:
-        """After the save's end: the number of the one that this rank belongs to; 0: there is no other.
+    def find_current_save(self, error: SaveAbortedError | StoppedError) -> int:
+        """The number of the save that this rank belongs to, if it missed saves of the others.
 
-        Raises PannierError: the coordinator can't be asked.
+        Args:
+            error: what ended the sending of this one.
+
+        Raises what refused the local plan, else ``error``; PannierError: the coordinator can't be asked.
         """
-        try:
-            self._request_plan()
-        except SaveAbortedError as error:
-            return error.resume_at
-        return 0
+        if self._plan_id:
+            raise error
+        cause = self._error or error
+        if isinstance(cause, StoppedError) and self.aborted is None:
+            raise error
+        if not isinstance(cause, SaveAbortedError | StoppedError):
+            raise cause
+        number = cause.resume_at if isinstance(cause, SaveAbortedError) else 0
+        if not number:
+            try:
+                self._request_plan()
+            except SaveAbortedError as ended:
+                number = ended.resume_at
+        if number <= self._context.save.number:
+            raise cause
+        return number
 
     def cancel(self) -> None:
         """The save has ended."""

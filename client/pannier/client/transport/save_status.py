@@ -195,8 +195,6 @@ class StatusFollower:
         self._on_ended = on_ended
         self._on_failure: Callable[[], None] = lambda: None
         self._claim: PlanClaim | None = None
-        self._aborted: save_pb2.SaveStatus | None = None
-        """An ABORT that :meth:`settle_abort` or :meth:`renumber` follows."""
         self._lock = threading.Lock()
         self._handed_over = False
         """The sidecar received the request to ingest this rank's part, or may have."""
@@ -224,15 +222,6 @@ class StatusFollower:
     def claim(self) -> PlanClaim | None:
         """That the save goes by a cached plan; None: its plan was confirmed before."""
         return self._claim
-
-    @property
-    def is_behind(self) -> bool:
-        """Whether the group's save with this number was aborted and went to another checkpoint.
-
-        This rank may have missed it, and belong to a later one. The handle waits for
-        :meth:`renumber` or :meth:`settle_abort`.
-        """
-        return self._aborted is not None
 
     def set_attempt(
         self,
@@ -263,10 +252,9 @@ class StatusFollower:
         context.save.number = number
         with self._lock:
             self._context = context
-            self._aborted = None
             self._handed_over = False
             self.stop = Stop()
-        self._claim = make_claim()
+            self._claim = make_claim()
         self._follow()
         self.resolver.update(
             lambda status: dataclasses.replace(status, id=self.text, attempt=attempt)
@@ -275,9 +263,9 @@ class StatusFollower:
     def settle_abort(self) -> None:
         """This rank continues as no other save: an ABORT is followed from now on."""
         with self._lock:
-            self._claim, aborted = None, self._aborted
-        if aborted is not None and not self.handle.done():
-            self._abort(aborted)
+            claim, self._claim = self._claim, None
+        if claim is not None and claim.aborted is not None and not self.handle.done():
+            self._abort(claim.aborted)
 
     def begin_hand_over(self) -> None:
         """From now on the sidecar may have ingested this rank. Raises StoppedError: too late."""
@@ -368,10 +356,13 @@ class StatusFollower:
             self._commit(update)
         elif update.state == save_pb2.SAVE_STATE_ABORTED:
             with self._lock:
-                if claim is not None and update.checkpoint_id != self._context.checkpoint_id:
-                    self._aborted = update
+                claim = self._claim
+                behind = update.checkpoint_id != self._context.checkpoint_id
+                if claim is not None and behind:
+                    # Until it is known whether this rank belongs to another save.
+                    claim.aborted = update
             self.stop.set()
-            if not self.is_behind:
+            if claim is None or not behind:
                 self._abort(update)
 
     def _abort(self, update: save_pb2.SaveStatus) -> None:

@@ -13,12 +13,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Container, Mapping, Sequence
-from typing import Protocol
 
 from pannier.client.handle import SaveHandle
-from pannier.client.staging.arena import Arena
-from pannier.client.staging.deferred_copies import DeferredCopies
 from pannier.client.staging.in_flight import ArenaUse, InFlightSave
+from pannier.client.staging.stager import Staged
 from pannier.client.transport.file_stream import MemoryInUseError, StagedFile, StoppedError
 from pannier.client.transport.plan_claim import CachedPlan, PlanClaim
 from pannier.client.transport.save_status import StatusFollower
@@ -37,34 +35,6 @@ from pannier.wire.errors import (
 )
 
 _log = logging.getLogger(__name__)
-
-
-class Staged(Protocol):
-    """See :class:`pannier.client.staging.stager.Staged`."""
-
-    @property
-    def files(self) -> Sequence[StagedFile]:
-        """Data files in host memory."""
-
-    @property
-    def arena(self) -> Arena:
-        """Owner of that memory."""
-
-    @property
-    def varying(self) -> Sequence[records_pb2.VaryingItem]:
-        """Places that the plan doesn't contain."""
-
-    @property
-    def bytes(self) -> int:
-        """Sum of the files' sizes."""
-
-    @property
-    def deferred(self) -> DeferredCopies | None:
-        """Copies from devices that are not complete."""
-
-    @property
-    def copy_description(self) -> str:
-        """How bytes came from devices, human-readable."""
 
 
 class _State(enum.Enum):
@@ -247,20 +217,12 @@ class SaveTask:
     def _come_into_step(self, error: SaveAbortedError | StoppedError) -> None:
         """Continues as the save that this rank belongs to, if it missed saves of the others.
 
-        Raises what refused the local plan, else ``error``.
+        Raises ``error``, or why that can't be found out.
         """
         claim, plan = self.status.claim, self._cached
-        if claim is None or plan is None or claim.plan_id:
+        if claim is None or plan is None:
             raise error
-        aborted = claim.error or error
-        if isinstance(aborted, StoppedError) and not self.status.is_behind:
-            raise error
-        if not isinstance(aborted, SaveAbortedError | StoppedError):
-            raise aborted
-        number = getattr(aborted, "resume_at", 0) or claim.find_current_save()
-        former = self.status.context.save.number
-        if number <= former:
-            raise aborted
+        number = claim.find_current_save(error)
         _log.warning(
             "save %s ended without this rank, which missed calls of the others: it continues as "
             "number %d",

@@ -15,10 +15,17 @@ from pannier.client.staging.host_copy import threads
 from pannier.client.timers import Timer
 from pannier.client.transport.channel import InterruptedCallError, SidecarChannel
 from pannier.client.transport.connection import FollowedSaves, SidecarConnection, seconds_left
-from pannier.client.transport.file_stream import FileSource, Progress, Sender, StagedFile, Stop
+from pannier.client.transport.file_stream import (
+    MOST,
+    FileSource,
+    Progress,
+    Sender,
+    StagedFile,
+    Stop,
+    StreamLimit,
+)
 from pannier.client.transport.retry import Retry
 from pannier.client.transport.shared_memory import MappedTransport
-from pannier.client.transport.stream_limit import MOST, StreamLimit
 from pannier.common import timeouts
 from pannier.common.deadline import Deadline
 from pannier.v1 import sidecar_pb2
