@@ -220,7 +220,8 @@ class SidecarStreams:
         )
         save.deadlines.report(rank, *_deadlines(report))
         if report.HasField("claim"):
-            if not report.HasField("failure"):
+            # It is repeated until it is confirmed, also while the save is being aborted.
+            if not (report.HasField("failure") or save.failing):
                 self._admit_claim(save, report)
         elif report.attempt:
             self._check_attempt(save, report)
