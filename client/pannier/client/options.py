@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-from pannier.client.loading.filesystem import absolute
+from pannier.common.locations import absolute, parse
 from pannier.wire import object_names
 from pannier.wire.errors import InvalidRequestError
 
@@ -23,6 +23,7 @@ def checkpoint_path(checkpoint_id: str | os.PathLike[str] | None) -> str:
     if checkpoint_id is None:
         raise InvalidRequestError("checkpoint_id is missing: give a path or a URL")
     url = absolute(checkpoint_id)
+    parse(url)
     object_names.split_checkpoint_id(url)
     return url
 

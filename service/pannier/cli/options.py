@@ -1,7 +1,6 @@
 """Types of options (sizes, durations, addresses) and options that commands share."""
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -118,8 +117,13 @@ class Location(_Type):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         """The URL or absolute path."""
-        text = str(value)
-        return text if "://" in text else os.path.abspath(text)
+        from pannier.common.locations import absolute
+        from pannier.wire.errors import InvalidRequestError
+
+        try:
+            return absolute(value)
+        except InvalidRequestError as error:
+            self.fail(str(error), param, ctx)
 
 
 def option(flag: str, *declarations: str, **attributes: Any) -> Callable[[_Command], _Command]:

@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from pannier.common.locations import parse
 from pannier.daemon.http_server import http_address
 from pannier.daemon.listeners import check_exposure
 from pannier.daemon.logging import FORMATS, TEXT
-from pannier.storage.url import parse
 from pannier.wire import limits
 from pannier.wire.addresses import parse_address
 from pannier.wire.errors import ConfigurationError, InvalidRequestError

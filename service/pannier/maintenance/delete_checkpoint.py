@@ -26,9 +26,9 @@ from pannier.attempts.delete_attempt import remove_ended
 from pannier.attempts.leases import Lease, find_leases
 from pannier.attempts.metadata_swap import stat_metadata
 from pannier.common.fault_points import point
+from pannier.common.locations import parse
 from pannier.maintenance.inspect import View, find_needed, view
 from pannier.storage import ConflictError, ObjectInfo, Store
-from pannier.storage.url import parse
 from pannier.v1 import records_pb2
 from pannier.wire import object_names
 from pannier.wire.errors import PannierError, SaveAbortedError

@@ -7,6 +7,7 @@ read.
 from collections.abc import Mapping
 from typing import Any
 
+from pannier.common.locations import parse
 from pannier.storage.base import (
     ConflictError,
     DeniedError,
@@ -21,7 +22,7 @@ from pannier.storage.base import (
 )
 from pannier.storage.local.store import LocalStore
 from pannier.storage.memory import MemoryStore
-from pannier.storage.url import check_allowed, check_shared, parse
+from pannier.storage.url import check_allowed, check_shared
 from pannier.wire.errors import ConfigurationError
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import crc32c
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
+from pannier.common.locations import Location
 from pannier.storage.base import (
     ConflictError,
     IntegrityError,
@@ -24,7 +25,7 @@ from pannier.storage.base import (
 from pannier.storage.io_threads import BUFFER
 from pannier.storage.retry import in_time
 from pannier.storage.source_reader import SourceReader
-from pannier.storage.url import Location, check_key
+from pannier.storage.url import check_key
 
 _lock = threading.Lock()
 _counter = itertools.count(1)

@@ -90,3 +90,9 @@ def test_a_damaged_decision_does_not_hide_other_checkpoints(tmp_path: Path) -> N
     lines = pannier("ls", str(tmp_path), "--json").json_lines()
     states = {Path(line["checkpoint"]).name: line["state"] for line in lines}
     assert states == {"bad": "foreign", "good": "committed"}
+
+
+def test_a_typo_of_a_url_is_refused() -> None:
+    result = pannier("ls", "gs:/b/x")
+    assert result.code == 2, result
+    assert "use gs://b/x, or ./gs:/b/x" in " ".join(result.err.split())

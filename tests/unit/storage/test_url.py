@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from pannier.common.locations import parse
 from pannier.storage import check_allowed, open_store
-from pannier.storage.url import parse
 from pannier.wire.errors import ConfigurationError, InvalidRequestError
 
 

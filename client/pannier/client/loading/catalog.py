@@ -26,8 +26,9 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from pannier.client import torch_compat, wait_log
 from pannier.client.interrupts import aside
 from pannier.client.loading import highest_incarnation
-from pannier.client.loading.filesystem import MissingError, Stat, StorageDir, absolute, open_dir
+from pannier.client.loading.filesystem import MissingError, Stat, StorageDir, open_dir
 from pannier.client.process_group import is_alone
+from pannier.common.locations import absolute
 from pannier.v1 import records_pb2
 from pannier.wire import object_names
 from pannier.wire.errors import (

@@ -21,6 +21,7 @@ import fsspec
 
 from pannier.client.interrupts import shielded
 from pannier.common import timeouts
+from pannier.common.locations import absolute
 from pannier.wire.errors import ConfigurationError, InvalidRequestError, StorageError
 
 _LAYOUT_LOOKUP: Final = "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"
@@ -264,7 +265,7 @@ def open_dir(
 
 
 def readable(path: str | os.PathLike[str]) -> tuple[str, str]:
-    """``path`` as :func:`absolute` returns it, and its scheme (``file`` for paths).
+    """``path`` as :func:`~pannier.common.locations.absolute` returns it, and its scheme (``file`` for paths).
 
     Raises InvalidRequestError: fsspec doesn't know the scheme.
     """
@@ -275,20 +276,6 @@ def readable(path: str | os.PathLike[str]) -> tuple[str, str]:
             f"{scheme}:// is an unknown scheme; use a path, file://, gs://, s3:// or memory://"
         )
     return url, scheme
-
-
-def absolute(path: str | os.PathLike[str]) -> str:
-    """``path`` as an absolute path or a URL, without a trailing slash.
-
-    Raises InvalidRequestError when it is empty or not text.
-    """
-    text = os.fspath(path)
-    if not isinstance(text, str) or not text:
-        raise InvalidRequestError(f"{path!r} is neither a path nor a URL like gs://bucket/run")
-    if "://" not in text:
-        return os.path.abspath(text)
-    scheme, _, rest = text.partition("://")
-    return f"{scheme}://{rest.rstrip('/') or '/'}"
 
 
 def refuse_path(argument: str, value: Any) -> None:

@@ -13,7 +13,8 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from pannier.client.loading.filesystem import MissingError, absolute, open_dir
+from pannier.client.loading.filesystem import MissingError, open_dir
+from pannier.common.locations import absolute
 from pannier.wire import object_names
 from pannier.wire.errors import StorageError
 
@@ -68,7 +69,9 @@ def take(root: str) -> int | None:
 
 def root_of(checkpoint_id: str) -> str:
     """The root of a checkpoint that is read, in any directory."""
-    return posixpath.dirname(absolute(checkpoint_id).rstrip("/")) or "/"
+    scheme, separator, path = absolute(checkpoint_id).rpartition("://")
+    # Above a bucket there is nothing.
+    return f"{scheme}{separator}{posixpath.dirname(path) or path}"
 
 
 def _key(root: str | os.PathLike[str]) -> str:

@@ -24,6 +24,7 @@ from typing import Any, Final
 import filelock
 
 from pannier.common import timeouts
+from pannier.common.locations import parse
 from pannier.daemon.listeners import make_private_directory
 from pannier.sidecar.config import SidecarConfig
 from pannier.sidecar.multi_job import gateway
@@ -35,7 +36,6 @@ from pannier.sidecar.multi_job.sockets import (
     make_directory,
     make_parent,
 )
-from pannier.storage.url import parse
 from pannier.supervisor.processes import (
     GAVE_UP,
     MISCONFIGURED,

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import crc32c
 
+from pannier.common.locations import Location
 from pannier.storage.base import (
     ConflictError,
     DeniedError,
@@ -48,7 +49,7 @@ from pannier.storage.retry import (
     uncounted,
 )
 from pannier.storage.source_reader import SourceReader
-from pannier.storage.url import Location, check_key
+from pannier.storage.url import check_key
 
 T = TypeVar("T")
 

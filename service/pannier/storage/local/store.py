@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import crc32c
 
 from pannier.common import timeouts
+from pannier.common.locations import Location
 from pannier.storage.base import (
     ConflictError,
     DeniedError,
@@ -47,7 +48,7 @@ from pannier.storage.local.atomic_file import (
 from pannier.storage.local.lock import Locked, locked, release_unheld
 from pannier.storage.retry import UnsettledError, in_time, settle
 from pannier.storage.source_reader import SourceReader
-from pannier.storage.url import Location, check_key
+from pannier.storage.url import check_key
 from pannier.wire import object_names
 
 T = TypeVar("T")

@@ -11,6 +11,7 @@ from typing import Any
 
 import crc32c
 
+from pannier.common.locations import Location
 from pannier.storage.base import (
     ConflictError,
     IntegrityError,
@@ -43,7 +44,7 @@ from pannier.storage.s3.client import (
     shared_connection,
 )
 from pannier.storage.source_reader import SourceReader
-from pannier.storage.url import Location, check_key
+from pannier.storage.url import check_key
 
 _MOST_PARTS = 10_000
 
