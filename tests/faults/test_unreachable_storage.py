@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from pannier.client import Client, SaveAbortedError, wait_log
+from pannier.client import Client, SaveAbortedError
 from pannier.client.config import load_settings
+from pannier.client.messages import wait_log
 from pannier.common import timeouts
 from pannier.v1 import save_pb2
 from support.processes.daemons import Daemons

@@ -26,6 +26,7 @@ from pannier.client.loading.catalog import CheckpointInfo
 from pannier.client.loading.load import load as load_checkpoint
 from pannier.client.loading.load_error import LoadError
 from pannier.client.loading.storage_reader import StorageReader
+from pannier.client.messages import console
 from pannier.client.save_factory import configure, raise_unretrieved
 from pannier.client.staging.optimizer_guard import Guard
 from pannier.wire.errors import (
@@ -43,6 +44,8 @@ from pannier.wire.errors import (
     UnavailableError,
     VersionMismatchError,
 )
+
+console.install()
 
 
 def async_save(

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.planner import SavePlanner
 
-from pannier.client import options, save_factory, wait_log
+from pannier.client import options, save_factory
 from pannier.client.config import Settings, check_metrics, check_timeout, load_settings
 from pannier.client.dcp.storage_writer import StorageWriter
 from pannier.client.handle import SaveHandle, SaveResult
@@ -24,6 +24,8 @@ from pannier.client.loading import catalog
 from pannier.client.loading.filesystem import refuse_path
 from pannier.client.loading.load import load as load_checkpoint
 from pannier.client.loading.storage_reader import StorageReader
+from pannier.client.messages import wait_log
+from pannier.client.messages.call_errors import at_call
 from pannier.client.save_call import SaveCall
 from pannier.client.save_factory import SaveFactory
 from pannier.client.staging.optimizer_guard import Guard, Guards
@@ -69,6 +71,7 @@ class Client:
 
     # Saving.
 
+    @at_call
     def async_save(
         self,
         state_dict: Mapping[str, Any],
@@ -180,6 +183,7 @@ class Client:
                 raise
             return handle
 
+    @at_call
     def save(
         self, state_dict: Mapping[str, Any], storage_writer: Any = None, **arguments: Any
     ) -> SaveResult:
@@ -190,6 +194,7 @@ class Client:
         ):
             return handle.result()
 
+    @at_call
     def prepare(
         self,
         state_dict: Mapping[str, Any],
@@ -220,6 +225,7 @@ class Client:
         reported = _reported_target(checkpoint_root, None)
         self._factory.run(process_group, no_dist, reported, run)
 
+    @at_call
     def guard(self, optimizer: torch.optim.Optimizer, *, wait: bool = True) -> Guard:
         """Declares what only ``optimizer`` changes, and makes its steps wait for the copy.
 
@@ -245,6 +251,7 @@ class Client:
         """
         return self._guards.add(optimizer, wait=wait)
 
+    @at_call
     def wait_all(self, timeout: float | None = None) -> None:
         """Waits until every save has ended.
 
@@ -284,6 +291,7 @@ class Client:
 
     # Ending.
 
+    @at_call
     def close(self, timeout: float | None = None) -> None:
         """Waits until the saves in progress are ingested, then disconnects; handles still resolve.
 
@@ -367,6 +375,7 @@ def default_client() -> Client:
         return _default
 
 
+@at_call
 def close(timeout: float | None = None) -> None:
     """Closes the default client; the next use makes a new one. See :meth:`Client.close`."""
     global _default

@@ -73,15 +73,25 @@ class SaveStatus:
     staging: str = ""
     """How bytes came from devices: ``pinned`` (straight to the arena), or ``bounced`` (by way of a
     pinned buffer) and why; empty when none did."""
+    bytes_uploaded: int = 0
+    """Of this rank's bytes, what its sidecar has sent to storage."""
 
     @property
     def state(self) -> str:
         """``PLANNING``, ``STAGING``, ``INGESTED``, ``UPLOADING``, ``COMMITTED``, ``ABORTED`` or ``IN_DOUBT``."""
         return save_pb2.SaveState.Name(self.save_state).removeprefix("SAVE_STATE_")
 
+    @property
+    def percent(self) -> int:
+        """How much of this rank's bytes is in storage; 100 when the save is committed, not before."""
+        if self.save_state == save_pb2.SAVE_STATE_COMMITTED:
+            return 100
+        return min(99, 100 * self.bytes_uploaded // self.bytes) if self.bytes else 0
+
     def __str__(self) -> str:
         waiting = f", waiting for {self.waiting_on}" if self.waiting_on else ""
-        return f"save {self.id} to {self.checkpoint_id}: {self.state}{waiting}"
+        part = f" {self.percent}%" if 0 < self.percent < 100 else ""
+        return f"save {self.id} to {self.checkpoint_id}: {self.state}{part}{waiting}"
 
 
 class Outcome:
@@ -195,7 +205,6 @@ class SaveHandle(OutcomeFuture[SaveResult], AsyncSaveResponse):
     # The dataclass compares by value and takes the hash away.
     __eq__ = object.__eq__
     __hash__ = object.__hash__
-    __repr__ = Future.__repr__
 
     def __init__(self, save_id: str, checkpoint_id: str) -> None:
         outcome = Outcome()
@@ -225,6 +234,12 @@ class SaveHandle(OutcomeFuture[SaveResult], AsyncSaveResponse):
     def status(self) -> SaveStatus:
         """How far the save is, by the last status update."""
         return self._status
+
+    def __repr__(self) -> str:
+        status = self._status
+        return (
+            f"<SaveHandle {status.id} to {status.checkpoint_id}: {status.state}, {status.percent}%>"
+        )
 
     def wait(self, timeout: float | None = None) -> bool:
         """Waits until the save has succeeded or failed; False when ``timeout`` seconds pass first."""

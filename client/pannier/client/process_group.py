@@ -15,6 +15,14 @@ def is_alone(no_dist: bool) -> bool:
     return no_dist or not dist.is_available() or not dist.is_initialized()
 
 
+def process_rank() -> int:
+    """This process's global rank, as far as it is known; 0 for a process by itself."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank()
+    launched = launched_as()
+    return 0 if launched is None else int(launched[0])
+
+
 def check_single_process(no_dist: bool) -> None:
     """Refuses a save of this process alone where a launcher started several without a group.
 

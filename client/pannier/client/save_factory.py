@@ -5,24 +5,24 @@ drives itself. Owns the memberships, the staging memory, the cached plans and th
 saves in progress; closes them at the process's end. Thread-safe.
 """
 
-import atexit
 import functools
 import logging
 import os
 import sys
 import threading
-import weakref
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from torch.distributed.checkpoint.planner import SavePlanner
 
-from pannier.client import wait_log
+from pannier.client import exit_hooks
 from pannier.client.config import Settings, load_settings
 from pannier.client.embedded import launcher
 from pannier.client.handle import SaveHandle
 from pannier.client.identity import World
 from pannier.client.interrupts import aside, clean_up_after, shielded
+from pannier.client.messages import save_line, wait_log
 from pannier.client.options import checkpoint_path, reported_path
 from pannier.client.planning import stage_plan
 from pannier.client.planning.local_plan import PlannerRun
@@ -50,10 +50,6 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 
-def _sidecar() -> str:
-    return "the sidecar on this host"
-
-
 def _plan() -> str:
     return "the plans of all ranks"
 
@@ -75,9 +71,10 @@ class SaveFactory:
         self._old_memberships: list[Membership] = []
         self._plans = PlanCache()
         self._closed = False
+        self._exit: wait_log.Wait | None = None
         self._pid = os.getpid()
         keep_in_children(self)
-        _factories.add(self)
+        exit_hooks.add(self)
 
     @property
     def is_own_process(self) -> bool:
@@ -153,11 +150,19 @@ class SaveFactory:
             devices: makes the copies from devices.
             on_deferred: called with copies that outlast this call.
         """
-        with wait_log.logged(f"async_save to {call.checkpoint_id}", _sidecar) as wait:
+        began = time.monotonic()
+        wait = wait_log.Wait(f"async_save to {call.checkpoint_id}", self._sidecar)
+        try:
             sidecar = call.member.sidecar()
             context = call.context(sidecar)
-            wait.reason = lambda: f"staging memory, held by {self.saves}"
+            wait.reason = lambda: (
+                f"room, which PANNIER_MAX_IN_FLIGHT earlier saves hold: {self.saves}"
+            )
             slot = self.slots.admit(on_busy, deadline.remaining())
+        except BaseException:
+            wait.end()
+            raise
+        waited_s = time.monotonic() - began
         rest: DeferredCopies | None = None
 
         def begin() -> SaveTask:
@@ -170,7 +175,9 @@ class SaveFactory:
                 plan_timeout_s=self.settings.plan_timeout,
                 resume_after=lambda number: call.member.world.resume(call.group, number + 1),
                 on_ended=self.saves.end,
+                on_committed=save_line.log_committed,
             )
+            task.status.times.waited_s = waited_s
             self.saves.add(task)
             call.begin(task)
             return task
@@ -187,7 +194,6 @@ class SaveFactory:
         # Also where a second exception of a handler ends the clean-up below.
         frame = _Frame()
         clean_up_after(frame, drop)
-        wait = wait_log.Wait(f"async_save to {call.checkpoint_id}", _plan)
         try:
             task = aside(begin)
             handle = task.handle
@@ -230,7 +236,7 @@ class SaveFactory:
         """Plans and reserves memory for saves to come."""
         timeout_s = self.settings.plan_timeout
         pool = self.slots.pool
-        with wait_log.logged(f"prepare for {call.checkpoint_id}", _sidecar) as wait:
+        with wait_log.logged(f"prepare for {call.checkpoint_id}", self._sidecar) as wait:
             sidecar = call.member.sidecar()
             wait.reason = _plan
             context = call.context(sidecar)
@@ -284,11 +290,23 @@ class SaveFactory:
         self._disconnect(announce=True)
         self.saves.errors.raise_all()
 
+    def log_exit(self) -> None:
+        """The interpreter is about to wait for threads that send: logs it when that takes long."""
+        if self.is_own_process and self.saves:
+            self._exit = wait_log.Wait("the exit", self.saves.unsent)
+
     def close_at_exit(self) -> None:
         """The interpreter is ending: waits as :meth:`close` does, and writes errors to stderr."""
         # Threads that send have been waited for: they are no daemons.
         if not self.is_own_process:
             return
+        try:
+            self._close_at_exit()
+        finally:
+            if self._exit is not None:
+                self._exit.end()
+
+    def _close_at_exit(self) -> None:
         self.saves.drop_interrupted()
         # Unless it was interrupted, the interpreter has waited until all are sent.
         if (
@@ -301,9 +319,15 @@ class SaveFactory:
         try:
             self.saves.errors.raise_all()
         except PannierError as error:
-            _log.error("a save failed and its error was not retrieved: %s", error)
-            # The log may have no reader.
-            sys.excepthook(type(error), error, error.__traceback__)
+            # Not to the log, which may be where the hook writes it, too.
+            sys.excepthook(type(error), error.with_traceback(None), None)
+
+    def _sidecar(self) -> str:
+        return (
+            "the daemons of this host, which the first save starts"
+            if self.settings.embedded
+            else f"the sidecar at {self.settings.sidecar}"
+        )
 
     def _disconnect_if_done(self) -> None:
         if self._closed and not self.saves:
@@ -319,8 +343,8 @@ class SaveFactory:
                 raise DeadlineError(f"after {given:g} s not ended on other hosts: {left}")
 
     def _wait_at_exit(self) -> None:
-        if self.saves:
-            _log.info("waiting for %d saves to be committed", len(self.saves))
+        if self._exit is not None:
+            self._exit.reason = lambda: self.saves.uncommitted() or "saves of other hosts"
         try:
             self.saves.wait(None)
             if not self._closed:
@@ -361,7 +385,6 @@ def _request_plan(
 
 # The process's default factory.
 
-_factories: "weakref.WeakSet[SaveFactory]" = weakref.WeakSet()
 _default: SaveFactory | None = None
 _default_lock = threading.Lock()
 _overrides: dict[str, Any] = {}
@@ -408,9 +431,3 @@ def close_default(timeout: float | None) -> None:
         factory, _default = _default, None
     if factory is not None:
         factory.close(timeout)
-
-
-@atexit.register
-def _at_exit() -> None:
-    for factory in list(_factories):
-        factory.close_at_exit()

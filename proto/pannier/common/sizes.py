@@ -21,3 +21,13 @@ def parse_size(text: str) -> int:
     if not 1 <= number < _LARGEST:
         raise ValueError(f"{text!r} is not a positive number of bytes below 8 EiB")
     return int(number)
+
+
+def size_text(count: int) -> str:
+    """``1.5 GiB``."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"

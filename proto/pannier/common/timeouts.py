@@ -94,8 +94,10 @@ BEGIN_S: Final = 60.0 * SCALE
 """For storage to answer when a save that torch plans is opened."""
 FAIL_S: Final = 2.0 * SCALE
 """For the coordinator to take a failure by a call; otherwise it goes with the reports."""
-WAIT_WARNING_S: Final = 5.0 * SCALE
-"""Until a call that keeps the training loop waiting first logs what it waits for."""
+WAIT_WARNING_S: Final = 2.0 * SCALE
+"""Until a call that keeps the training loop waiting first logs what it waits for, on rank 0."""
+WAIT_WARNING_OTHERS_S: Final = 8.0 * SCALE
+"""The same on other ranks, which mostly wait for the same as rank 0."""
 FORK_S: Final = 2.0 * SCALE
 """How long a fork waits at most for running calls to end."""
 IN_FLIGHT_RECOUNT_S: Final = 1.0 * SCALE

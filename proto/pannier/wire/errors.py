@@ -5,14 +5,52 @@ it is a gRPC status whose trailing metadata holds an :class:`~pannier.v1.save_pb
 :func:`from_rpc_error` makes the same error again.
 """
 
+import logging
+import re
 from collections.abc import Iterable, Mapping
+from typing import Final
 
 import grpc
 from google.protobuf.message import DecodeError
 
 from pannier.v1 import save_pb2
 
+_log = logging.getLogger(__name__)
+
 _KEY = "pannier-error-bin"
+_CONNECTION_PROBLEMS: Final = (
+    (r"connection refused", "nothing listens there (is the daemon running?)"),
+    (r"no such file or directory", "its socket doesn't exist (is the daemon running?)"),
+    (r"permission denied", "this user may not open it"),
+    (
+        r"dns resolution|domain name not found|name or service not known|name resolution",
+        "its host name can't be resolved",
+    ),
+    (r"network is unreachable|no route to host", "there is no route to its host"),
+    (
+        r"certificate_?\s?verify|unable to get .*issuer",
+        "its TLS certificate isn't signed by a CA that is trusted here",
+    ),
+    (r"not in peer certificate|hostname verif", "its TLS certificate is for another host name"),
+    (
+        r"wrong_version_number|http1\.x|http/1|settings frame",
+        "what listens there speaks another protocol, or only one side uses TLS",
+    ),
+    (
+        r"ssl_|\bssl\b|\btls\b|handshak",
+        "the TLS handshake failed (do both sides use TLS, with certificates of one CA?)",
+    ),
+    (
+        r"timed? ?out|timeout|deadline|\bping\b|keepalive",
+        "it does not answer (is it stopped, or does a firewall drop packets?)",
+    ),
+    (
+        r"socket closed|reset|broken pipe|goaway|stream removed|recvmsg|sendmsg|end of tcp|\beof\b"
+        r"|shutting ?down|transport|connection closed|closed by peer",
+        "the connection broke (did the daemon end?)",
+    ),
+)
+"""What gRPC and the kernel say of a connection, in lower case, and what it means; the first that fits."""
 
 
 class PannierError(Exception):
@@ -196,13 +234,14 @@ def from_rpc_error(error: grpc.RpcError, *, peer: str) -> PannierError:
             )
     code = getattr(error, "code", lambda: None)()
     details = getattr(error, "details", lambda: "")() or str(error)
+    _log.debug("a call to %s ended with %s: %s", peer, code, details)
     if code is grpc.StatusCode.UNAVAILABLE:
-        return UnavailableError(f"{peer} can't be reached: {details}")
+        return UnavailableError(f"{peer} can't be reached: {_connection_problem(details)}")
     if code is grpc.StatusCode.CANCELLED:
         # By a daemon that stops, or by this side, which gave the call up.
-        return UnavailableError(f"the call to {peer} was cancelled: {details}")
+        return UnavailableError(f"the call to {peer} was cancelled (did the daemon end?)")
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-        return DeadlineError(f"{peer} did not answer within the deadline: {details}")
+        return DeadlineError(f"{peer} did not answer within the deadline (is it stopped?)")
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
         # gRPC uses this code for large messages, too: "Received message larger than max (9 vs. 5)".
         if "larger than max" in details:
@@ -213,3 +252,12 @@ def from_rpc_error(error: grpc.RpcError, *, peer: str) -> PannierError:
             f"{peer} doesn't know the call ({details}): is it an older version?"
         )
     return PannierError(f"{peer}: {code.name if code else 'error'}: {details}")
+
+
+def _connection_problem(details: str) -> str:
+    """Why a peer can't be reached, for people, from the text of gRPC or the kernel."""
+    text = details.lower()
+    for pattern, meaning in _CONNECTION_PROBLEMS:
+        if re.search(pattern, text):
+            return meaning
+    return "the connection failed"

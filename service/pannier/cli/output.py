@@ -12,11 +12,14 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from pannier.common.sizes import size_text
 from pannier.v1 import save_pb2
 from pannier.wire.failures import kind_name
 
 _COLOURS = {"COMMITTED": "green", "ABORTED": "red", "FAILED": "red", "IN_DOUBT": "yellow"}
 _COLOURS |= {"DURABLE": "green", "MISSING": "yellow", "OK": "green"}
+
+size = size_text
 
 
 def as_json(value: message.Message) -> dict[str, Any]:
@@ -67,16 +70,6 @@ def state_name(state: int) -> str:
 def phase_name(phase: int) -> str:
     """``DURABLE`` of ``RANK_PHASE_DURABLE``."""
     return save_pb2.RankPhase.Name(phase).removeprefix("RANK_PHASE_")
-
-
-def size(count: int) -> str:
-    """``1.5 GiB``."""
-    value = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} TiB"
 
 
 def ago(unix_time: float) -> str:

@@ -26,6 +26,7 @@ from pannier.client.client import Client
 from pannier.client.config import Settings
 from pannier.client.dcp.storage_writer import StorageWriter
 from pannier.client.identity import Group, World
+from pannier.common import timeouts
 from pannier.v1 import save_pb2, sidecar_pb2
 from pannier.wire import object_names
 from pannier.wire.errors import (
@@ -192,7 +193,7 @@ def test_the_functions_take_torchs_keywords_and_the_clients() -> None:
         ({"checkpoint_id": None}, "checkpoint_id is missing"),
         ({"checkpoint_id": ""}, "neither a path nor a URL"),
         ({"checkpoint_id": "gs://bucket"}, "not an absolute path or a URL"),
-        ({"checkpoint_id": "gs://bucket/../y"}, "not an absolute path or a URL"),
+        ({"checkpoint_id": "gs://bucket/../y"}, "contains '..'"),
         ({"checkpoint_id": "/x/y", "storage_writer": object()}, "client.StorageWriter"),
         ({"storage_writer": FileSystemWriter("/x/y")}, "FileSystemWriter.*client.StorageWriter"),
         ({"storage_writer": "/x/y"}, "storage_writer='/x/y' is a path: give checkpoint_id='/x/y'"),
@@ -353,7 +354,7 @@ def test_a_single_rank_has_no_other_to_notify(
 
     sidecar.on.update({"Plan": refuse, "Fail": refuse})
     with pytest.raises(InvalidRequestError, match="no such scheme"):
-        client.async_save(state(), checkpoint_id="nowhere://x/y")
+        client.async_save(state(), checkpoint_id="gs://x/y")
     assert not caplog.records
 
 
@@ -606,6 +607,31 @@ def test_wait_waits(busy: Client) -> None:
     assert time.monotonic() - began > 0.25
 
 
+def test_a_save_that_waits_for_room_says_so(
+    busy: Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(timeouts, "WAIT_WARNING_S", 0.1)
+
+    def make_room() -> None:
+        wait_until(lambda: "for room" in caplog.text)
+        busy.hold.set()  # type: ignore[attr-defined]
+
+    thread = threading.Thread(target=make_room)
+    thread.start()
+    with caplog.at_level("INFO", "pannier"):
+        handle = busy.async_save(state(), checkpoint_id="/x/second")
+        handle.result(BOUND_S)
+    thread.join()
+    waits = [r.message for r in caplog.records if "async_save to /x/second has waited" in r.message]
+    assert "PANNIER_MAX_IN_FLIGHT" in waits[0]
+    assert "/x/first" in waits[0]
+    (line,) = [r.message for r in caplog.records if r.message.startswith("saved /x/second, ")]
+    # The wait is part of the stall.
+    stalled = re.search(r"from 1 rank, stalled ([0-9.]+) (m?s), durable after ", line)
+    assert stalled is not None
+    assert float(stalled[1]) >= (100 if stalled[2] == "ms" else 0.1)
+
+
 def test_what_a_save_waited_for_room_counts(busy: Client, sidecar: ScriptedSidecar) -> None:
     threading.Timer(1.5, busy.hold.set).start()  # type: ignore[attr-defined]
     busy.async_save(state(), checkpoint_id="/x/second", timeout=20).result(BOUND_S)
@@ -700,9 +726,30 @@ def run(sidecar: ScriptedSidecar, code: str) -> Result:
 def test_a_normal_exit_waits_until_ingested(sidecar: ScriptedSidecar) -> None:
     done = run(sidecar, "client.async_save(state, checkpoint_id='/x/y')")
     assert done.code == 0, done.err
-    assert done.err == ""
+    # Whether it is committed by then depends on the sidecar.
+    saved = "pannier: saved /x/y, 76.3 MiB from 1 rank, stalled "
+    assert all(line.startswith(saved) for line in done.err.splitlines())
     assert len(sidecar.asked(sidecar_pb2.HandOverRequest)) == 1
     assert sum(len(spool.data) for spool in sidecar.files.values()) > 80_000_000
+
+
+def test_an_exit_that_waits_says_for_what(sidecar: ScriptedSidecar, tmp_path: Path) -> None:
+    seen = tmp_path / "seen"
+    sidecar.on["HandOver"] = lambda _: wait_until(seen.exists)
+    done = run(
+        sidecar,
+        "from pannier.common import timeouts; timeouts.WAIT_WARNING_S = 0.2\n"
+        "class Stderr:\n"
+        "    def write(self, text):\n"
+        "        sys.__stderr__.write(text)\n"
+        f"        if 'the exit' in text: open({str(seen)!r}, 'w')\n"
+        "    def flush(self): pass\n"
+        "sys.stderr = Stderr()\n"
+        "client.async_save(state, checkpoint_id='/x/y')\n",
+    )
+    assert done.code == 0, done.err
+    text = r"pannier: the exit has waited \d+ s: for 1 save to be handed over, 0 B left: save .* to /x/y: "
+    assert re.search(text, done.err)
 
 
 def test_an_error_at_exit_is_seen(sidecar: ScriptedSidecar) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import concurrent.futures
 import contextlib
+import dataclasses
 import gc
 import threading
 import weakref
@@ -43,7 +44,26 @@ def test_it_is_hashable_and_equal_to_itself_only() -> None:
     one, other = make()[0], make()[0]
     assert len({one, other, one}) == 2
     assert one != other
-    assert "SaveHandle" in repr(one)
+
+
+def test_its_repr_has_id_state_and_percent() -> None:
+    handle, resolver = make()
+    assert repr(handle) == "<SaveHandle job/i/g/1 to /x/y: PLANNING, 0%>"
+    for uploaded, percent in ((450, 45), (1000, 99)):
+        resolver.update(
+            lambda status, uploaded=uploaded: dataclasses.replace(
+                status,
+                save_state=save_pb2.SAVE_STATE_UPLOADING,
+                bytes=1000,
+                bytes_uploaded=uploaded,
+            )
+        )
+        assert repr(handle) == f"<SaveHandle job/i/g/1 to /x/y: UPLOADING, {percent}%>"
+        assert str(handle.status()) == f"save job/i/g/1 to /x/y: UPLOADING {percent}%"
+    resolver.update(
+        lambda status: dataclasses.replace(status, save_state=save_pb2.SAVE_STATE_COMMITTED)
+    )
+    assert repr(handle) == "<SaveHandle job/i/g/1 to /x/y: COMMITTED, 100%>"
 
 
 def test_it_cannot_be_cancelled() -> None:

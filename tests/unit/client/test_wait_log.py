@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from pannier.client import wait_log
+from pannier.client.messages import wait_log
 from pannier.common import timeouts
 from support.actors.scripted_sidecar import wait_until
 
@@ -20,6 +20,20 @@ def test_a_long_wait_is_logged_by_its_call_and_what_it_waits_for_now(
         wait_until(lambda: len(caplog.records) > 1)
     for reason in ("an answer", "rank 3"):
         assert re.search(rf"save to /x has waited \d+ s: for {reason}", caplog.text)
+
+
+def test_other_ranks_log_later(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(timeouts, "WAIT_WARNING_S", 0.05)
+    monkeypatch.setattr(timeouts, "WAIT_WARNING_OTHERS_S", 1000)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    with caplog.at_level(logging.WARNING), wait_log.logged("save to /x", str):
+        monkeypatch.setenv("RANK", "0")
+        with wait_log.logged("save to /y", str):
+            wait_until(lambda: len(caplog.records) > 1)
+    assert "/x" not in caplog.text
 
 
 def test_a_wait_that_is_over_is_not_logged(

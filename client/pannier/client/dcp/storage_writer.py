@@ -21,6 +21,7 @@ from torch.futures import Future
 from pannier.client.config import check_metrics, check_timeout
 from pannier.client.dcp.writer_save import NO_PLAN_CACHE, WriterSave
 from pannier.client.loading import filesystem
+from pannier.client.messages.call_errors import at_call
 from pannier.client.options import check_overwrite, checkpoint_path
 from pannier.client.save_factory import SaveFactory, default_factory
 from pannier.wire import object_names
@@ -127,12 +128,14 @@ class StorageWriter(storage.StorageWriter):
     def metrics(self, metrics: Mapping[str, Any] | None) -> None:
         self._metrics = check_metrics(metrics)
 
+    @at_call
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begins a new save, to ``checkpoint_id`` if it is given."""
         if checkpoint_id:
             self._checkpoint_id = checkpoint_path(checkpoint_id)
         self._save_id = ""
 
+    @at_call
     def storage_meta(self) -> StorageMeta:
         """Takes the number of the group's next save, on every rank: DCP's first call of a save.
 
@@ -145,6 +148,7 @@ class StorageWriter(storage.StorageWriter):
             checkpoint_id=self._checkpoint_id, save_id=object_names.save_text(save.context.save)
         )
 
+    @at_call
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Checks that this save is one Pannier can make. Raises InvalidRequestError."""
         if not kwargs.get("use_collectives", True):
@@ -157,6 +161,7 @@ class StorageWriter(storage.StorageWriter):
             save = self._begin()
         save.set_up(is_coordinator, kwargs.get("rank"))
 
+    @at_call
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Adds the save to the plan. Raises InvalidRequestError for a plan from torch's cache."""
         if not plan.usable:
@@ -164,6 +169,7 @@ class StorageWriter(storage.StorageWriter):
         items = _without_replicas(plan.items)
         return dataclasses.replace(plan, items=items, storage_data=self._current().ticket)
 
+    @at_call
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Opens the save, and adds its attempt to each rank's plan. On the coordinator rank.
 
@@ -173,6 +179,7 @@ class StorageWriter(storage.StorageWriter):
         """
         return self._current().open(plans)
 
+    @at_call
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Stages and streams this rank's items; returns when they are ingested.
 
@@ -190,6 +197,7 @@ class StorageWriter(storage.StorageWriter):
         done.set_result(results)
         return done
 
+    @at_call
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commits; ``metadata`` gets what ``.metadata`` will hold. On the coordinator rank.
 

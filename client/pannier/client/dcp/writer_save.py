@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import enum
 import logging
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -18,6 +19,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from pannier.client import torch_compat
 from pannier.client.interrupts import aside
+from pannier.client.messages import save_line
 from pannier.client.planning.local_plan import bare, release, resolves_as_planned
 from pannier.client.staging import stager
 from pannier.client.staging.in_flight import InFlightSaves
@@ -84,6 +86,7 @@ class WriterSave:
     ) -> None:
         self.context = context
         self._sidecar = sidecar
+        self._began = time.monotonic()
         self._deadline = Deadline(timeout_s)
         self._slots = slots
         self._attempt = ""
@@ -221,6 +224,8 @@ class WriterSave:
                 # The coordinator may have the metadata, and needs nothing more to commit.
                 raise in_doubt(self.context, str(error)) from error
         self._state = _State.ENDED
+        size = sum(result.size_in_bytes for rank in results for result in rank)
+        save_line.log_committed(self.context, size, time.monotonic() - self._began)
 
     def abandon(self) -> None:
         """Ends the save on all ranks if it is open: DCP failed elsewhere."""

@@ -28,7 +28,7 @@ from pannier.client.embedded.daemon_spec import DaemonSpec, host_daemons
 from pannier.common import env_fingerprint, timeouts
 from pannier.v1 import save_pb2, status_pb2, status_pb2_grpc
 from pannier.wire import addresses
-from pannier.wire.errors import ConfigurationError, UnavailableError
+from pannier.wire.errors import ConfigurationError, UnavailableError, from_rpc_error
 
 _log = logging.getLogger(__name__)
 
@@ -291,7 +291,8 @@ def await_others(spec: DaemonSpec, job: str, incarnation: str, timeout_s: float 
             try:
                 saves = list(stub.ListSaves(request, timeout=timeouts.STATUS_CALL_S).saves)
             except grpc.RpcError as error:
-                _log.warning("can't list the saves under way at the coordinator: %s", error)
+                problem = from_rpc_error(error, peer=f"coordinator at {address}")
+                _log.warning("can't list the saves of other hosts: %s", problem)
                 return ""
             late = time.monotonic() - start > timeouts.RESUMED_SAVE_S
             saves = [each for each in saves if each.save.incarnation == incarnation or not late]

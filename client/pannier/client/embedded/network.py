@@ -16,7 +16,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pannier.wire.addresses import channel_options
-from pannier.wire.errors import ConfigurationError
+from pannier.wire.errors import ConfigurationError, from_rpc_error
 from pannier.wire.tls import Tls, open_channel
 
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
@@ -127,7 +127,7 @@ def probe_daemon(address: str, tls: Tls, timeout_s: float) -> str:
         try:
             stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
         except grpc.RpcError as error:
-            return f"{error.code().name}, {error.details()}"
+            return str(from_rpc_error(error, peer="the daemon there"))
     return ""
 
 

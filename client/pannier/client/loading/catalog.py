@@ -23,10 +23,12 @@ import crc32c
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from pannier.client import torch_compat, wait_log
+from pannier.client import torch_compat
 from pannier.client.interrupts import aside
 from pannier.client.loading import highest_incarnation
 from pannier.client.loading.filesystem import MissingError, Stat, StorageDir, open_dir
+from pannier.client.messages import wait_log
+from pannier.client.messages.call_errors import at_call
 from pannier.client.process_group import is_alone
 from pannier.common.locations import absolute
 from pannier.v1 import records_pb2
@@ -73,6 +75,7 @@ class CheckpointInfo:
         return self.attempt is not None, by_attempt, self.committed_at, _natural(self.checkpoint_id)
 
 
+@at_call
 def list_checkpoints(
     root: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
 ) -> list[CheckpointInfo]:
@@ -117,6 +120,7 @@ def newest(root: StorageDir) -> CheckpointInfo | None:
     return max((each for each in others if each), key=lambda each: each.order, default=None)
 
 
+@at_call
 def latest(
     root: str | os.PathLike[str],
     *,

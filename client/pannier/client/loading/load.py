@@ -7,6 +7,7 @@ In: a state dict to fill. Out: the same, filled in place, with DCP's resharding.
 import contextlib
 import os
 import socket
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from traceback import StackSummary
 from typing import Any, TypeVar, cast
@@ -17,10 +18,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlanner
 
-from pannier.client import wait_log
 from pannier.client.loading import filesystem, highest_incarnation
 from pannier.client.loading.load_error import LoadError
 from pannier.client.loading.storage_reader import StorageReader
+from pannier.client.messages import wait_log
+from pannier.client.messages.call_errors import at_call
 from pannier.client.process_group import is_alone
 from pannier.client.xla import planners, runtime
 from pannier.v1 import save_pb2
@@ -30,6 +32,7 @@ from pannier.wire.failures import ranks_text, shorten
 T = TypeVar("T")
 
 
+@at_call
 def load(
     state_dict: dict[str, Any],
     storage_reader: StorageReader | None = None,
@@ -70,16 +73,25 @@ def load(
                 highest_incarnation.root_of(reader.checkpoint_id), incarnation
             )
             reader.share_metadata(content)
-            dcp.load(
-                state_dict,
-                storage_reader=reader,
-                planner=_wrap_for_xla(planner),
-                process_group=process_group,
-                no_dist=no_dist,
-            )
+            with _without_warning_of_one_process() if alone else contextlib.nullcontext():
+                dcp.load(
+                    state_dict,
+                    storage_reader=reader,
+                    planner=_wrap_for_xla(planner),
+                    process_group=process_group,
+                    no_dist=no_dist,
+                )
         finally:
             # All ranks are done, or all have failed: dcp.load ends with a collective.
             reader.release()
+
+
+@contextlib.contextmanager
+def _without_warning_of_one_process() -> Iterator[None]:
+    """torch warns that it assumes what was asked for, even with ``no_dist=True``."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninit")
+        yield
 
 
 def _describe_others() -> str:

@@ -173,8 +173,7 @@ class SidecarConnection:
         if not self.connected.is_set():
             if answered and problem is not None:
                 raise problem
-            why = f" ({problem})" if problem else ""
-            raise UnavailableError(f"no {self.peer} answers; {hint}{why}")
+            raise UnavailableError(f"{problem or f'no {self.peer} answers'}; {hint}")
         self._heartbeat.start()
 
     def close(self, *, announce: bool = False) -> None:

@@ -232,8 +232,7 @@ class Sender:
         known = from_rpc_error(error, peer=self._peer)
         code = getattr(error, "code", lambda: None)()
         if type(known) is PannierError and code is grpc.StatusCode.INTERNAL:
-            # The connection ended in the middle of a message.
-            return UnavailableError(str(known))
+            return UnavailableError(f"the connection to {self._peer} ended within a message")
         return known
 
 

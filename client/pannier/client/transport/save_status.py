@@ -42,6 +42,8 @@ class PhaseTimes:
         self._seconds: dict[str, float] = {}
         self._began = self._phase_began = time.monotonic()
         self._traced = False
+        self.waited_s = 0.0
+        """How long the trainer's call took before: for the sidecar, and for room."""
 
     def end(self, phase: str) -> None:
         """``phase`` ends now, and the next one begins."""
@@ -59,7 +61,12 @@ class PhaseTimes:
     def stalled_s(self) -> float:
         """How long the trainer's call took: the phases after that run in the background."""
         seconds = self.seconds()
-        return seconds.get("plan", 0.0) + seconds.get("stage", 0.0)
+        return self.waited_s + seconds.get("plan", 0.0) + seconds.get("stage", 0.0)
+
+    @property
+    def since_call_s(self) -> float:
+        """How long ago the trainer's call began."""
+        return self.waited_s + time.monotonic() - self._began
 
     def trace(self, context: sidecar_pb2.SaveContext, size: int, error: str) -> None:
         """Exports the spans of this rank's part, if tracing is on; only once."""
@@ -79,6 +86,10 @@ class PhaseTimes:
         }
         own = tracing.Interval("async_save", self._began, time.monotonic(), attributes, error)
         tracing.export_rank(context.save, context.rank, own, parts)
+
+
+OnCommitted = Callable[[sidecar_pb2.SaveContext, int, float, float], None]
+"""Gets bytes of all ranks, seconds from the trainer's call on, and how many of them it took."""
 
 
 class WaitingOn:
@@ -170,6 +181,7 @@ class StatusFollower:
         deadline: of the save.
         expects_skip: the caller chose ``on_busy="skip"``, so that its error needn't be retrieved.
         on_ended: called once, with this, when the handle has its outcome.
+        on_committed: called before that, when the save is committed.
     """
 
     def __init__(
@@ -180,6 +192,7 @@ class StatusFollower:
         *,
         expects_skip: bool,
         on_ended: Callable[["StatusFollower"], None],
+        on_committed: OnCommitted = lambda *_: None,
     ) -> None:
         self.deadline = deadline
         self.stop = Stop()
@@ -193,6 +206,7 @@ class StatusFollower:
         self._context = context
         self._expects_skip = expects_skip
         self._on_ended = on_ended
+        self._on_committed = on_committed
         self._on_failure: Callable[[], None] = lambda: None
         self._claim: PlanClaim | None = None
         self._lock = threading.Lock()
@@ -342,12 +356,15 @@ class StatusFollower:
         claim = self._claim
         if claim is not None:
             claim.on_status(update)
+        own = self._context.rank
+        uploaded = sum(rank.bytes_uploaded for rank in update.ranks if rank.rank == own)
         self.resolver.update(
             lambda status: dataclasses.replace(
                 status,
                 attempt=update.attempt or status.attempt,
                 save_state=update.state,
                 total_bytes=update.bytes_total or status.total_bytes,
+                bytes_uploaded=max(status.bytes_uploaded, uploaded),
                 waiting_on=self.waiting.text,
                 failures={failure.rank: failure for failure in update.failures},
             )
@@ -384,6 +401,8 @@ class StatusFollower:
         )
         self._end(ArenaUse.UNUSED)
         self.trace()
+        times = self.times
+        self._on_committed(self._context, result.total_bytes, times.since_call_s, times.stalled_s)
         self.resolver.resolve(result)
         self._on_ended(self)
 

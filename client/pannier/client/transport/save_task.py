@@ -19,7 +19,7 @@ from pannier.client.staging.in_flight import ArenaUse, InFlightSave
 from pannier.client.staging.stager import Staged
 from pannier.client.transport.file_stream import MemoryInUseError, StagedFile, StoppedError
 from pannier.client.transport.plan_claim import CachedPlan, PlanClaim
-from pannier.client.transport.save_status import StatusFollower
+from pannier.client.transport.save_status import OnCommitted, StatusFollower
 from pannier.client.transport.shared_memory import SpoolMapping
 from pannier.client.transport.sidecar_client import SidecarClient
 from pannier.common import timeouts
@@ -58,6 +58,7 @@ class SaveTask:
         plan_timeout_s: longest wait for the confirmation of a cached plan, seconds.
         resume_after: makes the number after this one the group's next.
         on_ended: called once, with :attr:`status`, when the handle has its outcome.
+        on_committed: called before that, when the save is committed.
     """
 
     def __init__(
@@ -71,10 +72,16 @@ class SaveTask:
         plan_timeout_s: float = timeouts.DEFAULT_SAVE_S,
         resume_after: Callable[[int], None] = lambda _: None,
         on_ended: Callable[[StatusFollower], None] = lambda _: None,
+        on_committed: OnCommitted = lambda *_: None,
     ) -> None:
         self.sidecar = sidecar
         self.status = StatusFollower(
-            sidecar, context, deadline, expects_skip=on_busy == "skip", on_ended=on_ended
+            sidecar,
+            context,
+            deadline,
+            expects_skip=on_busy == "skip",
+            on_ended=on_ended,
+            on_committed=on_committed,
         )
         self._on_busy = on_busy
         self._metrics = metrics

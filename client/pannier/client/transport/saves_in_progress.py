@@ -7,11 +7,12 @@ save factory. Thread-safe: tasks end on threads of their sidecar clients.
 import sys
 from collections.abc import Callable
 
-from pannier.client.handle import UnretrievedErrors
+from pannier.client.handle import SaveStatus, UnretrievedErrors
 from pannier.client.interrupts import Condition
 from pannier.client.transport.save_status import StatusFollower
 from pannier.client.transport.save_task import SaveTask
 from pannier.client.transport.sidecar_client import SidecarClient
+from pannier.common.sizes import size_text
 from pannier.wire.errors import DeadlineError
 
 
@@ -34,6 +35,20 @@ class SavesInProgress:
     def __str__(self) -> str:
         with self._changed:
             return "; ".join(str(status.handle.status()) for status in self._tasks)
+
+    def unsent(self) -> str:
+        """What of them is not handed over: number, bytes, and each; empty: nothing."""
+        with self._changed:
+            unsent = [status.handle.status() for status, t in self._tasks.items() if not t.is_sent]
+        left = sum(status.bytes - status.bytes_ingested for status in unsent)
+        return _left(unsent, left, "to be handed over")
+
+    def uncommitted(self) -> str:
+        """The same of what is not committed, by the bytes that are not in storage."""
+        with self._changed:
+            saves = [status.handle.status() for status in self._tasks]
+        left = sum(status.bytes - status.bytes_uploaded for status in saves)
+        return _left(saves, left, "to be committed")
 
     def add(self, task: SaveTask) -> None:
         """A save has begun."""
@@ -84,3 +99,10 @@ class SavesInProgress:
                 f"was interrupted; {reason}\n"
             )
         return bool(dropped)
+
+
+def _left(saves: list[SaveStatus], left: int, aim: str) -> str:
+    if not saves:
+        return ""
+    count = f"{len(saves)} save{'s' if len(saves) > 1 else ''}"
+    return f"{count} {aim}, {size_text(max(0, left))} left: {'; '.join(map(str, saves))}"

@@ -1,0 +1,43 @@
+"""What happens when the interpreter ends: saves are waited for, and a long wait is logged.
+
+In: whatever has saves in progress. Out: its two calls, before the interpreter waits for threads, and
+after. Thread-safe.
+"""
+
+import atexit
+import threading
+import weakref
+from typing import Protocol
+
+
+class _Closing(Protocol):
+    """See :class:`pannier.client.save_factory.SaveFactory`."""
+
+    def log_exit(self) -> None:
+        """The interpreter is about to wait for threads that send."""
+
+    def close_at_exit(self) -> None:
+        """These threads have ended."""
+
+
+_known: "weakref.WeakSet[_Closing]" = weakref.WeakSet()
+
+
+def add(closing: _Closing) -> None:
+    """Has it called as long as something else refers to it."""
+    _known.add(closing)
+
+
+def _before_threads_end() -> None:
+    for each in list(_known):
+        each.log_exit()
+
+
+@atexit.register
+def _after_threads_end() -> None:
+    for each in list(_known):
+        each.close_at_exit()
+
+
+# What atexit runs comes after the wait for threads.
+threading._register_atexit(_before_threads_end)  # type: ignore[attr-defined]
