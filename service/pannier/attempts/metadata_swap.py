@@ -98,6 +98,7 @@ def _check_replaceable(
     overwrite: "save_pb2.Overwrite",
 ) -> None:
     committed = stands.committed
+    continues = ""
     if stands.info is None or overwrite == save_pb2.OVERWRITE_ANY:
         return
     if committed is None:
@@ -106,13 +107,14 @@ def _check_replaceable(
         return
     elif committed.save.job != save.job:
         whose = f"a checkpoint of job {committed.save.job}, and this is job {save.job}"
+        continues = f"set PANNIER_JOB={committed.save.job} for a run that continues that job, "
     elif overwrite == save_pb2.OVERWRITE_NEVER:
         whose = f"a checkpoint, attempt {committed.attempt}, and overwrite=False"
     else:
         return
     raise OccupiedError(
-        f"{store.url} holds {whose}: save to another checkpoint_id, or give overwrite=True to "
-        "replace it; runs of one job share its checkpoints where PANNIER_JOB names it"
+        f"{store.url} holds {whose}: save to another checkpoint_id, {continues}or give "
+        "overwrite=True to replace it"
     )
 
 
