@@ -96,6 +96,7 @@ def test_a_notice_to_one_host_stops_all_at_the_same_step(tmp_path: Path, daemons
         program.wait_for("step 3\n")
         program.processes[1].signal(signal.SIGTERM)
         program.wait(120).check()
-        last = [program.output(rank).splitlines()[-1] for rank in range(2)]
+        steps = [re.findall(r"^step \d+$", program.output(rank), re.MULTILINE) for rank in range(2)]
+        last = [each[-1] for each in steps]
     assert last[0] == last[1]
     assert len(list(root.glob("*/.metadata"))) == 1

@@ -8,6 +8,11 @@
 
 The functions here act on one client per process, made when it is first used;
 :class:`Client` makes others.
+
+Rank 0 logs one line per save, and what a call waits for that takes longer than 2 s: on stderr, or where
+the program's own handlers put records of the logger ``pannier``, at the level that it chose.
+``PANNIER_LOG`` sets that logger's level: ``debug``, ``info``, ``warning``, ``error``, ``critical`` or
+``off``.
 """
 
 import builtins

@@ -5,9 +5,12 @@ after. Thread-safe.
 """
 
 import atexit
+import logging
 import threading
 import weakref
 from typing import Protocol
+
+_log = logging.getLogger(__name__)
 
 
 class _Closing(Protocol):
@@ -30,7 +33,10 @@ def add(closing: _Closing) -> None:
 
 def _before_threads_end() -> None:
     for each in list(_known):
-        each.log_exit()
+        try:
+            each.log_exit()
+        except Exception:  # noqa: BLE001 - the hooks of other modules, which end threads, must run
+            _log.exception("the wait at exit can't be logged")
 
 
 @atexit.register

@@ -28,6 +28,11 @@ _CONNECTION_PROBLEMS: Final = (
     ),
     (r"network is unreachable|no route to host", "there is no route to its host"),
     (
+        r"certificate has expired|certificate is not yet valid",
+        "its TLS certificate isn't valid now",
+    ),
+    (r"unsupported certificate purpose", "its TLS certificate isn't one for a server"),
+    (
         r"certificate_?\s?verify|unable to get .*issuer",
         "its TLS certificate isn't signed by a CA that is trusted here",
     ),

@@ -47,10 +47,10 @@ def test_only_who_holds_the_jobs_papers_can_call(tmp_path: Path) -> None:
         assert probe_daemon(address, tls(caller, tmp_path / "caller"), SOON_S) == ""
         # Another job's are signed by another CA.
         other = tls(stranger, tmp_path / "other")
-        assert "UNAVAILABLE" in probe_daemon(address, other, SOON_S)
+        assert "isn't signed by a CA" in probe_daemon(address, other, SOON_S)
         # Who knows the CA, which is no secret, still needs a certificate of its own.
         mixed = TlsBundle(cert=stranger.cert, key=stranger.key, ca=caller.ca)
-        assert "UNAVAILABLE" in probe_daemon(address, tls(mixed, tmp_path / "mixed"), SOON_S)
+        assert "can't be reached" in probe_daemon(address, tls(mixed, tmp_path / "mixed"), SOON_S)
         for credentials in (None, grpc.ssl_channel_credentials(caller.ca.encode())):
             with (
                 grpc.insecure_channel(address)
@@ -68,7 +68,7 @@ def test_a_callers_papers_are_no_coordinators(tmp_path: Path) -> None:
     callers = tls(caller, tmp_path / "caller")
     # One host of the job can't pass for the coordinator of the others.
     with serving(callers) as address:
-        assert "UNAVAILABLE" in probe_daemon(address, callers, SOON_S)
+        assert "isn't one for a server" in probe_daemon(address, callers, SOON_S)
     with serving(tls(server, tmp_path / "server")) as address:
         assert probe_daemon(address, callers, SOON_S) == ""
 
@@ -76,7 +76,8 @@ def test_a_callers_papers_are_no_coordinators(tmp_path: Path) -> None:
 def test_the_coordinator_is_believed_under_its_own_address_only(tmp_path: Path) -> None:
     server, caller = issue("10.0.0.1")
     with serving(tls(server, tmp_path / "server")) as address:
-        assert "UNAVAILABLE" in probe_daemon(address, tls(caller, tmp_path / "caller"), SOON_S)
+        why = probe_daemon(address, tls(caller, tmp_path / "caller"), SOON_S)
+        assert "for another host name" in why
 
 
 @pytest.mark.parametrize("host", ["localhost", "node-0.cluster", "::1", "127.0.0.1"])

@@ -748,7 +748,7 @@ def test_an_exit_that_waits_says_for_what(sidecar: ScriptedSidecar, tmp_path: Pa
         "client.async_save(state, checkpoint_id='/x/y')\n",
     )
     assert done.code == 0, done.err
-    text = r"pannier: the exit has waited \d+ s: for 1 save to be handed over, 0 B left: save .* to /x/y: "
+    text = r"pannier: the exit has waited \d+ s: for 1 save to be handed over, [\d.]+ \w+ left: save .* to /x/y: "
     assert re.search(text, done.err)
 
 
