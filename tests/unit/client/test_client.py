@@ -726,9 +726,11 @@ def run(sidecar: ScriptedSidecar, code: str) -> Result:
 def test_a_normal_exit_waits_until_ingested(sidecar: ScriptedSidecar) -> None:
     done = run(sidecar, "client.async_save(state, checkpoint_id='/x/y')")
     assert done.code == 0, done.err
-    # Whether it is committed by then depends on the sidecar.
-    saved = "pannier: saved /x/y, 76.3 MiB from 1 rank, stalled "
-    assert all(line.startswith(saved) for line in done.err.splitlines())
+    # Whether it is committed by then depends on the sidecar, and what takes long on the machine.
+    says = (
+        r"pannier: (saved /x/y, 76.3 MiB from 1 rank, |(the exit|async_save to /x/y) has waited )"
+    )
+    assert all(re.match(says, line) for line in done.err.splitlines()), done.err
     assert len(sidecar.asked(sidecar_pb2.HandOverRequest)) == 1
     assert sum(len(spool.data) for spool in sidecar.files.values()) > 80_000_000
 
