@@ -112,7 +112,7 @@ def test_what_is_durable_needs_nothing_more_here_without_a_coordinator(
     monkeypatch.setattr(save_registry, "time", clock)
     saves = SaveRegistry()
     rank = rank_save(saves)
-    saves.mark_ingested(rank, records_pb2.Receipt())
+    saves.hand_over(rank, records_pb2.Receipt())
     clock.now += 10
     assert saves.idle_s(100) == 0
     saves.mark_durable(rank)
