@@ -13,23 +13,25 @@ ENV PYTHONUNBUFFERED=1 \
 FROM base AS sidecar-environment
 ARG EXTRAS=gcs,s3
 WORKDIR /build
-RUN python -m venv --without-pip /opt/pannier
+RUN python3 -m venv --without-pip /opt/pannier
 COPY . .
 # Bytecode that isn't checked against sources: the file system is read-only, and a start is quick.
-RUN pip --python /opt/pannier/bin/python install --no-cache-dir --no-compile \
+RUN python3 -m pip --python /opt/pannier/bin/python install --no-cache-dir --no-compile \
         --constraint requirements.lock ".[${EXTRAS}]" \
-    && python -m compileall -q --invalidation-mode unchecked-hash /opt/pannier/lib
+    && python3 -m compileall -q --invalidation-mode unchecked-hash /opt/pannier/lib
 
 FROM sidecar-environment AS coordinator-environment
 # PyTorch's CPU index, as its "Get started" page names it: elsewhere torch brings CUDA along. What is
 # left out of the compilation is for later versions of Python.
 ARG TORCH_INDEX=
-RUN pip --python /opt/pannier/bin/python install --no-cache-dir --no-compile \
+# Of the stage before, which not every builder hands on.
+ARG EXTRAS=gcs,s3
+RUN python3 -m pip --python /opt/pannier/bin/python install --no-cache-dir --no-compile \
         --constraint requirements.lock ${TORCH_INDEX:+--extra-index-url "${TORCH_INDEX}"} \
         ".[torch,${EXTRAS}]" \
     && /opt/pannier/bin/python -c 'import sys, torch; sys.exit(torch.version.cuda and "torch with \
 CUDA was installed: --build-arg TORCH_INDEX=... names an index of CPU builds")' \
-    && python -m compileall -q --invalidation-mode unchecked-hash -x torch/testing/_internal \
+    && python3 -m compileall -q --invalidation-mode unchecked-hash -x torch/testing/_internal \
         /opt/pannier/lib
 
 FROM base AS runtime
