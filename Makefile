@@ -23,7 +23,7 @@ generate = cd proto && ../$(STUBS_VENV)/bin/python -m grpc_tools.protoc -I. \
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all pytest lint format stubs check-stubs check-words demo-xla test-xla test-torch chaos bench tools lock clean distclean
+.PHONY: help demo test test-all pytest lint format stubs check-stubs check-words demo-xla test-xla test-torch chaos bench tools images lock clean distclean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -121,6 +121,14 @@ TOOLS := chromium fonts-dejavu-core prometheus
 tools:  ## Install Debian's packages that some tests want: chromium, promtool
 	@command -v chromium > /dev/null && command -v promtool > /dev/null || \
 		{ apt-get update --quiet=2 && apt-get install --yes --quiet=2 --no-install-recommends $(TOOLS); }
+
+# Where Debian's packages can't be had, the tests of the images are skipped.
+IMAGE_TOOLS := buildah mmdebstrap
+images:  ## Build both container images as root, without a registry, and show their sizes
+	@command -v buildah > /dev/null && command -v mmdebstrap > /dev/null || \
+		{ apt-get update --quiet=2 && apt-get install --yes --quiet=2 --no-install-recommends $(IMAGE_TOOLS); } || \
+		{ echo 'no images: $(IMAGE_TOOLS) are neither installed nor can they be' >&2; exit 0; }; \
+	deploy/images/build.sh
 
 lock:  ## Resolve pyproject.toml again and rewrite requirements.lock and requirements-xla.lock
 	rm -rf .venv-lock

@@ -2,8 +2,8 @@
 # Both images without a registry and without a container engine's daemon: the base from Debian's packages, the
 # rest by the Dockerfile. Needs root, buildah, mmdebstrap, and pip as this machine has set it up.
 #
-# In: the checkout. Out: localhost/pannier-{base,sidecar,coordinator} in the storage of build/images, for
-# `buildah --root build/images/storage --storage-driver vfs`. Base and wheels are kept for the next time.
+# In: the checkout. Out: localhost/pannier-{base,sidecar,coordinator} in the storage of build/images, and a
+# container of each, named like the image, whose files the tests read. Base and wheels are kept for the next time.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -30,13 +30,14 @@ if [ -d "$directory/storage" ]; then
 	in_storage rm --all > /dev/null
 	in_storage rmi --all --force > /dev/null
 fi
-base=$(in_storage from scratch)
-in_storage add --quiet "$base" "$directory/base.tar" / > /dev/null
-in_storage commit --quiet --rm "$base" localhost/pannier-base > /dev/null
+in_storage from --quiet --name pannier-base scratch
+in_storage add --quiet pannier-base "$directory/base.tar" / > /dev/null
+in_storage commit --quiet pannier-base localhost/pannier-base > /dev/null
 for target in sidecar coordinator; do
 	# Docker's format: OCI's has no HEALTHCHECK.
 	in_storage build --quiet --isolation chroot --network host --format docker --target "$target" \
 		--build-arg BASE=localhost/pannier-base --volume "$directory/wheels:/wheels:ro" \
-		--volume "$directory/pip.conf:/etc/pip.conf:ro" --tag "localhost/pannier-$target" .
+		--volume "$directory/pip.conf:/etc/pip.conf:ro" --tag "localhost/pannier-$target" . > /dev/null
+	in_storage from --quiet --name "pannier-$target" "localhost/pannier-$target"
 done
 in_storage images

@@ -30,6 +30,7 @@ from support.kubernetes.manifests import (
     of_kind,
     pod_templates,
     quantity,
+    settings,
 )
 from support.kubernetes.schemas import problems, releases
 
@@ -38,7 +39,7 @@ DOWNWARD = {
     "metadata.annotations['batch.kubernetes.io/job-completion-index']": "1",
     "metadata.labels['leaderworkerset.sigs.k8s.io/worker-index']": "1",
 }
-BY_HAND = {"pannier-jobs", "pannier-token"}
+BY_HAND = {"pannier-jobs", "pannier-token.llama"}
 """Secrets that the README says how to make: tokens are in no overlay."""
 OWN_MEMORY = 250e6
 """What the README promises of a sidecar."""
@@ -59,13 +60,10 @@ def objects(overlay: str) -> list[Object]:
     return _BUILT[overlay]
 
 
-def settings(objects: list[Object]) -> dict[str, str]:
-    found: dict[str, str] = named(objects, "ConfigMap", "pannier")["data"]
-    return found
-
-
 def test_there_is_an_overlay_for_each_workload_and_component() -> None:
     used = " ".join(path.read_text() for path in DEPLOY.glob("*/*/kustomization.yaml"))
+    # Those that replace another behaviour are for a user to take.
+    used += (DEPLOY / "restarts.md").read_text()
     for component in DEPLOY.glob("components/*/kustomization.yaml"):
         assert re.search(rf"/{component.parent.name}\b", used), component
     assert set(OVERLAYS) >= {
@@ -86,7 +84,7 @@ def test_every_object_is_what_this_release_takes(objects: list[Object], release:
 def test_a_misspelt_field_is_found(objects: list[Object]) -> None:
     (release,) = releases(1)
     for each in objects:
-        if each["kind"] not in ("ConfigMap", "ServiceAccount"):
+        if "spec" in each:
             assert problems({**each, "spec": {**each["spec"], "replica": 2}}, release), each["kind"]
     for where, template in pod_templates(objects).items():
         holder = next(o for o in objects if f"{o['kind']}/{o['metadata']['name']}" == where)
@@ -153,7 +151,7 @@ def test_addresses_ports_and_paths_agree(objects: list[Object]) -> None:
     listen = environment(container(coordinator, "coordinator"), objects)["PANNIER_LISTEN"]
     ports = {p["name"]: p["containerPort"] for p in container(coordinator, "coordinator")["ports"]}
     assert listen.rpartition(":")[2] == str(ports[port["targetPort"]]) == str(port["port"])
-    certificate = named(objects, "Certificate", "pannier-coordinator")["spec"]
+    certificate = named(objects, "Certificate", "pannier-coordinator-tls")["spec"]
     policy = named(objects, "NetworkPolicy", "pannier-coordinator")["spec"]
     (entry,) = policy["ingress"]
     assert [each["port"] for each in entry["ports"]] == [port["port"]]
@@ -226,7 +224,8 @@ def test_torchrun_takes_its_arguments(objects: list[Object]) -> None:
     trainer = container(template, "trainer")
     variables = environment(trainer, objects, DOWNWARD)
     command, *words = arguments(trainer, variables)
-    if command == "python":
+    if command == "sh":
+        assert words[-2:] == ["python", "train.py"]
         assert (variables["RANK"], variables["WORLD_SIZE"]) == ("1", variables["HOSTS"])
         return
     assert command == "torchrun"
@@ -252,6 +251,9 @@ def test_as_many_pods_as_hosts_which_none_is_taken_from(objects: list[Object]) -
         assert spec["leaderWorkerTemplate"]["restartPolicy"] == "None"
     else:
         assert (spec["parallelism"], spec["completions"]) == (hosts, hosts)
+        # A failed collective costs as many restarts as there are hosts.
+        assert spec["backoffLimit"] == int(settings(objects)["RESTARTS"]) == 10 * hosts
+        assert workload["spec"]["ttlSecondsAfterFinished"] > 0
         # A trainer starts again where its spool is.
         assert spec["template"]["spec"]["restartPolicy"] == "OnFailure"
     budget = named(objects, "PodDisruptionBudget", "pannier-trainer")["spec"]
@@ -286,12 +288,18 @@ def test_pods_are_confined(objects: list[Object]) -> None:
             own = each["securityContext"]
             assert own["allowPrivilegeEscalation"] is False, each["name"]
             assert own["capabilities"]["drop"] == ["ALL"], each["name"]
+            assert "privileged" not in own
             if each["name"] != "trainer":
                 assert own["readOnlyRootFilesystem"] is True, each["name"]
-            # One container makes directories for another user, and ends.
-            if each["name"] != "directories":
-                assert "runAsUser" not in own, each["name"]
-                assert "add" not in own["capabilities"], each["name"]
+            added = set(own["capabilities"].get("add", []))
+            if each["name"] == "directories":
+                # Makes directories for another user, and ends.
+                continue
+            if each["name"] == "trainer" and "google.com/tpu" in str(each):
+                assert (own["runAsUser"], added) == (0, {"SYS_RESOURCE", "DAC_OVERRIDE"})
+                continue
+            assert "runAsUser" not in own, each["name"]
+            assert not added, each["name"]
 
 
 @with_trainers
@@ -324,14 +332,21 @@ def test_times_and_sizes_follow_the_formulas(objects: list[Object]) -> None:
         in_memory = spool.get("emptyDir", {}).get("medium") == "Memory"
         assert limit >= OWN_MEMORY + (size if in_memory else 0), where
         if "emptyDir" in spool:
+            assert ("sizeLimit" in spool["emptyDir"]) == in_memory
+        else:
+            assert spool["hostPath"]["path"] == chosen["SPOOL_PATH"], where
+        if in_memory:
             assert quantity(spool["emptyDir"]["sizeLimit"]) == size, where
         else:
-            assert spool["hostPath"]["path"] == "/var/pannier", where
+            # A disk has room for others, too: the sidecar keeps to it, and the scheduler counts it.
             assert variables["PANNIER_SPOOL_BUDGET"] == f"{chosen['SPOOL_SIZE']}B", where
+            if "emptyDir" in spool:
+                asked = daemon["resources"]["requests"]["ephemeral-storage"]
+                assert quantity(asked) == size, where
         # Twice the ranks' bytes, and a twentieth, is what two saves in flight take.
         said = re.search(
             r"that have (\d+) GiB together",
-            (DEPLOY / "overlays" / overlay_of(objects) / "settings.yaml").read_text(),
+            (DEPLOY / "overlays" / overlay_of(objects) / "settings.env").read_text(),
         )
         assert said is not None
         assert size >= 2.05 * int(said[1]) * 2**30, where
@@ -339,7 +354,9 @@ def test_times_and_sizes_follow_the_formulas(objects: list[Object]) -> None:
 
 
 @pytest.mark.parametrize("workload", ["jobset", "indexed-job", "leaderworkerset"])
-@pytest.mark.parametrize("place", ["sidecar", "sidecar spool-nvme", "per-node"])
+@pytest.mark.parametrize(
+    "place", ["sidecar", "sidecar spool-disk", "sidecar spool-nvme", "per-node"]
+)
 def test_components_go_together(workload: str, place: str, tmp_path: Path) -> None:
     shutil.copytree(DEPLOY, tmp_path / "deploy")
     (release,) = releases(1)
@@ -367,7 +384,163 @@ def test_components_go_together(workload: str, place: str, tmp_path: Path) -> No
         volumes = {volume["name"]: volume for volume in template["spec"]["volumes"]}
         if "sidecar" in place:
             medium = volumes["pannier-spool"]["emptyDir"].get("medium") or "disk"
-            assert medium == ("disk" if "nvme" in place else "Memory")
+            assert medium == ("disk" if "spool" in place else "Memory")
+
+
+def overlaid(tmp_path: Path, overlay: str, *components: str, **fields: object) -> list[Object]:
+    """Objects of a copy of an overlay that has further components, after its own, and fields."""
+    if not (tmp_path / "deploy").exists():
+        shutil.copytree(DEPLOY, tmp_path / "deploy")
+    folder = (
+        tmp_path / "deploy/overlays" / f"own-{len(list(tmp_path.glob('deploy/overlays/own-*')))}"
+    )
+    shutil.copytree(DEPLOY / "overlays" / overlay, folder)
+    path = folder / "kustomization.yaml"
+    kustomization = {**yaml.safe_load(path.read_text()), **fields}
+    kustomization["components"] += [f"../../components/{name}" for name in components]
+    path.write_text(yaml.safe_dump(kustomization))
+    if "namePrefix" in fields:
+        text = (folder / "settings.env").read_text()
+        (folder / "settings.env").write_text(text.replace("=llama", f"={fields['namePrefix']}job"))
+    return built(folder)
+
+
+@with_trainers
+def test_two_jobs_in_a_namespace_have_nothing_in_common(overlay: str, tmp_path: Path) -> None:
+    (release,) = releases(1)
+    jobs = [overlaid(tmp_path, overlay, namePrefix=prefix) for prefix in ("a-", "b-")]
+    for prefix, objects in zip(("a-", "b-"), jobs, strict=True):
+        assert [problem for each in objects for problem in problems(each, release)] == []
+        assert all(each["metadata"]["name"].startswith(prefix) for each in objects)
+        # All that names something names what is there.
+        certificates = of_kind(objects, "Certificate")
+        secrets = {each["spec"]["secretName"] for each in certificates}
+        assert all(secret.startswith(prefix) for secret in secrets)
+        for issuer in of_kind(objects, "Issuer"):
+            assert (
+                issuer["spec"].get("ca", {"secretName": f"{prefix}pannier-ca"})["secretName"]
+                in secrets
+            )
+        for certificate in certificates:
+            named(objects, "Issuer", certificate["spec"]["issuerRef"]["name"])
+        for template in pod_templates(objects).values():
+            named(objects, "ServiceAccount", template["spec"]["serviceAccountName"])
+            assert template["metadata"]["labels"]["app.kubernetes.io/instance"] == f"{prefix}job"
+            for volume in template["spec"]["volumes"]:
+                if "secret" in volume:
+                    made = secrets | {f"pannier-token.{prefix}job"}
+                    assert volume["secret"]["secretName"] in made
+            if "subdomain" in template["spec"]:
+                named(objects, "Service", template["spec"]["subdomain"])
+            for each in containers(template):
+                variables = environment(each, objects, DOWNWARD)
+                if "PANNIER_COORDINATOR" in variables:
+                    host = variables["PANNIER_COORDINATOR"].partition(":")[0]
+                    named(objects, "Service", host)
+                    (tls,) = (
+                        c for c in certificates if c["metadata"]["name"].endswith("coordinator-tls")
+                    )
+                    assert host in tls["spec"]["dnsNames"]
+                if each["name"] == "trainer":
+                    first, _, domain = variables["MASTER_ADDR"].partition(".")
+                    assert (first.startswith(f"{prefix}train-"), domain) == (True, f"{prefix}train")
+    for objects, others in (jobs, jobs[::-1]):
+        labels = [t["metadata"]["labels"].items() for t in pod_templates(others).values()]
+        for selector in selectors(objects):
+            assert not any(selector.items() <= each for each in labels), selector
+
+
+def selectors(objects: list[Object]) -> list[dict[str, str]]:
+    """Labels that Services, policies and budgets look for."""
+    found = []
+    for each in objects:
+        spec = each.get("spec", {})
+        if each["kind"] == "Service":
+            found.append(spec["selector"])
+        elif each["kind"] in ("PodDisruptionBudget", "Deployment"):
+            found.append(spec["selector"]["matchLabels"])
+        elif each["kind"] == "NetworkPolicy":
+            found.append(spec["podSelector"]["matchLabels"])
+            for source in (s for entry in spec["ingress"] for s in entry["from"]):
+                found.append(source["podSelector"]["matchLabels"])
+    assert found
+    return found
+
+
+def test_a_change_of_the_settings_restarts_what_reads_them(tmp_path: Path) -> None:
+    before = overlaid(tmp_path, "gke-gpu")
+    path = tmp_path / "deploy/overlays/own-0/settings.env"
+    path.write_text(path.read_text().replace("PANNIER_GRACE=420", "PANNIER_GRACE=421"))
+    after = built(path.parent)
+    templates = pod_templates(before), pod_templates(after)
+    assert all(templates[0][where] != templates[1][where] for where in templates[0])
+
+
+@with_trainers
+def test_images_are_pinned_and_trainers_ask_for_their_memory(objects: list[Object]) -> None:
+    for template in pod_templates(objects).values():
+        for each in containers(template):
+            tag = each["image"].rpartition(":")[2]
+            assert "/" not in tag, each["image"]
+            assert tag != "latest"
+            if each["name"] == "trainer":
+                asked = each["resources"]["requests"]
+                assert str(asked["cpu"]) == settings(objects)["TRAINER_CPU"]
+                assert asked["memory"] == settings(objects)["TRAINER_MEMORY"]
+
+
+def test_a_nodes_sidecar_comes_to_nodes_with_devices_and_no_overlay_wants_gke_by_accident() -> None:
+    spec = pod_templates(built(DEPLOY / "overlays" / NODE))["DaemonSet/pannier-sidecar"]["spec"]
+    tolerated = {each["key"] for each in spec["tolerations"]}
+    assert tolerated == {"nvidia.com/gpu", "google.com/tpu"}
+    required = spec["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    keys = {e["key"] for term in required["nodeSelectorTerms"] for e in term["matchExpressions"]}
+    for device in ("gpu", "tpu"):
+        objects = built(DEPLOY / "overlays" / f"gke-{device}")
+        assert keys & pod_templates(objects)["JobSet/train"]["spec"]["nodeSelector"].keys()
+    for overlay in ("indexed-job", "leaderworkerset", "per-node"):
+        for template in pod_templates(built(DEPLOY / "overlays" / overlay)).values():
+            assert "nodeSelector" not in template["spec"], overlay
+
+
+@pytest.mark.parametrize("overlay", ["gke-gpu", "indexed-job", "per-node"])
+@pytest.mark.parametrize("component", ["restart-in-place", "restart-all-containers"])
+def test_restarts_in_place_count_for_no_limit_and_pods_per_host(
+    overlay: str, component: str, tmp_path: Path
+) -> None:
+    objects = overlaid(tmp_path, overlay, component)
+    (release,) = releases(1)
+    assert [problem for each in objects for problem in problems(each, release)] == []
+    (workload,) = (o for o in objects if o["kind"] in ("Job", "JobSet"))
+    spec = workload["spec"]
+    if workload["kind"] == "JobSet":
+        spec = spec["replicatedJobs"][0]["template"]["spec"]
+    assert "backoffLimit" not in spec
+    # Kubernetes takes these only together.
+    assert (spec["backoffLimitPerIndex"], spec["maxFailedIndexes"]) == (3, 0)
+    assert (spec["podReplacementPolicy"], spec["completionMode"]) == ("Failed", "Indexed")
+    assert spec["template"]["spec"]["restartPolicy"] == "Never"
+    trainer = container(spec["template"], "trainer")
+    (rule,) = trainer["restartPolicyRules"]
+    action = "RestartAllContainers" if component == "restart-all-containers" else "Restart"
+    assert (trainer["restartPolicy"], rule["action"]) == ("Never", action)
+    assert {"type": "DisruptionTarget"} in spec["podFailurePolicy"]["rules"][0]["onPodConditions"]
+
+
+def test_jobsets_own_restart_in_place_has_its_agent_and_its_rights(tmp_path: Path) -> None:
+    objects = overlaid(tmp_path, "gke-gpu", "restart-jobset-in-place", namePrefix="a-")
+    (release,) = releases(1)
+    assert [problem for each in objects for problem in problems(each, release)] == []
+    (workload,) = of_kind(objects, "JobSet")
+    template = pod_templates(objects)["JobSet/a-train"]
+    agent = container(template, "agent")
+    variables = environment(agent, objects, {"metadata.name": "x"})
+    assert variables["JOBSET_NAME"] == workload["metadata"]["name"]
+    (binding,) = of_kind(objects, "RoleBinding")
+    named(objects, "Role", binding["roleRef"]["name"])
+    (subject,) = binding["subjects"]
+    assert subject["name"] == template["spec"]["serviceAccountName"]
+    assert subject["namespace"] == workload["metadata"]["namespace"]
 
 
 def overlay_of(objects: list[Object]) -> str:

@@ -118,19 +118,6 @@ def test_the_context_has_what_the_build_needs() -> None:
     assert all((REPOSITORY / name).exists() for name in kept)
 
 
-def test_the_documented_sizes_are_those_of_what_is_installed() -> None:
-    said = dict(
-        re.findall(r"^\| `(sidecar|coordinator)` \|.*\| (\d+) MB \|$", README.read_text(), re.M)
-    )
-    assert set(said) == set(TARGETS)
-    for target, extras in (("sidecar", ("gcs", "s3")), ("coordinator", ("torch", "gcs", "s3"))):
-        megabytes = sum(size(name) for name in closure(*extras)) / 1e6
-        assert megabytes == pytest.approx(float(said[target]), rel=0.1), target
-
-
-README = DEPLOY / "README.md"
-
-
 def closure(*extras: str) -> set[str]:
     """Names of the distributions that pannier with these extras has installed."""
     found: set[str] = set()
@@ -149,14 +136,3 @@ def closure(*extras: str) -> set[str]:
                     wanted.append((short, frozenset(requirement.extras)))
     # CUDA's libraries come with other builds of torch; the image has the CPU's.
     return {name for name in found if not name.startswith(("nvidia-", "cuda-", "triton"))}
-
-
-def size(name: str) -> int:
-    """Bytes of a distribution's files as they are installed, bytecode included."""
-    total = 0
-    for each in importlib.metadata.files(name) or []:
-        path = Path(str(each.locate()))
-        # Scripts lie beside the packages; an editable install of our own has no files to speak of.
-        if path.is_file():
-            total += path.stat().st_size
-    return total

@@ -11,8 +11,8 @@ from support.kubernetes.manifests import (
     container,
     containers,
     environment,
-    named,
     pod_templates,
+    settings,
 )
 
 DOWNWARD = {
@@ -28,7 +28,7 @@ def test_a_jobs_trainers_find_the_sidecar_of_their_node() -> None:
     theirs = environment(container(daemon, "pannier"), node, DOWNWARD)
     trainer = container(template, "trainer")
     variables = environment(trainer, job, DOWNWARD)
-    name = named(job, "ConfigMap", "pannier")["data"]["PANNIER_JOB"]
+    name = settings(job)["PANNIER_JOB"]
     assert variables["PANNIER_JOB"] == name
     # What the daemon makes for the job below its own hostPath is what the pod mounts, not to be written.
     socket = job_address(jobs_directory(theirs["PANNIER_ADDRESS"]), name).removeprefix("unix://")
@@ -46,7 +46,7 @@ def test_a_jobs_trainers_find_the_sidecar_of_their_node() -> None:
     path = Path(variables["PANNIER_TOKEN_FILE"])
     (mount,) = (m for m in trainer["volumeMounts"] if m["mountPath"] == str(path.parent))
     assert volumes[mount["name"]]["secret"] == {
-        "secretName": "pannier-token",
+        "secretName": f"pannier-token.{name}",
         "defaultMode": 0o440,
     }
     assert theirs["PANNIER_JOBS"] in [
@@ -69,11 +69,12 @@ def test_a_nodes_sidecar_has_the_settings_of_a_pods() -> None:
     one = container(pod_templates(pods)["Job/train"], "pannier")
     other = container(pod_templates(node)["DaemonSet/pannier-sidecar"], "pannier")
     mine, theirs = environment(one, pods, DOWNWARD), environment(other, node, DOWNWARD)
-    of_a_node = {"SPOOL_SIZE", "PANNIER_SPOOL_BUDGET", "PANNIER_HOST", "PANNIER_JOBS"}
+    of_a_node = {"PANNIER_HOST", "PANNIER_JOBS"}
     # A job's roots are in its file.
     assert mine.keys() - {"PANNIER_ALLOW"} == theirs.keys() - of_a_node
     different = {name for name in mine.keys() & theirs.keys() if mine[name] != theirs[name]}
-    assert different == {"PANNIER_ADDRESS", "PANNIER_SIDECAR", "PANNIER_SPOOL", "PANNIER_GRACE"}
+    sizes = {"SPOOL_SIZE", "PANNIER_SPOOL_BUDGET", "PANNIER_GRACE"}
+    assert different == {"PANNIER_ADDRESS", "PANNIER_SIDECAR", "PANNIER_SPOOL"} | sizes
     # A native sidecar says of itself that it is one; the rest is the same, but for the jobs' files
     # and the memory of their processes.
     assert {k: v for k, v in one.items() if k not in ("env", "resources", "restartPolicy")} == {

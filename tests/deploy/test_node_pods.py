@@ -28,7 +28,9 @@ except client.PannierError as error:
 
 
 def test_one_sidecar_for_all_pods_of_a_node(network: Network, bucket: GcsServer) -> None:
-    with cluster("node", network, bucket, PANNIER_ALLOW="gs://bucket") as made:
+    with cluster(
+        "node", network, bucket, PANNIER_ALLOW="gs://bucket", SPOOL_PATH="/var/pannier"
+    ) as made:
         made.coordinator.start()
         node = made.pod("DaemonSet/pannier-sidecar", "trainer")
         one, two = Job(made, "one", 1001), Job(made, "two", 1002)

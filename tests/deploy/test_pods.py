@@ -7,8 +7,7 @@ import psutil
 import pytest
 
 from support.actors.scripted_sidecar import wait_until
-from support.kubernetes import pods
-from support.kubernetes.cluster import cluster, confined, modes, said
+from support.kubernetes.cluster import await_ingested, cluster, confined, modes, said
 from support.kubernetes.manifests import DEPLOY
 from support.network.netns import Network
 from support.storage.bucket import check_whole, hold_up, listed
@@ -114,7 +113,7 @@ def test_what_the_grace_period_leaves_is_taken_up_before_the_next_start(
     network: Network, bucket: GcsServer
 ) -> None:
     """A sidecar alone starts again in its pod, on what is in the emptyDir."""
-    with cluster("leaderworkerset", network, bucket, PANNIER_GRACE='"1"') as made:
+    with cluster("leaderworkerset", network, bucket, PANNIER_GRACE="1") as made:
         made.coordinator.start()
         host = made.pod("LeaderWorkerSet/train", "trainer")
         host.start()
@@ -134,9 +133,3 @@ def test_what_the_grace_period_leaves_is_taken_up_before_the_next_start(
         bucket.clear()
         said(host, "trainer", "step 1 committed")
         check_whole(bucket, "gs://bucket/run/step-1")
-
-
-def await_ingested(sidecar: pods.Container, step: int) -> None:
-    """Returns when the rank may die."""
-    line = re.compile(rf"/step-{step}, rank 0 .* is ingested")
-    wait_until(lambda: line.search(sidecar.process.log()) is not None, 30)

@@ -12,6 +12,7 @@ import pytest
 
 from support.actors.scripted_sidecar import wait_until
 from support.kubernetes import pods
+from support.kubernetes.images import Image
 from support.kubernetes.manifests import DEPLOY, Object, built, pod_templates
 from support.kubernetes.pods import Pod
 from support.network.certificates import Authority
@@ -21,7 +22,7 @@ from support.processes.steering import TRAINER, order
 from support.storage.gcs_server import GcsServer
 
 SETTINGS = {
-    "HOSTS": '"1"',
+    "HOSTS": "1",
     "PANNIER_JOB": "run",
     "PANNIER_ALLOW": "gs://bucket/run",
     # By the formulas, for 48 MiB of a rank.
@@ -87,7 +88,7 @@ class Job:
             "Job/train",
             "trainer",
             called=f"{self.name}-{len(list(self._cluster.directory.glob(self.name + '-*')))}",
-            secrets={"pannier-token": {"token": self._token}},
+            secrets={f"pannier-token.{self.name}": {"token": self._token}},
             go=self.go,
             root=f"gs://bucket/{self.name}",
         )
@@ -109,8 +110,10 @@ class Cluster:
         bucket: GcsServer,
         directory: Path,
         stack: ExitStack,
+        images: Mapping[str, Image],
     ) -> None:
         self.bucket = bucket
+        self._images = images
         self.directory = directory
         self.go = directory / "go"
         self.go.mkdir()
@@ -137,10 +140,10 @@ class Cluster:
         """Objects of a copy of deploy/ in ``folder``, with other settings."""
         deploy = self.directory / folder
         shutil.copytree(DEPLOY, deploy)
-        path = deploy / "overlays" / overlay / "settings.yaml"
+        path = deploy / "overlays" / overlay / "settings.env"
         text = path.read_text()
         for name, value in {**SETTINGS, **settings}.items():
-            text = re.sub(rf"(?m)^  {name}: .*$", f"  {name}: {value}", text)
+            text = re.sub(rf"(?m)^{name}=.*$", f"{name}={value}", text)
         path.write_text(text)
         with (path.parent / "kustomization.yaml").open("a") as file:
             file.write(patches)
@@ -187,6 +190,7 @@ class Cluster:
                 "metadata.labels['leaderworkerset.sigs.k8s.io/worker-index']": "0",
             },
             more_mounts=[(str(go), "/go", False)],
+            images=self._images,
         )
         self._stack.enter_context(pod)
         for each in (*pod.first, *pod.main):
@@ -214,20 +218,31 @@ class Cluster:
 
 @contextmanager
 def cluster(
-    overlay: str, network: Network, bucket: GcsServer, patches: str = "", **settings: str
+    overlay: str,
+    network: Network,
+    bucket: GcsServer,
+    patches: str = "",
+    images: Mapping[str, Image] = {},
+    **settings: str,
 ) -> Iterator[Cluster]:
     directory = short_directory()
     directory.chmod(0o755)
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, directory)
         stack.callback(bucket.clear)
-        yield Cluster(overlay, settings, patches, network, bucket, directory, stack)
+        yield Cluster(overlay, settings, patches, network, bucket, directory, stack, images)
 
 
 def said(pod: Pod, container: str, *lines: str, timeout: float = 40) -> None:
     """Returns when a container has written all of these lines."""
     process = pod[container].process
     wait_until(lambda: all(line in process.log() for line in lines), timeout)
+
+
+def await_ingested(sidecar: pods.Container, step: int) -> None:
+    """Returns when the rank may die."""
+    line = re.compile(rf"/step-{step}, rank 0 .* is ingested")
+    wait_until(lambda: line.search(sidecar.process.log()) is not None, 30)
 
 
 def confined(container: pods.Container) -> None:

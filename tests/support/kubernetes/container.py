@@ -2,9 +2,9 @@
 
 ``unshare --mount --pid --fork python -m support.kubernetes.container CONFIG``, as root. CONFIG is a JSON
 file with what a container runtime would get: ``arguments``, ``environment``, ``user``, ``group``,
-``groups``, ``capabilities``, ``mounts`` (source, target, read-only), ``read_only`` for the root, ``visible``
-(directories of this machine that stand for the image's), ``hosts`` (the text of /etc/hosts),
-``root``, an empty directory. The program is PID 1 there, as it is in a container.
+``groups``, ``capabilities``, ``mounts`` (source, target, read-only), ``read_only`` for the root, ``image`` (an
+image's root file system, or None) or else ``visible`` (directories of this machine that stand for the image's),
+``hosts`` (the text of /etc/hosts), ``root``, an empty directory. The program is PID 1 there, as it is in a container.
 """
 
 import ctypes
@@ -17,7 +17,7 @@ from typing import Any
 
 _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 24, 38
 _LAST_CAPABILITY = 40
-_NUMBERS = {"CHOWN": 0, "DAC_OVERRIDE": 1, "FOWNER": 3}
+_NUMBERS = {"CHOWN": 0, "DAC_OVERRIDE": 1, "FOWNER": 3, "SYS_RESOURCE": 24}
 _OF_ETC = ("passwd", "group", "ssl", "nsswitch.conf", "localtime", "ld.so.cache", "mime.types")
 
 
@@ -25,15 +25,19 @@ def main() -> None:
     config = json.loads(Path(sys.argv[1]).read_text())
     root = Path(config["root"])
     _mount("--make-rprivate", "/")
-    _mount("-t", "tmpfs", "-o", "mode=0755", "tmpfs", str(root))
     # A checkout in /tmp, say, lies below a volume: it is shown there once that is mounted.
     targets = tuple(f"{target.rstrip('/')}/" for _, target, _ in config["mounts"])
-    for name in config["visible"]:
+    visible = [] if config["image"] else config["visible"]
+    _mount("-t", "tmpfs", "-o", "mode=0755", "tmpfs", str(root))
+    if config["image"]:
+        root = _over(config["image"], root)
+    else:
+        for name in _OF_ETC:
+            if Path("/etc", name).exists():
+                _bind(f"/etc/{name}", root, f"/etc/{name}", read_only=True)
+    for name in visible:
         if not name.startswith(targets):
             _show(name, root)
-    for name in _OF_ETC:
-        if Path("/etc", name).exists():
-            _bind(f"/etc/{name}", root, f"/etc/{name}", read_only=True)
     (root / "etc/hosts").write_text(config["hosts"])
     for name in ("null", "zero", "urandom", "random"):
         _bind(f"/dev/{name}", root, f"/dev/{name}", read_only=False)
@@ -43,11 +47,11 @@ def main() -> None:
     _mount("-t", "proc", "proc", str(root / "proc"))
     for source, target, read_only in config["mounts"]:
         _bind(source, root, target, read_only=read_only)
-    for name in config["visible"]:
+    for name in visible:
         if name.startswith(targets):
             _show(name, root)
     if config["read_only"]:
-        _mount("-o", "remount,ro", str(root))
+        _mount("-o", "remount,bind,ro", str(root))
     os.chroot(root)
     os.chdir("/tmp")
     _become(config)
@@ -65,6 +69,15 @@ def _become(config: dict[str, Any]) -> None:
     os.setresuid(*3 * (config["user"],))
     if prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "giving up new privileges")
+
+
+def _over(image: str, top: Path) -> Path:
+    """A root that is the image's: what is made in it for the mounts lies in ``top``."""
+    for name in ("upper", "work", "root"):
+        (top / name).mkdir()
+    layers = f"lowerdir={image},upperdir={top}/upper,workdir={top}/work"
+    _mount("-t", "overlay", "-o", layers, "overlay", str(top / "root"))
+    return top / "root"
 
 
 def _show(name: str, root: Path) -> None:

@@ -53,6 +53,17 @@ def named(objects: Sequence[Object], kind: str, name: str) -> Object:
     return found
 
 
+def settings(objects: Sequence[Object]) -> dict[str, str]:
+    """What an overlay's settings.env says. Its ConfigMap has a hash in its name."""
+    (found,) = (
+        o
+        for o in of_kind(objects, "ConfigMap")
+        if "PANNIER_ALLOW" in o["data"] or "HOSTS" in o["data"]
+    )
+    data: dict[str, str] = found["data"]
+    return data
+
+
 def of_kind(objects: Sequence[Object], kind: str) -> list[Object]:
     return [each for each in objects if each["kind"] == kind]
 

@@ -2,8 +2,8 @@
 
 In: objects of an overlay and a host, which is a network namespace. Out: containers with exactly the
 arguments, environment, user, groups, volumes, file modes and memory limits of the manifest, started and ended in
-Kubernetes' order, and probed at the pod's address. The image is this machine's own installation,
-with what the Dockerfile sets. Needs root.
+Kubernetes' order, and probed at the pod's address. An image is one of support.kubernetes.images where the
+pod is given it, else this machine's own installation, with what the Dockerfile sets. Needs root.
 """
 
 import json
@@ -22,7 +22,8 @@ import grpc
 import psutil
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from support.kubernetes.dockerfiles import stages
+from support.kubernetes.dockerfiles import Stage, stages
+from support.kubernetes.images import Image
 from support.kubernetes.manifests import REPOSITORY, Object, arguments, environment, quantity
 from support.network import netns
 from support.processes.cgroups import MemoryLimit, limited
@@ -122,7 +123,8 @@ class Container:
         self.extra: dict[str, str] = {}
         """Variables that the manifest doesn't have; may be changed before :meth:`start`."""
         image = spec["image"].rpartition("/")[2].partition(":")[0].removeprefix("pannier-")
-        self._stage = STAGES.get(image)
+        self._image = pod.images.get(image)
+        self._settings: Image | Stage | None = self._image or STAGES.get(image)
         self.memory: MemoryLimit | None = None
         """What its limit allows, while it runs; None: it has none, or this machine can't."""
         self.command: list[str] | None = None
@@ -130,10 +132,11 @@ class Container:
 
     @property
     def environment(self) -> dict[str, str]:
-        image = self._stage.environment if self._stage is not None else {}
+        image = self._settings.environment if self._settings is not None else {}
         own = environment(self.spec, self._pod.objects, self._pod.downward)
-        path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
-        return {**image, **own, **self.extra, "PATH": path, MARKER: SESSION}
+        if self._image is None:
+            own["PATH"] = f"{Path(sys.executable).parent}:/usr/bin:/bin"
+        return {**image, **own, **self.extra, MARKER: SESSION}
 
     @property
     def process(self) -> Process:
@@ -155,8 +158,8 @@ class Container:
         spec = self._pod.template["spec"]
         own = {**spec["securityContext"], **self.spec["securityContext"]}
         words = arguments(self.spec, environment(self.spec, self._pod.objects, self._pod.downward))
-        if self._stage is not None and "command" not in self.spec:
-            words = [*self._stage.entrypoint, *words]
+        if self._settings is not None and "command" not in self.spec:
+            words = [*self._settings.entrypoint, *words]
         limit = self.spec.get("resources", {}).get("limits", {}).get("memory")
         if limit is not None:
             self.memory = limited(f"{self._pod.name}-{self.name}", int(quantity(limit)))
@@ -173,6 +176,7 @@ class Container:
             ]
             + self._pod.more_mounts,
             "read_only": own.get("readOnlyRootFilesystem", False),
+            "image": str(self._image.root) if self._image is not None else None,
             "visible": _visible(),
             "hosts": self._pod.hosts,
             "root": str(self._pod.directory / f"root-{self.name}"),
@@ -255,6 +259,7 @@ class Pod:
         downward: its own fields that containers ask for.
         hosts: names that its containers know, with addresses.
         more_mounts: besides the manifest's: source, target, read-only.
+        images: of containers, by the last part of their name without ``pannier-``.
     """
 
     def __init__(
@@ -271,6 +276,7 @@ class Pod:
         hosts: Mapping[str, str] = {},
         downward: Mapping[str, str] = {},
         more_mounts: Sequence[tuple[str, str, bool]] = (),
+        images: Mapping[str, Image] = {},
     ) -> None:
         self.name = name
         self.template = template
@@ -281,6 +287,7 @@ class Pod:
         self.downward = downward
         self.hosts = "127.0.0.1 localhost\n" + "".join(f"{ip} {n}\n" for n, ip in hosts.items())
         self.more_mounts = list(more_mounts)
+        self.images = images
         self.directory.mkdir(parents=True)
         self.volumes = Volumes(template, self.directory / "volumes", secrets, host)
         spec = template["spec"]
