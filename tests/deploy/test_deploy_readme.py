@@ -19,6 +19,7 @@ from support.kubernetes.manifests import (
     pod_templates,
 )
 from support.kubernetes.schemas import problems, releases
+from support.markdown import anchors, links
 
 README = (DEPLOY / "README.md").read_text()
 PROMPT = re.compile(r"^\s*(\w*)\$ (.*)$", re.MULTILINE)
@@ -95,22 +96,35 @@ def test_what_it_names_is_there() -> None:
     for overlay in DEPLOY.glob("overlays/*/"):
         if overlay.name != "mine":
             assert overlay.name in README, overlay
-    for target in re.findall(r"\]\((?!http)([^)#]+)", README):
-        assert (DEPLOY / target).exists(), target
+    pages = [DEPLOY / "README.md", DEPLOY / "restarts.md"]
+    for page in pages:
+        text = page.read_text()
+        for name in re.findall(r"`((?:components|overlays)/[\w-]+)", text):
+            assert (DEPLOY / name).is_dir(), name
+        for target, anchor in links(text):
+            where = DEPLOY / target if target else page
+            assert where.exists(), target
+            assert not anchor or anchor in anchors(where.read_text()), f"{page.name}: {anchor}"
     images = (DEPLOY / "overlays/gke-gpu/kustomization.yaml").read_text()
     assert "newTag: 0.1.0" in images
     assert 'version = "0.1.0"' in (REPOSITORY / "pyproject.toml").read_text()
 
 
 def test_the_table_of_sizes_is_what_the_settings_have() -> None:
-    settings = yaml.safe_load((DEPLOY / "overlays/gke-gpu/settings.yaml").read_text())["data"]
-    disk = yaml.safe_load((DEPLOY / "overlays/indexed-job/settings.yaml").read_text())["data"]
-    rows = re.findall(r"^\| `(\w+)`(.*?) \|.*\| (\w+) \|$", README, re.MULTILINE)
+    settings, disk = (of_overlay(name) for name in ("gke-gpu", "indexed-job"))
+    rows = re.findall(r"^\| `([A-Z_]+)`(.*?) \|.*\| (\w+) \|$", README, re.MULTILINE)
     said = {(name, about): value for name, about, value in rows}
     assert said == {
         ("SPOOL_SIZE", ""): settings["SPOOL_SIZE"],
         ("SIDECAR_MEMORY", ", spool in memory"): settings["SIDECAR_MEMORY"],
         ("SIDECAR_MEMORY", ", spool on a disk"): disk["SIDECAR_MEMORY"],
         ("PANNIER_GRACE", ""): settings["PANNIER_GRACE"],
+        ("TRAINER_MEMORY", ", `TRAINER_CPU`"): settings["TRAINER_MEMORY"],
+        ("RESTARTS", ""): settings["RESTARTS"],
         ("TERMINATION_GRACE", ""): settings["TERMINATION_GRACE"],
     }
+
+
+def of_overlay(name: str) -> dict[str, str]:
+    lines = (DEPLOY / "overlays" / name / "settings.env").read_text().splitlines()
+    return dict(line.partition("=")[::2] for line in lines if not line.startswith("#"))

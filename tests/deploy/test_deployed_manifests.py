@@ -62,8 +62,8 @@ def objects(overlay: str) -> list[Object]:
 
 def test_there_is_an_overlay_for_each_workload_and_component() -> None:
     used = " ".join(path.read_text() for path in DEPLOY.glob("*/*/kustomization.yaml"))
-    # Those that replace another behaviour are for a user to take.
-    used += (DEPLOY / "restarts.md").read_text()
+    # Those that replace others are for a user to take.
+    used += "".join((DEPLOY / page).read_text() for page in ("README.md", "restarts.md"))
     for component in DEPLOY.glob("components/*/kustomization.yaml"):
         assert re.search(rf"/{component.parent.name}\b", used), component
     assert set(OVERLAYS) >= {

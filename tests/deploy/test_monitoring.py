@@ -7,9 +7,12 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import yaml
 
+from pannier.cli.main import cli
+from pannier.v1 import save_pb2
 from support.actors.hand import Party
 from support.actors.nodes import JobFiles
 from support.kubernetes.manifests import (
@@ -24,6 +27,7 @@ from support.kubernetes.manifests import (
     of_kind,
 )
 from support.kubernetes.schemas import problems, releases
+from support.markdown import anchors, links
 from support.network.prometheus import DASHBOARD, MONITORING, filled, needs
 from support.network.status_pages import Scrape
 from support.processes.daemons import Daemons
@@ -32,6 +36,7 @@ from support.processes.watching import COMMITTED, await_save
 
 ALERTS = yaml.safe_load((MONITORING / "alerts.yaml").read_text())
 RULES = [rule for group in ALERTS["groups"] for rule in group["rules"]]
+RUNBOOK = DEPLOY.parent / "docs/runbook.md"
 QUERIES = [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]]
 NAME = re.compile(r"\b(?:pannier|process)_[a-z_]+\b")
 
@@ -114,16 +119,20 @@ def test_the_operators_form_has_the_same_rules() -> None:
 
 
 def test_each_alert_has_its_paragraph_in_the_runbook() -> None:
-    text = (DEPLOY / "runbook.md").read_text()
-    headings = re.findall(r"^## (.*)$", text, re.MULTILINE)
-    assert headings == [rule["alert"] for rule in RULES]
+    text = RUNBOOK.read_text()
+    sections = dict(
+        re.findall(r"^## (Pannier\w+)\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+    )
+    assert list(sections) == [rule["alert"] for rule in RULES]
     for rule in RULES:
-        path, _, anchor = rule["annotations"]["runbook"].partition("#")
-        assert (DEPLOY.parent / path) == DEPLOY / "runbook.md"
+        path, _, anchor = rule["annotations"]["runbook_url"].partition("#")
+        assert path == f"https://RUNBOOKS/{RUNBOOK.name}"
         assert anchor == rule["alert"].lower()
         assert rule["labels"]["severity"] in ("critical", "warning")
-    for target in re.findall(r"\]\((?!http)([^)#]+)", text):
-        assert (DEPLOY / target).exists(), target
+        assert "```console\n" in sections[rule["alert"]], "nothing to paste"
+    for target, anchor in links(text):
+        assert (RUNBOOK.parent / target).exists(), target
+        assert target or anchor in anchors(text), anchor
     for metric in NAME.findall(text):
         assert any(metric in query for query in (*QUERIES, *(rule["expr"] for rule in RULES))), (
             metric
@@ -166,6 +175,10 @@ FIRING: dict[str, tuple[list[dict[str, str]], dict[str, str]]] = {
         ],
         AT,
     ),
+    "PannierRanksWaitForRoom": (
+        [series("pannier_spool_refusals_total", "0+30x120", **AT)],
+        AT,
+    ),
     "PannierSavesAborted": (
         [series("pannier_saves_ended_total", "0x90 1 2 3 4 4x30", outcome="aborted", **AT)],
         {"namespace": "training"},
@@ -189,6 +202,10 @@ FIRING: dict[str, tuple[list[dict[str, str]], dict[str, str]]] = {
         [series("pannier_upload_retries_total", "0+60x120", **JOB)],
         JOB,
     ),
+    "PannierRetentionFails": (
+        [series("pannier_retention_failures_total", "0x30 1x30 2x30 3x30", **AT)],
+        AT,
+    ),
 }
 NOT_FIRING: dict[str, list[dict[str, str]]] = {
     # No trainer any more; or the coordinator was restarted and the commit is older.
@@ -207,6 +224,8 @@ NOT_FIRING: dict[str, list[dict[str, str]]] = {
         series("pannier_spool_leased_bytes", "90x120", **AT),
         series("pannier_spool_capacity_bytes", "100x120", **AT),
     ],
+    # Once: the next request found room.
+    "PannierRanksWaitForRoom": [series("pannier_spool_refusals_total", "0x105 7x15", **AT)],
     "PannierSavesAborted": [
         series("pannier_saves_ended_total", "0x100 1x20", outcome="aborted", **AT)
     ],
@@ -219,6 +238,7 @@ NOT_FIRING: dict[str, list[dict[str, str]]] = {
         series("pannier_job_up", "1x100 0 1x20", **JOB),
         series("pannier_job_starts_total", "1x100 2x20", **JOB),
     ],
+    "PannierRetentionFails": [series("pannier_retention_failures_total", "0x60 1x60", **AT)],
     "PannierUploadsRetried": [series("pannier_upload_retries_total", "0+1x120", **JOB)],
 }
 
@@ -242,21 +262,54 @@ def test_alerts_fire_when_they_should_and_not_else(tmp_path: Path) -> None:
     promtool("test", "rules", str(path))
 
 
+def test_the_commands_of_the_runbook_are_commands() -> None:
+    text = RUNBOOK.read_text()
+    blocks = re.findall(r"```console\n(.*?)```", text, re.DOTALL)
+    lines = [line for block in blocks for line in block.strip().splitlines() if line[:1] in "$p"]
+    used = [re.match(r"(?:\$ kubectl .*-- |\$ )pannier (\w+)(.*)", line) for line in lines]
+    found = [match for match in used if match is not None]
+    assert len(found) >= len(RULES)
+    for match in found:
+        command = cli.get_command(click.Context(cli), match[1])
+        assert command is not None, match[0]
+        known = {option for each in command.params for option in each.opts}
+        assert set(re.findall(r"--[a-z-]+", match[2])) <= known, match[0]
+    # Each cause that a metric can name is in the table.
+    causes = {
+        name.removeprefix("FAILURE_KIND_").lower() for name, _ in save_pb2.FailureKind.items()
+    }
+    table = re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)
+    assert set(table) == causes - {"unspecified"}
+
+
 @pytest.mark.parametrize("overlay", WITH_DAEMONS)
-def test_with_the_component_all_daemons_are_scraped(overlay: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("component", ["monitoring", "monitoring-gke"])
+def test_with_the_component_all_daemons_are_scraped(
+    overlay: str, component: str, tmp_path: Path
+) -> None:
     shutil.copytree(DEPLOY, tmp_path / "deploy")
     path = tmp_path / "deploy/overlays" / overlay / "kustomization.yaml"
     text = path.read_text()
     assert "  # - ../../components/monitoring" in text
     path.write_text(
-        text.replace("# - ../../components/monitoring", "- ../../components/monitoring")
+        text.replace("# - ../../components/monitoring", f"- ../../components/{component}")
     )
     objects = built(path.parent)
     (release,) = releases(1)
     assert [problem for each in objects for problem in problems(each, release)] == []
     assert {each["metadata"].get("namespace") for each in objects} == {namespace(overlay)}
-    (monitor,) = of_kind(objects, "PodMonitor")
-    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    kinds = {each["kind"] for each in objects}
+    if component == "monitoring":
+        (monitor,) = of_kind(objects, "PodMonitor")
+        (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+        (rules,) = of_kind(objects, "PrometheusRule")
+        assert not kinds & {"PodMonitoring", "Rules"}
+    else:
+        (monitor,) = of_kind(objects, "PodMonitoring")
+        (endpoint,) = monitor["spec"]["endpoints"]
+        (rules,) = of_kind(objects, "Rules")
+        assert not kinds & {"PodMonitor", "PrometheusRule"}
+    assert rules["spec"] == ALERTS
     wanted = monitor["spec"]["selector"]["matchLabels"]
     policy = named(objects, "NetworkPolicy", "pannier-metrics")["spec"]
     assert policy["podSelector"]["matchLabels"] == wanted
@@ -275,7 +328,6 @@ def test_with_the_component_all_daemons_are_scraped(overlay: str, tmp_path: Path
     assert seen == 2
     dashboard = named(objects, "ConfigMap", "pannier-dashboard")
     assert json.loads(dashboard["data"]["dashboard.json"]) == DASHBOARD
-    named(objects, "PrometheusRule", "pannier")
 
 
 def test_the_dashboard_is_one_that_grafana_lays_out() -> None:

@@ -65,7 +65,9 @@ def test_sigterm_in_the_middle_of_a_save(network: Network, bucket: GcsServer) ->
 
     Its trainer is root, as the README says how.
     """
-    (as_root,) = re.findall(r"```yaml\n(.*?)```", (DEPLOY / "README.md").read_text(), re.DOTALL)
+    (as_root,) = re.findall(
+        r"```yaml\n(patches.*?)```", (DEPLOY / "README.md").read_text(), re.DOTALL
+    )
     with cluster("gke-gpu", network, bucket, as_root) as made:
         coordinator = made.coordinator["coordinator"]
         made.coordinator.start()

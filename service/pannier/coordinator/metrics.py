@@ -9,9 +9,10 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from pannier.common import tracing
+from pannier.coordinator.background.retention import Retention
 from pannier.coordinator.saves import save_view
 from pannier.coordinator.saves.participants import SidecarPeer
 from pannier.coordinator.saves.registry import ENDED_KEPT, Registry
@@ -29,6 +30,7 @@ class CoordinatorMetrics:
     Args:
         counts: gets how saves have ended.
         attached: sidecars with an open stream.
+        retention: knows how often it failed.
         read_state: runs a function on the event loop, for any thread.
     """
 
@@ -37,11 +39,13 @@ class CoordinatorMetrics:
         registry: Registry,
         counts: SaveCounts,
         attached: Callable[[], Sequence[SidecarPeer]],
+        retention: Retention,
         read_state: StateReader,
     ) -> None:
         self._registry = registry
         self._counts = counts
         self._attached = attached
+        self._retention = retention
         self._read_state = read_state
         self._known: OrderedDict[str, bool] = OrderedDict()
         """By key of a save: whether it has ended."""
@@ -53,6 +57,11 @@ class CoordinatorMetrics:
         yield from saves_under_way(under)
         yield GaugeMetricFamily(
             "pannier_sidecars", "Sidecars that are attached to the coordinator.", sidecars
+        )
+        yield CounterMetricFamily(
+            "pannier_retention_failures",
+            "Times that checking a root for checkpoints to remove failed.",
+            self._retention.failures,
         )
         yield from self._counts.collect()
 

@@ -161,7 +161,9 @@ async def serving(
         read_state = read_on_loop(asyncio.get_running_loop())
         metrics = Metrics("coordinator", daemon_info)
         counts = SaveCounts(metrics.registry)
-        metrics.add(CoordinatorMetrics(registry, counts, streams.attached, read_state).collect)
+        metrics.add(
+            CoordinatorMetrics(registry, counts, streams.attached, retention, read_state).collect
+        )
         monitor = HeartbeatMonitor(
             registry, streams.attached, suspect_after_s=config.suspect_after_s
         )

@@ -257,6 +257,11 @@ def backlog_families(backlog: Backlog) -> Iterable[Metric]:
         ),
     ):
         yield GaugeMetricFamily(name, help, value)
+    yield CounterMetricFamily(
+        "pannier_spool_refusals",
+        "Requests for room in the spool that were refused; trainers repeat theirs while they wait.",
+        backlog.refusals,
+    )
 
 
 class _Families(Collector):

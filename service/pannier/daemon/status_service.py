@@ -39,6 +39,8 @@ class Backlog:
     """Most that the spool can hold."""
     free_bytes: int = 0
     """Of the capacity: free for saves."""
+    refusals: int = 0
+    """Requests for room in the spool that were refused since the start, which clients repeat."""
 
 
 @dataclass

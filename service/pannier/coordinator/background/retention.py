@@ -30,6 +30,8 @@ class Retention:
         self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._again: dict[tuple[str, str], str] = {}
         """The last committed attempt, where the root is to be checked again."""
+        self.failures = 0
+        """Checks of a root that failed."""
 
     def committed(self, checkpoint_id: str, job: str, attempt: str) -> None:
         """Checks the root now, or again after the check that is running.
@@ -62,6 +64,7 @@ class Retention:
         if ended.cancelled():
             return
         if (error := ended.exception()) is not None:
+            self.failures += 1
             _log.error("retention at %s failed", key[0], exc_info=error)
         if key in self._again:
             # Committed after the task's last check.
@@ -73,6 +76,7 @@ class Retention:
             try:
                 await self._keep_once(root, job, attempt)
             except PannierError as error:
+                self.failures += 1
                 _log.warning("retention at %s is left to the next commit: %s", root, error)
 
     async def _keep_once(self, root: str, job: str, attempt: str) -> None:
