@@ -25,7 +25,7 @@ python3 -m pip --disable-pip-version-check download --quiet --quiet --only-binar
 	--dest "$directory/wheels" --constraint requirements.lock '.[torch,gcs,s3]' hatchling
 printf '[global]\nno-index = true\nfind-links = /wheels\n' > "$directory/pip.conf"
 
-# Storage of its own, so it is nobody else's that is made anew.
+# Storage of its own, which no other program uses.
 if [ -d "$directory/storage" ]; then
 	in_storage rm --all > /dev/null
 	in_storage rmi --all --force > /dev/null

@@ -101,7 +101,7 @@ def backlog(pending: Iterable[RankSave], spool: Spool, mapped: MappedFiles) -> B
         saves_bytes=max(0, usage.reserved - usage.spare - held - mapped.unused()),
         capacity_bytes=usage.capacity,
         free_bytes=usage.free,
-        refusals=spool.refusals,
+        refusals=mapped.refusals,
     )
 
 

@@ -1,5 +1,6 @@
 """The spool: reserved space, recycled files, budgets and jobs that go away."""
 
+import asyncio
 import os
 import shutil
 import stat
@@ -9,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from pannier.common import timeouts
+from pannier.sidecar.spool.mapped_files import MappedFiles
 from pannier.sidecar.spool.spool import Spool
+from pannier.sidecar.status import backlog
 from pannier.wire import errors
 from support.processes.daemons import memory_directory
 
@@ -115,3 +118,17 @@ def test_a_spool_that_is_a_file_is_refused(memory: Path) -> None:
     (memory / "spool").write_text("x")
     with pytest.raises(errors.ConfigurationError, match="can't be used"):
         Spool(memory / "spool")
+
+
+def test_a_request_that_there_is_no_room_for_is_counted(memory: Path) -> None:
+    async def ask() -> int:
+        mapped = MappedFiles(spool)
+        await mapped.reserve(("job", "inc", 0), "c", [2 * MIB])
+        assert backlog([], spool, mapped).refusals == 0
+        with pytest.raises(errors.BusyError):
+            await mapped.reserve(("job", "inc", 0), "c", [3 * MIB])
+        return backlog([], spool, mapped).refusals
+
+    spool = Spool(memory / "spool", budget=4 * MIB)
+    assert asyncio.run(ask()) == 1
+    spool.close()

@@ -79,6 +79,8 @@ class MappedFiles:
         self._returned = asyncio.Event()
         """Set when a save has released a leased file; another one takes its place then."""
         self._count = 0
+        self.refusals = 0
+        """Requests that the spool had no room for."""
         self._leases: set[_FileLease] = set()
         self._by_name: dict[str, tuple[_FileLease, SpoolFile]] = {}
         self._by_file: dict[SpoolFile, tuple[_FileLease, str]] = {}
@@ -234,7 +236,8 @@ class MappedFiles:
         return sum(lease.idle_bytes for lease in self._leases)
 
     def request_room(self) -> None:
-        """Asks the clients that hold idle files to return them."""
+        """The spool had no room for a request: asks the clients that hold idle files to return them."""
+        self.refusals += 1
         clients = {lease.client for lease in self._leases if lease.idle}
         if clients:
             self._request_room(clients)

@@ -89,8 +89,6 @@ class Spool:
         """As of the last change, or of :meth:`measure`."""
         self.overhead = 0
         """Bytes of the file system that the journal takes."""
-        self.refusals = 0
-        """Requests that there was no room for."""
         self._lock = threading.Lock()
         self._free: dict[str, deque[SpoolFile]] = {}
         """Unused files by job, the most recently used one last; jobs in order of their first use."""
@@ -273,7 +271,6 @@ class Spool:
     def _check_spare(self, size: int, spare: int) -> None:
         room = self._room(os.statvfs(self.directory))
         if room - size < spare:
-            self.refusals += 1
             raise BusyError(
                 f"the spool {self.directory} has room for {max(0, room)} more bytes, {spare} of "
                 f"them for saves that began earlier, and {size} are needed: wait for those, or "
