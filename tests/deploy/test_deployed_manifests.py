@@ -524,7 +524,8 @@ def test_restarts_in_place_count_for_no_limit_and_pods_per_host(
     (rule,) = trainer["restartPolicyRules"]
     action = "RestartAllContainers" if component == "restart-all-containers" else "Restart"
     assert (trainer["restartPolicy"], rule["action"]) == ("Never", action)
-    assert {"type": "DisruptionTarget"} in spec["podFailurePolicy"]["rules"][0]["onPodConditions"]
+    (ignored,) = spec["podFailurePolicy"]["rules"][0]["onPodConditions"]
+    assert ignored == {"type": "DisruptionTarget", "status": "True"}
 
 
 def test_jobsets_own_restart_in_place_has_its_agent_and_its_rights(tmp_path: Path) -> None:
