@@ -187,6 +187,8 @@ def test_by_hand_and_without_doing_it(tmp_path: Path) -> None:
     assert names(root) == ["step-2", "step-3"]
     assert not os.path.exists(f"{root}/step-1")
     # Another job has none there; a rule that means nothing changes nothing.
-    assert "no checkpoints" in pannier("retain", root, "--job", "x", "--keep-newest", "1").out
+    none = pannier("retain", root, "--job", "x", "--keep-newest", "1")
+    assert (none.code, "no checkpoints of job x" in none.err) == (1, True), none
+    assert "hint: there are some of job" in none.err
     assert pannier(*asked, "--keep-best", "loss").code == 2
     assert names(root) == ["step-2", "step-3"]

@@ -23,7 +23,7 @@ def parse_size(text: str) -> int:
     return int(number)
 
 
-def size_text(count: int) -> str:
+def size_text(count: float) -> str:
     """``1.5 GiB``."""
     value = float(count)
     for unit in ("B", "KiB", "MiB", "GiB"):

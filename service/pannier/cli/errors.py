@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 import click
 
@@ -29,7 +30,9 @@ def report_errors() -> Iterator[None]:
     except click.Abort:
         sys.exit(130)
     except click.ClickException as error:
-        error.show()
+        context = getattr(error, "ctx", None)
+        hint = f"`{context.command_path} --help` lists what there is" if context else ""
+        complain(error.format_message(), hint)
         sys.exit(error.exit_code)
     except BrokenPipeError:
         # The reader of the output has exited (`pannier ls … | head`).
@@ -39,22 +42,36 @@ def report_errors() -> Iterator[None]:
         status, hint = _classify(error)
         if status is None:
             raise
-        click.echo(f"error: {error}", err=True)
-        if hint:
-            click.echo(f"hint: {hint}", err=True)
+        complain(str(error), hint)
         sys.exit(status)
+
+
+def complain(message: str, hint: str = "") -> None:
+    """What is wrong, and what to do, on standard error."""
+    from pannier.cli import output
+
+    output.say(f"error: {message}", err=True)
+    if hint:
+        output.say(f"hint: {hint}", err=True)
+
+
+def end_negative(message: str, hint: str) -> NoReturn:
+    """Ends the command with a negative result."""
+    complain(message, hint)
+    raise click.exceptions.Exit(NEGATIVE)
 
 
 def _classify(error: Exception) -> tuple[int | None, str]:
     from pannier.wire import errors
 
     if isinstance(error, (errors.ConfigurationError, errors.InvalidRequestError)):
-        return USAGE, "--help lists the command's arguments and options"
+        return USAGE, ""
     if isinstance(error, (errors.UnavailableError, errors.DeadlineError)):
-        return UNREACHABLE, (
+        usual = (
             "is the daemon running, and is this its address? Give it with --address or "
             "PANNIER_SIDECAR"
         )
+        return UNREACHABLE, getattr(error, "hint", usual)
     if isinstance(error, errors.VersionMismatchError):
         return UNREACHABLE, "install the same version of pannier on both sides"
     if isinstance(error, errors.StorageError):

@@ -4,15 +4,21 @@ Subcommands are imported on use, so that ``--help`` is quick and ``pannier up``,
 long-lived processes, stays small.
 """
 
+import difflib
 import importlib
+import os
 import sys
+from typing import Final
 
 import click
 
 from pannier.cli.errors import EXIT_STATUSES, report_errors
 from pannier.wire.version import package_version
 
-_SUMMARIES = {
+_DAEMONS: Final = ("sidecar", "coordinator", "up")
+_QUIET_GRPC: Final = {"GRPC_VERBOSITY": "NONE", "GRPC_ENABLE_FORK_SUPPORT": "0"}
+"""Otherwise it prints to the terminal what is reported here in other words."""
+_SUMMARIES: Final = {
     "sidecar": "Run the daemon that carries this host's checkpoints to storage.",
     "coordinator": "Run the daemon that plans and commits a job's checkpoints.",
     "up": "Run one sidecar and one coordinator on this host, supervised.",
@@ -41,6 +47,20 @@ class _Commands(click.Group):
         command: click.Command = importlib.import_module(f"pannier.cli.commands.{cmd_name}").command
         return command
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """The command; names similar ones when there is none of that name."""
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            similar = difflib.get_close_matches(args[0], _SUMMARIES)
+            if not similar:
+                raise
+            names = " or ".join(f"`pannier {name}`" for name in similar)
+            message = f"No such command {args[0]!r}. Did you mean {names}?"
+            raise click.UsageError(message, ctx) from error
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl(list(_SUMMARIES.items()))
@@ -62,6 +82,9 @@ def cli() -> None:
 
 def main() -> None:
     """Entry point of the ``pannier`` script."""
+    if not set(sys.argv[1:2]).intersection(_DAEMONS):
+        for name, value in _QUIET_GRPC.items():
+            os.environ.setdefault(name, value)
     with report_errors():
         code = cli.main(prog_name="pannier", standalone_mode=False)
     sys.exit(code if isinstance(code, int) else 0)

@@ -145,6 +145,23 @@ def combined(*parts: Callable[[_Command], _Command]) -> Callable[[_Command], _Co
     return decorate
 
 
+json_option = click.option(
+    "--json", "as_json", is_flag=True, help="Print JSON, of the form below, and nothing else."
+)
+
+output_options = combined(
+    click.option(
+        "-o",
+        "--output",
+        "wide",
+        type=click.Choice(["wide"]),
+        callback=lambda ctx, param, value: value is not None,
+        help="Show all columns, and lines of any length, as a pipe gets them.",
+    ),
+    json_option,
+)
+"""Of commands that print a table: :class:`pannier.cli.table.Table`."""
+
 log_format_option = option(
     "--log-format",
     # Literals, so that this module imports nothing of pannier.daemon.

@@ -58,13 +58,45 @@ def embedded_sidecars() -> list[str]:
 
 
 def _listens(address: str) -> bool:
-    with socket.socket(socket.AF_UNIX) as probe:
-        probe.settimeout(1.0)
-        try:
-            probe.connect(address.removeprefix("unix://"))
-        except OSError:
-            return False
-        return True
+    return not _refusal(address)
+
+
+def _refusal(address: str) -> str:
+    """Why no connection to ``address`` can be made; empty: it can."""
+    try:
+        if address.startswith("unix:"):
+            with socket.socket(socket.AF_UNIX) as probe:
+                probe.settimeout(timeouts.CONNECT_S)
+                probe.connect(address.removeprefix("unix://"))
+        else:
+            host, _, port = address.rpartition(":")
+            socket.create_connection((host.strip("[]"), int(port)), timeouts.CONNECT_S).close()
+    except TimeoutError:
+        return "no answer"
+    except OSError as error:
+        return (error.strerror or str(error)).lower()
+    return ""
+
+
+class NoDaemonError(errors.UnavailableError):
+    """No process listens at the address."""
+
+    def __init__(self, address: str, refusal: str) -> None:
+        default = addresses.embedded_sidecar(addresses.runtime_dir())
+        if address == default or address in addresses.embedded_sidecars(addresses.runtime_dir()):
+            idle = f"{timeouts.HOST_DAEMONS_IDLE_S / 60:.0f} minutes"
+            super().__init__(
+                f"no daemon runs here: it leaves {idle} after the last trainer ({address}: {refusal})"
+            )
+            self.hint = (
+                "checkpoints: `pannier ls ROOT`; another daemon: --address or PANNIER_SIDECAR"
+            )
+        else:
+            super().__init__(f"no daemon can be reached at {address}: {refusal}")
+            self.hint = (
+                "correct --address or PANNIER_SIDECAR, or start the daemon; checkpoints: "
+                "`pannier ls ROOT`"
+            )
 
 
 @contextmanager
@@ -73,6 +105,8 @@ def translate_rpc_errors(address: str) -> Iterator[None]:
     try:
         yield
     except grpc.RpcError as error:
+        if error.code() is grpc.StatusCode.UNAVAILABLE and (refusal := _refusal(address)):
+            raise NoDaemonError(address, refusal) from None
         raise errors.from_rpc_error(error, peer=f"the daemon at {address}") from error
 
 

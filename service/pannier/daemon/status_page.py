@@ -19,9 +19,10 @@ from concurrent.futures import TimeoutError as LateError
 from importlib import resources
 from typing import Any, Final, TypeVar
 
-from google.protobuf import json_format, message
+from google.protobuf import message
 
 from pannier.common import timeouts
+from pannier.common.message_json import as_dict
 from pannier.daemon.http_server import Request, Response, Route
 from pannier.daemon.metrics import Metrics
 from pannier.daemon.status_registry import TERMINAL, StatusRegistry, UnknownSaveError
@@ -146,11 +147,8 @@ def requested_limit(request: Request) -> int:
 
 
 def json_response(value: message.Message) -> Response:
-    """A message in proto3's JSON form, with all of its fields."""
-    data = json_format.MessageToDict(
-        value, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
-    )
-    return Response(json.dumps(data).encode(), "application/json")
+    """A message as :func:`as_dict` renders it."""
+    return Response(json.dumps(as_dict(value)).encode(), "application/json")
 
 
 def _hash(html: str, tag: str) -> str:

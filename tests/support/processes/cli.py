@@ -54,9 +54,20 @@ def pannier_here(*arguments: str) -> Result:
     return Result(status, out.getvalue(), err.getvalue())
 
 
-def pannier(*arguments: str, env: Mapping[str, str] = {}, timeout: float = BOUND_S) -> Result:
-    """Runs ``pannier`` with these arguments to its end, in a process of its own."""
-    environment = {**clean_environment(env), MARKER: SESSION, "COLUMNS": "200"}
+def pannier(
+    *arguments: str,
+    env: Mapping[str, str] = {},
+    columns: int | None = None,
+    timeout: float = BOUND_S,
+) -> Result:
+    """Runs ``pannier`` with these arguments to its end, in a process of its own.
+
+    Args:
+        columns: width of the terminal that its output must fit; None: that of a pipe, any.
+    """
+    environment = {**clean_environment(env), MARKER: SESSION}
+    if columns is not None:
+        environment["COLUMNS"] = str(columns)
     command = ["-m", "pannier.cli", *arguments]
     return _run(command, fork_server.modules_of("".join(arguments[:1])), environment, timeout)
 

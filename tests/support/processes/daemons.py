@@ -32,7 +32,7 @@ def memory_directory() -> Path:
 
 
 def clean_environment(extra: Mapping[str, str] = {}) -> dict[str, str]:
-    """This process's environment without what a launcher says to a rank."""
+    """This process's environment without what a launcher says to a rank, and without a terminal's width."""
     launcher = {
         "RANK",
         "WORLD_SIZE",
@@ -40,6 +40,7 @@ def clean_environment(extra: Mapping[str, str] = {}) -> dict[str, str]:
         "LOCAL_WORLD_SIZE",
         "MASTER_ADDR",
         "MASTER_PORT",
+        "COLUMNS",
     }
     kept = {
         key: value

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from pannier.v1 import records_pb2
 from pannier.wire import object_names
 from support.processes.cli import pannier
@@ -76,11 +78,14 @@ def test_checkpoints_are_found_at_any_depth_and_at_the_root_itself(tmp_path: Pat
     assert [line["checkpoint"] for line in lines] == [str(tmp_path), str(tmp_path / "a" / "b")]
 
 
-def test_an_empty_root_has_no_checkpoints(tmp_path: Path) -> None:
-    result = pannier("ls", str(tmp_path))
-    assert result.code == 0
-    assert "no checkpoints" in result.out
-    assert pannier("ls", str(tmp_path), "--json").out == ""
+@pytest.mark.parametrize("name", ["empty", "absent"])
+def test_a_root_without_checkpoints_is_a_negative_result(tmp_path: Path, name: str) -> None:
+    (tmp_path / "empty").mkdir()
+    for flags in ((), ("--json",)):
+        result = pannier("ls", str(tmp_path / name), *flags)
+        assert (result.code, result.out) == (1, "")
+        assert f"error: no checkpoints below {tmp_path / name}" in result.err
+        assert "hint: ROOT is" in result.err
 
 
 def test_a_damaged_decision_does_not_hide_other_checkpoints(tmp_path: Path) -> None:

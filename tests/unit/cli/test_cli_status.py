@@ -31,7 +31,15 @@ def save(
     status.ranks.add(
         rank=0, host="node-0", phase=save_pb2.RANK_PHASE_DURABLE, bytes_durable=1 << 30
     )
-    status.ranks.add(rank=1, host="node-1", phase=phase, retries=4, last_error="503 from storage")
+    status.ranks.add(
+        rank=1,
+        host="node-1",
+        phase=phase,
+        bytes_staged=2 << 30,
+        retries=4,
+        last_error="503 from storage",
+        seconds_since_seen=12,
+    )
     if state == save_pb2.SAVE_STATE_UPLOADING:
         status.waiting_on.ranks.append(1)
         status.waiting_on.text = "ranks [1] (host node-1, last seen 12 s ago)"
@@ -134,7 +142,7 @@ def test_status_is_a_table_of_saves(serve: Serve) -> None:
     result = pannier("status", "--address", serve(Scripted([UPLOADING, COMMITTED])))
     assert result.code == 0, result
     assert "node-0: serving, pannier 1.2.3" in result.out
-    lines = [line for line in result.out.splitlines() if line.startswith(ID)]
+    lines = [line for line in result.out.splitlines() if ID in line]
     assert "UPLOADING" in lines[0]
     assert "1 of 2" in lines[0]
     assert "3.0 GiB" in lines[0]
@@ -160,7 +168,9 @@ def test_the_default_address_is_the_embedded_sidecars() -> None:
     directory.rmdir()
     result = pannier("status", env={"PANNIER_RUNTIME_DIR": str(directory)})
     assert result.code == 3
+    assert "no daemon runs here: it leaves 5 minutes after the last trainer" in result.err
     assert f"unix://{directory}/sidecar.sock" in result.err
+    assert "checkpoints: `pannier ls ROOT`" in result.err
 
 
 def test_status_json_is_the_protos_json(serve: Serve) -> None:
@@ -171,7 +181,7 @@ def test_status_json_is_the_protos_json(serve: Serve) -> None:
     save = answer["saves"][0]
     assert set(save) == {field.name for field in save_pb2.SaveStatus.DESCRIPTOR.fields}
     assert save["state"] == "SAVE_STATE_UPLOADING"
-    assert save["bytes_total"] == str(3 << 30)
+    assert (save["bytes_total"], save["save"]["number"]) == (3 << 30, 7)
     assert save["failures"] == []
 
 
@@ -208,8 +218,8 @@ def test_an_unknown_save_is_a_negative_answer(serve: Serve) -> None:
 def test_no_daemon_exits_with_3_and_a_hint(command: str) -> None:
     result = pannier(command, "--address", "unix:///tmp/pannier-no-such.sock")
     assert result.code == 3
-    assert "unix:///tmp/pannier-no-such.sock can't be reached" in result.err
-    assert "hint:" in result.err
+    assert "at unix:///tmp/pannier-no-such.sock: no such file" in result.err
+    assert "hint: correct --address" in result.err
     assert result.out == ""
 
 
@@ -217,9 +227,11 @@ def test_no_daemon_exits_with_3_and_a_hint(command: str) -> None:
 def test_watch_ends_with_the_save(serve: Serve, end: save_pb2.SaveStatus, code: int) -> None:
     result = pannier("watch", ID, "--address", serve(Scripted(episodes=[[UPLOADING, end]])))
     assert result.code == code, result
-    first, second = [line for line in result.out.splitlines() if line.startswith(ID)][:2]
-    assert "UPLOADING: 1 of 2 ranks durable, waiting for ranks [1]" in first
-    assert ("COMMITTED" if code == 0 else "ABORTED") in second
+    first, second, *details = result.out.splitlines()
+    assert first == f"{ID} UPLOADING: 1 of 2 ranks durable, 30 % uploaded, waiting for ranks [1]"
+    outcome = "COMMITTED" if code == 0 else "ABORTED"
+    assert second == f"{ID} {outcome}: {2 - code} of 2 ranks durable"
+    assert details[0].startswith(f"gs://bucket/run/step-100  {outcome}")
     assert ("no such bucket" in result.out) == bool(code)
 
 

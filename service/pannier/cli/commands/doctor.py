@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import click
+from rich.table import Table
 from rich.text import Text
 
 from pannier.cli import output
 from pannier.cli.errors import NEGATIVE, UNREACHABLE
-from pannier.cli.options import Location, Seconds, storage_options
+from pannier.cli.options import Location, Seconds, json_option, storage_options
 from pannier.cli.status_client import (
     daemon_option,
     embedded_sidecars,
@@ -45,7 +46,7 @@ _SHOWN = ("pannier", "torch", "torch_xla", "grpcio", "protobuf", "fsspec", "gcsf
     metavar="SECONDS",
     help="Longest wait for storage.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
+@json_option
 def command(
     *,
     root: str | None,
@@ -249,16 +250,18 @@ def _show(checks: list[tuple[str, diagnosis_pb2.Check]], *, as_json: bool) -> No
         ]
         output.print_json({"checks": fields})
         return
-    out = output.console()
     signs = {
         "ok": Text("✓", "green"),
         "warning": Text("!", "yellow"),
         "failed": Text("✗", "red"),
     }
+    lines = Table.grid(padding=(0, 2, 0, 0))
+    for _ in range(3):
+        lines.add_column(no_wrap=True)
+    lines.add_column(overflow="fold")
     for of, check in checks:
-        line = Text.assemble(
-            "  ", signs.get(result(check), Text("?")), f" {of:<12} {check.name:<12} ", check.found
-        )
-        out.print(line, soft_wrap=True)
+        found = Text(check.found)
         if check.hint:
-            out.print(Text(f"      {check.hint}", "dim"), soft_wrap=True)
+            found.append(f"\n{check.hint}", "dim")
+        lines.add_row(signs.get(result(check), Text("?")), of, check.name, found)
+    output.console().print(lines)

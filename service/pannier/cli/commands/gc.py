@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import click
-from rich.text import Text
 
 from pannier.attempts.leases import store_time
 from pannier.cli import output
-from pannier.cli.options import Location, Seconds, option, storage_options
+from pannier.cli.options import Location, Seconds, option, output_options, storage_options
+from pannier.cli.table import Column, Fit, Table
 from pannier.maintenance.delete_checkpoint import remove_directory
 from pannier.maintenance.gc import (
     ABANDONED_AFTER_S,
@@ -62,7 +62,7 @@ class _Found:
     help="Time without a write after which an undecided save, an upload or a temporary file is removed, "
     "and so is the decision of an aborted save. Must be longer than any save takes.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per object instead.")
+@output_options
 def command(
     *,
     root: str,
@@ -70,6 +70,7 @@ def command(
     dry_run: bool,
     grace: float,
     abandoned_after: float,
+    wide: bool,
     as_json: bool,
 ) -> None:
     """Remove what crashed, aborted and overwritten saves left below ROOT.
@@ -94,25 +95,25 @@ def command(
         asyncio.run(_collect(root, storage_options, rules, dry_run, found))
     finally:
         # After an error as well.
-        _report(root, found, dry_run, as_json)
+        if as_json:
+            _print_json(found, dry_run)
+        else:
+            _print(root, found, dry_run, wide)
 
 
-def _report(root: str, found: _Found, dry_run: bool, as_json: bool) -> None:
-    if as_json:
-        for checkpoint, removed in found.removed:
-            output.print_json(_fields(checkpoint, removed, dry_run))
-        for checkpoint, kept in found.kept:
-            output.print_json(
-                {
-                    "action": "kept",
-                    "checkpoint": checkpoint,
-                    "attempt": kept.attempt or None,
-                    "reason": kept.why,
-                    "bytes": kept.size,
-                }
-            )
-        return
-    _print(root, found, dry_run)
+def _print_json(found: _Found, dry_run: bool) -> None:
+    for checkpoint, removed in found.removed:
+        output.print_json(_fields(checkpoint, removed, dry_run))
+    for checkpoint, kept in found.kept:
+        output.print_json(
+            {
+                "action": "kept",
+                "checkpoint": checkpoint,
+                "attempt": kept.attempt or None,
+                "reason": kept.why,
+                "bytes": kept.size,
+            }
+        )
 
 
 async def _collect(
@@ -152,12 +153,11 @@ async def _collect(
         await store.close()
 
 
-def _print(root: str, found: _Found, dry_run: bool) -> None:
-    out = output.console()
+def _print(root: str, found: _Found, dry_run: bool, wide: bool) -> None:
+    out = output.console(wide=wide)
     if not found.removed and not found.kept:
-        if not found.complete:
-            return
-        out.print(f"nothing to remove below {root}")
+        if found.complete:
+            output.say(f"nothing to remove below {root}")
         return
     if found.removed:
         groups: Counter[tuple[str, str, Reason]] = Counter()
@@ -166,21 +166,28 @@ def _print(root: str, found: _Found, dry_run: bool) -> None:
             group = (checkpoint, removed.attempt, removed.reason)
             groups[group] += 1
             sizes[group] += removed.size
-        table = output.table(
-            "reason", "attempt", "objects", "bytes", "checkpoint", right=["objects", "bytes"]
+        table = Table(
+            Column("checkpoint", fit=Fit.PATH),
+            Column("reason"),
+            Column("objects", drop=1, right=True),
+            Column("bytes", right=True),
+            Column("attempt", drop=2),
         )
         for group, count in groups.items():
             checkpoint, attempt, reason = group
-            table.add_row(
-                reason.value, attempt, str(count), output.size(sizes[group]), Text(checkpoint)
-            )
-        out.print("would be removed:" if dry_run else "removed:")
+            table.add_row(checkpoint, reason.value, str(count), output.size(sizes[group]), attempt)
+        output.say("would be removed:" if dry_run else "removed:")
         out.print(table)
     if found.kept:
-        table = output.table("attempt", "bytes", "checkpoint", "reason", right=["bytes"])
+        table = Table(
+            Column("checkpoint", fit=Fit.PATH),
+            Column("bytes", right=True),
+            Column("reason", fit=Fit.TEXT),
+            Column("attempt", drop=1),
+        )
         for checkpoint, kept in found.kept:
-            table.add_row(kept.attempt, output.size(kept.size), Text(checkpoint), Text(kept.why))
-        out.print("kept:")
+            table.add_row(checkpoint, output.size(kept.size), kept.why, kept.attempt)
+        output.say("kept:")
         out.print(table)
 
 

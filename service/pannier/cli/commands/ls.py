@@ -5,11 +5,12 @@ import dataclasses
 from typing import Any
 
 import click
-from rich.text import Text
 
-from pannier.attempts.listing import Checkpoint, CheckpointState, list_checkpoints
+from pannier.attempts.listing import Checkpoint, list_checkpoints
 from pannier.cli import output
-from pannier.cli.options import Location, storage_options
+from pannier.cli.errors import end_negative
+from pannier.cli.options import Location, output_options, storage_options
+from pannier.cli.table import Column, Fit, Table
 from pannier.maintenance.retention_run import read_record
 from pannier.storage import open_store
 
@@ -17,9 +18,11 @@ from pannier.storage import open_store
 @click.command("ls")
 @click.argument("root", type=Location())
 @storage_options
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per checkpoint.")
-def command(*, root: str, storage_options: dict[str, Any], as_json: bool) -> None:
+@output_options
+def command(*, root: str, storage_options: dict[str, Any], wide: bool, as_json: bool) -> None:
     """List the checkpoints below ROOT, a directory or URL, oldest first.
+
+    Exit status 1 when there are none.
 
     \b
     committed   it is whole and can be loaded
@@ -33,32 +36,36 @@ def command(*, root: str, storage_options: dict[str, Any], as_json: bool) -> Non
     (of a committed one), and "kept_for" (the rules by which the last retention kept it).
     """
     found, kept = asyncio.run(_list(root, storage_options))
+    if not found:
+        end_negative(
+            f"no checkpoints below {root}",
+            "ROOT is the checkpoint_id without its last name, or any directory above it; is it the "
+            "right one, and was a save committed yet (`pannier status`)?",
+        )
     if as_json:
         for checkpoint in found:
             output.print_json(_fields(root, checkpoint, kept))
         return
-    out = output.console()
-    if not found:
-        out.print(f"no checkpoints below {root}")
-        return
-    table = output.table("state", "attempt", "bytes", "time", "checkpoint", right=["bytes"])
-    if kept:
-        table.add_column("kept for")
-    colours = {
-        CheckpointState.COMMITTED: "green",
-        CheckpointState.ABORTED: "red",
-        CheckpointState.UNDECIDED: "yellow",
-    }
+    table = Table(
+        Column("checkpoint", fit=Fit.PATH),
+        Column("state"),
+        Column("bytes", right=True),
+        Column("time", drop=2),
+        Column("job", drop=1),
+        Column("kept for", drop=3, fit=Fit.TEXT),
+        Column("attempt", drop=4),
+    )
     for checkpoint in found:
         table.add_row(
-            Text(checkpoint.state.value, style=colours.get(checkpoint.state, "")),
-            checkpoint.attempt or "",
+            checkpoint.name or ".",
+            output.word(checkpoint.state.value),
             output.size(checkpoint.size),
             output.ago(checkpoint.time),
-            Text(checkpoint.name or "."),
-            *([Text(", ".join(_reasons(kept, checkpoint)))] if kept else []),
+            checkpoint.job,
+            ", ".join(_reasons(kept, checkpoint)),
+            checkpoint.attempt or "",
         )
-    out.print(table)
+    output.console(wide=wide).print(table)
 
 
 def _fields(root: str, checkpoint: Checkpoint, kept: dict[str, Any]) -> dict[str, Any]:

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import click
-from rich.text import Text
 
 from pannier.cli import output
 from pannier.cli.errors import NEGATIVE, OK
-from pannier.cli.options import Location, storage_options
+from pannier.cli.options import Location, output_options, storage_options
+from pannier.cli.table import Column, Fit, Table
 from pannier.maintenance.inspect import by_checkpoint
 from pannier.maintenance.recover import (
     End,
@@ -35,9 +35,15 @@ from pannier.wire.errors import ConfigurationError
     "lost, and the attempt's objects are removed.",
 )
 @click.option("--dry-run", is_flag=True, help="Only list what would be done.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per attempt.")
+@output_options
 def command(
-    *, place: str, storage_options: dict[str, Any], abort: bool, dry_run: bool, as_json: bool
+    *,
+    place: str,
+    storage_options: dict[str, Any],
+    abort: bool,
+    dry_run: bool,
+    wide: bool,
+    as_json: bool,
 ) -> None:
     """Finish interrupted saves at PLACE, a checkpoint id or a root.
 
@@ -63,7 +69,7 @@ def command(
         for checkpoint, outcome in outcomes:
             output.print_json({**_fields(checkpoint, outcome), "dry_run": dry_run})
     else:
-        _print(place, outcomes, "would be" if dry_run else "now")
+        _print(place, outcomes, "would be" if dry_run else "now", wide=wide)
     undecided = any(outcome.end is End.UNDECIDED for _, outcome in outcomes)
     click.get_current_context().exit(NEGATIVE if undecided else OK)
 
@@ -106,30 +112,35 @@ async def _build(manifest: bytes, receipts: Sequence[records_pb2.Receipt]) -> by
     return await asyncio.to_thread(build_checked, manifest, receipts)
 
 
-def _print(place: str, outcomes: list[tuple[str, Outcome]], when: str) -> None:
-    out = output.console()
+def _print(place: str, outcomes: list[tuple[str, Outcome]], when: str, *, wide: bool) -> None:
     if not outcomes:
-        out.print(f"no interrupted saves at {place}")
+        output.say(f"no interrupted saves at {place}")
         return
-    colours = {End.COMMITTED: "green", End.ABORTED: "red", End.UNDECIDED: "yellow"}
-    table = output.table("attempt", "found", when, "last written", "checkpoint", "problem")
+    table = Table(
+        Column("checkpoint", fit=Fit.PATH),
+        Column("found"),
+        Column(when),
+        Column("last written", drop=1),
+        Column("problem", fit=Fit.TEXT),
+        Column("attempt", drop=2),
+    )
     for checkpoint, outcome in outcomes:
         table.add_row(
-            outcome.attempt.attempt,
+            checkpoint,
             outcome.attempt.found.value,
-            Text(outcome.end.value, style=colours.get(outcome.end, "")),
+            output.word(outcome.end.value),
             output.ago(outcome.attempt.modified),
-            Text(checkpoint),
-            Text(outcome.reason),
+            outcome.reason,
+            outcome.attempt.attempt,
         )
-    out.print(table)
+    output.console(wide=wide).print(table)
     waiting = [
         outcome
         for _, outcome in outcomes
         if outcome.end is End.UNDECIDED and outcome.attempt.found is Found.UNDECIDED
     ]
     if waiting:
-        out.print(
+        output.say(
             "A save may be running, or its sidecars' spools hold the rest: start the sidecars again on "
             "the same spools. If the spools are lost, abort the attempt with --abort."
         )

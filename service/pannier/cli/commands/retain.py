@@ -7,8 +7,18 @@ from typing import Any
 import click
 from rich.text import Text
 
+from pannier.attempts.listing import list_checkpoints
 from pannier.cli import output
-from pannier.cli.options import Location, option, policy_of, retention_options, storage_options
+from pannier.cli.errors import end_negative
+from pannier.cli.options import (
+    Location,
+    option,
+    output_options,
+    policy_of,
+    retention_options,
+    storage_options,
+)
+from pannier.cli.table import Column, Fit, Table
 from pannier.maintenance.retention_run import Outcome, retain
 from pannier.storage import open_store
 
@@ -19,13 +29,14 @@ from pannier.storage import open_store
 @retention_options
 @storage_options
 @click.option("--dry-run", is_flag=True, help="Only list what would be done.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per checkpoint.")
+@output_options
 def command(
     *,
     root: str,
     job: str,
     storage_options: dict[str, Any],
     dry_run: bool,
+    wide: bool,
     as_json: bool,
     **settings: Any,
 ) -> None:
@@ -33,7 +44,8 @@ def command(
 
     The newest checkpoint, those without a number in their names, and those being
     read or written always stay; without --keep-newest, --keep-every or --keep-best
-    all do. Other jobs' checkpoints are never removed.
+    all do. Other jobs' checkpoints are never removed. `pannier ls ROOT` shows the jobs.
+    Exit status 1 when the job has no checkpoints there.
 
     The JSON is a stable contract: per line "checkpoint" (its id), "time" (Unix
     time of the commit), "metrics", "kept_for" (the rules that keep it; empty:
@@ -50,26 +62,46 @@ def command(
             dry_run=dry_run,
         )
     )
+    if not outcomes:
+        jobs = asyncio.run(_jobs(root, storage_options))
+        end_negative(
+            f"no checkpoints of job {job} directly below {root}",
+            f"there are some of {', '.join(jobs)}"
+            if jobs
+            else f"`pannier ls {root}` shows the jobs",
+        )
     if as_json:
         for outcome in outcomes:
             output.print_json(_fields(root, outcome))
         return
-    out = output.console()
-    if not outcomes:
-        out.print(f"no checkpoints of job {job} below {root}")
-        return
     gone = "would be removed" if dry_run else "removed"
-    table = output.table("", "bytes", "time", "checkpoint", "why", right=["bytes"])
+    table = Table(
+        Column("checkpoint", fit=Fit.PATH),
+        Column("outcome"),
+        Column("bytes", right=True),
+        Column("time", drop=1),
+        Column("why", fit=Fit.TEXT),
+    )
     for outcome in outcomes:
         checkpoint, stays = outcome.checkpoint, bool(outcome.reasons)
         table.add_row(
+            checkpoint.name,
             Text("stays" if stays else gone, style="green" if stays else "red"),
             output.size(checkpoint.size if stays else outcome.removed),
             output.ago(checkpoint.time),
-            Text(checkpoint.name),
-            Text(outcome.why if stays else "no rule keeps it"),
+            outcome.why if stays else "no rule keeps it",
         )
-    out.print(table)
+    output.console(wide=wide).print(table)
+
+
+async def _jobs(root: str, options: dict[str, Any]) -> list[str]:
+    """The jobs with checkpoints directly below ``root``."""
+    store = open_store(root, storage_options=options)
+    try:
+        found = await list_checkpoints(store)
+    finally:
+        await store.close()
+    return sorted({each.job for each in found if each.job and "/" not in each.name})
 
 
 def _fields(root: str, outcome: Outcome) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from pannier.cli import output
-from pannier.cli.options import Location, storage_options
+from pannier.cli.options import Location, json_option, storage_options
 from pannier.maintenance.delete_checkpoint import (
     RemovalPlan,
     RemovedObjects,
@@ -24,7 +24,7 @@ from pannier.storage import open_store
 @click.argument("checkpoint_id", type=Location())
 @storage_options
 @click.option("--yes", is_flag=True, help="Don't ask for confirmation.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object; needs --yes.")
+@json_option
 def command(
     *, checkpoint_id: str, storage_options: dict[str, Any], yes: bool, as_json: bool
 ) -> None:
@@ -33,7 +33,7 @@ def command(
     It removes .metadata first, then the data files, then the records; when
     interrupted, run it again. A running save to that id stays, and may commit.
     Processes that are reading the checkpoint fail; the confirmation names those with
-    a lease. Exit status 1 when there is no checkpoint of Pannier's.
+    a lease. Exit status 1 when there is no checkpoint of Pannier's. --json needs --yes.
 
     The JSON is a stable contract: "checkpoint", "attempts" (removed ones),
     "objects" (their number), "bytes", and "undecided" (attempts that stay).
@@ -53,10 +53,9 @@ def command(
             }
         )
         return
-    out = output.console()
-    out.print(f"removed {checkpoint_id}: {len(gone.objects)} objects, {output.size(size)}")
+    output.say(f"removed {checkpoint_id}: {len(gone.objects)} objects, {output.size(size)}")
     if plan.undecided:
-        out.print(
+        output.say(
             f"kept: {', '.join(plan.undecided)}, undecided: a save may be running; see "
             "`pannier recover` and `pannier gc`"
         )

@@ -4,8 +4,10 @@ from pathlib import Path
 
 import click
 
-from pannier.cli import output
+from pannier.cli import output, save_view
+from pannier.cli.options import output_options
 from pannier.cli.status_client import StatusClient, daemon_option, embedded_sidecars
+from pannier.common.message_json import as_dict
 from pannier.v1 import save_pb2, status_pb2
 
 _STATES = [
@@ -29,7 +31,7 @@ _STATES = [
 @click.option(
     "--limit", type=click.IntRange(1, 10000), default=20, show_default=True, help="Most saves."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
+@output_options
 def command(
     *,
     save: str | None,
@@ -37,6 +39,7 @@ def command(
     job: str | None,
     states: tuple[str, ...],
     limit: int,
+    wide: bool,
     as_json: bool,
     **tls: Path | None,
 ) -> None:
@@ -46,21 +49,21 @@ def command(
 
     The JSON is a stable contract: pannier.v1.ListSavesResponse, with SAVE
     pannier.v1.GetSaveResponse, in proto3's JSON form with the protos' field
-    names, every field present (so 64-bit integers are strings).
+    names, every field present, and 64-bit integers as numbers.
     """
     if address is None:
         address, *others = embedded_sidecars()
         for other in others:
-            click.echo(
+            output.say(
                 f"hint: this user has another sidecar: pannier status --address {other}", err=True
             )
     with StatusClient(address, **tls) as client:
         if save is not None:
             found = client.get_save(save)
             if as_json:
-                output.print_json(output.as_json(found))
+                output.print_json(as_dict(found))
             else:
-                output.console().print(output.save_details(found.save))
+                output.console(wide=wide).print(save_view.save_details(found.save))
             return
         listed = client.list_saves(
             status_pb2.ListSavesRequest(
@@ -70,22 +73,21 @@ def command(
             )
         )
     if as_json:
-        output.print_json(output.as_json(listed))
+        output.print_json(as_dict(listed))
         return
-    out = output.console()
-    out.print(f"{listed.host}: {listed.daemon_state}, pannier {listed.version}")
+    output.say(f"{listed.host}: {listed.daemon_state}, pannier {listed.version}")
     if listed.oldest_upload_s:
         waiting = f"{output.size(listed.bytes_queued)} to upload"
-        out.print(f"{waiting}, the oldest for {listed.oldest_upload_s:.0f} s")
+        output.say(f"{waiting}, the oldest for {listed.oldest_upload_s:.0f} s")
     if listed.spool_bytes:
         held = f", {output.size(listed.spool_held_bytes)} held by stopped processes"
-        out.print(
+        output.say(
             f"spool: {output.size(listed.spool_bytes)}, of these "
             f"{output.size(listed.spool_leased_bytes)} mapped by trainers"
             f"{held if listed.spool_held_bytes else ''}"
             f"; {output.size(listed.spool_free_bytes)} free"
         )
     if listed.saves:
-        out.print(output.saves_table(listed.saves))
+        output.console(wide=wide).print(save_view.saves_table(listed.saves))
     else:
-        out.print("no saves")
+        output.say("no saves")

@@ -12,7 +12,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from pannier.cli.errors import NEGATIVE
+from pannier.cli.errors import NEGATIVE, complain
 from pannier.cli.options import (
     Address,
     HttpAddress,
@@ -173,7 +173,7 @@ def command(
     try:
         status = supervisor.run()
     except AlreadyRunningError as error:
-        click.echo(f"error: {error}", err=True)
+        complain(str(error))
         status = NEGATIVE
     except UnsafeDirectoryError as error:
         raise click.UsageError(str(error)) from error

@@ -10,7 +10,8 @@ from rich.text import Text
 
 from pannier.cli import output
 from pannier.cli.errors import NEGATIVE, OK
-from pannier.cli.options import Location, storage_options
+from pannier.cli.options import Location, output_options, storage_options
+from pannier.cli.table import Column, Fit, Table
 from pannier.maintenance.verify import Finding, VerifyResult, verify
 from pannier.storage import open_store
 
@@ -18,8 +19,10 @@ from pannier.storage import open_store
 @click.command("verify")
 @click.argument("checkpoint_id", type=Location())
 @storage_options
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
-def command(*, checkpoint_id: str, storage_options: dict[str, Any], as_json: bool) -> None:
+@output_options
+def command(
+    *, checkpoint_id: str, storage_options: dict[str, Any], wide: bool, as_json: bool
+) -> None:
     """Re-read all data files of CHECKPOINT_ID and compare them with its receipts.
 
     Sizes and crc32c checksums are compared with those that each rank's sidecar
@@ -42,7 +45,7 @@ def command(*, checkpoint_id: str, storage_options: dict[str, Any], as_json: boo
             }
         )
     else:
-        _print(checkpoint_id, result)
+        _print(checkpoint_id, result, wide=wide)
     click.get_current_context().exit(OK if result.ok else NEGATIVE)
 
 
@@ -61,22 +64,25 @@ async def _verify(checkpoint_id: str, options: dict[str, Any]) -> VerifyResult:
         await store.close()
 
 
-def _print(checkpoint_id: str, result: VerifyResult) -> None:
-    out = output.console()
+def _print(checkpoint_id: str, result: VerifyResult, *, wide: bool) -> None:
     bad = [finding for finding in result.findings if finding.status != "ok"]
     total = sum(finding.size or 0 for finding in result.findings)
     if not bad:
-        out.print(
+        output.say(
             f"ok: {checkpoint_id}, attempt {result.attempt}: {len(result.findings)} objects, "
             f"{output.size(total)}, all as committed"
         )
         return
-    table = output.table("object", "rank", "problem", right=["rank"])
+    table = Table(
+        Column("object", fit=Fit.TEXT),
+        Column("rank", drop=1, right=True),
+        Column("problem", fit=Fit.TEXT),
+    )
     for finding in bad:
         rank = "" if finding.rank is None else str(finding.rank)
-        table.add_row(Text(finding.name), rank, Text(_problem(finding), style="red"))
-    out.print(f"damaged: {checkpoint_id}, attempt {result.attempt}")
-    out.print(table)
+        table.add_row(finding.name, rank, Text(_problem(finding), style="red"))
+    output.say(f"damaged: {checkpoint_id}, attempt {result.attempt}")
+    output.console(wide=wide).print(table)
 
 
 def _problem(finding: Finding) -> str:

@@ -1,13 +1,17 @@
 """``pannier watch``: follows one save; the exit status is its outcome."""
 
+from contextlib import ExitStack
 from pathlib import Path
 
 import click
 from rich.live import Live
 
-from pannier.cli import output
+from pannier.cli import output, save_view
 from pannier.cli.errors import NEGATIVE, OK
+from pannier.cli.options import output_options
+from pannier.cli.progress import SaveProgress
 from pannier.cli.status_client import TERMINAL, StatusClient, daemon_option
+from pannier.common.message_json import as_dict
 from pannier.v1 import save_pb2, status_pb2
 from pannier.wire.errors import PannierError
 
@@ -15,37 +19,40 @@ from pannier.wire.errors import PannierError
 @click.command("watch")
 @click.argument("save", required=False)
 @daemon_option
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per change instead.")
-def command(*, save: str | None, address: str | None, as_json: bool, **tls: Path | None) -> None:
+@output_options
+def command(
+    *, save: str | None, address: str | None, wide: bool, as_json: bool, **tls: Path | None
+) -> None:
     """Follow one save until it is committed (exit status 0) or aborted (1).
 
     SAVE is an id from `pannier status` or a checkpoint id, which means its
-    newest save; without it, the newest undecided save, else the newest.
+    newest save; without it, the newest undecided save, else the newest. A terminal
+    gets a bar per rank, or per host above 16 ranks: what is in storage of its bytes, how fast
+    it is uploaded, and the time left. Ranks that make no progress are named.
 
     The JSON is a stable contract: one pannier.v1.SaveStatus per line, in the
     form that `pannier status --json` has.
     """
     last: save_pb2.SaveStatus | None = None
+    progress, line = SaveProgress(), ""
     out = output.console()
-    with StatusClient(address, **tls) as client:
+    with StatusClient(address, **tls) as client, ExitStack() as stack:
         changes = client.watch_save(save or _newest(client))
-        if as_json:
-            for change in changes:
-                last = change.save
-                output.print_json(output.as_json(last))
-        elif out.is_terminal:
-            with Live(console=out, refresh_per_second=10) as live:
-                for change in changes:
-                    last = change.save
-                    live.update(output.save_details(last))
-        else:
-            for change in changes:
-                line = _line(change.save)
-                if last is None or line != _line(last):
-                    click.echo(line)
-                last = change.save
-            if last is not None:
-                out.print(output.save_details(last))
+        live = None
+        if out.is_terminal and not as_json:
+            live = stack.enter_context(Live(console=out, transient=True))
+        for change in changes:
+            last = change.save
+            if as_json:
+                output.print_json(as_dict(last))
+                continue
+            progress.update(last)
+            if live is not None:
+                live.update(progress.render(out.height))
+            elif line != (line := progress.line()):
+                click.echo(line)
+    if last is not None and not as_json:
+        output.console(wide=wide).print(save_view.save_details(last))
     committed = last is not None and last.state == save_pb2.SAVE_STATE_COMMITTED
     click.get_current_context().exit(OK if committed else NEGATIVE)
 
@@ -56,13 +63,3 @@ def _newest(client: StatusClient) -> str:
         raise PannierError(f"the daemon at {client.address} has no saves")
     under_way = [save for save in saves if save.state not in TERMINAL]
     return (under_way or saves)[0].id
-
-
-def _line(save: save_pb2.SaveStatus) -> str:
-    """One change as a line of a log file."""
-    done = sum(rank.phase == save_pb2.RANK_PHASE_DURABLE for rank in save.ranks)
-    line = f"{save.id} {output.state_name(save.state)}: {done} of {len(save.ranks)} ranks durable"
-    if save.waiting_on.text:
-        # Without the seconds, which change all the time.
-        line += f", waiting for ranks {list(save.waiting_on.ranks)}"
-    return line

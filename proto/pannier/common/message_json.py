@@ -1,0 +1,35 @@
+"""Messages as JSON objects: the form of ``--json``, of ``/status.json`` and of ``/save.json``.
+
+proto3's JSON form with the protos' field names and no field left out, and with one difference: 64-bit integers
+are numbers, not strings, as all other numbers of the command line are. proto3's parsers read both. Pure.
+"""
+
+from typing import Any, Final
+
+from google.protobuf import json_format, message
+from google.protobuf.descriptor import FieldDescriptor
+
+_WIDE: Final = (
+    *(FieldDescriptor.TYPE_INT64, FieldDescriptor.TYPE_UINT64, FieldDescriptor.TYPE_SINT64),
+    *(FieldDescriptor.TYPE_FIXED64, FieldDescriptor.TYPE_SFIXED64),
+)
+
+
+def as_dict(value: message.Message) -> dict[str, Any]:
+    """The message; no message of ``pannier.v1`` that is shown has a map."""
+    fields = json_format.MessageToDict(
+        value, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
+    _make_numbers(fields, value.DESCRIPTOR)
+    return fields
+
+
+def _make_numbers(fields: dict[str, Any], of: Any) -> None:
+    """Replaces the texts of 64-bit integers in place; ``of`` is the message's descriptor."""
+    for name, value in fields.items():
+        field = of.fields_by_name[name]
+        if field.type in _WIDE:
+            fields[name] = [int(each) for each in value] if isinstance(value, list) else int(value)
+        elif field.message_type is not None:
+            for each in value if isinstance(value, list) else [value]:
+                _make_numbers(each, field.message_type)
