@@ -23,7 +23,7 @@ generate = cd proto && ../$(STUBS_VENV)/bin/python -m grpc_tools.protoc -I. \
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all pytest lint format stubs check-stubs check-words demo-xla test-xla test-torch chaos bench tools images lock clean distclean
+.PHONY: help demo test test-all pytest lint format stubs check-stubs check-words docs demo-xla test-xla test-torch chaos bench tools images lock clean distclean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -100,6 +100,10 @@ check-stubs: $(STUBS_INSTALLED)
 		diff -u "$$file" "$$new/pannier/v1/$${file##*/}" || \
 		{ echo "$$file is stale: run 'make stubs'" >&2; exit 1; }; \
 	done
+
+docs: $(INSTALLED)  ## Write docs/cli.md from the commands' --help
+	$(BIN)/python docs/write_cli.py > docs/cli.md.new
+	mv docs/cli.md.new docs/cli.md
 
 SEEDS ?= 1-10
 MINUTES ?= 60

@@ -42,6 +42,10 @@ def train(sockets: Path, fork_support: str | None) -> dict[str, Any]:
     assert done.returncode == 0, done.stderr
     assert "Failed to shutdown" not in done.stderr
     assert "not end before a fork" not in done.stderr
+    if fork_support != "1":
+        assert "fork() handlers" not in done.stderr, (
+            "gRPC prints to the user's terminal or notebook"
+        )
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 

@@ -1,8 +1,10 @@
 """The command line with real daemons."""
 
 import os
+import re
 import socket
 import stat
+import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -17,7 +19,7 @@ from pannier.client.embedded.certificates import issue
 from pannier.client.embedded.daemon_spec import write_tls_files
 from pannier.wire import addresses
 from support.network.status_pages import Scrape
-from support.processes.cli import pannier
+from support.processes.cli import Result, pannier
 from support.processes.daemons import Daemons, await_serving, clean_environment
 from support.processes.processes import Process, python
 from support.processes.ranks import free_port, run_ranks
@@ -57,33 +59,106 @@ TWO_RANKS = """
 
     dist.init_process_group("gloo")
     state = {"weight": torch.arange(1 << 20, dtype=torch.float32), "step": 7}
-    client.save(state, checkpoint_id=os.environ["CHECKPOINT"])
+    for root in os.environ["ROOTS"].split():
+        for step in (10, 20, 30):
+            client.save(state, checkpoint_id=f"{root}/step-{step}")
     client.close()
     dist.destroy_process_group()
 """
 
 
-def test_every_command_shows_a_real_save(daemons: Daemons, tmp_path: Path) -> None:
-    checkpoint = str(tmp_path / "run" / "step-7")
-    run_ranks(TWO_RANKS, 2, {**daemons.env(), "CHECKPOINT": checkpoint}, torchrun=False)
-    for address in (daemons.sidecar_address, daemons.coordinator_address):
-        for words in (["status", checkpoint], ["watch"], ["watch", checkpoint]):
-            result = pannier(*words, "--address", address)
-            assert result.code == 0, result
-            assert "COMMITTED" in result.out
-        (save,) = pannier("status", "--json", "--address", address).json()["saves"]
-        assert (save["state"], len(save["ranks"])) == ("SAVE_STATE_COMMITTED", 2)
-    (listed,) = pannier("ls", "--json", str(tmp_path / "run")).json_lines()
-    assert (listed["checkpoint"], listed["state"]) == (checkpoint, "committed")
-    assert listed["bytes"] > 4 << 20
-    assert pannier("verify", checkpoint).code == 0
+REFERENCE = Path(__file__).parents[2] / "docs" / "cli.md"
+WIDTHS = (80, 200)
+
+
+def test_the_reference_is_what_the_commands_say() -> None:
+    script = REFERENCE.with_name("write_cli.py")
+    done = subprocess.run(
+        python(str(script)), capture_output=True, text=True, timeout=BOUND_S, check=True
+    )
+    assert done.stdout == REFERENCE.read_text(), "run `make docs`"
+
+
+def test_every_command_of_the_reference_shows_real_saves_in_80_and_200_columns(
+    daemons: Daemons, tmp_path: Path
+) -> None:
+    roots = {columns: str(tmp_path / "run" / f"of-{columns}") for columns in WIDTHS}
+    environment = daemons.env(PANNIER_JOB="llama", ROOTS=" ".join(roots.values()))
+    run_ranks(TWO_RANKS, 2, environment, torchrun=False)
+    text = REFERENCE.read_text()
+    commands = re.findall("^## pannier (.+)$", text, re.MULTILINE)
+    examples = re.findall(r"^\$ pannier (.+)$", text, re.MULTILINE)
+    assert {example.split()[0] for example in examples} >= {*commands} - DAEMONS
+    addresses = [daemons.sidecar_address, daemons.coordinator_address]
+    for columns, root in roots.items():
+        for command in commands:
+            assert_fits(pannier(command, "--help", columns=columns), columns)
+        for example in examples:
+            words = example.replace("/tmp/checkpoints", root).split()
+            for address in addresses if words[0] in ASKING else addresses[:1]:
+                result = pannier(*words, columns=columns, env={"PANNIER_SIDECAR": address})
+                assert result.code == 0, result
+                if "--json" in words:
+                    assert all(isinstance(each, dict) for each in result.json_lines())
+                    continue
+                if "wide" not in words:
+                    assert_fits(result, columns)
+                assert_shows(words, result.out, whole=columns > 80 or "wide" in words)
+        assert_verify_names_what_is_damaged(f"{root}/step-30", columns)
+
+
+DAEMONS = {"sidecar", "coordinator", "up"}
+ASKING = {"status", "health", "watch", "doctor"}
+
+
+def assert_fits(result: Result, columns: int) -> None:
+    for line in (result.out + result.err).splitlines():
+        # An address is not broken, so that it can be copied.
+        assert len(line) <= columns or " " not in line.strip(), f"{columns} columns: {line}"
+
+
+def assert_shows(words: list[str], out: str, *, whole: bool) -> None:
+    """Names, states and sizes are not cut; where there is room, neither is anything else."""
+    sentences = " ".join(out.split())
+    match words:
+        case ["status", checkpoint]:
+            assert f"{checkpoint} COMMITTED llama/" in sentences
+            assert len(re.findall("  DURABLE  +4.0 MiB  .* ago", out)) == 1
+        case ["status", *_]:
+            shown = re.findall("step-[0-9]0  +COMMITTED +2 of 2 +4.0 MiB", out)
+            assert len(shown) == (5 if "--limit" in words else 6)
+            assert not whole or len(re.findall(" llama/[0-9a-f]+/g[0-9a-f]+/[1-6]", out)) == len(
+                shown
+            )
+        case ["watch", *_]:
+            assert "/step-30 COMMITTED llama/" in sentences
+        case ["ls", *_]:
+            lines = re.findall(
+                "^step-([0-9]0) +committed +4.0 MiB .* ago +llama", out, re.MULTILINE
+            )
+            assert lines == ["10", "20", "30"]
+            assert not whole or out.count("-s") == 3
+        case ["retain", *_]:
+            assert len(re.findall("^step-[0-9]0 +stays +4.0 MiB", out, re.MULTILINE)) == 2
+            assert len(re.findall("^step-10 +would be removed ", out, re.MULTILINE)) == 1
+        case ["verify", *_]:
+            assert re.match("ok: .*4.0 MiB, all as committed", sentences)
+        case ["doctor", *_]:
+            assert "✗" not in out
+            assert "written, replaced, read, listed and removed" in sentences
+
+
+def assert_verify_names_what_is_damaged(checkpoint: str, columns: int) -> None:
     data = next(Path(checkpoint).glob("*_0.distcp"))
     content = bytearray(data.read_bytes())
     content[2 << 20] ^= 4
     data.write_bytes(content)
-    damaged = pannier("verify", checkpoint)
+    damaged = pannier("verify", checkpoint, columns=columns)
     assert damaged.code == 1
-    assert data.name in damaged.out
+    assert_fits(damaged, columns)
+    assert "crc32c is" in damaged.out
+    # Folded, but not cut.
+    assert columns < 200 or data.name in damaged.out
 
 
 def test_a_wrong_setting_stops_a_daemon_with_2_and_its_name(daemons: Daemons) -> None:

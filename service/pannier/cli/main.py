@@ -16,8 +16,6 @@ from pannier.cli.errors import EXIT_STATUSES, report_errors
 from pannier.wire.version import package_version
 
 _DAEMONS: Final = ("sidecar", "coordinator", "up")
-_QUIET_GRPC: Final = {"GRPC_VERBOSITY": "NONE", "GRPC_ENABLE_FORK_SUPPORT": "0"}
-"""Otherwise it prints to the terminal what is reported here in other words."""
 _SUMMARIES: Final = {
     "sidecar": "Run the daemon that carries this host's checkpoints to storage.",
     "coordinator": "Run the daemon that plans and commits a job's checkpoints.",
@@ -83,8 +81,8 @@ def cli() -> None:
 def main() -> None:
     """Entry point of the ``pannier`` script."""
     if not set(sys.argv[1:2]).intersection(_DAEMONS):
-        for name, value in _QUIET_GRPC.items():
-            os.environ.setdefault(name, value)
+        # gRPC would print what is reported here in other words.
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     with report_errors():
         code = cli.main(prog_name="pannier", standalone_mode=False)
     sys.exit(code if isinstance(code, int) else 0)

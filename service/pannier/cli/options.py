@@ -146,7 +146,7 @@ def combined(*parts: Callable[[_Command], _Command]) -> Callable[[_Command], _Co
 
 
 json_option = click.option(
-    "--json", "as_json", is_flag=True, help="Print JSON, of the form below, and nothing else."
+    "--json", "as_json", is_flag=True, help="Print JSON, of the form described above."
 )
 
 output_options = combined(

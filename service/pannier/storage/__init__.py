@@ -4,6 +4,7 @@ Every store implements rule 1: an object is created if absent, or replaces exact
 read.
 """
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -52,19 +53,19 @@ def open_store(
         try:
             from pannier.storage.gcs.store import GcsStore
         except ModuleNotFoundError as error:
-            raise _missing(url, "gcs", error) from error
+            raise _missing(url, "gcsfs", error) from error
         return GcsStore(location, options, deadline_s=deadline_s)
     try:
         from pannier.storage.s3.store import S3Store
     except ModuleNotFoundError as error:
-        raise _missing(url, "s3", error) from error
+        raise _missing(url, "s3fs", error) from error
     return S3Store(location, options, deadline_s=deadline_s)
 
 
-def _missing(url: str, extra: str, error: ModuleNotFoundError) -> ConfigurationError:
+def _missing(url: str, package: str, error: ModuleNotFoundError) -> ConfigurationError:
     return ConfigurationError(
-        f"{url} needs a package that isn't installed ({error.name}): "
-        f"pip install pannier[{extra}] where the daemons run"
+        f"{url} needs {package}, which can't be imported in {sys.prefix} ({error}): pip install {package} "
+        "there, where the daemons run, and where the trainers run"
     )
 
 

@@ -112,11 +112,9 @@ def test_symbolic_links_do_not_lead_out(tmp_path: Path) -> None:
     check_allowed(str(inside / "step-1"), [str(tmp_path / "alias")])
 
 
-@pytest.mark.parametrize(
-    ("url", "package", "extra"), [("gs://b/a", "gcsfs", "gcs"), ("s3://b/a", "s3fs", "s3")]
-)
-def test_a_missing_package_is_named_with_its_extra(
-    monkeypatch: pytest.MonkeyPatch, url: str, package: str, extra: str
+@pytest.mark.parametrize(("url", "package"), [("gs://b/a", "gcsfs"), ("s3://b/a", "s3fs")])
+def test_a_missing_package_is_named_with_what_installs_it(
+    monkeypatch: pytest.MonkeyPatch, url: str, package: str
 ) -> None:
     import sys
 
@@ -131,5 +129,5 @@ def test_a_missing_package_is_named_with_its_extra(
         return real(name, *rest)
 
     monkeypatch.setattr(builtins, "__import__", absent)
-    with pytest.raises(ConfigurationError, match=rf"pip install pannier\[{extra}\]"):
+    with pytest.raises(ConfigurationError, match=rf"{url} needs {package}.*pip install {package}"):
         open_store(url)

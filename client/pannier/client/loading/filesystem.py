@@ -10,6 +10,7 @@ import errno
 import os
 import posixpath
 import stat
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from pannier.common.locations import absolute
 from pannier.wire.errors import ConfigurationError, InvalidRequestError, StorageError
 
 _LAYOUT_LOOKUP: Final = "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"
-_EXTRAS: Final = {"gs": "gcs", "gcs": "gcs", "s3": "s3", "s3a": "s3"}
+_PACKAGES: Final = {"gs": "gcsfs", "gcs": "gcsfs", "s3": "s3fs", "s3a": "s3fs"}
 _LOCAL: Final = ("file", "local")
 _MOST_REMOVALS: Final = 100
 """Times in a row that another process may remove the empty directory of a file to be created."""
@@ -252,9 +253,13 @@ def open_dir(
             options.setdefault("use_listings_cache", False)
         return StorageDir(url, kind(**options), str(kind._strip_protocol(url)))
     except ImportError as error:
+        if scheme not in _PACKAGES:
+            # fsspec's text names the package.
+            raise ConfigurationError(f"{url} can't be read in {sys.prefix}: {error}") from error
+        package = _PACKAGES[scheme]
         raise ConfigurationError(
-            f"{url} needs a package that isn't installed ({error}): "
-            f"pip install pannier[{_EXTRAS.get(scheme, scheme)}]"
+            f"{url} needs {package}, which can't be imported in {sys.prefix} ({error}): pip install "
+            f"{package} there, where the trainers run, and where the daemons run"
         ) from error
     except (TypeError, ValueError, OSError) as error:
         if isinstance(error, InvalidRequestError):

@@ -29,7 +29,7 @@ DEFAULT_ADDRESS = "unix:///run/pannier/sidecar.sock"
     type=click.Path(file_okay=False, path_type=Path),
     metavar="DIRECTORY",
     help="Serve several jobs, each with its own token and in a process of its own: those with a file "
-    "<job>.json here, as described below. Read again every second.",
+    "<job>.json here, as described above. Read again every second.",
 )
 @option(
     "--spool",
@@ -96,7 +96,8 @@ def command(**settings: Any) -> None:
       "tokens"        the valid ones: several while one replaces another
       "allow"         roots that the job's checkpoints must lie below
       "coordinator"   the job's own; default: that of --coordinator
-      "spool_budget"  most bytes of the job's spool, like "64GiB"; default: --spool-budget
+      "spool_budget"  most bytes of the job's spool, like "64GiB"; default:
+                      --spool-budget
       "memory"        most bytes of its upload buffers; default: --memory
     """
     from pannier.sidecar.config import SidecarConfig

@@ -26,7 +26,8 @@ _STATES = [
     "states",
     multiple=True,
     type=click.Choice(_STATES, case_sensitive=False),
-    help="Only saves in this state; may be given several times.",
+    metavar="STATE",
+    help=f"Only saves in this state: {', '.join(_STATES)}; may be given several times.",
 )
 @click.option(
     "--limit", type=click.IntRange(1, 10000), default=20, show_default=True, help="Most saves."
