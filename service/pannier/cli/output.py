@@ -5,6 +5,7 @@ A pipe gets lines of any length, as ``-o wide`` does, unless ``COLUMNS`` is set.
 
 import json
 import os
+import textwrap
 import time
 from typing import Any, Final
 
@@ -37,11 +38,13 @@ def console(*, wide: bool = False, err: bool = False) -> Console:
     return out
 
 
-def say(text: str | Text, *, err: bool = False) -> None:
+def say(text: str, *, err: bool = False) -> None:
     """Prints sentences, wrapped between words: an address that is longer than a line can still be copied."""
-    made = Text(text) if isinstance(text, str) else text
-    made.overflow = "ignore"
-    console(err=err).print(made, crop=False)
+    width = console(err=err).width
+    for line in text.splitlines():
+        click.echo(
+            textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False), err=err
+        )
 
 
 def word(name: str) -> Text:

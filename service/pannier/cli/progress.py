@@ -191,4 +191,5 @@ def _bytes(rank: save_pb2.RankStatus) -> int:
 
 
 def _uploaded(rank: save_pb2.RankStatus) -> int:
-    return max(rank.bytes_uploaded, rank.bytes_durable)
+    durable = rank.phase == save_pb2.RANK_PHASE_DURABLE
+    return _bytes(rank) if durable else max(rank.bytes_uploaded, rank.bytes_durable)

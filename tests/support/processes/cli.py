@@ -1,12 +1,18 @@
 """The command line as a user runs it."""
 
+import fcntl
 import io
 import json
+import os
+import re
 import signal
+import struct
 import subprocess
 import sys
+import termios
+import threading
 from collections.abc import Mapping, Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from tempfile import NamedTemporaryFile, TemporaryFile
 from typing import Any
 
@@ -14,6 +20,8 @@ from support.processes import fork_server
 from support.processes.daemons import clean_environment
 from support.processes.processes import MARKER, SESSION, python
 from support.processes.stretch import BOUND_S
+
+_CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 class Result:
@@ -70,6 +78,37 @@ def pannier(
         environment["COLUMNS"] = str(columns)
     command = ["-m", "pannier.cli", *arguments]
     return _run(command, fork_server.modules_of("".join(arguments[:1])), environment, timeout)
+
+
+def pannier_in_terminal(*arguments: str, columns: int, lines: int = 24) -> Result:
+    """Runs ``pannier`` in a terminal of this size; ``out`` is all that it showed, without control sequences."""
+    ours, theirs = os.openpty()
+    try:
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+        process = subprocess.Popen(
+            python("-m", "pannier.cli", *arguments),
+            env={**clean_environment(), MARKER: SESSION, "TERM": "xterm"},
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            start_new_session=True,
+        )
+    finally:
+        os.close(theirs)
+    with process, open(ours, "rb", buffering=0) as terminal:
+        killer = threading.Timer(BOUND_S, process.kill)
+        killer.start()
+        try:
+            shown = b""
+            # The read fails once no process has the terminal any more.
+            with suppress(OSError):
+                while data := terminal.read(1 << 16):
+                    shown += data
+            code = process.wait()
+        finally:
+            killer.cancel()
+            process.kill()
+    return Result(code, _CONTROL.sub("", shown.decode()).replace("\r", "\n"), "")
 
 
 def _run(

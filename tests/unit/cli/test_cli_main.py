@@ -124,9 +124,33 @@ def test_a_planner_is_not_for_a_sidecar_alone() -> None:
     assert "10.0.0.2:7070" in result.err
 
 
-def test_unknown_commands_and_options_exit_with_2() -> None:
-    assert pannier("frobnicate").code == 2
-    assert pannier("status", "--frobnicate").code == 2
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (["stauts"], "Did you mean `pannier status`?"),
+        (["list", "/tmp"], "Did you mean `pannier ls`?"),
+        (["frobnicate"], ""),
+        (["status", "--adress", "x"], "--address"),
+        (["status", "--frobnicate"], ""),
+    ],
+)
+def test_unknown_commands_and_options_exit_with_2_and_similar_names(
+    words: list[str], meant: str
+) -> None:
+    result = pannier(*words)
+    assert result.code == 2
+    assert "error: No such" in result.err
+    assert meant in result.err
+    assert ("Did you mean" in result.err) == bool(meant)
+    assert "--help` lists what there is" in result.err
+
+
+def test_errors_are_wrapped_between_words_of_a_terminal() -> None:
+    place = "/tmp/" + "x" * 90
+    result = pannier("ls", place, columns=80)
+    assert result.code == 1
+    assert place in result.err.splitlines(), "an address can be copied"
+    assert all(len(line) <= 80 for line in result.err.splitlines() if line != place), result
 
 
 @pytest.mark.parametrize(

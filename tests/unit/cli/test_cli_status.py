@@ -1,5 +1,6 @@
 """``pannier status`` and ``watch`` against a daemon with scripted answers."""
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ import pytest
 from google.protobuf import json_format
 
 from pannier.v1 import save_pb2, status_pb2, status_pb2_grpc
-from support.processes.cli import pannier
+from support.processes.cli import pannier, pannier_in_terminal
 from support.processes.daemons import short_directory
 
 ID = "job/inc/g1a2b3c4d/7"
@@ -233,6 +234,22 @@ def test_watch_ends_with_the_save(serve: Serve, end: save_pb2.SaveStatus, code: 
     assert second == f"{ID} {outcome}: {2 - code} of 2 ranks durable"
     assert details[0].startswith(f"gs://bucket/run/step-100  {outcome}")
     assert ("no such bucket" in result.out) == bool(code)
+
+
+@pytest.mark.parametrize("columns", [80, 200])
+def test_a_terminal_gets_bars_that_fit_it_and_then_the_details(serve: Serve, columns: int) -> None:
+    address = serve(Scripted(episodes=[[UPLOADING], [UPLOADING, COMMITTED]]))
+    result = pannier_in_terminal("watch", ID, "--address", address, columns=columns)
+    assert result.code == 0, result
+    lines = result.out.splitlines()
+    assert all(len(line) <= columns for line in lines), result
+    bar = next(line for line in lines if line.startswith("rank 1  node-1 INGESTED"))
+    assert re.search(" ━*╸? * 0 % ", bar)
+    assert any(
+        line.startswith("waiting for rank 1 (host node-1, last seen 12 s ago)") for line in lines
+    )
+    assert f"gs://bucket/run/step-100  COMMITTED  {ID}" in lines
+    assert "\x1b" not in result.out
 
 
 def test_watch_json_is_one_status_per_line(serve: Serve) -> None:

@@ -48,9 +48,9 @@ def command(
                 continue
             progress.update(last)
             if live is not None:
-                live.update(progress.render(out.height))
+                live.update(progress.render(out.height), refresh=True)
             elif line != (line := progress.line()):
-                click.echo(line)
+                output.say(line)
     if last is not None and not as_json:
         output.console(wide=wide).print(save_view.save_details(last))
     committed = last is not None and last.state == save_pb2.SAVE_STATE_COMMITTED
