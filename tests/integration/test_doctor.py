@@ -58,7 +58,7 @@ def test_nothing_stands_in_the_way(tmp_path: Path) -> None:
         # Of the coordinator alone; as text.
         said = pannier("doctor", "gs://bucket/run", "--address", daemons.coordinator_address)
         assert said.code == 0
-        assert "✓ coordinator  target" in said.out
+        assert "✓  coordinator  target " in said.out
 
 
 def test_what_the_daemons_may_not_do(tmp_path: Path) -> None:

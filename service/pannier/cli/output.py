@@ -10,7 +10,7 @@ import time
 from typing import Any, Final
 
 import click
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.text import Text
 
 from pannier.common.sizes import size_text
@@ -36,6 +36,15 @@ def console(*, wide: bool = False, err: bool = False) -> Console:
     if wide or not (out.is_terminal or "COLUMNS" in os.environ):
         out.width = _ANY_WIDTH
     return out
+
+
+def show(renderable: RenderableType, *, wide: bool = False) -> None:
+    """Prints a table or the like, without the spaces that :mod:`rich` puts at the ends of lines."""
+    out = console(wide=wide)
+    with out.capture() as captured:
+        out.print(renderable)
+    for line in captured.get().splitlines():
+        click.echo(line.rstrip(), color=out.is_terminal)
 
 
 def say(text: str, *, err: bool = False) -> None:

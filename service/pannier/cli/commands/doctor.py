@@ -264,4 +264,4 @@ def _show(checks: list[tuple[str, diagnosis_pb2.Check]], *, as_json: bool) -> No
         if check.hint:
             found.append(f"\n{check.hint}", "dim")
         lines.add_row(signs.get(result(check), Text("?")), of, check.name, found)
-    output.console().print(lines)
+    output.show(lines)

@@ -154,7 +154,6 @@ async def _collect(
 
 
 def _print(root: str, found: _Found, dry_run: bool, wide: bool) -> None:
-    out = output.console(wide=wide)
     if not found.removed and not found.kept:
         if found.complete:
             output.say(f"nothing to remove below {root}")
@@ -177,7 +176,7 @@ def _print(root: str, found: _Found, dry_run: bool, wide: bool) -> None:
             checkpoint, attempt, reason = group
             table.add_row(checkpoint, reason.value, str(count), output.size(sizes[group]), attempt)
         output.say("would be removed:" if dry_run else "removed:")
-        out.print(table)
+        output.show(table, wide=wide)
     if found.kept:
         table = Table(
             Column("checkpoint", fit=Fit.PATH),
@@ -188,7 +187,7 @@ def _print(root: str, found: _Found, dry_run: bool, wide: bool) -> None:
         for checkpoint, kept in found.kept:
             table.add_row(checkpoint, output.size(kept.size), kept.why, kept.attempt)
         output.say("kept:")
-        out.print(table)
+        output.show(table, wide=wide)
 
 
 def _fields(checkpoint: str, removed: Removed, dry_run: bool) -> dict[str, Any]:

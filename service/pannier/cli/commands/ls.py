@@ -65,7 +65,7 @@ def command(*, root: str, storage_options: dict[str, Any], wide: bool, as_json: 
             ", ".join(_reasons(kept, checkpoint)),
             checkpoint.attempt or "",
         )
-    output.console(wide=wide).print(table)
+    output.show(table, wide=wide)
 
 
 def _fields(root: str, checkpoint: Checkpoint, kept: dict[str, Any]) -> dict[str, Any]:

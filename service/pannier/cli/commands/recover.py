@@ -133,7 +133,7 @@ def _print(place: str, outcomes: list[tuple[str, Outcome]], when: str, *, wide: 
             outcome.reason,
             outcome.attempt.attempt,
         )
-    output.console(wide=wide).print(table)
+    output.show(table, wide=wide)
     waiting = [
         outcome
         for _, outcome in outcomes

@@ -91,7 +91,7 @@ def command(
             output.ago(checkpoint.time),
             outcome.why if stays else "no rule keeps it",
         )
-    output.console(wide=wide).print(table)
+    output.show(table, wide=wide)
 
 
 async def _jobs(root: str, options: dict[str, Any]) -> list[str]:

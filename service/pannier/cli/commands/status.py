@@ -64,7 +64,7 @@ def command(
             if as_json:
                 output.print_json(as_dict(found))
             else:
-                output.console(wide=wide).print(save_view.save_details(found.save))
+                output.show(save_view.save_details(found.save), wide=wide)
             return
         listed = client.list_saves(
             status_pb2.ListSavesRequest(
@@ -89,6 +89,6 @@ def command(
             f"; {output.size(listed.spool_free_bytes)} free"
         )
     if listed.saves:
-        output.console(wide=wide).print(save_view.saves_table(listed.saves))
+        output.show(save_view.saves_table(listed.saves), wide=wide)
     else:
         output.say("no saves")

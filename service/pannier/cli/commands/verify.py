@@ -82,7 +82,7 @@ def _print(checkpoint_id: str, result: VerifyResult, *, wide: bool) -> None:
         rank = "" if finding.rank is None else str(finding.rank)
         table.add_row(finding.name, rank, Text(_problem(finding), style="red"))
     output.say(f"damaged: {checkpoint_id}, attempt {result.attempt}")
-    output.console(wide=wide).print(table)
+    output.show(table, wide=wide)
 
 
 def _problem(finding: Finding) -> str:

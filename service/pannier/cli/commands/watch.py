@@ -52,7 +52,7 @@ def command(
             elif line != (line := progress.line()):
                 output.say(line)
     if last is not None and not as_json:
-        output.console(wide=wide).print(save_view.save_details(last))
+        output.show(save_view.save_details(last), wide=wide)
     committed = last is not None and last.state == save_pb2.SAVE_STATE_COMMITTED
     click.get_current_context().exit(OK if committed else NEGATIVE)
 
