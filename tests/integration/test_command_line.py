@@ -122,7 +122,7 @@ def assert_shows(words: list[str], out: str, *, whole: bool) -> None:
     sentences = " ".join(out.split())
     match words:
         case ["status", checkpoint]:
-            assert f"{checkpoint} COMMITTED llama/" in sentences
+            assert re.match(f"step-30 COMMITTED llama/[^ ]+ {checkpoint} ", sentences)
             assert len(re.findall("  DURABLE  +4.0 MiB  .* ago", out)) == 1
         case ["status", *_]:
             shown = re.findall("step-[0-9]0  +COMMITTED +2 of 2 +4.0 MiB", out)
@@ -131,7 +131,7 @@ def assert_shows(words: list[str], out: str, *, whole: bool) -> None:
                 shown
             )
         case ["watch", *_]:
-            assert "/step-30 COMMITTED llama/" in sentences
+            assert re.search("step-30 COMMITTED llama/[^ ]+ [^ ]+/step-30 ", sentences)
         case ["ls", *_]:
             lines = re.findall(
                 "^step-([0-9]0) +committed +4.0 MiB .* ago +llama", out, re.MULTILINE

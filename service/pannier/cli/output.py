@@ -42,7 +42,7 @@ def show(renderable: RenderableType, *, wide: bool = False) -> None:
     """Prints a table or the like, without the spaces that :mod:`rich` puts at the ends of lines."""
     out = console(wide=wide)
     with out.capture() as captured:
-        out.print(renderable)
+        out.print(renderable, crop=False)
     for line in captured.get().splitlines():
         click.echo(line.rstrip(), color=out.is_terminal)
 

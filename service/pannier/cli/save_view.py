@@ -50,10 +50,13 @@ def saves_table(saves: Iterable[save_pb2.SaveStatus]) -> Table:
 
 
 def heading(save: save_pb2.SaveStatus) -> Text:
-    """Its checkpoint, state and id."""
+    """The last name of its checkpoint, its state and id; below, the whole checkpoint id, never broken."""
+    name = save.checkpoint_id.rpartition("/")[2]
     return Text.assemble(
-        *((save.checkpoint_id, "bold"), "  ", output.word(state_name(save.state))),
-        *("  ", (save.id, "dim")),
+        *((name, "bold"), "  ", output.word(state_name(save.state)), "  ", save.id),
+        *("\n", (save.checkpoint_id, "dim")),
+        no_wrap=True,
+        overflow="ignore",
     )
 
 

@@ -52,8 +52,8 @@ class Watched:
 def test_each_rank_has_a_bar_with_percent_rate_and_time_left() -> None:
     watched = Watched(2)
     watched.upload(0, 1, seconds=4)
-    head, first, _, whole = watched.lines()
-    assert head == "gs://bucket/run/step-100  UPLOADING  job/inc/g1/7"
+    head, place, first, _, whole = watched.lines()
+    assert (head, place) == ("step-100  UPLOADING  job/inc/g1/7", "gs://bucket/run/step-100")
     assert first.startswith("rank 0  node-0 INGESTED ━")
     assert first.endswith(" 40 % 100.0 MiB/s 6 s left")
     assert whole.startswith("all ")
@@ -61,10 +61,10 @@ def test_each_rank_has_a_bar_with_percent_rate_and_time_left() -> None:
 
 
 def test_above_sixteen_ranks_each_host_has_a_bar() -> None:
-    assert len(Watched(16).lines()) == 1 + 16 + 1
+    assert len(Watched(16).lines()) == 2 + 16 + 1
     watched = Watched(20)
     watched.upload(*range(20), seconds=2)
-    _, *hosts, _ = watched.lines()
+    _, _, *hosts, _ = watched.lines()
     assert [line.split()[0] for line in hosts] == [f"node-{host}" for host in range(5)]
     assert all("400.0 MiB/s" in line for line in hosts)
 
@@ -72,7 +72,7 @@ def test_above_sixteen_ranks_each_host_has_a_bar() -> None:
 def test_a_low_terminal_shows_those_that_are_behind() -> None:
     watched = Watched(40)
     watched.upload(*range(36), seconds=3)
-    _, *hosts, _, more = watched.lines(height=10)
+    _, _, *hosts, _, more = watched.lines(height=10)
     assert [line.split()[0] for line in hosts] == ["node-9", "node-0"]
     assert more == "and 8 more, at 30 % and above"
 
@@ -87,7 +87,7 @@ def test_only_what_makes_no_progress_is_waited_for() -> None:
     assert watched.lines()[-1].startswith("waiting for rank 1 (host node-0, not seen yet), at most")
     assert watched.progress.line().endswith("waiting for ranks [1]")
     # Its rate is forgotten, not kept.
-    assert watched.lines()[2].endswith(" 0 %")
+    assert watched.lines()[3].endswith(" 0 %")
     watched.upload(1, seconds=1)
     assert not watched.progress.late()
     assert watched.progress.line().endswith("40 % uploaded")
@@ -119,7 +119,7 @@ def test_storage_that_does_not_respond_is_named_at_once() -> None:
 
 def test_ranks_without_data_are_whole_when_they_are_durable() -> None:
     watched = Watched(1, size=0)
-    assert "%" not in watched.lines()[1]
+    assert "%" not in watched.lines()[2]
     watched.save.ranks[0].phase = save_pb2.RANK_PHASE_DURABLE
     watched.progress.update(watched.save)
-    assert watched.lines()[1].endswith("100 %")
+    assert watched.lines()[2].endswith("100 %")

@@ -232,7 +232,7 @@ def test_watch_ends_with_the_save(serve: Serve, end: save_pb2.SaveStatus, code: 
     assert first == f"{ID} UPLOADING: 1 of 2 ranks durable, 30 % uploaded, waiting for ranks [1]"
     outcome = "COMMITTED" if code == 0 else "ABORTED"
     assert second == f"{ID} {outcome}: {2 - code} of 2 ranks durable"
-    assert details[0].startswith(f"gs://bucket/run/step-100  {outcome}")
+    assert details[:2] == [f"step-100  {outcome}  {ID}", "gs://bucket/run/step-100"]
     assert ("no such bucket" in result.out) == bool(code)
 
 
@@ -248,7 +248,7 @@ def test_a_terminal_gets_bars_that_fit_it_and_then_the_details(serve: Serve, col
     assert any(
         line.startswith("waiting for rank 1 (host node-1, last seen 12 s ago)") for line in lines
     )
-    assert f"gs://bucket/run/step-100  COMMITTED  {ID}" in lines
+    assert f"step-100  COMMITTED  {ID}" in lines
     assert "\x1b" not in result.out
 
 
