@@ -20,6 +20,10 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+# Read when gRPC is imported. Unset, it is off for gRPC's Python package, but on for its core, which prints a line
+# at each fork: for each shell command of a notebook, and each worker of a DataLoader.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+
 import torch
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
