@@ -10,12 +10,12 @@ import asyncio
 import base64
 import hashlib
 import json
-import re
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import TimeoutError as LateError
+from html import escape
 from importlib import resources
 from typing import Any, Final, TypeVar
 
@@ -151,17 +151,36 @@ def json_response(value: message.Message) -> Response:
     return Response(json.dumps(as_dict(value)).encode(), "application/json")
 
 
-def _hash(html: str, tag: str) -> str:
-    """Source of the one element with this tag, for the Content-Security-Policy."""
-    (content,) = re.findall(rf"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
+def _words() -> str:
+    """The protos' names of phases, in their order, and of states that are final."""
+    phases = [each.name for each in save_pb2.RankPhase.DESCRIPTOR.values if each.number]
+    return json.dumps(
+        {
+            "phases": [name.removeprefix("RANK_PHASE_") for name in phases],
+            "terminal": [
+                save_pb2.SaveState.Name(state).removeprefix("SAVE_STATE_") for state in TERMINAL
+            ],
+        }
+    )
+
+
+def _source(content: str) -> str:
+    """An inline element's content as a source of the Content-Security-Policy."""
     digest = hashlib.sha256(content.encode()).digest()
     return f"'sha256-{base64.b64encode(digest).decode()}'"
 
 
 def _load() -> Response:
-    html = (resources.files("pannier.daemon") / "page.html").read_text(encoding="utf-8")
+    directory = resources.files("pannier.daemon") / "page"
+    html, style, picture, script = (
+        (directory / name).read_text(encoding="utf-8")
+        for name in ("page.html", "page.css", "picture.js", "page.js")
+    )
+    script = f'"use strict";\n{picture}\n{script}'
+    html = html.replace("{}", escape(_words()))
+    html = html.replace("/* page.css */", style).replace("/* picture.js, page.js */", script)
     policy = (
-        f"default-src 'none'; script-src {_hash(html, 'script')}; style-src {_hash(html, 'style')}; "
+        f"default-src 'none'; script-src {_source(script)}; style-src {_source(style)}; "
         "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
     return Response(html.encode(), "text/html; charset=utf-8", {"Content-Security-Policy": policy})

@@ -1,0 +1,174 @@
+"""Status pages of saves that were never made: as large as any, running or ended, and pictures of them."""
+
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from playwright.sync_api import Page
+
+from pannier.daemon.http_server import serve_http
+from pannier.daemon.metrics import Metrics
+from pannier.daemon.status_page import StatusPage
+from pannier.daemon.status_registry import StatusRegistry
+from pannier.daemon.status_service import DaemonInfo
+from pannier.v1 import save_pb2
+from support.processes.ranks import free_port
+
+RANKS_PER_HOST = 8
+_GIB = 1 << 30
+WIDTHS = (390, 1280, 1920)
+SCHEMES = ("light", "dark")
+
+
+def _status(number: int, state: "save_pb2.SaveState", seconds_ago: float) -> save_pb2.SaveStatus:
+    save = save_pb2.SaveId(job="llama-70b", incarnation="a1b2c3", group="g5f", number=number)
+    return save_pb2.SaveStatus(
+        save=save,
+        id=f"llama-70b/a1b2c3/g5f/{number}",
+        checkpoint_id=f"gs://bucket/llama-70b/run-3/step-{number}000",
+        state=state,
+        created_at=time.time() - seconds_ago,
+    )
+
+
+def _add_rank(
+    status: save_pb2.SaveStatus, number: int, phase: "save_pb2.RankPhase", uploaded: float
+) -> save_pb2.RankStatus:
+    """A rank of 10 GiB, and how much of it is in storage, from 0 to 1."""
+    spread = number * 7 % 11 / 11
+    durable = phase == save_pb2.RANK_PHASE_DURABLE
+    status.bytes_total += 10 * _GIB
+    return status.ranks.add(
+        rank=number,
+        host=f"gpu-node-{number // RANKS_PER_HOST}",
+        phase=phase,
+        bytes_staged=10 * _GIB,
+        bytes_ingested=10 * _GIB,
+        bytes_uploaded=int(uploaded * 10 * _GIB),
+        bytes_durable=10 * _GIB if durable else 0,
+        seconds_since_seen=0.4,
+        transport="mapped",
+        stalled_s=0.31 + spread / 10,
+        planned_s=0.1 + spread / 20,
+        staged_s=0.5 + spread / 5,
+        ingested_s=1.4 + spread / 2,
+        durable_s=7 + 5 * spread if durable else 0,
+    )
+
+
+def running(ranks: int, number: int = 40, *, uploaded: float = 0.1) -> save_pb2.SaveStatus:
+    """UPLOADING: most ranks are durable, half of the last host's have ``uploaded`` at least."""
+    status = _status(number, save_pb2.SAVE_STATE_UPLOADING, 15)
+    status.planned_s, status.ingested_s = 0.2, 1.9
+    slow = range(ranks - RANKS_PER_HOST // 2, ranks)
+    for rank in range(ranks):
+        if rank not in slow:
+            _add_rank(status, rank, save_pb2.RANK_PHASE_DURABLE, 1.0)
+            continue
+        late = _add_rank(status, rank, save_pb2.RANK_PHASE_INGESTED, uploaded + rank % 4 / 5)
+        late.retries, late.last_error = 3, "503 Slow Down"
+    status.waiting_on.ranks.extend(slow)
+    status.waiting_on.text = (
+        f"ranks {list(slow)} (host {status.ranks[-1].host}, last seen 0 s ago)"
+    )
+    status.waiting_on.deadline_s = 3580
+    return status
+
+
+def aborted(ranks: int, number: int = 39) -> save_pb2.SaveStatus:
+    """ABORTED: the trainers of half of the hosts were lost, and storage refused one other rank."""
+    status = _status(number, save_pb2.SAVE_STATE_ABORTED, 120)
+    status.planned_s = 0.2
+    lost = range(min(ranks // 2, 500))
+    for rank in range(ranks):
+        state = _add_rank(status, rank, save_pb2.RANK_PHASE_INGESTED, 0.4)
+        if rank in lost:
+            message = (
+                f"the process {4100 + rank} of rank {rank} on host {state.host} is gone: its connection "
+                "ended before the rank was ingested (streaming)"
+            )
+            _fail(status, state, save_pb2.FAILURE_KIND_LOST, message)
+            state.ingested_s = state.bytes_uploaded = state.bytes_ingested = 0
+    refused = status.ranks[-1]
+    message = f"403 Forbidden: {refused.host} may not create objects in bucket: `pannier doctor`"
+    _fail(status, refused, save_pb2.FAILURE_KIND_STORAGE, message)
+    return status
+
+
+def _fail(
+    status: save_pb2.SaveStatus,
+    rank: save_pb2.RankStatus,
+    kind: "save_pb2.FailureKind",
+    message: str,
+) -> None:
+    rank.phase, rank.last_error = save_pb2.RANK_PHASE_FAILED, message
+    status.failures.add(rank=rank.rank, host=rank.host, kind=kind, message=message)
+
+
+def committed(ranks: int, number: int = 38) -> save_pb2.SaveStatus:
+    """COMMITTED."""
+    status = _status(number, save_pb2.SAVE_STATE_COMMITTED, 240)
+    for rank in range(ranks):
+        _add_rank(status, rank, save_pb2.RANK_PHASE_DURABLE, 1.0)
+    status.planned_s, status.ingested_s, status.durable_s = 0.2, 1.9, 12.0
+    status.committed_s = 12.3
+    return status
+
+
+STATES = {"running": running, "aborted": aborted}
+
+
+class Pages:
+    """The pages of one daemon."""
+
+    def __init__(self, address: str, registry: StatusRegistry) -> None:
+        self.address = address
+        self._registry = registry
+
+    def put(self, status: save_pb2.SaveStatus) -> None:
+        """Shows the save, or its next status."""
+        self._registry.put(status.save, status.checkpoint_id, lambda: status)
+
+    def url(self, shown: str = "") -> str:
+        """The page, with this save shown."""
+        return f"http://{self.address}/" + (f"#{shown}" if shown else "")
+
+
+@contextmanager
+def serving(statuses: Sequence[save_pb2.SaveStatus] = ()) -> Iterator[Pages]:
+    """The pages of a coordinator with these saves, the newest last."""
+    registry, daemon_info = StatusRegistry(), DaemonInfo("coordinator-0")
+    pages = Pages(f"127.0.0.1:{free_port()}", registry)
+    for status in statuses:
+        pages.put(status)
+    routes = StatusPage(registry, daemon_info, lambda read: read()).routes(
+        Metrics("coordinator", daemon_info)
+    )
+    with serve_http(pages.address, routes, setting="--metrics"):
+        yield pages
+
+
+def take(page: Page, directory: Path, ranks: int, state: str, width: int, scheme: str) -> Path:
+    """Opens the page of a save in this state, as wide, and makes a screenshot of all of it."""
+    saves = [committed(ranks, 38), aborted(ranks, 39), running(ranks, 40)]
+    shown = next(save for save in saves if save.state == STATES[state](ranks).state)
+    page.set_viewport_size({"width": width, "height": 844 if width < 500 else 900})
+    page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
+    with serving(saves) as pages:
+        page.goto(pages.url(shown.id))
+        page.locator("#saves button[aria-current=true]").wait_for()
+        if state == "running":
+            pages.put(running(ranks, uploaded=0.2))
+            page.get_by_text("s left").wait_for()
+        # A wide page is seen without scrolling, of a narrow one all is wanted.
+        path = directory / f"{state}-{ranks}-ranks-{width}-{scheme}.png"
+        page.screenshot(path=path, full_page=width < 500)
+        page.goto("about:blank")
+    return path
+
+
+def views() -> Iterator[tuple[int, str, int, str]]:
+    """Ranks, state, width and colour scheme of all screenshots."""
+    return itertools.product((8, 1000), STATES, WIDTHS, SCHEMES)
