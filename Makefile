@@ -23,7 +23,7 @@ generate = cd proto && ../$(STUBS_VENV)/bin/python -m grpc_tools.protoc -I. \
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all pytest lint format stubs check-stubs check-words docs demo-xla test-xla test-torch chaos bench tools images lock clean distclean
+.PHONY: help demo test test-all pytest lint format stubs check-stubs check-words docs demo-xla test-xla test-torch chaos bench pictures tools images lock clean distclean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -55,7 +55,7 @@ WITHOUT_TORCH := $(addprefix unit/, test_bench.py test_packaging.py cli/* common
 			model_coordinator.py resume.py) \
 		maintenance/test_retention_policy.py $(addprefix wire/test_, auth_token.py fuzz_names.py object_names.py tls.py)) \
 	$(addprefix integration/test_, command_line.py coexistence.py dashboard.py doctor.py jobs_of_a_sidecar.py json_logs.py \
-		metrics.py page.py reflection.py security.py)
+		metrics.py page.py page_views.py reflection.py security.py)
 WITH_TORCH = tests/integration tests/unit $(foreach path,$(WITHOUT_TORCH),--ignore-glob='tests/$(path)')
 test-xla: $(XLA_INSTALLED)  ## The tests of torch_xla, and the client's with torch 2.9; takes 7 GB
 	$(XLA_BIN)/python -m pytest -o cache_dir=.pytest_cache/xla --numprocesses $(XLA_WORKERS) --dist loadfile --no-loadscope-reorder \
@@ -118,6 +118,10 @@ PEERS := $(VENV)/peers
 bench: $(INSTALLED)  ## Measure all that is promised, a quarter of an hour; needs a quiet machine
 	@test -d $(PEERS) || $(BIN)/$(PIP) install --quiet --no-deps --target $(PEERS) -r tests/bench/peers.txt || true
 	$(BIN)/python -m tests.bench.run $(ARGS)
+
+pictures: $(INSTALLED)  ## Make the screenshots of docs/status-page.md again
+	rm -f docs/status-page-*.png
+	PYTHONPATH=tests $(BIN)/python -m support.network.page_states docs
 
 # Some tests want more than Python: a browser for the status page, promtool for the alert rules. They
 # are skipped where it isn't, but for CI.

@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,14 +9,9 @@ from typing import Any
 import pytest
 from playwright.sync_api import expect
 
-from pannier.daemon.http_server import serve_http
-from pannier.daemon.metrics import Metrics
-from pannier.daemon.status_page import StatusPage
-from pannier.daemon.status_registry import StatusRegistry
-from pannier.daemon.status_service import DaemonInfo
-from pannier.v1 import save_pb2
 from support.actors.hand import Party
 from support.network.browser import Browser, browsing
+from support.network.page_states import serving
 from support.network.status_pages import Scrape, get, until
 from support.processes.cli import pannier
 from support.processes.daemons import Daemons, clean_environment
@@ -81,7 +75,7 @@ def test_a_save_is_followed_live_the_slowest_rank_first(
         expect(page.locator("#state")).to_have_text("COMMITTED")
         expect(page.locator("#ranks .DURABLE")).to_have_count(3)
     assert "step-12" in str(page.text_content("#tiles"))
-    assert "/s" in str(page.text_content("#tiles"))
+    assert "/s until durable" in str(page.text_content("#rate"))
     assert _colours(browser) > 2
     assert browser.complaints == []
 
@@ -122,65 +116,14 @@ def test_the_page_needs_nothing_from_elsewhere_and_runs_nothing_else(site: Site)
 
 
 def test_an_old_answer_is_marked_when_the_daemon_has_exited(browser: Browser) -> None:
-    status_registry, daemon_info = StatusRegistry(), DaemonInfo("node-9")
-    where = f"127.0.0.1:{free_port()}"
-    routes = StatusPage(status_registry, daemon_info, lambda read: read()).routes(
-        Metrics("coordinator", daemon_info)
-    )
-    with serve_http(where, routes, setting="--metrics"):
-        browser.page.goto(f"http://{where}/")
+    with serving() as pages:
+        browser.page.goto(pages.url())
         expect(browser.page.locator("#saves")).to_have_text("none so far")
         assert not browser.page.is_visible("#lost")
     expect(browser.page.locator("#lost")).to_be_visible()
     assert "has not responded for" in str(browser.page.text_content("#lost"))
     browser.page.goto("about:blank")
     browser.complaints.clear()
-
-
-def test_a_thousand_ranks_are_readable(browser: Browser) -> None:
-    status = save_pb2.SaveStatus(
-        save=save_pb2.SaveId(job="big", incarnation="i", group="g", number=1),
-        id="big/i/g/1",
-        checkpoint_id="gs://bucket/run/step-1000",
-        state=save_pb2.SAVE_STATE_UPLOADING,
-        created_at=time.time() - 9,
-        bytes_total=1000 << 30,
-    )
-    for number in range(1000):
-        slow = number == 617
-        status.ranks.add(
-            rank=number,
-            host=f"node-{number // 8}",
-            phase=save_pb2.RANK_PHASE_INGESTED if slow else save_pb2.RANK_PHASE_DURABLE,
-            bytes_staged=1 << 30,
-            bytes_ingested=1 << 30,
-            bytes_uploaded=(1 << 29) if slow else 1 << 30,
-            planned_s=0.1,
-            staged_s=0.3,
-            ingested_s=0.9,
-            durable_s=0 if slow else 2 + number % 7,
-        )
-    status_registry, daemon_info = StatusRegistry(), DaemonInfo("node-0")
-    status_registry.put(status.save, status.checkpoint_id, lambda: status)
-    where = f"127.0.0.1:{free_port()}"
-    routes = StatusPage(status_registry, daemon_info, lambda read: read()).routes(
-        Metrics("coordinator", daemon_info)
-    )
-    with serve_http(where, routes, setting="--metrics"):
-        page = browser.page
-        page.goto(f"http://{where}/")
-        expect(page.locator("#ranks tr")).to_have_count(6)
-        assert page.text_content("#slowest") == "The slowest 6 of 1000 ranks"
-        first = page.locator("#ranks tr").first
-        assert first.locator("td").all_text_contents()[:3] == ["617", "node-77", "INGESTED"]
-        assert page.text_content("#under") == "999 DURABLE, 1 INGESTED"
-        # A line for each, in a box that scrolls.
-        assert 1000 <= page.evaluate("document.querySelector('#timeline').clientHeight") < 1100
-        assert page.evaluate("document.querySelector('#scroll').clientHeight") < 860
-        assert page.evaluate("document.body.scrollWidth <= window.innerWidth")
-        assert _colours(browser) > 3
-        page.goto("about:blank")
-    assert browser.complaints == []
 
 
 def test_page_status_watch_and_metrics_say_the_same_during_a_save(

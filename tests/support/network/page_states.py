@@ -1,9 +1,15 @@
-"""Status pages of saves that were never made: as large as any, running or ended, and pictures of them."""
+"""Status pages of saves that were never made: as large as any, running or ended; and screenshots of them.
+
+``python -m support.network.page_states docs`` makes those of the documentation again.
+"""
 
 import itertools
+import random
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from playwright.sync_api import Page
@@ -14,12 +20,15 @@ from pannier.daemon.status_page import StatusPage
 from pannier.daemon.status_registry import StatusRegistry
 from pannier.daemon.status_service import DaemonInfo
 from pannier.v1 import save_pb2
+from support.network.browser import browsing
 from support.processes.ranks import free_port
 
 RANKS_PER_HOST = 8
 _GIB = 1 << 30
-WIDTHS = (390, 1280, 1920)
-SCHEMES = ("light", "dark")
+_WIDTHS = (390, 1280, 1920)
+_SCHEMES = ("light", "dark")
+_PHONE = 500
+"""A narrower page is a phone's."""
 
 
 def _status(number: int, state: "save_pb2.SaveState", seconds_ago: float) -> save_pb2.SaveStatus:
@@ -37,7 +46,8 @@ def _add_rank(
     status: save_pb2.SaveStatus, number: int, phase: "save_pb2.RankPhase", uploaded: float
 ) -> save_pb2.RankStatus:
     """A rank of 10 GiB, and how much of it is in storage, from 0 to 1."""
-    spread = number * 7 % 11 / 11
+    chance = random.Random(number)
+    spread, slowness = chance.random(), chance.betavariate(2, 5)
     durable = phase == save_pb2.RANK_PHASE_DURABLE
     status.bytes_total += 10 * _GIB
     return status.ranks.add(
@@ -54,7 +64,7 @@ def _add_rank(
         planned_s=0.1 + spread / 20,
         staged_s=0.5 + spread / 5,
         ingested_s=1.4 + spread / 2,
-        durable_s=7 + 5 * spread if durable else 0,
+        durable_s=6 + 6 * slowness if durable else 0,
     )
 
 
@@ -70,9 +80,7 @@ def running(ranks: int, number: int = 40, *, uploaded: float = 0.1) -> save_pb2.
         late = _add_rank(status, rank, save_pb2.RANK_PHASE_INGESTED, uploaded + rank % 4 / 5)
         late.retries, late.last_error = 3, "503 Slow Down"
     status.waiting_on.ranks.extend(slow)
-    status.waiting_on.text = (
-        f"ranks {list(slow)} (host {status.ranks[-1].host}, last seen 0 s ago)"
-    )
+    status.waiting_on.text = f"ranks {list(slow)} (host {status.ranks[-1].host}, last seen 0 s ago)"
     status.waiting_on.deadline_s = 3580
     return status
 
@@ -117,9 +125,6 @@ def committed(ranks: int, number: int = 38) -> save_pb2.SaveStatus:
     return status
 
 
-STATES = {"running": running, "aborted": aborted}
-
-
 class Pages:
     """The pages of one daemon."""
 
@@ -150,25 +155,59 @@ def serving(statuses: Sequence[save_pb2.SaveStatus] = ()) -> Iterator[Pages]:
         yield pages
 
 
-def take(page: Page, directory: Path, ranks: int, state: str, width: int, scheme: str) -> Path:
-    """Opens the page of a save in this state, as wide, and makes a screenshot of all of it."""
+@dataclass(frozen=True)
+class View:
+    """What is looked at, and how."""
+
+    state: str
+    """``running`` or ``aborted``."""
+    ranks: int
+    width: int
+    scheme: str
+    """``light`` or ``dark``."""
+
+    @property
+    def name(self) -> str:
+        """For a file."""
+        return f"status-page-{self.state}-{self.ranks}-{self.width}-{self.scheme}.png"
+
+
+VIEWS = [
+    View(state, ranks, width, scheme)
+    for state, ranks, width, scheme in itertools.product(
+        ("running", "aborted"), (8, 1000), _WIDTHS, _SCHEMES
+    )
+]
+DOCUMENTED = (View("running", 1000, 1280, "light"), View("aborted", 1000, 1280, "dark"))
+
+
+@contextmanager
+def viewing(page: Page, view: View) -> Iterator[None]:
+    """Opens the page of three saves, the one in the view's state shown; at the end it is blank again."""
+    ranks = view.ranks
     saves = [committed(ranks, 38), aborted(ranks, 39), running(ranks, 40)]
-    shown = next(save for save in saves if save.state == STATES[state](ranks).state)
-    page.set_viewport_size({"width": width, "height": 844 if width < 500 else 900})
-    page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
+    shown = {"running": saves[2], "aborted": saves[1]}[view.state]
+    page.set_viewport_size({"width": view.width, "height": 844 if view.width < _PHONE else 900})
+    page.emulate_media(color_scheme="dark" if view.scheme == "dark" else "light")
     with serving(saves) as pages:
         page.goto(pages.url(shown.id))
         page.locator("#saves button[aria-current=true]").wait_for()
-        if state == "running":
+        if view.state == "running":
             pages.put(running(ranks, uploaded=0.2))
             page.get_by_text("s left").wait_for()
-        # A wide page is seen without scrolling, of a narrow one all is wanted.
-        path = directory / f"{state}-{ranks}-ranks-{width}-{scheme}.png"
-        page.screenshot(path=path, full_page=width < 500)
+        yield
         page.goto("about:blank")
+
+
+def screenshot(page: Page, view: View, directory: Path) -> Path:
+    """What is seen without scrolling; of a phone's page all."""
+    path = directory / view.name
+    page.screenshot(path=path, full_page=view.width < _PHONE)
     return path
 
 
-def views() -> Iterator[tuple[int, str, int, str]]:
-    """Ranks, state, width and colour scheme of all screenshots."""
-    return itertools.product((8, 1000), STATES, WIDTHS, SCHEMES)
+if __name__ == "__main__":
+    with browsing() as browser:
+        for each in DOCUMENTED:
+            with viewing(browser.page, each):
+                print(screenshot(browser.page, each, Path(sys.argv[1])))

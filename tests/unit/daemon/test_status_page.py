@@ -1,6 +1,8 @@
 """What the status page reads: limits, what is kept, and a daemon that doesn't answer."""
 
 import asyncio
+import html
+import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +17,7 @@ from pannier.daemon.status_registry import StatusRegistry
 from pannier.daemon.status_service import Backlog, DaemonInfo
 from pannier.v1 import save_pb2
 from pannier.wire.errors import InvalidRequestError, PannierError, UnavailableError
+from pannier.wire.failures import kind_name
 from support.processes.stretch import BOUND_S
 
 
@@ -55,6 +58,20 @@ def test_lists_are_without_ranks_and_a_save_has_them() -> None:
     assert b'"ranks": []' in listed
     for name in (key, "/c/step-1"):
         assert b'"rank": 3' in site.get("/save.json", id=name)
+
+
+def test_the_page_has_the_phases_of_the_protos_and_a_hint_for_each_kind_of_failure() -> None:
+    text = Site().get("/").decode()
+    phases = json.dumps(
+        [
+            each.name.removeprefix("RANK_PHASE_")
+            for each in save_pb2.RankPhase.DESCRIPTOR.values
+            if each.number
+        ]
+    )
+    assert html.escape(f'"phases": {phases}') in text
+    for kind in save_pb2.FailureKind.values():
+        assert f"  {kind_name(kind)}: " in text or not kind
 
 
 def test_many_viewers_cost_no_more_than_one(monkeypatch: pytest.MonkeyPatch) -> None:

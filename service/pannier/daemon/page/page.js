@@ -205,7 +205,8 @@ function showRanks() {
   const counts = Object.entries(Object.groupBy(found, phaseOf)).map(([phase, ranks]) => `${ranks.length} ${phase}`).join(", ");
   $("summary").textContent = !terms.length ? counts : found.length ? `${found.length} of ${total}: ${counts}` : `no rank and no host matches, of ${total}`;
   const rows = found.slice(0, terms.length ? FOUND : SHOWN);
-  $("slowest").textContent = rows.length < found.length ? `The slowest ${rows.length} of ${several(found.length, "rank")}` : `${several(found.length, "rank")}, the slowest first`;
+  const count = rows.length < found.length ? `${rows.length} of ${several(found.length, "rank")}` : several(found.length, "rank");
+  $("slowest").textContent = `${count}, ${failed.size ? "those that failed" : "the slowest"} first`;
   update($("ranks"), ...rows.flatMap(rank => rankRows(rank, failed.has(rank.rank))));
   const latest = Math.max(shown.committed_s, shown.durable_s, ...shown.ranks.map(lastTime)), state = stateOf(shown);
   // Nothing has the time of an abort: room for its red.
@@ -218,8 +219,7 @@ const lastTime = rank => Math.max(...Object.values(TIMES).map(field => rank[fiel
 function rankRows(rank, failed) {
   const row = make("tr"), phase = phaseOf(rank), number = make("td");
   number.append(button(rank.rank, rank.rank, "plain"));
-  row.append(number, make("td", rank.host, "host"), make("td", phase, failed ? "FAILED" : phase));
-  row.children[1].title = rank.host;
+  row.append(number, make("td", rank.host, "host"), make("td", phase, failed ? "FAILED" : word(phase, "FAILED")));
   const narrow = { staged: " narrow5", ingested: " narrow1", uploaded: "", durable: " narrow2" };
   for (const name in narrow) row.append(make("td", size(rank["bytes_" + name]), "number" + narrow[name]));
   row.append(make("td", rank.stalled_s ? seconds(rank.stalled_s) : "", "number narrow3"), make("td", rank.retries, "number narrow3"), make("td", ago(rank.seconds_since_seen), "number narrow4"));
@@ -261,7 +261,7 @@ function pin(number) {
   showPinned();
 }
 
-const picture = new Picture($("timeline"), { colour, describe, point: showPinned, pin });
+const picture = new Picture($("timeline"), { describe, point: showPinned, pin });
 update($("legend"), ...PHASES.map(phase => {
   const made = make("span"), box = make("i");
   box.style.background = `var(--${phase}, var(--PLANNED))`;

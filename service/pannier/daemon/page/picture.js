@@ -1,13 +1,14 @@
-// The picture of a save: a line per rank over time, in the colours of the phases that it passed.
+// The picture of a save: a line per rank over time, in the colours of the phases that it passed. It is as
+// high for a thousand ranks as for some hundreds: lines overlap then, and the first ones, the slowest, are on top.
 
-const AXIS = 18, MOST_HIGH = 18, HIGH = 360, MOST_PIXELS = 8000;
+const AXIS = 18, MOST_HIGH = 18, HIGH = 400;
 // When a rank entered a phase, by the field that has it.
 const TIMES = { PLANNED: "planned_s", STREAMING: "staged_s", INGESTED: "ingested_s", DURABLE: "durable_s" };
 
 class Picture {
   // `point(rank)` is called with the number of the rank under mouse or cursor, or null; `pin(rank)` with the one that is clicked.
-  constructor(canvas, { colour, describe, point, pin }) {
-    Object.assign(this, { canvas, colour, describe, point, pin, ranks: [], at: null, pinned: null, span: 1 });
+  constructor(canvas, { describe, point, pin }) {
+    Object.assign(this, { canvas, describe, point, pin, ranks: [], at: null, pinned: null, span: 1 });
     canvas.addEventListener("mousemove", event => this.move(this.under(event)));
     canvas.addEventListener("mouseleave", () => this.move(null));
     canvas.addEventListener("click", event => { const rank = this.under(event); if (rank !== null) pin(rank); });
@@ -25,7 +26,7 @@ class Picture {
 
   get high() {
     const count = Math.max(1, this.ranks.length);
-    return Math.max(Math.min(1, MOST_PIXELS / count), Math.min(MOST_HIGH, Math.floor(HIGH / count)));
+    return count > HIGH ? HIGH / count : Math.min(MOST_HIGH, Math.floor(HIGH / count));
   }
 
   index(number) { return this.ranks.findIndex(rank => rank.rank === number); }
@@ -54,12 +55,10 @@ class Picture {
     const from = this.index(this.at), last = this.ranks.length - 1;
     const to = from < 0 ? 0 : Math.max(0, Math.min(last, from + by));
     this.move(this.ranks[to].rank);
-    const box = this.canvas.parentElement, top = AXIS + to * this.high;
-    if (top < box.scrollTop + AXIS) box.scrollTop = to ? top - AXIS : 0;
-    else if (top + this.high > box.scrollTop + box.clientHeight) box.scrollTop = top + this.high - box.clientHeight;
   }
 
-  // [phase, from, to] of each phase of a rank; a phase without a time begins with the last known one.
+  // [phase, from, to] of each phase of a rank; a phase without a time begins with the last known one. Red is what
+  // failed the save: a rank that was refused because of another stays in the colour that it had.
   segments(rank) {
     const parts = [];
     let from = 0, phase = "MISSING";
@@ -68,7 +67,9 @@ class Picture {
       parts.push([phase, from, rank[field]]);
       [phase, from] = [next, rank[field]];
     }
-    return [...parts, [this.failed(rank) ? "FAILED" : phaseOf(rank), from, this.span]];
+    if (this.failed(rank)) phase = "FAILED";
+    else if (phaseOf(rank) !== "FAILED") phase = phaseOf(rank);
+    return [...parts, [phase, from, this.span]];
   }
 
   draw() {
@@ -80,18 +81,20 @@ class Picture {
     canvas.style.height = tall + "px";
     const pen = canvas.getContext("2d"), gap = high > 3 ? 1 : 0, x = s => s / span * width;
     pen.scale(ratio, ratio);
-    this.ranks.forEach((rank, index) => {
-      for (const [phase, from, to] of this.segments(rank)) {
+    const colours = Object.fromEntries([...PHASES, "ink", "dim"].map(name => [name, colour(name)]));
+    for (let index = this.ranks.length - 1; index >= 0; index--) {
+      for (const [phase, from, to] of this.segments(this.ranks[index])) {
         if (to <= from) continue;
-        pen.fillStyle = this.colour(phase);
-        pen.fillRect(x(from), AXIS + index * high, Math.max(1, x(to) - x(from)), high - gap);
+        pen.fillStyle = colours[phase];
+        pen.fillRect(x(from), Math.floor(AXIS + index * high), Math.max(1, x(to) - x(from)), Math.max(1, high - gap));
       }
-    });
+    }
+    pen.fillStyle = colours.dim;
     this.drawAxis(pen, width, x);
     for (const number of [this.pinned, this.at]) {
       const index = this.index(number);
       if (index < 0) continue;
-      pen.strokeStyle = this.colour("ink"); pen.lineWidth = 2;
+      pen.strokeStyle = colours.ink; pen.lineWidth = 2;
       pen.strokeRect(1, Math.max(1, AXIS + index * high - 1), width - 2, Math.max(4, high + 2 - gap));
     }
   }
@@ -99,7 +102,7 @@ class Picture {
   drawAxis(pen, width, x) {
     const most = width < 480 ? 3 : 6, power = 10 ** Math.floor(Math.log10(this.span / most));
     const step = [1, 2, 5, 10].map(times => times * power).find(each => this.span / each <= most);
-    pen.fillStyle = this.colour("dim"); pen.font = "11px system-ui, sans-serif";
+    pen.font = "11px system-ui, sans-serif";
     for (let tick = 0; tick * step <= this.span; tick++) {
       const text = `${Number((tick * step).toPrecision(3))} s`, left = x(tick * step);
       pen.fillRect(left, AXIS - 4, 1, 3);
