@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from playwright.sync_api import Page, sync_playwright
+from playwright.sync_api import Page, expect, sync_playwright
+
+from support.processes.stretch import BOUND_S
 
 _ARGUMENTS = (
     # Root may not use the sandbox; the rest keeps it from calling home.
@@ -56,6 +58,9 @@ def browsing(width: int = 1280, height: int = 860) -> Iterator[Browser]:
     with sync_playwright() as play:
         chromium = play.chromium.launch(executable_path=path, args=list(_ARGUMENTS))
         try:
-            yield Browser(chromium.new_page(viewport={"width": width, "height": height}))
+            page = chromium.new_page(viewport={"width": width, "height": height})
+            page.set_default_timeout(1000 * BOUND_S)
+            expect.set_options(timeout=1000 * BOUND_S)
+            yield Browser(page)
         finally:
             chromium.close()

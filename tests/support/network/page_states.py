@@ -194,7 +194,7 @@ def viewing(page: Page, view: View) -> Iterator[None]:
         page.locator("#saves button[aria-current=true]").wait_for()
         if view.state == "running":
             pages.put(running(ranks, uploaded=0.2))
-            page.get_by_text("s left").wait_for()
+            page.locator("#rate", has_text="left").wait_for()
         yield
         page.goto("about:blank")
 
