@@ -1,4 +1,4 @@
-"""What ``make bench`` measures: one module per part, each runnable alone (see README.md)."""
+"""What ``make bench`` measures: one module per part, each runnable alone (see docs/benchmarks.md)."""
 
 import sys
 from pathlib import Path

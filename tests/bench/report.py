@@ -1,4 +1,4 @@
-"""The table of a whole run: the machine, the rows, as markdown; and its place in the README."""
+"""The table of a whole run: the machine, the rows, as markdown; and its place in docs/benchmarks.md."""
 
 import os
 import platform
@@ -65,11 +65,11 @@ def markdown(found: dict[str, Any], rows: Sequence[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def put_in(readme: Path, text: str) -> None:
+def put_in(page: Path, text: str) -> None:
     """Replaces what lies between the markers. Raises ValueError when they aren't there."""
-    whole = readme.read_text()
+    whole = page.read_text()
     if BEGIN not in whole or END not in whole:
-        raise ValueError(f"{readme} has no lines {BEGIN!r} and {END!r} to write the table between")
+        raise ValueError(f"{page} has no lines {BEGIN!r} and {END!r} to write the table between")
     before, _, rest = whole.partition(BEGIN)
     _, _, after = rest.partition(END)
-    readme.write_text(f"{before}{BEGIN}\n\n{text}\n{END}{after}")
+    page.write_text(f"{before}{BEGIN}\n\n{text}\n{END}{after}")

@@ -1,7 +1,7 @@
 """``make bench``: every part, one after another, each in a process of its own.
 
 Prints the table, writes ``bench-results/bench.json`` and ``bench.md``, and with ``--write`` the
-README's table. A part that fails is a row that says why, and the exit status is 1.
+table of docs/benchmarks.md. A part that fails is a row that says why, and the exit status is 1.
 """
 
 import argparse
@@ -212,7 +212,7 @@ def main() -> int:
     parser.add_argument("--add", action="store_true", help="keep the other parts' last results")
     parser.add_argument("--show", action="store_true", help="the last results; measure nothing")
     parser.add_argument("--list", action="store_true", help="list the parts and exit")
-    parser.add_argument("--write", action="store_true", help="the README's table")
+    parser.add_argument("--write", action="store_true", help="the table of docs/benchmarks.md")
     parser.add_argument("--output", type=Path, default=ROOT / "bench-results")
     options = parser.parse_args()
     chosen = planned(options)
@@ -225,7 +225,7 @@ def main() -> int:
     say(f"{time.monotonic() - begun:.0f} s in all")
     if options.write:
         text = report.markdown(found["machine"], all_rows(found["parts"], briefly=True))
-        report.put_in(ROOT / "README.md", text)
+        report.put_in(ROOT / "docs/benchmarks.md", text)
     return 1 if any("failed" in each["figures"] for each in found["parts"].values()) else 0
 
 

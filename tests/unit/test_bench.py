@@ -1,4 +1,4 @@
-"""The bench still runs: its parts, one small measurement, and the README's table."""
+"""The bench still runs: its parts, one small measurement, and the table of docs/benchmarks.md."""
 
 import json
 import subprocess
@@ -32,19 +32,19 @@ def test_a_part_prints_its_rows() -> None:
     assert len(answer["figures"]["called_s"]) == 1
 
 
-def test_the_table_replaces_the_one_in_the_readme(
+def test_the_table_replaces_the_one_in_the_docs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(REPOSITORY)
     from tests.bench import report
     from tests.bench.parts import Row
 
-    readme = tmp_path / "README.md"
-    readme.write_text((REPOSITORY / "README.md").read_text())
+    page = tmp_path / "benchmarks.md"
+    page.write_text((REPOSITORY / "docs/benchmarks.md").read_text())
     for result in ("1.2 ×", "1.1 ×"):
         text = report.markdown(report.machine(), [Row("a | b", "≤ 1.1 ×", result, True)])
-        report.put_in(readme, text)
-    written = readme.read_text()
+        report.put_in(page, text)
+    written = page.read_text()
     assert written.count(report.BEGIN) == written.count(report.END) == 1
     assert "| a \\| b | ≤ 1.1 × | 1.1 × | met |" in written
     assert "1.2 × | met" not in written

@@ -1,4 +1,4 @@
-"""The README's section on TPUs, as a reader would type it, on virtual devices."""
+"""docs/tpu.md, as a reader would type it, on virtual devices."""
 
 import re
 import signal
@@ -8,16 +8,11 @@ from support.network.status_pages import until
 from support.processes.daemons import Daemons
 from support.states import xla
 
-README = Path(__file__).parents[2] / "README.md"
-
-
-def section() -> str:
-    (found,) = re.findall(r"^## On TPUs.*?(?=^## )", README.read_text(), re.DOTALL | re.MULTILINE)
-    return str(found)
+PAGE = (Path(__file__).parents[2] / "docs/tpu.md").read_text()
 
 
 def block(opening: str) -> str:
-    blocks = re.findall(r"```\w+\n(.*?)```", section(), re.DOTALL)
+    blocks = re.findall(r"```\w+\n(.*?)```", PAGE, re.DOTALL)
     (found,) = [block for block in blocks if opening in block]
     return str(found)
 
@@ -35,7 +30,7 @@ def on_several_hosts(script: str) -> str:
     return changed
 
 
-def test_the_environment_of_the_readme_is_the_tested_one() -> None:
+def test_the_environment_of_the_page_is_the_tested_one() -> None:
     console = block("pip install")
     assert "pannier[xla,gcs]" in console
     assert "PJRT_DEVICE=CPU CPU_NUM_DEVICES=4 python train_xla.py" in console
@@ -61,7 +56,7 @@ def test_training_is_preempted_and_goes_on(tmp_path: Path, embedded: Path) -> No
         "torch_xla.sync()\n",
         'torch_xla.sync()\n    print("step", step, flush=True)\n    time.sleep(0.2)\n',
     )
-    (keep,) = re.findall(r"max_to_keep.*`(PANNIER_JOB=\S+ PANNIER_KEEP_NEWEST=3)`", section())
+    (keep,) = re.findall(r"max_to_keep.*`(PANNIER_JOB=\S+ PANNIER_KEEP_NEWEST=3)`", PAGE)
     settings = dict(each.split("=") for each in keep.split())
     with xla.start_program(f"import time\n{slowed}\n{TELL}", 4, settings) as program:
         program.wait_for("step 3\n")
