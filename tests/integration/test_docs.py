@@ -22,8 +22,8 @@ REPOSITORY = Path(__file__).parents[2]
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 ROOTS = ("/tmp/checkpoints", "gs://bucket/run")
 """Roots of the examples."""
-GENERATED = "cli.md"
-"""Held by tests of the command line."""
+OTHERS = {"cli.md": "test_command_line.py", "runbook.md": "deploy/test_monitoring.py"}
+"""Pages whose commands have tests of their own."""
 PROMPT = re.compile(r"^([\w ]*)\$ (.*?)(?:  +#.*)?$", re.MULTILINE)
 ELSEWHERE = {
     r"make [\w-]+": "unit/test_packaging.py, .ci/run",
@@ -43,13 +43,15 @@ class Command:
 
 
 def blocks(page: Path, language: str) -> list[str]:
-    found = re.findall(rf"^ *```{language}\n(.*?)^ *```", page.read_text(), re.DOTALL | re.MULTILINE)
+    found = re.findall(
+        rf"^ *```{language}\n(.*?)^ *```", page.read_text(), re.DOTALL | re.MULTILINE
+    )
     return [str(block) for block in found]
 
 
 def commands() -> Iterator[Command]:
     for page in PAGES:
-        for block in blocks(page, "console") if page.name != GENERATED else []:
+        for block in blocks(page, "console") if page.name not in OTHERS else []:
             for place, line in PROMPT.findall(block):
                 yield Command(page.name, place, line)
 
@@ -109,7 +111,9 @@ def test_links_lead_somewhere() -> None:
             assert linked.exists(), f"{page.name}: {target}"
             if anchor:
                 headings = re.findall(r"^#+ (.*)$", linked.read_text(), re.MULTILINE)
-                assert anchor in {anchor_of(heading) for heading in headings}, f"{page.name}: {target}"
+                assert anchor in {anchor_of(heading) for heading in headings}, (
+                    f"{page.name}: {target}"
+                )
 
 
 def anchor_of(heading: str) -> str:
@@ -132,9 +136,9 @@ def test_the_first_checkpoint_and_every_command(tmp_path: Path, embedded: Path) 
     settings["PANNIER_JOB"] = "llama"
     root = tmp_path / "checkpoints"
     first = trained(root, settings)
-    shown = re.findall(r"^saved .*", PAGES[0].read_text(), re.MULTILINE)
-    printed = re.findall(r"saved .*", first)
-    # X assert [without_figures(put(line, root)) for line in shown] == [*map(without_figures, printed)]
+    shown = re.findall(r"^pannier: saved .*", PAGES[0].read_text(), re.MULTILINE)
+    printed = re.findall(r"pannier: saved .*", first)
+    assert [without_figures(put(line, root)) for line in shown] == [*map(without_figures, printed)]
     assert "resumes" not in first
     assert "resumes after step 30" in trained(root, settings)
     for number, command in enumerate(commands()):

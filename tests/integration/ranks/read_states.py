@@ -58,9 +58,7 @@ def report_on(rank: int, ranks: int, readers: str) -> dict[str, list[str]]:
             saved = KINDS[name]
             for kind in (saved, WHOLE.get(name)):
                 if kind is not None and ranks in kind.ranks:
-                    for how, found in load(
-                        kind, saved, f"{root}/{name}", layout, readers
-                    ).items():
+                    for how, found in load(kind, saved, f"{root}/{name}", layout, readers).items():
                         report[f"{name}|{kind.name}|{how}|{root}"] = found
     return report
 
