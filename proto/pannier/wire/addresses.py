@@ -95,15 +95,11 @@ def keepalive_options() -> ChannelOptions:
 def runtime_dir() -> Path:
     """Directory of the embedded daemons' sockets: one per user and wire version.
 
-    ``PANNIER_RUNTIME_DIR``, else below ``XDG_RUNTIME_DIR``, else below ``/tmp``. Not created here.
+    ``PANNIER_RUNTIME_DIR``, else below ``/tmp``. Not below ``XDG_RUNTIME_DIR``, which is removed at
+    the user's last logout, and which cron and ssh sessions may not have. Not created here.
     """
     configured = os.environ.get("PANNIER_RUNTIME_DIR")
-    if configured:
-        return Path(configured)
-    base = os.environ.get("XDG_RUNTIME_DIR")
-    if base and os.access(base, os.W_OK):
-        return Path(base) / f"pannier-v{WIRE_VERSION}"
-    return Path(f"/tmp/pannier-{os.getuid()}-v{WIRE_VERSION}")
+    return Path(configured or f"/tmp/pannier-{os.getuid()}-v{WIRE_VERSION}")
 
 
 LOG: Final = "up.log"

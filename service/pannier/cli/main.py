@@ -20,6 +20,7 @@ _SUMMARIES: Final = {
     "sidecar": "Run the daemon that carries this host's checkpoints to storage.",
     "coordinator": "Run the daemon that plans and commits a job's checkpoints.",
     "up": "Run one sidecar and one coordinator on this host, supervised.",
+    "down": "End the embedded daemons of this user on this host.",
     "status": "Show saves and their progress.",
     "health": "Check whether a daemon lives and takes saves.",
     "doctor": "Check everything that a save from this host needs.",

@@ -7,6 +7,7 @@ little, since it runs as long as the daemons do.
 
 import logging
 import os
+import signal
 import stat
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from pannier.supervisor.processes import (
     next_start,
     start_command,
 )
+from pannier.wire.addresses import LOG
 
 _log = logging.getLogger(__name__)
 
@@ -39,6 +41,35 @@ class AlreadyRunningError(Exception):
 
 class UnsafeDirectoryError(Exception):
     """The runtime directory belongs to another user, or isn't a directory."""
+
+
+def stop(directory: Path, timeout_s: float) -> bool:
+    """Ends the supervisor of a runtime directory, and with it the daemons; whether one ran.
+
+    Raises:
+        TimeoutError: they have not exited after ``timeout_s`` seconds.
+        UnsafeDirectoryError: the directory is another user's.
+    """
+    if not directory.exists():
+        return False
+    _check_directory(directory)
+    lock = filelock.FileLock(directory / LOCK, mode=0o600)
+    try:
+        with lock.acquire(timeout=0):
+            return False
+    except filelock.Timeout:
+        pid = _read(directory / PID)  # empty when they are exiting already
+    if pid:
+        os.kill(int(pid), signal.SIGTERM)
+    try:
+        with lock.acquire(timeout=timeout_s):
+            return True
+    except filelock.Timeout:
+        raise TimeoutError(
+            f"the daemons in {directory} (process {pid or 'exiting'}) have not exited within "
+            f"{timeout_s:g} s: they finish uploads within the --grace that they were started with; "
+            f"their log is {directory / LOG}"
+        ) from None
 
 
 class Supervisor:
@@ -171,13 +202,17 @@ def _own_directory(directory: Path) -> None:
     try:
         directory.mkdir(mode=0o700)
     except FileExistsError:
-        found = directory.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-            raise UnsafeDirectoryError(
-                f"{directory} is not a directory of user {os.getuid()}; name another one with "
-                "--runtime-dir or PANNIER_RUNTIME_DIR"
-            ) from None
+        _check_directory(directory)
         directory.chmod(0o700)
+
+
+def _check_directory(directory: Path) -> None:
+    found = directory.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise UnsafeDirectoryError(
+            f"{directory} is not a directory of user {os.getuid()}; name another one with "
+            "--runtime-dir or PANNIER_RUNTIME_DIR"
+        ) from None
 
 
 def _read(path: Path) -> str:

@@ -12,8 +12,11 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+from click.testing import CliRunner, Result
 
 from pannier.cli.commands.up import default_spool
+from pannier.cli.main import cli
+from pannier.wire import addresses
 from support.processes.daemons import clean_environment, short_directory
 from support.processes.processes import Process, python
 from support.processes.stretch import BOUND_S
@@ -124,6 +127,44 @@ def test_sigterm_stops_the_sidecar_before_the_coordinator_it_needs(up: Up) -> No
     assert process.stop() == 0
     assert up.notes()[-2:] == ["sidecar stopped", "coordinator stopped"]
     assert not (up.directory / "up.pid").exists()
+
+
+def down(directory: Path, *flags: str) -> Result:
+    return CliRunner().invoke(cli, ["down", "--runtime-dir", str(directory), *flags])
+
+
+def test_down_ends_the_sidecar_before_the_coordinator_and_waits_for_both(up: Up) -> None:
+    process = up.start()
+    up.both_started()
+    ended = down(up.directory)
+    assert (ended.exit_code, ended.output) == (0, f"the daemons have exited: {up.directory}\n")
+    assert up.notes()[-2:] == ["sidecar stopped", "coordinator stopped"]
+    assert process.wait(BOUND_S) == 0
+    again = down(up.directory)
+    assert (again.exit_code, again.output) == (0, f"no daemons run: {up.directory}\n")
+
+
+def test_down_names_daemons_that_do_not_exit_in_time(up: Up) -> None:
+    process = up.start(sidecar=STUBBORN)
+    up.both_started()
+    late = down(up.directory, "--timeout", "0.1")
+    assert late.exit_code == 1
+    assert f"(process {process.pid}) have not exited within 0.1 s" in late.output
+
+
+def test_down_kills_no_process_that_an_old_file_names(up: Up) -> None:
+    up.directory.mkdir(exist_ok=True)
+    (up.directory / "up.pid").write_text(f"{os.getpid()}\n")
+    assert down(up.directory).output == f"no daemons run: {up.directory}\n"
+
+
+def test_sessions_of_one_user_have_the_same_daemons(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PANNIER_RUNTIME_DIR", raising=False)
+    found = set()
+    for base in ("/run/user/0", "/tmp", ""):
+        monkeypatch.setenv("XDG_RUNTIME_DIR", base)
+        found.add(addresses.runtime_dir())
+    assert len(found) == 1
 
 
 def test_the_runtime_directory_is_the_users_alone(up: Up) -> None:

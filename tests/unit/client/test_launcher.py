@@ -167,7 +167,6 @@ def test_daemons_of_other_settings_are_refused_with_the_settings_names(
     (directory / env_fingerprint.FILE).write_text(
         env_fingerprint.encode(env_fingerprint.record(one["env"]))
     )
-    (directory / "up.pid").write_text(f"{one['pid']}\n")
     monkeypatch.setenv("AWS_SESSION_TOKEN", "rotated")
     launcher.ensure(settings)
     monkeypatch.setenv("AWS_PROFILE", "another")
@@ -179,7 +178,7 @@ def test_daemons_of_other_settings_are_refused_with_the_settings_names(
         )
     message = str(caught.value)
     assert "value of AWS_PROFILE, PANNIER_COORDINATOR, and" in message
-    assert f"kill {one['pid']}" in message
+    assert f"`pannier down --runtime-dir {directory}`" in message
     assert "another PANNIER_RUNTIME_DIR" in message
     assert "mine" not in message
     assert len(started(directory)) == 1

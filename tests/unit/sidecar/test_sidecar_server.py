@@ -878,7 +878,8 @@ def test_a_second_sidecar_on_the_spool_is_refused(host: Host) -> None:
     config = SidecarConfig(
         address=host.address + "2", coordinator=host.coordinator.address, spool=host.spool
     )
-    with pytest.raises(errors.ConfigurationError, match="another sidecar works on the spool"):
+    holder = rf"another sidecar works on the spool {host.spool} \(process {os.getpid()}: .*python"
+    with pytest.raises(errors.ConfigurationError, match=holder):
         host.loop.run(Sidecar(config).__aenter__())
 
 

@@ -169,15 +169,11 @@ def _check_environment(settings: Settings, spec: DaemonSpec) -> None:
     except FileNotFoundError:  # a sidecar that was started there by hand
         return
     if names:
-        try:
-            supervisor = (directory / "up.pid").read_text().strip()
-        except FileNotFoundError:  # it is exiting
-            supervisor = "their supervisor"
         raise ConfigurationError(
             f"the embedded daemons in {directory} were started with another value of "
             f"{', '.join(names)}, and would store this trainer's checkpoints elsewhere: wait until "
-            f"they exit ({spec.idle_exit_s:g} s after their last trainer), stop them (kill "
-            f"{supervisor}), or set another PANNIER_RUNTIME_DIR"
+            f"they exit ({spec.idle_exit_s:g} s after their last trainer), end them (`pannier down "
+            f"--runtime-dir {directory}`), or set another PANNIER_RUNTIME_DIR"
         )
 
 

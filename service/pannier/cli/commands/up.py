@@ -34,7 +34,7 @@ _ROOM = 4 << 30
     "--runtime-dir",
     type=click.Path(file_okay=False, path_type=Path),
     metavar="DIRECTORY",
-    help="Holds sockets, logs and the lock.  [default: one per user, below XDG_RUNTIME_DIR or /tmp]",
+    help="Holds sockets, logs and the lock.  [default: one per user, below /tmp]",
 )
 @option(
     "--spool",

@@ -308,9 +308,11 @@ class Spool:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
+            holder = _lock_holder(fd)
             os.close(fd)
             raise ConfigurationError(
-                f"another sidecar works on the spool {self.directory}; give each its own --spool"
+                f"another sidecar works on the spool {self.directory}{holder}; end it (embedded daemons: "
+                "`pannier down --runtime-dir DIRECTORY`), or give each its own --spool (PANNIER_SPOOL)"
             ) from error
         except BaseException:
             os.close(fd)
@@ -395,3 +397,18 @@ class Spool:
 
 def _whole_pages(size: int) -> int:
     return max(1, -(-size // _PAGE)) * _PAGE
+
+
+def _lock_holder(fd: int) -> str:
+    """Which process holds the lock on a file, for an error's text; "" where the kernel doesn't say."""
+    found = os.fstat(fd)
+    device = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
+    for line in Path("/proc/locks").read_text().splitlines():
+        words = line.split()
+        if words[1] == "FLOCK" and words[5] == device:
+            try:
+                arguments = Path(f"/proc/{words[4]}/cmdline").read_bytes()
+            except OSError:  # of another user or namespace, or it has just exited
+                return f" (process {words[4]})"
+            return f" (process {words[4]}: {arguments.rstrip(bytes(1)).replace(bytes(1), b' ').decode(errors='replace')})"
+    return ""

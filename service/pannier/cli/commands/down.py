@@ -1,0 +1,52 @@
+"""``pannier down``: ends the embedded daemons of a runtime directory, the sidecar first."""
+
+from pathlib import Path
+
+import click
+
+from pannier.cli.errors import NEGATIVE, complain
+from pannier.cli.options import Seconds, option
+from pannier.common import timeouts
+
+
+@click.command("down")
+@option(
+    "--runtime-dir",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="DIRECTORY",
+    help="Theirs.  [default: this user's, below /tmp]",
+)
+@click.option(
+    "--timeout",
+    type=Seconds(),
+    default=timeouts.DAEMONS_STOP_S,
+    show_default=True,
+    metavar="SECONDS",
+    help="Longest wait until they have exited.",
+)
+def command(*, runtime_dir: Path | None, timeout: float) -> None:
+    """End the embedded daemons of this user on this host.
+
+    The sidecar finishes what it can upload within the --grace of `pannier up`.
+    The rest stays in the spool: the next start of the daemons uploads it.
+
+    Exit status 0: none run any more; 1: they have not exited in time.
+    """
+    from pannier.supervisor.up import UnsafeDirectoryError, stop
+    from pannier.wire import addresses
+
+    directory = (runtime_dir or addresses.runtime_dir()).absolute()
+    try:
+        stopped = stop(directory, timeout)
+    except UnsafeDirectoryError as error:
+        raise click.UsageError(str(error)) from error
+    except TimeoutError as error:
+        complain(str(error))
+        click.get_current_context().exit(NEGATIVE)
+    done = "the daemons have exited" if stopped else "no daemons run"
+    click.echo(f"{done}: {directory}")
+    for other in addresses.job_dirs(directory):
+        if (other / "up.pid").exists():
+            click.echo(
+                f"a job's daemons run in {other}: `pannier down --runtime-dir {other}` ends them"
+            )
