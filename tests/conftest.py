@@ -27,6 +27,8 @@ for _name in [name for name in os.environ if name.startswith("PANNIER_")]:
     if _name not in _KEPT:
         del os.environ[_name]
 os.environ[processes.MARKER] = processes.SESSION
+# Of the terminal that pytest itself writes to.
+os.environ.pop("COLUMNS", None)
 # Inherited by everything that is started here; see gcsfs' layout lookup.
 os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
 

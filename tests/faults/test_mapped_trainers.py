@@ -208,7 +208,7 @@ if __name__ == "__main__":
     batches = iter(loader)
     next(batches)
     client.save({"w": torch.full((8 << 18,), 3.0)}, checkpoint_id=f"{os.environ['ROOT']}/3")
-    print("children", forked, batches._workers[0].pid, flush=True)
+    print("pids:", forked, batches._workers[0].pid, flush=True)
     time.sleep(600)
 """
 
@@ -219,8 +219,8 @@ def test_children_of_a_dead_trainer_hold_none_of_its_files(
 ) -> None:
     environment = daemons.env(ROOT=str(tmp_path / "root"))
     with start_ranks(FORKING, 1, environment, torchrun=False) as ranks, ExitStack() as cleaning:
-        ranks.wait_for("children", timeout=60)
-        pids = ranks.output(0).partition("children")[2].split()[:2]
+        ranks.wait_for("pids:", timeout=60)
+        pids = ranks.output(0).partition("pids:")[2].split()[:2]
         children = [psutil.Process(int(pid)) for pid in pids]
         for child in children:
             cleaning.callback(child.kill)

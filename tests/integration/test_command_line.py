@@ -107,7 +107,8 @@ def test_every_command_of_the_reference_shows_real_saves_in_80_and_200_columns(
         assert_verify_names_what_is_damaged(f"{root}/step-30", columns)
 
 
-DAEMONS = {"sidecar", "coordinator", "up"}
+DAEMONS = {"sidecar", "coordinator", "up", "down"}
+"""What starts or ends them has no example there."""
 ASKING = {"status", "health", "watch", "doctor"}
 
 

@@ -364,7 +364,7 @@ def test_reading_functions_and_commands_name_a_pipe(pipes: Path) -> None:
         check=True,
     )
     assert "is not a regular file" in ended.stdout.splitlines()[0]
-    assert "no checkpoints below" in pannier("ls", str(pipes)).out
+    assert "no checkpoints below" in pannier("ls", str(pipes)).err
     assert "is not a regular file" in pannier("verify", str(pipes / "step-0")).err
 
 
