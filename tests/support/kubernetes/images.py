@@ -17,6 +17,7 @@ import pytest
 from support.kubernetes.manifests import REPOSITORY
 
 _STORAGE = REPOSITORY / "build/images"
+WHEELS = _STORAGE / "wheels"
 _SOURCES = ("proto", "client", "service")
 
 
