@@ -61,8 +61,12 @@ def full_plans(sidecar: ScriptedSidecar) -> list[sidecar_pb2.PlanRequest]:
     return sidecar.asked(sidecar_pb2.PlanRequest)
 
 
+def hand_overs(sidecar: ScriptedSidecar) -> list[sidecar_pb2.HandOverRequest]:
+    return sidecar.asked(sidecar_pb2.HandOverRequest)
+
+
 def claims(sidecar: ScriptedSidecar) -> list[sidecar_pb2.HandOverRequest]:
-    return [r for r in sidecar.asked(sidecar_pb2.HandOverRequest) if r.HasField("claim")]
+    return [r for r in hand_overs(sidecar) if r.HasField("claim")]
 
 
 class Model:
@@ -291,7 +295,7 @@ def test_a_coordinator_that_has_forgotten_gets_the_local_plan(
     assert first.plan == second.plan
     assert second.context.save.number == 2
     # Handed over by the claim, and again by the plan.
-    handed_over = sidecar.asked(sidecar_pb2.HandOverRequest)
+    handed_over = hand_overs(sidecar)
     assert [(r.context.save.number, r.plan_id) for r in handed_over] == [
         *((1, "p1"), (2, ""), (2, "p1"), (3, "")),
     ]
@@ -324,7 +328,7 @@ def test_after_an_abort_the_next_save_is_planned_again(
     client.save(state(), checkpoint_id="/x/1")
     sidecar.commit = False
     handle = client.async_save(state(), checkpoint_id="/x/2")
-    sidecar.wait_for(lambda: len(sidecar.asked(sidecar_pb2.HandOverRequest)) == 2)
+    sidecar.wait_for(lambda: len(hand_overs(sidecar)) == 2)
     sidecar.abort(claims(sidecar)[0].context, save_pb2.Failure(rank=1, message="disk full"))
     with pytest.raises(SaveAbortedError, match="disk full"):
         handle.result(BOUND_S)
@@ -462,6 +466,13 @@ def test_the_local_plan_is_sent_while_bytes_are_under_way(
         planned.set()
 
     sidecar.on.update({"Write": request_plan, "Plan": answer})
-    client.save(state(), checkpoint_id="/x/2")
+    sidecar.commit = False
+    handle = client.async_save(state(), checkpoint_id="/x/2")
+    # Once more, if the bytes were sent before the answer had arrived.
+    sidecar.wait_for(
+        lambda: hand_overs(sidecar)[-1].plan_id == "p1" and len(hand_overs(sidecar)) > 1
+    )
     assert [r.context.save.number for r in full_plans(sidecar)] == [1, 2]
-    assert sidecar.asked(sidecar_pb2.HandOverRequest)[-1].plan_id == "p1"
+    context = hand_overs(sidecar)[-1].context
+    sidecar.send_status(context.save, save_pb2.SAVE_STATE_COMMITTED, checkpoint_id="/x/2")
+    handle.result(BOUND_S)
