@@ -68,9 +68,10 @@ def test_what_a_trainer_changes_after_the_hand_over_fails_its_own_save_alone(
         client.save(state(0), checkpoint_id=f"{root}/0")
         ours = mapped_files(spool).keys()
         hold_up(storage)
+        begun = uploads_begun(storage)
         # It takes the only place, so that the next upload waits.
         first = other.async_save(state(1), checkpoint_id=f"gs://bucket/{place}-{how}/first")
-        wait_until(lambda: any("uploadType=resumable" in r[1] for r in storage.requests()))
+        wait_until(lambda: uploads_begun(storage) > begun)
         theirs = mapped_files(spool).keys() - ours
         assert theirs
         second = client.async_save(state(2), checkpoint_id=f"{root}/2", timeout=60)
@@ -99,6 +100,10 @@ def test_what_a_trainer_changes_after_the_hand_over_fails_its_own_save_alone(
                 third.save(state(step), checkpoint_id=f"{root}/{step}")
                 check(f"{root}/{step}", step)
     assert slow.sidecar.stop() == 0
+
+
+def uploads_begun(storage: GcsServer) -> int:
+    return sum("uploadType=resumable" in request[1] for request in storage.requests())
 
 
 def large(

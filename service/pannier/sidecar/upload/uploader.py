@@ -54,7 +54,8 @@ class Uploader:
         self._journal = journal
         self._slots = slots
         self._open_store = open_store
-        self._stores: dict[str, Store] = {}
+        self._stores: dict[tuple[str, str], Store] = {}
+        """By save and checkpoint id."""
         self._uploads: dict[RankSave, dict[str, asyncio.Task[bool]]] = {}
         self._finishing: dict[RankSave, asyncio.Task[None]] = {}
         self._cleanups: dict[RankSave, asyncio.Task[None]] = {}
@@ -96,11 +97,11 @@ class Uploader:
         only this sidecar knows what it has uploaded since.
         """
         for save in self._saves.undecided():
-            attempt = next((rank.attempt for rank in save.ranks.values() if rank.attempt), "")
-            if not attempt:
+            rank = next((rank for rank in save.ranks.values() if rank.attempt), None)
+            if rank is None:
                 continue
             try:
-                decision = await read_decision(self._store(save), attempt, save.id)
+                decision = await read_decision(self._store(rank), rank.attempt, save.id)
             except PannierError as error:
                 _log.warning("save %s: its outcome can't be read: %s", save.key, error)
                 continue
@@ -111,7 +112,7 @@ class Uploader:
                         save=save.id,
                         id=save.key,
                         checkpoint_id=save.checkpoint_id,
-                        attempt=attempt,
+                        attempt=rank.attempt,
                         state=save_pb2.SAVE_STATE_COMMITTED
                         if committed
                         else save_pb2.SAVE_STATE_ABORTED,
@@ -150,7 +151,7 @@ class Uploader:
             self._saves.record_retry(rank, reason)
 
         async def upload() -> None:
-            store = self._store(rank.save)
+            store = self._store(rank)
             async with self._slots.slot(store.upload_memory, lambda: not file.complete):
                 info = await store.upload(
                     file.name, SpoolSource(file), progress=progress, retried=retried
@@ -178,7 +179,7 @@ class Uploader:
 
         async def write() -> None:
             fault_points.point("sidecar.receipt.before")
-            await self._store(rank.save).create(
+            await self._store(rank).create(
                 object_names.receipt(receipt.attempt, receipt.rank), encoded(receipt)
             )
             await self._journal.record_stored(rank)
@@ -203,10 +204,12 @@ class Uploader:
             return True
         return False
 
-    def _store(self, save: Save) -> Store:
-        store = self._stores.get(save.key)
+    def _store(self, rank: RankSave) -> Store:
+        """Of the checkpoint id that the rank itself has named: ranks may disagree until the plan is confirmed."""
+        key = (rank.save.key, rank.context.checkpoint_id)
+        store = self._stores.get(key)
         if store is None:
-            store = self._stores[save.key] = self._open_store(save.checkpoint_id)
+            store = self._stores[key] = self._open_store(rank.context.checkpoint_id)
         return store
 
     def _clean_up(self, save: Save, rank: RankSave | None) -> None:
@@ -248,9 +251,8 @@ class Uploader:
                 await self._journal.forget(rank)
         for rank in ranks:
             self._cleanups.pop(rank, None)
-        store = self._stores.pop(save.key, None)
-        if store is not None:
-            await store.close()
+        for key in [key for key in self._stores if key[0] == save.key]:
+            await self._stores.pop(key).close()
 
     async def _delete_objects(self, rank: RankSave) -> None:
         """Deletes what the rank uploaded; only after ABORT is durable."""
@@ -260,7 +262,7 @@ class Uploader:
         for key in keys:
             fault_points.point("sidecar.deletion.before")
             try:
-                await self._store(rank.save).delete(key)
+                await self._store(rank).delete(key)
             except PannierError as error:
                 _log.error(
                     "%s was aborted, but its object %s can't be deleted and stays: %s",
