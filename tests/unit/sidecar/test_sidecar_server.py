@@ -565,6 +565,25 @@ def test_fail_of_a_rank_that_was_never_seen_is_reported(host: Host) -> None:
     trainer.await_state(context, ABORTED)
 
 
+def test_a_ranks_bytes_go_where_it_said_though_another_rank_said_otherwise_first(
+    host: Host, tmp_path: Path
+) -> None:
+    host.start(allow=(str(host.root),))
+    first, second = (host.trainer(rank, (0, 1)) for rank in (1, 0))
+    elsewhere = tmp_path / "not-allowed"
+    failure = save_pb2.Failure(kind=save_pb2.FAILURE_KIND_CLIENT, message="planner raised")
+    failed = sidecar_pb2.FailRequest(context=first.context(str(elsewhere)), failure=failure)
+    first.call("Fail", failed)
+    header = second.header(second.context(host.id()), "0", 40 * MIB)
+    with second.stream(header) as stream:
+        assert stream.committed() == 0
+        for offset in range(0, 20 * MIB, MIB):
+            stream.send(bytes(MIB), offset)
+        host.coordinator.await_report(lambda report: report.status.bytes_uploaded >= 8 * MIB)
+        assert not elsewhere.exists()
+        assert Path(host.id()).exists()
+
+
 # Trainers that go away.
 
 
