@@ -63,7 +63,7 @@ class Figures:
     metadata_bytes: int = 0
     manifest_bytes: int = 0
     steady_s: float = 0.0
-    """From the first report until the last sidecar knows the plan agreed."""
+    """From the first report until the last sidecar knows that the plan is confirmed."""
     steady_cpu_s: float = 0.0
     """Of all that a save costs, up to the last receipt."""
     metadata_s: float = 0.0
@@ -108,7 +108,7 @@ def peak_bytes(pid: int) -> int:
 
 
 async def play(daemon: Daemon, root: Path, figures: Figures, saves: int) -> None:
-    """One job: a save that is planned, and ``saves`` that go by its plan."""
+    """One job: a save that is planned, and ``saves`` that claim its plan."""
     plans = local_plans(figures.ranks, figures.tensors, figures.replicas)
     pid = daemon.pid
     async with Cast(daemon.address, root, plans) as cast:
@@ -124,10 +124,10 @@ async def play(daemon: Daemon, root: Path, figures: Figures, saves: int) -> None
         for number in range(2, 2 + saves):
             shutil.rmtree(cast.place(number - 1))
             begun = cpu_s(pid)
-            agreed_s = await cast.propose(number)
+            confirmed_s = await cast.claim(number)
             await reach_last(cast, number)
             steady = cpu_s(pid) - begun
-            measured.append((agreed_s, steady, *await finish_last(cast, pid, number)))
+            measured.append((confirmed_s, steady, *await finish_last(cast, pid, number)))
         middle = [sorted(each)[len(measured) // 2] for each in zip(*measured, strict=True)]
         figures.steady_s, figures.steady_cpu_s = middle[0], middle[1]
         figures.metadata_s, figures.metadata_cpu_s = middle[2], middle[3]

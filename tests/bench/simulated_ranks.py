@@ -228,19 +228,20 @@ class Cast:
             played.given = sidecar_pb2.PlanResponse.FromString(answer).plan
         return took
 
-    async def propose(self, number: int) -> float:
-        """All ranks go by the plan that they have; seconds until all sidecars know it agreed."""
+    async def claim(self, number: int) -> float:
+        """All ranks are handed over by the plan that they have; seconds until it is confirmed everywhere."""
         to_send = []
         for sidecar in self.sidecars:
             reports = [
                 coordinator_pb2.RankReport(
                     context=self.context(sidecar, played.rank, number),
                     attempt=self.attempt(number),
-                    status=self._status(sidecar, played, save_pb2.RANK_PHASE_MISSING),
-                    plan_id=played.given.plan_id,
-                    digest=played.digest,
+                    status=self._status(sidecar, played, save_pb2.RANK_PHASE_HANDED_OVER),
                     timeout_s=_TIMEOUT_S,
                     save_timeout_s=_TIMEOUT_S,
+                    claim=sidecar_pb2.CachedPlanClaim(
+                        plan_id=played.given.plan_id, digest=played.digest, timeout_s=_TIMEOUT_S
+                    ),
                 )
                 for played in sidecar.ranks
             ]

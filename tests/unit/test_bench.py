@@ -32,6 +32,13 @@ def test_a_part_prints_its_rows() -> None:
     assert len(answer["figures"]["called_s"]) == 1
 
 
+def test_the_simulated_ranks_follow_the_protocol() -> None:
+    size = ("--ranks", "4", "--replicas", "1", "--tensors", "2", "--saves", "1")
+    output = run("planning", "--json", *size, "--peer-ranks", "0")
+    answer = json.loads(output.splitlines()[-1])
+    assert answer["figures"]["planning"][0]["steady_s"] > 0
+
+
 def test_the_table_replaces_the_one_in_the_docs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
