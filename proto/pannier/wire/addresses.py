@@ -99,7 +99,19 @@ def runtime_dir() -> Path:
     the user's last logout, and which cron and ssh sessions may not have. Not created here.
     """
     configured = os.environ.get("PANNIER_RUNTIME_DIR")
-    return Path(configured or f"/tmp/pannier-{os.getuid()}-v{WIRE_VERSION}")
+    return Path(configured or f"{_usual_dir()}{WIRE_VERSION}")
+
+
+def usual_dirs() -> list[Path]:
+    """The existing directories of this user below ``/tmp``, of all wire versions."""
+    usual = _usual_dir()
+    found = sorted(usual.parent.glob(f"{usual.name}*"))
+    return [each for each in found if each.lstat().st_uid == os.getuid()]
+
+
+def _usual_dir() -> Path:
+    """Without the wire version at its end."""
+    return Path(f"/tmp/pannier-{os.getuid()}-v")
 
 
 LOG: Final = "up.log"

@@ -51,6 +51,8 @@ class DaemonInfo:
     draining: bool = False
     backlog: Callable[[], Backlog] = Backlog
     """Called on the event loop."""
+    trainers: Callable[[], int] | None = None
+    """The same: connected trainers. None: of a coordinator."""
 
     @property
     def state(self) -> str:
@@ -108,6 +110,7 @@ def describe_daemon(daemon_info: DaemonInfo) -> status_pb2.ListSavesResponse:
         spool_saves_bytes=backlog.saves_bytes,
         spool_capacity_bytes=backlog.capacity_bytes,
         spool_free_bytes=backlog.free_bytes,
+        trainers=None if daemon_info.trainers is None else daemon_info.trainers(),
     )
 
 

@@ -73,7 +73,11 @@ class Sidecar:
     ) -> None:
         self.config = config
         self.saves = SaveRegistry()
-        self.daemon_info = DaemonInfo(config.host, backlog=self.backlog)
+        self.daemon_info = DaemonInfo(
+            config.host,
+            backlog=self.backlog,
+            trainers=lambda: self._connections.ranks_by_job().total(),
+        )
         self.auth = None if job is None else JobAuth(job)
         self._job = job
         self._slots = UploadSlots(config.memory)

@@ -10,11 +10,12 @@ import os
 import signal
 import stat
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import filelock
 
-from pannier.common import env_fingerprint
+from pannier.common.daemon_record import DaemonRecord
 from pannier.supervisor.processes import (
     GAVE_UP,
     MISCONFIGURED,
@@ -39,7 +40,7 @@ class AlreadyRunningError(Exception):
 
 
 class UnsafeDirectoryError(Exception):
-    """The runtime directory belongs to another user, or isn't a directory."""
+    """The runtime directory belongs to another user or container, or isn't a directory."""
 
 
 def stop(directory: Path, timeout_s: float) -> bool:
@@ -47,7 +48,7 @@ def stop(directory: Path, timeout_s: float) -> bool:
 
     Raises:
         TimeoutError: they have not exited after ``timeout_s`` seconds.
-        UnsafeDirectoryError: the directory is another user's.
+        UnsafeDirectoryError: the directory is another user's, or its supervisor another container's.
     """
     if not directory.exists():
         return False
@@ -59,6 +60,11 @@ def stop(directory: Path, timeout_s: float) -> bool:
     except filelock.Timeout:
         pid = _read(directory / PID)  # empty when they are exiting already
     if pid:
+        if not _has_open(int(pid), directory / LOCK):
+            raise UnsafeDirectoryError(
+                f"the daemons in {directory} run in another container, where their supervisor is "
+                f"process {pid}: end them there"
+            )
         os.kill(int(pid), signal.SIGTERM)
     try:
         with lock.acquire(timeout=timeout_s):
@@ -79,7 +85,7 @@ class Supervisor:
         sidecar: command line.
         coordinator: command line; None when the sidecar uses one elsewhere.
         shared: the coordinator serves other hosts as well: its idle exit counts, not the sidecar's.
-        decisive: the environment record that trainers compare theirs with.
+        record: what trainers compare themselves with.
         grace_s: the sidecar's time to finish uploads after SIGTERM.
         margin_s: a daemon's time to exit on top of that, before SIGKILL.
     """
@@ -91,12 +97,12 @@ class Supervisor:
         coordinator: Sequence[str] | None,
         sidecar: Sequence[str],
         shared: bool = False,
-        decisive: env_fingerprint.Record,
+        record: DaemonRecord,
         grace_s: float,
         margin_s: float = 5.0,
     ) -> None:
         self._directory = directory
-        self._decisive = decisive
+        self._record = record
         self._grace_s = grace_s
         self._margin_s = margin_s
         environment = {k: v for k, v in os.environ.items() if k not in _OF_OTHER_DAEMONS}
@@ -123,7 +129,8 @@ class Supervisor:
         pid_file = self._directory / PID
         with self._signals.blocked():
             try:
-                self._leave_record()
+                # Before a daemon serves.
+                self._record.write(self._directory)
                 pid_file.write_text(f"{os.getpid()}\n")
                 return self._supervise()
             finally:
@@ -136,14 +143,6 @@ class Supervisor:
                         [daemon], 0.0 if hurried else grace_s + self._margin_s
                     )
                 lock.release()
-
-    def _leave_record(self) -> None:
-        """Written before a daemon serves, and atomically, since trainers may be reading it."""
-        path = self._directory / env_fingerprint.FILE
-        new = path.with_suffix(".new")
-        new.write_text(env_fingerprint.encode(self._decisive))
-        new.chmod(0o600)
-        new.replace(path)
 
     def _lock(self) -> filelock.BaseFileLock:
         lock = filelock.FileLock(self._directory / LOCK, mode=0o600)
@@ -212,6 +211,16 @@ def _check_directory(directory: Path) -> None:
             f"{directory} is not a directory of user {os.getuid()}; name another one with "
             "--runtime-dir or PANNIER_RUNTIME_DIR"
         ) from None
+
+
+def _has_open(pid: int, path: Path) -> bool:
+    """Whether a process of this user has a file open; in another PID namespace it is another process."""
+    with suppress(FileNotFoundError, PermissionError):
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(FileNotFoundError):  # closed meanwhile
+                if descriptor.samefile(path):
+                    return True
+    return False
 
 
 def _read(path: Path) -> str:

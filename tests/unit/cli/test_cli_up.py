@@ -40,11 +40,13 @@ STUBBORN = FOREVER.replace("SIGTERM, stop", "SIGTERM, signal.SIG_IGN")
 DRIVER = """
 import json, logging, sys
 from pathlib import Path
+from pannier.common.daemon_record import DaemonRecord
 from pannier.supervisor.up import AlreadyRunningError, Supervisor
 logging.basicConfig(level=logging.INFO)
 directory, coordinator, sidecar, grace, margin = json.loads(sys.argv[1])
 try:
-    sys.exit(Supervisor(Path(directory), coordinator=coordinator, sidecar=sidecar, decisive={}, grace_s=grace, margin_s=margin).run())
+    record = DaemonRecord.of_this_process({}, exits_idle=True)
+    sys.exit(Supervisor(Path(directory), coordinator=coordinator, sidecar=sidecar, record=record, grace_s=grace, margin_s=margin).run())
 except AlreadyRunningError as error:
     print(error)
     sys.exit(17)
@@ -156,6 +158,17 @@ def test_down_kills_no_process_that_an_old_file_names(up: Up) -> None:
     up.directory.mkdir(exist_ok=True)
     (up.directory / "up.pid").write_text(f"{os.getpid()}\n")
     assert down(up.directory).output == f"no daemons run: {up.directory}\n"
+
+
+def test_down_signals_no_process_of_another_container(up: Up) -> None:
+    process = up.start()
+    up.both_started()
+    # As it is seen where the number is another process'.
+    (up.directory / "up.pid").write_text(f"{os.getpid()}\n")
+    refused = down(up.directory)
+    assert refused.exit_code == 2
+    assert f"another container, where their supervisor is process {os.getpid()}" in refused.output
+    assert process.returncode is None
 
 
 def test_sessions_of_one_user_have_the_same_daemons(monkeypatch: pytest.MonkeyPatch) -> None:

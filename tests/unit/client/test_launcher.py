@@ -10,22 +10,18 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 
 from pannier.client.config import Settings
-from pannier.client.embedded import launcher
-from pannier.client.embedded.daemon_spec import DaemonSpec
-from pannier.client.embedded.launcher import await_others
-from pannier.common import env_fingerprint, timeouts
-from pannier.v1 import save_pb2, status_pb2, status_pb2_grpc
-from pannier.wire import addresses
-from pannier.wire.errors import ConfigurationError, UnavailableError
+from pannier.client.embedded import daemon_status, launcher
+from pannier.common import timeouts
+from pannier.common.daemon_record import DaemonRecord, decisive_variables
+from pannier.wire.errors import ConfigurationError, UnavailableError, VersionMismatchError
 from support.actors.scripted_sidecar import wait_until
 from support.processes.daemons import short_directory
 from support.processes.stretch import BOUND_S
@@ -164,9 +160,7 @@ def test_daemons_of_other_settings_are_refused_with_the_settings_names(
     settings = Settings(runtime_dir=directory, spool=Path("/tmp/some-spool"))
     launcher.ensure(settings)
     (one,) = started(directory)
-    (directory / env_fingerprint.FILE).write_text(
-        env_fingerprint.encode(env_fingerprint.record(one["env"]))
-    )
+    DaemonRecord.of_this_process(decisive_variables(one["env"]), exits_idle=True).write(directory)
     monkeypatch.setenv("AWS_SESSION_TOKEN", "rotated")
     launcher.ensure(settings)
     monkeypatch.setenv("AWS_PROFILE", "another")
@@ -177,11 +171,37 @@ def test_daemons_of_other_settings_are_refused_with_the_settings_names(
             )
         )
     message = str(caught.value)
+    assert f"of the environment {sys.prefix}, process {os.getpid()} of user" in message
     assert "value of AWS_PROFILE, PANNIER_COORDINATOR, and" in message
     assert f"`pannier down --runtime-dir {directory}`" in message
     assert "another PANNIER_RUNTIME_DIR" in message
     assert "mine" not in message
     assert len(started(directory)) == 1
+
+
+def test_daemons_of_another_wire_version_are_refused_with_whose_they_are(directory: Path) -> None:
+    settings = Settings(runtime_dir=directory)
+    launcher.ensure(settings)
+    record = DaemonRecord.of_this_process({}, exits_idle=False)
+    replace(record, version="9.9", wire_version=77).write(directory)
+    with pytest.raises(VersionMismatchError) as caught:
+        launcher.ensure(settings)
+    assert "(pannier 9.9 of the environment" in str(caught.value)
+    assert "have wire version 77" in str(caught.value)
+    assert f"`pannier down --runtime-dir {directory}`" in str(caught.value)
+
+
+def test_idle_daemons_that_do_not_exit_are_an_error_with_the_reason(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = Settings(runtime_dir=directory)
+    launcher.ensure(settings)
+    record = DaemonRecord.of_this_process({}, exits_idle=True)
+    replace(record, version="9.9").write(directory)
+    monkeypatch.setattr(daemon_status, "is_idle", lambda _: True)
+    monkeypatch.setenv("FAKE", "fail")
+    with pytest.raises(UnavailableError, match=r"(?s)could not be ended: .*no room on the disk"):
+        launcher.ensure(settings)
 
 
 def test_a_stale_socket_is_no_daemon(directory: Path) -> None:
@@ -209,74 +229,3 @@ def test_daemons_in_a_pod_or_a_slurm_step_end_with_it(
     assert launcher.outlives_trainer()
     monkeypatch.setenv(mark, "1")
     assert not launcher.outlives_trainer()
-
-
-SERVING = ("--listen", "10.0.0.1:7070")
-
-
-class Status(status_pb2_grpc.StatusServicer):
-    """A coordinator with one save under way, for so many questions."""
-
-    def __init__(self) -> None:
-        self.left = 3
-        self.asked: list[status_pb2.ListSavesRequest] = []
-
-    def ListSaves(
-        self, request: status_pb2.ListSavesRequest, context: grpc.ServicerContext
-    ) -> status_pb2.ListSavesResponse:
-        self.asked.append(request)
-        self.left -= 1
-        saves = [
-            save_pb2.SaveStatus(
-                checkpoint_id="gs://bucket/run/step-1", save=save_pb2.SaveId(incarnation="aa")
-            )
-        ]
-        return status_pb2.ListSavesResponse(saves=saves if self.left > 0 else [])
-
-
-@pytest.fixture
-def status(sockets: Path) -> Iterator[Status]:
-    servicer = Status()
-    server = grpc.server(ThreadPoolExecutor(2))
-    status_pb2_grpc.add_StatusServicer_to_server(servicer, server)
-    server.add_insecure_port(addresses.embedded_coordinator(sockets))
-    server.start()
-    yield servicer
-    server.stop(0).wait()
-
-
-def test_exit_waits_until_nothing_of_the_job_is_under_way(sockets: Path, status: Status) -> None:
-    assert await_others(DaemonSpec(sockets, None, flags=SERVING), "llama", "aa", None) == ""
-    assert len(status.asked) == 3
-    request = status.asked[0]
-    assert request.job == "llama"
-    ended = {save_pb2.SAVE_STATE_COMMITTED, save_pb2.SAVE_STATE_ABORTED}
-    assert set(request.states).isdisjoint(ended)
-    assert save_pb2.SAVE_STATE_UPLOADING in request.states
-
-
-def test_exit_names_saves_still_under_way_at_its_deadline(sockets: Path, status: Status) -> None:
-    status.left = 1 << 30
-    left = await_others(DaemonSpec(sockets, None, flags=SERVING), "llama", "aa", 0.3)
-    assert left == "gs://bucket/run/step-1"
-
-
-def test_exit_waits_a_while_for_what_earlier_starts_left(
-    sockets: Path, status: Status, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(timeouts, "RESUMED_SAVE_S", 0.1)
-    monkeypatch.setattr(timeouts, "DAEMONS_STATUS_POLL_S", 0.15)
-    status.left = 1 << 30
-    assert await_others(DaemonSpec(sockets, None, flags=SERVING), "llama", "bb", None) == ""
-    assert len(status.asked) == 2
-
-
-def test_exit_does_not_ask_a_coordinator_that_serves_this_host_alone(
-    sockets: Path, status: Status
-) -> None:
-    assert await_others(DaemonSpec(sockets, None), "llama", "aa", None) == ""
-    assert status.asked == []
-
-
-def test_exit_does_not_wait_for_a_coordinator_that_is_gone(sockets: Path) -> None:
-    assert await_others(DaemonSpec(sockets, None, flags=SERVING), "llama", "aa", None) == ""

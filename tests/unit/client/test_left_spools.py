@@ -13,7 +13,7 @@ import pytest
 from pannier.client.config import Settings
 from pannier.client.embedded import launcher, left_spools
 from pannier.client.embedded.daemon_spec import DaemonSpec, job_daemons, read_record, write_record
-from pannier.common import env_fingerprint
+from pannier.common.daemon_record import DaemonRecord, decisive_variables
 from pannier.wire import addresses
 from support.processes.daemons import short_directory
 from support.processes.stretch import BOUND_S
@@ -44,8 +44,7 @@ class Starts:
         pair = job_daemons(self.settings, directory, listen=listen, coordinator="10.0.0.1:7070")
         write_record(pair)
         own = {**launcher.environment(self.settings, pair), **environment}
-        text = env_fingerprint.encode(env_fingerprint.record(own))
-        (directory / env_fingerprint.FILE).write_text(text)
+        DaemonRecord.of_this_process(decisive_variables(own), exits_idle=True).write(directory)
         return pair
 
     def begin(self, newest: DaemonSpec) -> None:

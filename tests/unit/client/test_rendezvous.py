@@ -15,7 +15,8 @@ from pannier.client.embedded.certificates import TlsBundle
 from pannier.client.embedded.daemon_spec import job_daemons, write_record, write_tls_files
 from pannier.client.embedded.pg_store import RankStore
 from pannier.client.embedded.rendezvous import HostInfo, Rendezvous, agree
-from pannier.common import env_fingerprint, timeouts
+from pannier.common import timeouts
+from pannier.common.daemon_record import DaemonRecord, decisive_variables
 from pannier.wire import addresses
 from pannier.wire.errors import ConfigurationError, DeadlineError, UnavailableError
 from support.processes.ranks import free_port
@@ -223,8 +224,8 @@ def test_daemons_of_an_earlier_start_are_used_again(
     write_tls_files(directory, server)
     write_record(pair)
     (directory / "rendezvous.json").write_text(rendezvous._encode(standing))
-    kept = env_fingerprint.record(launcher.environment(settings, pair))
-    (directory / env_fingerprint.FILE).write_text(env_fingerprint.encode(kept))
+    kept = decisive_variables(launcher.environment(settings, pair))
+    DaemonRecord.of_this_process(kept, exits_idle=True).write(directory)
 
     def found(
         settings: Settings = settings, job: str = "job j"

@@ -1,13 +1,14 @@
-"""Finds or starts the host's embedded daemons (``pannier up``), and waits for them at exit.
+"""Finds or starts the host's embedded daemons (``pannier up``).
 
 In: settings. Out: the address of a sidecar that accepts connections. The daemons are detached from
 the process tree: they survive the trainer, Ctrl-C and a launcher that kills its workers. There is one
 sidecar and coordinator per host, user and wire version, and their environment decides where
 checkpoints are stored: a trainer with another environment gets an error rather than daemons of its
-own, whose spool and status its user wouldn't find. A job on several hosts has separate daemons
-(:mod:`pannier.client.embedded.daemon_spec`). Blocking.
+own, whose spool and status its user wouldn't find. Idle ones of another version are replaced. A job on
+several hosts has separate daemons (:mod:`pannier.client.embedded.daemon_spec`). Blocking.
 """
 
+import functools
 import logging
 import os
 import select
@@ -20,15 +21,15 @@ from pathlib import Path
 from typing import Final
 
 import filelock
-import grpc
 
 from pannier.client.config import Settings
-from pannier.client.embedded import network
+from pannier.client.embedded import daemon_status, network
 from pannier.client.embedded.daemon_spec import DaemonSpec, host_daemons
-from pannier.common import env_fingerprint, timeouts
-from pannier.v1 import save_pb2, status_pb2, status_pb2_grpc
+from pannier.client.process_group import process_rank
+from pannier.common import daemon_record, timeouts
+from pannier.common.daemon_record import DaemonRecord
 from pannier.wire import addresses
-from pannier.wire.errors import ConfigurationError, UnavailableError, from_rpc_error
+from pannier.wire.errors import ConfigurationError, UnavailableError, VersionMismatchError
 
 _log = logging.getLogger(__name__)
 
@@ -46,11 +47,6 @@ _FILES = (
     *("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"),
 )
 """Variables that may hold a path relative to the trainer's directory."""
-_ENDED: Final = (
-    save_pb2.SAVE_STATE_COMMITTED,
-    save_pb2.SAVE_STATE_ABORTED,
-    save_pb2.SAVE_STATE_PREPARED,
-)
 
 
 def ensure(settings: Settings, spec: DaemonSpec | None = None) -> str:
@@ -64,23 +60,32 @@ def ensure(settings: Settings, spec: DaemonSpec | None = None) -> str:
     Raises:
         ConfigurationError: the runtime directory isn't this user's, or its daemons were started
             with another environment; names the variables that differ.
+        VersionMismatchError: its daemons have another wire version, and are busy.
         UnavailableError: the daemons didn't start; with the end of their log.
     """
     spec = spec or host_daemons(settings)
     directory = spec.directory
     address = addresses.embedded_sidecar(directory)
-    path = address.removeprefix("unix://")
-    if _accepts(path):
+    up = is_up(spec)
+    if up:
         _check_owner(directory)
-        _check_environment(settings, spec)
-        return address
+    if not up or _may_be_replaced(spec):
+        _start_or_replace(settings, spec)
+    _check_daemons(settings, spec)
+    return address
+
+
+def _start_or_replace(settings: Settings, spec: DaemonSpec) -> None:
+    directory = spec.directory
     make_private_dir(directory)
     try:
         with filelock.FileLock(
             directory / "start.lock", timeout=2 * timeouts.DAEMONS_START_S, mode=0o600
         ):
-            if not _accepts(path):
-                _start(settings, spec, path)
+            if is_up(spec) and _may_be_replaced(spec) and daemon_status.is_idle(spec):
+                _end(settings, spec)
+            if not is_up(spec):
+                _start(settings, spec)
                 if spec.on_start is not None:
                     spec.on_start()
     except filelock.Timeout as error:
@@ -88,8 +93,6 @@ def ensure(settings: Settings, spec: DaemonSpec | None = None) -> str:
             f"another process has been starting the daemons in {directory} for {2 * timeouts.DAEMONS_START_S:g} s; "
             f"their log ends with:\n{_tail(directory / LOG)}"
         ) from error
-    _check_environment(settings, spec)
-    return address
 
 
 def is_up(spec: DaemonSpec) -> bool:
@@ -148,8 +151,8 @@ def _check_owner(directory: Path) -> None:
     found = directory.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
         raise ConfigurationError(
-            f"PANNIER_RUNTIME_DIR={directory} is not a directory of user {os.getuid()}: daemons "
-            "there could be another user's; set another one"
+            f"PANNIER_RUNTIME_DIR={directory} is not a directory of user {os.getuid()}, but of "
+            f"{daemon_record.user_name(found.st_uid)}, whose daemons could be there: set another one"
         )
 
 
@@ -158,28 +161,90 @@ def differing_variables(settings: Settings, spec: DaemonSpec) -> list[str]:
 
     Raises FileNotFoundError: they left no record of it.
     """
-    theirs = env_fingerprint.decode((spec.directory / env_fingerprint.FILE).read_text())
-    return env_fingerprint.differing(theirs, env_fingerprint.record(environment(settings, spec)))
+    record = daemon_record.read(spec.directory)
+    if record is None:
+        raise FileNotFoundError(f"no record of daemons in {spec.directory}")
+    return _differing(settings, spec, record)
 
 
-def _check_environment(settings: Settings, spec: DaemonSpec) -> None:
+def _differing(settings: Settings, spec: DaemonSpec, record: DaemonRecord) -> list[str]:
+    own = daemon_record.decisive_variables(environment(settings, spec))
+    return daemon_record.differing(record.variables, own)
+
+
+def _check_daemons(settings: Settings, spec: DaemonSpec) -> None:
+    """Refuses daemons that this process can't use, and logs once which it had better not."""
     directory = spec.directory
-    try:
-        names = differing_variables(settings, spec)
-    except FileNotFoundError:  # a sidecar that was started there by hand
+    record = daemon_record.read(directory)
+    if record is None:  # a sidecar that was started there by hand
         return
+    end_them = f"end them (`pannier down --runtime-dir {directory}`)"
+    if not record.speaks_ours:
+        raise VersionMismatchError(
+            f"the embedded daemons in {directory} ({record.description}) {record.mismatch()}: wait until "
+            f"they are idle, {end_them}, or set another PANNIER_RUNTIME_DIR"
+        )
+    names = _differing(settings, spec, record)
     if names:
         raise ConfigurationError(
-            f"the embedded daemons in {directory} were started with another value of "
-            f"{', '.join(names)}, and would store this trainer's checkpoints elsewhere: wait until "
-            f"they exit ({spec.idle_exit_s:g} s after their last trainer), end them (`pannier down "
-            f"--runtime-dir {directory}`), or set another PANNIER_RUNTIME_DIR"
+            f"the embedded daemons in {directory} ({record.description}) were started with another "
+            f"value of {', '.join(names)}, and would store this trainer's checkpoints elsewhere: wait "
+            f"until they exit ({spec.idle_exit_s:g} s after their last trainer), {end_them}, or set "
+            "another PANNIER_RUNTIME_DIR"
+        )
+    if mismatch := record.mismatch():
+        _log_once(
+            f"using the daemons in {directory} ({record.description}), though they {mismatch}: when "
+            f"they are idle, `pannier down --runtime-dir {directory}` ends them"
         )
 
 
-def _start(settings: Settings, spec: DaemonSpec, path: str) -> None:
+@functools.cache
+def _log_once(text: str) -> None:
+    if not process_rank():
+        _log.warning("%s", text)
+
+
+def _may_be_replaced(spec: DaemonSpec) -> bool:
+    """Whether daemons of another version run there, or of an environment that no longer exists.
+
+    Only those of jobs on this host alone: others serve the job that they were started for. Daemons
+    that don't exit when idle were started by hand.
+    """
+    record = None if spec.flags else daemon_record.read(spec.directory)
+    return record is not None and record.exits_idle and bool(record.mismatch())
+
+
+def _end(settings: Settings, spec: DaemonSpec) -> None:
+    """Ends idle daemons. A client that connects just now connects to their successors.
+
+    Raises UnavailableError: they didn't exit.
+    """
     directory = spec.directory
-    command = [sys.executable, "-m", "pannier.cli", "up", "--runtime-dir", str(directory)]
+    record = daemon_record.read(directory)
+    command = [*_pannier(), "down", "--runtime-dir", str(directory)]
+    command += ["--timeout", f"{timeouts.DAEMONS_START_S:g}"]
+    ended = subprocess.run(
+        command,
+        cwd="/",
+        env=environment(settings, spec),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    if ended.returncode:
+        raise UnavailableError(
+            f"the idle daemons in {directory} could not be ended: {ended.stdout.strip()}"
+        )
+    if record is not None:
+        _log.info("replaced idle daemons: %s", record.description)
+
+
+def _start(settings: Settings, spec: DaemonSpec) -> None:
+    directory = spec.directory
+    command = [*_pannier(), "up", "--runtime-dir", str(directory)]
     command += ["--idle-exit", f"{spec.idle_exit_s:g}", *spec.flags]
     log = directory / LOG
     if log.exists() and log.stat().st_size > _LOG_LIMIT:
@@ -203,16 +268,20 @@ def _start(settings: Settings, spec: DaemonSpec, path: str) -> None:
             )
         os.close(child_end)
         child_end = -1
-        _await_start(path, alive, log)
+        _await_start(spec, alive, log)
     finally:
         os.close(alive)
         if child_end >= 0:
             os.close(child_end)
 
 
-def _await_start(path: str, alive: int, log: Path) -> None:
+def _pannier() -> list[str]:
+    return [sys.executable, "-m", "pannier.cli"]
+
+
+def _await_start(spec: DaemonSpec, alive: int, log: Path) -> None:
     deadline = time.monotonic() + timeouts.DAEMONS_START_S
-    while not _accepts(path):
+    while not is_up(spec):
         # Readable once the other end is closed: the daemons' supervisor has exited.
         ended, _, _ = select.select([alive], [], [], timeouts.DAEMONS_START_POLL_S)
         if ended:
@@ -260,43 +329,3 @@ def _tail(log: Path, size: int = 4096) -> str:
             return file.read().decode(errors="replace").strip() or "(nothing)"
     except OSError as error:
         return f"({error})"
-
-
-def await_others(spec: DaemonSpec, job: str, incarnation: str, timeout_s: float | None) -> str:
-    """Waits for the saves of other hosts, where this host has their coordinator.
-
-    For daemons that don't outlive the trainer: the coordinator would end with this host. What earlier
-    starts left has ``timeouts.RESUMED_SAVE_S``: the job's next start finishes it as well.
-
-    Args:
-        timeout_s: None: no limit, since each save ends soon after its own deadline.
-
-    Returns the checkpoint ids still under way after ``timeout_s`` seconds, or "".
-    """
-    if not spec.serves_others:
-        return ""
-    start = time.monotonic()
-    deadline = None if timeout_s is None else start + timeout_s
-    running = [name for name, state in save_pb2.SaveState.items() if state and state not in _ENDED]
-    request = status_pb2.ListSavesRequest(job=job, states=running)
-    address = addresses.embedded_coordinator(spec.directory)
-    logged = False
-    with grpc.insecure_channel(address, options=addresses.channel_options()) as channel:
-        stub = status_pb2_grpc.StatusStub(channel)
-        while True:
-            try:
-                saves = list(stub.ListSaves(request, timeout=timeouts.STATUS_CALL_S).saves)
-            except grpc.RpcError as error:
-                problem = from_rpc_error(error, peer=f"coordinator at {address}")
-                _log.warning("can't list the saves of other hosts: %s", problem)
-                return ""
-            late = time.monotonic() - start > timeouts.RESUMED_SAVE_S
-            saves = [each for each in saves if each.save.incarnation == incarnation or not late]
-            if not saves:
-                return ""
-            if not logged:
-                _log.info("waiting for %d saves of other hosts to be committed", len(saves))
-                logged = True
-            if deadline is not None and time.monotonic() > deadline:
-                return "; ".join(each.checkpoint_id for each in saves)
-            time.sleep(timeouts.DAEMONS_STATUS_POLL_S)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pannier.client.config import Settings
 from pannier.client.embedded import launcher
 from pannier.client.embedded.daemon_spec import DaemonSpec
-from pannier.client.embedded.launcher import await_others
+from pannier.client.embedded.daemon_status import await_others
 from pannier.client.identity import Identity, World
 from pannier.client.interrupts import aside
 from pannier.client.transport.sidecar_client import SidecarClient

@@ -32,6 +32,7 @@ def command(*, runtime_dir: Path | None, timeout: float) -> None:
 
     Exit status 0: none run any more; 1: they have not exited in time.
     """
+    from pannier.common import daemon_record
     from pannier.supervisor.up import UnsafeDirectoryError, stop
     from pannier.wire import addresses
 
@@ -45,8 +46,10 @@ def command(*, runtime_dir: Path | None, timeout: float) -> None:
         click.get_current_context().exit(NEGATIVE)
     done = "the daemons have exited" if stopped else "no daemons run"
     click.echo(f"{done}: {directory}")
-    for other in addresses.job_dirs(directory):
-        if (other / "up.pid").exists():
+    usual = addresses.usual_dirs() if runtime_dir is None else []
+    for other in (*addresses.job_dirs(directory), *usual):
+        if other != directory and (other / "up.pid").exists():
+            whose = f" ({record.description})" if (record := daemon_record.read(other)) else ""
             click.echo(
-                f"a job's daemons run in {other}: `pannier down --runtime-dir {other}` ends them"
+                f"other daemons run in {other}{whose}: `pannier down --runtime-dir {other}` ends them"
             )

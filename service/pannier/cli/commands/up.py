@@ -115,7 +115,7 @@ def command(
     (--idle-exit). A trainer whose environment configures other storage is
     refused; flags given here hold for all trainers.
     """
-    from pannier.common import env_fingerprint
+    from pannier.common.daemon_record import DaemonRecord, decisive_variables
     from pannier.wire import addresses
 
     directory = (runtime_dir or addresses.runtime_dir()).absolute()
@@ -140,10 +140,10 @@ def command(
     common += _flags(settings, "allow", "storage_options", "host", *_TLS)
     idle = _flags(settings, "idle_exit")
     ctx = click.get_current_context()
-    decisive = env_fingerprint.record(os.environ)
+    variables = decisive_variables(os.environ)
     for name in ctx.params:
         if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
-            decisive[f"PANNIER_{name.upper()}"] = None
+            variables[f"PANNIER_{name.upper()}"] = None
     supervisor = Supervisor(
         directory,
         coordinator=[
@@ -166,7 +166,7 @@ def command(
             *([] if listen else idle),
         ],
         shared=listen is not None,
-        decisive=decisive,
+        record=DaemonRecord.of_this_process(variables, exits_idle=bool(idle)),
         grace_s=grace,
     )
     _set_up_logging(log_format)

@@ -64,6 +64,7 @@ class StatusGateway(status_pb2_grpc.StatusServicer):
             self._config.host,
             draining=self._jobs.draining,
             backlog=lambda: _sum(answers, self._config.spool),
+            trainers=lambda: sum(answer.trainers for answer in answers),
         )
         merged = describe_daemon(info)
         saves = [save for answer in answers for save in answer.saves]

@@ -1,0 +1,132 @@
+"""The record that ``pannier up`` leaves beside its sockets: whose daemons run there, and where they store.
+
+In: the environment of ``pannier up``. Out: a file in the runtime directory, by which a trainer of
+another environment doesn't use daemons that store elsewhere, and names those of another version. Of the
+variables that decide where checkpoints go it has names and hashes, no values. Any thread.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+import pwd
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from pannier.wire.version import WIRE_VERSION, package_version
+
+Variables = dict[str, str | None]
+"""SHA-256 of the values by name, hex. None: set by a flag, which every trainer accepts."""
+
+_FILE: Final = "up.json"
+_DECISIVE: Final = re.compile(
+    r"PANNIER_(COORDINATOR|SPOOL|STORAGE_OPTIONS|ALLOW|PLANNER|KEEP\w*)"
+    r"|STORAGE_EMULATOR_HOST|CLOUDSDK_CONFIG|FSSPEC_\w+"
+    r"|GOOGLE_(APPLICATION_CREDENTIALS|CLOUD_PROJECT|CLOUD_QUOTA_PROJECT|CLOUD_UNIVERSE_DOMAIN)"
+    r"|AWS_(ENDPOINT_URL\w*|IGNORE_CONFIGURED_ENDPOINT_URLS|(DEFAULT_)?(PROFILE|REGION)|ROLE_ARN)"
+    r"|AWS_(CONFIG_FILE|SHARED_CREDENTIALS_FILE|WEB_IDENTITY_TOKEN_FILE|CA_BUNDLE)"
+)
+"""Endpoints, profiles, paths, regions and Pannier's own settings."""
+_ROTATING: Final = re.compile(r"FSSPEC_\w*(KEY|SECRET|TOKEN|PASSWORD)\w*")
+"""Credentials may change every hour and don't change the destination."""
+
+
+@dataclass(frozen=True)
+class DaemonRecord:
+    """See the module. Other versions read it: a field is only added, and with a default."""
+
+    variables: Variables
+    """See :func:`decisive_variables`."""
+    prefix: str
+    """Python environment that they run in (``sys.prefix``)."""
+    version: str
+    """Of the package."""
+    wire_version: int
+    pid: int
+    """Of their supervisor."""
+    user: str
+    exits_idle: bool
+    """Whether they exit when they are idle, as those that a client started do."""
+
+    @classmethod
+    def of_this_process(cls, variables: Variables, *, exits_idle: bool) -> "DaemonRecord":
+        """The record of a supervisor, which is this process."""
+        return cls(
+            variables=variables,
+            prefix=sys.prefix,
+            version=package_version(),
+            wire_version=WIRE_VERSION,
+            pid=os.getpid(),
+            user=user_name(os.getuid()),
+            exits_idle=exits_idle,
+        )
+
+    @property
+    def description(self) -> str:
+        """Whose they are, for messages."""
+        return (
+            f"pannier {self.version} of the environment {self.prefix}, process {self.pid} of user "
+            f"{self.user}"
+        )
+
+    @property
+    def speaks_ours(self) -> bool:
+        """Whether clients of this version can use them."""
+        return self.wire_version == WIRE_VERSION
+
+    def mismatch(self) -> str:
+        """Why this process had better have daemons of its own, for messages; empty: no reason."""
+        if not self.speaks_ours:
+            return f"have wire version {self.wire_version}, this process has {WIRE_VERSION}"
+        if self.version != package_version():
+            return f"are of another version, this process is pannier {package_version()}"
+        if not os.path.isdir(self.prefix):
+            return "run in an environment that no longer exists"
+        return ""
+
+    def write(self, directory: Path) -> None:
+        """Writes it into a runtime directory; atomically, since trainers may be reading it."""
+        new = directory / f"{_FILE}.new"
+        new.write_text(json.dumps(dataclasses.asdict(self), indent=1, sort_keys=True) + "\n")
+        new.chmod(0o600)
+        new.replace(directory / _FILE)
+
+
+def read(directory: Path) -> DaemonRecord | None:
+    """The record of the daemons that run, or ran last, in a runtime directory; None: no record."""
+    try:
+        found = json.loads((directory / _FILE).read_text())
+    except FileNotFoundError:
+        return None
+    known = {field.name for field in dataclasses.fields(DaemonRecord)}
+    return DaemonRecord(**{name: value for name, value in found.items() if name in known})
+
+
+def decisive_variables(environment: Mapping[str, str]) -> Variables:
+    """The variables that decide where checkpoints go, as far as they are set and not empty."""
+    return {
+        name: hashlib.sha256(os.fsencode(value)).hexdigest()
+        for name, value in environment.items()
+        if value and _DECISIVE.fullmatch(name) and not _ROTATING.fullmatch(name)
+    }
+
+
+def differing(theirs: Variables, ours: Variables) -> list[str]:
+    """Sorted names of the variables that differ, or that only one side has."""
+    return sorted(
+        name
+        for name in theirs.keys() | ours.keys()
+        if theirs.get(name) != ours.get(name) and theirs.get(name, "") is not None
+    )
+
+
+def user_name(uid: int) -> str:
+    """A user's name, or its number where it has none."""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
