@@ -87,6 +87,9 @@ def test_the_dashboard_shows_what_page_and_watch_show(tmp_path: Path) -> None:
             "draining": 0,
             "storage calls that hang": 0,
         }
+        refused = "Requests for room in the spool that were refused, by host"
+        assert prometheus.panel(refused) == {sidecar: 0}
+        assert prometheus.panel("Checks for retention that failed, per hour") == {"": 0}
         moved = {
             phase: sum(int(rank[f"bytes_{phase}"]) for rank in save["ranks"]) for phase in PHASES
         }
