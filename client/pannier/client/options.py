@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
+from pannier.client.messages.place_line import log_resolved
 from pannier.common.locations import absolute, parse
 from pannier.wire import object_names
 from pannier.wire.errors import InvalidRequestError
@@ -25,6 +26,7 @@ def checkpoint_path(checkpoint_id: str | os.PathLike[str] | None) -> str:
     url = absolute(checkpoint_id)
     parse(url)
     object_names.split_checkpoint_id(url)
+    log_resolved(checkpoint_id, url)
     return url
 
 

@@ -21,6 +21,7 @@ from typing import Any, Final
 import fsspec
 
 from pannier.client.interrupts import shielded
+from pannier.client.messages.place_line import log_resolved
 from pannier.common import timeouts
 from pannier.common.locations import absolute
 from pannier.wire.errors import ConfigurationError, InvalidRequestError, StorageError
@@ -280,6 +281,7 @@ def readable(path: str | os.PathLike[str]) -> tuple[str, str]:
         raise InvalidRequestError(
             f"{scheme}:// is an unknown scheme; use a path, file://, gs://, s3:// or memory://"
         )
+    log_resolved(path, url)
     return url, scheme
 
 
