@@ -125,7 +125,7 @@ def trained(root: Path, settings: dict[str, str]) -> str:
     """What the README's example prints."""
     (script,) = (block for block in blocks(PAGES[0], "python") if block.startswith("# train.py"))
     with start_ranks(put(script, root), 2, settings) as ranks:
-        done = ranks.wait(BOUND_S).check()
+        done = ranks.wait(2 * BOUND_S).check()
     return "".join(done.outputs)
 
 
@@ -191,5 +191,5 @@ def test_every_fragment(tmp_path: Path, embedded: Path) -> None:
         ),
         log=tmp_path / "fragments.log",
     )
-    assert process.wait(BOUND_S) == 0, process.log()
+    assert process.wait(2 * BOUND_S) == 0, process.log()
     assert f"passed {len(fragments)}" in process.log()
