@@ -168,11 +168,13 @@ def test_a_place_that_is_not_as_it_was_written_is_logged_once(
         "gs://b/x/y",
     ):
         options.checkpoint_path(place)
-    filesystem.readable("~/other/step-1")
+    filesystem.readable("run")
+    filesystem.readable("~/deeper/other")
+    options.checkpoint_path("deeper/other/step-1")
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     options.checkpoint_path("third/step-1")
     assert capsys.readouterr().err.splitlines() == [
         f"pannier: run/step-1 is {tmp_path}/run/step-1",
-        f"pannier: ~/other/step-1 is {tmp_path}/other/step-1",
+        f"pannier: ~/deeper/other is {tmp_path}/deeper/other",
     ]

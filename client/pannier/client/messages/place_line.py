@@ -16,7 +16,8 @@ _logged: set[str] = set()
 def log_resolved(place: str | os.PathLike[str], resolved: str) -> None:
     """Logs the line, unless both are the same but for slashes at the end."""
     text, directory = os.fspath(place), posixpath.dirname(resolved)
-    if text.rstrip("/") == resolved or directory in _logged or process_rank():
+    if text.rstrip("/") == resolved or process_rank() or {directory, resolved} & _logged:
         return
-    _logged.add(directory)
+    # A root that was given itself explains the checkpoints below it.
+    _logged.update((directory, resolved))
     console.info("%s is %s", text, resolved)
