@@ -14,6 +14,8 @@ XLA_INSTALLED := $(XLA_VENV)/.installed
 VERSION := 2.15.0
 TORCH_VENV := .venv-torch-$(VERSION)
 PIP := python -m pip --disable-pip-version-check
+# Tests start hundreds of interpreters: each would compile this checkout's modules again.
+unexport PYTHONDONTWRITEBYTECODE
 
 PROTOS = $(notdir $(wildcard proto/pannier/v1/*.proto))
 # $(1): where the stubs go, relative to proto/. Without those of files that have no service.

@@ -55,18 +55,15 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     return report
 
 
-def _left_processes() -> dict[int, psutil.Process]:
-    found = {}
-    servers = fork_server.server_pids()
-    for process in processes.marked():
-        if process.pid in servers:
-            continue
+def _started_since(known: set[int]) -> list[psutil.Process]:
+    found = []
+    for process in processes.marked({*known, *fork_server.server_pids()}):
         try:
             command = " ".join(process.cmdline())
         except psutil.Error:
             continue
         if not any(word in command for word in _PYTHONS_OWN):
-            found[process.pid] = process
+            found.append(process)
     return found
 
 
@@ -86,13 +83,12 @@ def _describe(process: psutil.Process) -> str:
 def leaves_nothing_behind() -> Iterator[None]:
     """Fails a test that leaves processes, sockets or shared memory; removes them all the same."""
     processes.forget_logs()
-    # Children as well: one that was just started may not have its environment yet.
-    known = {*_left_processes(), *(each.pid for each in psutil.Process().children(recursive=True))}
+    known = {*psutil.pids()}
     files = _left_files()
     yield
     deadline = time.monotonic() + BOUND_S
     while True:
-        left = [p for pid, p in _left_processes().items() if pid not in known]
+        left = _started_since(known)
         if not left or time.monotonic() > deadline:
             break
         # Processes that were just signalled to end may need a moment.
@@ -152,10 +148,10 @@ def embedded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     directory, spool = short_directory(), memory_directory()
     monkeypatch.setenv("PANNIER_RUNTIME_DIR", str(directory))
     monkeypatch.setenv("PANNIER_SPOOL", str(spool))
-    before = set(_left_processes())
+    before = {*psutil.pids()}
     yield directory
     logs = [(path.name, path.read_text(errors="replace")) for path in directory.glob("*.log")]
     processes.keep_logs(logs)
-    processes.end(p for pid, p in _left_processes().items() if pid not in before)
+    processes.end(_started_since(before))
     shutil.rmtree(directory, ignore_errors=True)
     shutil.rmtree(spool, ignore_errors=True)

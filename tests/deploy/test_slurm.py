@@ -50,11 +50,11 @@ def network() -> Iterator[Network]:
 
 @pytest.fixture
 def allocation(network: Network, tmp_path: Path) -> Iterator[Allocation]:
-    before = {process.pid for process in processes.marked()}
+    before = {*psutil.pids()}
     job = f"pannier-{processes.SESSION}-7"
     own = [Path("/tmp", job), Path("/dev/shm", job)]
     yield Allocation(network, NAMES, tmp_path / "slurm", own)
-    processes.end(p for p in processes.marked() if p.pid not in before)
+    processes.end(processes.marked(before))
     for path in own:
         shutil.rmtree(path)
 
@@ -85,14 +85,14 @@ def check(directory: Path) -> None:
 
 
 def left(before: set[int]) -> list[psutil.Process]:
-    return [process for process in processes.marked() if process.pid not in before]
+    return [*processes.marked(before)]
 
 
 @pytest.mark.slow
 def test_nothing_is_set_up_and_the_step_ends_after_the_commit(
     allocation: Allocation, tmp_path: Path
 ) -> None:
-    before = {process.pid for process in processes.marked()}
+    before = {*psutil.pids()}
     job = Path("/tmp", f"pannier-{allocation.job_id}")
     batch(
         *(allocation, "embedded.sbatch", tmp_path),
@@ -110,7 +110,7 @@ def test_nothing_is_set_up_and_the_step_ends_after_the_commit(
 def test_daemons_in_steps_of_their_own_upload_what_is_left_and_leave(
     allocation: Allocation, tmp_path: Path, secured: bool
 ) -> None:
-    before = {process.pid for process in processes.marked()}
+    before = {*psutil.pids()}
     if secured:
         environment = Authority(tmp_path / "ca").issue("host", host=NAMES[0]).environment
     else:

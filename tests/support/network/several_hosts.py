@@ -188,7 +188,7 @@ class Hosts:
     """``with Hosts(network, "a", "b") as hosts``; at the end all that runs on them is killed."""
 
     def __init__(self, network: Network, *names: str) -> None:
-        self._before = {process.pid for process in processes.marked()}
+        self._before = {*psutil.pids()}
         self.all = [Host(name, network) for name in names]
         self._jobs: list[Job] = []
 
@@ -217,6 +217,6 @@ class Hosts:
         for job in self._jobs:
             job.close()
         self.keep_logs()
-        processes.end(p for p in processes.marked() if p.pid not in self._before)
+        processes.end(processes.marked(self._before))
         for host in self.all:
             host.close()

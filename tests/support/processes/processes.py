@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -168,18 +168,18 @@ def end(found: Iterable[psutil.Process]) -> None:
     psutil.wait_procs(listed, timeout=BOUND_S)
 
 
-def marked() -> Iterator[psutil.Process]:
-    """Living processes of this pytest session, also those that detached from it.
+def marked(known: Container[int] = ()) -> Iterator[psutil.Process]:
+    """Living processes of this pytest session, also those that detached from it, but for known ones.
 
-    Twice for each test, so it reads no more of /proc than the environment, which a zombie has none of.
+    After each test, so it reads no more of /proc than the environment, which a zombie has none of.
     """
     mark = f"{MARKER}={SESSION}".encode()
-    for name in os.listdir("/proc"):
-        if not name.isdecimal() or int(name) == os.getpid():
+    for pid in psutil.pids():
+        if pid in known or pid == os.getpid():
             continue
         with suppress(psutil.Error, OSError):
-            if mark in Path("/proc", name, "environ").read_bytes().split(b"\0"):
-                yield psutil.Process(int(name))
+            if mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                yield psutil.Process(pid)
 
 
 def python(*arguments: str) -> list[str]:
