@@ -12,7 +12,7 @@ import psutil
 import pytest
 from hypothesis import HealthCheck, settings
 
-from support.processes import fork_server, processes
+from support.processes import processes
 from support.processes.daemons import Daemons, memory_directory, short_directory
 from support.processes.stretch import BOUND_S
 from support.storage.gcs_server import GcsServer
@@ -57,7 +57,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 def _started_since(known: set[int]) -> list[psutil.Process]:
     found = []
-    for process in processes.marked({*known, *fork_server.server_pids()}):
+    for process in processes.marked(known):
         try:
             command = " ".join(process.cmdline())
         except psutil.Error:

@@ -58,7 +58,7 @@ class Network:
         self._stack = ExitStack()
         """Undoes what was done so far."""
         self._subnet = f"10.213.{os.getpid() % 250}"
-        self._switch = self._space("switch")
+        self._switch = self.space("switch")
 
     def address(self, host: str) -> str:
         """The host's IPv4 address."""
@@ -66,7 +66,12 @@ class Network:
 
     def prefix(self, host: str) -> Sequence[str]:
         """What comes before a command so that it runs on the host."""
-        return () if host == HERE else ("ip", "netns", "exec", self._space(host))
+        return () if host == HERE else ("ip", "netns", "exec", self.space(host))
+
+    @staticmethod
+    def space(host: str) -> str:
+        """Name of the network namespace of a host other than the test's own."""
+        return f"{_PREFIX}{os.getpid()}-{host}"
 
     def cut(self, host: str) -> None:
         """Drops all packets from and to the host, without errors."""
@@ -113,7 +118,7 @@ class Network:
             _ip("-n", self._switch, "link", "set", own, "netns", str(os.getpid()))
             self._stack.callback(_ip, "link", "del", own)
         else:
-            space = self._space(host)
+            space = self.space(host)
             self._add(space)
             inside = ("-n", space)
             _ip(
@@ -129,10 +134,6 @@ class Network:
     def _add(self, space: str) -> None:
         _ip("netns", "add", space)
         self._stack.callback(_ip, "netns", "del", space)
-
-    @staticmethod
-    def _space(host: str) -> str:
-        return f"{_PREFIX}{os.getpid()}-{host}"
 
     def _port(self, host: str) -> str:
         return f"port{self._hosts.index(host)}"

@@ -1,4 +1,4 @@
-"""Several hosts for torchrun: network namespaces with a hostname, a runtime directory and a spool each.
+"""Several hosts for a job: network namespaces with a hostname, a runtime directory and a spool each.
 
 Nothing of Pannier is configured on them but these directories, since the file system is one.
 """
@@ -13,12 +13,12 @@ from types import TracebackType
 import psutil
 
 from support.network.netns import Network
-from support.processes import processes
+from support.processes import fork_server, processes
 from support.processes.daemons import clean_environment, memory_directory, short_directory
 from support.processes.processes import Process, python
 
 RENDEZVOUS = 29400
-"""Port of torchrun's own store."""
+"""Port of the store by which a job's processes find each other."""
 
 
 class Host:
@@ -29,6 +29,7 @@ class Host:
         self.address = network.address(name)
         self.runtime_dir = short_directory()
         self.spool = memory_directory()
+        self.space = network.space(name)
         self._prefix = network.prefix(name)
 
     def command(self, *words: str) -> list[str]:
@@ -101,50 +102,47 @@ def listeners(process: psutil.Process) -> list[str]:
 
 
 class Job:
-    """torchrun on each of the hosts, which find each other by the first one's store.
+    """A script's ranks on the hosts, one on each, which find each other by the first one's store."""
 
-    Args:
-        ranks: by host.
-        store: the host with torchrun's store; default: the first.
-        arguments: more of torchrun's.
-    """
+    _outputs = "*.log"
+    """Pattern of the files that the ranks write."""
 
     def __init__(
-        self,
-        hosts: Sequence[Host],
-        script: Path,
-        logs: Path,
-        *,
-        ranks: Sequence[int] | None = None,
-        store: Host | None = None,
-        arguments: Sequence[str] = (),
-        environment: Mapping[str, str] = {},
+        self, hosts: Sequence[Host], script: Path, logs: Path, environment: Mapping[str, str] = {}
     ) -> None:
-        store = store or hosts[0]
-        self.hosts = list(hosts)
         self._logs = logs
         logs.mkdir(parents=True)
-        self.agents = {}
-        for host, count in zip(hosts, ranks or [1] * len(hosts), strict=True):
-            own = logs / host.name
-            command = [
-                *("-m", "torch.distributed.run", f"--nnodes={len(hosts)}"),
-                *(f"--nproc-per-node={count}", "--rdzv-backend=c10d", "--rdzv-id=job"),
-                f"--rdzv-endpoint={store.address}:{RENDEZVOUS}",
-                f"--rdzv-conf=is_host={int(host is store)},join_timeout=120",
-                *(f"--local-addr={host.address}", "--redirects=3", f"--log-dir={own}"),
-                *(*arguments, str(script)),
-            ]
-            self.agents[host.name] = Process(
-                f"torchrun on {host.name}",
-                host.command(*python(*command)),
-                environment=host.environment(environment),
-                log=logs / f"{host.name}.log",
-            )
+        self.agents = {
+            host.name: self._start(rank, hosts, script, environment)
+            for rank, host in enumerate(hosts)
+        }
+        """By host: its rank, or the process that starts its ranks."""
+
+    def _start(
+        self, rank: int, hosts: Sequence[Host], script: Path, environment: Mapping[str, str]
+    ) -> Process:
+        host = hosts[rank]
+        variables = {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(len(hosts)),
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+            "MASTER_ADDR": hosts[0].address,
+            "MASTER_PORT": str(RENDEZVOUS),
+            "TORCHELASTIC_RUN_ID": "job",
+        }
+        return Process(
+            f"rank on {host.name}",
+            python(str(script)),
+            environment=host.environment({**variables, **environment}),
+            log=self._logs / f"{host.name}.log",
+            imported=fork_server.TORCH,
+            host=(host.space, host.name),
+        )
 
     def output(self) -> str:
         """What all ranks have written so far."""
-        parts = sorted(self._logs.glob("*/*/attempt_*/*/std*.log"))
+        parts = sorted(self._logs.glob(self._outputs))
         return "\n".join(
             f"--- {part.relative_to(self._logs)}\n{part.read_text(errors='replace')}"
             for part in parts
@@ -182,6 +180,49 @@ class Job:
     def close(self) -> None:
         for agent in self.agents.values():
             agent.close()
+
+
+class TorchrunJob(Job):
+    """torchrun on each of the hosts.
+
+    Args:
+        ranks: by host.
+        arguments: more of torchrun's.
+    """
+
+    _outputs = "*/*/attempt_*/*/std*.log"
+
+    def __init__(
+        self,
+        hosts: Sequence[Host],
+        *where: Path,
+        ranks: Sequence[int],
+        arguments: Sequence[str] = (),
+        environment: Mapping[str, str] = {},
+    ) -> None:
+        self._ranks = ranks
+        self._arguments = arguments
+        super().__init__(hosts, *where, environment=environment)
+
+    def _start(
+        self, rank: int, hosts: Sequence[Host], script: Path, environment: Mapping[str, str]
+    ) -> Process:
+        host = hosts[rank]
+        command = [
+            *("-m", "torch.distributed.run", f"--nnodes={len(hosts)}"),
+            *(f"--nproc-per-node={self._ranks[rank]}", "--rdzv-backend=c10d", "--rdzv-id=job"),
+            f"--rdzv-endpoint={hosts[0].address}:{RENDEZVOUS}",
+            f"--rdzv-conf=is_host={int(not rank)},join_timeout=120",
+            f"--local-addr={host.address}",
+            *("--redirects=3", f"--log-dir={self._logs / host.name}"),
+            *(*self._arguments, str(script)),
+        ]
+        return Process(
+            f"torchrun on {host.name}",
+            host.command(*python(*command)),
+            environment=host.environment(environment),
+            log=self._logs / f"{host.name}.log",
+        )
 
 
 class Hosts:

@@ -11,6 +11,7 @@ A server is single-threaded, and ends with all that it has started when its test
 """
 
 import atexit
+import ctypes
 import gc
 import importlib
 import json
@@ -68,6 +69,10 @@ _READ_AT_START: Final = (
     *("OPENBLAS_", "PYTHON", "TORCH_", "TZ"),
 )
 """First letters of variables that an interpreter or a library reads when it is loaded."""
+_NEW_NETWORK: Final = 0x40000000
+"""CLONE_NEWNET of Linux."""
+_NEW_HOSTNAME: Final = 0x04000000
+"""CLONE_NEWUTS of Linux."""
 
 
 class Forked:
@@ -147,6 +152,7 @@ class ForkServer:
         out: int,
         err: int,
         cwd: Path | None = None,
+        host: tuple[str, str] | None = None,
     ) -> Forked:
         """Runs what ``python`` with these arguments would: a file or ``-m module``, and its own.
 
@@ -155,11 +161,13 @@ class ForkServer:
             environment: the whole.
             out: descriptor that takes standard output.
             err: descriptor that takes standard error.
+            host: network namespace and hostname to run with.
         """
         order = {
             "arguments": list(arguments),
             "environment": dict(environment),
             "cwd": str(cwd or Path.cwd()),
+            "host": host,
         }
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
@@ -310,7 +318,19 @@ def _detach(outputs: Sequence[int], cwd: str) -> None:
     os.chdir(cwd)
 
 
+def _enter(network: str, hostname: str) -> None:
+    # Python itself has these calls from 3.12 on.
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/run/netns/{network}") as namespace:
+        failed = libc.setns(namespace.fileno(), _NEW_NETWORK) or libc.unshare(_NEW_HOSTNAME)
+    if failed:
+        raise OSError(ctypes.get_errno(), f"{hostname} can't be entered")
+    socket.sethostname(hostname)
+
+
 def _run(order: Mapping[str, Any]) -> None:
+    if order["host"] is not None:
+        _enter(*order["host"])
     os.environ.clear()
     os.environ.update(order["environment"])
     # The only module of ours that reads the environment when it is imported.

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from support.processes.fork_server import Forked, server_for
+from support.processes.fork_server import Forked, server_for, server_pids
 from support.processes.stretch import BOUND_S
 
 SESSION = uuid.uuid4().hex[:8]
@@ -38,6 +38,7 @@ class Process:
         pass_fds: descriptors that stay open in the child.
         imported: modules of the fork server that saves the seconds of their imports
             (:mod:`support.processes.fork_server`); empty: a new interpreter.
+        host: network namespace and hostname that the fork server runs it with.
     """
 
     def __init__(
@@ -50,12 +51,14 @@ class Process:
         cwd: Path | None = None,
         pass_fds: Sequence[int] = (),
         imported: tuple[str, ...] = (),
+        host: tuple[str, str] | None = None,
     ) -> None:
         self.name = name
         self._log = log
         environment = {**environment, MARKER: SESSION, "PYTHONUNBUFFERED": "1"}
         own = command[0] == sys.executable and not pass_fds
         server = server_for(imported, environment) if imported and own else None
+        assert server is not None or host is None, f"{name} can't come from a fork server"
         self._process: subprocess.Popen[bytes] | Forked
         with log.open("ab") as sink:
             if server is not None:
@@ -65,6 +68,7 @@ class Process:
                     out=sink.fileno(),
                     err=sink.fileno(),
                     cwd=cwd,
+                    host=host,
                 )
             else:
                 self._process = subprocess.Popen(
@@ -169,13 +173,15 @@ def end(found: Iterable[psutil.Process]) -> None:
 
 
 def marked(known: Container[int] = ()) -> Iterator[psutil.Process]:
-    """Living processes of this pytest session, also those that detached from it, but for known ones.
+    """Living processes of this pytest session, also those that detached from it.
 
-    After each test, so it reads no more of /proc than the environment, which a zombie has none of.
+    But for its fork servers and known ids. After each test, so it reads no more of /proc than the
+    environment, which a zombie has none of.
     """
     mark = f"{MARKER}={SESSION}".encode()
+    others = {os.getpid(), *server_pids()}
     for pid in psutil.pids():
-        if pid in known or pid == os.getpid():
+        if pid in known or pid in others:
             continue
         with suppress(psutil.Error, OSError):
             if mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
