@@ -17,9 +17,10 @@ from support.actors.hosts import await_true
 from support.actors.nodes import JobFiles, TokenTrainer
 from support.actors.scripted import ScriptedCoordinator
 from support.network.status_pages import Scrape, get
-from support.processes.cli import pannier
+from support.processes.cli import pannier, pannier_here
 from support.processes.daemons import Daemon, await_serving, clean_environment, short_directory
 from support.processes.ranks import free_port
+from support.processes.stretch import stretched
 from support.storage.bucket import hold_up
 from support.storage.gcs_server import GcsServer
 
@@ -237,6 +238,7 @@ def test_a_job_that_cannot_be_served_harms_no_other_and_is_named(node: Node) -> 
 
 
 def test_probes_and_metrics_cover_the_node(node: Node) -> None:
+    node.daemon.constants["pannier.common.timeouts.SUPERVISOR_REPORT_S"] = stretched(8)
     node.job("a")
     node.job("b")
     node.daemon.start()
@@ -264,9 +266,8 @@ def test_probes_and_metrics_cover_the_node(node: Node) -> None:
     # A supervisor that is stuck is not alive; its jobs go on meanwhile.
     os.kill(node.daemon.pid, signal.SIGSTOP)
     await_true(
-        lambda: pannier("health", "--address", node.health, "--service", "liveness").code == 1,
+        lambda: pannier_here("health", "--address", node.health, "--service", "liveness").code == 1,
         "it is not alive",
-        60,
     )
     os.kill(node.daemon.pid, signal.SIGCONT)
 

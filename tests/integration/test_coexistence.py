@@ -15,6 +15,9 @@ from support.processes import forking_trainer
 from support.processes.daemons import clean_environment
 from support.processes.ranks import free_port
 
+FORK_SUPPORT = [None, "1"]
+"""Of gRPC, by its variable in the environment: unset, the client switches it off."""
+
 
 def trainers_environment(fork_support: str | None) -> dict[str, str]:
     environment = clean_environment({"PYTHONPATH": str(Path(__file__).parents[1])})
@@ -42,7 +45,7 @@ def train(sockets: Path, fork_support: str | None) -> dict[str, Any]:
     assert done.returncode == 0, done.stderr
     assert "Failed to shutdown" not in done.stderr
     assert "not end before a fork" not in done.stderr
-    if fork_support != "1":
+    if fork_support is None:
         assert "fork() handlers" not in done.stderr, (
             "gRPC prints to the user's terminal or notebook"
         )
@@ -51,7 +54,7 @@ def train(sockets: Path, fork_support: str | None) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fork_support", [None, "0", "1"])
+@pytest.mark.parametrize("fork_support", FORK_SUPPORT)
 def test_forked_and_spawned_workers_work_and_end_while_a_file_is_streamed(
     sockets: Path, fork_support: str | None
 ) -> None:
@@ -70,8 +73,8 @@ from pannier.client.identity import Identity
 from pannier.client.transport.sidecar_client import SidecarClient
 
 who = Identity(job="job", incarnation="a", rank=0, world_size=1, host="h", client="c")
-session = SidecarClient.connect(Settings(sidecar=sys.argv[1]), who)
-# The session connects again after a fork with gRPC's fork support.
+sessions = [SidecarClient.connect(Settings(sidecar=address), who) for address in sys.argv[1:]]
+# The sessions connect again after a fork with gRPC's fork support.
 child = os.fork()
 if child == 0:
     os.write(1, b"child\\n")
@@ -82,18 +85,17 @@ time.sleep(100)
 """
 
 
-@pytest.mark.parametrize("fork_support", [None, "0", "1"])
-@pytest.mark.parametrize("network", [False, True])
+@pytest.mark.parametrize("fork_support", FORK_SUPPORT)
 def test_a_trainers_death_is_seen_while_its_children_live(
-    sockets: Path, fork_support: str | None, network: bool
+    sockets: Path, fork_support: str | None
 ) -> None:
-    sidecar = ScriptedSidecar(sockets)
-    if network:
-        sidecar.address = f"localhost:{free_port()}"
+    local, remote = ScriptedSidecar(sockets), ScriptedSidecar(sockets, name="remote.sock")
+    remote.address = f"localhost:{free_port()}"
     with (
-        sidecar,
+        local,
+        remote,
         subprocess.Popen(
-            [sys.executable, "-c", _PARENT, sidecar.address],
+            [sys.executable, "-c", _PARENT, local.address, remote.address],
             env=trainers_environment(fork_support),
             stdout=subprocess.PIPE,
             text=True,
@@ -105,9 +107,11 @@ def test_a_trainers_death_is_seen_while_its_children_live(
             # The child is past what runs after a fork, too.
             words = [parent.stdout.readline().strip() for _ in range(2)]
             child = int(next(word for word in words if word != "child"))
-            sidecar.wait_for(lambda: len(sidecar.connects) > len(sidecar.ended))
+            for sidecar in (local, remote):
+                sidecar.wait_for(lambda each=sidecar: len(each.connects) > len(each.ended))
             parent.kill()
-            sidecar.wait_for(lambda: len(sidecar.ended) == len(sidecar.connects))
+            for sidecar in (local, remote):
+                sidecar.wait_for(lambda each=sidecar: len(each.ended) == len(each.connects))
             os.kill(child, 0)
         finally:
             parent.kill()

@@ -13,6 +13,7 @@ import pytest
 
 from pannier.cli.main import cli
 from pannier.v1 import status_pb2
+from support.processes.cli import pannier
 from support.processes.daemons import clean_environment
 from support.processes.processes import Process
 from support.processes.ranks import start_ranks
@@ -121,10 +122,10 @@ def anchor_of(heading: str) -> str:
     return re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-")
 
 
-def trained(root: Path, settings: dict[str, str]) -> str:
+def trained(root: Path, settings: dict[str, str], *, torchrun: bool) -> str:
     """What the README's example prints."""
     (script,) = (block for block in blocks(PAGES[0], "python") if block.startswith("# train.py"))
-    with start_ranks(put(script, root), 2, settings) as ranks:
+    with start_ranks(put(script, root), 2, settings, torchrun=torchrun) as ranks:
         done = ranks.wait(2 * BOUND_S).check()
     return "".join(done.outputs)
 
@@ -135,23 +136,18 @@ def test_the_first_checkpoint_and_every_command(tmp_path: Path, embedded: Path) 
     settings = {name: os.environ[name] for name in ("PANNIER_RUNTIME_DIR", "PANNIER_SPOOL")}
     settings["PANNIER_JOB"] = "llama"
     root = tmp_path / "checkpoints"
-    first = trained(root, settings)
+    first = trained(root, settings, torchrun=True)
     shown = re.findall(r"^pannier: saved .*", PAGES[0].read_text(), re.MULTILINE)
     printed = re.findall(r"pannier: saved .*", first)
     assert [without_figures(put(line, root)) for line in shown] == [*map(without_figures, printed)]
     assert "resumes" not in first
-    assert "resumes after step 30" in trained(root, settings)
-    for number, command in enumerate(commands()):
+    assert "resumes after step 30" in trained(root, settings, torchrun=False)
+    for command in commands():
         if command.place or not command.line.startswith("pannier "):
             continue
         words = shlex.split(put(command.line, root))[1:]
-        process = Process(
-            f"command {number}",
-            [sys.executable, "-m", "pannier.cli", *words],
-            environment=clean_environment(settings),
-            log=tmp_path / f"command-{number}.log",
-        )
-        assert process.wait(BOUND_S) == 0, f"{command}\n{process.log()}"
+        done = pannier(*words, env=settings)
+        assert done.code == 0, f"{command}\n{done}"
 
 
 def without_figures(text: str) -> str:

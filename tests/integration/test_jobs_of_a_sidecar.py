@@ -36,8 +36,6 @@ class Scene:
             sidecar_arguments=["--jobs", str(self.files.directory), "--metrics", self.metrics],
             start=False,
         )
-        # What others see of it in /proc is its own, not the fork server's.
-        self.daemons.sidecar.forked = False
         for daemon in (self.daemons.coordinator, self.daemons.sidecar):
             daemon.start()
 
@@ -62,10 +60,10 @@ class Scene:
             "PANNIER_JOB": job,
         }
 
-    def train(self, job: str, transport: str = "auto") -> Ranks:
+    def train(self, job: str, transport: str = "auto", *, forked: bool = True) -> Ranks:
         steered = {"GO": str(self.directory / job), "ROOT": f"gs://bucket/{job}"}
         variables = {**self.environment(job), **steered, "PANNIER_TRANSPORT": transport}
-        return start_ranks(TRAINER, 1, variables, torchrun=False, forked=False)
+        return start_ranks(TRAINER, 1, variables, torchrun=False, forked=forked)
 
     def save(self, job: str, step: int, **arguments: float) -> None:
         order(self.directory / job, step, 0, **arguments)
@@ -89,7 +87,10 @@ def scene(tmp_path: Path) -> Iterator[Scene]:
 
 
 def test_two_jobs_save_and_operators_see_both(scene: Scene) -> None:
-    with scene.train("one") as one, scene.train("two", "streamed") as two:
+    # What others see of these in /proc is their own, not the fork server's.
+    scene.daemons.sidecar.forked = False
+    scene.daemons.sidecar.restart()
+    with scene.train("one", forked=False) as one, scene.train("two", "streamed") as two:
         for job, ranks, way in (("one", one, "mapped"), ("two", two, "streamed: ")):
             scene.save(job, 1)
             assert outcome(ranks, 1, 0) == "committed"

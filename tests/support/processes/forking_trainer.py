@@ -22,7 +22,7 @@ from pannier.v1 import save_pb2, sidecar_pb2
 from pannier.wire.errors import InvalidRequestError
 
 SIZE = 48 << 20
-ROUNDS = 4
+ROUNDS = 3
 
 
 class Numbers(Dataset[int]):
