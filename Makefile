@@ -36,7 +36,9 @@ demo: $(INSTALLED)  ## Train, kill, restore: what Pannier does, in under three m
 demo-xla: $(XLA_INSTALLED)  ## The same as an SPMD program of torch_xla, on virtual devices
 	$(XLA_BIN)/python tests/demo/run.py --xla
 
-test: lint pytest  ## What must pass with every change: lint, then the tests
+# Both environments are made at the same time, and most of the tests' time is waiting.
+test:  ## What must pass with every change: lint and the tests, beside each other
+	$(MAKE) --jobs=2 lint pytest
 
 test-all: lint  ## The same, with pods, Slurm, browser, dashboard and more chaos
 	$(MAKE) pytest ARGS='-m ""'

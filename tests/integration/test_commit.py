@@ -25,7 +25,7 @@ from support.storage.gcs_server import GcsServer
 
 SCRIPTS = Path(__file__).parent / "ranks"
 SEED = 5
-KINDS = ["plain tensors", "nested", "objects", "dtypes", "DTensor, 2-D mesh", "FSDP2", "optimizer"]
+KINDS = ["nested", "objects", "dtypes", "FSDP2"]
 KILLED = "optimizer"
 READERS = (3, 1)
 
