@@ -45,8 +45,10 @@ COMMANDS: Final = (
     ),
     "pannier.sidecar.main",
     "gcsfs",
+    "aiohttp.web",
+    "support.storage.gcs_api",
 )
-"""Modules of a sidecar and of most commands, which import no torch."""
+"""Modules of a sidecar, of most commands and of the GCS server, which import no torch."""
 TORCH: Final = (
     *COMMANDS,
     # Before numpy: it sets what numpy reads.
@@ -153,6 +155,7 @@ class ForkServer:
         err: int,
         cwd: Path | None = None,
         host: tuple[str, str] | None = None,
+        stdin: int | None = None,
     ) -> Forked:
         """Runs what ``python`` with these arguments would: a file or ``-m module``, and its own.
 
@@ -162,6 +165,7 @@ class ForkServer:
             out: descriptor that takes standard output.
             err: descriptor that takes standard error.
             host: network namespace and hostname to run with.
+            stdin: descriptor that is standard input; None: empty.
         """
         order = {
             "arguments": list(arguments),
@@ -170,8 +174,10 @@ class ForkServer:
             "host": host,
         }
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        inputs = [] if stdin is None else [stdin]
         with theirs:
-            socket.send_fds(self._orders, [json.dumps(order).encode()], [theirs.fileno(), out, err])
+            descriptors = [theirs.fileno(), out, err, *inputs]
+            socket.send_fds(self._orders, [json.dumps(order).encode()], descriptors)
         return Forked(ours)
 
     def close(self) -> None:
@@ -270,21 +276,21 @@ def _serve(orders: socket.socket) -> Mapping[str, Any] | None:
             if key.fileobj is wake:
                 wake.recv(4096)
                 continue
-            data, descriptors, _, _ = socket.recv_fds(orders, _ORDER_BYTES, 3)
+            data, descriptors, _, _ = socket.recv_fds(orders, _ORDER_BYTES, 4)
             if not data:
                 _end(running)
                 return None
-            channel, outputs = socket.socket(fileno=descriptors[0]), descriptors[1:]
+            channel, standard = socket.socket(fileno=descriptors[0]), descriptors[1:]
             pid = os.fork()
             if not pid:
                 signal.set_wakeup_fd(-1)
                 for thing in (selector, orders, wake, woken, channel, *running.values()):
                     thing.close()
                 order: dict[str, Any] = json.loads(data)
-                _detach(outputs, order["cwd"])
+                _detach(standard, order["cwd"])
                 return order
-            for output in outputs:
-                os.close(output)
+            for descriptor in standard:
+                os.close(descriptor)
             channel.send(_INTEGER.pack(pid))
             running[pid] = channel
         _reap(running)
@@ -307,14 +313,14 @@ def _end(running: dict[int, socket.socket]) -> None:
         os.waitpid(pid, 0)
 
 
-def _detach(outputs: Sequence[int], cwd: str) -> None:
+def _detach(standard: Sequence[int], cwd: str) -> None:
     os.setsid()
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    for number, output in enumerate(outputs, 1):
-        os.dup2(output, number)
-        os.close(output)
+    for descriptor, number in zip(standard, (1, 2, 0), strict=False):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
     os.chdir(cwd)
 
 

@@ -35,7 +35,7 @@ class Process:
             terminal and of pytest don't reach it.
         environment: the whole environment; the session's marker is added.
         log: file that takes standard output and error.
-        pass_fds: descriptors that stay open in the child.
+        stdin: descriptor that is standard input; None: empty.
         imported: modules of the fork server that saves the seconds of their imports
             (:mod:`support.processes.fork_server`); empty: a new interpreter.
         host: network namespace and hostname that the fork server runs it with.
@@ -49,14 +49,14 @@ class Process:
         environment: Mapping[str, str],
         log: Path,
         cwd: Path | None = None,
-        pass_fds: Sequence[int] = (),
+        stdin: int | None = None,
         imported: tuple[str, ...] = (),
         host: tuple[str, str] | None = None,
     ) -> None:
         self.name = name
         self._log = log
         environment = {**environment, MARKER: SESSION, "PYTHONUNBUFFERED": "1"}
-        own = command[0] == sys.executable and not pass_fds
+        own = command[0] == sys.executable
         server = server_for(imported, environment) if imported and own else None
         assert server is not None or host is None, f"{name} can't come from a fork server"
         self._process: subprocess.Popen[bytes] | Forked
@@ -69,17 +69,17 @@ class Process:
                     err=sink.fileno(),
                     cwd=cwd,
                     host=host,
+                    stdin=stdin,
                 )
             else:
                 self._process = subprocess.Popen(
                     command,
                     env=environment,
-                    stdin=subprocess.DEVNULL,
+                    stdin=subprocess.DEVNULL if stdin is None else stdin,
                     stdout=sink,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
                     cwd=cwd,
-                    pass_fds=pass_fds,
                 )
         _running.add(self)
 

@@ -24,6 +24,7 @@ from typing import Any
 
 from aiohttp import web
 
+from support.processes import fork_server
 from support.processes.daemons import clean_environment
 from support.processes.processes import Process, python
 from support.processes.stretch import BOUND_S
@@ -47,8 +48,7 @@ class GcsServer:
         # Bound here: requests wait in its queue until the server is up.
         with socket.create_server((self._host, 0)) as listening:
             self.url = f"http://{self._host}:{listening.getsockname()[1]}"
-            fd = listening.fileno()
-            arguments = ["-m", "support.storage.gcs_server", "--fd", str(fd)]
+            arguments = ["-m", "support.storage.gcs_server", "--listening"]
             arguments += ["--dir", str(self._directory / "objects")]
             arguments += [word for name in self._buckets for word in ("--bucket", name)]
             environment = clean_environment({"PYTHONPATH": str(Path(__file__).parents[2])})
@@ -57,7 +57,8 @@ class GcsServer:
                 python(*arguments),
                 environment=environment,
                 log=self._directory / "server.log",
-                pass_fds=[fd],
+                stdin=listening.fileno(),
+                imported=fork_server.COMMANDS,
             )
         return self
 
@@ -131,12 +132,12 @@ async def serve(service: Service, listening: socket.socket) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--port", type=int, default=0)
-    parser.add_argument("--fd", type=int, help="a listening socket instead of a port")
+    parser.add_argument("--listening", action="store_true", help="standard input is the socket")
     parser.add_argument("--dir", type=Path, required=True)
     parser.add_argument("--bucket", action="append", default=[])
     arguments = parser.parse_args()
-    if arguments.fd is not None:
-        listening = socket.socket(fileno=arguments.fd)
+    if arguments.listening:
+        listening = socket.socket(fileno=0)
     else:
         listening = socket.create_server(("127.0.0.1", arguments.port))
     asyncio.run(serve(Service(arguments.dir, arguments.bucket), listening))
