@@ -19,6 +19,7 @@ from pannier.client.embedded.certificates import issue
 from pannier.client.embedded.daemon_spec import write_tls_files
 from pannier.wire import addresses
 from support.network.status_pages import Scrape
+from support.processes import fork_server
 from support.processes.cli import Result, pannier
 from support.processes.daemons import Daemons, await_serving, clean_environment
 from support.processes.processes import Process, python
@@ -180,6 +181,7 @@ def up(directory: Path, logs: Path, *arguments: str) -> Iterator[Process]:
         python("-m", "pannier.cli", "up", "--runtime-dir", str(directory), *arguments),
         environment=clean_environment(),
         log=logs / "up.log",
+        imported=fork_server.modules_of("up"),
     )
     try:
         yield process

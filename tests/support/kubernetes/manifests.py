@@ -45,7 +45,7 @@ def built(folder: Path) -> list[Object]:
         ["kubectl", "kustomize", str(folder)], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    return [each for each in yaml.safe_load_all(done.stdout) if each]
+    return [each for each in yaml.load_all(done.stdout, yaml.CSafeLoader) if each]
 
 
 def named(objects: Sequence[Object], kind: str, name: str) -> Object:
