@@ -1,6 +1,7 @@
 """Trainers that stage into the sidecar's own files: whichever process dies, stops or misbehaves, every promise holds."""
 
 import fcntl
+import re
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -175,7 +176,8 @@ def test_a_trainer_that_stops_while_it_stages_and_wakes_up_late_writes_into_nobo
                 trainer.resume()
                 ranks.wait_for("wakes")
                 ranks.wait_for("save 2 failed")
-                assert "its deadline of 5 s passed" in ranks.output(0)
+                # The coordinator's report, or its own if that comes too late.
+                assert re.search(r"rank 0 .*its deadline( of 5 s)? passed", ranks.output(0))
                 await_save(daemons.sidecar_address, f"{root}/13", INGESTED)
                 storage.clear()
                 for handle in handles:
