@@ -69,10 +69,8 @@ class Host:
         )
 
     def kill(self) -> None:
-        """All daemons at once, as when the host is lost."""
-        for listed in self.daemons().values():
-            for process in listed:
-                process.kill()
+        """All daemons at once, as when the host is lost; returns when they are gone."""
+        processes.end(process for listed in self.daemons().values() for process in listed)
 
     def close(self) -> None:
         shutil.rmtree(self.runtime_dir, ignore_errors=True)
