@@ -1,12 +1,20 @@
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pannier.client.loading.filesystem import StorageDir, open_dir
-from pannier.client.loading.range_reader import GAP_BYTES, PIECE_BYTES, Range, read_ranges
+from pannier.client.loading.range_reader import (
+    GAP_BYTES,
+    PIECE_BYTES,
+    Range,
+    Read,
+    in_parallel,
+    read_ranges,
+)
 from pannier.wire.errors import StorageError
 from support.processes.stretch import BOUND_S
 
@@ -53,8 +61,23 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
     return Reads(monkeypatch)
 
 
+def contents(
+    place: StorageDir, ranges: Sequence[Range], **bounds: Any
+) -> Iterator[tuple[Range, bytes]]:
+    """What each range has, while it is there."""
+    reads = [Read(each, lambda _: None) for each in ranges]
+    for run in read_ranges(place, reads, **bounds):
+        for read, view in run:
+            yield read.range, bytes(view)
+
+
+def spread(apart: int = 100_000) -> list[Range]:
+    """Ranges too far apart to be read together."""
+    return [Range("a", start, 1000) for start in range(0, 4 << 20, apart)]
+
+
 def test_ranges_come_whole_and_in_order(tmp_path: Path, place: StorageDir) -> None:
-    contents = {name: fill(tmp_path, name, 300_000) for name in ("a", "b")}
+    files = {name: fill(tmp_path, name, 300_000) for name in ("a", "b")}
     noise = random.Random(1)
     ranges = sorted(
         Range(
@@ -62,18 +85,24 @@ def test_ranges_come_whole_and_in_order(tmp_path: Path, place: StorageDir) -> No
         )
         for _ in range(200)
     )
-    got = [
-        (each, bytes(view))
-        for each, view in read_ranges(place, ranges, threads=4, memory_bytes=100_000)
-    ]
-    assert got == [(r, contents[r.file][r.offset : r.offset + r.length]) for r in ranges]
+    got = list(contents(place, ranges, threads=4, memory_bytes=100_000))
+    assert got == [(r, files[r.file][r.offset : r.end]) for r in ranges]
 
 
 def test_neighbours_are_read_together(tmp_path: Path, place: StorageDir, reads: Reads) -> None:
     fill(tmp_path, "a", 100_000)
     ranges = [Range("a", 0, 10), Range("a", 10 + GAP_BYTES, 10), Range("a", 50_000, 10)]
-    assert len(list(read_ranges(place, ranges, threads=2, memory_bytes=1 << 20))) == 3
+    assert len(list(contents(place, ranges, threads=2, memory_bytes=1 << 20))) == 3
     assert sorted(reads.sizes) == [10, 20 + GAP_BYTES]
+
+
+def test_neighbours_are_read_together_up_to_a_size(
+    tmp_path: Path, place: StorageDir, reads: Reads
+) -> None:
+    fill(tmp_path, "a", 100_000)
+    ranges = [Range("a", start, 1000) for start in range(0, 10_000, 1000)]
+    list(contents(place, ranges, threads=2, memory_bytes=1 << 20, request_bytes=4000))
+    assert sorted(reads.sizes) == [2000, 4000, 4000]
 
 
 def test_long_ranges_are_read_in_pieces_side_by_side(
@@ -82,50 +111,93 @@ def test_long_ranges_are_read_in_pieces_side_by_side(
     content = fill(tmp_path, "a", 2 * PIECE_BYTES + 5)
     both = threading.Barrier(3, timeout=BOUND_S)
     reads.before = lambda: both.wait() and None
-    ((_, view),) = read_ranges(place, [Range("a", 0, len(content))], threads=3, memory_bytes=1)
-    assert view == content
+    whole = Range("a", 0, len(content))
+    ((_, got),) = contents(place, [whole], threads=3, memory_bytes=1)
+    assert got == content
     assert sorted(reads.sizes) == [5, PIECE_BYTES, PIECE_BYTES]
+
+
+def test_a_target_is_filled_where_it_is(tmp_path: Path, place: StorageDir) -> None:
+    content = fill(tmp_path, "a", 2 * PIECE_BYTES)
+    targets = [bytearray(PIECE_BYTES + 3), bytearray(1000)]
+    ranges = [Range("a", 7, PIECE_BYTES + 3), Range("a", PIECE_BYTES + 10, 1000)]
+    reads = [
+        Read(each, lambda _: None, memoryview(target))
+        for each, target in zip(ranges, targets, strict=True)
+    ]
+    views = [
+        view.obj for run in read_ranges(place, reads, threads=2, memory_bytes=1) for _, view in run
+    ]
+    assert [view is target for view, target in zip(views, targets, strict=True)] == [True, True]
+    assert [bytes(target) for target in targets] == [content[r.offset : r.end] for r in ranges]
+
+
+def test_nothing_is_taken_before_what_must_be_used_first(tmp_path: Path, place: StorageDir) -> None:
+    fill(tmp_path, "a", 4 << 20)
+    used: list[Range] = []
+    taken_after: list[int] = []
+
+    def reads() -> Iterator[Read | None]:
+        for number, each in enumerate(spread()):
+            if number % 3 == 0:
+                yield None
+                taken_after.append(len(used))
+            yield Read(each, lambda _: None)
+
+    for run in read_ranges(place, reads(), threads=2, memory_bytes=1 << 20):
+        used.extend(read.range for read, _ in run)
+    assert used == spread()
+    assert taken_after == list(range(0, len(used), 3))
 
 
 def test_memory_stays_within_its_bound(tmp_path: Path, place: StorageDir, reads: Reads) -> None:
     fill(tmp_path, "a", 4 << 20)
-    apart = 100_000
-    ranges = [Range("a", start, 1000) for start in range(0, 4 << 20, apart)]
-    seen = 0
-    for _ in read_ranges(place, ranges, threads=8, memory_bytes=3000):
-        seen += 1
-        assert len(reads.sizes) <= seen + 2
-    assert seen == len(ranges)
+    for seen, _ in enumerate(contents(place, spread(), threads=8, memory_bytes=3000)):
+        # Up to three are there already when the first of them is used.
+        assert len(reads.sizes) <= seen + 3
+    assert seen + 1 == len(reads.sizes) == len(spread())
 
 
 def test_no_more_requests_at_once_than_threads(
     tmp_path: Path, place: StorageDir, reads: Reads
 ) -> None:
     fill(tmp_path, "a", 4 << 20)
-    ranges = [Range("a", start, 1000) for start in range(0, 4 << 20, 100_000)]
-    list(read_ranges(place, ranges, threads=3, memory_bytes=1 << 30))
+    list(contents(place, spread(), threads=3, memory_bytes=1 << 30))
     assert 1 <= reads.most_at_once <= 3
 
 
 def test_an_error_ends_everything(tmp_path: Path, place: StorageDir, reads: Reads) -> None:
     fill(tmp_path, "a", 4 << 20)
-    ranges = [Range("a", start, 1000) for start in range(0, 4 << 20, 100_000)]
+    ranges = [*spread(), Range("missing", 0, 1)]
     with pytest.raises(StorageError, match="missing doesn't exist"):
-        list(read_ranges(place, [*ranges, Range("missing", 0, 1)], threads=2, memory_bytes=1 << 30))
+        list(contents(place, ranges, threads=2, memory_bytes=1 << 30))
     assert not [each for each in threading.enumerate() if each.name.startswith("pannier-read")]
 
 
 def test_leaving_early_ends_the_threads(tmp_path: Path, place: StorageDir) -> None:
     fill(tmp_path, "a", 4 << 20)
-    ranges = [Range("a", start, 1000) for start in range(0, 4 << 20, 100_000)]
     threads = threading.active_count()
-    contents = read_ranges(place, ranges, threads=2, memory_bytes=10_000)
-    next(contents)
-    contents.close()
+    reads = [Read(each, lambda _: None) for each in spread()]
+    runs = read_ranges(place, reads, threads=2, memory_bytes=10_000)
+    next(runs)
+    runs.close()
     assert threading.active_count() == threads
 
 
 def test_a_file_that_ends_too_early_is_an_error(tmp_path: Path, place: StorageDir) -> None:
     fill(tmp_path, "a", 100)
     with pytest.raises(StorageError, match="a ends after 100 bytes"):
-        list(read_ranges(place, [Range("a", 50, 51)], threads=1, memory_bytes=10))
+        list(contents(place, [Range("a", 50, 51)], threads=1, memory_bytes=10))
+
+
+def test_results_of_threads_come_in_order() -> None:
+    both = threading.Barrier(2, timeout=BOUND_S)
+
+    def double(value: int) -> int:
+        both.wait()
+        return 2 * value
+
+    assert in_parallel(double, [3, 1], threads=2) == [6, 2]
+    assert in_parallel(double, [], threads=2) == []
+    with pytest.raises(ZeroDivisionError):
+        in_parallel(lambda value: 1 // value, [1, 0], threads=1)

@@ -7,14 +7,13 @@ that the rank doesn't need. Blocking; for one load of one rank.
 
 import logging
 import re
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 import crc32c
 
 from pannier.client.loading.filesystem import MissingError, StorageDir
-from pannier.client.loading.range_reader import PIECE_BYTES, KeyIndex, Range
+from pannier.client.loading.range_reader import PIECE_BYTES, KeyIndex, Range, Read
 from pannier.v1 import records_pb2
 from pannier.wire import object_names
 from pannier.wire.errors import IntegrityError, StorageError
@@ -113,39 +112,61 @@ class ChecksumVerifier:
     Args:
         directory: the checkpoint.
         receipts: of its attempt.
-        ranges: that the load needs.
+        files: that the load needs.
         index: the keys that these hold, for errors.
     """
 
     def __init__(
-        self, directory: StorageDir, receipts: Receipts, ranges: Sequence[Range], index: KeyIndex
+        self, directory: StorageDir, receipts: Receipts, files: Iterable[str], index: KeyIndex
     ) -> None:
         self._directory = directory
         self._index = index
-        wanted: defaultdict[str, list[Range]] = defaultdict(list)
-        for each in ranges:
-            wanted[each.file].append(each)
         self._files = {}
-        for name in wanted:
+        for name in sorted(set(files)):
             with index.naming(name):
                 self._files[name] = receipts.find(name)
-        self.ranges = [
-            each for name in sorted(wanted) for each in _cover(wanted[name], self._files[name])
-        ]
-        """The ranges that the load needs, and all between them, in order."""
         self._at = ("", 0, 0)
         """Name of the current file, bytes of it so far, their checksum."""
 
+    def cover(self, reads: Iterable[Read | None]) -> Iterator[Read | None]:
+        """``reads``, sorted by file, and reads of all that lies between, so that files are read whole.
+
+        Raises IntegrityError: they want bytes behind the end of a file.
+        """
+        name, done = "", 0
+        for each in reads:
+            if each is None:
+                yield None
+                continue
+            if each.range.file != name:
+                yield from self._rest(name, done)
+                name, done = each.range.file, 0
+            size = self._files[name].size
+            if each.range.end > size:
+                raise IntegrityError(
+                    f"{object_names.METADATA} wants bytes up to {each.range.end} of {name}, which has "
+                    f"{size}"
+                )
+            yield from _between(name, done, each.range.offset)
+            yield each
+            done = max(done, each.range.end)
+        yield from self._rest(name, done)
+
+    def _rest(self, name: str, done: int) -> Iterator[Read]:
+        if name:
+            yield from _between(name, done, self._files[name].size)
+
     def update(self, each: Range, content: memoryview) -> None:
-        """Takes the next of :attr:`ranges`. Raises IntegrityError at the end of a damaged file."""
+        """Takes the bytes of the next of :meth:`cover`. Raises IntegrityError at the end of a damaged file."""
         name, done, checksum = self._at
         if name != each.file:
             name, done, checksum = each.file, 0, 0
         checksum = crc32c.crc32c(content[done - each.offset :], checksum)
-        done = max(done, each.offset + each.length)
+        is_end = done < each.end == self._files[name].size
+        done = max(done, each.end)
         self._at = (name, done, checksum)
         expected = self._files[name]
-        if done == expected.size and checksum != expected.crc32c:
+        if is_end and checksum != expected.crc32c:
             with self._index.naming(name):
                 raise IntegrityError(
                     f"{self._directory.url}/{name} has crc32c {checksum:08x}, saved was "
@@ -153,21 +174,6 @@ class ChecksumVerifier:
                 )
 
 
-def _cover(wanted: Sequence[Range], file: records_pb2.DataFile) -> Iterator[Range]:
-    """``wanted``, which is sorted, and the ranges between, so that they cover the whole file."""
-    done = 0
-    for each in wanted:
-        yield from _pieces(file.name, done, each.offset)
-        if each.offset + each.length > file.size:
-            raise IntegrityError(
-                f"{object_names.METADATA} wants bytes up to {each.offset + each.length} of {file.name}, "
-                f"which has {file.size}"
-            )
-        yield each
-        done = max(done, each.offset + each.length)
-    yield from _pieces(file.name, done, file.size)
-
-
-def _pieces(name: str, start: int, end: int) -> Iterator[Range]:
+def _between(name: str, start: int, end: int) -> Iterator[Read]:
     for offset in range(start, end, PIECE_BYTES):
-        yield Range(name, offset, min(PIECE_BYTES, end - offset))
+        yield Read(Range(name, offset, min(PIECE_BYTES, end - offset)), lambda _: None)

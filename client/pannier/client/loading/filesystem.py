@@ -69,7 +69,8 @@ class StorageDir:
         """As the user gave it, absolute, without a trailing slash."""
         self._fs = fs
         self._path = path
-        self._is_local = "file" in _protocols(fs)
+        self.is_local = "file" in _protocols(fs)
+        """Whether its objects are files of this machine."""
 
     def child(self, name: str) -> "StorageDir":
         """A directory in this directory."""
@@ -89,7 +90,7 @@ class StorageDir:
     def read(self, name: str) -> bytes:
         """All of an object."""
         with self._naming(name):
-            if self._is_local:
+            if self.is_local:
                 return _read_all_local(self._at(name))
             content: bytes = self._fs.cat_file(self._at(name))
         return content
@@ -111,7 +112,7 @@ class StorageDir:
         with self._naming(name):
             count = (
                 _read_local(self._at(name), offset, target)
-                if self._is_local
+                if self.is_local
                 else self._read_remote(self._at(name), offset, target)
             )
         if count != len(target):
@@ -138,7 +139,7 @@ class StorageDir:
     @shielded
     def check_bucket(self) -> None:
         """Raises StorageError when not only the directory is missing, but its bucket."""
-        if self._is_local:
+        if self.is_local:
             return
         try:
             with self._naming(""):
@@ -177,9 +178,9 @@ class StorageDir:
         """Creates or replaces a small object; a local file is not replaced atomically."""
         with self._naming(name, "written"):
             path = self._at(name)
-            for attempts_left in range(_MOST_REMOVALS if self._is_local else 0, -1, -1):
+            for attempts_left in range(_MOST_REMOVALS if self.is_local else 0, -1, -1):
                 try:
-                    if self._is_local:
+                    if self.is_local:
                         self._fs.makedirs(posixpath.dirname(path), exist_ok=True)
                     self._fs.pipe_file(path, content)
                     break
@@ -197,7 +198,7 @@ class StorageDir:
                 self._fs.rm_file(path)
         except MissingError:
             return
-        if self._is_local:
+        if self.is_local:
             with suppress(OSError):
                 os.rmdir(posixpath.dirname(path))
 

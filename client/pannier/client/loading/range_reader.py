@@ -1,30 +1,46 @@
-"""Reads many ranges of a checkpoint's files: in parallel, within a memory limit, in order.
+"""Reads many ranges of a checkpoint's files: in parallel, in order, straight into their targets.
 
-In: ranges (file, offset, length). Out: their bytes, range by range, in the order of the request.
-Neighbouring ranges of a file are read in one request, long ranges in several at the same time.
-Blocking; for one load.
+In: reads, each a range (file, offset, length) and the memory that it fills, if the caller has it. Out:
+their bytes, in the order of the reads. Reads without a target go through buffers of the reader's,
+within a limit of memory: neighbours in a file are read in one request. Long ranges are read in several
+requests at the same time. Blocking; for one load.
 """
 
 import sys
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Final, NamedTuple
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from typing import Final, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
 from pannier.client.interrupts import aside
-from pannier.client.loading.filesystem import StorageDir
+from pannier.client.loading.filesystem import MissingError
 from pannier.wire.errors import IntegrityError, StorageError
 from pannier.wire.failures import shorten
 
+_In = TypeVar("_In")
+_Out = TypeVar("_Out")
+
 PIECE_BYTES: Final = 8 << 20
 """Most bytes per request."""
+_PIECES_AHEAD: Final = 4
+"""Requests per thread that are under way or wait for a thread."""
 _SHOWN: Final = 3
 """Keys that an error names."""
 GAP_BYTES: Final = 4096
 """Ranges no farther apart are read together: the largest gap of alignment between archives."""
+
+
+class RangeSource(Protocol):
+    """Where the bytes of files come from. Thread-safe."""
+
+    def read_into(self, name: str, offset: int, target: memoryview) -> None:
+        """Fills ``target`` with the file's bytes from ``offset`` on. Raises StorageError."""
 
 
 class Range(NamedTuple):
@@ -34,6 +50,21 @@ class Range(NamedTuple):
     """Relative to the checkpoint."""
     offset: int
     length: int
+
+    @property
+    def end(self) -> int:
+        """Offset of the first byte behind it."""
+        return self.offset + self.length
+
+
+class Read(NamedTuple):
+    """A range that is wanted, and what for."""
+
+    range: Range
+    use: Callable[[memoryview], None]
+    """Called by the reader's caller with the bytes, which stay there until the next ones are taken."""
+    target: memoryview | None = None
+    """Memory of the range's length, kept alive by ``use``; None: a buffer of the reader's."""
 
 
 class KeyIndex:
@@ -52,6 +83,8 @@ class KeyIndex:
         try:
             yield
         except (StorageError, IntegrityError) as error:
+            if isinstance(error, MissingError):
+                start, end = 0, sys.maxsize
             held = [
                 key
                 for each, keys in self._keys.items()
@@ -67,107 +100,206 @@ def _some(keys: Sequence[str]) -> str:
     return shorten([repr(key) for key in dict.fromkeys(keys)], _SHOWN)
 
 
-class _Run(NamedTuple):
-    """Ranges of one file that are read together."""
+@dataclass(slots=True)
+class _Run:
+    """Reads of neighbouring ranges, made together."""
 
+    reads: list[Read]
     file: str
     offset: int
     end: int
-    ranges: list[Range]
+    memory: memoryview = field(default_factory=lambda: memoryview(b""))
+    pieces: list[Future[None]] = field(default_factory=list)
+
+    @property
+    def size(self) -> int:
+        return self.end - self.offset
+
+    @property
+    def buffered(self) -> int:
+        """Bytes of the reader's memory that it takes."""
+        return self.size if self.reads[0].target is None else 0
+
+    @property
+    def requests(self) -> int:
+        return -(-self.size // PIECE_BYTES)
+
+    def start(self, pool: ThreadPoolExecutor, source: RangeSource) -> None:
+        for at in range(0, self.size, PIECE_BYTES):
+            piece = self.memory[at : at + PIECE_BYTES]
+            self.pieces.append(pool.submit(source.read_into, self.file, self.offset + at, piece))
+
+    def wait(self, index: KeyIndex) -> None:
+        """Returns when all of it was read. Raises StorageError."""
+        for number, piece in enumerate(self.pieces):
+            start = self.offset + number * PIECE_BYTES
+            with index.naming(self.file, start, min(start + PIECE_BYTES, self.end)):
+                piece.result()
+
+    def is_done(self) -> bool:
+        return all(piece.done() for piece in self.pieces)
+
+    def contents(self) -> list[tuple[Read, memoryview]]:
+        return [
+            (each, self.memory[each.range.offset - self.offset : each.range.end - self.offset])
+            for each in self.reads
+        ]
 
 
-class _Fetch(NamedTuple):
-    """A run that is being read."""
+class _Buffers:
+    """Memory that is used again: touching fresh pages takes longer than reading into them."""
 
-    run: _Run
-    memory: memoryview
-    pieces: list[Future[None]]
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._free: list[memoryview] = []
+
+    def take(self, size: int) -> memoryview:
+        """Uninitialised memory, unlike a bytearray, which would be written twice."""
+        if size > self._size:
+            return np.empty(size, np.uint8).data
+        return (self._free.pop() if self._free else np.empty(self._size, np.uint8).data)[:size]
+
+    def give_back(self, memory: memoryview) -> None:
+        whole = memoryview(memory.obj)
+        if len(whole) == self._size:
+            self._free.append(whole)
 
 
 def read_ranges(
-    directory: StorageDir,
-    ranges: Sequence[Range],
+    source: RangeSource,
+    reads: Iterable[Read | None],
     *,
     threads: int,
     memory_bytes: int,
+    request_bytes: int = PIECE_BYTES,
     index: KeyIndex | None = None,
-) -> Generator[tuple[Range, memoryview], None, None]:
-    """The bytes of each range, in the order of ``ranges``.
+) -> Generator[Sequence[tuple[Read, memoryview]], None, None]:
+    """The bytes of each read, in order; several small ones at a time.
 
     Args:
-        directory: the checkpoint.
-        ranges: sorted by file and offset.
+        source: of the bytes.
+        reads: taken as memory and threads become free; None: not before all earlier reads were used.
         threads: requests at the same time.
-        memory_bytes: most memory, unless a single range is longer. Holds if each view is released
-            before the next one is taken.
+        memory_bytes: most memory for reads without a target, unless a single one is longer.
+        request_bytes: neighbouring reads are made together up to this size.
         index: the keys that the ranges hold, for errors.
 
     Raises:
         StorageError: a file can't be read, or ends too early.
     """
     index = index or KeyIndex({})
-    todo = deque(_runs(ranges))
-    window: deque[_Fetch] = deque()
-    held = 0
+    runs = _Runs(reads, request_bytes)
+    window: deque[_Run] = deque()
+    buffers = _Buffers(request_bytes)
     pool = ThreadPoolExecutor(threads, thread_name_prefix="pannier-read")
 
-    def take_first() -> _Fetch:
-        nonlocal held
-        while todo and (not window or held + _size(todo[0]) <= memory_bytes):
-            window.append(_start(pool, directory, todo.popleft()))
-            held += len(window[-1].memory)
-        first = window.popleft()
-        for number, piece in enumerate(first.pieces):
-            start = first.run.offset + number * PIECE_BYTES
-            end = min(start + PIECE_BYTES, first.run.end)
-            with index.naming(first.run.file, start, end):
-                piece.result()
-        return first
+    def fill() -> list[_Run]:
+        """Takes what may be started. By the caller's thread: it may run the user's planner."""
+        first = len(window)
+        held, requests = sum(r.buffered for r in window), sum(r.requests for r in window)
+        while runs.has_next():
+            run = runs.next
+            if run is None:
+                if window:
+                    break
+                runs.take()
+                continue
+            held, requests = held + run.buffered, requests + run.requests
+            if window and (held > memory_bytes or requests > _PIECES_AHEAD * threads):
+                break
+            target = run.reads[0].target
+            run.memory = buffers.take(run.size) if target is None else target
+            window.append(run)
+            runs.take()
+        return list(window)[first:]
+
+    def advance(fresh: Sequence[_Run]) -> int:
+        """Starts what is new, and waits for the first run; the number of runs that are done.
+
+        At most a part of the window, so that threads read while these are used.
+        """
+        for run in fresh:
+            run.start(pool, source)
+        done = 0
+        for run in islice(window, threads):
+            if done and not run.is_done():
+                break
+            run.wait(index)
+            done += 1
+        return done
 
     try:
-        while todo or window:
-            first = aside(take_first)
-            for each in first.run.ranges:
-                start = each.offset - first.run.offset
-                yield each, first.memory[start : start + each.length]
-            held -= len(first.memory)
-            # Before the next one is read: so the memory stays within its limit.
-            del first
+        while True:
+            fresh = fill()
+            if not window:
+                return
+            for _ in range(aside(partial(advance, fresh))):
+                run = window.popleft()
+                yield run.contents()
+                if run.buffered:
+                    buffers.give_back(run.memory)
     finally:
         aside(lambda: pool.shutdown(cancel_futures=True))
 
 
-def _runs(ranges: Sequence[Range]) -> Iterator[_Run]:
+def in_parallel(
+    function: Callable[[_In], _Out], values: Sequence[_In], *, threads: int
+) -> list[_Out]:
+    """``function`` of each value, in order; raises the first error."""
+    if not values:
+        return []
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="pannier-read")
+    try:
+        return aside(lambda: list(pool.map(function, values)))
+    finally:
+        aside(lambda: pool.shutdown(cancel_futures=True))
+
+
+class _Runs:
+    """What is to be read next, made from the reads as it is asked for."""
+
+    def __init__(self, reads: Iterable[Read | None], most: int) -> None:
+        self._runs = _joined(reads, most)
+        self._next: list[_Run | None] = []
+
+    def has_next(self) -> bool:
+        if not self._next:
+            self._next = list(islice(self._runs, 1))
+        return bool(self._next)
+
+    @property
+    def next(self) -> _Run | None:
+        """Only after :meth:`has_next`."""
+        return self._next[0]
+
+    def take(self) -> None:
+        self._next.clear()
+
+
+def _joined(reads: Iterable[Read | None], most: int) -> Iterator[_Run | None]:
     run: _Run | None = None
-    for each in ranges:
-        end = each.offset + each.length
-        if (
-            run is not None
-            and run.file == each.file
-            and run.offset <= each.offset <= run.end + GAP_BYTES
-            and end - run.offset <= PIECE_BYTES
-        ):
-            run.ranges.append(each)
-            run = run._replace(end=max(run.end, end))
+    for each in reads:
+        if run is not None and each is not None and _fits(run, each, most):
+            run.reads.append(each)
+            run.end = max(run.end, each.range.end)
             continue
         if run is not None:
             yield run
-        run = _Run(each.file, each.offset, end, [each])
+        run = None
+        if each is None:
+            yield None
+        else:
+            run = _Run([each], each.range.file, each.range.offset, each.range.end)
     if run is not None:
         yield run
 
 
-def _size(run: _Run) -> int:
-    return run.end - run.offset
-
-
-def _start(pool: ThreadPoolExecutor, directory: StorageDir, run: _Run) -> _Fetch:
-    # Uninitialised, unlike a bytearray, which would be written twice.
-    memory = np.empty(_size(run), np.uint8).data
-    pieces = [
-        pool.submit(
-            directory.read_into, run.file, run.offset + start, memory[start : start + PIECE_BYTES]
-        )
-        for start in range(0, len(memory), PIECE_BYTES)
-    ]
-    return _Fetch(run, memory, pieces)
+def _fits(run: _Run, each: Read, most: int) -> bool:
+    file, offset, _ = each.range
+    return (
+        run.reads[0].target is None
+        and each.target is None
+        and run.file == file
+        and run.offset <= offset <= run.end + GAP_BYTES
+        and each.range.end - run.offset <= most
+    )

@@ -25,14 +25,23 @@ from pannier.client.loading import catalog, filesystem, metadata_reader, read_le
 from pannier.client.loading.checksum_verifier import ChecksumVerifier, Receipts
 from pannier.client.loading.item_loader import ItemLoader
 from pannier.client.loading.metadata_reader import Generation, check_generations
-from pannier.client.loading.range_reader import KeyIndex, Range, read_ranges
+from pannier.client.loading.range_reader import (
+    PIECE_BYTES,
+    KeyIndex,
+    Range,
+    RangeSource,
+    in_parallel,
+    read_ranges,
+)
 from pannier.client.loading.safe_unpickler import unpickle_metadata
 from pannier.common import timeouts
 from pannier.wire import object_names
 from pannier.wire.errors import InvalidRequestError, PannierError
 
-MEMORY_BYTES: Final = 256 << 20
+MEMORY_BYTES: Final = 64 << 20
 """Default of the memory for what is read ahead."""
+_LOCAL_REQUEST_BYTES: Final = 1 << 20
+"""What is read together from a local file: it is still in the processor's cache when it is copied."""
 
 
 class StorageReader(storage.StorageReader):
@@ -79,13 +88,17 @@ class StorageReader(storage.StorageReader):
         self._parsed: tuple[bytes, Metadata] | None = None
         self._generation: Generation | None = None
         self._attempt = ""
-        self._storage_data: Mapping[Any, Any] = {}
+        self._metadata = Metadata({})
         self._load_id = str(uuid.uuid4())
 
     @property
     def checkpoint_id(self) -> str:
         """The directory that is read: an absolute path or a URL."""
         return self._directory.url
+
+    @property
+    def _request_bytes(self) -> int:
+        return _LOCAL_REQUEST_BYTES if self._directory.is_local else PIECE_BYTES
 
     @property
     def path(self) -> str | Path:
@@ -108,7 +121,7 @@ class StorageReader(storage.StorageReader):
             self._directory = filesystem.open_dir(checkpoint_id, self._options)
         self.release()
         self._shared = self._generation = self._parsed = None
-        self._storage_data = {}
+        self._metadata = Metadata({})
         self._attempt = ""
         self._verify_now = self._verify
         self._load_id = str(uuid.uuid4())
@@ -200,7 +213,7 @@ class StorageReader(storage.StorageReader):
             raise InvalidRequestError(
                 f"the metadata of {self.checkpoint_id} doesn't say where its data is"
             )
-        self._storage_data = metadata.storage_data
+        self._metadata = metadata
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Adds the generation of ``.metadata`` to the plan."""
@@ -222,10 +235,11 @@ class StorageReader(storage.StorageReader):
                 not those that were saved; then part of the state is filled.
             InvalidRequestError: an item is stored in a way that Pannier can't read.
         """
-        loader = ItemLoader(self._directory, self._storage_data, planner)
-        items: defaultdict[Range, list[ReadItem]] = defaultdict(list)
+        loader = ItemLoader(self._directory, self._metadata, planner, self._request_bytes)
+        found: defaultdict[Range, list[ReadItem]] = defaultdict(list)
         for item in plan.items:
-            items[loader.locate(item)].append(item)
+            found[loader.locate(item)].append(item)
+        items = dict(sorted(found.items()))
         try:
             self._read(items, loader)
         except filesystem.MissingError as error:
@@ -245,31 +259,41 @@ class StorageReader(storage.StorageReader):
         return done
 
     def _read(self, items: Mapping[Range, Sequence[ReadItem]], loader: ItemLoader) -> None:
-        ranges = sorted(items)
+        source: RangeSource = self._directory
         index = KeyIndex(
             {each: [str(item.storage_index.fqn) for item in held] for each, held in items.items()}
         )
+        large = [each for each, held in items.items() if loader.is_large(each, held)]
+        tensors = in_parallel(
+            lambda each: loader.find_tensor(each, items[each][0], source, index),
+            large,
+            threads=self._threads,
+        )
+        reads = loader.reads(items, dict(zip(large, tensors, strict=True)))
         verifier: ChecksumVerifier | None = None
         if self._verify_now:
             receipts = Receipts(self._directory, self._attempt)
-            verifier = ChecksumVerifier(self._directory, receipts, ranges, index)
-            ranges = verifier.ranges
-        content_of = read_ranges(
-            self._directory,
-            ranges,
+            files = [each.file for each in items]
+            verifier = ChecksumVerifier(self._directory, receipts, files, index)
+            reads = verifier.cover(reads)
+        contents = read_ranges(
+            source,
+            reads,
             threads=self._threads,
             memory_bytes=self._memory_bytes,
+            request_bytes=self._request_bytes,
             index=index,
         )
         # Closing it ends its threads, also after an error.
-        with contextlib.closing(content_of):
-            for each, content in content_of:
+        with contextlib.closing(contents):
+            for run in contents:
                 if self._lease is not None:
                     self._lease.touch()
-                if verifier is not None:
-                    verifier.update(each, content)
-                if each in items:
-                    loader.load(each, content, items[each])
+                for each, content in run:
+                    if verifier is not None:
+                        verifier.update(each.range, content)
+                    each.use(content)
+                loader.copy_gathered()
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
