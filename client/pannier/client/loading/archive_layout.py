@@ -16,6 +16,7 @@ import sys
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -136,16 +137,15 @@ class Expected(NamedTuple):
     """What this torch writes for a tensor."""
 
     tensor: PlainTensor
-    archive: archives.Archive
+    head: bytes
+    """Its first bytes."""
+    end: bytes
+    """Its last bytes; of an empty tensor's archive, which is all head, none."""
 
 
-def expect(dtype: Any, shape: Any, length: int) -> Expected | None:
-    """The archive that this torch writes for a plain tensor; None when it isn't ``length`` bytes long.
-
-    Args:
-        dtype, shape: from ``.metadata``.
-        length: bytes of the archive there.
-    """
+@lru_cache(maxsize=16384)
+def expect(dtype: torch.dtype, shape: torch.Size, length: int) -> Expected | None:
+    """The archive that this torch writes for a plain tensor; None when it isn't ``length`` bytes long."""
     if dtype not in archives.DTYPES or not math.prod(shape) * dtype.itemsize < length:
         return None
     archive = archives.archive(dtype, shape)
@@ -156,7 +156,7 @@ def expect(dtype: Any, shape: Any, length: int) -> Expected | None:
         strides.append(step)
         step *= max(size, 1)
     tensor = PlainTensor(dtype, tuple(shape), tuple(reversed(strides)), len(archive.head))
-    return Expected(tensor, archive)
+    return Expected(tensor, archive.head, archive.tail[-_END_BYTES:])
 
 
 def find_tensor(read: ReadAt, length: int, expected: Expected | None) -> PlainTensor | None:
@@ -167,18 +167,34 @@ def find_tensor(read: ReadAt, length: int, expected: Expected | None) -> PlainTe
         StorageError: it can't be read.
     """
     if expected is not None:
-        archive = expected.archive
-        head = _bytes_at(read, 0, len(archive.head))
-        # An empty tensor's archive has no tail.
-        end = _bytes_at(read, length - _END_BYTES, _END_BYTES)
-        if head == archive.head and end.endswith(archive.tail[-_END_BYTES:]):
+        head = _bytes_at(read, 0, len(expected.head))
+        end = _bytes_at(read, length - len(expected.end), len(expected.end))
+        if (head, end) == (expected.head, expected.end):
             return expected.tensor
     return _parse(read, length)
 
 
-def unpickle(read: ReadAt, length: int) -> Any:
+def find_in(content: memoryview, expected: Expected | None) -> PlainTensor | None:
+    """:func:`find_tensor` in bytes that were read."""
+    if expected is not None:
+        head, end = content[: len(expected.head)], content[len(content) - len(expected.end) :]
+        if bytes(head) == expected.head and bytes(end) == expected.end:
+            return expected.tensor
+    return _parse(reading(content), len(content))
+
+
+def reading(content: memoryview) -> ReadAt:
+    """Reads from bytes in memory."""
+
+    def read(offset: int, target: memoryview) -> None:
+        target[:] = content[offset : offset + len(target)]
+
+    return read
+
+
+def unpickle(content: memoryview) -> Any:
     """What is in an archive, whatever it is, by torch's allow-list. Raises what ``torch.load`` raises."""
-    file: Any = _ArchiveFile(read, length)
+    file: Any = _ArchiveFile(reading(content), len(content))
     return torch.load(file, map_location="cpu", weights_only=True)
 
 

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, Read
 
 from pannier.client import torch_compat
 from pannier.client.loading import archive_layout
-from pannier.client.loading.archive_layout import Expected, PlainTensor, ReadAt
+from pannier.client.loading.archive_layout import Expected, PlainTensor
 from pannier.client.loading.filesystem import StorageDir
 from pannier.client.loading.range_reader import KeyIndex, Range, RangeSource, Read
 from pannier.wire import records
@@ -110,9 +110,6 @@ class ItemLoader:
             with index.naming(source.file, at, at + len(target)):
                 bytes_of.read_into(source.file, at, target)
 
-        return self._find(source, item, read)
-
-    def _find(self, source: Range, item: ReadItem, read: ReadAt) -> PlainTensor | None:
         try:
             return archive_layout.find_tensor(read, source.length, self._expected(source, item))
         except IntegrityError as error:
@@ -123,12 +120,14 @@ class ItemLoader:
         if not isinstance(stored, TensorStorageMetadata):
             return None
         at, chunks = item.storage_index, stored.chunks
-        # The index is a hint.
-        hinted = chunks[at.index : at.index + 1] if at.index is not None else []
-        chunk = next((each for each in (*hinted, *chunks) if each.offsets == at.offset), None)
-        if chunk is None or not isinstance(chunk.sizes, torch.Size):
+        number = at.index or 0
+        if number >= len(chunks) or chunks[number].offsets != at.offset:
+            # It is only a hint.
+            number = next((n for n, each in enumerate(chunks) if each.offsets == at.offset), -1)
+        dtype, shape = stored.properties.dtype, chunks[number].sizes if number >= 0 else None
+        if not isinstance(shape, torch.Size) or not isinstance(dtype, torch.dtype):
             return None
-        return archive_layout.expect(stored.properties.dtype, chunk.sizes, source.length)
+        return archive_layout.expect(dtype, shape, source.length)
 
     def reads(
         self, items: Mapping[Range, Sequence[ReadItem]], tensors: Mapping[Range, PlainTensor | None]
@@ -215,7 +214,9 @@ class ItemLoader:
                 continue
             if tensor is None:
                 tensor = self._tensor_in(source, content, item)
-            value = narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths)
+            value = tensor
+            if tensor.shape != item.lengths:
+                value = narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths)
             target = self._resolve(item, value.dtype, value.shape)
             if not self._in_turn and type(target) is torch.Tensor:
                 self._copies.append((item, target, value))
@@ -225,7 +226,7 @@ class ItemLoader:
 
     def _resolve(self, item: ReadItem, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
         target = self._planner.resolve_tensor(item).detach()
-        if target.size() == torch.Size(shape) and not target.is_meta:
+        if target.shape == torch.Size(shape) and not target.is_meta:
             return target
         raise InvalidRequestError(
             f"{self._name(item)} can't be loaded: {dtype} of {tuple(shape)} is stored, the planner wants "
@@ -244,15 +245,15 @@ class ItemLoader:
     def _tensor_in(self, source: Range, content: memoryview, item: ReadItem) -> torch.Tensor:
         """The tensor in an archive that was read; a view of its bytes if it is a plain one."""
 
-        def read(offset: int, target: memoryview) -> None:
-            target[:] = content[offset : offset + len(target)]
-
         if not self.is_large(source, (item,)):
-            found = self._find(source, item, read)
+            try:
+                found = archive_layout.find_in(content, self._expected(source, item))
+            except IntegrityError as error:
+                raise self._unreadable(source, item, error) from error
             if found is not None:
                 return found.view(content[found.offset : found.offset + found.span])
         try:
-            tensor = archive_layout.unpickle(read, len(content))
+            tensor = archive_layout.unpickle(content)
         except Exception as error:  # the bytes may be anything
             if self._is_safetensors(source.file):
                 name = f"{self._directory.url}/{source.file}"

@@ -239,7 +239,7 @@ class StorageReader(storage.StorageReader):
         found: defaultdict[Range, list[ReadItem]] = defaultdict(list)
         for item in plan.items:
             found[loader.locate(item)].append(item)
-        items = dict(sorted(found.items()))
+        items = {each: found[each] for each in sorted(found)}
         try:
             self._read(items, loader)
         except filesystem.MissingError as error:
