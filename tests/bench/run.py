@@ -63,6 +63,7 @@ def planned(options: argparse.Namespace) -> list[Part]:
     found.append(Part("peers", best))
     if options.full:
         found.append(Part("peers", (*best, "--to", "gcs")))
+    found += [Part("restoring", arguments) for arguments in restored(options.quick)]
     # These have sizes of their own.
     found += [Part("planning"), Part("device")]
     few = str(parts.megabytes(usual[0]))
@@ -75,6 +76,19 @@ def planned(options: argparse.Namespace) -> list[Part]:
         if part.module in chosen
         and part.module not in options.without
         and importlib.util.find_spec(f"tests.bench.{part.module}")
+    ]
+
+
+def restored(quick: bool) -> list[tuple[str, ...]]:
+    """Arguments of the states that are loaded."""
+    if quick:
+        return [(), ("--source", "gcs")]
+    return [
+        ("--bytes", "1000M", "--tensors", "200"),
+        ("--bytes", "1G", "--tensors", "16"),
+        *([("--bytes", "2G", "--tensors", "1")] if fits("2G") else []),
+        ("--small",),
+        ("--source", "gcs", "--bytes", "1000M", "--tensors", "200"),
     ]
 
 

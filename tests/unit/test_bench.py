@@ -22,7 +22,16 @@ def run(module: str, *arguments: str) -> str:
 
 def test_every_part_is_planned() -> None:
     parts = {line.split()[0] for line in run("run", "--list").splitlines()}
-    assert parts >= {"blocking", "durable", "memory", "peers", "recovery", "steps", "uploading"}
+    assert parts >= {
+        "blocking",
+        "durable",
+        "memory",
+        "peers",
+        "recovery",
+        "restoring",
+        "steps",
+        "uploading",
+    }
 
 
 def test_a_part_prints_its_rows() -> None:

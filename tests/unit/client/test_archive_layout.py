@@ -15,23 +15,10 @@ from pannier.client.loading.archive_layout import PlainTensor
 from pannier.client.staging import archives
 from pannier.wire.errors import IntegrityError
 from support.states.bits import bits
+from support.states.plain import random_tensor, saved
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")
 SHAPES = [(), (0,), (3, 0, 2), (1,), (5,), (3, 4), (2, 3, 4, 5)]
-
-
-def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
-    noise = torch.Generator().manual_seed(seed)
-    high = 2 if dtype is torch.bool else 256
-    count = torch.Size(shape).numel() * dtype.itemsize
-    raw = torch.randint(0, high, (count,), dtype=torch.uint8, generator=noise)
-    return raw.view(dtype).view(shape) if count else torch.empty(shape, dtype=dtype)
-
-
-def saved(value: Any, **options: Any) -> bytes:
-    sink = io.BytesIO()
-    torch.save(value, sink, **options)
-    return sink.getvalue()
 
 
 class Archive:
@@ -269,6 +256,16 @@ def test_blocks_are_small_and_have_every_element_once(
         seen[place] += 1
     assert bits(target) == bits(value_in(whole, bytes(raw)))
     assert torch.equal(seen, torch.ones_like(seen))
+
+
+@pytest.mark.parametrize("at", range(16))
+def test_views_are_aligned_wherever_the_bytes_are(at: int) -> None:
+    want = random_tensor(torch.complex128, (3, 4))
+    content = bytearray(at) + bytearray(bits(want))
+    tensor = PlainTensor(torch.complex128, (3, 4), (4, 1), 0)
+    value = tensor.view(memoryview(content)[at:])
+    assert value.data_ptr() % 16 == 0
+    assert bits(value) == bits(want)
 
 
 def test_a_part_that_is_not_there_is_refused() -> None:

@@ -126,10 +126,13 @@ class PlainTensor(NamedTuple):
             yield from inner._blocks((*at[:dim], at[dim] + start, *at[dim + 1 :]), most)
 
     def view(self, content: memoryview) -> torch.Tensor:
-        """The tensor in the bytes of its span."""
+        """The tensor in the bytes of its span: a view of them where they are aligned."""
         if not len(content):
             return torch.empty(self.shape, dtype=self.dtype, device="cpu")
         flat = torch.frombuffer(content, dtype=self.dtype)
+        if flat.data_ptr() % self.dtype.itemsize:
+            # torch writes archives back to back, and doesn't copy complex numbers from odd addresses.
+            flat = torch.frombuffer(bytearray(content), dtype=self.dtype)
         return flat.view(self.shape) if self.is_dense else flat.as_strided(self.shape, self.strides)
 
 
