@@ -324,7 +324,11 @@ def _memory_of(target: torch.Tensor) -> memoryview | None:
     """The memory of a plain row-major tensor on the host; None: it isn't one."""
     if not _is_divisible(target) or target.device.type != "cpu" or not target.is_contiguous():
         return None
-    memory = (ctypes.c_char * target.nbytes).from_address(target.data_ptr())
+    address = target.data_ptr()
+    if not address:
+        # A wrapper of functionalization, which has another tensor's memory.
+        return None
+    memory = (ctypes.c_char * target.nbytes).from_address(address)
     # Threads may still write to it when an exception of a signal handler has ended the load.
     memory.owner = target  # type: ignore[attr-defined]
     return memoryview(memory).cast("B")
