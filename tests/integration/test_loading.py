@@ -185,8 +185,11 @@ def dcp_load_refuses_two_generations() -> None:
         def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
             if rank == 1:
                 dist.barrier()
+                dist.barrier()
                 return super().read_metadata()
             metadata = super().read_metadata()
+            # Rank 2 has read it, too.
+            dist.barrier()
             if rank == 0:
                 dcp.save({"w": torch.zeros(3)}, checkpoint_id=place, no_dist=True)
             dist.barrier()
