@@ -72,6 +72,18 @@ def test_all_layouts_of_source_and_target(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("request_bytes")
+def test_conjugated_and_negated_targets(tmp_path: Path) -> None:
+    state = {"conj": torch.randn(7, dtype=torch.complex64), "neg": torch.randn(7)}
+    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    got = {"conj": torch.zeros(7, dtype=torch.complex64).conj()}
+    got["neg"] = torch.zeros(7, dtype=torch.complex64).conj().imag
+    assert got["conj"].is_conj()
+    assert got["neg"].is_neg()
+    load(got, checkpoint_id=tmp_path)
+    assert differences(got, state) == []
+
+
+@pytest.mark.usefixtures("request_bytes")
 def test_other_dtypes_are_converted_as_torch_does(tmp_path: Path) -> None:
     want = torch.randn(40, 30)
     dcp.save({"w": want}, checkpoint_id=tmp_path, no_dist=True)

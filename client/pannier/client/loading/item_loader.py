@@ -218,7 +218,7 @@ class ItemLoader:
             if tensor.shape != item.lengths:
                 value = narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths)
             target = self._resolve(item, value.dtype, value.shape)
-            if not self._in_turn and type(target) is torch.Tensor:
+            if not self._in_turn and _is_divisible(target) and _is_divisible(value):
                 self._copies.append((item, target, value))
                 continue
             target.copy_(value)
@@ -334,13 +334,13 @@ def _memory_of(target: torch.Tensor) -> memoryview | None:
     return memoryview(memory).cast("B")
 
 
-def _is_divisible(target: torch.Tensor) -> bool:
-    """Whether its elements may be copied part by part."""
+def _is_divisible(tensor: torch.Tensor) -> bool:
+    """Whether its elements may be copied part by part, or together with those of others."""
     return (
-        type(target) is torch.Tensor
-        and target.layout is torch.strided
-        and target.device.type not in _UNDIVIDED
-        and not (target.is_quantized or target.is_conj() or target.is_neg())
+        type(tensor) is torch.Tensor
+        and tensor.layout is torch.strided
+        and tensor.device.type not in _UNDIVIDED
+        and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
     )
 
 
