@@ -268,8 +268,11 @@ def demo(workplace: Path, progress: Progress, layout: Layout, other: Layout) -> 
         f"--steps={kill_at + RESTORED_STEPS}",
     )
     restored: dict[int, float] = {}
+    sources: dict[str, int] = {}
     for event in restore.events():
-        if event["event"] == "step":
+        if event["event"] == "restored":
+            sources = event["files"]
+        elif event["event"] == "step":
             restored[event["step"]] = event["loss"]
             console.print(f"  step {event['step']:>3}  loss {event['loss']:.4f}")
     exit_code = restore.wait()
@@ -293,6 +296,11 @@ def demo(workplace: Path, progress: Progress, layout: Layout, other: Layout) -> 
         ("not committed when the trainers died", str(unseen), unseen),
         ("committed without them", f"after {committed_after:.1f} s", visible),
         ("bytes in storage equal the receipts", "pannier verify", verify.returncode == 0),
+        (
+            "data files that the restore read",
+            ", ".join(f"{count} {source}" for source, count in sources.items()),
+            sources.keys() == {"own spool"},
+        ),
         (
             f"loss of step {following}, before and after",
             f"{losses[following]:.5f}, {restored.get(following, math.nan):.5f}",

@@ -125,8 +125,8 @@ def main() -> None:
             print(json.dumps(fields), flush=True)
 
     if options.restore:
-        client.load({"training": training}, checkpoint_id=options.restore)
-        report(event="restored", step=training.step, world=world)
+        loaded = client.load({"training": training}, checkpoint_id=options.restore)
+        report(event="restored", step=training.step, world=world, files=dict(loaded.files))
 
     save = None
     while training.step < options.steps:

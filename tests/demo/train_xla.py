@@ -71,8 +71,8 @@ def main() -> None:
 
     if options.restore:
         prime_optimizer(training.optimizer)
-        client.load({"training": training}, checkpoint_id=options.restore)
-        report(event="restored", step=training.step)
+        loaded = client.load({"training": training}, checkpoint_id=options.restore)
+        report(event="restored", step=training.step, files=dict(loaded.files))
 
     save = None
     while training.step < options.steps:

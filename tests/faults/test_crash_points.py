@@ -12,10 +12,12 @@ from pannier.common.fault_points import POINTS, VARIABLE
 from pannier.v1 import records_pb2
 from pannier.wire import object_names
 from support.actors.crash_walk import Saver
+from support.actors.scripted_sidecar import wait_until
 from support.chaos.check import leftovers
 from support.processes.cli import Result, pannier, pannier_here
 from support.processes.daemons import Daemon, Daemons, memory_directory
 from support.processes.stretch import BOUND_S, stretched
+from support.processes.watching import listed
 
 
 def _points(*begins: str) -> list[str]:
@@ -63,17 +65,25 @@ def await_death(daemon: Daemon, point: str, saver: Saver) -> None:
     assert daemon.process.returncode == -signal.SIGKILL, f"{point}:\n{daemon.log()}"
 
 
+def local_copies(address: str) -> set[str]:
+    """Checkpoints that a sidecar has a local copy of."""
+    return {copy.checkpoint_id for copy in listed(address).local_copies}
+
+
 def check_all(root: Path, saver: Saver, daemons: Daemons) -> None:
-    """What was handed over is there, nothing else is, and the daemons leave nothing."""
+    """What was handed over is there, nothing else is, and the daemons leave but the last save's copy."""
     last = saver.save()
     while last.failed:
         last = saver.save()
     assert last.outcome == records_pb2.OUTCOME_COMMIT
+    for sidecar in daemons.sidecars:
+        wait_until(lambda address=sidecar.address: local_copies(address) == {last.id})  # type: ignore[misc]
+    files = sum(
+        copy.files for sidecar in daemons.sidecars for copy in listed(sidecar.address).local_copies
+    )
     for daemon in (daemons.coordinator, *daemons.sidecars):
         assert daemon.stop() == 0
-    assert not [
-        path for path in daemons.spool.rglob("*") if path.name.endswith((".data", "journal"))
-    ]
+    assert len(list(daemons.spool.rglob("*.data"))) == files
     check_swept(root, {made.id: made.attempt for made in saver.made if made.handed_over})
 
 

@@ -125,6 +125,19 @@ ROWS = {
     "a signal handler raises in a client call": [
         "unit/client/test_interrupts.py::test_a_trainer_goes_on_after_any_number_of_interruptions",
     ],
+    "all trainers of a host are killed, and start again there": [
+        "faults/test_local_copies.py::test_trainers_that_start_again_on_their_host_read_no_data_from_the_bucket",
+        "faults/test_local_copies.py::test_embedded_daemons_that_outlive_the_trainer_have_its_last_checkpoint",
+    ],
+    "the sidecar is killed before a load": [
+        "faults/test_local_copies.py::test_a_sidecar_that_starts_again_still_has_the_copy",
+    ],
+    "the sidecar is stopped during a load": [
+        "faults/test_local_copies.py::test_a_load_whose_sidecar_does_not_answer_reads_the_bucket",
+    ],
+    "a process changes a spool file before a load": [
+        "faults/test_local_copies.py::test_a_copy_that_another_process_changed_is_read_from_the_bucket",
+    ],
     "the decision can't be read or written": [
         "faults/test_failure_table.py::test_a_save_is_in_doubt_while_its_decision_can_not_be_written",
         "faults/test_slow_storage.py::test_a_commit_whose_answer_is_lost_and_can_not_be_read_is_in_doubt_and_then_true",

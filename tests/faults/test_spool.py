@@ -178,15 +178,18 @@ def test_no_spool_file_passes_from_one_job_to_another(running: Daemons, tmp_path
         return {path.stat().st_ino for path in spool.glob("*.data")}
 
     with saving(running, "one") as one, saving(running, "two") as two:
+        # One set of files for the newest save, one for the next.
         one.save(state(2), checkpoint_id=tmp_path / "1")
+        one.save(state(2, 2), checkpoint_id=tmp_path / "2")
         ours = spool_files()
         assert ours
-        two.save(state(2, 2), checkpoint_id=tmp_path / "2")
+        two.save(state(2, 3), checkpoint_id=tmp_path / "3")
+        two.save(state(2, 4), checkpoint_id=tmp_path / "4")
         # The first job's are as they were, although they would have fitted.
         both = spool_files()
         assert ours < both
-        one.save(state(2, 3), checkpoint_id=tmp_path / "3")
-        two.save(state(2, 4), checkpoint_id=tmp_path / "4")
+        one.save(state(2, 5), checkpoint_id=tmp_path / "5")
+        two.save(state(2, 6), checkpoint_id=tmp_path / "6")
         assert spool_files() == both
-    for step, value in ((1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0)):
+    for step, value in ((1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0), (5, 5.0), (6, 6.0)):
         check(str(tmp_path / str(step)), 2, value)

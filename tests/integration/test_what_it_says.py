@@ -45,6 +45,7 @@ client.load(state, checkpoint_id=f"{root}/step-4")
 _SAVED = (
     r"pannier: saved {}, 97\d\.\d KiB from 1 rank, stalled [\d.]+ m?s, durable after [\d.]+ m?s"
 )
+_LOADED = r"pannier: loaded {}, 97\d\.\d KiB in [\d.]+ s, 2 files: 2 own spool"
 
 
 @pytest.fixture(scope="module")
@@ -93,9 +94,11 @@ def test_a_program_shows_its_saves_and_its_errors_where_it_made_the_call(
     says, trace = done.stderr.split("Traceback", 1)
     saved = [root / "step-1", root / "step-2", root / "step-2", other]
     lines = [line for line in says.splitlines() if " has waited " not in line]
-    assert len(lines) == len(saved), done.stderr
-    for line, place in zip(lines, saved, strict=True):
-        assert re.fullmatch(_SAVED.format(place), line)
+    expected = [_SAVED.format(place) for place in saved]
+    expected.insert(3, _LOADED.format(root / "step-2"))
+    assert len(lines) == len(expected), done.stderr
+    for line, pattern in zip(lines, expected, strict=True):
+        assert re.fullmatch(pattern, line)
 
     planner, exists, typo, unreachable = done.stdout.split("=" * 70)[:4]
     assert "in create_local_plan" in planner

@@ -36,7 +36,9 @@ from pannier.client.loading.load import load as load_checkpoint
 from pannier.client.loading.load_error import LoadError
 from pannier.client.loading.storage_reader import StorageReader
 from pannier.client.messages import console
-from pannier.client.save_factory import configure, raise_unretrieved
+from pannier.client.restore.local_copies import LocalCopies
+from pannier.client.restore.sources import LoadResult
+from pannier.client.save_factory import configure, default_settings, raise_unretrieved
 from pannier.client.staging.optimizer_guard import Guard
 from pannier.wire.errors import (
     BusyError,
@@ -150,7 +152,7 @@ def wait_all(timeout: float | None = None) -> None:
     default_client().wait_all(timeout)
 
 
-# Reading needs no sidecar, and makes no client. Unretrieved errors are raised here, too.
+# Reading needs no sidecar, starts none, and makes no client. Unretrieved errors are raised here, too.
 
 
 def load(
@@ -162,12 +164,15 @@ def load(
     process_group: Any = None,
     no_dist: bool = False,
     verify: bool = False,
-) -> None:
+) -> LoadResult:
     """Loads a checkpoint into ``state_dict`` in place, as ``torch.distributed.checkpoint.load``.
 
     All ranks of the group call it. Tensors must lie where they are wanted, with
     the shapes of the checkpoint; their sharding may be another. So they keep their identity and
     sharding, those of torch_xla's SPMD programs too: a parameter sees what was loaded.
+
+    What a sidecar of this host still has in its spool is read there, each byte compared with its
+    checksum; everything else from storage. No daemon is started for that.
 
     Args:
         state_dict: tensors to fill, ``Stateful`` objects, and keys of other objects.
@@ -180,7 +185,10 @@ def load(
         process_group: the ranks that load together. Default: all.
         no_dist: this process loads by itself.
         verify: compare what is read with the checksums that were taken when it was saved; whole
-            data files are read for that. Only for what Pannier wrote.
+            data files are read for that, from storage. Only for what Pannier wrote.
+
+    Returns:
+        how many files and bytes came from where, on all ranks together.
 
     Raises:
         PannierError: an earlier save failed and its error was not retrieved; on all ranks.
@@ -190,7 +198,7 @@ def load(
         StorageError: there is no such checkpoint, or ``.metadata`` can't be read.
         LoadError: anything else; with failures by rank. It is torch's ``CheckpointException``, too.
     """
-    load_checkpoint(
+    return load_checkpoint(
         state_dict,
         checkpoint_id=checkpoint_id,
         storage_reader=storage_reader,
@@ -199,6 +207,7 @@ def load(
         no_dist=no_dist,
         verify=verify,
         before=raise_unretrieved,
+        locate=LocalCopies(default_settings).locate,
     )
 
 
@@ -278,6 +287,7 @@ __all__ = [
     "IntegrityError",
     "InvalidRequestError",
     "LoadError",
+    "LoadResult",
     "PannierError",
     "SaveAbortedError",
     "SaveHandle",

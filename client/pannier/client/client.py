@@ -26,6 +26,8 @@ from pannier.client.loading.load import load as load_checkpoint
 from pannier.client.loading.storage_reader import StorageReader
 from pannier.client.messages import wait_log
 from pannier.client.messages.call_errors import at_call
+from pannier.client.restore.local_copies import LocalCopies
+from pannier.client.restore.sources import LoadResult
 from pannier.client.save_call import SaveCall
 from pannier.client.save_factory import SaveFactory
 from pannier.client.staging.optimizer_guard import Guard, Guards
@@ -272,10 +274,14 @@ class Client:
         state_dict: dict[str, Any],
         storage_reader: StorageReader | None = None,
         **arguments: Any,
-    ) -> None:
+    ) -> LoadResult:
         """Loads a checkpoint into ``state_dict``. See :func:`pannier.client.load`."""
-        load_checkpoint(
-            state_dict, storage_reader, before=self._factory.saves.errors.raise_all, **arguments
+        return load_checkpoint(
+            state_dict,
+            storage_reader,
+            before=self._factory.saves.errors.raise_all,
+            locate=LocalCopies(lambda: self.settings).locate,
+            **arguments,
         )
 
     def latest(self, root: str | os.PathLike[str], **arguments: Any) -> str | None:

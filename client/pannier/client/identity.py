@@ -32,6 +32,7 @@ from pannier.client.embedded.rendezvous import (
 )
 from pannier.client.loading import highest_incarnation
 from pannier.client.process_group import is_alone, launched_as
+from pannier.wire import object_names
 from pannier.wire.errors import ConfigurationError, InvalidRequestError
 from pannier.wire.object_names import group_name, split_checkpoint_id
 
@@ -185,7 +186,7 @@ class World:
     def _create_identity(self, settings: Settings) -> Identity:
         host = socket.gethostname()
         own: dict[str, Any] = {
-            "job": settings.job or f"job-{secrets.token_hex(4)}",
+            "job": settings.job or object_names.unnamed_job(),
             "incarnation": secrets.token_hex(8),
             "host": host,
             "rank": self.rank,

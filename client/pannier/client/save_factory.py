@@ -399,6 +399,15 @@ def default_factory() -> SaveFactory:
         return _default
 
 
+def default_settings() -> Settings:
+    """The default factory's settings, or those it would have; makes no factory.
+
+    Raises ConfigurationError: a variable is not valid.
+    """
+    factory = _default
+    return load_settings(**_overrides) if factory is None else factory.settings
+
+
 def raise_unretrieved() -> None:
     """Raises the default factory's unretrieved errors; makes no factory."""
     factory = _default

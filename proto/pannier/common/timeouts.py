@@ -127,6 +127,8 @@ STREAM_CANCEL_S: Final = 30.0 * SCALE
 """How long a cancelled stream may still read its file's memory."""
 DESCRIPTORS_S: Final = 10.0 * SCALE
 """For the sidecar to send the descriptors of leased files."""
+LOCATE_S: Final = 5.0 * SCALE
+"""For a sidecar to answer a load which files it has; afterwards the load reads from storage."""
 
 # The sidecar's ingest and spool
 
@@ -139,7 +141,7 @@ client that was stopped meanwhile goes on with another stream."""
 WRITE_HEADER_S: Final = 10.0 * SCALE
 """The same for one that hasn't sent its header."""
 DESCRIPTORS_FETCH_S: Final = 30.0 * SCALE
-"""A lease ends when its descriptors weren't fetched within this time."""
+"""A lease, or what a load may open, ends when its descriptors weren't fetched within this time."""
 DESCRIPTORS_SEND_S: Final = 2.0 * SCALE
 """For a client to take the descriptors that it asked for."""
 ACCEPT_AGAIN_S: Final = 0.1 * SCALE

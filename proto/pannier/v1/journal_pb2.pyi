@@ -83,10 +83,14 @@ class FileHeld(_message.Message):
     def __init__(self, name: _Optional[str] = ..., held: _Optional[int] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class FileDurable(_message.Message):
-    __slots__ = ("name",)
+    __slots__ = ("name", "block_crc32c", "block_bytes")
     NAME_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_CRC32C_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
     name: str
-    def __init__(self, name: _Optional[str] = ...) -> None: ...
+    block_crc32c: bytes
+    block_bytes: int
+    def __init__(self, name: _Optional[str] = ..., block_crc32c: _Optional[bytes] = ..., block_bytes: _Optional[int] = ...) -> None: ...
 
 class ReceiptStored(_message.Message):
     __slots__ = ()

@@ -77,14 +77,18 @@ class PlanManifest(_message.Message):
     def __init__(self, save: _Optional[_Union[_save_pb2.SaveId, _Mapping]] = ..., attempt: _Optional[str] = ..., checkpoint_id: _Optional[str] = ..., incarnation_number: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., metadata: _Optional[_Union[_plan_pb2.GlobalMetadata, _Mapping]] = ..., owner: _Optional[bytes] = ..., position: _Optional[bytes] = ..., external: bool = ..., body_size: _Optional[int] = ..., crc32c: _Optional[int] = ..., overwrite: _Optional[_Union[_save_pb2.Overwrite, str]] = ..., timeout_s: _Optional[float] = ...) -> None: ...
 
 class DataFile(_message.Message):
-    __slots__ = ("name", "size", "crc32c")
+    __slots__ = ("name", "size", "crc32c", "block_crc32c", "block_bytes")
     NAME_FIELD_NUMBER: _ClassVar[int]
     SIZE_FIELD_NUMBER: _ClassVar[int]
     CRC32C_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_CRC32C_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
     name: str
     size: int
     crc32c: int
-    def __init__(self, name: _Optional[str] = ..., size: _Optional[int] = ..., crc32c: _Optional[int] = ...) -> None: ...
+    block_crc32c: bytes
+    block_bytes: int
+    def __init__(self, name: _Optional[str] = ..., size: _Optional[int] = ..., crc32c: _Optional[int] = ..., block_crc32c: _Optional[bytes] = ..., block_bytes: _Optional[int] = ...) -> None: ...
 
 class VaryingItem(_message.Message):
     __slots__ = ("position", "file", "offset", "length")

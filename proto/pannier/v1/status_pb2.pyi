@@ -18,7 +18,7 @@ class ListSavesRequest(_message.Message):
     def __init__(self, job: _Optional[str] = ..., states: _Optional[_Iterable[_Union[_save_pb2.SaveState, str]]] = ..., limit: _Optional[int] = ...) -> None: ...
 
 class ListSavesResponse(_message.Message):
-    __slots__ = ("saves", "daemon_state", "host", "version", "bytes_queued", "oldest_upload_s", "spool_bytes", "spool_leased_bytes", "spool_held_bytes", "spool_saves_bytes", "spool_capacity_bytes", "spool_free_bytes", "trainers")
+    __slots__ = ("saves", "daemon_state", "host", "version", "bytes_queued", "oldest_upload_s", "spool_bytes", "spool_leased_bytes", "spool_held_bytes", "spool_saves_bytes", "spool_capacity_bytes", "spool_free_bytes", "trainers", "local_copies")
     SAVES_FIELD_NUMBER: _ClassVar[int]
     DAEMON_STATE_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
@@ -32,6 +32,7 @@ class ListSavesResponse(_message.Message):
     SPOOL_CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
     SPOOL_FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
     TRAINERS_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_COPIES_FIELD_NUMBER: _ClassVar[int]
     saves: _containers.RepeatedCompositeFieldContainer[_save_pb2.SaveStatus]
     daemon_state: str
     host: str
@@ -45,7 +46,22 @@ class ListSavesResponse(_message.Message):
     spool_capacity_bytes: int
     spool_free_bytes: int
     trainers: int
-    def __init__(self, saves: _Optional[_Iterable[_Union[_save_pb2.SaveStatus, _Mapping]]] = ..., daemon_state: _Optional[str] = ..., host: _Optional[str] = ..., version: _Optional[str] = ..., bytes_queued: _Optional[int] = ..., oldest_upload_s: _Optional[float] = ..., spool_bytes: _Optional[int] = ..., spool_leased_bytes: _Optional[int] = ..., spool_held_bytes: _Optional[int] = ..., spool_saves_bytes: _Optional[int] = ..., spool_capacity_bytes: _Optional[int] = ..., spool_free_bytes: _Optional[int] = ..., trainers: _Optional[int] = ...) -> None: ...
+    local_copies: _containers.RepeatedCompositeFieldContainer[LocalCopy]
+    def __init__(self, saves: _Optional[_Iterable[_Union[_save_pb2.SaveStatus, _Mapping]]] = ..., daemon_state: _Optional[str] = ..., host: _Optional[str] = ..., version: _Optional[str] = ..., bytes_queued: _Optional[int] = ..., oldest_upload_s: _Optional[float] = ..., spool_bytes: _Optional[int] = ..., spool_leased_bytes: _Optional[int] = ..., spool_held_bytes: _Optional[int] = ..., spool_saves_bytes: _Optional[int] = ..., spool_capacity_bytes: _Optional[int] = ..., spool_free_bytes: _Optional[int] = ..., trainers: _Optional[int] = ..., local_copies: _Optional[_Iterable[_Union[LocalCopy, _Mapping]]] = ...) -> None: ...
+
+class LocalCopy(_message.Message):
+    __slots__ = ("checkpoint_id", "save", "attempt", "files", "bytes")
+    CHECKPOINT_ID_FIELD_NUMBER: _ClassVar[int]
+    SAVE_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    FILES_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    checkpoint_id: str
+    save: _save_pb2.SaveId
+    attempt: str
+    files: int
+    bytes: int
+    def __init__(self, checkpoint_id: _Optional[str] = ..., save: _Optional[_Union[_save_pb2.SaveId, _Mapping]] = ..., attempt: _Optional[str] = ..., files: _Optional[int] = ..., bytes: _Optional[int] = ...) -> None: ...
 
 class GetSaveRequest(_message.Message):
     __slots__ = ("id",)

@@ -3,12 +3,14 @@
 protobuf would copy the payload twice while holding the GIL. The encoder here allocates an
 uninitialised ``bytes`` of the final length and moves a hand-made prefix and the payload in with
 ``memmove``, which releases the GIL; the decoder keeps a memoryview of the message. Both implement
-``WriteRequest`` of ``sidecar.proto`` exactly: the peer may use any protobuf implementation. The checksum
-of a file is combined from those of its chunks, so that no byte is read twice. Thread-safe.
+``WriteRequest`` of ``sidecar.proto`` exactly: the peer may use any protobuf implementation. The checksums
+of a file and of its blocks are combined from those of its chunks, so that no byte is read twice.
+Thread-safe.
 """
 
 import ctypes
 import functools
+import struct
 from dataclasses import dataclass
 from typing import Final
 
@@ -21,6 +23,9 @@ CHUNK_BYTES: Final = 1 << 20
 """Payload of one message: 1 to 2 MiB is fastest, 16 MiB is slow by page faults."""
 MAX_MESSAGE_BYTES: Final = 256 << 20
 """Limit of any message (a global plan at thousands of ranks is the largest)."""
+
+BLOCK_BYTES: Final = 8 << 20
+"""Of the blocks of a data file that have a checksum each, where they are written; readers go by the receipt."""
 
 _HEADER = 1 << 3 | 2
 _OFFSET = 2 << 3 | 0
@@ -173,3 +178,47 @@ def _after_zeros(crc: int, length: int) -> int:
     for start in range(0, length, len(_ZEROS)):
         crc = crc32c.crc32c(_ZEROS[: length - start], crc)
     return crc
+
+
+@dataclass(frozen=True)
+class Checksums:
+    """The checksums of the first ``size`` bytes of a file."""
+
+    size: int = 0
+    whole: int = 0
+    blocks: tuple[int, ...] = ()
+    """Of each block, the last of which may be shorter; empty: they aren't known."""
+
+    def followed_by(self, data: memoryview, crc: int | None = None) -> "Checksums":
+        """The checksums with ``data`` after those bytes.
+
+        Args:
+            crc: crc32c of ``data``, if it is known.
+        """
+        size, whole, blocks = self.size, self.whole, list(self.blocks)
+        start = 0
+        while start < len(data):
+            piece = data[start : start + BLOCK_BYTES - size % BLOCK_BYTES]
+            own = crc32c.crc32c(piece) if crc is None or len(piece) < len(data) else crc
+            block = blocks.pop() if size % BLOCK_BYTES else 0
+            blocks.append(_joined(block, own, piece))
+            whole = _joined(whole, own, piece)
+            start += len(piece)
+            size += len(piece)
+        return Checksums(size, whole, tuple(blocks))
+
+    def columns(self) -> tuple[int, bytes]:
+        """``block_bytes`` and ``block_crc32c`` of a :class:`~pannier.v1.records_pb2.DataFile`."""
+        if len(self.blocks) != -(-self.size // BLOCK_BYTES):
+            return 0, b""
+        return BLOCK_BYTES, struct.pack(f"<{len(self.blocks)}I", *self.blocks)
+
+
+def _joined(before: int, crc: int, data: memoryview) -> int:
+    """The checksum of bytes with ``before`` followed by ``data``, whose own is ``crc``."""
+    if not before:
+        return crc
+    if len(data) == CHUNK_BYTES:
+        return combine_crc32c(before, crc, len(data))
+    # Combining costs more for a length that doesn't recur. They were just read, so they are cached.
+    return crc32c.crc32c(data, before)

@@ -8,7 +8,7 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Final
 
-from pannier.v1 import plan_pb2, save_pb2, sidecar_pb2
+from pannier.v1 import plan_pb2, restore_pb2, save_pb2, sidecar_pb2
 from pannier.wire import object_names
 from pannier.wire.errors import InvalidRequestError, OverloadedError
 from pannier.wire.failures import cut_text, rank_list
@@ -38,6 +38,8 @@ MAX_METRICS: Final = 64
 """Metrics of one save."""
 MAX_SPOOL_FILES: Final = 1 << 14
 """Spool files that one rank may hold to stage into."""
+MAX_LOCATED: Final = 1 << 20
+"""Files that a load asks for at a time."""
 MAX_PENDING: Final = 1024
 """Unfinished saves that one client reports when it connects."""
 MAX_TIMEOUT_S: Final = 7 * 86400.0
@@ -172,6 +174,12 @@ def check_release(request: sidecar_pb2.ReleaseRequest) -> None:
     """The sizes in a return of spool files."""
     check_words(client=request.client)
     _at_most(len(request.spool_files), MAX_SPOOL_FILES, "returned spool files in one request")
+
+
+def check_locate(request: restore_pb2.LocateRequest) -> None:
+    """The sizes in a load's question for data files."""
+    check_words(attempt=request.attempt)
+    _at_most(len(request.files), MAX_LOCATED, "files of one checkpoint")
 
 
 def check_connect(request: sidecar_pb2.ConnectRequest) -> None:

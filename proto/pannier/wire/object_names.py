@@ -7,6 +7,7 @@ alone. Pure; any thread.
 import hashlib
 import posixpath
 import re
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -113,6 +114,16 @@ class Attempt:
             save.group,
             save.number,
         )
+
+
+def unnamed_job() -> str:
+    """A unique name for one start of a job that has none."""
+    return f"job-{secrets.token_hex(4)}"
+
+
+def is_unnamed(job: str) -> bool:
+    """Whether a job's name is one of :func:`unnamed_job`, so that its next start has another one."""
+    return re.fullmatch(r"job-[0-9a-f]{8}", job) is not None
 
 
 def is_attempt(name: str) -> bool:

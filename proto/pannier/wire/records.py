@@ -4,6 +4,7 @@ In: the bytes of a record, or names and first bytes of files in a format that Pa
 messages, and texts that name the reader of such a format. Knows no stores. Pure; any thread.
 """
 
+import struct
 from collections.abc import Iterable, Mapping
 from typing import Final
 
@@ -106,3 +107,10 @@ def describe_safetensors_file(name: str) -> str:
         f"{name} is in safetensors format (serialization_format=SAFETENSORS), which Pannier "
         f"doesn't read: {_READER} does, if the data files are renamed to end in .safetensors"
     )
+
+
+def parse_blocks(file: records_pb2.DataFile) -> tuple[int, ...]:
+    """The checksums of a data file's blocks; empty: there are none, or they don't fit its size."""
+    column = file.block_crc32c
+    count = -(-file.size // file.block_bytes) if file.block_bytes else 0
+    return struct.unpack(f"<{count}I", column) if len(column) == 4 * count else ()

@@ -255,12 +255,27 @@ def backlog_families(backlog: Backlog) -> Iterable[Metric]:
             "Bytes of the spool that are free for saves.",
             backlog.free_bytes,
         ),
+        (
+            "pannier_spool_local_copies_bytes",
+            "Bytes of committed checkpoints that are still in the spool: loads on this host read them there.",
+            sum(each.bytes for each in backlog.local_copies),
+        ),
     ):
         yield GaugeMetricFamily(name, help, value)
     yield CounterMetricFamily(
         "pannier_spool_refusals",
         "Requests for room in the spool that were refused; trainers repeat theirs while they wait.",
         backlog.refusals,
+    )
+    yield CounterMetricFamily(
+        "pannier_local_copies_served_bytes",
+        "Bytes of data files in the spool that loads have opened there.",
+        backlog.local_copies_served,
+    )
+    yield CounterMetricFamily(
+        "pannier_local_copies_evicted",
+        "Checkpoints that were dropped from the spool for lack of room: loads read them from storage.",
+        backlog.local_copies_evicted,
     )
 
 

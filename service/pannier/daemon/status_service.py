@@ -41,6 +41,12 @@ class Backlog:
     """Of the capacity: free for saves."""
     refusals: int = 0
     """Requests for room in the spool that were refused since the start, which clients repeat."""
+    local_copies: Sequence[status_pb2.LocalCopy] = ()
+    """Committed checkpoints whose files are still in the spool, newest first."""
+    local_copies_served: int = 0
+    """Bytes of their files that loads have opened since the start."""
+    local_copies_evicted: int = 0
+    """How many ended for lack of room since the start."""
 
 
 @dataclass
@@ -111,6 +117,7 @@ def describe_daemon(daemon_info: DaemonInfo) -> status_pb2.ListSavesResponse:
         spool_capacity_bytes=backlog.capacity_bytes,
         spool_free_bytes=backlog.free_bytes,
         trainers=None if daemon_info.trainers is None else daemon_info.trainers(),
+        local_copies=backlog.local_copies,
     )
 
 

@@ -358,7 +358,7 @@ def _check_file_count(rank: RankSave, label: str) -> None:
 
 
 def _receipt(request: sidecar_pb2.HandOverRequest, rank: RankSave) -> records_pb2.Receipt:
-    """The rank's receipt; checksums of mapped files are this sidecar's."""
+    """The rank's receipt; checksums of mapped files, and of blocks, are this sidecar's."""
     receipt = records_pb2.Receipt(
         attempt=request.attempt,
         plan_id=request.plan_id or rank.plan.id,
@@ -370,8 +370,12 @@ def _receipt(request: sidecar_pb2.HandOverRequest, rank: RankSave) -> records_pb
     )
     mapped = {file.name for file in request.mapped}
     for each in receipt.files:
+        file = rank.files.get(each.name)
+        if file is None:
+            continue
         if each.name in mapped:
-            each.crc32c = rank.files[each.name].crc
+            each.crc32c = file.crc
+        each.block_bytes, each.block_crc32c = file.checksums.columns()
     return receipt
 
 

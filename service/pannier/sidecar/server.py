@@ -33,7 +33,8 @@ from pannier.sidecar.metrics import SaveMetrics, serving_http, trace_save
 from pannier.sidecar.multi_job.auth import JobAuth, JobAuthInterceptor
 from pannier.sidecar.multi_job.job_config import JobConfig
 from pannier.sidecar.multi_job.sockets import job_socket, serving_job
-from pannier.sidecar.rpc import servicer
+from pannier.sidecar.restore.local_copies import LocalCopies
+from pannier.sidecar.rpc import restore_servicer, servicer
 from pannier.sidecar.rpc.connections import Connections, Watches
 from pannier.sidecar.save_registry import SaveRegistry
 from pannier.sidecar.spool.fd_server import serving_descriptors
@@ -46,7 +47,7 @@ from pannier.sidecar.upload.concurrency import UploadSlots
 from pannier.sidecar.upload.uploader import Opener, Uploader
 from pannier.storage import open_store
 from pannier.storage.io_threads import reservation_threads
-from pannier.v1 import diagnosis_pb2_grpc, save_pb2, sidecar_pb2
+from pannier.v1 import diagnosis_pb2_grpc, restore_pb2_grpc, save_pb2, sidecar_pb2
 from pannier.wire.chunk_codec import MAX_MESSAGE_BYTES
 from pannier.wire.version import WIRE_VERSION, package_version
 
@@ -150,6 +151,7 @@ class Sidecar:
         """Periodic upkeep; to be called every second or so. May take a moment."""
         await self.check_spool()
         await self._mapped.tick()
+        await self.local_copies.tick()
         await reservation_threads.run(self.spool.trim, self._connections.jobs())
         await self._journal.compact()
         if self.auth is not None:
@@ -192,7 +194,7 @@ class Sidecar:
 
     def backlog(self) -> Backlog:
         """What waits here for storage."""
-        return backlog(self.saves.pending(), self.spool, self._mapped)
+        return backlog(self.saves.pending(), self.spool, self._mapped, self.local_copies)
 
     async def _keep_ticking(self) -> None:
         while True:
@@ -219,7 +221,9 @@ class Sidecar:
         self._make_parts(stack)
         self._add_listeners()
         # Before the coordinator sees this process: it fails ranks that aren't reported then.
-        for rank in await recover(self._journal, self.spool, self.saves, self._uploads):
+        for rank in await recover(
+            self._journal, self.spool, self.saves, self._uploads, self.local_copies
+        ):
             self._connections.expect(rank, timeouts.RECOVERED_TRAINER_CONNECT_S)
         self._metrics.set_baseline(self.saves.undecided())
         stack.enter_context(
@@ -258,10 +262,14 @@ class Sidecar:
         self._mapped = MappedFiles(
             self.spool, lambda clients: self._connections.request_room(clients)
         )
+        self.local_copies = LocalCopies(self._mapped, self._journal, self.saves)
+        if config.embedded:
+            stack.push_async_callback(self.local_copies.close)
         self._uploads = Uploader(
             self.saves,
             self._mapped,
             self._journal,
+            self.local_copies,
             slots=self._slots,
             open_store=self._open_store,
         )
@@ -300,7 +308,14 @@ class Sidecar:
             ],
             interceptors=[
                 *authenticating,
-                AdmissionInterceptor({**servicer.LIMITS, **STATUS_LIMITS, **doctor_checks.LIMITS}),
+                AdmissionInterceptor(
+                    {
+                        **servicer.LIMITS,
+                        **restore_servicer.LIMITS,
+                        **STATUS_LIMITS,
+                        **doctor_checks.LIMITS,
+                    }
+                ),
                 ErrorInterceptor(),
             ],
         )
@@ -350,6 +365,10 @@ class Sidecar:
             self.saves, ingest, self._connections, self._coordinator
         )
         servicer.add_to_server(self._servicer, server)
+        restore = restore_servicer.RestoreServicer(
+            self.local_copies, lambda: self._descriptors, token_first=self.auth is not None
+        )
+        restore_pb2_grpc.add_RestoreServicer_to_server(restore, server)
         self.diagnosis = SidecarDiagnosis(
             config,
             spool=self.spool,
@@ -360,7 +379,10 @@ class Sidecar:
         )
         diagnosis_pb2_grpc.add_DiagnosisServicer_to_server(self.diagnosis, server)
         self._status_services = StatusServices(
-            server, self.status_registry, self.daemon_info, [servicer.NAME, doctor_checks.NAME]
+            server,
+            self.status_registry,
+            self.daemon_info,
+            [servicer.NAME, restore_servicer.NAME, doctor_checks.NAME],
         )
 
     def _serving_descriptors(self) -> AbstractAsyncContextManager[str] | None:
@@ -370,12 +392,18 @@ class Sidecar:
             return None
         if self.auth is not None:
             return serving_descriptors(
-                path, self._mapped, job_socket, allowed=None, accepts=self.auth.accepts
+                path,
+                self._mapped,
+                self.local_copies,
+                job_socket,
+                allowed=None,
+                accepts=self.auth.accepts,
             )
         allow_uid = self.config.allow_uid
         return serving_descriptors(
             path,
             self._mapped,
+            self.local_copies,
             lambda beside: private_socket(beside, allow_uid),
             allowed={os.geteuid(), 0, *allow_uid},
         )
@@ -384,7 +412,8 @@ class Sidecar:
         return self._serves and not self.saves.draining
 
     async def _close_journal(self) -> None:
-        self._kept = await self._journal.close()
+        # Embedded daemons leave no memory behind but what is not in storage yet.
+        self._kept = await self._journal.close(keep_copies=not self.config.embedded)
 
     async def _close_spool(self) -> None:
         await asyncio.to_thread(self.spool.close, self._kept)

@@ -11,6 +11,7 @@ from pannier.common import observer_clock
 from pannier.common.wait_text import Awaited, set_times, waiting_on
 from pannier.daemon.status_registry import StatusRegistry
 from pannier.daemon.status_service import Backlog
+from pannier.sidecar.restore.local_copies import LocalCopies
 from pannier.sidecar.save_state import FAILED, Phase, RankSave, Save
 from pannier.sidecar.spool.mapped_files import MappedFiles
 from pannier.sidecar.spool.spool import Spool
@@ -85,12 +86,15 @@ def rank_report(rank: RankSave) -> coordinator_pb2.RankReport:
     return report
 
 
-def backlog(pending: Iterable[RankSave], spool: Spool, mapped: MappedFiles) -> Backlog:
+def backlog(
+    pending: Iterable[RankSave], spool: Spool, mapped: MappedFiles, local_copies: LocalCopies
+) -> Backlog:
     """What these ranks have in the spool and storage hasn't confirmed, and what the spool takes."""
     files = [file for rank in pending for file in rank.files.values() if not file.upload.durable]
     now = time.monotonic()
     leased, held = mapped.leased_bytes()
     usage = spool.usage
+    kept = mapped.kept_bytes()
     return Backlog(
         bytes_queued=sum(max(0, file.held - file.upload.uploaded) for file in files),
         oldest_s=max((now - file.upload.opened_at for file in files), default=0.0),
@@ -98,10 +102,13 @@ def backlog(pending: Iterable[RankSave], spool: Spool, mapped: MappedFiles) -> B
         leased_bytes=leased,
         held_bytes=held,
         # A thread may be taking files back.
-        saves_bytes=max(0, usage.reserved - usage.spare - held - mapped.unused()),
+        saves_bytes=max(0, usage.reserved - usage.spare - held - kept - mapped.unused()),
         capacity_bytes=usage.capacity,
-        free_bytes=usage.free,
+        free_bytes=min(usage.capacity, usage.free + kept),
         refusals=mapped.refusals,
+        local_copies=tuple(local_copies.statuses()),
+        local_copies_served=local_copies.served,
+        local_copies_evicted=local_copies.evicted,
     )
 
 

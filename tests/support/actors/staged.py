@@ -12,7 +12,8 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 
 from pannier.client import torch_compat
 from pannier.client.planning.local_plan import PlannerRun, expand
-from pannier.client.staging.arena import Arena, ArenaPool
+from pannier.client.staging.arena import Arena
+from pannier.client.staging.arena_pool import ArenaPool
 from pannier.client.staging.stager import Staged, stage
 from pannier.v1 import plan_pb2
 from pannier.wire import file_layout, object_names, plan_codec

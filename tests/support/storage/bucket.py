@@ -5,7 +5,7 @@ import json
 import re
 import urllib.request
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 from pannier.maintenance.verify import verify
 from pannier.storage import open_store
@@ -32,6 +32,17 @@ def generations(server: GcsServer, prefix: str) -> dict[str, str]:
 def listed(server: GcsServer, prefix: str) -> list[str]:
     """Names of the objects below ``prefix``."""
     return list(generations(server, prefix))
+
+
+def data_reads(server: GcsServer, prefix: str) -> list[str]:
+    """Reads of data files below ``prefix`` among the latest requests."""
+    return [
+        path
+        for method, path, _ in server.requests()
+        if method == "GET"
+        and unquote(path).partition("?")[0].endswith(".distcp")
+        and f"{prefix}/" in unquote(path)
+    ]
 
 
 def remove(server: GcsServer, prefix: str) -> None:

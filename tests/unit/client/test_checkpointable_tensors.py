@@ -14,7 +14,7 @@ from pannier.client.client import Client
 from pannier.client.config import Settings
 from pannier.client.planning import state_fingerprint
 from pannier.client.planning.state_fingerprint import fingerprint
-from pannier.client.staging.arena import ArenaPool
+from pannier.client.staging.arena_pool import ArenaPool
 from pannier.v1 import sidecar_pb2
 from pannier.wire.errors import PannierError
 from pannier.wire.plan_columns import decode_column

@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from pannier.client.planning.plan_cache import CachedPlan, Match, PlannerOptions, PlanScope
-from pannier.client.staging import archives, header_cache
-from pannier.client.staging.arena import ArenaPool
+from pannier.client.staging import archives
+from pannier.client.staging.arena_pool import ArenaPool
 from pannier.client.staging.stager import ArchiveLocation, Staged, stage
 from pannier.wire.errors import InvalidRequestError
 from pannier.wire.plan_columns import decode_column
@@ -88,7 +88,7 @@ def replanned(
 def dirty(pool: ArenaPool, size: int) -> None:
     """Other bytes in the memory that the next arena gets."""
     arena = pool.acquire([size])
-    header_cache.take(arena.files[0])
+    archives.take_headers(arena.files[0])
     ctypes.memset(arena.files[0].address, 0xAA, size)
     pool.release(arena)
 

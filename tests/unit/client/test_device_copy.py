@@ -20,7 +20,8 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from pannier.client.staging import device_copy
-from pannier.client.staging.arena import Arena, ArenaPool
+from pannier.client.staging.arena import Arena
+from pannier.client.staging.arena_pool import ArenaPool
 from pannier.client.staging.device_copy import DeviceCopies
 from pannier.client.staging.stager import Staged, stage
 from pannier.wire.errors import InvalidRequestError

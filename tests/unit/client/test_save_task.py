@@ -19,7 +19,8 @@ from pannier.client.dcp.storage_writer import StorageWriter
 from pannier.client.dcp.writer_save import WriterSave
 from pannier.client.handle import Outcome, UnretrievedErrors
 from pannier.client.identity import Identity
-from pannier.client.staging.arena import Arena, ArenaPool
+from pannier.client.staging.arena import Arena
+from pannier.client.staging.arena_pool import ArenaPool
 from pannier.client.staging.deferred_copies import DeferredCopies
 from pannier.client.staging.in_flight import ArenaUse, InFlightSaves
 from pannier.client.transport.file_stream import MemoryInUseError

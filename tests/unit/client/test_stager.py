@@ -26,7 +26,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from pannier.client.planning.local_plan import resolves_as_planned
 from pannier.client.staging import archives
-from pannier.client.staging.arena import Arena, ArenaPool
+from pannier.client.staging.arena import Arena
+from pannier.client.staging.arena_pool import ArenaPool
 from pannier.client.staging.stager import Staged, stage, stage_external
 from pannier.client.torch_compat import AsyncCollectiveTensor
 from pannier.wire.errors import InvalidRequestError, PannierError

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from pannier.sidecar.spool import journal, journal_state
 from pannier.sidecar.spool.journal import Contents, Journal, decode, encode, header
-from pannier.sidecar.spool.journal_state import JournalState, RankState, RankStates
+from pannier.sidecar.spool.journal_state import JournalState
+from pannier.sidecar.spool.rank_states import RankState, RankStates
 from pannier.v1 import journal_pb2, plan_pb2, records_pb2, save_pb2
 from pannier.wire import errors
 from support.actors.ranks_by_hand import context
@@ -315,9 +316,18 @@ def test_a_failed_part_is_not_ingested_by_a_late_record() -> None:
     assert one.failure is not None
 
 
-def test_committed_parts_and_cleaned_up_ones_are_gone() -> None:
+def test_committed_parts_are_local_copies_until_they_are_forgotten() -> None:
     forgotten = Record(part=1, forgotten=journal_pb2.PartForgotten())
-    assert not parts(begun(1), opened(1), ingested(1), Record(part=1, ended=COMMITTED))
+    committed = [begun(1), opened(1), ingested(1), Record(part=1, ended=COMMITTED)]
+    state = parts(*committed)[1]
+    assert state.committed
+    assert not state.needed
+    assert [file.spool_file for file in state.in_spool] == ["00000001.data"]
+    assert not parts(*committed, forgotten)
+
+
+def test_aborted_parts_are_gone_once_they_are_cleaned_up() -> None:
+    forgotten = Record(part=1, forgotten=journal_pb2.PartForgotten())
     assert parts(begun(1), Record(part=1, ended=ABORTED))[1].ended == ABORTED
     assert not parts(begun(1), Record(part=1, ended=ABORTED), forgotten)
 
@@ -410,9 +420,9 @@ def test_a_full_spool_keeps_no_sidecar_from_starting_and_noting(
 
 def test_an_empty_journal_leaves_nothing_behind(tmp_path: Path) -> None:
     empty = JournalState(tmp_path)
-    assert asyncio.run(empty.close()) == set()
+    assert asyncio.run(empty.close(keep_copies=True)) == set()
     assert not os.listdir(tmp_path)
     write(tmp_path, *STORY)
     full = JournalState(tmp_path)
-    assert asyncio.run(full.close()) == {"00000001.data", "00000002.data"}
+    assert asyncio.run(full.close(keep_copies=True)) == {"00000001.data", "00000002.data"}
     assert os.listdir(tmp_path) == ["journal"]

@@ -7,19 +7,21 @@ from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import crc32c
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from pannier.sidecar.restore.local_copies import LocalCopies
 from pannier.sidecar.save_registry import SaveRegistry
 from pannier.sidecar.save_state import Phase
 from pannier.sidecar.spool.data_file import DataFile
 from pannier.sidecar.spool.journal import NAME, encode
 from pannier.sidecar.spool.journal_state import JournalState
+from pannier.sidecar.spool.mapped_files import MappedFiles
 from pannier.sidecar.spool.recovery import recover
 from pannier.sidecar.spool.spool import Spool
 from pannier.v1 import journal_pb2, records_pb2, save_pb2
+from pannier.wire.chunk_codec import Checksums
 from pannier.wire.errors import InDoubtError, InvalidRequestError, SaveAbortedError
 from support.actors.ranks_by_hand import context
 from support.processes.daemons import memory_directory
@@ -70,7 +72,8 @@ class Sidecar(RuleBasedStateMachine):
         self.saves = SaveRegistry()
         self.saves.add_listener(self.journal.on_change)
         uploads: Any = NoUploads()
-        self.waiting = self._run(recover(self.journal, self.spool, self.saves, uploads))
+        copies = LocalCopies(MappedFiles(self.spool), self.journal, self.saves)
+        self.waiting = self._run(recover(self.journal, self.spool, self.saves, uploads, copies))
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         return self.loop.run_until_complete(work)
@@ -125,7 +128,7 @@ class Sidecar(RuleBasedStateMachine):
         file = part.files[FILE]
         data = bytes([self.number]) * count
         os.pwrite(file.spool_file.fd, data, 0)
-        file.restore(count, crc32c.crc32c(data))
+        file.restore(Checksums().followed_by(memoryview(data)))
         return part
 
     @precondition(lambda self: self._some(Phase.STREAMING))

@@ -145,8 +145,10 @@ def test_a_restarted_sidecar_has_the_claim_in_its_journal(
     host.coordinator.decide(context, COMMITTED)
     await_true(lambda: not host.sidecar.saves.undecided(), "committed")
     host.end()
-    assert not os.listdir(host.spool)
+    assert sorted(os.listdir(host.spool)) == ["00000001.data", "journal"]
     host.start()
+    (copy,) = host.sidecar.local_copies.statuses()
+    assert copy.checkpoint_id == context.checkpoint_id
 
 
 def test_a_rank_whose_full_plan_is_requested_hands_over_by_its_id(

@@ -130,8 +130,10 @@ def test_what_was_ingested_is_uploaded_after_a_restart_without_trainers(host: Ho
     host.coordinator.decide(context, COMMITTED)
     await_true(lambda: not host.sidecar.saves.undecided(), "committed")
     host.end()
-    assert not os.listdir(host.spool)
+    assert sorted(os.listdir(host.spool)) == ["00000001.data", "journal"]
     host.start()
+    (copy,) = host.sidecar.local_copies.statuses()
+    assert (copy.checkpoint_id, copy.bytes) == (context.checkpoint_id, len(data))
 
 
 @pytest.mark.parametrize("gone", [False, True])

@@ -10,6 +10,7 @@ from pannier.sidecar.save_registry import SaveRegistry
 from pannier.sidecar.save_state import RankSave
 from pannier.sidecar.spool.data_file import DataFile
 from pannier.v1 import save_pb2, sidecar_pb2
+from pannier.wire.chunk_codec import Checksums
 
 Values = dict[tuple[str, str], float]
 
@@ -53,7 +54,7 @@ def scene() -> Scene:
 
 def test_an_upload_that_starts_over_takes_nothing_back(scene: Scene) -> None:
     rank, file = scene.enter(1)
-    file.restore(100, 0)
+    file.restore(Checksums(100))
     file.upload.advance(60)
     assert scene.values()[("pannier_bytes_total", "uploaded")] == 60
     file.upload.advance(10)
@@ -72,7 +73,7 @@ def test_an_upload_that_starts_over_takes_nothing_back(scene: Scene) -> None:
 def test_what_has_ended_stays_counted_and_what_goes_on_is_added(scene: Scene) -> None:
     for number in range(1, 4):
         rank, file = scene.enter(number)
-        file.restore(100, 0)
+        file.restore(Checksums(100))
         scene.saves.set_stall(rank, 0.5)
         before = scene.values()[("pannier_bytes_total", "ingested")]
         scene.end(
@@ -97,10 +98,10 @@ def test_a_failure_is_counted_once_before_and_after_the_outcome(scene: Scene) ->
 
 def test_what_an_earlier_process_did_is_not_counted_again(scene: Scene) -> None:
     rank, file = scene.enter(1)
-    file.restore(70, 0)
+    file.restore(Checksums(70))
     scene.metrics.set_baseline(scene.saves.undecided())
     assert scene.values()[("pannier_bytes_total", "ingested")] == 0
-    file.restore(100, 0)
+    file.restore(Checksums(100))
     assert scene.values()[("pannier_bytes_total", "ingested")] == 30
     scene.end(rank, save_pb2.SAVE_STATE_COMMITTED)
     assert scene.values()[("pannier_bytes_total", "ingested")] == 30

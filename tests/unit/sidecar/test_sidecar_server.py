@@ -443,6 +443,10 @@ def ingest(host: Host, trainer: Trainer, number: int, data: bytes) -> sidecar_pb
     return context
 
 
+def copied(host: Host) -> list[str]:
+    return [copy.checkpoint_id for copy in host.sidecar.local_copies.statuses()]
+
+
 def test_committed_files_are_used_again_by_the_same_job_only(host: Host) -> None:
     host.start()
     trainer = host.trainer()
@@ -451,12 +455,15 @@ def test_committed_files_are_used_again_by_the_same_job_only(host: Host) -> None
         host.coordinator.await_phase(context, save_pb2.RANK_PHASE_DURABLE)
         host.coordinator.decide(context, COMMITTED)
         trainer.await_state(context, COMMITTED)
-        await_true(lambda: bool(host.sidecar.spool._free.get("job")), "the spool file is back")
-    assert len(list(host.spool.glob("*.data"))) == 1
+        await_true(
+            lambda path=context.checkpoint_id: copied(host) == [path], "it is the local copy"
+        )
+    # One holds the newest save, the other one is used for the next.
+    assert len(list(host.spool.glob("*.data"))) == 2
     other = host.trainer(job="other")
     # A number of its own: the scripted coordinator names attempts by it, whatever the job.
     ingest(host, other, 4, os.urandom(2 * MIB))
-    assert len(list(host.spool.glob("*.data"))) == 2
+    assert len(list(host.spool.glob("*.data"))) == 3
 
 
 def test_an_aborted_save_leaves_no_objects_and_no_spool_files_taken(host: Host) -> None:
@@ -814,8 +821,10 @@ def test_a_full_spool_says_what_is_needed_and_free(host: Host) -> None:
         stream.committed()
     host.coordinator.await_phase(first, save_pb2.RANK_PHASE_DURABLE)
     host.coordinator.decide(first, COMMITTED)
-    await_true(lambda: host.sidecar.spool._taken == 0, "the spool is free")
+    await_true(lambda: copied(host) == [first.checkpoint_id], "it is the local copy")
+    # Which gives way to what has no other room.
     ingest(host, trainer, 2, b"y" * 8 * MIB)
+    assert not copied(host)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small tmpfs: needs root")

@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 
 from pannier.common import timeouts
+from pannier.sidecar.restore.local_copies import LocalCopies
+from pannier.sidecar.save_registry import SaveRegistry
+from pannier.sidecar.spool.journal_state import JournalState
 from pannier.sidecar.spool.mapped_files import MappedFiles
 from pannier.sidecar.spool.spool import Spool
 from pannier.sidecar.status import backlog
@@ -123,11 +126,12 @@ def test_a_spool_that_is_a_file_is_refused(memory: Path) -> None:
 def test_a_request_that_there_is_no_room_for_is_counted(memory: Path) -> None:
     async def ask() -> int:
         mapped = MappedFiles(spool)
+        copies = LocalCopies(mapped, JournalState(memory / "spool"), SaveRegistry())
         await mapped.reserve(("job", "inc", 0), "c", [2 * MIB])
-        assert backlog([], spool, mapped).refusals == 0
+        assert backlog([], spool, mapped, copies).refusals == 0
         with pytest.raises(errors.BusyError):
             await mapped.reserve(("job", "inc", 0), "c", [3 * MIB])
-        return backlog([], spool, mapped).refusals
+        return backlog([], spool, mapped, copies).refusals
 
     spool = Spool(memory / "spool", budget=4 * MIB)
     assert asyncio.run(ask()) == 1

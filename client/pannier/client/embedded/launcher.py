@@ -97,7 +97,7 @@ def _start_or_replace(settings: Settings, spec: DaemonSpec) -> None:
 
 def is_up(spec: DaemonSpec) -> bool:
     """Whether its sidecar accepts connections."""
-    return _accepts(addresses.embedded_sidecar(spec.directory).removeprefix("unix://"))
+    return accepts(addresses.embedded_sidecar(spec.directory).removeprefix("unix://"))
 
 
 def await_listening(spec: DaemonSpec, address: str, timeout_s: float) -> str:
@@ -125,7 +125,8 @@ def outlives_trainer() -> bool:
     return not contained and not {"KUBERNETES_SERVICE_HOST", "SLURM_STEP_ID"} & os.environ.keys()
 
 
-def _accepts(path: str) -> bool:
+def accepts(path: str) -> bool:
+    """Whether a process listens on a unix socket; it stays behind one that was killed."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(1.0)
         try:

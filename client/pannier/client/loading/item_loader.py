@@ -28,7 +28,8 @@ from pannier.client import torch_compat
 from pannier.client.loading import archive_layout
 from pannier.client.loading.archive_layout import Expected, PlainTensor
 from pannier.client.loading.filesystem import StorageDir
-from pannier.client.loading.range_reader import KeyIndex, Range, RangeSource, Read
+from pannier.client.loading.range_reader import KeyIndex, Range, Read
+from pannier.client.restore.sources import RangeSource
 from pannier.wire import records
 from pannier.wire.errors import IntegrityError, InvalidRequestError, PannierError, StorageError
 

@@ -7,6 +7,7 @@ In: a state dict to fill. Out: the same, filled in place, with DCP's resharding.
 import contextlib
 import os
 import socket
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from traceback import StackSummary
@@ -21,9 +22,11 @@ from torch.distributed.checkpoint.planner import LoadPlanner
 from pannier.client.loading import filesystem, highest_incarnation
 from pannier.client.loading.load_error import LoadError
 from pannier.client.loading.storage_reader import StorageReader
-from pannier.client.messages import wait_log
+from pannier.client.messages import load_line, wait_log
 from pannier.client.messages.call_errors import at_call
 from pannier.client.process_group import is_alone
+from pannier.client.restore.local_file import Locate
+from pannier.client.restore.sources import LoadResult, ReadCounts, combine
 from pannier.client.xla import planners, runtime
 from pannier.v1 import save_pb2
 from pannier.wire.errors import InvalidRequestError, PannierError
@@ -43,12 +46,15 @@ def load(
     no_dist: bool = False,
     verify: bool = False,
     before: Callable[[], None] = lambda: None,
-) -> None:
+    locate: Locate | None = None,
+) -> LoadResult:
     """See :func:`pannier.client.load`.
 
     Args:
         before: called first; what it raises is raised on all ranks.
+        locate: finds files in this host's spool; None: all are read from storage.
     """
+    began = time.monotonic()
     alone = is_alone(no_dist)
     if not alone and process_group == dist.GroupMember.NON_GROUP_MEMBER:
         raise InvalidRequestError(
@@ -61,6 +67,7 @@ def load(
         reader = _reader(checkpoint_id, storage_reader)
         if verify:
             reader.verify_once()
+        reader.use_local(locate)
         return reader
 
     with _as_load_error(group):
@@ -84,6 +91,20 @@ def load(
         finally:
             # All ranks are done, or all have failed: dcp.load ends with a collective.
             reader.release()
+    counts = reader.counts()
+    counts.seconds = time.monotonic() - began
+    return _result(group, reader.checkpoint_id, counts)
+
+
+def _result(group: "_Group | None", checkpoint_id: str, counts: ReadCounts) -> LoadResult:
+    """What all ranks have read; the first one logs it. Collective."""
+    by_rank = (
+        {0: counts} if group is None else dict(zip(group.ranks, group.gather(counts), strict=True))
+    )
+    result = combine(checkpoint_id, by_rank)
+    if group is None or group.rank == group.ranks[0]:
+        load_line.log_loaded(checkpoint_id, result.total_bytes, result.seconds, result.files_text)
+    return result
 
 
 @contextlib.contextmanager

@@ -14,12 +14,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from typing import Final, NamedTuple, Protocol, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 import numpy as np
 
 from pannier.client.interrupts import aside
 from pannier.client.loading.filesystem import MissingError
+from pannier.client.restore.sources import RangeSource
 from pannier.wire.errors import IntegrityError, StorageError
 from pannier.wire.failures import shorten
 
@@ -34,13 +35,6 @@ _SHOWN: Final = 3
 """Keys that an error names."""
 GAP_BYTES: Final = 4096
 """Ranges no farther apart are read together: the largest gap of alignment between archives."""
-
-
-class RangeSource(Protocol):
-    """Where the bytes of files come from. Thread-safe."""
-
-    def read_into(self, name: str, offset: int, target: memoryview) -> None:
-        """Fills ``target`` with the file's bytes from ``offset`` on. Raises StorageError."""
 
 
 class Range(NamedTuple):
@@ -122,19 +116,26 @@ class _Run:
 
     @property
     def requests(self) -> int:
-        return -(-self.size // PIECE_BYTES)
+        return -(-self.end // PIECE_BYTES) - self.offset // PIECE_BYTES
 
     def start(self, pool: ThreadPoolExecutor, source: RangeSource) -> None:
-        for at in range(0, self.size, PIECE_BYTES):
-            piece = self.memory[at : at + PIECE_BYTES]
-            self.pieces.append(pool.submit(source.read_into, self.file, self.offset + at, piece))
+        for start, end in self._cut():
+            piece = self.memory[start - self.offset : end - self.offset]
+            self.pieces.append(pool.submit(source.read_into, self.file, start, piece))
 
     def wait(self, index: KeyIndex) -> None:
         """Returns when all of it was read. Raises StorageError."""
-        for number, piece in enumerate(self.pieces):
-            start = self.offset + number * PIECE_BYTES
-            with index.naming(self.file, start, min(start + PIECE_BYTES, self.end)):
+        for (start, end), piece in zip(self._cut(), self.pieces, strict=True):
+            with index.naming(self.file, start, end):
                 piece.result()
+
+    def _cut(self) -> Iterator[tuple[int, int]]:
+        """Start and end of each request: between multiples of PIECE_BYTES, as blocks with checksums are."""
+        start = self.offset
+        while start < self.end:
+            end = min(self.end, (start // PIECE_BYTES + 1) * PIECE_BYTES)
+            yield start, end
+            start = end
 
     def is_done(self) -> bool:
         return all(piece.done() for piece in self.pieces)

@@ -29,11 +29,12 @@ from pannier.client.loading.range_reader import (
     PIECE_BYTES,
     KeyIndex,
     Range,
-    RangeSource,
     in_parallel,
     read_ranges,
 )
 from pannier.client.loading.safe_unpickler import unpickle_metadata
+from pannier.client.restore.local_file import LocalFile, Locate
+from pannier.client.restore.sources import ReadCounts, Sources
 from pannier.common import timeouts
 from pannier.wire import object_names
 from pannier.wire.errors import InvalidRequestError, PannierError
@@ -90,6 +91,8 @@ class StorageReader(storage.StorageReader):
         self._attempt = ""
         self._metadata = Metadata({})
         self._load_id = str(uuid.uuid4())
+        self._locate: Locate | None = None
+        self._sources: Sources | None = None
 
     @property
     def checkpoint_id(self) -> str:
@@ -124,14 +127,25 @@ class StorageReader(storage.StorageReader):
         self._metadata = Metadata({})
         self._attempt = ""
         self._verify_now = self._verify
+        self._locate = self._sources = None
         self._load_id = str(uuid.uuid4())
 
     def verify_once(self) -> None:
         """Turns ``verify`` on until the next :meth:`reset`."""
         self._verify_now = True
 
+    def use_local(self, locate: Locate | None) -> None:
+        """Reads files that ``locate`` finds in this host's spool there, until the next :meth:`reset`."""
+        self._locate = locate
+
+    def counts(self) -> ReadCounts:
+        """What this load has read, and from where."""
+        return ReadCounts() if self._sources is None else self._sources.counts()
+
     def release(self) -> None:
         """Ends the lease: the files may be removed when the checkpoint is replaced."""
+        if self._sources is not None:
+            self._sources.close()
         lease, self._lease = self._lease, None
         if lease is not None:
             lease.release()
@@ -259,7 +273,10 @@ class StorageReader(storage.StorageReader):
         return done
 
     def _read(self, items: Mapping[Range, Sequence[ReadItem]], loader: ItemLoader) -> None:
-        source: RangeSource = self._directory
+        files = sorted({each.file for each in items})
+        self._sources = source = Sources(
+            self._directory, self.checkpoint_id, self._local_files(files)
+        )
         index = KeyIndex(
             {each: [str(item.storage_index.fqn) for item in held] for each, held in items.items()}
         )
@@ -273,7 +290,6 @@ class StorageReader(storage.StorageReader):
         verifier: ChecksumVerifier | None = None
         if self._verify_now:
             receipts = Receipts(self._directory, self._attempt)
-            files = [each.file for each in items]
             verifier = ChecksumVerifier(self._directory, receipts, files, index)
             reads = verifier.cover(reads)
         contents = read_ranges(
@@ -294,6 +310,12 @@ class StorageReader(storage.StorageReader):
                         verifier.update(each.range, content)
                     each.use(content)
                 loader.copy_gathered()
+
+    def _local_files(self, files: Sequence[str]) -> Mapping[str, LocalFile]:
+        """Those of the files that this host's spool has; none where storage is to be verified."""
+        if self._locate is None or not self._attempt or self._verify_now:
+            return {}
+        return self._locate(self._attempt, files)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

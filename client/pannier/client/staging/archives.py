@@ -10,14 +10,17 @@ of an optimizer's settings never change. Thread-safe.
 import io
 import math
 import mmap
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import IO, Any, Final, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
+from pannier.client.staging.arena import FileBuffer, MemoryMapping
 from pannier.client.xla.shard_tensors import on_host
 
 _NORESERVE: Final = getattr(mmap, "MAP_NORESERVE", 0x4000)
@@ -183,3 +186,38 @@ def _pickled(value: Any) -> bytes:
     sink = io.BytesIO()
     torch.save(on_host(value), sink)
     return sink.getvalue()
+
+
+# The headers that an earlier save left in a buffer, as long as nothing else was written there: a writer takes
+# them away before it writes, and puts them back once all bytes are in place. Thread-safe.
+
+
+@dataclass(frozen=True)
+class CachedHeaders:
+    """The headers of one buffer."""
+
+    layout: object
+    """The file layout that they belong to."""
+    views: list[torch.Tensor]
+    """The raw bytes of each archive, as tensors. They don't keep the memory mapped: the arena does."""
+    small_views: list[torch.Tensor]
+    """Those of them that are filled by one call."""
+
+
+_lock = threading.Lock()
+_cached: WeakKeyDictionary[MemoryMapping, CachedHeaders] = WeakKeyDictionary()
+
+
+def take_headers(buffer: FileBuffer) -> CachedHeaders | None:
+    """The buffer's headers, which are no longer cached then; None when they must be written."""
+    if buffer.mapping is None:
+        return None
+    with _lock:
+        return _cached.pop(buffer.mapping, None)
+
+
+def put_headers(buffer: FileBuffer, headers: CachedHeaders) -> None:
+    """Caches the headers that the buffer holds."""
+    if buffer.mapping is not None:
+        with _lock:
+            _cached[buffer.mapping] = headers

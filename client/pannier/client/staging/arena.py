@@ -3,23 +3,23 @@
 In: the sizes of a save's data files. Out: an :class:`Arena` with a :class:`FileBuffer` for each,
 and a :class:`SpillBuffer` for data whose size the plan doesn't know. The pool owns the memory; an
 arena uses it until it is released. Touching fresh pages costs about ten times the copy itself, so
-memory is populated when it is mapped, and kept. :class:`ArenaPool` is thread-safe.
+memory is populated when it is mapped, and kept by the pool (:mod:`pannier.client.staging.arena_pool`).
 """
 
 import ctypes
 import errno
 import mmap
 import os
-import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 from pannier.wire.errors import PannierError
 
 _PAGE: Final = mmap.PAGESIZE
 _HUGE_PAGE: Final = 2 << 20
-_SPILL_BYTES: Final = 1 << 20
+SPILL_BYTES: Final = 1 << 20
+"""Of a growing buffer at first."""
 _MADV_POPULATE_WRITE: Final = 23
 
 # Calls through ctypes release the GIL, mmap.madvise() doesn't.
@@ -41,6 +41,8 @@ class MemoryMapping:
     def __init__(self) -> None:
         self.last_used = 0
         """The pool's counter when it was last given back."""
+        self.copy_of = ""
+        """The group whose newest committed save it holds, which loads read in the sidecar's spool; "": none."""
         self.capacity = 0
 
     @property
@@ -69,7 +71,7 @@ class MappingSource(Protocol):
         """Unmaps these and reports that. The list must hold the only references; it is emptied."""
 
 
-class _AnonymousMapping(MemoryMapping):
+class AnonymousMapping(MemoryMapping):
     """Anonymous memory; unmapped with its last reference (views of it are references)."""
 
     memory: mmap.mmap
@@ -168,7 +170,7 @@ class FileBuffer:
 class SpillBuffer:
     """Memory that grows: the objects file, whose size is known only once it is written."""
 
-    def __init__(self, mapping: _AnonymousMapping) -> None:
+    def __init__(self, mapping: AnonymousMapping) -> None:
         self._mapping = mapping
         self.size = 0
         """Bytes written so far."""
@@ -198,7 +200,7 @@ class SpillBuffer:
         """Appends ``length`` bytes of any content; returns their offset."""
         start, end = self.size, self.size + length
         if end > self._mapping.capacity:
-            self._mapping.grow(_rounded(max(end, 2 * self._mapping.capacity)))
+            self._mapping.grow(rounded(max(end, 2 * self._mapping.capacity)))
         self.size = end
         return start
 
@@ -212,14 +214,14 @@ class Arena:
 
     def __init__(
         self,
-        pool: "ArenaPool",
+        acquire_spill: Callable[[], AnonymousMapping],
         buffers: Sequence[FileBuffer],
         mappings: list[MemoryMapping],
         streaming_reason: str,
     ) -> None:
-        self._pool = pool
+        self._acquire_spill = acquire_spill
         self._mappings = mappings
-        self._spill_mapping: _AnonymousMapping | None = None
+        self._spill_mapping: AnonymousMapping | None = None
         self._spill: SpillBuffer | None = None
         self.files = list(buffers)
         """One buffer per requested size."""
@@ -230,7 +232,7 @@ class Arena:
     def spill(self) -> SpillBuffer:
         """The growing buffer of this arena, empty at first."""
         if self._spill is None:
-            self._spill_mapping = self._pool.acquire_spill()
+            self._spill_mapping = self._acquire_spill()
             self._spill = SpillBuffer(self._spill_mapping)
         return self._spill
 
@@ -239,7 +241,7 @@ class Arena:
         """The growing buffer, if anything was written to it."""
         return self._spill
 
-    def detach(self) -> tuple[list[MemoryMapping], _AnonymousMapping | None]:
+    def detach(self) -> tuple[list[MemoryMapping], AnonymousMapping | None]:
         """Lets go of the memory: its mappings, and that of the growing buffer if it may be kept.
 
         For the pool alone. The arena can't be used afterwards.
@@ -248,183 +250,12 @@ class Arena:
         spill_mapping, self._spill_mapping = self._spill_mapping, None
         self.files = []
         used = self._spill.size if self._spill is not None else 0
-        if spill_mapping is not None and spill_mapping.capacity > max(4 * used, 16 * _SPILL_BYTES):
+        if spill_mapping is not None and spill_mapping.capacity > max(4 * used, 16 * SPILL_BYTES):
             spill_mapping = None
         return mappings, spill_mapping
 
 
-class ArenaPool:
-    """Hands out arenas and keeps their memory for the next save. Thread-safe.
-
-    Args:
-        limit: arenas in use at the same time, at most; the pool keeps no more memory than that
-            many of the largest.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._lock = threading.Lock()
-        self._free: list[MemoryMapping] = []
-        self._free_spills: list[_AnonymousMapping] = []
-        self._in_use: WeakKeyDictionary[Arena, int] = WeakKeyDictionary()
-        """Bytes by arena."""
-        self._clock = 0
-        self._closed = False
-
-    def acquire(
-        self,
-        sizes: Sequence[int],
-        source: MappingSource | None = None,
-        *,
-        streaming_reason: str = "",
-    ) -> Arena:
-        """An arena with a buffer of each size, bytes; 0 is a size.
-
-        Args:
-            source: maps its memory; None: anonymous memory of this process.
-            streaming_reason: why there is no ``source``, for the arena.
-
-        Raises PannierError when there is no memory for it.
-        """
-        with self._lock:
-            self._clock += 1
-            dropped = self._take_unusable()
-            needed = sum(_rounded(size) for size in sizes if size)
-            found = {i: self._take_free(size, source) for i, size in _largest_first(sizes)}
-            missing = [size for i, size in enumerate(sizes) if size and not found[i]]
-            dropped += self._make_room(needed, sum(map(_rounded, missing)))
-        _unmap(dropped)
-        try:
-            fresh = iter(
-                _map_anonymous(missing)
-                if source is None or not missing
-                else source.map_files(missing)
-            )
-            mappings = [(found[i] or next(fresh)) if size else None for i, size in enumerate(sizes)]
-        except BaseException:
-            with self._lock:
-                self._free += [mapping for mapping in found.values() if mapping is not None]
-            raise
-        used = [mapping for mapping in mappings if mapping is not None]
-        for mapping in used:
-            mapping.begin_use()
-        buffers = [FileBuffer(*pair) for pair in zip(mappings, sizes, strict=True)]
-        arena = Arena(self, buffers, used, streaming_reason)
-        with self._lock:
-            self._in_use[arena] = sum(mapping.capacity for mapping in used)
-        return arena
-
-    def prepare(self, sizes: Sequence[int], source: MappingSource | None = None) -> None:
-        """Maps the memory of as many arenas of these sizes as may be in use at the same time.
-
-        Raises PannierError when there is no memory for them.
-        """
-        with self._lock:
-            count = self._limit - len(self._in_use)
-        arenas: list[Arena] = []
-        try:
-            for _ in range(count):
-                arenas.append(self.acquire(sizes, source))
-        finally:
-            for arena in arenas:
-                self.release(arena)
-
-    def release(self, arena: Arena, *, reuse: bool = True) -> None:
-        """Takes the memory back; nothing of ``arena`` may be used afterwards.
-
-        Args:
-            reuse: False: the sidecar may still read it, so that nothing else may be staged there.
-        """
-        dropped: list[MemoryMapping] = []
-        with self._lock:
-            if self._in_use.pop(arena, None) is None:
-                return
-            mappings, spill_mapping = arena.detach()
-        if reuse:
-            for mapping in mappings:
-                mapping.unseal()
-        with self._lock:
-            if self._closed or not reuse:
-                dropped, mappings, spill_mapping = mappings, [], None
-            for mapping in mappings:
-                mapping.end_use(self._clock)
-            self._free += mappings
-            if spill_mapping is not None:
-                self._free_spills.append(spill_mapping)
-        _unmap(dropped)
-
-    def acquire_spill(self) -> _AnonymousMapping:
-        """Memory for an arena's growing buffer; given back with the arena."""
-        with self._lock:
-            if self._free_spills:
-                return self._free_spills.pop()
-        return _AnonymousMapping(_SPILL_BYTES)
-
-    def unmap_unused(self, source: MappingSource) -> None:
-        """Unmaps the files of ``source`` that are not in use."""
-        with self._lock:
-            dropped = [mapping for mapping in self._free if mapping.source is source]
-            self._free = [mapping for mapping in self._free if mapping.source is not source]
-        _unmap(dropped)
-
-    def close(self) -> None:
-        """Frees the memory of no arena; an arena's is freed when it is released."""
-        with self._lock:
-            self._closed = True
-            dropped, self._free = self._free, []
-            self._free_spills.clear()
-        _unmap(dropped)
-
-    def _take_free(self, size: int, source: MappingSource | None) -> MemoryMapping | None:
-        """Takes the free mapping that fits best out of the pool."""
-        fits = [
-            m for m in self._free if m.source is source and size <= m.capacity <= 2 * _rounded(size)
-        ]
-        if not size or not fits:
-            return None
-        best = min(fits, key=lambda mapping: (mapping.capacity, -mapping.last_used))
-        self._free.remove(best)
-        return best
-
-    def _take_unusable(self) -> list[MemoryMapping]:
-        unusable = [mapping for mapping in self._free if not mapping.usable]
-        self._free = [mapping for mapping in self._free if mapping.usable]
-        return unusable
-
-    def _make_room(self, needed: int, missing: int) -> list[MemoryMapping]:
-        """Takes out the least recently used mappings, so that those of earlier sizes don't pile up."""
-        dropped: list[MemoryMapping] = []
-        if not missing:
-            return dropped
-        in_use = list(self._in_use.values())
-        budget = self._limit * max([needed, *in_use])
-        self._free.sort(key=lambda mapping: -mapping.last_used)
-        kept = sum(mapping.capacity for mapping in self._free)
-        while self._free and kept + sum(in_use) + needed > budget:
-            dropped.append(self._free.pop())
-            kept -= dropped[-1].capacity
-        return dropped
-
-
-def _map_anonymous(sizes: Sequence[int]) -> list[MemoryMapping]:
-    return [_AnonymousMapping(_rounded(size)) for size in sizes]
-
-
-def _unmap(mappings: list[MemoryMapping]) -> None:
-    """Frees mappings that are in no pool any more; those of a source are unmapped by it."""
-    while mappings:
-        source = mappings[0].source
-        same = [mapping for mapping in mappings if mapping.source is source]
-        mappings[:] = [mapping for mapping in mappings if mapping.source is not source]
-        if source is not None:
-            source.unmap_files(same)
-
-
-def _largest_first(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    # A stable sort: files of the same size get the memory that they had in the save before.
-    return sorted(enumerate(sizes), key=lambda pair: -_rounded(pair[1]))
-
-
-def _rounded(size: int) -> int:
+def rounded(size: int) -> int:
+    """Bytes of anonymous memory for a buffer of ``size``: whole pages, huge ones for large sizes."""
     unit = _HUGE_PAGE if size >= _HUGE_PAGE else _PAGE
     return -(-size // unit) * unit

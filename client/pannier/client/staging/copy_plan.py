@@ -18,7 +18,7 @@ import torch
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from pannier.client import torch_compat
-from pannier.client.staging import archives, header_cache
+from pannier.client.staging import archives
 from pannier.client.staging.arena import Arena, FileBuffer
 from pannier.client.staging.device_copy import DeviceCopies
 from pannier.client.staging.host_copy import LARGE, TensorCopies, freed_error
@@ -129,7 +129,7 @@ class CopyPlan:
             # Also on failure: the arena will be used again, and no device may still write to it.
             copies.wait()
         for buffer, headers in written:
-            header_cache.put(buffer, headers)
+            archives.put_headers(buffer, headers)
         files = [
             StagedFile(name, buffer.size, buffer.address, buffer)
             for name, buffer in zip(names, arena.files, strict=True)
@@ -148,13 +148,13 @@ class CopyPlan:
         """Writes the archives' heads and tails into an arena, where later saves find them."""
         for file, buffer in zip(self._files, arena.files, strict=True):
             if file.size:
-                header_cache.put(buffer, _headers_of(file, buffer))
+                archives.put_headers(buffer, _headers_of(file, buffer))
 
     def _copy(
         self,
         file: _File,
         buffer: FileBuffer,
-        headers: header_cache.CachedHeaders,
+        headers: archives.CachedHeaders,
         small: tuple[torch.Tensor, ...],
         values: list[Any],
         copies: TensorCopies,
@@ -270,15 +270,15 @@ def _is_planned(item: WriteItem, value: Any) -> bool:
     )
 
 
-def _headers_of(file: _File, buffer: FileBuffer) -> header_cache.CachedHeaders:
+def _headers_of(file: _File, buffer: FileBuffer) -> archives.CachedHeaders:
     """Takes the buffer's cached headers; writes them where there are none of this file."""
-    found = header_cache.take(buffer)
+    found = archives.take_headers(buffer)
     if found is None or found.layout is not file:
         found = _write_headers(file, buffer)
     return found
 
 
-def _write_headers(file: _File, buffer: FileBuffer) -> header_cache.CachedHeaders:
+def _write_headers(file: _File, buffer: FileBuffer) -> archives.CachedHeaders:
     """Writes all of a file but the elements."""
     written = 0
     memory = buffer.memory
@@ -290,7 +290,7 @@ def _write_headers(file: _File, buffer: FileBuffer) -> header_cache.CachedHeader
         memory[tail:written] = tensor.archive.tail
     buffer.zero(written, buffer.size)
     views = _views(file, buffer)
-    return header_cache.CachedHeaders(file, views, [views[i] for i in file.small])
+    return archives.CachedHeaders(file, views, [views[i] for i in file.small])
 
 
 def _views(file: _File, buffer: FileBuffer) -> list[torch.Tensor]:

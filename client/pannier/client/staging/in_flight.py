@@ -11,7 +11,8 @@ from collections.abc import Callable
 from typing import Final
 
 from pannier.client.interrupts import Condition
-from pannier.client.staging.arena import Arena, ArenaPool
+from pannier.client.staging.arena import Arena
+from pannier.client.staging.arena_pool import ArenaPool
 from pannier.common import timeouts
 from pannier.common.deadline import Deadline
 from pannier.wire.errors import BusyError, DeadlineError, SaveSkippedError
@@ -25,6 +26,8 @@ class ArenaUse(enum.IntEnum):
 
     UNUSED = enum.auto()
     """Nothing: the memory is used again."""
+    LOCAL_COPY = enum.auto()
+    """Loads, in the sidecar's spool: the memory is used again when there is no other."""
     READ_BY_SIDECAR = enum.auto()
     """The sidecar, which has its files: this process unmaps them and doesn't use them again."""
     READ_LOCALLY = enum.auto()
@@ -47,6 +50,7 @@ class InFlightSave:
         """None: they may not have ended."""
         self._use_by_sidecar: ArenaUse | None = None
         """None: the save has not ended."""
+        self._group = ""
         self._handed_over = False
         self._sending = False
         self._freed = False
@@ -80,14 +84,17 @@ class InFlightSave:
             self._handed_over = handed_over
         self._settle()
 
-    def ended(self, use: ArenaUse) -> None:
+    def ended(self, use: ArenaUse, group: str = "") -> None:
         """The save has ended for this process.
 
         Args:
-            use: UNUSED when the sidecar reported the end of the save, READ_BY_SIDECAR when not.
+            use: LOCAL_COPY when it was committed, UNUSED when the sidecar reported another end,
+                READ_BY_SIDECAR when it reported none.
+            group: that it belongs to.
         """
         with self._lock:
             self._use_by_sidecar = use
+            self._group = group
         self._settle()
 
     def free(self) -> None:
@@ -118,7 +125,11 @@ class InFlightSave:
         if arena is not None and use is ArenaUse.READ_LOCALLY:
             _abandoned.append(arena)
         elif arena is not None:
-            self._saves.pool.release(arena, reuse=use is ArenaUse.UNUSED)
+            self._saves.pool.release(
+                arena,
+                reuse=use <= ArenaUse.LOCAL_COPY,
+                copy_of=self._group if use is ArenaUse.LOCAL_COPY else "",
+            )
         self._saves.discard(self)
 
 

@@ -16,7 +16,7 @@ import torch
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from pannier.client import torch_compat
-from pannier.client.staging import archives, header_cache
+from pannier.client.staging import archives
 from pannier.client.staging.arena import Arena, FileBuffer
 from pannier.client.staging.deferred_copies import DeferredCopies
 from pannier.client.staging.device_copy import DeviceCopies
@@ -209,7 +209,7 @@ class _Writer:
         """By buffer: bytes that are written or cleared so far."""
         self._copies = TensorCopies(devices)
         for buffer in arena.files:
-            header_cache.take(buffer)
+            archives.take_headers(buffer)
 
     def __enter__(self) -> "_Writer":
         return self

@@ -148,9 +148,12 @@ class WaitingOn:
 
 
 class ArenaRelease:
-    """When the save's arena is released, and whether its memory can be used again. Thread-safe."""
+    """When the arena of a save of ``group`` is released, and whether its memory can be used again.
+    Thread-safe.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, group: str) -> None:
+        self._group = group
         self._lock = threading.Lock()
         self._slot: InFlightSave | None = None
         self._fate: ArenaUse | None = None
@@ -161,7 +164,7 @@ class ArenaRelease:
             self._slot = slot
             fate = self._fate
         if fate is not None:
-            slot.ended(fate)
+            slot.ended(fate, self._group)
 
     def save_ended(self, fate: ArenaUse) -> None:
         """The save has ended for this process; of several calls the worst fate counts."""
@@ -169,7 +172,7 @@ class ArenaRelease:
             self._fate = fate if self._fate is None else max(self._fate, fate)
             slot, worst = self._slot, self._fate
         if slot is not None:
-            slot.ended(worst)
+            slot.ended(worst, self._group)
 
 
 class StatusFollower:
@@ -201,7 +204,7 @@ class StatusFollower:
         text = object_names.save_text(context.save)
         self.resolver = Resolver(SaveHandle(text, context.checkpoint_id))
         self.waiting = WaitingOn(self.resolver)
-        self.arena = ArenaRelease()
+        self.arena = ArenaRelease(context.save.group)
         self._sidecar = sidecar
         self._context = context
         self._expects_skip = expects_skip
@@ -399,7 +402,7 @@ class StatusFollower:
             total_bytes=update.bytes_total or own,
             seconds=self.times.seconds(),
         )
-        self._end(ArenaUse.UNUSED)
+        self._end(ArenaUse.LOCAL_COPY)
         self.trace()
         times = self.times
         self._on_committed(self._context, result.total_bytes, times.since_call_s, times.stalled_s)

@@ -18,14 +18,8 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from pannier.client.staging.arena import (
-    Arena,
-    ArenaPool,
-    MemoryMapping,
-    advise_huge,
-    no_memory,
-    populate,
-)
+from pannier.client.staging.arena import Arena, MemoryMapping, advise_huge, no_memory, populate
+from pannier.client.staging.arena_pool import ArenaPool
 from pannier.client.transport.channel import SidecarChannel
 from pannier.common import timeouts
 from pannier.v1 import sidecar_pb2
@@ -37,7 +31,6 @@ _log = logging.getLogger(__name__)
 
 _MOST_DESCRIPTORS: Final = 64
 """In one message of the sidecar."""
-
 _PIECE: Final = 16 << 20
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -123,6 +116,52 @@ def _unmap(pid: int, address: int, capacity: int) -> None:
         _libc.munmap(address, capacity)
 
 
+def connect_descriptors(path: str, digest: bytes = b"") -> socket.socket:
+    """Connects to the socket.
+
+    Args:
+        digest: of the job's token, sent first where the sidecar requires one; empty: not sent.
+
+    Raises UnavailableError: it can't be reached, with the reason.
+    """
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.settimeout(timeouts.DESCRIPTORS_S)
+    try:
+        connection.connect(path)
+        if digest:
+            connection.sendall(digest)
+            if connection.recv(1) != b"\1":
+                raise OSError("the sidecar rejected the job token")
+    except OSError as error:
+        connection.close()
+        raise UnavailableError(f"{path} can't be reached: {error}") from error
+    return connection
+
+
+def socket_beside(address: str, name: str) -> str:
+    """Path of the socket with that name in the directory of the sidecar's own, ``unix:///path``."""
+    return os.path.join(os.path.dirname(address.removeprefix("unix://")), name)
+
+
+def fetch_descriptors(connection: socket.socket, token: bytes, count: int) -> list[int]:
+    """The ``count`` descriptors of a token. Raises OSError."""
+    connection.sendall(token)
+    found: list[int] = []
+    try:
+        while len(found) < count:
+            counted, fds, _, _ = socket.recv_fds(
+                connection, 1, _MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+            )
+            found += fds
+            if not counted or counted[0] == 0 or counted[0] != len(fds):
+                raise OSError(f"{count} descriptors were promised, {len(found)} came")
+    except BaseException:
+        for fd in found:
+            os.close(fd)
+        raise
+    return found
+
+
 class FileLeases:
     """Leases of spool files from one sidecar process.
 
@@ -141,17 +180,7 @@ class FileLeases:
         self._lock = threading.Lock()
         self._lost = False
         self._pools: weakref.WeakSet[ArenaPool] = weakref.WeakSet()
-        self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._connection.settimeout(timeouts.DESCRIPTORS_S)
-        try:
-            self._connection.connect(path)
-            if digest:
-                self._connection.sendall(digest)
-                if self._connection.recv(1) != b"\1":
-                    raise OSError("the sidecar rejected the job token")
-        except OSError as error:
-            self._connection.close()
-            raise UnavailableError(f"{path} can't be reached: {error}") from error
+        self._connection = connect_descriptors(path, digest)
         _all_leases.add(self)
 
     @property
@@ -181,17 +210,17 @@ class FileLeases:
         """
         with self._lock:
             reserved = self._reserve(sizes)
-            descriptors: list[int] = []
+            fds: list[int] = []
             try:
-                descriptors = self._fetch(reserved.token, len(reserved.files))
+                fds = fetch_descriptors(self._connection, reserved.token, len(reserved.files))
                 return [
                     SpoolMapping(self, file.spool_file, file.capacity, fd)
-                    for file, fd in zip(reserved.files, descriptors, strict=True)
+                    for file, fd in zip(reserved.files, fds, strict=True)
                 ]
             except OSError as error:
                 raise UnavailableError(f"the sidecar did not pass its files: {error}") from error
             finally:
-                for fd in descriptors:
+                for fd in fds:
                     os.close(fd)
 
     def unmap_files(self, mappings: list[MemoryMapping]) -> None:
@@ -219,23 +248,6 @@ class FileLeases:
         """Ends all leases; what is mapped stays readable until it is unmapped."""
         self._lost = True
         self._connection.close()
-
-    def _fetch(self, token: bytes, count: int) -> list[int]:
-        self._connection.sendall(token)
-        found: list[int] = []
-        try:
-            while len(found) < count:
-                counted, fds, _, _ = socket.recv_fds(
-                    self._connection, 1, _MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
-                )
-                found += fds
-                if not counted or counted[0] == 0 or counted[0] != len(fds):
-                    raise OSError(f"{count} descriptors were promised, {len(found)} came")
-        except BaseException:
-            for fd in found:
-                os.close(fd)
-            raise
-        return found
 
 
 class MappedTransport:
@@ -318,10 +330,9 @@ class MappedTransport:
         self.reason = self._impossible()
         if self.reason:
             return None
-        own = self._channel.address.removeprefix("unix://")
         try:
             return FileLeases(
-                os.path.join(os.path.dirname(own), self._socket),
+                socket_beside(self._channel.address, self._socket),
                 self._reserve,
                 self._release,
                 self._channel.digest() if self._token_first else b"",

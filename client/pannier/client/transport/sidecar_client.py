@@ -10,7 +10,8 @@ from typing import Any
 from pannier.client.config import Settings
 from pannier.client.identity import Identity
 from pannier.client.interrupts import aside, shielded
-from pannier.client.staging.arena import Arena, ArenaPool
+from pannier.client.staging.arena import Arena
+from pannier.client.staging.arena_pool import ArenaPool
 from pannier.client.staging.host_copy import threads
 from pannier.client.timers import Timer
 from pannier.client.transport.channel import InterruptedCallError, SidecarChannel

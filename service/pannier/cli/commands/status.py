@@ -88,6 +88,8 @@ def command(
             f"{held if listed.spool_held_bytes else ''}"
             f"; {output.size(listed.spool_free_bytes)} free"
         )
+    for copy in listed.local_copies:
+        output.say(f"here for loads: {output.size(copy.bytes)} of {copy.checkpoint_id}")
     if listed.saves:
         output.show(save_view.saves_table(listed.saves), wide=wide)
     else:

@@ -108,6 +108,7 @@ def _sum(answers: Iterable[status_pb2.ListSavesResponse], spool: Path) -> Backlo
         saves_bytes=sum(answer.spool_saves_bytes for answer in each),
         capacity_bytes=min(capacity, sum(answer.spool_capacity_bytes for answer in each)),
         free_bytes=min(free, sum(answer.spool_free_bytes for answer in each)),
+        local_copies=[copy for answer in each for copy in answer.local_copies],
     )
 
 

@@ -17,8 +17,7 @@ import crc32c
 
 from pannier.sidecar.spool.spool import SpoolFile
 from pannier.storage.io_threads import ingest_threads, spool_threads
-from pannier.wire import chunk_codec
-from pannier.wire.chunk_codec import ReceivedChunk
+from pannier.wire.chunk_codec import Checksums, ReceivedChunk
 from pannier.wire.errors import IntegrityError, InvalidRequestError, PannierError, UnavailableError
 
 MAX_CHUNK: Final = 4 << 20
@@ -26,8 +25,6 @@ MAX_CHUNK: Final = 4 << 20
 _READ_BYTES: Final = 1 << 20
 _READ_AT_ONCE: Final = 8 << 20
 """Bytes of a staged file that are read in one call: then uploads may follow."""
-_USUAL_CHUNK: Final = 1 << 20
-"""Length of all chunks but the last, from our own clients."""
 
 
 @dataclass
@@ -86,10 +83,8 @@ class DataFile:
         self.size = size
         self.stamp = stamp
         self.label = label
-        self.held = 0
-        """All bytes below this offset are in the spool."""
-        self.crc = 0
-        """crc32c of those."""
+        self.checksums = Checksums()
+        """Of the bytes that are in the spool."""
         self.upload = UploadProgress()
         """Changed by the upload."""
         self._writing = asyncio.Lock()
@@ -109,13 +104,23 @@ class DataFile:
         return spool_file
 
     @property
+    def held(self) -> int:
+        """All bytes below this offset are in the spool."""
+        return self.checksums.size
+
+    @property
+    def crc(self) -> int:
+        """crc32c of those."""
+        return self.checksums.whole
+
+    @property
     def complete(self) -> bool:
         """Sealed: it isn't written again."""
         return self.held == self.size
 
-    def restore(self, held: int, crc: int) -> None:
+    def restore(self, checksums: Checksums) -> None:
         """Sets what the journal says is there, and was verified; before any use."""
-        self.held, self.crc = held, crc
+        self.checksums = checksums
 
     async def begin(self, writer: object, cancel: Callable[[], object]) -> int:
         """``writer`` is the stream that fills the file from now on; returns the offset to resume at.
@@ -154,9 +159,9 @@ class DataFile:
             if chunk.offset != self.held or end > self.size or not 0 < length <= MAX_CHUNK:
                 raise self._misplaced(chunk.offset, length)
             spool_file = self.spool_file
-            crc = await ingest_threads.run(self._store, spool_file, chunk, self.crc)
+            checksums = await ingest_threads.run(self._store, spool_file, chunk, self.checksums)
             self._check_writer(writer)
-            self._advance(end, crc)
+            self._advance(checksums)
         return end
 
     async def read_staged(self) -> None:
@@ -178,11 +183,11 @@ class DataFile:
                 async with self._writing:
                     self._check_writer(reader)
                     until = min(self.size, held + _READ_AT_ONCE)
-                    crc = await ingest_threads.run(
-                        self._checksum, self.spool_file, held, until, self.crc
+                    checksums = await ingest_threads.run(
+                        self._checksum, self.spool_file, until, self.checksums
                     )
                     self._check_writer(reader)
-                    self._advance(until, crc)
+                    self._advance(checksums)
                 held = until
             await self.check_stamp()
         finally:
@@ -238,8 +243,8 @@ class DataFile:
         if self._spool_file is None:
             raise self._released_error()
 
-    def _advance(self, held: int, crc: int) -> None:
-        self.held, self.crc = held, crc
+    def _advance(self, checksums: Checksums) -> None:
+        self.checksums = checksums
         self._notify()
 
     def _notify(self) -> None:
@@ -258,8 +263,8 @@ class DataFile:
 
     # In threads.
 
-    def _store(self, spool_file: SpoolFile, chunk: ReceivedChunk, before: int) -> int:
-        """Verifies and writes a chunk; returns the checksum of all bytes up to its end."""
+    def _store(self, spool_file: SpoolFile, chunk: ReceivedChunk, before: Checksums) -> Checksums:
+        """Verifies and writes a chunk; returns the checksums of all bytes up to its end."""
         data = chunk.data
         length = len(data)
         crc = crc32c.crc32c(data)
@@ -276,12 +281,11 @@ class DataFile:
             raise PannierError(
                 f"{self.label}: the spool file {spool_file.path} can't be written: {error}"
             ) from error
-        if length == _USUAL_CHUNK:
-            return chunk_codec.combine_crc32c(before, crc, length)
-        return crc32c.crc32c(data, before)
+        return before.followed_by(data, crc)
 
-    def _checksum(self, spool_file: SpoolFile, start: int, end: int, crc: int) -> int:
-        """The checksum of all bytes below ``end``, after that of the bytes below ``start``."""
+    def _checksum(self, spool_file: SpoolFile, end: int, checksums: Checksums) -> Checksums:
+        """The checksums of all bytes below ``end``; those so far are known."""
+        start = checksums.size
         buffer = memoryview(bytearray(min(_READ_BYTES, end - start)))
         while start < end:
             piece = buffer[: min(len(buffer), end - start)]
@@ -292,9 +296,9 @@ class DataFile:
                 raise self._unreadable(spool_file, error) from error
             if not count:
                 raise self._truncated(spool_file, start)
-            crc = crc32c.crc32c(piece[:count], crc)
+            checksums = checksums.followed_by(piece[:count])
             start += count
-        return crc
+        return checksums
 
     # Errors.
 

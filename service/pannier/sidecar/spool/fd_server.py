@@ -1,4 +1,4 @@
-"""The socket over which trainers get descriptors of the spool files that they have leased.
+"""The socket over which trainers get descriptors of spool files: leased ones, and local copies to read.
 
 gRPC can't pass descriptors, so a second unix socket lies beside the sidecar's own. In: connections of
 this host's trainers, which send one token after the other, TOKEN_BYTES each. Out: for each token a message
@@ -19,6 +19,7 @@ from typing import Final
 
 from pannier.common import timeouts
 from pannier.daemon.listeners import MAX_CONNECTIONS
+from pannier.sidecar.restore.local_copies import LocalCopies
 from pannier.sidecar.spool.mapped_files import TOKEN_BYTES, MappedFiles
 from pannier.wire.auth_token import DIGEST_BYTES
 
@@ -41,11 +42,13 @@ class _DescriptorServer:
         self,
         listener: socket.socket,
         mapped: MappedFiles,
+        local_copies: LocalCopies,
         allowed: Collection[int] | None,
         accepts: Callable[[bytes], bool] | None,
     ) -> None:
         self._listener = listener
         self._mapped = mapped
+        self._local_copies = local_copies
         self._allowed = None if allowed is None else frozenset(allowed)
         self._accepts = accepts
         self._loop = asyncio.get_running_loop()
@@ -117,6 +120,8 @@ class _DescriptorServer:
 
     async def _pass(self, connection: socket.socket, token: bytes) -> None:
         descriptors = await self._mapped.open_descriptors(token, connection)
+        if not descriptors:
+            descriptors = await self._local_copies.open_descriptors(token)
         try:
             if not descriptors:
                 await self._loop.sock_sendall(connection, b"\0")
@@ -149,6 +154,7 @@ class _DescriptorServer:
 async def serving_descriptors(
     path: Path,
     mapped: MappedFiles,
+    local_copies: LocalCopies,
     listen: Listen,
     *,
     allowed: Collection[int] | None,
@@ -172,7 +178,7 @@ async def serving_descriptors(
         yield ""
         return
     with listen(beside) as listener:
-        server = _DescriptorServer(listener, mapped, allowed, accepts)
+        server = _DescriptorServer(listener, mapped, local_copies, allowed, accepts)
         task = asyncio.get_running_loop().create_task(server.run())
         try:
             yield beside.name

@@ -1,16 +1,14 @@
-"""The state of each rank in each save, as the journal records it.
+"""The journal of a spool, and the state of each rank in each save that it records.
 
 In: changes of ranks and their files. Out: records in the journal, each written before anything relies
-on it, and at start the states that the previous process left. A state is dropped once nothing is left
-to do for its rank. Methods are called on the event loop; one thread, which owns the states, writes
+on it, and at start the states that the previous process left. Methods are called on the event loop; one thread, which owns the states, writes
 records in the order of the calls.
 """
 
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -19,180 +17,19 @@ from pannier.sidecar.save_state import RankSave, Save
 from pannier.sidecar.spool import boot_clock
 from pannier.sidecar.spool.data_file import DataFile
 from pannier.sidecar.spool.journal import Contents, Journal
+from pannier.sidecar.spool.rank_states import RankState, RankStates, Record
 from pannier.storage.io_threads import Threads, ingest_threads
-from pannier.v1 import journal_pb2, plan_pb2, records_pb2, save_pb2
+from pannier.v1 import journal_pb2, plan_pb2, records_pb2
 from pannier.wire.errors import ConfigurationError, PannierError
-from pannier.wire.object_names import save_text
 
 _log = logging.getLogger(__name__)
 
 _GROWTH: Final = 1 << 20
 """Bytes that a journal may grow by at least, before it is compacted."""
 
-Record = journal_pb2.JournalRecord
+Recorded = RankSave | RankState
+"""Whom records are of: a rank of this process's saves, or one as an earlier process left it."""
 T = TypeVar("T")
-
-
-@dataclass
-class FileState:
-    """The recorded state of a data file."""
-
-    name: str
-    size: int
-    spool_file: str
-    """Name of its spool file; empty when another data file lies there now."""
-    stamp: bytes = b""
-    held: int = 0
-    crc32c: int = 0
-    durable: bool = False
-
-
-@dataclass
-class RankState:
-    """The recorded state of a rank in a save."""
-
-    number: int
-    begun: journal_pb2.PartBegun
-    files: dict[str, FileState] = field(default_factory=dict)
-    receipt: records_pb2.Receipt | None = None
-    stored: bool = False
-    failure: save_pb2.Failure | None = None
-    ended: journal_pb2.PartEnded | None = None
-
-    @property
-    def needed(self) -> list[FileState]:
-        """Files that still have to be uploaded from the spool."""
-        if self.stored or self.failure is not None or self.ended is not None:
-            return []
-        return [file for file in self.files.values() if not file.durable]
-
-    @property
-    def label(self) -> str:
-        """Save, rank and host, for errors and logs."""
-        context = self.begun.context
-        return (
-            f"save {save_text(context.save)} to {context.checkpoint_id}, rank {context.rank} on "
-            f"{context.host}"
-        )
-
-    def records(self) -> Iterator[Record]:
-        """The fewest records that restore this state."""
-        yield Record(part=self.number, begun=self.begun)
-        for file in self.files.values():
-            opened = journal_pb2.FileOpened(
-                name=file.name, size=file.size, spool_file=file.spool_file, stamp=file.stamp
-            )
-            yield Record(part=self.number, opened=opened)
-            if file.held:
-                held = journal_pb2.FileHeld(name=file.name, held=file.held, crc32c=file.crc32c)
-                yield Record(part=self.number, held=held)
-            if file.durable:
-                durable = journal_pb2.FileDurable(name=file.name)
-                yield Record(part=self.number, durable=durable)
-        if self.receipt is not None:
-            yield Record(part=self.number, ingested=self.receipt)
-        if self.stored:
-            yield Record(part=self.number, stored=journal_pb2.ReceiptStored())
-        if self.failure is not None:
-            yield Record(part=self.number, failed=self.failure)
-        if self.ended is not None:
-            yield Record(part=self.number, ended=self.ended)
-
-
-class RankStates:
-    """All states, changed by records. Takes records in any order; inconsistent ones change nothing."""
-
-    def __init__(self) -> None:
-        self.by_number: dict[int, RankState] = {}
-        """Oldest first."""
-        self.highest = 0
-        """The number assigned last."""
-        self._by_spool_file: dict[str, FileState] = {}
-
-    def __iter__(self) -> Iterator[RankState]:
-        return iter(list(self.by_number.values()))
-
-    def apply(self, record: Record) -> None:
-        """Applies one record."""
-        self.highest = max(self.highest, record.part)
-        change = record.WhichOneof("change")
-        if change == "begun":
-            known = self.by_number.setdefault(record.part, RankState(record.part, record.begun))
-            boot_clock.copy(record.begun, known.begun)
-            return
-        state = self.by_number.get(record.part)
-        if state is None or change is None:
-            return
-        if change == "opened":
-            self._open(state, record.opened)
-        elif change == "held":
-            self._hold(state, record.held)
-        elif change == "durable":
-            if record.durable.name in state.files:
-                state.files[record.durable.name].durable = True
-        elif change == "ingested":
-            self._ingest(state, record.ingested)
-        elif change == "confirmed":
-            state.begun.plan_id = record.confirmed.plan_id
-        elif change == "stored":
-            state.stored = state.receipt is not None
-        elif change == "failed":
-            state.failure = state.failure or record.failed
-        elif change == "ended" and record.ended.state == save_pb2.SAVE_STATE_ABORTED:
-            state.ended = state.ended or record.ended
-        else:
-            # Committed, or cleaned up after an abort.
-            del self.by_number[record.part]
-
-    def salvage(self, beyond: Iterable[Record], problem: str) -> None:
-        """Adds what can be read behind damage, and fails the ranks that may have lost records there.
-
-        Ranks that were ingested before the damage are complete.
-        """
-        later = RankStates()
-        for record in beyond:
-            later.apply(record)
-        for state in later:
-            if state.number not in self.by_number:
-                self.by_number[state.number] = state
-                state.receipt, state.stored = None, False
-        self.highest = max(self.highest, later.highest)
-        for state in self:
-            if state.receipt is None and state.failure is None and state.ended is None:
-                context = state.begun.context
-                state.failure = save_pb2.Failure(
-                    rank=context.rank,
-                    host=context.host,
-                    kind=save_pb2.FAILURE_KIND_SPOOL,
-                    message=problem,
-                )
-
-    def _open(self, state: RankState, opened: journal_pb2.FileOpened) -> None:
-        if opened.name in state.files:
-            return
-        file = FileState(opened.name, opened.size, opened.spool_file, opened.stamp)
-        state.files[file.name] = file
-        if file.spool_file:
-            previous = self._by_spool_file.get(file.spool_file)
-            if previous is not None:
-                previous.spool_file = ""
-            self._by_spool_file[file.spool_file] = file
-
-    @staticmethod
-    def _hold(state: RankState, held: journal_pb2.FileHeld) -> None:
-        file = state.files.get(held.name)
-        if file is not None and file.held < held.held <= file.size:
-            file.held, file.crc32c = held.held, held.crc32c
-
-    @staticmethod
-    def _ingest(state: RankState, receipt: records_pb2.Receipt) -> None:
-        if state.failure is not None or state.ended is not None:
-            return
-        state.receipt = state.receipt or receipt
-        for final in receipt.files:
-            file = state.files.get(final.name)
-            if file is not None and file.size == final.size:
-                file.held, file.crc32c = final.size, final.crc32c
 
 
 class JournalState:
@@ -260,7 +97,10 @@ class JournalState:
 
     async def record_durable(self, rank: RankSave, file: DataFile) -> None:
         """The store has confirmed ``file``."""
-        durable = journal_pb2.FileDurable(name=file.name)
+        block_bytes, block_crc32c = file.checksums.columns()
+        durable = journal_pb2.FileDurable(
+            name=file.name, block_bytes=block_bytes, block_crc32c=block_crc32c
+        )
         await self._run(self._try, rank, "durable", Record(durable=durable))
 
     async def record_stored(self, rank: RankSave) -> None:
@@ -283,9 +123,13 @@ class JournalState:
         """Returns when all changes so far are recorded: before spool files are given away."""
         await self._run(lambda: None)
 
-    async def forget(self, rank: RankSave) -> None:
+    async def forget(self, recorded: Recorded) -> None:
         """Nothing is left to do for the rank."""
-        await self._run(self._try, rank, "forgotten", Record(forgotten=journal_pb2.PartForgotten()))
+        forgotten = Record(forgotten=journal_pb2.PartForgotten())
+        if isinstance(recorded, RankState):
+            await self._run(self._try_state, recorded, forgotten)
+        else:
+            await self._run(self._try, recorded, "forgotten", forgotten)
 
     # The file.
 
@@ -293,9 +137,13 @@ class JournalState:
         """Rewrites the journal if it has grown. To be called now and then; may take long."""
         await self._run(self._compact)
 
-    async def close(self) -> set[str]:
-        """Closes the journal, and removes it when nothing is pending. Returns the spool files that must stay."""
-        return await self._run(self._close)
+    async def close(self, *, keep_copies: bool) -> set[str]:
+        """Closes the journal, and removes it when nothing is pending. Returns the spool files that must stay.
+
+        Args:
+            keep_copies: also those that only loads of this host would need.
+        """
+        return await self._run(self._close, keep_copies)
 
     async def _sync(self) -> None:
         # Not in the journal's own thread: records of other ranks needn't wait for the disk.
@@ -317,9 +165,12 @@ class JournalState:
             _log.warning("%s", error)
             self._full = self._journal.growth
 
-    def _close(self) -> set[str]:
+    def _close(self, keep_copies: bool) -> set[str]:
         needed = {
-            file.spool_file for state in self._states for file in state.needed if file.spool_file
+            file.spool_file
+            for state in self._states
+            for file in (state.in_spool if keep_copies else state.needed)
+            if file.spool_file
         }
         pending = bool(self._states.by_number)
         if pending:
@@ -357,6 +208,15 @@ class JournalState:
             self._append(rank, what, record)
         except PannierError as error:
             _log.error("%s: %s is not recorded: %s", rank.label, what, error, extra=rank.log_fields)
+
+    def _try_state(self, state: RankState, record: Record) -> None:
+        record.part = state.number
+        try:
+            self._journal.append(record)
+        except PannierError as error:
+            _log.error("%s: %s is not recorded: %s", state.label, record, error)
+        else:
+            self._states.apply(record)
 
     def _append(
         self,

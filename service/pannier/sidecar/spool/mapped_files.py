@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final
+from typing import Final, Protocol
 
 from pannier.common import timeouts
 from pannier.sidecar.save_state import RankSave
@@ -33,6 +33,19 @@ TOKEN_BYTES: Final = 16
 
 Owner = tuple[str, str, int]
 """Job, incarnation, rank."""
+
+
+class Copies(Protocol):
+    """Content that stays in spool files after its save (:mod:`pannier.sidecar.restore.local_copies`)."""
+
+    async def make_way(self, job: str) -> None:
+        """Files are about to be reserved for ``job``."""
+
+    async def evict_oldest(self) -> bool:
+        """Gives files up, since the spool has no room; False: there are none."""
+
+    async def restaged(self, spool_file: SpoolFile) -> None:
+        """A trainer has staged another save into that file."""
 
 
 @dataclass(eq=False)
@@ -86,6 +99,10 @@ class MappedFiles:
         self._by_file: dict[SpoolFile, tuple[_FileLease, str]] = {}
         self._held: list[SpoolFile] = []
         """No longer needed, but a process may still write into them."""
+        self._kept: set[SpoolFile] = set()
+        """Their content stays after its save: until :meth:`drop`, or a trainer that has leased one stages
+        another save there."""
+        self._copies: Copies | None = None
 
     async def reserve(
         self, owner: Owner, client: str, sizes: Sequence[int], spare: int = 0
@@ -134,7 +151,59 @@ class MappedFiles:
     async def take(self, job: str, size: int, spare: int = 0) -> SpoolFile:
         """A spool file of at least ``size`` bytes; see :meth:`Spool.take`. It may take seconds."""
         take = partial(self._spool.take, job, size, spare=spare)
-        return await reservation_threads.run(take, undo=self._spool.give)
+        if self._copies is not None:
+            await self._copies.make_way(job)
+        while True:
+            try:
+                return await reservation_threads.run(take, undo=self._spool.give)
+            except BusyError:
+                if self._copies is None or not await self._copies.evict_oldest():
+                    raise
+
+    # Content that stays.
+
+    def set_copies(self, copies: Copies) -> None:
+        """``copies`` decides about the files that are kept; before the first call."""
+        self._copies = copies
+
+    def keep(self, file: SpoolFile) -> None:
+        """Keeps a file's content, of a save that has ended; a client that has leased it may stage there."""
+        self._kept.add(file)
+        lease, name = self._by_file.get(file, (None, ""))
+        if lease is not None and lease.over:
+            self._forget(lease, name)
+        elif lease is not None:
+            self._return(lease, name)
+
+    async def drop(self, file: SpoolFile) -> None:
+        """The content needn't be kept any more: the file is its client's alone, or free."""
+        if file not in self._kept:
+            return
+        self._kept.discard(file)
+        if file not in self._by_file:
+            await self.give_back(file)
+
+    def keeps(self, file: SpoolFile) -> bool:
+        """Whether its content is kept."""
+        return file in self._kept
+
+    def is_leased(self, file: SpoolFile) -> bool:
+        """Whether a client has leased it."""
+        return file in self._by_file
+
+    def used_by(self, job: str) -> int:
+        """Bytes of a job's files that are leased or hold something of its saves."""
+        kept = sum(each.capacity for each in self._unleased() if each.job == job)
+        return self._spool.taken_by(job) - kept
+
+    def kept_bytes(self) -> int:
+        """Bytes of the files whose content is kept and that no client has leased."""
+        return sum(each.capacity for each in self._unleased())
+
+    def _unleased(self) -> list[SpoolFile]:
+        return [each for each in self._kept if each not in self._by_file]
+
+    # Leases.
 
     async def open_descriptors(self, token: bytes, connection: object) -> list[int]:
         """New descriptors of the lease with that token, each locked; the caller closes them.
@@ -153,7 +222,7 @@ class MappedFiles:
             return []
         lease.connection = connection
         files = list(lease.files.values())
-        return await reservation_threads.run(_open_locked, files, undo=_close_all)
+        return await reservation_threads.run(_open_for_staging, files, undo=close_all)
 
     async def disconnect(self, connection: object) -> None:
         """Ends the leases of a connection."""
@@ -168,7 +237,7 @@ class MappedFiles:
             if lease is None or file is None or lease.owner != owner:
                 continue
             # One that is in use is given back when its save has ended.
-            if name not in lease.in_use:
+            if name not in lease.in_use and file not in self._kept:
                 free.append(file)
             self._forget(lease, name)
         for file in free:
@@ -204,21 +273,28 @@ class MappedFiles:
                 f"{file.stageable}"
             )
         lease.in_use[name] = rank
+        if file in self._kept and self._copies is not None:
+            self._kept.discard(file)
+            await self._copies.restaged(file)
         return file
 
     async def give_back(self, file: SpoolFile) -> None:
         """Takes a file back whose content isn't needed: it is its client's again, or free."""
         lease, name = self._by_file.get(file, (None, ""))
         if lease is not None and not lease.over:
-            lease.in_use.pop(name, None)
-            self._returned.set()
-            self._returned = asyncio.Event()
+            self._return(lease, name)
             return
         if lease is not None:
             self._forget(lease, name)
         future = reservation_threads.submit(self._give_unless_held, file)
         if not await asyncio.shield(asyncio.wrap_future(future)):
             self._held.append(file)
+
+    def _return(self, lease: _FileLease, name: str) -> None:
+        """The save that used a leased file has ended."""
+        lease.in_use.pop(name, None)
+        self._returned.set()
+        self._returned = asyncio.Event()
 
     def leased_to(self, owner: Owner) -> int:
         """Bytes that the rank has leased and that hold nothing of a save."""
@@ -265,7 +341,8 @@ class MappedFiles:
         for file in idle:
             self._forget(*self._by_file[file])
         for file in idle:
-            await self.give_back(file)
+            if file not in self._kept:
+                await self.give_back(file)
 
     def _is_ending(self, name: str) -> bool:
         """Whether the file's save has ended, so that its next use is valid but early."""
@@ -300,20 +377,30 @@ def _is_held(file: SpoolFile) -> bool:
     return False
 
 
-def _open_locked(files: Sequence[SpoolFile]) -> list[int]:
+def _open_for_staging(files: Sequence[SpoolFile]) -> list[int]:
+    return _open_locked(files, os.O_RDWR)
+
+
+def open_for_reading(files: Sequence[SpoolFile]) -> list[int]:
+    """New descriptors that can only be read; each has a lock that keeps its file from another owner."""
+    return _open_locked(files, os.O_RDONLY)
+
+
+def _open_locked(files: Sequence[SpoolFile], mode: int) -> list[int]:
     descriptors: list[int] = []
     try:
         for file in files:
             # Opened again, not duplicated: a lock belongs to the open file description.
-            fd = os.open(f"/proc/self/fd/{file.fd}", os.O_RDWR | os.O_CLOEXEC)
+            fd = os.open(f"/proc/self/fd/{file.fd}", mode | os.O_CLOEXEC)
             descriptors.append(fd)
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BaseException:
-        _close_all(descriptors)
+        close_all(descriptors)
         raise
     return descriptors
 
 
-def _close_all(descriptors: Sequence[int]) -> None:
+def close_all(descriptors: Sequence[int]) -> None:
+    """Closes them."""
     for fd in descriptors:
         os.close(fd)

@@ -1,8 +1,9 @@
 """A sidecar's start on a spool that an earlier process left: what was handed over is uploaded without trainers.
 
 In: the states that the journal records. Out: ranks as they were, their files verified against the recorded
-checksums, and uploads under way. A rank that wasn't handed over waits for its trainer. On the event loop,
-before any call is served; files are opened and read in threads.
+checksums, and uploads under way; the files of committed saves are local copies, which their readers
+verify. A rank that wasn't handed over waits for its trainer. On the event loop, before any call is
+served; files are opened and read in threads.
 """
 
 import asyncio
@@ -10,20 +11,21 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Final
 
-import crc32c
-
+from pannier.sidecar.restore.local_copies import LocalCopies, LocalFile
 from pannier.sidecar.save_registry import SaveRegistry
 from pannier.sidecar.save_state import BEFORE_HAND_OVER, FAILED, Phase, RankPlan, RankSave
 from pannier.sidecar.spool import boot_clock
 from pannier.sidecar.spool.data_file import DataFile
-from pannier.sidecar.spool.journal_state import FileState, JournalState, RankState
+from pannier.sidecar.spool.journal_state import JournalState
+from pannier.sidecar.spool.rank_states import FileState, RankState
 from pannier.sidecar.spool.spool import Spool, SpoolFile
 from pannier.sidecar.upload.uploader import Uploader
 from pannier.storage.io_threads import Threads
 from pannier.v1 import save_pb2
+from pannier.wire.chunk_codec import Checksums
 from pannier.wire.errors import IntegrityError, PannierError
 from pannier.wire.object_names import save_text
 
@@ -31,33 +33,50 @@ _log = logging.getLogger(__name__)
 
 _READERS: Final = 4
 """Files that are verified at a time."""
-_READ_BYTES: Final = 4 << 20
+_READ_BYTES: Final = 1 << 20
 
 
 async def recover(
-    journal: JournalState, spool: Spool, saves: SaveRegistry, uploads: Uploader
+    journal: JournalState,
+    spool: Spool,
+    saves: SaveRegistry,
+    uploads: Uploader,
+    local_copies: LocalCopies,
 ) -> list[RankSave]:
     """Restores all ranks and resumes their uploads; removes spool files that no rank needs.
+
+    Args:
+        local_copies: gets the files of committed saves.
 
     Returns:
         the ranks whose trainers must send the rest.
     """
-    states = journal.states()
+    everything = journal.states()
+    committed = {save_text(each.begun.context.save) for each in everything if each.committed}
+    copies = [each for each in everything if save_text(each.begun.context.save) in committed]
+    states = [each for each in everything if each not in copies]
     start = time.monotonic()
     threads = Threads("the spool", patience_s=math.inf, threads=_READERS)
+    in_spool = [(state, file) for state in everything for file in state.in_spool]
     needed = [(state, file) for state in states for file in state.needed]
+    in_spool += [each for each in needed if not each[1].spool_file]
     adopted = await asyncio.gather(
-        *(threads.run(_adopt, spool, state, file) for state, file in needed)
+        *(threads.run(_adopt, spool, state, file) for state, file in in_spool)
     )
+    spool_files = {
+        (state.number, file.name): spool_file
+        for (state, file), spool_file in zip(in_spool, adopted, strict=True)
+    }
     await threads.run(spool.sweep)
+    for state in copies:
+        await _add_copy(state, spool_files, journal, local_copies)
+    keys = [(state.number, file.name) for state, file in needed]
     found = await asyncio.gather(
         *(
-            threads.run(_verify, file, spool_file)
-            for (_, file), spool_file in zip(needed, adopted, strict=True)
+            threads.run(_verify, file, spool_files[key])
+            for (_, file), key in zip(needed, keys, strict=True)
         )
     )
-    keys = [(state.number, file.name) for state, file in needed]
-    spool_files = dict(zip(keys, adopted, strict=True))
     checks = dict(zip(keys, found, strict=True))
     ranks = [_restore(state, saves, journal, _outcome(state, states)) for state in states]
     for state, rank in zip(states, ranks, strict=True):
@@ -69,9 +88,11 @@ async def recover(
                 recorded, spool_file if isinstance(spool_file, SpoolFile) else None, rank
             )
             rank.restore_file(file)
-            problem = checks.get(key)
-            if problem is not None:
-                problems.append((file, problem))
+            checked = checks.get(key)
+            if isinstance(checked, Checksums):
+                file.restore(checked)
+            elif checked is not None:
+                problems.append((file, checked))
         _handle_problems(rank, problems, saves)
         _resume_uploads(rank, uploads)
     for save in {rank.save.key: rank.save for rank in ranks}.values():
@@ -85,6 +106,26 @@ async def recover(
     return [rank for rank in ranks if rank.save.outcome is None and rank.phase in BEFORE_HAND_OVER]
 
 
+async def _add_copy(
+    state: RankState,
+    spool_files: Mapping[tuple[int, str], SpoolFile | PannierError],
+    journal: JournalState,
+    local_copies: LocalCopies,
+) -> None:
+    """A rank of a committed save: its files that are still here are a local copy."""
+    files = []
+    for file in state.receipt.files if state.receipt is not None else ():
+        spool_file = spool_files.get((state.number, file.name))
+        if isinstance(spool_file, SpoolFile):
+            files.append(LocalFile(file, spool_file, state.files[file.name].stamp))
+    if not files:
+        await journal.forget(state)
+        return
+    assert state.receipt is not None
+    context = state.begun.context
+    await local_copies.add(context.save, context.checkpoint_id, state.receipt.attempt, files, state)
+
+
 def _adopt(spool: Spool, state: RankState, file: FileState) -> SpoolFile | PannierError:
     try:
         if not file.spool_file:
@@ -94,26 +135,26 @@ def _adopt(spool: Spool, state: RankState, file: FileState) -> SpoolFile | Panni
         return error
 
 
-def _verify(file: FileState, spool_file: SpoolFile | PannierError) -> PannierError | None:
-    """Reads all bytes that the journal records; returns what is wrong."""
+def _verify(file: FileState, spool_file: SpoolFile | PannierError) -> Checksums | PannierError:
+    """Reads all bytes that the journal records; returns their checksums, or what is wrong."""
     if not isinstance(spool_file, SpoolFile):
         return spool_file
-    crc, at = 0, 0
-    while at < file.held:
+    found = Checksums()
+    while found.size < file.held:
         try:
-            piece = os.pread(spool_file.fd, min(_READ_BYTES, file.held - at), at)
+            length = min(_READ_BYTES, file.held - found.size)
+            piece = os.pread(spool_file.fd, length, found.size)
         except OSError as error:
             return PannierError(f"the spool file {spool_file.path} can't be read: {error}")
         if not piece:
             break
-        crc = crc32c.crc32c(piece, crc)
-        at += len(piece)
-    if at < file.held or crc != file.crc32c:
+        found = found.followed_by(memoryview(piece))
+    if found.size < file.held or found.whole != file.crc32c:
         return IntegrityError(
-            f"the first {file.held} bytes of the spool file {spool_file.path} have crc32c {crc:08x}, "
-            f"the journal says {file.crc32c:08x}"
+            f"the first {file.held} bytes of the spool file {spool_file.path} have crc32c "
+            f"{found.whole:08x}, the journal says {file.crc32c:08x}"
         )
-    return None
+    return found
 
 
 def _outcome(state: RankState, states: Iterable[RankState]) -> save_pb2.SaveStatus | None:
@@ -182,7 +223,7 @@ def _data_file(
         label=f"{recorded.name} of {rank.label}",
         stamp=recorded.stamp,
     )
-    file.restore(recorded.held, recorded.crc32c)
+    file.restore(Checksums(recorded.held, recorded.crc32c, recorded.blocks))
     if recorded.durable:
         file.upload.restore_durable(file.size)
     return file
@@ -196,7 +237,7 @@ def _handle_problems(
         damaged = isinstance(problem, IntegrityError)
         if rank.phase in BEFORE_HAND_OVER and damaged:
             _log.warning("%s is sent again: %s", file.label, problem, extra=rank.log_fields)
-            file.restore(0, 0)
+            file.restore(Checksums())
             continue
         saves.fail(
             rank,

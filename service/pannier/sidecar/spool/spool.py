@@ -184,6 +184,12 @@ class Spool:
             raise PannierError(f"the spool {self.directory} can't be used: {error}") from error
         return not os.path.samestat(found, os.fstat(self._directory_fd))
 
+    def taken_by(self, job: str) -> int:
+        """Bytes of the job's files that aren't free."""
+        with self._lock:
+            free = sum(file.capacity for file in self._free.get(job, ()))
+            return sum(file.capacity for file in self._files if file.job == job) - free
+
     def give(self, file: SpoolFile) -> None:
         """Takes a file back whose content is no longer needed, read or written."""
         # A trainer that maps a truncated file dies of SIGBUS.

@@ -7,17 +7,19 @@ becomes the failure of its rank.
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 from pannier.attempts.decisions import read_decision
 from pannier.common import fault_points, timeouts
 from pannier.daemon.logging import bind
+from pannier.sidecar.restore.local_copies import LocalCopies, LocalFile
 from pannier.sidecar.save_registry import SaveRegistry
 from pannier.sidecar.save_state import FAILED, Phase, RankSave, Save
 from pannier.sidecar.spool.data_file import DataFile, SpoolSource
 from pannier.sidecar.spool.journal_state import JournalState
 from pannier.sidecar.spool.mapped_files import MappedFiles
+from pannier.sidecar.spool.spool import SpoolFile
 from pannier.sidecar.upload.concurrency import UploadSlots
 from pannier.storage import IntegrityError, Store
 from pannier.v1 import records_pb2, save_pb2
@@ -45,6 +47,7 @@ class Uploader:
         saves: SaveRegistry,
         mapped: MappedFiles,
         journal: JournalState,
+        local_copies: LocalCopies,
         *,
         slots: UploadSlots,
         open_store: Opener,
@@ -52,6 +55,7 @@ class Uploader:
         self._saves = saves
         self._mapped = mapped
         self._journal = journal
+        self._local_copies = local_copies
         self._slots = slots
         self._open_store = open_store
         self._stores: dict[tuple[str, str], Store] = {}
@@ -221,7 +225,7 @@ class Uploader:
             self._background_task(self._settle(save))
 
     async def _stop(self, rank: RankSave) -> None:
-        """Cancels the rank's uploads and frees its spool files."""
+        """Cancels the rank's uploads, and frees its spool files unless they are a local copy from now on."""
         tasks: list[asyncio.Task[Any]] = list(self._uploads.pop(rank, {}).values())
         finishing = self._finishing.pop(rank, None)
         if finishing is not None:
@@ -230,13 +234,37 @@ class Uploader:
             task.cancel()
         # A cancelled upload ends only when nothing reads the spool file any more.
         await asyncio.gather(*tasks, return_exceptions=True)
-        for file in list(rank.files.values()):
-            await self._release(file)
+        released = {file.name: await file.release() for file in list(rank.files.values())}
+        # A failure or outcome is recorded before the spool files are used for something else.
+        await self._journal.settle()
+        if not await self._keep(rank, released):
+            for spool_file in released.values():
+                await self._give_back(spool_file)
+
+    async def _keep(self, rank: RankSave, released: Mapping[str, SpoolFile | None]) -> bool:
+        """Makes the files of a committed save a local copy; False: they aren't needed."""
+        outcome, receipt = rank.save.outcome, rank.receipt
+        committed = outcome is not None and outcome.state == save_pb2.SAVE_STATE_COMMITTED
+        if not committed or receipt is None:
+            return False
+        files = [
+            LocalFile(each, spool_file, rank.files[each.name].stamp)
+            for each in receipt.files
+            if (spool_file := released.get(each.name)) is not None
+        ]
+        if not files:
+            return False
+        await self._local_copies.add(
+            rank.save.id, rank.context.checkpoint_id, rank.attempt, files, rank
+        )
+        return True
 
     async def _release(self, file: DataFile) -> None:
         spool_file = await file.release()
-        # A failure or outcome is recorded before the spool files are used for something else.
         await self._journal.settle()
+        await self._give_back(spool_file)
+
+    async def _give_back(self, spool_file: SpoolFile | None) -> None:
         if spool_file is not None:
             await self._mapped.give_back(spool_file)
 
@@ -245,9 +273,10 @@ class Uploader:
         ranks = list(save.ranks.values())
         await asyncio.gather(*(self._cleanups[rank] for rank in ranks if rank in self._cleanups))
         assert save.outcome is not None
-        if save.outcome.state == save_pb2.SAVE_STATE_ABORTED:
-            for rank in ranks:
+        for rank in ranks:
+            if save.outcome.state == save_pb2.SAVE_STATE_ABORTED:
                 await self._delete_objects(rank)
+            if not self._local_copies.has_recorded(rank):
                 await self._journal.forget(rank)
         for rank in ranks:
             self._cleanups.pop(rank, None)

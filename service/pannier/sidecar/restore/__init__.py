@@ -1,0 +1,1 @@
+"""What this host's spool has of committed checkpoints, for loads."""

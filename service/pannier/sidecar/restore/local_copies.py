@@ -1,0 +1,284 @@
+"""Local copies: the data files of the newest committed save of each group, which stay in the spool.
+
+In: ranks whose save was committed, or that the journal recorded so; requests of loads. Out: which files
+are here, with the checksums of their receipts, and descriptors that can only be read. A copy ends
+when a newer save of its group is committed, when its room is needed, or when a trainer stages another
+save into its files, which their stamps show. On the event loop; files are looked at in threads.
+"""
+
+import logging
+import posixpath
+import secrets
+import time
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from pannier.common import timeouts
+from pannier.common.sizes import size_text
+from pannier.sidecar.save_registry import SaveRegistry
+from pannier.sidecar.spool.journal_state import JournalState, Recorded
+from pannier.sidecar.spool.mapped_files import TOKEN_BYTES, MappedFiles, close_all, open_for_reading
+from pannier.sidecar.spool.spool import SpoolFile
+from pannier.storage.io_threads import reservation_threads, spool_threads
+from pannier.v1 import records_pb2, restore_pb2, save_pb2, status_pb2
+from pannier.wire.object_names import Attempt, is_unnamed
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class LocalFile:
+    """A data file that is in storage, and still in its spool file."""
+
+    file: records_pb2.DataFile
+    """Its name, size and checksums, as in the receipt."""
+    spool_file: SpoolFile
+    stamp: bytes
+    """Of the spool file while it has this content; empty: no trainer maps it."""
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether no trainer has staged anything else there. Blocking."""
+        return not self.stamp or self.spool_file.read_stamp() == self.stamp
+
+
+@dataclass(eq=False)
+class LocalCopy:
+    """What this host's ranks wrote of one committed save."""
+
+    save: save_pb2.SaveId
+    checkpoint_id: str
+    attempt: str
+    files: dict[str, LocalFile] = field(default_factory=dict)
+    recorded: list[Recorded] = field(default_factory=list)
+    """Whose records in the journal keep it across restarts."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of its files."""
+        return sum(each.file.size for each in self.files.values())
+
+    @property
+    def room(self) -> int:
+        """Bytes of their spool files."""
+        return sum(each.spool_file.capacity for each in self.files.values())
+
+    @property
+    def root(self) -> str:
+        """The directory that the checkpoint lies in."""
+        return posixpath.dirname(self.checkpoint_id)
+
+    def replaces(self, other: "LocalCopy") -> bool:
+        """Whether ``other`` is of the same job and group, and not newer."""
+        same = self.is_of(other.save.job, {other.root})
+        return same and self.save.group == other.save.group and _order(self) >= _order(other)
+
+    def is_of(self, job: str, roots: Collection[str]) -> bool:
+        """Whether it is of a job, which saves to these roots.
+
+        A job without a name of its own has another one with each start: its root stays the same.
+        """
+        unnamed = is_unnamed(job) and is_unnamed(self.save.job)
+        return self.save.job == job or (unnamed and self.root in roots)
+
+
+def _order(copy: LocalCopy) -> tuple[int, int]:
+    attempt = Attempt.parse(copy.attempt)
+    return attempt.incarnation_number, attempt.number
+
+
+class LocalCopies:
+    """All local copies of one spool, oldest first."""
+
+    def __init__(self, mapped: MappedFiles, journal: JournalState, saves: SaveRegistry) -> None:
+        self._mapped = mapped
+        self._journal = journal
+        self._saves = saves
+        self._copies: list[LocalCopy] = []
+        self._offers: dict[bytes, tuple[float, Sequence[LocalFile]]] = {}
+        """What loads may open, by token, and since when."""
+        self.served = 0
+        """Bytes of the files that loads have opened."""
+        self.evicted = 0
+        """Copies that ended for lack of room."""
+        mapped.set_copies(self)
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(copy.size for copy in self._copies)
+
+    def statuses(self) -> list[status_pb2.LocalCopy]:
+        """For operators, newest first."""
+        return [
+            status_pb2.LocalCopy(
+                checkpoint_id=copy.checkpoint_id,
+                save=copy.save,
+                attempt=copy.attempt,
+                files=len(copy.files),
+                bytes=copy.size,
+            )
+            for copy in reversed(self._copies)
+        ]
+
+    async def add(
+        self,
+        save: save_pb2.SaveId,
+        checkpoint_id: str,
+        attempt: str,
+        files: Iterable[LocalFile],
+        recorded: Recorded,
+    ) -> None:
+        """A rank's files of a committed save stay here, unless a newer one of its group is here.
+
+        Args:
+            recorded: whose records in the journal are forgotten when the copy ends.
+        """
+        copy = next((each for each in self._copies if each.attempt == attempt), None)
+        copy = copy or LocalCopy(save, checkpoint_id, attempt)
+        copy.recorded.append(recorded)
+        added = {each.file.name: each for each in files}
+        copy.files.update(added)
+        for each in added.values():
+            self._mapped.keep(each.spool_file)
+        if copy in self._copies:
+            return
+        if any(each.replaces(copy) for each in self._copies):
+            await self._end(copy)
+            return
+        older = [each for each in self._copies if copy.replaces(each)]
+        self._copies.append(copy)
+        for old in older:
+            await self._end(old)
+
+    def has_recorded(self, recorded: Recorded) -> bool:
+        """Whether a copy needs these records in the journal."""
+        return any(recorded in copy.recorded for copy in self._copies)
+
+    # Room.
+
+    async def make_way(self, job: str) -> None:
+        """Before files are reserved for ``job``: ends copies that would be its third set of files.
+
+        Those that its trainers have mapped are theirs to use again.
+        """
+        roots = {
+            posixpath.dirname(save.checkpoint_id)
+            for save in self._saves.undecided()
+            if save.id.job == job
+        }
+        for copy in list(self._copies):
+            related = copy.is_of(job, roots)
+            if related and self._is_free(copy) and self._mapped.used_by(job) >= copy.room:
+                await self._evict(copy, "another save of its job needs the room")
+
+    async def evict_oldest(self) -> bool:
+        """Ends the oldest copy that no trainer has mapped; False: there is none.
+
+        Trainers return those that they have mapped when they are asked for room.
+        """
+        copy = next(filter(self._is_free, self._copies), None)
+        if copy is not None:
+            await self._evict(copy, "the spool is full")
+        return copy is not None
+
+    async def restaged(self, spool_file: SpoolFile) -> None:
+        """A trainer stages another save into that file."""
+        for copy in self._copies:
+            for name, each in copy.files.items():
+                if each.spool_file is spool_file:
+                    await self._lose(copy, [name])
+                    return
+
+    async def tick(self) -> None:
+        """Finds files that trainers stage into, and ends offers that weren't taken up. Every second or so."""
+        now = time.monotonic()
+        for token, (since, _) in list(self._offers.items()):
+            if now - since > timeouts.DESCRIPTORS_FETCH_S:
+                del self._offers[token]
+        for copy in list(self._copies):
+            files = list(copy.files.values())
+            intact = await spool_threads.run(_intact, files)
+            await self._lose(copy, [each.file.name for each in files if each not in intact])
+
+    async def close(self) -> None:
+        """Ends all copies."""
+        while self._copies:
+            await self._end(self._copies[0])
+
+    # Loads.
+
+    async def locate(self, request: restore_pb2.LocateRequest) -> restore_pb2.LocateResponse:
+        """Those of the requested files that are here, and a token for their descriptors."""
+        copy = next((each for each in self._copies if each.attempt == request.attempt), None)
+        found = [copy.files[name] for name in request.files if name in copy.files] if copy else []
+        found = await spool_threads.run(_intact, found)
+        if not found:
+            return restore_pb2.LocateResponse()
+        token = secrets.token_bytes(TOKEN_BYTES)
+        self._offers[token] = (time.monotonic(), found)
+        return restore_pb2.LocateResponse(
+            files=[
+                restore_pb2.LocatedFile(
+                    file=each.file, stamp=each.stamp, stamp_offset=each.spool_file.stageable
+                )
+                for each in found
+            ],
+            token=token,
+        )
+
+    async def open_descriptors(self, token: bytes) -> list[int]:
+        """New descriptors of the located files, for reading, each with a shared lock; the caller closes them.
+
+        Empty: the token isn't known any more, or one of the files isn't here any more.
+        """
+        _, files = self._offers.pop(token, (0.0, ()))
+        spool_files = [each.spool_file for each in files]
+        descriptors = await reservation_threads.run(open_for_reading, spool_files, undo=close_all)
+        # From here on their locks keep them from being used again.
+        if not all(self._mapped.keeps(each) for each in spool_files):
+            close_all(descriptors)
+            return []
+        self.served += sum(each.file.size for each in files)
+        return descriptors
+
+    def _is_free(self, copy: LocalCopy) -> bool:
+        return not any(self._mapped.is_leased(each.spool_file) for each in copy.files.values())
+
+    async def _evict(self, copy: LocalCopy, why: str) -> None:
+        self.evicted += 1
+        _log.info(
+            "the local copy of %s (%s) ends: %s; a load reads it from storage",
+            *(copy.checkpoint_id, size_text(copy.size), why),
+            extra={"job": copy.save.job, "checkpoint": copy.checkpoint_id},
+        )
+        await self._end(copy)
+
+    async def _lose(self, copy: LocalCopy, names: Sequence[str]) -> None:
+        lost = [each for name in names if (each := copy.files.pop(name, None)) is not None]
+        if not lost:
+            return
+        _log.info(
+            "the local copy of %s loses %d files: a trainer stages another save there",
+            *(copy.checkpoint_id, len(lost)),
+            extra={"job": copy.save.job, "checkpoint": copy.checkpoint_id},
+        )
+        for each in lost:
+            await self._mapped.drop(each.spool_file)
+        if not copy.files:
+            self.evicted += 1
+            await self._end(copy)
+
+    async def _end(self, copy: LocalCopy) -> None:
+        if copy in self._copies:
+            self._copies.remove(copy)
+        files, copy.files = list(copy.files.values()), {}
+        # Before the files are used for something else.
+        for recorded in copy.recorded:
+            await self._journal.forget(recorded)
+        for each in files:
+            await self._mapped.drop(each.spool_file)
+
+
+def _intact(files: Iterable[LocalFile]) -> list[LocalFile]:
+    return [each for each in files if each.is_intact]

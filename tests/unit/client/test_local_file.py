@@ -1,0 +1,104 @@
+"""A data file in the host's spool, as a load reads it."""
+
+import os
+from pathlib import Path
+
+import crc32c
+import pytest
+
+from pannier.client.restore.local_file import LocalFile
+from pannier.v1 import records_pb2, restore_pb2
+from pannier.wire.chunk_codec import BLOCK_BYTES, Checksums
+from pannier.wire.errors import IntegrityError
+
+SIZE = 2 * BLOCK_BYTES + 1000
+STAMP = b"stampED!"
+
+
+@pytest.fixture
+def data() -> bytes:
+    return os.urandom(SIZE)
+
+
+@pytest.fixture
+def path(tmp_path: Path, data: bytes) -> Path:
+    path = tmp_path / "spool file"
+    path.write_bytes(data + bytes(24) + STAMP)
+    return path
+
+
+def opened(path: Path, data: bytes, *, blocks: bool = True) -> LocalFile:
+    block_bytes, column = Checksums().followed_by(memoryview(data)).columns()
+    file = records_pb2.DataFile(name="f", size=SIZE, crc32c=crc32c.crc32c(data))
+    if blocks:
+        file.block_bytes, file.block_crc32c = block_bytes, column
+    located = restore_pb2.LocatedFile(file=file, stamp=STAMP, stamp_offset=SIZE + 24)
+    return LocalFile(located, os.open(path, os.O_RDONLY))
+
+
+def read(file: LocalFile, offset: int, length: int) -> bytes:
+    target = bytearray(length)
+    file.read_into(offset, memoryview(target))
+    return bytes(target)
+
+
+def change(path: Path, offset: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)
+        file.seek(offset)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+@pytest.mark.parametrize("blocks", [True, False])
+def test_any_part_can_be_read(path: Path, data: bytes, blocks: bool) -> None:
+    file = opened(path, data, blocks=blocks)
+    for offset, length in (
+        (5, 10),
+        (BLOCK_BYTES - 3, 6),
+        (0, SIZE),
+        (SIZE - 1, 1),
+        (0, 0),
+        (SIZE, 0),
+    ):
+        assert read(file, offset, length) == data[offset : offset + length]
+
+
+def test_a_changed_byte_fails_what_is_read_of_its_block_and_nothing_else(
+    path: Path, data: bytes
+) -> None:
+    change(path, BLOCK_BYTES + 100)
+    file = opened(path, data)
+    assert read(file, 0, BLOCK_BYTES) == data[:BLOCK_BYTES]
+    assert read(file, 2 * BLOCK_BYTES, 1000) == data[2 * BLOCK_BYTES :]
+    for offset in (BLOCK_BYTES, BLOCK_BYTES + 5000, 2 * BLOCK_BYTES - 1):
+        with pytest.raises(IntegrityError, match=f"bytes {BLOCK_BYTES} to {2 * BLOCK_BYTES} of f"):
+            read(file, offset, 1)
+
+
+def test_another_stamp_fails_every_read(path: Path, data: bytes) -> None:
+    file = opened(path, data)
+    assert read(file, 0, 10) == data[:10]
+    change(path, SIZE + 24)
+    with pytest.raises(IntegrityError, match="a trainer has staged another save into the spool"):
+        read(file, 0, 10)
+
+
+def test_a_shorter_file_fails(path: Path, data: bytes) -> None:
+    file = opened(path, data)
+    os.truncate(path, 100)
+    with pytest.raises(IntegrityError):
+        read(file, 0, 10)
+
+
+def test_nothing_is_read_beyond_the_end_of_the_data_file(path: Path, data: bytes) -> None:
+    with pytest.raises(IntegrityError, match=f"f has {SIZE} bytes, wanted are {SIZE + 8}"):
+        read(opened(path, data), SIZE, 8)
+
+
+def test_the_descriptor_is_closed_with_it(path: Path, data: bytes) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    file = opened(path, data)
+    assert len(os.listdir("/proc/self/fd")) == before + 1
+    del file
+    assert len(os.listdir("/proc/self/fd")) == before
