@@ -102,7 +102,8 @@ class Place:
         finally:
             self._end()
 
-    def _end(self) -> None:
+    def end_daemons(self) -> None:
+        """Ends them, and so what their spool holds."""
         daemons = self.daemons()
         for process in daemons:
             with suppress(psutil.Error):
@@ -111,6 +112,9 @@ class Place:
         for process in left:
             with suppress(psutil.Error):
                 process.kill()
+
+    def _end(self) -> None:
+        self.end_daemons()
         for path in (self._root, self.disk, self.spool):
             shutil.rmtree(path, ignore_errors=True)
         for name, value in self._before.items():

@@ -82,12 +82,15 @@ def planned(options: argparse.Namespace) -> list[Part]:
 def restored(quick: bool) -> list[tuple[str, ...]]:
     """Arguments of the states that are loaded."""
     if quick:
-        return [(), ("--source", "gcs")]
-    return [
+        return [("--source", source) for source in ("spool", "local", "gcs")]
+    sizes = [
         ("--bytes", "1000M", "--tensors", "200"),
         ("--bytes", "1G", "--tensors", "16"),
         *([("--bytes", "2G", "--tensors", "1")] if fits("2G") else []),
         ("--small",),
+    ]
+    return [
+        *(("--source", source, *size) for source in ("spool", "local") for size in sizes),
         ("--source", "gcs", "--bytes", "1000M", "--tensors", "200"),
     ]
 
