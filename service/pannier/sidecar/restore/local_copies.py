@@ -10,8 +10,10 @@ import logging
 import posixpath
 import secrets
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from pannier.common import timeouts
 from pannier.common.sizes import size_text
@@ -25,6 +27,8 @@ from pannier.wire.object_names import Attempt, is_unnamed
 
 _log = logging.getLogger(__name__)
 
+_RESTAGED: Final = "a trainer stages another save there"
+
 
 @dataclass(frozen=True, eq=False)
 class LocalFile:
@@ -36,10 +40,18 @@ class LocalFile:
     stamp: bytes
     """Of the spool file while it has this content; empty: no trainer maps it."""
 
-    @property
-    def is_intact(self) -> bool:
-        """Whether no trainer has staged anything else there. Blocking."""
-        return not self.stamp or self.spool_file.read_stamp() == self.stamp
+    def problem(self) -> str:
+        """Why it hasn't its content any more; "": it has. Blocking."""
+        if not self.stamp:
+            return ""
+        try:
+            found = self.spool_file.read_stamp()
+        except OSError as error:
+            # EBADF, among others: the copy has ended meanwhile.
+            return f"it can't be read: {error}"
+        if len(found) < len(self.stamp):
+            return "it was truncated"
+        return "" if found == self.stamp else _RESTAGED
 
 
 @dataclass(eq=False)
@@ -187,7 +199,7 @@ class LocalCopies:
         for copy in self._copies:
             for name, each in copy.files.items():
                 if each.spool_file is spool_file:
-                    await self._lose(copy, [name])
+                    await self._lose(copy, {name: _RESTAGED})
                     return
 
     async def tick(self) -> None:
@@ -197,9 +209,8 @@ class LocalCopies:
             if now - since > timeouts.DESCRIPTORS_FETCH_S:
                 del self._offers[token]
         for copy in list(self._copies):
-            files = list(copy.files.values())
-            intact = await spool_threads.run(_intact, files)
-            await self._lose(copy, [each.file.name for each in files if each not in intact])
+            problems = await spool_threads.run(_problems, list(copy.files.values()))
+            await self._lose(copy, {each.file.name: why for each, why in problems.items()})
 
     async def close(self) -> None:
         """Ends all copies."""
@@ -212,7 +223,8 @@ class LocalCopies:
         """Those of the requested files that are here, and a token for their descriptors."""
         copy = next((each for each in self._copies if each.attempt == request.attempt), None)
         found = [copy.files[name] for name in request.files if name in copy.files] if copy else []
-        found = await spool_threads.run(_intact, found)
+        problems = await spool_threads.run(_problems, found)
+        found = [each for each in found if each not in problems]
         if not found:
             return restore_pb2.LocateResponse()
         token = secrets.token_bytes(TOKEN_BYTES)
@@ -234,7 +246,14 @@ class LocalCopies:
         """
         _, files = self._offers.pop(token, (0.0, ()))
         spool_files = [each.spool_file for each in files]
-        descriptors = await reservation_threads.run(open_for_reading, spool_files, undo=close_all)
+        try:
+            descriptors = await reservation_threads.run(
+                open_for_reading, spool_files, undo=close_all
+            )
+        except OSError as error:
+            # An eviction has closed or locked a file meanwhile, or no descriptors are left.
+            _log.warning("a load reads %d files from storage: %s", len(files), error)
+            return []
         # From here on their locks keep them from being used again.
         if not all(self._mapped.keeps(each) for each in spool_files):
             close_all(descriptors)
@@ -254,19 +273,23 @@ class LocalCopies:
         )
         await self._end(copy)
 
-    async def _lose(self, copy: LocalCopy, names: Sequence[str]) -> None:
-        lost = [each for name in names if (each := copy.files.pop(name, None)) is not None]
+    async def _lose(self, copy: LocalCopy, problems: Mapping[str, str]) -> None:
+        """Takes files out of a copy, each of which has a problem."""
+        lost = [each for name in problems if (each := copy.files.pop(name, None)) is not None]
         if not lost:
             return
-        _log.info(
-            "the local copy of %s loses %d files: a trainer stages another save there",
-            *(copy.checkpoint_id, len(lost)),
-            extra={"job": copy.save.job, "checkpoint": copy.checkpoint_id},
-        )
+        reasons = Counter(problems[each.file.name] for each in lost)
+        for why, count in reasons.items():
+            _log.log(
+                logging.INFO if why == _RESTAGED else logging.WARNING,
+                "the local copy of %s loses %d files: %s",
+                *(copy.checkpoint_id, count, why),
+                extra={"job": copy.save.job, "checkpoint": copy.checkpoint_id},
+            )
         for each in lost:
             await self._mapped.drop(each.spool_file)
         if not copy.files:
-            self.evicted += 1
+            self.evicted += _RESTAGED in reasons
             await self._end(copy)
 
     async def _end(self, copy: LocalCopy) -> None:
@@ -280,5 +303,6 @@ class LocalCopies:
             await self._mapped.drop(each.spool_file)
 
 
-def _intact(files: Iterable[LocalFile]) -> list[LocalFile]:
-    return [each for each in files if each.is_intact]
+def _problems(files: Iterable[LocalFile]) -> dict[LocalFile, str]:
+    """Those that haven't their content any more, and why."""
+    return {each: why for each in files if (why := each.problem())}

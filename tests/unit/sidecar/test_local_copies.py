@@ -1,0 +1,153 @@
+"""Local copies of one spool, without a sidecar around it: what stays, what ends, and why."""
+
+import asyncio
+import errno
+import logging
+import os
+import shutil
+from collections.abc import Coroutine, Iterator
+from typing import Any, TypeVar
+
+import pytest
+
+from pannier.sidecar.restore.local_copies import LocalCopies, LocalFile
+from pannier.sidecar.save_registry import SaveRegistry
+from pannier.sidecar.spool.journal_state import JournalState
+from pannier.sidecar.spool.mapped_files import MappedFiles
+from pannier.sidecar.spool.rank_states import RankState
+from pannier.sidecar.spool.spool import Spool, SpoolFile
+from pannier.v1 import journal_pb2, records_pb2, restore_pb2, save_pb2, sidecar_pb2
+from pannier.wire.file_layout import STAMP_BYTES
+from support.processes.daemons import memory_directory
+
+MIB = 1 << 20
+ROOT = "gs://bucket/run"
+STAMP = b"s" * STAMP_BYTES
+T = TypeVar("T")
+
+
+class Copies:
+    """The copies of a spool, to which committed saves are added by hand."""
+
+    def __init__(self) -> None:
+        self.directory = memory_directory()
+        self.loop = asyncio.new_event_loop()
+        self.spool = Spool(self.directory / "spool")
+        self.mapped = MappedFiles(self.spool)
+        self.journal = JournalState(self.directory / "spool")
+        self.copies = LocalCopies(self.mapped, self.journal, SaveRegistry())
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        return self.loop.run_until_complete(work)
+
+    def close(self) -> None:
+        self.run(self.journal.close(keep_copies=False))
+        self.spool.close()
+        self.loop.close()
+        shutil.rmtree(self.directory)
+
+    def commit(
+        self,
+        number: int,
+        *,
+        root: str = ROOT,
+        start: int = 1,
+        group: str = "g12345678",
+        sizes: tuple[int, ...] = (MIB,),
+        stamp: bytes = b"",
+    ) -> list[SpoolFile]:
+        """A save whose files have these sizes; its spool files."""
+        save = save_pb2.SaveId(job="job", incarnation=f"{start:04}", group=group, number=number)
+        checkpoint_id = f"{root}/step-{number}"
+        files = []
+        for index, size in enumerate(sizes):
+            spool_file = self.run(self.mapped.take("job", size + len(stamp)))
+            os.pwrite(spool_file.fd, stamp, spool_file.stageable)
+            data_file = records_pb2.DataFile(name=f"{number}-{index}", size=size)
+            files.append(LocalFile(data_file, spool_file, stamp))
+        context = sidecar_pb2.SaveContext(save=save, checkpoint_id=checkpoint_id)
+        self.run(
+            self.copies.add(
+                save,
+                checkpoint_id,
+                f"i{start}-{start:04}-{group}-s{number}",
+                files,
+                RankState(number, journal_pb2.PartBegun(context=context)),
+            )
+        )
+        return [each.spool_file for each in files]
+
+    @property
+    def ids(self) -> list[str]:
+        """Checkpoints with a copy, newest first."""
+        return [each.checkpoint_id.rpartition("/")[2] for each in self.copies.statuses()]
+
+    def locate(self, number: int, *names: str) -> restore_pb2.LocateResponse:
+        request = restore_pb2.LocateRequest(attempt=f"i1-0001-g12345678-s{number}", files=names)
+        return self.run(self.copies.locate(request))
+
+
+@pytest.fixture
+def made() -> Iterator[Copies]:
+    copies = Copies()
+    yield copies
+    copies.close()
+
+
+@pytest.mark.parametrize("error", [errno.EIO, errno.EBADF])
+def test_a_file_that_cannot_be_read_is_lost_and_the_others_stay(
+    made: Copies, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: int
+) -> None:
+    bad, _ = made.commit(1, sizes=(MIB, MIB), stamp=STAMP)
+    read_stamp = SpoolFile.read_stamp
+
+    def fail(file: SpoolFile) -> bytes:
+        if file is bad:
+            raise OSError(error, os.strerror(error))
+        return read_stamp(file)
+
+    monkeypatch.setattr(SpoolFile, "read_stamp", fail)
+    assert [each.file.name for each in made.locate(1, "1-0", "1-1").files] == ["1-1"]
+    made.run(made.copies.tick())
+    (copy,) = made.copies.statuses()
+    assert copy.files == 1
+    assert f"loses 1 files: it can't be read: [Errno {error}]" in caplog.text
+    assert not made.mapped.keeps(bad)
+
+
+def test_a_truncated_file_is_lost_by_that_name_and_not_for_lack_of_room(
+    made: Copies, caplog: pytest.LogCaptureFixture
+) -> None:
+    (file,) = made.commit(1, stamp=STAMP)
+    os.truncate(file.fd, 4096)
+    made.run(made.copies.tick())
+    assert not made.ids
+    assert "loses 1 files: it was truncated" in caplog.text
+    assert made.copies.evicted == 0
+
+
+def test_a_file_with_another_stamp_is_lost_to_another_save(
+    made: Copies, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    (file,) = made.commit(1, stamp=STAMP)
+    os.pwrite(file.fd, b"t" * STAMP_BYTES, file.stageable)
+    made.run(made.copies.tick())
+    assert not made.ids
+    assert "loses 1 files: a trainer stages another save there" in caplog.text
+    assert made.copies.evicted == 1
+
+
+def test_a_load_whose_descriptors_cannot_be_opened_gets_none(
+    made: Copies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made.commit(1)
+    token = made.locate(1, "1-0").token
+
+    def fail(*arguments: object) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", fail)
+        assert made.run(made.copies.open_descriptors(token)) == []
+    assert made.copies.served == 0
