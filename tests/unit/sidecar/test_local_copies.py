@@ -151,3 +151,68 @@ def test_a_load_whose_descriptors_cannot_be_opened_gets_none(
         patched.setattr(os, "open", fail)
         assert made.run(made.copies.open_descriptors(token)) == []
     assert made.copies.served == 0
+
+
+SIZE = 4 * MIB
+
+
+def reserved(made: Copies, *sizes: int, rank: int = 0) -> Coroutine[Any, Any, object]:
+    return made.mapped.reserve(("job", "0002", rank), f"c{rank}", sizes)
+
+
+@pytest.mark.parametrize("objects", [0, 100])
+@pytest.mark.parametrize("less", [0, 8192])
+def test_two_sets_of_files_for_a_job_that_starts_again_are_all_that_it_has(
+    made: Copies, objects: int, less: int
+) -> None:
+    copied = (SIZE, objects) if objects else (SIZE,)
+    made.commit(7, sizes=copied, stamp=STAMP)
+    made.run(reserved(made, SIZE - less))
+    assert made.ids == ["step-7"]
+    assert made.spool.usage.reserved <= 2.05 * sum(copied)
+    made.run(reserved(made, SIZE - less))
+    assert not made.ids
+    assert made.spool.usage.reserved <= 2.05 * sum(copied)
+
+
+def test_a_copy_stays_beside_one_set_of_files_in_several_requests(made: Copies) -> None:
+    made.commit(7, sizes=(SIZE, SIZE))
+    for rank in (0, 1):
+        made.run(reserved(made, SIZE, rank=rank))
+        assert made.ids == ["step-7"]
+    made.run(reserved(made, SIZE))
+    assert not made.ids
+
+
+def test_requests_at_the_same_time_count_together(made: Copies) -> None:
+    made.commit(7, sizes=(SIZE, SIZE))
+
+    async def all_ranks() -> None:
+        await asyncio.gather(*(reserved(made, SIZE, rank=rank) for rank in (0, 1, 0, 1)))
+
+    made.run(all_ranks())
+    assert not made.ids
+    assert made.spool.usage.reserved <= 2.05 * 2 * SIZE
+
+
+def test_the_copies_of_several_groups_of_one_start_stay_beside_one_set_each(made: Copies) -> None:
+    made.commit(7, sizes=(SIZE,))
+    made.commit(8, sizes=(SIZE,), group="g87654321")
+    for _ in range(2):
+        made.run(reserved(made, SIZE))
+        assert made.ids == ["step-8", "step-7"]
+    made.run(reserved(made, SIZE))
+    assert made.ids == ["step-8"]
+
+
+def test_of_copies_of_several_starts_the_oldest_ends_first(made: Copies) -> None:
+    made.commit(7, sizes=(SIZE,))
+    made.commit(8, sizes=(SIZE,), start=2, group="g87654321")
+    made.run(reserved(made, SIZE))
+    assert made.ids == ["step-8"]
+
+
+def test_files_for_a_larger_state_leave_the_copy_of_a_smaller_one(made: Copies) -> None:
+    made.commit(7, sizes=(MIB,))
+    made.run(reserved(made, SIZE))
+    assert made.ids == ["step-7"]

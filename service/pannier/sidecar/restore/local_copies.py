@@ -6,6 +6,7 @@ when a newer save of its group is committed, when its room is needed, or when a 
 save into its files, which their stamps show. On the event loop; files are looked at in threads.
 """
 
+import asyncio
 import logging
 import posixpath
 import secrets
@@ -27,6 +28,8 @@ from pannier.wire.object_names import Attempt, is_unnamed
 
 _log = logging.getLogger(__name__)
 
+_SETS: Final = 2.05
+"""Sets of files that a job may have in the spool, its copies included; the rest is for whole pages and stamps."""
 _RESTAGED: Final = "a trainer stages another save there"
 
 
@@ -113,6 +116,7 @@ class LocalCopies:
         """Bytes of the files that loads have opened."""
         self.evicted = 0
         """Copies that ended for lack of room."""
+        self._making_way = asyncio.Lock()
         mapped.set_copies(self)
 
     @property
@@ -169,20 +173,34 @@ class LocalCopies:
 
     # Room.
 
-    async def make_way(self, job: str) -> None:
+    async def make_way(self, job: str, requested: int) -> None:
         """Before files are reserved for ``job``: ends copies that would be its third set of files.
 
         Those that its trainers have mapped are theirs to use again.
+
+        Args:
+            requested: bytes of the files, which :meth:`MappedFiles.used_by` counts, too.
         """
-        roots = {
-            posixpath.dirname(save.checkpoint_id)
-            for save in self._saves.undecided()
-            if save.id.job == job
-        }
-        for copy in list(self._copies):
-            related = copy.is_of(job, roots)
-            if related and self._is_free(copy) and self._mapped.used_by(job) >= copy.room:
-                await self._evict(copy, "another save of its job needs the room")
+        # One after the other: what a copy has left is free before the next files are taken.
+        async with self._making_way:
+            roots = {
+                posixpath.dirname(save.checkpoint_id)
+                for save in self._saves.undecided()
+                if save.id.job == job
+            }
+            related = [
+                each for each in self._copies if each.is_of(job, roots) and self._is_free(each)
+            ]
+            # Groups of one start have a copy each; one of an earlier start may be of the same tensors.
+            sets = Counter({"": requested})
+            for copy in related:
+                sets[copy.save.incarnation] += copy.room
+            limit = _SETS * max(sets.values())
+            for copy in related:
+                if self._mapped.used_by(job) + sum(each.room for each in related) <= limit:
+                    return
+                if copy in self._copies:
+                    await self._evict(copy, "another save of its job needs the room")
 
     async def evict_oldest(self) -> bool:
         """Ends the oldest copy that no trainer has mapped; False: there is none.

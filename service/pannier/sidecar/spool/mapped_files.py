@@ -13,6 +13,7 @@ import logging
 import os
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -38,8 +39,8 @@ Owner = tuple[str, str, int]
 class Copies(Protocol):
     """Content that stays in spool files after its save (:mod:`pannier.sidecar.restore.local_copies`)."""
 
-    async def make_way(self, job: str) -> None:
-        """Files are about to be reserved for ``job``."""
+    async def make_way(self, job: str, requested: int) -> None:
+        """Files of so many bytes are about to be reserved for ``job``."""
 
     async def evict_oldest(self) -> bool:
         """Gives files up, since the spool has no room; False: there are none."""
@@ -103,6 +104,8 @@ class MappedFiles:
         """Their content stays after its save: until :meth:`drop`, or a trainer that has leased one stages
         another save there."""
         self._copies: Copies | None = None
+        self._requested: Counter[str] = Counter()
+        """Bytes that are being reserved, by job."""
 
     async def reserve(
         self, owner: Owner, client: str, sizes: Sequence[int], spare: int = 0
@@ -117,15 +120,10 @@ class MappedFiles:
             BusyError: the spool has no room now; clients with idle files were asked to return them.
             PannierError: the spool can't be written.
         """
-        files: list[SpoolFile] = []
         try:
-            for size in sizes:
-                files.append(await self.take(owner[0], size + STAMP_BYTES, spare))
-        except BaseException as error:
-            for file in files:
-                reservation_threads.submit(self._spool.give, file)
-            if isinstance(error, BusyError):
-                self.request_room()
+            files = await self._take_all(owner[0], [size + STAMP_BYTES for size in sizes], spare)
+        except BusyError:
+            self.request_room()
             raise
         self._count += 1
         names = [f"{self._prefix}-{self._count}-{index}" for index in range(len(files))]
@@ -150,9 +148,29 @@ class MappedFiles:
 
     async def take(self, job: str, size: int, spare: int = 0) -> SpoolFile:
         """A spool file of at least ``size`` bytes; see :meth:`Spool.take`. It may take seconds."""
+        (file,) = await self._take_all(job, [size], spare)
+        return file
+
+    async def _take_all(self, job: str, sizes: Sequence[int], spare: int) -> list[SpoolFile]:
+        files: list[SpoolFile] = []
+        self._requested[job] += sum(sizes)
+        try:
+            if self._copies is not None:
+                await self._copies.make_way(job, sum(sizes))
+            for size in sizes:
+                files.append(await self._take(job, size, spare))
+                self._requested[job] -= size
+        except BaseException:
+            for file in files:
+                reservation_threads.submit(self._spool.give, file)
+            raise
+        finally:
+            self._requested[job] -= sum(sizes[len(files) :])
+            self._requested += Counter()  # without zeros
+        return files
+
+    async def _take(self, job: str, size: int, spare: int) -> SpoolFile:
         take = partial(self._spool.take, job, size, spare=spare)
-        if self._copies is not None:
-            await self._copies.make_way(job)
         while True:
             try:
                 return await reservation_threads.run(take, undo=self._spool.give)
@@ -192,9 +210,9 @@ class MappedFiles:
         return file in self._by_file
 
     def used_by(self, job: str) -> int:
-        """Bytes of a job's files that are leased or hold something of its saves."""
+        """Bytes of a job's files that are leased, hold something of its saves or are being reserved."""
         kept = sum(each.capacity for each in self._unleased() if each.job == job)
-        return self._spool.taken_by(job) - kept
+        return self._spool.taken_by(job) - kept + self._requested[job]
 
     def kept_bytes(self) -> int:
         """Bytes of the files whose content is kept and that no client has leased."""
