@@ -322,6 +322,8 @@ class Save:
         """The coordinator's latest status of it."""
         self.outcome: save_pb2.SaveStatus | None = None
         """The coordinator's final status; nothing changes afterwards."""
+        self.ended_at = 0.0
+        """When it came, on the monotonic clock."""
 
     @property
     def log_fields(self) -> dict[str, str]:
@@ -347,6 +349,7 @@ class Save:
     def end(self, outcome: save_pb2.SaveStatus) -> None:
         """Takes the final status."""
         self.outcome = outcome
+        self.ended_at = time.monotonic()
 
     def ended_error(self) -> PannierError:
         """The error for late calls of this save."""

@@ -222,7 +222,7 @@ class Sidecar:
         self._add_listeners()
         # Before the coordinator sees this process: it fails ranks that aren't reported then.
         for rank in await recover(
-            self._journal, self.spool, self.saves, self._uploads, self.local_copies
+            self._journal, self.spool, self.saves, self._uploads, self.local_copies, self._mapped
         ):
             self._connections.expect(rank, timeouts.RECOVERED_TRAINER_CONNECT_S)
         self._metrics.set_baseline(self.saves.undecided())

@@ -164,6 +164,19 @@ def test_any_record_leaves_the_parts_usable(noise: bytes) -> None:
     assert [p.number for p in again] == [p.number for p in parts]
 
 
+def test_parts_are_in_the_order_of_their_ends_also_in_a_compacted_journal() -> None:
+    parts, again = RankStates(), RankStates()
+    for record in (begun(1), begun(2), begun(3)):
+        parts.apply(record)
+    for number in (2, 1):
+        parts.apply(Record(part=number, ended=COMMITTED))
+    for part in parts:
+        for record in part.records():
+            again.apply(record)
+    for each in (parts, again):
+        assert [part.number for part in each] == [3, 2, 1]
+
+
 def test_a_newer_format_is_refused_and_nothing_is_touched(tmp_path: Path) -> None:
     path = write(tmp_path, *STORY, version=journal.FORMAT + 1)
     before = path.read_bytes()

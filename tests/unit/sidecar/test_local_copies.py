@@ -5,7 +5,7 @@ import errno
 import logging
 import os
 import shutil
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterator, Sequence
 from typing import Any, TypeVar
 
 import pytest
@@ -14,16 +14,21 @@ from pannier.sidecar.restore.local_copies import LocalCopies, LocalFile
 from pannier.sidecar.save_registry import SaveRegistry
 from pannier.sidecar.spool.journal_state import JournalState
 from pannier.sidecar.spool.mapped_files import MappedFiles
-from pannier.sidecar.spool.rank_states import RankState
+from pannier.sidecar.spool.recovery import recover
 from pannier.sidecar.spool.spool import Spool, SpoolFile
 from pannier.v1 import journal_pb2, records_pb2, restore_pb2, save_pb2, sidecar_pb2
 from pannier.wire.file_layout import STAMP_BYTES
 from support.processes.daemons import memory_directory
 
+Record = journal_pb2.JournalRecord
 MIB = 1 << 20
 ROOT = "gs://bucket/run"
 STAMP = b"s" * STAMP_BYTES
 T = TypeVar("T")
+
+
+class NoUploads:
+    """Of committed saves, nothing is uploaded."""
 
 
 class Copies:
@@ -32,10 +37,23 @@ class Copies:
     def __init__(self) -> None:
         self.directory = memory_directory()
         self.loop = asyncio.new_event_loop()
+        self.parts = 0
+        self._start()
+
+    def _start(self) -> None:
+        saves, uploads = SaveRegistry(), NoUploads()
         self.spool = Spool(self.directory / "spool")
         self.mapped = MappedFiles(self.spool)
         self.journal = JournalState(self.directory / "spool")
-        self.copies = LocalCopies(self.mapped, self.journal, SaveRegistry())
+        self.copies = LocalCopies(self.mapped, self.journal, saves)
+        self.run(
+            recover(self.journal, self.spool, saves, uploads, self.copies, self.mapped)  # type: ignore[arg-type]
+        )
+
+    def restart(self) -> None:
+        """As a sidecar that stops and starts again."""
+        self.spool.close(self.run(self.journal.close(keep_copies=True)))
+        self._start()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         return self.loop.run_until_complete(work)
@@ -55,8 +73,18 @@ class Copies:
         group: str = "g12345678",
         sizes: tuple[int, ...] = (MIB,),
         stamp: bytes = b"",
+        handed_over: Sequence[str] | None = None,
+        ended_at: float | None = None,
+        add: bool = True,
     ) -> list[SpoolFile]:
-        """A save whose files have these sizes; its spool files."""
+        """A save whose files have these sizes; its spool files.
+
+        Args:
+            handed_over: files of its receipt; None: all.
+            ended_at: None: in the order of these calls.
+            add: False: the sidecar only records that it is committed.
+        """
+        self.parts += 1
         save = save_pb2.SaveId(job="job", incarnation=f"{start:04}", group=group, number=number)
         checkpoint_id = f"{root}/step-{number}"
         files = []
@@ -66,16 +94,39 @@ class Copies:
             data_file = records_pb2.DataFile(name=f"{number}-{index}", size=size)
             files.append(LocalFile(data_file, spool_file, stamp))
         context = sidecar_pb2.SaveContext(save=save, checkpoint_id=checkpoint_id)
-        self.run(
-            self.copies.add(
-                save,
-                checkpoint_id,
-                f"i{start}-{start:04}-{group}-s{number}",
-                files,
-                RankState(number, journal_pb2.PartBegun(context=context)),
-            )
+        attempt = f"i{start}-{start:04}-{group}-s{number}"
+        receipt = records_pb2.Receipt(
+            attempt=attempt,
+            files=[f.file for f in files if handed_over is None or f.file.name in handed_over],
         )
+        self.record(
+            Record(begun=journal_pb2.PartBegun(context=context, attempt=attempt)),
+            *(
+                Record(
+                    opened=journal_pb2.FileOpened(
+                        name=each.file.name,
+                        size=each.file.size,
+                        spool_file=each.spool_file.path.name,
+                        stamp=stamp,
+                    )
+                )
+                for each in files
+            ),
+            *([Record(ingested=receipt)] if receipt.files else []),
+            Record(ended=journal_pb2.PartEnded(state=save_pb2.SAVE_STATE_COMMITTED)),
+        )
+        if add:
+            state = self.journal._states.by_number[self.parts]
+            ended_at = self.parts if ended_at is None else ended_at
+            self.run(self.copies.add(save, checkpoint_id, attempt, files, state, ended_at=ended_at))
         return [each.spool_file for each in files]
+
+    def record(self, *records: Record) -> None:
+        """Records these of the present part."""
+        for each in records:
+            each.part = self.parts
+            self.journal._journal.append(each)
+            self.journal._states.apply(each)
 
     @property
     def ids(self) -> list[str]:
@@ -216,3 +267,51 @@ def test_files_for_a_larger_state_leave_the_copy_of_a_smaller_one(made: Copies) 
     made.commit(7, sizes=(MIB,))
     made.run(reserved(made, SIZE))
     assert made.ids == ["step-7"]
+
+
+FULL, LIGHT = f"{ROOT}/full", f"{ROOT}/light"
+
+
+def test_of_several_roots_the_one_that_is_committed_later_stays(made: Copies) -> None:
+    # The root "full" has seen five starts of the job, the root "light" one.
+    made.commit(1, root=FULL, start=5)
+    for number in (2, 3):
+        made.commit(number, root=LIGHT)
+        assert made.ids == [f"step-{number}"]
+    # Below one root, an earlier attempt is the older one whenever it is committed.
+    made.commit(1, root=LIGHT)
+    assert made.ids == ["step-3"]
+
+
+def test_a_rank_that_is_cleaned_up_late_does_not_bring_an_older_save_back(made: Copies) -> None:
+    made.commit(1, root=FULL, sizes=(MIB, MIB))
+    made.commit(2, root=LIGHT)
+    (late,) = made.commit(1, root=FULL, ended_at=1)
+    assert made.ids == ["step-2"]
+    assert not made.mapped.keeps(late)
+
+
+@pytest.mark.parametrize("restarts", [1, 2])
+def test_a_restarted_sidecar_knows_which_root_was_committed_to_last(
+    made: Copies, restarts: int
+) -> None:
+    # It was killed before the first copy ended.
+    made.commit(4, root=LIGHT, add=False)
+    made.commit(1, root=FULL, start=5, add=False)
+    for _ in range(restarts):
+        made.restart()
+        assert made.ids == ["step-1"]
+
+
+@pytest.mark.parametrize(
+    ("handed_over", "ids", "kept"), [((), [], 0), (("7-1",), ["step-7"], 1), (None, ["step-7"], 2)]
+)
+def test_a_recovered_file_that_no_copy_has_is_free_again(
+    made: Copies, handed_over: Sequence[str] | None, ids: list[str], kept: int
+) -> None:
+    made.commit(7, sizes=(SIZE, SIZE), handed_over=handed_over, add=False)
+    made.restart()
+    assert made.ids == ids
+    made.spool.measure()
+    assert made.spool.usage.reserved == 2 * SIZE
+    assert made.spool.usage.spare == (2 - kept) * SIZE

@@ -72,8 +72,11 @@ class Sidecar(RuleBasedStateMachine):
         self.saves = SaveRegistry()
         self.saves.add_listener(self.journal.on_change)
         uploads: Any = NoUploads()
-        copies = LocalCopies(MappedFiles(self.spool), self.journal, self.saves)
-        self.waiting = self._run(recover(self.journal, self.spool, self.saves, uploads, copies))
+        mapped = MappedFiles(self.spool)
+        copies = LocalCopies(mapped, self.journal, self.saves)
+        self.waiting = self._run(
+            recover(self.journal, self.spool, self.saves, uploads, copies, mapped)
+        )
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         return self.loop.run_until_complete(work)

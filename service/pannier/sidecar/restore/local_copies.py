@@ -64,6 +64,8 @@ class LocalCopy:
     save: save_pb2.SaveId
     checkpoint_id: str
     attempt: str
+    ended_at: float
+    """When it was committed, as far as this host knows: on the monotonic clock, below 0 before this process."""
     files: dict[str, LocalFile] = field(default_factory=dict)
     recorded: list[Recorded] = field(default_factory=list)
     """Whose records in the journal keep it across restarts."""
@@ -84,9 +86,14 @@ class LocalCopy:
         return posixpath.dirname(self.checkpoint_id)
 
     def replaces(self, other: "LocalCopy") -> bool:
-        """Whether ``other`` is of the same job and group, and not newer."""
-        same = self.is_of(other.save.job, {other.root})
-        return same and self.save.group == other.save.group and _order(self) >= _order(other)
+        """Whether ``other`` is of the same job and group, and not newer.
+
+        Attempts are numbered below one root; of two roots, the one of the later commit is newer.
+        """
+        same = self.is_of(other.save.job, {other.root}) and self.save.group == other.save.group
+        if self.root != other.root:
+            return same and self.ended_at >= other.ended_at
+        return same and _order(self) >= _order(other)
 
     def is_of(self, job: str, roots: Collection[str]) -> bool:
         """Whether it is of a job, which saves to these roots.
@@ -144,6 +151,8 @@ class LocalCopies:
         attempt: str,
         files: Iterable[LocalFile],
         recorded: Recorded,
+        *,
+        ended_at: float,
     ) -> None:
         """A rank's files of a committed save stay here, unless a newer one of its group is here.
 
@@ -151,7 +160,7 @@ class LocalCopies:
             recorded: whose records in the journal are forgotten when the copy ends.
         """
         copy = next((each for each in self._copies if each.attempt == attempt), None)
-        copy = copy or LocalCopy(save, checkpoint_id, attempt)
+        copy = copy or LocalCopy(save, checkpoint_id, attempt, ended_at)
         copy.recorded.append(recorded)
         added = {each.file.name: each for each in files}
         copy.files.update(added)
@@ -164,6 +173,7 @@ class LocalCopies:
             return
         older = [each for each in self._copies if copy.replaces(each)]
         self._copies.append(copy)
+        self._copies.sort(key=lambda each: each.ended_at)
         for old in older:
             await self._end(old)
 

@@ -58,7 +58,8 @@ class JournalState:
         """Bytes that the journal takes on its file system at first."""
 
     def states(self) -> list[RankState]:
-        """The states that the previous process left, oldest first; before the first change."""
+        """The states that the previous process left, oldest first, but those that have ended last, in the
+        order of their ends; before the first change."""
         return list(self._states)
 
     def bind(self, rank: RankSave, state: RankState) -> None:

@@ -110,7 +110,7 @@ class RankStates:
 
     def __init__(self) -> None:
         self.by_number: dict[int, RankState] = {}
-        """Oldest first."""
+        """Oldest first, but those that have ended last, in the order of their ends."""
         self.highest = 0
         """The number assigned last."""
         self._by_spool_file: dict[str, FileState] = {}
@@ -145,7 +145,10 @@ class RankStates:
         elif change == "failed":
             state.failure = state.failure or record.failed
         elif change == "ended":
-            state.ended = state.ended or record.ended
+            if state.ended is None:
+                state.ended = record.ended
+                # Also once the journal is compacted, which writes them in this order.
+                self.by_number[record.part] = self.by_number.pop(record.part)
         else:
             # Cleaned up after an abort, or no longer a local copy.
             del self.by_number[record.part]

@@ -11,7 +11,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Final
 
 from pannier.sidecar.restore.local_copies import LocalCopies, LocalFile
@@ -20,6 +20,7 @@ from pannier.sidecar.save_state import BEFORE_HAND_OVER, FAILED, Phase, RankPlan
 from pannier.sidecar.spool import boot_clock
 from pannier.sidecar.spool.data_file import DataFile
 from pannier.sidecar.spool.journal_state import JournalState
+from pannier.sidecar.spool.mapped_files import MappedFiles
 from pannier.sidecar.spool.rank_states import FileState, RankState
 from pannier.sidecar.spool.spool import Spool, SpoolFile
 from pannier.sidecar.upload.uploader import Uploader
@@ -42,11 +43,13 @@ async def recover(
     saves: SaveRegistry,
     uploads: Uploader,
     local_copies: LocalCopies,
+    mapped: MappedFiles,
 ) -> list[RankSave]:
     """Restores all ranks and resumes their uploads; removes spool files that no rank needs.
 
     Args:
         local_copies: gets the files of committed saves.
+        mapped: gets those that no copy takes; a process may still map them.
 
     Returns:
         the ranks whose trainers must send the rest.
@@ -68,8 +71,16 @@ async def recover(
         for (state, file), spool_file in zip(in_spool, adopted, strict=True)
     }
     await threads.run(spool.sweep)
+    ends = {save_text(state.begun.context.save): end for end, state in enumerate(copies)}
     for state in copies:
-        await _add_copy(state, spool_files, journal, local_copies)
+        adopted_here = {name: spool_files.pop((state.number, name), None) for name in state.files}
+        files = {
+            name: found for name, found in adopted_here.items() if isinstance(found, SpoolFile)
+        }
+        end = ends[save_text(state.begun.context.save)] - len(copies)
+        taken = await _add_copy(state, files, journal, local_copies, end)
+        for name in files.keys() - taken:
+            await mapped.give_back(files[name])
     keys = [(state.number, file.name) for state, file in needed]
     found = await asyncio.gather(
         *(
@@ -108,22 +119,31 @@ async def recover(
 
 async def _add_copy(
     state: RankState,
-    spool_files: Mapping[tuple[int, str], SpoolFile | PannierError],
+    spool_files: Mapping[str, SpoolFile],
     journal: JournalState,
     local_copies: LocalCopies,
-) -> None:
-    """A rank of a committed save: its files that are still here are a local copy."""
-    files = []
-    for file in state.receipt.files if state.receipt is not None else ():
-        spool_file = spool_files.get((state.number, file.name))
-        if isinstance(spool_file, SpoolFile):
-            files.append(LocalFile(file, spool_file, state.files[file.name].stamp))
+    ended_at: float,
+) -> Collection[str]:
+    """A rank of a committed save: its files that are still here are a local copy; returns their names."""
+    files = {
+        file.name: LocalFile(file, spool_files[file.name], state.files[file.name].stamp)
+        for file in (state.receipt.files if state.receipt is not None else ())
+        if file.name in spool_files
+    }
     if not files:
         await journal.forget(state)
-        return
+        return ()
     assert state.receipt is not None
     context = state.begun.context
-    await local_copies.add(context.save, context.checkpoint_id, state.receipt.attempt, files, state)
+    await local_copies.add(
+        context.save,
+        context.checkpoint_id,
+        state.receipt.attempt,
+        files.values(),
+        state,
+        ended_at=ended_at,
+    )
+    return files.keys()
 
 
 def _adopt(spool: Spool, state: RankState, file: FileState) -> SpoolFile | PannierError:

@@ -255,7 +255,12 @@ class Uploader:
         if not files:
             return False
         await self._local_copies.add(
-            rank.save.id, rank.context.checkpoint_id, rank.attempt, files, rank
+            rank.save.id,
+            rank.context.checkpoint_id,
+            rank.attempt,
+            files,
+            rank,
+            ended_at=rank.save.ended_at,
         )
         return True
 
