@@ -95,3 +95,12 @@ def test_the_oldest_copy_of_several_groups_is_used_first() -> None:
     newer = commit(pool, spool, "b")
     assert commit(pool, spool, "a") == oldest
     assert commit(pool, spool, "a") == newer
+
+
+def test_a_save_that_ends_after_a_later_one_is_not_the_newest() -> None:
+    pool, spool = ArenaPool(2), Spool()
+    earlier, later = pool.acquire(SIZES, spool), pool.acquire(SIZES, spool)
+    old, new = places(earlier), places(later)
+    pool.release(later, copy_of="g")
+    pool.release(earlier, copy_of="g")
+    assert places(pool.acquire(SIZES, spool)) == old != new

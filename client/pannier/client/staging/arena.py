@@ -41,6 +41,8 @@ class MemoryMapping:
     def __init__(self) -> None:
         self.last_used = 0
         """The pool's counter when it was last given back."""
+        self.acquired = 0
+        """The pool's counter when it was last handed out: of a later save, a higher one."""
         self.copy_of = ""
         """The group whose newest committed save it holds, which loads read in the sidecar's spool; "": none."""
         self.capacity = 0

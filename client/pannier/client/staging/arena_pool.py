@@ -57,6 +57,7 @@ class ArenaPool:
         """
         with self._lock:
             self._clock += 1
+            number = self._clock
             dropped = self._take_unusable()
             needed = sum(rounded(size) for size in sizes if size)
             found: _Found = {}
@@ -85,6 +86,7 @@ class ArenaPool:
         used = [mapping for mapping in mappings if mapping is not None]
         for mapping in used:
             mapping.copy_of = ""
+            mapping.acquired = number
             mapping.begin_use()
         buffers = [FileBuffer(*pair) for pair in zip(mappings, sizes, strict=True)]
         arena = Arena(self.acquire_spill, buffers, used, streaming_reason)
@@ -125,8 +127,12 @@ class ArenaPool:
         with self._lock:
             if self._closed or not reuse:
                 dropped, mappings, spill_mapping = mappings, [], None
-            for mapping in self._free if copy_of else ():
-                mapping.copy_of = "" if mapping.copy_of == copy_of else mapping.copy_of
+            marked = [mapping for mapping in self._free if copy_of and mapping.copy_of == copy_of]
+            own = max((mapping.acquired for mapping in mappings), default=0)
+            if any(mapping.acquired > own for mapping in marked):
+                copy_of = ""  # a later save has ended first
+            for mapping in marked if copy_of else ():
+                mapping.copy_of = ""
             for mapping in mappings:
                 mapping.end_use(self._clock)
                 mapping.copy_of = copy_of if mapping.source is not None else ""
