@@ -69,6 +69,8 @@ ENDED_SAVE_KEPT_S: Final = 3600.0 * SCALE
 """A save that ended, at the coordinator."""
 SPOOL_FILE_KEPT_S: Final = 60.0 * SCALE
 """Unused files of a job without trainers, in case it starts again."""
+LOCAL_COPY_KEPT_S: Final = 3600.0 * SCALE
+"""Files of a committed save of a job without trainers, for its next start on this host."""
 DAEMON_LOG_KEPT_S: Final = 86400.0 * SCALE
 """The log of embedded daemons that have exited."""
 

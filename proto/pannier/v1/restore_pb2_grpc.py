@@ -50,8 +50,9 @@ class RestoreServicer(object):
 
     def Locate(self, request, context):
         """Which of an attempt's data files lie in this host's spool, as they were committed.
-        Their descriptors, which can only be read, are passed over the socket that
-        `descriptors` names. The attempt's name, which only `.metadata` and its records have,
+        Their descriptors are passed over the socket that `descriptors` names. They are
+        opened read-only. A process of the sidecar's user, or root, could open them again for
+        writing, as it could the spool's files themselves: the reader checks the bytes. The attempt's name, which only `.metadata` and its records have,
         stands for the right to read it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -151,7 +151,7 @@ class Sidecar:
         """Periodic upkeep; to be called every second or so. May take a moment."""
         await self.check_spool()
         await self._mapped.tick()
-        await self.local_copies.tick()
+        await self.local_copies.tick(self._connections.jobs())
         await reservation_threads.run(self.spool.trim, self._connections.jobs())
         await self._journal.compact()
         if self.auth is not None:

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 import pytest
 
+from pannier.common import timeouts
+from pannier.sidecar.restore import local_copies
 from pannier.sidecar.restore.local_copies import LocalCopies, LocalFile
 from pannier.sidecar.save_registry import SaveRegistry
 from pannier.sidecar.spool.journal_state import JournalState
@@ -159,7 +161,7 @@ def test_a_file_that_cannot_be_read_is_lost_and_the_others_stay(
 
     monkeypatch.setattr(SpoolFile, "read_stamp", fail)
     assert [each.file.name for each in made.locate(1, "1-0", "1-1").files] == ["1-1"]
-    made.run(made.copies.tick())
+    made.run(made.copies.tick(()))
     (copy,) = made.copies.statuses()
     assert copy.files == 1
     assert f"loses 1 files: it can't be read: [Errno {error}]" in caplog.text
@@ -171,7 +173,7 @@ def test_a_truncated_file_is_lost_by_that_name_and_not_for_lack_of_room(
 ) -> None:
     (file,) = made.commit(1, stamp=STAMP)
     os.truncate(file.fd, 4096)
-    made.run(made.copies.tick())
+    made.run(made.copies.tick(()))
     assert not made.ids
     assert "loses 1 files: it was truncated" in caplog.text
     assert made.copies.evicted == 0
@@ -183,7 +185,7 @@ def test_a_file_with_another_stamp_is_lost_to_another_save(
     caplog.set_level(logging.INFO)
     (file,) = made.commit(1, stamp=STAMP)
     os.pwrite(file.fd, b"t" * STAMP_BYTES, file.stageable)
-    made.run(made.copies.tick())
+    made.run(made.copies.tick(()))
     assert not made.ids
     assert "loses 1 files: a trainer stages another save there" in caplog.text
     assert made.copies.evicted == 1
@@ -315,3 +317,32 @@ def test_a_recovered_file_that_no_copy_has_is_free_again(
     made.spool.measure()
     assert made.spool.usage.reserved == 2 * SIZE
     assert made.spool.usage.spare == (2 - kept) * SIZE
+
+
+def test_each_file_is_located_once_and_not_too_many(
+    made: Copies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local_copies, "MOST_LOCATED", 2)
+    made.commit(1, sizes=(4096, 4096, 4096))
+    found = made.locate(1, *["1-2"] * 50, "1-0", "1-1")
+    assert [each.file.name for each in found.files] == ["1-2", "1-0"]
+    descriptors = made.run(made.copies.open_descriptors(found.token))
+    assert len(descriptors) == 2
+    for each in descriptors:
+        os.close(each)
+
+
+def test_a_copy_of_a_job_without_trainers_ends_after_a_while(
+    made: Copies, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    made.commit(1)
+    made.run(made.copies.tick(()))
+    assert made.ids == ["step-1"]
+    monkeypatch.setattr(timeouts, "LOCAL_COPY_KEPT_S", -1)
+    made.run(made.copies.tick({"job"}))
+    assert made.ids == ["step-1"]
+    made.run(made.copies.tick({"another"}))
+    assert not made.ids
+    assert "ends: no trainer of its job has been connected for long" in caplog.text
+    assert made.copies.evicted == 0

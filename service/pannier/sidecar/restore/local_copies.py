@@ -1,9 +1,9 @@
 """Local copies: the data files of the newest committed save of each group, which stay in the spool.
 
 In: ranks whose save was committed, or that the journal recorded so; requests of loads. Out: which files
-are here, with the checksums of their receipts, and descriptors that can only be read. A copy ends
-when a newer save of its group is committed, when its room is needed, or when a trainer stages another
-save into its files, which their stamps show. On the event loop; files are looked at in threads.
+are here, with the checksums of their receipts, and descriptors opened read-only. A copy ends when a
+newer save of its group is committed, when its room is needed, when its job has had no trainer for a
+while, or when a trainer stages another save into its files, which their stamps show. On the event loop; files are looked at in threads.
 """
 
 import asyncio
@@ -30,6 +30,8 @@ _log = logging.getLogger(__name__)
 
 _SETS: Final = 2.05
 """Sets of files that a job may have in the spool, its copies included; the rest is for whole pages and stamps."""
+MOST_LOCATED: Final = 1024
+"""Files of one response, each of which becomes a descriptor; a load reads more from storage."""
 _RESTAGED: Final = "a trainer stages another save there"
 
 
@@ -69,6 +71,8 @@ class LocalCopy:
     files: dict[str, LocalFile] = field(default_factory=dict)
     recorded: list[Recorded] = field(default_factory=list)
     """Whose records in the journal keep it across restarts."""
+    active_at: float = field(default_factory=time.monotonic)
+    """When a trainer of its job was last connected, or this process began to hold it."""
 
     @property
     def size(self) -> int:
@@ -230,9 +234,18 @@ class LocalCopies:
                     await self._lose(copy, {name: _RESTAGED})
                     return
 
-    async def tick(self) -> None:
-        """Finds files that trainers stage into, and ends offers that weren't taken up. Every second or so."""
+    async def tick(self, active: Collection[str]) -> None:
+        """Finds files that trainers stage into, and ends offers that weren't taken up. Every second or so.
+
+        Args:
+            active: jobs with a connected trainer; copies of others end after a while.
+        """
         now = time.monotonic()
+        for copy in list(self._copies):
+            if copy.save.job in active:
+                copy.active_at = now
+            elif now - copy.active_at > timeouts.LOCAL_COPY_KEPT_S:
+                await self._give_up(copy, "no trainer of its job has been connected for long")
         for token, (since, _) in list(self._offers.items()):
             if now - since > timeouts.DESCRIPTORS_FETCH_S:
                 del self._offers[token]
@@ -250,7 +263,9 @@ class LocalCopies:
     async def locate(self, request: restore_pb2.LocateRequest) -> restore_pb2.LocateResponse:
         """Those of the requested files that are here, and a token for their descriptors."""
         copy = next((each for each in self._copies if each.attempt == request.attempt), None)
-        found = [copy.files[name] for name in request.files if name in copy.files] if copy else []
+        names = dict.fromkeys(request.files)
+        found = [copy.files[name] for name in names if name in copy.files] if copy else []
+        found = found[:MOST_LOCATED]
         problems = await spool_threads.run(_problems, found)
         found = [each for each in found if each not in problems]
         if not found:
@@ -294,6 +309,9 @@ class LocalCopies:
 
     async def _evict(self, copy: LocalCopy, why: str) -> None:
         self.evicted += 1
+        await self._give_up(copy, why)
+
+    async def _give_up(self, copy: LocalCopy, why: str) -> None:
         _log.info(
             "the local copy of %s (%s) ends: %s; a load reads it from storage",
             *(copy.checkpoint_id, size_text(copy.size), why),

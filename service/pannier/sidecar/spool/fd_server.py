@@ -28,6 +28,8 @@ _log = logging.getLogger(__name__)
 SUFFIX: Final = ".fd"
 """Of the socket's name, after the sidecar's own."""
 PER_MESSAGE: Final = 64
+_RESTORING: Final = 4
+"""Loads whose descriptors are open at a time."""
 _LONGEST_PATH: Final = 107
 _CREDENTIALS: Final = struct.Struct("3i")
 
@@ -53,6 +55,7 @@ class _DescriptorServer:
         self._accepts = accepts
         self._loop = asyncio.get_running_loop()
         self._connections: set[asyncio.Task[None]] = set()
+        self._restoring = asyncio.Semaphore(_RESTORING)
 
     async def run(self) -> None:
         """Serves until it is cancelled."""
@@ -121,7 +124,15 @@ class _DescriptorServer:
     async def _pass(self, connection: socket.socket, token: bytes) -> None:
         descriptors = await self._mapped.open_descriptors(token, connection)
         if not descriptors:
-            descriptors = await self._local_copies.open_descriptors(token)
+            # Few at a time: saves need descriptors, too.
+            async with self._restoring:
+                descriptors = await self._local_copies.open_descriptors(token)
+                await self._send_all(connection, descriptors)
+            return
+        await self._send_all(connection, descriptors)
+
+    async def _send_all(self, connection: socket.socket, descriptors: list[int]) -> None:
+        """Sends and closes them."""
         try:
             if not descriptors:
                 await self._loop.sock_sendall(connection, b"\0")
