@@ -31,9 +31,9 @@ def read() -> None:
     import pytest
     import torch.distributed.checkpoint as dcp
 
-    from pannier.client.loading import storage_reader
     from pannier.client.loading.load import load
     from pannier.client.loading.storage_reader import StorageReader
+    from pannier.client.restore import sources
     from support.processes.worlds import worlds
     from support.states.bits import differences
     from support.states.sharded import make_state
@@ -51,8 +51,8 @@ def read() -> None:
         got = make_state(seed=2)
         with pytest.MonkeyPatch.context() as patch:
             # As if all tensors were large.
-            patch.setattr(storage_reader, "_LOCAL_REQUEST_BYTES", 100)
-            patch.setattr(storage_reader, "PIECE_BYTES", 100)
+            patch.setattr(sources, "LOCAL_REQUEST_BYTES", 100)
+            patch.setattr(sources, "REMOTE_REQUEST_BYTES", 100)
             load(got, checkpoint_id=place)
         assert differences(got, want) == []
 

@@ -36,8 +36,8 @@ from pannier.client.loading.load import load as load_checkpoint
 from pannier.client.loading.load_error import LoadError
 from pannier.client.loading.storage_reader import StorageReader
 from pannier.client.messages import console
+from pannier.client.restore.load_result import LoadResult
 from pannier.client.restore.local_copies import LocalCopies
-from pannier.client.restore.sources import LoadResult
 from pannier.client.save_factory import configure, default_settings, raise_unretrieved
 from pannier.client.staging.optimizer_guard import Guard
 from pannier.wire.errors import (

@@ -26,8 +26,8 @@ from pannier.client.loading.load import load as load_checkpoint
 from pannier.client.loading.storage_reader import StorageReader
 from pannier.client.messages import wait_log
 from pannier.client.messages.call_errors import at_call
+from pannier.client.restore.load_result import LoadResult
 from pannier.client.restore.local_copies import LocalCopies
-from pannier.client.restore.sources import LoadResult
 from pannier.client.save_call import SaveCall
 from pannier.client.save_factory import SaveFactory
 from pannier.client.staging.optimizer_guard import Guard, Guards

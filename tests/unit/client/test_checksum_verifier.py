@@ -31,7 +31,7 @@ def read_all(directory: Path, files: dict[str, bytes], ranges: list[Range]) -> l
     receipts = cast("Receipts", FixedReceipts(files))
     verifier = ChecksumVerifier(place, receipts, [r.file for r in ranges], KeyIndex({}))
     wanted: list[Read | None] = [Read(each, lambda _: None) for each in ranges]
-    bounds: dict[str, Any] = {"threads": 2, "memory_bytes": 10_000, "request_bytes": 5000}
+    bounds: dict[str, Any] = {"threads": 2, "memory_bytes": 10_000, "request_bytes": lambda _: 5000}
     done = []
     for run in read_ranges(place, verifier.cover([None, *wanted]), **bounds):
         for read, content in run:

@@ -3,6 +3,10 @@
 import ctypes
 import pickle
 import random
+import signal
+import threading
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +16,16 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan
 
-from pannier.client.loading import storage_reader
 from pannier.client.loading.filesystem import StorageDir
 from pannier.client.loading.load import load
+from pannier.client.loading.load_error import LoadError
 from pannier.client.loading.storage_reader import StorageReader
+from pannier.client.restore import sources
 from pannier.client.staging import archives
 from pannier.wire.errors import IntegrityError, InvalidRequestError
+from support.processes.stretch import BOUND_S
 from support.states.bits import bits, differences
 from support.states.plain import random_tensor, saved
 
@@ -34,7 +41,7 @@ LARGE = (700, 1000)
 def request_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """In parts: every archive is longer than a request, as if it were a large one."""
     if request.param:
-        monkeypatch.setattr(storage_reader, "_LOCAL_REQUEST_BYTES", request.param)
+        monkeypatch.setattr(sources, "LOCAL_REQUEST_BYTES", request.param)
 
 
 @pytest.mark.usefixtures("request_bytes")
@@ -134,7 +141,7 @@ def test_what_is_not_row_major_goes_through_small_buffers(
     dcp.save({"w": torch.randn(LARGE)}, checkpoint_id=tmp_path, no_dist=True)
     targets = Targets(monkeypatch)
     load({"w": torch.zeros(LARGE[::-1]).t()}, checkpoint_id=tmp_path)
-    assert max(size for _, size in targets.places) <= storage_reader._LOCAL_REQUEST_BYTES
+    assert max(size for _, size in targets.places) <= sources.LOCAL_REQUEST_BYTES
 
 
 def test_tied_targets_get_one_value_whole(tmp_path: Path) -> None:
@@ -146,6 +153,88 @@ def test_tied_targets_get_one_value_whole(tmp_path: Path) -> None:
         tied = torch.full(LARGE, 5.0)
         load({"a": tied, "b": tied}, checkpoint_id=tmp_path)
         assert len(tied.unique()) == 1
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
+def test_tied_targets_get_the_last_value_whatever_its_way(
+    tmp_path: Path, stored: torch.dtype
+) -> None:
+    """One is converted or scattered by the caller's thread, the other read by threads."""
+    first = {"a": torch.full(LARGE, 2.0, dtype=stored), "small": torch.full((3,), 3.0)}
+    dcp.save({**first, "z": torch.ones(LARGE)}, checkpoint_id=tmp_path, no_dist=True)
+    for _ in range(5):
+        tied = torch.zeros(LARGE)
+        a = tied if stored is torch.bfloat16 else tied.view(LARGE[::-1]).t()
+        load({"a": a, "small": tied[0, :3], "z": tied}, checkpoint_id=tmp_path)
+        assert torch.equal(tied, torch.ones(LARGE))
+
+
+def test_slices_of_a_stored_tensor_are_read_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of them has a piece of every row."""
+    want = torch.randn(LARGE)
+    dcp.save({"w": want}, checkpoint_id=tmp_path, no_dist=True)
+    targets = Targets(monkeypatch)
+
+    class Columns(DefaultLoadPlanner):
+        def create_local_plan(self) -> LoadPlan:
+            plan = super().create_local_plan()
+            (item,) = plan.items
+            rows, columns = LARGE
+            step = columns // 4
+            items = [
+                replace(
+                    item,
+                    dest_offsets=torch.Size([0, at]),
+                    storage_offsets=torch.Size([0, at]),
+                    lengths=torch.Size([rows, step]),
+                )
+                for at in range(0, columns, step)
+            ]
+            return replace(plan, items=items)
+
+    got = torch.zeros(LARGE)
+    load({"w": got}, checkpoint_id=tmp_path, planner=Columns())
+    assert torch.equal(got, want)
+    assert sum(size for _, size in targets.places) < want.nbytes + 4096
+
+
+def test_no_thread_writes_into_a_tensor_after_interrupts_have_ended_its_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dcp.save({"w": torch.ones(LARGE)}, checkpoint_id=tmp_path, no_dist=True)
+    begun, go_on = threading.Event(), threading.Event()
+    original = StorageDir.read_into
+
+    def held(place: StorageDir, name: str, offset: int, target: memoryview) -> None:
+        if len(target) > 4096:
+            begun.set()
+            assert go_on.wait(BOUND_S)
+        original(place, name, offset, target)
+
+    monkeypatch.setattr(StorageDir, "read_into", held)
+    presses = 0
+
+    def press() -> None:
+        nonlocal presses
+        assert begun.wait(BOUND_S)
+        for _ in range(3):
+            presses += 1
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            # So that they don't become one.
+            time.sleep(0.1)
+        go_on.set()
+
+    presser = threading.Thread(target=press)
+    presser.start()
+    got = torch.zeros(LARGE)
+    with pytest.raises((KeyboardInterrupt, LoadError)):
+        load({"w": got}, checkpoint_id=tmp_path)
+    # Whatever the load has left of it is final.
+    assert go_on.is_set()
+    assert presses == 3
+    presser.join(BOUND_S)
 
 
 @pytest.mark.usefixtures("request_bytes")
@@ -239,7 +328,7 @@ def test_a_damaged_archive_is_named_and_harms_no_other(tmp_path: Path, start: in
 def test_large_tensors_are_read_in_parts_from_other_storage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(storage_reader, "PIECE_BYTES", 1 << 20)
+    monkeypatch.setattr(sources, "REMOTE_REQUEST_BYTES", 1 << 20)
     want = {"w": torch.randn(LARGE), "small": torch.randn(3)}
     dcp.save(want, checkpoint_id=tmp_path, no_dist=True)
     fs = fsspec.filesystem("memory")

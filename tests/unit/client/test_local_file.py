@@ -1,15 +1,18 @@
 """A data file in the host's spool, as a load reads it."""
 
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import crc32c
 import pytest
 
-from pannier.client.restore.local_file import LocalFile
+from pannier.client.restore.local_file import BlockCache, LocalFile
 from pannier.v1 import records_pb2, restore_pb2
 from pannier.wire.chunk_codec import BLOCK_BYTES, Checksums
 from pannier.wire.errors import IntegrityError
+from support.processes.stretch import BOUND_S
 
 SIZE = 2 * BLOCK_BYTES + 1000
 STAMP = b"stampED!"
@@ -36,9 +39,9 @@ def opened(path: Path, data: bytes, *, blocks: bool = True) -> LocalFile:
     return LocalFile(located, os.open(path, os.O_RDONLY))
 
 
-def read(file: LocalFile, offset: int, length: int) -> bytes:
+def read(file: LocalFile, offset: int, length: int, cache: BlockCache | None = None) -> bytes:
     target = bytearray(length)
-    file.read_into(offset, memoryview(target))
+    file.read_into(offset, memoryview(target), cache or BlockCache())
     return bytes(target)
 
 
@@ -50,9 +53,8 @@ def change(path: Path, offset: int) -> None:
         file.write(bytes([byte[0] ^ 1]))
 
 
-@pytest.mark.parametrize("blocks", [True, False])
-def test_any_part_can_be_read(path: Path, data: bytes, blocks: bool) -> None:
-    file = opened(path, data, blocks=blocks)
+def test_any_part_can_be_read(path: Path, data: bytes) -> None:
+    file = opened(path, data)
     for offset, length in (
         (5, 10),
         (BLOCK_BYTES - 3, 6),
@@ -74,6 +76,77 @@ def test_a_changed_byte_fails_what_is_read_of_its_block_and_nothing_else(
     for offset in (BLOCK_BYTES, BLOCK_BYTES + 5000, 2 * BLOCK_BYTES - 1):
         with pytest.raises(IntegrityError, match=f"bytes {BLOCK_BYTES} to {2 * BLOCK_BYTES} of f"):
             read(file, offset, 1)
+
+
+def test_parts_of_a_block_come_from_what_was_checked(path: Path, data: bytes) -> None:
+    """A change of the file between two reads is seen, or has no effect."""
+    file, cache = opened(path, data), BlockCache()
+    assert read(file, 5, 10, cache) == data[5:15]
+    change(path, 100)
+    assert read(file, 50, 100, cache) == data[50:150]
+    with pytest.raises(IntegrityError, match="bytes 0 to"):
+        read(file, 0, BLOCK_BYTES, cache)
+
+
+def test_a_block_is_read_once_for_all_who_want_it_at_the_same_time() -> None:
+    cache, reads = BlockCache(), []
+    begun, go_on = threading.Event(), threading.Event()
+
+    def read_block(target: memoryview) -> None:
+        reads.append(1)
+        begun.set()
+        assert go_on.wait(BOUND_S)
+        target[:] = b"block"
+
+    def use() -> bytes:
+        with cache.block("f", 0, 5, read_block) as content:
+            return bytes(content)
+
+    with ThreadPoolExecutor(4) as pool:
+        first = pool.submit(use)
+        assert begun.wait(BOUND_S)
+        others = [pool.submit(use) for _ in range(3)]
+        go_on.set()
+        assert [each.result() for each in (first, *others)] == 4 * [b"block"]
+    assert len(reads) == 1
+
+
+def test_a_block_that_could_not_be_read_is_tried_again_and_its_memory_used_again() -> None:
+    cache = BlockCache()
+
+    def fail(target: memoryview) -> None:
+        raise OSError("no")
+
+    for number in range(20):
+        with pytest.raises(OSError, match="no"), cache.block("f", number, 5, fail):
+            pass
+    reads = iter(range(20))
+    for _ in range(20):
+        with cache.block("f", 1, 1, lambda target: target.__setitem__(0, next(reads))) as content:
+            assert content[0] == 0
+
+
+def test_a_long_file_without_checksums_of_blocks_is_refused(path: Path, data: bytes) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(IntegrityError, match="f has no checksums of blocks") as refused:
+        opened(path, data, blocks=False)
+    del refused
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_child_process_has_no_descriptor_of_it(path: Path, data: bytes) -> None:
+    file = opened(path, data)
+
+    def descriptors() -> int:
+        links = Path("/proc/self/fd").iterdir()
+        return sum(os.path.realpath(each) == str(path.resolve()) for each in links)
+
+    assert descriptors() == 1
+    child = os.fork()
+    if not child:
+        os._exit(descriptors())
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert read(file, 0, 10) == data[:10]
 
 
 def test_another_stamp_fails_every_read(path: Path, data: bytes) -> None:

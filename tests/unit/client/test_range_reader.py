@@ -101,7 +101,7 @@ def test_neighbours_are_read_together_up_to_a_size(
 ) -> None:
     fill(tmp_path, "a", 100_000)
     ranges = [Range("a", start, 1000) for start in range(0, 10_000, 1000)]
-    list(contents(place, ranges, threads=2, memory_bytes=1 << 20, request_bytes=4000))
+    list(contents(place, ranges, threads=2, memory_bytes=1 << 20, request_bytes=lambda _: 4000))
     assert sorted(reads.sizes) == [2000, 4000, 4000]
 
 

@@ -151,7 +151,10 @@ def expect(dtype: torch.dtype, shape: torch.Size, length: int) -> Expected | Non
     """The archive that this torch writes for a plain tensor; None when it isn't ``length`` bytes long."""
     if dtype not in archives.DTYPES or not math.prod(shape) * dtype.itemsize < length:
         return None
-    archive = archives.archive(dtype, shape)
+    try:
+        archive = archives.archive(dtype, shape)
+    except (OSError, MemoryError):  # a size that no machine has
+        return None
     if archive.length != length:
         return None
     strides, step = [], 1
@@ -162,16 +165,21 @@ def expect(dtype: torch.dtype, shape: torch.Size, length: int) -> Expected | Non
     return Expected(tensor, archive.head, archive.tail[-_END_BYTES:])
 
 
-def find_tensor(read: ReadAt, length: int, expected: Expected | None) -> PlainTensor | None:
+def find_tensor(
+    read: ReadAt, length: int, expected: Expected | None, peek: ReadAt | None = None
+) -> PlainTensor | None:
     """The tensor in an archive; None for what isn't a plain one.
+
+    Args:
+        peek: as ``read``, for bytes that are only compared with ``expected``.
 
     Raises:
         IntegrityError: the archive contradicts itself.
         StorageError: it can't be read.
     """
     if expected is not None:
-        head = _bytes_at(read, 0, len(expected.head))
-        end = _bytes_at(read, length - len(expected.end), len(expected.end))
+        head = _bytes_at(peek or read, 0, len(expected.head))
+        end = _bytes_at(peek or read, length - len(expected.end), len(expected.end))
         if (head, end) == (expected.head, expected.end):
             return expected.tensor
     return _parse(read, length)

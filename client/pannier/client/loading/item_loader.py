@@ -15,6 +15,7 @@ import zipfile
 import zlib
 from bisect import bisect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
@@ -29,7 +30,7 @@ from pannier.client.loading import archive_layout
 from pannier.client.loading.archive_layout import Expected, PlainTensor
 from pannier.client.loading.filesystem import StorageDir
 from pannier.client.loading.range_reader import KeyIndex, Range, Read
-from pannier.client.restore.sources import RangeSource
+from pannier.client.restore.sources import Sources
 from pannier.wire import records
 from pannier.wire.errors import IntegrityError, InvalidRequestError, PannierError, StorageError
 
@@ -39,23 +40,49 @@ _UNDIVIDED: Final = ("xla",)
 """Devices to which a tensor is copied at once."""
 
 
+def locate(item: ReadItem, metadata: Metadata, url: str) -> Range:
+    """The bytes that hold an item of the checkpoint at ``url``.
+
+    Raises InvalidRequestError: they can't be read here.
+    """
+    info = metadata.storage_data.get(item.storage_index)
+    what = f"{item.storage_index.fqn!r} of {url}"
+    if not isinstance(info, torch_compat.StorageInfo):
+        raise InvalidRequestError(
+            f"{what} is stored in a way that Pannier can't read: {info!r:.120}"
+        )
+    transforms = getattr(info, "transform_descriptors", None)
+    if transforms:
+        raise InvalidRequestError(
+            f"{what} was transformed by {list(transforms)} when it was saved; load it "
+            "with torch's FileSystemReader and the extensions that it was saved with"
+        )
+    path = _normal(info.relative_path)
+    if path is None:
+        raise InvalidRequestError(f"{what} lies outside the checkpoint, in {info.relative_path}")
+    if info.offset < 0 or info.length < 0:
+        raise InvalidRequestError(f"{what} has an invalid offset or length: {info}")
+    return Range(path, info.offset, info.length)
+
+
 class ItemLoader:
     """Loads items of one checkpoint.
 
     Args:
         directory: the checkpoint.
-        metadata: the checkpoint's: what each item is, and where it is stored.
+        metadata: the checkpoint's: what each item is.
         planner: takes the values.
-        request_bytes: longer archives are read in parts, plain tensors straight into their targets.
+        sources: of the bytes. Archives longer than a request are read in parts, and the raw bytes of
+            plain tensors straight into their targets where reads are short.
     """
 
     def __init__(
-        self, directory: StorageDir, metadata: Metadata, planner: LoadPlanner, request_bytes: int
+        self, directory: StorageDir, metadata: Metadata, planner: LoadPlanner, sources: Sources
     ) -> None:
         self._directory = directory
         self._metadata = metadata
         self._planner = planner
-        self._request_bytes = request_bytes
+        self._sources = sources
         # Another planner may hand out the same memory again, once it is committed.
         self._in_turn = any(
             getattr(type(planner), name, None) is not getattr(DefaultLoadPlanner, name)
@@ -65,40 +92,16 @@ class ItemLoader:
         self._copies: list[tuple[ReadItem, torch.Tensor, torch.Tensor]] = []
         """Items, targets and sources, to be copied together."""
 
-    def locate(self, item: ReadItem) -> Range:
-        """The bytes that hold an item. Raises InvalidRequestError: they can't be read here."""
-        info = self._metadata.storage_data.get(item.storage_index)
-        if not isinstance(info, torch_compat.StorageInfo):
-            raise InvalidRequestError(
-                f"{self._name(item)} is stored in a way that Pannier can't read: {info!r:.120}"
-            )
-        transforms = getattr(info, "transform_descriptors", None)
-        if transforms:
-            raise InvalidRequestError(
-                f"{self._name(item)} was transformed by {list(transforms)} when it was saved; load it "
-                "with torch's FileSystemReader and the extensions that it was saved with"
-            )
-        path = _normal(info.relative_path)
-        if path is None:
-            raise InvalidRequestError(
-                f"{self._name(item)} lies outside the checkpoint, in {info.relative_path}"
-            )
-        if info.offset < 0 or info.length < 0:
-            raise InvalidRequestError(f"{self._name(item)} has an invalid offset or length: {info}")
-        return Range(path, info.offset, info.length)
-
     def _name(self, item: ReadItem) -> str:
         return f"{item.storage_index.fqn!r} of {self._directory.url}"
 
     def is_large(self, source: Range, items: Sequence[ReadItem]) -> bool:
         """Whether a range may be a tensor that is read in parts."""
-        return source.length > self._request_bytes and not any(
+        return source.length > self._sources.request_bytes(source.file) and not any(
             item.type is LoadItemType.BYTE_IO for item in items
         )
 
-    def find_tensor(
-        self, source: Range, item: ReadItem, bytes_of: RangeSource, index: KeyIndex
-    ) -> PlainTensor | None:
+    def find_tensor(self, source: Range, item: ReadItem, index: KeyIndex) -> PlainTensor | None:
         """The tensor in a range; None for what isn't a plain one. Thread-safe.
 
         Raises:
@@ -106,13 +109,22 @@ class ItemLoader:
             IntegrityError: the archive contradicts itself.
         """
 
-        def read(offset: int, target: memoryview) -> None:
-            at = source.offset + offset
-            with index.naming(source.file, at, at + len(target)):
-                bytes_of.read_into(source.file, at, target)
+        def reading(way: Callable[[str, int, memoryview], None]) -> archive_layout.ReadAt:
+            def read(offset: int, target: memoryview) -> None:
+                at = source.offset + offset
+                with index.naming(source.file, at, at + len(target)):
+                    way(source.file, at, target)
 
+            return read
+
+        sources = self._sources
         try:
-            return archive_layout.find_tensor(read, source.length, self._expected(source, item))
+            return archive_layout.find_tensor(
+                reading(sources.read_into),
+                source.length,
+                self._expected(source, item),
+                reading(sources.peek),
+            )
         except IntegrityError as error:
             raise self._unreadable(source, item, error) from error
 
@@ -143,58 +155,96 @@ class ItemLoader:
             tensor = tensors.get(source)
             if tensor is None:
                 yield Read(source, self._user_of_archive(source, held))
-                continue
-            for item in held:
-                if self._in_turn:
+            elif self._in_turn:
+                for item in held:
                     yield None
-                yield from self._reads_of(source, tensor, item)
+                    yield from self._reads_of(source, tensor, [item])
+            else:
+                yield from self._reads_of(source, tensor, held)
 
     def _user_of_archive(
         self, source: Range, items: Sequence[ReadItem]
     ) -> Callable[[memoryview], None]:
-        return lambda content: self._load(source, content, items)
+        targets = {}
+        if not self._in_turn:
+            # Before later tensors are read: into the same memory, perhaps.
+            for number, item in enumerate(items):
+                if item.type is not LoadItemType.BYTE_IO:
+                    targets[number] = self._planner.resolve_tensor(item).detach()
+                    self._targets.add(targets[number])
+        return lambda content: self._load(source, content, items, targets)
 
     def _reads_of(
-        self, source: Range, tensor: PlainTensor, item: ReadItem
+        self, source: Range, tensor: PlainTensor, items: Sequence[ReadItem]
     ) -> Iterator[Read | None]:
-        part = self._part(source, tensor, item)
-        target = self._resolve(item, part.dtype, part.shape)
-        if not part.span:
-            self._planner.commit_tensor(item, target)
+        """The reads of the parts of a tensor; each byte is read once, also if parts lie side by side."""
+        parts = [
+            _Part(
+                item, self._part(source, tensor, item), self._planner.resolve_tensor(item).detach()
+            )
+            for item in items
+        ]
+        for part in parts:
+            self._check(part.item, part.target, part.stored.dtype, part.stored.shape)
+        if sum(part.stored.span for part in parts) > tensor.span:
+            yield from self._block_reads(source, tensor, parts)
             return
-        start = source.offset
-        memory = _memory_of(target) if part.is_dense and part.dtype is target.dtype else None
-        if memory is not None:
-            if not self._targets.add(target.data_ptr(), target.data_ptr() + len(memory)):
+        for part in parts:
+            memory = None
+            if part.is_direct and self._sources.is_near(source.file):
+                memory = _memory_of(part.target)
+            if memory is None:
+                origin = part.item.storage_offsets
+                yield from self._block_reads(source, part.stored, [part], origin)
+                continue
+            if not self._targets.add(part.target):
                 yield None
+                self._targets.start_again(part.target)
+            start = source.offset + part.stored.offset
+            yield Read(Range(source.file, start, part.stored.span), self._user(part), memory)
 
-            def commit(_: memoryview) -> None:
-                # As copy_ does.
-                torch.autograd.graph.increment_version(target)
-                self._planner.commit_tensor(item, target)
+    def _user(self, part: "_Part") -> Callable[[memoryview], None]:
+        def commit(_: memoryview) -> None:
+            # As copy_ does.
+            torch.autograd.graph.increment_version(part.target)
+            self._planner.commit_tensor(part.item, part.target)
 
-            yield Read(Range(source.file, start + part.offset, part.span), commit, memory)
-        else:
-            most = self._request_bytes if _is_divisible(target) else part.span
-            blocks = list(part.blocks(most))
-            for number, (at, block) in enumerate(blocks, 1):
-                span = Range(source.file, start + block.offset, block.span)
-                use = self._user_of_block(item, target, at, block, is_last=number == len(blocks))
-                yield Read(span, use)
+        return commit
+
+    def _block_reads(
+        self,
+        source: Range,
+        tensor: PlainTensor,
+        parts: Sequence["_Part"],
+        origin: Sequence[int] | None = None,
+    ) -> Iterator[Read]:
+        """Reads a tensor, which begins at ``origin`` of the stored one, through buffers."""
+        for part in parts:
+            self._targets.add(part.target)
+        if not tensor.span:
+            for part in parts:
+                self._planner.commit_tensor(part.item, part.target)
+            return
+        most = tensor.span
+        if all(_is_divisible(part.target) for part in parts):
+            most = self._sources.request_bytes(source.file)
+        blocks = list(tensor.blocks(most))
+        for number, (at, block) in enumerate(blocks, 1):
+            span = Range(source.file, source.offset + block.offset, block.span)
+            offsets = at if origin is None else [*map(sum, zip(at, origin, strict=False))]
+            yield Read(
+                span, self._user_of_block(parts, offsets, block, is_last=number == len(blocks))
+            )
 
     def _user_of_block(
-        self,
-        item: ReadItem,
-        target: torch.Tensor,
-        at: Sequence[int],
-        block: PlainTensor,
-        *,
-        is_last: bool,
+        self, parts: Sequence["_Part"], at: Sequence[int], block: PlainTensor, *, is_last: bool
     ) -> Callable[[memoryview], None]:
         def use(content: memoryview) -> None:
-            narrow_tensor_by_index(target, at, block.shape).copy_(block.view(content))
-            if is_last:
-                self._planner.commit_tensor(item, target)
+            value = block.view(content)
+            for part in parts:
+                part.fill(value, at)
+                if is_last:
+                    self._planner.commit_tensor(part.item, part.target)
 
         return use
 
@@ -207,9 +257,16 @@ class ItemLoader:
         for item, target, _ in gathered:
             self._planner.commit_tensor(item, target)
 
-    def _load(self, source: Range, content: memoryview, items: Sequence[ReadItem]) -> None:
+    def _load(
+        self,
+        source: Range,
+        content: memoryview,
+        items: Sequence[ReadItem],
+        targets: Mapping[int, torch.Tensor],
+    ) -> None:
+        """``targets``: by the item's position; without, the planner is asked for them now."""
         tensor: torch.Tensor | None = None
-        for item in items:
+        for number, item in enumerate(items):
             if item.type is LoadItemType.BYTE_IO:
                 self._load_object(source, content, item)
                 continue
@@ -218,17 +275,21 @@ class ItemLoader:
             value = tensor
             if tensor.shape != item.lengths:
                 value = narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths)
-            target = self._resolve(item, value.dtype, value.shape)
+            target = targets.get(number)
+            if target is None:
+                target = self._planner.resolve_tensor(item).detach()
+            self._check(item, target, value.dtype, value.shape)
             if not self._in_turn and _is_divisible(target) and _is_divisible(value):
                 self._copies.append((item, target, value))
                 continue
             target.copy_(value)
             self._planner.commit_tensor(item, target)
 
-    def _resolve(self, item: ReadItem, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-        target = self._planner.resolve_tensor(item).detach()
+    def _check(
+        self, item: ReadItem, target: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]
+    ) -> None:
         if target.shape == torch.Size(shape) and not target.is_meta:
-            return target
+            return
         raise InvalidRequestError(
             f"{self._name(item)} can't be loaded: {dtype} of {tuple(shape)} is stored, the planner wants "
             f"{target.dtype} of {tuple(target.size())} on {target.device}"
@@ -294,24 +355,75 @@ class ItemLoader:
         return records.is_safetensors(bytes(head))
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What an item wants of a stored tensor."""
+
+    item: ReadItem
+    stored: PlainTensor
+    target: torch.Tensor
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether the stored bytes are those of a row-major tensor of the target's dtype."""
+        return (
+            bool(self.stored.span)
+            and self.stored.is_dense
+            and self.stored.dtype is self.target.dtype
+        )
+
+    def fill(self, value: torch.Tensor, at: Sequence[int]) -> None:
+        """Copies what ``value``, which lies at ``at`` of the stored tensor, has of this part."""
+        mine, theirs, sizes = [], [], []
+        for own, length, start, size in zip(
+            self.item.storage_offsets, self.item.lengths, at, value.shape, strict=False
+        ):
+            first, end = max(own, start), min(own + length, start + size)
+            if first >= end:
+                return
+            mine.append(first - own)
+            theirs.append(first - start)
+            sizes.append(end - first)
+        target = narrow_tensor_by_index(self.target, mine, sizes)
+        target.copy_(narrow_tensor_by_index(value, theirs, sizes))
+
+
 class _Targets:
-    """The memory of the tensors that are filled by several threads."""
+    """The memory that earlier reads fill, so that no later one fills the same at the same time."""
 
     def __init__(self) -> None:
         self._places: list[tuple[int, int]] = []
         """Start and end of each, sorted; they don't overlap."""
 
-    def add(self, start: int, end: int) -> bool:
-        """False where it overlaps with one before: tied weights must not be written at the same time."""
-        at = bisect(self._places, (start, end))
-        is_new = (at == 0 or self._places[at - 1][1] <= start) and (
-            at == len(self._places) or end <= self._places[at][0]
-        )
-        if not is_new:
-            self._places.clear()
-            at = 0
-        self._places.insert(at, (start, end))
-        return is_new
+    def add(self, target: torch.Tensor) -> bool:
+        """False where it overlaps with one before, as tied weights do."""
+        start, end = _extent(target)
+        first = bisect(self._places, (start,))
+        if first and self._places[first - 1][1] > start:
+            first -= 1
+        last = bisect(self._places, (end,))
+        overlapping = self._places[first:last]
+        for other in overlapping:
+            start, end = min(start, other[0]), max(end, other[1])
+        if start < end:
+            self._places[first:last] = [(start, end)]
+        return not overlapping
+
+    def start_again(self, target: torch.Tensor) -> None:
+        """All earlier reads were used; ``target`` is the first of the next ones."""
+        self._places.clear()
+        self.add(target)
+
+
+def _extent(target: torch.Tensor) -> tuple[int, int]:
+    """First address and end of a strided tensor on the host; an empty extent for others."""
+    if type(target) is not torch.Tensor or target.layout is not torch.strided:
+        return 0, 0
+    if target.device.type != "cpu" or not target.numel():
+        return 0, 0
+    last = sum((size - 1) * step for size, step in zip(target.shape, target.stride(), strict=True))
+    start = target.data_ptr()
+    return start, start + (last + 1) * target.element_size()
 
 
 @lru_cache(maxsize=256)

@@ -25,8 +25,8 @@ from pannier.client.loading.storage_reader import StorageReader
 from pannier.client.messages import load_line, wait_log
 from pannier.client.messages.call_errors import at_call
 from pannier.client.process_group import is_alone
+from pannier.client.restore.load_result import LoadResult, ReadCounts, combine
 from pannier.client.restore.local_file import Locate
-from pannier.client.restore.sources import LoadResult, ReadCounts, combine
 from pannier.client.xla import planners, runtime
 from pannier.v1 import save_pb2
 from pannier.wire.errors import InvalidRequestError, PannierError

@@ -7,7 +7,7 @@ requests at the same time. Blocking; for one load.
 """
 
 import sys
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -21,13 +21,14 @@ import numpy as np
 from pannier.client.interrupts import aside
 from pannier.client.loading.filesystem import MissingError
 from pannier.client.restore.sources import RangeSource
+from pannier.wire.chunk_codec import BLOCK_BYTES
 from pannier.wire.errors import IntegrityError, StorageError
 from pannier.wire.failures import shorten
 
 _In = TypeVar("_In")
 _Out = TypeVar("_Out")
 
-PIECE_BYTES: Final = 8 << 20
+PIECE_BYTES: Final = BLOCK_BYTES
 """Most bytes per request."""
 _PIECES_AHEAD: Final = 4
 """Requests per thread that are under way or wait for a thread."""
@@ -150,20 +151,20 @@ class _Run:
 class _Buffers:
     """Memory that is used again: touching fresh pages takes longer than reading into them."""
 
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._free: list[memoryview] = []
+    def __init__(self) -> None:
+        self._free: defaultdict[int, list[memoryview]] = defaultdict(list)
+        """By size."""
 
-    def take(self, size: int) -> memoryview:
+    def take(self, size: int, usual: int) -> memoryview:
         """Uninitialised memory, unlike a bytearray, which would be written twice."""
-        if size > self._size:
-            return np.empty(size, np.uint8).data
-        return (self._free.pop() if self._free else np.empty(self._size, np.uint8).data)[:size]
+        free = self._free[usual]
+        if size <= usual and free:
+            return free.pop()[:size]
+        return np.empty(max(size, usual), np.uint8).data[:size]
 
     def give_back(self, memory: memoryview) -> None:
         whole = memoryview(memory.obj)
-        if len(whole) == self._size:
-            self._free.append(whole)
+        self._free[len(whole)].append(whole)
 
 
 def read_ranges(
@@ -172,7 +173,7 @@ def read_ranges(
     *,
     threads: int,
     memory_bytes: int,
-    request_bytes: int = PIECE_BYTES,
+    request_bytes: Callable[[str], int] = lambda _: PIECE_BYTES,
     index: KeyIndex | None = None,
 ) -> Generator[Sequence[tuple[Read, memoryview]], None, None]:
     """The bytes of each read, in order; several small ones at a time.
@@ -182,7 +183,7 @@ def read_ranges(
         reads: taken as memory and threads become free; None: not before all earlier reads were used.
         threads: requests at the same time.
         memory_bytes: most memory for reads without a target, unless a single one is longer.
-        request_bytes: neighbouring reads are made together up to this size.
+        request_bytes: neighbouring reads of a file are made together up to this size.
         index: the keys that the ranges hold, for errors.
 
     Raises:
@@ -191,11 +192,14 @@ def read_ranges(
     index = index or KeyIndex({})
     runs = _Runs(reads, request_bytes)
     window: deque[_Run] = deque()
-    buffers = _Buffers(request_bytes)
+    buffers = _Buffers()
     pool = ThreadPoolExecutor(threads, thread_name_prefix="pannier-read")
+
+    fills_targets = False
 
     def fill() -> list[_Run]:
         """Takes what may be started. By the caller's thread: it may run the user's planner."""
+        nonlocal fills_targets
         first = len(window)
         held, requests = sum(r.buffered for r in window), sum(r.requests for r in window)
         while runs.has_next():
@@ -209,7 +213,10 @@ def read_ranges(
             if window and (held > memory_bytes or requests > _PIECES_AHEAD * threads):
                 break
             target = run.reads[0].target
-            run.memory = buffers.take(run.size) if target is None else target
+            if target is None:
+                run.memory = buffers.take(run.size, request_bytes(run.file))
+            else:
+                run.memory, fills_targets = target, True
             window.append(run)
             runs.take()
         return list(window)[first:]
@@ -240,7 +247,27 @@ def read_ranges(
                 if run.buffered:
                     buffers.give_back(run.memory)
     finally:
-        aside(lambda: pool.shutdown(cancel_futures=True))
+        _end(pool, despite_interrupts=fills_targets)
+
+
+def _end(pool: ThreadPoolExecutor, *, despite_interrupts: bool) -> None:
+    """Ends the threads.
+
+    Args:
+        despite_interrupts: they write into the caller's memory: none does any more when this returns,
+            or raises what interrupted it.
+    """
+    interrupt: BaseException | None = None
+    while True:
+        try:
+            aside(lambda: pool.shutdown(cancel_futures=True))
+            break
+        except BaseException as error:  # noqa: BLE001 - raised below
+            interrupt = error
+            if not despite_interrupts:
+                break
+    if interrupt is not None:
+        raise interrupt
 
 
 def in_parallel(
@@ -253,13 +280,13 @@ def in_parallel(
     try:
         return aside(lambda: list(pool.map(function, values)))
     finally:
-        aside(lambda: pool.shutdown(cancel_futures=True))
+        _end(pool, despite_interrupts=False)
 
 
 class _Runs:
     """What is to be read next, made from the reads as it is asked for."""
 
-    def __init__(self, reads: Iterable[Read | None], most: int) -> None:
+    def __init__(self, reads: Iterable[Read | None], most: Callable[[str], int]) -> None:
         self._runs = _joined(reads, most)
         self._next: list[_Run | None] = []
 
@@ -277,10 +304,10 @@ class _Runs:
         self._next.clear()
 
 
-def _joined(reads: Iterable[Read | None], most: int) -> Iterator[_Run | None]:
+def _joined(reads: Iterable[Read | None], most: Callable[[str], int]) -> Iterator[_Run | None]:
     run: _Run | None = None
     for each in reads:
-        if run is not None and each is not None and _fits(run, each, most):
+        if run is not None and each is not None and _fits(run, each, most(run.file)):
             run.reads.append(each)
             run.end = max(run.end, each.range.end)
             continue

@@ -23,26 +23,24 @@ from torch.futures import Future
 
 from pannier.client.loading import catalog, filesystem, metadata_reader, read_lease
 from pannier.client.loading.checksum_verifier import ChecksumVerifier, Receipts
-from pannier.client.loading.item_loader import ItemLoader
+from pannier.client.loading.item_loader import ItemLoader, locate
 from pannier.client.loading.metadata_reader import Generation, check_generations
 from pannier.client.loading.range_reader import (
-    PIECE_BYTES,
     KeyIndex,
     Range,
     in_parallel,
     read_ranges,
 )
 from pannier.client.loading.safe_unpickler import unpickle_metadata
+from pannier.client.restore.load_result import ReadCounts
 from pannier.client.restore.local_file import LocalFile, Locate
-from pannier.client.restore.sources import ReadCounts, Sources
+from pannier.client.restore.sources import Sources
 from pannier.common import timeouts
 from pannier.wire import object_names
 from pannier.wire.errors import InvalidRequestError, PannierError
 
 MEMORY_BYTES: Final = 64 << 20
 """Default of the memory for what is read ahead."""
-_LOCAL_REQUEST_BYTES: Final = 1 << 20
-"""What is read together from a local file: it is still in the processor's cache when it is copied."""
 
 
 class StorageReader(storage.StorageReader):
@@ -98,10 +96,6 @@ class StorageReader(storage.StorageReader):
     def checkpoint_id(self) -> str:
         """The directory that is read: an absolute path or a URL."""
         return self._directory.url
-
-    @property
-    def _request_bytes(self) -> int:
-        return _LOCAL_REQUEST_BYTES if self._directory.is_local else PIECE_BYTES
 
     @property
     def path(self) -> str | Path:
@@ -249,13 +243,12 @@ class StorageReader(storage.StorageReader):
                 not those that were saved; then part of the state is filled.
             InvalidRequestError: an item is stored in a way that Pannier can't read.
         """
-        loader = ItemLoader(self._directory, self._metadata, planner, self._request_bytes)
         found: defaultdict[Range, list[ReadItem]] = defaultdict(list)
         for item in plan.items:
-            found[loader.locate(item)].append(item)
+            found[locate(item, self._metadata, self.checkpoint_id)].append(item)
         items = {each: found[each] for each in sorted(found)}
         try:
-            self._read(items, loader)
+            self._read(items, planner)
         except filesystem.MissingError as error:
             what = catalog.describe_removal(self._directory) or (
                 "was the checkpoint replaced or removed while it was read?"
@@ -272,17 +265,18 @@ class StorageReader(storage.StorageReader):
         done.set_result(None)
         return done
 
-    def _read(self, items: Mapping[Range, Sequence[ReadItem]], loader: ItemLoader) -> None:
+    def _read(self, items: Mapping[Range, Sequence[ReadItem]], planner: LoadPlanner) -> None:
         files = sorted({each.file for each in items})
-        self._sources = source = Sources(
+        self._sources = sources = Sources(
             self._directory, self.checkpoint_id, self._local_files(files)
         )
+        loader = ItemLoader(self._directory, self._metadata, planner, sources)
         index = KeyIndex(
             {each: [str(item.storage_index.fqn) for item in held] for each, held in items.items()}
         )
         large = [each for each, held in items.items() if loader.is_large(each, held)]
         tensors = in_parallel(
-            lambda each: loader.find_tensor(each, items[each][0], source, index),
+            lambda each: loader.find_tensor(each, items[each][0], index),
             large,
             threads=self._threads,
         )
@@ -293,11 +287,11 @@ class StorageReader(storage.StorageReader):
             verifier = ChecksumVerifier(self._directory, receipts, files, index)
             reads = verifier.cover(reads)
         contents = read_ranges(
-            source,
+            sources,
             reads,
             threads=self._threads,
             memory_bytes=self._memory_bytes,
-            request_bytes=self._request_bytes,
+            request_bytes=sources.request_bytes,
             index=index,
         )
         # Closing it ends its threads, also after an error.

@@ -23,7 +23,12 @@ from pannier.client.transport.shared_memory import (
 from pannier.common import timeouts
 from pannier.v1 import restore_pb2, restore_pb2_grpc
 from pannier.wire import addresses
-from pannier.wire.errors import PannierError, UnavailableError, from_rpc_error
+from pannier.wire.errors import (
+    IntegrityError,
+    PannierError,
+    UnavailableError,
+    from_rpc_error,
+)
 from pannier.wire.tls import is_unix
 from pannier.wire.version import WIRE_VERSION
 
@@ -85,10 +90,18 @@ def _ask(
     path = socket_beside(address, response.descriptors)
     with connect_descriptors(path, digest) as connection:
         fds = fetch_descriptors(connection, response.token, len(response.files))
-    return {
-        located.file.name: LocalFile(located, fd)
-        for located, fd in zip(response.files, fds, strict=True)
-    }
+    return _opened(response.files, fds)
+
+
+def _opened(located: Sequence[restore_pb2.LocatedFile], fds: list[int]) -> dict[str, LocalFile]:
+    """The files; closes the descriptors of those that can't be checked."""
+    found = {}
+    for each, fd in zip(located, fds, strict=True):
+        try:
+            found[each.file.name] = LocalFile(each, fd)
+        except IntegrityError as error:
+            _log.info("%s is read from storage: %s", each.file.name, error)
+    return found
 
 
 def _locate(

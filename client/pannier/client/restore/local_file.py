@@ -2,40 +2,120 @@
 
 In: a descriptor of the spool file, and what the file's receipt says. Out: bytes, or an error when they are
 not those that were saved. A trainer may stage something else into the file at any time, after it has
-changed its stamp, and no trust is put in other processes: so each block is compared with its checksum when it
-is read first. Never through a mapping, which a truncated file would make fatal. Blocking; thread-safe.
+changed its stamp, and no trust is put in other processes: so the checksum of a block is taken of the very bytes that
+are delivered. Whole blocks are read straight into the caller's memory; for parts of a block, the block is
+read into a cache, which the other parts come from. Never through a mapping, which a truncated
+file would make fatal. Blocking; thread-safe.
 """
 
 import os
+import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Final
 
 import crc32c
+import numpy as np
 
 from pannier.v1 import records_pb2, restore_pb2
+from pannier.wire.chunk_codec import BLOCK_BYTES
 from pannier.wire.errors import IntegrityError
 from pannier.wire.records import parse_blocks
 
 _PIECE: Final = 256 << 10
-"""Bytes that are read before their checksum is taken: then they are cached."""
+"""Bytes that are read before their checksum is taken: then they are in the processor's cache."""
+_CACHED: Final = 4
+"""Blocks in a cache, which bound its memory: threads wait for one another when all are in use."""
+
+
+class _Slot:
+    """Memory for one block."""
+
+    def __init__(self, size: int) -> None:
+        self.memory = np.empty(size, np.uint8).data
+        self.key: tuple[str, int] | None = None
+        """File and block; None: nothing that can be used."""
+        self.is_read = False
+        self.users = 0
+
+
+class BlockCache:
+    """Blocks of which parts are needed, the last ones used; a block is read by one thread. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._slots: list[_Slot] = []
+        """The most recently used one last."""
+
+    @contextmanager
+    def block(
+        self, name: str, block: int, size: int, read: Callable[[memoryview], None]
+    ) -> Iterator[memoryview]:
+        """A block of a file, of ``size`` bytes, as long as the context lasts; raises what ``read`` raises."""
+        slot = self._take((name, block), size)
+        try:
+            if not slot.is_read:
+                read(slot.memory[:size])
+            with self._changed:
+                slot.is_read = True
+                self._changed.notify_all()
+            yield slot.memory[:size]
+        finally:
+            with self._changed:
+                slot.users -= 1
+                if not slot.is_read:
+                    slot.key = None
+                self._changed.notify_all()
+
+    def _take(self, key: tuple[str, int], size: int) -> _Slot:
+        """A slot with the block, or for the caller to read it into."""
+        with self._changed:
+            while True:
+                slot = next((each for each in self._slots if each.key == key), None)
+                if slot is None:
+                    slot = self._free_slot(size)
+                    if slot is not None:
+                        slot.key, slot.is_read = key, False
+                elif not slot.is_read:
+                    slot = None
+                if slot is not None:
+                    slot.users += 1
+                    self._slots.remove(slot)
+                    self._slots.append(slot)
+                    return slot
+                self._changed.wait()
+
+    def _free_slot(self, size: int) -> _Slot | None:
+        if len(self._slots) < _CACHED:
+            self._slots.append(_Slot(max(size, BLOCK_BYTES)))
+        return next((each for each in self._slots if not each.users), None)
 
 
 class LocalFile:
-    """See the module. Owns the descriptor, which is closed with it."""
+    """See the module. Owns the descriptor, which is closed with it.
+
+    Raises IntegrityError: its receipt has no checksums of blocks, and it is longer than one.
+    """
 
     def __init__(self, located: restore_pb2.LocatedFile, fd: int) -> None:
         self._fd = fd
-        weakref.finalize(self, os.close, fd)
+        self._close = weakref.finalize(self, os.close, fd)
+        _all_files.add(self)
         self._file: records_pb2.DataFile = located.file
         self._stamp = located.stamp
         self._stamp_offset = located.stamp_offset
-        # Without checksums of blocks the file is one block.
-        self._sums = parse_blocks(located.file) or (located.file.crc32c,)
-        self._block_bytes = located.file.block_bytes if len(self._sums) > 1 else located.file.size
-        self._checked: set[int] = set()
+        self._sums = parse_blocks(located.file)
+        self._block_bytes = located.file.block_bytes
+        if not self._sums:
+            if located.file.size > BLOCK_BYTES:
+                raise IntegrityError(
+                    f"the receipt of {located.file.name} has no checksums of blocks"
+                )
+            self._sums, self._block_bytes = (located.file.crc32c,), max(1, located.file.size)
 
-    def read_into(self, offset: int, target: memoryview) -> None:
+    def read_into(self, offset: int, target: memoryview, cache: BlockCache) -> None:
         """Fills ``target`` with the file's bytes from ``offset`` on.
 
         Raises:
@@ -43,45 +123,47 @@ class LocalFile:
             OSError: it can't be read.
         """
         end = offset + len(target)
-        if end > self._file.size:
-            raise IntegrityError(f"{self._file.name} has {self._file.size} bytes, wanted are {end}")
+        self._check_end(end)
         self._check_stamp()
         while offset < end:
             block = offset // self._block_bytes
-            stop = min(end, (block + 1) * self._block_bytes)
-            piece, target = target[: stop - offset], target[stop - offset :]
-            if block in self._checked:
-                self._read(offset, piece)
+            start, stop = self._bounds(block)
+            count = min(end, stop) - offset
+            piece, target = target[:count], target[count:]
+            if count == stop - start:
+                self._read_block(block, piece)
             else:
-                self._read_checked(block, offset, piece)
-            offset = stop
+                read = partial(self._read_block, block)
+                with cache.block(self._file.name, block, stop - start, read) as content:
+                    piece[:] = content[offset - start : offset - start + count]
+            offset += count
         self._check_stamp()
 
-    def _read_checked(self, block: int, offset: int, target: memoryview) -> None:
-        """Reads a part of a block, and the rest of it for its checksum."""
+    def peek(self, offset: int, target: memoryview) -> None:
+        """As :meth:`read_into`, but not checked: for bytes that are compared with what is known."""
+        self._check_end(offset + len(target))
+        self._read(offset, target)
+
+    def _check_end(self, end: int) -> None:
+        if end > self._file.size:
+            raise IntegrityError(f"{self._file.name} has {self._file.size} bytes, wanted are {end}")
+
+    def _bounds(self, block: int) -> tuple[int, int]:
         start = block * self._block_bytes
-        end = min(start + self._block_bytes, self._file.size)
-        scratch = memoryview(bytearray(min(_PIECE, end - start - len(target))))
-        crc = self._sum(start, offset, scratch, 0)
+        return start, min(start + self._block_bytes, self._file.size)
+
+    def _read_block(self, block: int, target: memoryview) -> None:
+        start, stop = self._bounds(block)
+        crc = 0
         for at in range(0, len(target), _PIECE):
             piece = target[at : at + _PIECE]
-            self._read(offset + at, piece)
+            self._read(start + at, piece)
             crc = crc32c.crc32c(piece, crc)
-        crc = self._sum(offset + len(target), end, scratch, crc)
         if crc != self._sums[block]:
             raise IntegrityError(
-                f"bytes {start} to {end} of {self._file.name} have crc32c {crc:08x} in the spool, saved "
+                f"bytes {start} to {stop} of {self._file.name} have crc32c {crc:08x} in the spool, saved "
                 f"was {self._sums[block]:08x}"
             )
-        self._checked.add(block)
-
-    def _sum(self, start: int, end: int, scratch: memoryview, crc: int) -> int:
-        while start < end:
-            piece = scratch[: end - start]
-            self._read(start, piece)
-            crc = crc32c.crc32c(piece, crc)
-            start += len(piece)
-        return crc
 
     def _read(self, offset: int, target: memoryview) -> None:
         done = 0
@@ -100,6 +182,17 @@ class LocalFile:
                 f"a trainer has staged another save into the spool file of {self._file.name}"
             )
 
+
+_all_files: "weakref.WeakSet[LocalFile]" = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    # A copy of a descriptor in a child would keep the spool file locked after the load.
+    for file in list(_all_files):
+        file._close()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 Locate = Callable[[str, Sequence[str]], Mapping[str, LocalFile]]
 """Finds those data files of an attempt that are in this host's spool; raises nothing."""

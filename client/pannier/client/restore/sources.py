@@ -9,65 +9,21 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from contextlib import suppress
 from typing import Final, Protocol
 
 from pannier.client.interrupts import shielded
-from pannier.client.restore.local_file import LocalFile
-from pannier.common.sizes import size_text
+from pannier.client.restore.load_result import BUCKET, OWN_SPOOL, ReadCounts
+from pannier.client.restore.local_file import BlockCache, LocalFile
+from pannier.wire.chunk_codec import BLOCK_BYTES
 from pannier.wire.errors import IntegrityError
 
 _log = logging.getLogger(__name__)
 
-OWN_SPOOL: Final = "own spool"
-BUCKET: Final = "bucket"
-_NEAREST_FIRST: Final = (OWN_SPOOL, BUCKET)
-
-
-@dataclass(frozen=True)
-class LoadResult:
-    """What a load has read, on all its ranks together."""
-
-    checkpoint_id: str
-    files: Mapping[str, int]
-    """Data files by source, ``own spool`` or ``bucket``: once for each rank that read one, and by the
-    farthest place that the rank read it from."""
-    bytes: Mapping[str, int]
-    """Bytes by source."""
-    seconds: float
-    """From the call to its end, on the slowest rank."""
-    slowest_rank: int
-    """Global rank."""
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of all ranks."""
-        return sum(self.bytes.values())
-
-    @property
-    def files_text(self) -> str:
-        """``812 files: 760 own spool, 52 bucket``."""
-        by_source = [
-            f"{self.files[each]} {each}" for each in _NEAREST_FIRST if self.files.get(each)
-        ]
-        total = sum(self.files.values())
-        return f"{total} file{'s' if total != 1 else ''}: {', '.join(by_source) or 'none needed'}"
-
-    def __str__(self) -> str:
-        rate = size_text(int(self.total_bytes / max(self.seconds, 1e-3)))
-        return f"LoadResult: {self.files_text}; {rate}/s"
-
-
-@dataclass
-class ReadCounts:
-    """What one rank has read."""
-
-    files: Counter[str] = field(default_factory=Counter)
-    """By source."""
-    bytes: Counter[str] = field(default_factory=Counter)
-    """By source."""
-    seconds: float = 0.0
-    """Of the whole load, on this rank."""
+LOCAL_REQUEST_BYTES: Final = 1 << 20
+"""What is read together from a local file: it is still in the processor's cache when it is copied."""
+REMOTE_REQUEST_BYTES: Final = BLOCK_BYTES
+"""The same from other storage."""
 
 
 class RangeSource(Protocol):
@@ -75,6 +31,13 @@ class RangeSource(Protocol):
 
     def read_into(self, name: str, offset: int, target: memoryview) -> None:
         """Fills ``target`` with a file's bytes from ``offset`` on. Raises StorageError."""
+
+
+class Storage(RangeSource, Protocol):
+    """The directory of a checkpoint."""
+
+    is_local: bool
+    """Whether its files are read without requests to another host."""
 
 
 class Sources:
@@ -86,13 +49,32 @@ class Sources:
         local: those of its files that are in this host's spool.
     """
 
-    def __init__(self, storage: RangeSource, url: str, local: Mapping[str, LocalFile]) -> None:
+    def __init__(self, storage: Storage, url: str, local: Mapping[str, LocalFile]) -> None:
         self._storage = storage
         self._url = url
         self._lock = threading.Lock()
         self._local = dict(local)
         self._source_of: dict[str, str] = {}
         self._bytes: Counter[str] = Counter()
+        self._cache = BlockCache()
+
+    def is_near(self, name: str) -> bool:
+        """Whether reads of a file are short: not by requests to another host."""
+        return self._storage.is_local or name in self._local
+
+    def request_bytes(self, name: str) -> int:
+        """How much of a file is to be read together."""
+        return LOCAL_REQUEST_BYTES if self.is_near(name) else REMOTE_REQUEST_BYTES
+
+    @shielded
+    def peek(self, name: str, offset: int, target: memoryview) -> None:
+        """As :meth:`read_into`, for a few bytes that the caller compares with what it knows."""
+        local = self._local.get(name)
+        if local is not None:
+            with suppress(IntegrityError, OSError):
+                local.peek(offset, target)
+                return
+        self._storage.read_into(name, offset, target)
 
     @shielded
     def read_into(self, name: str, offset: int, target: memoryview) -> None:
@@ -115,7 +97,7 @@ class Sources:
 
     def _read_local(self, local: LocalFile, name: str, offset: int, target: memoryview) -> bool:
         try:
-            local.read_into(offset, target)
+            local.read_into(offset, target, self._cache)
         except (IntegrityError, OSError) as error:
             with self._lock:
                 first = self._local.pop(name, None) is not None
@@ -133,15 +115,3 @@ class Sources:
             self._bytes[source] += size
             if source == BUCKET or name not in self._source_of:
                 self._source_of[name] = source
-
-
-def combine(checkpoint_id: str, counts: Mapping[int, ReadCounts]) -> LoadResult:
-    """The result of a load from what each rank has read, by global rank."""
-    slowest = max(counts, key=lambda rank: counts[rank].seconds)
-    return LoadResult(
-        checkpoint_id=checkpoint_id,
-        files=dict(sum((each.files for each in counts.values()), Counter())),
-        bytes=dict(sum((each.bytes for each in counts.values()), Counter())),
-        seconds=counts[slowest].seconds,
-        slowest_rank=slowest,
-    )

@@ -1,0 +1,70 @@
+"""What a load has read, and where from: counted by each rank, and put together for the caller. Pure."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from pannier.common.sizes import size_text
+
+OWN_SPOOL: Final = "own spool"
+BUCKET: Final = "bucket"
+_NEAREST_FIRST: Final = (OWN_SPOOL, BUCKET)
+
+
+@dataclass(frozen=True)
+class LoadResult:
+    """What a load has read, on all its ranks together."""
+
+    checkpoint_id: str
+    files: Mapping[str, int]
+    """Data files by source, ``own spool`` or ``bucket``: once for each rank that read one, and by the
+    farthest place that the rank read it from."""
+    bytes: Mapping[str, int]
+    """Bytes by source."""
+    seconds: float
+    """From the call to its end, on the slowest rank."""
+    slowest_rank: int
+    """Global rank."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all ranks."""
+        return sum(self.bytes.values())
+
+    @property
+    def files_text(self) -> str:
+        """``812 files: 760 own spool, 52 bucket``."""
+        by_source = [
+            f"{self.files[each]} {each}" for each in _NEAREST_FIRST if self.files.get(each)
+        ]
+        total = sum(self.files.values())
+        return f"{total} file{'s' if total != 1 else ''}: {', '.join(by_source) or 'none needed'}"
+
+    def __str__(self) -> str:
+        rate = size_text(int(self.total_bytes / max(self.seconds, 1e-3)))
+        return f"LoadResult: {self.files_text}; {rate}/s"
+
+
+@dataclass
+class ReadCounts:
+    """What one rank has read."""
+
+    files: Counter[str] = field(default_factory=Counter)
+    """By source."""
+    bytes: Counter[str] = field(default_factory=Counter)
+    """By source."""
+    seconds: float = 0.0
+    """Of the whole load, on this rank."""
+
+
+def combine(checkpoint_id: str, counts: Mapping[int, ReadCounts]) -> LoadResult:
+    """The result of a load from what each rank has read, by global rank."""
+    slowest = max(counts, key=lambda rank: counts[rank].seconds)
+    return LoadResult(
+        checkpoint_id=checkpoint_id,
+        files=dict(sum((each.files for each in counts.values()), Counter())),
+        bytes=dict(sum((each.bytes for each in counts.values()), Counter())),
+        seconds=counts[slowest].seconds,
+        slowest_rank=slowest,
+    )
