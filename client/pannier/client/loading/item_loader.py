@@ -8,12 +8,10 @@ whole, as is what isn't a plain tensor: that is unpickled. Planners are called b
 name the item, the file and the bytes. Blocking; for one load of one rank.
 """
 
-import ctypes
 import io
 import posixpath
 import zipfile
 import zlib
-from bisect import bisect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -30,14 +28,13 @@ from pannier.client.loading import archive_layout
 from pannier.client.loading.archive_layout import Expected, PlainTensor
 from pannier.client.loading.filesystem import StorageDir
 from pannier.client.loading.range_reader import KeyIndex, Range, Read
+from pannier.client.loading.target_memory import TargetMemory, is_divisible, memory_of
 from pannier.client.restore.sources import Sources
 from pannier.wire import records
 from pannier.wire.errors import IntegrityError, InvalidRequestError, PannierError, StorageError
 
 _TARGETS: Final = ("resolve_tensor", "commit_tensor", "lookup_tensor", "transform_tensor")
 """Methods by which a DefaultLoadPlanner hands out its tensors."""
-_UNDIVIDED: Final = ("xla",)
-"""Devices to which a tensor is copied at once."""
 
 
 def locate(item: ReadItem, metadata: Metadata, url: str) -> Range:
@@ -88,7 +85,7 @@ class ItemLoader:
             getattr(type(planner), name, None) is not getattr(DefaultLoadPlanner, name)
             for name in _TARGETS
         )
-        self._targets = _Targets()
+        self._targets = TargetMemory()
         self._copies: list[tuple[ReadItem, torch.Tensor, torch.Tensor]] = []
         """Items, targets and sources, to be copied together."""
 
@@ -192,7 +189,7 @@ class ItemLoader:
         for part in parts:
             memory = None
             if part.is_direct and self._sources.is_near(source.file):
-                memory = _memory_of(part.target)
+                memory = memory_of(part.target)
             if memory is None:
                 origin = part.item.storage_offsets
                 yield from self._block_reads(source, part.stored, [part], origin)
@@ -226,7 +223,7 @@ class ItemLoader:
                 self._planner.commit_tensor(part.item, part.target)
             return
         most = tensor.span
-        if all(_is_divisible(part.target) for part in parts):
+        if all(is_divisible(part.target) for part in parts):
             most = self._sources.request_bytes(source.file)
         blocks = list(tensor.blocks(most))
         for number, (at, block) in enumerate(blocks, 1):
@@ -279,7 +276,7 @@ class ItemLoader:
             if target is None:
                 target = self._planner.resolve_tensor(item).detach()
             self._check(item, target, value.dtype, value.shape)
-            if not self._in_turn and _is_divisible(target) and _is_divisible(value):
+            if not self._in_turn and is_divisible(target) and is_divisible(value):
                 self._copies.append((item, target, value))
                 continue
             target.copy_(value)
@@ -388,73 +385,11 @@ class _Part:
         target.copy_(narrow_tensor_by_index(value, theirs, sizes))
 
 
-class _Targets:
-    """The memory that earlier reads fill, so that no later one fills the same at the same time."""
-
-    def __init__(self) -> None:
-        self._places: list[tuple[int, int]] = []
-        """Start and end of each, sorted; they don't overlap."""
-
-    def add(self, target: torch.Tensor) -> bool:
-        """False where it overlaps with one before, as tied weights do."""
-        start, end = _extent(target)
-        first = bisect(self._places, (start,))
-        if first and self._places[first - 1][1] > start:
-            first -= 1
-        last = bisect(self._places, (end,))
-        overlapping = self._places[first:last]
-        for other in overlapping:
-            start, end = min(start, other[0]), max(end, other[1])
-        if start < end:
-            self._places[first:last] = [(start, end)]
-        return not overlapping
-
-    def start_again(self, target: torch.Tensor) -> None:
-        """All earlier reads were used; ``target`` is the first of the next ones."""
-        self._places.clear()
-        self.add(target)
-
-
-def _extent(target: torch.Tensor) -> tuple[int, int]:
-    """First address and end of a strided tensor on the host; an empty extent for others."""
-    if type(target) is not torch.Tensor or target.layout is not torch.strided:
-        return 0, 0
-    if target.device.type != "cpu" or not target.numel():
-        return 0, 0
-    last = sum((size - 1) * step for size, step in zip(target.shape, target.stride(), strict=True))
-    start = target.data_ptr()
-    return start, start + (last + 1) * target.element_size()
-
-
 @lru_cache(maxsize=256)
 def _normal(path: str) -> str | None:
     """A file's path in the checkpoint; None: it lies outside."""
     path = posixpath.normpath(path)
     return None if path.startswith(("/", "../")) or path in ("..", ".") else path
-
-
-def _memory_of(target: torch.Tensor) -> memoryview | None:
-    """The memory of a plain row-major tensor on the host; None: it isn't one."""
-    if not _is_divisible(target) or target.device.type != "cpu" or not target.is_contiguous():
-        return None
-    address = target.data_ptr()
-    if not address:
-        # A wrapper of functionalization, which has another tensor's memory.
-        return None
-    memory = (ctypes.c_char * target.nbytes).from_address(address)
-    # Threads may still write to it when an exception of a signal handler has ended the load.
-    memory.owner = target  # type: ignore[attr-defined]
-    return memoryview(memory).cast("B")
-
-
-def _is_divisible(tensor: torch.Tensor) -> bool:
-    """Whether its elements may be copied part by part, or together with those of others."""
-    return (
-        type(tensor) is torch.Tensor
-        and tensor.layout is torch.strided
-        and tensor.device.type not in _UNDIVIDED
-        and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
-    )
 
 
 def _is_intact(content: memoryview) -> bool:
