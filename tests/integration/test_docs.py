@@ -151,7 +151,7 @@ def test_the_first_checkpoint_and_every_command(tmp_path: Path, embedded: Path) 
 
 
 def without_figures(text: str) -> str:
-    return re.sub(r"\d[\d.]*(?: (?:[KMGT]iB|B|ms|s)\b)?", "N", text)
+    return re.sub(r"\d[\d.]*(?: (?:[KMGT]iB|B|ms|s|min(?: \d+ s)?)\b)?", "N", text)
 
 
 FRAGMENTS = """

@@ -42,10 +42,9 @@ client.configure(sidecar="unix:///tmp/pannier-no-such.sock")
 shown(lambda: client.save(state, checkpoint_id=f"{root}/step-3"))
 client.load(state, checkpoint_id=f"{root}/step-4")
 """
-_SAVED = (
-    r"pannier: saved {}, 97\d\.\d KiB from 1 rank, stalled [\d.]+ m?s, durable after [\d.]+ m?s"
-)
-_LOADED = r"pannier: loaded {}, 97\d\.\d KiB in [\d.]+ s, 2 files: 2 own spool"
+_TIME = r"\d[\d.]* (?:m?s|min(?: \d+ s)?)"
+_SAVED = rf"pannier: saved {{}}, 97\d\.\d KiB from 1 rank, stalled {_TIME}, durable after {_TIME}"
+_LOADED = rf"pannier: loaded {{}}, 97\d\.\d KiB in {_TIME}, 2 files: 2 own spool"
 
 
 @pytest.fixture(scope="module")

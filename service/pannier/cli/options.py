@@ -25,7 +25,7 @@ class Size(_Type):
         """Bytes as an int."""
         if isinstance(value, int):
             return value
-        from pannier.common.sizes import parse_size
+        from pannier.common.units import parse_size
 
         try:
             return parse_size(value)
@@ -53,6 +53,23 @@ class Seconds(_Type):
             what = "a number of seconds from 0" if self._zero else "a positive number of seconds"
             self.fail(f"{value!r} is not {what}", param, ctx)
         return seconds
+
+
+class Duration(_Type):
+    """Seconds, given with a unit: ``90s``, ``30min``, ``6h``, ``2d12h``."""
+
+    name = "duration"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        """Seconds as a float."""
+        from pannier.common.units import parse_duration
+
+        try:
+            return parse_duration(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
 
 
 class Address(_Type):

@@ -13,7 +13,7 @@ import click
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from pannier.common.sizes import size_text
+from pannier.common.units import size_text
 
 _ANY_WIDTH: Final = 1 << 20
 _COLOURS: Final = {

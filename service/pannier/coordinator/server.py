@@ -16,7 +16,6 @@ from typing import Final
 import grpc
 
 from pannier.common import observer_clock, timeouts, tracing
-from pannier.common.malloc import keep_freed_memory
 from pannier.coordinator.background.earlier_attempts import EarlierAttempts
 from pannier.coordinator.background.retention import Retention
 from pannier.coordinator.background.superseded import Sweeper
@@ -38,6 +37,7 @@ from pannier.daemon.http_server import serve_http
 from pannier.daemon.interceptors import ErrorInterceptor
 from pannier.daemon.listeners import bind_listeners, raise_descriptor_limit, server_options
 from pannier.daemon.logging import set_up_logging
+from pannier.daemon.malloc import keep_freed_memory
 from pannier.daemon.metrics import Metrics, SaveCounts
 from pannier.daemon.signals import StopSignals
 from pannier.daemon.status_page import StatusPage, read_on_loop

@@ -5,9 +5,9 @@ import logging
 import os
 
 from pannier.common import tracing
-from pannier.common.malloc import keep_freed_memory
 from pannier.daemon.listeners import raise_descriptor_limit
 from pannier.daemon.logging import set_up_logging
+from pannier.daemon.malloc import keep_freed_memory
 from pannier.daemon.signals import StopSignals
 from pannier.sidecar.config import SidecarConfig
 from pannier.sidecar.multi_job.job_config import JobConfig

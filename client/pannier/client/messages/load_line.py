@@ -5,7 +5,7 @@ Pure, but for the log; any thread.
 """
 
 from pannier.client.messages import console
-from pannier.common.sizes import size_text
+from pannier.common.units import size_text
 
 
 def log_loaded(checkpoint_id: str, size: int, seconds: float, files: str) -> None:

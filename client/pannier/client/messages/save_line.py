@@ -5,7 +5,7 @@ after 0.9 s``. Pure, but for the log; any thread.
 """
 
 from pannier.client.messages import console
-from pannier.common.sizes import size_text
+from pannier.common.units import duration_text, size_text
 from pannier.v1 import sidecar_pb2
 
 
@@ -20,17 +20,13 @@ def log_committed(
     Args:
         size: bytes of all ranks.
         durable_s: from the call to the commit.
-        stalled_s: for how long the call kept the training loop; None: until the end.
+        stalled_s: for how long the call kept the training loop, on the slowest rank; None: until the end.
     """
     if context.rank != context.ranks[0]:
         return
     ranks = f"{len(context.ranks)} rank{'s' if len(context.ranks) > 1 else ''}"
-    stall = "" if stalled_s is None else f"stalled {_seconds(stalled_s)}, "
+    stall = "" if stalled_s is None else f"stalled {duration_text(stalled_s)}, "
     console.info(
         "saved %s, %s from %s, %sdurable after %s",
-        *(context.checkpoint_id, size_text(size), ranks, stall, _seconds(durable_s)),
+        *(context.checkpoint_id, size_text(size), ranks, stall, duration_text(durable_s)),
     )
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds * 1000:.0f} ms" if seconds < 0.1 else f"{seconds:.1f} s"

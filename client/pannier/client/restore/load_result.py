@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from pannier.common.sizes import size_text
+from pannier.common.units import size_text
 
 OWN_SPOOL: Final = "own spool"
 BUCKET: Final = "bucket"

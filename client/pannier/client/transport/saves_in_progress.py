@@ -12,7 +12,7 @@ from pannier.client.interrupts import Condition
 from pannier.client.transport.save_status import StatusFollower
 from pannier.client.transport.save_task import SaveTask
 from pannier.client.transport.sidecar_client import SidecarClient
-from pannier.common.sizes import size_text
+from pannier.common.units import size_text
 from pannier.wire.errors import DeadlineError
 
 

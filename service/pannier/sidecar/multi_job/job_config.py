@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from pannier.common.locations import parse
-from pannier.common.sizes import parse_size
+from pannier.common.units import parse_size
 from pannier.v1 import save_pb2
 from pannier.wire.addresses import parse_address
 from pannier.wire.auth_token import check_token, digest, read_private

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from pannier.common import timeouts
-from pannier.common.sizes import size_text
+from pannier.common.units import size_text
 from pannier.sidecar.save_registry import SaveRegistry
 from pannier.sidecar.spool.journal_state import JournalState, Recorded
 from pannier.sidecar.spool.mapped_files import TOKEN_BYTES, MappedFiles, close_all, open_for_reading

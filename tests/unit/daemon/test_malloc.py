@@ -7,7 +7,7 @@ import pytest
 
 ALLOCATES = """
 import resource, threading
-from pannier.common.malloc import keep_freed_memory
+from pannier.daemon.malloc import keep_freed_memory
 
 keep_freed_memory()
 
