@@ -18,6 +18,7 @@ the program's own handlers put records of the logger ``pannier``, at the level t
 import builtins
 import os
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any
 
 # Read when gRPC is imported. Unset, it is off for gRPC's Python package, but on for its core, which prints a line
@@ -40,6 +41,7 @@ from pannier.client.restore.load_result import LoadResult
 from pannier.client.restore.local_copies import LocalCopies
 from pannier.client.save_factory import configure, default_settings, raise_unretrieved
 from pannier.client.staging.optimizer_guard import Guard
+from pannier.common.save_interval import Advice
 from pannier.wire.errors import (
     BusyError,
     CheckpointExistsError,
@@ -150,6 +152,30 @@ def save(
 def wait_all(timeout: float | None = None) -> None:
     """Waits until every save has ended. See :meth:`Client.wait_all`."""
     default_client().wait_all(timeout)
+
+
+def advice(*, mtbf: float | timedelta | None = None) -> Advice | None:
+    """What saves cost, and how often to save; None before the first commit.
+
+    By this process's last 20 committed saves (of its largest group, where several groups of ranks save) and last
+    20 loads. ``str()`` of it is one line. The interval is the one that loses the least time, as Young (1974) and
+    Daly (2006) estimate it; :mod:`pannier.common.save_interval` has the model. No other rank is asked: a loop that
+    goes by it takes one rank's. It raises no unretrieved errors.
+
+    What a save costs is for how long ``async_save`` kept the loop, on the slowest rank (:func:`save` waits for the
+    commit besides). Not measured, and not counted: slower steps while a save is in flight, an optimizer's wait for
+    an overlapped copy, and the time until a failure is noticed and processes are started again. Saves by
+    :class:`StorageWriter` aren't counted. Without any load, a restore is assumed to take as long as a
+    save until it is durable.
+
+    Args:
+        mtbf: mean time between failures of the whole job, seconds or a timedelta: with 16 hosts that
+            each fail once in 30 days, 45 hours. None: the costs alone.
+
+    Raises:
+        InvalidRequestError: ``mtbf`` is below a second, or not finite.
+    """
+    return default_client().advice(mtbf=mtbf)
 
 
 # Reading needs no sidecar, starts none, and makes no client. Unretrieved errors are raised here, too.
@@ -276,6 +302,7 @@ def list(
 
 
 __all__ = [
+    "Advice",
     "BusyError",
     "CheckpointExistsError",
     "CheckpointInfo",
@@ -299,6 +326,7 @@ __all__ = [
     "StorageWriter",
     "UnavailableError",
     "VersionMismatchError",
+    "advice",
     "async_save",
     "close",
     "configure",

@@ -10,6 +10,7 @@ import logging
 import os
 import threading
 from collections.abc import Mapping
+from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
@@ -23,6 +24,7 @@ from pannier.client.handle import SaveHandle, SaveResult
 from pannier.client.loading import catalog
 from pannier.client.loading.filesystem import refuse_path
 from pannier.client.loading.load import load as load_checkpoint
+from pannier.client.loading.load import recent_seconds
 from pannier.client.loading.storage_reader import StorageReader
 from pannier.client.messages import wait_log
 from pannier.client.messages.call_errors import at_call
@@ -31,7 +33,9 @@ from pannier.client.restore.local_copies import LocalCopies
 from pannier.client.save_call import SaveCall
 from pannier.client.save_factory import SaveFactory
 from pannier.client.staging.optimizer_guard import Guard, Guards
+from pannier.common import save_interval
 from pannier.common.deadline import Deadline
+from pannier.common.save_interval import Advice
 from pannier.wire.errors import InvalidRequestError, PannierError, SaveSkippedError
 
 _log = logging.getLogger(__name__)
@@ -264,6 +268,14 @@ class Client:
         with wait_log.logged("wait_all", self._factory.saves.__str__):
             self._factory.saves.wait(timeout)
         self._factory.saves.errors.raise_all()
+
+    @at_call
+    def advice(self, *, mtbf: float | timedelta | None = None) -> Advice | None:
+        """What saves cost, and how often to save. See :func:`pannier.client.advice`."""
+        mtbf_s = mtbf.total_seconds() if isinstance(mtbf, timedelta) else mtbf
+        if not isinstance(mtbf_s, float | int | None):
+            raise InvalidRequestError(f"mtbf={mtbf!r}: give seconds or a timedelta")
+        return save_interval.advise(self._factory.saves.costs.recent(), recent_seconds(), mtbf_s)
 
     # Reading.
 

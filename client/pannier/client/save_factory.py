@@ -38,6 +38,7 @@ from pannier.client.transport.save_task import SaveTask
 from pannier.client.transport.saves_in_progress import SavesInProgress
 from pannier.client.transport.sidecar_client import SidecarClient
 from pannier.common.deadline import Deadline
+from pannier.common.save_interval import SaveCost
 from pannier.v1 import plan_pb2, sidecar_pb2
 from pannier.wire.errors import (
     ConfigurationError,
@@ -175,7 +176,7 @@ class SaveFactory:
                 plan_timeout_s=self.settings.plan_timeout,
                 resume_after=lambda number: call.member.world.resume(call.group, number + 1),
                 on_ended=self.saves.end,
-                on_committed=save_line.log_committed,
+                on_committed=self.log_committed,
             )
             task.status.times.waited_s = waited_s
             self.saves.add(task)
@@ -229,6 +230,11 @@ class SaveFactory:
         finally:
             wait.end()
         return task.handle
+
+    def log_committed(self, context: sidecar_pb2.SaveContext, size: int, cost: SaveCost) -> None:
+        """Logs a committed save of ``size`` bytes and remembers what it took."""
+        self.saves.costs.add(tuple(context.ranks), cost)
+        save_line.log_committed(context, size, cost.durable_s, cost.stalled_s)
 
     def prepare(
         self, call: SaveCall, state_dict: Mapping[str, Any], planner: SavePlanner | None

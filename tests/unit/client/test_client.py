@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,34 @@ def test_the_loop_may_change_everything_when_the_call_has_returned(
 
 def test_save_waits_for_the_commit(client: Client) -> None:
     assert client.save(state(), checkpoint_id="/x/step-1").bytes > 4000
+
+
+def test_advice_is_by_the_committed_saves_and_the_slowest_rank(
+    client: Client, sidecar: ScriptedSidecar, two_ranks: None
+) -> None:
+    assert client.advice(mtbf=3600) is None
+    with pytest.raises(InvalidRequestError, match="mean time between failures of 0 s"):
+        client.advice(mtbf=timedelta())
+    with pytest.raises(InvalidRequestError, match="mtbf='6h': give seconds or a timedelta"):
+        client.advice(mtbf="6h")  # type: ignore[arg-type]
+    client.save(state(), checkpoint_id="/x/step-1")
+    first = client.advice()
+    assert first is not None
+    assert 0 < first.cost.stalled_s < first.cost.ingested_s <= first.cost.durable_s < BOUND_S
+    assert (first.saves, first.interval_s) == (1, None)
+    sidecar.commit = False
+    for step, stalled_s in ((2, 11.0), (3, 12.0)):
+        handle = client.async_save(state(), checkpoint_id=f"/x/step-{step}")
+        sidecar.wait_for(lambda: len(sidecar.asked(sidecar_pb2.HandOverRequest)) == step)  # noqa: B023
+        sidecar.send_status(
+            sidecar.asked(sidecar_pb2.HandOverRequest)[-1].context.save,
+            save_pb2.SAVE_STATE_COMMITTED,
+            ranks=[save_pb2.RankStatus(rank=1, stalled_s=stalled_s)],
+        )
+        handle.result(BOUND_S)
+    found = client.advice(mtbf=timedelta(hours=6))
+    assert found is not None
+    assert (found.saves, found.mtbf_s, found.cost.stalled_s) == (3, 21600, 11.0)
 
 
 def test_saves_are_numbered_from_one(client: Client, sidecar: ScriptedSidecar) -> None:

@@ -13,7 +13,8 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from pannier import client
-from pannier.client.loading.load import load
+from pannier.client.loading import load as load_module
+from pannier.client.loading.load import load, recent_seconds
 from pannier.client.loading.load_error import LoadError
 from pannier.client.loading.storage_reader import StorageReader
 from pannier.v1 import save_pb2
@@ -24,6 +25,7 @@ from pannier.wire.errors import (
     PannierError,
     StorageError,
 )
+from support.processes.stretch import BOUND_S
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 READER = r"torch\.distributed\.checkpoint\.HuggingFaceStorageReader"
@@ -46,6 +48,17 @@ def test_fills_tensors_where_they_are(checkpoint: Path) -> None:
     assert torch.equal(weight, torch.arange(6.0))
     assert torch.equal(bias, torch.ones(2))
     assert (state["count"], state["deep"]["name"]) == (3, "x")
+
+
+def test_what_loads_took_is_known_to_advice(checkpoint: Path) -> None:
+    load_module._recent_s.clear()
+    with pytest.raises(StorageError):
+        load({"w": torch.zeros(6)}, checkpoint_id=checkpoint.with_name("step-2"))
+    assert recent_seconds() == []
+    for _ in range(2):
+        load({"w": torch.zeros(6)}, checkpoint_id=checkpoint)
+    assert len(recent_seconds()) == 2
+    assert all(0 < seconds < BOUND_S for seconds in recent_seconds())
 
 
 def test_fills_a_view_of_a_larger_tensor(checkpoint: Path) -> None:

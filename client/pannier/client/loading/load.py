@@ -4,6 +4,7 @@ In: a state dict to fill. Out: the same, filled in place, with DCP's resharding.
 ``dcp.load`` is; a failure on one rank is raised on all, with the rank. Blocking.
 """
 
+import collections
 import contextlib
 import os
 import socket
@@ -11,7 +12,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from traceback import StackSummary
-from typing import Any, TypeVar, cast
+from typing import Any, Final, TypeVar, cast
 
 import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict_loader as dcp
@@ -28,11 +29,19 @@ from pannier.client.process_group import is_alone
 from pannier.client.restore.load_result import LoadResult, ReadCounts, combine
 from pannier.client.restore.local_file import Locate
 from pannier.client.xla import planners, runtime
+from pannier.common.save_interval import RECENT
 from pannier.v1 import save_pb2
 from pannier.wire.errors import InvalidRequestError, PannierError
 from pannier.wire.failures import ranks_text, shorten
 
 T = TypeVar("T")
+
+_recent_s: Final[collections.deque[float]] = collections.deque(maxlen=RECENT)
+
+
+def recent_seconds() -> list[float]:
+    """What the last loads of this process took that succeeded on all ranks, for advice on how often to save."""
+    return list(_recent_s)
 
 
 @at_call
@@ -104,6 +113,7 @@ def _result(group: "_Group | None", checkpoint_id: str, counts: ReadCounts) -> L
     result = combine(checkpoint_id, by_rank)
     if group is None or group.rank == group.ranks[0]:
         load_line.log_loaded(checkpoint_id, result.total_bytes, result.seconds, result.files_text)
+    _recent_s.append(result.seconds)
     return result
 
 

@@ -9,7 +9,7 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from pannier.client.handle import Resolver, SaveHandle, SaveResult
 from pannier.client.staging.in_flight import ArenaUse, InFlightSave
@@ -20,6 +20,7 @@ from pannier.client.transport.sidecar_client import SidecarClient
 from pannier.client.user_errors import name_save
 from pannier.common import timeouts, tracing
 from pannier.common.deadline import Deadline
+from pannier.common.save_interval import SaveCost
 from pannier.v1 import save_pb2, sidecar_pb2
 from pannier.wire import object_names
 from pannier.wire.errors import (
@@ -63,10 +64,14 @@ class PhaseTimes:
         seconds = self.seconds()
         return self.waited_s + seconds.get("plan", 0.0) + seconds.get("stage", 0.0)
 
-    @property
-    def since_call_s(self) -> float:
-        """How long ago the trainer's call began."""
-        return self.waited_s + time.monotonic() - self._began
+    def cost(self, ranks: Iterable[save_pb2.RankStatus]) -> SaveCost:
+        """What the save took until now, when it is committed; ``ranks``: what all ranks reported."""
+        durable_s = self.waited_s + time.monotonic() - self._began
+        return SaveCost(
+            stalled_s=max(self.stalled_s, *(rank.stalled_s for rank in ranks), 0.0),
+            ingested_s=durable_s - self.seconds()["commit"],
+            durable_s=durable_s,
+        )
 
     def trace(self, context: sidecar_pb2.SaveContext, size: int, error: str) -> None:
         """Exports the spans of this rank's part, if tracing is on; only once."""
@@ -88,8 +93,8 @@ class PhaseTimes:
         tracing.export_rank(context.save, context.rank, own, parts)
 
 
-OnCommitted = Callable[[sidecar_pb2.SaveContext, int, float, float], None]
-"""Gets bytes of all ranks, seconds from the trainer's call on, and how many of them it took."""
+OnCommitted = Callable[[sidecar_pb2.SaveContext, int, SaveCost], None]
+"""Gets bytes of all ranks, and what the save took."""
 
 
 class WaitingOn:
@@ -404,8 +409,7 @@ class StatusFollower:
         )
         self._end(ArenaUse.LOCAL_COPY)
         self.trace()
-        times = self.times
-        self._on_committed(self._context, result.total_bytes, times.since_call_s, times.stalled_s)
+        self._on_committed(self._context, result.total_bytes, self.times.cost(update.ranks))
         self.resolver.resolve(result)
         self._on_ended(self)
 

@@ -1,10 +1,12 @@
-"""The saves of this process that have not ended, and the errors of those that have.
+"""The saves of this process that have not ended; of those that have, the errors and what they took.
 
 In: save tasks. Out: waits for their ends, and what is still in progress, human-readable. Owned by a
 save factory. Thread-safe: tasks end on threads of their sidecar clients.
 """
 
+import collections
 import sys
+import threading
 from collections.abc import Callable
 
 from pannier.client.handle import SaveStatus, UnretrievedErrors
@@ -12,8 +14,27 @@ from pannier.client.interrupts import Condition
 from pannier.client.transport.save_status import StatusFollower
 from pannier.client.transport.save_task import SaveTask
 from pannier.client.transport.sidecar_client import SidecarClient
+from pannier.common.save_interval import RECENT, SaveCost
 from pannier.common.units import size_text
 from pannier.wire.errors import DeadlineError
+
+
+class SaveCosts:
+    """What the last committed saves of each group of ranks took. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._groups: dict[tuple[int, ...], collections.deque[SaveCost]] = {}
+
+    def add(self, ranks: tuple[int, ...], cost: SaveCost) -> None:
+        """A save of the group of ``ranks`` is committed."""
+        with self._lock:
+            self._groups.setdefault(ranks, collections.deque(maxlen=RECENT)).append(cost)
+
+    def recent(self) -> list[SaveCost]:
+        """Of the largest group; empty: none is committed."""
+        with self._lock:
+            return list(self._groups[max(self._groups, key=len)]) if self._groups else []
 
 
 class SavesInProgress:
@@ -25,6 +46,7 @@ class SavesInProgress:
 
     def __init__(self, on_ended: Callable[[], None]) -> None:
         self.errors = UnretrievedErrors()
+        self.costs = SaveCosts()
         self._on_ended = on_ended
         self._changed = Condition()
         self._tasks: dict[StatusFollower, SaveTask] = {}
