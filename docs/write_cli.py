@@ -44,6 +44,7 @@ _EXAMPLES: Final = {
         "status",
         "status /tmp/checkpoints/step-30",
         "status --state committed --job llama --limit 5 -o wide",
+        "status --mtbf 6h",
         "status --json",
     ),
     "health": ("health",),

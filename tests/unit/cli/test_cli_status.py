@@ -186,6 +186,73 @@ def test_status_json_is_the_protos_json(serve: Serve) -> None:
     assert save["failures"] == []
 
 
+def committed(number: int, stalled_s: float, job: str = "job") -> save_pb2.SaveStatus:
+    status = save_pb2.SaveStatus()
+    status.CopyFrom(COMMITTED)
+    status.save.job, status.save.number, status.id = job, number, f"{job}/inc/g1a2b3c4d/{number}"
+    status.ingested_s, status.committed_s = 0.5, 2.0
+    status.ranks[0].stalled_s, status.ranks[1].stalled_s = stalled_s / 2, stalled_s
+    return status
+
+
+def test_status_shows_what_saves_cost_and_how_often_to_save(serve: Serve) -> None:
+    # A restarted daemon doesn't know when this one began.
+    unknown = committed(1, 7.0)
+    unknown.committed_s = 0
+    saves = [UPLOADING, committed(9, 0.2), committed(4, 0.3, "other"), committed(8, 0.1), unknown]
+    address = serve(Scripted(saves))
+    out = pannier("status", "--address", address).out
+    assert (
+        "job, 2 ranks (group g1a2b3c4d): a save costs 0.1 s of training and is durable after 2.1 s (2 saves); "
+        "no load was measured\n"
+    ) in out
+    assert "other, 2 ranks (group g1a2b3c4d): a save costs 0.3 s " in out
+    advised = pannier("status", "--address", address, "--mtbf", "1d 12h", columns=80)
+    assert all(len(line) <= 80 for line in advised.out.splitlines())
+    sentences = " ".join(advised.out.split())
+    assert "job, 2 ranks (group g1a2b3c4d): save every 2 min 41 s: a save costs" in sentences
+    assert "no load was measured: a restore is assumed to take 2.1 s" in sentences
+    assert "at one failure in 1 d 12 h, each of a whole host, 0.062 % of the time" in sentences
+
+
+def test_status_without_a_measured_save_says_that_it_has_no_advice(serve: Serve) -> None:
+    address = serve(Scripted([UPLOADING, COMMITTED]))
+    assert "how often" not in pannier("status", "--address", address).out
+    result = pannier("status", "--address", address, "--mtbf", "6h")
+    assert (result.code, "how often to save isn't known" in result.out) == (0, True), result
+
+
+def test_advice_in_json_is_beside_the_protos_fields(serve: Serve) -> None:
+    address = serve(Scripted([committed(9, 0.2)]))
+    assert "advice" not in pannier("status", "--json", "--address", address).json()
+    for words in ((), (committed(9, 0.2).id,)):
+        answer = pannier("status", *words, "--json", "--mtbf", "6h", "--address", address).json()
+        (advice,) = answer.pop("advice")
+        message = status_pb2.GetSaveResponse() if words else status_pb2.ListSavesResponse()
+        json_format.ParseDict(answer, message)
+        loss, loss_in_place = advice.pop("loss"), advice.pop("loss_in_place")
+        assert 0 < loss["saves"] < loss["failures"] < 0.01
+        assert loss_in_place["failures"] < loss["failures"]
+        assert advice == {
+            "job": "job",
+            "group": "g1a2b3c4d",
+            "ranks": 2,
+            "saves": 1,
+            "cost": {"stalled_s": 0.2, "ingested_s": 0.7, "durable_s": 2.2},
+            "restore_s": 2.2,
+            "restores": 0,
+            "mtbf_s": 21600,
+            "interval_s": pytest.approx(93, abs=0.5),
+        }
+
+
+@pytest.mark.parametrize("mtbf", ["6", "never", "0.5s"])
+def test_a_mean_time_between_failures_that_is_none_exits_with_2(serve: Serve, mtbf: str) -> None:
+    result = pannier("status", "--mtbf", mtbf, "--address", serve(Scripted([committed(9, 0.2)])))
+    assert result.code == 2, result
+    assert "a mean time between failures of" in result.err or "--mtbf" in result.err
+
+
 def test_status_filters_reach_the_daemon(serve: Serve) -> None:
     daemon = Scripted()
     flags = ["--job", "j", "--state", "aborted", "--state", "in_doubt", "--limit", "5"]

@@ -1,11 +1,13 @@
 """``pannier status``: a daemon's saves, as a table or as JSON."""
 
 from pathlib import Path
+from typing import Any
 
 import click
 
 from pannier.cli import output, save_view
-from pannier.cli.options import output_options
+from pannier.cli.options import Duration, output_options
+from pannier.cli.save_advice import GroupAdvice, advice_of
 from pannier.cli.status_client import StatusClient, daemon_option, embedded_sidecars
 from pannier.common.message_json import as_dict
 from pannier.v1 import save_pb2, status_pb2
@@ -32,6 +34,12 @@ _STATES = [
 @click.option(
     "--limit", type=click.IntRange(1, 10000), default=20, show_default=True, help="Most saves."
 )
+@click.option(
+    "--mtbf",
+    type=Duration(),
+    help="Mean time between failures of the whole job, with its unit, like 6h or 2d12h: also show how "
+    "often to save, so that the least time is lost.",
+)
 @output_options
 def command(
     *,
@@ -40,6 +48,7 @@ def command(
     job: str | None,
     states: tuple[str, ...],
     limit: int,
+    mtbf: float | None,
     wide: bool,
     as_json: bool,
     **tls: Path | None,
@@ -48,9 +57,18 @@ def command(
 
     SAVE is an id from the list, or a checkpoint id, which means its newest save.
 
+    Below the list is what a save costs, for each job and group of ranks: medians
+    of its committed saves in the list.
+
     The JSON is a stable contract: pannier.v1.ListSavesResponse, with SAVE
     pannier.v1.GetSaveResponse, in proto3's JSON form with the protos' field
-    names, every field present, and 64-bit integers as numbers.
+    names, every field present, and 64-bit integers as numbers. With --mtbf it
+    has "advice" besides, a list with an object for each job and group: "job",
+    "group", "ranks" (how many), "saves" (how many were measured), "cost" (their
+    "stalled_s", "ingested_s", "durable_s"), "restore_s", "restores" (0: none was
+    measured), "mtbf_s", "interval_s", "loss" and "loss_in_place" (shares of the
+    time lost to "saves" and "failures", where a failure loses the host, and
+    where only processes die).
     """
     if address is None:
         address, *others = embedded_sidecars()
@@ -61,10 +79,12 @@ def command(
     with StatusClient(address, **tls) as client:
         if save is not None:
             found = client.get_save(save)
+            advice = advice_of([found.save], mtbf)
             if as_json:
-                output.print_json(as_dict(found))
+                output.print_json(_with_advice(as_dict(found), advice, mtbf))
             else:
                 output.show(save_view.save_details(found.save), wide=wide)
+                _say_advice(advice, mtbf)
             return
         listed = client.list_saves(
             status_pb2.ListSavesRequest(
@@ -73,8 +93,9 @@ def command(
                 limit=limit,
             )
         )
+    advice = advice_of(listed.saves, mtbf)
     if as_json:
-        output.print_json(as_dict(listed))
+        output.print_json(_with_advice(as_dict(listed), advice, mtbf))
         return
     output.say(f"{listed.host}: {listed.daemon_state}, pannier {listed.version}")
     if listed.oldest_upload_s:
@@ -94,3 +115,17 @@ def command(
         output.show(save_view.saves_table(listed.saves), wide=wide)
     else:
         output.say("no saves")
+    _say_advice(advice, mtbf)
+
+
+def _with_advice(
+    answer: dict[str, Any], advice: list[GroupAdvice], mtbf: float | None
+) -> dict[str, Any]:
+    return answer if mtbf is None else {**answer, "advice": [each.fields() for each in advice]}
+
+
+def _say_advice(advice: list[GroupAdvice], mtbf: float | None) -> None:
+    for each in advice:
+        output.say(str(each))
+    if mtbf is not None and not advice:
+        output.say("how often to save isn't known yet: no committed save here was measured")

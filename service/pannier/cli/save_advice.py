@@ -1,0 +1,58 @@
+"""What saves cost and how often to save, by a daemon's committed saves. In: statuses. Out: advice by job. Pure."""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+from pannier.common.save_interval import RECENT, Advice, SaveCost, advise
+from pannier.v1 import save_pb2
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupAdvice:
+    """Advice for the ranks of a job that save together."""
+
+    job: str
+    group: str
+    ranks: int
+    """How many they are."""
+    advice: Advice
+
+    def fields(self) -> dict[str, Any]:
+        """As JSON has it."""
+        fields = dataclasses.asdict(self)
+        return {**fields.pop("advice"), **fields}
+
+    def __str__(self) -> str:
+        ranks = f"{self.ranks} rank{'s' if self.ranks > 1 else ''}"
+        return f"{self.job}, {ranks} (group {self.group}): {self.advice}"
+
+
+def advice_of(
+    saves: Iterable[save_pb2.SaveStatus], mtbf_s: float | None = None
+) -> list[GroupAdvice]:
+    """For each job and group with a committed save among these, newest first; no load is known.
+
+    Raises InvalidRequestError: ``mtbf_s`` is below 1.
+    """
+    groups: dict[tuple[str, str, int], list[SaveCost]] = {}
+    for save in saves:
+        cost = _cost(save)
+        if cost is not None:
+            key = (save.save.job, save.save.group, len(save.ranks))
+            groups.setdefault(key, []).append(cost)
+    advised = ((key, advise(costs[:RECENT], [], mtbf_s)) for key, costs in groups.items())
+    return [GroupAdvice(*key, advice) for key, advice in advised if advice is not None]
+
+
+def _cost(save: save_pb2.SaveStatus) -> SaveCost | None:
+    """None: it isn't committed, or was before this daemon started."""
+    stalled_s = max((rank.stalled_s for rank in save.ranks), default=0.0)
+    if save.state != save_pb2.SAVE_STATE_COMMITTED or not save.committed_s or not stalled_s:
+        return None
+    # The daemons' times begin at the save's first message: by a cached plan, that is after the stall.
+    return SaveCost(
+        stalled_s=stalled_s,
+        ingested_s=stalled_s + save.ingested_s,
+        durable_s=stalled_s + save.committed_s,
+    )
