@@ -47,5 +47,7 @@ def test_no_process_is_asked_in_the_call_unless_something_changed(runs: Path) ->
             continue
         for rank, report in enumerate(reports):
             calls = report[f"step-{step}"]
-            # A new plan may need more room, too.
-            assert calls[:1] == ASKS.get(step, ([], []))[rank], (step, rank)
+            if step in ASKS or step - 1 in ASKS:
+                # A new plan may need more room, too, in each of the two sets of files.
+                calls = [call for call in calls if call == "Plan"]
+            assert calls == ASKS.get(step, ([], []))[rank], (step, rank)

@@ -412,8 +412,9 @@ class Sidecar:
         return self._serves and not self.saves.draining
 
     async def _close_journal(self) -> None:
-        # Embedded daemons leave no memory behind but what is not in storage yet.
-        self._kept = await self._journal.close(keep_copies=not self.config.embedded)
+        # Embedded daemons, and those of a job that was removed, leave no memory behind but what is not in storage yet.
+        leaves = self.config.embedded or (self.auth is not None and self.auth.leaving)
+        self._kept = await self._journal.close(keep_copies=not leaves)
 
     async def _close_spool(self) -> None:
         await asyncio.to_thread(self.spool.close, self._kept)

@@ -173,7 +173,7 @@ class JournalState:
             for file in (state.in_spool if keep_copies else state.needed)
             if file.spool_file
         }
-        pending = bool(self._states.by_number)
+        pending = any(keep_copies or not state.committed for state in self._states)
         if pending:
             try:
                 self._journal.sync()
