@@ -366,7 +366,10 @@ class Sidecar:
         )
         servicer.add_to_server(self._servicer, server)
         restore = restore_servicer.RestoreServicer(
-            self.local_copies, lambda: self._descriptors, token_first=self.auth is not None
+            self.local_copies,
+            self._uploads.await_clean_up,
+            lambda: self._descriptors,
+            token_first=self.auth is not None,
         )
         restore_pb2_grpc.add_RestoreServicer_to_server(restore, server)
         self.diagnosis = SidecarDiagnosis(

@@ -84,6 +84,12 @@ class Uploader:
         """Cleans up after a save that ended before this process started."""
         self._clean_up(save, None)
 
+    async def await_clean_up(self, attempt: str) -> None:
+        """Returns when no rank of an attempt is being cleaned up: its files are a local copy by then, or free."""
+        tasks = [task for rank, task in self._cleanups.items() if rank.attempt == attempt]
+        # They go on when the caller is cancelled.
+        await asyncio.gather(*map(asyncio.shield, tasks), return_exceptions=True)
+
     def on_change(self, save: Save, rank: RankSave | None, urgent: bool) -> None:
         """Listener of :class:`SaveRegistry`: finishes ingested ranks, cleans up after failed ranks and
         ended saves.
