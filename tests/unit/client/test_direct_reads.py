@@ -5,7 +5,6 @@ import pickle
 import random
 import signal
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -201,7 +200,7 @@ def test_slices_of_a_stored_tensor_are_read_together(
 
 
 def test_no_thread_writes_into_a_tensor_after_interrupts_have_ended_its_load(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     dcp.save({"w": torch.ones(LARGE)}, checkpoint_id=tmp_path, no_dist=True)
     begun, go_on = threading.Event(), threading.Event()
@@ -214,7 +213,12 @@ def test_no_thread_writes_into_a_tensor_after_interrupts_have_ended_its_load(
         original(place, name, offset, target)
 
     monkeypatch.setattr(StorageDir, "read_into", held)
+    pressed = threading.Semaphore(0)
     presses = 0
+
+    def interrupt(number: int, frame: object) -> None:
+        pressed.release()
+        raise KeyboardInterrupt
 
     def press() -> None:
         nonlocal presses
@@ -222,10 +226,11 @@ def test_no_thread_writes_into_a_tensor_after_interrupts_have_ended_its_load(
         for _ in range(3):
             presses += 1
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-            # So that they don't become one.
-            time.sleep(0.1)
+            assert pressed.acquire(timeout=BOUND_S)
         go_on.set()
 
+    usual = signal.signal(signal.SIGINT, interrupt)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, usual))
     presser = threading.Thread(target=press)
     presser.start()
     got = torch.zeros(LARGE)

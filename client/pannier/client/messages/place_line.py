@@ -1,6 +1,6 @@
 """The line that rank 0 logs where a checkpoint's place isn't as the user wrote it.
 
-In: the text and the place that it means. Out: ``~/run/step-1 is /home/ann/run/step-1``, once per directory
+In: the text and the place that it means. Out: ``GS://b/run/step-1 is gs://b/run/step-1``, once per directory
 and process. Any thread.
 """
 
