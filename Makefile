@@ -140,7 +140,7 @@ images:  ## Build both container images as root, without a registry, and show th
 	@command -v buildah > /dev/null && command -v mmdebstrap > /dev/null || \
 		{ apt-get update --quiet=2 && apt-get install --yes --quiet=2 --no-install-recommends $(IMAGE_TOOLS); } || \
 		{ echo 'no images: $(IMAGE_TOOLS) are neither installed nor can they be' >&2; exit 0; }; \
-	deploy/images/build.sh
+	deploy/images/build.sh && sync
 
 lock:  ## Resolve pyproject.toml again and rewrite requirements.lock and requirements-xla.lock
 	rm -rf .venv-lock
@@ -172,6 +172,8 @@ $(INSTALLED): requirements.lock pyproject.toml
 		{ rm -rf $(VENV); echo "hint: on Debian and Ubuntu, apt install python3-venv" >&2; exit 1; }
 	$(BIN)/$(PIP) install --quiet -r requirements.lock
 	$(BIN)/$(PIP) install --quiet --no-deps --no-build-isolation -e .
+# Gigabytes that are still to be written would hold up the tests' own fsyncs for a minute.
+	@sync
 	@touch $@
 
 # The versions of requirements.lock, but for what requirements-xla.lock has instead or beside them.

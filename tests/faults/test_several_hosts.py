@@ -233,7 +233,11 @@ def test_restarted_workers_save_with_the_daemons_that_still_upload(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "second"),
-    [("abc", "bc"), ("ab", "b"), pytest.param("ab", "ab", marks=pytest.mark.extended)],
+    [
+        ("abc", "bc"),
+        pytest.param("ab", "b", marks=pytest.mark.extended),
+        pytest.param("ab", "ab", marks=pytest.mark.extended),
+    ],
     ids=["moved", "alone", "same"],
 )
 def test_what_was_ingested_is_committed_when_the_job_is_started_again(

@@ -229,7 +229,9 @@ def test_the_client_goes_on_by_itself_when_both_daemons_are_killed(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "ending", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.extended)]
+)
 def test_embedded_daemons_that_end_with_their_trainer_leave_it_to_the_next(
     embedded: Path, server: GcsServer, monkeypatch: pytest.MonkeyPatch, ending: signal.Signals
 ) -> None:

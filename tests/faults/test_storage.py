@@ -88,7 +88,13 @@ FLEETING = {
 }
 
 
-@pytest.mark.parametrize("trouble", FLEETING)
+@pytest.mark.parametrize(
+    "trouble",
+    [
+        *("503", "reset", "corrupt"),
+        *(pytest.param(each, marks=pytest.mark.extended) for each in ("429", "500", "lost")),
+    ],
+)
 def test_a_part_that_s3_did_not_take_is_sent_once_more(
     daemons: Daemons, s3: S3Server, rank: Party, trouble: str
 ) -> None:

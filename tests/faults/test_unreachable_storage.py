@@ -56,7 +56,11 @@ def client(
 
 @pytest.mark.parametrize(
     ("endpoint", "client"),
-    [("refuses", "configured"), ("unresponsive", "configured"), ("refuses", "embedded")],
+    [
+        ("unresponsive", "configured"),
+        ("refuses", "embedded"),
+        pytest.param("refuses", "configured", marks=pytest.mark.extended),
+    ],
     indirect=True,
 )
 def test_a_first_save_says_soon_that_storage_can_not_be_reached(

@@ -103,8 +103,15 @@ def test_ranks_of_different_worlds_are_named_with_their_values(run: Run) -> None
     assert (run.root / "one world" / ".metadata").exists()
 
 
-@pytest.mark.parametrize("transport", ["mapped", "streamed"])
-@pytest.mark.parametrize("hosts", [1, 2])
+@pytest.mark.parametrize(
+    ("hosts", "transport"),
+    [
+        (1, "mapped"),
+        (2, "streamed"),
+        pytest.param(1, "streamed", marks=pytest.mark.extended),
+        pytest.param(2, "mapped", marks=pytest.mark.extended),
+    ],
+)
 def test_a_rank_with_a_cached_plan_joins_again_after_missed_calls(
     tmp_path: Path, hosts: int, transport: str
 ) -> None:

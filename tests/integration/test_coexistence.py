@@ -15,7 +15,7 @@ from support.processes import forking_trainer
 from support.processes.daemons import clean_environment
 from support.processes.ranks import free_port
 
-FORK_SUPPORT = [None, "1"]
+FORK_SUPPORT = [None, pytest.param("1", marks=pytest.mark.extended)]
 """Of gRPC, by its variable in the environment: unset, the client switches it off."""
 
 

@@ -132,6 +132,7 @@ def test_daemons_that_were_started_by_hand_are_not_replaced(
     assert len(lines_about_others(caplog)) == 1
 
 
+@pytest.mark.extended
 def test_idle_daemons_of_a_removed_environment_are_replaced(others: Others, tmp_path: Path) -> None:
     removed = tmp_path / "venv"
     venv.create(removed, symlinks=True)

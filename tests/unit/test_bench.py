@@ -34,6 +34,7 @@ def test_every_part_is_planned() -> None:
     }
 
 
+@pytest.mark.extended
 def test_a_part_prints_its_rows() -> None:
     output = run("blocking", "--json", "--bytes", "1M", "--tensors", "10", "--saves", "1")
     answer = json.loads(output.splitlines()[-1])

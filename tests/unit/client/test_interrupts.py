@@ -306,8 +306,15 @@ signal.pause()
 """
 
 
-@pytest.mark.parametrize("where", ["loop", "close"])
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [
+        ("SIGINT", "loop"),
+        ("SIGTERM", "close"),
+        pytest.param("SIGINT", "close", marks=pytest.mark.extended),
+        pytest.param("SIGTERM", "loop", marks=pytest.mark.extended),
+    ],
+)
 def test_the_second_signal_ends_the_wait_and_names_what_was_not_handed_over(
     sidecar: ScriptedSidecar, name: str, where: str
 ) -> None:
