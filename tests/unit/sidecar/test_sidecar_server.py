@@ -1,5 +1,6 @@
 """A sidecar in this process, with a scripted coordinator and scripted trainers, over unix sockets."""
 
+import asyncio
 import os
 import re
 import subprocess
@@ -18,6 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pannier.common import timeouts
 from pannier.daemon.signals import StopSignals
 from pannier.sidecar.config import SidecarConfig
+from pannier.sidecar.rpc import servicer
 from pannier.sidecar.server import Sidecar
 from pannier.storage import ObjectInfo, Source, StorageError, Store
 from pannier.storage.base import Progress, Retried
@@ -290,6 +292,25 @@ def test_a_message_that_is_no_protobuf_is_refused_with_a_reason(host: Host) -> N
         stream.committed()
         stream.send_raw(b"\xff" * 10)
         with pytest.raises(errors.InvalidRequestError, match="malformed"):
+            stream.committed()
+
+
+def test_a_stream_that_is_cancelled_while_it_acknowledges_ends_with_an_error(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    acknowledge = servicer._WriteStream.acknowledge
+
+    async def interrupted(stream: Any, held: int) -> None:
+        asyncio.get_running_loop().call_soon(stream.cancel)
+        await acknowledge(stream, held)
+
+    monkeypatch.setattr(servicer._WriteStream, "acknowledge", interrupted)
+    host.start()
+    trainer = host.trainer()
+    header = trainer.header(trainer.context(host.id()), "0", MIB)
+    with trainer.stream(header) as stream:
+        assert stream.committed() == 0
+        with pytest.raises(errors.UnavailableError, match="no longer filled by this stream"):
             stream.committed()
 
 

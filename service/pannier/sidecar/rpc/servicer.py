@@ -83,6 +83,8 @@ class _WriteStream:
         self._waiting_since = math.inf
         self._idle_limit_s = timeouts.WRITE_HEADER_S
         self._timer = self._loop.call_later(timeouts.WRITE_HEADER_S, self._check_idle)
+        self._sending: asyncio.Task[None] | None = None
+        """The last acknowledgement."""
         self.problem = ""
         """Why it was cancelled; empty: it wasn't."""
 
@@ -95,7 +97,16 @@ class _WriteStream:
 
     async def acknowledge(self, held: int) -> None:
         """Reports how many bytes of the file are held."""
-        await self._context.write(sidecar_pb2.WriteResponse(committed=held))
+        response = sidecar_pb2.WriteResponse(committed=held)
+        self._sending = self._loop.create_task(self._context.write(response))
+        # When the call has ended, its handler is cancelled and doesn't retrieve the error.
+        self._sending.add_done_callback(lambda task: task.cancelled() or task.exception())
+        await asyncio.shield(self._sending)
+
+    async def sent(self) -> None:
+        """Returns once no response is being sent: gRPC can send no status until then."""
+        if self._sending is not None:
+            await asyncio.wait({self._sending})
 
     def take_header(self) -> None:
         """The header has arrived."""
@@ -204,6 +215,7 @@ class SidecarServicer(sidecar_pb2_grpc.SidecarServicer):
         except asyncio.CancelledError:
             if not stream.problem:
                 raise
+            await stream.sent()
             raise UnavailableError(f"the stream was ended: {stream.problem}") from None
         finally:
             stream.close()
