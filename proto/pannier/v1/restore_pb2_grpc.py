@@ -41,6 +41,11 @@ class RestoreStub(object):
                 request_serializer=pannier_dot_v1_dot_restore__pb2.LocateRequest.SerializeToString,
                 response_deserializer=pannier_dot_v1_dot_restore__pb2.LocateResponse.FromString,
                 _registered_method=True)
+        self.Fetch = channel.stream_stream(
+                '/pannier.v1.Restore/Fetch',
+                request_serializer=pannier_dot_v1_dot_restore__pb2.FetchRequest.SerializeToString,
+                response_deserializer=pannier_dot_v1_dot_restore__pb2.FetchResponse.FromString,
+                _registered_method=True)
 
 
 class RestoreServicer(object):
@@ -59,6 +64,17 @@ class RestoreServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Fetch(self, request_iterator, context):
+        """One per rank and load. Blocks that lie neither in this host's spool nor are needed by
+        one rank alone: the sidecar fetches each once for all ranks of its host, from a
+        peer's spool, from the host that owns it, or from storage, into memory that the ranks
+        map. The first response is `memory`, and one `block` answers each request, in any
+        order. The stream's end releases all its blocks.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RestoreServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -66,6 +82,11 @@ def add_RestoreServicer_to_server(servicer, server):
                     servicer.Locate,
                     request_deserializer=pannier_dot_v1_dot_restore__pb2.LocateRequest.FromString,
                     response_serializer=pannier_dot_v1_dot_restore__pb2.LocateResponse.SerializeToString,
+            ),
+            'Fetch': grpc.stream_stream_rpc_method_handler(
+                    servicer.Fetch,
+                    request_deserializer=pannier_dot_v1_dot_restore__pb2.FetchRequest.FromString,
+                    response_serializer=pannier_dot_v1_dot_restore__pb2.FetchResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -97,6 +118,110 @@ class Restore(object):
             '/pannier.v1.Restore/Locate',
             pannier_dot_v1_dot_restore__pb2.LocateRequest.SerializeToString,
             pannier_dot_v1_dot_restore__pb2.LocateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Fetch(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/pannier.v1.Restore/Fetch',
+            pannier_dot_v1_dot_restore__pb2.FetchRequest.SerializeToString,
+            pannier_dot_v1_dot_restore__pb2.FetchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
+class PeerStub(object):
+    """Of a sidecar, to other hosts of its job: at `--peers`, by mutual TLS.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.ReadBlock = channel.unary_stream(
+                '/pannier.v1.Peer/ReadBlock',
+                request_serializer=pannier_dot_v1_dot_restore__pb2.ReadBlockRequest.SerializeToString,
+                response_deserializer=pannier_dot_v1_dot_restore__pb2.ReadBlockResponse.FromString,
+                _registered_method=True)
+
+
+class PeerServicer(object):
+    """Of a sidecar, to other hosts of its job: at `--peers`, by mutual TLS.
+    """
+
+    def ReadBlock(self, request, context):
+        """One block, in pieces. NOT_FOUND: it isn't in this host's spool. FAILED_PRECONDITION:
+        no rank of this host takes part in the load, or the wire versions differ.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_PeerServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'ReadBlock': grpc.unary_stream_rpc_method_handler(
+                    servicer.ReadBlock,
+                    request_deserializer=pannier_dot_v1_dot_restore__pb2.ReadBlockRequest.FromString,
+                    response_serializer=pannier_dot_v1_dot_restore__pb2.ReadBlockResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'pannier.v1.Peer', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('pannier.v1.Peer', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Peer(object):
+    """Of a sidecar, to other hosts of its job: at `--peers`, by mutual TLS.
+    """
+
+    @staticmethod
+    def ReadBlock(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/pannier.v1.Peer/ReadBlock',
+            pannier_dot_v1_dot_restore__pb2.ReadBlockRequest.SerializeToString,
+            pannier_dot_v1_dot_restore__pb2.ReadBlockResponse.FromString,
             options,
             channel_credentials,
             insecure,
