@@ -1,0 +1,329 @@
+"""Who reads which block of a checkpoint's files from where, decided once for all ranks of a load.
+
+In: what each rank needs, and what lies in the spool of its host. Out: for each rank, the blocks that it
+takes through sidecars: those that another host has in its spool, and those of which ranks together need
+more bytes than the block has. The latter have an owner: the host that reads them from storage, once,
+for all; owners are balanced by bytes. Everything else is read from storage by the rank that needs it.
+Deterministic. Pure; any thread.
+"""
+
+from array import array
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from pannier.v1 import records_pb2
+from pannier.wire.chunk_codec import BLOCK_BYTES
+
+_NO_OWNER: Final = -1
+_Counts = npt.NDArray[np.int64]
+"""One number per block of a file."""
+
+
+class Host(NamedTuple):
+    """Where ranks are that share a sidecar."""
+
+    key: str
+    """Equal for ranks that share a sidecar; no others have it."""
+    name: str
+    """For people."""
+    address: str = ""
+    """Where other hosts read blocks; "": they can't."""
+    fetches: bool = True
+    """Whether its sidecar fetches blocks for its ranks."""
+
+
+class Span(NamedTuple):
+    """Bytes of a file."""
+
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class RankNeeds:
+    """What one rank needs and can be asked for."""
+
+    rank: int
+    host: Host | None
+    """None: no sidecar runs on its host."""
+    holds: frozenset[str] = frozenset()
+    """Files that other hosts can read in its host's spool."""
+    spans: Mapping[str, "array[int]"] = field(default_factory=dict)
+    """By file, of those that it doesn't read in its own spool: start and end of what it needs, by turns,
+    sorted and disjoint."""
+    asks_peers: bool = False
+    """Whether it can read from other hosts' sidecars itself, where its own doesn't fetch."""
+
+    @property
+    def takes_part(self) -> bool:
+        """Whether it can have blocks through sidecars."""
+        return self._fetches or self.asks_peers
+
+    @property
+    def _fetches(self) -> bool:
+        return self.host is not None and self.host.fetches
+
+    @property
+    def fetching_host(self) -> Host | None:
+        """The host that fetches blocks for it; None: it asks peers itself."""
+        return self.host if self._fetches else None
+
+
+class BlockSource(NamedTuple):
+    """Where one rank has a block from; indices into :attr:`RankPlan.hosts`."""
+
+    holders: tuple[int, ...]
+    """Hosts with the file in their spools; the first one is to be asked first."""
+    owner: int | None
+    """The host that reads the block from storage for others; None: that is the reader's own host."""
+    readers: int
+    """How often the block is read at the reader's host."""
+    owner_readers: int
+    """How often the block is read at the owner."""
+
+
+@dataclass(frozen=True)
+class SharedFile:
+    """The blocks of one file that ranks of one host take through sidecars; columns, one entry per block."""
+
+    record: bytes
+    """Its ``DataFile``, serialised."""
+    holders: tuple[int, ...]
+    blocks: "array[int]"
+    """Numbers, ascending."""
+    owners: "array[int]"
+    readers: "array[int]"
+    owner_readers: "array[int]"
+
+    def sources(self) -> Iterator[tuple[int, BlockSource]]:
+        """Each block's number and source."""
+        for block, owner, readers, owner_readers in zip(
+            self.blocks, self.owners, self.readers, self.owner_readers, strict=True
+        ):
+            # Not all readers ask the same holder for the same block first.
+            first = block % max(1, len(self.holders))
+            yield (
+                block,
+                BlockSource(
+                    self.holders[first:] + self.holders[:first],
+                    None if owner == _NO_OWNER else owner,
+                    readers,
+                    owner_readers,
+                ),
+            )
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """What one rank takes through sidecars."""
+
+    hosts: tuple[Host, ...]
+    own: int | None
+    """Index of the rank's host; None: it asks peers itself."""
+    files: Mapping[str, SharedFile]
+    """By name."""
+
+
+def merge(spans: Iterable[Span], gap: int = 0) -> "array[int]":
+    """Spans as :attr:`RankNeeds.spans` has them.
+
+    Args:
+        gap: bytes between two spans that are joined nevertheless.
+    """
+    merged = array("Q")
+    for start, end in sorted(spans):
+        if start >= end:
+            continue
+        if merged and start <= merged[-1] + gap:
+            merged[-1] = max(merged[-1], end)
+        else:
+            merged.extend((start, end))
+    return merged
+
+
+def shared_candidates(needs: Sequence[RankNeeds]) -> set[str]:
+    """Files of which ranks may take blocks through sidecars: their receipts are needed."""
+    held = {name for each in needs if each.host and each.host.address for name in each.holds}
+    wanted = Counter(name for each in needs if each.takes_part for name in each.spans)
+    return {name for name, ranks in wanted.items() if ranks > 1 or name in held}
+
+
+def plan_restore(
+    needs: Sequence[RankNeeds], records: Mapping[str, records_pb2.DataFile]
+) -> list[RankPlan | None]:
+    """Each rank's plan, in the order of ``needs``; None: it takes nothing through sidecars.
+
+    Args:
+        records: of the files of :func:`shared_candidates`, as in the receipts. Those without
+            checksums of blocks are not taken from spools. Other files are read from storage.
+    """
+    hosts = tuple({each.host.key: each.host for each in needs if each.host}.values())
+    planner = _Planner(hosts, needs)
+    for name in sorted(records):
+        planner.add(records[name])
+    return planner.plans()
+
+
+def block_count(size: int) -> int:
+    """Blocks of a file of ``size`` bytes."""
+    return -(-size // BLOCK_BYTES)
+
+
+class _Planner:
+    def __init__(self, hosts: tuple[Host, ...], needs: Sequence[RankNeeds]) -> None:
+        self._hosts = hosts
+        self._needs = needs
+        index = {host.key: number for number, host in enumerate(hosts)}
+        self._host_of = [
+            index[each.fetching_host.key] if each.fetching_host else None for each in needs
+        ]
+        self._holders: defaultdict[str, list[int]] = defaultdict(list)
+        for each in needs:
+            if each.host is not None and each.host.address:
+                number = index[each.host.key]
+                for name in each.holds:
+                    if number not in self._holders[name]:
+                        self._holders[name].append(number)
+        self._users: defaultdict[str, list[int]] = defaultdict(list)
+        """By file, positions in ``needs``."""
+        for position, each in enumerate(needs):
+            if each.takes_part:
+                for name in each.spans:
+                    self._users[name].append(position)
+        self._owned = np.zeros(len(hosts), np.int64)
+        """Bytes by host that it reads from storage for others."""
+        self._files: list[dict[str, SharedFile]] = [{} for _ in needs]
+
+    def plans(self) -> list[RankPlan | None]:
+        return [
+            RankPlan(self._hosts, own, files) if files else None
+            for own, files in zip(self._host_of, self._files, strict=True)
+        ]
+
+    def add(self, record: records_pb2.DataFile) -> None:
+        """Plans the blocks of one file."""
+        demand = _Demand(record.size)
+        by_spans: defaultdict[bytes, list[int]] = defaultdict(list)
+        for position in self._users[record.name]:
+            by_spans[self._needs[position].spans[record.name].tobytes()].append(position)
+        for positions in by_spans.values():
+            demand.add(
+                self._needs[positions[0]].spans[record.name],
+                Counter(self._host_of[position] for position in positions),
+            )
+        holders = self._holders[record.name] if record.block_crc32c else []
+        shared = demand.total > (0 if holders else demand.sizes)
+        owners = self._owners(demand, shared, weighed=not holders)
+        serialised = record.SerializeToString()
+        columns: dict[tuple[bytes, int | None], SharedFile] = {}
+        for spans, positions in by_spans.items():
+            needed = demand.of(self._needs[positions[0]].spans[record.name]) > 0
+            for position in positions:
+                own = self._host_of[position]
+                if (spans, own) not in columns:
+                    columns[spans, own] = demand.file(
+                        serialised,
+                        tuple(each for each in holders if each != own),
+                        own,
+                        owners,
+                        needed & shared,
+                    )
+                if columns[spans, own].blocks:
+                    self._files[position][record.name] = columns[spans, own]
+
+    def _owners(
+        self, demand: "_Demand", shared: npt.NDArray[np.bool_], *, weighed: bool
+    ) -> _Counts:
+        """The owner of each block that several hosts need; elsewhere, and where no host can be one, none."""
+        owners = np.full(len(demand.sizes), _NO_OWNER, np.int64)
+        for block in np.flatnonzero(shared):
+            readers = demand.readers_of(int(block))
+            # A block of one host alone is its own.
+            is_alone = len(readers) + demand.visitors[block] == 1
+            candidates = [host for host in readers if self._hosts[host].address]
+            if candidates and not is_alone:
+                owner = min(candidates, key=lambda host: (self._owned[host], host))
+                owners[block] = owner
+                if weighed:
+                    self._owned[owner] += demand.sizes[block]
+        return owners
+
+
+class _Demand:
+    """What is needed of the blocks of one file, and by whom."""
+
+    def __init__(self, size: int) -> None:
+        count = block_count(size)
+        self._bounds = np.minimum(np.arange(count + 1, dtype=np.int64) * BLOCK_BYTES, size)
+        self.sizes: _Counts = np.diff(self._bounds)
+        self.total: _Counts = np.zeros(count, np.int64)
+        """Bytes that ranks need, each rank's counted."""
+        self.visitors: _Counts = np.zeros(count, np.int64)
+        """Ranks that ask peers themselves."""
+        self._readers: dict[int, _Counts] = {}
+        """Ranks by host."""
+
+    def of(self, spans: "array[int]") -> _Counts:
+        """Bytes of these spans in each block."""
+        columns = np.frombuffer(spans, np.uint64).astype(np.int64).reshape(-1, 2)
+        starts, ends = columns[:, 0], columns[:, 1]
+        before = np.concatenate(([0], np.cumsum(ends - starts)))
+        last = np.searchsorted(starts, self._bounds, side="left")
+        behind = np.maximum(0, np.concatenate(([0], ends))[last] - self._bounds)
+        return np.asarray(np.diff(before[last] - behind), np.int64)
+
+    def add(self, spans: "array[int]", ranks: Mapping[int | None, int]) -> None:
+        """Counts so many ranks of each host that need these spans; None: ranks that ask peers."""
+        needed = self.of(spans)
+        self.total += needed * sum(ranks.values())
+        for host, count in ranks.items():
+            if host is None:
+                self.visitors += count * (needed > 0)
+            else:
+                readers = self._readers.setdefault(host, np.zeros_like(self.total))
+                readers += count * (needed > 0)
+
+    def readers_of(self, block: int) -> list[int]:
+        """The hosts that need a block, ascending."""
+        return sorted(host for host, readers in self._readers.items() if readers[block])
+
+    def file(
+        self,
+        record: bytes,
+        holders: tuple[int, ...],
+        own: int | None,
+        owners: _Counts,
+        mask: npt.NDArray[np.bool_],
+    ) -> SharedFile:
+        """The columns for the ranks of a host that need the blocks of ``mask``."""
+        here = self._readers[own] if own is not None else np.ones_like(self.visitors)
+        if not holders:
+            # Without an owner, a host's ranks gain by it only together, and one that asks peers can't.
+            mask = mask & ((owners != _NO_OWNER) | (here > 1))
+        blocks = np.flatnonzero(mask)
+        everywhere = self.visitors + sum(
+            ((readers > 0).astype(np.int64) for readers in self._readers.values()),
+            np.zeros_like(self.visitors),
+        )
+        # The owner's own ranks, and each other host or visitor once.
+        at_owner = everywhere - 1
+        for host, readers in self._readers.items():
+            at_owner = at_owner + np.where(owners == host, readers, 0)
+        is_owner = owners == own if own is not None else np.zeros_like(mask)
+        return SharedFile(
+            record,
+            holders,
+            _column("I", blocks),
+            _column("i", np.where(is_owner, _NO_OWNER, owners)[blocks]),
+            _column("I", np.where(is_owner, at_owner, here)[blocks]),
+            _column("I", np.where(owners == _NO_OWNER, 0, at_owner)[blocks]),
+        )
+
+
+def _column(code: str, values: _Counts) -> "array[int]":
+    return array(code, values.astype(code).tobytes())
