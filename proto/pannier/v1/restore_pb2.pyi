@@ -20,7 +20,7 @@ class LocateRequest(_message.Message):
     def __init__(self, attempt: _Optional[str] = ..., files: _Optional[_Iterable[str]] = ..., load: _Optional[str] = ..., checkpoint_id: _Optional[str] = ...) -> None: ...
 
 class LocateResponse(_message.Message):
-    __slots__ = ("files", "token", "descriptors", "token_first", "wire_version", "host", "peer_address", "peer_tls", "restore_budget")
+    __slots__ = ("files", "token", "descriptors", "token_first", "wire_version", "host", "peer_address", "peer_tls", "peer_name", "restore_budget")
     FILES_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     DESCRIPTORS_FIELD_NUMBER: _ClassVar[int]
@@ -29,6 +29,7 @@ class LocateResponse(_message.Message):
     HOST_FIELD_NUMBER: _ClassVar[int]
     PEER_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     PEER_TLS_FIELD_NUMBER: _ClassVar[int]
+    PEER_NAME_FIELD_NUMBER: _ClassVar[int]
     RESTORE_BUDGET_FIELD_NUMBER: _ClassVar[int]
     files: _containers.RepeatedCompositeFieldContainer[LocatedFile]
     token: bytes
@@ -38,8 +39,9 @@ class LocateResponse(_message.Message):
     host: str
     peer_address: str
     peer_tls: bool
+    peer_name: str
     restore_budget: int
-    def __init__(self, files: _Optional[_Iterable[_Union[LocatedFile, _Mapping]]] = ..., token: _Optional[bytes] = ..., descriptors: _Optional[str] = ..., token_first: bool = ..., wire_version: _Optional[int] = ..., host: _Optional[str] = ..., peer_address: _Optional[str] = ..., peer_tls: bool = ..., restore_budget: _Optional[int] = ...) -> None: ...
+    def __init__(self, files: _Optional[_Iterable[_Union[LocatedFile, _Mapping]]] = ..., token: _Optional[bytes] = ..., descriptors: _Optional[str] = ..., token_first: bool = ..., wire_version: _Optional[int] = ..., host: _Optional[str] = ..., peer_address: _Optional[str] = ..., peer_tls: bool = ..., peer_name: _Optional[str] = ..., restore_budget: _Optional[int] = ...) -> None: ...
 
 class LocatedFile(_message.Message):
     __slots__ = ("file", "stamp", "stamp_offset")
