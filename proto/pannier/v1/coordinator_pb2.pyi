@@ -1,3 +1,4 @@
+from pannier.v1 import load_status_pb2 as _load_status_pb2
 from pannier.v1 import records_pb2 as _records_pb2
 from pannier.v1 import save_pb2 as _save_pb2
 from pannier.v1 import sidecar_pb2 as _sidecar_pb2
@@ -30,7 +31,7 @@ class RankReport(_message.Message):
     def __init__(self, context: _Optional[_Union[_sidecar_pb2.SaveContext, _Mapping]] = ..., attempt: _Optional[str] = ..., status: _Optional[_Union[_save_pb2.RankStatus, _Mapping]] = ..., receipt: _Optional[_Union[_records_pb2.Receipt, _Mapping]] = ..., failure: _Optional[_Union[_save_pb2.Failure, _Mapping]] = ..., timeout_s: _Optional[float] = ..., save_timeout_s: _Optional[float] = ..., claim: _Optional[_Union[_sidecar_pb2.CachedPlanClaim, _Mapping]] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
-    __slots__ = ("wire_version", "host", "sidecar", "reports", "watched", "trainers", "job")
+    __slots__ = ("wire_version", "host", "sidecar", "reports", "watched", "trainers", "job", "loads")
     WIRE_VERSION_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     SIDECAR_FIELD_NUMBER: _ClassVar[int]
@@ -38,6 +39,7 @@ class AttachRequest(_message.Message):
     WATCHED_FIELD_NUMBER: _ClassVar[int]
     TRAINERS_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
+    LOADS_FIELD_NUMBER: _ClassVar[int]
     wire_version: int
     host: str
     sidecar: str
@@ -45,7 +47,8 @@ class AttachRequest(_message.Message):
     watched: _containers.RepeatedCompositeFieldContainer[_sidecar_pb2.PendingSave]
     trainers: _containers.RepeatedCompositeFieldContainer[TrainerStatus]
     job: str
-    def __init__(self, wire_version: _Optional[int] = ..., host: _Optional[str] = ..., sidecar: _Optional[str] = ..., reports: _Optional[_Iterable[_Union[RankReport, _Mapping]]] = ..., watched: _Optional[_Iterable[_Union[_sidecar_pb2.PendingSave, _Mapping]]] = ..., trainers: _Optional[_Iterable[_Union[TrainerStatus, _Mapping]]] = ..., job: _Optional[str] = ...) -> None: ...
+    loads: _containers.RepeatedCompositeFieldContainer[_load_status_pb2.LoadReport]
+    def __init__(self, wire_version: _Optional[int] = ..., host: _Optional[str] = ..., sidecar: _Optional[str] = ..., reports: _Optional[_Iterable[_Union[RankReport, _Mapping]]] = ..., watched: _Optional[_Iterable[_Union[_sidecar_pb2.PendingSave, _Mapping]]] = ..., trainers: _Optional[_Iterable[_Union[TrainerStatus, _Mapping]]] = ..., job: _Optional[str] = ..., loads: _Optional[_Iterable[_Union[_load_status_pb2.LoadReport, _Mapping]]] = ...) -> None: ...
 
 class TrainerStatus(_message.Message):
     __slots__ = ("job", "incarnation", "rank", "seconds_since_seen", "death")

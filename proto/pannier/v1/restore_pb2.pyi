@@ -1,3 +1,4 @@
+from pannier.v1 import load_status_pb2 as _load_status_pb2
 from pannier.v1 import records_pb2 as _records_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor

@@ -3,6 +3,7 @@
 import grpc
 import warnings
 
+from pannier.v1 import load_status_pb2 as pannier_dot_v1_dot_load__status__pb2
 from pannier.v1 import restore_pb2 as pannier_dot_v1_dot_restore__pb2
 
 GRPC_GENERATED_VERSION = '1.72.2'
@@ -46,6 +47,11 @@ class RestoreStub(object):
                 request_serializer=pannier_dot_v1_dot_restore__pb2.FetchRequest.SerializeToString,
                 response_deserializer=pannier_dot_v1_dot_restore__pb2.FetchResponse.FromString,
                 _registered_method=True)
+        self.Report = channel.stream_unary(
+                '/pannier.v1.Restore/Report',
+                request_serializer=pannier_dot_v1_dot_load__status__pb2.ReportRequest.SerializeToString,
+                response_deserializer=pannier_dot_v1_dot_load__status__pb2.ReportResponse.FromString,
+                _registered_method=True)
 
 
 class RestoreServicer(object):
@@ -75,6 +81,14 @@ class RestoreServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Report(self, request_iterator, context):
+        """Reports a rank's load, for operators: at its begin, every second, and at its end. A
+        stream that ends before means that the rank's process is dead, unless it returns at once.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RestoreServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -87,6 +101,11 @@ def add_RestoreServicer_to_server(servicer, server):
                     servicer.Fetch,
                     request_deserializer=pannier_dot_v1_dot_restore__pb2.FetchRequest.FromString,
                     response_serializer=pannier_dot_v1_dot_restore__pb2.FetchResponse.SerializeToString,
+            ),
+            'Report': grpc.stream_unary_rpc_method_handler(
+                    servicer.Report,
+                    request_deserializer=pannier_dot_v1_dot_load__status__pb2.ReportRequest.FromString,
+                    response_serializer=pannier_dot_v1_dot_load__status__pb2.ReportResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -145,6 +164,33 @@ class Restore(object):
             '/pannier.v1.Restore/Fetch',
             pannier_dot_v1_dot_restore__pb2.FetchRequest.SerializeToString,
             pannier_dot_v1_dot_restore__pb2.FetchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Report(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/pannier.v1.Restore/Report',
+            pannier_dot_v1_dot_load__status__pb2.ReportRequest.SerializeToString,
+            pannier_dot_v1_dot_load__status__pb2.ReportResponse.FromString,
             options,
             channel_credentials,
             insecure,

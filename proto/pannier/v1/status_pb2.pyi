@@ -1,3 +1,4 @@
+from pannier.v1 import load_status_pb2 as _load_status_pb2
 from pannier.v1 import save_pb2 as _save_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
@@ -18,7 +19,7 @@ class ListSavesRequest(_message.Message):
     def __init__(self, job: _Optional[str] = ..., states: _Optional[_Iterable[_Union[_save_pb2.SaveState, str]]] = ..., limit: _Optional[int] = ...) -> None: ...
 
 class ListSavesResponse(_message.Message):
-    __slots__ = ("saves", "daemon_state", "host", "version", "bytes_queued", "oldest_upload_s", "spool_bytes", "spool_leased_bytes", "spool_held_bytes", "spool_saves_bytes", "spool_capacity_bytes", "spool_free_bytes", "trainers", "local_copies")
+    __slots__ = ("saves", "daemon_state", "host", "version", "bytes_queued", "oldest_upload_s", "spool_bytes", "spool_leased_bytes", "spool_held_bytes", "spool_saves_bytes", "spool_capacity_bytes", "spool_free_bytes", "trainers", "local_copies", "loads")
     SAVES_FIELD_NUMBER: _ClassVar[int]
     DAEMON_STATE_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
@@ -33,6 +34,7 @@ class ListSavesResponse(_message.Message):
     SPOOL_FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
     TRAINERS_FIELD_NUMBER: _ClassVar[int]
     LOCAL_COPIES_FIELD_NUMBER: _ClassVar[int]
+    LOADS_FIELD_NUMBER: _ClassVar[int]
     saves: _containers.RepeatedCompositeFieldContainer[_save_pb2.SaveStatus]
     daemon_state: str
     host: str
@@ -47,7 +49,8 @@ class ListSavesResponse(_message.Message):
     spool_free_bytes: int
     trainers: int
     local_copies: _containers.RepeatedCompositeFieldContainer[LocalCopy]
-    def __init__(self, saves: _Optional[_Iterable[_Union[_save_pb2.SaveStatus, _Mapping]]] = ..., daemon_state: _Optional[str] = ..., host: _Optional[str] = ..., version: _Optional[str] = ..., bytes_queued: _Optional[int] = ..., oldest_upload_s: _Optional[float] = ..., spool_bytes: _Optional[int] = ..., spool_leased_bytes: _Optional[int] = ..., spool_held_bytes: _Optional[int] = ..., spool_saves_bytes: _Optional[int] = ..., spool_capacity_bytes: _Optional[int] = ..., spool_free_bytes: _Optional[int] = ..., trainers: _Optional[int] = ..., local_copies: _Optional[_Iterable[_Union[LocalCopy, _Mapping]]] = ...) -> None: ...
+    loads: _containers.RepeatedCompositeFieldContainer[_load_status_pb2.LoadStatus]
+    def __init__(self, saves: _Optional[_Iterable[_Union[_save_pb2.SaveStatus, _Mapping]]] = ..., daemon_state: _Optional[str] = ..., host: _Optional[str] = ..., version: _Optional[str] = ..., bytes_queued: _Optional[int] = ..., oldest_upload_s: _Optional[float] = ..., spool_bytes: _Optional[int] = ..., spool_leased_bytes: _Optional[int] = ..., spool_held_bytes: _Optional[int] = ..., spool_saves_bytes: _Optional[int] = ..., spool_capacity_bytes: _Optional[int] = ..., spool_free_bytes: _Optional[int] = ..., trainers: _Optional[int] = ..., local_copies: _Optional[_Iterable[_Union[LocalCopy, _Mapping]]] = ..., loads: _Optional[_Iterable[_Union[_load_status_pb2.LoadStatus, _Mapping]]] = ...) -> None: ...
 
 class LocalCopy(_message.Message):
     __slots__ = ("checkpoint_id", "save", "attempt", "files", "bytes")
@@ -86,3 +89,27 @@ class WatchSaveResponse(_message.Message):
     SAVE_FIELD_NUMBER: _ClassVar[int]
     save: _save_pb2.SaveStatus
     def __init__(self, save: _Optional[_Union[_save_pb2.SaveStatus, _Mapping]] = ...) -> None: ...
+
+class GetLoadRequest(_message.Message):
+    __slots__ = ("id",)
+    ID_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    def __init__(self, id: _Optional[str] = ...) -> None: ...
+
+class GetLoadResponse(_message.Message):
+    __slots__ = ("load",)
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    load: _load_status_pb2.LoadStatus
+    def __init__(self, load: _Optional[_Union[_load_status_pb2.LoadStatus, _Mapping]] = ...) -> None: ...
+
+class WatchLoadRequest(_message.Message):
+    __slots__ = ("id",)
+    ID_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    def __init__(self, id: _Optional[str] = ...) -> None: ...
+
+class WatchLoadResponse(_message.Message):
+    __slots__ = ("load",)
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    load: _load_status_pb2.LoadStatus
+    def __init__(self, load: _Optional[_Union[_load_status_pb2.LoadStatus, _Mapping]] = ...) -> None: ...

@@ -50,6 +50,16 @@ class StatusStub(object):
                 request_serializer=pannier_dot_v1_dot_status__pb2.WatchSaveRequest.SerializeToString,
                 response_deserializer=pannier_dot_v1_dot_status__pb2.WatchSaveResponse.FromString,
                 _registered_method=True)
+        self.GetLoad = channel.unary_unary(
+                '/pannier.v1.Status/GetLoad',
+                request_serializer=pannier_dot_v1_dot_status__pb2.GetLoadRequest.SerializeToString,
+                response_deserializer=pannier_dot_v1_dot_status__pb2.GetLoadResponse.FromString,
+                _registered_method=True)
+        self.WatchLoad = channel.unary_stream(
+                '/pannier.v1.Status/WatchLoad',
+                request_serializer=pannier_dot_v1_dot_status__pb2.WatchLoadRequest.SerializeToString,
+                response_deserializer=pannier_dot_v1_dot_status__pb2.WatchLoadResponse.FromString,
+                _registered_method=True)
 
 
 class StatusServicer(object):
@@ -77,6 +87,19 @@ class StatusServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetLoad(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WatchLoad(self, request, context):
+        """As WatchSave, of a load.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_StatusServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -94,6 +117,16 @@ def add_StatusServicer_to_server(servicer, server):
                     servicer.WatchSave,
                     request_deserializer=pannier_dot_v1_dot_status__pb2.WatchSaveRequest.FromString,
                     response_serializer=pannier_dot_v1_dot_status__pb2.WatchSaveResponse.SerializeToString,
+            ),
+            'GetLoad': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetLoad,
+                    request_deserializer=pannier_dot_v1_dot_status__pb2.GetLoadRequest.FromString,
+                    response_serializer=pannier_dot_v1_dot_status__pb2.GetLoadResponse.SerializeToString,
+            ),
+            'WatchLoad': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchLoad,
+                    request_deserializer=pannier_dot_v1_dot_status__pb2.WatchLoadRequest.FromString,
+                    response_serializer=pannier_dot_v1_dot_status__pb2.WatchLoadResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -178,6 +211,60 @@ class Status(object):
             '/pannier.v1.Status/WatchSave',
             pannier_dot_v1_dot_status__pb2.WatchSaveRequest.SerializeToString,
             pannier_dot_v1_dot_status__pb2.WatchSaveResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetLoad(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pannier.v1.Status/GetLoad',
+            pannier_dot_v1_dot_status__pb2.GetLoadRequest.SerializeToString,
+            pannier_dot_v1_dot_status__pb2.GetLoadResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchLoad(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/pannier.v1.Status/WatchLoad',
+            pannier_dot_v1_dot_status__pb2.WatchLoadRequest.SerializeToString,
+            pannier_dot_v1_dot_status__pb2.WatchLoadResponse.FromString,
             options,
             channel_credentials,
             insecure,
