@@ -28,6 +28,7 @@ from pannier.client.loading.load import recent_seconds
 from pannier.client.loading.storage_reader import StorageReader
 from pannier.client.messages import wait_log
 from pannier.client.messages.call_errors import at_call
+from pannier.client.restore.load_report import LoadReporter
 from pannier.client.restore.load_result import LoadResult
 from pannier.client.restore.local_copies import LocalCopies
 from pannier.client.save_call import SaveCall
@@ -293,6 +294,7 @@ class Client:
             storage_reader,
             before=self._factory.saves.errors.raise_all,
             locate=LocalCopies(lambda: self.settings).locate,
+            reporting=LoadReporter(lambda: self.settings).reporting,
             **arguments,
         )
 

@@ -132,6 +132,13 @@ DESCRIPTORS_S: Final = 10.0 * SCALE
 LOCATE_S: Final = 5.0 * SCALE
 """For a sidecar to answer a load which files it has; afterwards the load reads from storage."""
 
+LOAD_REPORT_S: Final = 1.0 * SCALE
+"""Between two reports of a running load."""
+LOAD_REPORT_AGAIN_S: Final = 1.0 * SCALE
+"""After a stream of reports that broke."""
+LOAD_REPORT_END_S: Final = 0.25 * SCALE
+"""How long a load that has ended waits for the sidecar to take that report."""
+
 # The sidecar's ingest and spool
 
 WRITE_TURN_S: Final = 4.0 * SCALE

@@ -25,7 +25,9 @@ from pannier.client.loading.load_error import LoadError
 from pannier.client.loading.storage_reader import StorageReader
 from pannier.client.messages import load_line, wait_log
 from pannier.client.messages.call_errors import at_call
-from pannier.client.process_group import is_alone
+from pannier.client.process_group import is_alone, process_rank
+from pannier.client.restore import load_progress
+from pannier.client.restore.load_progress import LoadProgress
 from pannier.client.restore.load_result import LoadResult, ReadCounts, combine
 from pannier.client.restore.local_file import Locate
 from pannier.client.xla import planners, runtime
@@ -35,6 +37,9 @@ from pannier.wire.errors import InvalidRequestError, PannierError
 from pannier.wire.failures import ranks_text, shorten
 
 T = TypeVar("T")
+
+Reporting = Callable[[LoadProgress], contextlib.AbstractContextManager[None]]
+"""Reports a load to operators as long as the context lasts."""
 
 _recent_s: Final[collections.deque[float]] = collections.deque(maxlen=RECENT)
 
@@ -56,12 +61,14 @@ def load(
     verify: bool = False,
     before: Callable[[], None] = lambda: None,
     locate: Locate | None = None,
+    reporting: Reporting = lambda _: contextlib.nullcontext(),
 ) -> LoadResult:
     """See :func:`pannier.client.load`.
 
     Args:
         before: called first; what it raises is raised on all ranks.
         locate: finds files in this host's spool; None: all are read from storage.
+        reporting: shows operators how far it is.
     """
     began = time.monotonic()
     alone = is_alone(no_dist)
@@ -70,6 +77,7 @@ def load(
             f"rank {dist.get_rank()} is not in this process group: only its ranks may load with it"
         )
     group = None if alone else _Group(process_group)
+    progress = _make_progress(group, checkpoint_id)
 
     def make() -> StorageReader:
         before()
@@ -77,14 +85,21 @@ def load(
         if verify:
             reader.verify_once()
         reader.use_local(locate)
+        reader.use_progress(progress)
         return reader
 
-    with _as_load_error(group):
-        with wait_log.logged(f"load of {checkpoint_id or 'a checkpoint'}", _describe_others):
+    with _tracked(progress, reporting), _as_load_error(group):
+        with _waiting(progress, f"load of {checkpoint_id or 'a checkpoint'}", _describe_others):
             reader = _make_readers(group, make)
+        progress.begin(load_progress.RESOLVING)
         try:
-            with wait_log.logged(f"load of {reader.checkpoint_id}", lambda: _describe_first(group)):
-                content, incarnation = _from_first(group, lambda: _resolve(reader))
+            with _waiting(
+                progress, f"load of {reader.checkpoint_id}", lambda: _describe_first(group)
+            ):
+                (content, incarnation), load_id = _from_first(
+                    group, lambda: (_resolve(reader), reader.load_id)
+                )
+            progress.describe(load=load_id)
             highest_incarnation.remember(
                 highest_incarnation.root_of(reader.checkpoint_id), incarnation
             )
@@ -100,9 +115,37 @@ def load(
         finally:
             # All ranks are done, or all have failed: dcp.load ends with a collective.
             reader.release()
-    counts = reader.counts()
+    counts = progress.counts()
     counts.seconds = time.monotonic() - began
     return _result(group, reader.checkpoint_id, counts)
+
+
+def _make_progress(
+    group: "_Group | None", checkpoint_id: str | os.PathLike[str] | None
+) -> LoadProgress:
+    named = str(checkpoint_id or "")
+    if group is None:
+        return LoadProgress(process_rank(), (process_rank(),), checkpoint_id=named)
+    return LoadProgress(group.rank, sorted(group.ranks), checkpoint_id=named)
+
+
+@contextlib.contextmanager
+def _tracked(progress: LoadProgress, reporting: Reporting) -> Iterator[None]:
+    """Reports this block, and how it ends."""
+    with reporting(progress):
+        try:
+            yield
+        except BaseException as error:
+            progress.end(error)
+            raise
+        progress.end()
+
+
+@contextlib.contextmanager
+def _waiting(progress: LoadProgress, call: str, reason: Callable[[], str]) -> Iterator[None]:
+    """Logs and reports the wait in this block."""
+    with wait_log.logged(call, reason), progress.waiting(reason):
+        yield
 
 
 def _result(group: "_Group | None", checkpoint_id: str, counts: ReadCounts) -> LoadResult:

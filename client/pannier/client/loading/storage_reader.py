@@ -32,7 +32,8 @@ from pannier.client.loading.range_reader import (
     read_ranges,
 )
 from pannier.client.loading.safe_unpickler import unpickle_metadata
-from pannier.client.restore.load_result import ReadCounts
+from pannier.client.restore import load_progress
+from pannier.client.restore.load_progress import LoadProgress
 from pannier.client.restore.local_file import LocalFile, Locate
 from pannier.client.restore.sources import Sources
 from pannier.common import timeouts
@@ -91,6 +92,7 @@ class StorageReader(storage.StorageReader):
         self._load_id = str(uuid.uuid4())
         self._locate: Locate | None = None
         self._sources: Sources | None = None
+        self._progress = LoadProgress()
 
     @property
     def checkpoint_id(self) -> str:
@@ -122,6 +124,7 @@ class StorageReader(storage.StorageReader):
         self._attempt = ""
         self._verify_now = self._verify
         self._locate = self._sources = None
+        self._progress = LoadProgress()
         self._load_id = str(uuid.uuid4())
 
     def verify_once(self) -> None:
@@ -132,9 +135,10 @@ class StorageReader(storage.StorageReader):
         """Reads files that ``locate`` finds in this host's spool there, until the next :meth:`reset`."""
         self._locate = locate
 
-    def counts(self) -> ReadCounts:
-        """What this load has read, and from where."""
-        return ReadCounts() if self._sources is None else self._sources.counts()
+    def use_progress(self, progress: LoadProgress) -> None:
+        """Counts in ``progress`` what this load reads, until the next :meth:`reset`."""
+        self._progress = progress
+        progress.describe(checkpoint_id=self.checkpoint_id)
 
     def release(self) -> None:
         """Ends the lease: the files may be removed when the checkpoint is replaced."""
@@ -222,6 +226,8 @@ class StorageReader(storage.StorageReader):
                 f"the metadata of {self.checkpoint_id} doesn't say where its data is"
             )
         self._metadata = metadata
+        self._progress.describe(attempt=self._attempt)
+        self._progress.begin(load_progress.PLANNING)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Adds the generation of ``.metadata`` to the plan."""
@@ -247,6 +253,8 @@ class StorageReader(storage.StorageReader):
         for item in plan.items:
             found[locate(item, self._metadata, self.checkpoint_id)].append(item)
         items = {each: found[each] for each in sorted(found)}
+        self._progress.begin(load_progress.READING)
+        self._progress.expect(sum(each.length for each in items))
         try:
             self._read(items, planner)
         except filesystem.MissingError as error:
@@ -261,6 +269,7 @@ class StorageReader(storage.StorageReader):
             # A rank that resolved .metadata for all releases the lease when all ranks are done.
             if self._shared is None:
                 self.release()
+        self._progress.begin(load_progress.FINISHING)
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -268,7 +277,7 @@ class StorageReader(storage.StorageReader):
     def _read(self, items: Mapping[Range, Sequence[ReadItem]], planner: LoadPlanner) -> None:
         files = sorted({each.file for each in items})
         self._sources = sources = Sources(
-            self._directory, self.checkpoint_id, self._local_files(files)
+            self._directory, self.checkpoint_id, self._local_files(files), self._progress
         )
         loader = ItemLoader(self._directory, self._metadata, planner, sources)
         index = KeyIndex(

@@ -7,13 +7,13 @@ on. Blocking; thread-safe; for one load of one rank.
 
 import logging
 import threading
-from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Final, Protocol
 
 from pannier.client.interrupts import shielded
-from pannier.client.restore.load_result import BUCKET, OWN_SPOOL, ReadCounts
+from pannier.client.restore.load_progress import LoadProgress
+from pannier.client.restore.load_result import BUCKET, OWN_SPOOL
 from pannier.client.restore.local_file import BlockCache, LocalFile
 from pannier.wire.chunk_codec import BLOCK_BYTES
 from pannier.wire.errors import IntegrityError
@@ -47,15 +47,17 @@ class Sources:
         storage: the checkpoint in storage.
         url: its directory, for messages.
         local: those of its files that are in this host's spool.
+        progress: counts what was read.
     """
 
-    def __init__(self, storage: Storage, url: str, local: Mapping[str, LocalFile]) -> None:
+    def __init__(
+        self, storage: Storage, url: str, local: Mapping[str, LocalFile], progress: LoadProgress
+    ) -> None:
         self._storage = storage
         self._url = url
         self._lock = threading.Lock()
         self._local = dict(local)
-        self._source_of: dict[str, str] = {}
-        self._bytes: Counter[str] = Counter()
+        self._progress = progress
         self._cache = BlockCache()
 
     def is_near(self, name: str) -> bool:
@@ -83,12 +85,7 @@ class Sources:
         if local is not None and self._read_local(local, name, offset, target):
             return
         self._storage.read_into(name, offset, target)
-        self._count(BUCKET, name, len(target))
-
-    def counts(self) -> ReadCounts:
-        """What was read so far."""
-        with self._lock:
-            return ReadCounts(Counter(self._source_of.values()), Counter(self._bytes))
+        self._progress.add_read(BUCKET, name, len(target))
 
     def close(self) -> None:
         """Lets go of the files in the spool, which the sidecar may use again then."""
@@ -99,6 +96,8 @@ class Sources:
         try:
             local.read_into(offset, target, self._cache)
         except (IntegrityError, OSError) as error:
+            if isinstance(error, IntegrityError):
+                self._progress.add_rejected()
             with self._lock:
                 first = self._local.pop(name, None) is not None
             if first:
@@ -107,11 +106,5 @@ class Sources:
                     *(self._url, name, error),
                 )
             return False
-        self._count(OWN_SPOOL, name, len(target))
+        self._progress.add_read(OWN_SPOOL, name, len(target))
         return True
-
-    def _count(self, source: str, name: str, size: int) -> None:
-        with self._lock:
-            self._bytes[source] += size
-            if source == BUCKET or name not in self._source_of:
-                self._source_of[name] = source

@@ -1,0 +1,166 @@
+"""How far one rank's load is: counted while it reads, for its result and for operators.
+
+In: what the load does, from any of its threads. Out: counts, and a report of them all. Costs a lock per
+request that is read. Thread-safe; for one call of load.
+"""
+
+import os
+import secrets
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Final
+
+from pannier.client.restore.load_result import BUCKET, OWN_SPOOL, ReadCounts
+from pannier.v1 import load_status_pb2
+from pannier.wire.failures import cut_text
+
+ENTERING: Final = load_status_pb2.LOAD_PHASE_ENTERING
+RESOLVING: Final = load_status_pb2.LOAD_PHASE_RESOLVING
+PLANNING: Final = load_status_pb2.LOAD_PHASE_PLANNING
+READING: Final = load_status_pb2.LOAD_PHASE_READING
+FINISHING: Final = load_status_pb2.LOAD_PHASE_FINISHING
+LOADED: Final = load_status_pb2.LOAD_PHASE_LOADED
+FAILED: Final = load_status_pb2.LOAD_PHASE_FAILED
+
+_ERROR: Final = 2000
+"""Characters of an error that are reported."""
+
+
+class LoadProgress:
+    """See the module.
+
+    Args:
+        rank: this process's global rank.
+        ranks: sorted global ranks that load together.
+        checkpoint_id: as given; :meth:`describe` replaces it.
+    """
+
+    def __init__(
+        self, rank: int = 0, ranks: Sequence[int] = (0,), *, checkpoint_id: str = ""
+    ) -> None:
+        self.call: Final = secrets.token_hex(8)
+        """Identifies this call on this rank."""
+        self.ranks: Final = tuple(ranks)
+        self._rank = rank
+        self._lock = threading.Lock()
+        self._began = time.monotonic()
+        self._ended: float | None = None
+        self._about = {"checkpoint_id": checkpoint_id}
+        """Fields of the report about the load as a whole."""
+        self._phase: load_status_pb2.LoadPhase = ENTERING
+        self._bytes_total = 0
+        self._source_of: dict[str, str] = {}
+        """By file: the farthest place that it was read from."""
+        self._bytes: Counter[str] = Counter()
+        """By source."""
+        self._events: Counter[str] = Counter()
+        """By field of the report."""
+        self._waits: list[Callable[[], str]] = []
+        self._error = ""
+
+    # What was read.
+
+    def add_read(self, source: str, file: str, size: int) -> None:
+        """``size`` bytes of a file came from a source: the own spool, a host, or the bucket."""
+        with self._lock:
+            self._bytes[source] += size
+            if _distance(source) >= _distance(self._source_of.get(file, "")):
+                self._source_of[file] = source
+
+    def add_retry(self) -> None:
+        """A request is repeated."""
+        self._add("retries")
+
+    def add_hedge(self) -> None:
+        """A block is requested from a second place, too."""
+        self._add("hedges")
+
+    def add_rejected(self) -> None:
+        """A block had a wrong checksum."""
+        self._add("rejected_blocks")
+
+    def counts(self) -> ReadCounts:
+        """What was read so far."""
+        with self._lock:
+            return ReadCounts(Counter(self._source_of.values()), Counter(self._bytes))
+
+    # What it does.
+
+    def describe(self, **about: str) -> None:
+        """What is known of the load now: ``load`` (its id), ``checkpoint_id``, ``attempt``."""
+        with self._lock:
+            self._about.update(about)
+
+    def begin(self, phase: "load_status_pb2.LoadPhase") -> None:
+        """A phase begins."""
+        with self._lock:
+            self._phase = phase
+
+    def expect(self, size: int) -> None:
+        """The plan needs so many bytes of data files."""
+        with self._lock:
+            self._bytes_total = size
+
+    @contextmanager
+    def waiting(self, reason: Callable[[], str]) -> Iterator[None]:
+        """In this block it waits for what ``reason`` returns, human-readable: ``rank 3 (host node-2)``."""
+        with self._lock:
+            self._waits.append(reason)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._waits.remove(reason)
+
+    def end(self, error: BaseException | None = None) -> None:
+        """The load has ended, or failed with ``error``."""
+        with self._lock:
+            self._phase = FAILED if error is not None else LOADED
+            self._ended = time.monotonic()
+            if error is not None:
+                self._error = cut_text(str(error) or type(error).__name__, _ERROR)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether :meth:`end` was called."""
+        return self._ended is not None
+
+    # What is reported.
+
+    def report(self) -> load_status_pb2.LoadReport:
+        """All of it, now."""
+        waits = self._waits[-1:]
+        # Outside the lock: it may take others.
+        waiting_for = waits[0]() if waits else ""
+        with self._lock:
+            files = Counter(self._source_of.values())
+            status = load_status_pb2.RankLoadStatus(
+                rank=self._rank,
+                host=socket.gethostname(),
+                phase=self._phase,
+                bytes_total=self._bytes_total,
+                sources=[
+                    load_status_pb2.LoadSource(source=each, files=files[each], bytes=size)
+                    for each, size in self._bytes.items()
+                ],
+                waiting_for=waiting_for if self._ended is None else "",
+                last_error=self._error,
+                seconds=(self._ended or time.monotonic()) - self._began,
+                **self._events,
+            )
+            return load_status_pb2.LoadReport(
+                call=self.call, ranks=self.ranks, status=status, pid=os.getpid(), **self._about
+            )
+
+    def _add(self, event: str) -> None:
+        with self._lock:
+            self._events[event] += 1
+
+
+def _distance(source: str) -> int:
+    """How far it is; a host lies between the own spool and the bucket."""
+    return {"": 0, OWN_SPOOL: 1, BUCKET: 3}.get(source, 2)

@@ -1,0 +1,166 @@
+"""Reports a running load to this host's sidecars, for operators.
+
+In: the load's progress. Out: a report at its begin, each second, and at its end, to each sidecar that
+runs; none is started. A sidecar that can't be reached, or doesn't know the call, changes nothing for
+the load. Two threads for each sidecar while it runs.
+"""
+
+import hashlib
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+
+from pannier.client.config import Settings
+from pannier.client.embedded import launcher
+from pannier.client.embedded.rendezvous import job_key
+from pannier.client.interrupts import aside
+from pannier.client.restore.load_progress import LoadProgress
+from pannier.client.transport.channel import InterruptedCallError, SidecarChannel
+from pannier.common import timeouts
+from pannier.v1 import load_status_pb2, restore_pb2_grpc
+from pannier.wire import addresses
+from pannier.wire.errors import PannierError
+from pannier.wire.version import WIRE_VERSION
+
+_log = logging.getLogger(__name__)
+
+_AGAIN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
+"""Statuses of a sidecar that may take reports later."""
+
+
+class LoadReporter:
+    """Reports loads of this process.
+
+    Args:
+        settings: where the sidecars are.
+    """
+
+    def __init__(self, settings: Callable[[], Settings]) -> None:
+        self._settings = settings
+
+    @contextmanager
+    def reporting(self, progress: LoadProgress) -> Iterator[None]:
+        """Reports this load as long as the context lasts; raises nothing of its own."""
+        ended = threading.Event()
+        thread = threading.Thread(
+            target=self._run, args=(progress, ended), name="pannier-load-report", daemon=True
+        )
+        aside(thread.start)
+        try:
+            yield
+        finally:
+            aside(lambda: _finish(thread, ended))
+
+    def _run(self, progress: LoadProgress, ended: threading.Event) -> None:
+        try:
+            settings = self._settings()
+            fields = {"job": settings.job or "", "group": _group(settings, progress)}
+            streams = [
+                _Stream(_channel(settings, address), progress, fields, ended)
+                for address in _sidecars(settings)
+            ]
+            further = [
+                threading.Thread(target=each.run, name="pannier-load-report", daemon=True)
+                for each in streams[1:]
+            ]
+            for thread in further:
+                thread.start()
+            if streams:
+                streams[0].run()
+            for thread in further:
+                thread.join()
+        except Exception:  # noqa: BLE001 - top of the thread: no load fails by its report
+            _log.debug("this load is not reported", exc_info=True)
+
+
+def _finish(thread: threading.Thread, ended: threading.Event) -> None:
+    """Has the end reported; waits a moment for the sidecar to take it."""
+    ended.set()
+    thread.join(timeouts.LOAD_REPORT_END_S)
+
+
+class _Stream:
+    """Reports to one sidecar."""
+
+    def __init__(
+        self,
+        channel: SidecarChannel,
+        progress: LoadProgress,
+        fields: dict[str, str],
+        ended: threading.Event,
+    ) -> None:
+        self._channel = channel
+        self._progress = progress
+        self._fields = fields
+        self._ended = ended
+
+    def run(self) -> None:
+        """Reports until the load has ended, and its end."""
+        try:
+            while not self._report():
+                if self._ended.wait(timeouts.LOAD_REPORT_AGAIN_S):
+                    # The sidecar counts a rank whose stream ended as dead, if nothing follows.
+                    self._report()
+                    return
+        finally:
+            self._channel.close()
+
+    def _report(self) -> bool:
+        """One stream of reports, until it ends; whether no other one is needed."""
+
+        def start(connection: grpc.Channel) -> Any:
+            stub: Any = restore_pb2_grpc.RestoreStub(connection)
+            return stub.Report.future(self._messages(), metadata=self._channel.metadata())
+
+        try:
+            with self._channel.call(start) as call:
+                call.result()
+        except grpc.RpcError as error:
+            _log.debug("the sidecar at %s takes no reports: %s", self._channel.address, error)
+            return error.code() not in _AGAIN
+        except (InterruptedCallError, grpc.FutureCancelledError):
+            return False
+        except PannierError as error:
+            _log.debug("the sidecar at %s takes no reports: %s", self._channel.address, error)
+            return False
+        return True
+
+    def _messages(self) -> Iterator[load_status_pb2.ReportRequest]:
+        version, ended = WIRE_VERSION, False
+        while not ended:
+            # Before the report is made, which then shows the end.
+            ended = self._ended.is_set()
+            report = self._progress.report()
+            for name, value in self._fields.items():
+                setattr(report, name, value)
+            if not version:
+                del report.ranks[:]
+            yield load_status_pb2.ReportRequest(wire_version=version, report=report)
+            version = 0
+            if not ended:
+                self._ended.wait(timeouts.LOAD_REPORT_S)
+
+
+def _sidecars(settings: Settings) -> list[str]:
+    if settings.sidecar is not None:
+        return [settings.sidecar]
+    known = addresses.embedded_sidecars(settings.runtime_dir)
+    return [each for each in known if launcher.accepts(each.removeprefix("unix://"))]
+
+
+def _channel(settings: Settings, address: str) -> SidecarChannel:
+    return SidecarChannel(
+        address, tls=settings.tls(), trusted_uids=settings.trusted_uids, token=settings.token()
+    )
+
+
+def _group(settings: Settings, progress: LoadProgress) -> str:
+    """See LoadReport.group."""
+    if len(progress.ranks) == 1:
+        return progress.call
+    text = f"{job_key(settings)} {progress.ranks}"
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
